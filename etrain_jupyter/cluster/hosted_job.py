@@ -1,0 +1,370 @@
+"""One job inside the coordinator: its state, its log, and what its trainers said."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from etrain_jupyter.cluster.steps import StepClock
+from etrain_jupyter.elastic import commands as c
+from etrain_jupyter.elastic import stimuli as s
+from etrain_jupyter.elastic.membership import JobState
+from etrain_jupyter.elastic.state_machine import handle
+from etrain_jupyter.events import types as events
+from etrain_jupyter.events.log import EventLog, read_events
+
+RECENT_EVENTS = 20_000
+"""Events kept in memory for listeners; older ones are read from the log."""
+
+Message = dict[str, Any]
+Tell = Callable[[str, Message], None]
+"""Sends an order to a worker's supervisor, by worker name."""
+
+
+@dataclass(kw_only=True)
+class Order:
+    """What was submitted."""
+
+    job_id: str
+    name: str
+    run_dir: Path
+    config: dict[str, Any]
+    bundle: bytes
+    pool: str = "local"
+    cwd: str = ""
+    min_workers: int = 1
+    max_workers: int = 1
+
+    @property
+    def checkpoints(self) -> str:
+        """Where its checkpoints go: the run folder, or its own one under ``checkpoint.to``."""
+        to = (self.config.get("checkpoint") or {}).get("to")
+        return str(Path(to).expanduser() / self.job_id) if to else str(self.run_dir)
+
+
+@dataclass
+class TrainerFacts:
+    """What one trainer said of itself."""
+
+    worker: str
+    started_at: float
+    pid: int = 0
+    device: str = ""
+    formed: bool = False
+
+
+@dataclass(kw_only=True)
+class HostedJob:
+    """Owns a job's state; turns messages into stimuli, and carries out commands."""
+
+    order: Order
+    tell: Tell
+    state: JobState = field(init=False)
+    plan: dict[str, Any] = field(default_factory=dict)
+    step_clock: StepClock = field(default_factory=StepClock)
+    trainers: dict[str, TrainerFacts] = field(default_factory=dict)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set whenever an event was logged; a listener that waits replaces it."""
+
+    def __post_init__(self) -> None:
+        order = self.order
+        self.state = JobState(
+            job_id=order.job_id, min_workers=order.min_workers, max_workers=order.max_workers
+        )
+        self._log = EventLog(order.run_dir / "events.jsonl")
+        self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT_EVENTS)
+        self.log(
+            events.JobSubmitted,
+            name=order.name,
+            min_workers=order.min_workers,
+            max_workers=order.max_workers,
+            pool=order.pool,
+            config=order.config,
+        )
+        self.log(events.JobStatusChanged, status="submitted")
+
+    # --- the log ---
+
+    def log(self, kind: type[events.Event], **values: Any) -> None:
+        """Append one fact that happened now, unless it brings its own ``time``."""
+        common = {"time": time.time(), "generation": self.state.generation}
+        self.append([kind(job_id=self.order.job_id, **{**common, **values})])
+
+    def append(self, facts: list[events.Event]) -> None:
+        """Append facts to the durable log first, then let listeners have them."""
+        if not facts:
+            return
+        self._recent.extend(event.to_dict() for event in self._log.append(facts))
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    def events_since(self, seq: int, limit: int) -> list[dict[str, Any]]:
+        """Return at most ``limit`` events after ``seq``, in order."""
+        if self._recent and seq >= self._recent[0]["seq"] - 1:
+            skip = seq - self._recent[0]["seq"] + 1
+            return [self._recent[i] for i in range(skip, min(len(self._recent), skip + limit))]
+        path = self.order.run_dir / "events.jsonl"
+        return [event.to_dict() for event in read_events(path, since=seq, limit=limit)]
+
+    @property
+    def last_seq(self) -> int:
+        """Sequence number of the newest event."""
+        return self._log.last_seq
+
+    # --- the state machine ---
+
+    def handle(self, stimulus: s.Stimulus) -> None:
+        """Let the state machine decide, and do what it says."""
+        was_ended = self.state.is_ended
+        self.state, commands = handle(self.state, stimulus, time.time())
+        for command in commands:
+            _CARRY_OUT[type(command)](self, command)
+        if self.state.is_ended and not was_ended:
+            self._log.close()
+
+    def _start(self, command: c.StartTrainer) -> None:
+        self.trainers[command.trainer] = TrainerFacts(command.worker, time.time())
+        order = self.order
+        self.log(events.WorkerJoined, worker=command.worker)
+        self.tell(
+            command.worker,
+            {
+                "op": "start",
+                "trainer": command.trainer,
+                "job_id": order.job_id,
+                "config": order.config,
+                "bundle": order.bundle,
+                "cwd": order.cwd,
+                "checkpoints": order.checkpoints,
+            },
+        )
+
+    def _send(self, trainer: str, message: Message) -> None:
+        worker = self.trainers[trainer].worker
+        self.tell(worker, {"op": "tell", "trainer": trainer, "message": message})
+
+    def _announce(self, command: c.AnnounceChange) -> None:
+        for trainer in command.trainers:
+            self._send(trainer, {"op": "change", "generation": command.generation})
+
+    def _abort(self, command: c.AbortGeneration) -> None:
+        for trainer in command.trainers:
+            self._send(trainer, {"op": "abort", "generation": command.generation})
+
+    def _form(self, command: c.FormGeneration) -> None:
+        self.step_clock.ranks = command.trainers
+        for rank, trainer in enumerate(command.trainers):
+            self.trainers[trainer].formed = False
+            self._send(
+                trainer,
+                {
+                    "op": "form",
+                    "generation": command.generation,
+                    "rank": rank,
+                    "world_size": len(command.trainers),
+                    "behind": list(command.behind),
+                    "restore": command.restore,
+                    "logged_step": self.step_clock.logged_step,
+                },
+            )
+
+    def _save(self, command: c.SaveCheckpoint) -> None:
+        self._send(command.trainer, {"op": "save", "generation": self.state.generation})
+
+    def _release(self, command: c.ReleaseTrainer) -> None:
+        self._send(command.trainer, {"op": "release"})
+
+    def _kill(self, command: c.KillTrainer) -> None:
+        worker = self.trainers[command.trainer].worker
+        self.tell(worker, {"op": "kill", "trainer": command.trainer, "why": command.why})
+
+    def _publish(self, command: c.Publish) -> None:
+        event = command.event
+        if isinstance(event, events.GenerationFormed):
+            by_worker = {facts.worker: facts.pid for facts in self.trainers.values()}
+            pids = [by_worker.get(worker, 0) for worker in event.ranks]
+            event = dataclasses.replace(event, trainer_pids=pids)
+        self.append([event])
+
+    # --- what trainers say ---
+
+    def take_report(self, trainer: str, message: Message) -> None:
+        """Take one message of a trainer of this job."""
+        facts = self.trainers.get(trainer)
+        take = _TAKE.get(message["op"])
+        if facts is None or take is None or self.state.is_ended:
+            return
+        generation = message.get("generation")
+        is_fenced = message["op"] in ("store", "steps", "eval", "weights", "restored")
+        if is_fenced and generation != self.state.generation:
+            return  # said in a generation that is over
+        take(self, trainer, facts, message)
+
+    def _on_started(self, _: str, facts: TrainerFacts, message: Message) -> None:
+        facts.pid = message["pid"] or facts.pid
+
+    def _on_hello(self, trainer: str, facts: TrainerFacts, message: Message) -> None:
+        facts.pid, facts.device = message["pid"], message["device"]
+        if not self.plan:
+            self.plan = message["plan"]
+            self.log(events.JobPlanned, **self.plan)
+        elif self._lengths(message["plan"]) != self._lengths(self.plan):
+            text = (
+                f"data of different length on the workers: {self._lengths(message['plan'])} "
+                "samples on "
+                f"{facts.worker}, {self._lengths(self.plan)} on the first. data.train and "
+                "data.eval must give the same "
+                f"samples everywhere."
+            )
+            self._fail(trainer, text)
+            return
+        warm_s = time.time() - facts.started_at
+        self.log(events.WorkerWarmed, worker=facts.worker, trainer_pid=facts.pid, warm_s=warm_s)
+        self.handle(s.TrainerWarm(trainer=trainer))
+
+    @staticmethod
+    def _lengths(plan: Mapping[str, Any]) -> tuple[int, int]:
+        return plan["num_train_samples"], plan["num_eval_samples"]
+
+    def _fail(self, trainer: str, text: str) -> None:
+        error = s.UserErrorSeen(
+            trainer=trainer, generation=0, progress=s.NO_PROGRESS, error=text, traceback=""
+        )
+        self.handle(error)
+
+    def _on_store(self, trainer: str, _: TrainerFacts, message: Message) -> None:
+        for member in self.state.in_phase("ranked"):
+            if member.trainer != trainer:
+                told = {k: message[k] for k in ("op", "generation", "key", "value")}
+                self._send(member.trainer, told)
+
+    def _on_formed(self, trainer: str, facts: TrainerFacts, message: Message) -> None:
+        facts.formed = True
+        self.handle(s.TrainerFormed(trainer=trainer, generation=message["generation"]))
+
+    def _on_report(self, trainer: str, _: TrainerFacts, message: Message) -> None:
+        step, evals = message["progress"]
+        self.handle(
+            s.TrainerReported(
+                trainer=trainer,
+                generation=message["generation"],
+                progress=(step, evals),
+                why=message["why"],
+                undone=message["undone"],
+            )
+        )
+
+    def _on_steps(self, _: str, __: TrainerFacts, message: Message) -> None:
+        records = self.step_clock.take(message["records"])
+        self.append([events.StepCompleted(job_id=self.order.job_id, **r) for r in records])
+        if records:
+            clock = self.step_clock
+            self.handle(s.StepsCommitted(step=clock.logged_step, step_s=clock.step_s))
+
+    def _on_eval(self, _: str, __: TrainerFacts, message: Message) -> None:
+        self.log(events.EvalCompleted, **message["record"])
+
+    def _on_weights(self, _: str, facts: TrainerFacts, message: Message) -> None:
+        values = {key: message[key] for key in ("step", "rank", "digest")}
+        self.log(events.WeightsHashed, worker=facts.worker, **values)
+
+    def _on_restored(self, _: str, __: TrainerFacts, message: Message) -> None:
+        undone = self.step_clock.logged_step - message["step"]
+        self.step_clock.logged_step = message["step"]
+        self.log(events.JobRestored, step=message["step"], num_undone=undone)
+
+    def _on_committed(self, _: str, __: TrainerFacts, message: Message) -> None:
+        self.log(events.CheckpointCommitted, **message["record"])
+        self.handle(s.CheckpointSaved(step=message["record"]["step"]))
+
+    def _on_checkpoint_failed(self, _: str, __: TrainerFacts, message: Message) -> None:
+        self.log(events.CheckpointFailed, step=message["step"], error=message["error"])
+        self.handle(s.CheckpointSaved(step=message["step"], ok=False))
+
+    def _on_user_error(self, trainer: str, _: TrainerFacts, message: Message) -> None:
+        step, evals = message["progress"]
+        self.handle(
+            s.UserErrorSeen(
+                trainer=trainer,
+                generation=message["generation"],
+                progress=(step, evals),
+                error=message["error"],
+                traceback=message["traceback"],
+            )
+        )
+
+    def _on_log(self, _: str, facts: TrainerFacts, message: Message) -> None:
+        self.log(events.LogLine, level=message["level"], worker=facts.worker, text=message["text"])
+
+    def _on_exited(self, trainer: str, _: TrainerFacts, message: Message) -> None:
+        self.handle(s.TrainerLost(trainer=trainer, cause=message["cause"]))
+
+    # --- what others want to know ---
+
+    def summary(self) -> dict[str, Any]:
+        """Return one line of the list of jobs."""
+        state = self.state
+        return {
+            "job_id": state.job_id,
+            "name": self.order.name,
+            "status": state.status,
+            "step": state.step,
+            "total_steps": self.plan.get("total_steps", 0),
+            "world_size": len(state.in_phase("ranked", "reported")),
+            "generation": state.generation,
+            "run_dir": str(self.order.run_dir),
+        }
+
+    def members(self) -> list[dict[str, Any]]:
+        """Return a record a member: worker, rank, state, device, trainer_pid."""
+        records = []
+        ranks = {name: rank for rank, name in enumerate(self.step_clock.ranks)}
+        for member in self.state.in_phase("ranked", "reported", "warm", "starting"):
+            facts = self.trainers[member.trainer]
+            is_ranked = member.phase == "ranked"
+            records.append(
+                {
+                    "worker": member.worker,
+                    "rank": ranks.get(member.trainer) if is_ranked else None,
+                    "state": "training" if is_ranked else member.phase,
+                    "device": facts.device,
+                    "trainer_pid": facts.pid,
+                    "leaving": member.leaving,
+                }
+            )
+        return records
+
+
+_CARRY_OUT: dict[type, Callable[[HostedJob, Any], None]] = {
+    c.StartTrainer: HostedJob._start,
+    c.AnnounceChange: HostedJob._announce,
+    c.AbortGeneration: HostedJob._abort,
+    c.FormGeneration: HostedJob._form,
+    c.SaveCheckpoint: HostedJob._save,
+    c.ReleaseTrainer: HostedJob._release,
+    c.KillTrainer: HostedJob._kill,
+    c.Publish: HostedJob._publish,
+}
+
+_TAKE: dict[str, Callable[[HostedJob, str, TrainerFacts, Message], None]] = {
+    "started": HostedJob._on_started,
+    "hello": HostedJob._on_hello,
+    "store": HostedJob._on_store,
+    "formed": HostedJob._on_formed,
+    "report": HostedJob._on_report,
+    "steps": HostedJob._on_steps,
+    "eval": HostedJob._on_eval,
+    "weights": HostedJob._on_weights,
+    "restored": HostedJob._on_restored,
+    "checkpoint_committed": HostedJob._on_committed,
+    "checkpoint_failed": HostedJob._on_checkpoint_failed,
+    "user_error": HostedJob._on_user_error,
+    "log": HostedJob._on_log,
+    "exited": HostedJob._on_exited,
+}

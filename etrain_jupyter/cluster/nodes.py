@@ -1,0 +1,42 @@
+"""What the coordinator asks of whoever starts and ends workers."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+
+class NodeSource(Protocol):
+    """Starts and ends workers. Called on the scheduler's event loop; no method blocks."""
+
+    def want(self, count: int, *, reason: str) -> None:
+        """Have ``count`` workers, or as many as the pool can: starts those that are missing."""
+        ...
+
+    def nodes(self) -> list[dict[str, Any]]:
+        """Return a record a worker: ``worker``, ``pid``, ``state``, ``device``."""
+        ...
+
+    def release(self, worker: str, *, drain_s: float) -> None:
+        """End a worker gently, and by force after ``drain_s``."""
+        ...
+
+    def kill(self, worker: str) -> None:
+        """End a worker with SIGKILL: a fault on purpose."""
+        ...
+
+
+class NoNodes:
+    """For clusters whose workers somebody else starts and ends."""
+
+    def want(self, count: int, *, reason: str) -> None:
+        """Do nothing."""
+
+    def nodes(self) -> list[dict[str, Any]]:
+        """Know of none."""
+        return []
+
+    def release(self, worker: str, *, drain_s: float) -> None:
+        """Do nothing."""
+
+    def kill(self, worker: str) -> None:
+        """Do nothing."""

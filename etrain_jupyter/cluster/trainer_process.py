@@ -1,0 +1,145 @@
+"""One trainer process as its supervisor sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from etrain_jupyter.ranks.channel import FrameDecoder, Message, encode
+
+MAX_LINES_PER_S = 50
+"""Printed lines that are passed on; what exceeds it is counted and left out."""
+
+OnMessage = Callable[["TrainerProcess", Message], None]
+OnExit = Callable[["TrainerProcess", str], None]
+
+
+class TrainerProcess:
+    """Starts a trainer, passes messages both ways, tells of its end. For one event loop."""
+
+    def __init__(self, *, on_message: OnMessage, on_exit: OnExit) -> None:
+        self.name = ""
+        """The trainer's name; empty while it is a spare."""
+        self.pid = 0
+        self._on_message = on_message
+        self._on_exit = on_exit
+        self._process: asyncio.subprocess.Process | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._killed_because = ""
+        self._early: list[bytes] = []
+
+    async def start(self) -> None:
+        """Spawn the process; it imports torch and waits for a job."""
+        ours, theirs = socket.socketpair()
+        environment = {**os.environ, "ETRAIN_SUPERVISOR_PID": str(os.getpid())}
+        with theirs:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *("-u", "-X", "faulthandler", "-m", "etrain_jupyter.ranks.main"),
+                str(theirs.fileno()),
+                pass_fds=[theirs.fileno()],
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                env=environment,
+                start_new_session=True,  # an interrupt of the notebook must not reach it
+                limit=1 << 20,
+            )
+        self.pid = self._process.pid
+        reader, self._writer = await asyncio.open_connection(sock=ours)
+        for frame in self._early:
+            self._writer.write(frame)
+        self._early = []
+        streams = ((self._process.stdout, "info"), (self._process.stderr, "warning"))
+        self._tasks = [
+            asyncio.create_task(self._read_lines(stream, level))
+            for stream, level in streams
+            if stream
+        ]
+        self._tasks.append(asyncio.create_task(self._read_messages(reader)))
+
+    def send(self, message: Message) -> None:
+        """Pass a message to the trainer; one that is starting gets it when it reads."""
+        frame = encode(message)
+        if self._writer is None:
+            self._early.append(frame)
+        elif not self._writer.is_closing():
+            self._writer.write(frame)
+
+    def kill(self, why: str = "") -> None:
+        """End the process with SIGKILL."""
+        self._killed_because = self._killed_because or why
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+
+    async def wait(self) -> None:
+        """Wait until the process has ended."""
+        if self._process is not None:
+            await self._process.wait()
+
+    async def _read_messages(self, reader: asyncio.StreamReader) -> None:
+        decoder = FrameDecoder()
+        while data := await _read(reader):
+            for message in decoder.feed(data):
+                self._on_message(self, message)
+        cause = await self._cause_of_end()
+        for task in self._tasks[:2]:
+            # What a crash printed comes first; a child of the trainer may hold the pipe open for
+            # ever.
+            await asyncio.wait([task], timeout=0.2)
+            task.cancel()
+        if self._writer is not None:
+            self._writer.close()
+        self._on_exit(self, cause)
+
+    async def _cause_of_end(self) -> str:
+        assert self._process is not None
+        try:
+            code = await asyncio.wait_for(self._process.wait(), 5)
+        except TimeoutError:
+            self._process.kill()  # it closed the channel, but would not end
+            code = await self._process.wait()
+        if self._killed_because:
+            return self._killed_because
+        if code < 0:
+            return f"trainer {self.pid} was ended by {signal.Signals(-code).name}"
+        return f"trainer {self.pid} exited with code {code}"
+
+    async def _read_lines(self, stream: asyncio.StreamReader, level: str) -> None:
+        window, count, left_out = 0.0, 0, 0
+        while line := await _read_line(stream):
+            now = time.monotonic()
+            if now - window > 1:
+                if left_out:
+                    self._tell_line(level, f"... {left_out} more lines left out")
+                window, count, left_out = now, 0, 0
+            count += 1
+            if count > MAX_LINES_PER_S:
+                left_out += 1
+            else:
+                self._tell_line(level, line.decode(errors="replace").rstrip()[:2000])
+
+    def _tell_line(self, level: str, text: str) -> None:
+        message: dict[str, Any] = {"op": "log", "level": level, "text": text}
+        self._on_message(self, message)
+
+
+async def _read(reader: asyncio.StreamReader) -> bytes:
+    try:
+        return await reader.read(1 << 20)
+    except OSError:
+        return b""
+
+
+async def _read_line(stream: asyncio.StreamReader) -> bytes:
+    try:
+        return await stream.readline()
+    except (OSError, ValueError):  # ValueError: a line longer than the limit
+        return b"\n"

@@ -1,0 +1,62 @@
+"""Which workers belong to which job: everyone's minimum first, then the rest in order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """What one job asks for."""
+
+    job_id: str
+    min_workers: int
+    max_workers: int
+    held: tuple[str, ...] = ()
+    """Workers that it has now, those that it would rather keep first (rank order)."""
+
+
+def allocate(claims: Sequence[Claim], workers: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Share ``workers`` among jobs.
+
+    Each job is brought to its minimum in order of submission, then to its maximum, again in that
+    order. A job keeps the workers that it holds as long as its share allows, so that nobody is
+    moved without need.
+
+    Args:
+        claims: One a job, in order of submission.
+        workers: Names of all workers that may be used.
+
+    Returns:
+        Job id to its workers; every worker stands in at most one job.
+
+    >>> allocate([Claim(job_id="a", min_workers=1, max_workers=4, held=("w1", "w2")),
+    ...           Claim(job_id="b", min_workers=1, max_workers=2)], ["w1", "w2"])
+    {'a': ('w1',), 'b': ('w2',)}
+    """
+    free = len(workers)
+    shares = {claim.job_id: 0 for claim in claims}
+    for bound in ("min_workers", "max_workers"):
+        for claim in claims:
+            more = min(free, max(0, getattr(claim, bound) - shares[claim.job_id]))
+            shares[claim.job_id] += more
+            free -= more
+    return _pick(claims, workers, shares)
+
+
+def _pick(
+    claims: Sequence[Claim], workers: Sequence[str], shares: dict[str, int]
+) -> dict[str, tuple[str, ...]]:
+    usable = set(workers)
+    kept: dict[str, tuple[str, ...]] = {}
+    for claim in claims:
+        held = tuple(name for name in claim.held if name in usable)[: shares[claim.job_id]]
+        kept[claim.job_id] = held
+        usable -= set(held)
+    spare = [name for name in workers if name in usable]
+    for claim in claims:
+        missing = shares[claim.job_id] - len(kept[claim.job_id])
+        kept[claim.job_id] += tuple(spare[:missing])
+        spare = spare[missing:]
+    return kept

@@ -1,0 +1,107 @@
+"""How the samples of one step are shared over the ranks of a generation.
+
+A step means the same whatever the world size: shares may be unequal, and on the last step of an
+epoch some may be empty, because gradients are summed over samples and never averaged over ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+from etrain_jupyter.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchPlan:
+    """How a full step is shared."""
+
+    samples_per_rank: tuple[int, ...]
+    """Shape ``(world_size,)``; sums to the global batch size, and no two differ by more than 1."""
+    num_micro_steps: int
+    """Forward passes that each rank makes between two updates, the same number on all of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """How the samples of one step, full or partial, are shared."""
+
+    starts: tuple[int, ...]
+    """Shape ``(world_size,)``: offset of each rank's first sample within the step."""
+    counts: tuple[int, ...]
+    """Shape ``(world_size,)``: how many each rank trains; 0 only if ranks outnumber samples."""
+    num_micro_steps: int
+    """Forward passes that the largest share needs; at least 1."""
+
+
+def plan_batches(
+    *, global_batch_size: int, world_size: int, micro_batch_size: int | None
+) -> BatchPlan:
+    """Share ``global_batch_size`` samples over ``world_size`` ranks as evenly as possible.
+
+    The step means the same whatever the world size: ranks may get unequal counts, so the gradient
+    is the sum over all samples divided by ``global_batch_size``, never a mean of per-rank means.
+
+    Args:
+        global_batch_size: Samples per optimizer step over all ranks.
+        world_size: Ranks in this generation.
+        micro_batch_size: Most samples one rank puts through one forward pass; None for no limit.
+
+    Returns:
+        The plan; ``samples_per_rank`` has shape ``(world_size,)``.
+
+    Raises:
+        ConfigError: If some rank would get no sample.
+
+    >>> plan_batches(global_batch_size=256, world_size=3, micro_batch_size=32)
+    BatchPlan(samples_per_rank=(86, 85, 85), num_micro_steps=3)
+    """
+    if global_batch_size < world_size:
+        raise ConfigError(
+            f"global_batch_size={global_batch_size} leaves {world_size - global_batch_size} of "
+            f"{world_size} ranks without a sample. Use batch.global of {world_size} or more, "
+            f"or workers.max of {global_batch_size}.",
+            path=("batch", "global"),
+        )
+    step = plan_step(
+        count=global_batch_size, world_size=world_size, micro_batch_size=micro_batch_size
+    )
+    return BatchPlan(samples_per_rank=step.counts, num_micro_steps=step.num_micro_steps)
+
+
+def plan_step(*, count: int, world_size: int, micro_batch_size: int | None) -> StepPlan:
+    """Share the ``count`` samples of one step; fewer samples than ranks leave the last ranks none.
+
+    Args:
+        count: Samples of this step, see ``ledger.cursor_at``.
+        world_size: Ranks in this generation.
+        micro_batch_size: Most samples one rank puts through one forward pass; None for no limit.
+
+    >>> plan_step(count=5, world_size=3, micro_batch_size=1)
+    StepPlan(starts=(0, 2, 4), counts=(2, 2, 1), num_micro_steps=2)
+    """
+    counts = share_samples(count, world_size)
+    starts = tuple(accumulate(counts[:-1], initial=0))
+    micro = micro_batch_size or max(counts[0], 1)
+    return StepPlan(starts=starts, counts=counts, num_micro_steps=max(1, -(-counts[0] // micro)))
+
+
+def share_samples(count: int, world_size: int) -> tuple[int, ...]:
+    """Return how many of ``count`` samples each rank gets: as even as possible, the first get more.
+
+    >>> share_samples(2, 4)
+    (1, 1, 0, 0)
+    """
+    share, left_over = divmod(count, world_size)
+    return tuple(share + (rank < left_over) for rank in range(world_size))
+
+
+def share_range(num_samples: int, rank: int, world_size: int) -> range:
+    """Return the indices that ``rank`` evaluates: contiguous, and each sample on exactly one rank.
+
+    >>> [share_range(7, rank, 3) for rank in range(3)]
+    [range(0, 3), range(3, 5), range(5, 7)]
+    """
+    share, left_over = divmod(num_samples, world_size)
+    first = rank * share + min(rank, left_over)
+    return range(first, first + share + (rank < left_over))

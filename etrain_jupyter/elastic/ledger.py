@@ -1,0 +1,171 @@
+"""Which samples each step trains: the ledger.
+
+The order of an epoch is a pure function of ``(seed, epoch, num_samples)``, and a committed step
+advances one cursor over it. World size enters nowhere, so that no history of joins and losses can
+lose or repeat a sample, and the durable log alone proves which samples were trained.
+
+Everything here must give the same numbers for ever: a job resumed by a later version goes on in the
+order that an earlier one began. So the hash is our own and not ``numpy.random``, whose shuffles
+may change between versions. It is SplitMix64: Guy L. Steele Jr., Doug Lea, Christine H. Flood,
+"Fast splittable pseudorandom number generators", OOPSLA 2014, as in their public
+``splitmix64.c`` (whose constants are David Stafford's "Mix13").
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+_MASK = (1 << 64) - 1
+_GAMMA = 0x9E3779B97F4A7C15
+_MIX_1 = 0xBF58476D1CE4E5B9
+_MIX_2 = 0x94D049BB133111EB
+_CHECKSUM_KEY = 0x6574_7261_696E_3031
+"""The bytes of ``etrain01``: sets the checksum's hash apart from that of the order."""
+
+
+class StepRange(NamedTuple):
+    """The samples of one step, as positions in the order of their epoch."""
+
+    epoch: int
+    """From 0."""
+    first: int
+    """Position of the step's first sample."""
+    samples: int
+    """How many samples, at least 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cursor:
+    """Where training stands in the data: everything before it is committed, nothing behind it."""
+
+    epoch: int
+    """From 0."""
+    first: int
+    """Position in the epoch's order of the next sample to train, ``0 <= first < num_samples``."""
+
+    def next_range(self, *, num_samples: int, global_batch_size: int) -> StepRange:
+        """Return what the next step trains: a full batch, or what is left of the epoch."""
+        return StepRange(self.epoch, self.first, min(global_batch_size, num_samples - self.first))
+
+    def advance(self, count: int, *, num_samples: int) -> Self:
+        """Return the cursor after a step of ``count`` samples, at most the rest of the epoch.
+
+        Raises:
+            ValueError: If ``count`` crosses the end of the epoch, which no step may.
+        """
+        end = self.first + count
+        if count < 0 or end > num_samples:
+            raise ValueError(f"{count} samples from {self.first} leave the epoch of {num_samples}")
+        return type(self)(
+            epoch=self.epoch + (end == num_samples), first=0 if end == num_samples else end
+        )
+
+
+def epoch_order(*, seed: int, epoch: int, num_samples: int) -> NDArray[np.int64]:
+    """Return the order in which an epoch goes through the data set.
+
+    Args:
+        seed: The job's seed; taken modulo 2**64.
+        epoch: From 0.
+        num_samples: Length of the training set.
+
+    Returns:
+        A permutation of ``range(num_samples)``, shape ``(num_samples,)``, the same for ever.
+
+    >>> epoch_order(seed=0, epoch=0, num_samples=8).tolist()
+    [0, 7, 2, 5, 4, 6, 3, 1]
+    """
+    key = _mix_int(_mix_int(seed + _GAMMA) + (epoch + 1) * _GAMMA)
+    keys = _mix(_index_states(np.arange(num_samples, dtype=np.uint64), key))
+    # The mix is a bijection and the states differ, so there are no ties; ``stable`` says that the
+    # answer would not depend on the sorting algorithm even if there were.
+    return np.argsort(keys, kind="stable").astype(np.int64)
+
+
+def checksum_of(indices: NDArray[np.int64]) -> int:
+    """Return the sum over ``indices`` of a 32-bit mix of each: proof of which samples were trained.
+
+    The sum is additive over disjoint parts, so that ranks sum their own shares. Each term is below
+    2**32, so that a float64 all-reduce over up to 2**20 samples is exact.
+
+    >>> whole = np.arange(10)
+    >>> checksum_of(whole) == checksum_of(whole[:3]) + checksum_of(whole[3:])
+    True
+    """
+    return int(checksum_terms(indices).sum(dtype=np.uint64))
+
+
+def checksum_terms(indices: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """Return what each sample adds to the checksum, below 2**32, in the shape of ``indices``."""
+    states = _index_states(np.asarray(indices).astype(np.uint64), _CHECKSUM_KEY)
+    return _mix(states) >> np.uint64(32)
+
+
+def steps_per_epoch(num_samples: int, global_batch_size: int) -> int:
+    """Return the steps of one epoch; the last may have fewer samples, and none is dropped."""
+    return -(-num_samples // global_batch_size)
+
+
+def cursor_at(step: int, num_samples: int, global_batch_size: int) -> StepRange:
+    """Return what the update after ``step`` committed ones trains, at a constant batch size.
+
+    >>> cursor_at(0, 100, 32)
+    StepRange(epoch=0, first=0, samples=32)
+    >>> cursor_at(3, 100, 32)
+    StepRange(epoch=0, first=96, samples=4)
+    >>> cursor_at(4, 100, 32)
+    StepRange(epoch=1, first=0, samples=32)
+    """
+    epoch, step_of_epoch = divmod(step, steps_per_epoch(num_samples, global_batch_size))
+    cursor = Cursor(epoch=epoch, first=step_of_epoch * global_batch_size)
+    return cursor.next_range(num_samples=num_samples, global_batch_size=global_batch_size)
+
+
+def total_steps(
+    epochs: float | None, steps: int | None, num_samples: int, global_batch_size: int
+) -> int:
+    """Return how many updates a job makes; ``steps`` counts if it is given, else ``epochs``.
+
+    A fraction of an epoch is rounded up to whole steps: the fewest that train at least that many
+    samples.
+
+    >>> total_steps(3, None, 100, 32), total_steps(0.5, None, 100, 32)
+    (12, 2)
+    >>> total_steps(None, 7, 100, 32)
+    7
+    """
+    if steps is not None:
+        return steps
+    if epochs is None:
+        raise ValueError("either epochs or steps must be given")
+    whole = math.floor(epochs)
+    # Rounded, because 2.1 - 2 is a little more than 0.1 and must not cost a step.
+    samples_over = round((epochs - whole) * num_samples, 6)
+    return whole * steps_per_epoch(num_samples, global_batch_size) + math.ceil(
+        samples_over / global_batch_size
+    )
+
+
+def _index_states(indices: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
+    """Return the generator's states: one gamma further for each index."""
+    return (indices + np.uint64(1)) * np.uint64(_GAMMA) + np.uint64(key)
+
+
+def _mix(states: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Hash 64-bit states, elementwise; arrays wrap around silently, which is meant."""
+    z = (states ^ (states >> np.uint64(30))) * np.uint64(_MIX_1)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(_MIX_2)
+    return z ^ (z >> np.uint64(31))
+
+
+def _mix_int(state: int) -> int:
+    """Hash one 64-bit state, as ``_mix`` does; numpy warns when a scalar wraps around."""
+    z = state & _MASK
+    z = ((z ^ (z >> 30)) * _MIX_1) & _MASK
+    z = ((z ^ (z >> 27)) * _MIX_2) & _MASK
+    return z ^ (z >> 31)

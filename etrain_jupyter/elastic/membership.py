@@ -1,0 +1,109 @@
+"""The state of one job's membership, as a value."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from etrain_jupyter.elastic.stimuli import NO_PROGRESS, Progress
+
+MemberPhase = Literal["starting", "warm", "ranked", "reported"]
+JobPhase = Literal["gathering", "running", "changing", "collecting", "closing", "ended"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """One trainer process of the job."""
+
+    trainer: str
+    worker: str
+    order: int
+    """Counts the job's trainers: older ones get the lower ranks."""
+    phase: MemberPhase = "starting"
+    """``starting`` until warm; ``ranked`` in the living generation;
+    ``reported`` between two of them."""
+    since: float = 0.0
+    """When it entered this phase."""
+    progress: Progress = NO_PROGRESS
+    leaving: str = ""
+    """Why it shall leave at the next step boundary; empty if it shall stay."""
+    formed: bool = False
+    """It has said that it is stepping in the living generation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UserError:
+    """What the notebook's code raised, and where."""
+
+    error: str
+    traceback: str
+    workers: tuple[str, ...]
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobState:
+    """Everything that decides what happens next to one job."""
+
+    job_id: str
+    min_workers: int
+    max_workers: int
+    status: str = "submitted"
+    reason: str = ""
+    phase: JobPhase = "gathering"
+    """``gathering``: no generation lives. ``running``: one does. ``changing``: its ranks were told
+    to leave after a step. ``collecting``: it was aborted, reports are awaited. ``closing``: a last
+    checkpoint is being written."""
+    since: float = 0.0
+    """When this phase began."""
+    generation: int = 0
+    members: Mapping[str, Member] = field(default_factory=dict)
+    assigned: tuple[str, ...] = ()
+    num_started: int = 0
+    """Trainers started so far: gives each a name of its own."""
+    whys: tuple[str, ...] = ("start",)
+    """Reasons of the next generation."""
+    step: int = 0
+    """Newest step known to be committed."""
+    step_s: float = 0.0
+    """How long a step takes at present; 0 while nobody knows."""
+    last_step_at: float = 0.0
+    """When the last generation stopped stepping, for its stall."""
+    saved_step: int = -1
+    """Step of the newest durable checkpoint; -1 if there is none."""
+    paused: bool = False
+    outcome: str = ""
+    """Terminal status that the job is heading for; empty while it trains."""
+    user_error: UserError | None = None
+    warm_faults: int = 0
+    """Trainers that ended in a row before one became warm."""
+    same_step_faults: tuple[int, tuple[str, ...]] = (-1, ())
+    """A step, and the workers whose trainers ended by themselves in it."""
+
+    def replace(self, **changes: Any) -> JobState:
+        """Return a copy with these fields changed."""
+        return dataclasses.replace(self, **changes)
+
+    def with_member(self, member: Member) -> JobState:
+        """Return a copy that holds ``member`` under its name."""
+        return self.replace(members={**self.members, member.trainer: member})
+
+    def without_member(self, trainer: str) -> JobState:
+        """Return a copy that knows no such trainer."""
+        return self.replace(members={k: v for k, v in self.members.items() if k != trainer})
+
+    def in_phase(self, *phases: MemberPhase) -> list[Member]:
+        """Return the members in one of these phases, oldest first."""
+        found = [m for m in self.members.values() if m.phase in phases]
+        return sorted(found, key=lambda m: m.order)
+
+    def of_worker(self, worker: str) -> Member | None:
+        """Return the worker's trainer, if it has one."""
+        return next((m for m in self.members.values() if m.worker == worker), None)
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether nothing will happen to the job any more."""
+        return self.phase == "ended"

@@ -1,0 +1,150 @@
+"""What can happen to a job, as values: the input of the state machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+Progress = tuple[int, int]
+"""How far a trainer's state is: ``(committed steps, evaluations done)``.
+
+``NO_PROGRESS`` before it holds any."""
+
+NO_PROGRESS: Progress = (-1, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkersAssigned:
+    """These workers, in order of preference, and no others belong to the job from now on."""
+
+    workers: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerNoticed:
+    """A worker's machine will be taken away: it leaves at the next step boundary."""
+
+    worker: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerGone:
+    """A worker's connection closed, or its machine vanished; its trainer is gone with it."""
+
+    worker: str
+    cause: str
+    detected_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerWarm:
+    """A trainer is ready to be admitted."""
+
+    trainer: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerFormed:
+    """A rank has its process group and the newest state, and goes on stepping."""
+
+    trainer: str
+    generation: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerReported:
+    """A rank has left its generation and stands at a step boundary.
+
+    ``why`` is ``planned`` (a change was pending), ``failed`` (its collectives broke or were
+    aborted; ``undone`` tells whether a step had been begun) or ``done`` (nothing is left to train).
+    """
+
+    trainer: str
+    generation: int
+    progress: Progress
+    why: str
+    undone: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerLost:
+    """A trainer's process ended while its worker lives."""
+
+    trainer: str
+    cause: str
+    detected_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class UserErrorSeen:
+    """The notebook's code raised in a trainer, which stands at the last good step now."""
+
+    trainer: str
+    generation: int
+    progress: Progress
+    error: str
+    traceback: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepsCommitted:
+    """The newest committed step that the log has, and how long a step takes at present."""
+
+    step: int
+    step_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSaved:
+    """A checkpoint of this step is durable (``ok``), or the trainer could not write it."""
+
+    step: int
+    ok: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoundsChanged:
+    """Somebody asked for other bounds of the number of workers."""
+
+    min_workers: int
+    max_workers: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PauseAsked:
+    """Stop stepping at the next boundary; ranks keep their state."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumeAsked:
+    """Go on after a pause."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopAsked:
+    """End the job: at the next step boundary with a checkpoint, or ``now`` without either."""
+
+    now: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tick:
+    """Time has passed."""
+
+
+Stimulus = (
+    WorkersAssigned
+    | WorkerNoticed
+    | WorkerGone
+    | TrainerWarm
+    | TrainerFormed
+    | TrainerReported
+    | TrainerLost
+    | UserErrorSeen
+    | StepsCommitted
+    | CheckpointSaved
+    | BoundsChanged
+    | PauseAsked
+    | ResumeAsked
+    | StopAsked
+    | Tick
+)

@@ -1,0 +1,122 @@
+"""What can go wrong for a user, as one tree.
+
+::
+
+    EtrainError
+    ├── ConfigError (ValueError)         the cell or the mapping is not a valid job
+    │   ├── CellError                    ... with the line and column of the cell
+    │   └── NotSupportedYetError         a documented key whose machinery this version lacks
+    ├── BundleError (ValueError)         something of the notebook cannot be shipped
+    ├── PoolError (RuntimeError)         workers or their scheduler cannot be had
+    ├── JobNotFoundError (LookupError)   no job of that name or id in the run store
+    ├── JobFailedError (RuntimeError)    a job ended as failed; carries the user's traceback
+    ├── JobLostError (RuntimeError)      the cluster of a job is gone
+    └── CheckpointError (RuntimeError)   no checkpoint that verifies
+
+Each message says what happened with its values, what the system does now, and what to type next.
+"""
+
+from __future__ import annotations
+
+
+class EtrainError(Exception):
+    """Base of everything that this package raises on purpose."""
+
+    def render(self) -> list[str]:
+        """Return the lines that a cell shows instead of a traceback."""
+        return [f"etrain: {self}"]
+
+
+class ConfigError(EtrainError, ValueError):
+    """The configuration is not a valid job.
+
+    Attributes:
+        path: Keys from the top of the body to the culprit, for example ``("batch", "global")``; empty if none.
+        hint: What to type instead, or an empty string.
+    """
+
+    def __init__(self, message: str, *, path: tuple[str | int, ...] = (), hint: str = "") -> None:
+        super().__init__(message)
+        self.path = path
+        self.hint = hint
+
+    def render(self) -> list[str]:
+        """Return the message and, if there is one, the hint."""
+        lines = [f"etrain: {self}"]
+        return [*lines, f"  {self.hint}"] if self.hint else lines
+
+
+class CellError(ConfigError):
+    """A ConfigError that knows where in the cell it is.
+
+    Attributes:
+        line: Line of the cell, the ``%%etrain`` line being 1.
+        column: Column from 1.
+        text: That line's text.
+        length: How many characters the carets underline.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        line: int,
+        column: int,
+        text: str = "",
+        length: int = 1,
+        path: tuple[str | int, ...] = (),
+        hint: str = "",
+    ) -> None:
+        super().__init__(message, path=path, hint=hint)
+        self.line, self.column, self.text, self.length = line, column, text, length
+
+    def render(self) -> list[str]:
+        """Return the message, the line with carets under the culprit, and the hint."""
+        lines = [f"etrain: line {self.line}, column {self.column}: {self}"]
+        if self.text:
+            lines.append(f"  {self.line:>3} | {self.text}")
+            lines.append("      | " + " " * (self.column - 1) + "^" * max(1, self.length))
+        return [*lines, f"  {self.hint}"] if self.hint else lines
+
+
+class NotSupportedYetError(ConfigError):
+    """A documented key whose machinery this version does not have: refused, never ignored."""
+
+
+class BundleError(EtrainError, ValueError):
+    """Something of the notebook cannot be shipped to the workers; names it and the cell that defines it."""
+
+
+class PoolError(EtrainError, RuntimeError):
+    """Workers, or the scheduler that they belong to, cannot be had."""
+
+
+class JobNotFoundError(EtrainError, LookupError):
+    """No job of that name or id is in the run store."""
+
+
+class JobFailedError(EtrainError, RuntimeError):
+    """A job ended as failed.
+
+    Attributes:
+        job_id: The job.
+        traceback: The user's own traceback from the rank that raised, or an empty string.
+    """
+
+    def __init__(self, message: str, *, job_id: str = "", traceback: str = "") -> None:
+        super().__init__(message)
+        self.job_id = job_id
+        self.traceback = traceback
+
+    def render(self) -> list[str]:
+        """Return the user's traceback first, then the message."""
+        head = self.traceback.rstrip().splitlines()
+        return [*head, f"etrain: {self}"]
+
+
+class JobLostError(EtrainError, RuntimeError):
+    """The cluster that ran a job is gone; what it committed is still in the run folder."""
+
+
+class CheckpointError(EtrainError, RuntimeError):
+    """No checkpoint that verifies, or one that must not be loaded."""

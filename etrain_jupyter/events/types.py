@@ -1,0 +1,292 @@
+"""Facts about a job, in the past tense: the durable log, and all that the screen shows.
+
+Every event is a frozen dataclass that survives a round trip through one line of JSON. The
+coordinator gives out ``seq`` (1, 2, 3 ... without gaps) and appends the line to the log before
+anybody else sees it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self
+
+STATUSES = ("submitted", "waiting", "running", "paused", "finished", "stopped", "failed")
+TERMINAL_STATUSES = frozenset({"finished", "stopped", "failed"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """What every fact carries."""
+
+    job_id: str
+    time: float
+    """Seconds since the epoch, by the clock of the process that saw it happen."""
+    generation: int = 0
+    """The generation it belongs to; 0 before the first one formed."""
+    seq: int = 0
+    """Place in the job's log, from 1; 0 until the log has taken it."""
+
+    kinds: ClassVar[dict[str, type[Event]]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        Event.kinds[cls.__name__] = cls
+
+    @property
+    def kind(self) -> str:
+        """The name of the class, which is also the key ``event`` of its JSON form."""
+        return type(self).__name__
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form, with the key ``event`` first."""
+        return {"event": self.kind} | {
+            f.name: getattr(self, f.name) for f in dataclasses.fields(self)
+        }
+
+    def with_seq(self, seq: int) -> Self:
+        """Return the same fact at its place in the log."""
+        return dataclasses.replace(self, seq=seq)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSubmitted(Event):
+    """A job entered the cluster."""
+
+    name: str
+    min_workers: int
+    max_workers: int
+    pool: str = "local"
+    config: dict[str, Any] = field(default_factory=dict)
+    """The JSON form of its TrainConfig, defaults filled in."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobPlanned(Event):
+    """The first warm trainer told how much work there is."""
+
+    num_train_samples: int
+    num_eval_samples: int
+    """0 without an evaluation set."""
+    global_batch_size: int
+    steps_per_epoch: int
+    total_steps: int
+    num_parameters: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobStatusChanged(Event):
+    """The job's status is another one now."""
+
+    status: str
+    """One of ``STATUSES``."""
+    reason: str = ""
+    """Why, in words for a person; empty where the status says it all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkersScaled(Event):
+    """Somebody asked for other bounds of the number of workers."""
+
+    min_workers: int
+    max_workers: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerJoined(Event):
+    """A Dask worker was given to this job; its trainer is starting."""
+
+    worker: str
+    """The worker's name, unique in the cluster's life."""
+    address: str = ""
+    device: str = "cpu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerWarmed(Event):
+    """A worker's trainer is ready to be admitted: model built, one pass done and undone."""
+
+    worker: str
+    trainer_pid: int
+    warm_s: float
+    """Seconds from the order to start until it was ready."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationFormed(Event):
+    """A membership was fixed and its ranks told to go on."""
+
+    why: str
+    """``start``, ``join``, ``leave``, ``lost``, ``scale``, ``resume``; several joined by ``+``."""
+    world_size: int
+    ranks: list[str]
+    """Worker names in rank order, length ``world_size``."""
+    trainer_pids: list[int] = field(default_factory=list)
+    """Process ids in rank order, length ``world_size``."""
+    step: int = 0
+    """The newest committed step, from which all go on."""
+    stall_s: float = 0.0
+    """Seconds from the end of the previous generation's last step, as the coordinator saw it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCompleted(Event):
+    """One optimizer update was committed."""
+
+    step: int
+    """Updates so far, from 1."""
+    epoch: int
+    """The epoch its samples belong to, from 0."""
+    first: int
+    """Where its samples begin in the order of the epoch."""
+    samples: int
+    """How many samples the ranks together put through forward and backward for it."""
+    sample_checksum: int
+    """Sum over those samples of ``ledger.checksum_of(index)``: proof of which ones they were."""
+    loss: float
+    """Mean over the step's samples."""
+    lr: float
+    """Learning rate of the first parameter group."""
+    world_size: int
+    samples_per_s: float
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Mean over the step's samples of each metric."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepUndone(Event):
+    """A step in flight was undone because a rank was lost; its samples are trained again."""
+
+    step: int
+    workers: list[str]
+    """Survivors that had begun it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalCompleted(Event):
+    """The evaluation set was gone through once over all ranks."""
+
+    step: int
+    epoch: int
+    samples: int
+    loss: float
+    duration_s: float
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreemptionNoticed(Event):
+    """A worker was told that its machine will be taken."""
+
+    worker: str
+    deadline: float
+    """Seconds since the epoch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerLeft(Event):
+    """A worker left at a step boundary, nothing lost."""
+
+    worker: str
+    reason: str
+    """``preempted``, ``scaled down``, ``job ended`` ..."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerLost(Event):
+    """A worker or its trainer ended unannounced."""
+
+    worker: str
+    cause: str
+    detected_s: float = 0.0
+    """Seconds from its end until the coordinator knew, where that can be told."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightsHashed(Event):
+    """One rank told the digest of its weights at a step: all ranks of a step must agree."""
+
+    step: int
+    worker: str
+    rank: int
+    digest: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointCommitted(Event):
+    """A checkpoint's manifest was written: it exists."""
+
+    step: int
+    manifest: str
+    """Path relative to the job's folder."""
+    size_bytes: int
+    stall_s: float
+    """How long training stood still for it."""
+    duration_s: float
+    """From the step boundary until it was durable."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointFailed(Event):
+    """A checkpoint could not be written; training goes on."""
+
+    step: int
+    error: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobRestored(Event):
+    """Nobody held the state any more: training goes on from the newest checkpoint."""
+
+    step: int
+    """Its step; 0 if there was none and training starts over."""
+    num_undone: int
+    """Committed steps after it, which are trained again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UserErrorRaised(Event):
+    """The notebook's own code raised on a rank: the job fails."""
+
+    error: str
+    """``ValueError: ...``, one line."""
+    traceback: str
+    """With the notebook's cells named as ``Cell In[n], line m``."""
+    workers: list[str]
+    step: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogLine(Event):
+    """A line that a trainer printed, or a remark of the coordinator's."""
+
+    level: str
+    """``info``, ``warning`` or ``error``."""
+    worker: str
+    """Empty for the coordinator."""
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnknownEvent(Event):
+    """A fact written by a newer version; kept so that sequence numbers stay whole."""
+
+    name: str
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+def event_from_dict(data: Mapping[str, Any]) -> Event:
+    """Rebuild the event that ``Event.to_dict`` wrote.
+
+    Fields that this version does not know are dropped, and kinds that it does not know become
+    ``UnknownEvent``, so that an older kernel can show a newer job.
+    """
+    values = dict(data)
+    name = values.pop("event")
+    kind = Event.kinds.get(name)
+    if kind is None:
+        common = {k: values[k] for k in ("job_id", "time", "generation", "seq") if k in values}
+        return UnknownEvent(name=name, data=values, **common)
+    known = {f.name for f in dataclasses.fields(kind)}
+    return kind(**{key: value for key, value in values.items() if key in known})

@@ -1,0 +1,188 @@
+"""Saves a trainer's state in the background, from a copy taken at a step boundary."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save
+
+from etrain_jupyter.checkpoints import Manifest, choose_steps_to_keep, manifest_key
+from etrain_jupyter.checkpoints.base import CheckpointStore, open_newest
+from etrain_jupyter.config.schema import TrainConfig
+from etrain_jupyter.errors import CheckpointError
+from etrain_jupyter.ranks.process_group import RankGroup
+from etrain_jupyter.ranks.state import MODEL, OPTIMIZER, Tensors, copy_to_cpu, put_state, take_state
+from etrain_jupyter.ranks.train_loop import Every, Send, TrainLoop
+
+MODEL_PART, OPTIMIZER_PART, STATE_PART = (
+    "model.safetensors",
+    "optimizer.safetensors",
+    "state.json",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Copy:
+    """The state at one step boundary, which training does not touch any more."""
+
+    step: int
+    generation: int
+    header: dict[str, Any]
+    tensors: Tensors
+    started: float
+    stall_s: float
+
+
+class Checkpointer:
+    """Writes this job's checkpoints when this trainer is rank 0, one at a time."""
+
+    def __init__(
+        self,
+        *,
+        store: CheckpointStore,
+        loop: TrainLoop,
+        job_id: str,
+        config: TrainConfig,
+        send: Send,
+    ) -> None:
+        self._store = store
+        self._loop = loop
+        self._job_id = job_id
+        self._config = config
+        self._send = send
+        self._writer: threading.Thread | None = None
+        self._asked = threading.Event()
+        self._owed = False
+        every = config.checkpoint.every
+        self._every = Every(every, loop.plan) if every is not None else None
+
+    def ask(self) -> None:
+        """Save at the next step boundary, if this is rank 0 then. Safe from any thread."""
+        self._asked.set()
+
+    def after_step(self, group: RankGroup) -> None:
+        """Start to save if that is due; the coordinator asks for the last step's checkpoint."""
+        if self._is_due():
+            self._owed = True
+        if not self._owed or group.rank != 0 or self._loop.step == self._loop.plan.total_steps:
+            return
+        if self._writer is not None and self._writer.is_alive():
+            return  # one in flight; this one begins at the first boundary after it
+        self._owed = False
+        self._asked.clear()
+        self._start(group.generation)
+
+    def _is_due(self) -> bool:
+        step = self._loop.step
+        if self._asked.is_set():
+            return True
+        if self._every is None:
+            return step % self._loop.plan.steps_per_epoch == 0
+        if self._every.is_due(step):
+            self._every.restart()
+            return True
+        return False
+
+    def save_now(self, generation: int) -> None:
+        """Save the present state and return when it is durable, or known to have failed."""
+        self.join()
+        self._start(generation)
+        self.join()
+
+    def join(self) -> None:
+        """Wait for the checkpoint in flight, if there is one."""
+        if self._writer is not None:
+            self._writer.join()
+
+    def _start(self, generation: int) -> None:
+        started = time.monotonic()
+        header, tensors = take_state(self._loop.workload.model, self._loop.workload.optimizer)
+        header = {"counters": self._loop.counters(), **header}
+        tensors = copy_to_cpu(tensors)
+        stall_s = time.monotonic() - started
+        copy = _Copy(
+            step=self._loop.step,
+            generation=generation,
+            header=header,
+            tensors=tensors,
+            started=started,
+            stall_s=stall_s,
+        )
+        # Not a daemon: the process does not end while a checkpoint is being written.
+        self._writer = threading.Thread(target=self._write, args=(copy,), name="etrain-checkpoint")
+        self._writer.start()
+
+    def _write(self, copy: _Copy) -> None:
+        try:
+            manifest = self._commit(copy)
+        except CheckpointError as exc:
+            self._send({"op": "checkpoint_failed", "step": copy.step, "error": str(exc)})
+            return
+        facts = {
+            "step": copy.step,
+            "manifest": manifest_key(copy.step),
+            "size_bytes": manifest.size_bytes,
+            "stall_s": copy.stall_s,
+            "duration_s": time.monotonic() - copy.started,
+        }
+        self._send({"op": "checkpoint_committed", "generation": copy.generation, "record": facts})
+
+    def _commit(self, copy: _Copy) -> Manifest:
+        folder = self._store.begin(copy.step)
+        contents: dict[str, Callable[[], bytes]] = {
+            MODEL_PART: lambda: save(_strip(copy.tensors, MODEL), {"format": "pt"}),
+            OPTIMIZER_PART: lambda: save(_strip(copy.tensors, OPTIMIZER)),
+            STATE_PART: lambda: json.dumps(copy.header).encode(),
+        }
+        parts = {
+            name: self._store.put_part(folder, name, make()) for name, make in contents.items()
+        }
+        manifest = Manifest(
+            step=copy.step,
+            job_id=self._job_id,
+            generation=copy.generation,
+            config_digest=config_digest(self._config),
+            created=time.time(),
+            parts=parts,
+        )
+        if not self._store.commit(manifest):
+            # Somebody else committed this step; its weights are the same.
+            return self._store.read_manifest(copy.step)
+        steps = self._store.list_steps()
+        self._store.prune(choose_steps_to_keep(steps, keep=self._config.checkpoint.keep))
+        return manifest
+
+    def restore_newest(self) -> int:
+        """Load the newest checkpoint that verifies and return its step; 0 if there is none."""
+        try:
+            found = open_newest(self._store, job_id=self._job_id)
+        except CheckpointError:
+            return 0
+        restore(self._loop, found.files)
+        return found.manifest.step
+
+
+def restore(loop: TrainLoop, files: dict[str, Path]) -> None:
+    """Load the parts of one checkpoint into a trainer."""
+    header = json.loads(files[STATE_PART].read_text())
+    tensors = {MODEL + k: v for k, v in load_file(files[MODEL_PART]).items()}
+    tensors |= {OPTIMIZER + k: v for k, v in load_file(files[OPTIMIZER_PART]).items()}
+    put_state(loop.workload.model, loop.workload.optimizer, header, tensors)
+    loop.set_counters(header["counters"])
+
+
+def config_digest(config: TrainConfig) -> str:
+    """Return the SHA-256 of a configuration's JSON form."""
+    text = json.dumps(config.model_dump(mode="json"), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _strip(tensors: Tensors, prefix: str) -> Tensors:
+    return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}

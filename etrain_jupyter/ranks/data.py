@@ -1,0 +1,216 @@
+"""Samples by index, whatever the notebook calls a data set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, cast
+
+import cloudpickle
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+
+Indices = Sequence[int] | NDArray[np.int64]
+
+
+class SampleSource(Protocol):
+    """Where batches come from."""
+
+    def __len__(self) -> int: ...
+
+    def batches(self, shares: Iterable[Indices]) -> Iterator[Any]:
+        """Yield one collated batch for each list of indices, in this order."""
+        ...
+
+    def close(self) -> None:
+        """End the loader processes, if there are any."""
+        ...
+
+
+class DataError(ValueError):
+    """The notebook's data cannot be used; the message says how to mend it."""
+
+
+def open_samples(
+    data: Any, *, name: str, collate: Callable[[list[Any]], Any] | None, num_workers: int
+) -> SampleSource:
+    """Wrap what ``data.train`` or ``data.eval`` refers to.
+
+    Args:
+        data: A map-style data set, a pair or dict of tensors or arrays of equal length, or a class
+            or function without arguments that gives one of these (it is called here, on the
+            worker).
+        name: The key of the cell, for messages.
+        collate: Joins a list of samples to a batch; torch's ``default_collate`` if None.
+        num_workers: Processes that load ahead; 0 loads in the training process.
+
+    Returns:
+        A source whose batches are tuples or whatever ``collate`` makes.
+
+    Raises:
+        DataError: If ``data`` is none of these, or is empty.
+    """
+    if isinstance(data, type) or (callable(data) and not hasattr(data, "__getitem__")):
+        data = data()
+    columns = _columns_of(data) if collate is None else None
+    source: SampleSource
+    if columns is not None:
+        source = ColumnSource(columns, name)
+    elif hasattr(data, "__len__") and hasattr(data, "__getitem__"):
+        source = ItemSource(data, collate or default_collate, num_workers)
+    else:
+        raise DataError(
+            f"{name} is a {type(data).__name__} without len() and [i]. Give a map-style data set, "
+            "a pair of "
+            f"tensors, or a function that returns one."
+        )
+    if len(source) == 0:
+        raise DataError(f"{name} is empty (0 samples). Check what fills it in the notebook.")
+    return source
+
+
+def _columns_of(data: Any) -> tuple[torch.Tensor, ...] | dict[str, torch.Tensor] | None:
+    """Return tensors that can be indexed at once, or None if samples must be fetched one by one."""
+    if type(data) is TensorDataset:
+        return tuple(data.tensors)
+    if isinstance(data, Mapping) and data and all(_is_array(v) for v in data.values()):
+        return {str(k): torch.as_tensor(v) for k, v in data.items()}
+    if isinstance(data, tuple | list) and len(data) >= 2 and all(_is_array(v) for v in data):
+        return tuple(torch.as_tensor(v) for v in data)
+    return None
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, torch.Tensor | np.ndarray) and value.ndim > 0
+
+
+class ColumnSource:
+    """Tensors of equal length: a batch is one indexing operation a column."""
+
+    def __init__(
+        self, columns: tuple[torch.Tensor, ...] | dict[str, torch.Tensor], name: str
+    ) -> None:
+        values = list(columns.values()) if isinstance(columns, dict) else list(columns)
+        lengths = sorted({len(v) for v in values})
+        if len(lengths) > 1:
+            raise DataError(f"{name} has tensors of different lengths {lengths}; they must agree.")
+        self._columns = columns
+        self._length = lengths[0]
+
+    def __len__(self) -> int:
+        return self._length
+
+    def batches(self, shares: Iterable[Indices]) -> Iterator[Any]:
+        """Yield one tuple (or dict) of tensors for each list of indices."""
+        for share in shares:
+            rows = torch.as_tensor(share, dtype=torch.int64)
+            if isinstance(self._columns, dict):
+                yield {k: v[rows] for k, v in self._columns.items()}
+            else:
+                yield tuple(v[rows] for v in self._columns)
+
+    def close(self) -> None:
+        """Do nothing: there is no process to end."""
+
+
+class ItemSource:
+    """A map-style data set, sample by sample, in this process or by loader processes."""
+
+    def __init__(self, data: Any, collate: Callable[[list[Any]], Any], num_workers: int) -> None:
+        self._data = data
+        self._collate = collate
+        self._shares = _Shares()
+        self._loader = self._start_loader(num_workers) if num_workers else None
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def batches(self, shares: Iterable[Indices]) -> Iterator[Any]:
+        """Yield one collated batch for each list of indices."""
+        if self._loader is not None:
+            self._shares.feed = shares
+            yield from self._loader
+            return
+        for share in shares:
+            yield self._collate(self._fetch([int(i) for i in share]))
+
+    def close(self) -> None:
+        """End the loader processes."""
+        self._loader = None  # its iterator's destructor does it
+
+    def _fetch(self, indices: list[int]) -> list[Any]:
+        if hasattr(self._data, "__getitems__"):
+            return list(self._data.__getitems__(indices))
+        return [self._data[i] for i in indices]
+
+    def _start_loader(self, num_workers: int) -> DataLoader[Any]:
+        # Spawned, never forked: the trainer has threads, and perhaps a CUDA context.
+        return DataLoader(
+            cast("Dataset[Any]", _ByValue(self._data)),
+            batch_sampler=self._shares,
+            num_workers=num_workers,
+            collate_fn=_ByValue(self._collate),
+            persistent_workers=True,
+            multiprocessing_context="spawn",
+        )
+
+
+class _Shares:
+    """The batch sampler of a loader that outlives generations: it reads whatever feed is set."""
+
+    def __init__(self) -> None:
+        self.feed: Iterable[Indices] = ()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for share in self.feed:
+            yield [int(i) for i in share]
+
+
+class _ByValue:
+    """Carries an object into a spawned process, where plain pickle would look for its module."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_from_bytes, (cloudpickle.dumps(self._value),))
+
+    def __len__(self) -> int:
+        return len(self._value)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._value[index]
+
+    def __call__(self, *args: Any) -> Any:
+        return self._value(*args)
+
+
+def _from_bytes(data: bytes) -> _ByValue:
+    return _ByValue(cloudpickle.loads(data))
+
+
+def inputs_and_target(batch: Any) -> tuple[tuple[Any, ...], Any]:
+    """Split a batch into the model's arguments and the target: the last element is the target.
+
+    Raises:
+        DataError: If the batch is no tuple or list of at least two.
+    """
+    if isinstance(batch, tuple | list) and len(batch) >= 2:
+        return tuple(batch[:-1]), batch[-1]
+    raise DataError(
+        f"a batch is a {type(batch).__name__}, not (input, ..., target). Let the data set return "
+        "a tuple whose last "
+        f"element is the target, or give data.collate; dict batches come with a later version."
+    )
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Move every tensor of a batch, however nested."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple | list):
+        return type(batch)(to_device(value, device) for value in batch)
+    return batch

@@ -1,0 +1,82 @@
+"""What a rank tells the coordinator: step records in batches, the rest at once, in order."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from typing import Any
+
+from etrain_jupyter.ranks.channel import Channel
+
+FLUSH_EVERY_S = 0.05
+KEEP_RECORDS = 10_000
+"""Records that a rank keeps in case rank 0 dies before it could send its own."""
+
+
+class Reporter:
+    """Sends messages up the control channel.
+
+    Every rank keeps the records of its latest steps, because a step's statistics are the same on
+    all of them. Rank 0 sends them; if it dies, the next rank 0 sends those that the log does not
+    have yet.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._lock = threading.Lock()
+        self._kept: deque[dict[str, Any]] = deque(maxlen=KEEP_RECORDS)
+        self._unsent: list[dict[str, Any]] = []
+        self._is_rank_0 = False
+        self._generation = 0
+        self._thread = threading.Thread(target=self._flush_often, name="etrain-report", daemon=True)
+        self._ended = threading.Event()
+        self._thread.start()
+
+    def begin(self, *, generation: int, rank: int, logged_step: int) -> None:
+        """Start a generation; rank 0 owes the log every step that it does not have yet."""
+        with self._lock:
+            self._generation = generation
+            self._is_rank_0 = rank == 0
+            self._unsent = []
+            if self._is_rank_0:
+                self._unsent = [r for r in self._kept if r["step"] > logged_step]
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send a message; a step's record may wait for the next batch."""
+        if message["op"] == "step":
+            record = {"generation": message["generation"], **message["record"]}
+            with self._lock:
+                self._kept.append(record)
+                if self._is_rank_0:
+                    self._unsent.append(record)
+            return
+        self.flush()
+        self._channel.send(message)
+
+    def forget(self) -> None:
+        """Drop all records: the state was replaced by an older one."""
+        with self._lock:
+            self._kept.clear()
+            self._unsent = []
+
+    def flush(self) -> None:
+        """Send the records that wait."""
+        with self._lock:
+            records, self._unsent = self._unsent, []
+            if records:
+                self._channel.send(
+                    {"op": "steps", "generation": self._generation, "records": records}
+                )
+
+    def close(self) -> None:
+        """Send what waits and end the thread."""
+        self._ended.set()
+        with contextlib.suppress(OSError):
+            self.flush()
+        self._thread.join()
+
+    def _flush_often(self) -> None:
+        while not self._ended.wait(FLUSH_EVERY_S):
+            with contextlib.suppress(OSError):
+                self.flush()

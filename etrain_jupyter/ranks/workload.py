@@ -1,0 +1,186 @@
+"""What the notebook gave us, built on the rank: model, data, loss, metrics, optimizer."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+
+from etrain_jupyter.config.schema import OptimizerConfig, TrainConfig
+from etrain_jupyter.ranks.data import SampleSource, inputs_and_target, open_samples, to_device
+
+
+class References(Protocol):
+    """The notebook's expressions, to be evaluated here: an opened bundle."""
+
+    def evaluate(self, key: str) -> Any:
+        """Return the value of one of the config's references, built anew."""
+        ...
+
+
+class WorkloadError(ValueError):
+    """The notebook's objects do not fit together; the message says which and how to mend it."""
+
+
+@dataclass(kw_only=True)
+class Workload:
+    """Everything that a rank trains with."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    loss: Callable[[Any, Any], torch.Tensor]
+    metrics: Mapping[str, Callable[[Any, Any], Any]]
+    train: SampleSource
+    eval: SampleSource | None
+    device: torch.device
+
+    def forward(self, module: nn.Module, batch: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Put one batch through ``module``.
+
+        Returns:
+            The loss summed over the batch's samples, a scalar, and for each metric its sum.
+        """
+        inputs, target = inputs_and_target(to_device(batch, self.device))
+        count = len(target)
+        output = module(*inputs)
+        total = self._sum_of_loss(self.loss(output, target), count)
+        if torch.is_grad_enabled() and not total.requires_grad:
+            raise WorkloadError(
+                "the loss does not depend on the model's parameters. Compute it from the model's "
+                "output, without "
+                ".detach(), .item() or torch.no_grad()."
+            )
+        with torch.no_grad():
+            sums = [
+                _sum_of_metric(name, f(output, target), count) for name, f in self.metrics.items()
+            ]
+        return total, sums
+
+    def close(self) -> None:
+        """End the data sets' loader processes."""
+        self.train.close()
+        if self.eval is not None:
+            self.eval.close()
+
+    @staticmethod
+    def _sum_of_loss(value: Any, count: int) -> torch.Tensor:
+        if not isinstance(value, torch.Tensor):
+            raise WorkloadError(
+                f"loss returned {value!r}, a {type(value).__name__}. Return a tensor: the mean "
+                "over the batch, or one "
+                f"value a sample."
+            )
+        if value.ndim == 0:
+            return value * count
+        if value.shape == (count,):
+            return value.sum()
+        raise WorkloadError(
+            f"loss returned a tensor of shape {tuple(value.shape)} for {count} samples. Return "
+            "the mean over the "
+            f"batch, or one value a sample: shape ({count},)."
+        )
+
+
+def _sum_of_metric(name: str, value: Any, count: int) -> torch.Tensor:
+    result = torch.as_tensor(value, dtype=torch.float64).detach()
+    if result.ndim == 0:
+        return result * count
+    if result.shape[0] == count:
+        return result.reshape(count, -1).mean(dim=1).sum()
+    raise WorkloadError(
+        f"metric {name!r} returned shape {tuple(result.shape)} for {count} samples. Return one "
+        "value a sample: "
+        f"shape ({count},)."
+    )
+
+
+def build_workload(config: TrainConfig, references: References, device: torch.device) -> Workload:
+    """Build everything from the bundle, the same on every rank.
+
+    Raises:
+        WorkloadError, DataError: If an object is not what its key needs.
+        Exception: Whatever the notebook's own code raises.
+    """
+    seed_all(config.seed, step=0, rank=0)
+    model = _build_model(references.evaluate("model")).to(device)
+    collate = references.evaluate("data.collate") if config.data.collate else None
+    sources = {
+        key: open_samples(
+            references.evaluate(key),
+            name=key,
+            collate=collate,
+            num_workers=config.data.num_workers,
+        )
+        for key in (("data.train", "data.eval") if config.data.eval else ("data.train",))
+    }
+    return Workload(
+        model=model,
+        optimizer=_build_optimizer(config.optimizer, references, model),
+        loss=_callable(references.evaluate("loss"), "loss"),
+        metrics={
+            name: _callable(references.evaluate(f"metrics.{name}"), f"metric {name!r}")
+            for name in config.metrics
+        },
+        train=sources["data.train"],
+        eval=sources.get("data.eval"),
+        device=device,
+    )
+
+
+def _build_model(value: Any) -> nn.Module:
+    model = value if isinstance(value, nn.Module) else value() if callable(value) else value
+    if not isinstance(model, nn.Module):
+        raise WorkloadError(
+            f"model gave {model!r}, a {type(model).__name__}, which is no nn.Module. Let it be a "
+            "module, its class, "
+            f"or a function that returns one."
+        )
+    if not any(p.requires_grad for p in model.parameters()):
+        raise WorkloadError(
+            "model has no parameter that requires a gradient: there is nothing to train."
+        )
+    return model.train()
+
+
+def _callable(value: Any, what: str) -> Callable[..., Any]:
+    if isinstance(value, type) and issubclass(value, nn.Module):
+        value = value()
+    if not callable(value):
+        raise WorkloadError(f"{what} is a {type(value).__name__}, which cannot be called.")
+    return value  # type: ignore[no-any-return]
+
+
+def _build_optimizer(
+    config: OptimizerConfig, references: References, model: nn.Module
+) -> torch.optim.Optimizer:
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if config.name is None:
+        made = references.evaluate("optimizer")(parameters)
+        if not isinstance(made, torch.optim.Optimizer):
+            raise WorkloadError(
+                f"optimizer gave a {type(made).__name__}. Let it be a function (parameters) -> "
+                "Optimizer."
+            )
+        return made
+    kind = getattr(torch.optim, config.name)
+    try:
+        return kind(parameters, lr=config.lr, **config.options)  # type: ignore[no-any-return]
+    except (TypeError, ValueError) as exc:
+        options = {"lr": config.lr, **config.options}
+        raise WorkloadError(f"torch.optim.{config.name} does not take {options}: {exc}") from exc
+
+
+def seed_all(seed: int, *, step: int, rank: int) -> None:
+    """Seed torch, numpy and random from a counter: there is no generator state to lose.
+
+    A step that is done again after a fault draws the same numbers, and no two ranks draw the same.
+    """
+    mixed = (seed * 1_000_003 + step) * 4_099 + rank
+    torch.manual_seed(mixed % (1 << 63))
+    np.random.seed(mixed % (1 << 32))
+    random.seed(mixed)

@@ -1,0 +1,78 @@
+"""Build the front end (``labextension/``) into the package when Node.js is there.
+
+A machine without Node.js still gets a working package: cells, jobs and the HTML output need no
+front end, only the live dashboard and the JupyterLab extension do. The environment variable
+``ETRAIN_LABEXTENSION`` says how strict to be: ``auto`` (the default) warns, ``require`` fails,
+``skip`` does not even try.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+SOURCES = "labextension"
+SOURCE_PARTS = ("src", "style", "schema", "package.json", "yarn.lock", "tsconfig.json")
+OUTPUTS = ("etrain_jupyter/labextension/package.json", "etrain_jupyter/static/widget.js")
+DESTINATION = "share/jupyter/labextensions/etrain-jupyter"
+
+
+class FrontEndHook(BuildHookInterface[Any]):
+    """Brings the assets up to date, then adds them to the wheel."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Build what is out of date; hatchling calls this before it collects files."""
+        root = Path(self.root)
+        mode = os.environ.get("ETRAIN_LABEXTENSION", "auto")
+        if mode not in ("auto", "require", "skip"):
+            raise ValueError(f"ETRAIN_LABEXTENSION={mode!r} is none of auto, require, skip.")
+        if mode != "skip" and not is_fresh(root):
+            self.build(root, strict=mode == "require" or self.target_name == "sdist")
+        if self.target_name == "wheel" and (root / OUTPUTS[0]).exists():
+            shared = build_data["shared_data"]
+            shared["etrain_jupyter/labextension"] = DESTINATION
+            shared[f"{SOURCES}/install.json"] = f"{DESTINATION}/install.json"
+
+    def build(self, root: Path, *, strict: bool) -> None:
+        """Run the production build; without Node.js, or where it fails, warn unless ``strict``."""
+        try:
+            run_jlpm(root / SOURCES, "install", "--immutable")
+            run_jlpm(root / SOURCES, "run", "build:prod")
+        except (OSError, subprocess.CalledProcessError) as error:
+            if strict:
+                raise
+            self.app.display_warning(
+                f"etrain-jupyter: the front end was not built ({error}). Cells and their HTML "
+                "output work; the live dashboard and the JupyterLab extension do not. Install "
+                "Node.js 20 or newer and run this again."
+            )
+
+
+def is_fresh(root: Path) -> bool:
+    """Tell whether every output is at least as new as the newest source."""
+    outputs = [root / name for name in OUTPUTS]
+    if not all(path.exists() for path in outputs):
+        return False
+    sources = [path for part in SOURCE_PARTS for path in files_of(root / SOURCES / part)]
+    newest = max((path.stat().st_mtime for path in sources), default=0.0)
+    return newest <= min(path.stat().st_mtime for path in outputs)
+
+
+def files_of(path: Path) -> list[Path]:
+    """Return the files under ``path``, or ``path`` itself if it is one."""
+    return [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]
+
+
+def run_jlpm(folder: Path, *arguments: str) -> None:
+    """Run JupyterLab's own yarn; it comes with jupyter-builder."""
+    if not (shutil.which("node") or shutil.which("nodejs")):
+        raise OSError("node is not on PATH")
+    jlpm = [sys.executable, "-c", "from jupyter_builder.jlpm import main; main()"]
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    subprocess.run([*jlpm, *arguments], cwd=folder, check=True, env={**os.environ, "PATH": path})
