@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -108,7 +109,7 @@ class HostedJob:
         """Return at most ``limit`` events after ``seq``, in order."""
         if self._recent and seq >= self._recent[0]["seq"] - 1:
             skip = seq - self._recent[0]["seq"] + 1
-            return [self._recent[i] for i in range(skip, min(len(self._recent), skip + limit))]
+            return list(itertools.islice(self._recent, skip, skip + limit))
         path = self.order.run_dir / "events.jsonl"
         return [event.to_dict() for event in read_events(path, since=seq, limit=limit)]
 
@@ -159,6 +160,8 @@ class HostedJob:
 
     def _form(self, command: c.FormGeneration) -> None:
         self.step_clock.ranks = command.trainers
+        if not command.restore and command.step < self.step_clock.logged_step:
+            self._go_back(command.step)
         for rank, trainer in enumerate(command.trainers):
             self.trainers[trainer].formed = False
             self._send(
@@ -275,9 +278,13 @@ class HostedJob:
         self.log(events.WeightsHashed, worker=facts.worker, **values)
 
     def _on_restored(self, _: str, __: TrainerFacts, message: Message) -> None:
-        undone = self.step_clock.logged_step - message["step"]
-        self.step_clock.logged_step = message["step"]
-        self.log(events.JobRestored, step=message["step"], num_undone=undone)
+        self._go_back(message["step"])
+
+    def _go_back(self, step: int) -> None:
+        """Log that what comes after ``step`` is trained again."""
+        undone = self.step_clock.logged_step - step
+        self.step_clock.logged_step = step
+        self.log(events.JobRestored, step=step, num_undone=undone)
 
     def _on_committed(self, _: str, __: TrainerFacts, message: Message) -> None:
         self.log(events.CheckpointCommitted, **message["record"])

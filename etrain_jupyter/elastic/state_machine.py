@@ -393,13 +393,8 @@ def _settle(turn: Turn) -> None:
     if state.outcome:
         _close(turn)
         return
-    holders = state.in_phase("reported")
+    holders = _let_leavers_go(turn)
     newcomers = [m for m in state.in_phase("warm") if not m.leaving]
-    stays = [m for m in holders if not m.leaving]
-    if stays or not newcomers:
-        for member in [m for m in holders if m.leaving and stays]:
-            _let_go(turn, member, member.leaving)
-        holders = stays or holders
     if state.paused:
         _enter(turn, "gathering")
         turn.set_status("paused")
@@ -413,6 +408,19 @@ def _settle(turn: Turn) -> None:
     if state.generation or not state.members:
         text = f"{len(members)} of min {state.min_workers} workers are here"
         turn.set_status("waiting", text)
+
+
+def _let_leavers_go(turn: Turn) -> list[Member]:
+    """Release those that shall leave, if the newest state stays here; return who is left."""
+    holders = turn.state.in_phase("reported")
+    stays = [m for m in holders if not m.leaving]
+    newest = max((m.progress for m in holders), default=s.NO_PROGRESS)
+    if not any(m.progress == newest for m in stays):
+        return holders  # they hand their state over in the next generation, and leave then
+    for member in holders:
+        if member.leaving:
+            _let_go(turn, member, member.leaving)
+    return stays
 
 
 def _is_worth_forming(turn: Turn) -> bool:

@@ -237,12 +237,15 @@ class CheckpointFailed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class JobRestored(Event):
-    """Nobody held the state any more: training goes on from the newest checkpoint."""
+    """Every rank that held the newest steps was lost: training goes on from an older state.
+
+    That is the newest checkpoint, or a survivor's state from before the step in which they died.
+    """
 
     step: int
-    """Its step; 0 if there was none and training starts over."""
+    """The step of that state; 0 if there was none and training starts over."""
     num_undone: int
-    """Committed steps after it, which are trained again."""
+    """Logged steps after it, which are trained again."""
 
 
 @dataclass(frozen=True, kw_only=True)

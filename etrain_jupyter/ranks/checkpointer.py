@@ -160,11 +160,17 @@ class Checkpointer:
         return manifest
 
     def restore_newest(self) -> int:
-        """Load the newest checkpoint that verifies and return its step; 0 if there is none."""
-        try:
-            found = open_newest(self._store, job_id=self._job_id)
-        except CheckpointError:
+        """Load the newest checkpoint that verifies and return its step; 0 if none was written.
+
+        Raises:
+            CheckpointError: If there are some, but none verifies.
+        """
+        if not self._store.list_steps():
             return 0
+        found = open_newest(self._store, job_id=self._job_id)
+        for reason in found.skipped:
+            text = f"checkpoint passed over: {reason}"
+            self._send({"op": "log", "level": "warning", "text": text})
         restore(self._loop, found.files)
         return found.manifest.step
 

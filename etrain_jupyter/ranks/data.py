@@ -13,14 +13,17 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 Indices = Sequence[int] | NDArray[np.int64]
 
+Delivered = tuple[NDArray[np.int64], Any]
+"""The indices of the samples that were fetched, as the fetcher knows them, and the batch."""
+
 
 class SampleSource(Protocol):
     """Where batches come from."""
 
     def __len__(self) -> int: ...
 
-    def batches(self, shares: Iterable[Indices]) -> Iterator[Any]:
-        """Yield one collated batch for each list of indices, in this order."""
+    def batches(self, shares: Iterable[Indices]) -> Iterator[Delivered]:
+        """Yield for each list of indices, in this order, what was fetched and its batch."""
         ...
 
     def close(self) -> None:
@@ -101,14 +104,14 @@ class ColumnSource:
     def __len__(self) -> int:
         return self._length
 
-    def batches(self, shares: Iterable[Indices]) -> Iterator[Any]:
+    def batches(self, shares: Iterable[Indices]) -> Iterator[Delivered]:
         """Yield one tuple (or dict) of tensors for each list of indices."""
         for share in shares:
             rows = torch.as_tensor(share, dtype=torch.int64)
             if isinstance(self._columns, dict):
-                yield {k: v[rows] for k, v in self._columns.items()}
+                yield rows.numpy(), {k: v[rows] for k, v in self._columns.items()}
             else:
-                yield tuple(v[rows] for v in self._columns)
+                yield rows.numpy(), tuple(v[rows] for v in self._columns)
 
     def close(self) -> None:
         """Do nothing: there is no process to end."""
@@ -118,39 +121,35 @@ class ItemSource:
     """A map-style data set, sample by sample, in this process or by loader processes."""
 
     def __init__(self, data: Any, collate: Callable[[list[Any]], Any], num_workers: int) -> None:
-        self._data = data
-        self._collate = collate
+        self._fetcher = _Fetcher(data, collate)
         self._shares = _Shares()
         self._loader = self._start_loader(num_workers) if num_workers else None
 
     def __len__(self) -> int:
-        return len(self._data)
+        return len(self._fetcher)
 
-    def batches(self, shares: Iterable[Indices]) -> Iterator[Any]:
+    def batches(self, shares: Iterable[Indices]) -> Iterator[Delivered]:
         """Yield one collated batch for each list of indices."""
         if self._loader is not None:
             self._shares.feed = shares
-            yield from self._loader
+            for indices, batch in self._loader:
+                yield np.asarray(indices, dtype=np.int64), batch
             return
         for share in shares:
-            yield self._collate(self._fetch([int(i) for i in share]))
+            indices, batch = self._fetcher.__getitems__([int(i) for i in share])
+            yield np.asarray(indices, dtype=np.int64), batch
 
     def close(self) -> None:
         """End the loader processes."""
         self._loader = None  # its iterator's destructor does it
 
-    def _fetch(self, indices: list[int]) -> list[Any]:
-        if hasattr(self._data, "__getitems__"):
-            return list(self._data.__getitems__(indices))
-        return [self._data[i] for i in indices]
-
     def _start_loader(self, num_workers: int) -> DataLoader[Any]:
         # Spawned, never forked: the trainer has threads, and perhaps a CUDA context.
         return DataLoader(
-            cast("Dataset[Any]", _ByValue(self._data)),
+            cast("Dataset[Any]", self._fetcher),
             batch_sampler=self._shares,
             num_workers=num_workers,
-            collate_fn=_ByValue(self._collate),
+            collate_fn=_as_it_is,  # the fetcher has collated already
             persistent_workers=True,
             multiprocessing_context="spawn",
         )
@@ -167,27 +166,36 @@ class _Shares:
             yield [int(i) for i in share]
 
 
-class _ByValue:
-    """Carries an object into a spawned process, where plain pickle would look for its module."""
+class _Fetcher:
+    """Fetches and collates, here or in a loader process, and tells what it has fetched.
 
-    def __init__(self, value: Any) -> None:
-        self._value = value
+    Plain pickle would look for the notebook's classes in a module; so it travels by value.
+    """
+
+    def __init__(self, data: Any, collate: Callable[[list[Any]], Any]) -> None:
+        self._data = data
+        self._collate = collate
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_from_bytes, (cloudpickle.dumps(self._value),))
+        return (_fetcher_from, (cloudpickle.dumps((self._data, self._collate)),))
 
     def __len__(self) -> int:
-        return len(self._value)
+        return len(self._data)
 
-    def __getitem__(self, index: int) -> Any:
-        return self._value[index]
+    def __getitems__(self, indices: list[int]) -> tuple[list[int], Any]:
+        if hasattr(self._data, "__getitems__"):
+            samples = list(self._data.__getitems__(indices))
+        else:
+            samples = [self._data[i] for i in indices]
+        return indices, self._collate(samples)
 
-    def __call__(self, *args: Any) -> Any:
-        return self._value(*args)
+
+def _fetcher_from(data: bytes) -> _Fetcher:
+    return _Fetcher(*cloudpickle.loads(data))
 
 
-def _from_bytes(data: bytes) -> _ByValue:
-    return _ByValue(cloudpickle.loads(data))
+def _as_it_is(fetched: Any) -> Any:
+    return fetched
 
 
 def inputs_and_target(batch: Any) -> tuple[tuple[Any, ...], Any]:

@@ -241,16 +241,20 @@ class TrainLoop:
         for number in range(1, len(parts) + 1):
             is_last = number == len(parts)
             with contextlib.nullcontext() if is_last else _no_sync(module):
-                loss, metrics = self.workload.forward(module, next(batches))
+                indices, batch = next(batches)
+                loss, metrics = self.workload.forward(module, batch, len(indices), span.samples)
                 if counts:
+                    # What was delivered, not what was planned: the audit compares the two.
+                    sums_M[CHECKSUM] += float(ledger.checksum_of(indices))
+                    sums_M[COUNT] += float(len(indices))
                     sums_M[LOSS:] += torch.stack([loss.detach().double().cpu(), *metrics])
                 if is_last:
                     # Started before the backward pass, which hides them.
-                    self._fill(sums_M, span, plan, group)
+                    self._ask(sums_M, group)
                     stats = group.all_reduce(sums_M)
                     weight = plan.counts[group.rank] / span.samples
                     moved = self._start_moves(group, buffers, weight)
-                (loss / span.samples).backward()  # type: ignore[no-untyped-call]
+                loss.backward()  # type: ignore[no-untyped-call]
         group.raise_if_failed()
         assert stats is not None
         stats.wait()
@@ -259,21 +263,10 @@ class TrainLoop:
         moved[1].wait()
         return sums_M, moved[0]
 
-    def _fill(
-        self,
-        sums: torch.Tensor,
-        span: ledger.StepRange,
-        plan: batch_plan.StepPlan,
-        group: RankGroup,
-    ) -> None:
-        """Write the first places of the statistics: what this rank asks and trained."""
-        start, count = plan.starts[group.rank], plan.counts[group.rank]
-        first = span.first + start
-        mine = self._order_of(span.epoch)[first : first + count]
+    def _ask(self, sums: torch.Tensor, group: RankGroup) -> None:
+        """Write into the statistics what this rank asks all others to do after the step."""
         sums[PENDING] = float(self.change_pending.is_set())
         sums[EVAL_ASKED] = float(group.rank == 0 and self._eval_every.is_time_over())
-        sums[CHECKSUM] = float(ledger.checksum_of(mine))
-        sums[COUNT] = float(len(mine))
 
     def _start_moves(
         self, group: RankGroup, before: list[torch.Tensor], weight: float
@@ -308,21 +301,17 @@ class TrainLoop:
     def _tell_step(self, group: RankGroup, span: ledger.StepRange, stats: torch.Tensor) -> None:
         now = time.perf_counter()
         values = stats.tolist()
-        names = list(self.workload.metrics)
         record = {
             "step": self.step,
             "epoch": span.epoch,
             "first": span.first,
             "samples": int(values[COUNT]),
             "sample_checksum": int(values[CHECKSUM]),
-            "loss": values[LOSS] / span.samples,
+            "loss": values[LOSS],
             "lr": float(self.workload.optimizer.param_groups[0]["lr"]),
             "world_size": group.world_size,
             "samples_per_s": span.samples / max(now - self._committed_at, 1e-9),
-            "metrics": {
-                name: value / span.samples
-                for name, value in zip(names, values[LOSS + 1 :], strict=True)
-            },
+            "metrics": dict(zip(self.workload.metrics, values[LOSS + 1 :], strict=True)),
             "time": time.time(),
         }
         self._committed_at = now
@@ -352,11 +341,12 @@ class TrainLoop:
         started = time.perf_counter()
         sums_M = torch.zeros(2 + len(self.workload.metrics), dtype=torch.float64)
         with _eval_mode(self.workload.model), torch.no_grad():
-            shares = list(self._eval_shares(group))
-            for share, batch in zip(shares, self.workload.eval.batches(shares), strict=True):
-                loss, metrics = self.workload.forward(self.workload.model, batch)
+            for indices, batch in self.workload.eval.batches(self._eval_shares(group)):
+                loss, metrics = self.workload.forward(
+                    self.workload.model, batch, len(indices), self.plan.num_eval
+                )
                 sums_M[1:] += torch.stack([loss.double().cpu(), *metrics])
-                sums_M[0] += len(share)
+                sums_M[0] += len(indices)
                 group.raise_if_failed()
         group.all_reduce(sums_M).wait()
         self.num_evals += 1
@@ -377,11 +367,8 @@ class TrainLoop:
             "step": self.step,
             "epoch": (self.step - 1) // self.plan.steps_per_epoch,
             "samples": int(count),
-            "loss": loss / count,
-            "metrics": {
-                name: value / count
-                for name, value in zip(self.workload.metrics, metrics, strict=True)
-            },
+            "loss": loss,
+            "metrics": dict(zip(self.workload.metrics, metrics, strict=True)),
             "duration_s": duration_s,
             "time": time.time(),
         }
@@ -401,8 +388,8 @@ class TrainLoop:
         size = self.config.batch.micro_batch_size or self.plan.global_batch_size
         count = min(size, self.plan.num_train, max(2, self.plan.span(0).samples))
         share = self._order_of(0)[:count]
-        batch = next(iter(self.workload.train.batches([share])))
-        loss, _ = self.workload.forward(model, batch)
+        _, batch = next(iter(self.workload.train.batches([share])))
+        loss, _ = self.workload.forward(model, batch, count, count)
         loss.backward()  # type: ignore[no-untyped-call]
         trainable = [p for p in model.parameters() if p.requires_grad]
         self._has_unused = any(p.grad is None for p in trainable)

@@ -36,7 +36,6 @@ class Trainer:
         self._channel = channel
         self._order = order
         self._name: str = order["trainer"]
-        self._config = TrainConfig.model_validate(order["config"])
         self._reporter = Reporter(channel)
         self._inbox: queue.SimpleQueue[tuple[Message, RankGroup | None]] = queue.SimpleQueue()
         self._group: RankGroup | None = None
@@ -44,6 +43,7 @@ class Trainer:
         self._bundle: OpenBundle | None = None
         self._loop: TrainLoop | None = None
         self._checkpointer: Checkpointer | None = None
+        self._config: TrainConfig
         self._has_state = False
 
     # --- control thread ---
@@ -115,6 +115,7 @@ class Trainer:
 
     def _warm_up(self) -> None:
         started = time.monotonic()
+        self._config = TrainConfig.model_validate(self._order["config"])
         self._enter_folder()
         self._bundle = open_bundle(self._order["bundle"])
         self._bundle.install_sources()

@@ -39,27 +39,40 @@ class Workload:
     eval: SampleSource | None
     device: torch.device
 
-    def forward(self, module: nn.Module, batch: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def forward(
+        self, module: nn.Module, batch: Any, count: int, num_samples: int
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Put one batch through ``module``.
 
+        Args:
+            module: The model, perhaps wrapped.
+            batch: Some of the samples that are averaged over.
+            count: How many samples the batch was made of.
+            num_samples: How many are averaged over, in all batches of all ranks.
+
         Returns:
-            The loss summed over the batch's samples, a scalar, and for each metric its sum.
+            This batch's share of the mean loss and of the mean of each metric, scalars: summed over
+            batches and ranks they are the means over ``num_samples``.
         """
         inputs, target = inputs_and_target(to_device(batch, self.device))
-        count = len(target)
+        if hasattr(target, "__len__") and len(target) != count:
+            raise WorkloadError(
+                f"a batch of {count} samples has a target of length {len(target)}. data.collate "
+                f"must keep every sample, in the first dimension."
+            )
         output = module(*inputs)
-        total = self._sum_of_loss(self.loss(output, target), count)
-        if torch.is_grad_enabled() and not total.requires_grad:
+        share = self._share_of_loss(self.loss(output, target), count, num_samples)
+        if torch.is_grad_enabled() and not share.requires_grad:
             raise WorkloadError(
                 "the loss does not depend on the model's parameters. Compute it from the model's "
-                "output, without "
-                ".detach(), .item() or torch.no_grad()."
+                "output, without .detach(), .item() or torch.no_grad()."
             )
         with torch.no_grad():
-            sums = [
-                _sum_of_metric(name, f(output, target), count) for name, f in self.metrics.items()
+            metrics = [
+                _sum_of_metric(name, function(output, target), count) / num_samples
+                for name, function in self.metrics.items()
             ]
-        return total, sums
+        return share, metrics
 
     def close(self) -> None:
         """End the data sets' loader processes."""
@@ -68,17 +81,17 @@ class Workload:
             self.eval.close()
 
     @staticmethod
-    def _sum_of_loss(value: Any, count: int) -> torch.Tensor:
+    def _share_of_loss(value: Any, count: int, num_samples: int) -> torch.Tensor:
         if not isinstance(value, torch.Tensor):
             raise WorkloadError(
                 f"loss returned {value!r}, a {type(value).__name__}. Return a tensor: the mean "
-                "over the batch, or one "
-                f"value a sample."
+                f"over the batch, or one value a sample."
             )
         if value.ndim == 0:
-            return value * count
+            # Multiplied by exactly 1.0 where one batch is all there is: the plain loop to the bit.
+            return value * (count / num_samples)
         if value.shape == (count,):
-            return value.sum()
+            return value.sum() / num_samples
         raise WorkloadError(
             f"loss returned a tensor of shape {tuple(value.shape)} for {count} samples. Return "
             "the mean over the "

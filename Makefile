@@ -1,0 +1,56 @@
+# Every target works on a fresh machine that has Python 3.11 or newer: the first one makes $(VENV) and installs
+# the pinned versions into it; later ones find the stamp and start at once. Node.js 20 or newer is optional: with
+# it the live dashboard and the JupyterLab extension are built, without it the cells still work.
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.etrain-installed
+FRONT_END := $(wildcard labextension/src/* labextension/style/* labextension/schema/* \
+  labextension/package.json labextension/yarn.lock labextension/tsconfig.json)
+TYPED := etrain_jupyter benchmarks notebooks
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo lab test lint bench constraints clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
+
+install: $(INSTALLED) ## Make the virtual environment and install the package into it
+
+$(INSTALLED): pyproject.toml hatch_build.py constraints.txt $(FRONT_END)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
+	  "etrain: this is Python %d.%d; 3.11 or newer is needed. Say which: make PYTHON=python3.12 ..." \
+	  % sys.version_info[:2])'
+	@echo "Installing into $(VENV) (once; a few minutes) ..."
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
+	@touch $@
+
+demo: $(INSTALLED) ## Run the quickstart notebook without a browser and print what it found
+	$(BIN)/python notebooks/run.py notebooks/01_quickstart.ipynb --output .demo
+
+lab: $(INSTALLED) ## Open JupyterLab on the notebooks (ARGS="--no-browser --port 8890" and the like)
+	$(BIN)/python -m jupyterlab --ServerApp.root_dir=notebooks $(ARGS)
+
+test: $(INSTALLED) ## Run the tests (ARGS="-k ledger" and the like); those that need chromium skip without it
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(INSTALLED) ## Style, types and the import rules
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict $(TYPED)
+	$(BIN)/python -m pytest -q tests/unit/test_architecture.py
+
+bench: $(INSTALLED) ## Measure against the peers; tables on the screen, JSON in .demo/ (ARGS="--quick")
+	$(BIN)/python -m benchmarks all --json .demo/benchmarks.json $(ARGS)
+
+constraints: $(INSTALLED) ## Pin in constraints.txt what is installed now
+	$(BIN)/python -m pip freeze --disable-pip-version-check --exclude-editable \
+	  | sed -e '/@/d' -e 's/+cpu$$//' > constraints.txt
+
+clean: ## Remove what was built or measured here; keep the virtual environment and your runs
+	rm -rf .demo dist labextension/lib etrain_jupyter/labextension etrain_jupyter/static \
+	  .mypy_cache .ruff_cache .pytest_cache .hypothesis $(INSTALLED)
+	find etrain_jupyter tests benchmarks notebooks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Measurements of etrain-jupyter beside its peers: ``python -m benchmarks --help``."""

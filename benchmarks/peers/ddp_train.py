@@ -1,0 +1,91 @@
+"""Plain DDP under ``torchrun``: the peer of ``steady``.
+
+As its authors would write it for speed: every rank has the whole data set as tensors and picks its
+share of each batch by indices; no data loader, no logging, no checkpoint. ``--loader`` reads the
+samples through ``DataLoader`` and ``DistributedSampler`` instead, as most scripts do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from benchmarks.workloads import (
+    GLOBAL_BATCH_SIZE,
+    LEARNING_RATE,
+    MODELS,
+    MOMENTUM,
+    make_images,
+)
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+def main() -> None:
+    """Train and, on rank 0, write when each step was done."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--workload", choices=MODELS, required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--loader", action="store_true")
+    options = parser.parse_args()
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    images, labels = make_images()
+    batches = loader_batches(images, labels) if options.loader else index_batches(images, labels)
+    times = train(options.workload, batches, options.steps)
+    if dist.get_rank() == 0:
+        options.json.write_text(json.dumps({"times": times}), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+def train(workload: str, batches: Iterator[Batch], num_steps: int) -> list[float]:
+    """Do ``num_steps`` updates; return the instant at which each was done."""
+    model = DistributedDataParallel(MODELS[workload]())
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+    times = []
+    for _ in range(num_steps):
+        inputs, target = next(batches)
+        cross_entropy(model(inputs), target).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        times.append(time.time())
+    return times
+
+
+def index_batches(images: torch.Tensor, labels: torch.Tensor) -> Iterator[Batch]:
+    """Yield this rank's share of every batch, epoch after epoch, by one permutation a epoch."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator().manual_seed(0)
+    while True:
+        order = torch.randperm(len(labels), generator=generator)
+        for batch in torch.split(order, GLOBAL_BATCH_SIZE):
+            mine = batch.chunk(world_size)[rank]
+            yield images[mine], labels[mine]
+
+
+def loader_batches(images: torch.Tensor, labels: torch.Tensor) -> Iterator[Batch]:
+    """Yield the same through the usual loader."""
+    data = TensorDataset(images, labels)
+    sampler: DistributedSampler[Any] = DistributedSampler(data, seed=0)
+    size = GLOBAL_BATCH_SIZE // dist.get_world_size()
+    loader: DataLoader[Any] = DataLoader(data, batch_size=size, sampler=sampler)
+    epoch = 0
+    while True:
+        sampler.set_epoch(epoch)
+        yield from loader
+        epoch += 1
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""The models and the data that every system trains: synthetic, so that nothing is downloaded.
+
+Shapes: ``B`` samples, ``C=1`` channel, ``H=W=28`` pixels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+NUM_SAMPLES = 16_384
+NUM_CLASSES = 10
+GLOBAL_BATCH_SIZE = 128
+LEARNING_RATE = 0.01
+MOMENTUM = 0.9
+
+
+def make_images() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return noisy pictures of ten patterns, ``(B, C, H, W)``, and whose each is, ``(B,)``."""
+    generator = torch.Generator().manual_seed(0)
+    patterns_KCHW = torch.randn(NUM_CLASSES, 1, 28, 28, generator=generator)
+    labels_B = torch.randint(NUM_CLASSES, (NUM_SAMPLES,), generator=generator)
+    noise_BCHW = torch.randn(NUM_SAMPLES, 1, 28, 28, generator=generator)
+    return patterns_KCHW[labels_B] + noise_BCHW, labels_B
+
+
+def build_cnn() -> nn.Module:
+    """Return a small CNN of 50 thousand parameters: its step is computation."""
+    return nn.Sequential(
+        nn.Conv2d(1, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(32, 64, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(64 * 7 * 7, NUM_CLASSES),
+    )
+
+
+def build_mlp() -> nn.Module:
+    """Return an MLP of 10 million parameters: much of its step is the exchange of gradients."""
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(28 * 28, 2048),
+        nn.ReLU(),
+        nn.Linear(2048, 2048),
+        nn.ReLU(),
+        nn.Linear(2048, 2048),
+        nn.ReLU(),
+        nn.Linear(2048, NUM_CLASSES),
+    )
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"cnn": build_cnn, "mlp": build_mlp}

@@ -1,0 +1,178 @@
+"""What a checkpoint consists of: the manifest, and the names of everything in a store.
+
+::
+
+    checkpoints/step_00001200/model.safetensors     parts, under keys that are never used again
+    checkpoints/step_00001200.1/model.safetensors   ... so a second attempt gets another folder
+    manifests/step_00001200.json                    written last: the checkpoint exists from here on
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from etrain_jupyter.errors import CheckpointError
+
+PARTS_FOLDER = "checkpoints"
+MANIFESTS_FOLDER = "manifests"
+FORMAT_VERSION = 1
+
+_FOLDER_NAME = re.compile(r"step_(\d{8,})(?:\.(\d+))?")
+_MANIFEST_NAME = re.compile(r"step_(\d{8,})\.json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One file of a checkpoint, as it was when it had been written and read back."""
+
+    key: str
+    """Where it lies: a relative path with ``/`` from the store's root."""
+    sha256: str
+    """Of its bytes, as 64 hexadecimal digits."""
+    size: int
+    """In bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """The list of a checkpoint's parts; a checkpoint exists once its manifest does."""
+
+    step: int
+    """Committed steps that it holds."""
+    job_id: str
+    generation: int
+    """The generation that wrote it."""
+    config_digest: str
+    """Of the job's configuration, to tell a changed one on resume."""
+    created: float
+    """Seconds since the epoch."""
+    parts: dict[str, Part]
+    """By file name, for example ``model.safetensors``."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of all parts together."""
+        return sum(part.size for part in self.parts.values())
+
+    def to_json(self) -> str:
+        """Return its text, which ends with a digest of the rest: one flipped bit is noticed."""
+        body = {"version": FORMAT_VERSION} | asdict(self)
+        return json.dumps(body | {"digest": _digest_of(body)}, indent=1) + "\n"
+
+
+def parse_manifest(text: str | bytes, *, step: int) -> Manifest:
+    """Read the manifest that should be of ``step``.
+
+    Raises:
+        CheckpointError: If it is cut short or altered, of another step or a newer format, or if it
+            names a key where no part can lie.
+    """
+    name = step_name(step)
+    try:
+        body: dict[str, Any] = json.loads(text)
+        digest = body.pop("digest")
+        version = body.pop("version")
+    except (ValueError, KeyError, TypeError, AttributeError) as exc:
+        raise CheckpointError(f"{name}: its manifest is cut short or no manifest") from exc
+    if version != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{name}: its manifest has format {version}, this version reads {FORMAT_VERSION}"
+        )
+    if digest != _digest_of({"version": version} | body):
+        raise CheckpointError(f"{name}: its manifest was altered after it had been written")
+    manifest = _manifest_from(body, name)
+    if manifest.step != step:
+        raise CheckpointError(f"{name}: its manifest is of step {manifest.step}")
+    return manifest
+
+
+def check_key(key: str) -> PurePosixPath:
+    """Return the key of a part as a path, if a part may lie there.
+
+    A manifest is data from outside: a key such as ``../../.ssh/id_rsa`` or ``/etc/passwd`` must not
+    make a reader open that file.
+
+    Raises:
+        CheckpointError: If the key leaves the folder of the parts.
+    """
+    path = PurePosixPath(key)
+    is_plain = str(path) == key and ".." not in path.parts and "\\" not in key and "\0" not in key
+    if not is_plain or len(path.parts) != 3 or path.parts[0] != PARTS_FOLDER:
+        raise CheckpointError(f"key {key!r} lies outside of {PARTS_FOLDER}/ and is refused")
+    return path
+
+
+def check_file(part: Part, path: Path) -> None:
+    """Compare the file with what the manifest says of the part.
+
+    Raises:
+        CheckpointError: If it is missing, or its size or SHA-256 is another one.
+    """
+    try:
+        size = path.stat().st_size
+        if size != part.size:
+            raise CheckpointError(f"{part.key} has {size} bytes instead of {part.size}")
+        digest = sha256_of(path)
+    except FileNotFoundError as exc:
+        raise CheckpointError(f"{part.key} is missing") from exc
+    except OSError as exc:
+        raise CheckpointError(f"{part.key} cannot be read ({exc.strerror})") from exc
+    if digest != part.sha256:
+        raise CheckpointError(
+            f"{part.key} was altered: SHA-256 {digest[:12]}… instead of {part.sha256[:12]}…"
+        )
+
+
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file, in hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def step_name(step: int) -> str:
+    """Return for example ``step_00001200``."""
+    return f"step_{step:08d}"
+
+
+def folder_key(step: int, attempt: int = 0) -> str:
+    """Return the folder for the parts of one attempt at saving a step."""
+    return f"{PARTS_FOLDER}/{step_name(step)}" + (f".{attempt}" if attempt else "")
+
+
+def manifest_key(step: int) -> str:
+    """Return where the manifest of a step lies."""
+    return f"{MANIFESTS_FOLDER}/{step_name(step)}.json"
+
+
+def step_of_folder(name: str) -> int | None:
+    """Return the step that a folder's name tells, or None if it is no folder of ours."""
+    match = _FOLDER_NAME.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def step_of_manifest(name: str) -> int | None:
+    """Return the step that a manifest's file name tells, or None if it is no manifest."""
+    match = _MANIFEST_NAME.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def _manifest_from(body: Mapping[str, Any], name: str) -> Manifest:
+    try:
+        parts = {part_name: Part(**part) for part_name, part in body["parts"].items()}
+        manifest = Manifest(**{**body, "parts": parts})
+    except (TypeError, KeyError, AttributeError) as exc:
+        raise CheckpointError(f"{name}: its manifest lacks or has too many keys ({exc})") from exc
+    for part in parts.values():
+        check_key(part.key)
+    return manifest
+
+
+def _digest_of(body: Mapping[str, Any]) -> str:
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()

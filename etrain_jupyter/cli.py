@@ -1,0 +1,82 @@
+"""``etrain``: the terminal's twin of ``%etrain``, on the same run store.
+
+::
+
+    etrain ls                    etrain stop digits --now
+    etrain wait digits-1a2b3c4d  etrain --runs /data/etrain-runs audit
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from etrain_jupyter import __version__, launch
+from etrain_jupyter.errors import ConfigError, EtrainError
+from etrain_jupyter.job.run_store import ROOT_VARIABLE, RunStore, default_root
+from etrain_jupyter.job.training_job import TrainingJob
+from etrain_jupyter.subcommands import find_subcommand, run_line
+
+
+class Terminal:
+    """The surface of a terminal: it shows a job as text and has no variables."""
+
+    def __init__(self, root: Path) -> None:
+        self.store = RunStore(root)
+
+    def find(self, name_or_id: str | None) -> TrainingJob:
+        """Return the job of that name or id; the latest without one."""
+        return launch.attach(name_or_id, store=self.store)
+
+    def show(self, job: TrainingJob, variable: str | None = None) -> str:
+        """Return a job's latest values as lines."""
+        values = {"job": job.id, "status": job.status, "step": job.step, "workers": job.world_size}
+        lines = [f"{name:<16}{value}" for name, value in values.items()]
+        lines += [f"{name:<16}{value:.5g}" for name, value in job.metrics.items()]
+        return "\n".join([*lines, f"{'folder':<16}{job.record.folder}"])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Carry out one command line and return the exit status: 0, 1 if it failed, 2 if mistyped."""
+    try:
+        root, words = _split_root(list(sys.argv[1:] if arguments is None else arguments))
+        if words[:1] == ["--version"]:
+            print(f"etrain {__version__}")
+            return 0
+        _refuse_notebook_only(words)
+        print(run_line(Terminal(root), words, prog="etrain"))
+    except BrokenPipeError:
+        # `etrain ls | head`: nobody reads any more, which is no failure.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except KeyboardInterrupt:
+        return 130
+    except EtrainError as exc:
+        print("\n".join(exc.render()), file=sys.stderr)
+        return 2 if isinstance(exc, ConfigError) else 1
+    return 0
+
+
+def _split_root(words: list[str]) -> tuple[Path, list[str]]:
+    """Take ``--runs DIR`` out of the line, wherever it stands."""
+    for place, word in enumerate(words):
+        if word == "--runs":
+            if place + 1 == len(words):
+                raise ConfigError("--runs needs a folder", hint=f"or set {ROOT_VARIABLE}")
+            return Path(words[place + 1]), words[:place] + words[place + 2 :]
+        if word.startswith("--runs="):
+            return Path(word.removeprefix("--runs=")), words[:place] + words[place + 1 :]
+    return default_root(), words
+
+
+def _refuse_notebook_only(words: list[str]) -> None:
+    if words and words[0] == "distributed":
+        raise ConfigError(
+            "jobs are submitted from a notebook or from Python",
+            hint="%%etrain distributed, or etrain_jupyter.distributed({...})",
+        )
+    if words and not words[0].startswith("-") and words[0] != "help":
+        command = find_subcommand(words[0], prog="etrain")
+        if command.is_for_notebooks_only:
+            raise ConfigError(f"etrain {command.name} works in a notebook", hint="try etrain show")

@@ -1,0 +1,360 @@
+"""From a cell or a mapping to a frozen ``TrainConfig``; every fault points at its place."""
+
+from __future__ import annotations
+
+import builtins
+import keyword
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from etrain_jupyter.config.schema import Interval, OptimizerConfig, Section, TrainConfig
+from etrain_jupyter.config.source_map import (
+    NOWHERE,
+    Path,
+    SourceMap,
+    did_you_mean,
+    dotted,
+    in_words,
+)
+from etrain_jupyter.config.vocabulary import KNOWN_ELSEWHERE
+from etrain_jupyter.config.yaml_nodes import load_body
+from etrain_jupyter.errors import ConfigError
+
+EXAMPLES = {
+    "data": "data: {train: train_set}",
+    "metrics": "metrics: {accuracy: accuracy}",
+    "batch": "batch: {global: 256}",
+    "workers": "workers: {min: 1, max: 4}",
+    "checkpoint": "checkpoint: {every: 200 steps}",
+    "eval": "eval: {every: 1 epoch}",
+    "log": "log: {every: 10 steps}",
+    "optimizer": "optimizer: {name: AdamW, lr: 3e-4}",
+    "model": "model: Net()",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParsedJob:
+    """A valid job, and what belongs to it besides its values."""
+
+    config: TrainConfig
+    namespace_extra: Mapping[str, Any] = field(default_factory=dict)
+    """Objects that were given themselves instead of by name, under the names that ``config`` now
+    uses for them."""
+    source: SourceMap = NOWHERE
+    """Where in the cell each key stands."""
+
+    def namespace(self, notebook: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the notebook's names and those of ``namespace_extra``."""
+        return {**notebook, **self.namespace_extra}
+
+
+def parse_cell(
+    body: str,
+    *,
+    namespace: Mapping[str, Any],
+    overrides: Mapping[str, Any] | None = None,
+    first_line: str = "",
+) -> ParsedJob:
+    """Read the body of a cell.
+
+    Args:
+        body: The cell without its first line.
+        namespace: The notebook's names: for ``!py`` and for objects that it returns.
+        overrides: What the flags of the first line say, ``{"name": "digits"}``; they win over the
+            body.
+        first_line: The ``%%etrain`` line, to show it where an error is about it.
+
+    Raises:
+        CellError: With the line and column of the first fault.
+    """
+    data, source = load_body(body, namespace=namespace, first_line=first_line)
+    if data is None:
+        data = {}
+    if not isinstance(data, Mapping):
+        raise source.error(
+            (),
+            f"the body must be lines of 'key: value', not {in_words(data)}",
+            hint="%etrain template prints one",
+        )
+    return _parse(_merged(data, overrides or {}), source, LiveObjects(namespace, source.computed))
+
+
+def parse_mapping(mapping: Mapping[str, Any], namespace: Mapping[str, Any]) -> ParsedJob:
+    """Read a job from Python; objects may stand in it themselves where a cell has their names.
+
+    Raises:
+        ConfigError: With the path of the first fault.
+
+    >>> parse_mapping({"model": "Net()", "data": {"train": "d"}, "loss": "f", "epochs": 2},
+    {}).config.epochs
+    2.0
+    """
+    return _parse(dict(mapping), NOWHERE, LiveObjects(namespace, frozenset({()})))
+
+
+def _parse(data: dict[str, Any], source: SourceMap, live: LiveObjects) -> ParsedJob:
+    _check_keys(data, TrainConfig, (), source)
+    data = live.named(data)
+    try:
+        config = TrainConfig.model_validate(data)
+    except ValidationError as exc:
+        raise _first_error(exc, source) from None
+    return ParsedJob(config=config, namespace_extra=live.extra, source=source)
+
+
+def _merged(data: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    result = dict(data)
+    for key, value in overrides.items():
+        inner = result.get(key)
+        both = isinstance(value, Mapping) and isinstance(inner, Mapping)
+        result[key] = _merged(inner, value) if both else value  # type: ignore[arg-type]
+    return result
+
+
+# ------------------------------------------------------------------------------------- unknown keys
+
+
+def keys_of(section: type[Section]) -> dict[str, type[Section] | None]:
+    """Return the keys of a group as the cell spells them, each with the group that it opens."""
+    result: dict[str, type[Section] | None] = {}
+    for name, info in section.model_fields.items():
+        kind: Any = info.annotation
+        group = isinstance(kind, type) and issubclass(kind, Section)
+        result[info.alias or name] = kind if group else None
+    return result
+
+
+def _check_keys(
+    data: Mapping[Any, Any], section: type[Section], path: Path, source: SourceMap
+) -> None:
+    known = keys_of(section)
+    for key, value in data.items():
+        inner = (*path, key)
+        if key not in known:
+            raise _unknown_key(key, data, tuple(known), path, source)
+        group = known[key]
+        if group is Interval:
+            if isinstance(value, Mapping) and (wrong := [k for k in value if k != "every"]):
+                raise _unknown_key(wrong[0], value, ("every",), inner, source)
+        elif group is not None and group is not OptimizerConfig and isinstance(value, Mapping):
+            _check_keys(value, group, inner, source)
+
+
+def _unknown_key(
+    key: Any, group: Mapping[Any, Any], known: tuple[str, ...], path: Path, source: SourceMap
+) -> ConfigError:
+    where = f" in '{dotted(path)}'" if path else ""
+    message = f"unknown key '{key}'{where}"
+    hint = _torn_expression(key, group) or _known_elsewhere(str(key), path)
+    hint = hint or did_you_mean(str(key), known) or _other_level(str(key), path)
+    return source.error(
+        (*path, key), message, hint=hint or f"known keys{where}: {', '.join(known)}", at_key=True
+    )
+
+
+def _torn_expression(key: Any, group: Mapping[Any, Any]) -> str:
+    """Inside ``{}`` a comma ends a value, also within the brackets of an expression."""
+    keys = list(group)
+    before = group[keys[keys.index(key) - 1]] if keys.index(key) > 0 else None
+    if isinstance(before, str) and any(
+        before.count(a) > before.count(b) for a, b in ("()", "[]", "{}")
+    ):
+        return (
+            f"put quotes around the expression that begins with '{before}': a comma ends a "
+            "value here"
+        )
+    return ""
+
+
+def _known_elsewhere(key: str, path: Path) -> str:
+    return KNOWN_ELSEWHERE.get(dotted((*path, key.replace("-", "_").lower())), "")
+
+
+def _other_level(key: str, path: Path) -> str:
+    for name, group in keys_of(TrainConfig).items():
+        if group not in (None, Interval) and (name,) != path and key in keys_of(group):
+            return f"'{key}' belongs into '{name}': write {name}: {{{key}: ...}}"
+    if path and key in keys_of(TrainConfig):
+        return (
+            f"'{key}' stands at the top, not in '{dotted(path)}': move it out, without indentation"
+        )
+    return ""
+
+
+# ------------------------------------------------------------------------------- pydantic, in words
+
+
+def _first_error(exc: ValidationError, source: SourceMap) -> ConfigError:
+    errors = [_in_cell_words(error, source) for error in exc.errors(include_url=False)]
+    # What stands first in the cell; what is missing has no place, and so comes last.
+    missing = [error["type"] == "missing" for error in exc.errors(include_url=False)]
+    ranked = sorted(
+        zip(missing, errors, strict=True),
+        key=lambda pair: (pair[0], getattr(pair[1], "line", 0), getattr(pair[1], "column", 0)),
+    )
+    return ranked[0][1]
+
+
+def _in_cell_words(error: ErrorDetails, source: SourceMap) -> ConfigError:
+    path: Path = error["loc"]
+    if error["type"] in ("etrain", "etrain_later"):
+        context = error["ctx"]
+        path = tuple(context["path"] or path)
+        at_key = path[-1:] == ("@key",)
+        path = path[:-1] if at_key else path
+        message = context["message"].replace("{key}", dotted(path) or "the body")
+        later = error["type"] == "etrain_later"
+        # A documented key that is not there yet is itself the culprit, not what it was set to.
+        return source.error(
+            path, message, hint=context["hint"], at_key=at_key or later, later=later
+        )
+    path = tuple(part for part in path if part != "[key]")
+    key, value = dotted(path), error["input"]
+    if error["type"] == "missing":
+        return _missing(path, source)
+    if value is None:
+        return source.error(
+            path, f"{key} is empty", hint=_example(path) or "give a value, or remove the line"
+        )
+    if error["type"] not in _WANTED:
+        return source.error(path, f"{key}: {error['msg']}")
+    wanted = _WANTED[error["type"]](error.get("ctx", {}))
+    shown = (
+        value if isinstance(value, int | float) and not isinstance(value, bool) else in_words(value)
+    )
+    shown = f"the number {shown}" if error["type"] == "string_type" and shown is value else shown
+    return source.error(path, f"{key} must be {wanted}, not {shown}", hint=_value_hint(error, path))
+
+
+_WANTED: dict[str, Callable[[dict[str, Any]], str]] = {
+    "int_type": lambda _: "a whole number",
+    "int_from_float": lambda _: "a whole number",
+    "float_type": lambda _: "a number",
+    "bool_type": lambda _: "true or false",
+    "string_type": lambda _: "a text",
+    "dict_type": lambda _: "a group of keys",
+    "model_type": lambda _: "a group of keys",
+    "model_attributes_type": lambda _: "a group of keys",
+    "finite_number": lambda _: "a finite number",
+    "greater_than": lambda ctx: f"above {ctx['gt']:g}",
+    "greater_than_equal": lambda ctx: f"{ctx['ge']:g} or more",
+    "less_than": lambda ctx: f"below {ctx['lt']:g}",
+}
+
+
+def _value_hint(error: ErrorDetails, path: Path) -> str:
+    value = error["input"]
+    if error["type"] in ("int_type", "float_type") and isinstance(value, str):
+        bare = value.replace("_", "").replace(",", "")
+        try:
+            float(bare)
+        except ValueError:
+            return ""
+        return f"write {bare}" if bare != value else "remove the quotes"
+    if error["type"] == "string_type":
+        return "put it in quotes" if isinstance(value, int | float) else ""
+    return (
+        _example(path)
+        if error["type"] in ("dict_type", "model_type", "model_attributes_type")
+        else ""
+    )
+
+
+def _example(path: Path) -> str:
+    return (
+        f"write for example '{EXAMPLES[str(path[0])]}'"
+        if len(path) == 1 and path[0] in EXAMPLES
+        else ""
+    )
+
+
+def _missing(path: Path, source: SourceMap) -> ConfigError:
+    key = dotted(path)
+    example = EXAMPLES.get(str(path[0]), key)
+    return source.error(path, f"key '{key}' is missing", hint=f"add for example '{example}'")
+
+
+# ------------------------------------------------------------------------- objects instead of names
+
+
+class LiveObjects:
+    """Gives names to objects that stand in a configuration themselves.
+
+    An object that the notebook has under a name keeps it; another gets one that says what it is and
+    that the notebook
+    does not use, so that the configuration stays readable text.
+    """
+
+    def __init__(self, namespace: Mapping[str, Any], computed: frozenset[Path]) -> None:
+        """Take what lies at and below the paths ``computed`` for objects; ``()`` is everything."""
+        self._namespace = namespace
+        self._computed = computed
+        self.extra: dict[str, Any] = {}
+
+    def named(self, data: Mapping[str, Any]) -> dict[str, Any]:
+        """Return ``data`` with a name in the place of each object."""
+        return {key: self._walk(value, (key,)) for key, value in data.items()}
+
+    def _walk(self, value: Any, path: Path) -> Any:
+        if _is_reference(path, value):
+            return self._reference(value, path)
+        if isinstance(value, Mapping):
+            return {key: self._walk(inner, (*path, key)) for key, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return (
+                type(value)(plain_value(item) for item in value)
+                if type(value) in (list, tuple)
+                else value
+            )
+        return plain_value(value)
+
+    def _reference(self, value: Any, path: Path) -> Any:
+        if value is None or isinstance(value, str | int | float):
+            return value
+        if not any(path[: len(start)] == start for start in self._computed):
+            return value
+        return self._name_for(value, path)
+
+    def _name_for(self, value: Any, path: Path) -> str:
+        for name, known in {**self._namespace, **self.extra}.items():
+            if known is value and not name.startswith("_") and name.isidentifier():
+                return name
+        given = getattr(value, "__name__", None) or f"{dotted(path)}_{type(value).__name__}".lower()
+        base = re.sub(r"\W", "_", str(given)).strip("_") or "object"
+        base = (
+            f"the_{base}"
+            if base[0].isdigit() or keyword.iskeyword(base) or base == "lambda"
+            else base
+        )
+        taken = {*self._namespace, *self.extra, *dir(builtins)}
+        name = next(n for n in (base, *(f"{base}_{i}" for i in range(2, 10**6))) if n not in taken)
+        self.extra[name] = value
+        return name
+
+
+def _is_reference(path: Path, value: Any) -> bool:
+    if path == ("optimizer",):
+        return not isinstance(value, Mapping)
+    fixed = (("model",), ("loss",), ("data", "train"), ("data", "eval"), ("data", "collate"))
+    return (
+        path in fixed
+        or (len(path) == 2 and path[0] == "metrics")
+        or path == ("optimizer", "reference")
+    )
+
+
+def plain_value(value: Any) -> Any:
+    """Return a NumPy or torch scalar as the Python number that it is; anything else as it came."""
+    if (
+        hasattr(value, "dtype")
+        and getattr(value, "shape", None) in ((), [])
+        and hasattr(value, "item")
+    ):
+        return value.item()
+    return value

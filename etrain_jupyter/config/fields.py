@@ -1,0 +1,181 @@
+"""What groups of keys are made of: base class, intervals, references, refusals in words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    GetCoreSchemaHandler,
+    model_serializer,
+    model_validator,
+)
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from etrain_jupyter.config.source_map import did_you_mean, in_words
+
+
+def fault(
+    message: str, *, hint: str = "", path: tuple[str, ...] | None = None
+) -> PydanticCustomError:
+    """Build an error in its final words; ``path`` (from the top) points elsewhere than here."""
+    return PydanticCustomError(
+        "etrain", "{message}", {"message": message, "hint": hint, "path": path}
+    )
+
+
+def not_yet(message: str, *, hint: str, path: tuple[str, ...] | None = None) -> PydanticCustomError:
+    """Build the refusal of something that a later version brings."""
+    return PydanticCustomError(
+        "etrain_later", "{message}", {"message": message, "hint": hint, "path": path}
+    )
+
+
+@dataclass(frozen=True)
+class Later:
+    """Marks a field whose machinery is not there yet: only its default passes.
+
+    Attributes:
+        instead: What to type now.
+        accept: Values that ask for nothing more than the default.
+    """
+
+    instead: str
+    accept: tuple[Any, ...] = (None,)
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        """Check first, so that a wrong form of such a value is refused for the right reason."""
+        return core_schema.with_info_before_validator_function(self._check, handler(source))
+
+    def _check(self, value: Any, info: Any) -> Any:
+        if any(
+            value is known or (type(value) is type(known) and value == known)
+            for known in self.accept
+        ):
+            return value
+        short = isinstance(value, str | int | float)
+        asked = f": {str(value).lower() if value is True else value}" if short else ""
+        raise not_yet(f"'{info.field_name}{asked}' comes with a later version", hint=self.instead)
+
+
+class Section(BaseModel):
+    """What all groups of keys share."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        # A quoted '3' is a text: YAML says which is which.
+        strict=True,
+        populate_by_name=True,
+        use_attribute_docstrings=True,
+    )
+
+
+class Interval(Section):
+    """How often something happens: ``200 steps``, ``1 epoch``, ``30 s``, ``5 min``, ``2 h``."""
+
+    value: float
+    """How many of the unit; above 0, whole for steps."""
+    unit: Literal["steps", "epochs", "s"]
+    """What is counted; minutes and hours are kept as seconds."""
+
+    @classmethod
+    def parse(cls, text: str) -> Interval:
+        """Read ``200 steps``.
+
+        Raises:
+            ValidationError: If it is no interval.
+
+        >>> Interval.parse("5 min")
+        Interval(value=300.0, unit='s')
+        """
+        return cls.model_validate(text)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, data: Any) -> Any:
+        if isinstance(data, Mapping) and set(data) == {"value", "unit"}:
+            return data
+        return interval_parts(data)
+
+    @model_serializer
+    def _to_text(self) -> str:
+        return str(self)
+
+    def __str__(self) -> str:
+        unit = {1: {"steps": "step", "epochs": "epoch"}}.get(int(self.value), {}).get(self.unit)
+        whole = self.value == int(self.value)
+        number = str(int(self.value)) if whole else repr(self.value)
+        return f"{number} {unit if unit and whole else self.unit}"
+
+
+_UNITS: dict[str, tuple[str, float]] = {
+    **dict.fromkeys(("step", "steps"), ("steps", 1.0)),
+    **dict.fromkeys(("epoch", "epochs"), ("epochs", 1.0)),
+    **dict.fromkeys(("s", "sec", "secs", "second", "seconds"), ("s", 1.0)),
+    **dict.fromkeys(("m", "min", "mins", "minute", "minutes"), ("s", 60.0)),
+    **dict.fromkeys(("h", "hour", "hours"), ("s", 3600.0)),
+}
+_INTERVAL_HINT = "write for example '200 steps', '1 epoch' or '5 min'"
+
+
+def interval_parts(value: Any) -> dict[str, Any]:
+    """Return ``value`` and ``unit`` of what a cell says; raises a fault if it is no interval."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        raise fault(
+            f"the number {value} needs a unit",
+            hint=f"write '{value} steps', '{value} epochs' or '{value} min'",
+        )
+    match = (
+        re.fullmatch(r"\s*([0-9.]+(?:[eE][-+]?[0-9]+)?)\s*([A-Za-z]+)\s*", value)
+        if isinstance(value, str)
+        else None
+    )
+    try:
+        number = float(match[1]) if match else 0.0
+    except ValueError:
+        match = None
+    if match is None:
+        raise fault(
+            f"{{key}} must be a number and a unit, not {in_words(value)}", hint=_INTERVAL_HINT
+        )
+    if match[2].lower() not in _UNITS:
+        hint = did_you_mean(match[2], ("steps", "epochs", "seconds", "minutes", "hours"))
+        raise fault(f"'{match[2]}' is no unit", hint=hint or _INTERVAL_HINT)
+    unit, factor = _UNITS[match[2].lower()]
+    if not 0 < number < float("inf"):
+        raise fault(f"{{key}} must be above 0, not '{value}'", hint=_INTERVAL_HINT)
+    if unit == "steps" and number != int(number):
+        raise fault(f"{{key}} must be a whole number of steps, not '{value}'", hint=_INTERVAL_HINT)
+    return {"value": number * factor, "unit": unit}
+
+
+def _reference(value: Any) -> Any:
+    if isinstance(value, str) and not value.strip():
+        raise fault("{key} is empty", hint="name an object of this notebook, or remove the line")
+    if value is not None and not isinstance(value, str):
+        raise fault(
+            f"{{key}} must be a Python expression over this notebook's names, not "
+            f"{in_words(value)}",
+            hint="write for example 'Net(hidden=128)', or package.module:attribute",
+        )
+    return value.strip() if isinstance(value, str) else value
+
+
+def _required_reference(value: Any) -> Any:
+    if value is None:
+        raise fault("{key} is empty", hint="name an object of this notebook")
+    return _reference(value)
+
+
+Required = Annotated[str, BeforeValidator(_required_reference)]
+"""A Python expression over the notebook's names, or ``package.module:attribute``."""
+Optional = Annotated[str | None, BeforeValidator(_reference)]
+"""The same, or None."""

@@ -1,0 +1,389 @@
+"""Expressions over the notebook's names: which names they need, and whether those can serve.
+
+Nothing is evaluated here: that happens on the rank. What can be known before submit is: the syntax,
+the names, and the
+kind of object behind a plain name.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import importlib.util
+import inspect
+import keyword
+import re
+import symtable
+import sys
+from collections.abc import Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+from etrain_jupyter.config.schema import TrainConfig
+from etrain_jupyter.config.source_map import (
+    NOWHERE,
+    Path,
+    SourceMap,
+    did_you_mean,
+)
+from etrain_jupyter.config.vocabulary import DEFAULT_LR
+from etrain_jupyter.config.yaml_nodes import visible_names
+from etrain_jupyter.errors import ConfigError
+
+_IMPORT_PATH = re.compile(r"([^\W\d]\w*(?:\.[^\W\d]\w*)*):([^\W\d]\w*(?:\.[^\W\d]\w*)*)")
+_BUILTINS = frozenset(dir(builtins))
+
+
+def import_path(expression: str) -> tuple[str, str] | None:
+    """Return module and attribute of ``package.module:attribute``, or None if it is an expression.
+
+    >>> import_path("nets.small:Net")
+    ('nets.small', 'Net')
+    """
+    match = _IMPORT_PATH.fullmatch(expression.strip())
+    if match is None or any(keyword.iskeyword(part) for part in match[1].split(".")):
+        return None
+    return match[1], match[2]
+
+
+def free_names(expression: str) -> frozenset[str]:
+    """Return the names that an expression takes from around it, builtins too.
+
+    Raises:
+        SyntaxError: If it is no expression.
+
+    >>> sorted(free_names("[f(x) for x in xs]"))
+    ['f', 'xs']
+    """
+    if import_path(expression):
+        return frozenset()
+    text = expression.strip()
+    # symtable alone would take statements that only look like an expression.
+    ast.parse(text, mode="eval")
+    return frozenset(_globals_of(symtable.symtable(text, "<reference>", "eval"), top=True))
+
+
+def _globals_of(table: symtable.SymbolTable, *, top: bool) -> Iterator[str]:
+    for symbol in table.get_symbols():
+        taken = symbol.is_referenced() and not symbol.is_assigned() if top else symbol.is_global()
+        if taken:
+            yield symbol.get_name()
+    assigned = {s.get_name() for s in table.get_symbols() if s.is_assigned()} if top else set()
+    for child in table.get_children():
+        yield from (name for name in _globals_of(child, top=False) if name not in assigned)
+
+
+def key_path(key: str) -> Path:
+    """Return the path of a key of ``TrainConfig.references()``; a metric's name may hold dots.
+
+    >>> key_path("metrics.top.5")
+    ('metrics', 'top.5')
+    """
+    return tuple(key.split(".", 1))
+
+
+# ------------------------------------------------------------------------------------ before submit
+
+
+def check_references(
+    config: TrainConfig, namespace: Mapping[str, Any], *, source: SourceMap = NOWHERE
+) -> None:
+    """Refuse what cannot work on a rank, as far as that shows without evaluating anything.
+
+    Args:
+        config: The job.
+        namespace: The notebook's names and ``ParsedJob.namespace_extra``.
+        source: ``ParsedJob.source``, to point into the cell.
+
+    Raises:
+        ConfigError: The first fault in the cell; a ``CellError`` if there is a cell.
+    """
+    errors = []
+    for key, expression in config.references().items():
+        try:
+            _Check(key, expression, namespace, source).run()
+        except ConfigError as exc:
+            errors.append(exc)
+    if errors:
+        raise min(errors, key=lambda e: (getattr(e, "line", 0), getattr(e, "column", 0)))
+
+
+class _Check:
+    """The checks of one expression."""
+
+    def __init__(
+        self, key: str, expression: str, namespace: Mapping[str, Any], source: SourceMap
+    ) -> None:
+        self.key, self.text, self.namespace = key, expression.strip(), namespace
+        self._path, self._source = key_path(key), source
+        if key == "optimizer" and ("optimizer", "reference") in source.values:
+            self._path = ("optimizer", "reference")
+
+    def run(self) -> None:
+        imported = import_path(self.text)
+        if imported:
+            self._check_import(*imported)
+            return
+        tree = self._parsed()
+        self._check_names(tree)
+        self._check_attributes(tree)
+        found, value = self._resolve(tree)
+        if found:
+            check_kind(self.key, self.text, value, self._fault)
+        elif isinstance(tree, ast.Call):
+            self._check_call(tree)
+
+    def _fault(
+        self, message: str, hint: str = "", node: ast.expr | None = None, length: int = 0
+    ) -> ConfigError:
+        inside = None
+        if node is not None and "\n" not in self.text:
+            offset = len(self.text.encode()[: node.col_offset].decode())
+            inside = (offset, length or (node.end_col_offset or 0) - node.col_offset)
+        return self._source.error(self._path, message, hint=hint, inside=inside)
+
+    def _parsed(self) -> ast.expr:
+        try:
+            return ast.parse(self.text, mode="eval").body
+        except SyntaxError as exc:
+            inside = (
+                ((exc.offset or 1) - 1, 1) if exc.lineno == 1 and "\n" not in self.text else None
+            )
+            message = f"{self.key}: '{self.text}' is no Python expression ({exc.msg})"
+            hint = "write an expression over this notebook's names, or package.module:attribute"
+            raise self._source.error(self._path, message, hint=hint, inside=inside) from exc
+        except (ValueError, RecursionError, MemoryError) as exc:
+            raise self._fault(f"{self.key}: this is no Python expression ({exc})") from exc
+
+    def _check_names(self, tree: ast.expr) -> None:
+        missing = free_names(self.text) - _BUILTINS - set(self.namespace)
+        if not missing:
+            return
+        nodes = (n for n in ast.walk(tree) if isinstance(n, ast.Name) and n.id in missing)
+        node = min(nodes, key=lambda n: (n.lineno, n.col_offset))
+        known = visible_names(self.namespace)
+        if self.key == "optimizer" and node is tree:
+            known = [*known, *DEFAULT_LR]
+        hint = did_you_mean(node.id, known, count=3) or "run the cell that defines it first"
+        raise self._fault(f"{self.key}: '{node.id}' is not defined in this notebook", hint, node)
+
+    def _check_attributes(self, tree: ast.expr) -> None:
+        """Look at modules only: whose attributes else can be asked for without running user code?"""
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Attribute):
+                continue
+            found, owner = self._resolve(node.value)
+            if found and isinstance(owner, ModuleType) and not _has(owner, node.attr):
+                if (
+                    importlib.util.find_spec(f"{owner.__name__}.{node.attr}")
+                    if hasattr(owner, "__path__")
+                    else None
+                ):
+                    continue
+                name = ast.unparse(node.value)
+                known = [f"{name}.{other}" for other in dir(owner) if not other.startswith("_")]
+                hint = did_you_mean(f"{name}.{node.attr}", known, count=3)
+                raise self._fault(f"{self.key}: module '{name}' has no '{node.attr}'", hint, node)
+
+    def _resolve(self, node: ast.expr) -> tuple[bool, Any]:
+        """Return the object behind a literal None, a plain name, or attributes of modules."""
+        if isinstance(node, ast.Constant):
+            return True, node.value
+        if isinstance(node, ast.Name):
+            if node.id in self.namespace:
+                return True, self.namespace[node.id]
+            return node.id in _BUILTINS, getattr(builtins, node.id, None)
+        if isinstance(node, ast.Attribute):
+            found, owner = self._resolve(node.value)
+            if found and isinstance(owner, ModuleType) and _has(owner, node.attr):
+                return True, getattr(owner, node.attr)
+        return False, None
+
+    def _check_call(self, tree: ast.Call) -> None:
+        found, function = self._resolve(tree.func)
+        if not found:
+            return
+        name = ast.unparse(tree.func)
+        if not callable(function):
+            raise self._fault(
+                f"{self.key}: '{name}' is {_kind(function)} and cannot be called", node=tree.func
+            )
+        if self.key == "optimizer" and getattr(function, "__name__", "") in DEFAULT_LR:
+            hint = (
+                f"write optimizer: {{name: {function.__name__}, lr: 1e-3}}, or a function "
+                "(parameters) that returns one"
+            )
+            raise self._fault(f"optimizer: {self.text} is called before there are parameters", hint)
+        starred = any(isinstance(a, ast.Starred) for a in tree.args) or any(
+            k.arg is None for k in tree.keywords
+        )
+        if not starred:
+            arguments = dict.fromkeys(str(k.arg) for k in tree.keywords)
+            problem = _misfit(function, [None] * len(tree.args), arguments)
+            if problem:
+                raise self._fault(
+                    f"{self.key}: {name}() {problem}", f"it takes {name}{_signature(function)}"
+                )
+
+    def _check_import(self, module: str, attribute: str) -> None:
+        if module == "__main__":
+            raise self._fault(
+                f"{self.key}: '{self.text}' is of this notebook", f"write {self.key}: {attribute}"
+            )
+        try:
+            spec = sys.modules.get(module) or importlib.util.find_spec(module)
+        except Exception as exc:  # Parent packages run their own code.
+            raise self._no_module(module, exc) from exc
+        if spec is None:
+            raise self._no_module(module, None)
+        loaded = sys.modules.get(module)
+        first = attribute.split(".")[0]
+        if loaded is not None and not _has(loaded, first):
+            hint = did_you_mean(first, [n for n in dir(loaded) if not n.startswith("_")], count=3)
+            raise self._fault(f"{self.key}: module '{module}' has no '{first}'", hint)
+
+    def _no_module(self, module: str, exc: Exception | None) -> ConfigError:
+        why = (
+            f" ({type(exc).__name__}: {exc})"
+            if exc and not isinstance(exc, ModuleNotFoundError)
+            else ""
+        )
+        return self._fault(
+            f"{self.key}: there is no module '{module}' here{why}",
+            "install it, or put its file beside the notebook",
+        )
+
+
+def check_kind(key: str, text: str, value: Any, fault: Any) -> None:
+    """Refuse the object behind a plain name if it cannot serve as ``key``.
+
+    Args:
+        key: A key of ``TrainConfig.references()``.
+        text: The expression, for the message.
+        value: What it stands for.
+        fault: Builds the error of a message and a hint.
+    """
+    if value is None:
+        what = "holds nothing" if text != "None" else "is nothing"
+        raise fault(
+            f"{key} is None: '{text}' {what}",
+            "run the cell that builds it, or name a class or a function",
+        )
+    if isinstance(value, str | bytes | int | float | complex | ModuleType):
+        raise fault(f"{key}: '{text}' is {_kind(value)}", _WANTED[key.split(".")[0]])
+    if key == "model":
+        _check_model(text, value, fault)
+    elif key in ("data.train", "data.eval"):
+        _check_data(key, text, value, fault)
+    elif key == "optimizer" and hasattr(value, "param_groups"):
+        hint = (
+            f"write optimizer: {{name: {type(value).__name__}, lr: ...}}, or a function "
+            "(parameters) that returns one"
+        )
+        raise fault(f"optimizer: '{text}' is {_kind(value)} over parameters of this notebook", hint)
+    elif not callable(value):
+        raise fault(
+            f"{key}: '{text}' is {_kind(value)} and cannot be called", _WANTED[key.split(".")[0]]
+        )
+    called = isinstance(value, type) and key not in ("optimizer", "data.collate")
+    if called or (key in ("model", "data.train", "data.eval") and inspect.isfunction(value)):
+        problem = _misfit(value, [], {})
+        if problem:
+            raise fault(
+                f"{key}: {text}() {problem}",
+                f"write {key}: {text}(...) with what it needs: {_signature(value)}",
+            )
+
+
+_WANTED = {
+    "model": "name an nn.Module, its class, or a function that builds it",
+    "data": "name a data set with len and [i], a pair of tensors, or a function that builds it",
+    "loss": "name a function (output, target) such as F.cross_entropy",
+    "metrics": "name a function (output, target)",
+    "optimizer": "name one of torch.optim, or a function (parameters) that returns an optimizer",
+}
+
+
+def _check_model(text: str, value: Any, fault: Any) -> None:
+    is_module = hasattr(value, "state_dict") and hasattr(value, "forward")
+    if not is_module and not callable(value):
+        raise fault(f"model: '{text}' is {_kind(value)}, no nn.Module", _WANTED["model"])
+
+
+def _check_data(key: str, text: str, value: Any, fault: Any) -> None:
+    if isinstance(value, type) or (callable(value) and not hasattr(value, "__len__")):
+        return
+    if hasattr(value, "__iter__") and hasattr(value, "batch_sampler") and hasattr(value, "dataset"):
+        hint = f"give what it loads, {key}: {text}.dataset; batches are made on the workers"
+        raise fault(f"{key}: '{text}' is {_kind(value)}", hint)
+    lengths = {}
+    for name, part in _parts(text, value).items():
+        try:
+            lengths[name] = len(part)
+        except (TypeError, NotImplementedError) as exc:
+            raise fault(
+                f"{key}: '{name}' is {_kind(part)} without a length", _WANTED["data"]
+            ) from exc
+        if lengths[name] == 0:
+            raise fault(f"{key} is empty: len({name}) is 0", "run the cell that fills it")
+        if not hasattr(part, "__getitem__"):
+            raise fault(f"{key}: '{name}' is {_kind(part)} and cannot be indexed", _WANTED["data"])
+    if len(set(lengths.values())) > 1:
+        shown = ", ".join(f"len({name}) is {length}" for name, length in lengths.items())
+        raise fault(
+            f"{key}: its parts differ in length: {shown}",
+            "each sample needs one entry of each part",
+        )
+
+
+def _parts(text: str, value: Any) -> dict[str, Any]:
+    """Return the arrays that a pair or a dict of arrays consists of, else the value itself."""
+    pairs = (
+        value.items()
+        if isinstance(value, Mapping)
+        else enumerate(value)
+        if isinstance(value, tuple)
+        else ()
+    )
+    parts = {f"{text}[{name!r}]": part for name, part in pairs}
+    return (
+        parts
+        if parts and all(getattr(p, "shape", ()) != () for p in parts.values())
+        else {text: value}
+    )
+
+
+def _has(owner: ModuleType, name: str) -> bool:
+    try:
+        return hasattr(owner, name)
+    except Exception:  # A module's own __getattr__ may raise anything; then the rank shall say so.
+        return True
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, ModuleType):
+        return f"the module '{value.__name__}'"
+    name = type(value).__name__
+    names = {"str": "a text", "int": "a number", "float": "a number", "NoneType": "None"}
+    return names.get(name, f"an {name}" if name[:1] in "aeiouAEIO" else f"a {name}")
+
+
+def _misfit(function: Any, args: list[None], kwargs: dict[str, None]) -> str:
+    """Return why a call cannot be made, in Python's words, or an empty text."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return ""
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as exc:
+        return str(exc)
+    return ""
+
+
+def _signature(function: Any) -> str:
+    try:
+        text = str(inspect.signature(function))
+    except (TypeError, ValueError):
+        return "(...)"
+    return text if len(text) <= 80 else "(...)"

@@ -1,0 +1,391 @@
+"""What a job can be told: one frozen model, from which help, template and errors derive.
+
+Field names are the words of Python and JSON; where the cell uses a shorter one, it is the alias
+(``batch.global``).
+Validation happens once, here; whoever holds a ``TrainConfig`` trusts it. A key whose machinery a
+later version brings
+is annotated with ``Later``: everything but its default is refused, never ignored.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Annotated, Any, Self
+
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+
+from etrain_jupyter.config.fields import (
+    Interval,
+    Later,
+    Optional,
+    Required,
+    Section,
+    fault,
+    interval_parts,
+    not_yet,
+)
+from etrain_jupyter.config.source_map import did_you_mean
+from etrain_jupyter.config.vocabulary import (
+    DEFAULT_LR,
+    LATER,
+    REFUSED,
+    check_options,
+    find_optimizer,
+)
+
+__all__ = [
+    "BatchConfig",
+    "CheckpointConfig",
+    "DataConfig",
+    "Interval",
+    "LogConfig",
+    "OptimizerConfig",
+    "Section",
+    "TrainConfig",
+    "WorkersConfig",
+]
+
+RESERVED_METRICS = frozenset(
+    ["step", "epoch", "samples", "loss", "lr", "world_size", "generation", "samples_per_s", "time"]
+)
+"""Columns of every history: a metric may not take their names."""
+
+
+class DataConfig(Section):
+    """Where the samples come from."""
+
+    train: Annotated[Required, Field(examples=["train_set"])]
+    """A data set, a pair of tensors, or a function that builds it on the worker."""
+    eval: Annotated[Optional, Field(examples=["eval_set"])] = None
+    """What is evaluated on, each sample once; without it nothing is evaluated."""
+    collate: Annotated[Optional, Field(examples=["collate"])] = None
+    """Function that makes one batch of a list of samples; without it torch's own."""
+    num_workers: Annotated[int, Field(ge=0)] = 0
+    """Processes a rank that load samples; 0 loads in the trainer itself."""
+
+
+class OptimizerConfig(Section):
+    """What updates the weights: a name of torch.optim with its options, or a reference."""
+
+    name: Annotated[str | None, Field(examples=["AdamW"])] = "AdamW"
+    """A name of torch.optim, in any case; None with ``reference``."""
+    lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-3
+    """Learning rate; if it is left out, torch's default for that optimizer."""
+    options: dict[str, Any] = Field(default={})
+    """The other keywords of that optimizer, for example ``weight_decay`` or ``betas``."""
+    reference: Optional = None
+    """A function ``(parameters) -> Optimizer`` instead of a name."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_cell(cls, data: Any) -> Any:
+        if isinstance(data, str):
+            name = find_optimizer(data)
+            known = name in DEFAULT_LR or data in LATER or data in REFUSED
+            data = {"name": data} if known else {"name": None, "reference": data}
+        if not isinstance(data, Mapping):
+            return data
+        own = {"name", "lr", "options", "reference"}
+        given = {key: value for key, value in data.items() if key in own}
+        extra = {key: value for key, value in data.items() if key not in own}
+        if extra:
+            given["options"] = {**given.get("options", {}), **extra}
+        if given.get("reference") is not None:
+            given.setdefault("name", None)
+        elif "name" in given and given["name"] is None:
+            raise fault("optimizer.name is empty", hint="write for example {name: AdamW, lr: 3e-4}")
+        if isinstance(given.get("name"), str):
+            given["name"] = _checked_name(given["name"])
+            given.setdefault("lr", DEFAULT_LR[given["name"]])
+        return given
+
+    @model_validator(mode="after")
+    def _check_options(self) -> Self:
+        if self.name is not None:
+            check_options(self.name, self.options, fault)
+        return self
+
+
+def _checked_name(text: str) -> str:
+    name = find_optimizer(text)
+    if name in DEFAULT_LR:
+        return name
+    path = ("optimizer", "name")
+    if name in LATER:
+        raise not_yet(f"optimizer {name} comes with a later version", hint=LATER[name], path=path)
+    if name in REFUSED:
+        raise fault(
+            f"optimizer {name} cannot train here: {REFUSED[name]}",
+            hint="use for example AdamW",
+            path=path,
+        )
+    hint = did_you_mean(text, [*DEFAULT_LR, *LATER])
+    names = f"names: {', '.join(DEFAULT_LR)}; or 'optimizer: a_function' that takes the parameters"
+    raise fault(f"unknown optimizer '{text}'", hint=hint or names, path=path)
+
+
+class BatchConfig(Section):
+    """How many samples make one step."""
+
+    global_batch_size: Annotated[int, Field(alias="global", ge=1)] = 32
+    """Samples of one step over all workers, however many there are."""
+    micro_batch_size: Annotated[int | None, Field(alias="micro", ge=1)] = None
+    """Most samples of one forward pass; null is all that a rank has."""
+    per_worker: Annotated[
+        Any, Later("say how many samples a step has over all workers: batch: {global: 256}")
+    ] = None
+    """Samples of one step on each worker; the batch grows with them."""
+    aggregation_frequency: Annotated[
+        Any,
+        Later(
+            "bound the samples of one forward pass instead: batch: {micro: 32}", accept=(None, 1)
+        ),
+    ] = 1
+    """Passes between two communications."""
+
+    @field_validator("micro_batch_size", mode="before")
+    @classmethod
+    def _refuse_auto(cls, value: Any) -> Any:
+        if value == "auto":
+            hint = "leave it out, or give a number: micro: 32"
+            raise not_yet("'micro: auto' comes with a later version", hint=hint)
+        return value
+
+
+class CheckpointConfig(Section):
+    """Where and when the weights are kept."""
+
+    to: Annotated[str | None, Field(examples=["checkpoints"])] = None
+    """Folder of the checkpoints; without it, the job's own folder."""
+    every: Annotated[Interval | None, Field(examples=["auto"])] = None
+    """Steps, epochs or time; auto (None) is at the end of each epoch."""
+    keep: Annotated[int, Field(ge=1)] = 3
+    """How many of the newest checkpoints stay."""
+    best: Annotated[Any, Later("checkpoint.keep keeps the newest ones")] = None
+    """Which checkpoint counts as the best: {metric: accuracy, mode: max}."""
+
+    @field_validator("every", mode="before")
+    @classmethod
+    def _auto(cls, value: Any) -> Any:
+        return None if value == "auto" else value
+
+    @field_validator("to", mode="before")
+    @classmethod
+    def _folder(cls, value: Any) -> Any:
+        value = os.fspath(value) if isinstance(value, os.PathLike) else value
+        if isinstance(value, str) and not value.strip():
+            raise fault("{key} is empty", hint="name a folder, or remove the line")
+        if isinstance(value, str) and value.startswith("s3://"):
+            raise not_yet(
+                f"checkpoints in S3 ('{value}') come with a later version",
+                hint="name a folder, or remove the line for the job's own folder",
+            )
+        if isinstance(value, str) and "://" in value:
+            raise fault(f"'{value}' is no folder", hint="name a folder of this machine")
+        return value
+
+
+class WorkersConfig(Section):
+    """How many workers may train at once."""
+
+    min: Annotated[int, Field(ge=1)] = 1
+    """Fewest workers; with fewer the job waits."""
+    max: Annotated[int | None, Field(ge=1, examples=[4])] = None
+    """Most workers; without it what the pool has, at most 4."""
+
+    @field_validator("max")
+    @classmethod
+    def _not_below_min(cls, value: int | None, info: ValidationInfo) -> int | None:
+        least = info.data.get("min")
+        if value is not None and least is not None and value < least:
+            raise fault(
+                f"workers.max={value} is below workers.min={least}",
+                hint=f"write max: {least} or more",
+            )
+        return value
+
+
+class LogConfig(Section):
+    """What is written down while training."""
+
+    every: Annotated[int, Field(ge=1, examples=["1 step"])] = 1
+    """Steps between two rows of the history."""
+    tensorboard: Annotated[Any, Later("remove the line; job.history() has every value")] = None
+    """Folder for TensorBoard."""
+
+    @field_validator("every", mode="before")
+    @classmethod
+    def _in_steps(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        parts = interval_parts(value)
+        if parts["unit"] != "steps":
+            raise fault(
+                f"{{key}} is counted in steps, not '{value}'", hint="write for example '10 steps'"
+            )
+        return int(parts["value"])
+
+
+class TrainConfig(Section):
+    """One job, as its cell says it, with every default filled in."""
+
+    model: Annotated[Required, Field(examples=["Net()"])]
+    """An nn.Module, its class, or a function that builds it on the worker."""
+    data: DataConfig
+    """Where the samples come from."""
+    loss: Annotated[Optional, Field(examples=["F.cross_entropy"])] = None
+    """Function (output, target) that returns a mean, or one value a sample."""
+    step: Annotated[Any, Later("write loss: a function (output, target)")] = None
+    """Function (model, batch) that returns the loss, instead of loss."""
+    weight: Annotated[Any, Later("remove the line: every sample counts the same")] = None
+    """Function (batch) that returns what the batch counts for in the average."""
+    metrics: Annotated[dict[str, Required], Field(examples=[{"accuracy": "accuracy"}])] = {}
+    """Functions (output, target) that return one value a sample, by name."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """A name of torch.optim with its options, or a function of the parameters."""
+    schedule: Annotated[
+        Any, Later("remove the line: the learning rate stays as optimizer.lr says")
+    ] = None
+    """How the learning rate changes: {warmup: 500 steps, decay: cosine}."""
+    batch: BatchConfig = BatchConfig()
+    """How many samples make one step."""
+    scaling: Annotated[Any, Later("remove the line: with batch.global the batch never changes")] = (
+        None
+    )
+    """How the learning rate follows a batch that grows with the workers."""
+    precision: Annotated[
+        str, Later("write precision: fp32, or remove the line", accept=("fp32",))
+    ] = "fp32"
+    """Numbers of the forward pass: fp32, bf16 or fp16."""
+    compile: Annotated[bool, Later("write compile: false, or remove the line", accept=(False,))] = (
+        False
+    )
+    """Whether torch.compile speeds up the model."""
+    clip_grad_norm: Annotated[float | None, Field(gt=0, allow_inf_nan=False, examples=[1.0])] = None
+    """Largest norm of the gradient; a longer one is scaled down; none by default."""
+    reproducible: Annotated[
+        Any, Later("write reproducible: false, or remove the line", accept=(None, False))
+    ] = False
+    """Whether the weights are the same bit for bit whatever the workers do."""
+    epochs: Annotated[float | None, Field(gt=0, allow_inf_nan=False, examples=[1])] = None
+    """Times through the training data, 0.5 being half of it."""
+    steps: Annotated[
+        int | None, Field(ge=1, examples=[1000], json_schema_extra={"instead_of": "epochs"})
+    ] = None
+    """Optimizer steps, instead of epochs."""
+    eval_every: Annotated[Interval, Field(alias="eval")] = Interval(value=1, unit="epochs")
+    """How often data.eval is gone through: steps, epochs or time."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Where and when the weights are kept."""
+    workers: WorkersConfig = WorkersConfig()
+    """How many workers may train at once."""
+    pool: str = "local"
+    """Where workers come from; local is this machine."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Where the order of the samples and all chance begin."""
+    log: LogConfig = LogConfig()
+    """What is written down while training."""
+    name: Annotated[str | None, Field(examples=["digits"])] = None
+    """What the job is called; --name on the first line says the same."""
+
+    @field_validator("eval_every", mode="before")
+    @classmethod
+    def _eval_group(cls, value: Any) -> Any:
+        if isinstance(value, Mapping) and set(value) <= {"every"}:
+            return value.get("every", "1 epoch")
+        return value
+
+    @field_validator("metrics")
+    @classmethod
+    def _metric_names(cls, value: dict[str, str]) -> dict[str, str]:
+        for name in value:
+            if name in RESERVED_METRICS or not name.strip():
+                hint = f"write for example '{name}_metric: {value[name]}'" if name.strip() else ""
+                message = (
+                    f"a metric cannot be called '{name}': the history has a column of that name"
+                )
+                raise fault(message, hint=hint, path=("metrics", name))
+        return value
+
+    @field_validator("steps")
+    @classmethod
+    def _not_both(cls, value: int | None, info: ValidationInfo) -> int | None:
+        epochs = info.data.get("epochs")
+        if value is not None and epochs is not None:
+            raise fault(
+                f"steps={value} and epochs={epochs:g} cannot both hold", hint="keep one of the two"
+            )
+        return value
+
+    @field_validator("pool")
+    @classmethod
+    def _known_pool(cls, value: str) -> str:
+        if value != "local":
+            hint = did_you_mean(value, ["local"]) or "write pool: local, which is this machine"
+            raise not_yet(
+                f"pool '{value}' is unknown: other pools than 'local' come with a later version",
+                hint=hint,
+            )
+        return value
+
+    @field_validator("name")
+    @classmethod
+    def _some_name(cls, value: str | None) -> str | None:
+        if value is not None and not value.strip():
+            raise fault("{key} is empty", hint="write a name, or remove the line")
+        return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_epoch(cls, data: Any) -> Any:
+        if isinstance(data, Mapping) and data.get("epochs") is None and data.get("steps") is None:
+            return {**data, "epochs": 1.0}
+        return data
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.loss is None:
+            raise not_yet(
+                "key 'loss' is missing; models that return their own loss come with a later "
+                "version",
+                hint="add a line such as 'loss: F.cross_entropy'",
+                path=("loss",),
+            )
+        size, least = self.batch.global_batch_size, self.workers.min
+        if size < least:
+            raise fault(
+                f"batch.global={size} leaves {least - size} of workers.min={least} workers "
+                "without a sample",
+                hint=f"write batch: {{global: {least}}} or more, or workers: {{min: {size}}}",
+                path=("batch", "global"),
+            )
+        return self
+
+    def references(self) -> dict[str, str]:
+        """Return every expression by its key, ``{"data.train": "train_set", ...}``."""
+        found = {
+            "model": self.model,
+            "data.train": self.data.train,
+            "data.eval": self.data.eval,
+            "data.collate": self.data.collate,
+            "loss": self.loss,
+            "optimizer": self.optimizer.reference,
+            **{f"metrics.{name}": text for name, text in self.metrics.items()},
+        }
+        return {key: text for key, text in found.items() if text is not None}
+
+    def max_workers(self, cores: int | None = None) -> int:
+        """Return the most workers that can have work: each needs a sample of every step.
+
+        Args:
+            cores: Cores of the pool's machine; None asks this one.
+        """
+        if cores is None:
+            cores = (
+                len(os.sched_getaffinity(0))
+                if hasattr(os, "sched_getaffinity")
+                else os.cpu_count() or 1
+            )
+        most = self.workers.max or max(2, min(4, cores), self.workers.min)
+        return min(most, self.batch.global_batch_size)

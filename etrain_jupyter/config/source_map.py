@@ -1,0 +1,165 @@
+"""Where each key and value of a cell stands, so that whoever finds a fault can point at it."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from etrain_jupyter.errors import CellError, ConfigError, NotSupportedYetError
+
+Path = tuple[str | int, ...]
+"""Keys from the top of the body, as the cell spells them: ``("batch", "global")``."""
+
+LINE_BREAK = re.compile("\r\n|[\n\r\x85\u2028\u2029]")
+"""What ends a line in YAML; ``str.splitlines`` knows more, and would then count otherwise than the
+parser."""
+
+
+class NotSupportedYetInCellError(CellError, NotSupportedYetError):
+    """A documented key whose machinery this version does not have, with its place in the cell."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """A stretch of one line of the cell."""
+
+    line: int
+    """From 1, the ``%%etrain`` line."""
+    column: int
+    """From 1."""
+    length: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceMap:
+    """Lines of a cell and the places of its keys and values; empty for a mapping from Python."""
+
+    lines: tuple[str, ...] = ()
+    """Line 1 is the ``%%etrain`` line."""
+    keys: Mapping[Path, Span] = field(default_factory=lambda: MappingProxyType({}))
+    values: Mapping[Path, Span] = field(default_factory=lambda: MappingProxyType({}))
+    computed: frozenset[Path] = frozenset()
+    """Values that ``!py`` returned: there an object may stand itself instead of its name."""
+
+    def error(
+        self,
+        path: Path,
+        message: str,
+        *,
+        hint: str = "",
+        at_key: bool = False,
+        inside: tuple[int, int] | None = None,
+        later: bool = False,
+    ) -> ConfigError:
+        """Build the error for the key or value at ``path``, pointing at it where there is a cell.
+
+        Args:
+            path: Where; what is not in the cell points at the nearest group around it, at last at
+                line 1.
+            message: What is wrong, with its values.
+            hint: What to type instead.
+            at_key: Point at the key and not at its value.
+            inside: Offset and length within the value's text, to point at a part of it.
+            later: The key is documented, but its machinery comes with a later version.
+        """
+        if not self.lines:
+            kind = NotSupportedYetError if later else ConfigError
+            return kind(message, path=path, hint=hint)
+        span = self.span_of(path, at_key=at_key)
+        if inside is not None and path in self.values:
+            span = self._narrow(span, path, *inside)
+        return self.error_at(span, message, path=path, hint=hint, later=later)
+
+    def error_at(
+        self, span: Span, message: str, *, path: Path = (), hint: str = "", later: bool = False
+    ) -> CellError:
+        """Build the error for a place that the caller knows."""
+        kind = NotSupportedYetInCellError if later else CellError
+        return kind(
+            message,
+            line=span.line,
+            column=span.column,
+            # A tab is one column, and must be one character wide for the carets to stand under it.
+            text=self.text_of(span.line).replace("\t", " ").rstrip(),
+            length=span.length,
+            path=path,
+            hint=hint,
+        )
+
+    def span_of(self, path: Path, *, at_key: bool = False) -> Span:
+        """Return the place of ``path``, or of the nearest group around it that the cell has."""
+        first, second = (self.keys, self.values) if at_key else (self.values, self.keys)
+        span = first.get(path) or second.get(path)
+        for depth in range(len(path) - 1, 0, -1):
+            if span is not None:
+                break
+            span = self.keys.get(path[:depth])
+        if span is None:
+            return Span(line=1, column=1, length=len(self.text_of(1).rstrip()) or 1)
+        return span
+
+    def text_of(self, line: int) -> str:
+        """Return a line of the cell, or an empty text if there is none."""
+        return self.lines[line - 1] if 0 < line <= len(self.lines) else ""
+
+    def _narrow(self, span: Span, path: Path, offset: int, length: int) -> Span:
+        # Quotes, escapes and folded lines shift the value against its text: then point at the whole
+        # of it.
+        start = span.column - 1
+        text = self.text_of(span.line)[start : start + span.length]
+        quoted = text[:1] in ("'", '"')
+        if "\\" in text or (quoted and "''" in text[1:-1]) or text[:1] in ("|", ">", "!", "&", "*"):
+            return span
+        column = span.column + offset + quoted
+        if column + length > span.column + span.length:
+            return span
+        return Span(line=span.line, column=column, length=max(1, length))
+
+
+NOWHERE = SourceMap()
+"""For a mapping from Python: errors carry the path only."""
+
+
+def nearest(word: str, names: Iterable[str], *, count: int = 1) -> list[str]:
+    """Return the names that ``word`` may have meant, likeliest first; case does not count.
+
+    >>> nearest("optimiser", ["epochs", "optimizer"])
+    ['optimizer']
+    """
+    by_folded: dict[str, str] = {}
+    for name in names:
+        by_folded.setdefault(name.casefold(), name)
+    found = difflib.get_close_matches(word.casefold(), by_folded, n=count, cutoff=0.6)
+    return [by_folded[name] for name in found]
+
+
+def did_you_mean(word: str, names: Iterable[str], *, count: int = 1) -> str:
+    """Return ``did you mean 'optimizer'?``, or an empty text if nothing is near."""
+    found = [f"'{name}'" for name in nearest(word, names, count=count)]
+    return f"did you mean {' or '.join(found)}?" if found else ""
+
+
+def in_words(value: Any) -> str:
+    """Name a value as a person would: ``the text 'three'``, ``the number 3``, ``a list``."""
+    if value is None:
+        return "empty"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return f"the number {value}"
+    if isinstance(value, str):
+        return f"the text '{value if len(value) <= 40 else value[:37] + '...'}'"
+    if isinstance(value, list | tuple):
+        return "a list"
+    if isinstance(value, Mapping):
+        return "a group of keys"
+    return f"a {type(value).__name__}"
+
+
+def dotted(path: Path) -> str:
+    """Return ``batch.global`` for ``("batch", "global")``."""
+    return ".".join(str(part) for part in path)

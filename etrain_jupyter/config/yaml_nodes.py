@@ -1,0 +1,290 @@
+"""The body of a cell as plain data, with the place of every key and value.
+
+PyYAML implements YAML 1.1, in which ``3e-4`` is a text, ``no`` is false, ``12:30:00`` is 45000,
+``017`` is 15 and a key
+that is given twice silently counts once. Its parser is used up to the nodes, which know their
+places; the meaning of
+scalars is that of the core schema of YAML 1.2. One tag is known, ``!py``: a Python expression over
+the notebook's names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+from yaml.composer import Composer
+from yaml.parser import Parser
+from yaml.reader import Reader, ReaderError
+from yaml.resolver import BaseResolver
+from yaml.scanner import Scanner
+
+from etrain_jupyter.config.source_map import (
+    LINE_BREAK,
+    Path,
+    SourceMap,
+    Span,
+    did_you_mean,
+)
+from etrain_jupyter.errors import CellError
+
+PY_TAG = "!py"
+_CORE = "tag:yaml.org,2002:"
+_ADVICE = (
+    (
+        "mapping values are not allowed",
+        "put quotes around a value that holds ': '; else check the indentation",
+    ),
+    ("could not find expected ':'", "write 'key: value', with a space after the colon"),
+    ("found character '\\t'", "indent with spaces, YAML takes no tabs"),
+    ("cannot start any token", "put quotes around a value that begins with this character"),
+    (
+        "expected ',' or",
+        "close the bracket, and put quotes around an expression in it that holds , : { or [",
+    ),
+    ("expected <block end>", "keys of one group begin in the same column"),
+    ("found undefined alias", "put quotes around a value that begins with *"),
+    ("but found another document", "a cell holds one job: remove the line '---'"),
+    ("while scanning a quoted scalar", "close the quotes"),
+)
+
+
+class _Resolver(BaseResolver):
+    """Scalars as in the core schema of YAML 1.2."""
+
+
+for _name, _pattern, _first in (
+    ("null", r"^(?:null|Null|NULL|~|)$", ["n", "N", "~", ""]),
+    ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", list("tTfF")),
+    ("int", r"^(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$", list("-+0123456789")),
+    (
+        "float",
+        r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?"
+        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$",
+        list("-+.0123456789"),
+    ),
+):
+    _Resolver.add_implicit_resolver(_CORE + _name, re.compile(_pattern), _first)
+
+
+class _Loader(Reader, Scanner, Parser, Composer, _Resolver):
+    """PyYAML up to the nodes: it constructs nothing."""
+
+    def __init__(self, text: str) -> None:
+        Reader.__init__(self, text)
+        Scanner.__init__(self)
+        Parser.__init__(self)
+        Composer.__init__(self)
+        _Resolver.__init__(self)
+
+
+def load_body(
+    body: str, *, namespace: Mapping[str, Any], first_line: str = ""
+) -> tuple[Any, SourceMap]:
+    """Read the body of a cell.
+
+    Args:
+        body: The cell without its first line.
+        namespace: The notebook's names, for ``!py``.
+        first_line: The ``%%etrain`` line, which is line 1 of what errors point at.
+
+    Returns:
+        Plain data (None for an empty body), and where its parts stand.
+
+    Raises:
+        CellError: If it is no YAML, holds a key twice, another tag than ``!py``, or ``!py`` fails.
+    """
+    lines = (first_line or "%%etrain", *LINE_BREAK.split(body))
+    try:
+        node = _Loader(body).get_single_node()
+    except ReaderError as exc:
+        raise _unreadable(exc, body, lines) from exc
+    except yaml.MarkedYAMLError as exc:
+        raise _syntax_error(exc, lines) from exc
+    except RecursionError:
+        raise SourceMap(lines=lines).error_at(
+            Span(line=2, column=1), "this is nested too deeply to be read"
+        ) from None
+    reader = _NodeReader(body, lines, namespace)
+    data = reader.read(node, ()) if node is not None else None
+    return data, dataclasses.replace(reader.source, computed=frozenset(reader.computed))
+
+
+class _NodeReader:
+    """Turns nodes into plain data and remembers where they stood."""
+
+    def __init__(self, body: str, lines: tuple[str, ...], namespace: Mapping[str, Any]) -> None:
+        self._body = body
+        self._namespace = namespace
+        self._keys: dict[Path, Span] = {}
+        self._values: dict[Path, Span] = {}
+        self._open: set[int] = set()
+        self.computed: set[Path] = set()
+        self.source = SourceMap(lines=lines, keys=self._keys, values=self._values)
+
+    def read(self, node: yaml.Node, path: Path) -> Any:
+        """Return the value of a node, and note its place under ``path``."""
+        self._values[path] = self._span(node)
+        if id(node) in self._open:
+            raise self._error(node, "this alias stands inside the value that it repeats", path)
+        self._open.add(id(node))
+        try:
+            return self._value(node, path)
+        finally:
+            self._open.discard(id(node))
+
+    def _value(self, node: yaml.Node, path: Path) -> Any:
+        if isinstance(node, yaml.ScalarNode):
+            return self._scalar(node, path)
+        if node.tag == PY_TAG:
+            raise self._error(
+                node,
+                "!py takes one expression, not a list or a group",
+                path,
+                'write !py "..." with quotes',
+            )
+        if isinstance(node, yaml.SequenceNode) and node.tag == _CORE + "seq":
+            return [self.read(item, (*path, i)) for i, item in enumerate(node.value)]
+        if isinstance(node, yaml.MappingNode) and node.tag == _CORE + "map":
+            return self._mapping(node, path)
+        raise self._unknown_tag(node, path)
+
+    def _mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            key = self._key(key_node, path)
+            inner = (*path, key)
+            if key in result:
+                raise self._error(
+                    key_node,
+                    f"key '{key}' is given twice",
+                    inner,
+                    f"it stands on line {self._keys[inner].line} already: keep one of the two",
+                )
+            self._keys[inner] = self._span(key_node)
+            result[key] = self.read(value_node, inner)
+        return result
+
+    def _key(self, node: yaml.Node, path: Path) -> str:
+        if isinstance(node, yaml.ScalarNode) and node.tag == _CORE + "str":
+            return str(node.value)
+        what = f"'{node.value}'" if isinstance(node, yaml.ScalarNode) else "a group or a list"
+        raise self._error(node, f"a key is a word, not {what}", path)
+
+    def _scalar(self, node: yaml.ScalarNode, path: Path) -> Any:
+        text: str = node.value
+        if node.tag == PY_TAG:
+            self.computed.add(path)
+            return self._evaluate(node, text, path)
+        kind = node.tag.removeprefix(_CORE)
+        if kind not in ("str", "null", "bool", "int", "float"):
+            raise self._unknown_tag(node, path)
+        try:
+            return _core_value(kind, text)
+        except ValueError as exc:
+            raise self._error(node, f"'{text[:40]}' cannot be read as !!{kind}", path) from exc
+
+    def _evaluate(self, node: yaml.ScalarNode, text: str, path: Path) -> Any:
+        if not text.strip():
+            raise self._error(
+                node, "!py without an expression", path, "write !py name_in_the_notebook"
+            )
+        try:
+            # A fresh dict, so that an assignment expression leaves the notebook's names alone.
+            return eval(compile(text.strip(), "<!py>", "eval"), dict(self._namespace))
+        except SyntaxError as exc:
+            span = self._inside(node, text, (exc.offset or 1) - 1)
+            message = f"!py {text}: this is no Python expression ({exc.msg})"
+            raise self.source.error_at(span, message, path=path) from exc
+        except NameError as exc:
+            unknown = exc.name or str(exc)
+            hint = did_you_mean(unknown, visible_names(self._namespace), count=3)
+            message = f"!py {text}: '{unknown}' is not defined in this notebook"
+            raise self._error(
+                node, message, path, hint or "run the cell that defines it first"
+            ) from exc
+        except Exception as exc:  # The user's own code: whatever it raises belongs to this place.
+            message = f"!py {text} raised {type(exc).__name__}: {exc}"
+            raise self._error(node, message, path) from exc
+
+    def _unknown_tag(self, node: yaml.Node, path: Path) -> CellError:
+        tag = node.tag.replace(_CORE, "!!")
+        hint = "the one tag here is !py; put quotes around a text that begins with '!'"
+        return self._error(node, f"unknown tag '{tag}'", path, hint)
+
+    def _error(self, node: yaml.Node, message: str, path: Path, hint: str = "") -> CellError:
+        return self.source.error_at(self._span(node), message, path=path, hint=hint)
+
+    def _span(self, node: yaml.Node) -> Span:
+        start, end = node.start_mark, node.end_mark
+        if end.line == start.line:
+            length = end.column - start.column
+        else:
+            text = self.source.text_of(start.line + 2)
+            length = len(text.split(" #")[0].rstrip()) - start.column
+        # The body begins on line 2 of the cell, and marks count from 0.
+        return Span(line=start.line + 2, column=start.column + 1, length=max(1, length))
+
+    def _inside(self, node: yaml.ScalarNode, text: str, offset: int) -> Span:
+        span = self._span(node)
+        written = self._body[node.start_mark.index : node.end_mark.index]
+        begin = written.find(text)
+        if begin < 0 or "\n" in written or offset >= len(text):
+            return span
+        return Span(line=span.line, column=span.column + begin + offset)
+
+
+def visible_names(namespace: Mapping[str, Any]) -> list[str]:
+    """Return the names that a user may have meant: not IPython's history, nor private ones.
+
+    >>> visible_names({"net": 1, "_i3": "", "In": [], "quit": 0})
+    ['net']
+    """
+    hidden = {"In", "Out", "exit", "quit", "get_ipython"}
+    return [name for name in namespace if not name.startswith("_") and name not in hidden]
+
+
+def _core_value(kind: str, text: str) -> Any:
+    if kind == "str":
+        return text
+    if kind == "null":
+        return None
+    if kind == "bool":
+        if text.lower() not in ("true", "false"):
+            raise ValueError(text)
+        return text.lower() == "true"
+    if kind == "float":
+        return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+    base = {"0o": 8, "0x": 16}.get(text[:2], 10)
+    return int(text, base)
+
+
+def _unreadable(exc: ReaderError, body: str, lines: tuple[str, ...]) -> CellError:
+    before = LINE_BREAK.split(body[: exc.position])
+    span = Span(line=len(before) + 1, column=len(before[-1]) + 1)
+    code = exc.character if isinstance(exc.character, int) else ord(exc.character)
+    message = f"the character U+{code:04X} may not stand in a cell"
+    return SourceMap(lines=lines).error_at(
+        span, message, hint="remove it: it came with pasted text"
+    )
+
+
+def _syntax_error(exc: yaml.MarkedYAMLError, lines: tuple[str, ...]) -> CellError:
+    mark = exc.problem_mark or exc.context_mark
+    problem = exc.problem or exc.context or "this is no YAML"
+    described = f"{exc.context}, {problem}" if exc.context and exc.context != problem else problem
+    hint = next((advice for sign, advice in _ADVICE if sign in described), "")
+    if mark is None:
+        return SourceMap(lines=lines).error_at(Span(line=2, column=1), problem, hint=hint)
+    line, column = mark.line + 2, mark.column + 1
+    if line > len(lines) or not lines[line - 1].strip():
+        # The fault shows at the end of the body, or on an empty line: point at where it began, or
+        # the line before.
+        start = exc.context_mark
+        line, column = (start.line + 2, start.column + 1) if start else (line, column)
+    return SourceMap(lines=lines).error_at(
+        Span(line=line, column=column), f"this is no YAML: {problem}", hint=hint
+    )

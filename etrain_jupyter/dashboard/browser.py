@@ -1,0 +1,172 @@
+"""The two ways from this kernel into a browser: an anywidget, and the link of our own extension.
+
+JupyterLab with our extension draws a job from its saved output and asks the link for news, so it
+still draws when the kernel is gone. Other front ends draw the anywidget. Both carry the messages
+of ``feed``. Nothing here imports IPython: where it was never imported, nobody is looking.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+Receive = Callable[[dict[str, Any]], None]
+
+WIDGET_SCRIPT = Path(__file__).parents[1] / "static" / "widget.js"
+LINK_TARGET = "etrain.jobs"
+MAX_LINKED_JOBS = 32
+
+
+def current_shell() -> Any | None:
+    """Return the IPython shell that runs in this process, or None."""
+    ipython = sys.modules.get("IPython")
+    return ipython.get_ipython() if ipython else None
+
+
+def has_front_end() -> bool:
+    """Tell whether the shell belongs to a Jupyter kernel, not to a terminal."""
+    return hasattr(current_shell(), "kernel")
+
+
+def publish(bundle: dict[str, Any], display_id: str, *, update: bool) -> None:
+    """Display ``bundle`` in the running cell, or refresh what has this ``display_id``.
+
+    A refresh is published on behalf of whichever cell runs now. Front ends find its place by the
+    display id alone; nbclient passes over whatever is not of the cell that it waits for.
+    """
+    shell = current_shell()
+    if shell is not None:
+        shell.display_pub.publish(
+            data=bundle, metadata={}, transient={"display_id": display_id}, update=update
+        )
+
+
+def keep_subshell(comm: Any) -> None:
+    """Let requests from the browser reach the thread that the front end chose for them.
+
+    ipykernel 7.4 hands a message from the front end to the shell that last published on its comm.
+    We publish from a background thread, which counts as the main shell, and there a press of Stop
+    would wait for the busy cell.
+    """
+    if hasattr(comm, "_reply_subshell_for"):
+        comm._reply_subshell_for = lambda data, default: default
+
+
+class WidgetChannel:
+    """One anywidget.
+
+    Raises OSError where its script was not built, ImportError where anywidget is not installed.
+    """
+
+    def __init__(self, saved: dict[str, Any], receive: Receive) -> None:
+        self._widget = _widget_class()(saved=saved)
+        keep_subshell(self._widget.comm)
+        self._widget.on_msg(lambda _widget, content, _buffers: receive(content))
+
+    def send(self, content: dict[str, Any], buffers: list[bytes]) -> None:
+        """Send to every view of it."""
+        self._widget.send(content, buffers=buffers)
+
+    def save(self, saved: dict[str, Any]) -> None:
+        """Set the picture that a view starts from when no kernel answers."""
+        self._widget.saved = saved
+
+    def mime(self) -> dict[str, Any]:
+        """Return its representation in a display."""
+        return {
+            "application/vnd.jupyter.widget-view+json": {
+                "version_major": 2,
+                "version_minor": 0,
+                "model_id": self._widget.model_id,
+            }
+        }
+
+    def close(self) -> None:
+        """Close it and its views."""
+        self._widget.close()
+
+
+@cache
+def _widget_class() -> Any:
+    """Make the widget's class; late, because anywidget takes a while to import."""
+    import anywidget
+    import traitlets
+
+    script = WIDGET_SCRIPT.read_text(encoding="utf-8")
+
+    class JobWidget(anywidget.AnyWidget):  # type: ignore[misc, unused-ignore]
+        """A view of a job for front ends without our extension."""
+
+        _esm = script
+        saved = traitlets.Dict().tag(sync=True)
+
+    return JobWidget
+
+
+class Link:
+    """The one comm of this kernel that JupyterLab's side of the package listens to."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._comm: Any | None = None
+        self._receivers: dict[str, Receive] = {}
+
+    def register(self, job_id: str, receive: Receive) -> None:
+        """Hand the messages about ``job_id`` to ``receive``, in place of whoever had them."""
+        with self._lock:
+            self._receivers.pop(job_id, None)
+            self._receivers[job_id] = receive
+            if len(self._receivers) > MAX_LINKED_JOBS:
+                del self._receivers[next(iter(self._receivers))]
+        self._open()
+
+    def unregister(self, job_id: str, receive: Receive) -> None:
+        """Stop doing so, unless somebody else took over."""
+        with self._lock:
+            if self._receivers.get(job_id) == receive:
+                del self._receivers[job_id]
+
+    def send(self, job_id: str, receive: Receive, content: dict[str, Any], buffers: Any) -> None:
+        """Send to every view of ``job_id``, if ``receive`` still stands for it."""
+        with self._lock:
+            comm = self._comm if self._receivers.get(job_id) == receive else None
+        if comm is not None:
+            comm.send({**content, "job_id": job_id}, buffers=buffers)
+
+    def _open(self) -> None:
+        with self._lock:
+            if self._comm is not None:
+                return
+        import comm
+
+        opened = comm.create_comm(target_name=LINK_TARGET)
+        keep_subshell(opened)
+        opened.on_msg(self._on_message)
+        opened.on_close(self._on_close)
+        with self._lock:
+            self._comm = opened
+
+    def _on_message(self, message: dict[str, Any]) -> None:
+        content = message["content"]["data"]
+        job_id = str(content.get("job_id", ""))
+        with self._lock:
+            receive, comm = self._receivers.get(job_id), self._comm
+        if receive is not None:
+            receive(content)
+        elif comm is not None:
+            comm.send({"kind": "unknown", "job_id": job_id, "to": content.get("view", "")})
+
+    def _on_close(self, _message: dict[str, Any]) -> None:
+        """A front end without our extension refuses the comm; the next dashboard tries again."""
+        with self._lock:
+            self._comm = None
+
+
+@cache
+def link() -> Link:
+    """Return this kernel's link."""
+    return Link()

@@ -1,0 +1,95 @@
+"""What one channel into a browser has been told so far, and so what to tell it next.
+
+A channel carries messages with a sequence number ``seq``. An ``update`` has the snapshot and, for
+each curve that grew, a block ``{name, rows}`` with one binary buffer: ``rows`` float64 positions,
+then ``rows`` float32 values. With ``reset`` the curves begin anew. A view that starts, or that sees
+a gap in ``seq``, says ``hello`` with a name of its own choice and gets a reset addressed ``to`` it;
+the others pass that one over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from etrain_jupyter.dashboard.series import Floats, SmallFloats, thin
+from etrain_jupyter.dashboard.snapshot import JobView
+
+Send = Callable[[dict[str, Any], list[bytes]], None]
+Curves = dict[str, tuple[Floats, SmallFloats]]
+
+MAX_RESET_POINTS = 4000
+"""A view that starts gets at most about so many points a curve: more than it has pixels."""
+LISTS = ("events", "markers")
+
+
+class Feed:
+    """Sends a ``JobView`` through one channel, first whole and then what is new.
+
+    It is silent until a view says hello, so a channel that nobody listens to costs nothing. Not
+    thread-safe: its owner holds a lock.
+    """
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._seq = 0
+        self._sent: dict[str, int] = {}
+        self._lists_version = -1
+        self._rewinds = 0
+        self.is_open = False
+
+    def greet(self, view: JobView, to: str) -> None:
+        """Answer the hello of the view called ``to``."""
+        self.flush(view)  # the others must not miss what the newcomer's reset already has
+        self.is_open = True
+        self._reset(view, to)
+
+    def flush(self, view: JobView) -> None:
+        """Send what is new since the last time."""
+        if not self.is_open:
+            return
+        if view.rewinds != self._rewinds:
+            self._reset(view, "")
+            return
+        curves = view.series()
+        news = {name: self._unsent(name, *curve) for name, curve in curves.items()}
+        snapshot = view.snapshot()
+        if view.lists_version == self._lists_version:
+            snapshot = {key: value for key, value in snapshot.items() if key not in LISTS}
+        self._post(view, snapshot, {name: curve for name, curve in news.items() if len(curve[0])})
+
+    def say(self, content: dict[str, Any]) -> None:
+        """Send a message that is no update, for example a notice to the person."""
+        if self.is_open:
+            self._seq += 1
+            self._send({**content, "seq": self._seq}, [])
+
+    def _reset(self, view: JobView, to: str) -> None:
+        curves = {name: thin(*curve, MAX_RESET_POINTS) for name, curve in view.series().items()}
+        self._post(view, view.snapshot(), curves, reset=True, to=to)
+
+    def _unsent(self, name: str, x: Floats, y: SmallFloats) -> tuple[Floats, SmallFloats]:
+        start = self._sent.get(name, 0)
+        return thin(x[start:], y[start:], MAX_RESET_POINTS)
+
+    def _post(
+        self,
+        view: JobView,
+        snapshot: dict[str, Any],
+        curves: Curves,
+        *,
+        reset: bool = False,
+        to: str = "",
+    ) -> None:
+        self._seq += 1
+        content = {
+            "kind": "update",
+            "seq": self._seq,
+            "reset": reset,
+            "to": to,
+            "snapshot": snapshot,
+            "blocks": [{"name": name, "rows": len(x)} for name, (x, _) in curves.items()],
+        }
+        self._send(content, [x.tobytes() + y.tobytes() for x, y in curves.values()])
+        self._sent = {name: len(x) for name, (x, _) in view.series().items()}
+        self._lists_version, self._rewinds = view.lists_version, view.rewinds

@@ -1,0 +1,216 @@
+"""Each event as a sentence for the event list, and its marker on the charts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import singledispatch
+
+from etrain_jupyter.events.types import (
+    CheckpointCommitted,
+    CheckpointFailed,
+    EvalCompleted,
+    Event,
+    GenerationFormed,
+    JobPlanned,
+    JobRestored,
+    JobStatusChanged,
+    JobSubmitted,
+    LogLine,
+    PreemptionNoticed,
+    StepCompleted,
+    StepUndone,
+    UnknownEvent,
+    UserErrorRaised,
+    WeightsHashed,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerLost,
+    WorkersScaled,
+    WorkerWarmed,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """What the event list says of one event."""
+
+    text: str
+    level: str = "info"
+    """``info``, ``good``, ``warning`` or ``error``."""
+
+
+@singledispatch
+def describe(event: Event) -> Line | None:
+    """Return the sentence for ``event``, or None for one that the list leaves out."""
+    return Line(text=event.kind)
+
+
+@describe.register
+def _(event: StepCompleted | WeightsHashed) -> Line | None:
+    return None  # too many to list: the charts and the audit show them
+
+
+@describe.register
+def _(event: JobSubmitted) -> Line:
+    bounds = span(event.min_workers, event.max_workers)
+    return Line(text=f"Submitted to pool {event.pool} for {bounds}")
+
+
+@describe.register
+def _(event: JobPlanned) -> Line:
+    parameters = f", {event.num_parameters:,} parameters" if event.num_parameters else ""
+    return Line(
+        text=f"Planned {event.total_steps:,} steps over {event.num_train_samples:,} samples, "
+        f"{event.global_batch_size} a step{parameters}"
+    )
+
+
+@describe.register
+def _(event: JobStatusChanged) -> Line:
+    level = "error" if event.status == "failed" else "warning" if event.status == "waiting" else ""
+    text = event.status.capitalize() + (f": {event.reason}" if event.reason else "")
+    return Line(text=text, level=level or ("good" if event.status == "finished" else "info"))
+
+
+@describe.register
+def _(event: WorkersScaled) -> Line:
+    return Line(text=f"Scaled to {span(event.min_workers, event.max_workers)}")
+
+
+@describe.register
+def _(event: WorkerJoined) -> Line:
+    return Line(text=f"{event.worker} given to the job, its trainer starts")
+
+
+@describe.register
+def _(event: WorkerWarmed) -> Line:
+    return Line(text=f"{event.worker} is warm after {seconds(event.warm_s)}")
+
+
+@describe.register
+def _(event: GenerationFormed) -> Line:
+    stall = f", stood still for {seconds(event.stall_s)}" if event.stall_s else ""
+    return Line(
+        text=f"Generation {event.generation} ({event.why}): "
+        f"{workers(event.world_size)} go on from step {event.step:,}{stall}",
+        level="good",
+    )
+
+
+@describe.register
+def _(event: StepUndone) -> Line:
+    done_by = f"{len(event.workers)} survivor" + ("" if len(event.workers) == 1 else "s")
+    return Line(text=f"Step {event.step:,} undone on {done_by}; trained again", level="warning")
+
+
+@describe.register
+def _(event: JobRestored) -> Line:
+    again = f", {event.num_undone:,} steps are trained again" if event.num_undone else ""
+    return Line(text=f"Restored the state of step {event.step:,}{again}", level="warning")
+
+
+@describe.register
+def _(event: EvalCompleted) -> Line:
+    values = "".join(f", {name} {number(value)}" for name, value in event.metrics.items())
+    return Line(
+        text=f"Evaluated step {event.step:,} on {event.samples:,} samples: "
+        f"loss {number(event.loss)}{values}"
+    )
+
+
+@describe.register
+def _(event: PreemptionNoticed) -> Line:
+    left = seconds(max(0.0, event.deadline - event.time))
+    return Line(text=f"{event.worker} will be preempted in {left}", level="warning")
+
+
+@describe.register
+def _(event: WorkerLeft) -> Line:
+    return Line(text=f"{event.worker} left ({event.reason}), nothing lost")
+
+
+@describe.register
+def _(event: WorkerLost) -> Line:
+    known = f", known after {seconds(event.detected_s)}" if event.detected_s else ""
+    return Line(text=f"{event.worker} lost ({event.cause}){known}", level="error")
+
+
+@describe.register
+def _(event: CheckpointCommitted) -> Line:
+    return Line(
+        text=f"Checkpoint of step {event.step:,}, {size(event.size_bytes)} "
+        f"in {seconds(event.duration_s)}"
+    )
+
+
+@describe.register
+def _(event: CheckpointFailed) -> Line:
+    return Line(text=f"Checkpoint of step {event.step:,} failed: {event.error}", level="error")
+
+
+@describe.register
+def _(event: UserErrorRaised) -> Line:
+    where = ", ".join(event.workers)
+    return Line(text=f"Your code raised on {where}: {event.error}", level="error")
+
+
+@describe.register
+def _(event: LogLine) -> Line:
+    level = event.level if event.level in ("warning", "error") else "info"
+    return Line(text=f"{event.worker}: {event.text}" if event.worker else event.text, level=level)
+
+
+@describe.register
+def _(event: UnknownEvent) -> Line:
+    return Line(text=f"{event.name} (written by a newer version)")
+
+
+def workers(count: int) -> str:
+    """Return ``1 worker``, ``3 workers``."""
+    return f"{count} worker" + ("" if count == 1 else "s")
+
+
+def span(least: int, most: int) -> str:
+    """Return ``2 workers``, ``1 to 4 workers``."""
+    return workers(most) if least == most else f"{least} to {workers(most)}"
+
+
+def number(value: float) -> str:
+    """Return four significant digits.
+
+    >>> number(0.123456), number(98765.4), number(float("nan"))
+    ('0.1235', '98,765', 'nan')
+    """
+    if not math.isfinite(value) or abs(value) < 1000:
+        return f"{value:.4g}"
+    return f"{value:,.0f}" if abs(value) < 1e9 else f"{value:.3e}"
+
+
+def seconds(value: float) -> str:
+    """Return a duration in the unit a person would choose.
+
+    >>> seconds(0.0314), seconds(7.25), seconds(95), seconds(4000)
+    ('31 ms', '7.2 s', '1 min 35 s', '1 h 06 min')
+    """
+    if value < 1:
+        return f"{value * 1000:.0f} ms"
+    if value < 60:
+        return f"{value:.1f} s"
+    whole = round(value)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def size(value: float) -> str:
+    """Return a size in bytes with a decimal unit.
+
+    >>> size(812), size(1_500_000)
+    ('812 B', '1.5 MB')
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.1f} TB"

@@ -1,0 +1,118 @@
+"""The worker table: who takes part, as which rank, since when."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from etrain_jupyter.events.types import WorkerJoined
+
+MAX_GONE = 6
+"""Workers that went away stay in the table until so many others followed them."""
+
+
+@dataclass(kw_only=True)
+class WorkerRow:
+    """One worker as the table shows it."""
+
+    worker: str
+    device: str = ""
+    address: str = ""
+    state: str = "starting"
+    """``starting``, ``warm``, ``training``, ``leaving``, ``left``, ``lost`` or ``done``."""
+    note: str = ""
+    """Why, in a few words; empty where the state says it all."""
+    rank: int | None = None
+    trainer_pid: int | None = None
+    steps_before: int = 0
+    """Steps that it took part in before the present generation."""
+    entered_at: int = 0
+    """The job's count of committed steps when the present generation began."""
+
+
+class WorkerTable:
+    """Folds what happens to workers."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, WorkerRow] = {}
+
+    def join(self, event: WorkerJoined) -> None:
+        """A worker was given to the job, perhaps not for the first time."""
+        before = self._rows.pop(event.worker, None)
+        row = WorkerRow(worker=event.worker, device=event.device, address=event.address)
+        row.steps_before = before.steps_before if before else 0
+        self._rows[event.worker] = row
+        self._drop_oldest_gone()
+
+    def warm(self, worker: str, trainer_pid: int) -> None:
+        """Its trainer is ready."""
+        row = self._row(worker)
+        row.trainer_pid = trainer_pid
+        if row.state == "starting":
+            row.state = "warm"
+
+    def form(self, ranks: Sequence[str], trainer_pids: Sequence[int], num_steps: int) -> list[str]:
+        """A generation formed; return the newcomers in rank order."""
+        present = {row.worker for row in self._rows.values() if row.rank is not None}
+        for row in self._rows.values():
+            self._leave_generation(row, num_steps)
+            row.state = "warm" if row.state == "training" else row.state
+        for rank, worker in enumerate(ranks):
+            row = self._row(worker)
+            row.rank, row.state, row.note, row.entered_at = rank, "training", "", num_steps
+            if rank < len(trainer_pids):
+                row.trainer_pid = trainer_pids[rank]
+        return [worker for worker in ranks if worker not in present]
+
+    def mark(self, worker: str, state: str, note: str, num_steps: int) -> None:
+        """A worker is leaving, left or was lost."""
+        row = self._row(worker)
+        row.state, row.note = state, note
+        if state != "leaving":
+            self._leave_generation(row, num_steps)
+            self._drop_oldest_gone()
+
+    def end(self, num_steps: int) -> None:
+        """The job is over: nobody trains any more."""
+        for row in self._rows.values():
+            self._leave_generation(row, num_steps, keep_rank=True)
+            if row.state not in ("left", "lost"):
+                row.state, row.note = "done", ""
+
+    def to_list(self, num_steps: int) -> list[dict[str, Any]]:
+        """Return the rows, ranks first in order, then newcomers, then those that went away."""
+        gone = ("left", "lost")
+        rows = sorted(
+            self._rows.values(),
+            key=lambda row: (row.state in gone, row.rank is None, row.rank or 0),
+        )
+        return [self._to_dict(row, num_steps) for row in rows]
+
+    def _row(self, worker: str) -> WorkerRow:
+        return self._rows.setdefault(worker, WorkerRow(worker=worker))
+
+    @staticmethod
+    def _leave_generation(row: WorkerRow, num_steps: int, *, keep_rank: bool = False) -> None:
+        if row.rank is not None:
+            row.steps_before += num_steps - row.entered_at
+            row.entered_at = num_steps
+            row.rank = row.rank if keep_rank else None
+
+    def _drop_oldest_gone(self) -> None:
+        gone = [name for name, row in self._rows.items() if row.state in ("left", "lost")]
+        for name in gone[:-MAX_GONE]:
+            del self._rows[name]
+
+    @staticmethod
+    def _to_dict(row: WorkerRow, num_steps: int) -> dict[str, Any]:
+        current = num_steps - row.entered_at if row.rank is not None else 0
+        return {
+            "worker": row.worker,
+            "rank": row.rank,
+            "state": row.state,
+            "note": row.note,
+            "device": row.device,
+            "trainer_pid": row.trainer_pid,
+            "steps": row.steps_before + current,
+        }

@@ -1,0 +1,157 @@
+"""What the audit found, to be read by a person or asserted by a test."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from html import escape
+
+_MOST_ROWS = 12
+_MOST_PROBLEMS = 20
+_COLUMNS = ("epoch", "samples", "once", "repeated", "missing")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochCoverage:
+    """How often the samples of one epoch were trained by committed steps."""
+
+    epoch: int
+    samples: int
+    """Trainings together, a repeated sample counted as often as it was trained."""
+    seen_once: int
+    """Samples trained exactly once."""
+    repeated: int
+    """Samples trained more than once."""
+    missing: int
+    """Samples that were due and not trained; those still to come are not due."""
+    is_complete: bool
+    """Whether all of the epoch was due; False for the one in progress."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether each sample that was due was trained once, and no other was."""
+        return self.repeated == 0 and self.missing == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditReport:
+    """The result of ``audit_log``; ``print`` it, or assert ``ok``."""
+
+    problems: tuple[str, ...] = ()
+    """What is wrong, a sentence each; empty if nothing is."""
+    epochs: tuple[EpochCoverage, ...] = ()
+    """One row for each epoch that was begun."""
+    status: str = ""
+    """The job's last status; empty if the log has none."""
+    steps_committed: int = 0
+    """Steps that led to the newest weights."""
+    steps_undone: int = 0
+    """Steps begun and undone because a worker was lost; their samples were trained again."""
+    steps_rolled_back: int = 0
+    """Committed steps made again from a checkpoint because no worker survived."""
+    digests_compared: int = 0
+    """Digests of a rank's weights that were compared with another rank's of the same step."""
+    num_evals: int = 0
+    """Evaluations that were made."""
+    num_kinds: dict[str, int] = field(default_factory=dict)
+    """How many events of each kind the log has."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.problems
+
+    @property
+    def steps_executed(self) -> int:
+        """Steps that cost time: committed, undone, and made again."""
+        return self.steps_committed + self.steps_undone + self.steps_rolled_back
+
+    @property
+    def verdict(self) -> str:
+        """The first line of the report."""
+        if self.problems:
+            return f"audit FAILED: {_count(len(self.problems), 'problem')}"
+        if not self.epochs:
+            return "audit ok: nothing has been trained yet"
+        num_complete = sum(epoch.is_complete for epoch in self.epochs)
+        parts = [f"{_count(num_complete, 'epoch')} complete"] if num_complete else []
+        parts += ["one in progress"] if num_complete < len(self.epochs) else []
+        return f"audit ok: every sample exactly once ({', '.join(parts)})"
+
+    def __str__(self) -> str:
+        lines = [self.verdict, *(f"  ! {problem}" for problem in self._listed_problems())]
+        if self.epochs:
+            widths = [max(8, len(name)) for name in _COLUMNS]
+            table = [_COLUMNS, *(_cells(row) for row in self._listed_epochs())]
+            lines += [
+                "  " + "  ".join(f"{cell:>{w}}" for cell, w in zip(row, widths, strict=True))
+                for row in table
+            ]
+            lines += self._left_out()
+        return "\n".join([*lines, *(f"  {name:<8}  {text}" for name, text in self._facts())])
+
+    def _repr_html_(self) -> str:
+        colour = "#1a7f37" if self.ok else "#cf222e"
+        problems = "".join(f"<li>{escape(problem)}</li>" for problem in self._listed_problems())
+        head = "".join(f"<th>{name}</th>" for name in _COLUMNS)
+        rows = "".join(
+            "<tr>" + "".join(f"<td>{cell}</td>" for cell in _cells(row)) + "</tr>"
+            for row in self._listed_epochs()
+        )
+        facts = "<br>".join(f"{name}: {escape(text)}" for name, text in self._facts())
+        return (
+            f'<div><b style="color:{colour}">{escape(self.verdict)}</b>'
+            + (f"<ul>{problems}</ul>" if problems else "")
+            + (f"<table><tr>{head}</tr>{rows}</table>" if rows else "")
+            + "".join(f"<div>{escape(line.strip())}</div>" for line in self._left_out())
+            + f"<small>{facts}</small></div>"
+        )
+
+    def _facts(self) -> list[tuple[str, str]]:
+        """Return the lines under the table: a name and a text each."""
+        wasted = f"{self.steps_undone} undone"
+        if self.steps_rolled_back:
+            wasted += f", {self.steps_rolled_back} made again from a checkpoint"
+        lost, left = self.num_kinds.get("WorkerLost", 0), self.num_kinds.get("WorkerLeft", 0)
+        formed = self.num_kinds.get("GenerationFormed", 0)
+        weights = (
+            f"{self.digests_compared} digests compared between ranks"
+            if self.digests_compared
+            else "no digests to compare"
+        )
+        return [
+            (
+                "steps",
+                f"{self.steps_executed} executed, {self.steps_committed} committed, {wasted}",
+            ),
+            ("workers", f"{lost} lost, {left} left, {_count(formed, 'generation')}"),
+            ("weights", weights),
+            ("eval", f"{_count(self.num_evals, 'evaluation')}"),
+        ]
+
+    def _listed_problems(self) -> list[str]:
+        more = len(self.problems) - _MOST_PROBLEMS
+        listed = list(self.problems[:_MOST_PROBLEMS])
+        return [*listed, f"... and {more} more in report.problems"] if more > 0 else listed
+
+    def _listed_epochs(self) -> list[EpochCoverage]:
+        """Return the rows to show: all, or those that are wrong and the newest."""
+        if len(self.epochs) <= _MOST_ROWS:
+            return list(self.epochs)
+        wrong = [row for row in self.epochs if not row.is_exact][:_MOST_ROWS]
+        num_fine = _MOST_ROWS - len(wrong)
+        newest = [row for row in self.epochs if row.is_exact][-num_fine:] if num_fine else []
+        return sorted([*wrong, *newest], key=lambda row: row.epoch)
+
+    def _left_out(self) -> list[str]:
+        more = len(self.epochs) - len(self._listed_epochs())
+        return [f"  ... and {_count(more, 'epoch')} more in report.epochs"] if more else []
+
+
+def _cells(row: EpochCoverage) -> tuple[str, ...]:
+    name = f"{row.epoch}" if row.is_complete else f"{row.epoch}*"
+    counts = (row.samples, row.seen_once, row.repeated, row.missing)
+    return (name, *map(str, counts))
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

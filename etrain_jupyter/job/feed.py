@@ -1,0 +1,283 @@
+"""Follows one job: its events in order, without gaps and repeats, for as long as it runs.
+
+The thread ``etrain-feed-<job_id>`` reads what the run folder's log has already, then asks the
+coordinator for more with long polls. Everything that it has to do comes through one inbox (answers,
+new listeners), so that a listener always gets the whole history first and then each batch once,
+from this thread alone. It ends when the log does.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from etrain_jupyter.errors import EtrainError, JobLostError
+from etrain_jupyter.events.log import read_events
+from etrain_jupyter.events.types import (
+    TERMINAL_STATUSES,
+    Event,
+    JobStatusChanged,
+    event_from_dict,
+)
+from etrain_jupyter.job.link import Answer, Link
+
+Listener = Callable[[list[Event]], None]
+
+POLL_S = 10.0
+"""How long one question waits at the coordinator for something to happen."""
+BATCH = 5_000
+"""Most events of one answer."""
+LINGER_S = 2.0
+"""How long to go on listening after the job's end for what its workers still say."""
+RETRY_S = 0.3
+LOST_AFTER = 2
+"""Failed connections in a row, each of some seconds, after which the cluster counts as gone."""
+GIVE_UP_AFTER = 20
+"""Other failures in a row: a scheduler that is busy may be silent for minutes."""
+
+
+@dataclass
+class _Newcomer:
+    """A listener that has not been called yet."""
+
+    listener: Listener
+    has_history: threading.Event = field(default_factory=threading.Event)
+
+
+class Feed:
+    """The events of one job.
+
+    Args:
+        job_id: The job.
+        log_path: Its durable log; used where this machine can read it.
+        link: The line to its cluster; None if there is no such cluster any more.
+        fold: Called first with every batch, before the listeners.
+
+    Attributes:
+        caught_up: Set once everything that had happened when the feed began is folded in.
+        ended: Set once the job is terminal or lost.
+        lost: Why the job counts as lost; empty while it does not.
+        num_listener_errors: How many calls of listeners raised; they are not repeated.
+    """
+
+    def __init__(self, job_id: str, log_path: Path, link: Link | None, fold: Listener) -> None:
+        self.job_id = job_id
+        self.caught_up = threading.Event()
+        self.ended = threading.Event()
+        self.lost = ""
+        self.num_listener_errors = 0
+        self.last_listener_error: Exception | None = None
+        self._log_path, self._link, self._fold = log_path, link, fold
+        self._events: list[Event] = []
+        self._farewell: list[Event] = []
+        self._listeners: list[Listener] = []
+        self._inbox: queue.Queue[_Newcomer | Future[Answer] | None] = queue.Queue()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._is_over = self._is_asking = self._is_terminal = False
+        self._ask_at = self._linger_until = 0.0
+        self._num_failures = 0
+
+    def start(self) -> None:
+        """Begin to follow; a second call does nothing."""
+        with self._lock:
+            if self._thread is None and not self._is_over:
+                self._start_thread()
+
+    def close(self) -> None:
+        """Stop following; the job goes on, and what came so far stays."""
+        with self._lock:
+            if self._thread is not None:
+                self._inbox.put(None)
+
+    def subscribe(self, listener: Listener) -> threading.Event:
+        """Call ``listener``, from the feed's thread, with the history and then with each batch.
+
+        Returns:
+            Set once the listener has had the history.
+        """
+        newcomer = _Newcomer(listener)
+        with self._lock:
+            self._inbox.put(newcomer)
+            if self._thread is None:
+                self._start_thread()
+        return newcomer.has_history
+
+    def wait_until_caught_up(self, timeout: float) -> bool:
+        """Wait until what had happened before is folded in; never from within a listener."""
+        if threading.current_thread() is self._thread:
+            return self.caught_up.is_set()
+        return self.caught_up.wait(timeout)
+
+    def events(self) -> list[Event]:
+        """Return everything that has come so far."""
+        return list(self._events)
+
+    def _start_thread(self) -> None:
+        name = f"etrain-feed-{self.job_id}"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except Exception as exc:
+            # A mistake of ours must not let anybody wait for ever.
+            self._is_over, self._thread = True, None
+            self.lost = f"following job {self.job_id} failed: {type(exc).__name__}: {exc}"
+            self.caught_up.set()
+            self.ended.set()
+
+    def _work(self) -> None:
+        """Follow, and then serve whoever subscribes late, until nobody is left."""
+        if not self._events:
+            self._take(self._read_log())
+        # A log that ended before we began has nothing more to say.
+        self._is_over = self._is_over or self._is_terminal
+        if self._link is None and not self._is_over:
+            self._lose(f"the cluster of job {self.job_id} is gone")
+        if self._log_path.exists():
+            # The coordinator writes an event there before it tells anybody.
+            self.caught_up.set()
+        while True:
+            self._follow()
+            with self._lock:
+                # Whoever subscribes from here on starts a thread of its own.
+                if self._inbox.empty():
+                    self._thread = None
+                    return
+            self._handle(self._inbox.get_nowait())
+
+    def _follow(self) -> None:
+        """Ask and listen until the log has ended."""
+        while not self._is_over:
+            self._ask_if_due()
+            pause = None if self._is_asking else max(0.0, self._ask_at - time.monotonic())
+            try:
+                self._handle(self._inbox.get(timeout=pause))
+            except queue.Empty:
+                continue
+        self.caught_up.set()
+        self.ended.set()
+        if self._link is not None:
+            self._link.release()
+
+    def _ask_if_due(self) -> None:
+        if self._is_asking or self._link is None or time.monotonic() < self._ask_at:
+            return
+        # The first question only fetches what is there; later ones wait for news.
+        wait_s = POLL_S if self.caught_up.is_set() and not self._is_terminal else 0.0
+        self._is_asking = True
+        future = self._link.send(
+            "etrain_events",
+            timeout=wait_s + POLL_S,
+            job_id=self.job_id,
+            since=self._last_seq(),
+            wait_s=wait_s,
+            limit=BATCH,
+        )
+        future.add_done_callback(self._inbox.put)
+
+    def _handle(self, message: _Newcomer | Future[Answer] | None) -> None:
+        if message is None:
+            self._is_over = True
+        elif isinstance(message, Future):
+            self._is_asking = False
+            self._handle_answer(message)
+        else:
+            self._listeners.append(message.listener)
+            self._tell(message.listener, [*self._events, *self._farewell])
+            message.has_history.set()
+
+    def _handle_answer(self, future: Future[Answer]) -> None:
+        try:
+            news = [event_from_dict(data) for data in future.result()["events"]]
+        except (EtrainError, CancelledError, KeyError, TypeError) as exc:
+            self._fail(exc)
+            return
+        if not self._take(news) and news:
+            self._fail(EtrainError(f"event {self._last_seq() + 1} is missing in the answer"))
+            return
+        self._num_failures = 0
+        if len(news) < BATCH:
+            self.caught_up.set()
+        if self._is_terminal:
+            self.ended.set()
+            self._ask_at = time.monotonic() + RETRY_S
+            self._is_over = not news or time.monotonic() > self._linger_until
+
+    def _fail(self, exc: BaseException) -> None:
+        """Ask again after a while, or give the cluster up."""
+        self._num_failures += 1
+        limit = LOST_AFTER if isinstance(exc, JobLostError) else GIVE_UP_AFTER
+        if self._num_failures >= limit:
+            self._lose(str(exc))
+        self._ask_at = time.monotonic() + RETRY_S
+
+    def _lose(self, why: str) -> None:
+        """Read what the log still has; without an end in it the job is lost."""
+        self._take(self._read_log())
+        self._is_over = True
+        if not self._is_terminal:
+            self.lost = why
+            self._farewell = [self._make_farewell(why)]
+            for listener in self._listeners:
+                self._tell(listener, self._farewell)
+
+    def _make_farewell(self, why: str) -> Event:
+        """Return what the coordinator cannot say any more; its ``seq`` is 0: no log has it."""
+        last = self._events[-1] if self._events else None
+        return JobStatusChanged(
+            job_id=self.job_id,
+            time=last.time if last else time.time(),
+            generation=last.generation if last else 0,
+            status="failed",
+            reason=f"its cluster is gone: {why}",
+        )
+
+    def _read_log(self) -> list[Event]:
+        """Return what the log has beyond what came already; nothing if it cannot be read."""
+        try:
+            return read_events(self._log_path, since=self._last_seq())
+        except (OSError, EtrainError):
+            return []
+
+    def _take(self, events: list[Event]) -> list[Event]:
+        """Take over what follows on the newest event and tell everybody; return it."""
+        fresh: list[Event] = []
+        wanted = self._last_seq() + 1
+        for event in events:
+            if event.seq == wanted:
+                fresh.append(event)
+                wanted += 1
+        if not fresh:
+            return fresh
+        self._events.extend(fresh)
+        self._fold(fresh)
+        if not self._is_terminal and _has_end(fresh):
+            self._is_terminal = True
+            self._linger_until = time.monotonic() + LINGER_S
+        for listener in self._listeners:
+            self._tell(listener, fresh)
+        return fresh
+
+    def _tell(self, listener: Listener, events: list[Event]) -> None:
+        try:
+            listener(list(events))
+        except Exception as exc:  # A view that fails must not stop the others, nor the job.
+            self.num_listener_errors += 1
+            self.last_listener_error = exc
+
+    def _last_seq(self) -> int:
+        return self._events[-1].seq if self._events else 0
+
+
+def _has_end(events: list[Event]) -> bool:
+    statuses: list[Any] = [e.status for e in events if isinstance(e, JobStatusChanged)]
+    return bool(statuses) and statuses[-1] in TERMINAL_STATUSES

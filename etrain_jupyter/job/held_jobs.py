@@ -1,0 +1,133 @@
+"""The jobs that this process holds: one ``TrainingJob`` each, submitted here or attached to."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from etrain_jupyter import __version__
+from etrain_jupyter.config.schema import TrainConfig
+from etrain_jupyter.errors import PoolError
+from etrain_jupyter.job.link import ClusterLink, link_to
+from etrain_jupyter.job.run_store import JobRecord, RunStore, safe_name
+from etrain_jupyter.job.training_job import TrainingJob
+
+if TYPE_CHECKING:
+    from etrain_jupyter.bundle.capture import Bundle
+    from etrain_jupyter.pools import SchedulerAddress
+
+SUBMIT_S = 120.0
+"""A bundle may be large, and the scheduler may be busy."""
+
+_held: dict[Path, TrainingJob] = {}
+"""By folder."""
+_used: dict[Path, JobRecord] = {}
+"""Those that somebody submitted or asked for here; the one used last is the last entry."""
+
+
+def submit_job(
+    config: TrainConfig,
+    bundle: Bundle,
+    *,
+    address: SchedulerAddress,
+    store: RunStore | None = None,
+    cell: str = "",
+) -> TrainingJob:
+    """Make the job's folder, hand the job to the cluster's coordinator, and hold it.
+
+    Raises:
+        PoolError: If the coordinator refuses; then no folder is left.
+        JobLostError: If the cluster went away; the folder stays, since the job may have begun.
+    """
+    store = store or RunStore()
+    record = store.create(
+        {
+            "name": safe_name(config.name or name_of_model(config.model)),
+            "created": time.time(),
+            "pool": config.pool,
+            "cluster": address.to_dict(),
+            "config": _absolute_paths(config.model_dump(mode="json")),
+            "bundle_digest": bundle.digest,
+            "cell": cell,
+            "version": __version__,
+        },
+        bundle=bundle.data,
+    )
+    link = ClusterLink(address.address, address.connection_args)
+    order = {
+        "job_id": record.job_id,
+        "name": record.name,
+        "run_dir": str(record.folder),
+        "config": record.config,
+        "bundle": bundle.data,
+        "pool": record.pool,
+        "cwd": os.getcwd(),
+        "min_workers": config.workers.min,
+        "max_workers": config.max_workers(),
+    }
+    try:
+        link.call("etrain_submit", timeout=SUBMIT_S, job=order)
+    except PoolError:
+        store.discard(record)
+        raise
+    return _remember(TrainingJob(record, link))
+
+
+def attach(name_or_id: str | None = None, *, store: RunStore | None = None) -> TrainingJob:
+    """Return the job of that name, id or start of an id; by default the one used last here.
+
+    Where none was used yet, that is the newest of the run store.
+
+    Raises:
+        JobNotFoundError: If there is none; the message names the nearest.
+    """
+    store = store or RunStore()
+    if name_or_id is None:
+        used = [record for folder, record in _used.items() if folder.parent == store.root]
+        record = used[-1] if used else store.latest()
+    else:
+        record = store.find(name_or_id)
+    return _remember(hold(record))
+
+
+def jobs() -> list[TrainingJob]:
+    """Return every job of the run store, the newest first."""
+    return [hold(record) for record in RunStore().records()]
+
+
+def hold(record: JobRecord) -> TrainingJob:
+    """Return the one ``TrainingJob`` of a record; a job that was lost is looked for again."""
+    job = _held.get(record.folder)
+    if job is None or job.lost:
+        job = _held[record.folder] = TrainingJob(record, link_to(record.cluster))
+    return job
+
+
+def name_of_model(expression: str) -> str:
+    """Return a name for a job from its model's expression.
+
+    >>> name_of_model("models.resnet:ResNet(18)")
+    'resnet'
+    """
+    head = re.match(r"[\w.:]*", expression)
+    words = re.split(r"[.:]", head[0]) if head else [""]
+    return safe_name(words[-1].lower())
+
+
+def _remember(job: TrainingJob) -> TrainingJob:
+    folder = job.record.folder
+    _used.pop(folder, None)
+    _held[folder], _used[folder] = job, job.record
+    return job
+
+
+def _absolute_paths(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration for processes that run in other folders than the notebook."""
+    checkpoint = config.get("checkpoint") or {}
+    if checkpoint.get("to"):
+        folder = str(Path(checkpoint["to"]).expanduser().absolute())
+        return config | {"checkpoint": checkpoint | {"to": folder}}
+    return config

@@ -1,0 +1,208 @@
+"""What a job's events add up to: the latest values, and the history as columns.
+
+Columns and not rows, so that 200,000 steps stay a matter of milliseconds. One thread folds events
+in; any thread may ask, which is why there is a lock.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from bisect import bisect_right
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from etrain_jupyter.events.types import (
+    TERMINAL_STATUSES,
+    EvalCompleted,
+    Event,
+    GenerationFormed,
+    JobPlanned,
+    JobRestored,
+    JobStatusChanged,
+    JobSubmitted,
+    StepCompleted,
+    UserErrorRaised,
+    WorkersScaled,
+    event_from_dict,
+)
+
+PEEK_BYTES = 64 * 1024
+
+STEP_COLUMNS = (
+    "step",
+    "epoch",
+    "samples",
+    "loss",
+    "lr",
+    "world_size",
+    "generation",
+    "samples_per_s",
+    "time",
+)
+"""The columns that every history has, in this order; those of metrics follow."""
+
+
+class History:
+    """Columns of equal length, one row a committed step; what a step did not measure is NaN."""
+
+    def __init__(self) -> None:
+        self._columns: dict[str, list[Any]] = {name: [] for name in STEP_COLUMNS}
+
+    def __len__(self) -> int:
+        return len(self._columns["step"])
+
+    def add_step(self, event: StepCompleted) -> None:
+        """Append a row; a step that was committed before replaces itself and all after it."""
+        steps = self._columns["step"]
+        if steps and steps[-1] >= event.step:
+            self.rewind_to(event.step - 1)
+        num_rows = len(steps)
+        for name in STEP_COLUMNS:
+            self._columns[name].append(getattr(event, name))
+        for name, value in event.metrics.items():
+            # A metric called like a column would make that one longer than the others.
+            key = f"metric_{name}" if name in STEP_COLUMNS else name
+            self._measured(key, num_rows).append(value)
+
+    def add_eval(self, event: EvalCompleted) -> None:
+        """Write an evaluation into the row of the step after which it was made."""
+        row = bisect_right(self._columns["step"], event.step) - 1
+        if row < 0:
+            return
+        for name, value in {"loss": event.loss, **event.metrics}.items():
+            column = self._measured(f"eval_{name}", row)
+            column.extend([math.nan] * (row + 1 - len(column)))
+            column[row] = value
+
+    def rewind_to(self, step: int) -> None:
+        """Drop the rows after a step: they are trained again from a checkpoint."""
+        num_rows = bisect_right(self._columns["step"], step)
+        for column in self._columns.values():
+            del column[num_rows:]
+
+    def columns(self) -> dict[str, list[Any]]:
+        """Return a copy that ``pandas.DataFrame`` takes."""
+        num_rows = len(self)
+        return {
+            name: column + [math.nan] * (num_rows - len(column))
+            for name, column in self._columns.items()
+        }
+
+    def _measured(self, name: str, num_rows: int) -> list[Any]:
+        """Return a metric's column, filled up with NaN to ``num_rows`` rows."""
+        column = self._columns.setdefault(name, [])
+        if len(column) < num_rows:
+            column.extend([math.nan] * (num_rows - len(column)))
+        return column
+
+
+class LatestValues:
+    """The latest values of a job, folded from its events."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._history = History()
+        self.status = "submitted"
+        self.reason = ""
+        self.step = 0
+        self.total_steps = 0
+        self.epoch = 0
+        self.world_size = 0
+        self.generation = 0
+        self.workers = (0, 0)
+        self.samples_per_s = math.nan
+        self.metrics: dict[str, float] = {}
+        self.user_error: UserErrorRaised | None = None
+        self.started_at = math.nan
+        self.changed_at = math.nan
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether the log says that the job has ended."""
+        return self.status in TERMINAL_STATUSES
+
+    def add(self, events: Iterable[Event]) -> None:
+        """Fold in what happened."""
+        with self._lock:
+            for event in events:
+                self._fold(event)
+                self.changed_at = event.time
+
+    def columns(self) -> dict[str, list[Any]]:
+        """Return the history; see ``History.columns``."""
+        with self._lock:
+            return self._history.columns()
+
+    def _fold(self, event: Event) -> None:
+        match event:
+            case StepCompleted():
+                self._fold_step(event)
+            case EvalCompleted():
+                self._history.add_eval(event)
+                measured = {"loss": event.loss, **event.metrics}
+                self.metrics = self.metrics | {f"eval_{k}": v for k, v in measured.items()}
+            case GenerationFormed():
+                self.generation, self.world_size = event.generation, event.world_size
+                self.step = event.step
+            case JobRestored():
+                self.step = event.step
+                self._history.rewind_to(event.step)
+            case JobStatusChanged():
+                self.status, self.reason = event.status, event.reason
+                if event.status == "waiting":
+                    self.world_size = 0
+            case JobPlanned():
+                self.total_steps = event.total_steps
+            case JobSubmitted():
+                self.started_at = event.time
+                self.workers = (event.min_workers, event.max_workers)
+            case WorkersScaled():
+                self.workers = (event.min_workers, event.max_workers)
+            case UserErrorRaised():
+                self.user_error = event
+
+    def _fold_step(self, event: StepCompleted) -> None:
+        self._history.add_step(event)
+        self.step, self.epoch = event.step, event.epoch
+        self.samples_per_s = event.samples_per_s
+        self.metrics = self.metrics | {"loss": event.loss, **event.metrics}
+
+
+def peek_log(path: Path) -> LatestValues:
+    """Return a job's latest values from the two ends of its log, however long that is.
+
+    What happened in between is not looked at, so that a list of a hundred jobs costs a hundred
+    short reads. A step in the last part tells that the job was running there.
+    """
+    view = LatestValues()
+    try:
+        with path.open("rb") as file:
+            view.add(_events_in(file.read(PEEK_BYTES)))
+            size = file.seek(0, 2)
+            if size > PEEK_BYTES:
+                file.seek(max(PEEK_BYTES, size - PEEK_BYTES))
+                _add_tail(view, _events_in(file.read()))
+    except OSError:
+        pass
+    return view
+
+
+def _add_tail(view: LatestValues, events: list[Event]) -> None:
+    facts = [e for e in events if isinstance(e, StepCompleted | JobStatusChanged)]
+    view.add(events)
+    if facts and isinstance(facts[-1], StepCompleted):
+        view.status, view.reason = "running", ""
+
+
+def _events_in(data: bytes) -> list[Event]:
+    """Return the events of the whole lines; the pieces at both ends are passed over."""
+    events = []
+    for line in data.splitlines():
+        try:
+            events.append(event_from_dict(json.loads(line)))
+        except (ValueError, KeyError, TypeError):
+            continue
+    return events

@@ -1,0 +1,244 @@
+"""The kernel's line to a cluster: blocking calls from any thread, one event loop behind them.
+
+The only thread here is ``etrain-link``, a daemon with one asyncio loop for the whole process,
+started by the first call. It owns every connection; callers hand it a request and wait in slices of
+0.1 s, so that an interrupt of the kernel is seen and nothing here can hold up the end of the
+interpreter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from etrain_jupyter.errors import EtrainError, JobLostError, PoolError
+
+CONNECT_S = 3.0
+"""How long a connection may take: distributed goes on trying where nobody listens."""
+SLICE_S = 0.1
+THREAD_NAME = "etrain-link"
+
+Answer = dict[str, Any]
+T = TypeVar("T")
+
+
+class Link(Protocol):
+    """What a job needs of its cluster; the tests have one without a network."""
+
+    def call(self, op: str, *, timeout: float = 10.0, **arguments: Any) -> Answer:
+        """Ask and wait for the answer."""
+
+    def send(self, op: str, *, timeout: float = 10.0, **arguments: Any) -> Future[Answer]:
+        """Ask and return at once."""
+
+    def release(self) -> None:
+        """Close the connections; a later call opens new ones."""
+
+
+class ClusterLink:
+    """A line to one scheduler.
+
+    Args:
+        address: The scheduler's, for example ``tls://127.0.0.1:40231``. connection_args: Returns
+        the keyword arguments for ``distributed.core.rpc`` (the TLS context). It is called
+            when the first connection is made, since it reads the cluster's certificates.
+    """
+
+    def __init__(
+        self, address: str, connection_args: Callable[[], dict[str, Any]] | None = None
+    ) -> None:
+        self.address = address
+        self._connection_args = connection_args or dict
+        self._rpc: Any = None
+        self._num_in_flight = 0
+        self._is_released = False
+        _links.add(self)
+
+    def call(self, op: str, *, timeout: float = 10.0, **arguments: Any) -> Answer:
+        """Ask the scheduler and wait for its answer.
+
+        Args:
+            op: Name of the handler.
+            timeout: Seconds until the wait is given up.
+            **arguments: What the handler takes.
+
+        Raises:
+            JobLostError: If the scheduler cannot be reached, or does not know the job.
+            PoolError: If it refuses or does not answer in time.
+        """
+        return wait_interruptibly(self.send(op, timeout=timeout, **arguments))
+
+    def send(self, op: str, *, timeout: float = 10.0, **arguments: Any) -> Future[Answer]:
+        """Ask the scheduler and return at once; the future raises what ``call`` raises."""
+        return _run_in_loop(self._ask(op, timeout, arguments))
+
+    def release(self) -> None:
+        """Close the connections when no call is in flight; a later call opens new ones."""
+        if self._rpc is not None and _loop_is_running():
+            _run_in_loop(self._release())
+
+    async def _ask(self, op: str, timeout: float, arguments: dict[str, Any]) -> Answer:
+        self._num_in_flight += 1
+        try:
+            return await self._answer(op, timeout, arguments)
+        finally:
+            self._num_in_flight -= 1
+            if self._is_released and not self._num_in_flight:
+                await self._close()
+
+    async def _answer(self, op: str, timeout: float, arguments: dict[str, Any]) -> Answer:
+        try:
+            answer = await asyncio.wait_for(self._exchange(op, arguments), timeout)
+        except EtrainError:
+            raise
+        except TimeoutError as exc:
+            raise PoolError(
+                f"the scheduler at {self.address} did not answer {op} within {timeout:g} s. "
+                "It may be busy; training does not wait for it. Try again, or see %etrain doctor."
+            ) from exc
+        except OSError as exc:
+            # CommClosedError, refused connections and TLS failures are all OSErrors.
+            raise JobLostError(
+                f"the scheduler at {self.address} cannot be reached ({exc}). What the job "
+                "committed is in its run folder; %etrain doctor shows which clusters are alive."
+            ) from exc
+        return _checked(_with_lists(answer), op)
+
+    async def _exchange(self, op: str, arguments: dict[str, Any]) -> Any:
+        if self._rpc is None:
+            from distributed.core import rpc
+
+            self._rpc = rpc(  # type: ignore[no-untyped-call]
+                self.address, timeout=CONNECT_S, connection_args=self._connection_args()
+            )
+        return await getattr(self._rpc, op)(**arguments)
+
+    async def _release(self) -> None:
+        self._is_released = True
+        if not self._num_in_flight:
+            await self._close()
+
+    async def _close(self) -> None:
+        self._is_released = False
+        closing, self._rpc = self._rpc, None
+        if closing is not None:
+            with contextlib.suppress(OSError):
+                await closing.close_rpc()
+
+
+def link_to(cluster: Mapping[str, str]) -> ClusterLink | None:
+    """Return a line to the cluster that a job was given to; None if it is known to have ended.
+
+    Args:
+        cluster: What ``job.json`` says of it: ``SchedulerAddress.to_dict()``.
+    """
+    from etrain_jupyter.pools.base import SchedulerAddress
+    from etrain_jupyter.pools.state_dir import ClusterDir
+
+    if not cluster.get("address"):
+        return None
+    address = SchedulerAddress.from_dict(cluster)
+    if address.state_dir:
+        record = ClusterDir(Path(address.state_dir)).record()
+        if record is None or (record.is_here and not record.is_alive):
+            return None
+    return ClusterLink(address.address, address.connection_args)
+
+
+def wait_interruptibly(future: Future[T], timeout: float | None = None) -> T:
+    """Return a future's result, waiting in slices so that a KeyboardInterrupt is seen.
+
+    Raises:
+        TimeoutError: If there is none after ``timeout`` seconds.
+    """
+    left = timeout
+    while True:
+        try:
+            return future.result(SLICE_S if left is None else min(SLICE_S, max(left, 0.0)))
+        except TimeoutError:
+            if future.done():
+                return future.result()
+            if left is not None:
+                left -= SLICE_S
+                if left <= 0:
+                    raise
+        except KeyboardInterrupt:
+            future.cancel()
+            raise
+
+
+def _checked(answer: Any, op: str) -> Answer:
+    """Return the answer; raise the error that it tells of."""
+    if not isinstance(answer, dict):
+        raise PoolError(
+            f"the scheduler answered {op} with {type(answer).__name__}: it runs no etrain "
+            "coordinator, or another version of it. %etrain down and run the cell again."
+        )
+    if "error" not in answer:
+        return answer
+    message = str(answer.get("message") or answer["error"])
+    if answer["error"] in UNKNOWN_JOB:
+        raise JobLostError(message)
+    raise PoolError(message)
+
+
+UNKNOWN_JOB = frozenset({"JobNotFoundError", "JobLostError", "unknown_job", "job_not_found"})
+"""Kinds of error by which a scheduler says that it does not hold the job."""
+
+
+def _with_lists(value: Any) -> Any:
+    """Turn tuples back into lists: msgpack makes tuples, the durable log has lists."""
+    if isinstance(value, dict):
+        return {key: _with_lists(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_lists(item) for item in value]
+    return value
+
+
+_links: weakref.WeakSet[ClusterLink] = weakref.WeakSet()
+_starting = threading.Lock()
+_loop: asyncio.AbstractEventLoop | None = None
+_thread: threading.Thread | None = None
+
+
+def _loop_is_running() -> bool:
+    # After a fork the thread is not alive in the child, whatever the variable says.
+    return _thread is not None and _thread.is_alive()
+
+
+def _run_in_loop(work: Coroutine[Any, Any, T]) -> Future[T]:
+    """Start a coroutine on the process's one loop, making thread and loop first if need be."""
+    global _loop, _thread
+    with _starting:
+        if _loop is None or not _loop_is_running():
+            _loop = asyncio.new_event_loop()
+            _thread = threading.Thread(target=_loop.run_forever, name=THREAD_NAME, daemon=True)
+            _thread.start()
+            atexit.unregister(_close_all)
+            atexit.register(_close_all)
+        return asyncio.run_coroutine_threadsafe(work, _loop)
+
+
+def _close_all() -> None:
+    """Say goodbye to the schedulers at the end of the process, for half a second at most."""
+    if _loop is None or _thread is None or not _loop_is_running():
+        return
+    loop, thread = _loop, _thread
+
+    async def close() -> None:
+        with contextlib.suppress(TimeoutError):
+            closing = [link._close() for link in list(_links)]
+            await asyncio.wait_for(asyncio.gather(*closing, return_exceptions=True), 0.3)
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+        loop.call_later(0.05, loop.stop)
+
+    loop.call_soon_threadsafe(lambda: asyncio.ensure_future(close()))
+    thread.join(0.5)

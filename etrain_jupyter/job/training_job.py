@@ -1,0 +1,384 @@
+"""One training job, as the notebook holds it: a view that can be lost and made again.
+
+Nothing here runs the training. The values come from the job's events, the requests go to its
+coordinator, and the weights come from its checkpoints.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import html
+import math
+import threading
+import time
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from etrain_jupyter.errors import (
+    CheckpointError,
+    EtrainError,
+    JobFailedError,
+    JobLostError,
+    NotSupportedYetError,
+)
+from etrain_jupyter.events.log import read_events
+from etrain_jupyter.events.types import TERMINAL_STATUSES, Event
+from etrain_jupyter.job.feed import Feed, Listener
+from etrain_jupyter.job.history import LatestValues
+from etrain_jupyter.job.link import SLICE_S, Link
+from etrain_jupyter.job.run_store import JobRecord
+
+if TYPE_CHECKING:
+    from etrain_jupyter.job.audit import AuditReport
+
+CATCH_UP_S = 10.0
+REQUEST_S = 30.0
+SECOND_INTERRUPT_S = 5.0
+
+Model = TypeVar("Model")
+
+
+class Screen(Protocol):
+    """What draws a job: the dashboard, which knows events and no jobs."""
+
+    def show(self) -> None:
+        """Display it in the running cell."""
+
+    def settle(self) -> None:
+        """Refresh what is saved of it in the notebook."""
+
+    def _repr_mimebundle_(self, **_kwargs: Any) -> Any:
+        """Return the representations."""
+
+
+class TrainingJob:
+    """A job that somebody submitted.
+
+    It follows the job's events from the first question on; ``await job`` and ``job.wait()`` block
+    until it has ended.
+
+    Args:
+        record: What the run store says of it.
+        link: The line to its cluster; None if there is no such cluster any more.
+
+    Attributes:
+        screen: What draws the job where it is displayed; None for the plain table.
+        was_interrupted: Whether the interrupt key stopped it in ``wait``.
+    """
+
+    def __init__(self, record: JobRecord, link: Link | None) -> None:
+        self.record = record
+        self.screen: Screen | None = None
+        self.was_interrupted = False
+        self._link = link
+        self._view = LatestValues()
+        self._feed = Feed(record.job_id, record.log_path, link, self._view.add)
+
+    # --- what it is -----------------------------------------------------------------------------
+
+    @property
+    def id(self) -> str:
+        """The id: its name and eight hexadecimal digits."""
+        return self.record.job_id
+
+    @property
+    def name(self) -> str:
+        """The name, which several jobs may share."""
+        return self.record.name
+
+    @property
+    def status(self) -> str:
+        """One of submitted, waiting, running, paused, finished, stopped, failed."""
+        view = self._latest()
+        return "failed" if self._feed.lost else view.status
+
+    @property
+    def lost(self) -> str:
+        """Why the job counts as lost: its cluster went before its end; empty as far as is known."""
+        return self._feed.lost
+
+    @property
+    def step(self) -> int:
+        """Optimizer updates committed so far."""
+        return self._latest().step
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the newest step, from 0."""
+        return self._latest().epoch
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the newest generation; 0 before the first."""
+        return self._latest().world_size
+
+    @property
+    def generation(self) -> int:
+        """The newest generation, from 1; 0 before the first."""
+        return self._latest().generation
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Latest ``loss`` and metrics; those of the evaluation begin with ``eval_``."""
+        return dict(self._latest().metrics)
+
+    def history(self) -> dict[str, list[Any]]:
+        """Return columns of equal length, one row a step, for ``pandas.DataFrame(job.history())``.
+
+        The columns are step, epoch, samples, loss, lr, world_size, generation, samples_per_s, time
+        and one for each metric. Evaluations are in columns that begin with ``eval_``, in the row of
+        the step after which they were made, NaN elsewhere.
+        """
+        return self._latest().columns()
+
+    def events(self) -> list[Event]:
+        """Return the typed events that have come so far, in order."""
+        self._latest()
+        return self._feed.events()
+
+    def workers(self) -> list[dict[str, Any]]:
+        """Return one record a worker: worker, address, rank, state, device; none after the end."""
+        if self.status in TERMINAL_STATUSES or self._link is None:
+            return []
+        answer = self._link.call("etrain_workers", timeout=REQUEST_S, job_id=self.id)
+        return list(answer["workers"])
+
+    def subscribe(self, listener: Listener) -> threading.Event:
+        """Have ``listener`` called with the list of all events so far, then with each new batch.
+
+        It is called from one background thread, in order; what it raises is counted and dropped.
+
+        Returns:
+            Set once the listener has had what happened before.
+        """
+        return self._feed.subscribe(listener)
+
+    def audit(self) -> AuditReport:
+        """Prove from the durable log what was trained: each sample's count, equal weights."""
+        from etrain_jupyter.job.audit import audit_log
+
+        try:
+            events = read_events(self.record.log_path)
+        except (OSError, EtrainError):
+            events = []
+        return audit_log(events or self.events())
+
+    # --- waiting --------------------------------------------------------------------------------
+
+    def wait(self, timeout: float | None = None) -> str:
+        """Block until the job has ended, or for ``timeout`` seconds; return the status.
+
+        An interrupt asks the job to stop after a checkpoint, and waiting goes on; a second one
+        within 5 s stops it at once; a third one leaves the wait.
+        """
+        self._feed.start()
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        interrupts: list[float] = []
+        while time.monotonic() < deadline:
+            try:
+                # Short slices: on Windows a longer wait cannot be interrupted.
+                if self._feed.ended.wait(SLICE_S):
+                    break
+            except KeyboardInterrupt:
+                self._interrupt(interrupts)
+        return self.status
+
+    def __await__(self) -> Generator[Any, None, str]:
+        return self._wait_async().__await__()
+
+    async def _wait_async(self) -> str:
+        self._feed.start()
+        while not self._feed.ended.is_set():
+            await asyncio.sleep(SLICE_S)
+        return self.status
+
+    def result(self) -> dict[str, Any]:
+        """Block until the job has ended and return a summary.
+
+        Raises:
+            JobFailedError: If it failed; carries the traceback of the notebook's own code.
+            JobLostError: If its cluster went away before it had ended.
+        """
+        self.wait()
+        self.raise_for_status()
+        view = self._view
+        return {
+            "job_id": self.id,
+            "status": view.status,
+            "step": view.step,
+            "epoch": view.epoch,
+            "duration_s": view.changed_at - view.started_at,
+            **view.metrics,
+        }
+
+    def raise_for_status(self) -> None:
+        """Raise what failed the job or lost it; do nothing otherwise."""
+        view = self._latest()
+        if self._feed.lost:
+            raise JobLostError(
+                f"job {self.id} had not ended (step {view.step}) when {self._feed.lost}. "
+                f"Its checkpoints and log are in {self.record.folder}; run its cell again to "
+                "train it anew, or job.load_into(model) for the newest checkpoint."
+            )
+        if view.status == "failed":
+            error = view.user_error
+            cause = error.error if error else view.reason or "no reason was given"
+            raise JobFailedError(
+                f"job {self.id} failed at step {view.step}: {cause}. Its checkpoints and log "
+                f"are in {self.record.folder}.",
+                job_id=self.id,
+                traceback=error.traceback if error else "",
+            )
+
+    def _interrupt(self, interrupts: list[float]) -> None:
+        """Answer the interrupt key; ``interrupts`` holds when it was pressed before."""
+        now = time.monotonic()
+        is_again = bool(interrupts) and now - interrupts[-1] <= SECOND_INTERRUPT_S
+        if is_again and len(interrupts) >= 2:
+            raise KeyboardInterrupt
+        interrupts[:] = [*interrupts, now] if is_again else [now]
+        self.was_interrupted = True
+        # Sent, not called: another interrupt may come before the answer does.
+        self._send_request("stop", {"now": is_again})
+        if is_again:
+            print(f"etrain: stopping {self.id} at once, without a checkpoint.")
+        else:
+            print(
+                f"etrain: stopping {self.id} after this step, with a checkpoint. "
+                f"Interrupt again within {SECOND_INTERRUPT_S:g} s to stop at once."
+            )
+
+    # --- requests -------------------------------------------------------------------------------
+
+    def pause(self) -> str:
+        """Let the ranks wait after their next step, with their state."""
+        return self.request("pause")
+
+    def resume(self) -> str:
+        """Go on after ``pause``."""
+        return self.request("resume")
+
+    def stop(self, now: bool = False) -> str:
+        """End the job after its next step with a checkpoint; with ``now`` at once, without."""
+        if self.status in TERMINAL_STATUSES and not self._feed.lost:
+            return f"{self.id} has {_ENDED[self.status]} already"
+        return self.request("stop", now=now)
+
+    def checkpoint(self) -> str:
+        """Write a checkpoint after the next step; training goes on."""
+        return self.request("checkpoint")
+
+    def scale(self, min: int | None = None, max: int | None = None) -> str:
+        """Change the bounds of the number of workers; what is left out stays."""
+        return self.request("scale", min=min, max=max)
+
+    def preempt(self, worker: str | None = None, notice_s: float = 120) -> str:
+        """Take a worker away as a spot market does: with a notice of ``notice_s`` seconds."""
+        return self.request("preempt", worker=worker, notice_s=notice_s)
+
+    def kill(self, worker: str | None = None) -> str:
+        """Kill a worker's process without notice: a fault on purpose."""
+        return self.request("kill", worker=worker)
+
+    def request(self, request: str, **args: Any) -> str:
+        """Ask the coordinator for something and return what it says to that.
+
+        Raises:
+            JobLostError: If the cluster is gone.
+            EtrainError: If the job has ended.
+            PoolError: If the coordinator refuses.
+        """
+        status = self.status
+        if status in TERMINAL_STATUSES and not self._feed.lost:
+            raise EtrainError(
+                f"job {self.id} has {_ENDED[status]}: there is nothing to {request}. "
+                "%etrain ls shows the jobs that run."
+            )
+        if self._link is None or self._feed.lost:
+            raise JobLostError(f"{request} cannot reach job {self.id}: {self._feed.lost}.")
+        answer = self._link.call(
+            "etrain_request", timeout=REQUEST_S, job_id=self.id, request=request, args=args
+        )
+        return str(answer.get("message", ""))
+
+    def _send_request(self, request: str, args: dict[str, Any]) -> None:
+        if self._link is not None:
+            self._link.send(
+                "etrain_request", timeout=REQUEST_S, job_id=self.id, request=request, args=args
+            )
+
+    # --- weights --------------------------------------------------------------------------------
+
+    def state_dict(self, which: str = "last") -> dict[str, Any]:
+        """Return the weights of the newest checkpoint that verifies, as tensors by name.
+
+        Raises:
+            CheckpointError: If there is none yet.
+            NotSupportedYetError: For ``which="best"``.
+        """
+        if which != "last":
+            raise NotSupportedYetError(
+                f"state_dict(which={which!r}) comes with a later version; 'last' is the newest "
+                "checkpoint.",
+                hint="use which='last'",
+            )
+        from etrain_jupyter.job.weights import load_newest_weights
+
+        return load_newest_weights(self.record)
+
+    def load_into(self, model: Model, which: str = "last") -> Model:
+        """Load the weights of the newest checkpoint into ``model`` and return it.
+
+        Raises:
+            CheckpointError: If there is none yet, or if the model is another one than the job's.
+        """
+        state = self.state_dict(which)
+        try:
+            model.load_state_dict(state)  # type: ignore[attr-defined]
+        except RuntimeError as exc:
+            raise CheckpointError(
+                f"the checkpoint of {self.id} does not fit {type(model).__name__}: {exc}. "
+                f"The job trained {self.record.config.get('model', 'another model')}."
+            ) from exc
+        return model
+
+    # --- showing --------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        view = self._latest()
+        total = f"/{view.total_steps}" if view.total_steps else ""
+        loss = f", loss {view.metrics['loss']:.4g}" if "loss" in view.metrics else ""
+        lost = " (its cluster is gone)" if self._feed.lost else ""
+        return (
+            f"<TrainingJob {self.id}: {self.status}{lost}, step {view.step}{total}{loss}, "
+            f"{view.world_size} workers>"
+        )
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
+        if self.screen is not None:
+            return self.screen._repr_mimebundle_(include=include, exclude=exclude)
+        return {"text/plain": repr(self), "text/html": self._table()}
+
+    def _table(self) -> str:
+        view = self._latest()
+        rows = {
+            "job": self.id,
+            "status": self.status,
+            "step": f"{view.step} of {view.total_steps}" if view.total_steps else str(view.step),
+            "workers": str(view.world_size),
+            **{name: f"{value:.4g}" for name, value in view.metrics.items()},
+        }
+        cells = "".join(
+            f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>"
+            for name, value in rows.items()
+        )
+        return f"<table>{cells}</table>"
+
+    def _latest(self) -> LatestValues:
+        """Return the folded values with the history in them; a slow cluster does not delay it."""
+        self._feed.start()
+        self._feed.wait_until_caught_up(CATCH_UP_S)
+        return self._view
+
+
+_ENDED = {"finished": "finished", "stopped": "been stopped", "failed": "failed"}

@@ -1,0 +1,80 @@
+"""The composition root: cell -> config -> bundle -> pool -> job -> dashboard. Read it first."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from etrain_jupyter.bundle.capture import Bundle, capture_bundle
+from etrain_jupyter.config import ParsedJob, check_references, parse_cell, parse_mapping
+from etrain_jupyter.config.schema import TrainConfig
+from etrain_jupyter.dashboard.browser import current_shell, has_front_end
+from etrain_jupyter.dashboard.widget import Dashboard
+from etrain_jupyter.job.held_jobs import attach, jobs, submit_job
+from etrain_jupyter.job.training_job import TrainingJob
+from etrain_jupyter.pools import get_pool
+
+__all__ = ["Plan", "attach", "distributed", "jobs", "plan_cell", "plan_job", "show", "submit"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A checked job that nobody has submitted yet."""
+
+    config: TrainConfig
+    bundle: Bundle
+    cell: str = ""
+
+
+def plan_job(parsed: ParsedJob, notebook: Mapping[str, Any], *, cell: str = "") -> Plan:
+    """Check what a job names, and capture it by value."""
+    names = parsed.namespace(notebook)
+    check_references(parsed.config, names, source=parsed.source)
+    bundle = capture_bundle(parsed.config.references(), names, cell_numbers=_cell_numbers())
+    return Plan(config=parsed.config, bundle=bundle, cell=cell)
+
+
+def plan_cell(body: str, notebook: Mapping[str, Any], flags: Mapping[str, Any], line: str) -> Plan:
+    """Check a cell; ``flags`` of its first ``line`` win over its body."""
+    parsed = parse_cell(body, namespace=notebook, overrides=flags, first_line=line)
+    return plan_job(parsed, notebook, cell=body)
+
+
+def _cell_numbers() -> Mapping[str, int]:
+    """Return the execution count of every cell by the file name that its code has."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    return dict(getattr(getattr(shell, "compile", None), "_filename_map", {}))
+
+
+def submit(plan: Plan) -> TrainingJob:
+    """Bring the pool up and hand the job to its coordinator."""
+    for warning in plan.bundle.warnings:
+        print(f"etrain: {warning}")
+    address = get_pool(plan.config.pool).up()
+    return submit_job(plan.config, plan.bundle, address=address, cell=plan.cell)
+
+
+def show(job: TrainingJob) -> None:
+    """Display a job's dashboard, the same one in every cell that asks for it."""
+    if job.screen is None:
+        screen = Dashboard(job_id=job.id, on_request=lambda name, args: job.request(name, **args))
+        # The first picture should have the history in it, but a slow disk must not hold it up.
+        job.subscribe(screen.add_events).wait(2.0)
+        job.screen = screen
+    job.screen.show()
+
+
+def distributed(body: Mapping[str, Any] | None = None, /, **keys: Any) -> TrainingJob:
+    """Submit a job from Python: the keys of the cell's body, as a mapping, as keywords or both.
+
+    References are expressions over the caller's names, or the objects themselves.
+    """
+    caller = sys._getframe(1)
+    names = {**caller.f_globals, **caller.f_locals}
+    job = submit(plan_job(parse_mapping({**(body or {}), **keys}, names), names))
+    if has_front_end():
+        show(job)
+    return job

@@ -1,0 +1,185 @@
+"""``%%etrain`` and ``%etrain``: reads the line, asks ``launch`` or a sub-command, shows the answer.
+
+The only place where an EtrainError becomes what a cell shows: its own lines, no frames of ours or
+of IPython, and the status "error" so that "Run All" stops. Whatever else is raised stays a normal
+traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from typing import TYPE_CHECKING, Any
+
+from IPython.core.magic import Magics, line_cell_magic, magics_class, no_var_expand
+
+from etrain_jupyter import launch
+from etrain_jupyter.errors import ConfigError, EtrainError
+from etrain_jupyter.job.run_store import RunStore
+from etrain_jupyter.job.training_job import TrainingJob
+from etrain_jupyter.subcommands import (
+    HelpRequested,
+    find_subcommand,
+    make_parser,
+    overview,
+    run_line,
+    wait_for,
+)
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+CELL_COMMAND = "distributed"
+
+
+@magics_class
+class EtrainMagics(Magics):
+    """The magics of one shell; also the surface from which its sub-commands are run."""
+
+    @property
+    def store(self) -> RunStore:
+        """The run store of the folder in which the kernel runs now."""
+        return RunStore()
+
+    @no_var_expand
+    @line_cell_magic
+    def etrain(self, line: str, cell: str | None = None) -> None:
+        """Train elastically: %%etrain distributed with a YAML body, %etrain --help for the rest."""
+        try:
+            text = self._run_line(line) if cell is None else self._run_cell(line, cell)
+        except EtrainError as exc:
+            # IPython asks the exception itself for its lines and prints no frames then.
+            exc._render_traceback_ = exc.render  # type: ignore[attr-defined]
+            raise
+        if text:
+            print(text)
+
+    def find(self, name_or_id: str | None) -> TrainingJob:
+        """Return the job of that name or id; the latest without one."""
+        return launch.attach(name_or_id, store=self.store)
+
+    def show(self, job: TrainingJob, variable: str | None = None) -> str:
+        """Show a job's dashboard here and bind the job to ``variable``."""
+        self._bind(variable, job)
+        launch.show(job)
+        return ""
+
+    def _run_line(self, line: str) -> str:
+        words = split_line(line)
+        if words and words[0] == CELL_COMMAND:
+            if {"-h", "--help"} & set(words):
+                return distributed_parser().format_help()
+            raise ConfigError(
+                "%etrain distributed needs a body",
+                hint="begin the cell with %%etrain distributed; %etrain template prints a body",
+            )
+        return run_line(self, words, prog="%etrain")
+
+    def _run_cell(self, line: str, body: str) -> str:
+        words = split_line(line)
+        if not words or words[0] != CELL_COMMAND:
+            return self._refuse_cell(words)
+        try:
+            options = distributed_parser().parse_args(words[1:])
+        except HelpRequested as help_text:
+            return str(help_text)
+        if options.out and not options.out.isidentifier():
+            raise ConfigError(f"--out {options.out}: that is no name for a variable")
+        given = {"name": options.name, "pool": options.pool}
+        flags = {key: value for key, value in given.items() if value is not None}
+        plan = launch.plan_cell(body, self._names(), flags, f"%%etrain {line}".rstrip())
+        if options.dry_run:
+            return describe_plan(plan)
+        job = launch.submit(plan)
+        self._bind(options.out, job)
+        if not options.quiet:
+            launch.show(job)
+        if options.wait:
+            wait_for(job)
+        return ""
+
+    def _refuse_cell(self, words: list[str]) -> str:
+        if not words or words[0] in ("-h", "--help", "help"):
+            return overview("%etrain")
+        name = find_subcommand(words[0], prog="%%etrain", others=[CELL_COMMAND]).name
+        raise ConfigError(f"{name} takes no body", hint=f"type %etrain {' '.join(words)}")
+
+    def _bind(self, variable: str | None, job: TrainingJob) -> None:
+        if variable:
+            self._names()[variable] = job
+
+    def _names(self) -> dict[str, Any]:
+        """Return the notebook's names."""
+        assert self.shell is not None, "magics are registered with a shell"
+        names: dict[str, Any] = self.shell.user_ns
+        return names
+
+
+def split_line(line: str) -> list[str]:
+    """Return the words of a magic's line, the comment at its end left out.
+
+    Raises:
+        ConfigError: If a quotation is not closed.
+    """
+    try:
+        return shlex.split(re.sub(r"(^|\s)#.*$", "", line))
+    except ValueError as exc:
+        raise ConfigError(f"the line cannot be read ({exc})", hint=f"line: {line}") from exc
+
+
+def distributed_parser() -> argparse.ArgumentParser:
+    """Return the parser of the line ``%%etrain distributed``."""
+    parser = make_parser(
+        f"%%etrain {CELL_COMMAND}",
+        "Train what the YAML in the cell's body says, on workers that may come and go.",
+        epilog="%etrain template prints a commented body.",
+    )
+    add = parser.add_argument
+    add("--name", help="the job's name; else the body's, else the model's")
+    add("-o", "--out", metavar="VAR", help="bind the job to this name")
+    add("--pool", help="where the workers come from; else the body's, else local")
+    add("--wait", action="store_true", help="block until the job has ended; interrupt to stop it")
+    add("--dry-run", action="store_true", help="check and show the plan, submit nothing")
+    add("--quiet", action="store_true", help="show no dashboard")
+    return parser
+
+
+def describe_plan(plan: launch.Plan) -> str:
+    """Return what a checked job would do, for ``--dry-run``."""
+    config = plan.config
+    size = sum(plan.bundle.sizes.values())
+    captured = ", ".join(f"{name} {_bytes(n)}" for name, n in plan.bundle.sizes.items())
+    length = f"{config.steps} steps" if config.steps else f"{config.epochs:g} epochs"
+    lines = {
+        "model": config.model,
+        "length": f"{length} of batch {config.batch.global_batch_size}",
+        "workers": f"{config.workers.min} to {config.max_workers()} of pool {config.pool}",
+        "captured": f"{_bytes(size)}: {captured}" if captured else "nothing",
+        "price": "nothing, this is your own machine",
+    }
+    table = [f"  {name:<10}{text}" for name, text in lines.items()]
+    return "\n".join(["The cell is a valid job. Nothing was submitted (--dry-run).", *table])
+
+
+def _bytes(size: int) -> str:
+    """Return a size for people.
+
+    >>> _bytes(2_500_000)
+    '2.5 MB'
+    """
+    if size < 1_000:
+        return f"{size} B"
+    return f"{size / 1e3:.3g} kB" if size < 1_000_000 else f"{size / 1e6:.3g} MB"
+
+
+def load(shell: InteractiveShell) -> None:
+    """Register the magics; what ``%load_ext etrain_jupyter`` calls."""
+    shell.register_magics(EtrainMagics)
+
+
+def unload(shell: InteractiveShell) -> None:
+    """Remove them again; jobs and clusters go on."""
+    magics: dict[str, dict[str, Any]] = shell.magics_manager.magics
+    for kind in ("cell", "line"):
+        magics[kind].pop("etrain", None)

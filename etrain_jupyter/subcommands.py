@@ -1,0 +1,378 @@
+"""The sub-commands that ``%etrain`` and ``etrain`` share: each a function that returns text.
+
+A sub-command gets a ``Surface``: how this place finds a job and shows one. The table at the end of
+the file is the list that help, completion and the nearest-name hint are made from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import NoReturn, Protocol
+
+from etrain_jupyter.config import template
+from etrain_jupyter.doctor import examine
+from etrain_jupyter.errors import ConfigError, EtrainError, NotSupportedYetError
+from etrain_jupyter.events.types import TERMINAL_STATUSES, LogLine, UserErrorRaised
+from etrain_jupyter.job.history import peek_log
+from etrain_jupyter.job.link import link_to
+from etrain_jupyter.job.run_store import JobRecord, RunStore
+from etrain_jupyter.job.training_job import TrainingJob
+from etrain_jupyter.pools import registry
+
+LATER = ("chaos", "checkpoints", "cost", "diagnose", "plan", "reap", "tensorboard", "up")
+"""Sub-commands of the contract that this version does not have."""
+
+
+class Surface(Protocol):
+    """The place from which a sub-command was typed."""
+
+    @property
+    def store(self) -> RunStore:
+        """Where its jobs are."""
+
+    def find(self, name_or_id: str | None) -> TrainingJob:
+        """Return the job of that name or id; the latest without one."""
+
+    def show(self, job: TrainingJob, variable: str | None = None) -> str:
+        """Show a job, and bind it to ``variable`` if the place has variables."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises where argparse would end the process: a mistyped line must not end a kernel."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise what the surface shows instead of exiting."""
+        flags = [word for word in message.split() if word.startswith("-")]
+        known = [name for name in self._option_string_actions if name.startswith("--")]
+        near = difflib.get_close_matches(flags[0], known, n=1) if flags else []
+        hint = f"did you mean {near[0]}?" if near else self.format_usage().strip()
+        raise ConfigError(f"{self.prog}: {message}", hint=hint)
+
+
+class HelpAction(argparse.Action):
+    """``--help`` as an exception that carries the text."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        """Stop parsing."""
+        raise HelpRequested(parser.format_help())
+
+
+class HelpRequested(Exception):
+    """Somebody typed ``--help``; the text is the only argument."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subcommand:
+    """One sub-command: its words, its arguments and what it does."""
+
+    name: str
+    summary: str
+    run: Callable[[Surface, argparse.Namespace], str]
+    arguments: tuple[Callable[[argparse.ArgumentParser], object], ...] = ()
+    is_for_notebooks_only: bool = False
+
+
+def make_parser(prog: str, summary: str, epilog: str = "") -> Parser:
+    """Return a parser that neither prints nor exits."""
+    parser = Parser(
+        prog=prog, description=summary, epilog=epilog, add_help=False, allow_abbrev=False
+    )
+    parser.register("action", "help", HelpAction)
+    parser.add_argument("-h", "--help", action="help", nargs=0, help="show this text")
+    return parser
+
+
+def run_line(surface: Surface, words: Sequence[str], *, prog: str) -> str:
+    """Carry out one line, for example ``["scale", "4"]``, and return what there is to read.
+
+    Raises:
+        EtrainError: For what cannot be done; the message says what to type instead.
+    """
+    if not words or words[0] in ("-h", "--help", "help"):
+        return overview(prog)
+    command = find_subcommand(words[0], prog=prog)
+    parser = make_parser(f"{prog} {command.name}", command.summary)
+    for add in command.arguments:
+        add(parser)
+    try:
+        return command.run(surface, parser.parse_args(list(words[1:])))
+    except HelpRequested as help_text:
+        return str(help_text)
+
+
+def find_subcommand(name: str, *, prog: str, others: Sequence[str] = ()) -> Subcommand:
+    """Return the sub-command of that name; ``others`` are words that may have been meant.
+
+    Raises:
+        ConfigError: If there is none; the message names the nearest.
+        NotSupportedYetError: If a later version brings it.
+    """
+    for command in SUBCOMMANDS:
+        if command.name == name:
+            return command
+    if name in LATER:
+        raise NotSupportedYetError(f"{prog} {name} comes with a later version")
+    known = [*others, *(c.name for c in SUBCOMMANDS)]
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"did you mean {prog} {near[0]}?" if near else f"{prog} --help lists what there is"
+    raise ConfigError(f"there is no {prog} {name}", hint=hint)
+
+
+def overview(prog: str) -> str:
+    """Return the list of sub-commands."""
+    is_notebook = prog.startswith("%")
+    lines = [f"{prog} SUB-COMMAND [arguments]; each takes --help and defaults to the latest job."]
+    if is_notebook:
+        lines.append(
+            "  %%etrain distributed   train what the cell's YAML says; see %etrain template"
+        )
+    lines += [
+        f"  {c.name:<12}{c.summary}"
+        for c in SUBCOMMANDS
+        if is_notebook or not c.is_for_notebooks_only
+    ]
+    return "\n".join(lines)
+
+
+# --- the sub-commands -----------------------------------------------------------------------------
+
+
+def _list(surface: Surface, args: argparse.Namespace) -> str:
+    records = surface.store.records()
+    if not records:
+        return f"No jobs in {surface.store.root}."
+    table = [("JOB", "STATUS", "STEP", "WORKERS", "SUBMITTED")]
+    table += [_row(record) for record in records[: args.number]]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in table]
+    return "\n".join(lines)
+
+
+def _row(record: JobRecord) -> tuple[str, ...]:
+    """Return what the two ends of a job's log tell, without asking a cluster."""
+    latest = peek_log(record.log_path)
+    is_gone = not latest.is_terminal and link_to(record.cluster) is None
+    return (
+        record.job_id,
+        "failed (its cluster is gone)" if is_gone else latest.status,
+        f"{latest.step}/{latest.total_steps}" if latest.total_steps else str(latest.step),
+        "-" if is_gone or latest.is_terminal else str(latest.world_size),
+        datetime.fromtimestamp(record.created).strftime("%Y-%m-%d %H:%M"),
+    )
+
+
+def _show(surface: Surface, args: argparse.Namespace) -> str:
+    return surface.show(surface.find(args.job))
+
+
+def _attach(surface: Surface, args: argparse.Namespace) -> str:
+    return surface.show(surface.find(args.job), args.out)
+
+
+def _wait(surface: Surface, args: argparse.Namespace) -> str:
+    return wait_for(surface.find(args.job), args.timeout)
+
+
+def wait_for(job: TrainingJob, timeout: float | None = None) -> str:
+    """Block until a job has ended; all but success is an error, so that "Run All" stops."""
+    status = job.wait(timeout)
+    if job.screen is not None:
+        job.screen.settle()
+    if status not in TERMINAL_STATUSES:
+        raise EtrainError(
+            f"job {job.id} is {status} after {timeout:g} s, at step {job.step}. It goes on; "
+            "%etrain wait without --timeout waits for its end."
+        )
+    job.raise_for_status()
+    if job.was_interrupted:
+        raise EtrainError(
+            f"job {job.id} was stopped by the interrupt at step {job.step}. "
+            "Run the next cells by hand to go on with what it has learnt."
+        )
+    return repr(job)
+
+
+def _pause(surface: Surface, args: argparse.Namespace) -> str:
+    return surface.find(args.job).pause()
+
+
+def _resume(surface: Surface, args: argparse.Namespace) -> str:
+    job = surface.find(args.job)
+    if job.status in TERMINAL_STATUSES:
+        raise NotSupportedYetError(
+            f"job {job.id} has ended ({job.status}); going on from its checkpoint comes with a "
+            "later version. resume goes on after pause."
+        )
+    return job.resume()
+
+
+def _stop(surface: Surface, args: argparse.Namespace) -> str:
+    return surface.find(args.job).stop(now=args.now)
+
+
+def _checkpoint(surface: Surface, args: argparse.Namespace) -> str:
+    return surface.find(args.job).checkpoint()
+
+
+def _scale(surface: Surface, args: argparse.Namespace) -> str:
+    if args.number is not None and args.max is not None:
+        raise ConfigError("scale takes N or --max, not both: N is short for --max N")
+    most = args.max if args.number is None else args.number
+    if most is None and args.min is None:
+        raise ConfigError("scale to how many workers?", hint="scale N, or --min N and --max N")
+    return surface.find(args.job).scale(min=args.min, max=most)
+
+
+def _preempt(surface: Surface, args: argparse.Namespace) -> str:
+    return surface.find(args.job).preempt(args.worker, notice_s=args.notice)
+
+
+def _kill(surface: Surface, args: argparse.Namespace) -> str:
+    return surface.find(args.job).kill(args.worker)
+
+
+def _audit(surface: Surface, args: argparse.Namespace) -> str:
+    return str(surface.find(args.job).audit())
+
+
+def _logs(surface: Surface, args: argparse.Namespace) -> str:
+    lines = []
+    for event in surface.find(args.job).events():
+        clock = datetime.fromtimestamp(event.time).strftime("%H:%M:%S")
+        if isinstance(event, LogLine):
+            lines.append(f"{clock} {event.level:<7} {event.worker or 'coordinator'}: {event.text}")
+        elif isinstance(event, UserErrorRaised):
+            lines.append(f"{clock} error   {', '.join(event.workers)}: {event.traceback.rstrip()}")
+    return "\n".join(lines[-args.number :]) or "No log lines."
+
+
+def _template(surface: Surface, args: argparse.Namespace) -> str:
+    return template()
+
+
+def _doctor(surface: Surface, args: argparse.Namespace) -> str:
+    return "\n".join(map(str, examine(surface.store)))
+
+
+def _pools(surface: Surface, args: argparse.Namespace) -> str:
+    return registry.describe_pools()
+
+
+def _down(surface: Surface, args: argparse.Namespace) -> str:
+    return registry.down(args.cluster)
+
+
+def _job(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("job", nargs="?", help="name, id or the start of an id; the latest job")
+
+
+def _job_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--job", help="name, id or the start of an id; the latest job")
+
+
+def _count(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("number", nargs="?", type=int, metavar="N", help="short for --max N")
+    parser.add_argument("--min", type=int, help="wait below this number of workers")
+    parser.add_argument("--max", type=int, help="never use more workers")
+
+
+def _worker(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("worker", nargs="?", help="its name; by default the coordinator chooses")
+
+
+def _notice(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--notice", type=float, default=120.0, metavar="S", help="seconds (120)")
+
+
+def _now(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--now", action="store_true", help="at once, without a checkpoint")
+
+
+def _timeout(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--timeout", type=float, metavar="S", help="give up after S seconds")
+
+
+def _out(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-o", "--out", metavar="VAR", help="bind the job to this name")
+
+
+def _number(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-n", "--number", type=int, default=50, metavar="N", help="at most N (50)")
+
+
+def _cluster(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("cluster", nargs="?", help="a cluster's id; by default every one of yours")
+
+
+SUBCOMMANDS: tuple[Subcommand, ...] = (
+    Subcommand(
+        name="ls", summary="list the jobs, the newest first", run=_list, arguments=(_number,)
+    ),
+    Subcommand(name="show", summary="show a job", run=_show, arguments=(_job,)),
+    Subcommand(
+        name="attach",
+        summary="follow a job from this notebook",
+        run=_attach,
+        arguments=(_job, _out),
+        is_for_notebooks_only=True,
+    ),
+    Subcommand(
+        name="wait", summary="block until a job has ended", run=_wait, arguments=(_job, _timeout)
+    ),
+    Subcommand(
+        name="pause", summary="let the ranks wait with their state", run=_pause, arguments=(_job,)
+    ),
+    Subcommand(name="resume", summary="go on after pause", run=_resume, arguments=(_job,)),
+    Subcommand(
+        name="stop",
+        summary="end a job after its next step, with a checkpoint",
+        run=_stop,
+        arguments=(_job, _now),
+    ),
+    Subcommand(
+        name="checkpoint",
+        summary="write a checkpoint after the next step",
+        run=_checkpoint,
+        arguments=(_job,),
+    ),
+    Subcommand(
+        name="scale",
+        summary="change how many workers a job may have",
+        run=_scale,
+        arguments=(_count, _job_option),
+    ),
+    Subcommand(
+        name="preempt",
+        summary="take a worker away with a notice, as a spot market does",
+        run=_preempt,
+        arguments=(_worker, _notice, _job_option),
+    ),
+    Subcommand(
+        name="kill",
+        summary="kill a worker's process: a fault on purpose",
+        run=_kill,
+        arguments=(_worker, _job_option),
+    ),
+    Subcommand(
+        name="audit",
+        summary="prove from the log that each sample was trained once an epoch",
+        run=_audit,
+        arguments=(_job,),
+    ),
+    Subcommand(
+        name="logs",
+        summary="what the trainers printed",
+        run=_logs,
+        arguments=(_job, _number),
+    ),
+    Subcommand(name="template", summary="print a commented body", run=_template),
+    Subcommand(name="pools", summary="list the pools and their clusters", run=_pools),
+    Subcommand(
+        name="down", summary="end clusters that we started", run=_down, arguments=(_cluster,)
+    ),
+    Subcommand(name="doctor", summary="what is wrong here, and how to mend it", run=_doctor),
+)

@@ -1,0 +1,296 @@
+"""What every checkpoint store must pass: subclass ``StoreContract`` and give it a store.
+
+::
+
+    class TestMyStore(StoreContract):
+        @pytest.fixture
+        def place(self, tmp_path):
+            return MyPlace(tmp_path)
+
+where the place opens the store and can damage it behind its back, see ``StorePlace``.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+
+from etrain_jupyter.checkpoints import (
+    CheckpointStore,
+    Manifest,
+    Part,
+    manifest_key,
+    newest_valid,
+    open_newest,
+)
+from etrain_jupyter.errors import CheckpointError
+
+_MODEL = bytes(range(256)) * 64
+_STATE = b'{"step": 0}'
+
+
+class StorePlace(Protocol):
+    """Where a store keeps its things, reached around the store, as a fault would."""
+
+    def open(self) -> CheckpointStore:
+        """Return a new store object for the same place, as another process would."""
+        ...
+
+    def list_keys(self) -> set[str]:
+        """Return the keys of all files or objects in it."""
+        ...
+
+    def read(self, key: str) -> bytes:
+        """Return what lies at a key."""
+        ...
+
+    def write(self, key: str, data: bytes) -> None:
+        """Replace what lies at a key, or make it."""
+        ...
+
+    def remove(self, key: str) -> None:
+        """Take away what lies at a key."""
+        ...
+
+
+class StoreContract:
+    """The suite; a subclass gives the fixture ``place``."""
+
+    @pytest.fixture
+    def store(self, place: StorePlace) -> CheckpointStore:
+        """Return the store under test."""
+        return place.open()
+
+    def test_new_store_has_no_checkpoint(self, store: CheckpointStore) -> None:
+        """An empty place says so, and looking does not fail."""
+        assert store.list_steps() == []
+        assert store.prune([]) == []
+        with pytest.raises(CheckpointError, match="no checkpoint yet"):
+            newest_valid(store)
+
+    def test_saved_bytes_come_back(self, store: CheckpointStore, place: StorePlace) -> None:
+        """What one process commits another one reads."""
+        manifest = save(store, 100)
+        assert store.commit(manifest)
+        found = open_newest(place.open(), job_id="job")
+        assert found.manifest == manifest
+        assert found.skipped == []
+        assert found.files["model.safetensors"].read_bytes() == _MODEL
+        assert found.files["state.json"].read_bytes() == _STATE
+        assert manifest.size_bytes == len(_MODEL) + len(_STATE)
+
+    def test_files_and_empty_parts_can_be_stored(
+        self, store: CheckpointStore, tmp_path: Path
+    ) -> None:
+        """A part may come from a local file, and may be empty."""
+        source = tmp_path / "source"
+        source.write_bytes(_MODEL)
+        folder = store.begin(1)
+        from_file = store.put_part(folder, "model.safetensors", source)
+        empty = store.put_part(folder, "empty", b"")
+        view = store.put_part(folder, "view", memoryview(_MODEL)[3:10])
+        assert source.read_bytes() == _MODEL
+        assert store.get_part(from_file).read_bytes() == _MODEL
+        assert store.get_part(empty).read_bytes() == b""
+        assert store.get_part(view).read_bytes() == _MODEL[3:10]
+
+    def test_checkpoint_without_manifest_does_not_exist(self, store: CheckpointStore) -> None:
+        """A write that was cut short leaves the older checkpoint the newest."""
+        store.commit(save(store, 100))
+        save(store, 200)
+        assert store.list_steps() == [100]
+        assert newest_valid(store)[0].step == 100
+
+    def test_keys_are_never_used_twice(self, store: CheckpointStore, place: StorePlace) -> None:
+        """A second attempt at a step writes elsewhere, and a part is written once."""
+        folder = store.begin(100)
+        store.put_part(folder, "model.safetensors", b"first")
+        other = place.open().begin(100)
+        assert other != folder
+        assert store.begin(100) not in {folder, other}
+        part = place.open().put_part(other, "model.safetensors", b"second")
+        with pytest.raises(CheckpointError, match="never used twice"):
+            store.put_part(folder, "model.safetensors", b"third")
+        assert store.get_part(part).read_bytes() == b"second"
+
+    def test_one_of_many_writers_commits(self, place: StorePlace) -> None:
+        """Of writers that race for a step one is told yes, and its bytes are what is read."""
+
+        def write(writer: int) -> tuple[int, bool]:
+            store = place.open()
+            return writer, store.commit(save(store, 100, model=bytes([writer]) * 1000))
+
+        with ThreadPoolExecutor(4) as pool:
+            results = list(pool.map(write, range(4)))
+        winners = [writer for writer, is_mine in results if is_mine]
+        assert len(winners) == 1
+        model = open_newest(place.open()).files["model.safetensors"].read_bytes()
+        assert model == bytes(winners * 1000)
+
+    def test_commit_can_be_asked_again(self, store: CheckpointStore, place: StorePlace) -> None:
+        """A writer that does not know whether it committed asks again and is told."""
+        mine, other = save(store, 100), save(place.open(), 100, model=b"other")
+        assert store.commit(mine)
+        assert store.commit(mine)
+        assert not place.open().commit(other)
+
+    def test_commit_needs_its_parts(self, store: CheckpointStore, place: StorePlace) -> None:
+        """A manifest never names a part that is not there."""
+        manifest = save(store, 100)
+        place.remove(manifest.parts["state.json"].key)
+        with pytest.raises(CheckpointError, match=r"state\.json is missing"):
+            store.commit(manifest)
+        assert store.list_steps() == []
+
+    @pytest.mark.parametrize(
+        ("fault", "reason"),
+        [
+            ("missing", "is missing"),
+            ("short", "bytes instead of"),
+            ("bit", "was altered"),
+            ("pickle", "was altered"),
+        ],
+    )
+    def test_damaged_part_is_refused_and_the_older_one_loads(
+        self, store: CheckpointStore, place: StorePlace, fault: str, reason: str
+    ) -> None:
+        """Readers fall back to the newest that verifies, and say what they refused and why."""
+        store.commit(save(store, 100))
+        manifest = save(store, 200)
+        store.commit(manifest)
+        _damage(place, manifest.parts["model.safetensors"].key, fault)
+        found, skipped = newest_valid(place.open())
+        assert found.step == 100
+        assert len(skipped) == 1
+        assert skipped[0].startswith("step_00000200: ")
+        assert "model.safetensors" in skipped[0]
+        assert reason in skipped[0]
+
+    @pytest.mark.parametrize("fault", ["short", "bit", "empty", "list"])
+    def test_damaged_manifest_is_refused_and_the_older_one_loads(
+        self, store: CheckpointStore, place: StorePlace, fault: str
+    ) -> None:
+        """A manifest that is cut short or altered names no checkpoint."""
+        store.commit(save(store, 100))
+        store.commit(save(store, 200))
+        _damage(place, manifest_key(200), fault)
+        found, skipped = newest_valid(place.open())
+        assert found.step == 100
+        assert len(skipped) == 1
+        assert "its manifest" in skipped[0]
+
+    def test_foreign_job_is_refused(self, store: CheckpointStore) -> None:
+        """Another job's checkpoint is not loaded by mistake."""
+        store.commit(save(store, 100))
+        store.commit(save(store, 200, job_id="stranger"))
+        found, skipped = newest_valid(store, job_id="job")
+        assert found.step == 100
+        assert skipped == ["step_00000200: it belongs to job stranger, not to job"]
+
+    def test_nothing_valid_names_every_refusal(
+        self, store: CheckpointStore, place: StorePlace
+    ) -> None:
+        """Without a valid checkpoint the error lists them all."""
+        for step in (100, 200):
+            manifest = save(store, step)
+            store.commit(manifest)
+            _damage(place, manifest.parts["state.json"].key, "missing")
+        with pytest.raises(CheckpointError, match=r"step_00000200: .*step_00000100: "):
+            newest_valid(store)
+
+    @pytest.mark.parametrize(
+        "key",
+        ["../secret", "/etc/passwd", "checkpoints/../../secret", "manifests/x/y", "checkpoints/a"],
+    )
+    def test_keys_outside_are_refused(
+        self, store: CheckpointStore, place: StorePlace, key: str
+    ) -> None:
+        """A manifest cannot make a reader open another file, whoever wrote it."""
+        part = Part(key=key, sha256="0" * 64, size=1)
+        with pytest.raises(CheckpointError, match="refused"):
+            store.get_part(part)
+        good = save(store, 100)
+        evil = Manifest(**{**vars(good), "parts": {"model.safetensors": part}})
+        place.write(manifest_key(100), evil.to_json().encode())
+        with pytest.raises(CheckpointError, match="refused"):
+            store.read_manifest(100)
+        with pytest.raises(CheckpointError, match="refused"):
+            store.put_part("checkpoints/..", "secret", b"x")
+
+    def test_prune_keeps_what_it_is_told(self, store: CheckpointStore, place: StorePlace) -> None:
+        """Other checkpoints go, manifest and parts; the kept ones verify."""
+        for step in (100, 200, 300):
+            store.commit(save(store, step))
+        removed = place.open().prune([200, 300])
+        assert set(removed) == {"manifests/step_00000100.json", "checkpoints/step_00000100"}
+        assert store.list_steps() == [200, 300]
+        assert not any("step_00000100" in key for key in place.list_keys())
+        assert newest_valid(store)[1] == []
+
+    def test_prune_clears_what_a_crash_left(
+        self, store: CheckpointStore, place: StorePlace
+    ) -> None:
+        """Parts that no manifest names go once a newer checkpoint exists, and not before."""
+        save(store, 100)
+        save(store, 200)
+        store.commit(save(store, 200))
+        save(store, 300)
+        removed = store.prune([200])
+        assert removed == ["checkpoints/step_00000100"]
+        store.commit(save(store, 300))
+        assert set(store.prune([200, 300])) == {"checkpoints/step_00000200"}
+        assert newest_valid(store) == (store.read_manifest(300), [])
+        store.commit(save(store, 400))
+        assert set(store.prune([200, 300, 400])) == {"checkpoints/step_00000300"}
+        assert all(place.read(key) is not None for key in place.list_keys())
+
+    def test_prune_keeps_the_parts_of_a_manifest_that_it_cannot_read(
+        self, store: CheckpointStore, place: StorePlace
+    ) -> None:
+        """What cannot be read now may be readable later; only an order removes it."""
+        manifest = save(store, 100)
+        store.commit(manifest)
+        whole = place.read(manifest_key(100))
+        store.commit(save(store, 200))
+        _damage(place, manifest_key(100), "short")
+        assert store.prune([100, 200]) == []
+        place.write(manifest_key(100), whole)
+        assert store.read_manifest(100) == manifest
+        assert store.get_part(manifest.parts["state.json"]).read_bytes() == _STATE
+
+
+def save(
+    store: CheckpointStore, step: int, *, model: bytes = _MODEL, job_id: str = "job"
+) -> Manifest:
+    """Store a small checkpoint's parts and return the manifest, which is still to be committed."""
+    folder = store.begin(step)
+    parts = {
+        "model.safetensors": store.put_part(folder, "model.safetensors", model),
+        "state.json": store.put_part(folder, "state.json", _STATE),
+    }
+    return Manifest(
+        step=step,
+        job_id=job_id,
+        generation=1,
+        config_digest="c" * 64,
+        created=1_700_000_000.0,
+        parts=parts,
+    )
+
+
+def _damage(place: StorePlace, key: str, fault: str) -> None:
+    data = place.read(key)
+    if fault == "missing":
+        place.remove(key)
+    elif fault == "short":
+        place.write(key, data[:-7])
+    elif fault == "bit":
+        middle = len(data) // 2
+        place.write(key, data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :])
+    elif fault == "pickle":
+        place.write(key, b"\x80\x04N.".ljust(len(data), b"\0"))
+    else:
+        place.write(key, {"empty": b"", "list": b"[1, 2]"}[fault])

@@ -1,0 +1,51 @@
+// Small helpers that touch the page, and only ever put text into it.
+
+export function make<K extends keyof HTMLElementTagNameMap>(tag: K, className = ''): HTMLElementTagNameMap[K] {
+  const element = document.createElement(tag);
+  if (className) {
+    element.className = className;
+  }
+  return element;
+}
+
+/** A box of fixed height that a keyboard can scroll. */
+export function scrolling(className: string, label: string, content: HTMLElement): HTMLElement {
+  const box = make('div', `etrain-scroll ${className}`);
+  box.tabIndex = 0;
+  box.setAttribute('role', 'region');
+  box.setAttribute('aria-label', label);
+  box.append(content);
+  return box;
+}
+
+/** Change a text only if it is another one: a selection or a pointer over it stays. */
+export function setText(element: HTMLElement, text: string): void {
+  if (element.textContent !== text) {
+    element.textContent = text;
+  }
+}
+
+/** Make the children of `parent` stand for `items`, and keep those elements that stay. */
+export function reconcile<T>(
+  parent: HTMLElement,
+  items: T[],
+  keyOf: (item: T) => string,
+  create: (item: T) => HTMLElement,
+  fill: (element: HTMLElement, item: T) => void
+): void {
+  const present = new Map([...parent.children].map(child => [(child as HTMLElement).dataset.key, child as HTMLElement]));
+  let place = parent.firstElementChild;
+  for (const item of items) {
+    const key = keyOf(item);
+    const element = present.get(key) ?? create(item);
+    present.delete(key);
+    element.dataset.key = key;
+    fill(element, item);
+    if (element === place) {
+      place = place.nextElementSibling;
+    } else {
+      parent.insertBefore(element, place);
+    }
+  }
+  present.forEach(element => element.remove());
+}

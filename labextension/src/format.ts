@@ -1,0 +1,72 @@
+// Numbers, durations and sizes as a person reads them.
+
+const GROUPED = new Intl.NumberFormat('en-US', { maximumFractionDigits: 0 });
+const COMPACT = new Intl.NumberFormat('en-US', { notation: 'compact', maximumFractionDigits: 1 });
+export const NONE = '–';
+
+/** Four significant digits; `–` for what is not there. */
+export function number(value: number | null | undefined): string {
+  if (value === null || value === undefined) {
+    return NONE;
+  }
+  if (!Number.isFinite(value)) {
+    return Number.isNaN(value) ? 'NaN' : value > 0 ? '∞' : '−∞';
+  }
+  const size = Math.abs(value);
+  if (value !== 0 && (size < 1e-3 || size >= 1e9)) {
+    return value.toExponential(2).replace('-', '−');
+  }
+  return size >= 1000 ? GROUPED.format(value) : String(Number(value.toPrecision(4)));
+}
+
+export function count(value: number | null | undefined): string {
+  return value === null || value === undefined ? NONE : GROUPED.format(value);
+}
+
+/** A label of an axis: as short as it can be. */
+export function tick(value: number): string {
+  const size = Math.abs(value);
+  if (value !== 0 && (size < 1e-3 || size >= 1e12)) {
+    return value.toExponential(0);
+  }
+  return size >= 10000 ? COMPACT.format(value) : size >= 1000 ? GROUPED.format(value) : String(Number(value.toPrecision(4)));
+}
+
+/** `0:42`, `12:05`, `3:04:09`. */
+export function clock(seconds: number): string {
+  const whole = Math.max(0, Math.round(seconds));
+  const two = (n: number) => String(n).padStart(2, '0');
+  const hours = Math.floor(whole / 3600);
+  const minutes = Math.floor((whole % 3600) / 60);
+  return hours ? `${hours}:${two(minutes)}:${two(whole % 60)}` : `${minutes}:${two(whole % 60)}`;
+}
+
+/** `3 s`, `4 min`, `2 h`, `5 d`: how long ago something was. */
+export function age(seconds: number): string {
+  const s = Math.max(0, seconds);
+  if (s < 60) {
+    return `${Math.floor(s)} s`;
+  }
+  if (s < 3600) {
+    return `${Math.floor(s / 60)} min`;
+  }
+  return s < 172800 ? `${Math.floor(s / 3600)} h` : `${Math.floor(s / 86400)} d`;
+}
+
+/** `812 B`, `1.5 MB`. */
+export function size(bytes: number): string {
+  const units = ['B', 'kB', 'MB', 'GB', 'TB'];
+  let value = bytes;
+  let unit = 0;
+  while (value >= 1000 && unit < units.length - 1) {
+    value /= 1000;
+    unit++;
+  }
+  return `${unit ? value.toFixed(1) : value} ${units[unit]}`;
+}
+
+/** The local time of day of an instant in seconds since the epoch. */
+export function timeOfDay(seconds: number): string {
+  const date = new Date(seconds * 1000);
+  return Number.isNaN(date.getTime()) ? '' : date.toTimeString().slice(0, 8);
+}

@@ -1,0 +1,76 @@
+// YAML in cells that start with %%etrain: CodeMirror gets another language for as long as they do.
+import { LanguageSupport, StreamLanguage, StreamParser, StringStream } from '@codemirror/language';
+import { yaml } from '@codemirror/legacy-modes/mode/yaml';
+import { Compartment, EditorState, Extension, Prec } from '@codemirror/state';
+
+const MAGIC = /^\s*%%etrain\b/;
+
+interface IState {
+  /** Whether the line of the magic itself is being read. */
+  isHead: boolean;
+  numWords: number;
+  body: unknown;
+}
+
+const body = yaml as StreamParser<unknown>;
+
+const parser: StreamParser<IState> = {
+  name: 'etrain-yaml',
+  startState: unit => ({ isHead: true, numWords: 0, body: body.startState!(unit) }),
+  copyState: state => ({
+    ...state,
+    body: body.copyState ? body.copyState(state.body) : { ...(state.body as object) }
+  }),
+  token: (stream, state) => (state.isHead ? headToken(stream, state) : body.token(stream, state.body)),
+  blankLine: (state, unit) => {
+    state.isHead = false;
+    body.blankLine?.(state.body, unit);
+  },
+  languageData: { commentTokens: { line: '#' }, indentOnInput: /^\s*[\]}]$/ }
+};
+
+/** `%%etrain distributed --name digits  # comment`: magic, sub-command, flags, their values. */
+function headToken(stream: StringStream, state: IState): string | null {
+  const style = headStyle(stream, state);
+  if (stream.eol()) {
+    state.isHead = false;
+  }
+  return style;
+}
+
+function headStyle(stream: StringStream, state: IState): string | null {
+  if (stream.eatSpace()) {
+    return null;
+  }
+  if (stream.match(/^%%etrain\b/)) {
+    return 'meta';
+  }
+  if (stream.match(/^#.*/)) {
+    return 'comment';
+  }
+  const isFlag = !!stream.match(/^--?[\w-]+/);
+  if (!isFlag) {
+    stream.match(/^\S+/);
+  }
+  return isFlag ? 'attributeName' : state.numWords++ === 0 ? 'keyword' : 'string';
+}
+
+const language = new LanguageSupport(StreamLanguage.define(parser));
+
+/** Switches the language of one editor by its first line; `text` is what the cell holds at first. */
+export function magicLanguage(text: string): Extension {
+  const slot = new Compartment();
+  const choose = (isOn: boolean): Extension => (isOn ? Prec.highest(language) : []);
+  let isOn = MAGIC.test(text);
+  return [
+    slot.of(choose(isOn)),
+    EditorState.transactionExtender.of(transaction => {
+      const isWanted = MAGIC.test(transaction.newDoc.sliceString(0, 64));
+      if (isWanted === isOn) {
+        return null;
+      }
+      isOn = isWanted;
+      return { effects: slot.reconfigure(choose(isOn)) };
+    })
+  ];
+}

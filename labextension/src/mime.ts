@@ -1,0 +1,43 @@
+// Draws application/vnd.etrain.job+json: live if the kernel follows the job, else what the notebook keeps of it.
+import { IRenderMime } from '@jupyterlab/rendermime-interfaces';
+import { Widget } from '@lumino/widgets';
+import { IMountedJob, mountJob } from './core';
+import { KernelLink } from './link';
+
+export const MIME = 'application/vnd.etrain.job+json';
+/** Before the widget view, whose rank is -10. */
+export const RANK = -20;
+
+export class JobOutput extends Widget implements IRenderMime.IRenderer {
+  private job: IMountedJob | null = null;
+  private jobId: string | null = null;
+  private saved: unknown = {};
+
+  constructor(private readonly link: KernelLink) {
+    super();
+    this.addClass('etrain-output');
+  }
+
+  /** The kernel refreshes the saved output now and then: a mounted view stays and only hears of it. */
+  async renderModel(model: IRenderMime.IMimeModel): Promise<void> {
+    this.saved = model.data[MIME] ?? {};
+    const snapshot = (this.saved as { snapshot?: { job_id?: unknown } }).snapshot;
+    const jobId = String(snapshot?.job_id ?? '');
+    if (this.job && this.jobId === jobId) {
+      this.job.refresh();
+      return;
+    }
+    this.job?.unmount();
+    this.jobId = jobId;
+    this.job = mountJob(
+      this.node,
+      this.link.source(jobId, () => this.saved)
+    );
+  }
+
+  dispose(): void {
+    this.job?.unmount();
+    this.job = null;
+    super.dispose();
+  }
+}

@@ -1,0 +1,257 @@
+"""The dashboard in a real JupyterLab, driven by a scripted job: no cluster is needed to draw."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from tests.browser.lab import Lab, Notebook
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
+
+SET_UP = """
+import threading, time
+from etrain_jupyter.dashboard.widget import Dashboard
+from tests.unit.dashboard.scripted_job import Script, play
+
+asked, is_refusing = [], False
+def on_request(request, args):
+    if is_refusing:
+        raise RuntimeError("the cluster does not answer")
+    asked.append((request, time.time()))
+
+def start(num_steps, steps_per_s):
+    script = Script(num_steps, time.time())
+    board = Dashboard(job_id=script.job_id, on_request=on_request)
+    board.show()
+    threading.Thread(
+        target=play, args=(script, board.add_events),
+        kwargs={"steps_per_s": steps_per_s}, daemon=True,
+    ).start()
+    return board
+"""
+START = "board = start(4000, 100)"
+START_SHORT = "board = start(300, 600)"
+BUSY = "end = time.time() + 6\nwhile time.time() < end: sum(range(1000))"
+
+OpenNotebook = Callable[..., Notebook]
+
+
+def shoot(page: Page, name: str) -> None:
+    """Keep a picture for a person to look at, where the variable ETRAIN_SHOTS names a folder."""
+    folder = os.environ.get("ETRAIN_SHOTS")
+    if folder:
+        page.screenshot(path=Path(folder) / f"{name}.png")
+
+
+def step_of(notebook: Notebook, cell: int) -> int:
+    return int(notebook.job(cell).get_attribute("data-step") or 0)
+
+
+def wait_for_step(notebook: Notebook, cell: int, step: int) -> None:
+    notebook.page.wait_for_function(
+        """([cell, step]) => {
+            const job = document.querySelectorAll('.jp-Notebook .jp-CodeCell')[cell]
+                .querySelector('.etrain-job');
+            return job && Number(job.dataset.step) >= step;
+        }""",
+        arg=[cell, step],
+    )
+
+
+def test_the_dashboard_moves_and_stops_while_another_cell_computes(
+    open_notebook: OpenNotebook, page: Page
+) -> None:
+    printed = "print([(name, round(at - begun, 1)) for name, at in asked], board.num_errors)"
+    notebook = open_notebook("busy.ipynb", SET_UP, START, f"begun = time.time()\n{BUSY}", printed)
+    notebook.run(0)
+    notebook.run(1)
+    expect(notebook.job(1)).to_have_attribute("data-phase", "live")
+    wait_for_step(notebook, 1, 50)
+
+    notebook.run(2, wait=False)
+    before = step_of(notebook, 1)
+    wait_for_step(notebook, 1, before + 100)
+    notebook.job(1).get_by_role("button", name="Stop").click()
+    expect(notebook.job(1).get_by_role("button", name="Stopping …")).to_be_disabled()
+    shoot(page, "busy")
+    page.evaluate("() => window.etrainRun")
+    notebook.run(3)
+
+    text = notebook.output(3).inner_text()
+    asked_after_s = float(text.split("'stop', ")[1].split(")")[0])
+    assert asked_after_s < 4.5, text  # the other cell computed for 6 s
+    assert text.rstrip().endswith("] 0")
+    assert notebook.output(2).locator(".etrain-job").count() == 0
+
+
+def test_a_request_that_fails_is_explained_and_can_be_repeated(
+    open_notebook: OpenNotebook,
+) -> None:
+    notebook = open_notebook("refused.ipynb", SET_UP, f"is_refusing = True; {START}")
+    notebook.run(0)
+    notebook.run(1)
+    stop = notebook.job(1).locator(".etrain-stop")
+
+    stop.click()
+
+    expect(notebook.job(1).locator(".etrain-note")).to_have_text(
+        "Error: the cluster does not answer"
+    )
+    expect(stop).to_be_enabled()
+
+
+def test_the_dashboard_survives_a_reload_and_then_the_kernel(
+    lab: Lab, open_notebook: OpenNotebook, page: Page
+) -> None:
+    notebook = open_notebook("reload.ipynb", SET_UP, START)
+    notebook.run(0)
+    notebook.run(1)
+    wait_for_step(notebook, 1, 560)  # past the first refresh of what is saved
+    notebook.save()
+
+    notebook.open(new_kernel=False)
+    expect(notebook.job(1)).to_have_attribute("data-phase", "live")
+    step = step_of(notebook, 1)
+    wait_for_step(notebook, 1, step + 50)
+    shoot(page, "reloaded")
+
+    notebook.restart_kernel()
+    expect(notebook.job(1)).to_have_attribute("data-phase", "gone")
+    expect(notebook.job(1).locator(".etrain-status")).to_have_text("last seen running")
+    assert step_of(notebook, 1) >= step
+    shoot(page, "restarted")
+
+    reopened = Notebook(lab, page, "reload.ipynb").open()
+    expect(reopened.job(1)).to_have_attribute("data-phase", "gone", timeout=10_000)
+    assert step_of(reopened, 1) > 100
+    assert reopened.job(1).locator("canvas").count() == 4
+    shoot(page, "reopened")
+
+    reopened.run(0)
+    reopened.run(1)
+    expect(reopened.job(1)).to_have_attribute("data-phase", "live")
+
+
+def test_what_a_finished_job_leaves_in_the_notebook_is_small_and_complete(
+    open_notebook: OpenNotebook, page: Page
+) -> None:
+    notebook = open_notebook("finished.ipynb", SET_UP, START_SHORT)
+    notebook.run(0)
+    notebook.run(1)
+    expect(notebook.job(1)).to_have_attribute("data-status", "finished", timeout=20_000)
+    page.wait_for_timeout(500)
+
+    saved = notebook.save()
+    [output] = saved["cells"][1]["outputs"]
+    data = output["data"]
+
+    shoot(page, "finished")
+    assert set(data) == {"application/vnd.etrain.job+json", "text/html", "text/plain"}
+    assert data["application/vnd.etrain.job+json"]["snapshot"]["step"] == 300
+    assert "finished, step 300 of 300" in "".join(data["text/plain"])
+    assert len(str(data)) < 100_000
+    assert "widgets" not in saved["metadata"]
+
+
+def test_without_our_extension_the_widget_draws_and_html_stays(
+    lab_without_extension: Lab, page: Page
+) -> None:
+    stopped = "print(asked[0][0], board.num_errors)"
+    lab_without_extension.write_notebook("plain.ipynb", SET_UP, START, START_SHORT, BUSY, stopped)
+    notebook = Notebook(lab_without_extension, page, "plain.ipynb").open()
+    notebook.run(0)
+    notebook.run(2)
+    expect(notebook.job(2)).to_have_attribute("data-phase", "live")
+    expect(notebook.output(2).locator("progress + img, p > img")).to_be_visible(timeout=20_000)
+    expect(notebook.job(2)).to_have_count(0)
+    expect(notebook.output(2)).to_contain_text("finished · step 300 of 300")
+    shoot(page, "plain-finished")
+
+    notebook.run(1)
+    wait_for_step(notebook, 1, 50)
+    notebook.run(3, wait=False)
+    notebook.job(1).get_by_role("button", name="Stop").click()
+    wait_for_step(notebook, 1, 150)
+    shoot(page, "plain-running")
+    page.evaluate("() => window.etrainRun")
+    notebook.run(4)
+
+    assert notebook.output(4).inner_text().strip() == "stop 0"
+
+
+def test_two_views_of_one_job_both_move(open_notebook: OpenNotebook) -> None:
+    notebook = open_notebook("two.ipynb", SET_UP, START, "board.show()")
+    notebook.run(0)
+    notebook.run(1)
+    notebook.run(2)
+
+    for cell in (1, 2):
+        expect(notebook.job(cell)).to_have_attribute("data-phase", "live")
+        wait_for_step(notebook, cell, step_of(notebook, cell) + 50)
+
+
+def test_nothing_moves_in_the_layout_while_a_job_runs(open_notebook: OpenNotebook) -> None:
+    notebook = open_notebook("calm.ipynb", SET_UP, START)
+    notebook.run(0)
+    notebook.run(1)
+    wait_for_step(notebook, 1, 20)
+    before = notebook.job(1).bounding_box()
+
+    wait_for_step(notebook, 1, 900)  # workers joined, evaluation and checkpoints came
+
+    after = notebook.job(1).bounding_box()
+    assert before is not None
+    assert after is not None
+    assert (before["width"], before["height"]) == (after["width"], after["height"])
+
+
+def test_etrain_cells_are_highlighted_as_yaml(open_notebook: OpenNotebook, page: Page) -> None:
+    cell = "%%etrain distributed --name digits\n# no Python here: don't\nmodel: Net(hidden=128)"
+    notebook = open_notebook("yaml.ipynb", cell)
+
+    editor = page.locator(".jp-Notebook .jp-CodeCell .cm-content").first
+    expect(editor.locator(".ͼv, .cm-line span").first).to_be_visible()
+    comment = editor.locator(".cm-line").nth(1).locator("span")
+    shoot(page, "yaml")
+
+    assert comment.all_inner_texts() == ["# no Python here: don't"]
+    assert notebook.page.locator(".jp-Notebook .jp-CodeCell").count() == 1
+
+
+HOSTILE = """
+from IPython.display import publish_display_data
+evil = "<img src=x onerror='window.hacked = 1'><script>window.hacked = 1</script>"
+row = {"worker": evil, "state": evil, "rank": "x", "steps": float("1e300"), "note": evil}
+event = {"seq": 1, "time": 1e300, "text": evil, "level": evil}
+mime = "application/vnd.etrain.job+json"
+for payload in [
+    {"snapshot": {"name": evil, "status": evil, "reason": evil, "workers": [row, None, 3],
+                  "events": [event, "x"], "markers": [{"step": 3, "text": evil, "kind": evil}],
+                  "loss": "NaN", "metrics": {evil: "Infinity", "__proto__": 3}, "step": -5,
+                  "charts": {"metrics": [evil]}, "error": {"traceback": evil}},
+     "series": {"loss": {"x": [1, "a", 3], "y": [None, 1e308, "b"]}, "eval.loss": 3}},
+    {}, {"snapshot": 7, "series": []}, [], "text", None,
+]:
+    publish_display_data({mime: payload, "text/plain": "plain"})
+"""
+
+
+def test_hostile_payloads_execute_nothing_and_break_nothing(
+    open_notebook: OpenNotebook, page: Page
+) -> None:
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    notebook = open_notebook("hostile.ipynb", HOSTILE)
+    notebook.run(0)
+    page.wait_for_timeout(1000)
+    shoot(page, "hostile")
+
+    assert notebook.job(0).count() >= 3
+    assert page.evaluate("() => window.hacked === undefined")
+    assert notebook.job(0).first.locator("img, script").count() == 0
+    assert errors == []

@@ -1,0 +1,394 @@
+"""The embedded pool with real processes: who gets in, who survives whom, and what is left."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from etrain_jupyter.errors import PoolError
+from etrain_jupyter.pools.base import Leftovers, Node, SchedulerAddress
+from etrain_jupyter.pools.local import LocalPool, ask, find_clusters
+from etrain_jupyter.pools.state_dir import (
+    ClusterDir,
+    LocalSettings,
+    environment_key,
+    wait_until,
+)
+from etrain_jupyter.pools.tls import mint_certificates, write_certificates
+from tests.unit.pools import standins
+
+PATIENCE_S = 30.0
+ROOT = Path(__file__).parents[2]
+
+MakePool = Callable[..., LocalPool]
+
+
+@pytest.fixture
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Give a state directory of our own; whatever still runs there at the end is a failure."""
+    path = tmp_path / "state"
+    monkeypatch.setenv("ETRAIN_STATE", str(path))
+    yield path
+    LocalPool().down(timeout_s=5.0)
+    left = processes_in(path)
+    for process in left:
+        process.kill()
+    assert left == []
+
+
+@pytest.fixture
+def make_pool(state: Path) -> MakePool:
+    def make(**changes: object) -> LocalPool:
+        settings = {
+            "coordinator": standins.COORDINATOR,
+            "supervisor": standins.SUPERVISOR,
+            "idle_s": 60.0,
+        }
+        return LocalPool(settings=LocalSettings(**(settings | changes)))
+
+    return make
+
+
+def processes_in(state: Path) -> list[psutil.Process]:
+    """Find processes by the environment that all under a cluster inherit."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            is_ours = process.environ().get("ETRAIN_STATE") == str(state)
+            if is_ours and process.pid != os.getpid() and process.status() != "zombie":
+                found.append(process)
+        except (psutil.Error, OSError):
+            continue
+    return found
+
+
+def await_running(pool: LocalPool, count: int) -> list[Node]:
+    nodes: list[Node] = []
+
+    def are_running() -> bool:
+        nodes[:] = pool.nodes()
+        return [node.state for node in nodes] == ["running"] * count
+
+    assert wait_until(are_running, timeout_s=PATIENCE_S), nodes
+    return nodes
+
+
+def head_pid(address: SchedulerAddress) -> int:
+    record = ClusterDir(Path(address.state_dir)).record()
+    assert record is not None
+    return record.pid
+
+
+# --- who gets in ---
+
+
+async def try_to_enter(address: str, connection_args: dict[str, object]) -> object:
+    from distributed.core import rpc
+
+    scheduler = rpc(address, timeout=3, connection_args=connection_args)
+    try:
+        return await asyncio.wait_for(scheduler.identity(), 5)
+    finally:
+        await scheduler.close_rpc()
+
+
+def test_only_a_client_with_this_clusters_certificate_gets_in(
+    make_pool: MakePool, tmp_path: Path
+) -> None:
+    address = make_pool().up()
+    write_certificates(tmp_path / "foreign", mint_certificates(address.cluster_id))
+    foreign = SchedulerAddress(
+        address=address.address, cluster_id="x", tls_dir=str(tmp_path / "foreign")
+    )
+
+    with pytest.raises(OSError, match=r"."):
+        asyncio.run(try_to_enter(address.address.replace("tls://", "tcp://"), {}))
+    with pytest.raises(OSError, match=r"."):
+        asyncio.run(try_to_enter(address.address, foreign.connection_args()))
+    assert ask(address, "etrain_describe")["cluster_id"] == address.cluster_id
+
+
+def test_every_port_is_on_loopback_and_there_is_none_for_http(make_pool: MakePool) -> None:
+    pool = make_pool()
+    address = pool.up()
+    pool.want(1, reason="test")
+    [node] = await_running(pool, 1)
+
+    listening = {
+        pid: [c.laddr for c in psutil.Process(pid).net_connections("inet") if c.status == "LISTEN"]
+        for pid in (head_pid(address), node.pid)
+    }
+
+    assert {pid: len(ports) for pid, ports in listening.items()} == dict.fromkeys(listening, 1)
+    assert {port.ip for ports in listening.values() for port in ports} == {"127.0.0.1"}
+
+
+def test_what_lies_in_the_state_directory_is_the_owners_alone(
+    make_pool: MakePool, state: Path
+) -> None:
+    pool = make_pool()
+    address = pool.up()
+    pool.want(1, reason="test")
+    await_running(pool, 1)
+
+    cluster = Path(address.state_dir)
+    secrets = [
+        path for path in cluster.rglob("*") if path.is_file() and "scratch" not in path.parts
+    ]
+
+    for folder in (state, cluster, cluster / "tls", cluster / "scratch"):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert {path.name for path in secrets} >= {"ca.pem", "client.key", "head.log", "w1.log"}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in secrets} == {0o600}
+
+
+# --- who survives whom ---
+
+
+def test_the_cluster_outlives_the_process_that_started_it_and_is_found_again(
+    make_pool: MakePool, state: Path
+) -> None:
+    code = """if True:
+        import json, sys, time
+        from etrain_jupyter.pools.local import LocalPool
+        from etrain_jupyter.pools.state_dir import LocalSettings
+        pool = LocalPool(settings=LocalSettings(**json.loads(sys.argv[1])))
+        print(json.dumps(pool.up().to_dict()), flush=True)
+        time.sleep(600)
+    """
+    settings = json.dumps({"coordinator": standins.COORDINATOR, "supervisor": standins.SUPERVISOR})
+    with subprocess.Popen(
+        [sys.executable, "-c", code, settings], stdout=subprocess.PIPE, cwd=ROOT, process_group=0
+    ) as kernel:
+        assert kernel.stdout is not None
+        address = SchedulerAddress.from_dict(json.loads(kernel.stdout.readline()))
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGKILL):
+            os.killpg(kernel.pid, number)
+        kernel.wait(10)
+
+    assert make_pool().up() == address
+    assert psutil.Process(head_pid(address)).ppid() != os.getpid()
+
+
+def test_after_a_sigkill_of_the_head_all_is_gone_and_the_next_up_starts_afresh(
+    make_pool: MakePool, state: Path
+) -> None:
+    pool = make_pool()
+    old = pool.up()
+    pool.want(2, reason="test")
+    await_running(pool, 2)
+
+    os.kill(head_pid(old), signal.SIGKILL)
+
+    assert wait_until(lambda: not processes_in(state), timeout_s=2.0), processes_in(state)
+    assert find_clusters() == []
+    new = pool.up()
+    assert new.cluster_id != old.cluster_id
+    assert not Path(old.state_dir).exists()
+
+
+def test_a_worker_that_is_killed_is_replaced_under_a_new_name(make_pool: MakePool) -> None:
+    pool = make_pool()
+    pool.up()
+    pool.want(2, reason="test")
+    first, second = await_running(pool, 2)
+
+    os.kill(first.pid, signal.SIGKILL)
+    assert wait_until(lambda: first.id not in [n.id for n in pool.nodes()], timeout_s=5.0)
+    third = await_running(pool, 2)[-1]
+    pool.kill(second.id)
+    assert wait_until(lambda: second.id not in [n.id for n in pool.nodes()], timeout_s=5.0)
+
+    assert [node.id for node in await_running(pool, 2)] == [third.id, "w4"]
+    assert third.id == "w3"
+
+
+def test_a_worker_that_is_stopped_is_taken_by_force_at_its_deadline(make_pool: MakePool) -> None:
+    pool = make_pool()
+    pool.up()
+    pool.want(1, reason="test")
+    [node] = await_running(pool, 1)
+    os.kill(node.pid, signal.SIGSTOP)
+
+    pool.release(node.id, drain_s=0.5)
+
+    assert [n.state for n in pool.nodes() if n.id == node.id] == ["draining"]
+    assert wait_until(lambda: not psutil.pid_exists(node.pid), timeout_s=5.0)
+
+
+def test_a_launcher_that_is_killed_in_mid_start_leaves_one_cluster_to_the_next(
+    make_pool: MakePool, state: Path
+) -> None:
+    code = """if True:
+        import sys
+        from etrain_jupyter.pools.local import LocalPool
+        from etrain_jupyter.pools.state_dir import LocalSettings
+        LocalPool(settings=LocalSettings(coordinator=sys.argv[1])).up()
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", code, standins.SLOW_COORDINATOR], cwd=ROOT
+    ) as kernel:
+        assert wait_until(lambda: len(processes_in(state)) > 1, timeout_s=PATIENCE_S)
+        kernel.kill()
+    assert find_clusters() == [], "it was killed too late for this test"
+
+    address = make_pool().up()
+
+    assert [found.cluster_id for found in find_clusters()] == [address.cluster_id]
+    assert len(processes_in(state)) == 1
+
+
+def test_a_kernel_whose_event_loop_runs_can_use_the_pool(make_pool: MakePool) -> None:
+    async def cell() -> SchedulerAddress:
+        return make_pool().up()
+
+    assert asyncio.run(cell()) == make_pool().up()
+
+
+def test_a_cluster_whose_record_was_removed_ends_since_nobody_can_find_it(
+    make_pool: MakePool, state: Path
+) -> None:
+    address = make_pool().up()
+
+    (Path(address.state_dir) / "cluster.json").unlink()
+
+    assert wait_until(lambda: not processes_in(state), timeout_s=10.0)
+
+
+# --- the end ---
+
+
+def test_an_idle_cluster_ends_by_itself_and_leaves_nothing(
+    make_pool: MakePool, state: Path
+) -> None:
+    address = make_pool(idle_s=1.0).up()
+    ask(address, "etrain_test_job", num_workers=1)
+    assert not wait_until(lambda: not find_clusters(), timeout_s=1.5), "it ended during a job"
+
+    ask(address, "etrain_test_job", num_workers=0)
+
+    assert wait_until(lambda: not processes_in(state), timeout_s=10.0)
+    assert list(state.iterdir()) == []
+
+
+def test_workers_that_nobody_wants_go_after_a_while(make_pool: MakePool) -> None:
+    pool = make_pool(linger_s=0.2)
+    address = pool.up()
+    ask(address, "etrain_test_job", num_workers=1)
+    await_running(pool, 1)
+
+    ask(address, "etrain_test_job", num_workers=0)
+
+    assert wait_until(lambda: pool.nodes() == [], timeout_s=PATIENCE_S)
+
+
+def test_down_takes_a_silent_head_by_force(make_pool: MakePool, state: Path) -> None:
+    pool = make_pool()
+    address = pool.up()
+    pool.want(1, reason="test")
+    await_running(pool, 1)
+    os.kill(head_pid(address), signal.SIGSTOP)
+
+    assert LocalPool(cluster_id=address.cluster_id).down(timeout_s=1.0) == Leftovers()
+
+    assert processes_in(state) == []
+    assert not Path(address.state_dir).exists()
+
+
+def test_down_leaves_no_file_and_no_process(make_pool: MakePool, state: Path) -> None:
+    pool = make_pool()
+    pool.up()
+    pool.want(1, reason="test")
+
+    assert pool.down() == Leftovers()
+
+    assert list(state.iterdir()) == []
+    assert processes_in(state) == []
+
+
+def test_a_sigterm_ends_the_cluster_in_order(make_pool: MakePool, state: Path) -> None:
+    pool = make_pool()
+    address = pool.up()
+    pool.want(1, reason="test")
+    await_running(pool, 1)
+
+    os.kill(head_pid(address), signal.SIGTERM)
+
+    assert wait_until(lambda: not processes_in(state), timeout_s=10.0)
+    assert list(state.iterdir()) == []
+
+
+# --- what can go wrong ---
+
+
+def test_a_head_that_fails_tells_why_and_leaves_nothing(make_pool: MakePool, state: Path) -> None:
+    with pytest.raises(PoolError, match="the coordinator has a bad day"):
+        make_pool(coordinator=standins.FAILING_COORDINATOR).up()
+
+    assert [path.name for path in state.iterdir()] == [f"start-{environment_key()}.lock"]
+
+
+def test_a_worker_that_cannot_start_is_tried_again_with_pauses(make_pool: MakePool) -> None:
+    pool = make_pool(supervisor=standins.FAILING_SUPERVISOR)
+    cluster = ClusterDir(Path(pool.up().state_dir))
+    pool.want(1, reason="test")
+
+    def has_failed_twice() -> bool:
+        return cluster.log_tail().count("died by itself") >= 2
+
+    assert wait_until(has_failed_twice, timeout_s=PATIENCE_S)
+    assert "the next may start in 0.5 s" in cluster.log_tail()
+    assert "the supervisor has a bad day" in cluster.log_tail("w1", num_lines=50)
+
+
+def test_a_silent_head_is_an_error_with_advice_and_no_second_cluster(
+    make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = make_pool().up()
+    monkeypatch.setattr("etrain_jupyter.pools.local.ANSWER_S", 0.5)
+    os.kill(head_pid(address), signal.SIGSTOP)
+
+    with pytest.raises(PoolError, match=r"did not answer etrain_pool_touch.*%etrain down"):
+        make_pool().up()
+
+    assert [found.cluster_id for found in find_clusters()] == [address.cluster_id]
+
+
+def test_a_bound_pool_says_that_its_cluster_has_ended(state: Path) -> None:
+    with pytest.raises(PoolError, match="local-dead-1 has ended"):
+        LocalPool(cluster_id="local-dead-1").up()
+
+
+# --- with the real coordinator and supervisor ---
+
+
+def test_trainers_go_with_the_head(state: Path) -> None:
+    pool = LocalPool(settings=LocalSettings(idle_s=60))
+    address = pool.up()
+    pool.want(1, reason="test")
+    await_running(pool, 1)
+
+    def has_spare_trainer() -> bool:
+        return any("etrain_jupyter.ranks.main" in p.cmdline() for p in processes_in(state))
+
+    assert wait_until(has_spare_trainer, timeout_s=PATIENCE_S)
+    assert not maps_torch(head_pid(address))
+
+    os.kill(head_pid(address), signal.SIGKILL)
+
+    assert wait_until(lambda: not processes_in(state), timeout_s=2.0), processes_in(state)
+
+
+def maps_torch(pid: int) -> bool:
+    maps = Path(f"/proc/{pid}/maps")
+    return maps.exists() and "libtorch" in maps.read_text()

@@ -1,0 +1,37 @@
+"""Every tutorial runs from its first cell to its last, and what it asserts about itself holds."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+NEEDED = ("nbclient", "ipykernel", "sklearn", "pandas")
+LIMIT_S = 600
+
+
+def missing_modules() -> list[str]:
+    """The libraries of the extra ``test`` that a notebook needs and that are not here."""
+    return [name for name in NEEDED if importlib.util.find_spec(name) is None]
+
+
+@pytest.mark.timeout(LIMIT_S + 60)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_notebook_runs_to_its_end_and_leaves_no_output_behind(path: Path, tmp_path: Path) -> None:
+    if missing := missing_modules():
+        pytest.skip(f"needs {', '.join(missing)}: pip install -e '.[test]'")
+    before = path.read_bytes()
+    run = [sys.executable, str(ROOT / "notebooks" / "run.py"), str(path), "--output", str(tmp_path)]
+
+    done = subprocess.run(
+        [*run, "--timeout", str(LIMIT_S)], capture_output=True, text=True, check=False
+    )
+
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert (tmp_path / f"{path.stem}.executed.ipynb").exists()
+    assert path.read_bytes() == before

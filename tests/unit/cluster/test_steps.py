@@ -1,0 +1,22 @@
+"""Step records go into the log once each."""
+
+from __future__ import annotations
+
+from etrain_jupyter.cluster.steps import StepClock
+
+
+def record(step: int) -> dict:
+    return {"step": step, "samples": 32, "samples_per_s": 320.0}
+
+
+def test_records_that_are_sent_again_by_the_next_rank_0_are_taken_once():
+    clock = StepClock()
+    assert [r["step"] for r in clock.take([record(1), record(2)])] == [1, 2]
+    assert [r["step"] for r in clock.take([record(1), record(2), record(3)])] == [3]
+    assert clock.logged_step == 3
+    assert clock.step_s == 0.1
+
+
+def test_record_behind_a_gap_is_not_taken():
+    clock = StepClock()
+    assert clock.take([record(2)]) == []

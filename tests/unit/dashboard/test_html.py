@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import base64
+import re
+from xml.etree import ElementTree
+
+from etrain_jupyter.dashboard.html import render_html, render_text
+from etrain_jupyter.dashboard.snapshot import JobView
+from etrain_jupyter.events import types as t
+from tests.unit.dashboard.scripted_job import JOB_ID, Script
+
+
+def view_of(events: list[t.Event]) -> JobView:
+    view = JobView(JOB_ID)
+    view.add(events)
+    return view
+
+
+def html_of(view: JobView) -> str:
+    return render_html(view.snapshot(), view.series())
+
+
+def chart_of(html: str) -> ElementTree.Element:
+    data = re.search(r'src="data:image/svg\+xml;base64,([^"]+)"', html)
+    assert data is not None
+    return ElementTree.fromstring(base64.b64decode(data[1]))
+
+
+def test_the_page_has_a_table_a_chart_and_the_latest_events() -> None:
+    html = html_of(view_of(list(Script(num_steps=60).events())))
+
+    assert "step 60 of 60" in html
+    assert "<td>w3</td><td>done</td>" in html
+    assert "Finished" in html
+    titles = [title.text for title in chart_of(html).iter("{http://www.w3.org/2000/svg}title")]
+    assert "w1 lost (trainer killed)" in titles
+
+
+def test_the_page_of_a_job_without_steps_has_no_chart() -> None:
+    html = html_of(view_of(list(Script().begin())))
+
+    assert "<img" not in html
+    assert "submitted" in html
+
+
+def test_a_page_stays_small_however_long_the_job() -> None:
+    html = html_of(view_of(list(Script(num_steps=5000).events())))
+
+    assert len(html) < 40_000
+
+
+def test_names_and_messages_are_text_never_markup() -> None:
+    script = Script(job_id="<script>alert(1)</script>-1")
+    hostile = "<img src=x onerror=alert(1)>"
+    events = list(script.begin())
+    events.append(script.make(t.WorkerJoined, worker=hostile))
+    events.append(script.make(t.LogLine, level="error", worker="", text=hostile))
+    events.append(script.make(t.UserErrorRaised, error=hostile, traceback=hostile, workers=["w0"]))
+
+    html = html_of(view_of(events))
+
+    assert "<script" not in html
+    assert "<img" not in html
+
+
+def test_the_line_of_text_names_what_matters() -> None:
+    text = render_text(view_of(list(Script(num_steps=60).events())).snapshot())
+
+    assert text.startswith("<etrain job 'digits': finished, step 60 of 60, loss ")
+    assert text.endswith("workers 4 of 4>")

@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from etrain_jupyter.dashboard.snapshot import JobView
+from etrain_jupyter.events import types as t
+from tests.unit.dashboard.scripted_job import JOB_ID, Script
+
+EVENTS = list(Script(num_steps=60).events())
+
+
+def view_of(events: list[t.Event]) -> JobView:
+    view = JobView(JOB_ID)
+    view.add(events)
+    return view
+
+
+def until(kind: type[t.Event], count: int = 1) -> list[t.Event]:
+    """The scripted events up to the ``count``-th of that kind."""
+    seen = itertools.accumulate(isinstance(event, kind) for event in EVENTS)
+    return [event for event, number in zip(EVENTS, seen, strict=True) if number < count] + [
+        [event for event in EVENTS if isinstance(event, kind)][count - 1]
+    ]
+
+
+def state_of(snapshot: dict[str, Any], worker: str) -> tuple[str, int | None]:
+    row = next(row for row in snapshot["workers"] if row["worker"] == worker)
+    return row["state"], row["rank"]
+
+
+def test_the_finished_job_shows_what_its_log_says() -> None:
+    snapshot = view_of(EVENTS).snapshot()
+
+    assert snapshot["status"] == "finished"
+    assert (snapshot["step"], snapshot["total_steps"], snapshot["progress"]) == (60, 60, 1.0)
+    assert (snapshot["world_size"], snapshot["max_workers"], snapshot["generation"]) == (4, 4, 6)
+    assert (snapshot["num_lost"], snapshot["num_preempted"], snapshot["num_undone"]) == (1, 1, 1)
+    assert snapshot["eval"]["step"] == 60
+    assert snapshot["checkpoint"]["step"] == 60
+    assert snapshot["eta_s"] is None
+    assert [marker["kind"] for marker in snapshot["markers"]] == [
+        "join",
+        "lost",
+        "join",
+        "notice",
+        "left",
+        "join",
+        "checkpoint",
+    ]
+
+
+@given(cuts=st.sets(st.integers(min_value=0, max_value=len(EVENTS))))
+def test_the_picture_does_not_depend_on_how_the_events_were_batched(cuts: set[int]) -> None:
+    whole, pieces = view_of(EVENTS), JobView(JOB_ID)
+
+    places = sorted({0, len(EVENTS)} | cuts)
+    for start, end in itertools.pairwise(places):
+        pieces.add(EVENTS[start:end])
+        pieces.snapshot()  # looking changes nothing
+
+    assert pieces.snapshot() == whole.snapshot()
+    for name, (x, y) in whole.series().items():
+        np.testing.assert_array_equal(pieces.series()[name][0], x)
+        np.testing.assert_array_equal(pieces.series()[name][1], y)
+
+
+def test_events_that_were_seen_before_are_passed_over() -> None:
+    view = view_of(EVENTS)
+    before = view.snapshot()
+
+    view.add(EVENTS)
+
+    assert view.snapshot() == before
+
+
+def test_events_read_back_from_the_log_give_the_same_picture() -> None:
+    lines = [json.dumps(event.to_dict()) for event in EVENTS]
+
+    replayed = view_of([t.event_from_dict(json.loads(line)) for line in lines])
+
+    assert replayed.snapshot() == view_of(EVENTS).snapshot()
+
+
+def test_a_lost_rank_leaves_its_place_to_the_survivors() -> None:
+    lost = view_of(until(t.WorkerLost)).snapshot()
+    formed = view_of(until(t.GenerationFormed, 3)).snapshot()
+
+    assert state_of(lost, "w1") == ("lost", None)
+    assert state_of(formed, "w2") == ("training", 1)
+    assert formed["world_size"] == 3
+
+
+def test_each_worker_counts_the_steps_that_it_took_part_in() -> None:
+    rows = {row["worker"]: row["steps"] for row in view_of(EVENTS).snapshot()["workers"]}
+
+    assert rows == {"w0": 60, "w1": 24, "w2": 29, "w3": 50, "w4": 33, "w5": 15}
+
+
+def test_a_noticed_worker_goes_on_training_until_it_leaves() -> None:
+    assert state_of(view_of(until(t.PreemptionNoticed)).snapshot(), "w2") == ("leaving", 1)
+    assert state_of(view_of(until(t.WorkerLeft)).snapshot(), "w2") == ("left", None)
+
+
+def test_world_size_is_a_staircase_over_steps() -> None:
+    x, y = view_of(EVENTS).series()["world_size"]
+
+    assert x.tolist() == [0, 10, 24, 27, 39, 45]
+    assert y.tolist() == [2, 4, 3, 4, 3, 4]
+
+
+def test_a_job_that_waits_for_workers_has_none() -> None:
+    script = Script(num_steps=60)
+    events = [*script.begin(), *script.form(["w0"], "start"), *script.complete(1)]
+    events.append(script.make(t.WorkerLost, worker="w0", cause="machine gone"))
+    events.append(script.make(t.JobStatusChanged, status="waiting", reason="0 of 1 workers"))
+
+    snapshot = view_of(events).snapshot()
+
+    assert (snapshot["world_size"], snapshot["reason"]) == (0, "0 of 1 workers")
+
+
+def test_resuming_from_an_older_step_cuts_what_did_not_happen() -> None:
+    script = Script(num_steps=60)
+    events = [*script.begin(), *script.form(["w0"], "start")]
+    events += [event for step in range(1, 31) for event in script.complete(step)]
+    script.step = 20
+    events += script.form(["w9"], "resume")
+    view = view_of(events)
+
+    assert view.snapshot()["step"] == 20
+    assert view.rewinds == 1
+    assert view.series()["loss"][0].tolist() == list(range(1, 21))
+
+    view.add(script.complete(21))
+    assert view.series()["loss"][0].tolist() == list(range(1, 22))
+
+
+@pytest.mark.parametrize("batch", [1, 20])
+def test_the_remaining_time_ignores_stalls_and_batched_clocks(batch: int) -> None:
+    script = Script(num_steps=1000)
+    events = [*script.begin(), *script.form(["w0"], "start")]
+    events.append(script.make(t.JobStatusChanged, status="running"))
+    clock = script.now
+    for step in range(1, 101):
+        clock += 0.1 + (30 if step == 50 else 0)  # one long stall
+        if step % batch == 0:
+            script.now = clock
+        events += [e for e in script.complete(step) if isinstance(e, t.StepCompleted)]
+        script.now = clock if step % batch == 0 else events[-1].time - 0.08
+
+    eta_s = view_of(events).snapshot()["eta_s"]
+
+    assert eta_s == pytest.approx(90, rel=0.35)
+
+
+def test_a_loss_that_is_not_a_number_survives_json() -> None:
+    script = Script()
+    step = {"epoch": 0, "first": 0, "samples": 4, "sample_checksum": 0, "lr": 0.1}
+    events = [
+        script.make(
+            t.StepCompleted, step=1, loss=float("nan"), world_size=1, samples_per_s=1.0, **step
+        )
+    ]
+
+    text = json.dumps(view_of(events).snapshot(), allow_nan=False)
+
+    assert json.loads(text)["loss"] == "NaN"
+
+
+def test_the_charts_are_known_before_the_first_step() -> None:
+    snapshot = view_of(EVENTS[:1]).snapshot()
+
+    assert snapshot["charts"] == {"metrics": ["accuracy"], "has_eval": True}
+
+
+def test_an_unknown_event_of_a_newer_version_is_listed_and_harms_nothing() -> None:
+    event = t.event_from_dict(
+        {"event": "WorkerSang", "job_id": JOB_ID, "time": 1.0, "seq": 1, "song": "la"}
+    )
+
+    assert view_of([event]).snapshot()["events"][0]["text"] == (
+        "WorkerSang (written by a newer version)"
+    )
+
+
+@pytest.mark.parametrize("kind", sorted(t.Event.kinds), ids=str)
+def test_every_kind_of_event_has_a_sentence_or_is_left_out_on_purpose(kind: str) -> None:
+    from etrain_jupyter.dashboard.words import describe
+
+    assert describe.dispatch(t.Event.kinds[kind]) is not describe.dispatch(object)
+
+
+def test_a_long_run_is_folded_fast_enough_to_attach_to() -> None:
+    script = Script(num_steps=20_000)
+
+    view = view_of(list(script.events()))
+
+    assert len(view.snapshot()["events"]) == 50
+    assert len(view.series()["loss"][0]) == 20_000

@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from etrain_jupyter.dashboard import widget
+from etrain_jupyter.dashboard.widget import MIME, Dashboard
+from tests.unit.dashboard.scripted_job import JOB_ID, Script
+
+REPOSITORY = Path(__file__).parents[3]
+NOTEBOOK = """
+import sys, threading, time
+sys.path.insert(0, {repository!r})
+from etrain_jupyter.dashboard.widget import Dashboard
+from tests.unit.dashboard.scripted_job import Script, play
+script = Script(40)
+board = Dashboard(job_id=script.job_id, on_request=print)
+board.show()
+player = threading.Thread(
+    target=play, args=(script, board.add_events), kwargs={{"steps_per_s": 80}}
+)
+player.start()
+"""
+
+
+class FakeBrowser:
+    """Stands for a Jupyter front end; what is published lands in a list."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.published: list[tuple[dict[str, Any], bool]] = []
+        self.delay_s = 0.0
+        monkeypatch.setattr(widget.browser, "has_front_end", lambda: True)
+        monkeypatch.setattr(widget.browser, "publish", self.publish)
+        monkeypatch.setattr(Dashboard, "_open_widget", lambda self: None)
+
+    def publish(self, bundle: dict[str, Any], display_id: str, *, update: bool) -> None:
+        time.sleep(self.delay_s)
+        self.published.append((bundle, update))
+
+
+@pytest.fixture
+def browser(monkeypatch: pytest.MonkeyPatch) -> FakeBrowser:
+    return FakeBrowser(monkeypatch)
+
+
+def new_dashboard() -> Dashboard:
+    return Dashboard(job_id=JOB_ID, on_request=lambda request, args: None)
+
+
+def dashboard_threads() -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if t.name.startswith("etrain-dashboard")]
+
+
+def test_without_a_front_end_showing_prints_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    dashboard = new_dashboard()
+
+    dashboard.show()
+
+    assert capsys.readouterr().out.startswith("<etrain job 'digits-7f3a': submitted")
+    assert dashboard_threads() == []
+
+
+def test_the_thread_ends_with_the_job_after_a_last_refresh(browser: FakeBrowser) -> None:
+    dashboard = new_dashboard()
+    dashboard.show()
+    dashboard.add_events(list(Script(20).events()))
+
+    [thread] = dashboard_threads()
+    thread.join(timeout=10)
+
+    assert not thread.is_alive()
+    bundle, is_update = browser.published[-1]
+    assert is_update
+    assert bundle[MIME]["snapshot"]["status"] == "finished"
+    assert dashboard.num_errors == 0
+
+
+def test_events_that_come_after_the_end_are_still_shown(
+    browser: FakeBrowser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(widget, "LINGER_S", 0.0)
+    events = list(Script(20).events())
+    dashboard = new_dashboard()
+    dashboard.show()
+    dashboard.add_events(events[:-1])
+    dashboard.add_events(events[-1:])
+    for thread in dashboard_threads():
+        thread.join(timeout=10)
+
+    script = Script(20)
+    script.seq = events[-1].seq
+    dashboard.add_events(script.end_epoch(20, 0))
+    for thread in dashboard_threads():
+        thread.join(timeout=10)
+
+    assert browser.published[-1][0][MIME]["snapshot"]["checkpoint"]["count"] == 2
+
+
+def test_a_slow_front_end_does_not_hold_up_the_events(browser: FakeBrowser) -> None:
+    dashboard = new_dashboard()
+    dashboard.show()
+    browser.delay_s = 1.0
+    events = list(Script(20).events())
+    dashboard.add_events(events)
+
+    begun = time.monotonic()
+    for _ in range(20):
+        dashboard.add_events(events)
+        time.sleep(0.01)
+    took_s = time.monotonic() - begun
+
+    assert took_s < 0.9
+    dashboard.close()
+    assert dashboard_threads() == []
+
+
+def test_a_front_end_that_fails_is_counted_and_ends_nothing(
+    browser: FakeBrowser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dashboard = new_dashboard()
+    dashboard.show()
+
+    def refuse(*_args: Any, **_kwargs: Any) -> None:
+        raise OSError("the socket is closed")
+
+    monkeypatch.setattr(widget.browser, "publish", refuse)
+    dashboard.add_events(list(Script(20).events()))
+    for thread in dashboard_threads():
+        thread.join(timeout=10)
+
+    assert dashboard.num_errors >= 1
+    assert dashboard.snapshot()["status"] == "finished"
+
+
+def test_what_an_executed_notebook_keeps_is_the_end_of_the_job() -> None:
+    cells = [NOTEBOOK.format(repository=str(REPOSITORY)), "player.join(); board.settle()"]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+
+    NotebookClient(notebook, timeout=60, kernel_name="python3", store_widget_state=False).execute()
+
+    [output] = notebook.cells[0].outputs
+    assert output.data[MIME]["snapshot"]["status"] == "finished"
+    assert "finished, step 40 of 40" in output.data["text/plain"]
+    assert "<img" in output.data["text/html"]
+    assert len(str(output.data)) < 100_000
+    assert notebook.cells[1].outputs == []
+
+
+def test_importing_the_dashboard_loads_no_widget_library() -> None:
+    code = (
+        "import sys, etrain_jupyter.dashboard.widget; "
+        "print([m for m in ('anywidget', 'ipywidgets', 'IPython', 'torch') if m in sys.modules])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert run.stdout.strip() == "[]"

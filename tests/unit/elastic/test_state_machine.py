@@ -1,0 +1,247 @@
+"""The rules of membership, told as short stories."""
+
+from __future__ import annotations
+
+from etrain_jupyter.elastic import commands as c
+from etrain_jupyter.elastic import stimuli as s
+from etrain_jupyter.elastic.membership import JobState
+from etrain_jupyter.elastic.state_machine import ADMISSION_GRACE_S, REPORT_TIMEOUT_S, handle
+from etrain_jupyter.events import types as events
+
+
+class Story:
+    """Feeds stimuli a second apart and remembers the commands of the last one."""
+
+    def __init__(self, *, min_workers: int = 1, max_workers: int = 4) -> None:
+        self.state = JobState(job_id="j", min_workers=min_workers, max_workers=max_workers)
+        self.now = 100.0
+        self.last: list[c.Command] = []
+
+    def tell(self, stimulus: s.Stimulus, after_s: float = 0.01) -> Story:
+        self.now += after_s
+        self.state, self.last = handle(self.state, stimulus, self.now)
+        return self
+
+    def trainer(self, worker: str) -> str:
+        member = self.state.of_worker(worker)
+        assert member is not None
+        return member.trainer
+
+    def found(self, kind: type) -> list:
+        commands = [x for x in self.last if isinstance(x, kind)]
+        facts = [x.event for x in self.last if isinstance(x, c.Publish)]
+        return commands + [x for x in facts if isinstance(x, kind)]
+
+    def start(self, *workers: str) -> Story:
+        """All workers are assigned, warm, and step in generation 1."""
+        self.tell(s.WorkersAssigned(workers=workers))
+        for worker in workers:
+            self.tell(s.TrainerWarm(trainer=self.trainer(worker)))
+        self.tell(s.Tick(), after_s=ADMISSION_GRACE_S)
+        return self.formed()
+
+    def formed(self) -> Story:
+        for member in self.state.in_phase("ranked"):
+            generation = self.state.generation
+            self.tell(s.TrainerFormed(trainer=member.trainer, generation=generation))
+        return self
+
+    def report(self, worker: str, step: int, why: str = "planned", evals: int = 0) -> Story:
+        return self.tell(
+            s.TrainerReported(
+                trainer=self.trainer(worker),
+                generation=self.state.generation,
+                progress=(step, evals),
+                why=why,
+            )
+        )
+
+    def ranks(self) -> list[str]:
+        [form] = self.found(c.FormGeneration)
+        names = {m.trainer: m.worker for m in self.state.members.values()}
+        return [names[trainer] for trainer in form.trainers]
+
+
+def test_job_starts_with_the_workers_that_are_warm_when_the_grace_is_over():
+    story = Story().tell(s.WorkersAssigned(workers=("w1", "w2")))
+    assert [x.worker for x in story.found(c.StartTrainer)] == ["w1", "w2"]
+    story.tell(s.TrainerWarm(trainer=story.trainer("w1")))
+    assert not story.found(c.FormGeneration)  # w2 may be ready in a moment
+    story.tell(s.Tick(), after_s=ADMISSION_GRACE_S)
+    assert story.ranks() == ["w1"]
+    assert story.state.status == "running"
+
+
+def test_newcomer_is_admitted_at_a_step_boundary_and_gets_the_state():
+    story = Story().start("w1")
+    story.tell(s.WorkersAssigned(workers=("w1", "w2")))
+    story.tell(s.TrainerWarm(trainer=story.trainer("w2")))
+    [change] = story.found(c.AnnounceChange)
+    assert change.trainers == (story.trainer("w1"),)
+    story.report("w1", step=7)
+    assert story.ranks() == ["w1", "w2"]
+    [form] = story.found(c.FormGeneration)
+    assert (form.generation, form.step, form.behind, form.restore) == (2, 7, (1,), False)
+    [fact] = story.found(events.GenerationFormed)
+    assert fact.why == "join"
+
+
+def test_lost_rank_forms_next_generation_of_the_survivors_newest_first():
+    story = Story().start("w1", "w2", "w3")
+    story.tell(s.WorkerGone(worker="w1", cause="SIGKILL"))
+    [abort] = story.found(c.AbortGeneration)
+    assert set(abort.trainers) == {story.trainer("w2"), story.trainer("w3")}
+    story.report("w2", step=4, why="failed")
+    assert not story.found(c.FormGeneration)
+    story.report("w3", step=5, why="failed")  # w3 had seen the end of the step
+    assert story.ranks() == ["w3", "w2"]
+    [form] = story.found(c.FormGeneration)
+    assert (form.step, form.behind) == (5, (1,))
+
+
+def test_noticed_worker_leaves_at_a_step_boundary_and_nothing_is_aborted():
+    story = Story().start("w1", "w2")
+    story.tell(s.WorkerNoticed(worker="w2"))
+    assert story.found(c.AnnounceChange)
+    story.report("w2", step=9).report("w1", step=9)
+    assert not story.found(c.AbortGeneration)
+    assert story.ranks() == ["w1"]
+    [left] = story.found(events.WorkerLeft)
+    assert (left.worker, left.reason) == ("w2", "preempted")
+
+
+def test_last_holder_of_the_state_leaves_only_after_somebody_took_it_over():
+    story = Story().start("w1")
+    story.tell(s.WorkerNoticed(worker="w1"))
+    assert not story.found(c.AnnounceChange)
+    story.tell(s.WorkersAssigned(workers=("w2",)))
+    story.tell(s.TrainerWarm(trainer=story.trainer("w2")))
+    story.report("w1", step=3)
+    assert story.ranks() == ["w1", "w2"]
+    story.formed()
+    assert story.found(c.AnnounceChange)  # and now it may go
+    story.report("w1", step=4).report("w2", step=4)
+    assert story.ranks() == ["w2"]
+
+
+def test_below_min_survivors_keep_their_state_and_wait():
+    story = Story(min_workers=2).start("w1", "w2")
+    story.tell(s.WorkerGone(worker="w2", cause="gone"))
+    story.report("w1", step=5, why="failed")
+    assert story.state.status == "waiting"
+    assert "1 of min 2" in story.state.reason
+    story.tell(s.WorkersAssigned(workers=("w1", "w3")))
+    story.tell(s.TrainerWarm(trainer=story.trainer("w3")))
+    assert story.ranks() == ["w1", "w3"]
+    [form] = story.found(c.FormGeneration)
+    assert (form.step, form.behind, form.restore) == (5, (1,), False)
+
+
+def test_when_all_holders_are_lost_the_next_generation_restores_a_checkpoint():
+    story = Story().start("w1")
+    story.tell(s.WorkerGone(worker="w1", cause="gone"))
+    story.tell(s.WorkersAssigned(workers=("w2",)))
+    story.tell(s.TrainerWarm(trainer=story.trainer("w2")))
+    [form] = story.found(c.FormGeneration)
+    assert form.restore
+
+
+def test_messages_of_an_older_generation_are_dropped():
+    story = Story().start("w1", "w2")
+    trainer = story.trainer("w1")
+    before = story.state
+    old = s.TrainerReported(trainer=trainer, generation=0, progress=(1, 0), why="failed")
+    story.tell(old)
+    assert story.state == before
+    assert story.last == []
+
+
+def test_stop_takes_a_last_checkpoint_from_a_rank_and_then_ends():
+    story = Story().start("w1", "w2").tell(s.StopAsked())
+    assert story.found(c.AnnounceChange)
+    story.report("w1", step=6).report("w2", step=6)
+    [save] = story.found(c.SaveCheckpoint)
+    assert save.trainer == story.trainer("w1")
+    story.tell(s.CheckpointSaved(step=6))
+    assert story.state.status == "stopped"
+    assert len(story.found(c.ReleaseTrainer)) == 2
+
+
+def test_rank_that_dies_while_saving_the_last_checkpoint_is_replaced_by_another():
+    story = Story().start("w1", "w2")
+    story.report("w1", step=8, why="done").report("w2", step=8, why="done")
+    [save] = story.found(c.SaveCheckpoint)
+    story.tell(s.TrainerLost(trainer=save.trainer, cause="SIGKILL"))
+    [again] = story.found(c.SaveCheckpoint)
+    assert again.trainer != save.trainer
+    story.tell(s.CheckpointSaved(step=8))
+    assert story.state.status == "finished"
+
+
+def test_user_error_fails_the_job_once_with_all_its_workers():
+    story = Story().start("w1", "w2")
+
+    def error(worker: str) -> s.UserErrorSeen:
+        return s.UserErrorSeen(
+            trainer=story.trainer(worker),
+            generation=1,
+            progress=(3, 0),
+            error="ValueError: no",
+            traceback="Cell In[2]",
+        )
+
+    story.tell(error("w1"))
+    assert story.found(c.AbortGeneration)
+    story.tell(error("w2"))
+    [save] = story.found(c.SaveCheckpoint)
+    story.tell(s.CheckpointSaved(step=3))
+    assert story.state.status == "failed"
+    [fact] = story.found(events.UserErrorRaised)
+    assert (fact.workers, fact.step) == (["w1", "w2"], 3)
+    assert save.trainer
+
+
+def test_rank_that_does_not_report_after_an_abort_is_killed():
+    story = Story().start("w1", "w2", "w3")
+    story.tell(s.WorkerGone(worker="w1", cause="gone")).report("w2", step=4, why="failed")
+    story.tell(s.Tick())
+    assert not story.found(c.KillTrainer)
+    story.tell(s.Tick(), after_s=REPORT_TIMEOUT_S + 1)
+    [kill] = story.found(c.KillTrainer)
+    assert kill.trainer == story.trainer("w3")
+    story.tell(s.TrainerLost(trainer=kill.trainer, cause=kill.why))
+    assert story.ranks() == ["w2"]
+
+
+def test_trainers_that_keep_dying_before_they_are_warm_fail_the_job():
+    story = Story().tell(s.WorkersAssigned(workers=("w1",)))
+    for _ in range(3):
+        story.tell(s.TrainerLost(trainer=story.trainer("w1"), cause="exited with code 1"))
+    assert story.state.status == "failed"
+    assert "3 trainers in a row" in story.state.reason
+
+
+def test_killed_trainer_is_started_again_on_its_worker():
+    story = Story().start("w1", "w2")
+    story.tell(s.TrainerLost(trainer=story.trainer("w2"), cause="SIGKILL"))
+    [again] = story.found(c.StartTrainer)
+    assert again.worker == "w2"
+
+
+def test_pause_holds_the_state_and_resume_goes_on_from_it():
+    story = Story().start("w1").tell(s.PauseAsked())
+    story.report("w1", step=2)
+    assert story.state.status == "paused"
+    story.tell(s.ResumeAsked())
+    [form] = story.found(c.FormGeneration)
+    assert (form.step, form.behind) == (2, ())
+    assert story.state.status == "running"
+
+
+def test_worker_that_was_scaled_away_while_warming_leaves_at_once():
+    story = Story().start("w1")
+    story.tell(s.WorkersAssigned(workers=("w1", "w2")))
+    trainer = story.trainer("w2")
+    story.tell(s.WorkersAssigned(workers=("w1",)))
+    assert [x.trainer for x in story.found(c.ReleaseTrainer)] == [trainer]
+    assert not story.found(c.AnnounceChange)

@@ -1,0 +1,302 @@
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from etrain_jupyter.errors import JobLostError, PoolError
+from etrain_jupyter.events.log import EventLog
+from etrain_jupyter.events.types import Event, JobStatusChanged, LogLine
+from etrain_jupyter.job import feed as feed_module
+from etrain_jupyter.job.feed import Feed
+
+Answer = dict[str, Any]
+
+
+class FakeLink:
+    """A coordinator without a network: a script answers, or the test itself."""
+
+    def __init__(self, *answers: list[Event] | Exception) -> None:
+        self.questions: queue.Queue[tuple[dict[str, Any], Future[Answer]]] = queue.Queue()
+        self.asked_since: list[int] = []
+        self.num_releases = 0
+        self._script = list(answers)
+
+    def send(self, op: str, *, timeout: float = 10.0, **arguments: Any) -> Future[Answer]:
+        assert op == "etrain_events"
+        self.asked_since.append(arguments["since"])
+        future: Future[Answer] = Future()
+        if not self._script:
+            self.questions.put((arguments, future))
+            return future
+        answer = self._script.pop(0)
+        if isinstance(answer, Exception):
+            future.set_exception(answer)
+        else:
+            future.set_result({"events": [event.to_dict() for event in answer]})
+        return future
+
+    def call(self, op: str, *, timeout: float = 10.0, **arguments: Any) -> Answer:
+        return self.send(op, timeout=timeout, **arguments).result(timeout)
+
+    def release(self) -> None:
+        self.num_releases += 1
+
+
+def line(seq: int) -> Event:
+    return LogLine(
+        job_id="j", time=float(seq), seq=seq, level="info", worker="", text=f"line {seq}"
+    )
+
+
+def end(seq: int) -> Event:
+    return JobStatusChanged(job_id="j", time=float(seq), seq=seq, status="finished")
+
+
+class Recorder:
+    """A listener that keeps what it got and lets a test wait for a sequence number."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[int]] = []
+        self.threads: set[str] = set()
+        self._came = threading.Condition()
+
+    def __call__(self, events: list[Event]) -> None:
+        with self._came:
+            self.batches.append([event.seq for event in events])
+            self.threads.add(threading.current_thread().name)
+            self._came.notify_all()
+
+    @property
+    def seqs(self) -> list[int]:
+        return [seq for batch in self.batches for seq in batch]
+
+    def wait_for(self, seq: int) -> None:
+        with self._came:
+            assert self._came.wait_for(lambda: seq in self.seqs, timeout=5), self.batches
+
+
+@pytest.fixture(autouse=True)
+def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed_module, "RETRY_S", 0.01)
+    monkeypatch.setattr(feed_module, "LINGER_S", 0.1)
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Iterator[EventLog]:
+    log = EventLog(tmp_path / "events.jsonl", fsync_every_s=None)
+    yield log
+    log.close()
+
+
+def follow(link: FakeLink | None, path: Path) -> tuple[Feed, Recorder]:
+    recorder = Recorder()
+    feed = Feed("j", path, link, recorder)
+    feed.start()
+    return feed, recorder
+
+
+def assert_no_thread_is_left() -> None:
+    for thread in threading.enumerate():
+        if thread.name.startswith("etrain-feed"):
+            thread.join(5)
+            assert not thread.is_alive()
+
+
+def test_history_comes_from_the_log_and_the_rest_from_the_coordinator(log: EventLog) -> None:
+    log.append([line(0), line(0), line(0)])
+    link = FakeLink([line(4)], [line(5), end(6)], [])
+
+    feed, recorder = follow(link, log.path)
+
+    assert feed.ended.wait(5)
+    assert_no_thread_is_left()
+    assert recorder.seqs == [1, 2, 3, 4, 5, 6]
+    assert link.asked_since == [3, 4, 6]
+    assert link.num_releases == 1
+
+
+def test_without_a_readable_log_everything_comes_from_the_coordinator(tmp_path: Path) -> None:
+    link = FakeLink([line(1), line(2)], [end(3)], [])
+
+    feed, recorder = follow(link, tmp_path / "none")
+
+    assert feed.ended.wait(5)
+    assert recorder.seqs == [1, 2, 3]
+    assert link.asked_since[0] == 0
+
+
+def test_repeats_are_dropped_and_a_gap_is_asked_for_again(tmp_path: Path) -> None:
+    link = FakeLink([line(1), line(2)], [line(2), line(3), line(5)], [line(4), line(5), end(6)], [])
+
+    feed, recorder = follow(link, tmp_path / "none")
+
+    assert feed.ended.wait(5)
+    assert recorder.seqs == [1, 2, 3, 4, 5, 6]
+    assert link.asked_since[:3] == [0, 2, 3]
+
+
+def test_log_that_has_ended_needs_no_coordinator(log: EventLog) -> None:
+    log.append([line(0), end(0)])
+    link = FakeLink()
+
+    feed, recorder = follow(link, log.path)
+
+    assert feed.ended.wait(5)
+    assert recorder.seqs == [1, 2]
+    assert link.asked_since == []
+    assert feed.lost == ""
+
+
+def test_what_workers_say_after_the_end_still_comes(tmp_path: Path) -> None:
+    link = FakeLink([end(1)], [line(2)], [])
+
+    _, recorder = follow(link, tmp_path / "none")
+    recorder.wait_for(2)
+
+    assert_no_thread_is_left()
+    assert recorder.seqs == [1, 2]
+
+
+def test_one_broken_connection_is_not_the_end(tmp_path: Path) -> None:
+    link = FakeLink(
+        [line(1)], JobLostError("reset"), [line(2)], JobLostError("reset"), [end(3)], []
+    )
+
+    feed, recorder = follow(link, tmp_path / "none")
+
+    assert feed.ended.wait(5)
+    assert (recorder.seqs, feed.lost) == ([1, 2, 3], "")
+
+
+def test_scheduler_that_is_silent_for_a_while_is_asked_again(tmp_path: Path) -> None:
+    link = FakeLink(*[PoolError("no answer")] * 10, [end(1)], [])
+
+    feed, recorder = follow(link, tmp_path / "none")
+
+    assert feed.ended.wait(5)
+    assert (recorder.seqs, feed.lost) == ([1], "")
+
+
+def test_lost_cluster_drains_the_log_and_says_so(log: EventLog) -> None:
+    log.append([line(0)])
+    link = FakeLink()
+    feed, recorder = follow(link, log.path)
+    _, first = link.questions.get(timeout=5)
+    log.append([line(0), line(0)])
+
+    first.set_exception(JobLostError("the scheduler cannot be reached"))
+    _, second = link.questions.get(timeout=5)
+    second.set_exception(JobLostError("the scheduler cannot be reached"))
+
+    assert feed.ended.wait(5)
+    assert feed.lost == "the scheduler cannot be reached"
+    # The 0 is the farewell to the listeners, which no log has.
+    assert recorder.seqs == [1, 2, 3]
+    assert [event.seq for event in feed.events()] == [1, 2, 3]
+
+
+def test_listeners_learn_that_the_cluster_is_gone(log: EventLog) -> None:
+    log.append([line(0)])
+    came: queue.Queue[Event] = queue.Queue()
+    feed, _ = follow(None, log.path)
+    feed.subscribe(lambda events: [came.put(event) for event in events] and None)
+
+    assert came.get(timeout=5).seq == 1
+    farewell = came.get(timeout=5)
+
+    assert isinstance(farewell, JobStatusChanged)
+    assert (farewell.status, farewell.seq) == ("failed", 0)
+    assert "cluster is gone" in farewell.reason
+
+
+def test_log_that_ends_while_the_cluster_goes_is_not_lost(log: EventLog) -> None:
+    link = FakeLink()
+    feed, recorder = follow(link, log.path)
+    _, first = link.questions.get(timeout=5)
+    log.append([line(0), end(0)])
+
+    first.set_exception(JobLostError("gone"))
+    _, second = link.questions.get(timeout=5)
+    second.set_exception(JobLostError("gone"))
+
+    assert feed.ended.wait(5)
+    assert (recorder.seqs, feed.lost) == ([1, 2], "")
+
+
+def test_job_without_a_cluster_is_lost_at_once(log: EventLog) -> None:
+    log.append([line(0)])
+
+    feed, recorder = follow(None, log.path)
+
+    assert feed.ended.wait(5)
+    assert recorder.seqs == [1]
+    assert "gone" in feed.lost
+
+
+def test_listener_gets_the_whole_history_then_each_batch_once(tmp_path: Path) -> None:
+    link = FakeLink([line(1), line(2)])
+    feed, first = follow(link, tmp_path / "none")
+    _, waiting = link.questions.get(timeout=5)
+    late = Recorder()
+
+    feed.subscribe(late)
+    late.wait_for(2)
+    waiting.set_result({"events": [line(3).to_dict()]})
+    late.wait_for(3)
+
+    assert late.batches == [[1, 2], [3]]
+    assert late.threads == {"etrain-feed-j"}
+    assert first.seqs == [1, 2, 3]
+    feed.close()
+    assert_no_thread_is_left()
+
+
+def test_listener_after_the_end_gets_the_history_and_leaves_no_thread(log: EventLog) -> None:
+    log.append([line(0), end(0)])
+    feed, _ = follow(None, log.path)
+    assert_no_thread_is_left()
+    late = Recorder()
+
+    feed.subscribe(late)
+    late.wait_for(2)
+
+    assert late.batches == [[1, 2]]
+    assert_no_thread_is_left()
+
+
+def test_listener_that_raises_is_counted_and_harms_nobody(tmp_path: Path) -> None:
+    def bad(events: list[Event]) -> None:
+        raise ValueError("no screen")
+
+    link = FakeLink()
+    feed, _ = follow(link, tmp_path / "none")
+    _, waiting = link.questions.get(timeout=5)
+    good = Recorder()
+    feed.subscribe(bad)
+    feed.subscribe(good)
+    waiting.set_result({"events": [line(1).to_dict(), end(2).to_dict()]})
+
+    good.wait_for(2)
+    assert feed.ended.wait(5)
+
+    assert feed.num_listener_errors == 2
+    assert isinstance(feed.last_listener_error, ValueError)
+
+
+def test_events_of_a_newer_version_keep_the_numbers_whole(tmp_path: Path) -> None:
+    link = FakeLink()
+    feed, recorder = follow(link, tmp_path / "none")
+    _, waiting = link.questions.get(timeout=5)
+
+    waiting.set_result(
+        {"events": [{"event": "MoonRose", "job_id": "j", "time": 1.0, "seq": 1}, end(2).to_dict()]}
+    )
+
+    assert feed.ended.wait(5)
+    assert recorder.seqs == [1, 2]

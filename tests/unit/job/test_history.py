@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from etrain_jupyter.events.log import EventLog
+from etrain_jupyter.events.types import (
+    EvalCompleted,
+    Event,
+    GenerationFormed,
+    JobPlanned,
+    JobRestored,
+    JobStatusChanged,
+    LogLine,
+    StepCompleted,
+)
+from etrain_jupyter.job.history import History, LatestValues, peek_log
+
+
+def step(number: int, **changes: Any) -> StepCompleted:
+    values: dict[str, Any] = {
+        "job_id": "j",
+        "time": float(number),
+        "generation": 1,
+        "step": number,
+        "epoch": 0,
+        "first": 0,
+        "samples": 32,
+        "sample_checksum": 1,
+        "loss": 1 / number,
+        "lr": 0.1,
+        "world_size": 2,
+        "samples_per_s": 100.0,
+    }
+    return StepCompleted(**values | changes)
+
+
+def evaluation(number: int, loss: float, **metrics: float) -> EvalCompleted:
+    return EvalCompleted(
+        job_id="j",
+        time=0.0,
+        step=number,
+        epoch=0,
+        samples=9,
+        loss=loss,
+        duration_s=0.1,
+        metrics=metrics,
+    )
+
+
+def test_columns_are_of_equal_length_whatever_was_measured_when() -> None:
+    history = History()
+    history.add_step(step(1))
+    history.add_step(step(2, metrics={"accuracy": 0.5}))
+    history.add_eval(evaluation(2, 0.7, accuracy=0.6))
+    history.add_step(step(3))
+
+    frame = pd.DataFrame(history.columns())
+
+    assert list(frame) == [
+        *("step", "epoch", "samples", "loss", "lr", "world_size", "generation", "samples_per_s"),
+        *("time", "accuracy", "eval_loss", "eval_accuracy"),
+    ]
+    assert frame["step"].tolist() == [1, 2, 3]
+    assert frame["accuracy"].isna().tolist() == [True, False, True]
+    assert frame["eval_loss"].tolist()[1] == 0.7
+    assert frame["eval_accuracy"].isna().tolist() == [True, False, True]
+
+
+def test_evaluation_after_later_steps_is_written_into_the_row_of_its_step() -> None:
+    history = History()
+    for number in (1, 2, 3):
+        history.add_step(step(number))
+    history.add_eval(evaluation(2, 0.7))
+    history.add_eval(evaluation(3, 0.6))
+
+    values = history.columns()["eval_loss"]
+
+    assert math.isnan(values[0])
+    assert values[1:] == [0.7, 0.6]
+
+
+def test_evaluation_before_the_first_step_has_no_row() -> None:
+    history = History()
+    history.add_eval(evaluation(0, 0.7))
+
+    assert set(map(len, history.columns().values())) == {0}
+
+
+def test_step_that_is_committed_again_replaces_what_followed() -> None:
+    history = History()
+    for number in (1, 2, 3):
+        history.add_step(step(number, metrics={"accuracy": 0.1}))
+    history.add_step(step(2, loss=9.0, metrics={"accuracy": 0.2}))
+
+    columns = history.columns()
+
+    assert columns["step"] == [1, 2]
+    assert columns["loss"] == [1.0, 9.0]
+    assert columns["accuracy"] == [0.1, 0.2]
+
+
+def test_restored_job_forgets_the_steps_after_its_checkpoint() -> None:
+    view = LatestValues()
+    view.add([step(1), step(2), step(3)])
+    view.add([JobRestored(job_id="j", time=0.0, step=1, num_undone=2)])
+
+    assert view.step == 1
+    assert view.columns()["step"] == [1]
+
+
+def test_metric_called_like_a_column_keeps_the_columns_equal() -> None:
+    history = History()
+    history.add_step(step(1, metrics={"loss": 5.0}))
+
+    columns = history.columns()
+
+    assert (columns["loss"], columns["metric_loss"]) == ([1.0], [5.0])
+
+
+def test_200_000_steps_are_folded_and_returned_fast() -> None:
+    view = LatestValues()
+    events: list[Event] = [step(n, metrics={"accuracy": 0.5}) for n in range(1, 200_001)]
+
+    started = time.perf_counter()
+    view.add(events)
+    folded = time.perf_counter()
+    columns = view.columns()
+    returned = time.perf_counter()
+
+    assert len(columns["accuracy"]) == 200_000
+    assert folded - started < 10
+    assert returned - folded < 1
+
+
+def test_latest_values_follow_the_events() -> None:
+    view = LatestValues()
+    view.add(
+        [
+            JobPlanned(
+                job_id="j",
+                time=0.0,
+                num_train_samples=64,
+                num_eval_samples=9,
+                global_batch_size=32,
+                steps_per_epoch=2,
+                total_steps=4,
+            ),
+            JobStatusChanged(job_id="j", time=0.0, status="running"),
+            GenerationFormed(
+                job_id="j",
+                time=0.0,
+                generation=3,
+                why="join",
+                world_size=2,
+                ranks=["a", "b"],
+                step=1,
+            ),
+            step(2, metrics={"accuracy": 0.25}),
+            evaluation(2, 0.7, accuracy=0.5),
+        ]
+    )
+
+    assert (view.status, view.step, view.total_steps) == ("running", 2, 4)
+    assert (view.world_size, view.generation) == (2, 3)
+    assert view.metrics == {"loss": 0.5, "accuracy": 0.25, "eval_loss": 0.7, "eval_accuracy": 0.5}
+
+
+def test_peek_reads_the_two_ends_of_a_long_log(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    log = EventLog(path, fsync_every_s=None)
+    planned = JobPlanned(
+        job_id="j",
+        time=0.0,
+        num_train_samples=1,
+        num_eval_samples=0,
+        global_batch_size=1,
+        steps_per_epoch=1,
+        total_steps=5000,
+    )
+    log.append([planned, JobStatusChanged(job_id="j", time=0.0, status="waiting")])
+    log.append([LogLine(job_id="j", time=0.0, level="info", worker="", text="x" * 90)] * 500)
+    log.append([JobStatusChanged(job_id="j", time=0.0, status="running")])
+    log.append([step(n) for n in range(1, 2001)])
+    log.close()
+
+    view = peek_log(path)
+
+    assert path.stat().st_size > 3 * 64 * 1024
+    assert (view.status, view.step, view.total_steps) == ("running", 2000, 5000)
+
+
+def test_peek_at_a_log_that_is_not_there_tells_a_job_that_was_submitted(tmp_path: Path) -> None:
+    assert peek_log(tmp_path / "none").status == "submitted"

@@ -1,0 +1,282 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from etrain_jupyter.errors import (
+    EtrainError,
+    JobFailedError,
+    JobLostError,
+    NotSupportedYetError,
+)
+from etrain_jupyter.events.log import EventLog
+from etrain_jupyter.events.types import (
+    Event,
+    GenerationFormed,
+    JobStatusChanged,
+    JobSubmitted,
+    UserErrorRaised,
+)
+from etrain_jupyter.job import training_job
+from etrain_jupyter.job.run_store import RunStore
+from etrain_jupyter.job.training_job import TrainingJob
+
+Answer = dict[str, Any]
+
+
+_made: list[TrainingJob] = []
+
+
+@pytest.fixture(autouse=True)
+def _stop_following() -> Iterator[None]:
+    yield
+    while _made:
+        _made.pop()._feed.close()
+
+
+class FakeLink:
+    """A coordinator that never has news and remembers what it was asked."""
+
+    def __init__(self, answer: Callable[[dict[str, Any]], Answer] | None = None) -> None:
+        self.requests: list[tuple[str, dict[str, Any]]] = []
+        self.waiting: Future[Answer] = Future()
+        self._answer = answer or (lambda arguments: {"message": "done"})
+
+    def send(self, op: str, *, timeout: float = 10.0, **arguments: Any) -> Future[Answer]:
+        if op == "etrain_events":
+            return self.waiting
+        if op == "etrain_request":
+            self.requests.append((arguments["request"], arguments["args"]))
+        future: Future[Answer] = Future()
+        future.set_result(self._answer(arguments))
+        return future
+
+    def call(self, op: str, *, timeout: float = 10.0, **arguments: Any) -> Answer:
+        return self.send(op, timeout=timeout, **arguments).result(timeout)
+
+    def release(self) -> None:
+        pass
+
+    def tell(self, *events: Event) -> None:
+        """Answer the question that waits."""
+        waiting, self.waiting = self.waiting, Future()
+        waiting.set_result({"events": [event.to_dict() for event in events]})
+
+
+def status(name: str, seq: int = 0, reason: str = "") -> Event:
+    return JobStatusChanged(job_id="digits-1", time=2.0, seq=seq, status=name, reason=reason)
+
+
+def make_job(tmp_path: Path, link: FakeLink | None, *events: Event) -> TrainingJob:
+    record = RunStore(tmp_path).create(
+        {"name": "digits", "created": 1.0, "config": {"model": "Net()"}}, job_id="digits-1"
+    )
+    log = EventLog(record.log_path, fsync_every_s=None)
+    submitted = JobSubmitted(
+        job_id="digits-1", time=1.0, name="digits", min_workers=1, max_workers=2
+    )
+    log.append([submitted, *events])
+    log.close()
+    _made.append(TrainingJob(record, link))
+    return _made[-1]
+
+
+def test_latest_values_are_read_from_the_log(tmp_path: Path) -> None:
+    formed = GenerationFormed(
+        job_id="digits-1",
+        time=1.5,
+        generation=2,
+        why="start",
+        world_size=2,
+        ranks=["a", "b"],
+        step=4,
+    )
+    job = make_job(tmp_path, FakeLink(), status("running"), formed)
+
+    assert (job.id, job.name, job.status) == ("digits-1", "digits", "running")
+    assert (job.step, job.world_size, job.generation) == (4, 2, 2)
+    assert [event.seq for event in job.events()] == [1, 2, 3]
+    assert repr(job) == "<TrainingJob digits-1: running, step 4, 2 workers>"
+
+
+def test_result_is_a_summary(tmp_path: Path) -> None:
+    job = make_job(tmp_path, None, status("finished"))
+
+    assert job.wait() == "finished"
+    summary = {"job_id": "digits-1", "status": "finished", "step": 0, "epoch": 0, "duration_s": 1.0}
+    assert job.result() == summary
+    assert job.workers() == []
+
+
+def test_result_of_a_failed_job_raises_the_users_error(tmp_path: Path) -> None:
+    raised = UserErrorRaised(
+        job_id="digits-1",
+        time=2.0,
+        error="ValueError: bad loss",
+        traceback="Cell In[3], line 2\nValueError: bad loss",
+        workers=["a"],
+    )
+    job = make_job(tmp_path, None, status("running"), raised, status("failed"))
+
+    with pytest.raises(JobFailedError, match="step 0: ValueError: bad loss") as caught:
+        job.result()
+
+    assert caught.value.render()[0] == "Cell In[3], line 2"
+
+
+def test_job_whose_cluster_is_gone_has_failed_and_says_so(tmp_path: Path) -> None:
+    job = make_job(tmp_path, None, status("running"))
+
+    assert job.wait() == "failed"
+    assert "gone" in job.lost
+    with pytest.raises(JobLostError, match="had not ended"):
+        job.result()
+    with pytest.raises(JobLostError, match="scale cannot reach"):
+        job.scale(max=2)
+
+
+def test_wait_gives_up_after_its_timeout(tmp_path: Path) -> None:
+    job = make_job(tmp_path, FakeLink(), status("running"))
+
+    assert job.wait(timeout=0.05) == "running"
+
+
+def test_await_returns_when_the_job_has_ended(tmp_path: Path) -> None:
+    link = FakeLink()
+    job = make_job(tmp_path, link, status("running"))
+
+    async def end_and_wait() -> str:
+        asyncio.get_running_loop().call_later(0.1, link.tell, status("finished", seq=3))
+        return await job
+
+    assert asyncio.run(end_and_wait()) == "finished"
+
+
+def test_requests_reach_the_coordinator(tmp_path: Path) -> None:
+    link = FakeLink()
+    job = make_job(tmp_path, link, status("running"))
+
+    answers = [
+        job.pause(),
+        job.resume(),
+        job.checkpoint(),
+        job.scale(max=4),
+        job.preempt("w1", notice_s=5),
+        job.kill(),
+        job.stop(now=True),
+    ]
+
+    assert set(answers) == {"done"}
+    assert link.requests == [
+        ("pause", {}),
+        ("resume", {}),
+        ("checkpoint", {}),
+        ("scale", {"min": None, "max": 4}),
+        ("preempt", {"worker": "w1", "notice_s": 5}),
+        ("kill", {"worker": None}),
+        ("stop", {"now": True}),
+    ]
+
+
+def test_ended_job_takes_no_requests(tmp_path: Path) -> None:
+    job = make_job(tmp_path, FakeLink(), status("finished"))
+
+    assert job.stop() == "digits-1 has finished already"
+    with pytest.raises(EtrainError, match="has finished: there is nothing to scale"):
+        job.scale(max=2)
+
+
+class Interrupts:
+    """A wait that is interrupted at given instants of a clock that it moves on itself."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *at: float, end: float) -> None:
+        self.now, self._at, self._end = 0.0, list(at), end
+        # Only the module's own name: the feed's thread needs the real clock.
+        clock = SimpleNamespace(monotonic=lambda: self.now)
+        monkeypatch.setattr(training_job, "time", clock)
+
+    def __call__(self, slice_s: float) -> bool:
+        self.now += slice_s
+        if self._at and self.now >= self._at[0]:
+            self._at.pop(0)
+            raise KeyboardInterrupt
+        return self.now >= self._end
+
+
+@pytest.mark.parametrize(
+    ("at", "requests"),
+    [
+        ((1.0,), [("stop", {"now": False})]),
+        ((1.0, 5.0), [("stop", {"now": False}), ("stop", {"now": True})]),
+        ((1.0, 7.0), [("stop", {"now": False}), ("stop", {"now": False})]),
+    ],
+)
+def test_interrupt_stops_with_a_checkpoint_and_a_second_one_within_5_s_at_once(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    at: tuple[float, ...],
+    requests: list[tuple[str, dict[str, Any]]],
+) -> None:
+    link = FakeLink()
+    job = make_job(tmp_path, link, status("running"))
+    assert job.status == "running"
+    monkeypatch.setattr(job._feed.ended, "wait", Interrupts(monkeypatch, *at, end=20.0))
+
+    job.wait()
+
+    assert link.requests == requests
+    assert job.was_interrupted
+    said = capsys.readouterr().out
+    assert ("at once, without a checkpoint" in said) == (requests[-1][1]["now"])
+
+
+def test_third_interrupt_leaves_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = FakeLink()
+    job = make_job(tmp_path, link, status("running"))
+    assert job.status == "running"
+    interrupts = Interrupts(monkeypatch, 1.0, 2.0, 3.0, end=20.0)
+    monkeypatch.setattr(job._feed.ended, "wait", interrupts)
+
+    with pytest.raises(KeyboardInterrupt):
+        job.wait()
+
+    assert [args for _, args in link.requests] == [{"now": False}, {"now": True}]
+
+
+def test_listener_may_ask_the_job(tmp_path: Path) -> None:
+    job = make_job(tmp_path, FakeLink(), status("running"))
+    seen: list[str] = []
+    came = threading.Event()
+
+    def listen(events: list[Event]) -> None:
+        seen.append(job.status)
+        came.set()
+
+    job.subscribe(listen)
+
+    assert came.wait(5)
+    assert seen == ["running"]
+
+
+def test_job_without_a_dashboard_shows_a_table(tmp_path: Path) -> None:
+    job = make_job(tmp_path, None, status("finished"))
+
+    bundle = job._repr_mimebundle_()
+
+    assert bundle["text/plain"].startswith("<TrainingJob digits-1: finished")
+    assert "<td>digits-1</td>" in bundle["text/html"]
+
+
+def test_best_weights_are_refused_until_they_exist(tmp_path: Path) -> None:
+    job = make_job(tmp_path, None, status("finished"))
+
+    with pytest.raises(NotSupportedYetError, match="later version"):
+        job.state_dict("best")

@@ -1,0 +1,68 @@
+"""Pools by name."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from etrain_jupyter.errors import PoolError
+from etrain_jupyter.pools import POOLS, SchedulerAddress, get_pool, registry
+from etrain_jupyter.pools.local import LocalPool
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("ETRAIN_STATE", str(tmp_path))
+    return tmp_path
+
+
+def test_local_is_a_pool() -> None:
+    assert isinstance(get_pool("local"), LocalPool)
+    assert "local" in POOLS
+
+
+def test_an_unknown_pool_is_answered_with_the_nearest_name() -> None:
+    with pytest.raises(PoolError, match=r"no pool 'lokal'; known are local.*Did you mean 'local'"):
+        get_pool("lokal")
+
+
+def test_without_clusters_there_is_nothing_to_list_or_to_end(state: Path) -> None:
+    assert f"no cluster is up (state directory: {state})" in registry.describe_pools()
+    assert registry.down() == "No cluster is up."
+    with pytest.raises(PoolError, match="no cluster 'local-1-2' is up"):
+        registry.down("local-1-2")
+
+
+def test_asking_nodes_of_no_cluster_says_how_to_get_one() -> None:
+    with pytest.raises(PoolError, match="no local cluster is up"):
+        get_pool("local").nodes()
+
+
+def test_an_address_survives_json() -> None:
+    address = SchedulerAddress(
+        address="tls://h:1", cluster_id="c", state_dir="/s", tls_dir="/s/tls"
+    )
+
+    assert SchedulerAddress.from_dict(address.to_dict() | {"later": "1"}) == address
+
+
+def test_an_address_without_certificates_needs_no_arguments() -> None:
+    assert SchedulerAddress(address="tcp://h:1", cluster_id="c").connection_args() == {}
+
+
+def test_importing_pools_loads_nothing_heavy() -> None:
+    code = (
+        "import sys, etrain_jupyter.pools;"
+        "print({'torch', 'distributed', 'dask', 'cryptography', 'IPython'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[3],
+    )
+    assert done.stdout == "set()\n"

@@ -1,0 +1,94 @@
+"""Batches by index, whatever the data set is."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from etrain_jupyter.ranks.data import DataError, inputs_and_target, open_samples
+
+X = torch.arange(12.0).reshape(6, 2)
+Y = torch.arange(6)
+
+
+class Squares:
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, index):
+        return torch.tensor([float(index)]), index * index
+
+
+def rows(data, share, **options):
+    options = {"name": "data.train", "collate": None, "num_workers": 0, **options}
+    source = open_samples(data, **options)
+    try:
+        indices, batch = next(iter(source.batches([share])))
+        assert list(indices) == list(share)
+        return batch
+    finally:
+        source.close()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(TensorDataset(X, Y), id="TensorDataset"),
+        pytest.param((X, Y), id="pair of tensors"),
+        pytest.param((X.numpy(), Y.numpy()), id="pair of arrays"),
+        pytest.param(lambda: (X, Y), id="function"),
+    ],
+)
+def test_columns_are_indexed_in_the_order_asked_for(data):
+    inputs, target = rows(data, np.array([4, 1]))
+    assert inputs.tolist() == [[8.0, 9.0], [2.0, 3.0]]
+    assert target.tolist() == [4, 1]
+
+
+def test_items_are_collated():
+    inputs, target = rows(Squares, [3, 2])
+    assert inputs.tolist() == [[3.0], [2.0]]
+    assert target.tolist() == [9, 4]
+
+
+def test_items_come_in_the_same_order_from_loader_processes():
+    source = open_samples(
+        Squares(), name="data.train", collate=lambda items: [y for _, y in items], num_workers=1
+    )
+    try:
+        assert [batch for _, batch in source.batches([[1, 2], [3]])] == [[1, 4], [9]]
+        # The next generation starts afresh, whatever was loaded ahead.
+        next(iter(source.batches([[0], [1], [2]])))
+        [(indices, batch)] = source.batches([[4]])
+        assert (indices.tolist(), batch) == ([4], [16])
+    finally:
+        source.close()
+
+
+def test_list_of_samples_is_no_pair_of_columns():
+    data = [(torch.tensor([1.0]), 0), (torch.tensor([2.0]), 1)]
+    inputs, target = rows(data, [1])
+    assert inputs.tolist() == [[2.0]]
+    assert target.tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        ((X[:0], Y[:0]), r"data.train is empty \(0 samples\)"),
+        ((X, Y[:5]), r"different lengths \[5, 6\]"),
+        (iter([1]), r"list_iterator without len\(\) and \[i\]"),
+        (lambda: None, "NoneType without len"),
+    ],
+)
+def test_data_that_cannot_be_used_is_named(data, text):
+    with pytest.raises(DataError, match=text):
+        rows(data, [0])
+
+
+def test_last_element_of_a_batch_is_the_target():
+    assert inputs_and_target((1, 2, 3)) == ((1, 2), 3)
+    with pytest.raises(DataError, match="a batch is a dict"):
+        inputs_and_target({"x": 1})

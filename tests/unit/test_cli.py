@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from etrain_jupyter.cli import main
+from etrain_jupyter.events.log import EventLog
+from etrain_jupyter.events.types import JobStatusChanged, JobSubmitted, StepCompleted
+from etrain_jupyter.job.run_store import RunStore
+from etrain_jupyter.subcommands import SUBCOMMANDS
+
+
+@pytest.fixture(autouse=True)
+def _no_jobs_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("etrain_jupyter.job.held_jobs._used", {})
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> str:
+    """A run store with one finished job, ``digits-1``."""
+    record = RunStore(tmp_path).create({"name": "digits", "created": 1.0}, job_id="digits-1")
+    log = EventLog(record.log_path, fsync_every_s=None)
+    common = {"job_id": "digits-1", "time": 1.0}
+    log.append(
+        [
+            JobSubmitted(**common, name="digits", min_workers=1, max_workers=2),  # type: ignore[arg-type]
+            StepCompleted(
+                **common,  # type: ignore[arg-type]
+                step=1,
+                epoch=0,
+                first=0,
+                samples=4,
+                sample_checksum=1,
+                loss=0.5,
+                lr=0.1,
+                world_size=2,
+                samples_per_s=10.0,
+            ),
+            JobStatusChanged(**common, status="finished"),  # type: ignore[arg-type]
+        ]
+    )
+    log.close()
+    return str(tmp_path)
+
+
+def test_ls_shows_the_store_that_was_named(runs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--runs", runs, "ls"]) == 0
+
+    assert "digits-1  finished" in capsys.readouterr().out
+
+
+def test_runs_may_stand_after_the_subcommand(runs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", f"--runs={runs}"]) == 0
+
+    shown = capsys.readouterr().out
+    assert "finished" in shown
+    assert "0.5" in shown
+    assert str(Path(runs) / "digits-1") in shown
+
+
+def test_store_comes_from_the_environment_otherwise(
+    runs: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ETRAIN_RUNS", runs)
+
+    assert main(["wait"]) == 0
+    assert "digits-1: finished" in capsys.readouterr().out
+
+
+def test_what_cannot_be_done_is_status_1_on_stderr(
+    runs: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--runs", runs, "stop", "mnist"]) == 1
+
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("etrain: no job 'mnist'")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["stpo"], ["stop", "--nwo"], ["--runs"], ["distributed"], ["attach", "digits"], ["chaos"]],
+)
+def test_mistyped_line_is_status_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+
+    assert capsys.readouterr().err.startswith("etrain: ")
+
+
+@pytest.mark.parametrize("name", [c.name for c in SUBCOMMANDS if not c.is_for_notebooks_only])
+def test_each_subcommand_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "--help"]) == 0
+
+    assert capsys.readouterr().out.startswith(f"usage: etrain {name}")
+
+
+def test_overview_leaves_out_what_only_a_notebook_can(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+
+    shown = capsys.readouterr().out
+    assert "attach" not in shown
+    assert "%" not in shown
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+
+    assert capsys.readouterr().out.startswith("etrain 0.")

@@ -1,0 +1,357 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from IPython.core.interactiveshell import InteractiveShell
+from traitlets.config import Config
+
+import etrain_jupyter
+from etrain_jupyter import launch
+from etrain_jupyter.errors import JobFailedError
+from etrain_jupyter.events.log import EventLog
+from etrain_jupyter.events.types import Event, JobStatusChanged, JobSubmitted, LogLine
+from etrain_jupyter.job.run_store import JobRecord, RunStore
+from etrain_jupyter.job.training_job import TrainingJob
+from etrain_jupyter.subcommands import LATER, SUBCOMMANDS
+
+BODY = """\
+model: Net()
+data: {train: train_set}
+loss: loss
+epochs: 2
+batch: {global: 8}
+workers: {min: 1, max: 2}
+"""
+NOTEBOOK = """\
+class Net:
+    def forward(self): ...
+    def state_dict(self): ...
+def loss(output, target): return 0.0
+train_set = [(i, i) for i in range(32)]
+x = "expanded"
+"""
+
+
+@pytest.fixture
+def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[InteractiveShell]:
+    monkeypatch.setenv("ETRAIN_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    monkeypatch.setattr("etrain_jupyter.job.held_jobs._used", {})
+    config = Config()
+    config.HistoryManager.enabled = False
+    config.InteractiveShell.colors = "nocolor"
+    shell = InteractiveShell(config=config)
+    etrain_jupyter.load_ipython_extension(shell)
+    yield shell
+    etrain_jupyter.unload_ipython_extension(shell)
+    shell.restore_sys_module_state()
+
+
+@pytest.fixture
+def run(
+    shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[bool, str]]:
+    """Run a cell and return whether it succeeded and what it showed."""
+
+    def run(code: str) -> tuple[bool, str]:
+        capsys.readouterr()
+        result = shell.run_cell(code)
+        return bool(result.success), capsys.readouterr().out
+
+    return run
+
+
+Run = Callable[[str], tuple[bool, str]]
+
+
+@pytest.fixture
+def submitted(monkeypatch: pytest.MonkeyPatch) -> list[launch.Plan]:
+    """Let nothing be submitted; return what would have been."""
+    plans: list[launch.Plan] = []
+
+    def submit(plan: launch.Plan) -> TrainingJob:
+        plans.append(plan)
+        return make_job(name=plan.config.name or "net")
+
+    monkeypatch.setattr(launch, "submit", submit)
+    monkeypatch.setattr(launch, "show", lambda job: print(f"dashboard of {job.name}"))
+    return plans
+
+
+def make_job(*events: Event, name: str = "digits", created: float = 1.0) -> TrainingJob:
+    """Put a finished job into the run store."""
+    record: JobRecord = RunStore().create({"name": name, "created": created})
+    log = EventLog(record.log_path, fsync_every_s=None)
+    first = JobSubmitted(job_id=record.job_id, time=1.0, name=name, min_workers=1, max_workers=2)
+    last = JobStatusChanged(job_id=record.job_id, time=2.0, status="finished")
+    log.append([first, *(events or [last])])
+    log.close()
+    return TrainingJob(record, None)
+
+
+def test_load_ext_registers_and_unload_ext_removes(shell: InteractiveShell) -> None:
+    assert "etrain" in shell.magics_manager.magics["cell"]
+
+    etrain_jupyter.unload_ipython_extension(shell)
+
+    assert "etrain" not in shell.magics_manager.magics["cell"]
+    assert "etrain" not in shell.magics_manager.magics["line"]
+
+
+@pytest.mark.parametrize("line", ["", " --help", " -h"])
+def test_overview_names_every_subcommand(run: Run, line: str) -> None:
+    is_ok, shown = run(f"%etrain{line}")
+
+    assert is_ok
+    assert [c.name for c in SUBCOMMANDS if c.name not in shown] == []
+    assert "%%etrain distributed" in shown
+
+
+@pytest.mark.parametrize("name", [c.name for c in SUBCOMMANDS])
+def test_each_subcommand_has_help(run: Run, name: str) -> None:
+    is_ok, shown = run(f"%etrain {name} --help")
+
+    assert is_ok
+    assert shown.startswith(f"usage: %etrain {name}")
+
+
+@pytest.mark.parametrize(
+    "line", ["%%etrain distributed --help\nmodel: Net", "%etrain distributed --help"]
+)
+def test_cell_magic_has_help(run: Run, line: str) -> None:
+    is_ok, shown = run(line)
+
+    assert is_ok
+    assert "--dry-run" in shown
+
+
+def test_unknown_subcommand_names_the_nearest_and_fails_the_cell(run: Run) -> None:
+    assert run("%etrain stpo") == (
+        False,
+        "etrain: there is no %etrain stpo\n  did you mean %etrain stop?\n",
+    )
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_subcommands_of_later_versions_are_refused(run: Run, name: str) -> None:
+    assert run(f"%etrain {name}") == (
+        False,
+        f"etrain: %etrain {name} comes with a later version\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("%etrain scale four", "argument N: invalid int value: 'four'"),
+        ("%etrain stop --nwo", "unrecognized arguments: --nwo"),
+        ("%etrain scale", "scale to how many workers?"),
+        ("%etrain scale 2 --max 3", "not both"),
+        ("%etrain show 'digits", "No closing quotation"),
+        ("%etrain distributed", "needs a body"),
+        ("%%etrain ls\nmodel: Net\n", "ls takes no body"),
+        ("%%etrain distribute\nmodel: Net\n", "no %%etrain distribute"),
+        ("%%etrain distributed --nmae a\nmodel: Net\n", "did you mean --name?"),
+        ("%%etrain distributed -o 2x\nmodel: Net\n", "no name for a variable"),
+    ],
+)
+def test_mistyped_line_fails_the_cell_without_frames(run: Run, line: str, words: str) -> None:
+    is_ok, shown = run(line)
+
+    assert not is_ok
+    assert words in shown
+    assert shown.startswith("etrain: ")
+    assert "Traceback" not in shown
+
+
+def test_wrong_cell_shows_line_and_caret_and_nothing_else(run: Run) -> None:
+    is_ok, shown = run("%%etrain distributed\nmodel: Net\noptimiser: {name: adam}\n")
+
+    assert not is_ok
+    assert shown == (
+        "etrain: line 3, column 1: unknown key 'optimiser'\n"
+        "    3 | optimiser: {name: adam}\n"
+        "      | ^^^^^^^^^\n"
+        "  did you mean 'optimizer'?\n"
+    )
+
+
+def test_error_stays_what_it_is_for_programs(shell: InteractiveShell) -> None:
+    result = shell.run_cell("%%etrain distributed\nmodle: Net\n", silent=True)
+
+    assert isinstance(result.error_in_exec, etrain_jupyter.CellError)
+    assert result.error_in_exec.line == 2
+
+
+def test_unexpected_exception_keeps_its_traceback(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("a mistake of ours")
+
+    monkeypatch.setattr(launch, "attach", fail)
+
+    is_ok, shown = run("%etrain show")
+
+    assert not is_ok
+    assert "Traceback" in shown
+    assert "a mistake of ours" in shown
+
+
+def test_cell_submits_shows_and_binds(
+    run: Run, shell: InteractiveShell, submitted: list[launch.Plan]
+) -> None:
+    run(NOTEBOOK)
+
+    is_ok, shown = run(f"%%etrain distributed --name digits -o job   # the first try\n{BODY}")
+
+    assert (is_ok, shown) == (True, "dashboard of digits\n")
+    assert isinstance(shell.user_ns["job"], TrainingJob)
+    assert submitted[0].config.name == "digits"
+    assert submitted[0].cell == BODY
+
+
+def test_cell_without_out_binds_nothing(
+    run: Run, shell: InteractiveShell, submitted: list[launch.Plan]
+) -> None:
+    run(NOTEBOOK)
+    run(f"%%etrain distributed --quiet\n{BODY}")
+
+    assert len(submitted) == 1
+    assert "job" not in shell.user_ns
+
+
+def test_line_is_taken_literally(run: Run, submitted: list[launch.Plan]) -> None:
+    run(NOTEBOOK)
+    run(f"%%etrain distributed --quiet --name '{{x}} $x'\n{BODY}")
+
+    assert submitted[0].config.name == "{x} $x"
+
+
+def test_dry_run_shows_the_plan_and_submits_nothing(run: Run, submitted: list[launch.Plan]) -> None:
+    run(NOTEBOOK)
+
+    is_ok, shown = run(f"%%etrain distributed --dry-run\n{BODY}")
+
+    assert is_ok
+    assert "Nothing was submitted" in shown
+    assert "2 epochs of batch 8" in shown
+    assert "1 to 2 of pool local" in shown
+    assert "train_set" in shown
+    assert submitted == []
+    assert RunStore().records() == []
+
+
+def test_waiting_cell_of_a_failed_job_shows_the_users_traceback(
+    run: Run, submitted: list[launch.Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(job: TrainingJob) -> None:
+        raise JobFailedError("job digits failed", traceback="Cell In[1], line 4\nValueError: no")
+
+    monkeypatch.setattr(TrainingJob, "raise_for_status", fail)
+    run(NOTEBOOK)
+
+    is_ok, shown = run(f"%%etrain distributed --wait --quiet\n{BODY}")
+
+    assert not is_ok
+    assert shown == "Cell In[1], line 4\nValueError: no\netrain: job digits failed\n"
+
+
+def test_ls_lists_the_newest_first(run: Run) -> None:
+    old, new = make_job(name="old", created=1.0), make_job(name="new", created=2.0)
+
+    is_ok, shown = run("%etrain ls")
+
+    lines = shown.splitlines()
+    assert is_ok
+    assert lines[0].split() == ["JOB", "STATUS", "STEP", "WORKERS", "SUBMITTED"]
+    assert [line.split()[0] for line in lines[1:]] == [new.id, old.id]
+    assert lines[1].split()[1] == "finished"
+
+
+def test_empty_store_is_said_plainly(run: Run) -> None:
+    assert run("%etrain ls")[1].startswith("No jobs in ")
+    assert "there is no job in" in run("%etrain show")[1]
+
+
+def test_attach_binds_and_later_lines_mean_that_job(run: Run, shell: InteractiveShell) -> None:
+    old, _ = make_job(name="old", created=1.0), make_job(name="new", created=2.0)
+
+    run("%etrain attach old -o mine")
+
+    assert shell.user_ns["mine"].id == old.id
+    assert run("%etrain stop") == (True, f"{old.id} has finished already\n")
+
+
+def test_unknown_job_names_the_nearest(run: Run) -> None:
+    make_job(name="digits")
+
+    is_ok, shown = run("%etrain wait digist")
+
+    assert not is_ok
+    assert "Did you mean digits" in shown
+
+
+def test_wait_tells_how_the_job_ended(run: Run) -> None:
+    make_job(name="digits")
+
+    is_ok, shown = run("%etrain wait")
+
+    assert is_ok
+    assert ": finished, step 0" in shown
+
+
+def test_request_to_an_ended_job_fails_the_cell(run: Run) -> None:
+    make_job(name="digits")
+
+    is_ok, shown = run("%etrain scale 2")
+
+    assert not is_ok
+    assert "has finished: there is nothing to scale" in shown
+
+
+def test_resume_of_an_ended_job_comes_later(run: Run) -> None:
+    make_job(name="digits")
+
+    is_ok, shown = run("%etrain resume digits")
+
+    assert not is_ok
+    assert "later version" in shown
+
+
+def test_logs_show_the_last_lines(run: Run) -> None:
+    lines: list[Event] = [
+        LogLine(job_id="j", time=1.0, level="info", worker="w1", text=f"line {n}") for n in range(3)
+    ]
+    make_job(*lines, JobStatusChanged(job_id="j", time=1.0, status="finished"))
+
+    _, shown = run("%etrain logs -n 2")
+
+    assert [line.split(": ")[1] for line in shown.splitlines()] == ["line 1", "line 2"]
+
+
+def test_audit_prints_its_report(run: Run) -> None:
+    make_job()
+
+    is_ok, shown = run("%etrain audit")
+
+    assert is_ok
+    assert shown.startswith("audit")
+
+
+def test_template_is_a_body_that_the_parser_takes(run: Run) -> None:
+    is_ok, shown = run("%etrain template")
+
+    assert is_ok
+    assert "model:" in shown
+
+
+def test_doctor_looks_at_everything(run: Run) -> None:
+    is_ok, shown = run("%etrain doctor")
+
+    assert is_ok
+    for word in ("Python", "torch", "distributed", "jupyterlab", "TLS", "run store", "cluster"):
+        assert word in shown
