@@ -73,6 +73,8 @@ def measure_job(
         job.stop()
         status = job.wait(timeout=60)
         audit = job.audit()
+    if not audit.ok:
+        print(audit)
     return {"targets": found, "status": status, "audit_ok": audit.ok, "steps": job.step}
 
 

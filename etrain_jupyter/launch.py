@@ -44,9 +44,7 @@ def plan_cell(body: str, notebook: Mapping[str, Any], flags: Mapping[str, Any], 
 
 def _cell_numbers() -> Mapping[str, int]:
     """Return the execution count of every cell by the file name that its code has."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython else None
-    return dict(getattr(getattr(shell, "compile", None), "_filename_map", {}))
+    return dict(getattr(getattr(current_shell(), "compile", None), "_filename_map", {}))
 
 
 def submit(plan: Plan) -> TrainingJob:

@@ -145,7 +145,7 @@ def _list(surface: Surface, args: argparse.Namespace) -> str:
     records = surface.store.records()
     if not records:
         return f"No jobs in {surface.store.root}."
-    table = [("JOB", "STATUS", "STEP", "WORKERS", "SUBMITTED")]
+    table: list[tuple[str, ...]] = [("JOB", "STATUS", "STEP", "WORKERS", "SUBMITTED")]
     table += [_row(record) for record in records[: args.number]]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in table]
@@ -236,7 +236,11 @@ def _kill(surface: Surface, args: argparse.Namespace) -> str:
 
 
 def _audit(surface: Surface, args: argparse.Namespace) -> str:
-    return str(surface.find(args.job).audit())
+    report = surface.find(args.job).audit()
+    if not report.ok:
+        # A proof that fails must stop whatever relies on it.
+        raise EtrainError(str(report))
+    return str(report)
 
 
 def _logs(surface: Surface, args: argparse.Namespace) -> str:
@@ -321,7 +325,10 @@ SUBCOMMANDS: tuple[Subcommand, ...] = (
         is_for_notebooks_only=True,
     ),
     Subcommand(
-        name="wait", summary="block until a job has ended", run=_wait, arguments=(_job, _timeout)
+        name="wait",
+        summary="block until a job has ended; an interrupt stops it",
+        run=_wait,
+        arguments=(_job, _timeout),
     ),
     Subcommand(
         name="pause", summary="let the ranks wait with their state", run=_pause, arguments=(_job,)

@@ -141,7 +141,7 @@ class Feed:
         # A log that ended before we began has nothing more to say.
         self._is_over = self._is_over or self._is_terminal
         if self._link is None and not self._is_over:
-            self._lose(f"the cluster of job {self.job_id} is gone")
+            self._lose("its cluster has ended")
         if self._log_path.exists():
             # The coordinator writes an event there before it tells anybody.
             self.caught_up.set()
@@ -217,7 +217,8 @@ class Feed:
         self._num_failures += 1
         limit = LOST_AFTER if isinstance(exc, JobLostError) else GIVE_UP_AFTER
         if self._num_failures >= limit:
-            self._lose(str(exc))
+            # The first sentence says what happened; the advice after it is for requests.
+            self._lose(str(exc).partition(". ")[0])
         self._ask_at = time.monotonic() + RETRY_S
 
     def _lose(self, why: str) -> None:
@@ -238,7 +239,7 @@ class Feed:
             time=last.time if last else time.time(),
             generation=last.generation if last else 0,
             status="failed",
-            reason=f"its cluster is gone: {why}",
+            reason=why,
         )
 
     def _read_log(self) -> list[Event]:

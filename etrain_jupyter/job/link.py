@@ -106,8 +106,8 @@ class ClusterLink:
         except OSError as exc:
             # CommClosedError, refused connections and TLS failures are all OSErrors.
             raise JobLostError(
-                f"the scheduler at {self.address} cannot be reached ({exc}). What the job "
-                "committed is in its run folder; %etrain doctor shows which clusters are alive."
+                f"the scheduler at {self.address} cannot be reached. What its jobs committed is "
+                "in their run folders; %etrain doctor shows which clusters are alive."
             ) from exc
         return _checked(_with_lists(answer), op)
 

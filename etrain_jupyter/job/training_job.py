@@ -216,7 +216,7 @@ class TrainingJob:
         view = self._latest()
         if self._feed.lost:
             raise JobLostError(
-                f"job {self.id} had not ended (step {view.step}) when {self._feed.lost}. "
+                f"job {self.id} is lost at step {view.step}: {self._feed.lost}. "
                 f"Its checkpoints and log are in {self.record.folder}; run its cell again to "
                 "train it anew, or job.load_into(model) for the newest checkpoint."
             )

@@ -187,6 +187,7 @@ class TrainLoop:
             count=span.samples,
             world_size=group.world_size,
             micro_batch_size=self.config.batch.micro_batch_size,
+            min_share=min(2, max(1, self.plan.global_batch_size // group.world_size)),
         )
 
     def _order_of(self, epoch: int) -> NDArray[np.int64]:

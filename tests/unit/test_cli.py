@@ -78,6 +78,13 @@ def test_what_cannot_be_done_is_status_1_on_stderr(
     assert captured.err.startswith("etrain: no job 'mnist'")
 
 
+def test_audit_that_fails_is_status_1(runs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    # The one step of this log claims samples that no epoch begins with.
+    assert main(["--runs", runs, "audit"]) == 1
+
+    assert "audit FAILED" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "words",
     [["stpo"], ["stop", "--nwo"], ["--runs"], ["distributed"], ["attach", "digits"], ["chaos"]],

@@ -76,3 +76,13 @@ def test_evaluation_takes_each_sample_once(num_samples: int, world_size: int) ->
     ranges = [share_range(num_samples, rank, world_size) for rank in range(world_size)]
     assert [index for part in ranges for index in part] == list(range(num_samples))
     assert tuple(map(len, ranges)) == share_samples(num_samples, world_size)
+
+
+@given(count=st.integers(1, 40), world_size=st.integers(1, 9), min_share=st.integers(1, 3))
+def test_no_rank_gets_less_than_the_least_share_unless_the_step_has_less(
+    count: int, world_size: int, min_share: int
+) -> None:
+    plan = plan_step(count=count, world_size=world_size, micro_batch_size=None, min_share=min_share)
+    assert sum(plan.counts) == count
+    assert len(plan.counts) == len(plan.starts) == world_size
+    assert all(n == 0 or n >= min(min_share, count) for n in plan.counts)

@@ -397,11 +397,11 @@ def test_going_back_although_a_trainer_survived_is_found() -> None:
 
 def test_survivor_that_undid_the_step_may_go_back_by_it() -> None:
     """Both holders of step 4 died after it was logged; w0 had not seen its end."""
-    undone = StepUndone(job_id="j", time=0.0, generation=1, step=4, workers=["w0"])
-    log = [
+    only_w0 = replace(undone(4), workers=["w0"])
+    log: list[Event] = [
         *[submitted(), planned(), formed(1, 0, ["w0", "w1"], [10, 11])],
         *[completed(step) for step in range(1, 5)],
-        *[lost("w1"), undone, formed(2, 3, ["w0"], [10])],
+        *[lost("w1"), only_w0, formed(2, 3, ["w0"], [10])],
         *[completed(step) for step in range(4, 13)],
         ended(),
     ]

@@ -125,8 +125,10 @@ def test_missing_certificates_are_a_lost_job() -> None:
     def read() -> dict[str, Any]:
         raise FileNotFoundError("client.pem is not there: the cluster has ended")
 
-    with pytest.raises(JobLostError, match="the cluster has ended"):
+    with pytest.raises(JobLostError, match="cannot be reached") as caught:
         ClusterLink("tls://127.0.0.1:9", read).call("echo")
+
+    assert isinstance(caught.value.__cause__, FileNotFoundError)
 
 
 def test_wait_ends_with_its_timeout() -> None:

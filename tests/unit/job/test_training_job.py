@@ -135,8 +135,8 @@ def test_job_whose_cluster_is_gone_has_failed_and_says_so(tmp_path: Path) -> Non
     job = make_job(tmp_path, None, status("running"))
 
     assert job.wait() == "failed"
-    assert "gone" in job.lost
-    with pytest.raises(JobLostError, match="had not ended"):
+    assert job.lost == "its cluster has ended"
+    with pytest.raises(JobLostError, match="is lost at step 0: its cluster has ended"):
         job.result()
     with pytest.raises(JobLostError, match="scale cannot reach"):
         job.scale(max=2)

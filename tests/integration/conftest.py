@@ -1,0 +1,71 @@
+"""One real local cluster for a module's tests, and small jobs whose steps take time but no CPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import etrain_jupyter
+from etrain_jupyter.job.training_job import TrainingJob
+from etrain_jupyter.pools.local import LocalPool
+
+PATIENCE_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Give a run store and a state directory of the module's own; nothing may be left in it."""
+    folder = tmp_path_factory.mktemp("cluster")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ETRAIN_STATE", str(folder / "state"))
+        patch.setenv("ETRAIN_RUNS", str(folder / "runs"))
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        yield folder / "runs"
+        leftovers = LocalPool().down(timeout_s=10.0)
+        assert not leftovers.processes
+        assert processes_of(folder) == []
+
+
+def processes_of(folder: Path) -> list[psutil.Process]:
+    """Return every process that belongs to the cluster of this folder."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("ETRAIN_STATE", "").startswith(str(folder)):
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            continue
+    me = psutil.Process()
+    mine = {me.pid, *(child.pid for child in me.parents())}
+    return [p for p in found if p.pid not in mine and p.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.fixture
+def submit(runs: Path) -> Iterator[Callable[..., TrainingJob]]:
+    """Submit small jobs; one that a test leaves running is stopped."""
+    started: list[TrainingJob] = []
+
+    def submit_job(**keys: Any) -> TrainingJob:
+        job = etrain_jupyter.distributed(keys)
+        started.append(job)
+        return job
+
+    yield submit_job
+    for job in started:
+        if job.status not in ("finished", "stopped", "failed"):
+            job.stop(now=True)
+            job.wait(timeout=PATIENCE_S)
+
+
+def until(condition: Callable[[], Any], what: str) -> Any:
+    """Wait until ``condition()`` is true and return it."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"{what} did not happen in {PATIENCE_S:.0f} s"
+        time.sleep(0.02)
+    return found

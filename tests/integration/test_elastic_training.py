@@ -1,0 +1,275 @@
+"""The engine with real processes: kills, notices, joins, and what must hold afterwards."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import Dataset
+
+from etrain_jupyter.events.types import (
+    TERMINAL_STATUSES,
+    CheckpointCommitted,
+    GenerationFormed,
+    JobRestored,
+    LogLine,
+    StepUndone,
+    WeightsHashed,
+    WorkerLeft,
+    WorkerLost,
+)
+from etrain_jupyter.job.training_job import TrainingJob
+from etrain_jupyter.testing.invariants import assert_invariants
+from tests.integration.conftest import until
+
+NUM_SAMPLES, BATCH = 100, 16  # the last step of an epoch has 4 samples
+
+
+def make_data() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(NUM_SAMPLES, 8, generator=generator)
+    return x, (x.sum(dim=1) > 0).long()
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+class Plain(nn.Module):
+    """Without BatchNorm: the mathematics does not depend on the number of ranks at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def slow_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    time.sleep(0.01)  # steps take time, but leave the processor to the others
+    return F.cross_entropy(output, target)
+
+
+def accuracy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output.argmax(-1) == target).float()
+
+
+class Pairs(Dataset):
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = make_data()
+        return x[index], y[index]
+
+
+def body(**changes: Any) -> dict[str, Any]:
+    return {
+        "model": Net,
+        "data": {"train": make_data, "eval": make_data},
+        "loss": slow_loss,
+        "metrics": {"accuracy": accuracy},
+        "optimizer": {"name": "AdamW", "lr": 0.01},
+        "batch": {"global": BATCH},
+        "epochs": 60,
+        "workers": {"min": 1, "max": 2},
+        **changes,
+    }
+
+
+def steps_on(job: TrainingJob, count: int = 5) -> None:
+    """Wait until the job has made some more steps."""
+    goal = job.step + count
+    until(lambda: job.step >= goal or job.status in TERMINAL_STATUSES, f"step {goal}")
+    job.raise_for_status()
+
+
+def full(job: TrainingJob, world_size: int) -> None:
+    until(
+        lambda: job.world_size == world_size and job.status == "running",
+        f"world size {world_size}",
+    )
+    steps_on(job)
+
+
+def found(job: TrainingJob, kind: type) -> list[Any]:
+    return [event for event in job.events() if isinstance(event, kind)]
+
+
+def finish(job: TrainingJob) -> None:
+    assert job.wait(timeout=100) == "finished", job
+    assert_invariants(job.events())
+
+
+def rank(job: TrainingJob, number: int) -> dict[str, Any]:
+    return next(w for w in job.workers() if w["rank"] == number)
+
+
+def test_kills_at_four_ranks_leave_the_survivors_processes_and_every_sample_alone(submit):
+    job = submit(**body(workers={"min": 1, "max": 4}, epochs=120))
+    full(job, 4)
+    for victim in ("trainer of rank 0", "trainer of rank 2", "Dask worker of rank 1"):
+        before = {w["worker"]: w["trainer_pid"] for w in job.workers()}
+        number = int(victim[-1])
+        target = rank(job, number)
+        os.kill(target["pid"] if "Dask" in victim else target["trainer_pid"], signal.SIGKILL)
+        until(lambda t=target: t["worker"] in {e.worker for e in found(job, WorkerLost)}, victim)
+        steps_on(job)
+        formed = found(job, GenerationFormed)[-1]
+        now = dict(zip(formed.ranks, formed.trainer_pids, strict=True))
+        for worker in before.keys() - {target["worker"]}:
+            assert now[worker] == before[worker], f"{worker} was restarted"
+        full(job, 4)
+    finish(job)
+    assert len(found(job, WorkerLost)) == 3
+    assert len({e.step for e in found(job, StepUndone)}) <= 3
+
+
+def test_uneven_shares_train_the_same_mathematics_as_one_rank(submit):
+    """3 ranks share 16 samples as 6, 5, 5 and the last 4 of an epoch as 2, 2, 0."""
+    keys = {"model": Plain, "epochs": 4, "loss": F.cross_entropy}
+    data = {"train": make_data}
+    alone = submit(**body(**keys, data=data, workers={"min": 1, "max": 1}))
+    finish(alone)
+    three = submit(**body(**keys, data=data, workers={"min": 3, "max": 3}))
+    finish(three)
+    assert {e.world_size for e in found(three, GenerationFormed)} == {3}
+    expected, weights = alone.state_dict(), three.state_dict()
+    for name, value in expected.items():
+        assert torch.allclose(weights[name], value, atol=1e-5), name
+    # Same losses, step by step.
+    a, b = alone.history()["loss"], three.history()["loss"]
+    assert list(a) == pytest.approx(list(b), abs=1e-5)
+
+
+def test_ranks_without_a_sample_take_part_and_count_for_nothing(submit):
+    """The last step of an epoch has 1 sample for 3 ranks."""
+    x, y = make_data()
+    keys = {
+        "model": Plain,
+        "epochs": 3,
+        "loss": F.cross_entropy,
+        "data": {"train": (x[:33], y[:33])},
+    }
+    alone = submit(**body(**keys, workers={"min": 1, "max": 1}))
+    finish(alone)
+    three = submit(**body(**keys, workers={"min": 3, "max": 3}))
+    finish(three)
+    assert list(alone.history()["loss"]) == pytest.approx(list(three.history()["loss"]), abs=1e-5)
+
+
+def test_notice_costs_no_step_and_the_machine_is_replaced(submit):
+    job = submit(**body())
+    full(job, 2)
+    noticed = rank(job, 1)["worker"]
+    job.preempt(noticed)
+    until(lambda: noticed in {e.worker for e in found(job, WorkerLeft)}, "the leave")
+    full(job, 2)
+    assert noticed not in {w["worker"] for w in job.workers()}
+    finish(job)
+    assert found(job, StepUndone) == []
+    assert found(job, WorkerLost) == []
+
+
+def test_only_worker_hands_its_state_over_before_it_leaves(submit):
+    job = submit(**body(workers={"min": 1, "max": 1}, epochs=40))
+    full(job, 1)
+    first = rank(job, 0)["worker"]
+    job.preempt(first)
+    until(lambda: first in {e.worker for e in found(job, WorkerLeft)}, "the leave")
+    finish(job)
+    assert found(job, JobRestored) == []
+    assert found(job, StepUndone) == []
+
+
+def test_when_every_worker_dies_the_job_goes_on_from_its_newest_checkpoint(submit):
+    job = submit(**body(epochs=30))
+    until(lambda: found(job, CheckpointCommitted), "a checkpoint")
+    steps_on(job, 2)
+    for worker in job.workers():
+        os.kill(worker["pid"], signal.SIGKILL)
+    until(lambda: found(job, JobRestored), "the restore")
+    finish(job)
+    restored = found(job, JobRestored)[0]
+    assert restored.step > 0
+    assert job.step == 30 * 7
+
+
+def test_scale_down_pause_and_resume_lose_nothing(submit):
+    job = submit(**body(epochs=80))
+    full(job, 2)
+    job.scale(max=1)
+    full(job, 1)
+    job.pause()
+    until(lambda: job.status == "paused", "the pause")
+    step = job.step
+    job.scale(max=2)
+    job.resume()
+    full(job, 2)
+    assert job.step > step
+    finish(job)
+    assert found(job, StepUndone) == []
+    pids = {p for e in found(job, GenerationFormed) for p in e.trainer_pids[:1]}
+    assert len(pids) == 1, "the first trainer must live through all of it"
+
+
+def test_stop_keeps_a_checkpoint_of_the_last_step(submit):
+    job = submit(**body(epochs=500))
+    full(job, 2)
+    job.stop()
+    assert job.wait(timeout=30) == "stopped"
+    assert found(job, CheckpointCommitted)[-1].step == job.step
+    model = Net()
+    job.load_into(model)
+    assert job.audit().ok
+
+
+def test_weights_in_the_notebook_are_those_that_were_evaluated(submit):
+    job = submit(**body(epochs=8))
+    finish(job)
+    model = job.load_into(Net()).eval()
+    x, y = make_data()
+    with torch.no_grad():
+        mean = accuracy(model(x), y).mean().item()
+    assert mean == pytest.approx(job.history()["eval_accuracy"][-1], abs=1e-6)
+    digests = {e.digest for e in found(job, WeightsHashed) if e.step == job.step}
+    assert len(digests) == 1
+
+
+def test_two_jobs_share_the_pool_and_each_keeps_its_own(submit):
+    first = submit(**body(workers={"min": 1, "max": 2}, epochs=40))
+    second = submit(**body(workers={"min": 1, "max": 2}, epochs=10))
+    finish(second)
+    finish(first)
+    used = [{w for e in found(job, GenerationFormed) for w in e.ranks} for job in (first, second)]
+    assert all(used)
+
+
+def test_loader_processes_deliver_every_sample_once_through_a_change(submit):
+    job = submit(**body(data={"train": Pairs, "num_workers": 1}, epochs=20))
+    full(job, 1 if job.world_size == 1 else 2)
+    job.scale(max=1)
+    full(job, 1)
+    finish(job)
+
+
+def test_what_a_rank_prints_is_in_the_log(submit):
+    def chatty(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        print("hello from the loss")
+        return F.cross_entropy(output, target)
+
+    job = submit(**body(loss=chatty, epochs=1, workers={"min": 1, "max": 1}))
+    finish(job)
+    assert "hello from the loss" in {e.text for e in found(job, LogLine)}
