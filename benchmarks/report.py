@@ -42,9 +42,9 @@ def median_and_p95(values: Sequence[float]) -> dict[str, float]:
 
 
 def steady_rate(times: Sequence[float], samples_per_step: int) -> float:
-    """Return samples a second after the first fifth of the steps, from when each was done."""
-    skip = len(times) // 5
-    return (len(times) - 1 - skip) * samples_per_step / (times[-1] - times[skip])
+    """Return samples a second over the second half of the steps, from when each was done."""
+    half = len(times) // 2
+    return (len(times) - 1 - half) * samples_per_step / (times[-1] - times[half])
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -42,6 +42,14 @@ class WorkerFacts:
 class RequestError(Exception):
     """A request that cannot be done; the text goes back to whoever asked."""
 
+    kind = "request"
+
+
+class UnknownJobError(RequestError):
+    """A request for a job that this cluster does not have."""
+
+    kind = "JobNotFoundError"
+
 
 Handler = Callable[..., Awaitable[dict[str, Any]]]
 
@@ -95,6 +103,10 @@ class Coordinator(SchedulerPlugin):
                 job.handle(s.Tick())
             self._after_change()
             self._take_noticed_machines()
+
+    def is_busy(self, worker: str) -> bool:
+        """Whether a job holds this worker; the pool may end the others when there are too many."""
+        return any(job.state.of_worker(worker) for job in self._active())
 
     def idle_s(self) -> float:
         """Return the seconds since the last job ended; 0.0 while one is active."""
@@ -250,7 +262,7 @@ class Coordinator(SchedulerPlugin):
 
     def _job(self, job_id: str) -> HostedJob:
         if job_id not in self._jobs:
-            raise RequestError(f"job {job_id} is not on this cluster")
+            raise UnknownJobError(f"job {job_id} is not on this cluster")
         return self._jobs[job_id]
 
     # --- requests ---
@@ -302,7 +314,11 @@ class Coordinator(SchedulerPlugin):
 
     def _victim(self, job: HostedJob, worker: str | None) -> WorkerFacts:
         """Return the worker that was named, or the last rank's."""
-        ranked = [m.worker for m in job.state.in_phase("ranked") if not m.leaving]
+        ranked = [
+            m.worker
+            for m in job.state.in_phase("ranked")
+            if not m.leaving and m.worker in self._workers
+        ]
         if worker is None and not ranked:
             raise RequestError("no worker is training now")
         name = ranked[-1] if worker is None else worker
@@ -330,7 +346,7 @@ def _answering(handler: Handler) -> Handler:
         try:
             return await handler(**arguments)
         except RequestError as exc:
-            return {"error": "request", "message": str(exc)}
+            return {"error": exc.kind, "message": str(exc)}
         except Exception as exc:
             logger.exception("a request failed")
             return {"error": type(exc).__name__, "message": str(exc)}

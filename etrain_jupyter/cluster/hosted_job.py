@@ -79,6 +79,7 @@ class HostedJob:
             job_id=order.job_id, min_workers=order.min_workers, max_workers=order.max_workers
         )
         self._log = EventLog(order.run_dir / "events.jsonl")
+        self._is_restoring = False
         self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT_EVENTS)
         self.log(
             events.JobSubmitted,
@@ -160,8 +161,7 @@ class HostedJob:
 
     def _form(self, command: c.FormGeneration) -> None:
         self.step_clock.ranks = command.trainers
-        if not command.restore and command.step < self.step_clock.logged_step:
-            self._go_back(command.step)
+        self._is_restoring = command.restore  # rank 0 tells to which step
         for rank, trainer in enumerate(command.trainers):
             self.trainers[trainer].formed = False
             self._send(
@@ -173,7 +173,7 @@ class HostedJob:
                     "world_size": len(command.trainers),
                     "behind": list(command.behind),
                     "restore": command.restore,
-                    "logged_step": self.step_clock.logged_step,
+                    "logged_step": min(self.step_clock.logged_step, command.step),
                 },
             )
 
@@ -194,6 +194,10 @@ class HostedJob:
             pids = [by_worker.get(worker, 0) for worker in event.ranks]
             event = dataclasses.replace(event, trainer_pids=pids)
         self.append([event])
+        if isinstance(event, events.GenerationFormed):
+            is_older = event.step < self.step_clock.logged_step
+            if is_older and not self._is_restoring:
+                self._go_back(event.step)
 
     # --- what trainers say ---
 

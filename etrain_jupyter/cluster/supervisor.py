@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from typing import Any
 
@@ -11,6 +12,8 @@ from distributed.comm.addressing import get_address_host
 
 from etrain_jupyter.cluster.trainer_process import TrainerProcess
 from etrain_jupyter.ranks.channel import Message
+
+logger = logging.getLogger("etrain.supervisor")
 
 SPARE_DELAY_S = 4.0
 """How long after a spare was used the next one is started: its imports must not compete with a
@@ -107,6 +110,8 @@ class Supervisor(WorkerPlugin):
     def _on_message(self, trainer: TrainerProcess, message: Message) -> None:
         if trainer.name:
             self._report({**message, "trainer": trainer.name})
+        elif message["op"] == "log":
+            logger.warning("spare trainer %d: %s", trainer.pid, message["text"])
 
     def _on_exit(self, trainer: TrainerProcess, cause: str) -> None:
         self._ending.discard(trainer)

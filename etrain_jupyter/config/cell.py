@@ -82,7 +82,9 @@ def parse_cell(
             f"the body must be lines of 'key: value', not {in_words(data)}",
             hint="%etrain template prints one",
         )
-    return _parse(_merged(data, overrides or {}), source, LiveObjects(namespace, source.computed))
+    overrides = overrides or {}
+    live = LiveObjects(namespace, source.computed)
+    return _parse(_merged(data, overrides), source.without(overrides), live)
 
 
 def parse_mapping(mapping: Mapping[str, Any], namespace: Mapping[str, Any]) -> ParsedJob:
@@ -91,9 +93,8 @@ def parse_mapping(mapping: Mapping[str, Any], namespace: Mapping[str, Any]) -> P
     Raises:
         ConfigError: With the path of the first fault.
 
-    >>> parse_mapping({"model": "Net()", "data": {"train": "d"}, "loss": "f", "epochs": 2},
-    {}).config.epochs
-    2.0
+    >>> parse_mapping({"model": "Net", "data": {"train": "d"}, "loss": "f"}, {}).config.epochs
+    1.0
     """
     return _parse(dict(mapping), NOWHERE, LiveObjects(namespace, frozenset({()})))
 
@@ -206,14 +207,11 @@ def _in_cell_words(error: ErrorDetails, source: SourceMap) -> ConfigError:
     if error["type"] in ("etrain", "etrain_later"):
         context = error["ctx"]
         path = tuple(context["path"] or path)
-        at_key = path[-1:] == ("@key",)
-        path = path[:-1] if at_key else path
         message = context["message"].replace("{key}", dotted(path) or "the body")
+        message = message.replace("{name}", str(path[-1]) if path else "")
         later = error["type"] == "etrain_later"
-        # A documented key that is not there yet is itself the culprit, not what it was set to.
-        return source.error(
-            path, message, hint=context["hint"], at_key=at_key or later, later=later
-        )
+        hint, at_key = context["hint"], context["at_key"]
+        return source.error(path, message, hint=hint, at_key=at_key, later=later)
     path = tuple(part for part in path if part != "[key]")
     key, value = dotted(path), error["input"]
     if error["type"] == "missing":

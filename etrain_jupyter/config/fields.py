@@ -21,19 +21,19 @@ from etrain_jupyter.config.source_map import did_you_mean, in_words
 
 
 def fault(
-    message: str, *, hint: str = "", path: tuple[str, ...] | None = None
+    message: str, *, hint: str = "", path: tuple[str, ...] | None = None, at_key: bool = False
 ) -> PydanticCustomError:
     """Build an error in its final words; ``path`` (from the top) points elsewhere than here."""
-    return PydanticCustomError(
-        "etrain", "{message}", {"message": message, "hint": hint, "path": path}
-    )
+    context = {"message": message, "hint": hint, "path": path, "at_key": at_key}
+    return PydanticCustomError("etrain", "{message}", context)
 
 
-def not_yet(message: str, *, hint: str, path: tuple[str, ...] | None = None) -> PydanticCustomError:
-    """Build the refusal of something that a later version brings."""
-    return PydanticCustomError(
-        "etrain_later", "{message}", {"message": message, "hint": hint, "path": path}
-    )
+def not_yet(
+    message: str, *, hint: str, path: tuple[str, ...] | None = None, at_key: bool = False
+) -> PydanticCustomError:
+    """Build the refusal of something that a later version brings; ``at_key``: of the key itself."""
+    context = {"message": message, "hint": hint, "path": path, "at_key": at_key}
+    return PydanticCustomError("etrain_later", "{message}", context)
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ class Later:
         self, source: Any, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
         """Check first, so that a wrong form of such a value is refused for the right reason."""
-        return core_schema.with_info_before_validator_function(self._check, handler(source))
+        return core_schema.no_info_before_validator_function(self._check, handler(source))
 
-    def _check(self, value: Any, info: Any) -> Any:
+    def _check(self, value: Any) -> Any:
         if any(
             value is known or (type(value) is type(known) and value == known)
             for known in self.accept
@@ -62,7 +62,8 @@ class Later:
             return value
         short = isinstance(value, str | int | float)
         asked = f": {str(value).lower() if value is True else value}" if short else ""
-        raise not_yet(f"'{info.field_name}{asked}' comes with a later version", hint=self.instead)
+        message = f"'{{name}}{asked}' comes with a later version"
+        raise not_yet(message, hint=self.instead, at_key=True)
 
 
 class Section(BaseModel):

@@ -168,7 +168,7 @@ class _Check:
         raise self._fault(f"{self.key}: '{node.id}' is not defined in this notebook", hint, node)
 
     def _check_attributes(self, tree: ast.expr) -> None:
-        """Look at modules only: whose attributes else can be asked for without running user code?"""
+        """Look at modules only: asking others for an attribute may run the user's code."""
         for node in ast.walk(tree):
             if not isinstance(node, ast.Attribute):
                 continue

@@ -72,7 +72,7 @@ class OptimizerConfig(Section):
     """A name of torch.optim, in any case; None with ``reference``."""
     lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-3
     """Learning rate; if it is left out, torch's default for that optimizer."""
-    options: dict[str, Any] = Field(default={})
+    options: dict[str, Any] = Field(default_factory=dict)
     """The other keywords of that optimizer, for example ``weight_decay`` or ``betas``."""
     reference: Optional = None
     """A function ``(parameters) -> Optimizer`` instead of a name."""
@@ -81,9 +81,9 @@ class OptimizerConfig(Section):
     @classmethod
     def _from_cell(cls, data: Any) -> Any:
         if isinstance(data, str):
-            name = find_optimizer(data)
-            known = name in DEFAULT_LR or data in LATER or data in REFUSED
-            data = {"name": data} if known else {"name": None, "reference": data}
+            if find_optimizer(data) not in (*DEFAULT_LR, *LATER, *REFUSED):
+                return {"name": None, "reference": data}
+            data = {"name": _checked_name(data, ("optimizer",))}
         if not isinstance(data, Mapping):
             return data
         own = {"name", "lr", "options", "reference"}
@@ -96,7 +96,7 @@ class OptimizerConfig(Section):
         elif "name" in given and given["name"] is None:
             raise fault("optimizer.name is empty", hint="write for example {name: AdamW, lr: 3e-4}")
         if isinstance(given.get("name"), str):
-            given["name"] = _checked_name(given["name"])
+            given["name"] = _checked_name(given["name"], ("optimizer", "name"))
             given.setdefault("lr", DEFAULT_LR[given["name"]])
         return given
 
@@ -107,11 +107,10 @@ class OptimizerConfig(Section):
         return self
 
 
-def _checked_name(text: str) -> str:
+def _checked_name(text: str, path: tuple[str, ...]) -> str:
     name = find_optimizer(text)
     if name in DEFAULT_LR:
         return name
-    path = ("optimizer", "name")
     if name in LATER:
         raise not_yet(f"optimizer {name} comes with a later version", hint=LATER[name], path=path)
     if name in REFUSED:
@@ -120,7 +119,7 @@ def _checked_name(text: str) -> str:
             hint="use for example AdamW",
             path=path,
         )
-    hint = did_you_mean(text, [*DEFAULT_LR, *LATER])
+    hint = did_you_mean(text, [*DEFAULT_LR, *LATER], count=3)
     names = f"names: {', '.join(DEFAULT_LR)}; or 'optimizer: a_function' that takes the parameters"
     raise fault(f"unknown optimizer '{text}'", hint=hint or names, path=path)
 
@@ -240,7 +239,7 @@ class TrainConfig(Section):
     """Function (model, batch) that returns the loss, instead of loss."""
     weight: Annotated[Any, Later("remove the line: every sample counts the same")] = None
     """Function (batch) that returns what the batch counts for in the average."""
-    metrics: Annotated[dict[str, Required], Field(examples=[{"accuracy": "accuracy"}])] = {}
+    metrics: dict[str, Required] = Field(default_factory=dict, examples=[{"accuracy": "accuracy"}])
     """Functions (output, target) that return one value a sample, by name."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """A name of torch.optim with its options, or a function of the parameters."""

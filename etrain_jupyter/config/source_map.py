@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -89,6 +89,13 @@ class SourceMap:
             path=path,
             hint=hint,
         )
+
+    def without(self, flags: Mapping[str, Any]) -> SourceMap:
+        """Forget the places of what flags of the first line set: their faults belong to line 1."""
+        gone = {(key,) for key, value in flags.items() if not isinstance(value, Mapping)}
+        keys = {path: span for path, span in self.keys.items() if path[:1] not in gone}
+        values = {path: span for path, span in self.values.items() if path[:1] not in gone}
+        return replace(self, keys=keys, values=values)
 
     def span_of(self, path: Path, *, at_key: bool = False) -> Span:
         """Return the place of ``path``, or of the nearest group around it that the cell has."""

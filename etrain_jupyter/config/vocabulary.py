@@ -73,9 +73,8 @@ def check_options(name: str, options: Mapping[str, Any], fault: Callable[..., Ex
         if key not in OPTIONS[name]:
             hint = did_you_mean(key, ["name", "lr", *OPTIONS[name]])
             known = f"it takes name, lr, {', '.join(sorted(OPTIONS[name]))}"
-            raise fault(
-                f"optimizer {name} takes no '{key}'", hint=hint or known, path=(*path, "@key")
-            )
+            message = f"optimizer {name} takes no '{key}'"
+            raise fault(message, hint=hint or known, path=path, at_key=True)
         items = value if isinstance(value, list | tuple) else [value]
         if not all(isinstance(item, int | float | None) for item in items):
             raise fault(

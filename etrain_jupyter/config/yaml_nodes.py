@@ -280,11 +280,20 @@ def _syntax_error(exc: yaml.MarkedYAMLError, lines: tuple[str, ...]) -> CellErro
     if mark is None:
         return SourceMap(lines=lines).error_at(Span(line=2, column=1), problem, hint=hint)
     line, column = mark.line + 2, mark.column + 1
-    if line > len(lines) or not lines[line - 1].strip():
-        # The fault shows at the end of the body, or on an empty line: point at where it began, or
-        # the line before.
-        start = exc.context_mark
-        line, column = (start.line + 2, start.column + 1) if start else (line, column)
+    at_end = line > len(lines) or not lines[line - 1].strip() or "unexpected end" in problem
+    if at_end and exc.context_mark is not None:
+        # The fault shows at the end of the body, or on an empty line: point at where it began.
+        line, column = exc.context_mark.line + 2, exc.context_mark.column + 1
+    if "mapping values" in problem and _lacks_colon(lines, line - 1):
+        line, column, problem = line - 1, 1, "this line has no ':'"
+        hint = "write 'key: value', with a space after the colon"
     return SourceMap(lines=lines).error_at(
         Span(line=line, column=column), f"this is no YAML: {problem}", hint=hint
     )
+
+
+def _lacks_colon(lines: tuple[str, ...], line: int) -> bool:
+    """Tell whether a line reads on into the next one, which was meant as a line of its own."""
+    text, following = lines[line - 1], lines[line]
+    same_column = len(text) - len(text.lstrip()) == len(following) - len(following.lstrip())
+    return line > 1 and same_column and bool(text.strip()) and ":" not in text

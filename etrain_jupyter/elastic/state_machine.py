@@ -437,8 +437,9 @@ def _form(turn: Turn, members: list[Member]) -> None:
     behind = tuple(rank for rank, m in enumerate(ranks) if rank and m.progress != newest)
     if newest == s.NO_PROGRESS:
         behind = tuple(range(1, len(ranks)))
+    step = max(0, turn.state.saved_step if restore else newest[0])
     whys = turn.state.whys or ("start",)
-    turn.set(generation=generation, whys=())
+    turn.set(generation=generation, whys=(), step=step)
     for member in ranks:
         turn.set_member(member, phase="ranked", formed=False)
     turn.do(
@@ -446,7 +447,7 @@ def _form(turn: Turn, members: list[Member]) -> None:
             generation=generation,
             trainers=tuple(m.trainer for m in ranks),
             behind=behind,
-            step=max(0, newest[0]),
+            step=step,
             restore=restore,
         )
     )
@@ -455,7 +456,7 @@ def _form(turn: Turn, members: list[Member]) -> None:
         why="+".join(whys),
         world_size=len(ranks),
         ranks=[m.worker for m in ranks],
-        step=max(0, newest[0]),
+        step=step,
         stall_s=turn.now - turn.state.last_step_at if turn.state.last_step_at else 0.0,
     )
     _enter(turn, "running")

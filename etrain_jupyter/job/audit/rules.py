@@ -17,6 +17,7 @@ from etrain_jupyter.events.types import (
     Event,
     GenerationFormed,
     JobPlanned,
+    JobRestored,
     JobStatusChanged,
     JobSubmitted,
     StepCompleted,
@@ -79,6 +80,7 @@ def _follow_history(log: Sequence[Event]) -> tuple[int, list[StepCompleted], int
     num_rolled_back = 0
     problems: list[str] = []
     before: GenerationFormed | None = None
+    present: GenerationFormed | None = None
     undone: set[tuple[str, int]] = set()
     for event in log:
         if isinstance(event, StepCompleted):
@@ -87,36 +89,39 @@ def _follow_history(log: Sequence[Event]) -> tuple[int, list[StepCompleted], int
             undone |= {(worker, event.step) for worker in event.workers}
         elif isinstance(event, GenerationFormed):
             start = event.step if start is None and not steps else start
-            if steps and steps[-1].step > event.step:
-                problems += _check_rollback(before, event, steps[-1].step, undone)
-                kept = [step for step in steps if step.step <= event.step]
-                num_rolled_back += len(steps) - len(kept)
-                steps = kept
-            before, undone = event, set()
+            before, present = present, event
+        if not isinstance(event, GenerationFormed | JobRestored):
+            continue
+        if steps and steps[-1].step > event.step:
+            problems += _check_rollback(before, present, event.step, steps[-1].step, undone)
+            kept = [step for step in steps if step.step <= event.step]
+            num_rolled_back += len(steps) - len(kept)
+            steps = kept
     return start or 0, steps, num_rolled_back, problems
 
 
 def _check_rollback(
     before: GenerationFormed | None,
-    after: GenerationFormed,
-    step: int,
+    after: GenerationFormed | None,
+    to_step: int,
+    from_step: int,
     undone: set[tuple[str, int]],
 ) -> Iterator[str]:
     """Going back is right only where no trainer survived that knew better.
 
     A survivor that undid the very step knew no better: only those that had seen its end are lost.
     """
-    if before is None:
+    if before is None or after is None:
         return
     survivors = {
         (worker, pid)
         for worker, pid in set(_trainers_of(before)) & set(_trainers_of(after))
-        if not (step == after.step + 1 and (worker, step) in undone)
+        if not (from_step == to_step + 1 and (worker, from_step) in undone)
     }
     if survivors:
         names = ", ".join(sorted(worker for worker, _ in survivors))
         yield (
-            f"generation {after.generation} went back from step {step} to {after.step} "
+            f"generation {after.generation} went back from step {from_step} to {to_step} "
             f"although {names} had survived"
         )
 
@@ -190,10 +195,11 @@ def _check_losses(log: Sequence[Event]) -> Iterator[str]:
     next one; so a loss that cost nothing yet counts for one step more.
     """
     undone: set[tuple[int, int]] = set()
+    told: set[tuple[int, int]] = set()  # the survivors tell one after the other
     losses, losses_before = 0, 0
     for event in [*log, None]:
         if isinstance(event, StepUndone):
-            undone.add((event.generation, event.step))
+            undone |= {(event.generation, event.step)} - told
         elif _may_undo(event):
             losses += 1
         elif event is None or isinstance(event, StepCompleted):
@@ -201,6 +207,7 @@ def _check_losses(log: Sequence[Event]) -> Iterator[str]:
                 yield _name_waste(undone, losses + losses_before)
             num_new_used = max(0, len(undone) - losses_before)
             losses, losses_before = 0, max(0, losses - num_new_used)
+            told |= undone
             undone = set()
 
 

@@ -469,3 +469,15 @@ def test_ten_thousand_steps_are_audited_at_once() -> None:
     assert time.process_time() - before < 3
     assert report.problems == ()
     assert report.steps_committed == 10_000
+
+
+def test_survivors_that_tell_of_one_undone_step_around_another_event_count_once() -> None:
+    w0, w1 = (replace(undone(5), workers=[worker]) for worker in ("w0", "w1"))
+    log: list[Event] = [
+        *[submitted(), planned(), formed(1, 0, ["w0", "w1", "w2"], [10, 11, 12])],
+        *[completed(step) for step in range(1, 4)],
+        *[lost("w2"), w0, completed(4), w1, formed(2, 4, ["w0", "w1"], [10, 11])],
+        *[completed(step) for step in range(5, 13)],
+        ended(),
+    ]
+    assert audit_log(number(log)).problems == ()

@@ -1,0 +1,104 @@
+"""A real kernel, driven as a notebook drives it: cells in, what they showed and their status out."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jupyter_client.manager import KernelManager
+
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """What one cell showed."""
+
+    status: str
+    """``ok`` or ``error``; after an error "Run All" stops."""
+    text: str
+    """What it printed and its error's lines, without colours; displays as ``text/plain``."""
+    took_s: float
+
+
+class Notebook:
+    """A kernel in a process of its own, in ``folder``."""
+
+    def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
+        self._manager = KernelManager(kernel_name="python3")
+        self._manager.start_kernel(
+            cwd=str(folder),
+            env={**os.environ, **environment},
+            extra_arguments=["--HistoryManager.enabled=False"],
+        )
+        self._client = self._manager.client()
+        self._client.start_channels()
+        self._client.wait_for_ready(timeout=60)
+
+    @property
+    def pid(self) -> int:
+        """The kernel's process."""
+        return int(self._manager.provisioner.pid)
+
+    def send(self, code: str) -> str:
+        """Begin to run a cell; ``finish`` waits for it."""
+        return str(self._client.execute(code, store_history=True, stop_on_error=False))
+
+    def finish(self, request: str, timeout: float = 60.0) -> Shown:
+        """Wait for a cell's end and return what it showed."""
+        started = time.monotonic()
+        deadline = started + timeout
+        parts: list[str] = []
+        while True:
+            message = self._client.get_iopub_msg(timeout=max(0.01, deadline - time.monotonic()))
+            if message["parent_header"].get("msg_id") != request:
+                continue
+            kind, content = message["msg_type"], message["content"]
+            parts.append(_text_of(kind, content))
+            if kind == "status" and content["execution_state"] == "idle":
+                break
+        text = ANSI.sub("", "".join(parts)).strip()
+        return Shown(status=self._status_of(request), text=text, took_s=time.monotonic() - started)
+
+    def _status_of(self, request: str) -> str:
+        """Return what "Run All" goes by: the status in the reply."""
+        while True:
+            reply = self._client.get_shell_msg(timeout=10)
+            if reply["parent_header"].get("msg_id") == request:
+                return str(reply["content"]["status"])
+
+    def run(self, code: str, timeout: float = 60.0) -> Shown:
+        """Run a cell to its end."""
+        return self.finish(self.send(code), timeout)
+
+    def interrupt(self) -> None:
+        """Press the interrupt key."""
+        self._manager.interrupt_kernel()
+
+    def kill(self) -> None:
+        """End the kernel with SIGKILL, as the out-of-memory killer does."""
+        os.kill(self.pid, signal.SIGKILL)
+        self._client.stop_channels()
+        self._manager.shutdown_kernel(now=True)
+
+    def close(self) -> None:
+        """End the kernel."""
+        if self._manager.has_kernel:
+            self._client.stop_channels()
+            self._manager.shutdown_kernel(now=True)
+
+
+def _text_of(kind: str, content: Mapping[str, Any]) -> str:
+    if kind == "stream":
+        return str(content["text"])
+    if kind == "error":
+        return "\n".join(content["traceback"]) + "\n"
+    if kind in ("display_data", "execute_result"):
+        return str(content["data"].get("text/plain", "")) + "\n"
+    return ""

@@ -1,0 +1,199 @@
+from __future__ import annotations
+
+import inspect
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from etrain_jupyter.config.cell import parse_mapping
+from etrain_jupyter.config.schema import (
+    Interval,
+    OptimizerConfig,
+    Section,
+    TrainConfig,
+)
+from etrain_jupyter.config.vocabulary import DEFAULT_LR, OPTIONS, REFUSED
+
+SMALL = {"model": "Net()", "data": {"train": "train_set"}, "loss": "f"}
+
+
+def config(**keys: object) -> TrainConfig:
+    return parse_mapping({**SMALL, **keys}, {}).config
+
+
+def sections(kind: type[Section] = TrainConfig) -> list[type[Section]]:
+    inner = [f.annotation for f in kind.model_fields.values()]
+    groups = [k for k in inner if isinstance(k, type) and issubclass(k, Section)]
+    return [kind, *(s for group in groups for s in sections(group))]
+
+
+def test_defaults_are_those_of_the_contract() -> None:
+    made = config()
+    assert made.optimizer == OptimizerConfig(name="AdamW", lr=1e-3)
+    assert (made.batch.global_batch_size, made.batch.micro_batch_size) == (32, None)
+    assert (made.epochs, made.steps) == (1.0, None)
+    assert made.eval_every == Interval(value=1, unit="epochs")
+    assert (made.checkpoint.to, made.checkpoint.every, made.checkpoint.keep) == (None, None, 3)
+    assert (made.workers.min, made.workers.max) == (1, None)
+    assert (made.pool, made.seed, made.log.every, made.name) == ("local", 0, 1, None)
+    assert made.metrics == {}
+    assert made.clip_grad_norm is None
+
+
+def test_every_field_has_a_docstring() -> None:
+    missing = [
+        f"{section.__name__}.{name}"
+        for section in sections()
+        for name, info in section.model_fields.items()
+        if not info.description
+    ]
+    assert missing == []
+
+
+def test_a_full_cell_survives_json() -> None:
+    made = config(
+        data={"train": "a", "eval": "b", "collate": "c", "num_workers": 2},
+        metrics={"accuracy": "acc"},
+        optimizer={"name": "sgd", "lr": 0.1, "momentum": 0.9},
+        batch={"global": 256, "micro": 32},
+        epochs=2.5,
+        eval={"every": "500 steps"},
+        checkpoint={"to": "out", "every": "5 min", "keep": 1},
+        workers={"min": 2, "max": 4},
+        seed=7,
+        log={"every": "10 steps"},
+        clip_grad_norm=1,
+        name="digits",
+    )
+    text = json.dumps(made.model_dump(mode="json", by_alias=False))
+    assert TrainConfig.model_validate(json.loads(text)) == made
+    assert json.loads(text)["eval_every"] == "500 steps"
+    assert json.loads(text)["batch"]["global_batch_size"] == 256
+
+
+@pytest.mark.parametrize(
+    "keys", [{"steps": 10}, {"optimizer": "make_optimizer"}, {"optimizer": "adam"}, {}]
+)
+def test_other_forms_survive_json(keys: dict[str, object]) -> None:
+    made = config(**keys)
+    assert TrainConfig.model_validate(made.model_dump(mode="json")) == made
+
+
+def test_a_config_cannot_be_changed() -> None:
+    with pytest.raises(ValidationError):
+        config().seed = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "unit", "shown"),
+    [
+        ("200 steps", 200, "steps", "200 steps"),
+        ("1 step", 1, "steps", "1 step"),
+        ("200steps", 200, "steps", "200 steps"),
+        ("1 epoch", 1, "epochs", "1 epoch"),
+        ("0.5 epochs", 0.5, "epochs", "0.5 epochs"),
+        ("1.5 epochs", 1.5, "epochs", "1.5 epochs"),
+        ("30 s", 30, "s", "30 s"),
+        ("5 min", 300, "s", "300 s"),
+        ("2 Hours", 7200, "s", "7200 s"),
+        ("1 s", 1, "s", "1 s"),
+    ],
+)
+def test_an_interval_is_a_number_and_a_unit(text: str, value: float, unit: str, shown: str) -> None:
+    interval = Interval.parse(text)
+    assert (interval.value, interval.unit, str(interval)) == (value, unit, shown)
+
+
+@given(
+    st.floats(min_value=1e-6, max_value=1e9, allow_nan=False),
+    st.sampled_from(["epochs", "s"]),
+)
+def test_an_interval_reads_what_it_writes(value: float, unit: str) -> None:
+    interval = Interval.model_validate({"value": value, "unit": unit})
+    assert Interval.parse(str(interval)) == interval
+
+
+@pytest.mark.parametrize(
+    "bad", ["", "often", "5", "0 steps", "-1 epoch", "1.5 steps", "3 weeks", "1..2 s", 200, True]
+)
+def test_what_is_no_interval_is_refused(bad: object) -> None:
+    with pytest.raises(ValidationError):
+        Interval.model_validate(bad)
+
+
+def test_references_are_named_by_their_key() -> None:
+    made = config(
+        data={"train": "a", "eval": "b", "collate": "c"},
+        metrics={"top.5": "m"},
+        optimizer="make_optimizer",
+    )
+    assert made.references() == {
+        "model": "Net()",
+        "data.train": "a",
+        "data.eval": "b",
+        "data.collate": "c",
+        "loss": "f",
+        "optimizer": "make_optimizer",
+        "metrics.top.5": "m",
+    }
+
+
+@pytest.mark.parametrize(
+    ("keys", "cores", "expected"),
+    [
+        ({}, 1, 2),
+        ({}, 3, 3),
+        ({}, 64, 4),
+        ({"workers": {"max": 7}}, 2, 7),
+        ({"workers": {"min": 6}}, 2, 6),
+        ({"batch": {"global": 3}}, 64, 3),
+        ({"batch": {"global": 2}, "workers": {"max": 8}}, 64, 2),
+    ],
+)
+def test_no_worker_is_without_a_sample(keys: dict[str, object], cores: int, expected: int) -> None:
+    assert config(**keys).max_workers(cores) == expected
+
+
+def test_this_machine_is_asked_for_its_cores() -> None:
+    assert 2 <= config().max_workers() <= 4
+
+
+@pytest.mark.parametrize("name", ["adamw", "AdamW", "ADAMW", " AdamW "])
+def test_an_optimizer_is_known_in_any_case(name: str) -> None:
+    assert config(optimizer=name).optimizer.name == "AdamW"
+
+
+def test_other_keys_of_an_optimizer_are_its_options() -> None:
+    made = config(optimizer={"name": "RAdam", "lr": 3e-4, "weight_decay": 0.01}).optimizer
+    assert (made.name, made.lr, made.options) == ("RAdam", 3e-4, {"weight_decay": 0.01})
+
+
+def test_an_optimizer_without_a_name_is_adamw() -> None:
+    assert config(optimizer={"lr": 0.1}).optimizer == OptimizerConfig(name="AdamW", lr=0.1)
+
+
+def test_an_optimizer_without_a_rate_has_torchs_own() -> None:
+    assert config(optimizer="Adadelta").optimizer.lr == 1.0
+    assert config(optimizer={"name": "RMSprop"}).optimizer.lr == 0.01
+
+
+def test_another_word_is_a_function_of_the_notebook() -> None:
+    made = config(optimizer="make_optimizer").optimizer
+    assert (made.name, made.reference) == (None, "make_optimizer")
+
+
+def test_the_literals_are_those_of_torch() -> None:
+    optim = pytest.importorskip("torch.optim")
+    for name, lr in DEFAULT_LR.items():
+        parameters = inspect.signature(getattr(optim, name).__init__).parameters
+        assert parameters["lr"].default == pytest.approx(lr), name
+        assert set(parameters) - {"self", "params", "lr"} == OPTIONS[name], name
+    public = {n for n in dir(optim) if n[:1].isupper() and n != "Optimizer"}
+    assert public <= {*DEFAULT_LR, *REFUSED}
+
+
+def test_steps_take_the_place_of_epochs() -> None:
+    assert (config(steps=5).epochs, config(steps=5).steps) == (None, 5)

@@ -1,0 +1,467 @@
+"""Wrong cells and exactly what each prints: line 1 is the magic, the body begins on line 2."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from etrain_jupyter.config import check_references, parse_cell
+from etrain_jupyter.errors import CellError, ConfigError, NotSupportedYetError
+
+MAGIC = "%%etrain distributed --name digits"
+GOOD = "model: Net()\ndata: {train: train_set}\nloss: loss\n"
+
+
+class Net:
+    def __init__(self, hidden: int = 128) -> None:
+        self.hidden = hidden
+
+    def forward(self, x: Any) -> Any:
+        return x
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+def loss(output: Any, target: Any) -> Any:
+    return output - target
+
+
+NOTEBOOK: dict[str, Any] = {
+    "Net": Net,
+    "loss": loss,
+    "train_set": [(1, 2)],
+    "base_seed": 3,
+    "nothing": None,
+    "empty": [],
+    "number": 3,
+    "math": math,
+}
+
+
+def printed(body: str) -> tuple[str, ConfigError]:
+    with pytest.raises(ConfigError) as caught:
+        job = parse_cell(body, namespace=NOTEBOOK, first_line=MAGIC)
+        check_references(job.config, job.namespace(NOTEBOOK), source=job.source)
+    return "\n".join(caught.value.render()), caught.value
+
+
+CELLS = {
+    "misspelled key": (
+        GOOD + "optimiser: {name: adam}\n",
+        """\
+etrain: line 5, column 1: unknown key 'optimiser'
+    5 | optimiser: {name: adam}
+      | ^^^^^^^^^
+  did you mean 'optimizer'?""",
+    ),
+    "misspelled key in a group": (
+        GOOD + "batch: {gloabl: 3}\n",
+        """\
+etrain: line 5, column 9: unknown key 'gloabl' in 'batch'
+    5 | batch: {gloabl: 3}
+      |         ^^^^^^
+  did you mean 'global'?""",
+    ),
+    "key of another level": (
+        GOOD + "micro: 3\n",
+        """\
+etrain: line 5, column 1: unknown key 'micro'
+    5 | micro: 3
+      | ^^^^^
+  'micro' belongs into 'batch': write batch: {micro: ...}""",
+    ),
+    "key of the top in a group": (
+        "model: Net()\ndata:\n  train: train_set\n  loss: loss\n",
+        """\
+etrain: line 5, column 3: unknown key 'loss' in 'data'
+    5 |   loss: loss
+      |   ^^^^
+  'loss' stands at the top, not in 'data': move it out, without indentation""",
+    ),
+    "determined: slots_per_trial": (
+        GOOD + "slots_per_trial: 4\n",
+        """\
+etrain: line 5, column 1: unknown key 'slots_per_trial'
+    5 | slots_per_trial: 4
+      | ^^^^^^^^^^^^^^^
+  here it is 'workers: {max: N}'""",
+    ),
+    "top-level num_workers": (
+        GOOD + "num_workers: 4\n",
+        """\
+etrain: line 5, column 1: unknown key 'num_workers'
+    5 | num_workers: 4
+      | ^^^^^^^^^^^
+  processes that load data are 'data: {num_workers: N}'; machines that train are 'workers: {max: N}'""",
+    ),
+    "top-level lr": (
+        GOOD + "lr: 3e-4\n",
+        """\
+etrain: line 5, column 1: unknown key 'lr'
+    5 | lr: 3e-4
+      | ^^
+  here it is 'optimizer: {name: AdamW, lr: 3e-4}'""",
+    ),
+    "a text for a number": (
+        GOOD + "epochs: three\n",
+        """\
+etrain: line 5, column 9: epochs must be a number, not the text 'three'
+    5 | epochs: three
+      |         ^^^^^""",
+    ),
+    "a quoted number": (
+        GOOD + "epochs: '3'\n",
+        """\
+etrain: line 5, column 9: epochs must be a number, not the text '3'
+    5 | epochs: '3'
+      |         ^^^
+  remove the quotes""",
+    ),
+    "a fraction for a whole number": (
+        GOOD + "seed: 1.5\n",
+        """\
+etrain: line 5, column 7: seed must be a whole number, not 1.5
+    5 | seed: 1.5
+      |       ^^^""",
+    ),
+    "a number for a group": (
+        GOOD + "batch: 32\n",
+        """\
+etrain: line 5, column 8: batch must be a group of keys, not 32
+    5 | batch: 32
+      |        ^^
+  write for example 'batch: {global: 256}'""",
+    ),
+    "a group for an expression": (
+        "model: {name: Net}\ndata: {train: train_set}\nloss: loss\n",
+        """\
+etrain: line 2, column 8: model must be a Python expression over this notebook's names, not a group of keys
+    2 | model: {name: Net}
+      |        ^^^^^^^^^^^
+  write for example 'Net(hidden=128)', or package.module:attribute""",
+    ),
+    "out of range": (
+        GOOD + "optimizer: {lr: -1}\n",
+        """\
+etrain: line 5, column 17: optimizer.lr must be above 0, not -1
+    5 | optimizer: {lr: -1}
+      |                 ^^""",
+    ),
+    "max below min": (
+        GOOD + "workers: {min: 4, max: 2}\n",
+        """\
+etrain: line 5, column 24: workers.max=2 is below workers.min=4
+    5 | workers: {min: 4, max: 2}
+      |                        ^
+  write max: 4 or more""",
+    ),
+    "fewer samples than workers": (
+        GOOD + "batch: {global: 2}\nworkers: {min: 3}\n",
+        """\
+etrain: line 5, column 17: batch.global=2 leaves 1 of workers.min=3 workers without a sample
+    5 | batch: {global: 2}
+      |                 ^
+  write batch: {global: 3} or more, or workers: {min: 2}""",
+    ),
+    "epochs and steps": (
+        GOOD + "epochs: 3\nsteps: 4\n",
+        """\
+etrain: line 6, column 8: steps=4 and epochs=3 cannot both hold
+    6 | steps: 4
+      |        ^
+  keep one of the two""",
+    ),
+    "interval without a unit": (
+        GOOD + "checkpoint: {every: 200}\n",
+        """\
+etrain: line 5, column 21: the number 200 needs a unit
+    5 | checkpoint: {every: 200}
+      |                     ^^^
+  write '200 steps', '200 epochs' or '200 min'""",
+    ),
+    "unknown optimizer": (
+        GOOD + "optimizer: {name: Adamm}\n",
+        """\
+etrain: line 5, column 19: unknown optimizer 'Adamm'
+    5 | optimizer: {name: Adamm}
+      |                   ^^^^^
+  did you mean 'Adam' or 'RAdam' or 'NAdam'?""",
+    ),
+    "option of no optimizer": (
+        GOOD + "optimizer: {name: Adam, weight_decy: 1}\n",
+        """\
+etrain: line 5, column 25: optimizer Adam takes no 'weight_decy'
+    5 | optimizer: {name: Adam, weight_decy: 1}
+      |                         ^^^^^^^^^^^
+  did you mean 'weight_decay'?""",
+    ),
+    "LBFGS": (
+        GOOD + "optimizer: LBFGS\n",
+        """\
+etrain: line 5, column 12: optimizer LBFGS cannot train here: it evaluates the loss several times a step, which one exchange of gradients cannot serve
+    5 | optimizer: LBFGS
+      |            ^^^^^
+  use for example AdamW""",
+    ),
+    "key of a later version": (
+        GOOD + "precision: bf16\n",
+        """\
+etrain: line 5, column 1: 'precision: bf16' comes with a later version
+    5 | precision: bf16
+      | ^^^^^^^^^
+  write precision: fp32, or remove the line""",
+    ),
+    "store of a later version": (
+        GOOD + "checkpoint: {to: 's3://bucket/run'}\n",
+        """\
+etrain: line 5, column 18: checkpoints in S3 ('s3://bucket/run') come with a later version
+    5 | checkpoint: {to: 's3://bucket/run'}
+      |                  ^^^^^^^^^^^^^^^^^
+  name a folder, or remove the line for the job's own folder""",
+    ),
+    "pool of a later version": (
+        GOOD + "pool: aws\n",
+        """\
+etrain: line 5, column 7: pool 'aws' is unknown: other pools than 'local' come with a later version
+    5 | pool: aws
+      |       ^^^
+  write pool: local, which is this machine""",
+    ),
+    "no loss": (
+        "model: Net()\ndata: {train: train_set}\n",
+        """\
+etrain: line 1, column 1: key 'loss' is missing; models that return their own loss come with a later version
+    1 | %%etrain distributed --name digits
+      | ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
+  add a line such as 'loss: F.cross_entropy'""",
+    ),
+    "no model": (
+        "data: {train: train_set}\nloss: loss\n",
+        """\
+etrain: line 1, column 1: key 'model' is missing
+    1 | %%etrain distributed --name digits
+      | ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
+  add for example 'model: Net()'""",
+    ),
+    "no data.train": (
+        "model: Net()\ndata: {eval: train_set}\nloss: loss\n",
+        """\
+etrain: line 3, column 1: key 'data.train' is missing
+    3 | data: {eval: train_set}
+      | ^^^^
+  add for example 'data: {train: train_set}'""",
+    ),
+    "empty cell": (
+        "",
+        """\
+etrain: line 1, column 1: key 'model' is missing
+    1 | %%etrain distributed --name digits
+      | ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
+  add for example 'model: Net()'""",
+    ),
+    "a list": (
+        "- model\n",
+        """\
+etrain: line 2, column 1: the body must be lines of 'key: value', not a list
+    2 | - model
+      | ^^^^^^^
+  %etrain template prints one""",
+    ),
+    "a key twice": (
+        GOOD + "epochs: 3\nepochs: 4\n",
+        """\
+etrain: line 6, column 1: key 'epochs' is given twice
+    6 | epochs: 4
+      | ^^^^^^
+  it stands on line 5 already: keep one of the two""",
+    ),
+    "no colon": (
+        "model Net()\ndata: {train: train_set}\n",
+        """\
+etrain: line 2, column 1: this is no YAML: this line has no ':'
+    2 | model Net()
+      | ^
+  write 'key: value', with a space after the colon""",
+    ),
+    "open bracket": (
+        GOOD + "metrics: {a: [1\n",
+        """\
+etrain: line 5, column 14: this is no YAML: expected ',' or ']', but got '<stream end>'
+    5 | metrics: {a: [1
+      |              ^
+  close the bracket, and put quotes around an expression in it that holds , : { or [""",
+    ),
+    "torn expression": (
+        "model: Net()\ndata: {train: f(1, 2)}\nloss: loss\n",
+        """\
+etrain: line 3, column 20: unknown key '2)' in 'data'
+    3 | data: {train: f(1, 2)}
+      |                    ^^
+  put quotes around the expression that begins with 'f(1': a comma ends a value here""",
+    ),
+    "misspelled notebook name": (
+        "model: Nett(hidden=3)\ndata: {train: train_set}\nloss: loss\n",
+        """\
+etrain: line 2, column 8: model: 'Nett' is not defined in this notebook
+    2 | model: Nett(hidden=3)
+      |        ^^^^
+  did you mean 'Net'?""",
+    ),
+    "misspelled name inside": (
+        "model: Net(hidden=base_sed)\ndata: {train: train_set}\nloss: loss\n",
+        """\
+etrain: line 2, column 19: model: 'base_sed' is not defined in this notebook
+    2 | model: Net(hidden=base_sed)
+      |                   ^^^^^^^^
+  did you mean 'base_seed'?""",
+    ),
+    "misspelled attribute": (
+        "model: Net()\ndata: {train: train_set}\nloss: math.flor\n",
+        """\
+etrain: line 4, column 7: loss: module 'math' has no 'flor'
+    4 | loss: math.flor
+      |       ^^^^^^^^^
+  did you mean 'math.floor' or 'math.log' or 'math.log2'?""",
+    ),
+    "misspelled argument": (
+        "model: Net(hiden=3)\ndata: {train: train_set}\nloss: loss\n",
+        """\
+etrain: line 2, column 8: model: Net() got an unexpected keyword argument 'hiden'
+    2 | model: Net(hiden=3)
+      |        ^^^^^^^^^^^^
+  it takes Net(hidden: 'int' = 128) -> 'None'""",
+    ),
+    "no Python": (
+        "model: Net(\ndata: {train: train_set}\nloss: loss\n",
+        """\
+etrain: line 2, column 11: model: 'Net(' is no Python expression ('(' was never closed)
+    2 | model: Net(
+      |           ^
+  write an expression over this notebook's names, or package.module:attribute""",
+    ),
+    "model of None": (
+        "model: nothing\ndata: {train: train_set}\nloss: loss\n",
+        """\
+etrain: line 2, column 8: model is None: 'nothing' holds nothing
+    2 | model: nothing
+      |        ^^^^^^^
+  run the cell that builds it, or name a class or a function""",
+    ),
+    "model that is a number": (
+        "model: number\ndata: {train: train_set}\nloss: loss\n",
+        """\
+etrain: line 2, column 8: model: 'number' is a number
+    2 | model: number
+      |        ^^^^^^
+  name an nn.Module, its class, or a function that builds it""",
+    ),
+    "loss that is a number": (
+        "model: Net()\ndata: {train: train_set}\nloss: number\n",
+        """\
+etrain: line 4, column 7: loss: 'number' is a number
+    4 | loss: number
+      |       ^^^^^^
+  name a function (output, target) such as F.cross_entropy""",
+    ),
+    "empty data set": (
+        "model: Net()\ndata: {train: empty}\nloss: loss\n",
+        """\
+etrain: line 3, column 15: data.train is empty: len(empty) is 0
+    3 | data: {train: empty}
+      |               ^^^^^
+  run the cell that fills it""",
+    ),
+    "unknown module": (
+        "model: nets.small:Net\ndata: {train: train_set}\nloss: loss\n",
+        """\
+etrain: line 2, column 8: model: there is no module 'nets.small' here
+    2 | model: nets.small:Net
+      |        ^^^^^^^^^^^^^^
+  install it, or put its file beside the notebook""",
+    ),
+    "metric called loss": (
+        GOOD + "metrics: {loss: loss}\n",
+        """\
+etrain: line 5, column 17: a metric cannot be called 'loss': the history has a column of that name
+    5 | metrics: {loss: loss}
+      |                 ^^^^
+  write for example 'loss_metric: loss'""",
+    ),
+    "py that fails": (
+        GOOD + "seed: !py 1 / 0\n",
+        """\
+etrain: line 5, column 7: !py 1 / 0 raised ZeroDivisionError: division by zero
+    5 | seed: !py 1 / 0
+      |       ^^^^^^^^^""",
+    ),
+    "unknown tag": (
+        GOOD + "seed: !env SEED\n",
+        """\
+etrain: line 5, column 7: unknown tag '!env'
+    5 | seed: !env SEED
+      |       ^^^^^^^^^
+  the one tag here is !py; put quotes around a text that begins with '!'""",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_a_wrong_cell_prints(name: str) -> None:
+    body, expected = CELLS[name]
+    assert printed(body)[0] == expected
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "scaling: {rule: linear}",
+        "precision: bf16",
+        "precision: fp16",
+        "compile: true",
+        "reproducible: true",
+        "reproducible: {shards: 8}",
+        "batch: {per_worker: 32}",
+        "batch: {aggregation_frequency: 4}",
+        "batch: {micro: auto}",
+        "weight: loss",
+        "schedule: {warmup: 500 steps}",
+        "step: loss",
+        "checkpoint: {to: 's3://bucket'}",
+        "checkpoint: {best: {metric: accuracy}}",
+        "log: {tensorboard: tb}",
+        "pool: spot",
+        "optimizer: LAMB",
+        "optimizer: {name: lars, lr: 1}",
+    ],
+)
+def test_what_a_later_version_brings_is_refused_by_name(line: str) -> None:
+    text, error = printed(GOOD + line + "\n")
+    assert isinstance(error, NotSupportedYetError)
+    assert isinstance(error, CellError)
+    assert error.line == 5
+    assert "later version" in text
+    assert error.hint
+
+
+def test_a_missing_loss_waits_for_a_later_version() -> None:
+    _, error = printed("model: Net()\ndata: {train: train_set}\n")
+    assert isinstance(error, NotSupportedYetError)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "precision: fp32",
+        "compile: false",
+        "reproducible: false",
+        "batch: {aggregation_frequency: 1}",
+        "pool: local",
+        "scaling: null",
+        "checkpoint: {every: auto}",
+    ],
+)
+def test_what_asks_for_nothing_more_than_the_default_passes(line: str) -> None:
+    parse_cell(GOOD + line + "\n", namespace=NOTEBOOK)
