@@ -1,0 +1,152 @@
+"""Notebook objects travel by value, and what cannot travel is named."""
+
+from __future__ import annotations
+
+import importlib
+import linecache
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from etrain_jupyter.bundle import capture
+from etrain_jupyter.bundle.capture import capture_bundle
+from etrain_jupyter.bundle.restore import open_bundle
+from etrain_jupyter.errors import BundleError
+
+
+def notebook(source: str, *, number: int = 3) -> tuple[dict[str, Any], dict[str, int]]:
+    """Run a cell as a kernel does, and return its names and the file names of its cells."""
+    filename = f"<cell-{number}>"
+    lines = source.splitlines(keepends=True)
+    linecache.cache[filename] = (len(source), None, lines, filename)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(source, filename, "exec"), names)
+    return names, {filename: number}
+
+
+def test_free_names_of_all_references_travel_together_and_stay_shared():
+    shared = [1, 2]
+    names = {"a": shared, "b": {"same": shared}, "unused": threading.Lock()}
+    bundle = open_bundle(capture_bundle({"x": "a", "y": "b['same']"}, names).data)
+    bundle_x, bundle_y = bundle.evaluate("x"), bundle.evaluate("y")
+    assert bundle_x is bundle_y
+
+
+def test_digest_names_the_content():
+    first = capture_bundle({"x": "a + 1"}, {"a": 1})
+    second = capture_bundle({"x": "a + 1"}, {"a": 2})
+    assert first.digest != second.digest
+    assert open_bundle(first.data).digest == first.digest
+
+
+def test_expression_is_evaluated_anew_each_time():
+    names, _ = notebook("def make():\n    return object()\n")
+    bundle = open_bundle(capture_bundle({"model": "make()"}, names).data)
+    assert bundle.evaluate("model") is not bundle.evaluate("model")
+
+
+def test_import_path_is_imported_on_the_worker():
+    bundle = open_bundle(capture_bundle({"loss": "collections:OrderedDict.fromkeys"}, {}).data)
+    assert bundle.evaluate("loss")("ab") == {"a": None, "b": None}
+
+
+def test_module_beside_the_notebook_travels_with_todays_edits(tmp_path, monkeypatch):
+    """The worker has no such file, or an old one: what the notebook has in memory counts."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    Path("localnets.py").write_text("SIZE = 3\ndef build():\n    return 'net' * SIZE\n")
+    module = importlib.import_module("localnets")
+    try:
+        data = capture_bundle({"model": "localnets.build()"}, {"localnets": module}).data
+        Path("bundle").write_bytes(data)
+        Path("localnets.py").unlink()
+    finally:
+        del sys.modules["localnets"]
+    code = (
+        "from etrain_jupyter.bundle.restore import open_bundle\n"
+        "print(open_bundle(open('bundle', 'rb').read()).evaluate('model'))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "netnetnet"
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "fragments"),
+    [
+        pytest.param("f = open('/dev/null', 'w')", "f", ["'f'", "an open file"], id="file"),
+        pytest.param("import threading\nx = threading.Lock()", "x", ["'x'", "lock"], id="lock"),
+        pytest.param("g = (i for i in [1])", "g", ["'g'", "generator"], id="generator"),
+        pytest.param(
+            "log = open('/dev/null', 'w')\ndef loss(o, t):\n    log.write('x')\n",
+            "loss",
+            ["'loss' (defined in Cell In[3])", "'log', which it uses,", "an open file"],
+            id="global of a function",
+        ),
+        pytest.param(
+            "import threading\ndef make():\n    guard = threading.Lock()\n"
+            "    return lambda o, t: guard\nloss = make()",
+            "loss",
+            ["'guard', which it encloses,", "lock"],
+            id="closure",
+        ),
+    ],
+)
+def test_what_cannot_travel_is_named_with_its_cell(source, name, fragments):
+    names, cells = notebook(source)
+    with pytest.raises(BundleError) as caught:
+        capture_bundle({"loss": name}, names, cell_numbers=cells)
+    text = str(caught.value)
+    for fragment in [*fragments, "Nothing was submitted"]:
+        assert fragment in text
+    for opened in (names.get("f"), names.get("log")):
+        if opened is not None:
+            opened.close()
+
+
+def test_large_object_is_worth_a_word(monkeypatch):
+    monkeypatch.setattr(capture, "LARGE_BYTES", 1000)
+    bundle = capture_bundle({"data.train": "x"}, {"x": b"0" * 5000})
+    [warning] = bundle.warnings
+    assert "'x' is 0 MB and travels to every worker" in warning
+    assert bundle.sizes["x"] > 5000
+
+
+def test_error_on_a_rank_shows_the_users_lines_as_cells():
+    source = "def inner(x):\n    return 1 / x\n\ndef loss(x):\n    return inner(x)\n"
+    names, cells = notebook(source, number=7)
+    data = capture_bundle({"loss": "loss"}, names, cell_numbers=cells).data
+    linecache.cache.pop("<cell-7>")
+    bundle = open_bundle(data)
+    bundle.install_sources()
+    with pytest.raises(ZeroDivisionError) as caught:
+        bundle.evaluate("loss")(0)
+    text = bundle.format_user_traceback(caught.value)
+    assert text.splitlines()[-5:] == [
+        "  Cell In[7], line 5, in loss",
+        "    return inner(x)",
+        "  Cell In[7], line 2, in inner",
+        "    return 1 / x",
+        "ZeroDivisionError: division by zero",
+    ]
+
+
+def test_library_frames_above_the_users_code_are_left_out():
+    names, cells = notebook("import json\ndef loss(x):\n    return json.loads('{')\n", number=8)
+    bundle = open_bundle(capture_bundle({"loss": "loss"}, names, cell_numbers=cells).data)
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - json's own subclass
+        bundle.evaluate("loss")(0)
+    text = bundle.format_user_traceback(caught.value)
+    assert "Cell In[8], line 3, in loss" in text
+    assert "decoder.py" in text  # what the user called may be shown
+    assert "etrain_jupyter" not in text
+
+
+def test_bundle_of_another_python_is_refused():
+    bundle = capture_bundle({"x": "1"}, {})
+    other = bundle.data.replace(b'"python": [3,', b'"python": [2,', 1)
+    with pytest.raises(BundleError, match=r"the notebook runs Python 2\."):
+        open_bundle(other)
