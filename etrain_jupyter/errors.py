@@ -18,6 +18,13 @@ Each message says what happened with its values, what the system does now, and w
 
 from __future__ import annotations
 
+import sys
+import traceback
+from pathlib import Path
+from types import TracebackType
+
+_PACKAGE = str(Path(__file__).parent)
+
 
 class EtrainError(Exception):
     """Base of everything that this package raises on purpose."""
@@ -26,12 +33,36 @@ class EtrainError(Exception):
         """Return the lines that a cell shows instead of a traceback."""
         return [f"etrain: {self}"]
 
+    def _render_traceback_(self) -> list[str]:
+        """Return what IPython shows where Python code called us: its frames, and none of ours."""
+        return [*_frames_of_caller(self.__traceback__), *self.render()]
+
+
+def _frames_of_caller(trace: TracebackType | None) -> list[str]:
+    """Return a line for each frame down to the one that called this package."""
+    lines = []
+    for frame in traceback.extract_tb(trace):
+        if frame.filename.startswith(_PACKAGE):
+            break
+        if "/IPython/" not in frame.filename:
+            lines.append(f"{_place_of(frame.filename)}, line {frame.lineno}: {frame.line}")
+    return lines
+
+
+def _place_of(filename: str) -> str:
+    """Return ``Cell In[3]`` for a cell, the file's name otherwise."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    numbers = getattr(getattr(shell, "compile", None), "_filename_map", {})
+    return f"Cell In[{numbers[filename]}]" if filename in numbers else filename
+
 
 class ConfigError(EtrainError, ValueError):
     """The configuration is not a valid job.
 
     Attributes:
-        path: Keys from the top of the body to the culprit, for example ``("batch", "global")``; empty if none.
+        path: Keys from the top of the body to the culprit, for example ``("batch", "global")``;
+            empty if none.
         hint: What to type instead, or an empty string.
     """
 
@@ -39,6 +70,8 @@ class ConfigError(EtrainError, ValueError):
         super().__init__(message)
         self.path = path
         self.hint = hint
+        if hint:
+            self.add_note(hint)  # what Python shows where it is not a cell that asked
 
     def render(self) -> list[str]:
         """Return the message and, if there is one, the hint."""
@@ -84,7 +117,7 @@ class NotSupportedYetError(ConfigError):
 
 
 class BundleError(EtrainError, ValueError):
-    """Something of the notebook cannot be shipped to the workers; names it and the cell that defines it."""
+    """Something of the notebook cannot be shipped: names it and the cell that defines it."""
 
 
 class PoolError(EtrainError, RuntimeError):
@@ -107,6 +140,8 @@ class JobFailedError(EtrainError, RuntimeError):
         super().__init__(message)
         self.job_id = job_id
         self.traceback = traceback
+        if traceback:
+            self.add_note(traceback)
 
     def render(self) -> list[str]:
         """Return the user's traceback first, then the message."""

@@ -49,8 +49,8 @@ class EtrainMagics(Magics):
         try:
             text = self._run_line(line) if cell is None else self._run_cell(line, cell)
         except EtrainError as exc:
-            # IPython asks the exception itself for its lines and prints no frames then.
-            exc._render_traceback_ = exc.render  # type: ignore[attr-defined]
+            # IPython asks the exception itself for its lines; here the cell is plain to see.
+            vars(exc)["_render_traceback_"] = exc.render
             raise
         if text:
             print(text)

@@ -184,7 +184,7 @@ def wait_for(job: TrainingJob, timeout: float | None = None) -> str:
         job.screen.settle()
     if status not in TERMINAL_STATUSES:
         raise EtrainError(
-            f"job {job.id} is {status} after {timeout:g} s, at step {job.step}. It goes on; "
+            f"job {job.id} is still {status} after {timeout:g} s, at step {job.step}. It goes on; "
             "%etrain wait without --timeout waits for its end."
         )
     job.raise_for_status()
@@ -250,7 +250,8 @@ def _logs(surface: Surface, args: argparse.Namespace) -> str:
         if isinstance(event, LogLine):
             lines.append(f"{clock} {event.level:<7} {event.worker or 'coordinator'}: {event.text}")
         elif isinstance(event, UserErrorRaised):
-            lines.append(f"{clock} error   {', '.join(event.workers)}: {event.traceback.rstrip()}")
+            text = (event.traceback or event.error).rstrip()
+            lines.append(f"{clock} error   {', '.join(event.workers)}: {text}")
     return "\n".join(lines[-args.number :]) or "No log lines."
 
 

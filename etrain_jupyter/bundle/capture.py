@@ -27,6 +27,9 @@ FORMAT_VERSION = 1
 LARGE_BYTES = 64 * 1024 * 1024
 """From here on a captured object is worth a word: it travels to every worker."""
 
+MAX_DEPTH = 5
+"""How deep to look for what makes an object unpicklable."""
+
 HEADER = struct.Struct("!I")
 _PACKAGES = ("torch", "numpy", "cloudpickle")
 
@@ -122,7 +125,7 @@ def _dump(name: str, value: Any, numbers: Mapping[str, int]) -> bytes:
     try:
         return _dump_all({name: value})
     except Exception as exc:
-        culprit, reason = _find_culprit(name, value, exc)
+        culprit, reason = _find_culprit(value, exc)
         cell = cell_of(value, numbers)
         where = f" (defined in {cell})" if cell else ""
         raise BundleError(
@@ -132,14 +135,14 @@ def _dump(name: str, value: Any, numbers: Mapping[str, int]) -> bytes:
         ) from exc
 
 
-def _find_culprit(name: str, value: Any, exc: Exception) -> tuple[str, str]:
-    """Look one level into a function's globals and closure, or an object's attributes."""
-    for part, held in _parts_of(value):
+def _find_culprit(value: Any, exc: Exception, part: str = "it", depth: int = 0) -> tuple[str, str]:
+    """Look into functions' globals and closures and objects' attributes for what cannot travel."""
+    for inner_part, held in _parts_of(value) if depth < MAX_DEPTH else ():
         try:
             cloudpickle.dumps(held)
         except Exception as inner:
-            return f"{part} is a {_kind(held)}; ", _reason(inner)
-    return f"it is a {_kind(value)}; ", _reason(exc)
+            return _find_culprit(held, inner, inner_part, depth + 1)
+    return f"{part} is a {_kind(value)}; ", _reason(exc)
 
 
 def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:

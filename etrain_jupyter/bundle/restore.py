@@ -6,7 +6,8 @@ import hashlib
 import importlib
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -40,19 +41,22 @@ class OpenBundle:
 
     @cached_property
     def _names(self) -> dict[str, Any]:
-        names: dict[str, Any] = cloudpickle.loads(self._payload)
+        with _explaining_imports():
+            names: dict[str, Any] = cloudpickle.loads(self._payload)
         return names
 
     def evaluate(self, key: str) -> Any:
         """Return the value of a reference, built anew each time.
 
         Raises:
+            BundleError: If a module that the notebook has is not on this worker.
             Exception: Whatever the notebook's code raises.
         """
         expression = self.references[key].strip()
         path = import_path(expression)
         if path is not None:
-            value: Any = importlib.import_module(path[0])
+            with _explaining_imports():
+                value: Any = importlib.import_module(path[0])
             for attribute in path[1].split("."):
                 value = getattr(value, attribute)
             return value
@@ -74,8 +78,7 @@ def open_bundle(data: bytes) -> OpenBundle:
     Raises:
         BundleError: If it is of another format, or was made by another Python.
     """
-    (length,) = HEADER.unpack_from(data)
-    header = json.loads(data[HEADER.size : HEADER.size + length])
+    header, payload = _split(data)
     if header["format"] != FORMAT_VERSION:
         raise BundleError(
             f"the bundle has format {header['format']}, this worker reads {FORMAT_VERSION}. "
@@ -90,4 +93,27 @@ def open_bundle(data: bytes) -> OpenBundle:
             f"value needs the same version on both."
         )
     digest = hashlib.sha256(data).hexdigest()
-    return OpenBundle(header, data[HEADER.size + length :], digest)
+    return OpenBundle(header, payload, digest)
+
+
+def read_cells(data: bytes) -> dict[str, CellSource]:
+    """Return only the cells of a bundle, for whoever does not open it."""
+    header, _ = _split(data)
+    return {name: CellSource(**cell) for name, cell in header["cells"].items()}
+
+
+def _split(data: bytes) -> tuple[dict[str, Any], bytes]:
+    (length,) = HEADER.unpack_from(data)
+    return json.loads(data[HEADER.size : HEADER.size + length]), data[HEADER.size + length :]
+
+
+@contextmanager
+def _explaining_imports() -> Iterator[None]:
+    """Say what a missing module means here: the notebook had it, or it had not been captured."""
+    try:
+        yield
+    except ModuleNotFoundError as exc:
+        raise BundleError(
+            f"the workers have no module {exc.name!r}, which the notebook has. Put its file beside "
+            "the notebook, from where it travels with the job, or install it for the workers."
+        ) from exc

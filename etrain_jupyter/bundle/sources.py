@@ -16,6 +16,8 @@ MAX_LIBRARY_FRAMES = 3
 """Library frames that are shown below the user's last one."""
 
 _OURS = str(Path(etrain_jupyter.__file__).parent)
+_PLUMBING = frozenset({"_wrapped_call_impl", "_call_impl", "_modified_open"})
+"""Functions of torch and IPython that stand between any two frames and explain nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,12 +96,21 @@ def format_user_traceback(exc: BaseException, cells: Mapping[str, CellSource]) -
 def _shown_frames(
     trace: TracebackType | None, cells: Mapping[str, CellSource]
 ) -> list[traceback.FrameSummary]:
-    frames = [f for f in traceback.extract_tb(trace) if not f.filename.startswith(_OURS)]
+    frames = [
+        frame
+        for frame in traceback.extract_tb(trace)
+        if not is_of_this_package(frame.filename) and frame.name not in _PLUMBING
+    ]
     theirs = [i for i, f in enumerate(frames) if _is_users(f.filename, cells)]
     if not theirs:
         return frames[-MAX_LIBRARY_FRAMES:]
     below = frames[theirs[-1] + 1 :]
     return frames[theirs[0] : theirs[-1] + 1] + below[-MAX_LIBRARY_FRAMES:]
+
+
+def is_of_this_package(filename: str) -> bool:
+    """Whether a frame is ours, which tells a user nothing."""
+    return filename.startswith(_OURS)
 
 
 def _is_users(filename: str, cells: Mapping[str, CellSource]) -> bool:

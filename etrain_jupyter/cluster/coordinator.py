@@ -205,11 +205,21 @@ class Coordinator(SchedulerPlugin):
         order = Order(**{**job, "run_dir": Path(job["run_dir"])})
         if order.job_id in self._jobs:
             raise RequestError(f"job {order.job_id} is here already")
+        self._check_capacity(order.min_workers, "Nothing was submitted")
         order.run_dir.mkdir(parents=True, exist_ok=True)
         (order.run_dir / "bundle").write_bytes(order.bundle)
         self._jobs[order.job_id] = HostedJob(order=order, tell=self._tell)
         self._allocate()
         return {"job_id": order.job_id}
+
+    def _check_capacity(self, min_workers: int, outcome: str) -> None:
+        """Refuse what would wait for ever."""
+        most = self._nodes.capacity()
+        if most is not None and min_workers > most:
+            raise RequestError(
+                f"workers.min={min_workers} is more than the {most} workers that this pool can "
+                f"have. {outcome}. Write workers.min of {most} or less."
+            )
 
     async def _jobs_list(self) -> dict[str, Any]:
         return {"jobs": [job.summary() for job in self._jobs.values()]}
@@ -284,6 +294,7 @@ class Coordinator(SchedulerPlugin):
         high = job.state.max_workers if max is None else max
         if not 1 <= low <= high:
             raise RequestError(f"workers min={low}, max={high}: they must obey 1 <= min <= max")
+        self._check_capacity(low, "Nothing was changed")
         job.handle(s.BoundsChanged(min_workers=low, max_workers=high))
         self._allocate()
         return f"trains on {low} to {high} workers from now on"

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from etrain_jupyter.bundle.restore import read_cells
+from etrain_jupyter.cluster.last_words import last_words
 from etrain_jupyter.cluster.steps import StepClock
 from etrain_jupyter.elastic import commands as c
 from etrain_jupyter.elastic import stimuli as s
@@ -22,6 +24,9 @@ from etrain_jupyter.events.log import EventLog, read_events
 
 RECENT_EVENTS = 20_000
 """Events kept in memory for listeners; older ones are read from the log."""
+
+LAST_LINES = 100
+"""Printed lines kept of each trainer, in case it crashes; Python's report alone has about 50."""
 
 Message = dict[str, Any]
 Tell = Callable[[str, Message], None]
@@ -58,6 +63,8 @@ class TrainerFacts:
     pid: int = 0
     device: str = ""
     formed: bool = False
+    last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
+    """What it printed last."""
 
 
 @dataclass(kw_only=True)
@@ -311,10 +318,12 @@ class HostedJob:
         )
 
     def _on_log(self, _: str, facts: TrainerFacts, message: Message) -> None:
+        facts.last_lines.append(message["text"])
         self.log(events.LogLine, level=message["level"], worker=facts.worker, text=message["text"])
 
-    def _on_exited(self, trainer: str, _: TrainerFacts, message: Message) -> None:
-        self.handle(s.TrainerLost(trainer=trainer, cause=message["cause"]))
+    def _on_exited(self, trainer: str, facts: TrainerFacts, message: Message) -> None:
+        words = last_words(facts.worker, facts.last_lines, read_cells(self.order.bundle))
+        self.handle(s.TrainerLost(trainer=trainer, cause=message["cause"], last_words=words))
 
     # --- what others want to know ---
 

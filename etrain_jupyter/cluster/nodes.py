@@ -12,6 +12,10 @@ class NodeSource(Protocol):
         """Have ``count`` workers, or as many as the pool can: starts those that are missing."""
         ...
 
+    def capacity(self) -> int | None:
+        """Return how many workers there can ever be; None if nobody knows."""
+        ...
+
     def nodes(self) -> list[dict[str, Any]]:
         """Return a record a worker: ``worker``, ``pid``, ``state``, ``device``."""
         ...
@@ -30,6 +34,10 @@ class NoNodes:
 
     def want(self, count: int, *, reason: str) -> None:
         """Do nothing."""
+
+    def capacity(self) -> int | None:
+        """Know nothing."""
+        return None
 
     def nodes(self) -> list[dict[str, Any]]:
         """Know of none."""

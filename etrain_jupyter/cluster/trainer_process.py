@@ -109,7 +109,10 @@ class TrainerProcess:
         if self._killed_because:
             return self._killed_because
         if code < 0:
-            return f"trainer {self.pid} was ended by {signal.Signals(-code).name}"
+            name = signal.Signals(-code).name
+            # Nobody of us did it; the system does it where memory runs out.
+            guess = " (out of memory?)" if code == -signal.SIGKILL else ""
+            return f"trainer {self.pid} was ended by {name}{guess}"
         return f"trainer {self.pid} exited with code {code}"
 
     async def _read_lines(self, stream: asyncio.StreamReader, level: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
 import importlib.util
 import inspect
 import keyword
@@ -25,6 +26,7 @@ from etrain_jupyter.config.source_map import (
     Path,
     SourceMap,
     did_you_mean,
+    with_article,
 )
 from etrain_jupyter.config.vocabulary import DEFAULT_LR
 from etrain_jupyter.config.yaml_nodes import visible_names
@@ -195,8 +197,9 @@ class _Check:
             return node.id in _BUILTINS, getattr(builtins, node.id, None)
         if isinstance(node, ast.Attribute):
             found, owner = self._resolve(node.value)
-            if found and isinstance(owner, ModuleType) and _has(owner, node.attr):
-                return True, getattr(owner, node.attr)
+            if found and isinstance(owner, ModuleType):
+                with contextlib.suppress(Exception):  # A module's own __getattr__ may raise any.
+                    return True, getattr(owner, node.attr)
         return False, None
 
     def _check_call(self, tree: ast.Call) -> None:
@@ -365,7 +368,7 @@ def _kind(value: Any) -> str:
         return f"the module '{value.__name__}'"
     name = type(value).__name__
     names = {"str": "a text", "int": "a number", "float": "a number", "NoneType": "None"}
-    return names.get(name, f"an {name}" if name[:1] in "aeiouAEIO" else f"a {name}")
+    return names.get(name) or with_article(name)
 
 
 def _misfit(function: Any, args: list[None], kwargs: dict[str, None]) -> str:
@@ -383,7 +386,9 @@ def _misfit(function: Any, args: list[None], kwargs: dict[str, None]) -> str:
 
 def _signature(function: Any) -> str:
     try:
-        text = str(inspect.signature(function))
+        signature = inspect.signature(function)
     except (TypeError, ValueError):
         return "(...)"
+    bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    text = str(signature.replace(parameters=bare, return_annotation=signature.empty))
     return text if len(text) <= 80 else "(...)"

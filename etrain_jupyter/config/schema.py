@@ -233,7 +233,9 @@ class TrainConfig(Section):
     """An nn.Module, its class, or a function that builds it on the worker."""
     data: DataConfig
     """Where the samples come from."""
-    loss: Annotated[Optional, Field(examples=["F.cross_entropy"])] = None
+    loss: Annotated[
+        Optional, Field(examples=["F.cross_entropy"], json_schema_extra={"needed": True})
+    ] = None
     """Function (output, target) that returns a mean, or one value a sample."""
     step: Annotated[Any, Later("write loss: a function (output, target)")] = None
     """Function (model, batch) that returns the loss, instead of loss."""
@@ -304,7 +306,7 @@ class TrainConfig(Section):
                 message = (
                     f"a metric cannot be called '{name}': the history has a column of that name"
                 )
-                raise fault(message, hint=hint, path=("metrics", name))
+                raise fault(message, hint=hint, path=("metrics", name), at_key=True)
         return value
 
     @field_validator("steps")

@@ -164,7 +164,12 @@ def in_words(value: Any) -> str:
         return "a list"
     if isinstance(value, Mapping):
         return "a group of keys"
-    return f"a {type(value).__name__}"
+    return with_article(type(value).__name__)
+
+
+def with_article(noun: str) -> str:
+    """Return ``a list`` or ``an object``."""
+    return f"an {noun}" if noun[:1] in "aeiouAEIO" else f"a {noun}"
 
 
 def dotted(path: Path) -> str:

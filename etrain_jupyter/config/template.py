@@ -10,6 +10,7 @@ from pydantic.fields import FieldInfo
 
 from etrain_jupyter.config.fields import Interval, Later, Section
 from etrain_jupyter.config.schema import OptimizerConfig, TrainConfig
+from etrain_jupyter.config.vocabulary import DEFAULT_LR
 
 COMMENT_COLUMN = 40
 """Where the meanings begin, so that they stand under each other."""
@@ -23,52 +24,43 @@ def template() -> str:
     ``# or`` is an alternative to the line above; ``# later:`` comes with a later version and is
     refused until then.
     """
-    return "\n".join(_section(TrainConfig, indent="")) + "\n"
+    return "\n".join(_section(TrainConfig)) + "\n"
 
 
-def _section(section: type[Section], *, indent: str) -> Iterator[str]:
+def _section(section: type[Section], *, indent: str = "", off: bool = False) -> Iterator[str]:
+    """Yield the lines of a group; within one that is ``off``, so are all of its keys."""
     for name, info in section.model_fields.items():
         key, kind = info.alias or name, info.annotation
-        if isinstance(kind, type) and issubclass(kind, Section):
-            yield from _group(key, kind, info, indent)
+        mark = _mark(info)
+        if mark in ("", "# "):
+            # One column for the marks of a block, so that an editor can take all of them away.
+            start = f"# {indent}" if off else f"{indent}{mark}"
         else:
-            mark = _mark(info)
-            yield _line(f"{indent}{mark}{key}: {_shown(info)}", info)
-
-
-def _group(key: str, kind: type[Section], info: FieldInfo, indent: str) -> Iterator[str]:
-    mark = "" if info.is_required() else "# "
-    if kind is Interval:
-        yield _line(f"{indent}{mark}{key}: {{every: {info.default}}}", info)
-    elif kind is OptimizerConfig:
-        default = OptimizerConfig()
-        yield _line(f"{indent}{mark}{key}: {{name: {default.name}, lr: {default.lr}}}", info)
-    else:
-        yield _line(f"{indent}{mark}{key}:", info)
-        # Within a group that is commented out, the mark stays in the group's column: one block to
-        # uncomment.
-        for line in _section(kind, indent="  "):
-            body = line.removeprefix("  ")
-            later = body.startswith(("# later: ", "# or "))
-            text = body if later or not mark else body.removeprefix("# ")
-            yield f"{indent}  {text}" if later or not mark else f"{indent}# {'  '}{text}"
+            start = f"{indent}{mark}"
+        if kind is Interval:
+            yield _line(f"{start}{key}: {{every: {info.default}}}", info)
+        elif kind is OptimizerConfig:
+            yield _line(f"{start}{key}: {{name: AdamW, lr: {DEFAULT_LR['AdamW']}}}", info)
+        elif isinstance(kind, type) and issubclass(kind, Section):
+            yield _line(f"{start}{key}:", info)
+            yield from _section(kind, indent=indent + "  ", off=bool(mark))
+        else:
+            shown = info.examples[0] if info.examples else info.default
+            yield _line(f"{start}{key}: {_yaml(shown)}", info)
 
 
 def _mark(info: FieldInfo) -> str:
-    later = next((m for m in info.metadata if isinstance(m, Later)), None)
-    # A field that takes nothing but its default is later as a whole; one with an empty ``accept``
-    # is a part of it.
-    if later is not None and later.accept:
+    if any(isinstance(item, Later) for item in info.metadata):
         return "# later: "
     extra = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
     if "instead_of" in extra:
         return "# or "
-    return "" if info.is_required() else "# "
+    return "" if _is_required(info) else "# "
 
 
-def _shown(info: FieldInfo) -> str:
-    value = info.examples[0] if info.examples else info.default
-    return _yaml(value)
+def _is_required(info: FieldInfo) -> bool:
+    extra = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
+    return info.is_required() or "needed" in extra
 
 
 def _yaml(value: Any) -> str:
@@ -80,6 +72,6 @@ def _yaml(value: Any) -> str:
 
 
 def _line(text: str, info: FieldInfo) -> str:
-    meaning = " ".join((info.description or "").split())
-    required = "; required" if info.is_required() else ""
-    return f"{text.ljust(COMMENT_COLUMN)}  # {meaning.rstrip('.')}{required}"
+    meaning = " ".join((info.description or "").split()).rstrip(".")
+    required = "; required" if _is_required(info) else ""
+    return f"{text.ljust(COMMENT_COLUMN)}  # {meaning}{required}"

@@ -69,6 +69,8 @@ class JobState:
     """Newest step known to be committed."""
     step_s: float = 0.0
     """How long a step takes at present; 0 while nobody knows."""
+    undone: tuple[tuple[int, str], ...] = ()
+    """Steps that survivors had begun and undone, and their workers; until the log is told."""
     last_step_at: float = 0.0
     """When the last generation stopped stepping, for its stall."""
     saved_step: int = -1
@@ -79,8 +81,10 @@ class JobState:
     user_error: UserError | None = None
     warm_faults: int = 0
     """Trainers that ended in a row before one became warm."""
-    same_step_faults: tuple[int, tuple[str, ...]] = (-1, ())
-    """A step, and the workers whose trainers ended by themselves in it."""
+    same_step_faults: tuple[int, tuple[int, ...]] = (-1, ())
+    """A step, and the generations in which a trainer ended by itself in it."""
+    last_fault: UserError | None = None
+    """How the newest of these trainers ended; what fails the job if it goes on like that."""
 
     def replace(self, **changes: Any) -> JobState:
         """Return a copy with these fields changed."""

@@ -44,7 +44,7 @@ FORM_TIMEOUT_S = 60.0
 """How long a generation may take until every rank steps."""
 
 MAX_FAULTS = 3
-"""Trainers that may end in a row at one place before it counts as the user's fault."""
+"""Faults in a row at one place (before the first step, or in one step) that count as the user's."""
 
 
 class Turn:
@@ -180,8 +180,7 @@ def _take_reported(turn: Turn, stimulus: s.TrainerReported) -> None:
     turn.set_member(member, phase="reported", progress=stimulus.progress)
     turn.set(step=max(turn.state.step, stimulus.progress[0]))
     if stimulus.undone:
-        step = stimulus.progress[0] + 1
-        turn.publish(events.StepUndone, step=step, workers=[member.worker])
+        turn.set(undone=(*turn.state.undone, (stimulus.progress[0] + 1, member.worker)))
     if stimulus.why == "done":
         turn.set(outcome=turn.state.outcome or "finished")
         if turn.state.phase == "running":
@@ -196,22 +195,32 @@ def _take_trainer_lost(turn: Turn, stimulus: s.TrainerLost) -> None:
     member = turn.state.members.get(stimulus.trainer)
     if member is None:
         return
-    _count_fault(turn, member)
+    _count_fault(turn, member, stimulus)
     _lose(turn, member, stimulus.cause, stimulus.detected_s)
     if not turn.state.outcome:
         _start_missing(turn)
 
 
-def _count_fault(turn: Turn, member: Member) -> None:
-    """Tell a machine's fault from one of the notebook's code, which would come back for ever."""
+def _count_fault(turn: Turn, member: Member, stimulus: s.TrainerLost) -> None:
+    """Tell a machine's fault from one of the notebook's code, which would come back for ever.
+
+    The workers do not matter: a step's samples go to the same rank each time, and wherever the
+    others can go on without a broken machine they commit steps meanwhile.
+    """
+    state = turn.state
+    text = f"the last on {member.worker}: {stimulus.cause}"
+    fault = UserError(
+        error=text, traceback=stimulus.last_words, workers=(member.worker,), step=state.step
+    )
+    turn.set(last_fault=fault)
     if member.phase == "starting":
-        turn.set(warm_faults=turn.state.warm_faults + 1)
+        turn.set(warm_faults=state.warm_faults + 1)
         return
-    step, workers = turn.state.same_step_faults
-    known = workers if step == turn.state.step else ()
-    if member.worker not in known:
-        known = (*known, member.worker)
-    turn.set(same_step_faults=(turn.state.step, known))
+    step, generations = state.same_step_faults
+    known = generations if step == state.step else ()
+    if state.generation not in known:
+        known = (*known, state.generation)
+    turn.set(same_step_faults=(state.step, known))
 
 
 def _lose(turn: Turn, member: Member, cause: str, detected_s: float) -> None:
@@ -344,16 +353,17 @@ def _advance(turn: Turn) -> None:
 def _check_budgets(turn: Turn) -> None:
     """Give up where starting again would only fail again."""
     state = turn.state
-    step, workers = state.same_step_faults
-    if state.outcome:
+    step, generations = state.same_step_faults
+    if state.outcome or state.last_fault is None:
         return
     if state.warm_faults >= MAX_FAULTS:
         text = f"{state.warm_faults} trainers in a row ended before they were ready to train"
-    elif step == state.step and len(workers) >= MAX_FAULTS:
-        text = f"step {step + 1} ended the trainer on {len(workers)} workers, one after the other"
+    elif step == state.step and len(generations) >= MAX_FAULTS:
+        text = f"step {step + 1} ended a trainer in {len(generations)} generations in a row"
     else:
         return
-    error = UserError(error=text, traceback="", workers=workers, step=state.step)
+    last = state.last_fault
+    error = dataclasses.replace(last, error=f"{text}, {last.error}", step=state.step)
     turn.set(user_error=error, outcome="failed")
     _begin_collecting(turn)
 
@@ -389,6 +399,7 @@ def _admissible(turn: Turn) -> list[Member]:
 
 def _settle(turn: Turn) -> None:
     """Nobody steps: form the next generation, wait, or end."""
+    _publish_undone(turn)
     state = turn.state
     if state.outcome:
         _close(turn)
@@ -405,9 +416,17 @@ def _settle(turn: Turn) -> None:
             _form(turn, members)
         return
     _enter(turn, "gathering")
-    if state.generation or not state.members:
+    if state.generation or not state.in_phase("starting"):
         text = f"{len(members)} of min {state.min_workers} workers are here"
         turn.set_status("waiting", text)
+
+
+def _publish_undone(turn: Turn) -> None:
+    """Tell of each step in flight once, with all survivors that had begun it."""
+    for step in sorted({step for step, _ in turn.state.undone}):
+        workers = sorted(worker for begun, worker in turn.state.undone if begun == step)
+        turn.publish(events.StepUndone, step=step, workers=workers)
+    turn.set(undone=())
 
 
 def _let_leavers_go(turn: Turn) -> list[Member]:

@@ -72,6 +72,8 @@ class TrainerLost:
     trainer: str
     cause: str
     detected_s: float = 0.0
+    last_words: str = ""
+    """What it printed at the end, as a person should see it."""
 
 
 @dataclass(frozen=True, kw_only=True)

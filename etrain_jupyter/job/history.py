@@ -16,6 +16,7 @@ from typing import Any
 
 from etrain_jupyter.events.types import (
     TERMINAL_STATUSES,
+    CheckpointCommitted,
     EvalCompleted,
     Event,
     GenerationFormed,
@@ -115,6 +116,8 @@ class LatestValues:
         self.workers = (0, 0)
         self.samples_per_s = math.nan
         self.metrics: dict[str, float] = {}
+        self.saved_step = 0
+        """Step of the newest durable checkpoint; 0 if there is none."""
         self.user_error: UserErrorRaised | None = None
         self.started_at = math.nan
         self.changed_at = math.nan
@@ -154,6 +157,8 @@ class LatestValues:
                 self.status, self.reason = event.status, event.reason
                 if event.status == "waiting":
                     self.world_size = 0
+            case CheckpointCommitted():
+                self.saved_step = event.step
             case JobPlanned():
                 self.total_steps = event.total_steps
             case JobSubmitted():

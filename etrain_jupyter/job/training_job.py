@@ -217,18 +217,31 @@ class TrainingJob:
         if self._feed.lost:
             raise JobLostError(
                 f"job {self.id} is lost at step {view.step}: {self._feed.lost}. "
-                f"Its checkpoints and log are in {self.record.folder}; run its cell again to "
-                "train it anew, or job.load_into(model) for the newest checkpoint."
+                f"{self._what_remains()} Run its cell again to train it anew."
             )
         if view.status == "failed":
             error = view.user_error
-            cause = error.error if error else view.reason or "no reason was given"
             raise JobFailedError(
-                f"job {self.id} failed at step {view.step}: {cause}. Its checkpoints and log "
-                f"are in {self.record.folder}.",
+                f"job {self.id} failed {self._cause_of_failure()} {self._what_remains()} Mend it "
+                "and run the cell again; %etrain logs shows what the workers printed.",
                 job_id=self.id,
                 traceback=error.traceback if error else "",
             )
+
+    def _cause_of_failure(self) -> str:
+        view, error = self._view, self._view.user_error
+        cause = (error.error if error else view.reason) or "no reason was given"
+        place = f" on {' and '.join(error.workers)}" if error and error.workers else ""
+        when = f"after step {view.step}" if view.step else "before its first step"
+        return f"{when}{place}: {cause.rstrip('.')}."
+
+    def _what_remains(self) -> str:
+        if not self._view.saved_step:
+            return "Nothing was saved."
+        return (
+            f"The weights of step {self._view.saved_step} are saved in {self.record.folder}; "
+            "job.load_into(model) loads them."
+        )
 
     def _interrupt(self, interrupts: list[float]) -> None:
         """Answer the interrupt key; ``interrupts`` holds when it was pressed before."""

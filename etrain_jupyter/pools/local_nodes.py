@@ -105,6 +105,10 @@ class LocalNodes:
         self._held = count
         self._reconcile()
 
+    def capacity(self) -> int:
+        """Return the number of slots."""
+        return len(self._slots)
+
     def nodes(self) -> list[dict[str, Any]]:
         """Return one record a living worker process, the oldest first."""
         return [

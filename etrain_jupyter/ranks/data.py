@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, cast
 
@@ -187,7 +188,11 @@ class _Fetcher:
             samples = list(self._data.__getitems__(indices))
         else:
             samples = [self._data[i] for i in indices]
-        return indices, self._collate(samples)
+        try:
+            return indices, self._collate(samples)
+        except Exception as exc:
+            exc.add_note(f"while joining samples {reprlib.repr(indices)} to a batch")
+            raise
 
 
 def _fetcher_from(data: bytes) -> _Fetcher:

@@ -45,6 +45,8 @@ class Trainer:
         self._checkpointer: Checkpointer | None = None
         self._config: TrainConfig
         self._has_state = False
+        self._is_busy = True
+        """Whether the main thread runs user code; set to False before it says that it is done."""
 
     # --- control thread ---
 
@@ -59,6 +61,8 @@ class Trainer:
         is_present = self._group is not None and message.get("generation") == self._group.generation
         if op == "form":
             self._inbox.put((message, self._prepare(message)))
+        elif op == "release" and self._is_busy:
+            os._exit(0)  # the job was stopped at once: nobody waits for the end of this step
         elif op in ("save", "release"):
             self._inbox.put((message, None))
         elif op == "checkpoint" and self._checkpointer is not None:
@@ -144,6 +148,7 @@ class Trainer:
     def _tell_hello(self, plan: WorkPlan, warm_s: float) -> None:
         assert self._loop is not None
         model = self._loop.workload.model
+        self._is_busy = False
         self._reporter.send(
             {
                 "op": "hello",
@@ -165,6 +170,7 @@ class Trainer:
         """Take part in one generation, and report where it left this rank."""
         assert self._loop is not None
         self._loop.in_step = False
+        self._is_busy = True
         try:
             why = self._step_through(message, group)
         except CommunicationError:
@@ -178,6 +184,7 @@ class Trainer:
             why = "failed"
         group.close()
         undone, self._loop.in_step = self._loop.in_step, False
+        self._is_busy = False
         report = {"progress": list(self._progress()), "why": why, "undone": undone}
         self._tell({"op": "report", "generation": group.generation, **report})
 
@@ -232,8 +239,12 @@ class Trainer:
             self._reporter.send(message)
 
     def _tell_user_error(self, exc: BaseException, *, generation: int) -> None:
-        text = self._bundle.format_user_traceback(exc) if self._bundle is not None else ""
-        summary = f"{type(exc).__name__}: {exc}".strip().rstrip(":")
+        self._is_busy = False
+        if type(exc).__module__.startswith(f"{__package__.partition('.')[0]}."):
+            summary, text = str(exc), ""  # we refused something, and our message says it all
+        else:
+            summary = f"{type(exc).__name__}: {exc}".partition("\n")[0].rstrip(": ")
+            text = self._bundle.format_user_traceback(exc) if self._bundle is not None else ""
         self._tell(
             {
                 "op": "user_error",

@@ -1,4 +1,4 @@
-"""A real kernel, driven as a notebook drives it: cells in, what they showed and their status out."""
+"""A real kernel, driven as a notebook drives it: cells in, what they showed and how out."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """Wrong cells and exactly what each prints: line 1 is the magic, the body begins on line 2."""
 
+# ruff: noqa: E501 (what is printed stands here as it is)
+
 from __future__ import annotations
 
 import math
@@ -41,10 +43,14 @@ NOTEBOOK: dict[str, Any] = {
 }
 
 
+def check(body: str) -> None:
+    job = parse_cell(body, namespace=NOTEBOOK, first_line=MAGIC)
+    check_references(job.config, job.namespace(NOTEBOOK), source=job.source)
+
+
 def printed(body: str) -> tuple[str, ConfigError]:
     with pytest.raises(ConfigError) as caught:
-        job = parse_cell(body, namespace=NOTEBOOK, first_line=MAGIC)
-        check_references(job.config, job.namespace(NOTEBOOK), source=job.source)
+        check(body)
     return "\n".join(caught.value.render()), caught.value
 
 
@@ -332,7 +338,7 @@ etrain: line 4, column 7: loss: module 'math' has no 'flor'
 etrain: line 2, column 8: model: Net() got an unexpected keyword argument 'hiden'
     2 | model: Net(hiden=3)
       |        ^^^^^^^^^^^^
-  it takes Net(hidden: 'int' = 128) -> 'None'""",
+  it takes Net(hidden=128)""",
     ),
     "no Python": (
         "model: Net(\ndata: {train: train_set}\nloss: loss\n",
@@ -385,9 +391,9 @@ etrain: line 2, column 8: model: there is no module 'nets.small' here
     "metric called loss": (
         GOOD + "metrics: {loss: loss}\n",
         """\
-etrain: line 5, column 17: a metric cannot be called 'loss': the history has a column of that name
+etrain: line 5, column 11: a metric cannot be called 'loss': the history has a column of that name
     5 | metrics: {loss: loss}
-      |                 ^^^^
+      |           ^^^^
   write for example 'loss_metric: loss'""",
     ),
     "py that fails": (

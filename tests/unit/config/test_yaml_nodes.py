@@ -92,9 +92,12 @@ def test_every_quoted_text_comes_back(value: str) -> None:
 
 @given(st.text(max_size=60))
 def test_any_text_is_read_or_refused_with_a_place(body: str) -> None:
+    error = None
     try:
         load(body)
-    except CellError as error:
+    except CellError as exc:
+        error = exc
+    if error is not None:
         assert error.line >= 1
         assert error.column >= 1
         assert error.render()[0].startswith(f"etrain: line {error.line}, column {error.column}: ")

@@ -221,6 +221,54 @@ def test_trainers_that_keep_dying_before_they_are_warm_fail_the_job():
     assert "3 trainers in a row" in story.state.reason
 
 
+def test_failure_before_the_first_step_carries_what_the_last_trainer_said():
+    story = Story().tell(s.WorkersAssigned(workers=("w1",)))
+    for _ in range(3):
+        lost = s.TrainerLost(
+            trainer=story.trainer("w1"), cause="exited with code 3", last_words="w1: no licence"
+        )
+        story.tell(lost)
+    [error] = story.found(events.UserErrorRaised)
+    assert error.error == (
+        "3 trainers in a row ended before they were ready to train, "
+        "the last on w1: exited with code 3"
+    )
+    assert error.traceback == "w1: no licence"
+    assert error.workers == ["w1"]
+
+
+def test_step_that_ends_the_same_workers_trainer_again_and_again_fails_the_job():
+    """The step's samples go to the same rank each time, so other workers never come into it."""
+    story = Story(min_workers=2, max_workers=2).start("w1", "w2")
+    for _ in range(2):
+        story.tell(s.TrainerLost(trainer=story.trainer("w2"), cause="SIGSEGV"))
+        story.report("w1", step=0, why="failed")
+        story.tell(s.TrainerWarm(trainer=story.trainer("w2"))).formed()
+    assert story.state.status == "running"
+    story.tell(s.TrainerLost(trainer=story.trainer("w2"), cause="SIGSEGV"))
+    story.report("w1", step=0, why="failed")
+    assert story.state.status == "failed"
+    assert story.state.reason == (
+        "step 1 ended a trainer in 3 generations in a row, the last on w2: SIGSEGV"
+    )
+
+
+def test_trainers_that_die_together_count_as_one_fault():
+    story = Story().start("w1", "w2", "w3", "w4")
+    for worker in ("w1", "w2", "w3"):
+        story.tell(s.TrainerLost(trainer=story.trainer(worker), cause="SIGKILL"))
+    story.report("w4", step=0, why="failed")
+    assert story.state.status == "running"
+
+
+def test_too_few_workers_are_waited_for_and_the_job_says_so_before_its_first_step():
+    story = Story(min_workers=3).tell(s.WorkersAssigned(workers=("w1", "w2")))
+    story.tell(s.TrainerWarm(trainer=story.trainer("w1")))
+    assert story.state.status == "submitted"
+    story.tell(s.TrainerWarm(trainer=story.trainer("w2")))
+    assert (story.state.status, story.state.reason) == ("waiting", "2 of min 3 workers are here")
+
+
 def test_killed_trainer_is_started_again_on_its_worker():
     story = Story().start("w1", "w2")
     story.tell(s.TrainerLost(trainer=story.trainer("w2"), cause="SIGKILL"))
@@ -245,3 +293,19 @@ def test_worker_that_was_scaled_away_while_warming_leaves_at_once():
     story.tell(s.WorkersAssigned(workers=("w1",)))
     assert [x.trainer for x in story.found(c.ReleaseTrainer)] == [trainer]
     assert not story.found(c.AnnounceChange)
+
+
+def test_step_in_flight_is_told_of_once_with_all_survivors_that_had_begun_it():
+    story = Story().start("w1", "w2", "w3")
+    story.tell(s.WorkerGone(worker="w1", cause="gone"))
+    for worker in ("w3", "w2"):
+        report = s.TrainerReported(
+            trainer=story.trainer(worker),
+            generation=1,
+            progress=(4, 0),
+            why="failed",
+            undone=True,
+        )
+        story.tell(report)
+    [fact] = story.found(events.StepUndone)
+    assert (fact.generation, fact.step, fact.workers) == (1, 5, ["w2", "w3"])

@@ -125,7 +125,9 @@ def test_result_of_a_failed_job_raises_the_users_error(tmp_path: Path) -> None:
     )
     job = make_job(tmp_path, None, status("running"), raised, status("failed"))
 
-    with pytest.raises(JobFailedError, match="step 0: ValueError: bad loss") as caught:
+    with pytest.raises(
+        JobFailedError, match="before its first step on a: ValueError: bad loss"
+    ) as caught:
         job.result()
 
     assert caught.value.render()[0] == "Cell In[3], line 2"

@@ -1,0 +1,116 @@
+"""A real job on a real cluster, seen in a real JupyterLab while a worker is killed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from etrain_jupyter.pools.local import LocalPool
+from tests.browser.lab import Notebook
+from tests.browser.test_dashboard import shoot, step_of, wait_for_step
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
+
+SET_UP = """
+import os
+os.environ.update(ETRAIN_STATE={state!r}, ETRAIN_RUNS={runs!r}, CUDA_VISIBLE_DEVICES="")
+%load_ext etrain_jupyter
+import time, torch, torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import nn
+pixels, digits = load_digits(return_X_y=True)
+images = torch.tensor(pixels / 16, dtype=torch.float32).view(-1, 1, 8, 8)
+labels = torch.tensor(digits)
+train_set, test_set = (images[:1400], labels[:1400]), (images[1400:], labels[1400:])
+class Net(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(1, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Conv2d(width, width, 3, padding=1), nn.ReLU(), nn.Flatten(),
+            nn.Linear(16 * width, 10),
+        )
+    def forward(self, images):
+        return self.layers(images)
+def accuracy(output, target):
+    return (output.argmax(-1) == target).float()
+"""
+TRAIN = """%%etrain distributed --name digits -o job
+model: Net(width=32)
+data: {train: train_set, eval: test_set}
+loss: F.cross_entropy
+metrics: {accuracy: accuracy}
+optimizer: {name: AdamW, lr: 1e-3}
+batch: {global: 64}
+epochs: 400
+workers: {min: 1, max: 4}
+"""
+BUSY = "end = time.time() + 8\nwhile time.time() < end: sum(range(1000))"
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    """Name the folders of a cluster of the test's own, and end it afterwards."""
+    folders = {"state": str(tmp_path / "state"), "runs": str(tmp_path / "runs")}
+    monkeypatch.setenv("ETRAIN_STATE", folders["state"])
+    yield folders
+    assert not LocalPool().down(timeout_s=10).processes
+
+
+def wait_for_world(notebook: Notebook, cell: int, world_size: int) -> None:
+    """Wait until the dashboard tells this number of workers."""
+    tiles = notebook.job(cell).locator(".etrain-tiles")
+    expect(tiles).to_contain_text(f"{world_size} of 4", timeout=90_000)
+
+
+def test_a_killed_worker_is_seen_and_training_goes_on(
+    open_notebook: Callable[..., Notebook], page: Page, cluster: dict[str, str]
+) -> None:
+    cells = [
+        SET_UP.format(**cluster),
+        TRAIN,
+        BUSY,
+        "print(job.kill())",
+        "job.stop()",
+        "%etrain wait",
+    ]
+    notebook = open_notebook("training.ipynb", *cells, "%etrain audit", "%etrain down")
+    notebook.run(0)
+    notebook.run(1)
+    wait_for_world(notebook, 1, 4)
+    wait_for_step(notebook, 1, step_of(notebook, 1) + 40)
+    notebook.job(1).scroll_into_view_if_needed()
+    shoot(page, "training-before-the-kill")
+
+    notebook.run(2, wait=False)
+    step = step_of(notebook, 1)
+    wait_for_step(notebook, 1, step + 20)
+    busy = notebook.page.evaluate(
+        "() => window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.status"
+    )
+    assert busy == "busy", "the widget moved, but the other cell had ended already"
+
+    notebook.run(3)  # waits for the busy cell first
+    expect(notebook.output(3)).to_contain_text("was killed")
+    wait_for_world(notebook, 1, 3)
+    shoot(page, "training-during-the-kill")
+    step = step_of(notebook, 1)
+    wait_for_step(notebook, 1, step + 20)
+    wait_for_world(notebook, 1, 4)
+    wait_for_step(notebook, 1, step_of(notebook, 1) + 20)
+    shoot(page, "training-after-the-kill")
+    if folder := os.environ.get("ETRAIN_SHOTS"):
+        # The README's picture: see docs/README.md.
+        notebook.job(1).screenshot(path=Path(folder) / "dashboard.png")
+
+    notebook.run(4)
+    notebook.run(5)
+    expect(notebook.job(1)).to_have_attribute("data-status", "stopped")
+    notebook.run(6)
+    expect(notebook.output(6)).to_contain_text("audit ok")
+    shoot(page, "training-stopped")
+    notebook.run(7)

@@ -1,0 +1,324 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from etrain_jupyter.config import ParsedJob, check_references, parse_cell, parse_mapping, template
+from etrain_jupyter.config.cell import keys_of
+from etrain_jupyter.config.schema import TrainConfig
+from etrain_jupyter.config.source_map import SourceMap, Span, did_you_mean, in_words, nearest
+from etrain_jupyter.config.vocabulary import KNOWN_ELSEWHERE
+from etrain_jupyter.errors import CellError, ConfigError, NotSupportedYetError
+
+GOOD = "model: Net()\ndata: {train: train_set}\nloss: loss\n"
+SMALL: dict[str, Any] = {"model": "Net()", "data": {"train": "train_set"}, "loss": "loss"}
+
+
+class Net:
+    def forward(self) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+def cross_entropy(output: Any, target: Any) -> Any:
+    return output
+
+
+def python(names: dict[str, Any] | None = None, **keys: Any) -> ParsedJob:
+    return parse_mapping({**SMALL, **keys}, names or {})
+
+
+# ------------------------------------------------------------------------------------ the cell
+
+
+def test_the_example_of_the_contract_is_read() -> None:
+    body = """\
+model: Net(hidden=128)
+data:
+  train: train_set
+  eval: eval_set
+loss: F.cross_entropy
+metrics: {accuracy: accuracy}
+optimizer: {name: RAdam, lr: 3e-4}
+batch: {global: 256}
+epochs: 3
+workers: {min: 1, max: 4}
+"""
+    config = parse_cell(body, namespace={}).config
+    assert config.model == "Net(hidden=128)"
+    assert config.metrics == {"accuracy": "accuracy"}
+    assert (config.optimizer.name, config.optimizer.lr) == ("RAdam", 3e-4)
+    assert config.batch.global_batch_size == 256
+    assert (config.epochs, config.steps) == (3.0, None)
+    assert config.max_workers(64) == 4
+
+
+def test_the_error_of_the_contract_is_printed() -> None:
+    body = "model: Net()\noptimiser: {name: adam}\n"
+    with pytest.raises(CellError) as caught:
+        parse_cell(body, namespace={})
+    assert "\n".join(caught.value.render()) == (
+        "etrain: line 3, column 1: unknown key 'optimiser'\n"
+        "    3 | optimiser: {name: adam}\n"
+        "      | ^^^^^^^^^\n"
+        "  did you mean 'optimizer'?"
+    )
+
+
+def test_flags_win_over_the_body() -> None:
+    job = parse_cell(GOOD + "name: a\nseed: 1\n", namespace={}, overrides={"name": "b"})
+    assert (job.config.name, job.config.seed) == ("b", 1)
+
+
+def test_flags_in_a_group_leave_the_rest_of_it() -> None:
+    body = GOOD + "workers: {min: 2, max: 3}\n"
+    job = parse_cell(body, namespace={}, overrides={"workers": {"max": 4}})
+    assert (job.config.workers.min, job.config.workers.max) == (2, 4)
+
+
+def test_a_fault_in_a_flag_points_at_the_first_line() -> None:
+    line = "%%etrain distributed --pool moon"
+    with pytest.raises(CellError) as caught:
+        parse_cell(
+            GOOD + "pool: local\n", namespace={}, overrides={"pool": "moon"}, first_line=line
+        )
+    assert (caught.value.line, caught.value.text) == (1, line)
+
+
+def test_values_come_from_the_notebook_with_py() -> None:
+    job = parse_cell(GOOD + "seed: !py base + 1\n", namespace={"base": 41})
+    assert job.config.seed == 42
+
+
+@pytest.mark.parametrize("value", [np.int64(3), np.array(3), 3])
+def test_numpy_numbers_are_numbers(value: Any) -> None:
+    assert parse_cell(GOOD + "seed: !py n\n", namespace={"n": value}).config.seed == 3
+
+
+def test_an_object_from_py_gets_its_name() -> None:
+    net = Net()
+    body = "model: !py nets[0]\ndata: {train: !py '[1, 2]'}\nloss: loss\n"
+    job = parse_cell(body, namespace={"nets": [net]})
+    assert job.namespace_extra[job.config.model] is net
+    assert job.namespace_extra[job.config.data.train] == [1, 2]
+
+
+def test_a_list_typed_into_the_cell_is_no_object() -> None:
+    with pytest.raises(CellError, match="not a list"):
+        parse_cell("model: Net\ndata: {train: [1, 2]}\nloss: loss\n", namespace={})
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from([*keys_of(TrainConfig), "lr", "epoch", "x"]),
+        st.one_of(
+            st.none(),
+            st.booleans(),
+            st.integers(),
+            st.floats(),
+            st.text(max_size=8),
+            st.lists(st.integers(), max_size=2),
+            st.dictionaries(
+                st.sampled_from(["global", "min", "max", "every", "name", "lr", "train", "y"]),
+                st.one_of(st.integers(-2, 5), st.text(max_size=5), st.none()),
+                max_size=3,
+            ),
+        ),
+        max_size=5,
+    )
+)
+def test_any_mapping_is_a_job_or_a_config_error(keys: dict[str, Any]) -> None:
+    try:
+        job = parse_mapping({**SMALL, **keys}, {})
+    except ConfigError:
+        return
+    assert TrainConfig.model_validate(job.config.model_dump(mode="json")) == job.config
+
+
+# --------------------------------------------------------------------------------- from Python
+
+
+def test_python_gets_the_same_words_without_a_line() -> None:
+    with pytest.raises(ConfigError) as caught:
+        python(optimiser={})
+    error = caught.value
+    assert type(error) is ConfigError
+    assert (str(error), error.path) == ("unknown key 'optimiser'", ("optimiser",))
+    assert error.render() == ["etrain: unknown key 'optimiser'", "  did you mean 'optimizer'?"]
+
+
+def test_python_is_told_what_comes_later() -> None:
+    with pytest.raises(NotSupportedYetError):
+        python(precision="bf16")
+
+
+def test_a_key_that_is_no_text_is_an_error_and_not_a_crash() -> None:
+    with pytest.raises(ConfigError, match="unknown key '3'"):
+        parse_mapping({**SMALL, 3: 4}, {})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("keys", [{"data": "train_set"}, {"data": None}, {"metrics": ["a"]}])
+def test_a_group_must_be_a_group(keys: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        python(**keys)
+
+
+def test_a_class_keeps_its_name() -> None:
+    job = python({"Net": Net}, model=Net)
+    assert (job.config.model, dict(job.namespace_extra)) == ("Net", {})
+
+
+def test_an_instance_that_has_a_name_keeps_it() -> None:
+    net = Net()
+    assert python({"_": net, "net": net}, model=net).config.model == "net"
+
+
+def test_an_instance_without_a_name_gets_one() -> None:
+    net = Net()
+    job = python({}, model=net)
+    assert (job.config.model, job.namespace_extra["model_net"]) == ("model_net", net)
+
+
+def test_a_function_of_a_library_brings_its_name() -> None:
+    job = python({}, loss=cross_entropy)
+    assert (job.config.loss, job.namespace_extra) == (
+        "cross_entropy",
+        {"cross_entropy": cross_entropy},
+    )
+
+
+def test_a_name_of_the_notebook_is_not_taken_over() -> None:
+    job = python({"cross_entropy": 3}, loss=cross_entropy)
+    assert job.config.loss == "cross_entropy_2"
+    assert job.namespace({"cross_entropy": 3}) == {
+        "cross_entropy": 3,
+        "cross_entropy_2": cross_entropy,
+    }
+
+
+def test_a_lambda_gets_a_name_that_is_an_expression() -> None:
+    job = python({}, loss=lambda o, t: o, metrics={"a": lambda o, t: t})
+    assert job.config.loss == "the_lambda"
+    assert job.config.metrics == {"a": "the_lambda_2"}
+
+
+def test_one_object_in_two_places_stays_one() -> None:
+    data = [1, 2, 3]
+    job = python({}, data={"train": data, "eval": data})
+    assert job.config.data.train == job.config.data.eval
+
+
+def test_pairs_dicts_and_factories_may_stand_in_the_mapping() -> None:
+    pair = ([1], [2])
+    table = {"x": [1]}
+    job = python({}, data={"train": pair, "eval": table}, optimizer=dict)
+    assert job.namespace_extra[job.config.data.train] is pair
+    assert job.namespace_extra[str(job.config.data.eval)] is table
+    assert job.config.optimizer.reference == "dict_2"
+
+
+def test_live_objects_are_checked_like_names() -> None:
+    job = python({}, data={"train": []})
+    with pytest.raises(ConfigError, match=r"data\.train is empty"):
+        check_references(job.config, job.namespace({"Net": Net, "loss": cross_entropy}))
+
+
+def test_none_is_no_object() -> None:
+    with pytest.raises(ConfigError, match="model is empty"):
+        python(model=None)
+
+
+def test_paths_and_tuples_are_values() -> None:
+    job = python(checkpoint={"to": Path("out")}, optimizer={"betas": (0.9, 0.99)})
+    assert job.config.checkpoint.to == "out"
+    assert job.config.model_dump(mode="json")["optimizer"]["options"] == {"betas": [0.9, 0.99]}
+
+
+# ------------------------------------------------------------------------------------ template
+
+
+def test_the_template_is_a_job() -> None:
+    config = parse_cell(template(), namespace={}).config
+    assert (config.model, config.data.train, config.loss) == (
+        "Net()",
+        "train_set",
+        "F.cross_entropy",
+    )
+
+
+def test_the_uncommented_template_is_a_job_too() -> None:
+    body = re.sub(r"(?m)^( *)# (?!later: |or )", r"\1", template())
+    config = parse_cell(body, namespace={}).config
+    assert config.data.eval == "eval_set"
+    assert config.workers.max == 4
+    assert config.optimizer.name == "AdamW"
+
+
+def test_the_template_shows_every_key_and_what_comes_later() -> None:
+    text = template()
+    for key in keys_of(TrainConfig):
+        assert re.search(rf"(?m)^(# )?(later: |or )?{key}:", text), key
+    assert "# later: precision: fp32" in text
+    assert re.search(r"(?m)^# or steps: ", text)
+    assert all("  # " in line for line in text.splitlines())
+
+
+# ------------------------------------------------------------------------------ small helpers
+
+
+def test_no_answer_for_other_systems_hides_a_key_of_ours() -> None:
+    ours = {*keys_of(TrainConfig)}
+    for name, section in keys_of(TrainConfig).items():
+        ours |= {f"{name}.{key}" for key in keys_of(section)} if section else set()
+    assert ours & set(KNOWN_ELSEWHERE) == set()
+
+
+@pytest.mark.parametrize(
+    "key",
+    "slots_per_trial global_batch_size resource_pool max_restarts num_workers batch_size "
+    "learning_rate lr max_epochs num_epochs num_gpus dataset".split(),
+)
+def test_keys_of_other_systems_are_answered_with_ours(key: str) -> None:
+    with pytest.raises(CellError) as caught:
+        parse_cell(GOOD + f"{key}: 3\n", namespace={})
+    assert caught.value.hint == KNOWN_ELSEWHERE[key]
+
+
+def test_nearest_ignores_case_and_gives_up_when_nothing_is_near() -> None:
+    assert nearest("ADAM", ["Adam", "SGD"]) == ["Adam"]
+    assert did_you_mean("zzz", ["Adam"]) == ""
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (None, "empty"),
+        (True, "true"),
+        (3, "the number 3"),
+        ("x", "the text 'x'"),
+        ([], "a list"),
+        ({}, "a group of keys"),
+        (object(), "an object"),
+    ],
+)
+def test_values_in_words(value: Any, words: str) -> None:
+    assert in_words(value) == words
+
+
+def test_a_tab_in_a_line_keeps_the_caret_in_place() -> None:
+    source = SourceMap(lines=("%%etrain", "a:\tb"))
+    error = source.error_at(Span(line=2, column=4), "x")
+    assert error.render()[1:3] == ["    2 | a: b", "      |    ^"]
+
+
+def test_what_is_not_in_the_cell_points_at_the_group_around_it() -> None:
+    with pytest.raises(CellError) as caught:
+        parse_cell("model: Net()\nloss: l\ndata:\n  eval: x\n", namespace={})
+    assert (caught.value.line, caught.value.column, caught.value.length) == (4, 1, 4)
