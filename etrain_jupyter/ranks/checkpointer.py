@@ -18,8 +18,9 @@ from etrain_jupyter.checkpoints.base import CheckpointStore, open_newest
 from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.errors import CheckpointError
 from etrain_jupyter.ranks.process_group import RankGroup
+from etrain_jupyter.ranks.schedule import Every
 from etrain_jupyter.ranks.state import MODEL, OPTIMIZER, Tensors, copy_to_cpu, put_state, take_state
-from etrain_jupyter.ranks.train_loop import Every, Send, TrainLoop
+from etrain_jupyter.ranks.train_loop import Send, TrainLoop
 
 MODEL_PART, OPTIMIZER_PART, STATE_PART = (
     "model.safetensors",

@@ -20,8 +20,9 @@ from etrain_jupyter.ranks.channel import Channel, Message
 from etrain_jupyter.ranks.checkpointer import Checkpointer
 from etrain_jupyter.ranks.process_group import BroadcastStore, CommunicationError, RankGroup
 from etrain_jupyter.ranks.reporter import Reporter
+from etrain_jupyter.ranks.schedule import WorkPlan
 from etrain_jupyter.ranks.state import put_state, receive_state, send_state, take_state
-from etrain_jupyter.ranks.train_loop import TrainLoop, WorkPlan
+from etrain_jupyter.ranks.train_loop import TrainLoop
 from etrain_jupyter.ranks.workload import build_workload
 
 

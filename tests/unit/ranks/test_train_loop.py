@@ -10,8 +10,9 @@ from torch import nn
 from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.elastic.ledger import checksum_of, epoch_order
 from etrain_jupyter.ranks.process_group import BroadcastStore, CommunicationError, RankGroup
+from etrain_jupyter.ranks.schedule import WorkPlan
 from etrain_jupyter.ranks.state import digest_of
-from etrain_jupyter.ranks.train_loop import TrainLoop, WorkPlan
+from etrain_jupyter.ranks.train_loop import TrainLoop
 from etrain_jupyter.ranks.workload import WorkloadError, build_workload, seed_all
 
 NUM_SAMPLES, BATCH = 50, 16

@@ -1,0 +1,460 @@
+"""What a wrong cell shows, in a real kernel with a real cluster: where, why, and what to type.
+
+Whatever is wrong, the cell ends as an error so that "Run All" stops, in seconds, and nothing is
+left behind. The names of workers differ from run to run and are no part of what is expected.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.integration.conftest import processes_of
+from tests.integration.notebook import Notebook, Shown
+
+PATIENCE_S = 60.0
+SOON_S = 3.0
+"""A cell that is refused before it is submitted says so at once, also on a busy machine."""
+
+pytestmark = pytest.mark.slow
+
+SETUP = """\
+import ctypes, os, pathlib, sys, tempfile, threading, time
+import torch, torch.nn.functional as F
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+%load_ext etrain_jupyter
+class Net(nn.Module):
+    def __init__(self, hidden=8):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, hidden), nn.ReLU(), nn.Linear(hidden, 2))
+    def forward(self, x):
+        return self.layers(x)
+x = torch.randn(64, 4)
+y = (x.sum(1) > 0).long()
+train_set = TensorDataset(x, y)
+"""
+GOOD = {
+    "model": "Net()",
+    "data": "{train: train_set}",
+    "loss": "F.cross_entropy",
+    "batch": "{global: 8}",
+    "workers": "{min: 1, max: 1}",
+}
+TWO = {"workers": "{min: 2, max: 2}"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A body that differs from a good one in some keys, and what it shows."""
+
+    name: str
+    keys: dict[str, str]
+    shows: list[str]
+    """Fragments, in this order."""
+    code: str = ""
+    """A cell that runs before."""
+    without: list[str] = field(default_factory=list)
+    """Keys that are left out."""
+
+    @property
+    def cell(self) -> str:
+        """The whole cell."""
+        body = {key: value for key, value in GOOD.items() if key not in self.without}
+        lines = [f"{key}: {value}" for key, value in (body | self.keys).items()]
+        return "\n".join(["%%etrain distributed --quiet --wait", *lines])
+
+
+REFUSED = [
+    Case(
+        "misspelled key",
+        {"modle": "Net()"},
+        ["line 6, column 1: unknown key 'modle'", "^^^^^", "did you mean 'model'?"],
+        without=["model"],
+    ),
+    Case(
+        "misspelled name",
+        {"data": "{train: train_sett}"},
+        ["line 3, column 15", "'train_sett' is not defined in this notebook", "'train_set'?"],
+    ),
+    Case(
+        "text for a number",
+        {"epochs": "many"},
+        ["line 7, column 9: epochs must be a number, not the text 'many'"],
+    ),
+    Case(
+        "fraction for a whole number",
+        {"batch": "{global: 16.5}"},
+        ["batch.global must be a whole number, not 16.5"],
+    ),
+    Case(
+        "duplicate key",
+        {"epochs": "1\nepochs: 2"},
+        ["line 8, column 1: key 'epochs' is given twice", "it stands on line 7 already"],
+    ),
+    Case(
+        "tab",
+        {"data": "\n\ttrain: train_set"},
+        ["line 4, column 1: this is no YAML", "indent with spaces, YAML takes no tabs"],
+    ),
+    Case(
+        "open bracket",
+        {"data": "{train: train_set"},
+        ["this is no YAML", "close the bracket"],
+    ),
+    Case(
+        "unknown optimizer",
+        {"optimizer": "{name: Adamw2}"},
+        ["unknown optimizer 'Adamw2'", "did you mean 'AdamW'?"],
+    ),
+    Case(
+        "unknown option of the optimizer",
+        {"optimizer": "{name: SGD, momentun: 0.9}"},
+        ["optimizer SGD takes no 'momentun'", "did you mean 'momentum'?"],
+    ),
+    Case(
+        "bad value of the optimizer",
+        {"optimizer": "{name: SGD, momentum: -2}"},
+        ["optimizer.momentum must not be below 0, not -2"],
+    ),
+    Case(
+        "open file",
+        {"model": "LoggingNet()"},
+        [
+            "'LoggingNet' (defined in Cell In[",
+            "'log', which it uses,",
+            "an open file",
+            "Nothing was",
+        ],
+        code="""\
+log = open("log.txt", "w")
+class LoggingNet(Net):
+    def forward(self, x):
+        log.write("x")
+        return self.layers(x)""",
+    ),
+    Case(
+        "lock",
+        {"loss": "locked_loss"},
+        ["'locked_loss' (defined in Cell In[", "'lock', which it uses, is a _thread.lock"],
+        code="""\
+lock = threading.Lock()
+def locked_loss(output, target):
+    with lock:
+        return F.cross_entropy(output, target)""",
+    ),
+    Case(
+        "generator in a closure",
+        {"loss": "generator_loss"},
+        ["'rows', which it encloses, is a generator", "Create it inside a function"],
+        code="""\
+def make_loss():
+    rows = (i for i in range(3))
+    def loss(output, target):
+        next(rows)
+        return F.cross_entropy(output, target)
+    return loss
+generator_loss = make_loss()""",
+    ),
+    Case(
+        "empty data set",
+        {"data": "{train: empty_set}"},
+        ["data.train is empty: len(empty_set) is 0", "run the cell that fills it"],
+        code="empty_set = TensorDataset(x[:0], y[:0])",
+    ),
+    Case(
+        "tensors of different lengths",
+        {"data": "{train: uneven}"},
+        ["its parts differ in length: len(uneven[0]) is 64, len(uneven[1]) is 60"],
+        code="uneven = (x, y[:60])",
+    ),
+    Case(
+        "model of None",
+        {"model": "None"},
+        ["line 2, column 8: model is None", "run the cell that builds it"],
+    ),
+    Case(
+        "argument that the model does not take",
+        {"model": "Net(hiden=3)"},
+        ["unexpected keyword argument 'hiden'", "it takes Net(hidden=8)"],
+    ),
+    Case(
+        "module that is nowhere",
+        {"model": '"no_such_module:Net"'},
+        ["model: there is no module 'no_such_module' here"],
+    ),
+    Case(
+        "max below min",
+        {"workers": "{min: 3, max: 2}"},
+        ["workers.max=2 is below workers.min=3", "write max: 3 or more"],
+    ),
+    Case(
+        "batch smaller than min",
+        {"batch": "{global: 2}", "workers": "{min: 3, max: 4}"},
+        ["batch.global=2 leaves 1 of workers.min=3 workers without a sample"],
+    ),
+    Case(
+        "precision of a later version",
+        {"precision": "bf16"},
+        ["'precision: bf16' comes with a later version", "write precision: fp32"],
+    ),
+    Case(
+        "scaling of a later version",
+        {"scaling": "{rule: linear}"},
+        ["'scaling' comes with a later version", "remove the line"],
+    ),
+    Case(
+        "checkpoints in S3",
+        {"checkpoint": "{to: s3://bucket/run}"},
+        ["checkpoints in S3 ('s3://bucket/run') come with a later version", "name a folder"],
+    ),
+    Case("no epochs", {"epochs": "0"}, ["line 7, column 9: epochs must be above 0, not 0"]),
+    Case(
+        "key at the wrong level",
+        {"global": "64"},
+        ["unknown key 'global'", "'global' belongs into 'batch'"],
+    ),
+    Case(
+        "more workers than the pool can have",
+        {"workers": "{min: 30, max: 30}", "batch": "{global: 64}"},
+        ["workers.min=30 is more than the 8 workers", "Nothing was submitted", "of 8 or less"],
+    ),
+]
+
+NEVER_BEGUN = "failed before its first step on w"
+SUBMITTED = [
+    Case(
+        "loss that raises",
+        {"loss": "raising_loss"} | TWO,
+        ["Cell In[", "line 3, in raising_loss", "KeyError: 'b'", NEVER_BEGUN, "Nothing was saved."],
+        code="""\
+def raising_loss(output, target):
+    scale = {"a": 1}
+    return F.cross_entropy(output, target) * scale["b"]""",
+    ),
+    Case(
+        "loss that is a float",
+        {"loss": "float_loss"},
+        [NEVER_BEGUN, "loss returned 0.", "a float. Return a tensor: the mean over the batch"],
+        code="def float_loss(output, target): return F.cross_entropy(output, target).item()",
+    ),
+    Case(
+        "loss that is detached",
+        {"loss": "detached_loss"},
+        [NEVER_BEGUN, "the loss does not depend on the model's parameters", ".detach()"],
+        code="def detached_loss(output, target): return F.cross_entropy(output.detach(), target)",
+    ),
+    Case(
+        "data set that is empty on the worker",
+        {"data": "{train: empty_there}"},
+        [NEVER_BEGUN, "data.train is empty (0 samples)"],
+        code="def empty_there(): return TensorDataset(x[:0], y[:0])",
+    ),
+    Case(
+        "tensors of different lengths on the worker",
+        {"data": "{train: uneven_there}"},
+        [NEVER_BEGUN, "data.train has tensors of different lengths [60, 64]"],
+        code="def uneven_there(): return x, y[:60]",
+    ),
+    Case(
+        "one sample of another shape, met in step 8",
+        {"data": "{train: Ragged()}"} | TWO,
+        [
+            "stack expects each tensor to be equal size",
+            "while joining samples [",
+            "failed after step 7 on w",
+            "The weights of step 7 are saved in",
+            "job.load_into(model) loads them",
+        ],
+        code="""\
+class Ragged(Dataset):
+    def __len__(self): return 64
+    def __getitem__(self, i): return torch.zeros(5 if i == 37 else 4), torch.tensor(0)""",
+    ),
+    Case(
+        "loss that raises on one of two ranks, in step 3",
+        {"data": "{train: rare}", "loss": "sometimes"} | TWO,
+        ["Cell In[", "line 3, in sometimes", "no class 7", "failed after step 2 on w"],
+        code="""\
+def sometimes(output, target):
+    if (target == 7).any():
+        raise RuntimeError("no class 7")
+    return F.cross_entropy(output, target)
+y7 = y.clone(); y7[5] = 7
+rare = TensorDataset(x, y7)""",
+    ),
+    Case(
+        "factory that returns no model",
+        {"model": "no_model"},
+        [NEVER_BEGUN, "model gave None, a NoneType, which is no nn.Module"],
+        code="def no_model(): return None",
+    ),
+    Case(
+        "metric of the wrong shape",
+        {"metrics": "{accuracy: three}"},
+        [NEVER_BEGUN, "metric 'accuracy' returned shape (3, 2) for 8 samples", "shape (8,)"],
+        code="def three(output, target): return output[:3]",
+    ),
+    Case(
+        "data set function that raises",
+        {"data": "{train: missing}"},
+        ["Cell In[", "line 2, in missing", "FileNotFoundError", "missing.csv", NEVER_BEGUN],
+        code="def missing():\n    with open('missing.csv') as file: return file.read()",
+    ),
+    Case(
+        "sys.exit on the worker",
+        {"data": "{train: leaves}"},
+        ["Cell In[", "line 1, in leaves", "SystemExit: no more", NEVER_BEGUN],
+        code="def leaves(): sys.exit('no more')",
+    ),
+    Case(
+        "os._exit on the worker",
+        {"data": "{train: leaves_at_once}"},
+        [
+            "printed last:",
+            "no licence found",
+            "3 trainers in a row ended before they were ready to train",
+            "exited with code 3",
+        ],
+        code="def leaves_at_once():\n    print('no licence found')\n    os._exit(3)",
+    ),
+    Case(
+        "segmentation fault on the worker",
+        {"data": "{train: crashes}"},
+        ["crashed: Segmentation fault", "Cell In[", "line 1, in crashes", "ended by SIGSEGV"],
+        code="def crashes(): ctypes.string_at(0)",
+    ),
+    Case(
+        "module that only the notebook can import",
+        {"model": "far_models.Far()"},
+        [NEVER_BEGUN, "the workers have no module 'far_models'", "Put its file beside"],
+        code="""\
+elsewhere = pathlib.Path(tempfile.mkdtemp())
+(elsewhere / "far_models.py").write_text("import torch\\nclass Far(torch.nn.Linear): pass")
+sys.path.insert(0, str(elsewhere))
+import far_models""",
+    ),
+    Case(
+        "option that the optimizer itself refuses",
+        {"optimizer": "{name: AdamW, betas: 3}"},
+        [NEVER_BEGUN, "torch.optim.AdamW does not take {'lr': 0.001, 'betas': 3}"],
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("wrong")
+
+
+@pytest.fixture(scope="module")
+def notebook(folder: Path) -> Iterator[Notebook]:
+    """One kernel and one cluster for all cases; in the end nothing of them may be left."""
+    environment = {
+        "ETRAIN_STATE": str(folder / "state"),
+        "ETRAIN_RUNS": str(folder / "runs"),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    notebook = Notebook(folder, environment)
+    try:
+        assert notebook.run(SETUP).status == "ok"
+        yield notebook
+        ended = notebook.run("%etrain down")
+        assert ended.status == "ok"
+    finally:
+        notebook.close()
+    assert processes_of(folder) == []
+
+
+def run(notebook: Notebook, case: Case, folder: Path) -> Shown:
+    """Run a case and keep what it showed for people to read: ``transcript.txt``."""
+    if case.code:
+        assert notebook.run(case.code).status == "ok"
+    shown = notebook.run(case.cell, timeout=PATIENCE_S)
+    keys = ", ".join(f"{key}: {value}" for key, value in case.keys.items())
+    with (folder / "transcript.txt").open("a") as file:
+        heading = f"## {case.name}: {keys!r} -> {shown.status} in {shown.took_s:.1f} s"
+        print(heading, *shown.text.splitlines(), sep="\n    ", end="\n\n", file=file)
+    return shown
+
+
+def assert_shows(shown: Shown, fragments: list[str]) -> None:
+    """Look for all fragments in this order."""
+    assert shown.status == "error", shown.text
+    rest = shown.text
+    for fragment in fragments:
+        assert fragment in rest, f"{fragment!r} is not in its place in:\n{shown.text}"
+        rest = rest.partition(fragment)[2]
+
+
+def assert_shows_no_frame_of_ours(shown: Shown) -> None:
+    assert "etrain_jupyter/" not in shown.text
+    assert "etrain_jupyter." not in shown.text
+    assert shown.text.count("Traceback (most recent call last)") <= 1
+    assert ".." not in shown.text
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=[case.name for case in REFUSED])
+def test_wrong_cell_is_refused_at_once(notebook: Notebook, folder: Path, case: Case) -> None:
+    shown = run(notebook, case, folder)
+    assert_shows(shown, ["etrain: ", *case.shows])
+    assert_shows_no_frame_of_ours(shown)
+    assert "Traceback" not in shown.text
+    if "pool" not in case.name:
+        assert shown.took_s < SOON_S
+    assert not list((folder / "runs").glob("*")), "a refused job leaves no folder"
+
+
+@pytest.mark.parametrize("case", SUBMITTED, ids=[case.name for case in SUBMITTED])
+def test_wrong_cell_fails_on_the_worker(notebook: Notebook, folder: Path, case: Case) -> None:
+    shown = run(notebook, case, folder)
+    assert_shows(shown, case.shows)
+    assert shown.text.count("etrain: job ") == 1
+    assert "run the cell again; %etrain logs shows what the workers printed." in shown.text
+    assert_shows_no_frame_of_ours(shown)
+
+
+def test_result_shows_the_line_that_asked_and_the_users_traceback(notebook: Notebook) -> None:
+    submit = """\
+import etrain_jupyter
+failing = etrain_jupyter.distributed(
+    model=Net, data={"train": train_set}, loss=lambda output, target: 1 / 0, workers={"max": 1}
+)"""
+    assert notebook.run(submit).status == "ok"
+    shown = notebook.run("# wait here\nfailing.result()", timeout=PATIENCE_S)
+    assert_shows(
+        shown,
+        ["Cell In[", "line 2: failing.result()", "Cell In[", "ZeroDivisionError", NEVER_BEGUN],
+    )
+    assert_shows_no_frame_of_ours(shown)
+
+
+def test_job_that_hangs_in_the_notebooks_code_can_be_stopped_at_once(notebook: Notebook) -> None:
+    assert notebook.run("def sleepy():\n    time.sleep(600)\n    return train_set").status == "ok"
+    case = Case("", {"data": "{train: sleepy}"}, [])
+    submitted = notebook.run(case.cell.replace("--wait", "-o sleeping"))
+    assert submitted.status == "ok"
+    pids = "sleeping.wait(2); print([w['trainer_pid'] for w in sleeping.workers()])"
+    [pid] = [int(word) for word in notebook.run(pids).text.strip("[]").split(",")]
+    stopped = notebook.run("%etrain stop --now")
+    assert (stopped.status, stopped.text) == ("ok", "stopped")
+    waited = notebook.run("%etrain wait")
+    assert waited.status == "ok"
+    assert "stopped, step 0" in waited.text
+    assert stopped.took_s + waited.took_s < SOON_S
+    deadline = time.monotonic() + SOON_S
+    while Path(f"/proc/{pid}").exists():
+        assert time.monotonic() < deadline, "the trainer sleeps on"
+        time.sleep(0.02)
+
+
+def test_same_cell_twice_makes_two_jobs_that_share_the_pool(notebook: Notebook) -> None:
+    cell = Case("", {"name": "twin", "epochs": "4"}, []).cell
+    for name in ("first", "second"):
+        assert notebook.run(cell.replace("--wait", f"-o {name}")).status == "ok"
+    shown = notebook.run("print(first.wait(60), second.wait(60), first.id == second.id)")
+    assert shown.text == "finished finished False"
