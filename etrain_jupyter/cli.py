@@ -32,7 +32,8 @@ class Terminal:
 
     def show(self, job: TrainingJob, variable: str | None = None) -> str:
         """Return a job's latest values as lines."""
-        values = {"job": job.id, "status": job.status, "step": job.step, "workers": job.world_size}
+        status = f"{job.status} ({job.reason})" if job.reason else job.status
+        values = {"job": job.id, "status": status, "step": job.step, "workers": job.world_size}
         lines = [f"{name:<16}{value}" for name, value in values.items()]
         lines += [f"{name:<16}{value:.5g}" for name, value in job.metrics.items()]
         return "\n".join([*lines, f"{'folder':<16}{job.record.folder}"])

@@ -158,7 +158,7 @@ def _row(record: JobRecord) -> tuple[str, ...]:
     is_gone = not latest.is_terminal and link_to(record.cluster) is None
     return (
         record.job_id,
-        "failed (its cluster is gone)" if is_gone else latest.status,
+        "failed (its cluster has ended)" if is_gone else latest.status,
         f"{latest.step}/{latest.total_steps}" if latest.total_steps else str(latest.step),
         "-" if is_gone or latest.is_terminal else str(latest.world_size),
         datetime.fromtimestamp(record.created).strftime("%Y-%m-%d %H:%M"),

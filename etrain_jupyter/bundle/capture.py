@@ -1,37 +1,46 @@
-"""Captures what a job names, by value, in one content-addressed payload."""
+"""Captures what a job names, by value, in one content-addressed payload.
+
+::
+
+    4 bytes   length of the header
+    header    JSON: format, versions, references, names, text of the cells
+    payload   one pickle a name, written by one pickler, so that what names share stays shared
+"""
 
 from __future__ import annotations
 
 import hashlib
+import importlib
 import importlib.metadata
+import importlib.util
 import io
 import json
 import os
-import pickle
-import struct
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 import cloudpickle
 
-from etrain_jupyter.bundle.sources import CellSource, cell_of, collect_sources
-from etrain_jupyter.config.references import free_names
+from etrain_jupyter.bundle.culprit import (
+    RefusedError,
+    find_culprit,
+    is_standard_stream,
+    refusal_of,
+)
+from etrain_jupyter.bundle.restore import FORMAT_VERSION, HEADER, fill_module, make_module
+from etrain_jupyter.bundle.sources import collect_sources, defining_cell, is_library
+from etrain_jupyter.config.references import free_names, import_path
 from etrain_jupyter.errors import BundleError
 
-FORMAT_VERSION = 1
 LARGE_BYTES = 64 * 1024 * 1024
 """From here on a captured object is worth a word: it travels to every worker."""
 
-MAX_DEPTH = 5
-"""How deep to look for what makes an object unpicklable."""
-
-HEADER = struct.Struct("!I")
-_PACKAGES = ("torch", "numpy", "cloudpickle")
+_PACKAGES = ("torch", "numpy", "cloudpickle", "etrain-jupyter")
+_LEFT_OUT = ("__builtins__", "__loader__", "__spec__", "__cached__")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +51,7 @@ class Bundle:
     """SHA-256 of ``data``, hexadecimal."""
     data: bytes
     sizes: dict[str, int]
-    """Bytes of each captured name on its own; shared parts count in each."""
+    """Bytes that each captured name added; what it shares with an earlier one counts there."""
     warnings: tuple[str, ...] = ()
     """What works but will be slow, with the remedy."""
 
@@ -52,6 +61,7 @@ def capture_bundle(
     namespace: Mapping[str, Any],
     *,
     cell_numbers: Mapping[str, int] | None = None,
+    where: Callable[[str], str] | None = None,
 ) -> Bundle:
     """Capture the free names of all references.
 
@@ -62,43 +72,90 @@ def capture_bundle(
         references: Key to expression, from ``TrainConfig.references()``.
         namespace: The notebook's names.
         cell_numbers: File name that the kernel compiled a cell under to its execution count.
-
-    Returns:
-        The bundle. All names are pickled at once, so that what they share stays shared.
+        where: Names the cell that defines a name; without it the cells' text is searched.
 
     Raises:
         BundleError: If something cannot travel; names it, the cell that defines it and the remedy.
     """
     numbers = cell_numbers or {}
-    wanted = sorted({n for e in references.values() for n in free_names(e)} & namespace.keys())
-    names = {name: namespace[name] for name in wanted}
-    for name, value in names.items():
-        _refuse_cuda(name, value)
+
+    def cell_of(name: str, value: Any) -> str:
+        return (where(name) if where is not None else "") or defining_cell(name, value, numbers)
+
+    objects = _objects_of(references, namespace)
     with _local_modules_by_value():
-        sizes = {name: len(_dump(name, value, numbers)) for name, value in names.items()}
-        payload = _dump_all(names)
-    cells = collect_sources(names.values(), numbers)
-    data = _pack(references, cells, payload)
-    return Bundle(
-        digest=hashlib.sha256(data).hexdigest(),
-        data=data,
-        sizes=sizes,
-        warnings=tuple(
-            _warn_of_size(name, size) for name, size in sizes.items() if size > LARGE_BYTES
-        ),
-    )
-
-
-def _pack(references: Mapping[str, str], cells: Mapping[str, CellSource], payload: bytes) -> bytes:
+        pickler = _Pickler(stream := io.BytesIO())
+        sizes = {}
+        for name, value in objects.items():
+            before = stream.tell()
+            try:
+                pickler.dump(value)
+            except Exception as exc:  # An object's own __reduce__ may raise anything.
+                raise _not_shippable(name, value, exc, cell_of) from exc
+            sizes[name] = stream.tell() - before
+    cells = collect_sources(pickler.filenames, numbers)
     header = {
         "format": FORMAT_VERSION,
         "python": list(sys.version_info[:3]),
         "packages": {name: _version_of(name) for name in _PACKAGES},
         "references": dict(references),
+        "names": list(objects),
         "cells": {name: asdict(cell) for name, cell in cells.items()},
     }
     text = json.dumps(header).encode()
-    return HEADER.pack(len(text)) + text + payload
+    data = b"".join((HEADER.pack(len(text)), text, stream.getbuffer()))
+    large = (_warn_of_size(name, size) for name, size in sizes.items() if size > LARGE_BYTES)
+    return Bundle(
+        digest=hashlib.sha256(data).hexdigest(), data=data, sizes=sizes, warnings=tuple(large)
+    )
+
+
+def _objects_of(references: Mapping[str, str], namespace: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what must travel by name; an attribute of a local module by its path."""
+    wanted = {name for text in references.values() for name in free_names(text)}
+    objects = {name: namespace[name] for name in sorted(wanted & namespace.keys())}
+    for key, text in references.items():
+        path = import_path(text)
+        if path is not None and _is_local_module(path[0]):
+            objects[text.strip()] = _imported(key, *path)
+    return objects
+
+
+def _is_local_module(name: str) -> bool:
+    try:
+        spec = getattr(sys.modules.get(name), "__spec__", None) or importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        return False
+    return spec is not None and _is_local_file(spec.origin)
+
+
+def _imported(key: str, module: str, attribute: str) -> Any:
+    try:
+        value: Any = importlib.import_module(module)
+        for part in attribute.split("."):
+            value = getattr(value, part)
+    except Exception as exc:  # The module is the user's: it may raise anything.
+        raise BundleError(
+            f"{key}: {module}:{attribute} cannot be imported here ({type(exc).__name__}: {exc}). "
+            "Nothing was "
+            f"submitted. 'import {module}' in a cell shows where it fails."
+        ) from exc
+    return value
+
+
+def _not_shippable(
+    name: str, value: Any, exc: Exception, where: Callable[[str, Any], str]
+) -> BundleError:
+    def dump(part: Any, passed_over: set[int]) -> None:
+        _Probe(passed_over).dump(part)
+
+    culprit = find_culprit(name, value, exc, dump=dump, where=where)
+    cell = where(name, value)
+    defined = f" (defined in {cell})" if cell else ""
+    return BundleError(
+        f"'{name}'{defined} cannot be sent to the workers: {culprit.story}. Nothing was submitted. "
+        f"{culprit.remedy}"
+    )
 
 
 def _version_of(package: str) -> str:
@@ -110,120 +167,88 @@ def _version_of(package: str) -> str:
 
 def _warn_of_size(name: str, size: int) -> str:
     return (
-        f"{name!r} is {size / 2**20:.0f} MB and travels to every worker. Name a function that "
-        "builds "
-        f"or loads it there instead."
+        f"'{name}' is {size / 2**20:.0f} MB and travels to every worker. Name a function that "
+        "builds or loads it "
+        "there instead."
     )
 
 
-def _dump_all(names: Mapping[str, Any]) -> bytes:
-    data: bytes = cloudpickle.dumps(dict(names))
-    return data
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """cloudpickle, which besides refuses what must stay here and notes whose code travels."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.filenames: set[str] = set()
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Decide how one object is pickled; called for all but the plainest types."""
+        if isinstance(obj, CodeType):
+            self.filenames.add(obj.co_filename)
+            return NotImplemented
+        if isinstance(obj, ModuleType) and _is_by_value(obj):
+            return _reduce_module(obj)
+        if is_standard_stream(obj):
+            # The notebook's own stream here is the trainer's there.
+            return getattr, (sys, "stderr" if obj in (sys.stderr, sys.__stderr__) else "stdout")
+        refusal = refusal_of(obj)
+        if refusal is not None:
+            raise RefusedError(refusal)
+        return super().reducer_override(obj)
 
 
-def _dump(name: str, value: Any, numbers: Mapping[str, int]) -> bytes:
-    try:
-        return _dump_all({name: value})
-    except Exception as exc:
-        culprit, reason = _find_culprit(value, exc)
-        cell = cell_of(value, numbers)
-        where = f" (defined in {cell})" if cell else ""
-        raise BundleError(
-            f"{name!r}{where} cannot be sent to the workers: {culprit}{reason}. Nothing was "
-            "submitted. "
-            f"Create it inside a function or class that runs on the worker, or leave it out."
-        ) from exc
+class _Probe(_Pickler):
+    """Finds out whether one part can be pickled, passing over what holds it."""
+
+    def __init__(self, passed_over: set[int]) -> None:
+        super().__init__(io.BytesIO())
+        self._passed_over = passed_over
+
+    def persistent_id(self, obj: Any) -> str | None:
+        """Write a mark in the place of what is passed over."""
+        return "passed over" if id(obj) in self._passed_over else None
 
 
-def _find_culprit(value: Any, exc: Exception, part: str = "it", depth: int = 0) -> tuple[str, str]:
-    """Look into functions' globals and closures and objects' attributes for what cannot travel."""
-    for inner_part, held in _parts_of(value) if depth < MAX_DEPTH else ():
-        try:
-            cloudpickle.dumps(held)
-        except Exception as inner:
-            return _find_culprit(held, inner, inner_part, depth + 1)
-    return f"{part} is a {_kind(value)}; ", _reason(exc)
+def _reduce_module(module: ModuleType) -> tuple[Any, ...]:
+    """Make the module first and fill it afterwards: modules that import each other are cycles."""
+    state = {name: held for name, held in vars(module).items() if name not in _LEFT_OUT}
+    return make_module, (module.__name__,), state, None, None, fill_module
 
 
-def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
-    code = getattr(value, "__code__", None)
-    if code is not None:
-        for used in code.co_names:
-            if used in value.__globals__ and not isinstance(value.__globals__[used], ModuleType):
-                yield f"{used!r}, which it uses,", value.__globals__[used]
-        for free, cell in zip(code.co_freevars, value.__closure__ or (), strict=False):
-            yield f"{free!r}, which it encloses,", cell.cell_contents
-    elif isinstance(value, Mapping):
-        yield from ((f"[{key!r}]", held) for key, held in value.items())
-    elif isinstance(value, tuple | list):
-        yield from ((f"[{i}]", held) for i, held in enumerate(value))
-    elif isinstance(value, type):
-        yield from ((f".{n}", held) for n, held in vars(value).items() if not n.startswith("__"))
-    else:
-        yield from ((f".{n}", held) for n, held in getattr(value, "__dict__", {}).items())
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, io.IOBase):
-        return f"{type(value).__name__}, an open file"
-    return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
-
-
-def _reason(exc: Exception) -> str:
-    if isinstance(exc, RecursionError | pickle.PicklingError) and not str(exc):
-        return type(exc).__name__
-    return str(exc).splitlines()[0] if str(exc) else type(exc).__name__
-
-
-def _refuse_cuda(name: str, value: Any) -> None:
-    """Refuse tensors on a GPU of the notebook's machine, without importing torch for it."""
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return
-    tensors = [held for held in _flat(value) if isinstance(held, torch.Tensor)]
-    if isinstance(value, torch.nn.Module):
-        tensors += [*value.parameters(), *value.buffers()]
-    devices = sorted({str(t.device) for t in tensors if t.device.type not in ("cpu", "meta")})
-    if devices:
-        raise BundleError(
-            f"{name!r} has tensors on {', '.join(devices)} of this machine, which the workers do "
-            "not "
-            f"have. Nothing was submitted. Ship {name}.cpu(), or a function that builds it."
-        )
-
-
-def _flat(value: Any) -> Iterator[Any]:
-    held = value.values() if isinstance(value, dict) else value
-    if isinstance(held, tuple | list) or isinstance(value, dict):
-        yield from held
-    else:
-        yield value
-        yield from getattr(value, "tensors", ())
+def _is_by_value(module: ModuleType) -> bool:
+    return module.__name__ in cloudpickle.list_registry_pickle_by_value()
 
 
 @contextmanager
 def _local_modules_by_value() -> Iterator[None]:
     """Send modules that lie beside the notebook by value, so that the workers get today's edits."""
-    registered = []
-    for module in list(sys.modules.values()):
-        if _is_local(module):
-            cloudpickle.register_pickle_by_value(module)
-            registered.append(module)
+    known = cloudpickle.list_registry_pickle_by_value()
+    local = [m for m in list(sys.modules.values()) if _is_local(m) and m.__name__ not in known]
+    for module in local:
+        cloudpickle.register_pickle_by_value(module)
     try:
         yield
     finally:
-        for module in registered:
+        for module in local:
             cloudpickle.unregister_pickle_by_value(module)
 
 
 def _is_local(module: Any) -> bool:
-    name = getattr(module, "__name__", "")
-    file = getattr(module, "__file__", None)
-    if not file or name in ("__main__", "") or name.split(".")[0] == __name__.split(".")[0]:
+    if not isinstance(module, ModuleType) or sys.modules.get(module.__name__) is not module:
         return False
-    if name in cloudpickle.list_registry_pickle_by_value() or sys.modules.get(name) is not module:
+    ours = __name__.split(".")[0]
+    if module.__name__ == "__main__" or module.__name__.split(".")[0] == ours:
         return False
-    path = Path(file)
-    inside = path.is_relative_to(os.getcwd())
-    installed = any(path.is_relative_to(prefix) for prefix in {sys.prefix, sys.base_prefix})
-    return inside and not installed and "site-packages" not in path.parts
+    return _is_local_file(getattr(module, "__file__", None))
+
+
+def _is_local_file(file: str | None) -> bool:
+    """Tell whether a file is Python source under the working folder and not installed there."""
+    if not isinstance(file, str) or not file.endswith(".py"):
+        return False
+    path = os.path.realpath(file)
+    installed = any(_is_under(path, prefix) for prefix in (sys.prefix, sys.base_prefix))
+    return _is_under(path, os.getcwd()) and not installed and not is_library(path)
+
+
+def _is_under(path: str, folder: str) -> bool:
+    return path.startswith(os.path.realpath(folder).rstrip(os.sep) + os.sep)

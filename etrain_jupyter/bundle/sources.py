@@ -1,10 +1,19 @@
-"""The text of notebook cells, so that a traceback on a rank shows the user's own lines."""
+"""The text of notebook cells, so that a traceback on a rank shows the user's own lines.
+
+A kernel compiles each cell under a file name of its own that exists nowhere
+(``/tmp/ipykernel_123/456.py``), and keeps
+the text in ``linecache``. Both travel with the bundle, as does the text of modules that lie beside
+the notebook.
+"""
 
 from __future__ import annotations
 
+import ast
 import linecache
+import os
+import sysconfig
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, TracebackType
@@ -15,9 +24,15 @@ import etrain_jupyter
 MAX_LIBRARY_FRAMES = 3
 """Library frames that are shown below the user's last one."""
 
-_OURS = str(Path(etrain_jupyter.__file__).parent)
+MAX_USER_FRAMES = 20
+"""More than these (a recursion without end) are folded in the middle."""
+
+_OURS = str(Path(etrain_jupyter.__file__).parent) + os.sep
 _PLUMBING = frozenset({"_wrapped_call_impl", "_call_impl", "_modified_open"})
 """Functions of torch and IPython that stand between any two frames and explain nothing."""
+_LIBRARIES = tuple(
+    {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,83 +44,10 @@ class CellSource:
     text: str
 
 
-def collect_sources(
-    values: Iterable[Any], cell_numbers: Mapping[str, int]
-) -> dict[str, CellSource]:
-    """Return the text of every cell that defines one of ``values`` or what they hold, by file name.
-
-    Args:
-        values: Functions, classes, modules, anything.
-        cell_numbers: File name that the kernel compiled a cell under to its execution count.
-    """
-    names = set(cell_numbers)
-    for value in values:
-        names |= {code.co_filename for code in _codes_of(value)}
-    found = {}
-    for name in sorted(names):
-        lines = linecache.getlines(name)
-        if not lines or Path(name).is_file():
-            continue
-        label = f"Cell In[{cell_numbers[name]}]" if name in cell_numbers else name
-        found[name] = CellSource(label=label, text="".join(lines))
-    return found
-
-
-def cell_of(value: Any, cell_numbers: Mapping[str, int]) -> str:
-    """Return ``Cell In[3]`` for the cell that defines ``value``, or an empty string."""
-    for code in _codes_of(value):
-        if code.co_filename in cell_numbers:
-            return f"Cell In[{cell_numbers[code.co_filename]}]"
-    return ""
-
-
-def _codes_of(value: Any) -> list[CodeType]:
-    code = getattr(value, "__code__", None)
-    if isinstance(code, CodeType):
-        return [code]
-    owner = value if isinstance(value, type) else type(value)
-    members = vars(owner).values()
-    return [m.__code__ for m in members if isinstance(getattr(m, "__code__", None), CodeType)]
-
-
-def install_sources(cells: Mapping[str, CellSource]) -> None:
-    """Make tracebacks in this process find the cells' lines."""
-    for name, cell in cells.items():
-        lines = cell.text.splitlines(keepends=True)
-        linecache.cache[name] = (len(cell.text), None, lines, name)
-
-
-def format_user_traceback(exc: BaseException, cells: Mapping[str, CellSource]) -> str:
-    """Return the traceback as the user should see it.
-
-    Frames of this package are left out, so are those of libraries above the user's first frame, and
-    all but the last few below the user's last one.
-    """
-    parts: list[str] = []
-    if exc.__cause__ is not None:
-        parts.append(format_user_traceback(exc.__cause__, cells))
-        parts.append("The above exception was the direct cause of the following exception:\n")
-    frames = _shown_frames(exc.__traceback__, cells)
-    if frames:
-        parts.append("Traceback (most recent call last):")
-        parts += [_format_frame(frame, cells) for frame in frames]
-    parts.append("".join(traceback.format_exception_only(exc)).rstrip())
-    return "\n".join(parts)
-
-
-def _shown_frames(
-    trace: TracebackType | None, cells: Mapping[str, CellSource]
-) -> list[traceback.FrameSummary]:
-    frames = [
-        frame
-        for frame in traceback.extract_tb(trace)
-        if not is_of_this_package(frame.filename) and frame.name not in _PLUMBING
-    ]
-    theirs = [i for i, f in enumerate(frames) if _is_users(f.filename, cells)]
-    if not theirs:
-        return frames[-MAX_LIBRARY_FRAMES:]
-    below = frames[theirs[-1] + 1 :]
-    return frames[theirs[0] : theirs[-1] + 1] + below[-MAX_LIBRARY_FRAMES:]
+def is_library(filename: str) -> bool:
+    """Tell whether a file belongs to Python or to an installed package."""
+    parts = Path(filename).parts
+    return filename.startswith(_LIBRARIES) or "site-packages" in parts or "dist-packages" in parts
 
 
 def is_of_this_package(filename: str) -> bool:
@@ -113,16 +55,155 @@ def is_of_this_package(filename: str) -> bool:
     return filename.startswith(_OURS)
 
 
+def collect_sources(
+    filenames: Iterable[str], cell_numbers: Mapping[str, int]
+) -> dict[str, CellSource]:
+    """Return the text behind the file names of captured code, as far as it is the user's.
+
+    Args:
+        filenames: ``co_filename`` of everything that travels by value.
+        cell_numbers: File name that the kernel compiled a cell under to its execution count.
+    """
+    found = {}
+    for name in sorted(set(filenames)):
+        if is_library(name) or is_of_this_package(name):
+            continue
+        text = "".join(linecache.getlines(name))
+        if text:
+            found[name] = CellSource(label=_label_of(name, cell_numbers), text=text)
+    return found
+
+
+def _label_of(filename: str, cell_numbers: Mapping[str, int]) -> str:
+    if filename in cell_numbers:
+        return f"Cell In[{cell_numbers[filename]}]"
+    path = Path(filename)
+    if path.is_absolute() and path.is_relative_to(Path.cwd()):
+        return str(path.relative_to(Path.cwd()))
+    return filename
+
+
+def defining_cell(name: str, value: Any, cell_numbers: Mapping[str, int]) -> str:
+    """Return ``Cell In[3]`` for the cell that defines ``value`` or assigned ``name``, if any."""
+    for code in _codes_of(value):
+        if code.co_filename in cell_numbers:
+            return f"Cell In[{cell_numbers[code.co_filename]}]"
+    for filename, number in sorted(cell_numbers.items(), key=lambda item: -item[1]):
+        if name in _assigned_in("".join(linecache.getlines(filename))):
+            return f"Cell In[{number}]"
+    return ""
+
+
+def _codes_of(value: Any) -> list[CodeType]:
+    held = [value, *vars(value).values()] if isinstance(value, type) else [value]
+    codes = (getattr(getattr(item, "__func__", item), "__code__", None) for item in held)
+    return [code for code in codes if isinstance(code, CodeType)]
+
+
+def _assigned_in(text: str) -> set[str]:
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError):
+        return set()
+    names = {
+        n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+    return names
+
+
+def install_sources(cells: Mapping[str, CellSource]) -> None:
+    """Make tracebacks in this process find the cells' lines."""
+    for name, cell in cells.items():
+        lines = cell.text.splitlines(keepends=True)
+        # Without a modification time the entry outlives linecache.checkcache().
+        linecache.cache[name] = (len(cell.text), None, lines, name)
+
+
+# --------------------------------------------------------------------------------------- tracebacks
+
+
+def format_user_traceback(exc: BaseException, cells: Mapping[str, CellSource]) -> str:
+    """Return the traceback as the user should see it, with what caused it above it.
+
+    Frames of this package are left out, so are those of libraries around the user's frames, and all
+    but the last few
+    below the user's last one. If none is the user's, all but ours are shown.
+    """
+    parts: list[str] = []
+    for link, words in reversed(list(_chain_of(exc))):
+        parts.append(_format_one(link, cells))
+        if words:
+            parts.append(f"\n{words}\n")
+    return "\n".join(parts)
+
+
+def _chain_of(exc: BaseException) -> Iterator[tuple[BaseException, str]]:
+    """Yield the exception and what led to it, newest first, each with the words below it."""
+    seen: set[int] = set()
+    link: BaseException | None = exc
+    words = ""
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link, words
+        if link.__cause__ is not None:
+            words = "The above exception was the direct cause of the following:"
+            link = link.__cause__
+        else:
+            words = "While the above exception was handled, another one occurred:"
+            link = None if link.__suppress_context__ else link.__context__
+
+
+def _format_one(exc: BaseException, cells: Mapping[str, CellSource]) -> str:
+    frames = _shown_frames(exc.__traceback__, cells)
+    lines = ["Traceback (most recent call last):"] if frames else []
+    lines += [_format_frame(frame, cells) for frame in frames]
+    return "\n".join([*lines, "".join(traceback.format_exception_only(exc)).rstrip()])
+
+
+Frame = traceback.FrameSummary | int
+"""A frame, or how many were left out."""
+
+
+def _shown_frames(trace: TracebackType | None, cells: Mapping[str, CellSource]) -> list[Frame]:
+    frames = [
+        frame
+        for frame in traceback.extract_tb(trace)
+        if not is_of_this_package(frame.filename) and frame.name not in _PLUMBING
+    ]
+    theirs = [i for i, frame in enumerate(frames) if _is_users(frame.filename, cells)]
+    if not theirs:
+        return [*frames]
+    shown: list[Frame] = [frames[i] for i in theirs]
+    if len(shown) > MAX_USER_FRAMES:
+        half = MAX_USER_FRAMES // 2
+        shown[half:-half] = [len(shown) - MAX_USER_FRAMES]
+    return [*shown, *frames[theirs[-1] + 1 :][-MAX_LIBRARY_FRAMES:]]
+
+
 def _is_users(filename: str, cells: Mapping[str, CellSource]) -> bool:
-    if filename in cells:
-        return True
-    is_library = any(part in filename for part in ("site-packages", "dist-packages", "/lib/python"))
-    return not is_library and not filename.startswith("<frozen")
+    # What Python generates (``<frozen importlib>``, ``<__array_function__ internals>``) is
+    # nobody's.
+    return filename in cells or not (is_library(filename) or filename.startswith("<"))
 
 
-def _format_frame(frame: traceback.FrameSummary, cells: Mapping[str, CellSource]) -> str:
+def _format_frame(frame: Frame, cells: Mapping[str, CellSource]) -> str:
+    if isinstance(frame, int):
+        return f"  ... {frame} more frames ..."
     cell = cells.get(frame.filename)
     place = cell.label if cell else f'File "{frame.filename}"'
-    text = f"  {place}, line {frame.lineno}, in {frame.name}"
-    line = (frame.line or "").strip()
-    return f"{text}\n    {line}" if line else text
+    inside = "" if frame.name == "<module>" else f", in {frame.name}"
+    head = f"  {place}, line {frame.lineno}{inside}"
+    text = _line_of(cell, frame)
+    if not text.strip():
+        return head
+    return f"{head}\n    {text.strip()}"
+
+
+def _line_of(cell: CellSource | None, frame: traceback.FrameSummary) -> str:
+    if cell is None:
+        return linecache.getline(frame.filename, frame.lineno or 0).rstrip("\n")
+    lines = cell.text.splitlines()
+    return lines[frame.lineno - 1] if frame.lineno and frame.lineno <= len(lines) else ""

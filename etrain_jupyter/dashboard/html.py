@@ -28,7 +28,7 @@ MAX_LISTED_EVENTS = 10
 
 def render_text(snapshot: Mapping[str, Any]) -> str:
     """Return the picture as one line."""
-    facts = [str(snapshot["status"]), _steps(snapshot)]
+    facts = [_status(snapshot), _steps(snapshot)]
     if snapshot["loss"] is not None:
         facts.append(f"loss {number(float(snapshot['loss']))}")
     if snapshot["eval"]:
@@ -53,8 +53,7 @@ def render_html(snapshot: Mapping[str, Any], curves: Curves) -> str:
 
 
 def _headline(snapshot: Mapping[str, Any]) -> str:
-    reason = f" ({snapshot['reason']})" if snapshot["reason"] else ""
-    facts = [f"{snapshot['status']}{reason}", _steps(snapshot)]
+    facts = [_status(snapshot), _steps(snapshot)]
     if snapshot["loss"] is not None:
         facts.append(f"loss {number(float(snapshot['loss']))}")
     facts += [f"{name} {value}" for name, value in _values(snapshot["metrics"])]
@@ -64,6 +63,11 @@ def _headline(snapshot: Mapping[str, Any]) -> str:
     if snapshot["elapsed_s"] is not None:
         facts.append(seconds(snapshot["elapsed_s"]))
     return " · ".join(facts)
+
+
+def _status(snapshot: Mapping[str, Any]) -> str:
+    reason = f" ({snapshot['reason']})" if snapshot["reason"] else ""
+    return f"{snapshot['status']}{reason}"
 
 
 def _steps(snapshot: Mapping[str, Any]) -> str:

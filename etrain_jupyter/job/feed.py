@@ -25,7 +25,7 @@ from etrain_jupyter.events.types import (
     JobStatusChanged,
     event_from_dict,
 )
-from etrain_jupyter.job.link import Answer, Link
+from etrain_jupyter.job.link import Answer, ClusterEndedError, Link
 
 Listener = Callable[[list[Event]], None]
 
@@ -216,7 +216,7 @@ class Feed:
         """Ask again after a while, or give the cluster up."""
         self._num_failures += 1
         limit = LOST_AFTER if isinstance(exc, JobLostError) else GIVE_UP_AFTER
-        if self._num_failures >= limit:
+        if self._num_failures >= limit or isinstance(exc, ClusterEndedError):
             # The first sentence says what happened; the advice after it is for requests.
             self._lose(str(exc).partition(". ")[0])
         self._ask_at = time.monotonic() + RETRY_S

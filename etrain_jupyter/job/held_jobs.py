@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from etrain_jupyter import __version__
 from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.errors import PoolError
-from etrain_jupyter.job.link import ClusterLink, link_to
+from etrain_jupyter.job.link import link_to, open_link
 from etrain_jupyter.job.run_store import JobRecord, RunStore, safe_name
 from etrain_jupyter.job.training_job import TrainingJob
 
@@ -56,7 +56,7 @@ def submit_job(
         },
         bundle=bundle.data,
     )
-    link = ClusterLink(address.address, address.connection_args)
+    link = open_link(address)
     order = {
         "job_id": record.job_id,
         "name": record.name,

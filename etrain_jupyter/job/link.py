@@ -16,9 +16,12 @@ import weakref
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from etrain_jupyter.errors import EtrainError, JobLostError, PoolError
+
+if TYPE_CHECKING:
+    from etrain_jupyter.pools.base import SchedulerAddress
 
 CONNECT_S = 3.0
 """How long a connection may take: distributed goes on trying where nobody listens."""
@@ -27,6 +30,10 @@ THREAD_NAME = "etrain-link"
 
 Answer = dict[str, Any]
 T = TypeVar("T")
+
+
+class ClusterEndedError(JobLostError):
+    """The cluster's head is known to have ended: there is no point in asking again."""
 
 
 class Link(Protocol):
@@ -49,13 +56,19 @@ class ClusterLink:
         address: The scheduler's, for example ``tls://127.0.0.1:40231``. connection_args: Returns
         the keyword arguments for ``distributed.core.rpc`` (the TLS context). It is called
             when the first connection is made, since it reads the cluster's certificates.
+        has_ended: Tells whether the cluster is known to have ended; asked when it does not answer.
     """
 
     def __init__(
-        self, address: str, connection_args: Callable[[], dict[str, Any]] | None = None
+        self,
+        address: str,
+        connection_args: Callable[[], dict[str, Any]] | None = None,
+        *,
+        has_ended: Callable[[], bool] = lambda: False,
     ) -> None:
         self.address = address
         self._connection_args = connection_args or dict
+        self._has_ended = has_ended
         self._rpc: Any = None
         self._num_in_flight = 0
         self._is_released = False
@@ -105,6 +118,11 @@ class ClusterLink:
             ) from exc
         except OSError as exc:
             # CommClosedError, refused connections and TLS failures are all OSErrors.
+            if self._has_ended():
+                raise ClusterEndedError(
+                    "its cluster has ended. What its jobs committed is in their run folders; run "
+                    "the cell again for a new cluster."
+                ) from exc
             raise JobLostError(
                 f"the scheduler at {self.address} cannot be reached. What its jobs committed is "
                 "in their run folders; %etrain doctor shows which clusters are alive."
@@ -140,16 +158,26 @@ def link_to(cluster: Mapping[str, str]) -> ClusterLink | None:
         cluster: What ``job.json`` says of it: ``SchedulerAddress.to_dict()``.
     """
     from etrain_jupyter.pools.base import SchedulerAddress
+
+    address = SchedulerAddress.from_dict(cluster) if cluster.get("address") else None
+    return None if address is None or _has_ended(address) else open_link(address)
+
+
+def open_link(address: SchedulerAddress) -> ClusterLink:
+    """Return a line to a cluster; nothing is asked yet."""
+    return ClusterLink(
+        address.address, address.connection_args, has_ended=lambda: _has_ended(address)
+    )
+
+
+def _has_ended(address: SchedulerAddress) -> bool:
+    """Whether a cluster of this machine is known to have ended, without asking it."""
     from etrain_jupyter.pools.state_dir import ClusterDir
 
-    if not cluster.get("address"):
-        return None
-    address = SchedulerAddress.from_dict(cluster)
-    if address.state_dir:
-        record = ClusterDir(Path(address.state_dir)).record()
-        if record is None or (record.is_here and not record.is_alive):
-            return None
-    return ClusterLink(address.address, address.connection_args)
+    if not address.state_dir:
+        return False
+    record = ClusterDir(Path(address.state_dir)).record()
+    return record is None or (record.is_here and not record.is_alive)
 
 
 def wait_interruptibly(future: Future[T], timeout: float | None = None) -> T:

@@ -93,6 +93,11 @@ class TrainingJob:
         return "failed" if self._feed.lost else view.status
 
     @property
+    def reason(self) -> str:
+        """Why it has this status, where that needs saying: waiting for whom, failed by what."""
+        return self._feed.lost or self._latest().reason
+
+    @property
     def lost(self) -> str:
         """Why the job counts as lost: its cluster went before its end; empty as far as is known."""
         return self._feed.lost
@@ -308,7 +313,9 @@ class TrainingJob:
                 "%etrain ls shows the jobs that run."
             )
         if self._link is None or self._feed.lost:
-            raise JobLostError(f"{request} cannot reach job {self.id}: {self._feed.lost}.")
+            raise JobLostError(
+                f"{request} cannot reach job {self.id}: {self._feed.lost}. {self._what_remains()}"
+            )
         answer = self._link.call(
             "etrain_request", timeout=REQUEST_S, job_id=self.id, request=request, args=args
         )
@@ -361,9 +368,9 @@ class TrainingJob:
         view = self._latest()
         total = f"/{view.total_steps}" if view.total_steps else ""
         loss = f", loss {view.metrics['loss']:.4g}" if "loss" in view.metrics else ""
-        lost = " (its cluster is gone)" if self._feed.lost else ""
+        reason = f" ({self.reason})" if self.reason else ""
         return (
-            f"<TrainingJob {self.id}: {self.status}{lost}, step {view.step}{total}{loss}, "
+            f"<TrainingJob {self.id}: {self.status}{reason}, step {view.step}{total}{loss}, "
             f"{view.world_size} workers>"
         )
 

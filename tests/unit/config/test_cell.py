@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etrain_jupyter.config import ParsedJob, check_references, parse_cell, parse_mapping, template
@@ -115,6 +115,7 @@ def test_a_list_typed_into_the_cell_is_no_object() -> None:
         parse_cell("model: Net\ndata: {train: [1, 2]}\nloss: loss\n", namespace={})
 
 
+@settings(deadline=None)
 @given(
     st.dictionaries(
         st.sampled_from([*keys_of(TrainConfig), "lr", "epoch", "x"]),
@@ -282,8 +283,20 @@ def test_no_answer_for_other_systems_hides_a_key_of_ours() -> None:
 
 @pytest.mark.parametrize(
     "key",
-    "slots_per_trial global_batch_size resource_pool max_restarts num_workers batch_size "
-    "learning_rate lr max_epochs num_epochs num_gpus dataset".split(),
+    [
+        "slots_per_trial",
+        "global_batch_size",
+        "resource_pool",
+        "max_restarts",
+        "num_workers",
+        "batch_size",
+        "learning_rate",
+        "lr",
+        "max_epochs",
+        "num_epochs",
+        "num_gpus",
+        "dataset",
+    ],
 )
 def test_keys_of_other_systems_are_answered_with_ours(key: str) -> None:
     with pytest.raises(CellError) as caught:

@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etrain_jupyter.config import check_references, parse_cell, parse_mapping
@@ -99,6 +99,7 @@ def test_free_names_are_those_from_outside(expression: str, names: set[str]) -> 
 identifiers = st.from_regex(r"v[a-z]{0,5}", fullmatch=True)
 
 
+@settings(deadline=None)
 @given(st.lists(identifiers, min_size=1, max_size=4, unique=True), identifiers)
 def test_evaluating_needs_exactly_the_free_names(names: list[str], bound: str) -> None:
     expression = f"sum({bound} for {bound} in [{', '.join(names)}])"
@@ -107,6 +108,7 @@ def test_evaluating_needs_exactly_the_free_names(names: list[str], bound: str) -
     assert eval(expression, namespace) == len(names)
 
 
+@settings(deadline=None)
 @given(st.text(max_size=30))
 def test_any_text_has_free_names_or_is_no_expression(text: str) -> None:
     try:

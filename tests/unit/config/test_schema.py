@@ -4,7 +4,7 @@ import inspect
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -107,6 +107,7 @@ def test_an_interval_is_a_number_and_a_unit(text: str, value: float, unit: str, 
     assert (interval.value, interval.unit, str(interval)) == (value, unit, shown)
 
 
+@settings(deadline=None)
 @given(
     st.floats(min_value=1e-6, max_value=1e9, allow_nan=False),
     st.sampled_from(["epochs", "s"]),

@@ -5,7 +5,7 @@ import string
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etrain_jupyter.config.source_map import Span
@@ -72,11 +72,13 @@ def test_not_a_number_is_a_number() -> None:
     assert math.isnan(load("key: .nan")["key"])
 
 
+@settings(deadline=None)
 @given(st.integers())
 def test_every_integer_comes_back(value: int) -> None:
     assert load(f"key: {value}") == {"key": value}
 
 
+@settings(deadline=None)
 @given(st.floats(allow_nan=False, allow_infinity=False))
 def test_every_float_comes_back_as_python_writes_it(value: float) -> None:
     loaded = load(f"key: {value!r}")["key"]
@@ -84,12 +86,14 @@ def test_every_float_comes_back_as_python_writes_it(value: float) -> None:
     assert isinstance(loaded, float)
 
 
+@settings(deadline=None)
 @given(st.text(alphabet=string.printable + "äπ", max_size=40))
 def test_every_quoted_text_comes_back(value: str) -> None:
     printable = "".join(c for c in value if c.isprintable())
     assert load("key: '" + printable.replace("'", "''") + "'") == {"key": printable}
 
 
+@settings(deadline=None)
 @given(st.text(max_size=60))
 def test_any_text_is_read_or_refused_with_a_place(body: str) -> None:
     error = None

@@ -68,3 +68,12 @@ def test_the_line_of_text_names_what_matters() -> None:
 
     assert text.startswith("<etrain job 'digits': finished, step 60 of 60, loss ")
     assert text.endswith("workers 4 of 4>")
+
+
+def test_the_line_of_text_says_why_a_job_waits_or_failed() -> None:
+    script = Script(num_steps=60)
+    events = [*script.begin()]
+    why = "1 of min 2 workers are here"
+    events.append(script.make(t.JobStatusChanged, status="waiting", reason=why))
+
+    assert f"waiting ({why})," in render_text(view_of(events).snapshot())

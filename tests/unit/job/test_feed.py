@@ -201,6 +201,18 @@ def test_lost_cluster_drains_the_log_and_says_so(log: EventLog) -> None:
     assert [event.seq for event in feed.events()] == [1, 2, 3]
 
 
+def test_cluster_that_is_known_to_have_ended_is_not_asked_again(log: EventLog) -> None:
+    log.append([line(0)])
+    link = FakeLink(ClusterEndedError("its cluster has ended. Run the cell again."))
+
+    feed, recorder = follow(link, log.path)
+
+    assert feed.ended.wait(5)
+    assert feed.lost == "its cluster has ended"
+    assert recorder.seqs == [1]
+    assert len(link.asked_since) == 1
+
+
 def test_listeners_learn_that_the_cluster_is_gone(log: EventLog) -> None:
     log.append([line(0)])
     came: queue.Queue[Event] = queue.Queue()

@@ -34,8 +34,8 @@ def orders(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     orders: list[Any] = []
 
     class FakeLink:
-        def __init__(self, address: str, connection_args: object) -> None:
-            assert address == ADDRESS.address
+        def __init__(self, address: SchedulerAddress) -> None:
+            assert address == ADDRESS
 
         def call(self, op: str, *, timeout: float, job: dict[str, Any]) -> dict[str, Any]:
             assert op == "etrain_submit"
@@ -50,7 +50,7 @@ def orders(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         def release(self) -> None:
             pass
 
-    monkeypatch.setattr(held_jobs, "ClusterLink", FakeLink)
+    monkeypatch.setattr(held_jobs, "open_link", FakeLink)
     return orders
 
 

@@ -14,7 +14,7 @@ from distributed.core import Server
 
 from etrain_jupyter.errors import JobLostError, PoolError
 from etrain_jupyter.job import link as link_module
-from etrain_jupyter.job.link import ClusterLink, wait_interruptibly
+from etrain_jupyter.job.link import ClusterEndedError, ClusterLink, wait_interruptibly
 
 
 async def echo(**arguments: Any) -> dict[str, Any]:
@@ -119,6 +119,13 @@ def test_scheduler_that_is_gone_is_a_lost_job(monkeypatch: pytest.MonkeyPatch) -
 
     with pytest.raises(JobLostError, match="cannot be reached"):
         ClusterLink("tcp://127.0.0.1:9").call("echo")
+
+
+def test_cluster_that_is_known_to_have_ended_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_module, "CONNECT_S", 0.3)
+
+    with pytest.raises(ClusterEndedError, match="its cluster has ended"):
+        ClusterLink("tcp://127.0.0.1:9", has_ended=lambda: True).call("echo")
 
 
 def test_missing_certificates_are_a_lost_job() -> None:

@@ -18,6 +18,7 @@ from etrain_jupyter.errors import (
 )
 from etrain_jupyter.events.log import EventLog
 from etrain_jupyter.events.types import (
+    CheckpointCommitted,
     Event,
     GenerationFormed,
     JobStatusChanged,
@@ -131,6 +132,29 @@ def test_result_of_a_failed_job_raises_the_users_error(tmp_path: Path) -> None:
         job.result()
 
     assert caught.value.render()[0] == "Cell In[3], line 2"
+    assert caught.value.__notes__ == ["Cell In[3], line 2\nValueError: bad loss"]
+    assert str(caught.value).count("Nothing was saved.") == 1
+
+
+def test_failed_job_says_after_which_step_on_whom_and_what_is_saved(tmp_path: Path) -> None:
+    common = {"job_id": "digits-1", "time": 2.0}
+    saved = CheckpointCommitted(**common, step=7, manifest="m", size_bytes=1, duration_s=0.1)
+    stood = GenerationFormed(
+        **common, generation=1, why="start", world_size=2, ranks=["a", "b"], step=7
+    )
+    raised = UserErrorRaised(
+        **common, error="data.train is empty. Fill it.", traceback="", workers=["a", "b"], step=7
+    )
+    job = make_job(tmp_path, None, stood, saved, raised, status("failed"))
+
+    with pytest.raises(JobFailedError) as caught:
+        job.result()
+
+    assert str(caught.value) == (
+        f"job {job.id} failed after step 7 on a and b: data.train is empty. Fill it. The weights "
+        f"of step 7 are saved in {job.record.folder}; job.load_into(model) loads them. Mend it and "
+        "run the cell again; %etrain logs shows what the workers printed."
+    )
 
 
 def test_job_whose_cluster_is_gone_has_failed_and_says_so(tmp_path: Path) -> None:
@@ -140,7 +164,8 @@ def test_job_whose_cluster_is_gone_has_failed_and_says_so(tmp_path: Path) -> Non
     assert job.lost == "its cluster has ended"
     with pytest.raises(JobLostError, match="is lost at step 0: its cluster has ended"):
         job.result()
-    with pytest.raises(JobLostError, match="scale cannot reach"):
+    assert "failed (its cluster has ended)" in repr(job)
+    with pytest.raises(JobLostError, match=r"scale cannot reach .* has ended\. Nothing was saved"):
         job.scale(max=2)
 
 

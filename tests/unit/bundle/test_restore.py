@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from etrain_jupyter.bundle.capture import capture_bundle
+from etrain_jupyter.bundle.restore import HEADER, open_bundle, read_cells
+from etrain_jupyter.errors import BundleError
+
+
+class Counter:
+    """An instance with a state, as a model is."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+
+def test_what_references_share_is_one_object() -> None:
+    counter = Counter()
+    opened = open_bundle(capture_bundle({"a": "c", "b": "[c]"}, {"c": counter}).data)
+    assert opened.evaluate("a") is opened.evaluate("b")[0]
+
+
+def test_a_key_asked_for_again_is_as_it_was_in_the_notebook() -> None:
+    opened = open_bundle(capture_bundle({"model": "c"}, {"c": Counter()}).data)
+    trained = opened.evaluate("model")
+    trained.value = 5
+    assert opened.evaluate("model").value == 0
+    assert trained.value == 5
+
+
+def test_evaluating_leaves_the_captured_names_alone() -> None:
+    references = {"a": "(x := x + 1)", "b": "x"}
+    opened = open_bundle(capture_bundle(references, {"x": 1}).data)
+    assert (opened.evaluate("a"), opened.evaluate("b")) == (2, 1)
+
+
+def test_an_exception_of_the_notebook_comes_as_it_is() -> None:
+    opened = open_bundle(capture_bundle({"a": "1 / x"}, {"x": 0}).data)
+    with pytest.raises(ZeroDivisionError) as caught:
+        opened.evaluate("a")
+    # Without the frame of this test.
+    exc = caught.value.with_traceback(caught.tb.tb_next)
+    assert opened.format_user_traceback(exc).splitlines() == [
+        "Traceback (most recent call last):",
+        "  a of the cell, line 1",
+        "    1 / x",
+        "ZeroDivisionError: division by zero",
+    ]
+
+
+def test_the_digest_is_that_of_the_bytes() -> None:
+    bundle = capture_bundle({"a": "1"}, {})
+    assert bundle.digest == hashlib.sha256(bundle.data).hexdigest()
+    assert open_bundle(bundle.data).digest == bundle.digest
+
+
+def test_memory_that_came_over_the_wire_will_do() -> None:
+    data = capture_bundle({"a": "x"}, {"x": [1]}).data
+    assert open_bundle(bytearray(data)).evaluate("a") == [1]
+
+
+@pytest.mark.parametrize("data", [b"", b"ab", b"\0\0\0\5hello", b"\0\0\1\0{", bytes(100)])
+def test_other_bytes_are_refused_in_words(data: bytes) -> None:
+    with pytest.raises(BundleError, match=f"these {len(data)} bytes are no bundle"):
+        open_bundle(data)
+
+
+def rewritten(**changes: object) -> bytes:
+    data = capture_bundle({"a": "x"}, {"x": Counter()}).data
+    (length,) = HEADER.unpack_from(data)
+    header = json.loads(data[HEADER.size : HEADER.size + length]) | changes
+    text = json.dumps(header).encode()
+    return HEADER.pack(len(text)) + text + data[HEADER.size + length :]
+
+
+def test_another_format_is_refused() -> None:
+    with pytest.raises(BundleError, match="the bundle has format 99, this worker reads"):
+        open_bundle(rewritten(format=99))
+
+
+def test_another_minor_python_is_refused_and_another_patch_is_not() -> None:
+    major, minor = sys.version_info[:2]
+    open_bundle(rewritten(python=[major, minor, 99]))
+    with pytest.raises(BundleError, match=rf"runs Python {major}\.{minor + 1}, this worker"):
+        open_bundle(rewritten(python=[major, minor + 1, 0]))
+
+
+def test_differing_packages_are_told() -> None:
+    opened = open_bundle(rewritten(packages={"cloudpickle": "0.1", "no-such-package": "2"}))
+    first, second = opened.differences()
+    assert first.startswith("cloudpickle 0.1 in the notebook, ")
+    assert second == "no-such-package 2 in the notebook, none here"
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """A module that is installed: it does not lie beside the notebook."""
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages" / "installed_for_test.py").write_text("class Thing: ...\n")
+    monkeypatch.syspath_prepend(tmp_path / "site-packages")
+    yield importlib.import_module("installed_for_test")
+    sys.modules.pop("installed_for_test", None)
+
+
+def test_a_module_that_the_worker_lacks_is_named(
+    elsewhere: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = capture_bundle({"a": "x"}, {"x": elsewhere.Thing()}).data
+    del sys.modules["installed_for_test"]
+    monkeypatch.setattr(sys, "path", [])
+    importlib.invalidate_caches()
+    with pytest.raises(BundleError, match="'x' of the notebook needs the module 'installed_for"):
+        open_bundle(data).evaluate("a")
+
+
+def test_an_object_that_cannot_be_made_here_is_named(elsewhere: ModuleType) -> None:
+    data = capture_bundle({"a": "x"}, {"x": elsewhere.Thing()}).data
+    del elsewhere.Thing
+    with pytest.raises(BundleError, match="'x' of the notebook cannot be made on this worker"):
+        open_bundle(data).evaluate("a")
+
+
+def test_cells_are_read_without_making_anything() -> None:
+    assert read_cells(capture_bundle({"a": "1"}, {}).data) == {}
