@@ -82,30 +82,40 @@ class TrainerProcess:
     async def wait(self) -> None:
         """Wait until the process has ended."""
         if self._process is not None:
-            await self._process.wait()
+            await self._exit_code()
 
     async def _read_messages(self, reader: asyncio.StreamReader) -> None:
         decoder = FrameDecoder()
         while data := await _read(reader):
             for message in decoder.feed(data):
                 self._on_message(self, message)
-        cause = await self._cause_of_end()
+        code = await self._exit_code()
+        cause = self._cause_of_end(code)
         for task in self._tasks[:2]:
             # What a crash printed comes first; a child of the trainer may hold the pipe open for
-            # ever.
-            await asyncio.wait([task], timeout=0.2)
+            # ever. A process that was killed has no last words to wait for.
+            if code != -signal.SIGKILL:
+                await asyncio.wait([task], timeout=0.2)
             task.cancel()
         if self._writer is not None:
             self._writer.close()
         self._on_exit(self, cause)
 
-    async def _cause_of_end(self) -> str:
+    async def _exit_code(self, patience_s: float = 5.0) -> int:
+        """Wait for the end of the process alone.
+
+        ``Process.wait`` also waits until nobody holds its pipes any more, and loader processes
+        outlive a killed trainer by seconds.
+        """
         assert self._process is not None
-        try:
-            code = await asyncio.wait_for(self._process.wait(), 5)
-        except TimeoutError:
-            self._process.kill()  # it closed the channel, but would not end
-            code = await self._process.wait()
+        deadline = time.monotonic() + patience_s
+        while (code := self._process.returncode) is None:
+            if time.monotonic() > deadline:
+                self._process.kill()  # it closed the channel, but would not end
+            await asyncio.sleep(0.002)
+        return code
+
+    def _cause_of_end(self, code: int) -> str:
         if self._killed_because:
             return self._killed_because
         if code < 0:

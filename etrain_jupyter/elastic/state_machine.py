@@ -422,8 +422,12 @@ def _settle(turn: Turn) -> None:
 
 
 def _publish_undone(turn: Turn) -> None:
-    """Tell of each step in flight once, with all survivors that had begun it."""
-    for step in sorted({step for step, _ in turn.state.undone}):
+    """Tell of the step in flight once, with all survivors that had begun it.
+
+    A step that one survivor has committed is not lost, though another one had to undo its part.
+    """
+    newest = max((m.progress[0] for m in turn.state.in_phase("reported")), default=-1)
+    for step in sorted({step for step, _ in turn.state.undone if step > newest}):
         workers = sorted(worker for begun, worker in turn.state.undone if begun == step)
         turn.publish(events.StepUndone, step=step, workers=workers)
     turn.set(undone=())

@@ -69,6 +69,7 @@ class ClusterLink:
         self.address = address
         self._connection_args = connection_args or dict
         self._has_ended = has_ended
+        self._has_failed = False
         self._rpc: Any = None
         self._num_in_flight = 0
         self._is_released = False
@@ -108,6 +109,9 @@ class ClusterLink:
 
     async def _answer(self, op: str, timeout: float, arguments: dict[str, Any]) -> Answer:
         try:
+            if self._has_failed:
+                # A process that is killed closes its connections a moment before it is gone.
+                self._refuse_if_ended()
             answer = await asyncio.wait_for(self._exchange(op, arguments), timeout)
         except EtrainError:
             raise
@@ -118,16 +122,21 @@ class ClusterLink:
             ) from exc
         except OSError as exc:
             # CommClosedError, refused connections and TLS failures are all OSErrors.
-            if self._has_ended():
-                raise ClusterEndedError(
-                    "its cluster has ended. What its jobs committed is in their run folders; run "
-                    "the cell again for a new cluster."
-                ) from exc
+            self._has_failed = True
+            self._refuse_if_ended()
             raise JobLostError(
                 f"the scheduler at {self.address} cannot be reached. What its jobs committed is "
                 "in their run folders; %etrain doctor shows which clusters are alive."
             ) from exc
+        self._has_failed = False
         return _checked(_with_lists(answer), op)
+
+    def _refuse_if_ended(self) -> None:
+        if self._has_ended():
+            raise ClusterEndedError(
+                "its cluster has ended. What its jobs committed is in their run folders; run the "
+                "cell again for a new cluster."
+            )
 
     async def _exchange(self, op: str, arguments: dict[str, Any]) -> Any:
         if self._rpc is None:

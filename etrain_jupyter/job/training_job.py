@@ -95,7 +95,8 @@ class TrainingJob:
     @property
     def reason(self) -> str:
         """Why it has this status, where that needs saying: waiting for whom, failed by what."""
-        return self._feed.lost or self._latest().reason
+        view = self._latest()
+        return self._feed.lost or view.reason
 
     @property
     def lost(self) -> str:

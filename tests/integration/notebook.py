@@ -46,9 +46,19 @@ class Notebook:
         """The kernel's process."""
         return int(self._manager.provisioner.pid)
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the kernel was neither killed nor closed."""
+        return bool(self._manager.has_kernel)
+
     def send(self, code: str) -> str:
-        """Begin to run a cell; ``finish`` waits for it."""
-        return str(self._client.execute(code, store_history=True, stop_on_error=False))
+        """Let a cell begin; ``finish`` waits for its end."""
+        request = str(self._client.execute(code, store_history=True, stop_on_error=False))
+        while True:
+            message = self._client.get_iopub_msg(timeout=10)
+            is_mine = message["parent_header"].get("msg_id") == request
+            if is_mine and message["msg_type"] == "execute_input":
+                return request
 
     def finish(self, request: str, timeout: float = 60.0) -> Shown:
         """Wait for a cell's end and return what it showed."""

@@ -309,3 +309,19 @@ def test_step_in_flight_is_told_of_once_with_all_survivors_that_had_begun_it():
         story.tell(report)
     [fact] = story.found(events.StepUndone)
     assert (fact.generation, fact.step, fact.workers) == (1, 5, ["w2", "w3"])
+
+
+def test_step_that_one_survivor_has_committed_is_not_told_of_as_undone():
+    story = Story().start("w1", "w2", "w3")
+    story.tell(s.WorkerGone(worker="w1", cause="gone"))
+    for worker, step in (("w3", 4), ("w2", 5)):  # w2 saw the end of step 5, w3 did not
+        report = s.TrainerReported(
+            trainer=story.trainer(worker),
+            generation=1,
+            progress=(step, 0),
+            why="failed",
+            undone=True,
+        )
+        story.tell(report)
+    [fact] = story.found(events.StepUndone)
+    assert (fact.step, fact.workers) == (6, ["w2"])

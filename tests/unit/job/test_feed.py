@@ -14,6 +14,7 @@ from etrain_jupyter.events.log import EventLog
 from etrain_jupyter.events.types import Event, JobStatusChanged, LogLine
 from etrain_jupyter.job import feed as feed_module
 from etrain_jupyter.job.feed import Feed
+from etrain_jupyter.job.link import ClusterEndedError
 
 Answer = dict[str, Any]
 

@@ -138,7 +138,9 @@ def test_result_of_a_failed_job_raises_the_users_error(tmp_path: Path) -> None:
 
 def test_failed_job_says_after_which_step_on_whom_and_what_is_saved(tmp_path: Path) -> None:
     common = {"job_id": "digits-1", "time": 2.0}
-    saved = CheckpointCommitted(**common, step=7, manifest="m", size_bytes=1, duration_s=0.1)
+    saved = CheckpointCommitted(
+        **common, step=7, manifest="m", size_bytes=1, stall_s=0.0, duration_s=0.1
+    )
     stood = GenerationFormed(
         **common, generation=1, why="start", world_size=2, ranks=["a", "b"], step=7
     )

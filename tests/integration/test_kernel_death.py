@@ -1,0 +1,275 @@
+"""The kernel owns nothing: its death, its interrupts and its cluster's end, with real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from etrain_jupyter.events.log import read_events
+from etrain_jupyter.events.types import Event, GenerationFormed, StepCompleted
+from tests.integration.conftest import processes_of, until
+from tests.integration.notebook import Notebook, Shown
+
+pytestmark = pytest.mark.slow
+
+QUICKLY_S = 3.0
+
+SETUP = """\
+import json, os, time
+import torch, torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+%load_ext etrain_jupyter
+x = torch.randn(64, 4)
+y = (x.sum(1) > 0).long()
+train_set = TensorDataset(x, y)
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Linear(4, 2)
+    def forward(self, x):
+        return self.layers(x)
+def slow_loss(output, target):
+    time.sleep(0.02)  # a step takes time, but leaves the processor to the others
+    return F.cross_entropy(output, target)
+"""
+CELL = """\
+%%etrain distributed --quiet --name survivor -o job
+model: Net()
+data: {{train: train_set}}
+loss: slow_loss
+batch: {{global: 16}}
+epochs: {epochs}
+workers: {{min: 1, max: 2}}
+"""
+AT_TWO = """\
+while (job.step < 20 or job.world_size < 2) and job.status in ("submitted", "waiting", "running"):
+    time.sleep(0.05)
+print(job.id)"""
+
+
+class Desk:
+    """A folder with notebooks that share a cluster and a run store."""
+
+    def __init__(self, folder: Path, **environment: str) -> None:
+        self.folder = folder
+        self.environment = {
+            "ETRAIN_STATE": str(folder / "state"),
+            "ETRAIN_RUNS": str(folder / "runs"),
+            "CUDA_VISIBLE_DEVICES": "",
+            **environment,
+        }
+        self._open: list[Notebook] = []
+
+    def notebook(self) -> Notebook:
+        notebook = Notebook(self.folder, self.environment)
+        self._open.append(notebook)
+        assert notebook.run(SETUP).status == "ok"
+        return notebook
+
+    def begin(self, notebook: Notebook, *, epochs: int = 10_000) -> str:
+        """Submit a job, wait until two workers step, and return its id."""
+        assert notebook.run(CELL.format(epochs=epochs)).status == "ok"
+        return notebook.run(AT_TWO).text
+
+    def terminal(self, *words: str) -> subprocess.CompletedProcess[str]:
+        code = "from etrain_jupyter.cli import main; raise SystemExit(main())"
+        return subprocess.run(
+            [sys.executable, "-c", code, *words],
+            cwd=self.folder,
+            env={**os.environ, **self.environment},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    def events(self, job_id: str) -> list[Event]:
+        return read_events(self.folder / "runs" / job_id / "events.jsonl")
+
+    def cluster(self) -> list[psutil.Process]:
+        """Return the processes that are no kernel."""
+        kernels = {notebook.pid for notebook in self._open if notebook.is_alive}
+        return [p for p in processes_of(self.folder) if p.pid not in kernels]
+
+    def head(self) -> psutil.Process:
+        [head] = [p for p in self.cluster() if "etrain_jupyter.pools.local_head" in p.cmdline()]
+        return head
+
+    def close(self) -> None:
+        for notebook in self._open:
+            notebook.close()
+        self.terminal("down")
+        assert processes_of(self.folder) == []
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
+    """One desk for all: whatever a test does to the cluster, the next one works."""
+    desk = Desk(tmp_path_factory.mktemp("desk"))
+    yield desk
+    desk.close()
+
+
+def steps_of(events: list[Event]) -> list[int]:
+    return [event.step for event in events if isinstance(event, StepCompleted)]
+
+
+def trainers_of(events: list[Event]) -> dict[str, int]:
+    """Return the trainers' process ids in the newest generation, by worker."""
+    formed = [event for event in events if isinstance(event, GenerationFormed)][-1]
+    return dict(zip(formed.ranks, formed.trainer_pids, strict=True))
+
+
+def value(notebook: Notebook, expression: str) -> Any:
+    shown = notebook.run(f"print(json.dumps({expression}))")
+    assert shown.status == "ok", shown.text
+    return json.loads(shown.text)
+
+
+def test_training_survives_kill_9_of_the_kernel_and_a_new_one_misses_nothing(desk: Desk) -> None:
+    first = desk.notebook()
+    job_id = desk.begin(first, epochs=200)
+    before = desk.events(job_id)
+
+    first.kill()
+
+    until(lambda: len(steps_of(desk.events(job_id))) > len(steps_of(before)) + 20, "20 more steps")
+    assert trainers_of(desk.events(job_id)) == trainers_of(before)
+    assert all(psutil.pid_exists(pid) for pid in trainers_of(before).values())
+    told = desk.terminal("show")
+    assert told.returncode == 0
+    assert f"job             {job_id}\nstatus          running\n" in told.stdout
+
+    second = desk.notebook()
+    started = time.monotonic()
+    attached = second.run("%etrain attach survivor -o job")
+    assert attached.status == "ok"
+    assert "survivor" in attached.text
+    assert time.monotonic() - started < QUICKLY_S
+    assert value(second, "job.id") == job_id
+    assert value(second, "job.status") == "running"
+    numbers = value(second, "[event.seq for event in job.events()]")
+    assert numbers == list(range(1, len(numbers) + 1))
+    steps = value(second, "job.history()['step']")
+    assert steps == list(range(1, len(steps) + 1))
+    assert len(steps) > len(steps_of(before)) + 20
+    live = "first = job.step\nwhile job.step < first + 10: time.sleep(0.02)"
+    assert second.run(live, timeout=20).status == "ok", "the new kernel sees it move"
+
+    waited = second.run("%etrain wait", timeout=60)
+    assert (waited.status, "finished, step 800/800" in waited.text) == ("ok", True), waited.text
+    assert value(second, "job.history()['step']") == list(range(1, 801))
+    loaded = "float(torch.stack([p.norm() for p in job.load_into(Net()).parameters()]).sum()) > 0"
+    assert value(second, loaded) is True
+    assert "audit ok" in second.run("%etrain audit").text
+    assert trainers_of(desk.events(job_id)) == trainers_of(before)
+
+
+def test_interrupt_touches_no_job_but_the_one_that_is_waited_for(desk: Desk) -> None:
+    notebook = desk.notebook()
+    job_id = desk.begin(notebook)
+    before = desk.events(job_id)
+
+    busy = notebook.send("time.sleep(60)")
+    time.sleep(0.3)  # inside the cell's code, which cannot be seen from outside
+    notebook.interrupt()
+    assert "KeyboardInterrupt" in notebook.finish(busy).text
+    done = len(steps_of(desk.events(job_id)))
+    until(lambda: len(steps_of(desk.events(job_id))) > done + 20, "20 more steps")
+    assert trainers_of(desk.events(job_id)) == trainers_of(before)
+
+    waiting = notebook.send("%etrain wait")
+    time.sleep(0.5)  # inside the wait itself
+    notebook.interrupt()
+    shown = notebook.finish(waiting, timeout=20)
+
+    assert shown.status == "error", '"Run All" stops'
+    assert f"etrain: stopping {job_id} after this step, with a checkpoint." in shown.text
+    assert f"etrain: job {job_id} was stopped by the interrupt at step " in shown.text
+    assert shown.took_s < QUICKLY_S
+    assert value(notebook, "job.status") == "stopped"
+    saved = [e.step for e in desk.events(job_id) if e.kind == "CheckpointCommitted"]
+    assert saved[-1] == steps_of(desk.events(job_id))[-1]
+    assert notebook.run("job.load_into(Net())").status == "ok"
+
+
+def assert_says_that_it_is_lost(desk: Desk, notebook: Notebook, asked: Shown, job_id: str) -> None:
+    lost = f"etrain: job {job_id} is lost at step "
+    assert asked.status == "error"
+    assert lost in asked.text
+    assert ": its cluster has ended. The weights of step " in asked.text
+    assert "job.load_into(model) loads them. Run its cell again to train it anew." in asked.text
+    assert asked.took_s < QUICKLY_S
+    for line in ("%etrain show", "job", "job.wait()", "%etrain ls"):
+        shown = notebook.run(line)
+        assert (shown.status, "failed" in shown.text) == ("ok", True), shown.text
+        assert shown.took_s < QUICKLY_S
+        if line != "job.wait()":
+            assert "failed (its cluster has ended)" in shown.text
+    assert "failed (its cluster has ended)" in desk.terminal("show").stdout
+    assert "scale cannot reach" in notebook.run("%etrain scale 3").text
+    assert notebook.run("job.load_into(Net())").status == "ok"
+
+
+def test_after_sigkill_of_the_head_a_waiting_cell_says_soon_what_remains(desk: Desk) -> None:
+    notebook = desk.notebook()
+    job_id = desk.begin(notebook)
+    waiting = notebook.send("%etrain wait")
+
+    desk.head().kill()
+
+    shown = notebook.finish(waiting, timeout=20)
+    assert_says_that_it_is_lost(desk, notebook, shown, job_id)
+    until(lambda: desk.cluster() == [], "the end of every process")
+    # The next cell makes a new cluster and clears the old one away.
+    again = notebook.run(CELL.format(epochs=1).replace("--quiet", "--quiet --wait"))
+    assert again.status == "ok", again.text
+
+
+def test_after_sigkill_of_the_head_whoever_asks_later_is_told(desk: Desk) -> None:
+    notebook = desk.notebook()
+    job_id = desk.begin(notebook)
+    desk.head().kill()
+    until(lambda: desk.cluster() == [], "the end of every process")
+
+    assert_says_that_it_is_lost(desk, notebook, notebook.run("%etrain wait"), job_id)
+
+
+def test_down_in_mid_job_stops_the_job_and_leaves_no_process(desk: Desk) -> None:
+    notebook = desk.notebook()
+    job_id = desk.begin(notebook)
+    waiting = notebook.send("%etrain wait")
+
+    down = desk.terminal("down")
+
+    assert down.returncode == 0, down.stderr
+    assert desk.cluster() == []
+    shown = notebook.finish(waiting, timeout=10)
+    assert f"<TrainingJob {job_id}: stopped" in shown.text
+    assert "stopped" in notebook.run("%etrain show").text
+    refused = notebook.run("%etrain scale 3")
+    assert f"job {job_id} has been stopped: there is nothing to scale." in refused.text
+
+
+def test_idle_cluster_ends_by_itself_and_its_jobs_can_still_be_read(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, ETRAIN_IDLE_S="2")
+    notebook = desk.notebook()
+    assert notebook.run(CELL.format(epochs=2).replace("--quiet", "--quiet --wait")).status == "ok"
+
+    until(lambda: desk.cluster() == [], "the end of the idle cluster")
+
+    assert "survivor" in notebook.run("%etrain show").text
+    assert "finished, step 8/8" in notebook.run("%etrain wait").text
+    assert value(notebook, "job.history()['step']") == list(range(1, 9))
+    assert os.listdir(tmp_path / "state") == []
+    desk.close()
