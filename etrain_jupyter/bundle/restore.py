@@ -175,7 +175,13 @@ def fill_module(module: ModuleType, state: Mapping[str, Any]) -> ModuleType:
 
 
 def _import(module: str, attribute: str) -> Any:
-    value: Any = importlib.import_module(module)
+    try:
+        value: Any = importlib.import_module(module)
+    except ModuleNotFoundError as exc:
+        raise BundleError(
+            f"this worker has no module '{exc.name}', which {module}:{attribute} needs. Install "
+            "it for the workers, or put its file beside the notebook."
+        ) from exc
     for part in attribute.split("."):
         value = getattr(value, part)
     return value

@@ -126,8 +126,7 @@ REFUSED = [
         {"model": "LoggingNet()"},
         [
             "'LoggingNet' (defined in Cell In[",
-            "'log', which it uses,",
-            "an open file",
+            "'log', which LoggingNet.forward uses, is an open file ('log.txt')",
             "Nothing was",
         ],
         code="""\
@@ -140,7 +139,7 @@ class LoggingNet(Net):
     Case(
         "lock",
         {"loss": "locked_loss"},
-        ["'locked_loss' (defined in Cell In[", "'lock', which it uses, is a _thread.lock"],
+        ["'locked_loss' (defined in Cell In[", "'lock', which it uses, is a lock", "Nothing was"],
         code="""\
 lock = threading.Lock()
 def locked_loss(output, target):
@@ -150,7 +149,7 @@ def locked_loss(output, target):
     Case(
         "generator in a closure",
         {"loss": "generator_loss"},
-        ["'rows', which it encloses, is a generator", "Create it inside a function"],
+        ["'rows', which it encloses, is a generator", "Name the function that makes it"],
         code="""\
 def make_loss():
     rows = (i for i in range(3))
@@ -331,12 +330,17 @@ rare = TensorDataset(x, y7)""",
     Case(
         "module that only the notebook can import",
         {"model": "far_models.far()"},
-        [NEVER_BEGUN, "the workers have no module 'far_models'", "Put its file beside"],
+        [NEVER_BEGUN, "needs the module 'far_models', which this worker lacks", "Install it"],
         code="""\
 elsewhere = pathlib.Path(tempfile.mkdtemp())
 (elsewhere / "far_models.py").write_text("import torch\\ndef far(): return torch.nn.Linear(4, 2)")
 sys.path.insert(0, str(elsewhere))
 import far_models""",
+    ),
+    Case(
+        "path to a module that only the notebook can import",
+        {"model": '"far_models:far"'},
+        [NEVER_BEGUN, "this worker has no module 'far_models', which far_models:far needs."],
     ),
     Case(
         "option that the optimizer itself refuses",

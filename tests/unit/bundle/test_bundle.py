@@ -14,7 +14,7 @@ import pytest
 
 from etrain_jupyter.bundle import capture
 from etrain_jupyter.bundle.capture import capture_bundle
-from etrain_jupyter.bundle.restore import open_bundle
+from etrain_jupyter.bundle.restore import open_bundle, read_cells
 from etrain_jupyter.errors import BundleError
 
 
@@ -143,6 +143,30 @@ def test_library_frames_above_the_users_code_are_left_out():
     assert "Cell In[8], line 3, in loss" in text
     assert "decoder.py" in text  # what the user called may be shown
     assert "etrain_jupyter" not in text
+
+
+def test_plumbing_between_two_frames_is_left_out():
+    source = (
+        "def _call_impl(f):\n    return f()\ndef loss(x):\n    return _call_impl(lambda: 1 / x)\n"
+    )
+    names, cells = notebook(source, number=9)
+    bundle = open_bundle(capture_bundle({"loss": "loss"}, names, cell_numbers=cells).data)
+    with pytest.raises(ZeroDivisionError) as caught:
+        bundle.evaluate("loss")(0)
+    assert "_call_impl(lambda" in (text := bundle.format_user_traceback(caught.value))
+    assert "in _call_impl" not in text
+
+
+def test_path_to_a_module_that_this_worker_lacks_is_named():
+    bundle = open_bundle(capture_bundle({"model": "no_such_nets:Net"}, {}).data)
+    with pytest.raises(BundleError, match="this worker has no module 'no_such_nets'"):
+        bundle.evaluate("model")
+
+
+def test_cells_are_read_without_opening_the_bundle():
+    names, cells = notebook("def loss(x):\n    return x\n", number=4)
+    data = capture_bundle({"loss": "loss"}, names, cell_numbers=cells).data
+    assert read_cells(data)["<cell-4>"].label == "Cell In[4]"
 
 
 def test_bundle_of_another_python_is_refused():

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from etrain_jupyter.elastic import commands as c
 from etrain_jupyter.elastic import stimuli as s
+from etrain_jupyter.elastic.formation import ADMISSION_GRACE_S
 from etrain_jupyter.elastic.membership import JobState
-from etrain_jupyter.elastic.state_machine import ADMISSION_GRACE_S, REPORT_TIMEOUT_S, handle
+from etrain_jupyter.elastic.state_machine import REPORT_TIMEOUT_S, handle
 from etrain_jupyter.events import types as events
 
 

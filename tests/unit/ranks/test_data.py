@@ -53,6 +53,13 @@ def test_items_are_collated():
     assert target.tolist() == [9, 4]
 
 
+def test_samples_that_do_not_fit_together_are_named():
+    ragged = [(torch.zeros(2), 0), (torch.zeros(2), 0), (torch.zeros(3), 0)]
+    with pytest.raises(RuntimeError) as caught:
+        rows(ragged, [1, 2])
+    assert caught.value.__notes__ == ["while joining samples [1, 2] to a batch"]
+
+
 def test_items_come_in_the_same_order_from_loader_processes():
     source = open_samples(
         Squares(), name="data.train", collate=lambda items: [y for _, y in items], num_workers=1

@@ -1,0 +1,164 @@
+"""What follows from a state: changes begin, generations form, the job waits or ends."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from etrain_jupyter.elastic import stimuli as s
+from etrain_jupyter.elastic.commands import (
+    AnnounceChange,
+    FormGeneration,
+)
+from etrain_jupyter.elastic.membership import Member
+from etrain_jupyter.elastic.turn import (
+    Turn,
+    begin_collecting,
+    close_job,
+    enter_phase,
+    let_go,
+    publish_undone,
+)
+from etrain_jupyter.events import types as events
+
+ADMISSION_GRACE_S = 1.0
+"""How long warm newcomers wait for others that still warm up: one change admits them together."""
+
+MAX_FAULTS = 3
+"""Faults in a row at one place (before the first step, or in one step) that count as the user's."""
+
+
+def advance(turn: Turn) -> None:
+    """Do what is due in the state that the stimulus has led to."""
+    _check_budgets(turn)
+    phase = turn.state.phase
+    if phase == "running":
+        _announce_if_due(turn)
+    elif phase in ("changing", "collecting"):
+        if not turn.state.in_phase("ranked"):
+            _settle(turn)
+    elif phase == "gathering":
+        _settle(turn)
+
+
+def _check_budgets(turn: Turn) -> None:
+    """Give up where starting again would only fail again."""
+    state = turn.state
+    step, generations = state.same_step_faults
+    if state.outcome or state.last_fault is None:
+        return
+    if state.warm_faults >= MAX_FAULTS:
+        text = f"{state.warm_faults} trainers in a row ended before they were ready to train"
+    elif step == state.step and len(generations) >= MAX_FAULTS:
+        text = f"step {step + 1} ended a trainer in {len(generations)} generations in a row"
+    else:
+        return
+    last = state.last_fault
+    error = dataclasses.replace(last, error=f"{text}, {last.error}", step=state.step)
+    turn.set(user_error=error, outcome="failed")
+    begin_collecting(turn)
+
+
+def _announce_if_due(turn: Turn) -> None:
+    """Begin a planned change if somebody shall come or go."""
+    state = turn.state
+    ranked = state.in_phase("ranked")
+    stays = [m for m in ranked if not m.leaving]
+    newcomers = _admissible(turn)
+    # The last holders of the state do not leave before somebody has taken it over.
+    leaves = [m for m in ranked if m.leaving] if stays or newcomers else []
+    if not (newcomers or leaves or state.paused or state.outcome):
+        return
+    if any(not m.formed for m in ranked):
+        return  # one change at a time: the generation is still forming
+    for why, due in (("join", newcomers), ("leave", leaves)):
+        if due:
+            turn.add_why(why)
+    names = tuple(m.trainer for m in ranked)
+    turn.do(AnnounceChange(generation=state.generation, trainers=names))
+    enter_phase(turn, "changing")
+
+
+def _admissible(turn: Turn) -> list[Member]:
+    """Return the warm newcomers, or nobody while it pays to wait for more of them."""
+    warm = [m for m in turn.state.in_phase("warm") if not m.leaving]
+    if not warm or not turn.state.in_phase("starting"):
+        return warm
+    waited = turn.now - min(m.since for m in warm)
+    return warm if waited >= ADMISSION_GRACE_S else []
+
+
+def _settle(turn: Turn) -> None:
+    """Nobody steps: form the next generation, wait, or end."""
+    publish_undone(turn)
+    state = turn.state
+    if state.outcome:
+        close_job(turn)
+        return
+    holders = _let_leavers_go(turn)
+    newcomers = [m for m in state.in_phase("warm") if not m.leaving]
+    if state.paused:
+        enter_phase(turn, "gathering")
+        turn.set_status("paused")
+        return
+    members = holders + newcomers
+    if len(members) >= state.min_workers:
+        if state.phase != "gathering" or _is_worth_forming(turn):
+            _form(turn, members)
+        return
+    enter_phase(turn, "gathering")
+    if state.generation or not state.in_phase("starting"):
+        text = f"{len(members)} of min {state.min_workers} workers are here"
+        turn.set_status("waiting", text)
+
+
+def _let_leavers_go(turn: Turn) -> list[Member]:
+    """Release those that shall leave, if the newest state stays here; return who is left."""
+    holders = turn.state.in_phase("reported")
+    stays = [m for m in holders if not m.leaving]
+    newest = max((m.progress for m in holders), default=s.NO_PROGRESS)
+    if not any(m.progress == newest for m in stays):
+        return holders  # they hand their state over in the next generation, and leave then
+    for member in holders:
+        if member.leaving:
+            let_go(turn, member, member.leaving)
+    return stays
+
+
+def _is_worth_forming(turn: Turn) -> bool:
+    """At the start, give workers that warm up at the same time a moment to be ready together."""
+    return bool(turn.state.in_phase("reported")) or bool(_admissible(turn))
+
+
+def _form(turn: Turn, members: list[Member]) -> None:
+    """Publish the next generation: newest first, so that rank 0 holds the newest state."""
+    ranks = sorted(members, key=lambda m: (-m.progress[0], -m.progress[1], m.order))
+    newest = ranks[0].progress
+    generation = turn.state.generation + 1
+    restore = newest == s.NO_PROGRESS and turn.state.generation > 0
+    behind = tuple(rank for rank, m in enumerate(ranks) if rank and m.progress != newest)
+    if newest == s.NO_PROGRESS:
+        behind = tuple(range(1, len(ranks)))
+    step = max(0, turn.state.saved_step if restore else newest[0])
+    whys = turn.state.whys or ("start",)
+    turn.set(generation=generation, whys=(), step=step)
+    for member in ranks:
+        turn.set_member(member, phase="ranked", formed=False)
+    turn.do(
+        FormGeneration(
+            generation=generation,
+            trainers=tuple(m.trainer for m in ranks),
+            behind=behind,
+            step=step,
+            restore=restore,
+        )
+    )
+    turn.publish(
+        events.GenerationFormed,
+        why="+".join(whys),
+        world_size=len(ranks),
+        ranks=[m.worker for m in ranks],
+        step=step,
+        stall_s=turn.now - turn.state.last_step_at if turn.state.last_step_at else 0.0,
+    )
+    enter_phase(turn, "running")
+    turn.set_status("running")
