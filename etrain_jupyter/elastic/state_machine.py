@@ -5,12 +5,11 @@ commands, and the tests walk through thousands of schedules in seconds.
 
 A job goes round this loop; each turn is a generation::
 
-    gathering --enough are warm--> running --join, leave, pause, stop--> changing --all reported--+
-        ^                             |                                                           |
-        |                             +--a member is lost--> collecting --all survivors reported--+
-        +---------------------------------- too few --------------------------------------------- +
-        --> running
-    running --all done, stopped, user error--> closing --checkpoint durable--> ended
+    gathering --enough are warm--> running --join, leave, pause, stop--> changing ----+
+        ^                             |                                               |
+        |                             +--a member is lost--> collecting --all report--+
+        +---------------------- too few ----------------------------------------------+--> running
+    changing, collecting --done, stopped, user error--> closing --checkpoint durable--> ended
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import etrain_jupyter
 from etrain_jupyter.job.training_job import TrainingJob
 from etrain_jupyter.pools.local import LocalPool
 
-PATIENCE_S = 60.0
+PATIENCE_S = 150.0
 
 
 @pytest.fixture(scope="module")

@@ -31,6 +31,8 @@ from etrain_jupyter.job.training_job import TrainingJob
 from etrain_jupyter.testing.invariants import assert_invariants
 from tests.integration.conftest import until
 
+pytestmark = pytest.mark.timeout(400)  # real processes, and machines that do other things too
+
 NUM_SAMPLES, BATCH = 100, 16  # the last step of an epoch has 4 samples
 
 
@@ -126,7 +128,7 @@ def found(job: TrainingJob, kind: type) -> list[Any]:
 
 def finish(job: TrainingJob) -> None:
     SLOW.unlink(missing_ok=True)
-    assert job.wait(timeout=100) == "finished", job
+    assert job.wait(timeout=200) == "finished", job
     assert_invariants(job.events())
 
 
@@ -246,7 +248,7 @@ def test_stop_keeps_a_checkpoint_of_the_last_step(submit):
     job = submit(**body(epochs=500))
     full(job, 2)
     job.stop()
-    assert job.wait(timeout=30) == "stopped"
+    assert job.wait(timeout=150) == "stopped"
     assert found(job, CheckpointCommitted)[-1].step == job.step
     model = Net()
     job.load_into(model)
