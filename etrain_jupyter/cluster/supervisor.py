@@ -32,9 +32,8 @@ class Supervisor(WorkerPlugin):
 
     name = "etrain-supervisor"
 
-    def __init__(self, *, device: str = "cpu", run_cwd: str | None = None) -> None:
+    def __init__(self, *, device: str = "cpu") -> None:
         self._device = device
-        self._run_cwd = run_cwd
         self._trainers: dict[str, TrainerProcess] = {}
         self._ending: set[TrainerProcess] = set()
         self._spare: TrainerProcess | None = None

@@ -85,7 +85,7 @@ async def run_worker(arguments: argparse.Namespace) -> None:
         memory_limit=0,
         local_directory=str(state_dir / "scratch"),
         death_timeout=CONNECT_S,
-        plugins=(load_factory(arguments.supervisor)(device=arguments.device, run_cwd=None),),
+        plugins=(load_factory(arguments.supervisor)(device=arguments.device),),
     )
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)

@@ -72,8 +72,8 @@ class SlowCoordinator(Coordinator):
 class Supervisor(WorkerPlugin):
     name = "etrain-supervisor"
 
-    def __init__(self, *, device: str, run_cwd: str | None) -> None:
-        self.device, self.run_cwd = device, run_cwd
+    def __init__(self, *, device: str) -> None:
+        self.device = device
 
 
 class FailingSupervisor(Supervisor):
