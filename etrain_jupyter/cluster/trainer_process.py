@@ -99,7 +99,14 @@ class TrainerProcess:
             task.cancel()
         if self._writer is not None:
             self._writer.close()
+        self._close_pipes()
         self._on_exit(self, cause)
+
+    def _close_pipes(self) -> None:
+        """Close our ends of the pipes, whoever still holds the others; asyncio has no public way."""
+        transport = getattr(self._process, "_transport", None)
+        if transport is not None:
+            transport.close()
 
     async def _exit_code(self, patience_s: float = 5.0) -> int:
         """Wait for the end of the process alone.
