@@ -103,7 +103,7 @@ class TrainerProcess:
         self._on_exit(self, cause)
 
     def _close_pipes(self) -> None:
-        """Close our ends of the pipes, whoever still holds the others; asyncio has no public way."""
+        """Close our ends of the pipes, whoever holds the others; asyncio has no public way."""
         transport = getattr(self._process, "_transport", None)
         if transport is not None:
             transport.close()
