@@ -6,6 +6,8 @@ import atexit
 import contextlib
 import os
 import shutil
+import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +23,8 @@ ROOT = Path(__file__).parents[1]
 
 def prepare() -> None:
     """Give this process clusters and runs of its own, one thread a rank; call it first."""
+    # Ended by `timeout` or a CI system, it must still end its cluster.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     folder = Path(tempfile.mkdtemp(prefix="etrain-benchmarks-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     os.environ["ETRAIN_STATE"] = str(folder / "state")

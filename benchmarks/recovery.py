@@ -28,6 +28,8 @@ from etrain_jupyter.events.types import Event, GenerationFormed, StepCompleted, 
 TARGETS = ("trainer", "rank0", "worker")
 GROW_TIMEOUT_S = 120.0
 RECOVER_TIMEOUT_S = 60.0
+STEPS_PER_KILL = 1000
+"""More than are ever needed, but an end: a job outlives the benchmark that loses it."""
 SETTLE_STEPS = 10
 """Steps at full size before the next kill: they give the ordinary step."""
 
@@ -59,8 +61,9 @@ def measure_job(
 ) -> dict[str, Any]:
     """Kill ``num_kills`` times a target in one job, and check afterwards that nothing was lost."""
     chance = random.Random(0)
+    num_steps = STEPS_PER_KILL * num_kills * len(targets)
     with ours.cluster():
-        job = ours.submit(workload, num_steps=10_000_000, world_size=world_size)
+        job = ours.submit(workload, num_steps=num_steps, world_size=world_size)
         found = {}
         for target in targets:
             kills = []

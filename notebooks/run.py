@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -30,6 +31,8 @@ def main() -> int:
     parser.add_argument("--output", type=Path, required=True, help="folder of the executed copy")
     parser.add_argument("--timeout", type=int, default=600, help="seconds that one cell may take")
     options = parser.parse_args()
+    # Ended by `timeout` or a CI system, it must still end the notebook's cluster.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     options.output.mkdir(parents=True, exist_ok=True)
     return run(options.notebook, options.output, options.timeout)
 
