@@ -189,7 +189,9 @@ def _take_saved(turn: Turn, stimulus: s.CheckpointSaved) -> None:
     if stimulus.ok:
         turn.set(saved_step=max(turn.state.saved_step, stimulus.step))
     if turn.state.phase == "closing":
-        end_job(turn)
+        newest = max((m.progress[0] for m in turn.state.in_phase("reported")), default=0)
+        if stimulus.step >= newest:  # an older one may have been under way when the job was ended
+            end_job(turn)
 
 
 def _take_bounds(turn: Turn, stimulus: s.BoundsChanged) -> None:

@@ -326,3 +326,12 @@ def test_step_that_one_survivor_has_committed_is_not_told_of_as_undone():
         story.tell(report)
     [fact] = story.found(events.StepUndone)
     assert (fact.step, fact.workers) == (6, ["w2"])
+
+
+def test_checkpoint_that_was_under_way_does_not_pass_for_the_last_one():
+    story = Story().start("w1").tell(s.StopAsked()).report("w1", step=83)
+    assert story.found(c.SaveCheckpoint)
+    story.tell(s.CheckpointSaved(step=80))
+    assert story.state.phase == "closing"
+    story.tell(s.CheckpointSaved(step=83))
+    assert story.state.status == "stopped"
