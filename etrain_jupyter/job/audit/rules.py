@@ -191,39 +191,34 @@ def _name_steps(first: int, last: int) -> str:
 def _check_losses(log: Sequence[Event]) -> Iterator[str]:
     """A planned change undoes no step, and each lost worker at most one.
 
-    A loss may be known just before the step in flight is committed after all, and then cost the
-    next one; so a loss that cost nothing yet counts for one step more.
+    Both are told by generation: steps that were committed before a loss may be logged after it, so
+    the order of the lines says nothing.
     """
-    undone: set[tuple[int, int]] = set()
-    told: set[tuple[int, int]] = set()  # the survivors tell one after the other
-    losses, losses_before = 0, 0
-    for event in [*log, None]:
+    undone: dict[int, set[int]] = defaultdict(set)
+    losses: Counter[int] = Counter()
+    for event in log:
         if isinstance(event, StepUndone):
-            undone |= {(event.generation, event.step)} - told
+            undone[event.generation].add(event.step)
         elif _may_undo(event):
-            losses += 1
-        elif event is None or isinstance(event, StepCompleted):
-            if len(undone) > losses + losses_before:
-                yield _name_waste(undone, losses + losses_before)
-            num_new_used = max(0, len(undone) - losses_before)
-            losses, losses_before = 0, max(0, losses - num_new_used)
-            told |= undone
-            undone = set()
+            losses[event.generation] += 1
+    for generation, steps in undone.items():
+        if len(steps) > losses[generation]:
+            yield _name_waste(steps, losses[generation])
 
 
-def _may_undo(event: Event | None) -> bool:
+def _may_undo(event: Event) -> bool:
     """Return whether this may cost the step in flight: a loss, an error, an end at once."""
     if isinstance(event, JobStatusChanged):
         return event.status in TERMINAL_STATUSES
     return isinstance(event, WorkerLost | UserErrorRaised)
 
 
-def _name_waste(undone: set[tuple[int, int]], num_losses: int) -> str:
-    steps = sorted({step for _, step in undone})
+def _name_waste(undone: set[int], num_losses: int) -> str:
+    steps = sorted(undone)
     names = f"step {steps[0]} was" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]} were"
     if num_losses == 0:
         return f"{names} undone although no worker had been lost"
-    return f"{names} undone {len(undone)} times for {num_losses} lost workers"
+    return f"{names} undone for {num_losses} lost workers"
 
 
 def _digests_by_step(log: Sequence[Event]) -> dict[int, list[WeightsHashed]]:
