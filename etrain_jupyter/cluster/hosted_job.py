@@ -62,7 +62,6 @@ class TrainerFacts:
     started_at: float
     pid: int = 0
     device: str = ""
-    formed: bool = False
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
     """What it printed last."""
 
@@ -170,7 +169,6 @@ class HostedJob:
         self.step_clock.ranks = command.trainers
         self._is_restoring = command.restore  # rank 0 tells to which step
         for rank, trainer in enumerate(command.trainers):
-            self.trainers[trainer].formed = False
             self._send(
                 trainer,
                 {
@@ -258,8 +256,7 @@ class HostedJob:
                 told = {k: message[k] for k in ("op", "generation", "key", "value")}
                 self._send(member.trainer, told)
 
-    def _on_formed(self, trainer: str, facts: TrainerFacts, message: Message) -> None:
-        facts.formed = True
+    def _on_formed(self, trainer: str, _: TrainerFacts, message: Message) -> None:
         self.handle(s.TrainerFormed(trainer=trainer, generation=message["generation"]))
 
     def _on_report(self, trainer: str, _: TrainerFacts, message: Message) -> None:
