@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,12 +47,12 @@ def _cell_numbers() -> Mapping[str, int]:
     return dict(getattr(getattr(current_shell(), "compile", None), "_filename_map", {}))
 
 
-def submit(plan: Plan) -> TrainingJob:
-    """Bring the pool up and hand the job to its coordinator."""
+def submit(plan: Plan, *, faults: Sequence[Mapping[str, Any]] = ()) -> TrainingJob:
+    """Bring the pool up and hand the job to its coordinator; ``faults`` is a test's plan."""
     for warning in plan.bundle.warnings:
         print(f"etrain: {warning}")
     address = get_pool(plan.config.pool).up()
-    return submit_job(plan.config, plan.bundle, address=address, cell=plan.cell)
+    return submit_job(plan.config, plan.bundle, address=address, cell=plan.cell, faults=faults)
 
 
 def show(job: TrainingJob) -> None:

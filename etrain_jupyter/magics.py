@@ -15,17 +15,11 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.magic import Magics, line_cell_magic, magics_class, no_var_expand
 
 from etrain_jupyter import launch
+from etrain_jupyter.command_line import HelpRequested, make_parser
 from etrain_jupyter.errors import ConfigError, EtrainError
 from etrain_jupyter.job.run_store import RunStore
 from etrain_jupyter.job.training_job import TrainingJob
-from etrain_jupyter.subcommands import (
-    HelpRequested,
-    find_subcommand,
-    make_parser,
-    overview,
-    run_line,
-    wait_for,
-)
+from etrain_jupyter.subcommands import find_subcommand, overview, run_line, wait_for
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell

@@ -11,10 +11,12 @@ import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import NoReturn, Protocol
+from typing import Protocol
 
+from etrain_jupyter.command_line import HelpRequested, make_parser, one_of, seconds_of
 from etrain_jupyter.config import template
 from etrain_jupyter.doctor import examine
+from etrain_jupyter.elastic.chaos import FAULT_KINDS, MODES
 from etrain_jupyter.errors import ConfigError, EtrainError, NotSupportedYetError
 from etrain_jupyter.events.types import TERMINAL_STATUSES, LogLine, UserErrorRaised
 from etrain_jupyter.job.history import peek_log
@@ -23,8 +25,11 @@ from etrain_jupyter.job.run_store import JobRecord, RunStore
 from etrain_jupyter.job.training_job import TrainingJob
 from etrain_jupyter.pools import registry
 
-LATER = ("chaos", "checkpoints", "cost", "diagnose", "plan", "reap", "tensorboard", "up")
+LATER = ("checkpoints", "cost", "diagnose", "plan", "reap", "tensorboard", "up")
 """Sub-commands of the contract that this version does not have."""
+
+TRAINER_FAULTS = tuple(kind for kind in FAULT_KINDS if kind not in ("notice", "worker"))
+"""What ``kill --how`` can do to a trainer."""
 
 
 class Surface(Protocol):
@@ -41,30 +46,6 @@ class Surface(Protocol):
         """Show a job, and bind it to ``variable`` if the place has variables."""
 
 
-class Parser(argparse.ArgumentParser):
-    """Raises where argparse would end the process: a mistyped line must not end a kernel."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise what the surface shows instead of exiting."""
-        flags = [word for word in message.split() if word.startswith("-")]
-        known = [name for name in self._option_string_actions if name.startswith("--")]
-        near = difflib.get_close_matches(flags[0], known, n=1) if flags else []
-        hint = f"did you mean {near[0]}?" if near else self.format_usage().strip()
-        raise ConfigError(f"{self.prog}: {message}", hint=hint)
-
-
-class HelpAction(argparse.Action):
-    """``--help`` as an exception that carries the text."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        """Stop parsing."""
-        raise HelpRequested(parser.format_help())
-
-
-class HelpRequested(Exception):
-    """Somebody typed ``--help``; the text is the only argument."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Subcommand:
     """One sub-command: its words, its arguments and what it does."""
@@ -74,16 +55,6 @@ class Subcommand:
     run: Callable[[Surface, argparse.Namespace], str]
     arguments: tuple[Callable[[argparse.ArgumentParser], object], ...] = ()
     is_for_notebooks_only: bool = False
-
-
-def make_parser(prog: str, summary: str, epilog: str = "") -> Parser:
-    """Return a parser that neither prints nor exits."""
-    parser = Parser(
-        prog=prog, description=summary, epilog=epilog, add_help=False, allow_abbrev=False
-    )
-    parser.register("action", "help", HelpAction)
-    parser.add_argument("-h", "--help", action="help", nargs=0, help="show this text")
-    return parser
 
 
 def run_line(surface: Surface, words: Sequence[str], *, prog: str) -> str:
@@ -188,9 +159,10 @@ def wait_for(job: TrainingJob, timeout: float | None = None) -> str:
             "%etrain wait without --timeout waits for its end."
         )
     job.raise_for_status()
-    if job.was_interrupted:
+    if job.was_interrupted or status == "stopped":
+        by = "by the interrupt " if job.was_interrupted else ""
         raise EtrainError(
-            f"job {job.id} was stopped by the interrupt at step {job.step}. "
+            f"job {job.id} was stopped {by}at step {job.step}. "
             "Run the next cells by hand to go on with what it has learnt."
         )
     return repr(job)
@@ -232,7 +204,18 @@ def _preempt(surface: Surface, args: argparse.Namespace) -> str:
 
 
 def _kill(surface: Surface, args: argparse.Namespace) -> str:
-    return surface.find(args.job).kill(args.worker)
+    how = one_of("--how", args.how, ("worker", *TRAINER_FAULTS))
+    return surface.find(args.job).kill(args.worker, how=how)
+
+
+def _chaos(surface: Surface, args: argparse.Namespace) -> str:
+    if args.off:
+        return surface.find(args.job).chaos(off=True)
+    mode = one_of("--mode", args.mode, MODES)
+    duration_s = None if args.duration is None else seconds_of("--duration", args.duration)
+    mtbf_s = seconds_of("--mtbf", args.mtbf)
+    job = surface.find(args.job)
+    return job.chaos(mtbf_s=mtbf_s, mode=mode, duration_s=duration_s, seed=args.seed)
 
 
 def _audit(surface: Surface, args: argparse.Namespace) -> str:
@@ -291,6 +274,22 @@ def _worker(parser: argparse.ArgumentParser) -> None:
 
 def _notice(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--notice", type=float, default=120.0, metavar="S", help="seconds (120)")
+
+
+def _how(parser: argparse.ArgumentParser) -> None:
+    kinds = ", ".join(TRAINER_FAULTS)
+    text = f"worker (default: its whole process), or what befalls its trainer: {kinds}"
+    parser.add_argument("--how", default="worker", metavar="KIND", help=text)
+
+
+def _chances(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--mtbf", default="15s", metavar="TIME", help="mean time between two faults (15s)")
+    kinds = ", ".join(FAULT_KINDS)
+    add("--mode", default="mix", metavar="KIND", help=f"mix of all (default), or one of: {kinds}")
+    add("--duration", metavar="TIME", help="end it after this time, for example 5min")
+    add("--seed", type=int, metavar="N", help="repeat the faults of a run with the same seed")
+    add("--off", action="store_true", help="end it now")
 
 
 def _now(parser: argparse.ArgumentParser) -> None:
@@ -363,7 +362,13 @@ SUBCOMMANDS: tuple[Subcommand, ...] = (
         name="kill",
         summary="kill a worker's process: a fault on purpose",
         run=_kill,
-        arguments=(_worker, _job_option),
+        arguments=(_worker, _how, _job_option),
+    ),
+    Subcommand(
+        name="chaos",
+        summary="let faults happen at random, to see that nothing comes of it",
+        run=_chaos,
+        arguments=(_job, _chances),
     ),
     Subcommand(
         name="audit",

@@ -8,17 +8,19 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from distributed import Scheduler, SchedulerPlugin
 
-from etrain_jupyter.cluster.hosted_job import HostedJob, Message, Order
+from etrain_jupyter.cluster.deliberate import Injector
+from etrain_jupyter.cluster.hosted_job import HostedJob, Message
 from etrain_jupyter.cluster.nodes import NodeSource
+from etrain_jupyter.cluster.order import Order
+from etrain_jupyter.cluster.requests import RequestError, Requests, UnknownJobError
+from etrain_jupyter.cluster.roster import Roster, WorkerFacts
 from etrain_jupyter.elastic import stimuli as s
 from etrain_jupyter.elastic.allocation import Claim, allocate
-from etrain_jupyter.events import types as events
 
 logger = logging.getLogger("etrain.coordinator")
 
@@ -26,29 +28,12 @@ TICK_S = 0.25
 COALESCE_S = 0.05
 """How long an answer to a listener is held back to take more events along: at most 20 a second."""
 
+HANG_S = 30.0
+"""How long the ranks of a job may stand still, unless the variable ``ETRAIN_HANG_S`` says else."""
 
-@dataclass
-class WorkerFacts:
-    """A worker that has a supervisor."""
-
-    name: str
-    address: str
-    device: str
-    pid: int
-    leaves_at: float = 0.0
-    """When its machine will be taken; 0 if nothing is known of that."""
-
-
-class RequestError(Exception):
-    """A request that cannot be done; the text goes back to whoever asked."""
-
-    kind = "request"
-
-
-class UnknownJobError(RequestError):
-    """A request for a job that this cluster does not have."""
-
-    kind = "JobNotFoundError"
+SILENCE_S = 10.0
+"""How long a supervisor may be silent, unless ``ETRAIN_SILENCE_S`` says else. Dask would notice a
+machine that vanished without closing its connections only after minutes."""
 
 
 Handler = Callable[..., Awaitable[dict[str, Any]]]
@@ -66,7 +51,13 @@ class Coordinator(SchedulerPlugin):
         self._cluster_id = cluster_id
         self._on_shutdown = on_shutdown
         self._jobs: dict[str, HostedJob] = {}
-        self._workers: dict[str, WorkerFacts] = {}
+        silence_s = float(os.environ.get("ETRAIN_SILENCE_S", SILENCE_S))
+        self._hang_s = float(os.environ.get("ETRAIN_HANG_S", HANG_S))
+        self._workers = Roster(silence_s=silence_s, tick_s=TICK_S)
+        self._injector = Injector(nodes, self._workers, self._allocate)
+        self._requests = Requests(
+            nodes=nodes, roster=self._workers, injector=self._injector, allocate=self._allocate
+        )
         self._idle_since = time.monotonic()
         self._ticker: asyncio.Task[None] | None = None
 
@@ -87,7 +78,7 @@ class Coordinator(SchedulerPlugin):
         }
         for name, handler in handlers.items():
             scheduler.handlers[f"etrain_{name}"] = _answering(handler)
-        self._ticker = asyncio.create_task(self._tick())
+        self._ticker = asyncio.create_task(self._tick_often())
 
     async def close(self) -> None:
         """Stop ticking; the scheduler is closing."""
@@ -96,13 +87,21 @@ class Coordinator(SchedulerPlugin):
             with contextlib.suppress(asyncio.CancelledError):
                 await self._ticker
 
-    async def _tick(self) -> None:
+    async def _tick_often(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            for job in self._active():
-                job.handle(s.Tick())
-            self._after_change()
-            self._take_noticed_machines()
+            self.tick()
+
+    def tick(self) -> None:
+        """Do what is due because time has passed."""
+        now = time.time()
+        asleep_s = self._workers.tick(now)
+        self._give_up_silent(now)
+        for job in self._active():
+            job.handle(s.Tick(asleep_s=asleep_s))
+            self._injector.tick(job)
+        self._after_change()
+        self._take_noticed_machines()
 
     def is_busy(self, worker: str) -> bool:
         """Whether a job holds this worker; the pool may end the others when there are too many."""
@@ -119,30 +118,64 @@ class Coordinator(SchedulerPlugin):
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **_: Any) -> None:
         """Take in that a worker's connection is gone. Called by the scheduler."""
-        facts = next((w for w in self._workers.values() if w.address == worker), None)
-        if facts is None:
-            return
-        del self._workers[facts.name]
-        cause = "preempted" if facts.leaves_at else f"worker process {facts.pid} is gone"
+        facts = self._workers.remove(worker)
+        if facts is not None:
+            cause = "preempted" if facts.leaves_at else f"worker process {facts.pid} is gone"
+            self._lose(facts, cause)
+
+    def _give_up_silent(self, now: float) -> None:
+        """Do without workers whose supervisors are silent, though their connections stand."""
+        for facts, silence_s in self._workers.give_up_silent(now):
+            self._nodes.kill(facts.name)
+            self._lose(facts, f"silent for {silence_s:.1f} s", detected_s=silence_s)
+
+    def _lose(self, facts: WorkerFacts, cause: str, detected_s: float = 0.0) -> None:
         for job in self._active():
-            job.handle(s.WorkerGone(worker=facts.name, cause=cause))
+            job.handle(s.WorkerGone(worker=facts.name, cause=cause, detected_s=detected_s))
         self._allocate()
 
     def _take_report(self, message: Message, worker: str) -> None:
         """Take a message of a supervisor; ``worker`` is its address."""
+        now = time.time()
         if message["op"] == "supervisor":
-            name = str(self._scheduler.workers[worker].name)
-            facts = WorkerFacts(name, worker, message["device"], message["pid"])
-            self._workers[name] = facts
-            self._allocate()
+            facts = WorkerFacts(
+                name=str(self._scheduler.workers[worker].name),
+                address=worker,
+                device=message["device"],
+                pid=message["pid"],
+                incarnation=message["incarnation"],
+            )
+            if self._workers.greet(facts, now):
+                self._allocate()
             return
-        for job in list(self._jobs.values()):
-            if message["trainer"] in job.trainers and not job.state.is_ended:
-                facts_of = job.trainers[message["trainer"]]
-                known = self._workers.get(facts_of.worker)
-                if known is not None and known.address == worker:
-                    job.take_report(message["trainer"], message)
+        known = self._workers.hear(worker, now)
+        if known is None:
+            self._reset(worker)
+        elif message["op"] == "beat":
+            for trainer, page in message["trainers"].items():
+                for job in self._jobs_of(trainer, known):
+                    job.take_progress(trainer, page)
+        else:
+            for job in self._jobs_of(message["trainer"], known):
+                job.take_report(message["trainer"], message)
+                self._injector.commit_planned(job)
         self._after_change()
+
+    def _jobs_of(self, trainer: str, worker: WorkerFacts) -> list[HostedJob]:
+        """Return the job whose trainer this is, if the worker is the one that it was started on."""
+        return [
+            job
+            for job in self._active()
+            if trainer in job.trainers and job.trainers[trainer].worker == worker.name
+        ]
+
+    def _reset(self, address: str) -> None:
+        """Tell a supervisor that was given up to begin anew; it may be told several times."""
+        incarnation = self._workers.given_up(address)
+        stream = self._scheduler.stream_comms.get(address)
+        if incarnation is not None and stream is not None:
+            message = {"op": "reset", "incarnation": incarnation}
+            stream.send({"op": "etrain_order", "message": message})
 
     def _tell(self, worker: str, message: Message) -> None:
         facts = self._workers.get(worker)
@@ -166,7 +199,7 @@ class Coordinator(SchedulerPlugin):
                     held=held,
                 )
             )
-        usable = [w.name for w in self._workers.values() if not w.leaves_at]
+        usable = [w.name for w in self._workers if not w.leaves_at]
         busy = {
             m.worker
             for job in self._active()
@@ -184,14 +217,16 @@ class Coordinator(SchedulerPlugin):
         for job in ended:
             job.order.bundle = b""
             job.trainers.clear()
+            self._injector.end_chaos(job)
             self._idle_since = time.monotonic()
-        if ended:
+        # A job that was about to end, and goes on after all, has no workers to ask for.
+        if ended or any(not j.state.assigned and not j.state.outcome for j in self._active()):
             self._allocate()
 
     def _take_noticed_machines(self) -> None:
         """Hand noticed workers back once nobody trains on them; take them when time is over."""
         used = {m.worker for job in self._active() for m in job.state.members.values()}
-        for facts in list(self._workers.values()):
+        for facts in self._workers:
             if not facts.leaves_at:
                 continue
             if facts.name not in used:
@@ -205,21 +240,12 @@ class Coordinator(SchedulerPlugin):
         order = Order(**{**job, "run_dir": Path(job["run_dir"])})
         if order.job_id in self._jobs:
             raise RequestError(f"job {order.job_id} is here already")
-        self._check_capacity(order.min_workers, "Nothing was submitted")
+        self._requests.check_capacity(order.min_workers, "Nothing was submitted")
         order.run_dir.mkdir(parents=True, exist_ok=True)
         (order.run_dir / "bundle").write_bytes(order.bundle)
-        self._jobs[order.job_id] = HostedJob(order=order, tell=self._tell)
+        self._jobs[order.job_id] = HostedJob(order=order, tell=self._tell, hang_s=self._hang_s)
         self._allocate()
         return {"job_id": order.job_id}
-
-    def _check_capacity(self, min_workers: int, outcome: str) -> None:
-        """Refuse what would wait for ever."""
-        most = self._nodes.capacity()
-        if most is not None and min_workers > most:
-            raise RequestError(
-                f"workers.min={min_workers} is more than the {most} workers that this pool can "
-                f"have. {outcome}. Write workers.min of {most} or less."
-            )
 
     async def _jobs_list(self) -> dict[str, Any]:
         return {"jobs": [job.summary() for job in self._jobs.values()]}
@@ -260,13 +286,7 @@ class Coordinator(SchedulerPlugin):
     async def _request(
         self, job_id: str, request: str, args: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        job = self._job(job_id)
-        if job.state.is_ended:
-            raise RequestError(f"job {job.order.name} has ended as {job.state.status}")
-        do = _REQUESTS.get(request)
-        if do is None:
-            raise RequestError(f"no request {request!r}; there are {', '.join(_REQUESTS)}")
-        message = do(self, job, **(args or {}))
+        message = self._requests.do(self._job(job_id), request, args or {})
         self._after_change()
         return {"message": message}
 
@@ -274,80 +294,6 @@ class Coordinator(SchedulerPlugin):
         if job_id not in self._jobs:
             raise UnknownJobError(f"job {job_id} is not on this cluster")
         return self._jobs[job_id]
-
-    # --- requests ---
-
-    def _stop(self, job: HostedJob, now: bool = False) -> str:
-        job.handle(s.StopAsked(now=now))
-        return "stopped" if now else "stops at the next step boundary, with a checkpoint"
-
-    def _pause(self, job: HostedJob) -> str:
-        job.handle(s.PauseAsked())
-        return "pauses at the next step boundary; its workers keep the state"
-
-    def _resume(self, job: HostedJob) -> str:
-        job.handle(s.ResumeAsked())
-        return "goes on"
-
-    def _scale(self, job: HostedJob, min: int | None = None, max: int | None = None) -> str:
-        low = job.state.min_workers if min is None else min
-        high = job.state.max_workers if max is None else max
-        if not 1 <= low <= high:
-            raise RequestError(f"workers min={low}, max={high}: they must obey 1 <= min <= max")
-        self._check_capacity(low, "Nothing was changed")
-        job.handle(s.BoundsChanged(min_workers=low, max_workers=high))
-        self._allocate()
-        return f"trains on {low} to {high} workers from now on"
-
-    def _checkpoint(self, job: HostedJob) -> str:
-        ranked = job.state.in_phase("ranked")
-        if not ranked:
-            raise RequestError("no rank is training now, so there is nothing new to save")
-        for member in ranked:
-            job._send(member.trainer, {"op": "checkpoint"})
-        return "saves at the next step boundary"
-
-    def _preempt(self, job: HostedJob, worker: str | None = None, notice_s: float = 120.0) -> str:
-        facts = self._victim(job, worker)
-        facts.leaves_at = time.time() + notice_s
-        job.log(events.PreemptionNoticed, worker=facts.name, deadline=facts.leaves_at)
-        job.handle(s.WorkerNoticed(worker=facts.name))
-        self._allocate()
-        return f"{facts.name} has {notice_s:g} s; it leaves at the next step boundary"
-
-    def _kill(self, job: HostedJob, worker: str | None = None) -> str:
-        facts = self._victim(job, worker)
-        job.log(
-            events.LogLine, level="warning", worker="", text=f"{facts.name} is killed on request"
-        )
-        self._nodes.kill(facts.name)
-        return f"{facts.name} (process {facts.pid}) was killed"
-
-    def _victim(self, job: HostedJob, worker: str | None) -> WorkerFacts:
-        """Return the worker that was named, or the last rank's."""
-        ranked = [
-            m.worker
-            for m in job.state.in_phase("ranked")
-            if not m.leaving and m.worker in self._workers
-        ]
-        if worker is None and not ranked:
-            raise RequestError("no worker is training now")
-        name = ranked[-1] if worker is None else worker
-        if name not in self._workers or job.state.of_worker(name) is None:
-            known = ", ".join(m.worker for m in job.state.members.values()) or "none"
-            raise RequestError(f"no worker {name!r} in this job; there are: {known}")
-        return self._workers[name]
-
-
-_REQUESTS: dict[str, Callable[..., str]] = {
-    "stop": Coordinator._stop,
-    "pause": Coordinator._pause,
-    "resume": Coordinator._resume,
-    "scale": Coordinator._scale,
-    "checkpoint": Coordinator._checkpoint,
-    "preempt": Coordinator._preempt,
-    "kill": Coordinator._kill,
-}
 
 
 def _answering(handler: Handler) -> Handler:

@@ -4,66 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import itertools
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from etrain_jupyter.bundle.restore import read_cells
+from etrain_jupyter.cluster.deliberate import FATAL, PlannedFaults
+from etrain_jupyter.cluster.job_log import JobLog
 from etrain_jupyter.cluster.last_words import last_words
+from etrain_jupyter.cluster.order import Order, TrainerFacts
 from etrain_jupyter.cluster.steps import StepClock
 from etrain_jupyter.elastic import commands as c
 from etrain_jupyter.elastic import stimuli as s
+from etrain_jupyter.elastic.backend import choose_backend
 from etrain_jupyter.elastic.membership import JobState
 from etrain_jupyter.elastic.state_machine import handle
 from etrain_jupyter.events import types as events
-from etrain_jupyter.events.log import EventLog, read_events
-
-RECENT_EVENTS = 20_000
-"""Events kept in memory for listeners; older ones are read from the log."""
-
-LAST_LINES = 100
-"""Printed lines kept of each trainer, in case it crashes; Python's report alone has about 50."""
 
 Message = dict[str, Any]
 Tell = Callable[[str, Message], None]
 """Sends an order to a worker's supervisor, by worker name."""
 
+FENCED = frozenset({"store", "formed", "report", "steps", "eval", "weights"})
+"""What a rank says as a rank of its generation: nothing of it counts once that is over."""
 
-@dataclass(kw_only=True)
-class Order:
-    """What was submitted."""
-
-    job_id: str
-    name: str
-    run_dir: Path
-    config: dict[str, Any]
-    bundle: bytes
-    pool: str = "local"
-    cwd: str = ""
-    min_workers: int = 1
-    max_workers: int = 1
-
-    @property
-    def checkpoints(self) -> str:
-        """Where its checkpoints go: the run folder, or its own one under ``checkpoint.to``."""
-        to = (self.config.get("checkpoint") or {}).get("to")
-        return str(Path(to).expanduser() / self.job_id) if to else str(self.run_dir)
-
-
-@dataclass
-class TrainerFacts:
-    """What one trainer said of itself."""
-
-    worker: str
-    started_at: float
-    pid: int = 0
-    device: str = ""
-    last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
-    """What it printed last."""
+FROM_ANYBODY = frozenset({"log", "checkpoint_committed", "checkpoint_failed"})
+"""What counts whoever says it: a checkpoint is there, though its writer was released meanwhile."""
 
 
 @dataclass(kw_only=True)
@@ -72,21 +39,26 @@ class HostedJob:
 
     order: Order
     tell: Tell
+    hang_s: float = 30.0
+    """How long ranks may stand still, at least."""
     state: JobState = field(init=False)
     plan: dict[str, Any] = field(default_factory=dict)
     step_clock: StepClock = field(default_factory=StepClock)
     trainers: dict[str, TrainerFacts] = field(default_factory=dict)
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set whenever an event was logged; a listener that waits replaces it."""
+    planned: PlannedFaults = field(init=False)
+    _restoring: int = field(default=0, init=False)
+    """The generation that begins with a checkpoint, until a rank has told which; 0 if none does."""
 
     def __post_init__(self) -> None:
         order = self.order
         self.state = JobState(
-            job_id=order.job_id, min_workers=order.min_workers, max_workers=order.max_workers
+            job_id=order.job_id,
+            min_workers=order.min_workers,
+            max_workers=order.max_workers,
+            hang_s=self.hang_s,
         )
-        self._log = EventLog(order.run_dir / "events.jsonl")
-        self._is_restoring = False
-        self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT_EVENTS)
+        self.planned = PlannedFaults(order.faults)
+        self._log = JobLog(order.run_dir / "events.jsonl")
         self.log(
             events.JobSubmitted,
             name=order.name,
@@ -102,28 +74,21 @@ class HostedJob:
     def log(self, kind: type[events.Event], **values: Any) -> None:
         """Append one fact that happened now, unless it brings its own ``time``."""
         common = {"time": time.time(), "generation": self.state.generation}
-        self.append([kind(job_id=self.order.job_id, **{**common, **values})])
-
-    def append(self, facts: list[events.Event]) -> None:
-        """Append facts to the durable log first, then let listeners have them."""
-        if not facts:
-            return
-        self._recent.extend(event.to_dict() for event in self._log.append(facts))
-        self.changed.set()
-        self.changed = asyncio.Event()
+        self._log.append([kind(job_id=self.order.job_id, **{**common, **values})])
 
     def events_since(self, seq: int, limit: int) -> list[dict[str, Any]]:
         """Return at most ``limit`` events after ``seq``, in order."""
-        if self._recent and seq >= self._recent[0]["seq"] - 1:
-            skip = seq - self._recent[0]["seq"] + 1
-            return list(itertools.islice(self._recent, skip, skip + limit))
-        path = self.order.run_dir / "events.jsonl"
-        return [event.to_dict() for event in read_events(path, since=seq, limit=limit)]
+        return self._log.since(seq, limit)
 
     @property
     def last_seq(self) -> int:
         """Sequence number of the newest event."""
         return self._log.last_seq
+
+    @property
+    def changed(self) -> asyncio.Event:
+        """Set with the next event."""
+        return self._log.changed
 
     # --- the state machine ---
 
@@ -150,26 +115,29 @@ class HostedJob:
                 "bundle": order.bundle,
                 "cwd": order.cwd,
                 "checkpoints": order.checkpoints,
+                "faults": self.planned.of_trainers(),
             },
         )
 
-    def _send(self, trainer: str, message: Message) -> None:
+    def send(self, trainer: str, message: Message) -> None:
+        """Tell a trainer something, through its supervisor."""
         worker = self.trainers[trainer].worker
         self.tell(worker, {"op": "tell", "trainer": trainer, "message": message})
 
     def _announce(self, command: c.AnnounceChange) -> None:
         for trainer in command.trainers:
-            self._send(trainer, {"op": "change", "generation": command.generation})
+            self.send(trainer, {"op": "change", "generation": command.generation})
 
     def _abort(self, command: c.AbortGeneration) -> None:
         for trainer in command.trainers:
-            self._send(trainer, {"op": "abort", "generation": command.generation})
+            self.send(trainer, {"op": "abort", "generation": command.generation})
 
     def _form(self, command: c.FormGeneration) -> None:
         self.step_clock.ranks = command.trainers
-        self._is_restoring = command.restore  # rank 0 tells to which step
+        facts = [self.trainers[trainer] for trainer in command.trainers]
+        backend = choose_backend([(known.device, known.gpu) for known in facts])
         for rank, trainer in enumerate(command.trainers):
-            self._send(
+            self.send(
                 trainer,
                 {
                     "op": "form",
@@ -179,18 +147,27 @@ class HostedJob:
                     "behind": list(command.behind),
                     "restore": command.restore,
                     "logged_step": min(self.step_clock.logged_step, command.step),
+                    "backend": backend,
+                    "faults": self.planned.of_trainers(),
                 },
             )
 
     def _save(self, command: c.SaveCheckpoint) -> None:
-        self._send(command.trainer, {"op": "save", "generation": self.state.generation})
+        logged_step = self.step_clock.logged_step
+        order = {"op": "save", "generation": self.state.generation, "logged_step": logged_step}
+        self.send(command.trainer, order)
 
     def _release(self, command: c.ReleaseTrainer) -> None:
-        self._send(command.trainer, {"op": "release"})
+        self.send(command.trainer, {"op": "release"})
 
     def _kill(self, command: c.KillTrainer) -> None:
         worker = self.trainers[command.trainer].worker
-        self.tell(worker, {"op": "kill", "trainer": command.trainer, "why": command.why})
+        order = {"op": "kill", "trainer": command.trainer, "why": command.why}
+        self.tell(worker, {**order, "stacks": command.stacks})
+
+    def _dump_stacks(self, command: c.DumpStacks) -> None:
+        worker = self.trainers[command.trainer].worker
+        self.tell(worker, {"op": "stacks", "trainer": command.trainer})
 
     def _publish(self, command: c.Publish) -> None:
         event = command.event
@@ -198,10 +175,12 @@ class HostedJob:
             by_worker = {facts.worker: facts.pid for facts in self.trainers.values()}
             pids = [by_worker.get(worker, 0) for worker in event.ranks]
             event = dataclasses.replace(event, trainer_pids=pids)
-        self.append([event])
+        self._log.append([event])
         if isinstance(event, events.GenerationFormed):
             is_older = event.step < self.step_clock.logged_step
-            if is_older and not self._is_restoring:
+            if self.state.is_restoring:  # the first rank that has formed tells to which step
+                self._restoring = event.generation
+            elif is_older:
                 self._go_back(event.step)
 
     # --- what trainers say ---
@@ -212,17 +191,27 @@ class HostedJob:
         take = _TAKE.get(message["op"])
         if facts is None or take is None or self.state.is_ended:
             return
-        generation = message.get("generation")
-        is_fenced = message["op"] in ("store", "steps", "eval", "weights", "restored")
-        if is_fenced and generation != self.state.generation:
-            return  # said in a generation that is over
+        op, generation = message["op"], message.get("generation") or 0
+        if op not in FROM_ANYBODY and trainer not in self.state.members:
+            return  # it was lost, or let go: it has no say any more
+        is_over = generation != self.state.generation
+        if is_over and (op in FENCED or (op == "user_error" and generation)):
+            return
         take(self, trainer, facts, message)
+
+    def take_progress(self, trainer: str, page: Mapping[str, Any]) -> None:
+        """Take what a supervisor read on a trainer's progress page."""
+        if trainer not in self.state.members:
+            return
+        names = ("generation", "collectives", "beats", "phase", "alive_age_s", "process")
+        self.handle(s.ProgressSeen(trainer=trainer, **{name: page[name] for name in names}))
 
     def _on_started(self, _: str, facts: TrainerFacts, message: Message) -> None:
         facts.pid = message["pid"] or facts.pid
 
     def _on_hello(self, trainer: str, facts: TrainerFacts, message: Message) -> None:
         facts.pid, facts.device = message["pid"], message["device"]
+        facts.gpu = message.get("gpu", "")
         if not self.plan:
             self.plan = message["plan"]
             self.log(events.JobPlanned, **self.plan)
@@ -238,7 +227,7 @@ class HostedJob:
             return
         warm_s = time.time() - facts.started_at
         self.log(events.WorkerWarmed, worker=facts.worker, trainer_pid=facts.pid, warm_s=warm_s)
-        self.handle(s.TrainerWarm(trainer=trainer))
+        self.handle(s.TrainerWarm(trainer=trainer, warm_s=message["warm_s"]))
 
     @staticmethod
     def _lengths(plan: Mapping[str, Any]) -> tuple[int, int]:
@@ -254,10 +243,15 @@ class HostedJob:
         for member in self.state.in_phase("ranked"):
             if member.trainer != trainer:
                 told = {k: message[k] for k in ("op", "generation", "key", "value")}
-                self._send(member.trainer, told)
+                self.send(member.trainer, told)
 
     def _on_formed(self, trainer: str, _: TrainerFacts, message: Message) -> None:
-        self.handle(s.TrainerFormed(trainer=trainer, generation=message["generation"]))
+        times = {name: message.get(name, 0.0) for name in ("connect_s", "sync_s", "wrap_s")}
+        generation = message["generation"]
+        if generation == self._restoring:
+            self._restoring = 0
+            self._go_back(message["step"])
+        self.handle(s.TrainerFormed(trainer=trainer, generation=generation, **times))
 
     def _on_report(self, trainer: str, _: TrainerFacts, message: Message) -> None:
         step, evals = message["progress"]
@@ -273,7 +267,7 @@ class HostedJob:
 
     def _on_steps(self, _: str, __: TrainerFacts, message: Message) -> None:
         records = self.step_clock.take(message["records"])
-        self.append([events.StepCompleted(job_id=self.order.job_id, **r) for r in records])
+        self._log.append([events.StepCompleted(job_id=self.order.job_id, **r) for r in records])
         if records:
             clock = self.step_clock
             self.handle(s.StepsCommitted(step=clock.logged_step, step_s=clock.step_s))
@@ -285,18 +279,20 @@ class HostedJob:
         values = {key: message[key] for key in ("step", "rank", "digest")}
         self.log(events.WeightsHashed, worker=facts.worker, **values)
 
-    def _on_restored(self, _: str, __: TrainerFacts, message: Message) -> None:
-        self._go_back(message["step"])
-
     def _go_back(self, step: int) -> None:
-        """Log that what comes after ``step`` is trained again."""
-        undone = self.step_clock.logged_step - step
-        self.step_clock.logged_step = step
+        """Log that what comes after ``step`` is trained again.
+
+        A checkpoint may be ahead of the log; then the ranks have the records that are missing.
+        """
+        undone = max(0, self.step_clock.logged_step - step)
+        self.step_clock.logged_step -= undone
         self.log(events.JobRestored, step=step, num_undone=undone)
 
     def _on_committed(self, _: str, __: TrainerFacts, message: Message) -> None:
         self.log(events.CheckpointCommitted, **message["record"])
-        self.handle(s.CheckpointSaved(step=message["record"]["step"]))
+        step = message["record"]["step"]
+        if step <= self.state.step:  # a trainer that was given up may be ahead of the job
+            self.handle(s.CheckpointSaved(step=step))
 
     def _on_checkpoint_failed(self, _: str, __: TrainerFacts, message: Message) -> None:
         self.log(events.CheckpointFailed, step=message["step"], error=message["error"])
@@ -320,9 +316,29 @@ class HostedJob:
 
     def _on_exited(self, trainer: str, facts: TrainerFacts, message: Message) -> None:
         words = last_words(facts.worker, facts.last_lines, read_cells(self.order.bundle))
-        self.handle(s.TrainerLost(trainer=trainer, cause=message["cause"], last_words=words))
+        lost = s.TrainerLost(
+            trainer=trainer,
+            cause=message["cause"],
+            last_words=words,
+            injected=facts.is_injected,
+        )
+        self.handle(lost)
+
+    def _on_fault_fired(self, _: str, facts: TrainerFacts, message: Message) -> None:
+        fault = self.planned.fire(message["id"])
+        if fault is None:
+            return
+        facts.is_injected = facts.is_injected or fault["kind"] in FATAL
+        self.log(
+            events.FaultInjected, worker=facts.worker, fault=fault["kind"], step=self.state.step
+        )
 
     # --- what others want to know ---
+
+    def ranks(self) -> list[str]:
+        """Return the workers that train in the living generation, in rank order."""
+        ranked = {m.trainer: m.worker for m in self.state.in_phase("ranked")}
+        return [ranked[name] for name in self.step_clock.ranks if name in ranked]
 
     def summary(self) -> dict[str, Any]:
         """Return one line of the list of jobs."""
@@ -366,6 +382,7 @@ _CARRY_OUT: dict[type, Callable[[HostedJob, Any], None]] = {
     c.SaveCheckpoint: HostedJob._save,
     c.ReleaseTrainer: HostedJob._release,
     c.KillTrainer: HostedJob._kill,
+    c.DumpStacks: HostedJob._dump_stacks,
     c.Publish: HostedJob._publish,
 }
 
@@ -378,10 +395,10 @@ _TAKE: dict[str, Callable[[HostedJob, str, TrainerFacts, Message], None]] = {
     "steps": HostedJob._on_steps,
     "eval": HostedJob._on_eval,
     "weights": HostedJob._on_weights,
-    "restored": HostedJob._on_restored,
     "checkpoint_committed": HostedJob._on_committed,
     "checkpoint_failed": HostedJob._on_checkpoint_failed,
     "user_error": HostedJob._on_user_error,
     "log": HostedJob._on_log,
     "exited": HostedJob._on_exited,
+    "fault_fired": HostedJob._on_fault_fired,
 }

@@ -9,6 +9,9 @@ from etrain_jupyter.bundle.sources import CellSource, is_of_this_package
 
 MAX_LINES = 10
 
+STACKS_ASKED = "etrain: what the threads of this trainer are doing:"
+"""Comes before the stacks that a supervisor has asked for."""
+
 _FATAL = re.compile(r"Fatal Python error: (?P<what>.*)")
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
 
@@ -16,18 +19,26 @@ _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)'
 def last_words(worker: str, lines: Iterable[str], cells: Mapping[str, CellSource]) -> str:
     """Return the end of what was printed; empty if nothing was.
 
-    Of Python's own report of a crash only the thread that crashed is shown, in the order of a
-    traceback, from the first frame of the notebook's on.
+    Of Python's own report of a crash, or of a hang, only the thread that crashed is shown, or the
+    main one, in the order of a traceback, from the first frame of the notebook's on.
     """
     printed = list(lines)
-    crash = max((i for i, text in enumerate(printed) if _FATAL.match(text)), default=None)
-    before = [text for text in printed[:crash] if text.strip()][-MAX_LINES:]
+    report = max((i for i, text in enumerate(printed) if _begins_report(text)), default=None)
+    before = [text for text in printed[:report] if text.strip()][-MAX_LINES:]
     parts = [f"{worker} printed last:", *(f"  {text}" for text in before)] if before else []
-    if crash is not None:
-        found = _FATAL.match(printed[crash])
-        parts.append(f"{worker} crashed: {found['what'] if found else printed[crash]}")
-        parts += _frames(printed[crash:], cells)
+    if report is not None:
+        found = _FATAL.match(printed[report])
+        frames = _frames(printed[report:], cells)
+        if found:
+            parts.append(f"{worker} crashed: {found['what']}")
+        elif frames:
+            parts.append(f"{worker} was doing:")
+        parts += frames
     return "\n".join(parts)
+
+
+def _begins_report(text: str) -> bool:
+    return text == STACKS_ASKED or _FATAL.match(text) is not None
 
 
 def _frames(report: list[str], cells: Mapping[str, CellSource]) -> list[str]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import os
+import signal
+from collections.abc import Iterator
 from typing import Any
 
 from distributed import Worker, WorkerPlugin
@@ -23,6 +26,16 @@ RELEASE_TIMEOUT_S = 60.0
 """How long a released trainer may take to end by itself: it may be writing a checkpoint."""
 
 
+BEAT_S = 1.0
+"""How often it tells that it lives, and how far its trainers are."""
+
+FROZEN_S = 1.5
+"""From which age of a trainer's pulse on the system is asked what has become of its process."""
+
+BY_SIGNAL = {"stop": signal.SIGSTOP, "segfault": signal.SIGSEGV}
+"""Faults on purpose that need no help of the trainer; the others it commits itself."""
+
+
 class Supervisor(WorkerPlugin):
     """Keeps one warm spare trainer and runs the trainers that the coordinator orders.
 
@@ -37,7 +50,7 @@ class Supervisor(WorkerPlugin):
         self._trainers: dict[str, TrainerProcess] = {}
         self._ending: set[TrainerProcess] = set()
         self._spare: TrainerProcess | None = None
-        self._spare_pid = 0
+        self._incarnation = 0
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closing = False
 
@@ -45,8 +58,13 @@ class Supervisor(WorkerPlugin):
         """Say hello to the coordinator and warm up a spare."""
         self._worker = worker
         worker.stream_handlers["etrain_order"] = self._take_order
-        self._report({"op": "supervisor", "device": self._device, "pid": os.getpid()})
+        self._say_hello()
+        self._go(self._beat())
         await self._start_spare()
+
+    def _say_hello(self) -> None:
+        facts = {"device": self._device, "pid": os.getpid(), "incarnation": self._incarnation}
+        self._report({"op": "supervisor", **facts})
 
     async def teardown(self, worker: Worker) -> None:
         """Kill whatever trainers are left; the worker is closing."""
@@ -66,11 +84,20 @@ class Supervisor(WorkerPlugin):
         if op == "start":
             self._go(self._start_trainer(message))
             return
+        if op == "reset":
+            if message["incarnation"] == self._incarnation:
+                self._incarnation += 1  # it may be told again before all trainers have ended
+                self._go(self._begin_anew())
+            return
         trainer = self._trainers.get(message["trainer"])
         if trainer is None:
             return
         if op == "kill":
-            trainer.kill(message["why"])
+            self._go(self._kill(trainer, message))
+        elif op == "stacks":
+            self._go(trainer.tell_stacks())
+        elif op == "fault":
+            _commit_fault(trainer, message["kind"])
         elif op == "tell":
             trainer.send(message["message"])
             if message["message"]["op"] == "release":
@@ -78,18 +105,40 @@ class Supervisor(WorkerPlugin):
                 self._ending.add(self._trainers.pop(trainer.name))
                 self._go(self._kill_later(trainer))
 
+    async def _kill(self, trainer: TrainerProcess, order: Message) -> None:
+        try:
+            if order["stacks"]:
+                await trainer.tell_stacks()
+        finally:  # the others wait for its end, whatever can be told of it
+            trainer.kill(order["why"])
+
+    async def _begin_anew(self) -> None:
+        """End all trainers and come back as a new worker: this one was given up meanwhile."""
+        logger.warning("given up by the coordinator: beginning anew")
+        ending = [*self._trainers.values(), *self._ending]
+        self._trainers.clear()
+        self._ending.update(ending)
+        for trainer in ending:
+            trainer.kill("its worker was given up")
+        for trainer in ending:
+            await trainer.wait()
+        self._say_hello()
+
     async def _kill_later(self, trainer: TrainerProcess) -> None:
         await asyncio.sleep(RELEASE_TIMEOUT_S)
         trainer.kill("it did not end when released")
 
     async def _start_trainer(self, order: Message) -> None:
         trainer, self._spare = self._spare, None
-        if trainer is None:
-            trainer = await self._spawn()
+        is_new = trainer is None
+        trainer = trainer or TrainerProcess(on_message=self._on_message, on_exit=self._on_exit)
         trainer.name = order["trainer"]
+        # Known before it runs: orders that come meanwhile wait for it, a kill is carried out.
         self._trainers[trainer.name] = trainer
         host = get_address_host(self._worker.address)
         trainer.send({**order, "host": host})
+        if is_new:
+            await trainer.start()
         self._report({"op": "started", "trainer": trainer.name, "pid": trainer.pid})
         self._go(self._start_spare(SPARE_DELAY_S))
 
@@ -99,12 +148,21 @@ class Supervisor(WorkerPlugin):
             self._spare = TrainerProcess(on_message=self._on_message, on_exit=self._on_exit)
             await self._spare.start()
 
-    async def _spawn(self) -> TrainerProcess:
-        trainer = TrainerProcess(on_message=self._on_message, on_exit=self._on_exit)
-        await trainer.start()
-        return trainer
-
     # --- reports ---
+
+    async def _beat(self) -> None:
+        while True:
+            self._report({"op": "beat", "trainers": dict(self._pages())})
+            await asyncio.sleep(BEAT_S)
+
+    def _pages(self) -> Iterator[tuple[str, Message]]:
+        """Yield what the trainers' progress pages say, by name."""
+        for name, trainer in self._trainers.items():
+            progress = trainer.progress()
+            if progress is not None:
+                is_frozen = progress.alive_age_s > FROZEN_S
+                process = trainer.process_state() if is_frozen else ""
+                yield name, {**dataclasses.asdict(progress), "process": process}
 
     def _on_message(self, trainer: TrainerProcess, message: Message) -> None:
         if trainer.name:
@@ -128,3 +186,15 @@ class Supervisor(WorkerPlugin):
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _commit_fault(trainer: TrainerProcess, kind: str) -> None:
+    """Do on purpose what may happen to a trainer, or to this whole worker."""
+    if kind == "kill_worker":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif kind == "kill":
+        trainer.kill("ended by SIGKILL on purpose")
+    elif kind in BY_SIGNAL:
+        trainer.send_signal(BY_SIGNAL[kind])
+    else:
+        trainer.send({"op": "fault", "kind": kind})

@@ -11,10 +11,21 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import psutil
+
+from etrain_jupyter.cluster.last_words import STACKS_ASKED
 from etrain_jupyter.ranks.channel import FrameDecoder, Message, encode
+from etrain_jupyter.ranks.progress import ProgressPage, TrainerProgress
 
 MAX_LINES_PER_S = 50
 """Printed lines that are passed on; what exceeds it is counted and left out."""
+
+STACKS_S = 2.0
+"""How long a trainer may take to write what its threads are doing."""
+
+MAX_STACK_LINES = 500
+"""Lines of that which are passed on."""
+
 
 OnMessage = Callable[["TrainerProcess", Message], None]
 OnExit = Callable[["TrainerProcess", str], None]
@@ -34,17 +45,21 @@ class TrainerProcess:
         self._tasks: list[asyncio.Task[None]] = []
         self._killed_because = ""
         self._early: list[bytes] = []
+        self._page: ProgressPage | None = None
+        self._num_free_lines = 0
+        """Lines that are passed on however fast they come."""
 
     async def start(self) -> None:
         """Spawn the process; it imports torch and waits for a job."""
         ours, theirs = socket.socketpair()
         environment = {**os.environ, "ETRAIN_SUPERVISOR_PID": str(os.getpid())}
+        self._page = page = ProgressPage.create()
         with theirs:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 *("-u", "-X", "faulthandler", "-m", "etrain_jupyter.ranks.main"),
-                str(theirs.fileno()),
-                pass_fds=[theirs.fileno()],
+                *(str(theirs.fileno()), str(page.fd)),
+                pass_fds=[theirs.fileno(), page.fd],
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
@@ -53,6 +68,8 @@ class TrainerProcess:
                 limit=1 << 20,
             )
         self.pid = self._process.pid
+        if self._killed_because:  # meanwhile
+            self._process.kill()
         reader, self._writer = await asyncio.open_connection(sock=ours)
         for frame in self._early:
             self._writer.write(frame)
@@ -75,9 +92,46 @@ class TrainerProcess:
 
     def kill(self, why: str = "") -> None:
         """End the process with SIGKILL."""
-        self._killed_because = self._killed_because or why
+        self._killed_because = self._killed_because or why or "killed"
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
+
+    def progress(self) -> TrainerProgress | None:
+        """Return how far it is, whatever it does just now; None before its start and at its end."""
+        return self._page.read() if self._page is not None else None
+
+    def process_state(self) -> str:
+        """Return how the system sees the process: ``running``, ``sleeping``, ``stopped`` ..."""
+        try:
+            return str(psutil.Process(self.pid).status())
+        except psutil.Error:
+            return "gone"
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send the process a signal, if it lives."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.send_signal(number)
+
+    async def tell_stacks(self) -> None:
+        """Log what each of its threads is doing, as far as that can be found out.
+
+        The trainer writes it from within a signal's handler, so that it also tells of a thread
+        that holds the interpreter's lock; but a process that is stopped writes nothing.
+        """
+        state = self.process_state()
+        if self._page is None or not self._page.has_pulsed() or state == "stopped":
+            text = f"trainer {self.pid} is {state}: what its threads are doing cannot be told"
+            self._tell_line("warning", text)
+            return
+        self._tell_line("warning", STACKS_ASKED)
+        self._num_free_lines = MAX_STACK_LINES
+        self.send_signal(signal.SIGUSR1)
+        deadline = time.monotonic() + STACKS_S
+        # It ends with the main thread's oldest frame, and nothing tells that it was the last line.
+        left = -1
+        while left != self._num_free_lines and time.monotonic() < deadline:
+            left = self._num_free_lines
+            await asyncio.sleep(STACKS_S / 8)
 
     async def wait(self) -> None:
         """Wait until the process has ended."""
@@ -100,6 +154,9 @@ class TrainerProcess:
         if self._writer is not None:
             self._writer.close()
         self._close_pipes()
+        if self._page is not None:
+            self._page.close()
+            self._page = None
         self._on_exit(self, cause)
 
     def _close_pipes(self) -> None:
@@ -140,7 +197,10 @@ class TrainerProcess:
                 if left_out:
                     self._tell_line(level, f"... {left_out} more lines left out")
                 window, count, left_out = now, 0, 0
-            count += 1
+            if self._num_free_lines:
+                self._num_free_lines -= 1
+            else:
+                count += 1
             if count > MAX_LINES_PER_S:
                 left_out += 1
             else:

@@ -25,7 +25,7 @@ from etrain_jupyter.config.fields import (
     interval_parts,
     not_yet,
 )
-from etrain_jupyter.config.source_map import did_you_mean
+from etrain_jupyter.config.source_map import did_you_mean, in_words
 from etrain_jupyter.config.vocabulary import (
     DEFAULT_LR,
     LATER,
@@ -41,6 +41,7 @@ __all__ = [
     "Interval",
     "LogConfig",
     "OptimizerConfig",
+    "ReproducibleConfig",
     "Section",
     "TrainConfig",
     "WorkersConfig",
@@ -50,6 +51,10 @@ RESERVED_METRICS = frozenset(
     ["step", "epoch", "samples", "loss", "lr", "world_size", "generation", "samples_per_s", "time"]
 )
 """Columns of every history: a metric may not take their names."""
+
+
+DEFAULT_MAX_WORKERS = 4
+"""Of a pool that has as many, where ``workers.max`` is left out."""
 
 
 class DataConfig(Section):
@@ -205,6 +210,14 @@ class WorkersConfig(Section):
         return value
 
 
+class ReproducibleConfig(Section):
+    """Results that are the same bit for bit, whatever the workers do."""
+
+    shards: Annotated[int | None, Field(ge=1, examples=[8])] = None
+    """Pieces that every step is cut into; no more workers than that can train. The weights depend
+    on it: write the number to compare jobs with different workers.max."""
+
+
 class LogConfig(Section):
     """What is written down while training."""
 
@@ -265,10 +278,8 @@ class TrainConfig(Section):
     """Whether torch.compile speeds up the model."""
     clip_grad_norm: Annotated[float | None, Field(gt=0, allow_inf_nan=False, examples=[1.0])] = None
     """Largest norm of the gradient; a longer one is scaled down; none by default."""
-    reproducible: Annotated[
-        Any, Later("write reproducible: false, or remove the line", accept=(None, False))
-    ] = False
-    """Whether the weights are the same bit for bit whatever the workers do."""
+    reproducible: Annotated[ReproducibleConfig | None, Field(examples=[False])] = None
+    """Whether the weights are the same bit for bit whatever the workers do; or {shards: 8}."""
     epochs: Annotated[float | None, Field(gt=0, allow_inf_nan=False, examples=[1])] = None
     """Times through the training data, 0.5 being half of it."""
     steps: Annotated[
@@ -295,6 +306,18 @@ class TrainConfig(Section):
     def _eval_group(cls, value: Any) -> Any:
         if isinstance(value, Mapping) and set(value) <= {"every"}:
             return value.get("every", "1 epoch")
+        return value
+
+    @field_validator("reproducible", mode="before")
+    @classmethod
+    def _true_or_shards(cls, value: Any) -> Any:
+        if value is None or isinstance(value, bool):
+            return {} if value else None
+        if not isinstance(value, Mapping | ReproducibleConfig):
+            raise fault(
+                f"{{key}} must be true, false or {{shards: 8}}, not {in_words(value)}",
+                hint="write reproducible: true",
+            )
         return value
 
     @field_validator("metrics")
@@ -361,7 +384,31 @@ class TrainConfig(Section):
                 hint=f"write batch: {{global: {least}}} or more, or workers: {{min: {size}}}",
                 path=("batch", "global"),
             )
+        self._check_shards()
         return self
+
+    def _check_shards(self) -> None:
+        shards = self.reproducible.shards if self.reproducible is not None else None
+        if shards is None:
+            return
+        size, path = self.batch.global_batch_size, ("reproducible", "shards")
+        if shards > size:
+            raise fault(
+                f"reproducible.shards={shards} leaves {shards - size} shards of batch.global={size}"
+                " without a sample",
+                hint=f"write shards: {size} or less, or batch: {{global: {shards}}} or more",
+                path=path,
+            )
+        name, most = "max", self.workers.max
+        if most is None:
+            name, most = "min", self.workers.min
+        if shards < most:
+            raise fault(
+                f"reproducible.shards={shards} leaves {most - shards} of workers.{name}={most} "
+                "workers without a shard",
+                hint=f"write shards: {most} or more, or workers: {{{name}: {shards}}}",
+                path=path,
+            )
 
     def references(self) -> dict[str, str]:
         """Return every expression by its key, ``{"data.train": "train_set", ...}``."""
@@ -376,8 +423,21 @@ class TrainConfig(Section):
         }
         return {key: text for key, text in found.items() if text is not None}
 
+    def num_shards(self) -> int | None:
+        """Return into how many shards every step is cut; None without ``reproducible``.
+
+        ``true`` means the smallest power of two that gives ``workers.max`` workers one each, or
+        four where that is not given: it depends on the cell alone, never on the machine.
+        """
+        if self.reproducible is None:
+            return None
+        if self.reproducible.shards is not None:
+            return self.reproducible.shards
+        most = self.workers.max or max(DEFAULT_MAX_WORKERS, self.workers.min)
+        return min(1 << (most - 1).bit_length(), self.batch.global_batch_size)
+
     def max_workers(self, cores: int | None = None) -> int:
-        """Return the most workers that can have work: each needs a sample of every step.
+        """Return the most workers that can have work: a sample, or a shard, of every step.
 
         Args:
             cores: Cores of the pool's machine; None asks this one.
@@ -388,5 +448,5 @@ class TrainConfig(Section):
                 if hasattr(os, "sched_getaffinity")
                 else os.cpu_count() or 1
             )
-        most = self.workers.max or max(2, min(4, cores), self.workers.min)
-        return min(most, self.batch.global_batch_size)
+        most = self.workers.max or max(2, min(DEFAULT_MAX_WORKERS, cores), self.workers.min)
+        return min(most, self.num_shards() or self.batch.global_batch_size)

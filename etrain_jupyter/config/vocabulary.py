@@ -144,7 +144,7 @@ _ANSWERS: dict[str, str] = {
     "log_every logging_steps log_interval scheduling_unit": "here it is 'log: {every: 10 steps}'",
     "shuffle": _SHUFFLED,
     "job_name run_name experiment_name": "here it is 'name', or --name on the first line",
-    "deterministic": "here it is 'reproducible', which comes with a later version: remove the line",
+    "deterministic": "here it is 'reproducible: true'",
     "backend": "gloo or NCCL is chosen by the workers' devices: remove the line",
     "entrypoint hyperparameters searcher": "a job is one model and its data, named by 'model' and "
     "'data': "

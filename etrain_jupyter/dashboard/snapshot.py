@@ -21,6 +21,7 @@ from etrain_jupyter.events.types import (
     CheckpointFailed,
     EvalCompleted,
     Event,
+    FaultInjected,
     GenerationFormed,
     JobPlanned,
     JobRestored,
@@ -242,6 +243,10 @@ class JobView:
         self._workers.mark(event.worker, "leaving", "preemption", self._num_steps)
         self._facts["num_preempted"] += 1
         self._mark(event, "notice", f"{event.worker} to be preempted in {seconds(left_s)}")
+
+    @_fold.register
+    def _(self, event: FaultInjected) -> None:
+        self._mark(event, "notice", f"{event.fault} of {event.worker} on purpose")
 
     @_fold.register
     def _(self, event: WorkerLeft) -> None:

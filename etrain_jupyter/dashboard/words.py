@@ -11,7 +11,9 @@ from etrain_jupyter.events.types import (
     CheckpointFailed,
     EvalCompleted,
     Event,
+    FaultInjected,
     GenerationFormed,
+    GenerationReady,
     JobPlanned,
     JobRestored,
     JobStatusChanged,
@@ -47,7 +49,7 @@ def describe(event: Event) -> Line | None:
 
 
 @describe.register
-def _(event: StepCompleted | WeightsHashed) -> Line | None:
+def _(event: StepCompleted | WeightsHashed | GenerationReady) -> Line | None:
     return None  # too many to list: the charts and the audit show them
 
 
@@ -134,6 +136,11 @@ def _(event: WorkerLeft) -> Line:
 def _(event: WorkerLost) -> Line:
     known = f", known after {seconds(event.detected_s)}" if event.detected_s else ""
     return Line(text=f"{event.worker} lost ({event.cause}){known}", level="error")
+
+
+@describe.register
+def _(event: FaultInjected) -> Line:
+    return Line(text=f"{event.worker} suffers {event.fault} on purpose", level="warning")
 
 
 @describe.register

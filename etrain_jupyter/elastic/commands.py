@@ -65,6 +65,15 @@ class KillTrainer:
 
     trainer: str
     why: str
+    stacks: bool = False
+    """Log before that what each of its threads is doing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DumpStacks:
+    """Log what each thread of a trainer is doing, and leave it alone."""
+
+    trainer: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,5 +91,6 @@ Command = (
     | SaveCheckpoint
     | ReleaseTrainer
     | KillTrainer
+    | DumpStacks
     | Publish
 )

@@ -9,7 +9,8 @@ from etrain_jupyter.elastic.commands import (
     AnnounceChange,
     FormGeneration,
 )
-from etrain_jupyter.elastic.membership import Member
+from etrain_jupyter.elastic.health import wait_after
+from etrain_jupyter.elastic.membership import JobState, Member
 from etrain_jupyter.elastic.turn import (
     Turn,
     begin_collecting,
@@ -34,10 +35,15 @@ def advance(turn: Turn) -> None:
     if phase == "running":
         _announce_if_due(turn)
     elif phase in ("changing", "collecting"):
-        if not turn.state.in_phase("ranked"):
+        if not turn.state.in_phase("ranked") and not _is_end_awaited(turn):
             _settle(turn)
-    elif phase == "gathering":
+    elif phase == "gathering" and not _is_end_awaited(turn):
         _settle(turn)
+
+
+def _is_end_awaited(turn: Turn) -> bool:
+    """Whether a holder of the state was killed and has not ended: it would break what is formed."""
+    return any(m.killed_at for m in turn.state.in_phase("reported"))
 
 
 def _check_budgets(turn: Turn) -> None:
@@ -49,7 +55,8 @@ def _check_budgets(turn: Turn) -> None:
     if state.warm_faults >= MAX_FAULTS:
         text = f"{state.warm_faults} trainers in a row ended before they were ready to train"
     elif step == state.step and len(generations) >= MAX_FAULTS:
-        text = f"step {step + 1} ended a trainer in {len(generations)} generations in a row"
+        what = "ended a trainer" if state.last_fault.workers else "came to nothing"
+        text = f"step {step + 1} {what} in {len(generations)} generations in a row"
     else:
         return
     last = state.last_fault
@@ -80,35 +87,60 @@ def _announce_if_due(turn: Turn) -> None:
 
 def _admissible(turn: Turn) -> list[Member]:
     """Return the warm newcomers, or nobody while it pays to wait for more of them."""
-    warm = [m for m in turn.state.in_phase("warm") if not m.leaving]
+    warm = _newcomers(turn)
     if not warm or not turn.state.in_phase("starting"):
         return warm
     waited = turn.now - min(m.since for m in warm)
     return warm if waited >= ADMISSION_GRACE_S else []
 
 
+def _newcomers(turn: Turn) -> list[Member]:
+    return [m for m in turn.state.in_phase("warm") if not m.leaving and not m.killed_at]
+
+
 def _settle(turn: Turn) -> None:
     """Nobody steps: form the next generation, wait, or end."""
     publish_undone(turn)
-    state = turn.state
-    if state.outcome:
+    _count_failed_form(turn)
+    if turn.state.outcome:
         close_job(turn)
-        return
+        if turn.state.outcome:
+            return
+    state = turn.state
     holders = _let_leavers_go(turn)
-    newcomers = [m for m in state.in_phase("warm") if not m.leaving]
+    newcomers = _newcomers(turn)
     if state.paused:
         enter_phase(turn, "gathering")
         turn.set_status("paused")
         return
     members = holders + newcomers
-    if len(members) >= state.min_workers:
-        if state.phase != "gathering" or _is_worth_forming(turn):
-            _form(turn, members)
+    if len(members) < state.min_workers:
+        enter_phase(turn, "gathering")
+        if state.generation or not state.in_phase("starting"):
+            turn.set_status("waiting", _why_too_few(state, len(members)))
+    elif turn.now < state.form_at:
+        enter_phase(turn, "gathering")
+        text = f"generation {state.generation} did not form although no worker was lost"
+        turn.set_status("waiting", f"{text}; it is tried again")
+    elif state.phase != "gathering" or _is_worth_forming(turn):
+        _form(turn, members)
+
+
+def _count_failed_form(turn: Turn) -> None:
+    """Let a generation wait that keeps breaking before its first step: it may be the network."""
+    state = turn.state
+    if state.phase != "collecting" or state.is_ready or state.has_lost:
         return
-    enter_phase(turn, "gathering")
-    if state.generation or not state.in_phase("starting"):
-        text = f"{len(members)} of min {state.min_workers} workers are here"
-        turn.set_status("waiting", text)
+    num_failed = state.failed_forms + 1
+    turn.set(failed_forms=num_failed, form_at=turn.now + wait_after(num_failed - 1))
+
+
+def _why_too_few(state: JobState, num_here: int) -> str:
+    """Say how many workers are here, and what is known of the others."""
+    known = [f"{m.worker} warms up" for m in state.in_phase("starting")]
+    known += [f"{w} was lost: {cause}" for w, cause in state.lost if state.of_worker(w) is None]
+    missing = f" ({'; '.join(known)})" if known else ""
+    return f"{num_here} of min {state.min_workers} workers are here{missing}"
 
 
 def _let_leavers_go(turn: Turn) -> list[Member]:
@@ -122,6 +154,13 @@ def _let_leavers_go(turn: Turn) -> list[Member]:
         if member.leaving:
             let_go(turn, member, member.leaving)
     return stays
+
+
+def _still_missing(state: JobState, num_ranks: int) -> tuple[tuple[str, str], ...]:
+    """Return the lost workers that nobody has replaced so far."""
+    num_missing = max(0, state.max_workers - num_ranks)
+    away = [pair for pair in state.lost if state.of_worker(pair[0]) is None]
+    return tuple(away[-num_missing:]) if num_missing else ()
 
 
 def _is_worth_forming(turn: Turn) -> bool:
@@ -139,8 +178,15 @@ def _form(turn: Turn, members: list[Member]) -> None:
     if newest == s.NO_PROGRESS:
         behind = tuple(range(1, len(ranks)))
     step = max(0, turn.state.saved_step if restore else newest[0])
-    whys = turn.state.whys or ("start",)
-    turn.set(generation=generation, whys=(), step=step)
+    # Where nobody was lost, the connections between the ranks were.
+    told = turn.state.whys or ("start",)
+    whys = ["broken" if why == "lost" and not turn.state.has_lost else why for why in told]
+    turn.set(
+        **{"generation": generation, "whys": (), "step": step, "world_size": len(ranks)},
+        **{"is_restoring": restore, "is_ready": False, "has_lost": False},
+        lost=_still_missing(turn.state, len(ranks)),
+        undone=(),
+    )
     for member in ranks:
         turn.set_member(member, phase="ranked", formed=False)
     turn.do(
@@ -157,6 +203,7 @@ def _form(turn: Turn, members: list[Member]) -> None:
         why="+".join(whys),
         world_size=len(ranks),
         ranks=[m.worker for m in ranks],
+        behind=list(behind),
         step=step,
         stall_s=turn.now - turn.state.last_step_at if turn.state.last_step_at else 0.0,
     )

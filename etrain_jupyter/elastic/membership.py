@@ -7,10 +7,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from etrain_jupyter.elastic.stimuli import NO_PROGRESS, Progress
+from etrain_jupyter.elastic.health import Health
+from etrain_jupyter.elastic.stimuli import NO_PROGRESS, Progress, ProgressSeen
 
 MemberPhase = Literal["starting", "warm", "ranked", "reported"]
 JobPhase = Literal["gathering", "running", "changing", "collecting", "closing", "ended"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LifeSigns:
+    """What a trainer's progress page said last."""
+
+    seen: ProgressSeen
+    heard_at: float
+    """When it said so."""
+    moved_at: float
+    """When it last said something new of collectives and beats."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +43,17 @@ class Member:
     """Why it shall leave at the next step boundary; empty if it shall stay."""
     formed: bool = False
     """It has said that it is stepping in the living generation."""
+    steps_since: float = 0.0
+    """When it said so for the first time; 0.0 before that."""
+    form_times: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """How long it took for that to connect, to sync and to wrap, in seconds."""
+    signs: LifeSigns | None = None
+    """None until its supervisor has told."""
+    is_warned_of: bool = False
+    """Whether the log says already that it stands still."""
+    killed_at: float = 0.0
+    """When its supervisor was told to kill it; 0.0 if it was not."""
+    killed_why: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +92,26 @@ class JobState:
     """Newest step known to be committed."""
     step_s: float = 0.0
     """How long a step takes at present; 0 while nobody knows."""
+    warm_s: float = 0.0
+    """The longest that a trainer needed to warm up: no pass takes longer."""
+    hang_s: float = 30.0
+    """How long ranks may stand still, at least; see ``stalls``."""
+    world_size: int = 0
+    """Ranks of the newest generation when it was formed."""
+    is_restoring: bool = False
+    """Whether the newest generation began with a checkpoint."""
+    failed_forms: int = 0
+    """Generations in a row that broke before all ranks stepped, although nobody was lost."""
+    form_at: float = 0.0
+    """When the next one may be tried."""
+    is_ready: bool = False
+    """Whether all ranks of the newest generation have stepped."""
+    has_lost: bool = False
+    """Whether any of them was lost."""
+    lost: tuple[tuple[str, str], ...] = ()
+    """Workers that are missing because they were lost, and the causes."""
+    health: Mapping[str, Health] = field(default_factory=dict)
+    """Workers whose trainers ended by themselves."""
     undone: tuple[tuple[int, str], ...] = ()
     """Steps that survivors had begun and undone, and their workers; until the log is told."""
     last_step_at: float = 0.0
@@ -80,11 +123,11 @@ class JobState:
     """Terminal status that the job is heading for; empty while it trains."""
     user_error: UserError | None = None
     warm_faults: int = 0
-    """Trainers that ended in a row before one became warm."""
+    """Trainers that ended in a row before any was warm, while nobody held the state."""
     same_step_faults: tuple[int, tuple[int, ...]] = (-1, ())
-    """A step, and the generations in which a trainer ended by itself in it."""
+    """A step, and the generations that broke in it by the fault of a trainer, or of nobody."""
     last_fault: UserError | None = None
-    """How the newest of these trainers ended; what fails the job if it goes on like that."""
+    """How the newest of these faults came; what fails the job if it goes on like that."""
 
     def replace(self, **changes: Any) -> JobState:
         """Return a copy with these fields changed."""

@@ -19,28 +19,23 @@ from collections.abc import Callable
 from typing import Any
 
 from etrain_jupyter.elastic import stimuli as s
-from etrain_jupyter.elastic.commands import (
-    Command,
-    KillTrainer,
-)
+from etrain_jupyter.elastic.commands import Command
 from etrain_jupyter.elastic.formation import advance
-from etrain_jupyter.elastic.membership import JobState, Member, UserError
+from etrain_jupyter.elastic.losses import take_trainer_lost, take_worker_gone
+from etrain_jupyter.elastic.membership import JobState, UserError
+from etrain_jupyter.elastic.stalls import check_stalls, excuse_sleep, take_progress
 from etrain_jupyter.elastic.turn import (
     Turn,
     ask_to_leave,
     begin_collecting,
-    close_job,
     end_job,
     enter_phase,
     start_missing,
 )
 from etrain_jupyter.events import types as events
 
-REPORT_TIMEOUT_S = 30.0
-"""Least time that a rank has to report after an abort; ten times a step's length is added."""
-
-FORM_TIMEOUT_S = 60.0
-"""How long a generation may take until every rank steps."""
+SCALED_DOWN = "scaled down"
+"""Why a worker leaves that the job may not have any more."""
 
 
 def handle(state: JobState, stimulus: s.Stimulus, now: float) -> tuple[JobState, list[Command]]:
@@ -68,35 +63,44 @@ def _take_assigned(turn: Turn, stimulus: s.WorkersAssigned) -> None:
     if turn.state.phase == "closing" or turn.state.outcome:
         return
     for member in list(turn.state.members.values()):
-        if member.worker not in stimulus.workers and not member.leaving:
-            ask_to_leave(turn, member, "scaled down")
+        is_assigned = member.worker in stimulus.workers
+        if not is_assigned and not member.leaving:
+            ask_to_leave(turn, member, SCALED_DOWN)
+        elif is_assigned and member.leaving == SCALED_DOWN:
+            turn.set_member(member, leaving="")  # scaled up again before it had left
     start_missing(turn)
 
 
 def _take_noticed(turn: Turn, stimulus: s.WorkerNoticed) -> None:
-    member = turn.state.of_worker(stimulus.worker)
-    if member is not None:
-        ask_to_leave(turn, member, "preempted")
-
-
-def _take_worker_gone(turn: Turn, stimulus: s.WorkerGone) -> None:
     turn.set(assigned=tuple(w for w in turn.state.assigned if w != stimulus.worker))
     member = turn.state.of_worker(stimulus.worker)
     if member is not None:
-        _lose(turn, member, stimulus.cause, stimulus.detected_s)
+        ask_to_leave(turn, member, "preempted")
 
 
 def _take_warm(turn: Turn, stimulus: s.TrainerWarm) -> None:
     member = turn.state.members.get(stimulus.trainer)
     if member is not None and member.phase == "starting":
         turn.set_member(member, phase="warm")
-        turn.set(warm_faults=0)
+        turn.set(warm_faults=0, warm_s=max(turn.state.warm_s, stimulus.warm_s))
 
 
 def _take_formed(turn: Turn, stimulus: s.TrainerFormed) -> None:
     member = turn.state.members.get(stimulus.trainer)
-    if member is not None and stimulus.generation == turn.state.generation:
-        turn.set_member(member, formed=True)
+    if member is None or stimulus.generation != turn.state.generation or member.formed:
+        return
+    times = (stimulus.connect_s, stimulus.sync_s, stimulus.wrap_s)
+    since = member.steps_since or turn.now
+    turn.set_member(member, formed=True, steps_since=since, form_times=times)
+    ranks = [m for m in turn.state.in_phase("ranked", "reported") if m.formed]
+    if len(ranks) == turn.state.world_size:
+        slowest = [max(m.form_times[part] for m in ranks) for part in range(3)]
+        turn.set(is_ready=True, failed_forms=0)
+        turn.publish(
+            events.GenerationReady,
+            world_size=len(ranks),
+            **dict(zip(("connect_s", "sync_s", "wrap_s"), slowest, strict=True)),
+        )
 
 
 def _take_reported(turn: Turn, stimulus: s.TrainerReported) -> None:
@@ -115,48 +119,6 @@ def _take_reported(turn: Turn, stimulus: s.TrainerReported) -> None:
         begin_collecting(turn)
     elif turn.state.phase == "running":
         enter_phase(turn, "changing")
-
-
-def _take_trainer_lost(turn: Turn, stimulus: s.TrainerLost) -> None:
-    member = turn.state.members.get(stimulus.trainer)
-    if member is None:
-        return
-    _count_fault(turn, member, stimulus)
-    _lose(turn, member, stimulus.cause, stimulus.detected_s)
-    if not turn.state.outcome:
-        start_missing(turn)
-
-
-def _count_fault(turn: Turn, member: Member, stimulus: s.TrainerLost) -> None:
-    """Tell a machine's fault from one of the notebook's code, which would come back for ever.
-
-    The workers do not matter: a step's samples go to the same rank each time, and wherever the
-    others can go on without a broken machine they commit steps meanwhile.
-    """
-    state = turn.state
-    text = f"the last on {member.worker}: {stimulus.cause}"
-    fault = UserError(
-        error=text, traceback=stimulus.last_words, workers=(member.worker,), step=state.step
-    )
-    turn.set(last_fault=fault)
-    if member.phase == "starting":
-        turn.set(warm_faults=state.warm_faults + 1)
-        return
-    step, generations = state.same_step_faults
-    known = generations if step == state.step else ()
-    if state.generation not in known:
-        known = (*known, state.generation)
-    turn.set(same_step_faults=(state.step, known))
-
-
-def _lose(turn: Turn, member: Member, cause: str, detected_s: float) -> None:
-    turn.state = turn.state.without_member(member.trainer)
-    turn.publish(events.WorkerLost, worker=member.worker, cause=cause, detected_s=detected_s)
-    if member.phase == "ranked":
-        turn.add_why("lost")
-        begin_collecting(turn)
-    elif turn.state.phase == "closing":
-        close_job(turn)
 
 
 def _take_user_error(turn: Turn, stimulus: s.UserErrorSeen) -> None:
@@ -212,33 +174,29 @@ def _take_resume(turn: Turn, _: s.ResumeAsked) -> None:
 
 
 def _take_stop(turn: Turn, stimulus: s.StopAsked) -> None:
-    turn.set(outcome=turn.state.outcome or "stopped")
+    if not turn.state.outcome or (stimulus.now and turn.state.outcome == "finished"):
+        turn.set(outcome="stopped")  # at once: the last state is not durable yet
     if stimulus.now:
         end_job(turn)
 
 
-def _take_tick(turn: Turn, _: s.Tick) -> None:
-    state = turn.state
-    if state.phase == "collecting":
-        limit = REPORT_TIMEOUT_S + 10 * state.step_s
-        for member in state.in_phase("ranked"):
-            if turn.now - state.since > limit:
-                why = f"no report {limit:.0f} s after its generation was aborted"
-                turn.do(KillTrainer(trainer=member.trainer, why=why))
-    elif state.phase == "running":
-        is_late = turn.now - state.since > FORM_TIMEOUT_S
-        if is_late and any(not m.formed for m in state.in_phase("ranked")):
-            begin_collecting(turn)
+def _take_tick(turn: Turn, stimulus: s.Tick) -> None:
+    if stimulus.asleep_s:
+        excuse_sleep(turn, stimulus.asleep_s)
+    check_stalls(turn)
+    if not turn.state.outcome:
+        start_missing(turn)
 
 
 _TAKE: dict[type, Callable[[Turn, Any], None]] = {
     s.WorkersAssigned: _take_assigned,
     s.WorkerNoticed: _take_noticed,
-    s.WorkerGone: _take_worker_gone,
+    s.WorkerGone: take_worker_gone,
     s.TrainerWarm: _take_warm,
     s.TrainerFormed: _take_formed,
     s.TrainerReported: _take_reported,
-    s.TrainerLost: _take_trainer_lost,
+    s.TrainerLost: take_trainer_lost,
+    s.ProgressSeen: take_progress,
     s.UserErrorSeen: _take_user_error,
     s.StepsCommitted: _take_steps,
     s.CheckpointSaved: _take_saved,

@@ -40,6 +40,8 @@ class TrainerWarm:
     """A trainer is ready to be admitted."""
 
     trainer: str
+    warm_s: float = 0.0
+    """How long it took to build all and run one pass; 0 if nobody knows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +50,10 @@ class TrainerFormed:
 
     trainer: str
     generation: int
+    connect_s: float = 0.0
+    sync_s: float = 0.0
+    wrap_s: float = 0.0
+    """How long the parts took it, see ``events.GenerationReady``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +80,25 @@ class TrainerLost:
     detected_s: float = 0.0
     last_words: str = ""
     """What it printed at the end, as a person should see it."""
+    injected: bool = False
+    """Somebody did it on purpose: it says nothing about the notebook or the machine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgressSeen:
+    """What a supervisor read on a trainer's progress page, once a second.
+
+    See ``ranks.progress.TrainerProgress`` for the numbers.
+    """
+
+    trainer: str
+    generation: int
+    collectives: int
+    beats: int
+    phase: str = "idle"
+    alive_age_s: float = 0.0
+    process: str = ""
+    """The process as the system sees it, asked for only if it seems frozen: ``stopped`` ..."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +157,10 @@ class StopAsked:
 class Tick:
     """Time has passed."""
 
+    asleep_s: float = 0.0
+    """Of it, what the coordinator itself slept through: nobody could be heard meanwhile, so that
+    nobody's silence or standstill counts. Negative if the clock was set back."""
+
 
 Stimulus = (
     WorkersAssigned
@@ -141,6 +170,7 @@ Stimulus = (
     | TrainerFormed
     | TrainerReported
     | TrainerLost
+    | ProgressSeen
     | UserErrorSeen
     | StepsCommitted
     | CheckpointSaved

@@ -46,6 +46,10 @@ class Turn:
         fact = kind(job_id=state.job_id, time=self.now, generation=state.generation, **values)
         self.do(Publish(event=fact))
 
+    def log(self, text: str, *, level: str = "warning", worker: str = "") -> None:
+        """Add a remark for the log."""
+        self.publish(events.LogLine, level=level, worker=worker, text=text)
+
     def set_status(self, status: str, reason: str = "") -> None:
         """Change the job's status and say so, if it is another one."""
         if (status, reason) != (self.state.status, self.state.reason):
@@ -59,9 +63,12 @@ class Turn:
 
 
 def start_missing(turn: Turn) -> None:
-    """Start a trainer on every worker of the job that has none."""
+    """Start a trainer on every worker of the job that has none, and may have one now."""
     for worker in turn.state.assigned:
         if turn.state.of_worker(worker) is not None:
+            continue
+        health = turn.state.health.get(worker)
+        if health is not None and health.retry_at > turn.now:
             continue
         number = turn.state.num_started + 1
         trainer = f"{turn.state.job_id}/{worker}/{number}"
@@ -86,11 +93,11 @@ def let_go(turn: Turn, member: Member, reason: str) -> None:
     turn.publish(events.WorkerLeft, worker=member.worker, reason=reason)
 
 
-def begin_collecting(turn: Turn) -> None:
+def begin_collecting(turn: Turn, why: str = "lost") -> None:
     """Free the ranks that wait for one that will never answer."""
     if turn.state.phase not in ("running", "changing"):
         return
-    turn.add_why("lost")
+    turn.add_why(why)
     ranked = turn.state.in_phase("ranked")
     enter_phase(turn, "collecting")
     if ranked:
@@ -101,20 +108,31 @@ def begin_collecting(turn: Turn) -> None:
 def publish_undone(turn: Turn) -> None:
     """Tell of the step in flight once, with all survivors that had begun it.
 
-    A step that one survivor has committed is not lost, though another one had to undo its part.
+    A step that one survivor has committed is not lost, though another one had to undo its part; it
+    may still be lost with that survivor, until the next generation has taken it over.
     """
     newest = max((m.progress[0] for m in turn.state.in_phase("reported")), default=-1)
-    for step in sorted({step for step, _ in turn.state.undone if step > newest}):
-        workers = sorted(worker for begun, worker in turn.state.undone if begun == step)
+    known = turn.state.undone
+    lost = sorted({step for step, _ in known if step > newest})
+    for step in lost:
+        workers = sorted(worker for begun, worker in known if begun == step)
         turn.publish(events.StepUndone, step=step, workers=workers)
-    turn.set(undone=())
+    if lost:
+        turn.set(undone=tuple(told for told in known if told[0] <= newest))
 
 
 def close_job(turn: Turn) -> None:
-    """Make the newest state durable, then end."""
+    """Make the newest state durable, then end; go on if those that had finished died before."""
     state = turn.state
     holders = sorted(state.in_phase("reported"), key=lambda m: m.progress, reverse=True)
-    if not holders or holders[0].progress[0] <= max(0, state.saved_step):
+    newest = holders[0].progress[0] if holders else -1
+    if state.outcome == "finished" and max(newest, state.saved_step) < state.step:
+        # What is lost is trained again. The coordinator shares the workers anew: others may have
+        # got them, because this job was about to end.
+        turn.set(outcome="", assigned=())
+        enter_phase(turn, "gathering")
+        return
+    if newest <= max(0, state.saved_step):
         end_job(turn)
         return
     if state.phase != "closing":

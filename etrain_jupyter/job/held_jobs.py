@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,8 +36,11 @@ def submit_job(
     address: SchedulerAddress,
     store: RunStore | None = None,
     cell: str = "",
+    faults: Sequence[Mapping[str, Any]] = (),
 ) -> TrainingJob:
     """Make the job's folder, hand the job to the cluster's coordinator, and hold it.
+
+    ``faults`` are faults on purpose, in the wire form of a ``FaultPlan``.
 
     Raises:
         PoolError: If the coordinator refuses; then no folder is left.
@@ -68,6 +72,8 @@ def submit_job(
         "min_workers": config.workers.min,
         "max_workers": config.max_workers(),
     }
+    if faults:
+        order["faults"] = [dict(fault) for fault in faults]
     try:
         link.call("etrain_submit", timeout=SUBMIT_S, job=order)
     except PoolError:

@@ -7,26 +7,20 @@ coordinator, and the weights come from its checkpoints.
 from __future__ import annotations
 
 import asyncio
-import html
 import math
 import threading
 import time
 from collections.abc import Generator
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from etrain_jupyter.errors import (
-    CheckpointError,
-    EtrainError,
-    JobFailedError,
-    JobLostError,
-    NotSupportedYetError,
-)
+from etrain_jupyter.errors import EtrainError, JobFailedError, JobLostError, NotSupportedYetError
 from etrain_jupyter.events.log import read_events
 from etrain_jupyter.events.types import TERMINAL_STATUSES, Event
 from etrain_jupyter.job.feed import Feed, Listener
 from etrain_jupyter.job.history import LatestValues
 from etrain_jupyter.job.link import SLICE_S, Link
 from etrain_jupyter.job.run_store import JobRecord
+from etrain_jupyter.job.screen import Screen, table_of
 
 if TYPE_CHECKING:
     from etrain_jupyter.job.audit import AuditReport
@@ -36,19 +30,6 @@ REQUEST_S = 30.0
 SECOND_INTERRUPT_S = 5.0
 
 Model = TypeVar("Model")
-
-
-class Screen(Protocol):
-    """What draws a job: the dashboard, which knows events and no jobs."""
-
-    def show(self) -> None:
-        """Display it in the running cell."""
-
-    def settle(self) -> None:
-        """Refresh what is saved of it in the notebook."""
-
-    def _repr_mimebundle_(self, **_kwargs: Any) -> Any:
-        """Return the representations."""
 
 
 class TrainingJob:
@@ -295,9 +276,39 @@ class TrainingJob:
         """Take a worker away as a spot market does: with a notice of ``notice_s`` seconds."""
         return self.request("preempt", worker=worker, notice_s=notice_s)
 
-    def kill(self, worker: str | None = None) -> str:
-        """Kill a worker's process without notice: a fault on purpose."""
-        return self.request("kill", worker=worker)
+    def kill(self, worker: str | None = None, how: str = "worker") -> str:
+        """Put a worker out of action without notice: a fault on purpose.
+
+        Args:
+            worker: Its name; by default the coordinator chooses one that trains.
+            how: ``worker`` ends its process; ``kill`` (SIGKILL), ``segfault`` and ``exit`` end its
+                trainer; ``stop`` (SIGSTOP), ``hold_gil`` and ``hang`` leave that alive and useless.
+        """
+        if how == "worker":
+            return self.request("kill", worker=worker)
+        return self.request("fault", worker=worker, kind=how)
+
+    def chaos(
+        self,
+        mtbf_s: float = 15.0,
+        mode: str = "mix",
+        duration_s: float | None = None,
+        seed: int | None = None,
+        *,
+        off: bool = False,
+    ) -> str:
+        """Let faults happen at random from now on, to see that nothing comes of it.
+
+        Args:
+            mtbf_s: Mean time between two faults.
+            mode: One kind of fault, or ``mix``.
+            duration_s: When it ends; by default with the job.
+            seed: Repeats the faults of a run with the same seed.
+            off: End it now.
+        """
+        if off:
+            return self.request("chaos", off=True)
+        return self.request("chaos", mtbf_s=mtbf_s, mode=mode, duration_s=duration_s, seed=seed)
 
     def request(self, request: str, **args: Any) -> str:
         """Ask the coordinator for something and return what it says to that.
@@ -353,14 +364,9 @@ class TrainingJob:
         Raises:
             CheckpointError: If there is none yet, or if the model is another one than the job's.
         """
-        state = self.state_dict(which)
-        try:
-            model.load_state_dict(state)  # type: ignore[attr-defined]
-        except RuntimeError as exc:
-            raise CheckpointError(
-                f"the checkpoint of {self.id} does not fit {type(model).__name__}: {exc}. "
-                f"The job trained {self.record.config.get('model', 'another model')}."
-            ) from exc
+        from etrain_jupyter.job.weights import put_weights
+
+        put_weights(self.state_dict(which), model, self.record)
         return model
 
     # --- showing --------------------------------------------------------------------------------
@@ -378,22 +384,8 @@ class TrainingJob:
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
         if self.screen is not None:
             return self.screen._repr_mimebundle_(include=include, exclude=exclude)
-        return {"text/plain": repr(self), "text/html": self._table()}
-
-    def _table(self) -> str:
-        view = self._latest()
-        rows = {
-            "job": self.id,
-            "status": self.status,
-            "step": f"{view.step} of {view.total_steps}" if view.total_steps else str(view.step),
-            "workers": str(view.world_size),
-            **{name: f"{value:.4g}" for name, value in view.metrics.items()},
-        }
-        cells = "".join(
-            f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>"
-            for name, value in rows.items()
-        )
-        return f"<table>{cells}</table>"
+        table = table_of(self._latest(), self.id, self.status)
+        return {"text/plain": repr(self), "text/html": table}
 
     def _latest(self) -> LatestValues:
         """Return the folded values with the history in them; a slow cluster does not delay it."""

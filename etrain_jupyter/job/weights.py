@@ -32,3 +32,18 @@ def load_newest_weights(record: JobRecord) -> dict[str, Any]:
     from etrain_jupyter.ranks.state import load_model_state
 
     return load_model_state(found.files[MODEL_PART])
+
+
+def put_weights(state: dict[str, Any], model: Any, record: JobRecord) -> None:
+    """Load ``state`` into ``model``.
+
+    Raises:
+        CheckpointError: If the model is another one than the job's.
+    """
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as exc:
+        raise CheckpointError(
+            f"the checkpoint of {record.job_id} does not fit {type(model).__name__}: {exc}. "
+            f"The job trained {record.config.get('model', 'another model')}."
+        ) from exc

@@ -17,16 +17,21 @@ from etrain_jupyter.checkpoints import Manifest, choose_steps_to_keep, manifest_
 from etrain_jupyter.checkpoints.base import CheckpointStore, open_newest
 from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.errors import CheckpointError
+from etrain_jupyter.ranks.packing import Tensors
 from etrain_jupyter.ranks.process_group import RankGroup
 from etrain_jupyter.ranks.schedule import Every
-from etrain_jupyter.ranks.state import MODEL, OPTIMIZER, Tensors, copy_to_cpu, put_state, take_state
+from etrain_jupyter.ranks.state import MODEL, OPTIMIZER, copy_to_cpu, put_state, take_state
 from etrain_jupyter.ranks.train_loop import Send, TrainLoop
 
-MODEL_PART, OPTIMIZER_PART, STATE_PART = (
+MODEL_PART, OPTIMIZER_PART, EXTRA_PART, STATE_PART = (
     "model.safetensors",
     "optimizer.safetensors",
+    "extra.safetensors",
     "state.json",
 )
+
+KEEP_RECORDS = 100
+"""Records of the last steps that a checkpoint keeps: it may be durable before the log has them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,12 +57,14 @@ class Checkpointer:
         job_id: str,
         config: TrainConfig,
         send: Send,
+        records_after: Callable[[int], list[dict[str, Any]]] = lambda step: [],
     ) -> None:
         self._store = store
         self._loop = loop
         self._job_id = job_id
         self._config = config
         self._send = send
+        self._records_after = records_after
         self._writer: threading.Thread | None = None
         self._asked = threading.Event()
         self._owed = False
@@ -104,8 +111,10 @@ class Checkpointer:
 
     def _start(self, generation: int) -> None:
         started = time.monotonic()
-        header, tensors = take_state(self._loop.workload.model, self._loop.workload.optimizer)
-        header = {"counters": self._loop.counters(), **header}
+        workload = self._loop.workload
+        header, tensors = take_state(workload.model, workload.optimizer, workload.extras)
+        records = self._records_after(self._loop.step - KEEP_RECORDS)
+        header = {"counters": self._loop.counters(), "records": records, **header}
         tensors = copy_to_cpu(tensors)
         stall_s = time.monotonic() - started
         copy = _Copy(
@@ -142,6 +151,9 @@ class Checkpointer:
             OPTIMIZER_PART: lambda: save(_strip(copy.tensors, OPTIMIZER)),
             STATE_PART: lambda: json.dumps(copy.header).encode(),
         }
+        rest = {k: v for k, v in copy.tensors.items() if not k.startswith((MODEL, OPTIMIZER))}
+        if rest:
+            contents[EXTRA_PART] = lambda: save(rest)
         parts = {
             name: self._store.put_part(folder, name, make()) for name, make in contents.items()
         }
@@ -160,29 +172,36 @@ class Checkpointer:
         self._store.prune(choose_steps_to_keep(steps, keep=self._config.checkpoint.keep))
         return manifest
 
-    def restore_newest(self) -> int:
-        """Load the newest checkpoint that verifies and return its step; 0 if none was written.
+    def restore_newest(self) -> list[dict[str, Any]] | None:
+        """Load the newest checkpoint that verifies; return its last steps' records.
+
+        Returns:
+            None if there is no checkpoint; then nothing was changed.
 
         Raises:
             CheckpointError: If there are some, but none verifies.
         """
         if not self._store.list_steps():
-            return 0
+            return None
         found = open_newest(self._store, job_id=self._job_id)
         for reason in found.skipped:
             text = f"checkpoint passed over: {reason}"
             self._send({"op": "log", "level": "warning", "text": text})
-        restore(self._loop, found.files)
-        return found.manifest.step
+        return restore(self._loop, found.files)
 
 
-def restore(loop: TrainLoop, files: dict[str, Path]) -> None:
-    """Load the parts of one checkpoint into a trainer."""
+def restore(loop: TrainLoop, files: dict[str, Path]) -> list[dict[str, Any]]:
+    """Load the parts of one checkpoint into a trainer; return its last steps' records."""
     header = json.loads(files[STATE_PART].read_text())
     tensors = {MODEL + k: v for k, v in load_file(files[MODEL_PART]).items()}
     tensors |= {OPTIMIZER + k: v for k, v in load_file(files[OPTIMIZER_PART]).items()}
-    put_state(loop.workload.model, loop.workload.optimizer, header, tensors)
+    if EXTRA_PART in files:
+        tensors |= load_file(files[EXTRA_PART])
+    workload = loop.workload
+    put_state(workload.model, workload.optimizer, header, tensors, workload.extras)
     loop.set_counters(header["counters"])
+    records: list[dict[str, Any]] = header.get("records", [])
+    return records
 
 
 def config_digest(config: TrainConfig) -> str:

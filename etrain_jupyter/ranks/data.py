@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import cloudpickle
 import numpy as np
@@ -12,7 +12,20 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
+from etrain_jupyter.ranks.seeds import seeded
+
 Indices = Sequence[int] | NDArray[np.int64]
+
+
+class Share(NamedTuple):
+    """Samples that become one batch."""
+
+    indices: Indices
+    seed: int = 0
+    """Where chance begins for whoever fetches them, here or in a loader process: what a data set
+    draws from torch, numpy or random depends on this alone. A generator of the data set's own
+    cannot be seeded."""
+
 
 Delivered = tuple[NDArray[np.int64], Any]
 """The indices of the samples that were fetched, as the fetcher knows them, and the batch."""
@@ -23,8 +36,11 @@ class SampleSource(Protocol):
 
     def __len__(self) -> int: ...
 
-    def batches(self, shares: Iterable[Indices]) -> Iterator[Delivered]:
-        """Yield for each list of indices, in this order, what was fetched and its batch."""
+    def batches(self, shares: Iterable[Share]) -> Iterator[Delivered]:
+        """Yield for each share, in this order, what was fetched and its batch.
+
+        The generators of this process are left as they are.
+        """
         ...
 
     def close(self) -> None:
@@ -105,10 +121,10 @@ class ColumnSource:
     def __len__(self) -> int:
         return self._length
 
-    def batches(self, shares: Iterable[Indices]) -> Iterator[Delivered]:
-        """Yield one tuple (or dict) of tensors for each list of indices."""
+    def batches(self, shares: Iterable[Share]) -> Iterator[Delivered]:
+        """Yield one tuple (or dict) of tensors for each share; no chance is involved."""
         for share in shares:
-            rows = torch.as_tensor(share, dtype=torch.int64)
+            rows = torch.as_tensor(share.indices, dtype=torch.int64)
             if isinstance(self._columns, dict):
                 yield rows.numpy(), {k: v[rows] for k, v in self._columns.items()}
             else:
@@ -129,15 +145,15 @@ class ItemSource:
     def __len__(self) -> int:
         return len(self._fetcher)
 
-    def batches(self, shares: Iterable[Indices]) -> Iterator[Delivered]:
-        """Yield one collated batch for each list of indices."""
+    def batches(self, shares: Iterable[Share]) -> Iterator[Delivered]:
+        """Yield one collated batch for each share."""
         if self._loader is not None:
             self._shares.feed = shares
             for indices, batch in self._loader:
                 yield np.asarray(indices, dtype=np.int64), batch
             return
         for share in shares:
-            indices, batch = self._fetcher.__getitems__([int(i) for i in share])
+            indices, batch = self._fetcher.__getitems__(_order_of(share))
             yield np.asarray(indices, dtype=np.int64), batch
 
     def close(self) -> None:
@@ -148,9 +164,11 @@ class ItemSource:
         # Spawned, never forked: the trainer has threads, and perhaps a CUDA context.
         return DataLoader(
             cast("Dataset[Any]", self._fetcher),
-            batch_sampler=self._shares,
+            batch_sampler=cast("Any", self._shares),  # an order is passed on as it is
             num_workers=num_workers,
             collate_fn=_as_it_is,  # the fetcher has collated already
+            # Without one of its own it would draw from the generator that the model draws from.
+            generator=torch.Generator(),
             persistent_workers=True,
             multiprocessing_context="spawn",
         )
@@ -160,11 +178,21 @@ class _Shares:
     """The batch sampler of a loader that outlives generations: it reads whatever feed is set."""
 
     def __init__(self) -> None:
-        self.feed: Iterable[Indices] = ()
+        self.feed: Iterable[Share] = ()
 
-    def __iter__(self) -> Iterator[list[int]]:
-        for share in self.feed:
-            yield [int(i) for i in share]
+    def __iter__(self) -> Iterator[_Order]:
+        return map(_order_of, self.feed)
+
+
+class _Order(NamedTuple):
+    """A share as it travels to a loader process."""
+
+    indices: list[int]
+    seed: int
+
+
+def _order_of(share: Share) -> _Order:
+    return _Order([int(i) for i in share.indices], share.seed)
 
 
 class _Fetcher:
@@ -183,7 +211,12 @@ class _Fetcher:
     def __len__(self) -> int:
         return len(self._data)
 
-    def __getitems__(self, indices: list[int]) -> tuple[list[int], Any]:
+    def __getitems__(self, order: _Order) -> tuple[list[int], Any]:
+        # A loader process calls it by this name.
+        with seeded(order.seed):
+            return self._fetch(order.indices)
+
+    def _fetch(self, indices: list[int]) -> tuple[list[int], Any]:
         if hasattr(self._data, "__getitems__"):
             samples = list(self._data.__getitems__(indices))
         else:

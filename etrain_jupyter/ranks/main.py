@@ -1,4 +1,4 @@
-"""Entry of the trainer process: ``python -m etrain_jupyter.ranks.main FD``.
+"""Entry of the trainer process: ``python -m etrain_jupyter.ranks.main CHANNEL_FD PROGRESS_FD``.
 
 It imports everything heavy, says that it is ready, and waits as a warm spare until it is given a
 job.
@@ -7,15 +7,15 @@ job.
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import os
 import signal
 import socket
 import sys
-
-import torch
+import traceback
 
 from etrain_jupyter.ranks.channel import Channel
-from etrain_jupyter.ranks.trainer import Trainer
+from etrain_jupyter.ranks.progress import ProgressPage, start_pulse
 
 _PR_SET_PDEATHSIG = 1
 
@@ -30,25 +30,51 @@ def die_with_parent() -> None:
         os._exit(0)  # it died before we asked
 
 
+def open_page(descriptor: int) -> ProgressPage:
+    """Map the progress page, and pulse as long as this process runs any Python code."""
+    os.set_inheritable(descriptor, False)
+    # The handler writes from within the signal, so that it also tells of a thread that keeps the
+    # interpreter's lock. It has to be there before the first pulse, which allows the signal.
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    page = ProgressPage(descriptor)
+    start_pulse(page)
+    return page
+
+
 def main() -> None:
     """Wait as a spare, then train."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the supervisor's business
-    threads = os.environ.get("OMP_NUM_THREADS")
-    if threads:
-        torch.set_num_threads(int(threads))
+    page = open_page(int(sys.argv[2]))
     descriptor = int(sys.argv[1])
     os.set_inheritable(descriptor, False)  # loader processes must not keep the channel open
     channel = Channel(socket.socket(fileno=descriptor))
-    channel.send({"op": "spare", "pid": os.getpid()})
-    for message in channel.messages():
-        if message["op"] == "start":
-            Trainer(channel, message).run()
-            break
+    code = 0
+    try:
+        run_trainer(channel, page)
+    except BaseException:
+        traceback.print_exc()  # its last words
+        code = 1
     sys.stdout.flush()
     sys.stderr.flush()
     # Threads that are stuck inside gloo would make an ordinary exit abort.
-    os._exit(0)
+    os._exit(code)
+
+
+def run_trainer(channel: Channel, page: ProgressPage) -> None:
+    """Import what takes seconds, then wait for a job and do it."""
+    import torch
+
+    from etrain_jupyter.ranks.trainer import Trainer
+
+    threads = os.environ.get("OMP_NUM_THREADS")
+    if threads:
+        torch.set_num_threads(int(threads))
+    channel.send({"op": "spare", "pid": os.getpid()})
+    for message in channel.messages():
+        if message["op"] == "start":
+            Trainer(channel, message, progress=page).run()
+            break
 
 
 if __name__ == "__main__":

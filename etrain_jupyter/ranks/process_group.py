@@ -3,223 +3,290 @@
 Three facts (measured, see ``benchmarks/README.md``) shape this file:
 
 * No call of torch unblocks a gloo collective whose peer is silent; only the group's own time-out
-does. Shutting down
-  the sockets of the group's device does it in milliseconds. Hence a device of its own for each
-  generation.
+  does. Shutting down the sockets of the group's device does it in milliseconds. Hence a device of
+  its own for each generation.
 * Even then a thread can stay inside gloo. So nobody ever waits there: a wait ends when the
-operation's future
-  completes *or* when the generation is aborted, whichever comes first, and the operation is left
-  to time out.
+  operation's future completes *or* when the generation is aborted, whichever comes first, and the
+  operation is left to time out.
 * The constructor of ``ProcessGroupGloo`` may block without any time-out, so it runs in a thread
-that can be abandoned.
+  that can be abandoned.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-import socket
 import threading
-import time
 from collections.abc import Callable
-from datetime import timedelta
+from concurrent.futures import Future
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
-BACKEND = "etgloo"
-FORM_TIMEOUT_S = 30.0
-COLLECTIVE_TIMEOUT_S = 1800.0
-"""Only a backstop: lost peers are noticed by the coordinator, long before."""
+from etrain_jupyter.ranks.backends import (
+    GLOO,
+    NCCL,
+    ConnectNccl,
+    connect_gloo,
+    connect_nccl,
+    end_nccl,
+    make_default_group,
+)
+from etrain_jupyter.ranks.cuda_buckets import future_for, moment_of_device, sum_through_host
+from etrain_jupyter.ranks.exchange import Exchange
+from etrain_jupyter.ranks.gloo_device import GlooDevice
+from etrain_jupyter.ranks.pending import Pending, Waiters, error_of, first_line
+from etrain_jupyter.ranks.progress import ProgressPage
+from etrain_jupyter.ranks.rendezvous import FORM_TIMEOUT_S, BroadcastStore, CommunicationError
 
-
-class CommunicationError(RuntimeError):
-    """A collective did not complete: a peer is gone, or the generation was aborted."""
-
-
-class BroadcastStore(c10d.Store):
-    """A rendezvous store without a server: the coordinator passes on what each rank sets.
-
-    It speaks over the authenticated control channel, so no port is open for it, and it lives with
-    the coordinator: any rank may die. Keys of another generation never arrive here.
-    """
-
-    def __init__(self, publish: Callable[[str, bytes], None]) -> None:
-        super().__init__()
-        self._publish = publish
-        self._values: dict[str, bytes] = {}
-        self._changed = threading.Condition()
-        self._aborted = False
-
-    def put(self, key: str, value: bytes) -> None:
-        """Take over what another rank has set."""
-        with self._changed:
-            self._values[key] = value
-            self._changed.notify_all()
-
-    def abort(self) -> None:
-        """Make every wait raise, now and later."""
-        with self._changed:
-            self._aborted = True
-            self._changed.notify_all()
-
-    def set(self, key: str, value: Any) -> None:
-        """Set a key for all ranks of the generation."""
-        data = value.encode() if isinstance(value, str) else bytes(value)
-        self.put(key, data)
-        self._publish(key, data)
-
-    def get(self, key: str) -> bytes:
-        """Return a key's value as soon as some rank has set it."""
-        self.wait([key])
-        return self._values[key]
-
-    def check(self, keys: list[str]) -> bool:
-        """Whether all keys are set."""
-        with self._changed:
-            return all(key in self._values for key in keys)
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Block until all keys are set."""
-        deadline = time.monotonic() + (timeout.total_seconds() if timeout else FORM_TIMEOUT_S)
-        with self._changed:
-            while not all(key in self._values for key in keys):
-                left = deadline - time.monotonic()
-                if self._aborted or left <= 0 or not self._changed.wait(left):
-                    why = "the generation was aborted" if self._aborted else "time is over"
-                    missing = [key for key in keys if key not in self._values]
-                    raise CommunicationError(f"no value for {missing}: {why}")
+__all__ = ["BroadcastStore", "CommunicationError", "Pending", "RankGroup"]
 
 
 class RankGroup:
-    """The process group of one rank in one generation, abortable from another thread."""
+    """The process group of one rank in one generation, abortable from another thread.
+
+    Args:
+        generation: Its number.
+        rank: This rank.
+        world_size: Ranks of the generation.
+        store: Where the ranks find each other.
+        host: The address that other machines reach this one by.
+        backend: ``gloo``; or ``nccl``, for ranks with a GPU each: gradients on the GPU then go by
+            NCCL, and everything else by gloo as ever.
+        progress: Where each collective that begins is counted.
+        connect_nccl: Stands for the real thing in tests.
+    """
 
     def __init__(
-        self, *, generation: int, rank: int, world_size: int, store: BroadcastStore, host: str
+        self,
+        *,
+        generation: int,
+        rank: int,
+        world_size: int,
+        store: BroadcastStore,
+        host: str,
+        backend: str = GLOO,
+        progress: ProgressPage | None = None,
+        connect_nccl: ConnectNccl = connect_nccl,
     ) -> None:
         self.generation = generation
         self.rank = rank
         self.world_size = world_size
         self._store = store
         self._host = host
+        self._has_nccl = backend == NCCL
+        self._progress = progress
+        self._connect_nccl = connect_nccl
         self._device: GlooDevice | None = None
+        self._gloo: Any = None
+        self._nccl: Any = None
+        self._default_group: dist.ProcessGroup | None = None
+        self._exchange: Exchange | None = None
         self._lock = threading.Lock()
-        self._waiters: dict[int, Callable[[], None]] = {}
-        self._num_waiters = 0
+        self._waiters = Waiters()
         self._closed = False
         self.contributes = True
         """Whether this rank has samples in the present step; if not, its gradients are zero."""
-        self.failure = ""
+
+    @property
+    def failure(self) -> str:
         """Why the generation cannot go on; empty while it can."""
+        return self._waiters.failure
 
     # --- life ---
 
     def form(self) -> None:
+        """Connect with the other ranks and become torch's default group.
+
+        Raises:
+            CommunicationError: If that fails or is aborted; at once then, whatever gloo does.
+        """
+        if self.world_size > 1:
+            self.connect()
+            self._default_group = make_default_group(
+                self._gloo, self._store, self.rank, self.world_size
+            )
+
+    def connect(self) -> None:
         """Connect with the other ranks. Raises CommunicationError if that fails or is aborted."""
-        if self.world_size == 1:
-            return
+        self.raise_if_failed()
         self._device = GlooDevice(self._host)
         box: dict[str, Any] = {}
         ready = threading.Event()
-        token = self._register(ready.set)
+        token = self._waiters.register(ready.set)
         builder = threading.Thread(
-            target=self._build, args=(box, ready), daemon=True, name="etrain-form"
+            target=self._build, args=(self._device, box, ready), daemon=True, name="etrain-form"
         )
         builder.start()
         ready.wait(FORM_TIMEOUT_S)
-        self._forget(token)
+        self._waiters.forget(token)
         if "backend" not in box:
-            raise self._fail(str(box.get("error", "no connection in time")))
-        _register_backend()
-        _PREBUILT.backend = box.pop("backend")
-        try:
-            dist.init_process_group(
-                BACKEND,
-                store=self._store,
-                rank=self.rank,
-                world_size=self.world_size,
-                timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
-            )
-        finally:
-            _PREBUILT.backend = None
+            raise self._waiters.fail(str(box.get("error", "no connection in time")))
+        self._gloo = box.pop("backend")
+        self.raise_if_failed()
 
-    def _build(self, box: dict[str, Any], ready: threading.Event) -> None:
-        assert self._device is not None
+    def _build(self, device: GlooDevice, box: dict[str, Any], ready: threading.Event) -> None:
         try:
-            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            options._devices = [self._device.device]
-            options._timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
-            options._threads = 2
-            box["backend"] = dist.ProcessGroupGloo(self._store, self.rank, self.world_size, options)
+            gloo = connect_gloo(self._store, self.rank, self.world_size, device)
+            if self._has_nccl:
+                self._connect_nccl(self._store, self.rank, self.world_size, self._keep_nccl)
+            box["backend"] = gloo
         except Exception as exc:
             box["error"] = exc
         ready.set()
 
+    def _keep_nccl(self, backend: Any) -> None:
+        with self._lock:
+            is_late = bool(self.failure)
+            self._nccl = None if is_late else backend
+        if is_late:
+            raise CommunicationError(self.failure)
+
     def abort(self, why: str = "aborted") -> None:
         """Break the collectives of this rank and of its peers. Safe from any thread."""
-        self._fail(why)
+        self._waiters.fail(why)
         self._store.abort()
         with self._lock:
-            waiters = list(self._waiters.values())
-            self._waiters.clear()
-            closed = self._closed
-        for wake in waiters:
-            wake()
-        if self._device is not None and not closed:
+            nccl, self._nccl = self._nccl, None
+            if self._exchange is not None:
+                self._exchange.end()
+            self._break_connections()
+        # Last: whoever wakes closes the group, and then there is nothing to shut down any more.
+        self._waiters.wake_all()
+        if nccl is not None:
+            end_nccl(nccl, gently=False)
+
+    def _break_connections(self) -> None:
+        """Make gloo let go of every thread. Under the lock: a closed group owns no descriptor."""
+        if self._device is not None and not self._closed:
             self._device.shut_down()
 
     def close(self) -> None:
         """Leave the group and free it; the slow part runs in a thread, off the critical path.
 
-        The connections are not shut down here: a peer may still be reading the end of the last
-        collective.
+        Whatever wraps the model for this group has to be dropped before: if it is the last to hold
+        the group, its end waits here for gloo's.
+
+        The connections of a whole group are not shut down: a peer may still be reading the end of
+        the last collective.
         """
-        self._fail("closed")
+        is_whole = not self.failure
+        self._waiters.fail("closed")
         with self._lock:
+            if not is_whole:
+                self._break_connections()
             self._closed = True
-        if self.world_size == 1 or not dist.is_initialized():
-            return
-        group = c10d._get_default_group()
-        remains: list[Any] = [group, group._get_backend(torch.device("cpu")), self._device]
-        del group
-        self._device = None
-        dist.destroy_process_group()
-        # gloo's destructor waits for its 10 ms epoll ticks, or for an operation that is stuck.
-        threading.Thread(target=remains.clear, daemon=True, name="etrain-free").start()
+            nccl, self._nccl = self._nccl, None
+        if self._exchange is not None:
+            self._exchange.end()
+        if nccl is not None:
+            end_nccl(nccl, gently=is_whole)
+        if self._default_group is not None:
+            dist.destroy_process_group(self._default_group)
+        remains = [self._default_group, self._gloo, self._device]
+        self._default_group = self._gloo = self._device = None
+        if any(part is not None for part in remains):
+            # gloo's destructor waits for its 10 ms epoll ticks, or for an operation that is stuck.
+            threading.Thread(target=remains.clear, daemon=True, name="etrain-free").start()
 
     # --- collectives ---
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
         """Start to sum ``tensor`` over the ranks, in place."""
-        if self.world_size == 1:
-            return Pending(self, None)
-        return Pending(self, self._start(dist.all_reduce, tensor))
+        return self._pending(dist.all_reduce, tensor)
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> Pending:
         """Start to copy rank ``src``'s ``tensor`` into everybody's."""
+        return self._pending(dist.broadcast, tensor, src)
+
+    def _pending(self, collective: Callable[..., Any], *args: Any) -> Pending:
         if self.world_size == 1:
-            return Pending(self, None)
-        return Pending(self, self._start(dist.broadcast, tensor, src))
+            return Pending(self._waiters, None)
+        # The future is complete before Work.is_completed() turns true: ask the future.
+        future = self._start(collective, *args).get_future()
+        return Pending(self._waiters, future)
 
     def _start(self, collective: Callable[..., Any], *args: Any) -> Any:
         self.raise_if_failed()
+        self._count()
         try:
             return collective(*args, async_op=True)
         except RuntimeError as exc:
-            raise self._fail(_first_line(exc)) from exc
+            raise self._waiters.fail(first_line(exc)) from exc
+
+    def _count(self) -> None:
+        if self._progress is not None:
+            self._progress.count_collective()
+
+    def beat(self) -> None:
+        """Give a sign of life from inside ``work`` that takes long, while the main thread waits."""
+        if self._progress is not None:
+            self._progress.beat()
+
+    # --- messages between two ranks ---
+
+    def start(self, work: Callable[[], None], *, is_counted: bool = True) -> Pending:
+        """Do ``work`` on the generation's exchange thread, after what was started before it.
+
+        The work may block inside gloo; whoever waits for it does not, and an abort abandons it.
+        Whatever it raises becomes a CommunicationError and ends the generation.
+
+        Args:
+            work: Does not wait for anything else that the thread would have to do first.
+            is_counted: Whether every rank does this, so that it counts as progress like a
+                collective.
+        """
+        self.raise_if_failed()
+        if is_counted:
+            self._count()
+        future = self._submit(work)
+        return Pending(self._waiters, future)
+
+    def _submit(self, work: Callable[[], None]) -> Future[None]:
+        with self._lock:
+            # Never made after a failure: nobody would end its thread any more.
+            if self._exchange is None and not self.failure:
+                self._exchange = Exchange()
+        self.raise_if_failed()
+        assert self._exchange is not None
+        return self._exchange.submit(work)
+
+    def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Any:
+        """Start to send a contiguous CPU tensor. Only inside the ``work`` of ``start``.
+
+        Returns:
+            Torch's ``Work``, whose ``wait`` blocks.
+        """
+        return self._peers().send([tensor], dst, tag)
+
+    def irecv(self, tensor: torch.Tensor, src: int, tag: int) -> Any:
+        """Start to receive into a contiguous CPU tensor. Only inside the ``work`` of ``start``.
+
+        Returns:
+            Torch's ``Work``, whose ``wait`` blocks.
+        """
+        return self._peers().recv([tensor], src, tag)
+
+    def _peers(self) -> Any:
+        # This generation's own connections, never torch's default group: an abandoned thread
+        # would speak into the next generation.
+        gloo = self._gloo
+        self.raise_if_failed()
+        if gloo is None:
+            raise CommunicationError("there is no other rank to speak to")
+        return gloo
+
+    # --- gradients ---
 
     def ddp_hook(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         """Sum a bucket of gradients over the ranks; the loss was scaled, so nothing is divided.
 
         The future that DDP waits for is completed by the collective or by ``abort``, whichever
-        comes first; after the backward pass ``raise_if_failed`` tells them apart.
+        comes first; after the backward pass ``settle`` tells them apart.
         """
-        buffer = bucket.buffer()
+        buffer: torch.Tensor = bucket.buffer()
         if not self.contributes:
             buffer.zero_()
-        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done = future_for(buffer)
         once = threading.Lock()
 
         def complete() -> None:
@@ -227,143 +294,68 @@ class RankGroup:
                 done.set_result(buffer)
 
         try:
-            work = self._start(dist.all_reduce, buffer)
+            if self._has_nccl:
+                return self._sum_by_nccl(buffer)
+            future = self._start_sum(buffer, complete)
         except CommunicationError:
             complete()
             return done
-        token = self._register(complete)
+        token = self._waiters.register(complete)
 
-        def completed(future: torch.futures.Future[Any]) -> None:
-            self._forget(token)
-            try:
-                future.value()
-            except RuntimeError as exc:
-                self._fail(_first_line(exc))
+        def completed(future: Any) -> None:
+            self._waiters.forget(token)
+            error = error_of(future)
+            if error is not None:
+                self._waiters.fail(first_line(error))
             complete()
 
-        work.get_future().add_done_callback(completed)
+        future.add_done_callback(completed)
         return done
+
+    def _start_sum(self, buffer: torch.Tensor, complete: Callable[[], None]) -> Any:
+        """Start to sum by gloo; return the future of it, torch's or the exchange thread's."""
+        if not buffer.is_cuda:
+            return self._start(dist.all_reduce, buffer).get_future()
+        self.raise_if_failed()
+        self._count()
+        work = sum_through_host(buffer, sum_on_host=self._sum_on_host, complete=complete)
+        return self._submit(work)
+
+    def _sum_on_host(self, tensor: torch.Tensor) -> None:
+        self._peers().allreduce([tensor]).wait()
+
+    def _sum_by_nccl(self, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        """Queue the sum on the device. NCCL's futures are complete once that is done."""
+        nccl = self._nccl
+        self.raise_if_failed()
+        self._count()
+        try:
+            future = nccl.allreduce([buffer]).get_future()
+        except RuntimeError as exc:
+            raise self._waiters.fail(first_line(exc)) from exc
+
+        def read(future: torch.futures.Future[Any]) -> torch.Tensor:
+            error = error_of(future)
+            if error is not None:
+                self._waiters.fail(first_line(error))
+            return buffer
+
+        return future.then(read)  # type: ignore[no-any-return]
+
+    def settle(self) -> None:
+        """Wait until the gradients of the backward pass are sums over the ranks, before an update.
+
+        Raises:
+            CommunicationError: If they are not: a sum failed or the generation was aborted.
+        """
+        self.raise_if_failed()
+        if self._nccl is not None:
+            # The device, not DDP, knows whether the sums are done.
+            future = self._submit(moment_of_device())
+            Pending(self._waiters, future).wait()
+            self.raise_if_failed()
 
     def raise_if_failed(self) -> None:
         """Raise CommunicationError if a collective failed or the generation was aborted."""
         if self.failure:
             raise CommunicationError(self.failure)
-
-    # --- waiters ---
-
-    def _fail(self, why: str) -> CommunicationError:
-        self.failure = self.failure or why
-        return CommunicationError(self.failure)
-
-    def _register(self, wake: Callable[[], None]) -> int:
-        with self._lock:
-            if not self.failure:
-                self._num_waiters += 1
-                self._waiters[self._num_waiters] = wake
-                return self._num_waiters
-        wake()
-        return 0
-
-    def _forget(self, token: int) -> None:
-        with self._lock:
-            self._waiters.pop(token, None)
-
-
-class Pending:
-    """A collective under way."""
-
-    def __init__(self, group: RankGroup, work: Any) -> None:
-        self._group = group
-        self._work = work
-
-    def wait(self) -> None:
-        """Block until it is complete. Raises CommunicationError if it failed or was aborted."""
-        if self._work is None:
-            return
-        group = self._group
-        # The future is complete before Work.is_completed() turns true: ask the future.
-        future = self._work.get_future()
-        ready = threading.Event()
-        token = group._register(ready.set)
-        future.add_done_callback(lambda _: ready.set())
-        ready.wait()
-        group._forget(token)
-        if not future.done():
-            raise group._fail("aborted")
-        try:
-            future.value()
-        except RuntimeError as exc:
-            raise group._fail(_first_line(exc)) from exc
-
-
-class GlooDevice:
-    """A gloo device whose epoll descriptor is known, and so the sockets of one generation."""
-
-    _making = threading.Lock()
-
-    def __init__(self, host: str) -> None:
-        with self._making:
-            before = _eventpolls()
-            self.device = dist.ProcessGroupGloo.create_device(hostname=host)
-            after = _eventpolls()
-        fresh = [fd for fd in after if fd not in before]
-        # Without /proc (not Linux) the waits are still abandoned; only the peers learn of it later.
-        self._epoll = fresh[0] if len(fresh) == 1 else None
-
-    def shut_down(self) -> None:
-        """Shut down the device's connections, never its listener: gloo would terminate."""
-        if self._epoll is None:
-            return
-        for fd in _watched(self._epoll):
-            with contextlib.suppress(OSError):
-                _shut_down_connection(fd)
-
-
-def _shut_down_connection(fd: int) -> None:
-    copy = os.dup(fd)
-    try:
-        connection = socket.socket(fileno=copy)
-    except OSError:
-        os.close(copy)  # the loop's own pipe: no socket took the copy over
-        raise
-    with connection:
-        if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            connection.shutdown(socket.SHUT_RDWR)
-
-
-def _eventpolls() -> set[int]:
-    found = set()
-    with contextlib.suppress(OSError):
-        for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):
-                if "eventpoll" in os.readlink(f"/proc/self/fd/{name}"):
-                    found.add(int(name))
-    return found
-
-
-def _watched(epoll: int) -> list[int]:
-    with contextlib.suppress(OSError), open(f"/proc/self/fdinfo/{epoll}") as info:
-        return [int(line.split()[1]) for line in info if line.startswith("tfd")]
-    return []
-
-
-class _Prebuilt(threading.local):
-    backend: Any = None
-
-
-_PREBUILT = _Prebuilt()
-
-
-def _register_backend() -> None:
-    """Make torch use the group built beforehand, so that ``init_process_group`` never blocks."""
-    if BACKEND.upper() not in dist.Backend._plugins:
-        dist.Backend.register_backend(
-            BACKEND,
-            lambda *_: _PREBUILT.backend,
-            extended_api=True,
-            devices=["cpu", "cuda"],
-        )
-
-
-def _first_line(exc: BaseException) -> str:
-    return str(exc).strip().splitlines()[0] if str(exc).strip() else type(exc).__name__

@@ -42,6 +42,21 @@ class Reporter:
             if self._is_rank_0:
                 self._unsent = [r for r in self._kept if r["step"] > logged_step]
 
+    def records_after(self, step: int) -> list[dict[str, Any]]:
+        """Return the kept records of the steps after this one: they belong to the state."""
+        with self._lock:
+            return [r for r in self._kept if r["step"] > step]
+
+    def adopt(self, records: list[dict[str, Any]]) -> None:
+        """Keep these and no others: the state that they led to was taken over.
+
+        Else a step that only its dead rank 0 could tell of would be missing from the log for ever.
+        """
+        with self._lock:
+            self._kept.clear()
+            self._kept.extend(records)
+            self._unsent = []
+
     def send(self, message: dict[str, Any]) -> None:
         """Send a message; a step's record may wait for the next batch."""
         if message["op"] == "step":
@@ -53,12 +68,6 @@ class Reporter:
             return
         self.flush()
         self._channel.send(message)
-
-    def forget(self) -> None:
-        """Drop all records: the state was replaced by an older one."""
-        with self._lock:
-            self._kept.clear()
-            self._unsent = []
 
     def flush(self) -> None:
         """Send the records that wait."""

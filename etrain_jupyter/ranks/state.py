@@ -1,41 +1,186 @@
-"""The complete state of a trainer, as named tensors and a JSON header."""
+"""The complete state of a trainer, as named tensors and a JSON header.
+
+The names tell what a tensor belongs to: ``model.`` what the model's ``state_dict`` holds,
+``buffer.`` its buffers that a ``state_dict`` leaves out, ``module.`` what its modules'
+``get_extra_state`` gives, ``optimizer.``, and ``extra.NAME.`` for a scaler or a scheduler.
+"""
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import json
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Protocol
 
 import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from etrain_jupyter.ranks.process_group import RankGroup
+from etrain_jupyter.ranks.packing import StateError, Tensors, pack, unpack
 
-MODEL, OPTIMIZER = "model.", "optimizer."
+MODEL, BUFFER, MODULE, OPTIMIZER, EXTRA = "model.", "buffer.", "module.", "optimizer.", "extra."
 
-Tensors = dict[str, torch.Tensor]
+
+class Stateful(Protocol):
+    """A part of a trainer that is neither its model nor its optimizer: a scaler, a scheduler."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as nested numbers, strings and tensors."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
+        """Take over what ``state_dict`` gave."""
+        ...
+
+
+Extras = Mapping[str, Stateful]
+NO_EXTRAS: Extras = MappingProxyType({})
+
+
+# --- out of a trainer ---
 
 
 def take_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer
+    model: nn.Module, optimizer: torch.optim.Optimizer, extras: Extras = NO_EXTRAS
 ) -> tuple[dict[str, Any], Tensors]:
     """Return the state as ``(header, tensors)``; the tensors are the living ones, not copies.
 
-    The header is JSON: parameter groups, and what the optimizer holds that is no tensor.
+    The header is JSON: the optimizer's parameter groups, and everything that is no tensor.
+
+    Raises:
+        StateError: If something in it cannot be sent or saved.
     """
-    tensors = {MODEL + name: value for name, value in model.state_dict().items()}
-    packed = optimizer.state_dict()
-    scalars: dict[str, dict[str, Any]] = {}
-    for index, values in packed["state"].items():
-        for name, value in values.items():
-            if isinstance(value, torch.Tensor):
-                tensors[f"{OPTIMIZER}{index}.{name}"] = value
-            else:
-                scalars.setdefault(str(index), {})[name] = value
-    return {"param_groups": _plain(packed["param_groups"]), "scalars": scalars}, tensors
+    tensors: Tensors = {}
+    modules: dict[str, Any] = {}
+    for name, value in model.state_dict().items():
+        if isinstance(value, torch.Tensor):
+            _check(MODEL + name, value)
+            tensors[MODEL + name] = value
+        else:
+            modules[name] = pack(value, name=MODULE + name, tensors=tensors)
+    living = living_tensors(model)
+    tensors |= {name: t.detach() for name, t in living.items() if name.startswith(BUFFER)}
+    header: dict[str, Any] = {
+        "modules": modules,
+        "optimizer": _take_optimizer(optimizer, tensors),
+        "extras": {
+            name: pack(part.state_dict(), name=EXTRA + name, tensors=tensors)
+            for name, part in extras.items()
+        },
+    }
+    for name, tensor in tensors.items():
+        _check(name, tensor)
+    header["host"] = _names_in_host_memory(tensors, optimizer)
+    return header, tensors
+
+
+def _take_optimizer(optimizer: torch.optim.Optimizer, tensors: Tensors) -> dict[str, Any]:
+    held = optimizer.state_dict()
+    if not _is_ordinary(optimizer):
+        return {"whole": pack(held, name=OPTIMIZER + "whole", tensors=tensors)}
+    state = [
+        [key, pack(values, name=f"{OPTIMIZER}{key}", tensors=tensors)]
+        for key, values in held["state"].items()
+    ]
+    groups = pack(held["param_groups"], name=OPTIMIZER + "param_groups", tensors=tensors)
+    return {"state": state, "param_groups": groups}
+
+
+def _is_ordinary(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its state is what torch's own ``state_dict`` says, and may be set without it."""
+    base, kind = torch.optim.Optimizer, type(optimizer)
+    has_hooks = any(
+        getattr(optimizer, f"_optimizer_{when}_hooks", None)
+        for when in (
+            "state_dict_pre",
+            "state_dict_post",
+            "load_state_dict_pre",
+            "load_state_dict_post",
+        )
+    )
+    overrides = (
+        kind.state_dict is not base.state_dict or kind.load_state_dict is not base.load_state_dict
+    )
+    return not has_hooks and not overrides
+
+
+def _names_in_host_memory(tensors: Tensors, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return the tensors that stay on the CPU whatever device the model is on."""
+    is_on_device = any(t.is_cuda for name, t in tensors.items() if name.startswith(MODEL))
+    follows = any(g.get("capturable") or g.get("fused") for g in optimizer.param_groups)
+    return [
+        name
+        for name, tensor in tensors.items()
+        if not name.startswith((MODEL, BUFFER))
+        and not tensor.is_cuda
+        and (is_on_device or name.startswith(EXTRA) or (_is_counter(name) and not follows))
+    ]
+
+
+def _is_counter(name: str) -> bool:
+    """Whether this is an optimizer's count of steps, which torch keeps in host memory."""
+    return name.startswith(OPTIMIZER) and name.endswith(".step")
+
+
+def _check(name: str, tensor: torch.Tensor) -> None:
+    kind = ""
+    if hasattr(tensor, "__tensor_flatten__"):  # a wrapper around other tensors
+        kind = type(tensor).__name__
+    elif tensor.layout is not torch.strided:
+        kind = f"tensor of layout {tensor.layout}"
+    elif tensor.is_quantized or tensor.is_meta:
+        kind = "quantized tensor" if tensor.is_quantized else "tensor without data (meta)"
+    if kind:
+        raise StateError(
+            f"{name} is a {kind}; only ordinary dense tensors can be sent to other ranks and "
+            "saved. Convert it in the function that builds the model."
+        )
+
+
+def copy_to_cpu(tensors: Tensors) -> Tensors:
+    """Return contiguous copies that training does not touch any more."""
+    copies = {}
+    for name, value in tensors.items():
+        # Pinned, so that the device copies all of them while this thread goes on to the next.
+        copies[name] = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+        copies[name].copy_(value.detach(), non_blocking=True)
+    if any(value.is_cuda for value in tensors.values()):
+        torch.cuda.synchronize()
+    return copies
+
+
+# --- into a trainer ---
+
+
+def living_tensors(model: nn.Module) -> Tensors:
+    """Return the model's own parameters and buffers by their names in the state.
+
+    A parameter that ``state_dict`` gives as something else (a hook converts it) is left out.
+    """
+    told = model.state_dict()
+    own: Tensors = {}
+    own |= dict(model.named_parameters(remove_duplicate=False))
+    own |= dict(model.named_buffers(remove_duplicate=False))
+    living: Tensors = {}
+    for name, tensor in own.items():
+        if name not in told:
+            living[BUFFER + name] = tensor
+        elif isinstance(told[name], torch.Tensor) and is_same_memory(told[name], tensor):
+            living[MODEL + name] = tensor
+    return living
+
+
+def is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether both read the same elements at the same places."""
+    return (
+        one.data_ptr() == other.data_ptr()
+        and one.dtype == other.dtype
+        and one.shape == other.shape
+        and one.stride() == other.stride()
+    )
 
 
 def put_state(
@@ -43,82 +188,105 @@ def put_state(
     optimizer: torch.optim.Optimizer,
     header: dict[str, Any],
     tensors: Tensors,
+    extras: Extras = NO_EXTRAS,
 ) -> None:
-    """Load what ``take_state`` gave, into a model and an optimizer built by the same code."""
-    model.load_state_dict(
-        {k.removeprefix(MODEL): v for k, v in tensors.items() if k.startswith(MODEL)}
-    )
+    """Load what ``take_state`` gave, into what the same code has built.
+
+    Tensors that are the model's own already stay where they are; the optimizer takes over the
+    given ones without a copy if they are on the right device.
+
+    Raises:
+        StateError: If the state is not that of such a model, optimizer and extras.
+    """
+    if "param_groups" in header:
+        header = _of_first_format(header, tensors)
+    _put_model(model, header["modules"], tensors)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    host = frozenset(header["host"])
+
+    def find(name: str) -> torch.Tensor:
+        return tensors[name] if name in host else tensors[name].to(device)
+
+    _put_optimizer(optimizer, header["optimizer"], functools.cache(find))
+    unknown = sorted(set(header["extras"]) - set(extras))
+    if unknown:
+        raise StateError(f"the state has parts that this trainer lacks: {', '.join(unknown)}")
+    for name, packed in header["extras"].items():
+        extras[name].load_state_dict(unpack(packed, find))
+
+
+@torch.no_grad()
+def _put_model(model: nn.Module, modules: dict[str, Any], tensors: Tensors) -> None:
+    living = living_tensors(model)
+    given = {name: t for name, t in tensors.items() if name.startswith(MODEL)}
+    if modules or any(tensor is not living.get(name) for name, tensor in given.items()):
+        values: dict[str, Any] = {name.removeprefix(MODEL): t for name, t in given.items()}
+        values |= {name: unpack(value, tensors.__getitem__) for name, value in modules.items()}
+        model.load_state_dict(values)
+    for name, tensor in living.items():
+        value = tensors.get(name)
+        # A cache that grew elsewhere has another shape: it grows here too when it is needed.
+        if name.startswith(BUFFER) and value is not None and value.shape == tensor.shape:
+            tensor.copy_(value)
+
+
+def _put_optimizer(optimizer: torch.optim.Optimizer, packed: dict[str, Any], find: Any) -> None:
+    if "whole" in packed:
+        optimizer.load_state_dict(unpack(packed["whole"], find))
+        return
+    groups = unpack(packed["param_groups"], find)
+    state = {key: unpack(values, find) for key, values in packed["state"]}
+    if not _is_ordinary(optimizer):
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
+        return
+    mine = optimizer.param_groups
+    sizes, their_sizes = ([len(g["params"]) for g in some] for some in (mine, groups))
+    if sizes != their_sizes:
+        raise StateError(
+            f"the optimizer has parameter groups of {sizes} tensors and the state those of one "
+            f"with {their_sizes}. Build the same model and optimizer on every rank."
+        )
+    # torch's load_state_dict would copy everything twice, and cast it to the parameters' types.
+    owners: dict[Any, torch.Tensor] = {}
+    for own, theirs in zip(mine, groups, strict=True):
+        params = own["params"]
+        owners |= dict(zip(theirs["params"], params, strict=True))
+        own.clear()
+        own.update({**theirs, "params": params})
+    owned = defaultdict(dict, {owners.get(key, key): values for key, values in state.items()})
+    optimizer.__setstate__({"state": owned, "param_groups": mine})
+
+
+def _of_first_format(header: dict[str, Any], tensors: Tensors) -> dict[str, Any]:
+    """Return the header as it is written today for one that the first version wrote."""
     state: dict[int, dict[str, Any]] = {}
-    for key, value in tensors.items():
+    for key in tensors:
         if key.startswith(OPTIMIZER):
             index, name = key.removeprefix(OPTIMIZER).split(".", 1)
-            state.setdefault(int(index), {})[name] = value
+            state.setdefault(int(index), {})[name] = {"$tensor": key}
     for index, values in header["scalars"].items():
         state.setdefault(int(index), {}).update(values)
     groups = header["param_groups"]
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    follows = any(g.get("capturable") or g.get("fused") for g in groups)
+    return {
+        "modules": {},
+        "optimizer": {"state": list(state.items()), "param_groups": groups},
+        "extras": {},
+        "host": [name for name in tensors if _is_counter(name) and not follows],
+    }
 
 
-def _plain(value: Any) -> Any:
-    """Make parameter groups JSON: a learning rate may be a tensor, betas are a tuple."""
-    if isinstance(value, torch.Tensor):
-        return value.tolist()
-    if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
-    if isinstance(value, tuple | list):
-        return [_plain(v) for v in value]
-    return value
-
-
-def copy_to_cpu(tensors: Tensors) -> Tensors:
-    """Return copies that training does not touch any more."""
-    return {name: value.detach().to("cpu", copy=True) for name, value in tensors.items()}
-
-
-def send_state(group: RankGroup, header: dict[str, Any], tensors: Tensors) -> None:
-    """Rank 0's part of a state transfer: the header, then one flat tensor a dtype."""
-    layout = [
-        [name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()
-    ]
-    text = json.dumps({"header": header, "layout": layout}).encode()
-    group.broadcast(torch.tensor([len(text)])).wait()
-    group.broadcast(torch.frombuffer(bytearray(text), dtype=torch.uint8)).wait()
-    for dtype in _dtypes(t.dtype for t in tensors.values()):
-        parts = [t.detach().reshape(-1) for t in tensors.values() if t.dtype == dtype]
-        group.broadcast(torch.cat([p.cpu() for p in parts])).wait()
-
-
-def receive_state(group: RankGroup) -> tuple[dict[str, Any], Tensors]:
-    """Every other rank's part of a state transfer."""
-    length = torch.zeros(1, dtype=torch.int64)
-    group.broadcast(length).wait()
-    text = torch.empty(int(length), dtype=torch.uint8)
-    group.broadcast(text).wait()
-    message = json.loads(text.numpy().tobytes())
-    layout = [(name, getattr(torch, dtype), shape) for name, dtype, shape in message["layout"]]
-    tensors: Tensors = {}
-    for dtype in _dtypes(d for _, d, _ in layout):
-        chosen = [(name, torch.Size(shape)) for name, d, shape in layout if d == dtype]
-        flat = torch.empty(sum(shape.numel() for _, shape in chosen), dtype=dtype)
-        group.broadcast(flat).wait()
-        for (name, shape), part in zip(
-            chosen, torch.split(flat, [shape.numel() for _, shape in chosen]), strict=True
-        ):
-            tensors[name] = part.view(shape)
-    return message["header"], {name: tensors[name] for name, _, _ in layout}
-
-
-def _dtypes(dtypes: Iterable[torch.dtype]) -> list[torch.dtype]:
-    return sorted(set(dtypes), key=str)
+# --- what it says ---
 
 
 def digest_of(model: nn.Module) -> str:
     """Return the SHA-256 of all parameters and buffers, in the order of ``state_dict``."""
     digest = hashlib.sha256()
     for name, value in model.state_dict().items():
-        flat = value.detach().cpu().contiguous().reshape(-1)
-        digest.update(name.encode())
-        digest.update(flat.view(torch.uint8).numpy().tobytes())
+        if isinstance(value, torch.Tensor):
+            flat = value.detach().cpu().contiguous().reshape(-1)
+            digest.update(name.encode())
+            digest.update(flat.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -1,12 +1,7 @@
-"""The step: forward, backward, one exact average over samples, one update. The only commit point.
-
-Shapes: ``P`` parts (micro steps) of this rank's share, ``M`` metrics, ``W`` ranks.
-"""
+"""The step: gradients, one update, and what is told of it. The only commit point."""
 
 from __future__ import annotations
 
-import contextlib
-import inspect
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,28 +11,27 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from etrain_jupyter.config.schema import TrainConfig
-from etrain_jupyter.elastic import batch_plan, ledger
+from etrain_jupyter.elastic import ledger
 from etrain_jupyter.elastic.stimuli import Progress
-from etrain_jupyter.ranks.process_group import Pending, RankGroup
+from etrain_jupyter.ranks.data import Delivered, Share
+from etrain_jupyter.ranks.evaluation import EvalMeans, Evaluation
+from etrain_jupyter.ranks.faults import NO_FAULTS, Faults
+from etrain_jupyter.ranks.gradients.averaged import AveragedGradients
+from etrain_jupyter.ranks.gradients.sharded import ShardedGradients
+from etrain_jupyter.ranks.gradients.step import Gradients, Step
+from etrain_jupyter.ranks.moving_buffers import MovingBuffers
+from etrain_jupyter.ranks.process_group import RankGroup
+from etrain_jupyter.ranks.progress import ProgressPage
 from etrain_jupyter.ranks.schedule import Every, WorkPlan
+from etrain_jupyter.ranks.seeds import seed_of
 from etrain_jupyter.ranks.state import digest_of
-from etrain_jupyter.ranks.workload import Workload, seed_all
+from etrain_jupyter.ranks.step_header import StepHeader
+from etrain_jupyter.ranks.weights_print import WeightsPrint
+from etrain_jupyter.ranks.workload import Workload, WorkloadError
 
 Send = Callable[[dict[str, Any]], None]
-
-# torch 2.13 renamed the flag. Buffers are averaged by ``_start_moves`` instead.
-_DDP_FLAGS = inspect.signature(DistributedDataParallel.__init__).parameters
-_NO_BUFFER_SYNC: dict[str, Any] = (
-    {"forward_sync_buffers": False}
-    if "forward_sync_buffers" in _DDP_FLAGS
-    else {"broadcast_buffers": False}
-)
-
-PENDING, EVAL_ASKED, CHECKSUM, COUNT, LOSS = range(5)
-"""Places in the vector that is summed over the ranks in every step; the metrics follow."""
 
 
 class TrainLoop:
@@ -50,13 +44,19 @@ class TrainLoop:
         self.step = 0
         self.num_evals = 0
         self.change_pending = threading.Event()
-        """Set by the control thread; carried to all ranks by the next step."""
+        """Set by the control thread; carried to all ranks by the next step or evaluation batch."""
         self.in_step = False
         """Whether a step has been begun and not committed."""
+        self.faults: Faults = NO_FAULTS
+        """What this trainer has to do to itself, and where."""
+        self.page: ProgressPage | None = None
+        """Where the supervisor looks for signs of life."""
         self._send = send
         self._order: tuple[int, NDArray[np.int64]] = (-1, np.empty(0, np.int64))
-        self._moving: list[torch.Tensor] = []
+        self._moving = MovingBuffers()
         self._has_unused = False
+        self._evaluation = Evaluation(workload, config, plan)
+        self._print = WeightsPrint(workload.model)
         self._eval_every = Every(config.eval_every, plan)
         self.num_timed_evals = 0
         """Evaluations that were asked for by rank 0's clock so far."""
@@ -81,56 +81,69 @@ class TrainLoop:
 
     # --- one generation ---
 
-    def wrap(self, group: RankGroup) -> nn.Module:
-        """Return the model as this generation's ranks run it."""
-        if group.world_size == 1:
-            return self.workload.model
-        module = DistributedDataParallel(
-            self.workload.model,
-            init_sync=False,
-            find_unused_parameters=self._has_unused,
-            **_NO_BUFFER_SYNC,
-        )
-        # A lambda, because torch insists that annotations be classes and ours are strings.
-        module.register_comm_hook(None, lambda _, bucket: group.ddp_hook(bucket))
-        return module
+    def wrap(self, group: RankGroup) -> Gradients:
+        """Return how this generation's ranks compute gradients.
 
-    def run(self, group: RankGroup, module: nn.Module) -> str:
+        Raises:
+            ConfigError: If some rank would have nothing to do.
+        """
+        num_shards = self.config.num_shards()
+        batch = self.config.batch
+        sizes = (batch.global_batch_size, batch.micro_batch_size)
+        if num_shards is not None:
+            return ShardedGradients(
+                group,
+                self.workload.model,
+                moving=self._moving,
+                num_shards=num_shards,
+                global_batch_size=sizes[0],
+                micro_batch_size=sizes[1],
+            )
+        return AveragedGradients(
+            group,
+            self.workload.model,
+            moving=self._moving,
+            has_unused=self._has_unused,
+            global_batch_size=sizes[0],
+            micro_batch_size=sizes[1],
+        )
+
+    def run(self, group: RankGroup, gradients: Gradients) -> str:
         """Step until a change is pending (``planned``) or nothing is left (``done``).
 
         Raises:
             CommunicationError: A peer is lost. The step in flight is undone.
             Exception: The notebook's code raised. The step in flight is undone.
         """
-        batches = self.workload.train.batches(self._shares(group))
+        batches = self.workload.train.batches(self._shares(group, gradients))
         self._committed_at = time.perf_counter()
-        while True:
-            if self._is_eval_due():
-                self._evaluate(group)
-            if self.step >= self.plan.total_steps:
-                return "done"
-            is_pending = self._train_step(group, module, batches)
-            self._tell_digest(group)
-            for call in self.after_step:
-                call(group)
-            if is_pending:
-                return "planned"
+        try:
+            while True:
+                if self._is_eval_due() and not self._evaluate(group):
+                    return "planned"
+                if self.step >= self.plan.total_steps:
+                    return "done"
+                is_pending = self._train_step(group, gradients, batches)
+                self._tell_digest(group)
+                for call in self.after_step:
+                    call(group)
+                if is_pending:
+                    return "planned"
+        finally:
+            gradients.close()
 
-    def _shares(self, group: RankGroup) -> Iterator[NDArray[np.int64]]:
-        """Yield the sample indices of every part of this rank's steps, from the present step on."""
+    def _shares(self, group: RankGroup, gradients: Gradients) -> Iterator[Share]:
+        """Yield every part of this rank's steps, from the present step on."""
         for step in range(self.step, self.plan.total_steps):
             span = self.plan.span(step)
             order = self._order_of(span.epoch)
-            for part in _parts(self._plan_of(span, group), group.rank):
-                yield order[span.first + part.start : span.first + part.stop]
-
-    def _plan_of(self, span: ledger.StepRange, group: RankGroup) -> batch_plan.StepPlan:
-        return batch_plan.plan_step(
-            count=span.samples,
-            world_size=group.world_size,
-            micro_batch_size=self.config.batch.micro_batch_size,
-            min_share=min(2, max(1, self.plan.global_batch_size // group.world_size)),
-        )
+            for part in gradients.parts(span):
+                first = span.first + part.samples.start
+                indices = order[first : first + len(part.samples)]
+                yield Share(
+                    self.faults.spoil_indices(indices, rank=group.rank, step=step + 1),
+                    seed_of(self.config.seed, "train", step + 1, part.stream, part.number),
+                )
 
     def _order_of(self, epoch: int) -> NDArray[np.int64]:
         if self._order[0] != epoch:
@@ -140,121 +153,99 @@ class TrainLoop:
             self._order = (epoch, order)
         return self._order[1]
 
+    def _at(self, place: str, group: RankGroup) -> None:
+        """Come to a place of the step that is being made: a sign of life, and room for a fault."""
+        self._come_to(place, group, step=self.step + 1, phase="computing")
+
+    def _come_to(self, place: str, group: RankGroup, *, step: int, phase: str) -> None:
+        if self.page is not None:
+            self.page.beat(step=step, phase=phase)
+        self.faults.at(place, rank=group.rank, step=step)
+
     # --- one step ---
 
-    def _train_step(self, group: RankGroup, module: nn.Module, batches: Iterator[Any]) -> bool:
-        span = self.plan.span(self.step)
-        buffers = [b.clone() for b in self._moving]
+    def _train_step(
+        self, group: RankGroup, gradients: Gradients, batches: Iterator[Delivered]
+    ) -> bool:
+        step = self._begin_step(group, gradients, batches)
         self.in_step = True
         try:
-            stats, moves = self._forward_backward(group, module, batches, span, buffers)
+            gradients.compute(step)
+            self._at("commit", group)
         except BaseException:
-            self._undo(buffers)
+            self._undo(step)
             raise
-        if moves is not None:
-            self._apply_moves(buffers, moves)
+        model = self.workload.model
         if self.config.clip_grad_norm is not None:
-            nn.utils.clip_grad_norm_(self.workload.model.parameters(), self.config.clip_grad_norm)
+            nn.utils.clip_grad_norm_(model.parameters(), self.config.clip_grad_norm)
         self.workload.optimizer.step()
-        self.workload.optimizer.zero_grad(set_to_none=True)
+        self._forget_gradients()
         self.step += 1
-        self.num_timed_evals += bool(stats[EVAL_ASKED] > 0)
+        self.num_timed_evals += step.header.is_eval_asked
         self.in_step = False
-        self._tell_step(group, span, stats)
-        return bool(stats[PENDING] > 0)
+        self.faults.spoil_weights(model, rank=group.rank, step=self.step)
+        self._tell_step(group, step)
+        return step.header.is_pending
 
-    def _forward_backward(
-        self,
-        group: RankGroup,
-        module: nn.Module,
-        batches: Iterator[Any],
-        span: ledger.StepRange,
-        buffers: list[torch.Tensor],
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Compute the gradient of the step's mean loss; return statistics and buffers' moves."""
-        plan = self._plan_of(span, group)
-        parts = _parts(plan, group.rank)
-        # Without samples of its own a rank passes somebody else's, to take part, and counts for
-        # nothing.
-        counts = plan.counts[group.rank] > 0
-        group.contributes = counts
-        seed_all(self.config.seed, step=self.step + 1, rank=group.rank)
-        sums_M = torch.zeros(LOSS + 1 + len(self.workload.metrics), dtype=torch.float64)
-        stats = moved = None
-        for number in range(1, len(parts) + 1):
-            is_last = number == len(parts)
-            with contextlib.nullcontext() if is_last else _no_sync(module):
-                indices, batch = next(batches)
-                loss, metrics = self.workload.forward(module, batch, len(indices), span.samples)
-                if counts:
-                    # What was delivered, not what was planned: the audit compares the two.
-                    sums_M[CHECKSUM] += float(ledger.checksum_of(indices))
-                    sums_M[COUNT] += float(len(indices))
-                    sums_M[LOSS:] += torch.stack([loss.detach().double().cpu(), *metrics])
-                if is_last:
-                    # Started before the backward pass, which hides them.
-                    self._ask(sums_M, group)
-                    stats = group.all_reduce(sums_M)
-                    weight = plan.counts[group.rank] / span.samples
-                    moved = self._start_moves(group, buffers, weight)
-                loss.backward()  # type: ignore[no-untyped-call]
-        group.raise_if_failed()
-        assert stats is not None
-        stats.wait()
-        if moved is None:
-            return sums_M, None
-        moved[1].wait()
-        return sums_M, moved[0]
+    def _begin_step(
+        self, group: RankGroup, gradients: Gradients, batches: Iterator[Delivered]
+    ) -> Step:
+        header = StepHeader(
+            num_means=1 + len(self.workload.metrics),
+            num_slots=gradients.num_slots,
+            merges=gradients.merges,
+        )
+        # Alone, there is nobody to differ from.
+        weights_print = self._print.at(self.step) if group.world_size > 1 else torch.zeros(())
 
-    def _ask(self, sums: torch.Tensor, group: RankGroup) -> None:
-        """Write into the statistics what this rank asks all others to do after the step."""
-        sums[PENDING] = float(self.change_pending.is_set())
-        sums[EVAL_ASKED] = float(group.rank == 0 and self._eval_every.is_time_over())
+        def start_header() -> None:
+            self._at("all_reduce", group)
+            header.start(
+                group,
+                is_pending=self.change_pending.is_set(),
+                is_eval_asked=group.rank == 0 and self._eval_every.is_time_over(),
+                weights_print=weights_print,
+            )
 
-    def _start_moves(
-        self, group: RankGroup, before: list[torch.Tensor], weight: float
-    ) -> tuple[torch.Tensor, Pending] | None:
-        """Start to average how buffers (BatchNorm's statistics) moved: all ranks keep the same.
+        return Step(
+            number=self.step + 1,
+            span=self.plan.span(self.step),
+            header=header,
+            buffers_before=self._moving.copy(),
+            batches=batches,
+            workload=self.workload,
+            group=group,
+            job_seed=self.config.seed,
+            at=lambda place: self._at(place, group),
+            start_header=start_header,
+        )
 
-        The moves are averaged, not the values: a buffer that did not move stays as it is to the
-        last bit.
-        """
-        if not self._moving or group.world_size == 1:
-            return None
-        moves = [
-            ((now.double() - old.double()) * weight).reshape(-1).cpu()
-            for now, old in zip(self._moving, before, strict=True)
-        ]
-        flat = torch.cat(moves)
-        return flat, group.all_reduce(flat)
+    def _undo(self, step: Step) -> None:
+        self._moving.put_back(step.buffers_before)
+        self._forget_gradients()
 
-    @torch.no_grad()
-    def _apply_moves(self, before: list[torch.Tensor], flat: torch.Tensor) -> None:
-        sizes = [b.numel() for b in before]
-        for now, old, move in zip(self._moving, before, torch.split(flat, sizes), strict=True):
-            value = old.double() + move.view_as(old).to(old.device)
-            now.copy_(value if now.is_floating_point() else value.round())
-
-    @torch.no_grad()
-    def _undo(self, buffers: list[torch.Tensor]) -> None:
-        for now, old in zip(self._moving, buffers, strict=True):
-            now.copy_(old)
+    def _forget_gradients(self) -> None:
         self.workload.optimizer.zero_grad(set_to_none=True)
+        # Those that the optimizer does not train would pile up, and count when gradients are
+        # clipped: on ranks that have been here for long, not on those that have just come.
+        self.workload.model.zero_grad(set_to_none=True)
 
-    def _tell_step(self, group: RankGroup, span: ledger.StepRange, stats: torch.Tensor) -> None:
+    def _tell_step(self, group: RankGroup, step: Step) -> None:
         now = time.perf_counter()
-        values = stats.tolist()
+        header, span = step.header, step.span
+        loss, *metrics = header.means()
         record = {
             "step": self.step,
             "epoch": span.epoch,
             "first": span.first,
-            "samples": int(values[COUNT]),
-            "sample_checksum": int(values[CHECKSUM]),
-            "loss": values[LOSS],
+            "samples": header.num_samples,
+            "sample_checksum": header.checksum,
+            "loss": loss,
             "lr": float(self.workload.optimizer.param_groups[0]["lr"]),
             "world_size": group.world_size,
             "samples_per_s": span.samples / max(now - self._committed_at, 1e-9),
-            "metrics": dict(zip(self.workload.metrics, values[LOSS + 1 :], strict=True)),
+            "metrics": dict(zip(self.workload.metrics, metrics, strict=True)),
+            "ranks_agree": header.ranks_agree,
             "time": time.time(),
         }
         self._committed_at = now
@@ -278,38 +269,30 @@ class TrainLoop:
             due += 1  # the last state is always evaluated
         return self.num_evals < due
 
-    def _evaluate(self, group: RankGroup) -> None:
-        """Go through the evaluation set once over all ranks, each sample on exactly one of them."""
-        assert self.workload.eval is not None
+    def _evaluate(self, group: RankGroup) -> bool:
+        """Evaluate, and return whether no planned change cut it short; else it is done again."""
         started = time.perf_counter()
-        sums_M = torch.zeros(2 + len(self.workload.metrics), dtype=torch.float64)
-        with _eval_mode(self.workload.model), torch.no_grad():
-            for indices, batch in self.workload.eval.batches(self._eval_shares(group)):
-                loss, metrics = self.workload.forward(
-                    self.workload.model, batch, len(indices), self.plan.num_eval
-                )
-                sums_M[1:] += torch.stack([loss.double().cpu(), *metrics])
-                sums_M[0] += len(indices)
-                group.raise_if_failed()
-        group.all_reduce(sums_M).wait()
+        found = self._evaluation.run(
+            group,
+            step=self.step,
+            is_pending=self.change_pending.is_set,
+            at_batch=lambda: self._come_to("eval", group, step=self.step, phase="evaluating"),
+        )
+        self._committed_at = time.perf_counter()
+        if found is None:
+            return False
         self.num_evals += 1
         self._eval_every.restart()
-        self._committed_at = time.perf_counter()
         if group.rank == 0:
-            self._tell_eval(group, sums_M.tolist(), time.perf_counter() - started)
+            self._tell_eval(group, found, time.perf_counter() - started)
+        return True
 
-    def _eval_shares(self, group: RankGroup) -> Iterator[list[int]]:
-        mine = batch_plan.share_range(self.plan.num_eval, group.rank, group.world_size)
-        size = self.config.batch.micro_batch_size or self.plan.global_batch_size
-        for first in range(mine.start, mine.stop, size):
-            yield list(range(first, min(first + size, mine.stop)))
-
-    def _tell_eval(self, group: RankGroup, sums: list[float], duration_s: float) -> None:
-        count, loss, *metrics = sums
+    def _tell_eval(self, group: RankGroup, found: EvalMeans, duration_s: float) -> None:
+        loss, *metrics = found.means
         record = {
             "step": self.step,
             "epoch": (self.step - 1) // self.plan.steps_per_epoch,
-            "samples": int(count),
+            "samples": found.num_samples,
             "loss": loss,
             "metrics": dict(zip(self.workload.metrics, metrics, strict=True)),
             "duration_s": duration_s,
@@ -326,54 +309,27 @@ class TrainLoop:
             Exception: Whatever the notebook's code raises on its own data.
         """
         model = self.workload.model
-        buffers = list(model.buffers())
-        before = [b.clone() for b in buffers]
+        buffers = MovingBuffers(model.buffers())
+        before = buffers.copy()
         size = self.config.batch.micro_batch_size or self.plan.global_batch_size
         count = min(size, self.plan.num_train, max(2, self.plan.span(0).samples))
-        share = self._order_of(0)[:count]
+        share = Share(self._order_of(0)[:count])
         _, batch = next(iter(self.workload.train.batches([share])))
         loss, _ = self.workload.forward(model, batch, count, count)
         loss.backward()  # type: ignore[no-untyped-call]
         trainable = [p for p in model.parameters() if p.requires_grad]
         self._has_unused = any(p.grad is None for p in trainable)
-        self._moving = [
-            now for now, old in zip(buffers, before, strict=True) if not torch.equal(now, old)
-        ]
-        with torch.no_grad():
-            for now, old in zip(buffers, before, strict=True):
-                now.copy_(old)
-        self.workload.optimizer.zero_grad(set_to_none=True)
+        self._check_gradients()
+        self._moving = buffers.moved_since(before)
+        buffers.put_back(before)
+        self._forget_gradients()
 
-
-def _parts(plan: batch_plan.StepPlan, rank: int) -> list[range]:
-    """Return the non-empty parts of a rank's share, as offsets within the step, shape ``(P,)``.
-
-    A rank without samples gets the first part of rank 0's.
-    """
-    owner = rank if plan.counts[rank] else 0
-    start = plan.starts[owner]
-    shares = batch_plan.share_samples(plan.counts[owner], plan.num_micro_steps)
-    parts = []
-    for count in shares:
-        if count:
-            parts.append(range(start, start + count))
-        start += count
-    return parts if owner == rank else parts[:1]
-
-
-def _no_sync(module: nn.Module) -> contextlib.AbstractContextManager[None]:
-    if isinstance(module, DistributedDataParallel):
-        return module.no_sync()
-    return contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode and every module back into its own mode afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
+    def _check_gradients(self) -> None:
+        if self.config.reproducible is None:
+            return
+        for name, parameter in self.workload.model.named_parameters():
+            if parameter.grad is not None and parameter.grad.layout != torch.strided:
+                raise WorkloadError(
+                    f"parameter {name!r} has a sparse gradient, which reproducible cannot add up. "
+                    "Build its layer with sparse=False, or write reproducible: false."
+                )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import itertools
 import os
 import queue
 import sys
@@ -10,20 +12,28 @@ import threading
 import time
 from pathlib import Path
 
-import torch
-
 from etrain_jupyter.bundle.restore import OpenBundle, open_bundle
 from etrain_jupyter.checkpoints import open_store
 from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.elastic.stimuli import NO_PROGRESS
+from etrain_jupyter.ranks.backends import GLOO
+from etrain_jupyter.ranks.blame import is_broken_exchange, is_our_defect
 from etrain_jupyter.ranks.channel import Channel, Message
 from etrain_jupyter.ranks.checkpointer import Checkpointer
+from etrain_jupyter.ranks.devices import choose_device, facts_of
+from etrain_jupyter.ranks.faults import Faults
+from etrain_jupyter.ranks.packing import Tensors
 from etrain_jupyter.ranks.process_group import BroadcastStore, CommunicationError, RankGroup
+from etrain_jupyter.ranks.progress import ProgressPage
 from etrain_jupyter.ranks.reporter import Reporter
 from etrain_jupyter.ranks.schedule import WorkPlan
-from etrain_jupyter.ranks.state import put_state, receive_state, send_state, take_state
+from etrain_jupyter.ranks.state import put_state, take_state
 from etrain_jupyter.ranks.train_loop import TrainLoop
+from etrain_jupyter.ranks.transfer import Transferred, receive_state, send_state
 from etrain_jupyter.ranks.workload import build_workload
+
+# The first optimizer would load it, which takes seconds: a spare has the time to.
+importlib.import_module("torch._dynamo")
 
 
 class Trainer:
@@ -33,8 +43,11 @@ class Trainer:
     abort or a pending change is taken in while a step runs.
     """
 
-    def __init__(self, channel: Channel, order: Message) -> None:
+    def __init__(
+        self, channel: Channel, order: Message, progress: ProgressPage | None = None
+    ) -> None:
         self._channel = channel
+        self._page = progress
         self._order = order
         self._name: str = order["trainer"]
         self._reporter = Reporter(channel)
@@ -45,7 +58,10 @@ class Trainer:
         self._loop: TrainLoop | None = None
         self._checkpointer: Checkpointer | None = None
         self._config: TrainConfig
+        self._faults = Faults(order.get("faults", ()), self._tell)
         self._has_state = False
+        self._is_fresh = True
+        """Whether the weights are still those that the notebook's code gave the model."""
         self._is_busy = True
         """Whether the main thread runs user code; set to False before it says that it is done."""
 
@@ -74,6 +90,8 @@ class Trainer:
             self._loop.change_pending.set()
         elif op == "abort" and is_present and self._group is not None:
             self._group.abort()
+        elif op == "fault":
+            self._faults.order(message["kind"])
 
     def _prepare(self, message: Message) -> RankGroup:
         """Make the generation's store and group here: no key and no abort comes too early."""
@@ -92,6 +110,8 @@ class Trainer:
             world_size=message["world_size"],
             store=self._store,
             host=self._order["host"],
+            backend=message.get("backend", GLOO),
+            progress=self._page,
         )
         return self._group
 
@@ -103,13 +123,15 @@ class Trainer:
         try:
             self._warm_up()
         except BaseException as exc:
+            if is_our_defect(exc):
+                raise
             self._tell_user_error(exc, generation=0)
         while True:
             message, group = self._inbox.get()
             if message["op"] == "release":
                 break
             if message["op"] == "save":
-                self._save(message["generation"])
+                self._save(message)
             elif group is not None:
                 self._live(message, group)
         if self._checkpointer is not None:
@@ -124,19 +146,26 @@ class Trainer:
         self._enter_folder()
         self._bundle = open_bundle(self._order["bundle"])
         self._bundle.install_sources()
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        workload = build_workload(self._config, self._bundle, device)
+        workload = build_workload(self._config, self._bundle, choose_device())
         plan = WorkPlan.of(self._config, workload)
         self._loop = TrainLoop(workload, self._config, plan, self._reporter.send)
+        self._loop.faults, self._loop.page = self._faults, self._page
+        self._beat()
         self._loop.warm_up()
+        self._take_state()  # what cannot be sent or saved is refused now, not at the first join
         self._checkpointer = Checkpointer(
             store=open_store(self._order["checkpoints"]),
             loop=self._loop,
             job_id=self._order["job_id"],
             config=self._config,
             send=self._reporter.send,
+            records_after=self._reporter.records_after,
         )
         self._loop.after_step.append(self._checkpointer.after_step)
+        # Trainers are numbered in the order in which the job starts them.
+        number = int(self._name.rpartition("/")[2]) - 1
+        self._faults.at("warm", rank=number, step=0)
+        self._beat()
         self._tell_hello(plan, time.monotonic() - started)
 
     def _enter_folder(self) -> None:
@@ -149,13 +178,16 @@ class Trainer:
     def _tell_hello(self, plan: WorkPlan, warm_s: float) -> None:
         assert self._loop is not None
         model = self._loop.workload.model
+        facts = facts_of(self._loop.workload.device)
         self._is_busy = False
         self._reporter.send(
             {
                 "op": "hello",
                 "pid": os.getpid(),
                 "warm_s": warm_s,
-                "device": str(self._loop.workload.device),
+                "device": facts.name,
+                "gpu": facts.gpu,
+                "gpu_memory_bytes": facts.memory_bytes,
                 "plan": {
                     "num_train_samples": plan.num_train,
                     "num_eval_samples": plan.num_eval,
@@ -178,7 +210,9 @@ class Trainer:
             why = "failed"
         except BaseException as exc:
             # A collective that breaks inside the backward pass can come out as any exception.
-            if not group.failure:
+            if not group.failure and not is_broken_exchange(exc):
+                if is_our_defect(exc):
+                    raise  # nobody's error: this process ends, and the others go on
                 group.close()
                 self._tell_user_error(exc, generation=group.generation)
                 return
@@ -186,51 +220,110 @@ class Trainer:
         group.close()
         undone, self._loop.in_step = self._loop.in_step, False
         self._is_busy = False
+        self._beat(phase="idle")
         report = {"progress": list(self._progress()), "why": why, "undone": undone}
         self._tell({"op": "report", "generation": group.generation, **report})
 
     def _step_through(self, message: Message, group: RankGroup) -> str:
         assert self._loop is not None
+        if self._page is not None:
+            self._page.begin(group.generation)
+        self._faults.renew(message.get("faults", ()))
+        self._faults.disconnect = lambda: group.abort("disconnected on purpose")
+        clock = [time.monotonic()]
+        # A newcomer has made no step: a plan means the one that the generation goes on from.
+        step = max(self._loop.step, message["logged_step"])
+        self._faults.at("form", rank=group.rank, step=step)
+        self._count_collective()
         group.form()
+        clock.append(time.monotonic())
+        self._beat(phase="syncing")
         if message["restore"]:
             self._restore(group)
-        if message["behind"]:
-            self._share_state(group, message["behind"])
+        moved = self._share_state(group, message, step)
         self._has_state = True
-        module = self._loop.wrap(group)
+        clock.append(time.monotonic())
+        gradients = self._loop.wrap(group)
+        clock.append(time.monotonic())
+        spans = [after - before for before, after in itertools.pairwise(clock)]
+        self._tell_formed(group, spans, moved)
+        # After that: the log learns first at which step the generation begins.
         self._reporter.begin(
             generation=group.generation, rank=group.rank, logged_step=message["logged_step"]
         )
-        self._tell({"op": "formed", "generation": group.generation})
-        return self._loop.run(group, module)
+        self._is_fresh = False
+        return self._loop.run(group, gradients)
 
-    def _share_state(self, group: RankGroup, behind: list[int]) -> None:
-        """Copy rank 0's state to the ranks that are behind; the others only take part."""
+    def _tell_formed(self, group: RankGroup, spans: list[float], moved: Transferred | None) -> None:
         assert self._loop is not None
+        told: Message = {"op": "formed", "generation": group.generation, "step": self._loop.step}
+        told |= dict(zip(("connect_s", "sync_s", "wrap_s"), spans, strict=True))
+        told["sync_bytes"] = moved.num_bytes if moved is not None else 0
+        self._tell(told)
+        if moved is not None and group.rank == 0:
+            self._tell({"op": "log", "level": "info", "text": f"state sent: {moved}"})
+
+    def _share_state(self, group: RankGroup, message: Message, step: int) -> Transferred | None:
+        """Send rank 0's state to the ranks that are behind; the others take no part."""
+        assert self._loop is not None
+        behind: list[int] = message["behind"]
+        if not behind:
+            return None
+        takes_part = group.rank in (0, *behind)
+        if takes_part:
+            self._faults.at("sync", rank=group.rank, step=step)
+        self._count_collective()
+        if not takes_part:
+            return None
         workload = self._loop.workload
         if group.rank == 0:
-            header, tensors = take_state(workload.model, workload.optimizer)
-            send_state(group, {"counters": self._loop.counters(), **header}, tensors)
-            return
-        if group.rank in behind:
-            self._has_state = False  # until the last tensor is here
-        header, tensors = receive_state(group)
-        if group.rank in behind:
-            put_state(workload.model, workload.optimizer, header, tensors)
-            self._loop.set_counters(header["counters"])
+            header, tensors = self._take_state()
+            header["records"] = self._reporter.records_after(message["logged_step"])
+            return send_state(group, header, tensors, behind)
+        is_holder = self._has_state
+        if not is_holder:
+            self._is_fresh = False  # until the last byte is here
+        header, tensors, moved = receive_state(group, workload.model, behind, keep=is_holder)
+        self._has_state = False
+        put_state(workload.model, workload.optimizer, header, tensors, workload.extras)
+        self._loop.set_counters(header["counters"])
+        self._reporter.adopt(header["records"])
+        return moved
+
+    def _take_state(self) -> tuple[Message, Tensors]:
+        assert self._loop is not None
+        workload = self._loop.workload
+        header, tensors = take_state(workload.model, workload.optimizer, workload.extras)
+        return {"counters": self._loop.counters(), **header}, tensors
 
     def _restore(self, group: RankGroup) -> None:
         """Nobody holds the state any more: rank 0 goes back to the newest checkpoint."""
         assert self._loop is not None
         assert self._checkpointer is not None
-        self._reporter.forget()
-        if group.rank == 0:
-            step = self._checkpointer.restore_newest()
-            self._tell({"op": "restored", "generation": group.generation, "step": step})
+        records = self._checkpointer.restore_newest() if group.rank == 0 else []
+        if records is None and not self._is_fresh:
+            # A new trainer begins with the weights that the notebook's code gives it.
+            raise RuntimeError("half of a state was received, and no checkpoint was written")
+        self._reporter.adopt(records or [])
 
-    def _save(self, generation: int) -> None:
+    def _save(self, message: Message) -> None:
         assert self._checkpointer is not None
+        self._beat(phase="saving")
+        generation: int = message["generation"]
+        # The job's last checkpoint: perhaps the rank 0 that owed the log these steps is dead.
+        self._reporter.begin(generation=generation, rank=0, logged_step=message["logged_step"])
         self._checkpointer.save_now(generation)
+        self._beat(phase="idle")
+
+    def _count_collective(self) -> None:
+        """Count what all ranks do, whether they take part or not: the coordinator compares."""
+        if self._page is not None:
+            self._page.count_collective()
+
+    def _beat(self, phase: str | None = None) -> None:
+        """Give the supervisor a sign of life."""
+        if self._page is not None:
+            self._page.beat(phase=phase)
 
     def _progress(self) -> tuple[int, int]:
         return self._loop.progress if self._loop is not None and self._has_state else NO_PROGRESS

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import nn
 
 from etrain_jupyter.config.schema import OptimizerConfig, TrainConfig
 from etrain_jupyter.ranks.data import SampleSource, inputs_and_target, open_samples, to_device
+from etrain_jupyter.ranks.determinism import compute_deterministically
+from etrain_jupyter.ranks.seeds import seed_all
+from etrain_jupyter.ranks.state import Stateful
 
 
 class References(Protocol):
@@ -38,6 +39,8 @@ class Workload:
     train: SampleSource
     eval: SampleSource | None
     device: torch.device
+    extras: Mapping[str, Stateful] = field(default_factory=dict)
+    """What else has a state that goes where the weights go: a gradient scaler, a scheduler."""
 
     def forward(
         self, module: nn.Module, batch: Any, count: int, num_samples: int
@@ -119,6 +122,8 @@ def build_workload(config: TrainConfig, references: References, device: torch.de
         WorkloadError, DataError: If an object is not what its key needs.
         Exception: Whatever the notebook's own code raises.
     """
+    if config.reproducible is not None:
+        compute_deterministically(device)
     seed_all(config.seed, step=0, rank=0)
     model = _build_model(references.evaluate("model")).to(device)
     collate = references.evaluate("data.collate") if config.data.collate else None
@@ -186,14 +191,3 @@ def _build_optimizer(
     except (TypeError, ValueError) as exc:
         options = {"lr": config.lr, **config.options}
         raise WorkloadError(f"torch.optim.{config.name} does not take {options}: {exc}") from exc
-
-
-def seed_all(seed: int, *, step: int, rank: int) -> None:
-    """Seed torch, numpy and random from a counter: there is no generator state to lose.
-
-    A step that is done again after a fault draws the same numbers, and no two ranks draw the same.
-    """
-    mixed = (seed * 1_000_003 + step) * 4_099 + rank
-    torch.manual_seed(mixed % (1 << 63))
-    np.random.seed(mixed % (1 << 32))
-    random.seed(mixed)

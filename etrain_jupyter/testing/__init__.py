@@ -2,3 +2,9 @@
 
 Nothing of the package imports this.
 """
+
+from __future__ import annotations
+
+from etrain_jupyter.testing.fault_plan import FaultPlan, PlannedFault, submit_with_faults
+
+__all__ = ["FaultPlan", "PlannedFault", "submit_with_faults"]

@@ -1,4 +1,4 @@
-"""The import rules, as a test: who may import whom, and which library lives where.
+"""The rules of structure, as tests: who may import whom, and how long a function may be.
 
 Every import counts, also one inside a function or under ``TYPE_CHECKING``: a lazy import hides a
 dependency from the start-up time, not from the reader.
@@ -25,7 +25,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"magics", "cli"}),
     frozenset({"subcommands"}),
     frozenset({"__init__"}),
-    frozenset({"launch", "doctor", "nlp", "insight"}),
+    frozenset({"launch", "doctor", "command_line", "nlp", "insight"}),
     frozenset({"job", "dashboard"}),
     frozenset({"pools"}),
     frozenset({"cluster"}),
@@ -65,6 +65,10 @@ LIGHT_IMPORTS: dict[str, tuple[str, ...]] = {
     f"{PACKAGE}.cluster.coordinator": ("torch", "IPython", "boto3", "anywidget"),
     f"{PACKAGE}.cluster.supervisor": ("torch", "IPython", "boto3", "anywidget"),
 }
+
+# Where a function that does not fit on a screen is an error; elsewhere it only asks a question.
+ENGINE = ("elastic", "cluster", "ranks")
+MAX_LINES = 60
 
 
 def module_name(path: Path) -> str:
@@ -163,3 +167,28 @@ def test_importing_loads_no_heavy_library(module: str) -> None:
 
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == []
+
+
+def long_functions(text: str) -> Iterator[str]:
+    """Name the functions of a module that take more than ``MAX_LINES``, ``def`` to last line."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if num_lines > MAX_LINES:
+                yield f"{node.name} in line {node.lineno} has {num_lines} lines"
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in MODULES if p.relative_to(ROOT).parts[0] in ENGINE], ids=module_name
+)
+def test_function_of_the_engine_fits_on_a_screen(path: Path) -> None:
+    assert list(long_functions(path.read_text(encoding="utf-8"))) == []
+
+
+def test_a_long_function_is_seen() -> None:
+    body = "    x = 1\n" * (MAX_LINES - 1)
+
+    assert list(long_functions(f"def fits():\n{body}")) == []
+    assert list(long_functions(f"class A:\n  async def f():\n{body}    pass\n")) == [
+        f"f in line 2 has {MAX_LINES + 1} lines"
+    ]

@@ -87,7 +87,14 @@ def test_audit_that_fails_is_status_1(runs: str, capsys: pytest.CaptureFixture[s
 
 @pytest.mark.parametrize(
     "words",
-    [["stpo"], ["stop", "--nwo"], ["--runs"], ["distributed"], ["attach", "digits"], ["chaos"]],
+    [
+        ["stpo"],
+        ["stop", "--nwo"],
+        ["--runs"],
+        ["distributed"],
+        ["attach", "digits"],
+        ["tensorboard"],
+    ],
 )
 def test_mistyped_line_is_status_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2

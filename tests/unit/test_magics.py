@@ -304,6 +304,15 @@ def test_wait_tells_how_the_job_ended(run: Run) -> None:
     assert ": finished, step 0" in shown
 
 
+def test_wait_for_a_job_that_somebody_stopped_fails_the_cell_and_says_so(run: Run) -> None:
+    job = make_job(JobStatusChanged(job_id="digits", time=2.0, status="stopped"))
+
+    is_ok, shown = run("%etrain wait")
+
+    assert not is_ok
+    assert f"etrain: job {job.id} was stopped at step 0." in shown
+
+
 def test_request_to_an_ended_job_fails_the_cell(run: Run) -> None:
     make_job(name="digits")
 
@@ -355,3 +364,66 @@ def test_doctor_looks_at_everything(run: Run) -> None:
     assert is_ok
     for word in ("Python", "torch", "distributed", "jupyterlab", "TLS", "run store", "cluster"):
         assert word in shown
+
+
+@pytest.fixture
+def requests(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
+    """Let requests go nowhere; return what would have been asked for."""
+    asked: list[tuple[str, dict[str, Any]]] = []
+
+    def request(job: TrainingJob, request: str, **args: Any) -> str:
+        asked.append((request, args))
+        return "done"
+
+    monkeypatch.setattr(TrainingJob, "request", request)
+    make_job(name="digits")
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("kill", ("kill", {"worker": None})),
+        ("kill w2 --how worker", ("kill", {"worker": "w2"})),
+        ("kill w2 --how hold_gil", ("fault", {"worker": "w2", "kind": "hold_gil"})),
+        (
+            "chaos",
+            ("chaos", {"mtbf_s": 15.0, "mode": "mix", "duration_s": None, "seed": None}),
+        ),
+        (
+            "chaos digits --mtbf 2.5s --mode stop --duration 5min --seed 3",
+            ("chaos", {"mtbf_s": 2.5, "mode": "stop", "duration_s": 300.0, "seed": 3}),
+        ),
+        ("chaos --off", ("chaos", {"off": True})),
+    ],
+)
+def test_faults_on_purpose_are_asked_of_the_job(
+    run: Run,
+    requests: list[tuple[str, dict[str, Any]]],
+    line: str,
+    expected: tuple[str, dict[str, Any]],
+) -> None:
+    assert run(f"%etrain {line}") == (True, "done\n")
+    assert requests == [expected]
+
+
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ("kill --how sigstop", "did you mean stop?"),
+        ("kill --how fire", "there are worker, kill, segfault, exit, stop, hold_gil, hang"),
+        ("chaos --mode hagn", "did you mean hang?"),
+        ("chaos --mtbf 15", "write for example 15s"),
+        ("chaos --mtbf soon", "write for example 15s"),
+        ("chaos --duration '3 steps'", "write for example 15s"),
+        ("chaos --seeed 3", "did you mean --seed?"),
+    ],
+)
+def test_mistyped_faults_are_refused_with_what_was_meant(
+    run: Run, requests: list[tuple[str, dict[str, Any]]], line: str, hint: str
+) -> None:
+    is_ok, shown = run(f"%etrain {line}")
+
+    assert not is_ok
+    assert hint in shown
+    assert requests == []

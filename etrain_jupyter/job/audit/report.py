@@ -48,6 +48,10 @@ class AuditReport:
     """Steps begun and undone because a worker was lost; their samples were trained again."""
     steps_rolled_back: int = 0
     """Committed steps made again from a checkpoint because no worker survived."""
+    steps_compared: int = 0
+    """Committed steps of several ranks that told equal fingerprints of a part of their weights."""
+    steps_alone: int = 0
+    """Committed steps of a single rank, whose weights nobody else held."""
     digests_compared: int = 0
     """Digests of a rank's weights that were compared with another rank's of the same step."""
     num_evals: int = 0
@@ -113,20 +117,28 @@ class AuditReport:
             wasted += f", {self.steps_rolled_back} made again from a checkpoint"
         lost, left = self.num_kinds.get("WorkerLost", 0), self.num_kinds.get("WorkerLeft", 0)
         formed = self.num_kinds.get("GenerationFormed", 0)
-        weights = (
-            f"{self.digests_compared} digests compared between ranks"
-            if self.digests_compared
-            else "no digests to compare"
-        )
         return [
             (
                 "steps",
                 f"{self.steps_executed} executed, {self.steps_committed} committed, {wasted}",
             ),
             ("workers", f"{lost} lost, {left} left, {_count(formed, 'generation')}"),
-            ("weights", weights),
+            ("weights", self._proof_of_weights()),
             ("eval", f"{_count(self.num_evals, 'evaluation')}"),
         ]
+
+    def _proof_of_weights(self) -> str:
+        """Tell how far the log proves that all ranks held the same weights."""
+        parts = []
+        if self.steps_compared:
+            steps = _count(self.steps_compared, "step")
+            parts.append(f"fingerprints of all ranks equal at {steps}")
+        if self.digests_compared:
+            parts.append(f"{self.digests_compared} digests compared between ranks")
+        if self.steps_alone:
+            steps = _count(self.steps_alone, "step")
+            parts.append(f"nothing to compare at {steps} of a single rank")
+        return ", ".join(parts) or "nothing to compare"
 
     def _listed_problems(self) -> list[str]:
         more = len(self.problems) - _MOST_PROBLEMS

@@ -15,19 +15,20 @@ from etrain_jupyter.events.types import (
     TERMINAL_STATUSES,
     EvalCompleted,
     Event,
+    FaultInjected,
     GenerationFormed,
     JobPlanned,
-    JobRestored,
     JobStatusChanged,
     JobSubmitted,
     StepCompleted,
     StepUndone,
     UserErrorRaised,
-    WeightsHashed,
     WorkerLost,
 )
+from etrain_jupyter.job.audit.history import History, follow_history
 from etrain_jupyter.job.audit.report import AuditReport
 from etrain_jupyter.job.audit.samples import Work, check_samples
+from etrain_jupyter.job.audit.weights import compare_weights
 
 
 def audit_log(events: Iterable[Event]) -> AuditReport:
@@ -41,93 +42,35 @@ def audit_log(events: Iterable[Event]) -> AuditReport:
         trained yet.
     """
     log = list(events)
-    start, steps, num_rolled_back, went_back = _follow_history(log)
+    history = follow_history(log)
     planned = next((e for e in log if isinstance(e, JobPlanned)), None)
     work = _work_of(log, planned)
+    steps, start = history.steps, history.start
     epochs, sample_problems = check_samples(steps, start, work) if work else ((), [])
-    digest_groups = _digests_by_step(log)
+    weights = compare_weights(log, history)
     evals = [e for e in log if isinstance(e, EvalCompleted)]
     return AuditReport(
         problems=(
             *_check_log(log),
             *_check_plan(planned, steps, evals),
-            *went_back,
+            *history.problems,
             *_check_steps(start, steps),
             *sample_problems,
-            *_check_losses(log),
-            *_check_weights(digest_groups),
+            *_check_losses(log, history),
+            *weights.problems,
             *_check_end(log, planned, start, steps),
         ),
         epochs=epochs,
         status=_last_status(log),
         steps_committed=len(steps),
         steps_undone=len({(e.generation, e.step) for e in log if isinstance(e, StepUndone)}),
-        steps_rolled_back=num_rolled_back,
-        digests_compared=sum(len(group) for group in digest_groups.values() if len(group) > 1),
+        steps_rolled_back=history.num_rolled_back,
+        steps_compared=weights.num_compared,
+        steps_alone=weights.num_alone,
+        digests_compared=weights.num_digests,
         num_evals=len(evals),
         num_kinds=dict(Counter(event.kind for event in log)),
     )
-
-
-def _follow_history(log: Sequence[Event]) -> tuple[int, list[StepCompleted], int, list[str]]:
-    """Tell the steps that led to the newest weights from those that a resume threw away.
-
-    Returns:
-        The step that the log begins at; the steps that count; how many were thrown away; problems.
-    """
-    start: int | None = None
-    steps: list[StepCompleted] = []
-    num_rolled_back = 0
-    problems: list[str] = []
-    before: GenerationFormed | None = None
-    present: GenerationFormed | None = None
-    undone: set[tuple[str, int]] = set()
-    for event in log:
-        if isinstance(event, StepCompleted):
-            steps.append(event)
-        elif isinstance(event, StepUndone):
-            undone |= {(worker, event.step) for worker in event.workers}
-        elif isinstance(event, GenerationFormed):
-            start = event.step if start is None and not steps else start
-            before, present = present, event
-        if not isinstance(event, GenerationFormed | JobRestored):
-            continue
-        if steps and steps[-1].step > event.step:
-            problems += _check_rollback(before, present, event.step, steps[-1].step, undone)
-            kept = [step for step in steps if step.step <= event.step]
-            num_rolled_back += len(steps) - len(kept)
-            steps = kept
-    return start or 0, steps, num_rolled_back, problems
-
-
-def _check_rollback(
-    before: GenerationFormed | None,
-    after: GenerationFormed | None,
-    to_step: int,
-    from_step: int,
-    undone: set[tuple[str, int]],
-) -> Iterator[str]:
-    """Going back is right only where no trainer survived that knew better.
-
-    A survivor that undid the very step knew no better: only those that had seen its end are lost.
-    """
-    if before is None or after is None:
-        return
-    survivors = {
-        (worker, pid)
-        for worker, pid in set(_trainers_of(before)) & set(_trainers_of(after))
-        if not (from_step == to_step + 1 and (worker, from_step) in undone)
-    }
-    if survivors:
-        names = ", ".join(sorted(worker for worker, _ in survivors))
-        yield (
-            f"generation {after.generation} went back from step {from_step} to {to_step} "
-            f"although {names} had survived"
-        )
-
-
-def _trainers_of(generation: GenerationFormed) -> Iterator[tuple[str, int]]:
-    return zip(generation.ranks, generation.trainer_pids, strict=False)
 
 
 def _work_of(log: Sequence[Event], planned: JobPlanned | None) -> Work | None:
@@ -188,29 +131,44 @@ def _name_steps(first: int, last: int) -> str:
     return f"step {first} is" if first == last else f"steps {first} to {last} are"
 
 
-def _check_losses(log: Sequence[Event]) -> Iterator[str]:
-    """A planned change undoes no step, and each lost worker at most one.
+def _check_losses(log: Sequence[Event], history: History) -> Iterator[str]:
+    """A planned change undoes no step, and a loss at most the one in flight.
 
     Both are told by generation: steps that were committed before a loss may be logged after it, so
-    the order of the lines says nothing.
+    the order of the lines says nothing. Only ranks count: a newcomer's death costs nobody a step.
     """
     undone: dict[int, set[int]] = defaultdict(set)
-    losses: Counter[int] = Counter()
+    losses: dict[int, set[str]] = defaultdict(set)
     for event in log:
         if isinstance(event, StepUndone):
             undone[event.generation].add(event.step)
-        elif _may_undo(event):
-            losses[event.generation] += 1
+        elif isinstance(event, WorkerLost | FaultInjected):
+            formed = history.formed.get(event.generation)
+            if formed is None or event.worker in formed.ranks:
+                losses[event.generation].add(event.worker)
+        elif _ends_at_once(event):
+            losses[event.generation].add("")
+        elif isinstance(event, GenerationFormed) and _tells_of_broken_connections(event):
+            losses[event.generation - 1].add("")
     for generation, steps in undone.items():
-        if len(steps) > losses[generation]:
-            yield _name_waste(steps, losses[generation])
+        if len(steps) > len(losses[generation]):
+            yield _name_waste(steps, len(losses[generation]))
 
 
-def _may_undo(event: Event) -> bool:
-    """Return whether this may cost the step in flight: a loss, an error, an end at once."""
+def _tells_of_broken_connections(event: GenerationFormed) -> bool:
+    """Return whether the generation before ended by a fault of the network.
+
+    A planned change that broke them is no excuse: then its reason stands beside.
+    """
+    whys = set(event.why.split("+"))
+    return "stalled" in whys or whys == {"broken"}
+
+
+def _ends_at_once(event: Event) -> bool:
+    """Return whether the step in flight may be given up for this although nobody is lost."""
     if isinstance(event, JobStatusChanged):
         return event.status in TERMINAL_STATUSES
-    return isinstance(event, WorkerLost | UserErrorRaised)
+    return isinstance(event, UserErrorRaised)
 
 
 def _name_waste(undone: set[int], num_losses: int) -> str:
@@ -219,30 +177,6 @@ def _name_waste(undone: set[int], num_losses: int) -> str:
     if num_losses == 0:
         return f"{names} undone although no worker had been lost"
     return f"{names} undone for {num_losses} lost workers"
-
-
-def _digests_by_step(log: Sequence[Event]) -> dict[int, list[WeightsHashed]]:
-    groups: dict[int, list[WeightsHashed]] = defaultdict(list)
-    for event in log:
-        if isinstance(event, WeightsHashed):
-            groups[event.step].append(event)
-        elif isinstance(event, GenerationFormed):
-            # Steps that are made again may lead to other weights.
-            for step in [step for step in groups if step > event.step]:
-                del groups[step]
-    return groups
-
-
-def _check_weights(groups: dict[int, list[WeightsHashed]]) -> Iterator[str]:
-    for step, hashed in sorted(groups.items()):
-        by_digest: dict[str, list[str]] = defaultdict(list)
-        for event in hashed:
-            by_digest[event.digest].append(f"rank {event.rank} on {event.worker}")
-        if len(by_digest) > 1:
-            # The larger side is taken to be right, so that the culprit is named last.
-            sides = sorted(by_digest.items(), key=lambda side: -len(side[1]))
-            told = "; ".join(f"{digest[:12]} on {', '.join(who)}" for digest, who in sides)
-            yield f"at step {step} the ranks had different weights: {told}"
 
 
 def _check_end(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import etrain_jupyter
 from etrain_jupyter.bundle.sources import CellSource
-from etrain_jupyter.cluster.last_words import last_words
+from etrain_jupyter.cluster.last_words import STACKS_ASKED, last_words
 
 CELLS = {"/tmp/cell_1.py": CellSource(label="Cell In[3]", text="")}
 OURS = Path(etrain_jupyter.__file__).parent
@@ -41,6 +41,23 @@ def test_crash_is_shown_as_a_traceback_of_the_users_frames():
         "  Cell In[3], line 2, in loss",
         '  File "/usr/lib/python3/ctypes/__init__.py", line 519, in string_at',
     ]
+
+
+def test_hang_is_shown_as_a_traceback_of_the_users_frames():
+    hang = [STACKS_ASKED if text.startswith("Fatal") else text for text in CRASH]
+    assert last_words("w1", hang, CELLS).splitlines() == [
+        "w1 printed last:",
+        "  loading",
+        "w1 was doing:",
+        "  Cell In[3], line 2, in loss",
+        '  File "/usr/lib/python3/ctypes/__init__.py", line 519, in string_at',
+    ]
+
+
+def test_hang_outside_of_the_users_code_shows_none():
+    hang = [STACKS_ASKED, "Current thread 0x00007e (most recent call first):"]
+    hang.append(f'  File "{OURS}/ranks/trainer.py", line 60 in _live')
+    assert last_words("w1", hang, CELLS) == ""
 
 
 def test_silent_trainer_has_no_last_words():

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from etrain_jupyter.cluster import trainer_process
+from etrain_jupyter.cluster.last_words import STACKS_ASKED
 from etrain_jupyter.cluster.trainer_process import TrainerProcess
 
 CHILD_HOLDS_THE_PIPES = """
@@ -21,17 +22,44 @@ time.sleep(30)
 """
 
 
+HOLDS_THE_LOCK = """
+import ctypes
+from etrain_jupyter.ranks.main import open_page
+
+def hold_it_for_ever():
+    sleep = ctypes.PyDLL(None).sleep
+    print("holding", flush=True)
+    while True:
+        sleep(1000)
+
+page = open_page(PAGE_FD)
+page.begin(3)
+hold_it_for_ever()
+"""
+
+WRITES_ITS_PROGRESS = """
+import time
+from etrain_jupyter.ranks.main import open_page
+
+page = open_page(PAGE_FD)
+page.begin(3)
+page.count_collective()
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
 @pytest.fixture
 def script(monkeypatch, tmp_path):
     """Let the trainer run a script instead of training."""
 
     def use(text: str) -> None:
         path = tmp_path / "fake.py"
-        path.write_text("import sys\nFD = int(sys.argv[1])\n" + text)
+        path.write_text("import sys\nFD, PAGE_FD = map(int, sys.argv[1:])\n" + text)
         real = asyncio.create_subprocess_exec
 
         async def start(program, *args, **options):
-            return await real(program, "-u", str(path), args[-1], **options)
+            return await real(program, "-u", str(path), *args[-2:], **options)
 
         monkeypatch.setattr(trainer_process.asyncio, "create_subprocess_exec", start)
 
@@ -76,3 +104,84 @@ async def test_what_a_crash_printed_comes_before_its_end(script):
     lines, cause, _ = await run(nothing)
     assert lines == ["last words"]
     assert "exited with code 7" in cause
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def test_stacks_tell_who_holds_the_interpreters_lock(script):
+    script(HOLDS_THE_LOCK)
+
+    async def look_and_kill(trainer, lines):
+        await until(lambda: "holding" in lines)
+        await until(lambda: trainer.progress().alive_age_s > 1.0)
+        await trainer.tell_stacks()
+        assert trainer.process_state() == "sleeping"
+        trainer.kill("it held the GIL")
+
+    lines, cause, _ = await run(look_and_kill)
+    assert lines[1] == STACKS_ASKED
+    assert any("in hold_it_for_ever" in line for line in lines)
+    assert cause == "it held the GIL"
+
+
+async def test_stopped_trainer_shows_its_progress_and_its_state_instead_of_stacks(script):
+    script(WRITES_ITS_PROGRESS)
+
+    async def stop_and_kill(trainer, lines):
+        await until(lambda: "ready" in lines)
+        trainer.send_signal(signal.SIGSTOP)
+        await until(lambda: trainer.process_state() == "stopped")
+        await until(lambda: trainer.progress().alive_age_s > 1.0)
+        seen = trainer.progress()
+        assert (seen.generation, seen.collectives, seen.phase) == (3, 1, "forming")
+        await trainer.tell_stacks()
+        trainer.kill("it was stopped")
+
+    lines, cause, _ = await run(stop_and_kill)
+    assert "is stopped: what its threads are doing cannot be told" in lines[-1]
+    assert cause == "it was stopped"
+
+
+async def test_trainer_that_has_not_come_to_life_is_not_asked_for_stacks(script):
+    script("import time\nprint('here', flush=True)\ntime.sleep(60)")
+
+    async def ask_and_kill(trainer, lines):
+        await until(lambda: lines)
+        await trainer.tell_stacks()  # the signal would end it
+        assert trainer.process_state() == "sleeping"
+        trainer.kill("enough")
+
+    lines, cause, _ = await run(ask_and_kill)
+    assert "cannot be told" in lines[-1]
+    assert cause == "enough"
+
+
+async def test_nothing_of_its_page_is_left_open_when_a_trainer_has_ended(script):
+    script(WRITES_ITS_PROGRESS)
+    descriptors = psutil.Process().num_fds()
+
+    async def kill(trainer, lines):
+        await until(lambda: lines)
+        trainer.kill("enough")
+        kill.trainer = trainer
+
+    await run(kill)
+    assert kill.trainer.progress() is None
+    await until(lambda: psutil.Process().num_fds() <= descriptors)
+
+
+async def test_trainer_that_is_killed_while_it_starts_does_not_live_on(script):
+    script("import time\ntime.sleep(60)")
+    over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    trainer = TrainerProcess(
+        on_message=lambda *_: None, on_exit=lambda _, cause: over.set_result(cause)
+    )
+    starting = asyncio.create_task(trainer.start())
+    await asyncio.sleep(0)
+    trainer.kill("nobody wants it any more")
+    await starting
+    assert await asyncio.wait_for(over, 20) == "nobody wants it any more"

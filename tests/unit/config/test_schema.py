@@ -75,7 +75,37 @@ def test_a_full_cell_survives_json() -> None:
 
 
 @pytest.mark.parametrize(
-    "keys", [{"steps": 10}, {"optimizer": "make_optimizer"}, {"optimizer": "adam"}, {}]
+    ("keys", "expected"),
+    [
+        ({}, None),
+        ({"reproducible": False}, None),
+        ({"reproducible": True}, 4),
+        ({"reproducible": True, "workers": {"max": 5}}, 8),
+        ({"reproducible": True, "workers": {"min": 6}}, 8),
+        ({"reproducible": True, "workers": {"max": 1}}, 1),
+        ({"reproducible": True, "batch": {"global": 3}}, 3),
+        ({"reproducible": {"shards": 6}}, 6),
+    ],
+)
+def test_number_of_shards_follows_from_the_cell_alone(keys, expected) -> None:
+    assert config(**keys).num_shards() == expected
+
+
+def test_no_more_workers_than_shards() -> None:
+    assert config(reproducible={"shards": 2}).max_workers(cores=8) == 2
+    assert config(reproducible=True, batch={"global": 3}).max_workers(cores=8) == 3
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"steps": 10},
+        {"optimizer": "make_optimizer"},
+        {"optimizer": "adam"},
+        {"reproducible": True},
+        {"reproducible": {"shards": 8}},
+        {},
+    ],
 )
 def test_other_forms_survive_json(keys: dict[str, object]) -> None:
     made = config(**keys)

@@ -220,6 +220,30 @@ etrain: line 5, column 1: 'precision: bf16' comes with a later version
       | ^^^^^^^^^
   write precision: fp32, or remove the line""",
     ),
+    "fewer shards than workers": (
+        GOOD + "workers: {max: 4}\nreproducible: {shards: 2}\n",
+        """\
+etrain: line 6, column 24: reproducible.shards=2 leaves 2 of workers.max=4 workers without a shard
+    6 | reproducible: {shards: 2}
+      |                        ^
+  write shards: 4 or more, or workers: {max: 2}""",
+    ),
+    "more shards than samples": (
+        GOOD + "batch: {global: 4}\nreproducible: {shards: 8}\n",
+        """\
+etrain: line 6, column 24: reproducible.shards=8 leaves 4 shards of batch.global=4 without a sample
+    6 | reproducible: {shards: 8}
+      |                        ^
+  write shards: 4 or less, or batch: {global: 8} or more""",
+    ),
+    "reproducible by a number": (
+        GOOD + "reproducible: 8\n",
+        """\
+etrain: line 5, column 15: reproducible must be true, false or {shards: 8}, not the number 8
+    5 | reproducible: 8
+      |               ^
+  write reproducible: true""",
+    ),
     "store of a later version": (
         GOOD + "checkpoint: {to: 's3://bucket/run'}\n",
         """\
@@ -427,8 +451,6 @@ def test_a_wrong_cell_prints(name: str) -> None:
         "precision: bf16",
         "precision: fp16",
         "compile: true",
-        "reproducible: true",
-        "reproducible: {shards: 8}",
         "batch: {per_worker: 32}",
         "batch: {aggregation_frequency: 4}",
         "batch: {micro: auto}",

@@ -108,6 +108,19 @@ def test_a_noticed_worker_goes_on_training_until_it_leaves() -> None:
     assert state_of(view_of(until(t.WorkerLeft)).snapshot(), "w2") == ("left", None)
 
 
+def test_a_fault_on_purpose_is_listed_and_marked() -> None:
+    script = Script(num_steps=60)
+    events = [*script.begin(), *script.form(["w0"], "start"), *script.complete(1)]
+    events.append(script.make(t.FaultInjected, worker="w0", fault="hold_gil", step=1))
+
+    snapshot = view_of(events).snapshot()
+
+    assert snapshot["events"][-1]["text"] == "w0 suffers hold_gil on purpose"
+    assert [(m["kind"], m["text"]) for m in snapshot["markers"] if m["kind"] == "notice"] == [
+        ("notice", "hold_gil of w0 on purpose")
+    ]
+
+
 def test_world_size_is_a_staircase_over_steps() -> None:
     x, y = view_of(EVENTS).series()["world_size"]
 

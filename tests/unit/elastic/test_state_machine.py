@@ -5,62 +5,8 @@ from __future__ import annotations
 from etrain_jupyter.elastic import commands as c
 from etrain_jupyter.elastic import stimuli as s
 from etrain_jupyter.elastic.formation import ADMISSION_GRACE_S
-from etrain_jupyter.elastic.membership import JobState
-from etrain_jupyter.elastic.state_machine import REPORT_TIMEOUT_S, handle
 from etrain_jupyter.events import types as events
-
-
-class Story:
-    """Feeds stimuli a second apart and remembers the commands of the last one."""
-
-    def __init__(self, *, min_workers: int = 1, max_workers: int = 4) -> None:
-        self.state = JobState(job_id="j", min_workers=min_workers, max_workers=max_workers)
-        self.now = 100.0
-        self.last: list[c.Command] = []
-
-    def tell(self, stimulus: s.Stimulus, after_s: float = 0.01) -> Story:
-        self.now += after_s
-        self.state, self.last = handle(self.state, stimulus, self.now)
-        return self
-
-    def trainer(self, worker: str) -> str:
-        member = self.state.of_worker(worker)
-        assert member is not None
-        return member.trainer
-
-    def found(self, kind: type) -> list:
-        commands = [x for x in self.last if isinstance(x, kind)]
-        facts = [x.event for x in self.last if isinstance(x, c.Publish)]
-        return commands + [x for x in facts if isinstance(x, kind)]
-
-    def start(self, *workers: str) -> Story:
-        """All workers are assigned, warm, and step in generation 1."""
-        self.tell(s.WorkersAssigned(workers=workers))
-        for worker in workers:
-            self.tell(s.TrainerWarm(trainer=self.trainer(worker)))
-        self.tell(s.Tick(), after_s=ADMISSION_GRACE_S)
-        return self.formed()
-
-    def formed(self) -> Story:
-        for member in self.state.in_phase("ranked"):
-            generation = self.state.generation
-            self.tell(s.TrainerFormed(trainer=member.trainer, generation=generation))
-        return self
-
-    def report(self, worker: str, step: int, why: str = "planned", evals: int = 0) -> Story:
-        return self.tell(
-            s.TrainerReported(
-                trainer=self.trainer(worker),
-                generation=self.state.generation,
-                progress=(step, evals),
-                why=why,
-            )
-        )
-
-    def ranks(self) -> list[str]:
-        [form] = self.found(c.FormGeneration)
-        names = {m.trainer: m.worker for m in self.state.members.values()}
-        return [names[trainer] for trainer in form.trainers]
+from tests.unit.elastic.story import Story
 
 
 def test_job_starts_with_the_workers_that_are_warm_when_the_grace_is_over():
@@ -207,7 +153,7 @@ def test_rank_that_does_not_report_after_an_abort_is_killed():
     story.tell(s.WorkerGone(worker="w1", cause="gone")).report("w2", step=4, why="failed")
     story.tell(s.Tick())
     assert not story.found(c.KillTrainer)
-    story.tell(s.Tick(), after_s=REPORT_TIMEOUT_S + 1)
+    story.tell(s.Tick(), after_s=story.state.hang_s + 1)
     [kill] = story.found(c.KillTrainer)
     assert kill.trainer == story.trainer("w3")
     story.tell(s.TrainerLost(trainer=kill.trainer, cause=kill.why))
@@ -217,7 +163,7 @@ def test_rank_that_does_not_report_after_an_abort_is_killed():
 def test_trainers_that_keep_dying_before_they_are_warm_fail_the_job():
     story = Story().tell(s.WorkersAssigned(workers=("w1",)))
     for _ in range(3):
-        story.tell(s.TrainerLost(trainer=story.trainer("w1"), cause="exited with code 1"))
+        story.lose("w1", "exited with code 1").wait(60)
     assert story.state.status == "failed"
     assert "3 trainers in a row" in story.state.reason
 
@@ -228,8 +174,8 @@ def test_failure_before_the_first_step_carries_what_the_last_trainer_said():
         lost = s.TrainerLost(
             trainer=story.trainer("w1"), cause="exited with code 3", last_words="w1: no licence"
         )
-        story.tell(lost)
-    [error] = story.found(events.UserErrorRaised)
+        story.tell(lost).wait(60)
+    [error] = story.found(events.UserErrorRaised, ever=True)
     assert error.error == (
         "3 trainers in a row ended before they were ready to train, "
         "the last on w1: exited with code 3"
@@ -243,8 +189,7 @@ def test_step_that_ends_the_same_workers_trainer_again_and_again_fails_the_job()
     story = Story(min_workers=2, max_workers=2).start("w1", "w2")
     for _ in range(2):
         story.tell(s.TrainerLost(trainer=story.trainer("w2"), cause="SIGSEGV"))
-        story.report("w1", step=0, why="failed")
-        story.tell(s.TrainerWarm(trainer=story.trainer("w2"))).formed()
+        story.report("w1", step=0, why="failed").wait(60).warm("w2").formed()
     assert story.state.status == "running"
     story.tell(s.TrainerLost(trainer=story.trainer("w2"), cause="SIGSEGV"))
     story.report("w1", step=0, why="failed")

@@ -36,6 +36,7 @@ JSON = st.recursive(
 VALUES: dict[Any, st.SearchStrategy[Any]] = {
     str: TEXT,
     int: st.integers(0, 2**60),
+    bool: st.booleans(),
     float: st.floats(allow_nan=False),
     list[str]: st.lists(TEXT, max_size=3),
     list[int]: st.lists(st.integers(0, 2**31), max_size=3),
@@ -70,6 +71,20 @@ def test_every_kind_of_event_survives_a_round_trip(kind: str, data: st.DataObjec
     text = log_module._encode(event.to_dict())
     assert "\n" not in text
     assert event_from_dict(json.loads(text)) == event
+
+
+def test_step_of_an_older_log_says_that_the_ranks_agreed() -> None:
+    old = {
+        "event": "StepCompleted",
+        "job_id": "job",
+        "time": 1.0,
+        "seq": 7,
+        **{"step": 1, "epoch": 0, "first": 0, "samples": 32, "sample_checksum": 7},
+        **{"loss": 0.5, "lr": 0.1, "world_size": 2, "samples_per_s": 64.0, "metrics": {}},
+    }
+    read = event_from_dict(old)
+    assert isinstance(read, StepCompleted)
+    assert read.ranks_agree
 
 
 def test_floats_that_are_not_finite_survive(path: Path) -> None:

@@ -199,6 +199,9 @@ def test_requests_reach_the_coordinator(tmp_path: Path) -> None:
         job.scale(max=4),
         job.preempt("w1", notice_s=5),
         job.kill(),
+        job.kill("w2", how="hold_gil"),
+        job.chaos(mtbf_s=5, mode="stop", duration_s=60, seed=7),
+        job.chaos(off=True),
         job.stop(now=True),
     ]
 
@@ -210,6 +213,9 @@ def test_requests_reach_the_coordinator(tmp_path: Path) -> None:
         ("scale", {"min": None, "max": 4}),
         ("preempt", {"worker": "w1", "notice_s": 5}),
         ("kill", {"worker": None}),
+        ("fault", {"worker": "w2", "kind": "hold_gil"}),
+        ("chaos", {"mtbf_s": 5, "mode": "stop", "duration_s": 60, "seed": 7}),
+        ("chaos", {"off": True}),
         ("stop", {"now": True}),
     ]
 

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from etrain_jupyter.ranks.data import DataError, inputs_and_target, open_samples
+from etrain_jupyter.ranks.data import DataError, Share, inputs_and_target, open_samples
 
 X = torch.arange(12.0).reshape(6, 2)
 Y = torch.arange(6)
+
+
+class Augmented:
+    """Draws from all generators that a data set may use without knowing of any other."""
+
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, index):
+        drawn = [torch.rand(()).item(), float(np.random.rand()), random.random()]
+        return index, torch.tensor(drawn, dtype=torch.float64)
 
 
 class Squares:
@@ -25,7 +38,7 @@ def rows(data, share, **options):
     options = {"name": "data.train", "collate": None, "num_workers": 0, **options}
     source = open_samples(data, **options)
     try:
-        indices, batch = next(iter(source.batches([share])))
+        indices, batch = next(iter(source.batches([Share(share)])))
         assert list(indices) == list(share)
         return batch
     finally:
@@ -65,13 +78,43 @@ def test_items_come_in_the_same_order_from_loader_processes():
         Squares(), name="data.train", collate=lambda items: [y for _, y in items], num_workers=1
     )
     try:
-        assert [batch for _, batch in source.batches([[1, 2], [3]])] == [[1, 4], [9]]
+        assert [batch for _, batch in source.batches([Share([1, 2]), Share([3])])] == [[1, 4], [9]]
         # The next generation starts afresh, whatever was loaded ahead.
-        next(iter(source.batches([[0], [1], [2]])))
-        [(indices, batch)] = source.batches([[4]])
+        next(iter(source.batches([Share([0]), Share([1]), Share([2])])))
+        [(indices, batch)] = source.batches([Share([4])])
         assert (indices.tolist(), batch) == ([4], [16])
     finally:
         source.close()
+
+
+def drawn(*shares, num_workers=0):
+    source = open_samples(Augmented(), name="data.train", collate=None, num_workers=num_workers)
+    try:
+        return [batch[1].tolist() for _, batch in source.batches(shares)]
+    finally:
+        source.close()
+
+
+def test_chance_of_a_share_depends_on_its_seed_and_not_on_who_fetches_it():
+    shares = [Share([1, 2], seed=5), Share([3], seed=6), Share([1, 2], seed=5)]
+    here = drawn(*shares)
+    assert here[0] == here[2]
+    assert here[0][0] != here[1][0]
+    assert here[1] == drawn(shares[1])[0]
+    assert drawn(*shares, num_workers=1) == here
+
+
+def test_fetching_leaves_the_generators_as_they_are():
+    expected = [torch.rand(1).item() for _ in range(2) if torch.manual_seed(3)]
+    torch.manual_seed(3)
+    np.random.seed(3)
+    random.seed(3)
+    drawn(Share([1], seed=5))
+    assert torch.rand(1).item() == expected[0]
+    after = float(np.random.rand()), random.random()
+    np.random.seed(3)
+    random.seed(3)
+    assert after == (float(np.random.rand()), random.random())
 
 
 def test_list_of_samples_is_no_pair_of_columns():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,11 +11,15 @@ from torch import nn
 
 from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.elastic.ledger import checksum_of, epoch_order
+from etrain_jupyter.errors import ConfigError
+from etrain_jupyter.ranks.faults import NO_FAULTS, DeliberateError, Faults
 from etrain_jupyter.ranks.process_group import BroadcastStore, CommunicationError, RankGroup
+from etrain_jupyter.ranks.progress import ProgressPage
 from etrain_jupyter.ranks.schedule import WorkPlan
+from etrain_jupyter.ranks.seeds import seed_all
 from etrain_jupyter.ranks.state import digest_of
 from etrain_jupyter.ranks.train_loop import TrainLoop
-from etrain_jupyter.ranks.workload import WorkloadError, build_workload, seed_all
+from etrain_jupyter.ranks.workload import WorkloadError, build_workload
 
 NUM_SAMPLES, BATCH = 50, 16
 
@@ -64,7 +70,7 @@ def make_loop(*, micro: int | None = None, names: Names | None = None, **keys):
             "metrics": {"accuracy": "a"},
             "optimizer": {"name": "AdamW", "lr": 0.01},
             "batch": {"global": BATCH} | ({"micro": micro} if micro else {}),
-            "epochs": 2,
+            "epochs": None if "steps" in keys else 2,
             **keys,
         }
     )
@@ -155,6 +161,136 @@ def test_change_that_is_pending_ends_the_run_after_the_step():
     assert loop.progress == (1, 0)
 
 
+class AtPlaces(Faults):
+    """Notes the places that the loop comes to, and does something at one of them."""
+
+    def __init__(self, place: str = "", act=lambda: None) -> None:
+        super().__init__([], lambda _: None)
+        self.places: list[tuple[str, int]] = []
+        self.place, self.act = place, act
+
+    def at(self, place: str, *, rank: int, step: int) -> None:
+        self.places.append((place, step))
+        if place == self.place:
+            self.act()
+
+
+def test_change_that_is_pending_ends_an_evaluation_which_is_then_done_again():
+    loop, sent = make_loop(micro=8, epochs=1)
+    loop.faults = AtPlaces("eval", loop.change_pending.set)
+    assert run(loop) == "planned"
+    assert loop.progress == (4, 0)
+    # It was set in the first of 7 batches, told with the second, and looked at before the third.
+    assert [p for p in loop.faults.places if p[0] == "eval"] == [("eval", 4)] * 2
+    loop.change_pending.clear()
+    loop.faults = NO_FAULTS
+    assert run(loop) == "done"
+    assert [m["record"]["samples"] for m in sent if m["op"] == "eval"] == [NUM_SAMPLES]
+
+
+def test_loop_comes_to_each_place_with_the_step_that_is_being_made():
+    loop, _ = make_loop(steps=2, micro=8)
+    loop.faults = AtPlaces()
+    run(loop)
+    passes = ["forward", "forward", "all_reduce", "commit"]
+    assert loop.faults.places[:8] == [(p, 1) for p in passes] + [(p, 2) for p in passes]
+    assert {p for p in loop.faults.places[8:]} == {("eval", 2)}
+
+
+def test_each_place_is_a_sign_of_life():
+    loop, _ = make_loop(steps=2)
+    loop.page = ProgressPage.create()
+    loop.faults = AtPlaces()
+    run(loop)
+    told = loop.page.read()
+    loop.page.close()
+    assert (told.step, told.phase) == (2, "evaluating")
+    assert told.beats == len(loop.faults.places)
+
+
+@pytest.mark.parametrize(
+    ("kind", "samples"), [("lose_sample", [16, 15, 16]), ("repeat_sample", [16, 16, 16])]
+)
+def test_planted_defect_of_the_ledger_shows_in_the_record(kind, samples):
+    loop, sent = make_loop(steps=3)
+    fault = {"id": 1, "kind": kind, "rank": 0, "step": 2, "at": "forward"}
+    loop.faults = Faults([fault], lambda _: None)
+    run(loop)
+    records = [m["record"] for m in sent if m["op"] == "step"]
+    assert [r["samples"] for r in records] == samples
+    order = epoch_order(seed=0, epoch=0, num_samples=NUM_SAMPLES)
+    due = [checksum_of(order[first : first + BATCH]) for first in (0, 16, 32)]
+    agrees = [r["sample_checksum"] == d for r, d in zip(records, due, strict=True)]
+    assert agrees == [True, False, True]
+
+
+def test_error_between_the_gradient_and_the_update_undoes_the_step():
+    def fail():
+        raise DeliberateError("on purpose")
+
+    loop, _ = make_loop(names=Names(), steps=2)
+    before = digest_of(loop.workload.model)
+    loop.faults = AtPlaces("commit", fail)
+    with pytest.raises(DeliberateError):
+        run(loop)
+    assert digest_of(loop.workload.model) == before
+    assert all(p.grad is None for p in loop.workload.model.parameters())
+
+
+def test_parameters_that_nobody_trains_do_not_pile_up_gradients():
+    def head_only(parameters):
+        return torch.optim.SGD(list(parameters)[-1:], lr=0.1)
+
+    names = Names(optimizer=head_only)
+    loop, _ = make_loop(names=names, steps=2, optimizer="head_only")
+    run(loop)
+    assert all(p.grad is None for p in loop.workload.model.parameters())
+
+
+@pytest.fixture
+def torch_settings() -> Iterator[None]:
+    """Put back what ``reproducible`` sets for the whole process."""
+    threads = torch.get_num_threads()
+    cudnn = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
+    yield
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = cudnn
+
+
+@pytest.mark.usefixtures("torch_settings")
+def test_reproducible_job_computes_with_one_thread_and_deterministic_kernels():
+    loop, _ = make_loop(steps=2, reproducible=True)
+    assert torch.get_num_threads() == 1
+    assert torch.are_deterministic_algorithms_enabled()
+    assert run(loop) == "done"
+
+
+@pytest.mark.usefixtures("torch_settings")
+def test_sparse_gradients_are_refused_by_a_reproducible_job():
+    class Sparse(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(60, 3, sparse=True)
+
+        def forward(self, x):
+            return self.table(x)
+
+    data = (torch.arange(NUM_SAMPLES), torch.arange(NUM_SAMPLES) % 3)
+    names = Names(model=Sparse, **{"data.train": data, "data.eval": data})
+    with pytest.raises(WorkloadError, match=r"'table.weight' has a sparse gradient.*sparse=False"):
+        make_loop(names=names, optimizer={"name": "SGD", "lr": 0.1}, reproducible=True)
+
+
+@pytest.mark.usefixtures("torch_settings")
+def test_more_ranks_than_shards_are_refused():
+    loop, _ = make_loop(reproducible={"shards": 2})
+    store = BroadcastStore(lambda key, value: None)
+    group = RankGroup(generation=1, rank=0, world_size=3, store=store, host="")
+    with pytest.raises(ConfigError, match="2 shards leave 1 of 3 workers without work"):
+        loop.wrap(group)
+
+
 def test_step_that_breaks_is_undone():
     calls = []
 
@@ -183,7 +319,7 @@ def test_loader_that_delivers_other_samples_is_seen_in_the_records():
     deliver = loop.workload.train.batches
 
     def shifted(shares):
-        return deliver((share + 1) % NUM_SAMPLES for share in shares)
+        return deliver(s._replace(indices=(s.indices + 1) % NUM_SAMPLES) for s in shares)
 
     loop.workload.train.batches = shifted
     run(loop)

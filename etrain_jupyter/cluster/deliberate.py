@@ -1,0 +1,134 @@
+"""Faults on purpose: those that a job's plan has, those that somebody asks for, and by chance."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from etrain_jupyter.cluster.nodes import NodeSource
+from etrain_jupyter.cluster.roster import Roster
+from etrain_jupyter.elastic import stimuli as s
+from etrain_jupyter.elastic.chaos import Chaos
+from etrain_jupyter.events import types as events
+
+if TYPE_CHECKING:
+    from etrain_jupyter.cluster.hosted_job import HostedJob
+
+FATAL = frozenset({"kill", "segfault", "exit", "error", "stop", "hold_gil", "hang"})
+"""Kinds that end the trainer, by themselves or because it holds the others up."""
+
+BY_COORDINATOR = frozenset({"notice", "kill_worker"})
+"""Kinds that befall a worker, not its trainer."""
+
+CHAOS_NOTICE_S = 10.0
+"""How long a worker lives after a notice that came by chance."""
+
+
+class PlannedFaults:
+    """The faults of a job's plan that have not fired yet."""
+
+    def __init__(self, faults: Iterable[dict[str, Any]]) -> None:
+        self._left = {fault["id"]: fault for fault in faults}
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is left to come."""
+        return not self._left
+
+    def of_trainers(self) -> list[dict[str, Any]]:
+        """Return those that trainers commit."""
+        return [fault for fault in self._left.values() if fault["kind"] not in BY_COORDINATOR]
+
+    def fire(self, fault_id: int) -> dict[str, Any] | None:
+        """Take one out of the plan; None if it has fired before."""
+        return self._left.pop(fault_id, None)
+
+    def due(self, step: int, world_size: int) -> list[dict[str, Any]]:
+        """Take out those of the coordinator's whose step is committed and whose rank is there."""
+        found = [
+            fault
+            for fault in self._left.values()
+            if fault["kind"] in BY_COORDINATOR
+            and fault["step"] <= step
+            and (fault["rank"] or 0) < world_size
+        ]
+        for fault in found:
+            del self._left[fault["id"]]
+        return found
+
+
+class Injector:
+    """Lets faults happen to workers and their trainers, and says so in the job's log.
+
+    Args:
+        nodes: Kills workers.
+        roster: Knows them.
+        allocate: Shares the workers anew.
+    """
+
+    def __init__(self, nodes: NodeSource, roster: Roster, allocate: Callable[[], None]) -> None:
+        self._nodes = nodes
+        self._roster = roster
+        self._allocate = allocate
+        self._chaos: dict[str, Chaos] = {}
+
+    def inject(self, job: HostedJob, worker: str, kind: str, *, notice_s: float) -> None:
+        """Let one fault happen to a worker of a job."""
+        member = job.state.of_worker(worker)
+        facts = self._roster.get(worker)
+        if member is None or facts is None:
+            return  # it is gone already
+        job.log(events.FaultInjected, worker=worker, fault=kind, step=job.state.step)
+        order = {"op": "fault", "trainer": member.trainer, "kind": kind}
+        if kind == "notice":
+            self.give_notice(job, worker, notice_s)
+        elif kind in ("worker", "kill_worker"):
+            self._nodes.kill(worker)
+            # Where somebody else starts the workers, only they themselves can do it.
+            job.tell(worker, {**order, "kind": "kill_worker"})
+        else:
+            job.trainers[member.trainer].is_injected = kind in FATAL
+            job.tell(worker, order)
+
+    def give_notice(self, job: HostedJob, worker: str, notice_s: float) -> None:
+        """Announce that a worker's machine will be taken."""
+        facts = self._roster.get(worker)
+        if facts is None:
+            return
+        facts.leaves_at = time.time() + notice_s
+        job.log(events.PreemptionNoticed, worker=worker, deadline=facts.leaves_at)
+        job.handle(s.WorkerNoticed(worker=worker))
+        self._allocate()
+
+    def commit_planned(self, job: HostedJob) -> None:
+        """Let those faults of the plan happen whose step is committed."""
+        if job.planned.is_empty:
+            return
+        ranks = job.ranks()
+        for fault in job.planned.due(job.state.step, len(ranks)):
+            worker = ranks[fault["rank"] or 0]
+            self.inject(job, worker, fault["kind"], notice_s=fault.get("notice_s", 120.0))
+
+    # --- by chance ---
+
+    def begin_chaos(self, job: HostedJob, chaos: Chaos) -> None:
+        """Let faults happen by chance from now on."""
+        self._chaos[job.order.job_id] = chaos
+
+    def end_chaos(self, job: HostedJob) -> bool:
+        """Let no more faults happen by chance; False if none would have."""
+        return self._chaos.pop(job.order.job_id, None) is not None
+
+    def tick(self, job: HostedJob) -> None:
+        """Let happen what is due by chance."""
+        chaos = self._chaos.get(job.order.job_id)
+        if chaos is None:
+            return
+        now = time.time()
+        if job.state.is_ended or chaos.is_over(now):
+            self.end_chaos(job)
+            return
+        strike = chaos.due(job.ranks(), now)
+        if strike is not None:
+            self.inject(job, strike.worker, strike.kind, notice_s=CHAOS_NOTICE_S)

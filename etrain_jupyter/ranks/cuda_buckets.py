@@ -1,0 +1,76 @@
+"""Sums of gradients that lie on a GPU, for ranks that speak gloo: say, two that share a GPU.
+
+gloo itself takes CUDA tensors, but its futures do not tell torch what to wait for on the device.
+So the bucket goes through host memory here, on the thread that can be abandoned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def sum_through_host(
+    buffer: torch.Tensor,
+    *,
+    sum_on_host: Callable[[torch.Tensor], None],
+    complete: Callable[[], None],
+) -> Callable[[], None]:
+    """Start to copy a bucket to the host; return the rest of the work, which blocks.
+
+    Args:
+        buffer: The bucket, on the device.
+        sum_on_host: Sums a host tensor over the ranks, in place; blocks.
+        complete: Completes the future that DDP waits for. Called on a stream of which torch takes
+            note, so that whatever uses the gradients waits for the copy back.
+    """
+    host = torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=buffer.is_cuda)
+    host.copy_(buffer, non_blocking=True)
+    copied = _Moment(buffer)
+
+    def work() -> None:
+        copied.wait()
+        sum_on_host(host)
+        with _stream_for(buffer):
+            buffer.copy_(host, non_blocking=True)
+            complete()
+
+    return work
+
+
+def future_for(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    """Return a future that, once completed, makes its readers' streams wait for the completer's."""
+    return torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
+
+
+class _Moment:
+    """A point of the present stream that another thread can wait for."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._event: Any = None
+        if tensor.is_cuda:
+            self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+
+
+def _stream_for(buffer: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+    if not buffer.is_cuda:
+        return contextlib.nullcontext()
+    # A stream of torch's pool: the copy back need not wait for the rest of the backward pass.
+    stream: Any = torch.cuda.Stream(device=buffer.device)  # type: ignore[no-untyped-call]
+    return torch.cuda.stream(stream)
+
+
+def moment_of_device() -> Callable[[], None]:
+    """Return a wait, for another thread, until the present device has done what it was given."""
+    event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record()
+    wait: Callable[[], None] = event.synchronize
+    return wait

@@ -1,0 +1,53 @@
+"""Which device this worker trains on, and what must be set before torch speaks through it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+_NCCL_ENVIRONMENT = {
+    # A lost peer is the coordinator's business: the watchdog must neither end this process nor
+    # wait for it. A generation's communicator is aborted by ``RankGroup.abort``.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_PROPAGATE_ERROR": "0",
+    # A wait returns when the work is queued on the device; waiting for its end is done by an event.
+    "TORCH_NCCL_BLOCKING_WAIT": "0",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceFacts:
+    """What the coordinator is told of a rank's device."""
+
+    name: str
+    """``cpu`` or ``cuda:0``."""
+    gpu: str
+    """The UUID of the GPU, if ranks may speak NCCL through it; empty otherwise. Two ranks with the
+    same UUID share a GPU, and NCCL refuses that."""
+    memory_bytes: int
+    """The GPU's memory; 0 without one."""
+
+
+def choose_device() -> torch.device:
+    """Return the GPU of this worker's slot, the only one that it sees, or else the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    for name, value in _NCCL_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    return device
+
+
+def facts_of(device: torch.device) -> DeviceFacts:
+    """Return what there is to tell of a device."""
+    if device.type != "cuda":
+        return DeviceFacts(name=str(device), gpu="", memory_bytes=0)
+    properties = torch.cuda.get_device_properties(device)
+    uuid = f"GPU-{properties.uuid}" if dist.is_nccl_available() else ""
+    return DeviceFacts(name=str(device), gpu=uuid, memory_bytes=properties.total_memory)

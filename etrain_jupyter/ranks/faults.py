@@ -1,0 +1,183 @@
+"""Faults on purpose: what a plan or a person asks a trainer to do to itself.
+
+A planned fault is a plain dict on the wire: ``id``, ``kind``, ``rank``, ``step``, ``at``. It is
+committed by the first trainer that comes to its place as its rank, at its step or a later one.
+Imports torch only for the kinds that touch a model.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+Fault = dict[str, Any]
+Tell = Callable[[Fault], None]
+
+ANYWHERE = ""
+"""The place of a fault that was ordered by hand: wherever the main thread comes next."""
+
+EXIT_CODE = 7
+NUDGE = 1e-3
+"""How much ``diverge`` adds to one weight."""
+
+
+class DeliberateError(RuntimeError):
+    """An exception of the framework's own, raised on purpose. It blames no notebook."""
+
+
+class Faults:
+    """The faults that this trainer may commit, and where it has to.
+
+    Without a plan every method costs one test of an attribute.
+
+    Args:
+        planned: Those that have not fired in this job yet.
+        tell: Sends a message to the coordinator at once; it is told of a fault before it happens.
+    """
+
+    def __init__(self, planned: Iterable[Fault], tell: Tell) -> None:
+        self.disconnect: Callable[[], None] = _nothing
+        """Breaks the connections to the other ranks; set by whoever forms a generation."""
+        self._tell = tell
+        self._planned: list[Fault] = []
+        self.renew(planned)
+
+    def renew(self, planned: Iterable[Fault]) -> None:
+        """Take over what a form message says: other trainers have committed some meanwhile."""
+        ordered = [fault for fault in self._planned if fault["at"] == ANYWHERE]
+        mine = [fault for fault in planned if fault["kind"] in _AT_A_PLACE | _SPOILS]
+        self._planned = ordered + mine
+
+    def at(self, place: str, *, rank: int, step: int) -> None:
+        """Commit what is planned for this place; may not return.
+
+        Args:
+            place: ``warm``, ``form``, ``sync``, ``forward``, ``all_reduce``, ``commit``, ``eval``.
+            rank: This trainer's rank; at ``warm``, where it has none, its number among all that the
+                job has started, from 0.
+            step: The step that is being made; outside of steps the one that the state stands at.
+
+        Raises:
+            DeliberateError: For the kind ``error``.
+        """
+        if not self._planned:
+            return
+        for fault in list(self._planned):
+            if fault["kind"] in _AT_A_PLACE and fault["at"] in (place, ANYWHERE):
+                self._commit_if_due(fault, rank, step)
+
+    def order(self, kind: str) -> None:
+        """Commit a fault that was ordered by hand. Called by the thread that reads the channel.
+
+        What has to happen on the main thread waits until that comes to its next place.
+        """
+        if kind in ("hang", "error"):
+            self._planned.append({"kind": kind, "rank": None, "step": 0, "at": ANYWHERE})
+        else:
+            commit_fault(kind, disconnect=self.disconnect)
+
+    def spoil_indices(self, indices: Any, *, rank: int, step: int) -> Any:
+        """Return the samples of a share as a defective ledger would: the audit must see it.
+
+        ``lose_sample`` drops one; ``repeat_sample`` puts another one in the place of one. A share
+        of one sample is left alone, and a later one spoilt.
+        """
+        if not self._planned or len(indices) < 2:
+            return indices
+        for fault in list(self._planned):
+            if fault["kind"] == "lose_sample" and self._fires(fault, rank, step):
+                indices = indices[1:]
+            elif fault["kind"] == "repeat_sample" and self._fires(fault, rank, step):
+                indices = np.concatenate([indices[1:2], indices[1:]])
+        return indices
+
+    def spoil_weights(self, model: Any, *, rank: int, step: int) -> None:
+        """Nudge one weight of this rank alone, as a defective exchange would (``diverge``)."""
+        if not self._planned:
+            return
+        for fault in list(self._planned):
+            if fault["kind"] == "diverge" and self._fires(fault, rank, step):
+                next(model.parameters()).data.view(-1)[0] += NUDGE
+
+    def _commit_if_due(self, fault: Fault, rank: int, step: int) -> None:
+        if self._fires(fault, rank, step):
+            commit_fault(fault["kind"], disconnect=self.disconnect)
+
+    def _fires(self, fault: Fault, rank: int, step: int) -> bool:
+        """Whether it is due here; then it never is again, and the coordinator knows."""
+        is_due = fault["rank"] in (None, rank) and fault["step"] <= step
+        if is_due:
+            self._planned.remove(fault)
+            if "id" in fault:
+                self._tell({"op": "fault_fired", "id": fault["id"]})
+        return is_due
+
+
+def commit_fault(kind: str, *, disconnect: Callable[[], None] | None = None) -> None:
+    """Do to this process what ``kind`` says, now and in this thread.
+
+    Raises:
+        DeliberateError: For the kind ``error``.
+    """
+    if kind == "disconnect":
+        (disconnect or _nothing)()
+    else:
+        _COMMIT[kind]()
+
+
+def _nothing() -> None:
+    """Stand for connections that are not there."""
+
+
+def _kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+    _hang()  # the signal may be delivered to another thread a moment later
+
+
+def _segfault() -> None:
+    ctypes.string_at(0)
+
+
+def _exit() -> None:
+    os._exit(EXIT_CODE)
+
+
+def _error() -> None:
+    raise DeliberateError("an error in the framework, on purpose")
+
+
+def _stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _hold_gil() -> None:
+    # Through PyDLL a call keeps the lock; a signal ends a sleep early, hence the loop.
+    sleep = ctypes.PyDLL(None).sleep
+    while True:
+        sleep(ctypes.c_uint(1_000_000))
+
+
+def _hang() -> None:
+    while True:
+        time.sleep(3600)
+
+
+_COMMIT: dict[str, Callable[[], None]] = {
+    "kill": _kill,
+    "segfault": _segfault,
+    "exit": _exit,
+    "error": _error,
+    "stop": _stop,
+    "hold_gil": _hold_gil,
+    "hang": _hang,
+}
+_AT_A_PLACE = frozenset({*_COMMIT, "disconnect"})
+_SPOILS = frozenset({"lose_sample", "repeat_sample", "diverge"})
+NO_FAULTS = Faults([], lambda _: None)
+"""For whoever has no plan."""

@@ -1,0 +1,76 @@
+"""How the ranks of a generation find each other: a key-value store without a server."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import distributed_c10d as c10d
+
+FORM_TIMEOUT_S = 120.0
+"""Only a backstop: a rank that does not come is noticed by the coordinator, long before."""
+
+
+class CommunicationError(RuntimeError):
+    """A collective did not complete: a peer is gone, or the generation was aborted."""
+
+
+class BroadcastStore(c10d.Store):
+    """A rendezvous store without a server: the coordinator passes on what each rank sets.
+
+    It speaks over the authenticated control channel, so no port is open for it, and it lives with
+    the coordinator: any rank may die. Keys of another generation never arrive here.
+    """
+
+    def __init__(self, publish: Callable[[str, bytes], None]) -> None:
+        super().__init__()
+        self._publish = publish
+        self._values: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+        self._aborted = False
+
+    def put(self, key: str, value: bytes) -> None:
+        """Take over what another rank has set."""
+        with self._changed:
+            self._values[key] = value
+            self._changed.notify_all()
+
+    def abort(self) -> None:
+        """Make every wait raise, now and later."""
+        with self._changed:
+            self._aborted = True
+            self._changed.notify_all()
+
+    def set(self, key: str, value: Any) -> None:
+        """Set a key for all ranks of the generation."""
+        data = value.encode() if isinstance(value, str) else bytes(value)
+        self.put(key, data)
+        self._publish(key, data)
+
+    def clone(self) -> BroadcastStore:
+        """Return this store: torch asks for a connection of its own, and there is none."""
+        return self
+
+    def get(self, key: str) -> bytes:
+        """Return a key's value as soon as some rank has set it."""
+        self.wait([key])
+        return self._values[key]
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all keys are set."""
+        with self._changed:
+            return all(key in self._values for key in keys)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Block until all keys are set."""
+        deadline = time.monotonic() + (timeout.total_seconds() if timeout else FORM_TIMEOUT_S)
+        with self._changed:
+            while not all(key in self._values for key in keys):
+                left = deadline - time.monotonic()
+                if self._aborted or left <= 0 or not self._changed.wait(left):
+                    why = "the generation was aborted" if self._aborted else "time is over"
+                    missing = [key for key in keys if key not in self._values]
+                    raise CommunicationError(f"no value for {missing}: {why}")

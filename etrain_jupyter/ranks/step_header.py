@@ -1,0 +1,120 @@
+"""What all ranks tell each other with every step: one small sum, hidden behind the backward pass.
+
+Shapes: ``M`` the loss and the metrics, ``S`` slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from etrain_jupyter.elastic import ledger
+from etrain_jupyter.elastic.shard_plan import Merge
+from etrain_jupyter.ranks.process_group import Pending, RankGroup
+from etrain_jupyter.ranks.tree_sum import merge
+from etrain_jupyter.ranks.weights_print import ranks_agree
+
+PENDING, EVAL_ASKED, CHECKSUM, COUNT, PRINT, PRINT_SQUARED, NUM_COUNTS = range(7)
+
+
+class StepHeader:
+    """The vector that is summed over the ranks: whole numbers, and shares of means in slots.
+
+    Sums of whole numbers are exact, so that their order does not matter. Shares of means are not:
+    either all ranks add to one slot, or each shard has a slot of its own, which the others leave at
+    zero. Adding zeros is exact, and the slots are added afterwards in an order of their own.
+
+    Args:
+        num_means: ``M``.
+        num_slots: ``S``.
+        merges: How the slots are added up.
+    """
+
+    def __init__(self, *, num_means: int, num_slots: int = 1, merges: Sequence[Merge] = ()) -> None:
+        self._values = torch.zeros(NUM_COUNTS + num_slots * num_means, dtype=torch.float64)
+        self._means_SM = self._values[NUM_COUNTS:].view(num_slots, num_means)
+        self._merges = merges
+        self._world_size = 1
+        self._sent: Pending | None = None
+
+    def add(
+        self,
+        slot: int,
+        indices: NDArray[np.int64],
+        loss: torch.Tensor,
+        metrics: Sequence[torch.Tensor],
+    ) -> None:
+        """Add what one forward pass gave.
+
+        Args:
+            slot: Where its shares of the means go.
+            indices: What was delivered, not what was planned: the audit compares the two.
+            loss: Its share of the mean loss.
+            metrics: Its shares of the metrics' means.
+        """
+        self._values[CHECKSUM] += float(ledger.checksum_of(indices))
+        self._values[COUNT] += float(len(indices))
+        self._means_SM[slot] += stack_means(loss, metrics)
+
+    def start(
+        self,
+        group: RankGroup,
+        *,
+        is_pending: bool,
+        is_eval_asked: bool,
+        weights_print: torch.Tensor,
+    ) -> None:
+        """Start to sum it over the ranks, with what this one asks all others to do."""
+        mine = float(weights_print)
+        self._values[PENDING] = float(is_pending)
+        self._values[EVAL_ASKED] = float(is_eval_asked)
+        self._values[PRINT], self._values[PRINT_SQUARED] = mine, mine * mine
+        self._world_size = group.world_size
+        self._sent = group.all_reduce(self._values)
+
+    def wait(self) -> None:
+        """Wait for all ranks'. Raises CommunicationError if one is lost."""
+        assert self._sent is not None
+        self._sent.wait()
+        merge(list(self._means_SM), self._merges)
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether some rank knows of a change that is due after this step."""
+        return bool(self._values[PENDING] > 0)
+
+    @property
+    def is_eval_asked(self) -> bool:
+        """Whether rank 0's clock asks for an evaluation."""
+        return bool(self._values[EVAL_ASKED] > 0)
+
+    @property
+    def checksum(self) -> int:
+        """Of all samples that were trained."""
+        return int(self._values[CHECKSUM])
+
+    @property
+    def num_samples(self) -> int:
+        """How many samples were trained."""
+        return int(self._values[COUNT])
+
+    @property
+    def ranks_agree(self) -> bool:
+        """Whether all ranks began the step with the same weights, as far as it looked at them."""
+        return ranks_agree(
+            self._world_size, float(self._values[PRINT]), float(self._values[PRINT_SQUARED])
+        )
+
+    def means(self) -> list[float]:
+        """Return the mean loss and the metrics' means over the step's samples, shape ``(M,)``."""
+        means: list[float] = self._means_SM[0].tolist()
+        return means
+
+
+def stack_means(loss: torch.Tensor, metrics: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return one pass's shares of all means in float64 on the CPU, shape ``(M,)``."""
+    shares = [value.detach().to(loss.device, torch.float64) for value in (loss, *metrics)]
+    return torch.stack(shares).cpu()

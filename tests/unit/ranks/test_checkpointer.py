@@ -1,0 +1,109 @@
+"""A checkpoint holds the complete state, and opens with plain safetensors."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from etrain_jupyter.checkpoints import LocalStore
+from etrain_jupyter.checkpoints.base import open_newest
+from etrain_jupyter.config.schema import TrainConfig
+from etrain_jupyter.ranks.checkpointer import EXTRA_PART, Checkpointer, restore
+from etrain_jupyter.ranks.schedule import WorkPlan
+
+
+class Net(nn.Module):
+    """Weights in another memory order, tied ones, and a buffer that no ``state_dict`` has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        self.embedding = nn.Embedding(5, 4)
+        self.head = nn.Linear(4, 5)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("hidden", torch.zeros(2), persistent=False)
+
+
+class Loop:
+    """What a checkpoint is made of, without training."""
+
+    def __init__(self, *, with_scaler: bool) -> None:
+        model = Net()
+        extras = {"scaler": torch.amp.GradScaler("cpu", init_scale=64.0)} if with_scaler else {}
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        self.workload = SimpleNamespace(model=model, optimizer=optimizer, extras=extras)
+        self.plan = WorkPlan(
+            num_train=10, num_eval=0, global_batch_size=2, steps_per_epoch=5, total_steps=5
+        )
+        self.step = 0
+
+    def counters(self) -> dict[str, int]:
+        return {"step": self.step}
+
+    def set_counters(self, counters: dict[str, int]) -> None:
+        self.step = counters["step"]
+
+    def train(self) -> None:
+        for parameter in self.workload.model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        self.workload.optimizer.step()
+        self.step += 1
+
+
+def save_and_restore(folder, saved: Loop, fresh: Loop) -> dict:
+    config = TrainConfig.model_validate(
+        {"model": "m", "data": {"train": "d"}, "loss": "l", "optimizer": {"name": "adam"}}
+    )
+    told: list[dict] = []
+    store = LocalStore(folder)
+    checkpointer = Checkpointer(
+        store=store, loop=saved, job_id="job", config=config, send=told.append
+    )
+    checkpointer.save_now(1)
+    assert [message["op"] for message in told] == ["checkpoint_committed"]
+    files = open_newest(store, job_id="job").files
+    restore(fresh, files)
+    return files
+
+
+def test_restored_trainer_goes_on_exactly(tmp_path):
+    saved, fresh = Loop(with_scaler=True), Loop(with_scaler=True)
+    saved.train()
+    with torch.no_grad():
+        saved.workload.model.hidden.fill_(3)
+    saved.workload.extras["scaler"].load_state_dict(
+        {**saved.workload.extras["scaler"].state_dict(), "scale": 8.0}
+    )
+    files = save_and_restore(tmp_path, saved, fresh)
+    assert fresh.step == 1
+    assert fresh.workload.extras["scaler"].get_scale() == 8.0
+    assert load_file(files[EXTRA_PART])["buffer.hidden"].tolist() == [3, 3]
+    for loop in (saved, fresh):
+        loop.train()
+    pairs = zip(
+        saved.workload.model.state_dict().items(),
+        fresh.workload.model.state_dict().items(),
+        strict=True,
+    )
+    assert all(a == b and torch.equal(x, y) for (a, x), (b, y) in pairs)
+    assert fresh.workload.model.hidden.tolist() == [3, 3]
+    assert fresh.workload.model.head.weight is fresh.workload.model.embedding.weight
+    assert fresh.workload.model.conv.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_model_part_has_the_names_and_values_of_the_state_dict(tmp_path):
+    saved = Loop(with_scaler=False)
+    files = save_and_restore(tmp_path, saved, Loop(with_scaler=False))
+    told = saved.workload.model.state_dict()
+    opened = load_file(files["model.safetensors"])
+    assert sorted(opened) == sorted(told)
+    assert all(torch.equal(opened[name], told[name]) for name in told)
+
+
+def test_checkpoint_without_a_scaler_leaves_a_new_one_as_it_is(tmp_path):
+    saved, fresh = Loop(with_scaler=False), Loop(with_scaler=True)
+    save_and_restore(tmp_path, saved, fresh)
+    assert fresh.workload.extras["scaler"].get_scale() == 64.0

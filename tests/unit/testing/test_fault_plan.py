@@ -1,0 +1,88 @@
+"""Plans of faults: data that can be printed, repeated and sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from etrain_jupyter import launch
+from etrain_jupyter.ranks import faults
+from etrain_jupyter.testing import FaultPlan, submit_with_faults
+from etrain_jupyter.testing.fault_plan import AT_A_PLACE, KINDS, PLACES, PLANTED
+
+PLAN = FaultPlan().kill(rank=1, step=3).notice(rank=0, step=7).hang(rank=2, step=9, at="commit")
+
+
+def test_plan_becomes_plain_dicts_with_numbers() -> None:
+    assert PLAN.to_list() == [
+        {"id": 1, "kind": "kill", "rank": 1, "step": 3, "at": "forward"},
+        {"id": 2, "kind": "notice", "rank": 0, "step": 7, "at": "forward", "notice_s": 120.0},
+        {"id": 3, "kind": "hang", "rank": 2, "step": 9, "at": "commit"},
+    ]
+
+
+def test_longer_plan_leaves_the_shorter_one_alone() -> None:
+    short = FaultPlan().kill(rank=0, step=1)
+
+    short.exit(rank=1, step=2)
+
+    assert len(short.faults) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_has_a_method_of_its_name(kind: str) -> None:
+    plan = getattr(FaultPlan(), kind)(rank=None, step=4)
+
+    assert [(f.kind, f.rank, f.step) for f in plan.faults] == [(kind, None, 4)]
+
+
+def test_trainer_knows_every_kind_that_befalls_it() -> None:
+    assert frozenset(AT_A_PLACE) == faults._AT_A_PLACE
+    assert frozenset(PLANTED) == faults._SPOILS
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_random_plan_prints_as_the_code_that_makes_it_again(seed: int) -> None:
+    plan = FaultPlan.random(seed, num_steps=40)
+
+    assert plan == FaultPlan.random(seed, num_steps=40)
+    assert eval(str(plan)) == plan
+    assert all(0 <= f.step <= 40 and f.at in PLACES for f in plan.faults)
+
+
+def test_random_plans_differ_and_have_every_kind() -> None:
+    plans = [FaultPlan.random(seed, num_steps=40) for seed in range(100)]
+
+    assert len(set(plans)) > 90
+    assert {f.kind for plan in plans for f in plan.faults} == {*KINDS} - {*PLANTED}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"kind": "kil", "rank": 0, "step": 1}, "no kind of fault 'kil'; did you mean 'kill'"),
+        ({"kind": "fire", "rank": 0, "step": 1}, "no kind of fault 'fire'; there are kill, "),
+        ({"kind": "kill", "rank": 0, "step": 1, "at": "comit"}, "did you mean 'commit'"),
+        ({"kind": "kill", "rank": -1, "step": 1}, "rank=-1 must not be below 0"),
+        ({"kind": "hang", "rank": 0, "step": -2}, "hang: step=-2 must not be below 0"),
+    ],
+)
+def test_wrong_plan_is_refused_in_words(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+        FaultPlan().add(**values)
+
+
+def test_faults_travel_beside_the_job_and_not_in_its_configuration(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent: list[Any] = []
+    monkeypatch.setattr(launch, "submit", lambda plan, faults: sent.extend([plan, faults]))
+    net, train = (lambda: None), [(1, 2)]
+
+    submit_with_faults({"model": "net", "data": {"train": "train"}, "loss": "len"}, PLAN)
+
+    assert sent[1] == PLAN.to_list()
+    assert sent[0].config.model == "net"
+    assert net() is None
+    assert train
