@@ -12,7 +12,7 @@ FRONT_END := $(wildcard labextension/src/* labextension/style/* labextension/sch
 TYPED := etrain_jupyter benchmarks notebooks
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo lab test lint bench constraints clean
+.PHONY: help install demo lab test endurance lint bench peers constraints clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -37,6 +37,10 @@ lab: $(INSTALLED) ## Open JupyterLab on the notebooks (ARGS="--no-browser --port
 test: $(INSTALLED) ## Run the tests (ARGS="-k ledger" and the like); those that need chromium skip without it
 	$(BIN)/python -m pytest $(ARGS)
 
+endurance: $(INSTALLED) ## The long tests of the engine: 500 schedules of faults, 1,000 re-forms (an hour)
+	ETRAIN_CHAOS_SCHEDULES=500 ETRAIN_SCHEDULES=10000 ETRAIN_SOAK=1 \
+	  $(BIN)/python -m pytest tests/chaos tests/unit/elastic -m slow $(ARGS)
+
 lint: $(INSTALLED) ## Style, types and the import rules
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -45,6 +49,9 @@ lint: $(INSTALLED) ## Style, types and the import rules
 
 bench: $(INSTALLED) ## Measure against the peers; tables on the screen, JSON in .demo/ (ARGS="--quick")
 	$(BIN)/python -m benchmarks all --json .demo/benchmarks.json $(ARGS)
+
+peers: $(INSTALLED) ## Install Ray Train and torchft, which bench measures beside ours where they are there
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[bench]"
 
 constraints: $(INSTALLED) ## Pin in constraints.txt what is installed now
 	$(BIN)/python -m pip freeze --disable-pip-version-check --exclude-editable \

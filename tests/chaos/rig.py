@@ -1,0 +1,380 @@
+"""A whole cluster in one event loop: everything is real but Dask's connections and process starts.
+
+The coordinator, the supervisors and what they say to each other, the trainer processes, gloo
+between them, and the signals that end or stop them are the product's. Two things are replaced. The
+messages that Dask would carry are handed over within this process (through msgpack, as on the
+wire). And trainers are forked from a process that has imported torch (``tests/chaos/zygote.py``),
+where the product spawns them: a trainer is there after 50 ms instead of 4 s, which is what makes
+hundreds of schedules affordable.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import dataclasses
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+
+from etrain_jupyter import launch
+from etrain_jupyter.cluster import supervisor
+from etrain_jupyter.cluster.coordinator import Coordinator
+from etrain_jupyter.cluster.hosted_job import HostedJob
+from etrain_jupyter.cluster.supervisor import Supervisor
+from etrain_jupyter.cluster.trainer_process import TrainerProcess
+from etrain_jupyter.config import parse_mapping
+from etrain_jupyter.elastic import stalls
+from etrain_jupyter.events.log import read_events
+from etrain_jupyter.events.types import Event
+from tests.chaos.forks import ForkedProcess, Zygote
+
+PATIENCE_S = 60.0
+START_S = 0.02
+"""How long a new worker takes to be there: a machine that is waiting to be used."""
+
+Message = dict[str, Any]
+_HERE: contextvars.ContextVar[RigWorker] = contextvars.ContextVar("worker")
+
+
+class RigWorker:
+    """A worker: what its supervisor needs of Dask's ``Worker``, and the processes it started."""
+
+    def __init__(self, rig: Rig, name: str, number: int) -> None:
+        self.name = name
+        self.address = f"tcp://127.0.0.1:{10_000 + number}"
+        self.stream_handlers: dict[str, Callable[..., Any]] = {}
+        self.batched_stream = self
+        self.supervisor = Supervisor(device="cpu")
+        self.processes: list[ForkedProcess] = []
+        self.starting: list[asyncio.Task[Any]] = []
+        self.is_gone = False
+        self._rig = rig
+        self.context = contextvars.copy_context()
+        self.context.run(_HERE.set, self)
+
+    async def start(self) -> None:
+        """Let its supervisor say hello."""
+        work = self.supervisor.setup(self)  # type: ignore[arg-type]
+        await asyncio.create_task(work, context=self.context)
+
+    def send(self, message: Message) -> None:
+        """Send to the scheduler; nothing arrives from a worker that is gone."""
+        rig = self._rig
+        rig.deliver(message, self, rig.scheduler.stream_handlers, {"worker": self.address})
+
+    async def close(self) -> None:
+        """End with everything that belongs to it."""
+        self.is_gone = True
+        starting = [task for task in self.starting if not task.done()]
+        if starting:
+            await asyncio.wait(starting)  # one that is broken off would leave a socket open
+        for process in self.processes:
+            process.kill()
+        await self.supervisor.teardown(self)  # type: ignore[arg-type]
+
+
+@dataclasses.dataclass
+class ToWorker:
+    """The scheduler's connection to one worker."""
+
+    rig: Rig
+    worker: RigWorker
+
+    def send(self, message: Message) -> None:
+        """Send to the worker."""
+        self.rig.deliver(message, self.worker, self.worker.stream_handlers, {})
+
+
+class RigScheduler:
+    """What the coordinator needs of Dask's ``Scheduler``."""
+
+    def __init__(self) -> None:
+        self.stream_handlers: dict[str, Callable[..., Any]] = {}
+        self.handlers: dict[str, Callable[..., Any]] = {}
+        self.workers: dict[str, RigWorker] = {}
+        self.stream_comms: dict[str, ToWorker] = {}
+
+
+class Rig:
+    """A cluster of up to ``slots`` workers; also the node source of its coordinator."""
+
+    def __init__(self, zygote: Zygote, folder: Path, *, slots: int = 4) -> None:
+        self.scheduler = RigScheduler()
+        self.coordinator = Coordinator(self, cluster_id="rig", on_shutdown=lambda: None)
+        self.slots = slots
+        self._zygote = zygote
+        self._folder = folder
+        self._workers: dict[str, RigWorker] = {}
+        self._numbers = itertools.count()
+        self._num_jobs = itertools.count(1)
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._is_closing = False
+        self.failures: list[BaseException] = []
+        """What went wrong where nobody waits for it."""
+
+    def deliver(
+        self,
+        message: Message,
+        worker: RigWorker,
+        handlers: Mapping[str, Callable[..., Any]],
+        more: Mapping[str, str],
+    ) -> None:
+        """Carry a message from or to a worker, as a connection does: later, in order, by value."""
+        packed = msgpack.packb(message)
+
+        def arrive() -> None:
+            if not worker.is_gone:
+                told = msgpack.unpackb(packed, strict_map_key=False)
+                try:
+                    handlers[told.pop("op")](**told, **more)
+                except Exception as exc:
+                    self.failures.append(exc)
+
+        context = None if more else worker.context
+        asyncio.get_running_loop().call_soon(arrive, context=context)
+
+    def go(self, work: Any) -> None:
+        """Do something beside everything else."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._take_end)
+
+    def _take_end(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (exc := task.exception()) is not None:
+            self.failures.append(exc)
+
+    # --- the node source ---
+
+    def want(self, count: int, *, reason: str) -> None:
+        """Start workers that are missing."""
+        for _ in range(min(count, self.slots) - len(self._workers)):
+            number = next(self._numbers)
+            worker = self._workers[f"w{number}"] = RigWorker(self, f"w{number}", number)
+            self.go(self._start(worker))
+
+    def capacity(self) -> int | None:
+        """Return how many workers there can be."""
+        return self.slots
+
+    def nodes(self) -> list[dict[str, Any]]:
+        """Return a record a worker."""
+        return [{"worker": w.name, "pid": 0, "state": "running"} for w in self._workers.values()]
+
+    def release(self, worker: str, *, drain_s: float) -> None:
+        """End a worker gently."""
+        self.kill(worker)
+
+    def kill(self, worker: str) -> None:
+        """End a worker and all that belongs to it."""
+        found = self._workers.pop(worker, None)
+        if found is not None:
+            found.is_gone = True
+            self.go(self._end(found))
+
+    async def _start(self, worker: RigWorker) -> None:
+        await asyncio.sleep(START_S)
+        if not worker.is_gone and not self._is_closing:
+            self.scheduler.workers[worker.address] = worker
+            self.scheduler.stream_comms[worker.address] = ToWorker(self, worker)
+            await worker.start()
+
+    async def _end(self, worker: RigWorker) -> None:
+        for process in worker.processes:
+            process.kill()
+        self.scheduler.stream_comms.pop(worker.address, None)
+        self.coordinator.remove_worker(self.scheduler, worker.address)
+        self.scheduler.workers.pop(worker.address, None)
+        await worker.close()
+
+    # --- jobs ---
+
+    async def submit(self, keys: Mapping[str, Any], *, faults: Sequence[Message] = ()) -> RigJob:
+        """Submit a job as ``job.held_jobs`` does."""
+        plan = plan_of(keys)
+        number = next(self._num_jobs)
+        order = {
+            "job_id": f"job-{number}",
+            "name": "job",
+            "run_dir": str(self._folder / f"job-{number}"),
+            "config": plan.config.model_dump(mode="json"),
+            "bundle": plan.bundle.data,
+            "pool": "rig",
+            "cwd": "",
+            "min_workers": plan.config.workers.min,
+            "max_workers": plan.config.max_workers(),
+            **({"faults": list(faults)} if faults else {}),
+        }
+        await self.ask("submit", job=order)
+        return RigJob(self, order["job_id"])
+
+    async def ask(self, op: str, **arguments: Any) -> Message:
+        """Ask the coordinator as a notebook does."""
+        answer: Message = await self.scheduler.handlers[f"etrain_{op}"](**arguments)
+        assert "error" not in answer, answer
+        return answer
+
+    async def ask_anyway(self, job: RigJob, request: str, args: Message) -> Message:
+        """Ask for something that may be refused."""
+        ask = self.scheduler.handlers["etrain_request"]
+        answer: Message = await ask(job_id=job.id, request=request, args=args)
+        return answer
+
+    async def close(self) -> None:
+        """End everything; fails if a process is left."""
+        self._is_closing = True
+        await self.coordinator.close()
+        for worker in list(self._workers.values()):
+            worker.is_gone = True
+            await worker.close()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await _wait_for_readers()
+        if self.failures:
+            raise self.failures[0]
+
+
+class RigJob:
+    """A job of the rig, as the coordinator holds it and as its log tells."""
+
+    def __init__(self, rig: Rig, job_id: str) -> None:
+        self.id = job_id
+        self._rig = rig
+
+    @property
+    def hosted(self) -> HostedJob:
+        """The coordinator's own object."""
+        return self._rig.coordinator._jobs[self.id]
+
+    @property
+    def step(self) -> int:
+        """The newest step in the log."""
+        return self.hosted.step_clock.logged_step
+
+    @property
+    def status(self) -> str:
+        """The job's status."""
+        return self.hosted.state.status
+
+    @property
+    def ranks(self) -> list[str]:
+        """The workers of the living generation in rank order, if it steps; else nobody."""
+        state = self.hosted.state
+        members = [state.members.get(name) for name in self.hosted.step_clock.ranks]
+        if state.phase != "running" or not all(m and m.formed for m in members):
+            return []
+        return [m.worker for m in members if m]
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether it has ended."""
+        return self.hosted.state.is_ended
+
+    def events(self) -> list[Event]:
+        """Return what the durable log says."""
+        return list(read_events(self.hosted.order.run_dir / "events.jsonl"))
+
+    def found(self, kind: type[Event]) -> list[Any]:
+        """Return the log's events of one kind."""
+        return [event for event in self.events() if isinstance(event, kind)]
+
+    async def request(self, request: str, **args: Any) -> str:
+        """Ask for something."""
+        answer = await self._rig.ask("request", job_id=self.id, request=request, args=args)
+        return str(answer["message"])
+
+    async def until(self, condition: Callable[[], Any], patience_s: float = PATIENCE_S) -> Any:
+        """Wait until something holds; it is looked at whenever the log grows."""
+        deadline = time.monotonic() + patience_s
+        while not (found := condition()):
+            if self._rig.failures:
+                raise self._rig.failures[0]
+            left = deadline - time.monotonic()
+            assert left > 0, f"still {self.status} at step {self.step}: {self.describe()}"
+            changed = self.hosted.changed
+            try:
+                await asyncio.wait_for(changed.wait(), min(left, 0.25))
+            except TimeoutError:
+                continue
+        return found
+
+    async def end(self, patience_s: float = PATIENCE_S) -> list[Event]:
+        """Wait for the end and return the log."""
+        await self.until(lambda: self.is_ended, patience_s)
+        return self.events()
+
+    def describe(self) -> str:
+        """Return the log's last lines, for a failure."""
+        lines = [
+            f"{e.time % 1000:7.3f} g{e.generation} {e}"[:300]
+            for e in self.events()
+            if e.kind not in ("StepCompleted", "WeightsHashed")
+        ]
+        return "\n".join(["", str(self.hosted.state), *lines[-60:]])
+
+
+@asynccontextmanager
+async def make_rig(zygote: Zygote, folder: Path, *, slots: int = 4) -> AsyncIterator[Rig]:
+    """Give a cluster; afterwards every process that it started must be gone."""
+    rig = Rig(zygote, folder, slots=slots)
+    zygote.attach()
+
+    async def start_process(*words: str, **options: Any) -> ForkedProcess:
+        worker, task = _HERE.get(), asyncio.current_task()
+        assert task is not None
+        worker.starting.append(task)
+        process = await zygote.start_process(*words, **options)
+        worker.processes.append(process)
+        return process
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(asyncio, "create_subprocess_exec", start_process)
+        # With limits as short as the tests' the news must be as fresh.
+        patch.setattr(supervisor, "BEAT_S", 0.25)
+        patch.setattr(supervisor, "_commit_fault", _commit_fault)
+        # Nothing is slow here that would need much patience.
+        patch.setattr(stalls, "RESTORE_PATIENCE", 2)
+        patch.setattr(stalls, "WARM_UP_PATIENCE", 2)
+        try:
+            await rig.coordinator.start(rig.scheduler)  # type: ignore[arg-type]
+            yield rig
+        finally:
+            await rig.close()
+            left = list(zygote.living.values())
+            for process in left:
+                process.kill()
+                await asyncio.wait_for(process.ended.wait(), 10)
+            zygote.detach()
+
+
+_commit_fault_of_trainer = supervisor._commit_fault
+
+
+def _commit_fault(trainer: TrainerProcess, kind: str) -> None:
+    """Leave the end of a whole worker to the node source: here all of them are this process."""
+    if kind != "kill_worker":
+        _commit_fault_of_trainer(trainer, kind)
+
+
+async def _wait_for_readers() -> None:
+    """Wait until everything that the trainers wrote has been read to its end."""
+    reading = [t for t in asyncio.all_tasks() if "TrainerProcess." in t.get_coro().__qualname__]
+    if reading:
+        await asyncio.wait(reading, timeout=10)
+
+
+_plans: dict[str, launch.Plan] = {}
+
+
+def plan_of(keys: Mapping[str, Any]) -> launch.Plan:
+    """Check and capture a job, once for the same keys."""
+    text = repr(sorted(keys.items(), key=lambda item: item[0]))
+    if text not in _plans:
+        _plans[text] = launch.plan_job(parse_mapping(dict(keys), {}), {})
+    return _plans[text]

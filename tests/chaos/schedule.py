@@ -1,0 +1,99 @@
+"""Random schedules: a plan of faults, and what people and machines do meanwhile, from one seed."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+
+from etrain_jupyter.events.types import LogLine
+from etrain_jupyter.testing import FaultPlan
+from etrain_jupyter.testing.fault_plan import AT_A_PLACE, BY_COORDINATOR
+from tests.chaos.rig import Rig, RigJob
+
+SLOTS = 4
+
+
+@dataclass(frozen=True)
+class Act:
+    """Something that is asked for once a step is in the log."""
+
+    step: int
+    request: str
+    args: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """All that happens to one job. Prints as the code that makes it again."""
+
+    slots: int
+    plan: FaultPlan = field(default_factory=FaultPlan)
+    acts: tuple[Act, ...] = ()
+
+    def __str__(self) -> str:
+        acts = "".join(f"\n    {act}," for act in self.acts)
+        return f"Schedule(slots={self.slots}, plan={self.plan}, acts=({acts}))"
+
+    @classmethod
+    def random(cls, seed: int, *, num_steps: int) -> Schedule:
+        """Make the schedule of a seed."""
+        chance = random.Random(f"schedule {seed}")
+        slots = chance.choice((1, 2, 3, 3, 4, 4))
+        # Where nobody waits for a rank that hangs, it may take its time; see ``_rescue``.
+        kinds = [kind for kind in KINDS if slots > 1 or kind != "hang"]
+        plan = FaultPlan.random(seed, num_steps=num_steps, num_ranks=slots, kinds=kinds)
+        acts: list[Act] = []
+        for _ in range(chance.randint(0, 3)):
+            acts += _random_act(chance, chance.randint(1, num_steps - 1), slots)
+        return cls(slots, plan, tuple(sorted(acts, key=lambda act: act.step)))
+
+
+KINDS = (*AT_A_PLACE, *BY_COORDINATOR)
+
+
+def _random_act(chance: random.Random, step: int, slots: int) -> list[Act]:
+    kind = chance.choice(["pause", "scale", "checkpoint", "preempt"])
+    if kind == "pause":
+        return [Act(step, "pause"), Act(step, "resume")]
+    if kind == "scale":
+        most = chance.randint(1, slots)
+        later = step + chance.randint(1, 20)
+        return [
+            Act(step, "scale", (("max", most),)),
+            Act(later, "scale", (("max", SLOTS),)),
+        ]
+    return [Act(step, kind)]
+
+
+async def play(rig: Rig, job: RigJob, schedule: Schedule) -> None:
+    """Ask for what the schedule asks for, each time that its step is in the log."""
+    rig.go(_rescue(rig, job))
+    for act in schedule.acts:
+        await job.until(lambda act=act: job.step >= act.step or job.is_ended)
+        if act.request == "resume":
+            await job.until(lambda: job.status != "running" or job.is_ended)
+        if job.is_ended:
+            return
+        answer = await rig.ask_anyway(job, act.request, dict(act.args))
+        # Nobody may be training just then; a person would be told so, too.
+        assert answer.get("error", "request") == "request", answer
+
+
+async def _rescue(rig: Rig, job: RigJob) -> None:
+    """Kill what the job warns of, as a person would.
+
+    A rank that hangs while nobody waits for it may be at work on something long: it is not killed
+    without being asked.
+    """
+    num_seen = 0
+    while not job.is_ended:
+        warnings = [
+            line
+            for line in job.found(LogLine)
+            if line.worker and "this is what it is doing" in line.text
+        ]
+        for line in warnings[num_seen:]:
+            await rig.ask_anyway(job, "fault", {"worker": line.worker, "kind": "kill"})
+        num_seen = len(warnings)
+        await asyncio.sleep(0.5)

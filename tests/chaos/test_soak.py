@@ -1,0 +1,150 @@
+"""One job through very many generations: nothing may grow in any of its processes."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from etrain_jupyter.cluster import job_log
+from etrain_jupyter.events.types import GenerationFormed, WorkerLost
+from etrain_jupyter.testing.invariants import assert_invariants
+from tests.chaos.forks import Zygote
+from tests.chaos.rig import RigJob, make_rig
+from tests.chaos.workload import body
+
+SETTLE_S = 30.0
+"""How long what a generation leaves to threads in the background may take to be gone: a little more
+than the time-out of a collective, which is 20 s in the rig's trainers."""
+
+GROWTH_BYTES = 8 << 20
+"""What may be there in the end that was not after a fifth of the way: allocators and caches fill in
+the first thousand steps, about 6 MB in a trainer."""
+GROWTH_BYTES_PER_FORM = 4 << 10
+"""And what may be added to it each time; a group that is not freed is a hundred times as much."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large a process is."""
+
+    threads: int
+    descriptors: int
+    memory: int
+
+
+@pytest.mark.timeout(180)
+async def test_sixty_generations_leave_nothing_behind(
+    zygote: Zygote, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await soak(zygote, folder, monkeypatch, num_forms=60)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif("ETRAIN_SOAK" not in os.environ, reason="takes minutes: make endurance")
+async def test_a_thousand_generations_leave_nothing_behind(
+    zygote: Zygote, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await soak(zygote, folder, monkeypatch, num_forms=1000)
+
+
+async def soak(zygote: Zygote, folder: Path, patch: pytest.MonkeyPatch, *, num_forms: int) -> None:
+    """Let one job form so many generations; compare its processes with what they were early on."""
+    # The coordinator keeps this many events in memory by design; let it be full from the start.
+    patch.setattr(job_log, "RECENT_EVENTS", 100)
+    async with make_rig(zygote, folder, slots=3) as rig:
+        job = await rig.submit(body(epochs=100_000, workers={"min": 1, "max": 3}))
+        await job.until(lambda: len(job.ranks) == 3)
+        pids = job.found(GenerationFormed)[-1].trainer_pids
+        await form_often(job, num_forms // 5)
+        before = await measure(job, [*pids[:2], os.getpid()])
+        await form_often(job, num_forms)
+        after = await measure(job, [*pids[:2], os.getpid()], like=before)
+        await job.request("stop")
+        log = await job.end()
+    assert job.status == "stopped"
+    assert_invariants(log)
+    assert sum(isinstance(e, GenerationFormed) for e in log) >= num_forms
+    allowed = GROWTH_BYTES + num_forms * GROWTH_BYTES_PER_FORM
+    for pid, size in after.items():
+        who = "the coordinator's process" if pid == os.getpid() else f"trainer {pid}"
+        assert size.threads <= before[pid].threads, f"{who}: {before[pid]} -> {size}"
+        assert size.descriptors <= before[pid].descriptors, f"{who}: {before[pid]} -> {size}"
+        assert size.memory - before[pid].memory <= allowed, f"{who}: {before[pid]} -> {size}"
+
+
+async def form_often(job: RigJob, num_forms: int) -> None:
+    """Let planned and broken generations follow each other until there were so many."""
+    changes = (pause_and_resume, disconnect, scale_down, disconnect, scale_up)
+    while job.hosted.state.generation < num_forms:
+        for change in changes:
+            await change(job)
+
+
+async def pause_and_resume(job: RigJob) -> None:
+    await job.request("pause")
+    await job.until(lambda: job.status == "paused")
+    await job.request("resume")
+    await stepping(job, len(job.hosted.state.assigned))
+
+
+async def disconnect(job: RigJob) -> None:
+    """Break a rank's connections: the generation is aborted, nobody is lost."""
+    before = job.hosted.state
+    victim = job.ranks[before.generation % len(job.ranks)]
+    await job.request("fault", worker=victim, kind="disconnect")
+    await job.until(lambda: job.hosted.state.generation > before.generation)
+    await stepping(job, before.world_size)
+
+
+async def scale_down(job: RigJob) -> None:
+    await job.request("scale", max=2)
+    await stepping(job, 2)
+
+
+async def scale_up(job: RigJob) -> None:
+    await job.request("scale", max=3)
+    await stepping(job, 3)
+
+
+async def stepping(job: RigJob, world_size: int) -> None:
+    """Wait until a generation of that size has made a step."""
+    await job.until(lambda: len(job.ranks) == world_size)
+    goal = job.step + 1
+    await job.until(lambda: job.step >= goal)
+
+
+async def measure(
+    job: RigJob, pids: list[int], *, like: dict[int, Size] | None = None
+) -> dict[int, Size]:
+    """Return the sizes of these processes while the job is paused and nothing is under way."""
+    await job.request("pause")
+    await job.until(lambda: job.status == "paused")
+    assert job.found(WorkerLost) == [], job.describe()
+    deadline = time.monotonic() + SETTLE_S
+    while time.monotonic() < deadline:
+        await asyncio.sleep(0.5)
+        sizes = {pid: size_of(pid) for pid in pids}
+        if like and all(not is_more(sizes[pid], like[pid]) for pid in pids):
+            break
+    await job.request("resume")
+    await job.until(lambda: job.status == "running")
+    return sizes
+
+
+def is_more(size: Size, before: Size) -> bool:
+    return size.threads > before.threads or size.descriptors > before.descriptors
+
+
+def size_of(pid: int) -> Size:
+    gc.collect()
+    process = psutil.Process(pid)
+    memory = process.memory_full_info().uss
+    return Size(process.num_threads(), process.num_fds(), memory)

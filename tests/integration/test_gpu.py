@@ -1,0 +1,112 @@
+"""The engine on GPUs. Written on a machine without one: they have to be run on one that has."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from etrain_jupyter.ranks.backends import GLOO, NCCL, connect_nccl, end_nccl
+from etrain_jupyter.ranks.devices import choose_device, facts_of
+from etrain_jupyter.ranks.rendezvous import BroadcastStore
+from tests.integration import gpu_ranks
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def needs_gpus(count: int) -> Callable[[Any], Any]:
+    """Skip a test where there are fewer."""
+
+    def mark(test: Any) -> Any:
+        is_short = torch.cuda.device_count() < count
+        reason = f"needs {count} CUDA devices, there are {torch.cuda.device_count()}"
+        return pytest.mark.gpu(pytest.mark.skipif(is_short, reason=reason)(test))
+
+    return mark
+
+
+def on_ranks(
+    work: Callable[..., None],
+    backend: str,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    device: str = "cuda",
+    share: bool = True,
+) -> list[Any]:
+    """Run ``work`` on two ranks, on the first GPU or on one each; return the answers by rank."""
+    store = dist.TCPStore(gpu_ranks.HOST, 0, None, True, wait_for_workers=False)
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    processes = []
+    for rank in range(2):
+        if device == "cuda":
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0" if share else str(rank))
+        args = (answers, rank, 2, store.port, backend, device)
+        processes.append(context.Process(target=work, args=args))
+        processes[-1].start()
+    try:
+        return sorted(answers.get(timeout=200) for _ in processes)
+    finally:
+        for process in processes:
+            process.join(20)
+            process.kill()
+
+
+def test_ranks_on_the_cpu_do_what_those_on_a_gpu_are_tested_by(monkeypatch):
+    first, second = on_ranks(gpu_ranks.train, GLOO, monkeypatch, device="cpu")
+    assert first[1] == second[1]
+    assert max(first[2], second[2]) < 1e-5
+    first, second = on_ranks(gpu_ranks.abort, GLOO, monkeypatch, device="cpu")
+    assert first[1] == second[1]
+    assert first[3] == "rank 1 is silent"
+
+
+@needs_gpus(1)
+def test_two_ranks_that_share_a_gpu_train_by_gloo(monkeypatch):
+    first, second = on_ranks(gpu_ranks.train, GLOO, monkeypatch)
+    assert first[1] == second[1]
+    assert max(first[2], second[2]) < 1e-4
+
+
+@needs_gpus(1)
+def test_abort_frees_a_rank_that_shares_a_gpu_and_it_trains_on(monkeypatch):
+    first, second = on_ranks(gpu_ranks.abort, GLOO, monkeypatch)
+    assert first[1] == second[1]
+    assert first[3] == "rank 1 is silent"
+
+
+@needs_gpus(1)
+@pytest.mark.parametrize("gently", [True, False])
+def test_nccl_of_a_single_rank_connects_and_ends(gently):
+    kept: list[Any] = []
+    facts = facts_of(choose_device())
+    assert facts.gpu.startswith("GPU-")
+    connect_nccl(BroadcastStore(lambda key, value: None), 0, 1, kept.append)
+    (backend,) = kept
+    values = torch.arange(4.0, device="cuda")
+    backend.allreduce([values]).wait()
+    assert values.tolist() == [0, 1, 2, 3]
+    end_nccl(backend, gently=gently)
+    (thread,) = [t for t in threading.enumerate() if t.name == "etrain-nccl-end"]
+    thread.join(60)
+    assert not thread.is_alive()
+    assert (torch.ones(2, device="cuda") + 1).tolist() == [2, 2]  # the device goes on working
+
+
+@needs_gpus(2)
+def test_two_ranks_with_a_gpu_each_train_by_nccl(monkeypatch):
+    first, second = on_ranks(gpu_ranks.train, NCCL, monkeypatch, share=False)
+    assert first[1] == second[1]
+    assert max(first[2], second[2]) < 1e-4
+
+
+@needs_gpus(2)
+def test_abort_frees_a_rank_of_nccl_and_it_trains_on(monkeypatch):
+    first, second = on_ranks(gpu_ranks.abort, NCCL, monkeypatch, share=False)
+    assert first[1] == second[1]
+    assert first[3] == "rank 1 is silent"
