@@ -8,9 +8,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from benchmarks import ours, recovery, report, steady
+from benchmarks import churn, ours, recovery, report, reproducible, steady
 
-BENCHMARKS: dict[str, ModuleType] = {"steady": steady, "recovery": recovery}
+BENCHMARKS: dict[str, ModuleType] = {
+    "steady": steady,
+    "recovery": recovery,
+    "churn": churn,
+    "reproducible": reproducible,
+}
 
 
 def main() -> int:

@@ -9,16 +9,24 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, TypeVar
 
 import etrain_jupyter
 from benchmarks.workloads import GLOBAL_BATCH_SIZE, LEARNING_RATE, MOMENTUM
 from etrain_jupyter import TrainingJob
-from etrain_jupyter.events.types import StepCompleted
+from etrain_jupyter.events.types import TERMINAL_STATUSES, StepCompleted
 from etrain_jupyter.pools import registry
 
 ROOT = Path(__file__).parents[1]
+NAME = "etrain-jupyter"
+NEVER = 100_000_000
+"""Steps that no run reaches."""
+POLL_S = 0.1
+
+T = TypeVar("T")
 
 
 def prepare() -> None:
@@ -44,9 +52,19 @@ def cluster() -> Iterator[None]:
         registry.down()
 
 
-def submit(workload: str, *, num_steps: int, world_size: int) -> TrainingJob:
-    """Start a job that never saves before its end, like the peers."""
-    return etrain_jupyter.distributed(
+def submit(
+    workload: str, *, num_steps: int, world_size: int, checkpoint_every: int = 0, **keys: Any
+) -> TrainingJob:
+    """Start a job that trains what the peers train.
+
+    Args:
+        workload: Which of ``workloads.MODELS``.
+        num_steps: Its length.
+        world_size: Most workers; it begins with the first one that is warm.
+        checkpoint_every: Steps between two checkpoints; 0 for none before the end.
+        keys: Further keys of a cell's body, which win.
+    """
+    body: dict[str, Any] = dict(
         name=f"bench-{workload}",
         model=f"benchmarks.workloads:build_{workload}",
         data={"train": "benchmarks.workloads:make_images"},
@@ -55,10 +73,62 @@ def submit(workload: str, *, num_steps: int, world_size: int) -> TrainingJob:
         batch={"global": GLOBAL_BATCH_SIZE},
         steps=num_steps,
         workers={"min": 1, "max": world_size},
-        checkpoint={"every": "100000000 steps"},
+        checkpoint={"every": f"{checkpoint_every or NEVER} steps"},
     )
+    return etrain_jupyter.distributed({**body, **keys})
 
 
 def steps_of(job: TrainingJob) -> list[StepCompleted]:
     """The steps that the job has committed so far."""
     return [event for event in job.events() if isinstance(event, StepCompleted)]
+
+
+def is_whole(job: TrainingJob, world_size: int) -> bool:
+    """Whether every rank is at work."""
+    if job.world_size != world_size:
+        return False
+    return len([worker for worker in job.workers() if worker["rank"] is not None]) == world_size
+
+
+def settled_steps(job: TrainingJob, world_size: int, count: int) -> list[StepCompleted]:
+    """The steps of the present generation, once it is of full size and has made ``count``."""
+    generation = job.generation
+    recent = [step for step in steps_of(job) if step.generation == generation]
+    return recent if len(recent) > count and is_whole(job, world_size) else []
+
+
+def wait_for(
+    condition: Callable[[], T],
+    timeout_s: float,
+    what: str,
+    job: TrainingJob,
+    *,
+    poll_s: float = POLL_S,
+) -> T:
+    """Ask again and again, gently, until the answer is true; return it."""
+    deadline = time.monotonic() + timeout_s
+    while not (answer := condition()):
+        if time.monotonic() > deadline or job.status in TERMINAL_STATUSES:
+            raise TimeoutError(f"{job!r} did not reach {what} within {timeout_s:.0f} s")
+        time.sleep(poll_s)
+    return answer
+
+
+def wait_for_step(job: TrainingJob, step: int, timeout_s: float) -> None:
+    """Wait until ``step`` is committed; ask often, for something is to happen just then."""
+    wait_for(lambda: job.step >= step, timeout_s, f"step {step}", job, poll_s=0.01)
+
+
+def wait_for_generation(job: TrainingJob, after: int, timeout_s: float) -> None:
+    """Wait for the first step of a generation later than ``after``."""
+    wait_for(
+        lambda: any(step.generation > after for step in steps_of(job)),
+        timeout_s,
+        f"a step after generation {after}",
+        job,
+    )
+
+
+def trainer_of(job: TrainingJob, rank: int) -> int:
+    """The process id of a rank's trainer."""
+    return next(int(w["trainer_pid"]) for w in job.workers() if w["rank"] == rank)

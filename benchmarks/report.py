@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import statistics
@@ -27,13 +28,14 @@ def machine() -> dict[str, Any]:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return the value below which ``share`` of the values lie, by the nearest rank.
+    """Return the smallest value that ``share`` of the values do not exceed: the nearest rank.
 
     >>> percentile([4.0, 1.0, 2.0, 3.0], 0.95)
     4.0
     """
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, max(0, round(share * len(ordered) + 0.5) - 1))]
+    # Rounded first: 0.95 * 20 must not become 20 through a last bit.
+    rank = math.ceil(round(share * len(values), 9))
+    return sorted(values)[max(0, rank - 1)]
 
 
 def median_and_p95(values: Sequence[float]) -> dict[str, float]:

@@ -1,78 +1,102 @@
 """Throughput while nothing happens: what elasticity costs those who do not need it.
 
-Two ranks, one thread each. Pairs of runs, ours and plain DDP, in alternating order; the figure is
-the median of the pairs' ratios, so that what else the machine does in the meantime falls out.
-Each side tells when each of its steps was done; the second half counts. That leaves start-up out,
-and the spare trainers that our workers start some seconds after a job's first step. Our cluster is
-ended before the peer runs, so that the peer does not even pay for its heartbeats.
+Two ranks, one thread each. Rounds of runs, ours and every peer's, in alternating order; the figure
+is the median of the rounds' ratios to plain DDP, so that what else the machine does in the meantime
+falls out. Each side tells when each of its steps was done; the second half counts. That leaves
+start-up out, and the spare trainers that our workers start some seconds after a job's first step.
+A cluster is ended before the next system runs, so that nobody pays for another's heartbeats.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from benchmarks import ours, report
+from benchmarks.peers.run import last_whole, python_path
+from benchmarks.peers.systems import System, new_task, runnable
+from benchmarks.step_log import committed_at
 from benchmarks.workloads import GLOBAL_BATCH_SIZE, MODELS
 
 WORLD_SIZE = 2
-ROOT = Path(__file__).parents[1]
-PEER_TIMEOUT_S = 600
+PEER_TIMEOUT_S = 600.0
+POLL_S = 0.5
+"""Seldom: the files are read on the cores that train."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what can be chosen on the command line."""
-    parser.add_argument("--pairs", type=int, help="pairs of runs a workload (default 5)")
+    parser.add_argument("--pairs", type=int, help="rounds of runs a workload (default 5)")
     parser.add_argument("--steps", type=int, help="steps a run (default 400)")
-    parser.add_argument("--workload", choices=MODELS, action="append", help="default: all")
-    parser.add_argument("--loader", action="store_true", help="the peer reads through DataLoader")
+    parser.add_argument(
+        "--workload", choices=MODELS, action="append", help="default: all; quick: cnn"
+    )
+    parser.add_argument("--loader", action="store_true", help="DDP reads through DataLoader")
+    parser.add_argument("--no-peers", action="store_true", help="ours and plain DDP alone")
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Measure every workload; the one with the lowest ratio stands at the top of the result."""
     num_pairs = options.pairs or (2 if options.quick else 5)
     num_steps = options.steps or (250 if options.quick else 400)
+    systems, skipped = ([], {}) if options.no_peers else runnable(survivors=True)
     workloads = {
-        name: measure_workload(name, num_pairs, num_steps, loader=options.loader)
-        for name in options.workload or MODELS
+        name: measure_workload(name, num_pairs, num_steps, systems, loader=options.loader)
+        for name in options.workload or (["cnn"] if options.quick else MODELS)
     }
     worst = min(workloads.values(), key=lambda result: float(result["ratio"]))
-    peer = "torchrun DDP, DataLoader" if options.loader else "torchrun DDP, tensors by index"
-    headline = {key: worst[key] for key in ("ratio", "ours", "ddp")}
-    return {"benchmark": "steady", "peer": peer, **headline, "workloads": workloads}
+    return {
+        "benchmark": "steady",
+        "peer": f"torchrun DDP, {'DataLoader' if options.loader else 'tensors by index'}",
+        **{key: worst[key] for key in ("ratio", "ours", "ddp")},
+        "workloads": workloads,
+        "skipped": skipped,
+        "versions": {system.name: system.version() for system in systems},
+    }
 
 
 def measure_workload(
-    name: str, num_pairs: int, num_steps: int, *, loader: bool = False
+    name: str, num_pairs: int, num_steps: int, systems: list[System], *, loader: bool = False
 ) -> dict[str, Any]:
-    """Measure ``num_pairs`` pairs of runs of one workload."""
+    """Measure ``num_pairs`` rounds of one workload."""
     sides: dict[str, Callable[[], float]] = {
         "ours": lambda: run_ours(name, num_steps),
         "ddp": lambda: run_ddp(name, num_steps, loader=loader),
     }
-    rates: dict[str, list[float]] = {"ours": [], "ddp": []}
+    for system in systems:
+        sides[system.name] = functools.partial(run_peer, system, name, num_steps)
+    rates: dict[str, list[float]] = {side: [] for side in sides}
     for pair in range(num_pairs):
+        head = f"steady {name}, round {pair + 1}/{num_pairs}"
         for side in sorted(sides, reverse=pair % 2 == 1):
-            rate = sides[side]()
-            rates[side].append(rate)
-            print(
-                f"steady {name}, pair {pair + 1}/{num_pairs}, {side}: {rate:.0f} samples/s",
-                flush=True,
-            )
-    ratios = [mine / theirs for mine, theirs in zip(rates["ours"], rates["ddp"], strict=True)]
+            rates[side].append(sides[side]())
+            print(f"{head}, {side}: {rates[side][-1]:.0f} samples/s", flush=True)
+    ratios = {
+        side: [rate / ddp for rate, ddp in zip(rates[side], rates["ddp"], strict=True)]
+        for side in sides
+    }
     return {
-        "ratio": statistics.median(ratios),
+        "ratio": statistics.median(ratios["ours"]),
         "ours": statistics.median(rates["ours"]),
         "ddp": statistics.median(rates["ddp"]),
-        "ratios": ratios,
+        "peers": {
+            system.name: {
+                "rate": statistics.median(rates[system.name]),
+                "ratio": statistics.median(ratios[system.name]),
+            }
+            for system in systems
+        },
+        "ratios": ratios["ours"],
         "rates": rates,
         "world_size": WORLD_SIZE,
         "steps": num_steps,
@@ -91,36 +115,50 @@ def run_ours(name: str, num_steps: int) -> float:
 
 
 def run_ddp(name: str, num_steps: int, *, loader: bool = False) -> float:
-    """Train with ``torchrun`` and plain DDP; return samples a second."""
+    """Train with ``torchrun`` and plain DDP, which writes nothing; return samples a second."""
     with tempfile.TemporaryDirectory() as folder:
         times = Path(folder) / "times.json"
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        script = [f"--nproc-per-node={WORLD_SIZE}", "-m", "benchmarks.peers.ddp_train"]
+        agent = [f"--nproc-per-node={WORLD_SIZE}", f"--log-dir={folder}"]
+        script = ["-m", "benchmarks.peers.ddp_train"]
         choice = [f"--workload={name}", f"--steps={num_steps}", f"--json={times}"]
         subprocess.run(
-            [*launch, *script, *choice, *(["--loader"] if loader else [])],
+            [*launch, *agent, *script, *choice, *(["--loader"] if loader else [])],
             check=True,
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()},
             timeout=PEER_TIMEOUT_S,
         )
         done = json.loads(times.read_text(encoding="utf-8"))["times"]
     return report.steady_rate(done, GLOBAL_BATCH_SIZE)
 
 
+def run_peer(system: System, name: str, num_steps: int) -> float:
+    """Train with a peer that is never disturbed and never saves; return samples a second."""
+    with tempfile.TemporaryDirectory(prefix="etrain-bench-") as parent:
+        task = new_task(Path(parent), workload=name, num_steps=num_steps, world_size=WORLD_SIZE)
+        run = system.start(task)
+        with run:
+            deadline = time.monotonic() + PEER_TIMEOUT_S
+            while run.history().newest_step < num_steps:
+                run.check()
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"{system.name} took too long; output:\n{run.output()}")
+                time.sleep(POLL_S)
+        whole = last_whole(run.history(), WORLD_SIZE)
+    return report.steady_rate([committed_at(done) for done in whole], GLOBAL_BATCH_SIZE)
+
+
 def table_of(result: dict[str, Any]) -> str:
     """Return the table for the reader."""
-    head = ("workload", "ours, samples/s", f"{result['peer']}, samples/s", "ratio", "pairs")
-    return report.table(
-        head,
-        [
-            (
-                name,
-                f"{found['ours']:.0f}",
-                f"{found['ddp']:.0f}",
-                f"{found['ratio']:.3f}",
-                " ".join(f"{ratio:.3f}" for ratio in found["ratios"]),
-            )
-            for name, found in result["workloads"].items()
-        ],
-    )
+    head = ("workload", "system", "samples/s", "ratio to DDP", "rounds")
+    rows = []
+    for name, found in result["workloads"].items():
+        rates = found["rates"]["ours"]
+        rounds = " ".join(f"{ratio:.3f}" for ratio in found["ratios"])
+        rows.append((name, ours.NAME, f"{found['ours']:.0f}", f"{found['ratio']:.3f}", rounds))
+        rows.append((name, result["peer"], f"{found['ddp']:.0f}", "1", str(len(rates))))
+        for peer, figures in found["peers"].items():
+            rate, ratio = f"{figures['rate']:.0f}", f"{figures['ratio']:.3f}"
+            rows.append((name, peer, rate, ratio, str(len(rates))))
+    rows += [("all", name, f"not run: {why}", "-", "-") for name, why in result["skipped"].items()]
+    return report.table(head, rows)

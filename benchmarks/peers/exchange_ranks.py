@@ -1,0 +1,160 @@
+"""Sums of gradients over the ranks, by themselves: ours in tree order, and what others would do.
+
+Every rank of ``torchrun`` holds some of V shard gradients. ``all_reduce`` sums them in an order
+that depends on the number of ranks; ``all_gather`` sends every shard to everybody, who then add up
+in an order of their own; ``tree`` is what ``reproducible`` does. Rank 0 writes the times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from etrain_jupyter.elastic.shard_plan import ShardPlan, Subtree, plan_shards, shard_merges
+from etrain_jupyter.ranks.tree_sum import TreeSum, merge
+
+
+class Way(Protocol):
+    """One way to sum gradients over the ranks."""
+
+    total: torch.Tensor
+
+    def prepare(self) -> None:
+        """Get ready; not timed."""
+
+    def exchange(self) -> None:
+        """Leave the sum in ``total``."""
+
+
+class Peers:
+    """The default group, as ``TreeSum`` wants it."""
+
+    def __init__(self) -> None:
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+
+    def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Any:
+        """Start to send."""
+        return dist.isend(tensor, dst, tag=tag)
+
+    def irecv(self, tensor: torch.Tensor, src: int, tag: int) -> Any:
+        """Start to receive."""
+        return dist.irecv(tensor, src, tag=tag)
+
+
+class AllReduce:
+    """Sums by gloo's all-reduce."""
+
+    def __init__(self, shards: list[torch.Tensor]) -> None:
+        self._sum = torch.stack(shards).sum(0)
+        self.total = torch.empty_like(self._sum)
+
+    def prepare(self) -> None:
+        """Bring back what the rank has by itself."""
+        self.total.copy_(self._sum)
+
+    def exchange(self) -> None:
+        """Sum over the ranks."""
+        dist.all_reduce(self.total)
+
+
+class AllGather:
+    """Sends each shard to everybody; all add up in the order of the tree."""
+
+    def __init__(self, shards: list[torch.Tensor], world_size: int) -> None:
+        self._mine = torch.stack(shards)
+        self._all = [torch.empty_like(self._mine) for _ in range(world_size)]
+        self._merges = shard_merges(Subtree(0, len(shards) * world_size))
+        self.total = self._all[0][0]
+
+    def prepare(self) -> None:
+        """Nothing: what is sent stays as it is."""
+
+    def exchange(self) -> None:
+        """Gather and add up."""
+        dist.all_gather(self._all, self._mine)
+        merge([row for gathered in self._all for row in gathered], self._merges)
+
+
+class Tree:
+    """Sums as ``reproducible`` does."""
+
+    def __init__(self, shards: list[torch.Tensor], plan: ShardPlan, peers: Peers) -> None:
+        first = plan.shards[peers.rank].start
+        self._own = []
+        for tree in plan.subtrees[peers.rank]:
+            rows = [shards[number - first].clone() for number in range(tree.first, tree.stop)]
+            merge(rows, shard_merges(tree))
+            self._own.append(rows[0])
+        self._partials = [torch.empty_like(own) for own in self._own]
+        self._sum = TreeSum(peers, plan, self._partials, tag=1)
+        self.total = self._partials[0]
+
+    def prepare(self) -> None:
+        """Bring back what the rank has by itself."""
+        for partial, own in zip(self._partials, self._own, strict=True):
+            partial.copy_(own)
+
+    def exchange(self) -> None:
+        """Sum over the ranks."""
+        self._sum.exchange()
+
+
+def main() -> None:
+    """Do each exchange in turn, round after round; rank 0 writes what it took."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--shards", type=int, required=True)
+    parser.add_argument("--numbers", type=int, required=True, help="of each gradient")
+    parser.add_argument("--rounds", type=int, required=True)
+    parser.add_argument("--json", type=Path, required=True)
+    options = parser.parse_args()
+    dist.init_process_group("gloo")
+    peers = Peers()
+    plan = plan_shards(num_shards=options.shards, world_size=peers.world_size)
+    shards = [gradient_of(shard, options.numbers) for shard in plan.shards[peers.rank]]
+    ways: dict[str, Way] = {
+        "all_reduce": AllReduce(shards),
+        "all_gather": AllGather(shards, peers.world_size),
+        "tree": Tree(shards, plan, peers),
+    }
+    times = measure(ways, options.rounds)
+    digests = {name: digest_of(way.total) for name, way in ways.items()}
+    if peers.rank == 0:
+        options.json.write_text(json.dumps({"times": times, "digests": digests}), encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(ways: dict[str, Way], num_rounds: int) -> dict[str, list[float]]:
+    """Time every way ``num_rounds`` times, in turn, after one time that connects."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(num_rounds + 1):
+        for name, way in ways.items():
+            way.prepare()
+            dist.barrier()
+            begin = time.perf_counter()
+            way.exchange()
+            dist.barrier()
+            if number > 0:
+                times[name].append(time.perf_counter() - begin)
+    return times
+
+
+def gradient_of(shard: int, numbers: int) -> torch.Tensor:
+    """The gradient of a shard, the same in every process."""
+    return torch.randn(numbers, generator=torch.Generator().manual_seed(shard))
+
+
+def digest_of(tensor: torch.Tensor) -> str:
+    """SHA-256 of its numbers."""
+    return hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""DDP with torchft, after its own ``train_ddp`` example: one replica group of one rank a process.
+
+A quorum is asked for at each step; survivors go on without the dead, and one that comes back heals
+from a peer. As in the example a replica's shard of the data is fixed: what a dead replica would
+have trained is not trained. Its place in the shard follows the manager's step, so that a replica
+that comes back does not begin its shard anew (the example leaves that to the user).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+
+from benchmarks.peers.training import Task, Trainee, save_checkpoint, share_of
+from benchmarks.step_log import BEGUN, COMMITTED, UNDONE, StepLog
+
+
+def main() -> None:
+    """Train until the step that all replicas share has reached the target."""
+    task = Task.load(Path(sys.argv[1]))
+    replica = int(os.environ["REPLICA_GROUP_ID"])
+    trainee = Trainee(task.workload)
+    manager = manager_of(trainee, replica)
+    if task.checkpoint.exists():
+        # Counts only if all replicas were lost: else the newest state of a living one wins.
+        state = torch.load(task.checkpoint, map_location="cpu")
+        trainee.load(state)
+        manager.load_state_dict(state["manager"])
+    model = DistributedDataParallel(manager, trainee.model)
+    optimizer = Optimizer(manager, trainee.optimizer)
+    log = StepLog(task.log_folder)
+    while manager.current_step() < task.num_steps:
+        make_step(task, trainee, manager, model, optimizer, log, replica)
+    # The peers may still be in their last commit; what ends us afterwards is the launcher.
+    manager.shutdown(wait=False)
+
+
+def manager_of(trainee: Trainee, replica: int) -> Manager:
+    """The replica's part of the protocol."""
+
+    def load_state_dict(state: dict[str, Any]) -> None:
+        trainee.load(state)
+
+    def state_dict() -> dict[str, Any]:
+        return trainee.state(0)
+
+    return Manager(
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=5)),
+        min_replica_size=1,
+        load_state_dict=load_state_dict,
+        state_dict=state_dict,
+        replica_id=f"replica_{replica}",
+        hostname="localhost",
+        timeout=timedelta(seconds=30),
+    )
+
+
+def make_step(
+    task: Task,
+    trainee: Trainee,
+    manager: Manager,
+    model: nn.Module,
+    optimizer: Optimizer,
+    log: StepLog,
+    replica: int,
+) -> None:
+    """Try one update; it is undone if a replica was lost in it."""
+    step = manager.current_step() + 1
+    indices = share_of(step, replica, task.world_size)
+    optimizer.zero_grad()
+    trainee.loss(model, indices).backward()  # type: ignore[no-untyped-call]
+    is_healing = not manager.is_participating()
+    # Healing sets the step, so it is asked for again.
+    step = manager.current_step() + 1
+    log.enter(attempt=manager._quorum_id, rank=replica, world_size=manager.num_participants())
+    log.write(BEGUN, step)
+    optimizer.step()
+    is_committed = manager.current_step() == step
+    log.write(COMMITTED if is_committed else UNDONE, step, indices=[] if is_healing else indices)
+    # The lowest replica that takes part saves: the checkpoint is for the loss of all at once.
+    if is_committed and task.is_due(step) and manager.participating_rank() == 0:
+        state = {**trainee.state(step), "manager": manager.state_dict()}
+        save_checkpoint(task.checkpoint, state)
+
+
+if __name__ == "__main__":
+    main()
