@@ -94,8 +94,8 @@ class Requests:
         if shards is not None and high > shards:
             raise RequestError(
                 f"workers max={high} is more than the {shards} shards of this reproducible job: "
-                f"the others would have nothing to do. Nothing was changed. Scale to {shards} or less; "
-                f"a new job with reproducible: {{shards: {high}}} can use {high} workers."
+                f"the others would have nothing to do. Nothing was changed. Scale to {shards} or "
+                f"less, or start a job with reproducible: {{shards: {high}}}."
             )
         job.handle(s.BoundsChanged(min_workers=low, max_workers=high))
         self._allocate()

@@ -213,6 +213,19 @@ class RankGroup:
         except RuntimeError as exc:
             raise self._waiters.fail(first_line(exc)) from exc
 
+    def wait_for(self, collective: Callable[[], object]) -> None:
+        """Do a collective that torch waits for itself; only an abort's broken connections end it.
+
+        Raises:
+            CommunicationError: A peer is lost.
+        """
+        self.raise_if_failed()
+        self._count()
+        try:
+            collective()
+        except RuntimeError as exc:
+            raise self._waiters.fail(first_line(exc)) from exc
+
     def _count(self) -> None:
         if self._progress is not None:
             self._progress.count_collective()

@@ -96,7 +96,7 @@ class Zygote:
     def close(self) -> None:
         """End the zygote, and with it whatever it has forked."""
         self._socket.close()
-        self._process.wait(10)
+        self._process.wait(30)
 
     async def start_process(self, *_: str, pass_fds: Sequence[int], **__: Any) -> ForkedProcess:
         """Fork a trainer: stands for ``asyncio.create_subprocess_exec``."""

@@ -257,7 +257,8 @@ def test_down_in_mid_job_stops_the_job_and_leaves_no_process(desk: Desk) -> None
     assert down.returncode == 0, down.stderr
     assert desk.cluster() == []
     shown = notebook.finish(waiting, timeout=10)
-    assert f"<TrainingJob {job_id}: stopped" in shown.text
+    assert shown.status == "error"  # "Run All" must not go on with what was not trained
+    assert f"job {job_id} was stopped at step " in shown.text
     assert "stopped" in notebook.run("%etrain show").text
     refused = notebook.run("%etrain scale 3")
     assert f"job {job_id} has been stopped: there is nothing to scale." in refused.text

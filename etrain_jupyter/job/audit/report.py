@@ -54,6 +54,8 @@ class AuditReport:
     """Committed steps of a single rank, whose weights nobody else held."""
     digests_compared: int = 0
     """Digests of a rank's weights that were compared with another rank's of the same step."""
+    newest_digest: str = ""
+    """The newest SHA-256 of the weights and its step: equal for equal ``reproducible`` jobs."""
     num_evals: int = 0
     """Evaluations that were made."""
     num_kinds: dict[str, int] = field(default_factory=dict)
@@ -124,6 +126,7 @@ class AuditReport:
             ),
             ("workers", f"{lost} lost, {left} left, {_count(formed, 'generation')}"),
             ("weights", self._proof_of_weights()),
+            *([("digest", self.newest_digest)] if self.newest_digest else []),
             ("eval", f"{_count(self.num_evals, 'evaluation')}"),
         ]
 

@@ -68,6 +68,7 @@ def audit_log(events: Iterable[Event]) -> AuditReport:
         steps_compared=weights.num_compared,
         steps_alone=weights.num_alone,
         digests_compared=weights.num_digests,
+        newest_digest=weights.newest,
         num_evals=len(evals),
         num_kinds=dict(Counter(event.kind for event in log)),
     )

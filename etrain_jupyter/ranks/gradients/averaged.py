@@ -102,16 +102,14 @@ class AveragedGradients:
     def _agree_on_buckets(self) -> None:
         """Let DDP do now what it would do in its second forward pass.
 
-        It agrees on the order of the buckets by a broadcast that it waits for inside gloo. Here
-        that happens in the thread that an abort abandons, and is counted.
+        It agrees on the order of the buckets by a broadcast that it waits for inside gloo. Here it
+        is counted, so that a rank that hangs in its own code does not look like those that wait.
+        Not in the exchange thread: abandoned there, the reducer would outlive its generation, and
+        take its hooks off the parameters while the next one differentiates.
         """
         self._num_steps += 1
         if self._num_steps == 2 and isinstance(self._module, DistributedDataParallel):
-            self._group.start(self._rebuild_buckets).wait()
-
-    def _rebuild_buckets(self) -> None:
-        assert isinstance(self._module, DistributedDataParallel)
-        self._module.reducer._rebuild_buckets()
+            self._group.wait_for(self._module.reducer._rebuild_buckets)
 
     def _start_moves(
         self, before: list[torch.Tensor], weight: float

@@ -18,6 +18,7 @@ from etrain_jupyter.events.types import (
     Event,
     GenerationFormed,
     JobPlanned,
+    JobRestored,
     JobStatusChanged,
     JobSubmitted,
     StepCompleted,
@@ -207,6 +208,7 @@ audit ok: every sample exactly once (3 epochs complete)
   steps     13 executed, 12 committed, 1 undone
   workers   1 lost, 0 left, 1 generation
   weights   fingerprints of all ranks equal at 12 steps, 6 digests compared between ranks
+  digest    d12 at step 12
   eval      3 evaluations"""
 
 
@@ -323,6 +325,34 @@ def test_single_digest_is_not_called_a_comparison() -> None:
     report = audit_log(number([*undisturbed()[:4], *hashed(1, ["d1"])]))
     assert report.digests_compared == 0
     assert "digests" not in str(report)
+
+
+def test_report_says_how_far_the_proof_of_equal_weights_reaches() -> None:
+    alone = formed(2, 8, ["w0"], [10])
+    report = audit_changed(insert_before_step(9, lost("w1"), alone))
+    assert (report.steps_compared, report.steps_alone) == (8, 4)
+    assert "equal at 8 steps" in str(report)
+    assert "nothing to compare at 4 steps of a single rank" in str(report)
+
+
+def test_ranks_that_told_different_fingerprints_are_found_where_they_parted() -> None:
+    parted = audit_changed(
+        lambda e: replace(e, ranks_agree=e.step < 6) if isinstance(e, StepCompleted) else e
+    )
+    assert parted.problems == ("at step 6 the ranks (w0, w1) told different fingerprints",)
+    assert parted.steps_compared == 5
+
+
+def test_generation_whose_rank_0_died_before_it_told_where_it_begins_throws_nothing_away() -> None:
+    """It was to restore step 4 as far as the coordinator knew; the next one found step 6."""
+    restored = JobRestored(**COMMON, generation=3, step=6, num_undone=0)
+    nobody = formed(2, 4, ["w2"], [20])
+    again = [lost("w0"), lost("w1"), nobody, lost("w2", 2), formed(3, 4, ["w3"], [30]), restored]
+    log = [*undisturbed()[: undisturbed().index(completed(7))], *again]
+    log += [completed(step, generation=3) for step in range(7, 13)]
+    report = audit_log(number([*log, ended()]))
+    assert report.problems == ()
+    assert report.steps_rolled_back == 0
 
 
 def test_short_evaluation_is_found() -> None:

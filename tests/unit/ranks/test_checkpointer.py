@@ -107,3 +107,18 @@ def test_checkpoint_without_a_scaler_leaves_a_new_one_as_it_is(tmp_path):
     saved, fresh = Loop(with_scaler=False), Loop(with_scaler=True)
     save_and_restore(tmp_path, saved, fresh)
     assert fresh.workload.extras["scaler"].get_scale() == 64.0
+
+
+def test_checkpoint_keeps_the_records_that_the_log_may_not_have_yet(tmp_path):
+    config = TrainConfig.model_validate({"model": "m", "data": {"train": "d"}, "loss": "l"})
+    saved, fresh = Loop(with_scaler=False), Loop(with_scaler=False)
+    saved.train()
+    common = {"store": LocalStore(tmp_path), "job_id": "job", "config": config}
+    records = [{"step": 1, "loss": 0.5}]
+    writer = Checkpointer(
+        loop=saved, send=lambda _: None, records_after=lambda step: records, **common
+    )
+    reader = Checkpointer(loop=fresh, send=lambda _: None, **common)
+    assert reader.restore_newest() is None
+    writer.save_now(1)
+    assert reader.restore_newest() == records

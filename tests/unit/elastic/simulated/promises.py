@@ -89,7 +89,8 @@ def check_kill(job: Job, trainer: Trainer) -> None:
 
 
 def _place(job: Job, trainer: Trainer) -> int:
-    generation, collectives = trainer.page
+    """Return how many collectives it has entered, as far as its supervisor could tell."""
+    (generation, collectives), _ = trainer.told
     return collectives if generation == job.state.generation else 0
 
 
