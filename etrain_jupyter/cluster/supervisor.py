@@ -14,7 +14,7 @@ from distributed import Worker, WorkerPlugin
 from distributed.comm.addressing import get_address_host
 
 from etrain_jupyter.cluster.trainer_process import TrainerProcess
-from etrain_jupyter.ranks.channel import Message
+from etrain_jupyter.ranks.control.channel import Message
 
 logger = logging.getLogger("etrain.supervisor")
 

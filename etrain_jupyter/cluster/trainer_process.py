@@ -14,8 +14,8 @@ from typing import Any
 import psutil
 
 from etrain_jupyter.cluster.last_words import STACKS_ASKED
-from etrain_jupyter.ranks.channel import FrameDecoder, Message, encode
-from etrain_jupyter.ranks.progress import ProgressPage, TrainerProgress
+from etrain_jupyter.ranks.control.channel import FrameDecoder, Message, encode
+from etrain_jupyter.ranks.control.progress import ProgressPage, TrainerProgress
 
 MAX_LINES_PER_S = 50
 """Printed lines that are passed on; what exceeds it is counted and left out."""

@@ -7,7 +7,7 @@ but the tree is the same for every number of ranks, and so is the sum, to the la
 
 A rank has a contiguous range of shards. It adds up the largest subtrees within that range; nobody
 could add more without the others' shards. The rest of the tree is added where these partial sums
-meet (``ranks.tree_sum``).
+meet (``ranks.gradients.tree_sum``).
 """
 
 from __future__ import annotations

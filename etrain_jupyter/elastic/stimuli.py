@@ -88,7 +88,7 @@ class TrainerLost:
 class ProgressSeen:
     """What a supervisor read on a trainer's progress page, once a second.
 
-    See ``ranks.progress.TrainerProgress`` for the numbers.
+    See ``ranks.control.progress.TrainerProgress`` for the numbers.
     """
 
     trainer: str

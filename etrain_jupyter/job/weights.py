@@ -29,7 +29,7 @@ def load_newest_weights(record: JobRecord) -> dict[str, Any]:
             "end of each epoch, at the end, and by %etrain checkpoint."
         ) from exc
     # torch comes with this import; a kernel that only looks at jobs never needs it.
-    from etrain_jupyter.ranks.state import load_model_state
+    from etrain_jupyter.ranks.state.capture import load_model_state
 
     return load_model_state(found.files[MODEL_PART])
 

@@ -16,11 +16,11 @@ from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.elastic.batch_plan import share_range
 from etrain_jupyter.elastic.shard_plan import Subtree, shard_merges
 from etrain_jupyter.ranks.data import Share
-from etrain_jupyter.ranks.process_group import RankGroup
+from etrain_jupyter.ranks.gradients.step_header import stack_means
+from etrain_jupyter.ranks.gradients.tree_sum import merge
+from etrain_jupyter.ranks.group.process_group import RankGroup
 from etrain_jupyter.ranks.schedule import WorkPlan
 from etrain_jupyter.ranks.seeds import seed_all, seed_of
-from etrain_jupyter.ranks.step_header import stack_means
-from etrain_jupyter.ranks.tree_sum import merge
 from etrain_jupyter.ranks.workload import Workload
 
 

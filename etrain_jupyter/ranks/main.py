@@ -14,8 +14,8 @@ import socket
 import sys
 import traceback
 
-from etrain_jupyter.ranks.channel import Channel
-from etrain_jupyter.ranks.progress import ProgressPage, start_pulse
+from etrain_jupyter.ranks.control.channel import Channel
+from etrain_jupyter.ranks.control.progress import ProgressPage, start_pulse
 
 _PR_SET_PDEATHSIG = 1
 

@@ -15,20 +15,20 @@ from torch import nn
 from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.elastic import ledger
 from etrain_jupyter.elastic.stimuli import Progress
+from etrain_jupyter.ranks.control.faults import NO_FAULTS, Faults
+from etrain_jupyter.ranks.control.progress import ProgressPage
 from etrain_jupyter.ranks.data import Delivered, Share
 from etrain_jupyter.ranks.evaluation import EvalMeans, Evaluation
-from etrain_jupyter.ranks.faults import NO_FAULTS, Faults
 from etrain_jupyter.ranks.gradients.averaged import AveragedGradients
 from etrain_jupyter.ranks.gradients.sharded import ShardedGradients
 from etrain_jupyter.ranks.gradients.step import Gradients, Step
-from etrain_jupyter.ranks.moving_buffers import MovingBuffers
-from etrain_jupyter.ranks.process_group import RankGroup
-from etrain_jupyter.ranks.progress import ProgressPage
+from etrain_jupyter.ranks.gradients.step_header import StepHeader
+from etrain_jupyter.ranks.group.process_group import RankGroup
 from etrain_jupyter.ranks.schedule import Every, WorkPlan
 from etrain_jupyter.ranks.seeds import seed_of
-from etrain_jupyter.ranks.state import digest_of
-from etrain_jupyter.ranks.step_header import StepHeader
-from etrain_jupyter.ranks.weights_print import WeightsPrint
+from etrain_jupyter.ranks.state.capture import digest_of
+from etrain_jupyter.ranks.state.moving_buffers import MovingBuffers
+from etrain_jupyter.ranks.state.weights_print import WeightsPrint
 from etrain_jupyter.ranks.workload import Workload, WorkloadError
 
 Send = Callable[[dict[str, Any]], None]

@@ -16,20 +16,20 @@ from etrain_jupyter.bundle.restore import OpenBundle, open_bundle
 from etrain_jupyter.checkpoints import open_store
 from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.elastic.stimuli import NO_PROGRESS
-from etrain_jupyter.ranks.backends import GLOO
-from etrain_jupyter.ranks.blame import is_broken_exchange, is_our_defect
-from etrain_jupyter.ranks.channel import Channel, Message
-from etrain_jupyter.ranks.checkpointer import Checkpointer
+from etrain_jupyter.ranks.control.blame import is_broken_exchange, is_our_defect
+from etrain_jupyter.ranks.control.channel import Channel, Message
+from etrain_jupyter.ranks.control.faults import Faults
+from etrain_jupyter.ranks.control.progress import ProgressPage
+from etrain_jupyter.ranks.control.reporter import Reporter
 from etrain_jupyter.ranks.devices import choose_device, facts_of
-from etrain_jupyter.ranks.faults import Faults
-from etrain_jupyter.ranks.packing import Tensors
-from etrain_jupyter.ranks.process_group import BroadcastStore, CommunicationError, RankGroup
-from etrain_jupyter.ranks.progress import ProgressPage
-from etrain_jupyter.ranks.reporter import Reporter
+from etrain_jupyter.ranks.group.backends import GLOO
+from etrain_jupyter.ranks.group.process_group import BroadcastStore, CommunicationError, RankGroup
 from etrain_jupyter.ranks.schedule import WorkPlan
-from etrain_jupyter.ranks.state import put_state, take_state
+from etrain_jupyter.ranks.state.capture import put_state, take_state
+from etrain_jupyter.ranks.state.checkpointer import Checkpointer
+from etrain_jupyter.ranks.state.packing import Tensors
+from etrain_jupyter.ranks.state.transfer import Transferred, receive_state, send_state
 from etrain_jupyter.ranks.train_loop import TrainLoop
-from etrain_jupyter.ranks.transfer import Transferred, receive_state, send_state
 from etrain_jupyter.ranks.workload import build_workload
 
 # The first optimizer would load it, which takes seconds: a spare has the time to.

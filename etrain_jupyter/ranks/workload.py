@@ -13,7 +13,7 @@ from etrain_jupyter.config.schema import OptimizerConfig, TrainConfig
 from etrain_jupyter.ranks.data import SampleSource, inputs_and_target, open_samples, to_device
 from etrain_jupyter.ranks.determinism import compute_deterministically
 from etrain_jupyter.ranks.seeds import seed_all
-from etrain_jupyter.ranks.state import Stateful
+from etrain_jupyter.ranks.state.capture import Stateful
 
 
 class References(Protocol):

@@ -31,7 +31,8 @@ def main() -> None:
     import torch._dynamo  # every optimizer imports it when it is made
 
     import etrain_jupyter.ranks.trainer  # noqa: F401  (what a trainer imports)
-    from etrain_jupyter.ranks import backends, reporter
+    from etrain_jupyter.ranks.control import reporter
+    from etrain_jupyter.ranks.group import backends
     from etrain_jupyter.ranks.main import die_with_parent
 
     # Two things that grow by design up to a bound, which a test should not have to wait for: the
@@ -96,7 +97,7 @@ def tell(rig: socket.socket, **words: int) -> None:
 def live(fds: list[int], parent: int) -> NoReturn:
     """Be a trainer: what ``ranks.main`` does after its imports."""
     from etrain_jupyter.ranks import main as trainer
-    from etrain_jupyter.ranks.channel import Channel
+    from etrain_jupyter.ranks.control.channel import Channel
 
     code = 1
     try:

@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from etrain_jupyter.ranks.devices import choose_device
-from etrain_jupyter.ranks.process_group import CommunicationError, RankGroup
-from etrain_jupyter.ranks.state import digest_of, put_state, take_state
-from etrain_jupyter.ranks.transfer import receive_state, send_state
+from etrain_jupyter.ranks.group.process_group import CommunicationError, RankGroup
+from etrain_jupyter.ranks.state.capture import digest_of, put_state, take_state
+from etrain_jupyter.ranks.state.transfer import receive_state, send_state
 
 HOST = "127.0.0.1"
 WIDTH = 1024

@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from etrain_jupyter.ranks.backends import GLOO, NCCL, connect_nccl, end_nccl
 from etrain_jupyter.ranks.devices import choose_device, facts_of
-from etrain_jupyter.ranks.rendezvous import BroadcastStore
+from etrain_jupyter.ranks.group.backends import GLOO, NCCL, connect_nccl, end_nccl
+from etrain_jupyter.ranks.group.rendezvous import BroadcastStore
 from tests.integration import gpu_ranks
 
 pytestmark = pytest.mark.timeout(300)

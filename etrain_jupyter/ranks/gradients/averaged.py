@@ -14,8 +14,8 @@ from etrain_jupyter.elastic import batch_plan
 from etrain_jupyter.elastic.ledger import StepRange
 from etrain_jupyter.elastic.shard_plan import Merge
 from etrain_jupyter.ranks.gradients.step import Part, Step, split_share
-from etrain_jupyter.ranks.moving_buffers import MovingBuffers
-from etrain_jupyter.ranks.process_group import Pending, RankGroup
+from etrain_jupyter.ranks.group.process_group import Pending, RankGroup
+from etrain_jupyter.ranks.state.moving_buffers import MovingBuffers
 
 # torch 2.13 renamed the flag. Buffers are averaged by ``_start_moves`` instead.
 _DDP_FLAGS = inspect.signature(DistributedDataParallel.__init__).parameters

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 import torch
 
 from etrain_jupyter.elastic.shard_plan import Merge
-from etrain_jupyter.ranks.tree_sum import merge
+from etrain_jupyter.ranks.gradients.tree_sum import merge
 
 BUCKET_BYTES = 4 << 20
 """A bucket is closed when it is that large; one parameter alone may be larger."""

@@ -19,9 +19,9 @@ from etrain_jupyter.elastic.shard_plan import ShardPass, Subtree
 from etrain_jupyter.ranks.gradients.bucket import make_buckets
 from etrain_jupyter.ranks.gradients.bucket_sums import BucketSums
 from etrain_jupyter.ranks.gradients.step import Part, Step, split_share
-from etrain_jupyter.ranks.moving_buffers import MovingBuffers
-from etrain_jupyter.ranks.process_group import Pending, RankGroup
-from etrain_jupyter.ranks.tree_sum import TreeSum, merge
+from etrain_jupyter.ranks.gradients.tree_sum import TreeSum, merge
+from etrain_jupyter.ranks.group.process_group import Pending, RankGroup
+from etrain_jupyter.ranks.state.moving_buffers import MovingBuffers
 
 
 class ShardedGradients:

@@ -13,9 +13,9 @@ from etrain_jupyter.elastic import batch_plan
 from etrain_jupyter.elastic.ledger import StepRange
 from etrain_jupyter.elastic.shard_plan import Merge
 from etrain_jupyter.ranks.data import Delivered
-from etrain_jupyter.ranks.process_group import RankGroup
+from etrain_jupyter.ranks.gradients.step_header import StepHeader
+from etrain_jupyter.ranks.group.process_group import RankGroup
 from etrain_jupyter.ranks.seeds import seed_all
-from etrain_jupyter.ranks.step_header import StepHeader
 from etrain_jupyter.ranks.workload import Workload
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from etrain_jupyter.cluster import supervisor as supervisor_module
 from etrain_jupyter.cluster.supervisor import Supervisor
-from etrain_jupyter.ranks.progress import TrainerProgress
+from etrain_jupyter.ranks.control.progress import TrainerProgress
 
 
 class FakeTrainer:

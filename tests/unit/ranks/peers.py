@@ -11,8 +11,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from etrain_jupyter.ranks.gloo_device import GlooDevice
-from etrain_jupyter.ranks.process_group import BroadcastStore, RankGroup
+from etrain_jupyter.ranks.group.gloo_device import GlooDevice
+from etrain_jupyter.ranks.group.process_group import BroadcastStore, RankGroup
 
 HOST = "127.0.0.1"
 

@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 
 from etrain_jupyter.config.schema import TrainConfig
-from etrain_jupyter.ranks.faults import Faults
-from etrain_jupyter.ranks.process_group import CommunicationError, RankGroup
+from etrain_jupyter.ranks.control.faults import Faults
+from etrain_jupyter.ranks.group.process_group import CommunicationError, RankGroup
 from etrain_jupyter.ranks.schedule import WorkPlan
-from etrain_jupyter.ranks.state import digest_of, put_state, take_state
+from etrain_jupyter.ranks.state.capture import digest_of, put_state, take_state
 from etrain_jupyter.ranks.train_loop import TrainLoop
 from etrain_jupyter.ranks.workload import build_workload
 

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from etrain_jupyter.config.vocabulary import DEFAULT_LR
 from etrain_jupyter.elastic.ledger import cursor_at, epoch_order
 from etrain_jupyter.elastic.shard_plan import Subtree, shard_merges
+from etrain_jupyter.ranks.gradients.tree_sum import merge
 from etrain_jupyter.ranks.seeds import seed_all
-from etrain_jupyter.ranks.state import digest_of
-from etrain_jupyter.ranks.tree_sum import merge
+from etrain_jupyter.ranks.state.capture import digest_of
 from tests.unit.ranks.rank_processes import Generation, Job, Outcome, RankProcesses
 from tests.unit.ranks.reproducible_jobs import (
     BATCH,

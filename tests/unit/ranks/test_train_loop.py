@@ -12,12 +12,12 @@ from torch import nn
 from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.elastic.ledger import checksum_of, epoch_order
 from etrain_jupyter.errors import ConfigError
-from etrain_jupyter.ranks.faults import NO_FAULTS, DeliberateError, Faults
-from etrain_jupyter.ranks.process_group import BroadcastStore, CommunicationError, RankGroup
-from etrain_jupyter.ranks.progress import ProgressPage
+from etrain_jupyter.ranks.control.faults import NO_FAULTS, DeliberateError, Faults
+from etrain_jupyter.ranks.control.progress import ProgressPage
+from etrain_jupyter.ranks.group.process_group import BroadcastStore, CommunicationError, RankGroup
 from etrain_jupyter.ranks.schedule import WorkPlan
 from etrain_jupyter.ranks.seeds import seed_all
-from etrain_jupyter.ranks.state import digest_of
+from etrain_jupyter.ranks.state.capture import digest_of
 from etrain_jupyter.ranks.train_loop import TrainLoop
 from etrain_jupyter.ranks.workload import WorkloadError, build_workload
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from etrain_jupyter import launch
-from etrain_jupyter.ranks import faults
+from etrain_jupyter.ranks.control import faults
 from etrain_jupyter.testing import FaultPlan, submit_with_faults
 from etrain_jupyter.testing.fault_plan import AT_A_PLACE, KINDS, PLACES, PLANTED
 

@@ -7,7 +7,7 @@ import socket
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etrain_jupyter.ranks.channel import Channel, FrameDecoder, encode
+from etrain_jupyter.ranks.control.channel import Channel, FrameDecoder, encode
 
 messages = st.lists(
     st.dictionaries(

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from etrain_jupyter.ranks.progress import ProgressPage, start_pulse
+from etrain_jupyter.ranks.control.progress import ProgressPage, start_pulse
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_other_process_reads_the_same_page(page: ProgressPage) -> None:
     page.beat(step=9, phase="saving")
     code = (
         "import sys\n"
-        "from etrain_jupyter.ranks.progress import ProgressPage\n"
+        "from etrain_jupyter.ranks.control.progress import ProgressPage\n"
         "page = ProgressPage(int(sys.argv[1]))\n"
         "assert page.read().step == 9\n"
         "page.begin(7); page.pulse()\n"

@@ -17,11 +17,11 @@ import psutil
 import pytest
 from torch import nn
 
-from etrain_jupyter.ranks.faults import EXIT_CODE, NO_FAULTS, DeliberateError, Faults
+from etrain_jupyter.ranks.control.faults import EXIT_CODE, NO_FAULTS, DeliberateError, Faults
 
 SCRIPT = """
 import sys, threading, time
-from etrain_jupyter.ranks.faults import Faults
+from etrain_jupyter.ranks.control.faults import Faults
 assert "torch" not in sys.modules
 
 def beat():

@@ -15,9 +15,9 @@ from torch import nn
 from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
-from etrain_jupyter.ranks import gloo_device
-from etrain_jupyter.ranks.gloo_device import GlooDevice
-from etrain_jupyter.ranks.process_group import CommunicationError, RankGroup
+from etrain_jupyter.ranks.group import gloo_device
+from etrain_jupyter.ranks.group.gloo_device import GlooDevice
+from etrain_jupyter.ranks.group.process_group import CommunicationError, RankGroup
 from tests.unit.ranks.peers import HOST, Peer, connected
 
 NUM_GENERATIONS = 30

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from etrain_jupyter.ranks.packing import StateError
-from etrain_jupyter.ranks.state import copy_to_cpu, digest_of, put_state, take_state
+from etrain_jupyter.ranks.state.capture import copy_to_cpu, digest_of, put_state, take_state
+from etrain_jupyter.ranks.state.packing import StateError
 
 OPTIMIZERS = ["SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad", "Adafactor"]
 

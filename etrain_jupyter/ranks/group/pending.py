@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from typing import Any
 
-from etrain_jupyter.ranks.rendezvous import CommunicationError
+from etrain_jupyter.ranks.group.rendezvous import CommunicationError
 
 
 class Waiters:

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch.distributed import DistBackendError
 
-from etrain_jupyter.ranks.blame import is_broken_exchange, is_our_defect
+from etrain_jupyter.ranks.control.blame import is_broken_exchange, is_our_defect
+from etrain_jupyter.ranks.control.faults import DeliberateError, commit_fault
 from etrain_jupyter.ranks.data import DataError, open_samples
-from etrain_jupyter.ranks.faults import DeliberateError, commit_fault
 from etrain_jupyter.ranks.schedule import Every
-from etrain_jupyter.ranks.state import digest_of
+from etrain_jupyter.ranks.state.capture import digest_of
 
 
 def raised(call) -> BaseException:

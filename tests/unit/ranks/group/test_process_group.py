@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from etrain_jupyter.ranks.process_group import BroadcastStore, CommunicationError, RankGroup
+from etrain_jupyter.ranks.group.process_group import BroadcastStore, CommunicationError, RankGroup
 from tests.unit.ranks.peers import HOST, Peer, connected, linked_stores
 
 

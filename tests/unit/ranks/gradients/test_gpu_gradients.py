@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from etrain_jupyter.ranks import process_group
-from etrain_jupyter.ranks.backends import NCCL
-from etrain_jupyter.ranks.cuda_buckets import sum_through_host
 from etrain_jupyter.ranks.devices import choose_device, facts_of
-from etrain_jupyter.ranks.process_group import CommunicationError
+from etrain_jupyter.ranks.gradients.cuda_buckets import sum_through_host
+from etrain_jupyter.ranks.group import process_group
+from etrain_jupyter.ranks.group.backends import NCCL
+from etrain_jupyter.ranks.group.process_group import CommunicationError
 from tests.unit.ranks.peers import connected
 
 

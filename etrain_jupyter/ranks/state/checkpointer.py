@@ -17,10 +17,10 @@ from etrain_jupyter.checkpoints import Manifest, choose_steps_to_keep, manifest_
 from etrain_jupyter.checkpoints.base import CheckpointStore, open_newest
 from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.errors import CheckpointError
-from etrain_jupyter.ranks.packing import Tensors
-from etrain_jupyter.ranks.process_group import RankGroup
+from etrain_jupyter.ranks.group.process_group import RankGroup
 from etrain_jupyter.ranks.schedule import Every
-from etrain_jupyter.ranks.state import MODEL, OPTIMIZER, copy_to_cpu, put_state, take_state
+from etrain_jupyter.ranks.state.capture import MODEL, OPTIMIZER, copy_to_cpu, put_state, take_state
+from etrain_jupyter.ranks.state.packing import Tensors
 from etrain_jupyter.ranks.train_loop import Send, TrainLoop
 
 MODEL_PART, OPTIMIZER_PART, EXTRA_PART, STATE_PART = (

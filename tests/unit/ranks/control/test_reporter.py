@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from etrain_jupyter.ranks.reporter import Reporter
+from etrain_jupyter.ranks.control.reporter import Reporter
 
 
 class Channel:

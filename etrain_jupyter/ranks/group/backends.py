@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from etrain_jupyter.ranks.gloo_device import GlooDevice
-from etrain_jupyter.ranks.rendezvous import BroadcastStore, CommunicationError
+from etrain_jupyter.ranks.group.gloo_device import GlooDevice
+from etrain_jupyter.ranks.group.rendezvous import BroadcastStore, CommunicationError
 
 GLOO, NCCL = "gloo", "nccl"
 COLLECTIVE_TIMEOUT = timedelta(seconds=1800)

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from etrain_jupyter.elastic import ledger
 from etrain_jupyter.elastic.shard_plan import Merge
-from etrain_jupyter.ranks.process_group import Pending, RankGroup
-from etrain_jupyter.ranks.tree_sum import merge
-from etrain_jupyter.ranks.weights_print import ranks_agree
+from etrain_jupyter.ranks.gradients.tree_sum import merge
+from etrain_jupyter.ranks.group.process_group import Pending, RankGroup
+from etrain_jupyter.ranks.state.weights_print import ranks_agree
 
 PENDING, EVAL_ASKED, CHECKSUM, COUNT, PRINT, PRINT_SQUARED, NUM_COUNTS = range(7)
 

@@ -16,8 +16,8 @@ from etrain_jupyter.elastic.shard_plan import (
     plan_shards,
     shard_merges,
 )
-from etrain_jupyter.ranks import tree_sum
-from etrain_jupyter.ranks.tree_sum import TreeSum, merge
+from etrain_jupyter.ranks.gradients import tree_sum
+from etrain_jupyter.ranks.gradients.tree_sum import TreeSum, merge
 
 SIZES = [1, 3, 1000]
 

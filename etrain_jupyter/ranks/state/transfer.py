@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from etrain_jupyter.ranks.packing import StateError, Tensors
-from etrain_jupyter.ranks.process_group import RankGroup
-from etrain_jupyter.ranks.state import BUFFER, living_tensors
+from etrain_jupyter.ranks.group.process_group import RankGroup
+from etrain_jupyter.ranks.state.capture import BUFFER, living_tensors
+from etrain_jupyter.ranks.state.packing import StateError, Tensors
 
 CHUNK_BYTES = 4 << 20
 """Most bytes of a message."""

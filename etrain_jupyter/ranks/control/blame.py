@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch.distributed import DistError
 
-from etrain_jupyter.ranks.faults import DeliberateError
+from etrain_jupyter.ranks.control.faults import DeliberateError
 
 _PACKAGE = Path(__file__).parents[1]
 _BORDER = frozenset({"workload.py", "data.py", "restore.py"})

@@ -11,8 +11,8 @@ from torch import nn
 from etrain_jupyter.checkpoints import LocalStore
 from etrain_jupyter.checkpoints.base import open_newest
 from etrain_jupyter.config.schema import TrainConfig
-from etrain_jupyter.ranks.checkpointer import EXTRA_PART, Checkpointer, restore
 from etrain_jupyter.ranks.schedule import WorkPlan
+from etrain_jupyter.ranks.state.checkpointer import EXTRA_PART, Checkpointer, restore
 
 
 class Net(nn.Module):

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from etrain_jupyter.ranks.packing import StateError, Tensors, pack, unpack
+from etrain_jupyter.ranks.state.packing import StateError, Tensors, pack, unpack
 
 MODEL, BUFFER, MODULE, OPTIMIZER, EXTRA = "model.", "buffer.", "module.", "optimizer.", "extra."
 

@@ -22,7 +22,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from etrain_jupyter.ranks.backends import (
+from etrain_jupyter.ranks.control.progress import ProgressPage
+from etrain_jupyter.ranks.gradients.cuda_buckets import (
+    future_for,
+    moment_of_device,
+    sum_through_host,
+)
+from etrain_jupyter.ranks.group.backends import (
     GLOO,
     NCCL,
     ConnectNccl,
@@ -31,12 +37,10 @@ from etrain_jupyter.ranks.backends import (
     end_nccl,
     make_default_group,
 )
-from etrain_jupyter.ranks.cuda_buckets import future_for, moment_of_device, sum_through_host
-from etrain_jupyter.ranks.exchange import Exchange
-from etrain_jupyter.ranks.gloo_device import GlooDevice
-from etrain_jupyter.ranks.pending import Pending, Waiters, error_of, first_line
-from etrain_jupyter.ranks.progress import ProgressPage
-from etrain_jupyter.ranks.rendezvous import FORM_TIMEOUT_S, BroadcastStore, CommunicationError
+from etrain_jupyter.ranks.group.exchange import Exchange
+from etrain_jupyter.ranks.group.gloo_device import GlooDevice
+from etrain_jupyter.ranks.group.pending import Pending, Waiters, error_of, first_line
+from etrain_jupyter.ranks.group.rendezvous import FORM_TIMEOUT_S, BroadcastStore, CommunicationError
 
 __all__ = ["BroadcastStore", "CommunicationError", "Pending", "RankGroup"]
 

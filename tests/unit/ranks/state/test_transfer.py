@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from etrain_jupyter.ranks.packing import StateError
-from etrain_jupyter.ranks.process_group import CommunicationError, RankGroup
-from etrain_jupyter.ranks.state import digest_of, put_state, take_state
-from etrain_jupyter.ranks.transfer import (
+from etrain_jupyter.ranks.group.process_group import CommunicationError, RankGroup
+from etrain_jupyter.ranks.state.capture import digest_of, put_state, take_state
+from etrain_jupyter.ranks.state.packing import StateError
+from etrain_jupyter.ranks.state.transfer import (
     CHUNK_BYTES,
     DIRECT_BYTES,
     plan_messages,
@@ -207,7 +207,7 @@ def test_rank_that_is_a_step_behind_keeps_its_state_until_all_of_the_newer_one_i
             parameter.add_(1)
     before = all_bits(*receiver)
     for name in ("CHUNK_BYTES", "DIRECT_BYTES"):
-        monkeypatch.setattr(f"etrain_jupyter.ranks.transfer.{name}", 64)
+        monkeypatch.setattr(f"etrain_jupyter.ranks.state.transfer.{name}", 64)
 
     def part(group: RankGroup):
         if group.rank == 0:

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from etrain_jupyter.ranks.process_group import BroadcastStore, CommunicationError, RankGroup
+from etrain_jupyter.ranks.group.process_group import BroadcastStore, CommunicationError, RankGroup
 from tests.unit.ranks.peers import connected
 
 

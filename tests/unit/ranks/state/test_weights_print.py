@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from etrain_jupyter.ranks.weights_print import MAX_SLICES, MODULUS, WeightsPrint, ranks_agree
+from etrain_jupyter.ranks.state.weights_print import MAX_SLICES, MODULUS, WeightsPrint, ranks_agree
 
 
 def build() -> nn.Module:

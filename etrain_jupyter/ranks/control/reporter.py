@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from typing import Any
 
-from etrain_jupyter.ranks.channel import Channel
+from etrain_jupyter.ranks.control.channel import Channel
 
 FLUSH_EVERY_S = 0.05
 KEEP_RECORDS = 10_000

@@ -1,0 +1,6 @@
+"""Everything that a rank knows and another one would need: taken, packed, sent, saved, compared.
+
+``capture`` takes it and puts it back, ``packing`` and ``transfer`` bring it to newcomers,
+``checkpointer`` to a store; ``moving_buffers`` are undone with a step, and ``weights_print`` is
+what the ranks compare.
+"""
