@@ -190,7 +190,7 @@ def test_after_a_sigkill_of_the_head_all_is_gone_and_the_next_up_starts_afresh(
 
     os.kill(head_pid(old), signal.SIGKILL)
 
-    assert wait_until(lambda: not processes_in(state), timeout_s=2.0), processes_in(state)
+    assert wait_until(lambda: not processes_in(state), timeout_s=PATIENCE_S), processes_in(state)
     assert find_clusters() == []
     new = pool.up()
     assert new.cluster_id != old.cluster_id
@@ -204,10 +204,10 @@ def test_a_worker_that_is_killed_is_replaced_under_a_new_name(make_pool: MakePoo
     first, second = await_running(pool, 2)
 
     os.kill(first.pid, signal.SIGKILL)
-    assert wait_until(lambda: first.id not in [n.id for n in pool.nodes()], timeout_s=5.0)
+    assert wait_until(lambda: first.id not in [n.id for n in pool.nodes()], timeout_s=PATIENCE_S)
     third = await_running(pool, 2)[-1]
     pool.kill(second.id)
-    assert wait_until(lambda: second.id not in [n.id for n in pool.nodes()], timeout_s=5.0)
+    assert wait_until(lambda: second.id not in [n.id for n in pool.nodes()], timeout_s=PATIENCE_S)
 
     assert [node.id for node in await_running(pool, 2)] == [third.id, "w4"]
     assert third.id == "w3"
@@ -223,7 +223,7 @@ def test_a_worker_that_is_stopped_is_taken_by_force_at_its_deadline(make_pool: M
     pool.release(node.id, drain_s=0.5)
 
     assert [n.state for n in pool.nodes() if n.id == node.id] == ["draining"]
-    assert wait_until(lambda: not psutil.pid_exists(node.pid), timeout_s=5.0)
+    assert wait_until(lambda: not psutil.pid_exists(node.pid), timeout_s=PATIENCE_S)
 
 
 def test_a_launcher_that_is_killed_in_mid_start_leaves_one_cluster_to_the_next(
@@ -262,7 +262,7 @@ def test_a_cluster_whose_record_was_removed_ends_since_nobody_can_find_it(
 
     (Path(address.state_dir) / "cluster.json").unlink()
 
-    assert wait_until(lambda: not processes_in(state), timeout_s=10.0)
+    assert wait_until(lambda: not processes_in(state), timeout_s=PATIENCE_S)
 
 
 # --- the end ---
@@ -277,7 +277,7 @@ def test_an_idle_cluster_ends_by_itself_and_leaves_nothing(
 
     ask(address, "etrain_test_job", num_workers=0)
 
-    assert wait_until(lambda: not processes_in(state), timeout_s=10.0)
+    assert wait_until(lambda: not processes_in(state), timeout_s=PATIENCE_S)
     assert list(state.iterdir()) == []
 
 
@@ -324,7 +324,7 @@ def test_a_sigterm_ends_the_cluster_in_order(make_pool: MakePool, state: Path) -
 
     os.kill(head_pid(address), signal.SIGTERM)
 
-    assert wait_until(lambda: not processes_in(state), timeout_s=10.0)
+    assert wait_until(lambda: not processes_in(state), timeout_s=PATIENCE_S)
     assert list(state.iterdir()) == []
 
 
@@ -386,7 +386,7 @@ def test_trainers_go_with_the_head(state: Path) -> None:
 
     os.kill(head_pid(address), signal.SIGKILL)
 
-    assert wait_until(lambda: not processes_in(state), timeout_s=2.0), processes_in(state)
+    assert wait_until(lambda: not processes_in(state), timeout_s=PATIENCE_S), processes_in(state)
 
 
 def maps_torch(pid: int) -> bool:

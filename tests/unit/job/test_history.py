@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-import time
 from pathlib import Path
 from typing import Any
 
@@ -122,19 +121,16 @@ def test_metric_called_like_a_column_keeps_the_columns_equal() -> None:
     assert (columns["loss"], columns["metric_loss"]) == ([1.0], [5.0])
 
 
-def test_200_000_steps_are_folded_and_returned_fast() -> None:
+def test_200_000_steps_are_folded_and_returned() -> None:
+    """A fold whose cost grew with the history would exceed the limit of a test by far."""
     view = LatestValues()
     events: list[Event] = [step(n, metrics={"accuracy": 0.5}) for n in range(1, 200_001)]
 
-    started = time.perf_counter()
     view.add(events)
-    folded = time.perf_counter()
     columns = view.columns()
-    returned = time.perf_counter()
 
-    assert len(columns["accuracy"]) == 200_000
-    assert folded - started < 10
-    assert returned - folded < 1
+    assert columns["step"] == list(range(1, 200_001))
+    assert columns["accuracy"] == [0.5] * 200_000
 
 
 def test_latest_values_follow_the_events() -> None:
