@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -77,12 +77,19 @@ class OpenCheckpoint:
     """Newer checkpoints that were refused, and why, newest first."""
 
 
-def open_newest(store: CheckpointStore, *, job_id: str | None = None) -> OpenCheckpoint:
+def open_newest(
+    store: CheckpointStore,
+    *,
+    job_id: str | None = None,
+    check: Callable[[Manifest, dict[str, Path]], None] = lambda manifest, files: None,
+) -> OpenCheckpoint:
     """Return the newest checkpoint that verifies; pass over those that do not, and say why.
 
     Args:
         store: Where to look.
         job_id: If given, checkpoints of other jobs are refused.
+        check: Raises ``CheckpointError`` if a whole one, with the local files of its parts, shall
+            be passed over too.
 
     Raises:
         CheckpointError: If there is none, with the reason for each that was refused.
@@ -91,6 +98,7 @@ def open_newest(store: CheckpointStore, *, job_id: str | None = None) -> OpenChe
     for step in reversed(store.list_steps()):
         try:
             manifest, files = open_step(store, step, job_id=job_id)
+            check(manifest, files)
         except CheckpointError as exc:
             reason = str(exc)
             prefix = f"{step_name(step)}: "

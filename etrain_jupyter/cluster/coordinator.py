@@ -14,9 +14,10 @@ from typing import Any
 from distributed import Scheduler, SchedulerPlugin
 
 from etrain_jupyter.cluster.deliberate import Injector
-from etrain_jupyter.cluster.hosted_job import HostedJob, Message
+from etrain_jupyter.cluster.hosted_job import HostedJob
 from etrain_jupyter.cluster.nodes import NodeSource
 from etrain_jupyter.cluster.order import Order
+from etrain_jupyter.cluster.reports import Message
 from etrain_jupyter.cluster.requests import RequestError, Requests, UnknownJobError
 from etrain_jupyter.cluster.roster import Roster, WorkerFacts
 from etrain_jupyter.elastic import stimuli as s
@@ -209,7 +210,18 @@ class Coordinator(SchedulerPlugin):
         shares = allocate(claims, [name for name in usable if name not in busy])
         for job_id, workers in shares.items():
             self._jobs[job_id].handle(s.WorkersAssigned(workers=workers))
-        self._nodes.want(sum(claim.max_workers for claim in claims), reason="jobs")
+        self._want_workers()
+
+    def _want_workers(self) -> None:
+        """Ask the pool for what the jobs can use. Who was given notice is replaced at once.
+
+        It stays meanwhile: its time is what the newcomer needs to start and to warm up.
+        """
+        jobs = [job for job in self._active() if not job.state.outcome]
+        held = {m.worker for job in jobs for m in job.state.members.values()}
+        num_leaving = sum(1 for w in self._workers if w.leaves_at and w.name in held)
+        wanted = sum(job.state.max_workers for job in jobs)
+        self._nodes.want(wanted + num_leaving, reason="jobs")
 
     def _after_change(self) -> None:
         """Let go what is not needed any more."""
@@ -230,6 +242,7 @@ class Coordinator(SchedulerPlugin):
             if not facts.leaves_at:
                 continue
             if facts.name not in used:
+                self._want_workers()  # without it, before its end makes room for another one
                 self._nodes.release(facts.name, drain_s=max(1.0, facts.leaves_at - time.time()))
             elif time.time() > facts.leaves_at:
                 self._nodes.kill(facts.name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 from etrain_jupyter.cluster.nodes import NodeSource
@@ -30,14 +30,45 @@ class PlannedFaults:
 
     def __init__(self, faults: Iterable[dict[str, Any]]) -> None:
         self._left = {fault["id"]: fault for fault in faults}
+        self._given_to: dict[int, str] = {}
+        """Trainers that are to commit what may befall any that warms up, by the fault's id."""
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing is left to come."""
         return not self._left
 
-    def of_trainers(self) -> list[dict[str, Any]]:
-        """Return those that trainers commit."""
+    def of_newcomer(self, trainer: str, *, among: Collection[str]) -> list[dict[str, Any]]:
+        """Return those that a trainer may commit before it is a rank.
+
+        What may befall any of them is given to one at a time: two that warm up side by side would
+        both commit it.
+
+        Args:
+            trainer: Who is told of them.
+            among: The trainers of the job that have not ended.
+        """
+        mine = []
+        for fault in self._of_trainers():
+            is_anyones = fault["rank"] is None
+            if is_anyones and self._given_to.get(fault["id"]) in among:
+                continue
+            if is_anyones and fault["at"] == "warm":
+                self._given_to[fault["id"]] = trainer
+            if not is_anyones or fault["at"] == "warm":
+                mine.append(fault)
+        return mine
+
+    def of_rank(self, rank: int, world_size: int) -> list[dict[str, Any]]:
+        """Return those that a rank may commit; what may befall any rank is given to one of them."""
+        return [
+            fault
+            for fault in self._of_trainers()
+            if (fault["rank"] is not None or fault["id"] % world_size == rank)
+            and not (fault["rank"] is None and fault["at"] == "warm")
+        ]
+
+    def _of_trainers(self) -> list[dict[str, Any]]:
         return [fault for fault in self._left.values() if fault["kind"] not in BY_COORDINATOR]
 
     def fire(self, fault_id: int) -> dict[str, Any] | None:
@@ -96,9 +127,12 @@ class Injector:
         facts = self._roster.get(worker)
         if facts is None:
             return
-        facts.leaves_at = time.time() + notice_s
+        leaves_at = time.time() + notice_s
+        if facts.leaves_at and facts.leaves_at <= leaves_at:
+            return  # no notice takes an earlier one back
+        facts.leaves_at = leaves_at
         job.log(events.PreemptionNoticed, worker=worker, deadline=facts.leaves_at)
-        job.handle(s.WorkerNoticed(worker=worker))
+        job.handle(s.WorkerNoticed(worker=worker, deadline=facts.leaves_at))
         self._allocate()
 
     def commit_planned(self, job: HostedJob) -> None:
@@ -112,13 +146,19 @@ class Injector:
 
     # --- by chance ---
 
-    def begin_chaos(self, job: HostedJob, chaos: Chaos) -> None:
-        """Let faults happen by chance from now on."""
+    def begin_chaos(self, job: HostedJob, chaos: Chaos, words: str) -> bool:
+        """Let faults happen by chance from now on, and say so; return whether others did before."""
+        was_on = job.order.job_id in self._chaos
         self._chaos[job.order.job_id] = chaos
+        job.log(events.LogLine, level="info", worker="", text=f"chaos: {words}")
+        return was_on
 
     def end_chaos(self, job: HostedJob) -> bool:
         """Let no more faults happen by chance; False if none would have."""
-        return self._chaos.pop(job.order.job_id, None) is not None
+        was_on = self._chaos.pop(job.order.job_id, None) is not None
+        if was_on and not job.state.is_ended:
+            job.log(events.LogLine, level="info", worker="", text="chaos: over")
+        return was_on
 
     def tick(self, job: HostedJob) -> None:
         """Let happen what is due by chance."""
@@ -129,6 +169,8 @@ class Injector:
         if job.state.is_ended or chaos.is_over(now):
             self.end_chaos(job)
             return
-        strike = chaos.due(job.ranks(), now)
+        # Those that leave anyway are left alone.
+        staying = [m.worker for m in job.state.in_phase("ranked") if not m.leaving]
+        strike = chaos.due([name for name in job.ranks() if name in staying], now)
         if strike is not None:
             self.inject(job, strike.worker, strike.kind, notice_s=CHAOS_NOTICE_S)

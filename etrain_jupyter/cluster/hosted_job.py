@@ -5,32 +5,25 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from etrain_jupyter.bundle.restore import read_cells
-from etrain_jupyter.cluster.deliberate import FATAL, PlannedFaults
+from etrain_jupyter.cluster.deliberate import PlannedFaults
 from etrain_jupyter.cluster.job_log import JobLog
-from etrain_jupyter.cluster.last_words import last_words
 from etrain_jupyter.cluster.order import Order, TrainerFacts
+from etrain_jupyter.cluster.reports import Message, take_report
 from etrain_jupyter.cluster.steps import StepClock
 from etrain_jupyter.elastic import commands as c
 from etrain_jupyter.elastic import stimuli as s
 from etrain_jupyter.elastic.backend import choose_backend
+from etrain_jupyter.elastic.lineage import NOT_BEGUN
 from etrain_jupyter.elastic.membership import JobState
 from etrain_jupyter.elastic.state_machine import handle
 from etrain_jupyter.events import types as events
 
-Message = dict[str, Any]
 Tell = Callable[[str, Message], None]
 """Sends an order to a worker's supervisor, by worker name."""
-
-FENCED = frozenset({"store", "formed", "report", "steps", "eval", "weights"})
-"""What a rank says as a rank of its generation: nothing of it counts once that is over."""
-
-FROM_ANYBODY = frozenset({"log", "checkpoint_committed", "checkpoint_failed"})
-"""What counts whoever says it: a checkpoint is there, though its writer was released meanwhile."""
 
 
 @dataclass(kw_only=True)
@@ -46,8 +39,10 @@ class HostedJob:
     step_clock: StepClock = field(default_factory=StepClock)
     trainers: dict[str, TrainerFacts] = field(default_factory=dict)
     planned: PlannedFaults = field(init=False)
-    _restoring: int = field(default=0, init=False)
+    restoring: int = field(default=0, init=False)
     """The generation that begins with a checkpoint, until a rank has told which; 0 if none does."""
+    starts: list[int] = field(default_factory=list, init=False)
+    """The step at which each generation began; see ``elastic.lineage``."""
 
     def __post_init__(self) -> None:
         order = self.order
@@ -75,6 +70,10 @@ class HostedJob:
         """Append one fact that happened now, unless it brings its own ``time``."""
         common = {"time": time.time(), "generation": self.state.generation}
         self._log.append([kind(job_id=self.order.job_id, **{**common, **values})])
+
+    def log_all(self, facts: Sequence[events.Event]) -> None:
+        """Append facts that bring their own time and generation."""
+        self._log.append(list(facts))
 
     def events_since(self, seq: int, limit: int) -> list[dict[str, Any]]:
         """Return at most ``limit`` events after ``seq``, in order."""
@@ -115,7 +114,7 @@ class HostedJob:
                 "bundle": order.bundle,
                 "cwd": order.cwd,
                 "checkpoints": order.checkpoints,
-                "faults": self.planned.of_trainers(),
+                "faults": self.planned.of_newcomer(command.trainer, among=self.state.members),
             },
         )
 
@@ -148,14 +147,20 @@ class HostedJob:
                     "restore": command.restore,
                     "logged_step": min(self.step_clock.logged_step, command.step),
                     "backend": backend,
-                    "faults": self.planned.of_trainers(),
+                    "faults": self.planned.of_rank(rank, len(command.trainers)),
+                    "log_end": self.step_clock.logged_step,
+                    "starts": list(self.starts),
                 },
             )
 
     def _save(self, command: c.SaveCheckpoint) -> None:
         logged_step = self.step_clock.logged_step
         order = {"op": "save", "generation": self.state.generation, "logged_step": logged_step}
-        self.send(command.trainer, order)
+        self.send(command.trainer, {**order, "starts": list(self.starts)})
+
+    def _ask_for_checkpoint(self, command: c.AskForCheckpoint) -> None:
+        for trainer in command.trainers:
+            self.send(trainer, {"op": "checkpoint"})
 
     def _release(self, command: c.ReleaseTrainer) -> None:
         self.send(command.trainer, {"op": "release"})
@@ -179,25 +184,18 @@ class HostedJob:
         if isinstance(event, events.GenerationFormed):
             is_older = event.step < self.step_clock.logged_step
             if self.state.is_restoring:  # the first rank that has formed tells to which step
-                self._restoring = event.generation
-            elif is_older:
-                self._go_back(event.step)
+                self.restoring = event.generation
+                self.starts.append(NOT_BEGUN)
+                return
+            self.starts.append(event.step)
+            if is_older:
+                self.go_back(event.step)
 
     # --- what trainers say ---
 
     def take_report(self, trainer: str, message: Message) -> None:
         """Take one message of a trainer of this job."""
-        facts = self.trainers.get(trainer)
-        take = _TAKE.get(message["op"])
-        if facts is None or take is None or self.state.is_ended:
-            return
-        op, generation = message["op"], message.get("generation") or 0
-        if op not in FROM_ANYBODY and trainer not in self.state.members:
-            return  # it was lost, or let go: it has no say any more
-        is_over = generation != self.state.generation
-        if is_over and (op in FENCED or (op == "user_error" and generation)):
-            return
-        take(self, trainer, facts, message)
+        take_report(self, trainer, message)
 
     def take_progress(self, trainer: str, page: Mapping[str, Any]) -> None:
         """Take what a supervisor read on a trainer's progress page."""
@@ -206,80 +204,7 @@ class HostedJob:
         names = ("generation", "collectives", "beats", "phase", "alive_age_s", "process")
         self.handle(s.ProgressSeen(trainer=trainer, **{name: page[name] for name in names}))
 
-    def _on_started(self, _: str, facts: TrainerFacts, message: Message) -> None:
-        facts.pid = message["pid"] or facts.pid
-
-    def _on_hello(self, trainer: str, facts: TrainerFacts, message: Message) -> None:
-        facts.pid, facts.device = message["pid"], message["device"]
-        facts.gpu = message.get("gpu", "")
-        if not self.plan:
-            self.plan = message["plan"]
-            self.log(events.JobPlanned, **self.plan)
-        elif self._lengths(message["plan"]) != self._lengths(self.plan):
-            text = (
-                f"data of different length on the workers: {self._lengths(message['plan'])} "
-                "samples on "
-                f"{facts.worker}, {self._lengths(self.plan)} on the first. data.train and "
-                "data.eval must give the same "
-                f"samples everywhere."
-            )
-            self._fail(trainer, text)
-            return
-        warm_s = time.time() - facts.started_at
-        self.log(events.WorkerWarmed, worker=facts.worker, trainer_pid=facts.pid, warm_s=warm_s)
-        self.handle(s.TrainerWarm(trainer=trainer, warm_s=message["warm_s"]))
-
-    @staticmethod
-    def _lengths(plan: Mapping[str, Any]) -> tuple[int, int]:
-        return plan["num_train_samples"], plan["num_eval_samples"]
-
-    def _fail(self, trainer: str, text: str) -> None:
-        error = s.UserErrorSeen(
-            trainer=trainer, generation=0, progress=s.NO_PROGRESS, error=text, traceback=""
-        )
-        self.handle(error)
-
-    def _on_store(self, trainer: str, _: TrainerFacts, message: Message) -> None:
-        for member in self.state.in_phase("ranked"):
-            if member.trainer != trainer:
-                told = {k: message[k] for k in ("op", "generation", "key", "value")}
-                self.send(member.trainer, told)
-
-    def _on_formed(self, trainer: str, _: TrainerFacts, message: Message) -> None:
-        times = {name: message.get(name, 0.0) for name in ("connect_s", "sync_s", "wrap_s")}
-        generation = message["generation"]
-        if generation == self._restoring:
-            self._restoring = 0
-            self._go_back(message["step"])
-        self.handle(s.TrainerFormed(trainer=trainer, generation=generation, **times))
-
-    def _on_report(self, trainer: str, _: TrainerFacts, message: Message) -> None:
-        step, evals = message["progress"]
-        self.handle(
-            s.TrainerReported(
-                trainer=trainer,
-                generation=message["generation"],
-                progress=(step, evals),
-                why=message["why"],
-                undone=message["undone"],
-            )
-        )
-
-    def _on_steps(self, _: str, __: TrainerFacts, message: Message) -> None:
-        records = self.step_clock.take(message["records"])
-        self._log.append([events.StepCompleted(job_id=self.order.job_id, **r) for r in records])
-        if records:
-            clock = self.step_clock
-            self.handle(s.StepsCommitted(step=clock.logged_step, step_s=clock.step_s))
-
-    def _on_eval(self, _: str, __: TrainerFacts, message: Message) -> None:
-        self.log(events.EvalCompleted, **message["record"])
-
-    def _on_weights(self, _: str, facts: TrainerFacts, message: Message) -> None:
-        values = {key: message[key] for key in ("step", "rank", "digest")}
-        self.log(events.WeightsHashed, worker=facts.worker, **values)
-
-    def _go_back(self, step: int) -> None:
+    def go_back(self, step: int) -> None:
         """Log that what comes after ``step`` is trained again.
 
         A checkpoint may be ahead of the log; then the ranks have the records that are missing.
@@ -287,51 +212,6 @@ class HostedJob:
         undone = max(0, self.step_clock.logged_step - step)
         self.step_clock.logged_step -= undone
         self.log(events.JobRestored, step=step, num_undone=undone)
-
-    def _on_committed(self, _: str, __: TrainerFacts, message: Message) -> None:
-        self.log(events.CheckpointCommitted, **message["record"])
-        step = message["record"]["step"]
-        if step <= self.state.step:  # a trainer that was given up may be ahead of the job
-            self.handle(s.CheckpointSaved(step=step))
-
-    def _on_checkpoint_failed(self, _: str, __: TrainerFacts, message: Message) -> None:
-        self.log(events.CheckpointFailed, step=message["step"], error=message["error"])
-        self.handle(s.CheckpointSaved(step=message["step"], ok=False))
-
-    def _on_user_error(self, trainer: str, _: TrainerFacts, message: Message) -> None:
-        step, evals = message["progress"]
-        self.handle(
-            s.UserErrorSeen(
-                trainer=trainer,
-                generation=message["generation"],
-                progress=(step, evals),
-                error=message["error"],
-                traceback=message["traceback"],
-            )
-        )
-
-    def _on_log(self, _: str, facts: TrainerFacts, message: Message) -> None:
-        facts.last_lines.append(message["text"])
-        self.log(events.LogLine, level=message["level"], worker=facts.worker, text=message["text"])
-
-    def _on_exited(self, trainer: str, facts: TrainerFacts, message: Message) -> None:
-        words = last_words(facts.worker, facts.last_lines, read_cells(self.order.bundle))
-        lost = s.TrainerLost(
-            trainer=trainer,
-            cause=message["cause"],
-            last_words=words,
-            injected=facts.is_injected,
-        )
-        self.handle(lost)
-
-    def _on_fault_fired(self, _: str, facts: TrainerFacts, message: Message) -> None:
-        fault = self.planned.fire(message["id"])
-        if fault is None:
-            return
-        facts.is_injected = facts.is_injected or fault["kind"] in FATAL
-        self.log(
-            events.FaultInjected, worker=facts.worker, fault=fault["kind"], step=self.state.step
-        )
 
     # --- what others want to know ---
 
@@ -380,25 +260,9 @@ _CARRY_OUT: dict[type, Callable[[HostedJob, Any], None]] = {
     c.AbortGeneration: HostedJob._abort,
     c.FormGeneration: HostedJob._form,
     c.SaveCheckpoint: HostedJob._save,
+    c.AskForCheckpoint: HostedJob._ask_for_checkpoint,
     c.ReleaseTrainer: HostedJob._release,
     c.KillTrainer: HostedJob._kill,
     c.DumpStacks: HostedJob._dump_stacks,
     c.Publish: HostedJob._publish,
-}
-
-_TAKE: dict[str, Callable[[HostedJob, str, TrainerFacts, Message], None]] = {
-    "started": HostedJob._on_started,
-    "hello": HostedJob._on_hello,
-    "store": HostedJob._on_store,
-    "formed": HostedJob._on_formed,
-    "report": HostedJob._on_report,
-    "steps": HostedJob._on_steps,
-    "eval": HostedJob._on_eval,
-    "weights": HostedJob._on_weights,
-    "checkpoint_committed": HostedJob._on_committed,
-    "checkpoint_failed": HostedJob._on_checkpoint_failed,
-    "user_error": HostedJob._on_user_error,
-    "log": HostedJob._on_log,
-    "exited": HostedJob._on_exited,
-    "fault_fired": HostedJob._on_fault_fired,
 }

@@ -14,6 +14,25 @@ from etrain_jupyter.cluster.roster import Roster, WorkerFacts
 from etrain_jupyter.elastic import stimuli as s
 from etrain_jupyter.elastic.chaos import FAULT_KINDS, Chaos
 
+_BLAMED = "is found when the others have waited for it too long (ETRAIN_HANG_S), and replaced"
+_REPLACED = "the others go on, and another one takes its place"
+_OUTCOMES = {
+    "kill": f"loses its trainer; {_REPLACED}",
+    "segfault": f"loses its trainer to a segfault; {_REPLACED}",
+    "exit": f"loses its trainer, which exits without a word; {_REPLACED}",
+    "error": f"loses its trainer to an exception in the framework; {_REPLACED}",
+    "stop": f"has its trainer stopped (SIGSTOP); that {_BLAMED}",
+    "hold_gil": f"has its trainer hold the GIL for ever; that {_BLAMED}",
+    "hang": f"has its trainer hang for ever; that {_BLAMED}",
+    "disconnect": "loses its connections to the other ranks; they connect anew",
+    "notice": "was given notice of 120 s",
+    "worker": f"is killed; {_REPLACED}",
+}
+"""What comes of each fault that somebody asks for; follows the worker's name."""
+
+STANDSTILL_S = 5.0
+"""Nothing is said of a step that took less, however short the others are."""
+
 
 class RequestError(Exception):
     """A request that cannot be done; the text goes back to whoever asked."""
@@ -74,13 +93,19 @@ class Requests:
 
     def _stop(self, job: HostedJob, now: bool = False) -> str:
         job.handle(s.StopAsked(now=now))
-        return "stopped" if now else "stops at the next step boundary, with a checkpoint"
+        if now or job.state.is_ended:
+            return "stopped"
+        return "stops at the next step boundary, with a checkpoint" + _standstill(job)
 
     def _pause(self, job: HostedJob) -> str:
+        if job.state.paused:
+            return f"is paused already, at step {job.state.step}; %etrain resume goes on"
         job.handle(s.PauseAsked())
-        return "pauses at the next step boundary; its workers keep the state"
+        return "pauses at the next step boundary; its workers keep the state" + _standstill(job)
 
     def _resume(self, job: HostedJob) -> str:
+        if not job.state.paused:
+            return f"is not paused; it is {job.state.status} at step {job.state.step}"
         job.handle(s.ResumeAsked())
         return "goes on"
 
@@ -97,9 +122,13 @@ class Requests:
                 f"the others would have nothing to do. Nothing was changed. Scale to {shards} or "
                 f"less, or start a job with reproducible: {{shards: {high}}}."
             )
+        most = self._nodes.capacity()
+        limit = ""
+        if most is not None and high > most:
+            limit, high = f"; max={high} is more than the {most} that this pool can have", most
         job.handle(s.BoundsChanged(min_workers=low, max_workers=high))
         self._allocate()
-        return f"trains on {low} to {high} workers from now on"
+        return f"trains on {low} to {high} workers from now on{limit}"
 
     def _checkpoint(self, job: HostedJob) -> str:
         ranked = job.state.in_phase("ranked")
@@ -114,7 +143,8 @@ class Requests:
     def _preempt(self, job: HostedJob, worker: str | None = None, notice_s: float = 120.0) -> str:
         facts = self._victim(job, worker)
         self._injector.give_notice(job, facts.name, notice_s)
-        return f"{facts.name} has {notice_s:g} s; it leaves at the next step boundary"
+        alone = "alone with the state, it waits until that is taken over or saved"
+        return f"{facts.name} has {notice_s:g} s; it leaves at the next step boundary; {alone}"
 
     def _kill(self, job: HostedJob, worker: str | None = None) -> str:
         facts = self._victim(job, worker)
@@ -127,7 +157,7 @@ class Requests:
             raise RequestError(f"no fault {kind!r}; there are {', '.join(known)}")
         facts = self._victim(job, worker)
         self._injector.inject(job, facts.name, kind, notice_s=120.0)
-        return f"{facts.name} suffers {kind}"
+        return f"{facts.name} {_OUTCOMES[kind]}"
 
     def _chaos(
         self,
@@ -149,9 +179,11 @@ class Requests:
             chaos = Chaos(mtbf_s=mtbf_s, mode=mode, seed=seed, now=now, duration_s=duration_s)
         except ValueError as exc:
             raise RequestError(str(exc)) from exc
-        self._injector.begin_chaos(job, chaos)
         end = "the job ends" if duration_s is None else f"{duration_s:g} s are over"
-        return f"{mode} every {mtbf_s:g} s on average until {end}, seed {seed}"
+        words = f"{mode} every {mtbf_s:g} s on average until {end}, seed {seed}"
+        was_on = self._injector.begin_chaos(job, chaos, words)
+        again = "; the chaos that there was is over" if was_on else ""
+        return f"faults by chance: {words}{again}. %etrain chaos --off ends it"
 
     def _victim(self, job: HostedJob, worker: str | None) -> WorkerFacts:
         """Return the worker that was named, or the last rank's."""
@@ -180,3 +212,13 @@ class Requests:
         "fault": _fault,
         "chaos": _chaos,
     }
+
+
+def _standstill(job: HostedJob) -> str:
+    """Warn that the next step boundary may never come."""
+    state = job.state
+    quiet_s = time.time() - state.last_step_at
+    usual_s = max(STANDSTILL_S, 10 * state.step_s)
+    if state.phase not in ("running", "changing") or not state.last_step_at or quiet_s < usual_s:
+        return ""
+    return f". No step has ended for {quiet_s:.0f} s: %etrain stop --now does not wait for one"

@@ -53,6 +53,13 @@ class SaveCheckpoint:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AskForCheckpoint:
+    """Ask the ranks for a checkpoint in the background, at their next step boundary."""
+
+    trainers: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class ReleaseTrainer:
     """Let a trainer end by itself."""
 
@@ -89,6 +96,7 @@ Command = (
     | AbortGeneration
     | FormGeneration
     | SaveCheckpoint
+    | AskForCheckpoint
     | ReleaseTrainer
     | KillTrainer
     | DumpStacks

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from etrain_jupyter.elastic import stimuli as s
 from etrain_jupyter.elastic.commands import (
     AnnounceChange,
+    AskForCheckpoint,
     FormGeneration,
 )
 from etrain_jupyter.elastic.health import wait_after
-from etrain_jupyter.elastic.membership import JobState, Member
+from etrain_jupyter.elastic.membership import JobState, Member, Saving
+from etrain_jupyter.elastic.saving import (
+    close_job,
+    is_newest_durable,
+    newest_holders,
+    save_newest,
+    saver_of,
+)
 from etrain_jupyter.elastic.turn import (
     Turn,
     begin_collecting,
-    close_job,
     enter_phase,
     let_go,
     publish_undone,
@@ -39,6 +47,10 @@ def advance(turn: Turn) -> None:
             _settle(turn)
     elif phase == "gathering" and not _is_end_awaited(turn):
         _settle(turn)
+    elif phase == "closing" and not _is_end_awaited(turn):
+        close_job(turn)
+        if turn.state.phase == "gathering":
+            _settle(turn)
 
 
 def _is_end_awaited(turn: Turn) -> bool:
@@ -66,18 +78,25 @@ def _check_budgets(turn: Turn) -> None:
 
 
 def _announce_if_due(turn: Turn) -> None:
-    """Begin a planned change if somebody shall come or go."""
+    """Begin a planned change if somebody shall come or go, or too few are here to go on."""
     state = turn.state
     ranked = state.in_phase("ranked")
     stays = [m for m in ranked if not m.leaving]
     newcomers = _admissible(turn)
-    # The last holders of the state do not leave before somebody has taken it over.
-    leaves = [m for m in ranked if m.leaving] if stays or newcomers else []
-    if not (newcomers or leaves or state.paused or state.outcome):
+    leaves = [m for m in ranked if m.leaving]
+    if not (stays or newcomers):
+        # The last holders of the state do not leave before somebody has taken it over, or before
+        # there is just time enough left to save it.
+        _back_up(turn, ranked)
+        leaves = [m for m in leaves if m.save_at <= turn.now]
+    elif len(stays) + len(newcomers) < state.min_workers:
+        leaves = [m for m in leaves if not _has_time(m, turn.now)]
+    is_short = len(ranked) + len(_newcomers(turn.state)) < state.min_workers
+    if not (newcomers or leaves or is_short or state.paused or state.outcome):
         return
     if any(not m.formed for m in ranked):
         return  # one change at a time: the generation is still forming
-    for why, due in (("join", newcomers), ("leave", leaves)):
+    for why, due in (("join", newcomers), ("leave", leaves), ("resume", is_short)):
         if due:
             turn.add_why(why)
     names = tuple(m.trainer for m in ranked)
@@ -85,17 +104,26 @@ def _announce_if_due(turn: Turn) -> None:
     enter_phase(turn, "changing")
 
 
+def _back_up(turn: Turn, ranked: list[Member]) -> None:
+    """Have the state saved while training goes on: a machine may be taken before its time."""
+    state = turn.state
+    is_noticed = any(m.save_at < math.inf for m in ranked)
+    if is_noticed and state.backed_up != state.generation:
+        turn.set(backed_up=state.generation)
+        turn.do(AskForCheckpoint(trainers=tuple(m.trainer for m in ranked)))
+
+
 def _admissible(turn: Turn) -> list[Member]:
     """Return the warm newcomers, or nobody while it pays to wait for more of them."""
-    warm = _newcomers(turn)
+    warm = _newcomers(turn.state)
     if not warm or not turn.state.in_phase("starting"):
         return warm
     waited = turn.now - min(m.since for m in warm)
     return warm if waited >= ADMISSION_GRACE_S else []
 
 
-def _newcomers(turn: Turn) -> list[Member]:
-    return [m for m in turn.state.in_phase("warm") if not m.leaving and not m.killed_at]
+def _newcomers(state: JobState) -> list[Member]:
+    return [m for m in state.in_phase("warm") if not m.leaving and not m.killed_at]
 
 
 def _settle(turn: Turn) -> None:
@@ -106,24 +134,58 @@ def _settle(turn: Turn) -> None:
         close_job(turn)
         if turn.state.outcome:
             return
-    state = turn.state
+    newcomers = _newcomers(turn.state)
     holders = _let_leavers_go(turn)
-    newcomers = _newcomers(turn)
+    state = turn.state
+    members = holders + newcomers
+    has_enough = not state.paused and len(members) >= state.min_workers
+    is_saving = _save_before_it_is_gone(turn, has_enough=has_enough)
     if state.paused:
         enter_phase(turn, "gathering")
         turn.set_status("paused")
-        return
-    members = holders + newcomers
-    if len(members) < state.min_workers:
+    elif not has_enough:
         enter_phase(turn, "gathering")
         if state.generation or not state.in_phase("starting"):
             turn.set_status("waiting", _why_too_few(state, len(members)))
+    elif is_saving:
+        enter_phase(turn, "gathering")
+        turn.set_status("waiting", _why_it_saves(turn.state))
     elif turn.now < state.form_at:
         enter_phase(turn, "gathering")
         text = f"generation {state.generation} did not form although no worker was lost"
         turn.set_status("waiting", f"{text}; it is tried again")
     elif state.phase != "gathering" or _is_worth_forming(turn):
         _form(turn, members)
+
+
+def _save_before_it_is_gone(turn: Turn, *, has_enough: bool) -> bool:
+    """Have the newest state saved if all that hold it will go and nobody can take it over.
+
+    It is done at once where nobody steps anyway, else when the last of them must not step on.
+
+    Returns:
+        Whether the next generation has to wait for that.
+    """
+    if saver_of(turn.state) is not None:
+        return True  # what it is told meanwhile would wait in its queue, and the others with it
+    holders = newest_holders(turn.state)
+    if not holders or not all(m.leaving for m in holders):
+        return False
+    is_due = all(m.save_at <= turn.now for m in holders)
+    if _has_successor(turn.state) or is_newest_durable(turn.state):
+        return False
+    is_known = any(m.save_at < math.inf for m in holders)
+    if not is_due and (has_enough or not is_known):
+        return False
+    save_newest(turn)
+    return True
+
+
+def _why_it_saves(state: JobState) -> str:
+    """Say why nobody steps although enough could, shortly before machines are taken."""
+    going = ", ".join(m.worker for m in newest_holders(state))
+    failure = f"; the last attempt failed ({state.saving.error})" if state.saving.error else ""
+    return f"step {state.step} is saved before {going} is taken{failure}"
 
 
 def _count_failed_form(turn: Turn) -> None:
@@ -139,6 +201,9 @@ def _why_too_few(state: JobState, num_here: int) -> str:
     """Say how many workers are here, and what is known of the others."""
     known = [f"{m.worker} warms up" for m in state.in_phase("starting")]
     known += [f"{w} was lost: {cause}" for w, cause in state.lost if state.of_worker(w) is None]
+    has_nobody = all(m.progress == s.NO_PROGRESS for m in state.in_phase("reported"))
+    if state.step > 0 and has_nobody and state.saved_step >= state.step:
+        known.append(f"the checkpoint of step {state.saved_step} has the state")
     missing = f" ({'; '.join(known)})" if known else ""
     return f"{num_here} of min {state.min_workers} workers are here{missing}"
 
@@ -146,14 +211,41 @@ def _why_too_few(state: JobState, num_here: int) -> str:
 def _let_leavers_go(turn: Turn) -> list[Member]:
     """Release those that shall leave, if the newest state stays here; return who is left."""
     holders = turn.state.in_phase("reported")
-    stays = [m for m in holders if not m.leaving]
-    newest = max((m.progress for m in holders), default=s.NO_PROGRESS)
-    if not any(m.progress == newest for m in stays):
+    newest = newest_holders(turn.state)
+    if any(not m.leaving for m in newest):
+        going = [m for m in holders if m.leaving]
+        num_left = len(holders) - len(going) + len(_newcomers(turn.state))
+        if num_left < turn.state.min_workers:
+            going = [m for m in going if not _has_time(m, turn.now)]
+    elif any(m.save_at > turn.now for m in newest) or not _has_successor(turn.state):
+        # All that have it must go. Those whose machines are taken soonest go first; the last ones
+        # go when it is durable.
+        going = [m for m in holders if m.leaving and m.save_at <= turn.now]
+    else:
         return holders  # they hand their state over in the next generation, and leave then
-    for member in holders:
-        if member.leaving:
-            let_go(turn, member, member.leaving)
-    return stays
+    stays = [m for m in holders if m not in going]
+    is_kept = any(m in stays for m in newest) or is_newest_durable(turn.state)
+    if not is_kept or saver_of(turn.state) in going:
+        return holders
+    for member in going:
+        let_go(turn, member, member.leaving)
+    if not any(m in stays for m in newest):
+        # They are older than the checkpoint of those that went: it is what the job goes on from.
+        for member in stays:
+            turn.set_member(member, progress=s.NO_PROGRESS)
+    return [turn.state.members[m.trainer] for m in stays]
+
+
+def _has_time(member: Member, now: float) -> bool:
+    """Whether a noticed machine is there for a while: it trains on where too few would be left."""
+    return now < member.save_at < math.inf
+
+
+def _has_successor(state: JobState) -> bool:
+    """Whether somebody that need not go would be in the next generation, if it formed now."""
+    members = [*state.in_phase("reported"), *_newcomers(state)]
+    has_enough = not state.paused and len(members) >= state.min_workers
+    return has_enough and any(not m.leaving for m in members)
 
 
 def _still_missing(state: JobState, num_ranks: int) -> tuple[tuple[str, str], ...]:
@@ -183,6 +275,9 @@ def _form(turn: Turn, members: list[Member]) -> None:
     whys = ["broken" if why == "lost" and not turn.state.has_lost else why for why in told]
     turn.set(
         **{"generation": generation, "whys": (), "step": step, "world_size": len(ranks)},
+        saving=Saving(),
+        # Nobody goes back to what this generation has not come through; see ``lineage``.
+        saved_steps=tuple(saved for saved in turn.state.saved_steps if saved <= step),
         **{"is_restoring": restore, "is_ready": False, "has_lost": False},
         lost=_still_missing(turn.state, len(ranks)),
         undone=(),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from etrain_jupyter.elastic import stimuli as s
+from etrain_jupyter.elastic.commands import ReleaseTrainer
 from etrain_jupyter.elastic.health import after_fault
 from etrain_jupyter.elastic.membership import Member, UserError
-from etrain_jupyter.elastic.turn import Turn, begin_collecting, close_job, start_missing
+from etrain_jupyter.elastic.turn import Turn, begin_collecting, start_missing
 from etrain_jupyter.events import types as events
 
 KEEP_LOST = 8
@@ -30,6 +31,18 @@ def take_trainer_lost(turn: Turn, stimulus: s.TrainerLost) -> None:
     _lose(turn, member, stimulus.cause, stimulus.detected_s)
     if not turn.state.outcome:
         start_missing(turn)
+
+
+def do_without(turn: Turn, member: Member, stimulus: s.UserErrorSeen) -> None:
+    """Go on without a newcomer on which the notebook's code fails: it works on the others.
+
+    Its worker may lack a file or a package. It is tried again there, less and less often.
+    """
+    told = "\n".join(text for text in (stimulus.error, stimulus.traceback) if text)
+    turn.log(f"{member.worker} cannot train, the others go on: {told}", worker=member.worker)
+    turn.do(ReleaseTrainer(trainer=member.trainer))
+    _slow_down(turn, member)
+    _lose(turn, member, f"the notebook's code fails there: {stimulus.error}", 0.0)
 
 
 def _count_fault(turn: Turn, member: Member, stimulus: s.TrainerLost) -> None:
@@ -95,5 +108,3 @@ def _lose(turn: Turn, member: Member, cause: str, detected_s: float) -> None:
         turn.set(has_lost=True)
         turn.add_why("lost")
         begin_collecting(turn)
-    elif turn.state.phase == "closing":
-        close_job(turn)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -41,6 +42,9 @@ class Member:
     progress: Progress = NO_PROGRESS
     leaving: str = ""
     """Why it shall leave at the next step boundary; empty if it shall stay."""
+    save_at: float = math.inf
+    """When it stops to step at the latest, so that its state is durable before its machine goes;
+    infinite if nobody takes the machine, or nobody knows when."""
     formed: bool = False
     """It has said that it is stepping in the living generation."""
     steps_since: float = 0.0
@@ -64,6 +68,24 @@ class UserError:
     traceback: str
     workers: tuple[str, ...]
     step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saving:
+    """A checkpoint that is waited for, because its state may be gone afterwards."""
+
+    trainer: str = ""
+    """Who was asked to write it and has not answered; empty if nobody was."""
+    since: float = 0.0
+    """When it was asked."""
+    failed: tuple[str, ...] = ()
+    """Those that could not write it, since the last wait."""
+    num_rounds: int = 0
+    """How often nobody could, of all that hold the state."""
+    retry_at: float = 0.0
+    """When the next one may try."""
+    error: str = ""
+    """Why the last one could not; empty if none has failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +128,8 @@ class JobState:
     """When the next one may be tried."""
     is_ready: bool = False
     """Whether all ranks of the newest generation have stepped."""
+    has_trained: bool = False
+    """Whether that was so in any generation: the notebook's code works."""
     has_lost: bool = False
     """Whether any of them was lost."""
     lost: tuple[tuple[str, str], ...] = ()
@@ -115,9 +139,13 @@ class JobState:
     undone: tuple[tuple[int, str], ...] = ()
     """Steps that survivors had begun and undone, and their workers; until the log is told."""
     last_step_at: float = 0.0
-    """When the last generation stopped stepping, for its stall."""
-    saved_step: int = -1
-    """Step of the newest durable checkpoint; -1 if there is none."""
+    """When the newest step was committed, as far as the log knows."""
+    saved_steps: tuple[int, ...] = ()
+    """Steps of the newest durable checkpoints, oldest first."""
+    saving: Saving = Saving()
+    """The checkpoint without which the newest state may not leave."""
+    backed_up: int = 0
+    """The generation that was asked for a checkpoint because all its ranks will leave."""
     paused: bool = False
     outcome: str = ""
     """Terminal status that the job is heading for; empty while it trains."""
@@ -149,6 +177,11 @@ class JobState:
     def of_worker(self, worker: str) -> Member | None:
         """Return the worker's trainer, if it has one."""
         return next((m for m in self.members.values() if m.worker == worker), None)
+
+    @property
+    def saved_step(self) -> int:
+        """Step of the newest durable checkpoint; -1 if there is none."""
+        return max(self.saved_steps, default=-1)
 
     @property
     def is_ended(self) -> bool:

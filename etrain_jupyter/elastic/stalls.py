@@ -15,6 +15,7 @@ from etrain_jupyter.elastic import stimuli as s
 from etrain_jupyter.elastic.commands import DumpStacks, KillTrainer
 from etrain_jupyter.elastic.losses import count_step_fault, take_trainer_lost
 from etrain_jupyter.elastic.membership import JobState, LifeSigns, Member
+from etrain_jupyter.elastic.saving import saver_of
 from etrain_jupyter.elastic.turn import Turn, begin_collecting
 
 STEPS_PER_LIMIT = 10
@@ -63,8 +64,8 @@ def check_stalls(turn: Turn) -> None:
         _check_generation(turn)
     elif phase == "collecting":
         _check_reports(turn)
-    elif phase == "closing":
-        _check_frozen(turn, turn.state.in_phase("reported"), turn.state.hang_s)
+    elif phase in ("closing", "gathering"):
+        _check_saver(turn)
 
 
 def excuse_sleep(turn: Turn, asleep_s: float) -> None:
@@ -76,7 +77,10 @@ def excuse_sleep(turn: Turn, asleep_s: float) -> None:
             signs = dataclasses.replace(signs, heard_at=heard_at, moved_at=moved_at)
         killed_at = member.killed_at and member.killed_at + asleep_s
         turn.set_member(member, since=member.since + asleep_s, signs=signs, killed_at=killed_at)
-    turn.set(since=turn.state.since + asleep_s)
+    saving = turn.state.saving
+    if saving.since:
+        saving = dataclasses.replace(saving, since=saving.since + asleep_s)
+    turn.set(since=turn.state.since + asleep_s, saving=saving)
 
 
 # --- the ranks of a generation ---
@@ -185,6 +189,18 @@ def _check_reports(turn: Turn) -> None:
             how = f"{_frozen_words(member)}, " if is_frozen else ""
             why = f"{how}no report {quiet_s:.0f} s after its generation was aborted"
             _kill(turn, member, why)
+
+
+def _check_saver(turn: Turn) -> None:
+    """A checkpoint is waited for: whoever writes it must move, but may take long."""
+    state = turn.state
+    saver = saver_of(state)
+    _check_frozen(turn, [saver] if saver else [], state.hang_s)
+    if saver is None:
+        return
+    quiet_s = turn.now - _moved_at(state.replace(members={}, since=state.saving.since), [saver])
+    if quiet_s > RESTORE_PATIENCE * state.hang_s and _are_heard(turn, [saver]):
+        _kill(turn, saver, f"no progress for {quiet_s:.0f} s while it saved step {state.step}")
 
 
 def _check_newcomers(turn: Turn) -> None:

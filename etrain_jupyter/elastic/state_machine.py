@@ -21,8 +21,9 @@ from typing import Any
 from etrain_jupyter.elastic import stimuli as s
 from etrain_jupyter.elastic.commands import Command
 from etrain_jupyter.elastic.formation import advance
-from etrain_jupyter.elastic.losses import take_trainer_lost, take_worker_gone
-from etrain_jupyter.elastic.membership import JobState, UserError
+from etrain_jupyter.elastic.losses import do_without, take_trainer_lost, take_worker_gone
+from etrain_jupyter.elastic.membership import JobState, Member, UserError
+from etrain_jupyter.elastic.saving import take_saved
 from etrain_jupyter.elastic.stalls import check_stalls, excuse_sleep, take_progress
 from etrain_jupyter.elastic.turn import (
     Turn,
@@ -36,6 +37,10 @@ from etrain_jupyter.events import types as events
 
 SCALED_DOWN = "scaled down"
 """Why a worker leaves that the job may not have any more."""
+
+LAST_SAVE_S = 30.0
+"""How long before its machine is taken the last holder of the state stops to step, and saves it; at
+most half of the time that the notice gave."""
 
 
 def handle(state: JobState, stimulus: s.Stimulus, now: float) -> tuple[JobState, list[Command]]:
@@ -75,7 +80,10 @@ def _take_noticed(turn: Turn, stimulus: s.WorkerNoticed) -> None:
     turn.set(assigned=tuple(w for w in turn.state.assigned if w != stimulus.worker))
     member = turn.state.of_worker(stimulus.worker)
     if member is not None:
-        ask_to_leave(turn, member, "preempted")
+        left_s = max(0.0, stimulus.deadline - turn.now)
+        save_at = stimulus.deadline - min(LAST_SAVE_S, left_s / 2)
+        turn.set_member(member, save_at=save_at)
+        ask_to_leave(turn, turn.state.members[member.trainer], "preempted")
 
 
 def _take_warm(turn: Turn, stimulus: s.TrainerWarm) -> None:
@@ -89,13 +97,16 @@ def _take_formed(turn: Turn, stimulus: s.TrainerFormed) -> None:
     member = turn.state.members.get(stimulus.trainer)
     if member is None or stimulus.generation != turn.state.generation or member.formed:
         return
+    if turn.state.is_restoring and not any(m.formed for m in turn.state.in_phase("ranked")):
+        known = tuple(saved for saved in turn.state.saved_steps if saved <= stimulus.step)
+        turn.set(step=stimulus.step, saved_steps=known)
     times = (stimulus.connect_s, stimulus.sync_s, stimulus.wrap_s)
     since = member.steps_since or turn.now
     turn.set_member(member, formed=True, steps_since=since, form_times=times)
     ranks = [m for m in turn.state.in_phase("ranked", "reported") if m.formed]
     if len(ranks) == turn.state.world_size:
         slowest = [max(m.form_times[part] for m in ranks) for part in range(3)]
-        turn.set(is_ready=True, failed_forms=0)
+        turn.set(is_ready=True, has_trained=True, failed_forms=0)
         turn.publish(
             events.GenerationReady,
             world_size=len(ranks),
@@ -125,8 +136,13 @@ def _take_user_error(turn: Turn, stimulus: s.UserErrorSeen) -> None:
     member = turn.state.members.get(stimulus.trainer)
     if member is None:
         return
+    if _is_dispensable(turn.state, member):
+        do_without(turn, member, stimulus)
+        return
     known = turn.state.user_error
-    step = max(0, stimulus.progress[0])
+    # An update that broke off leaves no state behind; the log knows how far it was.
+    holds_none = stimulus.progress == s.NO_PROGRESS
+    step = turn.state.step if holds_none else stimulus.progress[0]
     if known is None:
         found = UserError(
             error=stimulus.error,
@@ -143,17 +159,15 @@ def _take_user_error(turn: Turn, stimulus: s.UserErrorSeen) -> None:
     begin_collecting(turn)
 
 
+def _is_dispensable(state: JobState, member: Member) -> bool:
+    """Whether the job trains well without it: others hold a state that the same code has made."""
+    is_newcomer = member.phase in ("starting", "warm")
+    return is_newcomer and state.has_trained and bool(state.in_phase("ranked", "reported"))
+
+
 def _take_steps(turn: Turn, stimulus: s.StepsCommitted) -> None:
     turn.set(step=max(turn.state.step, stimulus.step), step_s=stimulus.step_s)
-
-
-def _take_saved(turn: Turn, stimulus: s.CheckpointSaved) -> None:
-    if stimulus.ok:
-        turn.set(saved_step=max(turn.state.saved_step, stimulus.step))
-    if turn.state.phase == "closing":
-        newest = max((m.progress[0] for m in turn.state.in_phase("reported")), default=0)
-        if stimulus.step >= newest:  # an older one may have been under way when the job was ended
-            end_job(turn)
+    turn.set(last_step_at=stimulus.committed_at or turn.now)
 
 
 def _take_bounds(turn: Turn, stimulus: s.BoundsChanged) -> None:
@@ -199,7 +213,7 @@ _TAKE: dict[type, Callable[[Turn, Any], None]] = {
     s.ProgressSeen: take_progress,
     s.UserErrorSeen: _take_user_error,
     s.StepsCommitted: _take_steps,
-    s.CheckpointSaved: _take_saved,
+    s.CheckpointSaved: take_saved,
     s.BoundsChanged: _take_bounds,
     s.PauseAsked: _take_pause,
     s.ResumeAsked: _take_resume,

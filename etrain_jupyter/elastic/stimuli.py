@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 Progress = tuple[int, int]
@@ -24,6 +25,8 @@ class WorkerNoticed:
     """A worker's machine will be taken away: it leaves at the next step boundary."""
 
     worker: str
+    deadline: float = math.inf
+    """When it will be taken, in seconds since the epoch; infinite if nobody knows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +57,8 @@ class TrainerFormed:
     sync_s: float = 0.0
     wrap_s: float = 0.0
     """How long the parts took it, see ``events.GenerationReady``."""
+    step: int = 0
+    """Where it goes on from; only the ranks know which checkpoint could be read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +123,8 @@ class StepsCommitted:
 
     step: int
     step_s: float
+    committed_at: float = 0.0
+    """When rank 0 made it, by the coordinator's clock as far as is known; 0.0 if it is not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +133,10 @@ class CheckpointSaved:
 
     step: int
     ok: bool = True
+    trainer: str = ""
+    """Who wrote it; empty stands for whoever was asked to."""
+    error: str = ""
+    """Why it could not be written."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,6 @@ from etrain_jupyter.elastic.commands import (
     Command,
     Publish,
     ReleaseTrainer,
-    SaveCheckpoint,
     StartTrainer,
 )
 from etrain_jupyter.elastic.membership import JobState, Member
@@ -121,30 +120,18 @@ def publish_undone(turn: Turn) -> None:
         turn.set(undone=tuple(told for told in known if told[0] <= newest))
 
 
-def close_job(turn: Turn) -> None:
-    """Make the newest state durable, then end; go on if those that had finished died before."""
-    state = turn.state
-    holders = sorted(state.in_phase("reported"), key=lambda m: m.progress, reverse=True)
-    newest = holders[0].progress[0] if holders else -1
-    if state.outcome == "finished" and max(newest, state.saved_step) < state.step:
-        # What is lost is trained again. The coordinator shares the workers anew: others may have
-        # got them, because this job was about to end.
-        turn.set(outcome="", assigned=())
-        enter_phase(turn, "gathering")
-        return
-    if newest <= max(0, state.saved_step):
-        end_job(turn)
-        return
-    if state.phase != "closing":
-        enter_phase(turn, "closing")
-    turn.do(SaveCheckpoint(trainer=holders[0].trainer))
+def end_job(turn: Turn, *, unsaved: str = "") -> None:
+    """Release everybody and tell how the job ended.
 
-
-def end_job(turn: Turn) -> None:
-    """Release everybody and tell how the job ended."""
+    Args:
+        turn: The job.
+        unsaved: Why its last checkpoint is missing; a job without its weights has not finished.
+    """
     for member in list(turn.state.members.values()):
         turn.do(ReleaseTrainer(trainer=member.trainer))
     outcome = turn.state.outcome or "stopped"
+    if unsaved and outcome == "finished":
+        outcome = "failed"
     error = turn.state.user_error
     if error is not None:
         turn.publish(
@@ -156,13 +143,12 @@ def end_job(turn: Turn) -> None:
         )
     turn.set(members={})
     enter_phase(turn, "ended")
-    turn.set_status(outcome, error.error if error is not None else "")
+    reasons = [error.error if error is not None else "", unsaved]
+    turn.set_status(outcome, "; ".join(reason for reason in reasons if reason))
 
 
 def enter_phase(turn: Turn, phase: str) -> None:
     """Enter a phase now."""
-    if turn.state.phase == "running" and phase != "running":
-        turn.set(last_step_at=turn.now)
     if phase != turn.state.phase:
         turn.set(phase=phase, since=turn.now)
     elif phase == "running":

@@ -47,6 +47,8 @@ class TrainLoop:
         """Set by the control thread; carried to all ranks by the next step or evaluation batch."""
         self.in_step = False
         """Whether a step has been begun and not committed."""
+        self.is_torn = False
+        """Whether an update has been begun and not ended: the weights are of no step."""
         self.faults: Faults = NO_FAULTS
         """What this trainer has to do to itself, and where."""
         self.page: ProgressPage | None = None
@@ -178,7 +180,9 @@ class TrainLoop:
         model = self.workload.model
         if self.config.clip_grad_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), self.config.clip_grad_norm)
+        self.is_torn = True
         self.workload.optimizer.step()
+        self.is_torn = False
         self._forget_gradients()
         self.step += 1
         self.num_timed_evals += step.header.is_eval_asked

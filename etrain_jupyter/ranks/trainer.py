@@ -146,27 +146,38 @@ class Trainer:
         self._enter_folder()
         self._bundle = open_bundle(self._order["bundle"])
         self._bundle.install_sources()
+        self._build()
+        # Trainers are numbered in the order in which the job starts them.
+        number = int(self._name.rpartition("/")[2]) - 1
+        self._faults.at("warm", rank=number, step=0)
+        self._beat()
+        self._tell_hello(time.monotonic() - started)
+
+    def _build(self) -> None:
+        """Build what the notebook gave us, with the weights that its code gives, and try it."""
+        assert self._bundle is not None
         workload = build_workload(self._config, self._bundle, choose_device())
         plan = WorkPlan.of(self._config, workload)
-        self._loop = TrainLoop(workload, self._config, plan, self._reporter.send)
-        self._loop.faults, self._loop.page = self._faults, self._page
+        loop = TrainLoop(workload, self._config, plan, self._reporter.send)
+        if self._loop is not None:  # the control thread may have set it already
+            loop.change_pending = self._loop.change_pending
+        loop.faults, loop.page = self._faults, self._page
+        self._loop = loop
         self._beat()
-        self._loop.warm_up()
+        loop.warm_up()
         self._take_state()  # what cannot be sent or saved is refused now, not at the first join
+        starts = self._checkpointer.starts if self._checkpointer is not None else []
         self._checkpointer = Checkpointer(
             store=open_store(self._order["checkpoints"]),
-            loop=self._loop,
+            loop=loop,
             job_id=self._order["job_id"],
             config=self._config,
             send=self._reporter.send,
             records_after=self._reporter.records_after,
         )
-        self._loop.after_step.append(self._checkpointer.after_step)
-        # Trainers are numbered in the order in which the job starts them.
-        number = int(self._name.rpartition("/")[2]) - 1
-        self._faults.at("warm", rank=number, step=0)
-        self._beat()
-        self._tell_hello(plan, time.monotonic() - started)
+        self._checkpointer.starts = starts
+        loop.after_step.append(self._checkpointer.after_step)
+        self._is_fresh = True
 
     def _enter_folder(self) -> None:
         """Work in the notebook's folder, if it is there: relative paths mean the same."""
@@ -175,8 +186,9 @@ class Trainer:
             os.chdir(folder)
             sys.path.insert(0, folder)
 
-    def _tell_hello(self, plan: WorkPlan, warm_s: float) -> None:
+    def _tell_hello(self, warm_s: float) -> None:
         assert self._loop is not None
+        plan = self._loop.plan
         model = self._loop.workload.model
         facts = facts_of(self._loop.workload.device)
         self._is_busy = False
@@ -214,6 +226,9 @@ class Trainer:
                 if is_our_defect(exc):
                     raise  # nobody's error: this process ends, and the others go on
                 group.close()
+                # An optimizer that raised has moved some of the weights: nobody may go on from
+                # them, nor save them.
+                self._has_state = self._has_state and not self._loop.is_torn
                 self._tell_user_error(exc, generation=group.generation)
                 return
             why = "failed"
@@ -238,10 +253,13 @@ class Trainer:
         group.form()
         clock.append(time.monotonic())
         self._beat(phase="syncing")
+        assert self._checkpointer is not None
+        self._checkpointer.starts = message["starts"]
         if message["restore"]:
-            self._restore(group)
+            self._restore(group, message["log_end"])
         moved = self._share_state(group, message, step)
         self._has_state = True
+        self._checkpointer.starts.append(self._loop.step)
         clock.append(time.monotonic())
         gradients = self._loop.wrap(group)
         clock.append(time.monotonic())
@@ -296,14 +314,18 @@ class Trainer:
         header, tensors = take_state(workload.model, workload.optimizer, workload.extras)
         return {"counters": self._loop.counters(), **header}, tensors
 
-    def _restore(self, group: RankGroup) -> None:
+    def _restore(self, group: RankGroup, log_end: int) -> None:
         """Nobody holds the state any more: rank 0 goes back to the newest checkpoint."""
         assert self._loop is not None
         assert self._checkpointer is not None
-        records = self._checkpointer.restore_newest() if group.rank == 0 else []
+        records: list[Message] | None = []
+        if group.rank == 0:
+            records = self._checkpointer.restore_newest(logged_step=log_end)
         if records is None and not self._is_fresh:
-            # A new trainer begins with the weights that the notebook's code gives it.
-            raise RuntimeError("half of a state was received, and no checkpoint was written")
+            # Half of a state was received, and its sender is dead. What nobody has any more
+            # begins anew, as in a new trainer.
+            self._loop.workload.close()
+            self._build()
         self._reporter.adopt(records or [])
 
     def _save(self, message: Message) -> None:
@@ -312,6 +334,7 @@ class Trainer:
         generation: int = message["generation"]
         # The job's last checkpoint: perhaps the rank 0 that owed the log these steps is dead.
         self._reporter.begin(generation=generation, rank=0, logged_step=message["logged_step"])
+        self._checkpointer.starts = message["starts"]
         self._checkpointer.save_now(generation)
         self._beat(phase="idle")
 

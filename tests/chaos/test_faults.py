@@ -142,6 +142,13 @@ TABLE = (
         causes="SIGKILL",
     ),
     Row(
+        name="death of rank 0 while it hands out the first weights, and nothing is saved",
+        plan=FaultPlan().kill(rank=0, step=0, at="sync"),
+        causes="SIGKILL",
+        undoes=False,
+        restored=True,
+    ),
+    Row(
         name="death of a newcomer before it is warm",
         # Trainers are counted from 0: the fifth is the one in the place of the first lost.
         plan=FIRST.kill(rank=4, step=0, at="warm"),
@@ -204,6 +211,22 @@ async def test_noticed_worker_leaves_without_a_loss_and_another_one_comes(rig: R
     assert found(log, WorkerLost) == []
     left = [e.worker for e in found(log, WorkerLeft) if not is_end(e)]
     assert left == [found(log, FaultInjected)[0].worker]
+    assert len(found(log, StepCompleted)) == NUM_STEPS
+
+
+async def test_notice_to_all_that_hold_the_state_saves_it_before_they_go(rig: Rig) -> None:
+    # Their successors take longer to warm up than the notice leaves.
+    faults = FaultPlan()
+    for rank in range(4):
+        faults = faults.notice(rank=rank, step=AT, notice_s=1.0)
+    job = await start(rig, faults)
+    log = await job.end()
+
+    assert job.status == "finished", job.describe()
+    assert_invariants(log)
+    assert found(log, StepUndone) == []
+    assert found(log, WorkerLost) == []
+    assert [e.num_undone for e in found(log, JobRestored)] in ([], [0])
     assert len(found(log, StepCompleted)) == NUM_STEPS
 
 

@@ -23,6 +23,7 @@ from etrain_jupyter.events.types import (
     JobRestored,
     LogLine,
     StepUndone,
+    UserErrorRaised,
     WeightsHashed,
     WorkerLeft,
     WorkerLost,
@@ -293,3 +294,29 @@ def test_what_a_rank_prints_is_in_the_log(submit):
     job = submit(**body(loss=chatty, epochs=1, workers={"min": 1, "max": 1}))
     finish(job)
     assert "hello from the loss" in {e.text for e in found(job, LogLine)}
+
+
+class Torn(torch.optim.SGD):
+    """Moves the first weights, and raises before it moves the others."""
+
+    def step(self, closure: Any = None) -> None:
+        self.num_steps = getattr(self, "num_steps", 0) + 1
+        if self.num_steps < 12:
+            return super().step(closure)
+        self.param_groups[0]["params"][0].data.add_(1.0)
+        raise ArithmeticError("the update went wrong")
+
+
+def make_torn(parameters: Any) -> Torn:
+    return Torn(parameters, lr=0.01)
+
+
+def test_half_updated_weights_are_never_saved(submit):
+    job = submit(**body(optimizer=make_torn, workers={"min": 1, "max": 1}))
+    until(lambda: job.status in TERMINAL_STATUSES, "the end")
+    assert job.status == "failed"
+    (error,) = found(job, UserErrorRaised)
+    assert "ArithmeticError: the update went wrong" in error.error
+    assert error.step == 11
+    # One an epoch of seven steps; the last good step's weights are gone.
+    assert [event.step for event in found(job, CheckpointCommitted)] == [7]

@@ -126,7 +126,13 @@ class AveragedGradients:
         return contextlib.nullcontext()
 
     def close(self) -> None:
-        """Do nothing: what wraps the model goes with this object."""
+        """Take DDP off the model, now and in this thread.
+
+        Its reducer takes its hooks off the parameters when it is freed. Left to chance (some
+        exception refers to it), that may happen while the next generation differentiates.
+        """
+        if isinstance(self._module, DistributedDataParallel):
+            del self._module.logger, self._module.reducer
 
 
 def _wrap(model: nn.Module, group: RankGroup, has_unused: bool) -> nn.Module:

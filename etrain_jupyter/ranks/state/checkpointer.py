@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import threading
@@ -16,6 +17,7 @@ from safetensors.torch import load_file, save
 from etrain_jupyter.checkpoints import Manifest, choose_steps_to_keep, manifest_key
 from etrain_jupyter.checkpoints.base import CheckpointStore, open_newest
 from etrain_jupyter.config.schema import TrainConfig
+from etrain_jupyter.elastic.lineage import is_of_job
 from etrain_jupyter.errors import CheckpointError
 from etrain_jupyter.ranks.group.process_group import RankGroup
 from etrain_jupyter.ranks.schedule import Every
@@ -65,9 +67,12 @@ class Checkpointer:
         self._config = config
         self._send = send
         self._records_after = records_after
+        self.starts: list[int] = []
+        """The step at which each generation of the job began, up to the present one."""
         self._writer: threading.Thread | None = None
         self._asked = threading.Event()
         self._owed = False
+        self._is_waited_for = False
         every = config.checkpoint.every
         self._every = Every(every, loop.plan) if every is not None else None
 
@@ -101,8 +106,10 @@ class Checkpointer:
     def save_now(self, generation: int) -> None:
         """Save the present state and return when it is durable, or known to have failed."""
         self.join()
+        self._is_waited_for = True
         self._start(generation)
         self.join()
+        self._is_waited_for = False
 
     def join(self) -> None:
         """Wait for the checkpoint in flight, if there is one."""
@@ -145,6 +152,7 @@ class Checkpointer:
         self._send({"op": "checkpoint_committed", "generation": copy.generation, "record": facts})
 
     def _commit(self, copy: _Copy) -> Manifest:
+        self._check_manifests(copy.step, copy.generation)
         folder = self._store.begin(copy.step)
         contents: dict[str, Callable[[], bytes]] = {
             MODEL_PART: lambda: save(_strip(copy.tensors, MODEL), {"format": "pt"}),
@@ -154,9 +162,10 @@ class Checkpointer:
         rest = {k: v for k, v in copy.tensors.items() if not k.startswith((MODEL, OPTIMIZER))}
         if rest:
             contents[EXTRA_PART] = lambda: save(rest)
-        parts = {
-            name: self._store.put_part(folder, name, make()) for name, make in contents.items()
-        }
+        parts = {}
+        for name, make in contents.items():
+            parts[name] = self._store.put_part(folder, name, make())
+            self._beat_if_waited_for()
         manifest = Manifest(
             step=copy.step,
             job_id=self._job_id,
@@ -166,14 +175,54 @@ class Checkpointer:
             parts=parts,
         )
         if not self._store.commit(manifest):
-            # Somebody else committed this step; its weights are the same.
+            # Another rank was as far, with the same weights.
             return self._store.read_manifest(copy.step)
         steps = self._store.list_steps()
         self._store.prune(choose_steps_to_keep(steps, keep=self._config.checkpoint.keep))
         return manifest
 
-    def restore_newest(self) -> list[dict[str, Any]] | None:
+    def _check_manifests(self, step: int, generation: int) -> None:
+        """Leave the store alone once a later generation writes to it: this rank is cut off.
+
+        What an earlier one wrote of this very step after it had been given up makes room.
+
+        Raises:
+            CheckpointError: If a later generation writes.
+        """
+        writers = self._writers()
+        newest, known = max(((g, known) for known, g in writers.items()), default=(0, 0))
+        if newest > generation:
+            raise CheckpointError(
+                f"generation {generation} was given up: generation {newest} has saved step "
+                f"{known}. Nothing was written"
+            )
+        if step in writers and not self._is_of_job(writers[step], step):
+            self._store.prune([other for other in self._store.list_steps() if other != step])
+
+    def _writers(self) -> dict[int, int]:
+        """Return which generation wrote each step's manifest, as far as they can be read."""
+        writers = {}
+        for step in self._store.list_steps():
+            with contextlib.suppress(CheckpointError):
+                writers[step] = self._store.read_manifest(step).generation
+        return writers
+
+    def _is_of_job(self, generation: int, step: int) -> bool:
+        return is_of_job(generation=generation, step=step, starts=self.starts)
+
+    def _beat_if_waited_for(self) -> None:
+        """Give a sign of life for the main thread, while it does nothing but wait for this."""
+        if self._is_waited_for and self._loop.page is not None:
+            self._loop.page.beat(phase="saving")
+
+    def restore_newest(self, *, logged_step: int) -> list[dict[str, Any]] | None:
         """Load the newest checkpoint that verifies; return its last steps' records.
+
+        One that a generation wrote after it had been given up is passed over, and one whose steps
+        the log could not be told of.
+
+        Args:
+            logged_step: The newest step in the log.
 
         Returns:
             None if there is no checkpoint; then nothing was changed.
@@ -183,7 +232,21 @@ class Checkpointer:
         """
         if not self._store.list_steps():
             return None
-        found = open_newest(self._store, job_id=self._job_id)
+
+        def check(manifest: Manifest, files: dict[str, Path]) -> None:
+            if not self._is_of_job(manifest.generation, manifest.step):
+                raise CheckpointError(
+                    f"generation {manifest.generation} wrote it after it had been given up"
+                )
+            known = {record["step"] for record in _header_of(files).get("records", [])}
+            missing = set(range(logged_step + 1, manifest.step + 1)) - known
+            if missing:
+                raise CheckpointError(
+                    f"nobody can tell the log of its step {min(missing)}, which ends at "
+                    f"{logged_step}"
+                )
+
+        found = open_newest(self._store, job_id=self._job_id, check=check)
         for reason in found.skipped:
             text = f"checkpoint passed over: {reason}"
             self._send({"op": "log", "level": "warning", "text": text})
@@ -192,7 +255,7 @@ class Checkpointer:
 
 def restore(loop: TrainLoop, files: dict[str, Path]) -> list[dict[str, Any]]:
     """Load the parts of one checkpoint into a trainer; return its last steps' records."""
-    header = json.loads(files[STATE_PART].read_text())
+    header = _header_of(files)
     tensors = {MODEL + k: v for k, v in load_file(files[MODEL_PART]).items()}
     tensors |= {OPTIMIZER + k: v for k, v in load_file(files[OPTIMIZER_PART]).items()}
     if EXTRA_PART in files:
@@ -208,6 +271,11 @@ def config_digest(config: TrainConfig) -> str:
     """Return the SHA-256 of a configuration's JSON form."""
     text = json.dumps(config.model_dump(mode="json"), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _header_of(files: dict[str, Path]) -> dict[str, Any]:
+    header: dict[str, Any] = json.loads(files[STATE_PART].read_text())
+    return header
 
 
 def _strip(tensors: Tensors, prefix: str) -> Tensors:

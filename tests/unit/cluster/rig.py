@@ -29,12 +29,13 @@ class Nodes:
         self.killed: list[str] = []
         self.released: list[str] = []
         self.wanted = 0
+        self.most: int | None = None
 
     def want(self, count: int, *, reason: str) -> None:
         self.wanted = count
 
     def capacity(self) -> int | None:
-        return None
+        return self.most
 
     def nodes(self) -> list[dict[str, Any]]:
         return []

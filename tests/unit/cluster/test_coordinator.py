@@ -8,6 +8,7 @@ import pytest
 
 from etrain_jupyter.cluster.coordinator import Coordinator
 from etrain_jupyter.cluster.requests import RequestError
+from etrain_jupyter.elastic.chaos import FAULT_KINDS
 from etrain_jupyter.events import types as events
 from tests.unit.cluster.rig import Nodes, Rig
 
@@ -253,7 +254,7 @@ async def test_fault_of_a_rank_that_is_not_there_waits_for_it(rig):
 async def test_fault_by_hand_is_ordered_of_the_supervisor_and_told(rig):
     await rig.start("w1", "w2")
     words = rig.coordinator._requests.do(rig.job, "fault", {"kind": "hang"})
-    assert words == "w2 suffers hang"
+    assert words.startswith("w2 has its trainer hang for ever; that is found when the others")
     [order] = rig.orders("w2", "fault")
     assert (order["trainer"], order["kind"]) == (rig.trainer("w2"), "hang")
     rig.tell("w2", "exited", cause="no progress")
@@ -270,7 +271,10 @@ async def test_chaos_strikes_until_it_is_switched_off(rig):
     await rig.start("w1", "w2")
     do = rig.coordinator._requests.do
     words = do(rig.job, "chaos", {"mtbf_s": 2.0, "mode": "stop", "seed": 4})
-    assert words == "stop every 2 s on average until the job ends, seed 4"
+    assert words == (
+        "faults by chance: stop every 2 s on average until the job ends, seed 4. "
+        "%etrain chaos --off ends it"
+    )
     ticks(rig, 60, "w1", "w2")
     num_strikes = len(rig.events(events.FaultInjected))
     assert num_strikes > 10
@@ -279,6 +283,32 @@ async def test_chaos_strikes_until_it_is_switched_off(rig):
     ticks(rig, 60, "w1", "w2")
     assert len(rig.events(events.FaultInjected)) == num_strikes
     assert do(rig.job, "chaos", {"off": True}) == "there was no chaos"
+    told = [e.text for e in rig.events(events.LogLine) if e.text.startswith("chaos")]
+    assert told == [
+        "chaos: stop every 2 s on average until the job ends, seed 4",
+        "chaos: over",
+    ]
+
+
+async def test_second_chaos_says_that_it_takes_the_place_of_the_first(rig):
+    await rig.start("w1")
+    do = rig.coordinator._requests.do
+    do(rig.job, "chaos", {"seed": 4})
+    assert "the chaos that there was is over" in do(rig.job, "chaos", {"seed": 5})
+
+
+async def test_chaos_leaves_alone_who_leaves_anyway(rig):
+    await rig.start("w1")
+    rig.coordinator._requests.do(rig.job, "chaos", {"mtbf_s": 1.0, "mode": "notice", "seed": 4})
+    ticks(rig, 30, "w1")
+    assert len(rig.events(events.PreemptionNoticed)) == 1
+
+
+async def test_every_fault_that_can_be_asked_for_has_words(rig):
+    await rig.start("w1", "w2")
+    for kind in (*FAULT_KINDS, "error", "disconnect"):
+        words = rig.coordinator._requests.do(rig.job, "fault", {"kind": kind, "worker": "w1"})
+        assert words.startswith("w1 "), kind
 
 
 async def test_chaos_of_a_mode_that_is_none_is_refused(rig):
@@ -303,7 +333,60 @@ async def test_noticed_worker_is_killed_when_its_time_is_over(rig):
     assert "w2" in rig.nodes.killed
 
 
+async def test_no_notice_takes_an_earlier_one_back(rig):
+    await rig.start("w1", "w2")
+    for notice_s in (5.0, 60.0, 2.0):
+        args = {"worker": "w2", "notice_s": notice_s}
+        rig.coordinator._requests.do(rig.job, "preempt", args)
+    deadlines = [e.deadline for e in rig.events(events.PreemptionNoticed)]
+    assert deadlines == [rig.now + 5.0, rig.now + 2.0]
+
+
+async def test_noticed_worker_is_replaced_at_once_and_not_twice(rig):
+    await rig.start("w1")
+    assert rig.nodes.wanted == 1
+    rig.coordinator._requests.do(rig.job, "preempt", {"worker": "w1", "notice_s": 60.0})
+    assert rig.nodes.wanted == 2
+    rig.hello("w2")
+    rig.warm("w2")
+    rig.report("w1", 5, "planned")
+    for worker in ("w1", "w2"):
+        rig.tell(worker, "formed", step=5)
+    for worker in ("w1", "w2"):
+        rig.report(worker, 6, "planned")
+    assert [m.worker for m in rig.job.state.members.values()] == ["w2"]
+    ticks(rig, 1, "w2")
+    assert (set(rig.nodes.released), rig.nodes.wanted) == ({"w1"}, 1)
+
+
 # --- requests ---
+
+
+async def test_scale_beyond_the_pool_says_how_many_there_can_be(rig):
+    await rig.start("w1")
+    rig.nodes.most = 8
+    words = rig.coordinator._requests.do(rig.job, "scale", {"max": 1000})
+    assert words == (
+        "trains on 1 to 8 workers from now on; max=1000 is more than the 8 that this pool can have"
+    )
+    assert rig.job.state.max_workers == 8
+
+
+async def test_pause_and_resume_say_when_there_is_nothing_to_do(rig):
+    await rig.start("w1")
+    rig.commit("w1", 1)
+    do = rig.coordinator._requests.do
+    assert do(rig.job, "resume", {}) == "is not paused; it is running at step 1"
+    assert do(rig.job, "pause", {}).startswith("pauses at the next step boundary")
+    assert do(rig.job, "pause", {}) == "is paused already, at step 1; %etrain resume goes on"
+
+
+async def test_stop_of_a_job_that_stands_still_says_what_does_not_wait(rig):
+    await rig.start("w1")
+    rig.commit("w1", 1)
+    rig.now += 25.0
+    words = rig.coordinator._requests.do(rig.job, "stop", {})
+    assert words.endswith("No step has ended for 25 s: %etrain stop --now does not wait for one")
 
 
 async def test_reproducible_job_is_not_scaled_beyond_its_shards(rig):

@@ -280,3 +280,143 @@ def test_checkpoint_that_was_under_way_does_not_pass_for_the_last_one():
     assert story.state.phase == "closing"
     story.tell(s.CheckpointSaved(step=83))
     assert story.state.status == "stopped"
+
+
+# --- more workers are asked for than are here ---
+
+
+def test_job_below_a_raised_minimum_keeps_its_state_and_waits():
+    story = Story().start("w1", "w2").tell(s.BoundsChanged(min_workers=3, max_workers=4))
+    assert story.found(c.AnnounceChange)
+    story.report("w1", step=5).report("w2", step=5)
+    assert (story.state.status, story.state.reason) == ("waiting", "2 of min 3 workers are here")
+    assert not story.found(c.ReleaseTrainer)
+    story.tell(s.WorkersAssigned(workers=("w1", "w2", "w3"))).warm("w3")
+    assert story.ranks() == ["w1", "w2", "w3"]
+    [form] = story.found(c.FormGeneration)
+    assert (form.step, form.behind, form.restore) == (5, (2,), False)
+
+
+def test_job_goes_on_when_a_raised_minimum_is_lowered_again():
+    story = Story().start("w1").tell(s.BoundsChanged(min_workers=2, max_workers=4))
+    story.report("w1", step=5).tell(s.BoundsChanged(min_workers=1, max_workers=4))
+    assert story.ranks() == ["w1"]
+    assert story.state.status == "running"
+    [formed] = story.found(events.GenerationFormed)
+    assert formed.why == "resume"
+
+
+def test_newcomers_that_are_warm_already_count_for_a_raised_minimum():
+    story = Story().start("w1").tell(s.WorkersAssigned(workers=("w1", "w2", "w3"))).warm("w2")
+    assert not story.found(c.AnnounceChange)  # w3 may be ready in a moment
+    story.tell(s.BoundsChanged(min_workers=2, max_workers=4))
+    assert not story.found(c.AnnounceChange)
+
+
+# --- errors of newcomers ---
+
+
+def user_error(story: Story, worker: str) -> Story:
+    """The notebook's code raises while a trainer warms up."""
+    return story.tell(
+        s.UserErrorSeen(
+            trainer=story.trainer(worker),
+            generation=0,
+            progress=s.NO_PROGRESS,
+            error="FileNotFoundError: train.bin",
+            traceback="Cell In[2]",
+        )
+    )
+
+
+def test_job_that_trains_does_without_a_newcomer_on_which_the_code_fails():
+    story = Story().start("w1").tell(s.WorkersAssigned(workers=("w1", "w2")))
+    trainer = story.trainer("w2")
+    user_error(story, "w2")
+    assert story.state.status == "running"
+    assert [x.trainer for x in story.found(c.ReleaseTrainer)] == [trainer]
+    [lost] = story.found(events.WorkerLost)
+    assert (lost.worker, lost.cause) == (
+        "w2",
+        "the notebook's code fails there: FileNotFoundError: train.bin",
+    )
+    told = story.found(events.LogLine)[0]
+    assert (told.level, told.worker) == ("warning", "w2")
+    assert told.text == (
+        "w2 cannot train, the others go on: FileNotFoundError: train.bin\nCell In[2]"
+    )
+    assert not story.found(c.AbortGeneration)
+
+
+def test_worker_on_which_the_code_fails_is_tried_again_less_and_less_often():
+    story = Story().start("w1").tell(s.WorkersAssigned(workers=("w1", "w2")))
+    for wait_s in (1, 2, 4, 8, 16, 32, 60, 60):
+        user_error(story, "w2")
+        assert not story.wait(wait_s - 0.5).found(c.StartTrainer)
+        assert story.wait(1).found(c.StartTrainer)
+    assert story.state.status == "running"
+
+
+def test_error_of_a_newcomer_fails_a_job_that_has_never_trained():
+    story = Story().tell(s.WorkersAssigned(workers=("w1", "w2"))).warm("w1")
+    user_error(story, "w2")
+    assert story.state.status == "failed"
+
+
+def test_error_of_a_newcomer_fails_a_job_whose_state_nobody_holds():
+    story = Story().start("w1").tell(s.WorkersAssigned(workers=("w1", "w2")))
+    story.tell(s.WorkerGone(worker="w1", cause="gone"))
+    user_error(story, "w2")
+    assert story.state.status == "failed"
+
+
+def test_error_that_leaves_no_state_behind_tells_the_last_good_step():
+    story = Story().start("w1").tell(s.StepsCommitted(step=11, step_s=0.1))
+    story.tell(
+        s.UserErrorSeen(
+            trainer=story.trainer("w1"),
+            generation=1,
+            progress=s.NO_PROGRESS,
+            error="ArithmeticError: half of an update",
+            traceback="",
+        )
+    )
+    [error] = story.found(events.UserErrorRaised)
+    assert error.step == 11
+    assert not story.found(c.SaveCheckpoint, ever=True)
+    assert story.state.status == "failed"
+
+
+# --- how long nobody stepped ---
+
+
+def test_stall_counts_from_the_last_step_not_from_when_the_hang_was_found():
+    story = Story().start("w1", "w2").tell(s.StepsCommitted(step=4, step_s=0.1))
+    story.wait(6.5).tell(s.TrainerLost(trainer=story.trainer("w2"), cause="hung"))
+    story.report("w1", step=4, why="failed")
+    [formed] = story.found(events.GenerationFormed)
+    assert 6.5 <= formed.stall_s < 6.6
+
+
+# --- notices where too few would be left ---
+
+
+def test_noticed_worker_trains_on_while_too_few_would_be_left_and_others_come():
+    story = Story(min_workers=2).start("w1", "w2")
+    story.tell(s.WorkerNoticed(worker="w2", deadline=story.now + 120))
+    assert not story.found(c.AnnounceChange)
+    story.tell(s.WorkersAssigned(workers=("w1", "w3"))).warm("w3")
+    assert story.found(c.AnnounceChange)
+    story.report("w1", step=5).report("w2", step=5)
+    assert story.ranks() == ["w1", "w3"]
+    assert [x.worker for x in story.found(events.WorkerLeft)] == ["w2"]
+
+
+def test_noticed_worker_leaves_in_time_although_too_few_are_left():
+    story = Story(min_workers=2).start("w1", "w2")
+    story.tell(s.WorkerNoticed(worker="w2", deadline=story.now + 120))
+    story.wait(91.0)
+    assert story.found(c.AnnounceChange)
+    story.report("w1", step=5).report("w2", step=5)
+    assert story.state.status == "waiting"
+    assert [x.worker for x in story.found(events.WorkerLeft)] == ["w2"]

@@ -183,7 +183,7 @@ class Cluster:
         worker = self.workers[name]
         worker.is_noticed, worker.leaves_at = True, self.now + seconds
         for job in self.active():
-            job.handle(s.WorkerNoticed(worker=name))
+            job.handle(s.WorkerNoticed(worker=name, deadline=worker.leaves_at))
         self.allocate()
 
     def kill(self, trainer: Trainer) -> None:
@@ -191,8 +191,9 @@ class Cluster:
         trainer.die(is_news=True)
 
     def hang(self, trainer: Trainer, kind: str) -> None:
-        # What waits for orders runs nobody's code: only the whole process can stop.
-        trainer.hung = "stopped" if trainer.place == "idle" else kind
+        # What waits for orders runs nobody's code: only the whole process can stop, or a write.
+        is_saving = any(message["op"] == "save" for message in trainer.inbox)
+        trainer.hung = "stopped" if trainer.place == "idle" and not is_saving else kind
         trainer.hung_at = self.now
         if trainer.group is not None:
             trainer.group.is_faulty = True
@@ -271,6 +272,8 @@ class Cluster:
         Building a workload may take as long as it takes, and so may the step of a single rank.
         """
         is_single = trainer.group is not None and len(trainer.group.names) == 1
+        if trainer.place == "idle":
+            return False
         return trainer.hung == "stuck" and (trainer.place == "starting" or is_single)
 
     def _add_workers(self) -> None:

@@ -9,6 +9,7 @@ from etrain_jupyter.cluster.steps import StepClock
 from etrain_jupyter.elastic import commands as c
 from etrain_jupyter.elastic import stimuli as s
 from etrain_jupyter.elastic.formation import MAX_FAULTS
+from etrain_jupyter.elastic.lineage import NOT_BEGUN, is_of_job
 from etrain_jupyter.elastic.membership import JobState
 from etrain_jupyter.elastic.state_machine import handle
 from etrain_jupyter.events import types as events
@@ -18,6 +19,7 @@ from tests.unit.elastic.simulated.trainer import (
     NUM_SAMPLES,
     SEED,
     TOTAL_STEPS,
+    Copy,
     Group,
     Message,
     Trainer,
@@ -40,9 +42,13 @@ class Job:
         self.group: Group | None = None
         self.clock = StepClock()
         self.log: list[events.Event] = []
-        self.store: dict[int, tuple[s.Progress, int, tuple[Message, ...]]] = {}
+        self.store: dict[int, Copy] = {}
         """Durable checkpoints by step."""
-        self.saves_fail = self.last_save_failed = False
+        self.starts: list[int] = []
+        """Where each generation began, as far as its ranks have told."""
+        self.saves_fail = False
+        self.num_failed_saves = 0
+        """How often the last checkpoint could not be written."""
         self.raised = False
         """Whether the notebook's code raised in one of its trainers."""
         self.stop_asked = self.stop_now_asked = False
@@ -110,9 +116,12 @@ class Job:
             behind=command.behind,
             restore=command.restore,
             logged_step=min(self.clock.logged_step, command.step),
+            log_end=self.clock.logged_step,
+            starts=tuple(self.starts),
         )
         self.clock.ranks = command.trainers
         self._is_restoring = command.restore
+        self.starts.append(NOT_BEGUN if command.restore else command.step)
         message = {"op": "form", "generation": command.generation, "group": self.group}
         self.send(command.trainers, message)
 
@@ -123,6 +132,9 @@ class Job:
             "logged_step": self.clock.logged_step,
         }
         self.send((command.trainer,), message)
+
+    def _ask_to_save(self, command: c.AskForCheckpoint) -> None:
+        self.send(command.trainers, {"op": "checkpoint"})
 
     def _release(self, command: c.ReleaseTrainer) -> None:
         trainer = self.trainers[command.trainer]
@@ -174,6 +186,7 @@ class Job:
 
     def hear_again(self, pick: int) -> None:
         """Let an old message come a second time: it says nothing any more."""
+        self.handle(s.Tick())  # what is due by the clock is done by whatever comes next
         old = [(t, m) for t, m in self.taken if m["generation"] < self.state.generation]
         if not old or self.state.is_ended:
             return
@@ -210,8 +223,10 @@ class Job:
     def _on_formed(self, trainer: Trainer, message: Message) -> None:
         if self._is_restoring and message["generation"] == self.state.generation:
             self._is_restoring = False
+            self.starts[message["generation"] - 1] = message["step"]
             self._go_back(message["step"])
-        self.handle(s.TrainerFormed(trainer=trainer.name, generation=message["generation"]))
+        told = {"generation": message["generation"], "step": message["step"]}
+        self.handle(s.TrainerFormed(trainer=trainer.name, **told))
 
     def _on_report(self, trainer: Trainer, message: Message) -> None:
         values = {k: message[k] for k in ("generation", "progress", "why", "undone")}
@@ -219,9 +234,15 @@ class Job:
 
     def _on_user_error(self, trainer: Trainer, message: Message) -> None:
         values = {k: message[k] for k in ("generation", "progress")}
-        self.raised = self.raised or self.knows(trainer)
+        self.raised = self.raised or (self.knows(trainer) and not self._needs_not(trainer))
         text = "ValueError: on purpose"
         self.handle(s.UserErrorSeen(trainer=trainer.name, error=text, traceback="", **values))
+
+    def _needs_not(self, trainer: Trainer) -> bool:
+        """Whether it is a newcomer, while others hold a state that was trained."""
+        is_newcomer = self.state.members[trainer.name].phase in ("starting", "warm")
+        holders = self.state.in_phase("ranked", "reported")
+        return is_newcomer and bool(holders) and events.GenerationReady in map(type, self.log)
 
     def _on_steps(self, _: Trainer, message: Message) -> None:
         told = {"loss": 1.0, "lr": 0.1, "samples_per_s": 10.0}
@@ -238,12 +259,15 @@ class Job:
         values = {k: message[k] for k in ("step", "rank", "digest")}
         self._add(events.WeightsHashed, worker=trainer.worker, **values)
 
-    def _on_committed(self, _: Trainer, message: Message) -> None:
-        self.handle(s.CheckpointSaved(step=message["step"]))
+    def _on_committed(self, trainer: Trainer, message: Message) -> None:
+        told = {"generation": message["generation"], "step": message["step"]}
+        if is_of_job(**told, starts=self.starts):
+            self.handle(s.CheckpointSaved(step=message["step"], trainer=trainer.name))
 
-    def _on_checkpoint_failed(self, _: Trainer, message: Message) -> None:
-        self.last_save_failed = True
-        self.handle(s.CheckpointSaved(step=message["step"], ok=False))
+    def _on_checkpoint_failed(self, trainer: Trainer, message: Message) -> None:
+        self.num_failed_saves += self.state.phase == "closing"
+        told = {"step": message["step"], "error": message["error"]}
+        self.handle(s.CheckpointSaved(ok=False, trainer=trainer.name, **told))
 
     def _on_exited(self, trainer: Trainer, message: Message) -> None:
         self.handle(s.TrainerLost(trainer=trainer.name, cause=message["cause"]))
@@ -262,6 +286,7 @@ class Job:
         c.AbortGeneration: _abort,
         c.FormGeneration: _form,
         c.SaveCheckpoint: _save,
+        c.AskForCheckpoint: _ask_to_save,
         c.ReleaseTrainer: _release,
         c.KillTrainer: _kill,
         c.DumpStacks: _dump,

@@ -14,14 +14,20 @@ from typing import TYPE_CHECKING, Any
 
 from etrain_jupyter.elastic import ledger
 from etrain_jupyter.elastic import stimuli as s
+from etrain_jupyter.elastic.lineage import is_of_job
 from tests.unit.elastic.simulated import promises
 
 if TYPE_CHECKING:
     from tests.unit.elastic.simulated.job import Job
 
 NUM_SAMPLES, BATCH, SEED, TOTAL_STEPS, EVAL_EVERY = 20, 8, 3, 7, 3
+KEEP_RECORDS = 2
+"""Records of the last steps that a checkpoint keeps."""
 
 Message = dict[str, Any]
+Copy = tuple[s.Progress, int, tuple[Message, ...], int]
+"""A checkpoint: progress, weights, the last steps' records, and the generation that wrote it."""
+
 Act = Callable[[], None]
 
 
@@ -49,6 +55,10 @@ class Group:
     behind: tuple[int, ...]
     restore: bool
     logged_step: int
+    log_end: int
+    """The newest step in the log."""
+    starts: tuple[int, ...]
+    """Where each of the generations before began."""
     entered: dict[str, int] = field(default_factory=dict)
     """Collectives that each member has entered."""
     closed: set[str] = field(default_factory=set)
@@ -92,7 +102,7 @@ class Trainer:
         """Generation and collectives, as its supervisor reads them."""
         self.told = ((0, 0), 0)
         """Page and beats that its supervisor told last."""
-        self.copy: tuple[s.Progress, int, tuple[Message, ...], int] | None = None
+        self.copy: Copy | None = None
         """A checkpoint that is being written."""
         self.is_asked_to_save = False
         self.ends_at = 0.0
@@ -208,9 +218,18 @@ class Trainer:
         self.enter("syncing")
 
     def _restore(self) -> None:
-        step = max(self.job.store, default=0)
-        self.progress, self.weights, records = self.job.store.get(step, ((0, 0), 0, ()))
+        trusted = [step for step, copy in self.job.store.items() if self._is_trusted(step, copy)]
+        step = max(trusted, default=0)
+        self.progress, self.weights, records, _ = self.job.store.get(step, ((0, 0), 0, (), 0))
         self.kept = list(records)
+
+    def _is_trusted(self, step: int, copy: Copy) -> bool:
+        """Whether the job has come through this state, and its log can be told of all steps."""
+        assert self.group is not None
+        _, _, records, generation = copy
+        missing = set(range(self.group.log_end + 1, step + 1)) - {r["step"] for r in records}
+        starts = self.group.starts
+        return not missing and is_of_job(generation=generation, step=step, starts=starts)
 
     def _synced(self) -> None:
         assert self.group is not None
@@ -301,19 +320,25 @@ class Trainer:
 
     # --- its checkpoints and messages ---
 
-    def _copy(self, generation: int) -> tuple[s.Progress, int, tuple[Message, ...], int]:
-        return self.progress, self.weights, tuple(self.kept), generation
+    def _copy(self, generation: int) -> Copy:
+        return self.progress, self.weights, tuple(self.kept[-KEEP_RECORDS:]), generation
 
     def finish_copy(self) -> None:
         """The manifest is written, or cannot be; the news of it may still be lost."""
         assert self.copy is not None
-        progress, weights, records, generation = self.copy
-        self.copy = None
-        if self.job.saves_fail:
-            self.say("checkpoint_failed", step=progress[0], error="no space")
+        copy, self.copy = self.copy, None
+        (step, _), _, _, generation = copy
+        store = self.job.store
+        writers = [writer for *_, writer in store.values()]
+        if self.job.saves_fail or max(writers, default=0) > generation:
+            self.say("checkpoint_failed", step=step, error="no space")
             return
-        self.job.store.setdefault(progress[0], (progress, weights, records))
-        self.say("checkpoint_committed", step=progress[0], generation=generation)
+        if step in store and not is_of_job(
+            generation=store[step][3], step=step, starts=self.job.starts
+        ):
+            del store[step]
+        store.setdefault(step, copy)
+        self.say("checkpoint_committed", step=step, generation=generation)
 
     def say(self, op: str, **values: Any) -> None:
         self.flush()

@@ -1,0 +1,137 @@
+"""What trainers say: errors of newcomers, and checkpoints of those that were given up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from etrain_jupyter.elastic.lineage import NOT_BEGUN
+from etrain_jupyter.events import types as events
+from tests.unit.cluster.rig import PLAN, Rig
+
+
+@pytest.fixture
+def rig(tmp_path: Path, monkeypatch) -> Rig:
+    return Rig(tmp_path, monkeypatch)
+
+
+def committed(rig: Rig, worker: str, trainer: str, step: int, generation: int = 1) -> None:
+    record = {"step": step, "manifest": "m", "size_bytes": 1, "stall_s": 0.0, "duration_s": 0.1}
+    said = {"op": "checkpoint_committed", "trainer": trainer, "generation": generation}
+    rig.say(worker, {**said, "record": record})
+
+
+def let_pass(rig: Rig, seconds: float, worker: str) -> None:
+    """Let time pass in which a worker's supervisor is heard."""
+    for _ in range(int(seconds * 2)):
+        rig.beat(worker)
+        rig.tick(0.5)
+
+
+def saved_steps(rig: Rig) -> list[int]:
+    return [event.step for event in rig.events(events.CheckpointCommitted)]
+
+
+# --- newcomers ---
+
+
+async def test_newcomer_with_data_of_another_length_is_done_without(rig):
+    await rig.start("w1")
+    rig.coordinator._requests.do(rig.job, "scale", {"max": 2})
+    rig.hello("w2")
+    rig.warm("w2", plan={**PLAN, "num_train_samples": 63})
+    assert rig.job.state.status == "running"
+    [lost] = rig.events(events.WorkerLost)
+    assert lost.worker == "w2"
+    assert "data of different length on the workers: (63, 0) samples on w2" in lost.cause
+    assert rig.told("w2", "release")
+    assert not rig.told("w1", "change")
+
+
+async def test_data_of_different_length_at_the_start_fails_the_job(rig):
+    rig.hello("w1", "w2")
+    await rig.submit()
+    rig.warm("w1")
+    rig.warm("w2", plan={**PLAN, "num_train_samples": 63})
+    assert rig.job.state.status == "failed"
+
+
+# --- the last holder of the state ---
+
+
+async def test_notice_to_the_only_rank_saves_its_state_before_the_machine_is_taken(rig):
+    await rig.start("w1")
+    rig.coordinator._requests.do(rig.job, "preempt", {"notice_s": 20.0})
+    assert rig.told("w1", "checkpoint")
+    let_pass(rig, 9.0, "w1")
+    assert not rig.told("w1", "change")
+    let_pass(rig, 1.5, "w1")
+    assert rig.told("w1", "change")
+    rig.commit("w1", 1, 2, 3)
+    rig.report("w1", 3, why="planned")
+    assert rig.told("w1", "save") == [
+        {"op": "save", "generation": 1, "logged_step": 3, "starts": [0]}
+    ]
+    committed(rig, "w1", rig.trainer("w1"), 3)
+    assert rig.told("w1", "release")
+    assert rig.job.state.status == "waiting"
+    rig.tick()
+    assert rig.nodes.released == ["w1"]
+
+
+async def test_failed_checkpoint_is_told_with_its_error(rig):
+    await rig.start("w1")
+    rig.commit("w1", 1)
+    rig.report("w1", 1, why="done")
+    for wait_s in (5, 10, 20, 0):
+        rig.tell("w1", "checkpoint_failed", step=1, error="no space")
+        let_pass(rig, wait_s, "w1")
+    assert rig.job.state.status == "failed"
+    assert "could not be written (no space)" in rig.job.state.reason
+
+
+# --- those that were given up ---
+
+
+async def test_checkpoint_of_steps_that_the_job_never_had_is_not_told_of(rig):
+    await rig.start("w1")
+    rig.commit("w1", 1, 2)
+    given_up = rig.trainer("w1")
+    rig.tell("w1", "exited", cause="SIGKILL")
+    committed(rig, "w1", given_up, 2)
+    committed(rig, "w1", given_up, 5)
+    assert saved_steps(rig) == [2]
+    assert rig.job.state.saved_step == 2
+
+
+async def test_checkpoint_that_a_later_generation_has_made_void_is_not_told_of(rig):
+    await rig.start("w1", "w2")
+    rig.commit("w1", 1, 2, 3)
+    given_up = rig.trainer("w1")
+    rig.tell("w1", "exited", cause="SIGKILL")
+    rig.report("w2", 2)
+    rig.commit("w2", 3, 4)
+    committed(rig, "w1", given_up, 3)
+    committed(rig, "w1", given_up, 2)
+    assert saved_steps(rig) == [2]
+
+
+async def test_next_generation_is_told_where_the_ones_before_began_and_the_log_ends(rig):
+    await rig.start("w1")
+    rig.commit("w1", 1, 2, 3)
+    committed(rig, "w1", rig.trainer("w1"), 2)
+    rig.tell("w1", "exited", cause="SIGKILL")
+    rig.warm("w1")
+    form = rig.told("w1", "form")[-1]
+    assert (form["restore"], form["starts"], form["log_end"]) == (True, [0], 3)
+    assert form["logged_step"] == 2
+    rig.tell("w1", "exited", cause="SIGKILL")
+    rig.tick(5.0)
+    rig.warm("w1")
+    assert rig.told("w1", "form")[-1]["starts"] == [0, NOT_BEGUN]
+    rig.tell("w1", "formed", step=2)
+    rig.tell("w1", "exited", cause="SIGKILL")
+    rig.tick(10.0)
+    rig.warm("w1")
+    assert rig.told("w1", "form")[-1]["starts"] == [0, NOT_BEGUN, 2]
