@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,16 +48,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"etrain {__version__}")
             return 0
         _refuse_notebook_only(words)
-        print(run_line(Terminal(root), words, prog="etrain"))
+        text = run_line(Terminal(root), words, prog="etrain")
+        print(text if words[:1] == ["logs"] else _in_terminal_words(text))
     except BrokenPipeError:
         # `etrain ls | head`: nobody reads any more, which is no failure.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         return 130
     except EtrainError as exc:
-        print("\n".join(exc.render()), file=sys.stderr)
+        print(_in_terminal_words("\n".join(exc.render())), file=sys.stderr)
         return 2 if isinstance(exc, ConfigError) else 1
     return 0
+
+
+def _in_terminal_words(text: str) -> str:
+    """Name the commands as they are typed here; ``%%etrain`` is for notebooks alone."""
+    return re.sub(r"(?<!%)%etrain\b", "etrain", text)
 
 
 def _split_root(words: list[str]) -> tuple[Path, list[str]]:

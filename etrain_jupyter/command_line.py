@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
+import re
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from etrain_jupyter.config.fields import Interval
 from etrain_jupyter.errors import ConfigError
@@ -16,11 +18,52 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise what the surface shows instead of exiting."""
-        flags = [word for word in message.split() if word.startswith("-")]
+        flags = [word.rstrip(":") for word in message.split() if word.startswith("-")]
+        hint = self._hint_for(flags[0]) if flags else ""
+        raise ConfigError(f"{self.prog}: {message}", hint=hint or self.format_usage().strip())
+
+    def _hint_for(self, flag: str) -> str:
+        """Return what a flag that is known takes, or the flag that was meant; empty if none."""
+        action = self._option_string_actions.get(flag.partition("/")[0])
+        if action is not None:
+            return f"{flag} {action.metavar or ''}".rstrip() + f": {action.help}"
         known = [name for name in self._option_string_actions if name.startswith("--")]
-        near = difflib.get_close_matches(flags[0], known, n=1) if flags else []
-        hint = f"did you mean {near[0]}?" if near else self.format_usage().strip()
-        raise ConfigError(f"{self.prog}: {message}", hint=hint)
+        near = difflib.get_close_matches(flag.partition("=")[0], known, n=1)
+        return f"did you mean {near[0]}?" if near else ""
+
+
+class StoreSeconds(argparse.Action):
+    """A duration above 0 as seconds; an action, since argparse has words of its own for a type."""
+
+    least = math.ulp(0.0)
+
+    def __call__(
+        self, parser: object, namespace: argparse.Namespace, values: Any, option: Any = None
+    ) -> None:
+        """Keep the seconds."""
+        setattr(namespace, self.dest, seconds_of(option, values, least=self.least))
+
+
+class StoreSecondsOrZero(StoreSeconds):
+    """A duration that may be 0: at once."""
+
+    least = 0.0
+
+
+class StoreCount(argparse.Action):
+    """A whole number of 1 or more."""
+
+    def __call__(
+        self, parser: object, namespace: argparse.Namespace, values: Any, option: Any = None
+    ) -> None:
+        """Keep the number."""
+        number = int(values) if re.fullmatch(r"[+-]?\d+", values) else 0
+        if number < 1:
+            raise ConfigError(
+                f"{option} {values}: that must be a whole number of 1 or more",
+                hint=f"write for example {option} 50",
+            )
+        setattr(namespace, self.dest, number)
 
 
 class HelpAction(argparse.Action):
@@ -58,16 +101,30 @@ def one_of(flag: str, word: str, known: Sequence[str]) -> str:
     raise ConfigError(f"{flag} {word}: there is no such word", hint=hint)
 
 
-def seconds_of(flag: str, text: str) -> float:
-    """Return a duration that is spelt as in the cell: ``15s``, ``5 min``.
+def seconds_of(flag: str, text: str, *, least: float = 0.0) -> float:
+    """Return a duration: seconds as a bare number, or spelt as in the cell, ``15s``, ``5 min``.
 
     Raises:
-        ConfigError: If it is none.
+        ConfigError: If it is none, or less than ``least``.
     """
+    hint = f"write for example {flag} 15s"
+    try:
+        value = float(text)
+    except ValueError:
+        value = _parse_interval(text)
+    if not math.isfinite(value):
+        raise ConfigError(f"{flag} {text}: that is no duration", hint=hint)
+    if value < 0:
+        raise ConfigError(f"{flag} {text}: a duration is 0 or more", hint=hint)
+    if value < least:
+        raise ConfigError(f"{flag} {text}: this duration must be above 0", hint=hint)
+    return value
+
+
+def _parse_interval(text: str) -> float:
+    """Return the seconds of ``5 min``; NaN for what is no interval of time."""
     try:
         interval = Interval.parse(text)
     except ValueError:
-        interval = None
-    if interval is None or interval.unit != "s":
-        raise ConfigError(f"{flag} {text}: that is no duration", hint="write for example 15s")
-    return interval.value
+        return math.nan
+    return interval.value if interval.unit == "s" else math.nan

@@ -8,17 +8,32 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Protocol
 
-from etrain_jupyter.command_line import HelpRequested, make_parser, one_of, seconds_of
+from etrain_jupyter.command_line import (
+    HelpRequested,
+    StoreCount,
+    StoreSeconds,
+    StoreSecondsOrZero,
+    make_parser,
+    one_of,
+)
 from etrain_jupyter.config import template
+from etrain_jupyter.dashboard.words import describe
 from etrain_jupyter.doctor import examine
 from etrain_jupyter.elastic.chaos import FAULT_KINDS, MODES
-from etrain_jupyter.errors import ConfigError, EtrainError, NotSupportedYetError
-from etrain_jupyter.events.types import TERMINAL_STATUSES, LogLine, UserErrorRaised
+from etrain_jupyter.errors import ConfigError, EtrainError, NotSupportedYetError, PoolError
+from etrain_jupyter.events.types import (
+    TERMINAL_STATUSES,
+    FaultInjected,
+    LogLine,
+    UserErrorRaised,
+    WorkerLost,
+)
 from etrain_jupyter.job.history import peek_log
 from etrain_jupyter.job.link import link_to
 from etrain_jupyter.job.run_store import JobRecord, RunStore
@@ -88,7 +103,7 @@ def find_subcommand(name: str, *, prog: str, others: Sequence[str] = ()) -> Subc
     if name in LATER:
         raise NotSupportedYetError(f"{prog} {name} comes with a later version")
     known = [*others, *(c.name for c in SUBCOMMANDS)]
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {prog} {near[0]}?" if near else f"{prog} --help lists what there is"
     raise ConfigError(f"there is no {prog} {name}", hint=hint)
 
@@ -200,22 +215,38 @@ def _scale(surface: Surface, args: argparse.Namespace) -> str:
 
 
 def _preempt(surface: Surface, args: argparse.Namespace) -> str:
-    return surface.find(args.job).preempt(args.worker, notice_s=args.notice)
+    job = surface.find(args.job)
+    with _job_told_from_worker(surface, "preempt", args.worker):
+        return job.preempt(args.worker, notice_s=args.notice)
 
 
 def _kill(surface: Surface, args: argparse.Namespace) -> str:
     how = one_of("--how", args.how, ("worker", *TRAINER_FAULTS))
-    return surface.find(args.job).kill(args.worker, how=how)
+    job = surface.find(args.job)
+    with _job_told_from_worker(surface, "kill", args.worker):
+        return job.kill(args.worker, how=how)
+
+
+@contextmanager
+def _job_told_from_worker(surface: Surface, command: str, worker: str | None) -> Iterator[None]:
+    """Say of a worker that the coordinator does not know that a job is called so."""
+    try:
+        yield
+    except PoolError as exc:
+        names = {
+            name for record in surface.store.records() for name in (record.name, record.job_id)
+        }
+        if worker not in names:
+            raise
+        raise PoolError(f"{exc}. {worker!r} is a job: %etrain {command} --job {worker}") from exc
 
 
 def _chaos(surface: Surface, args: argparse.Namespace) -> str:
     if args.off:
         return surface.find(args.job).chaos(off=True)
     mode = one_of("--mode", args.mode, MODES)
-    duration_s = None if args.duration is None else seconds_of("--duration", args.duration)
-    mtbf_s = seconds_of("--mtbf", args.mtbf)
     job = surface.find(args.job)
-    return job.chaos(mtbf_s=mtbf_s, mode=mode, duration_s=duration_s, seed=args.seed)
+    return job.chaos(mtbf_s=args.mtbf, mode=mode, duration_s=args.duration, seed=args.seed)
 
 
 def _audit(surface: Surface, args: argparse.Namespace) -> str:
@@ -235,6 +266,8 @@ def _logs(surface: Surface, args: argparse.Namespace) -> str:
         elif isinstance(event, UserErrorRaised):
             text = (event.traceback or event.error).rstrip()
             lines.append(f"{clock} error   {', '.join(event.workers)}: {text}")
+        elif isinstance(event, WorkerLost | FaultInjected) and (said := describe(event)):
+            lines.append(f"{clock} {said.level:<7} {said.text}")
     return "\n".join(lines[-args.number :]) or "No log lines."
 
 
@@ -273,7 +306,9 @@ def _worker(parser: argparse.ArgumentParser) -> None:
 
 
 def _notice(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--notice", type=float, default=120.0, metavar="S", help="seconds (120)")
+    text = "how long before it goes, for example 2min (120s)"
+    add = parser.add_argument
+    add("--notice", action=StoreSecondsOrZero, default=120.0, metavar="TIME", help=text)
 
 
 def _how(parser: argparse.ArgumentParser) -> None:
@@ -284,10 +319,12 @@ def _how(parser: argparse.ArgumentParser) -> None:
 
 def _chances(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--mtbf", default="15s", metavar="TIME", help="mean time between two faults (15s)")
+    text = "mean time between two faults (15s)"
+    add("--mtbf", action=StoreSeconds, default=15.0, metavar="TIME", help=text)
     kinds = ", ".join(FAULT_KINDS)
     add("--mode", default="mix", metavar="KIND", help=f"mix of all (default), or one of: {kinds}")
-    add("--duration", metavar="TIME", help="end it after this time, for example 5min")
+    text = "end it after this time, for example 5min"
+    add("--duration", action=StoreSeconds, metavar="TIME", help=text)
     add("--seed", type=int, metavar="N", help="repeat the faults of a run with the same seed")
     add("--off", action="store_true", help="end it now")
 
@@ -297,7 +334,8 @@ def _now(parser: argparse.ArgumentParser) -> None:
 
 
 def _timeout(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--timeout", type=float, metavar="S", help="give up after S seconds")
+    text = "give up after this time, for example 5min"
+    parser.add_argument("--timeout", action=StoreSecondsOrZero, metavar="TIME", help=text)
 
 
 def _out(parser: argparse.ArgumentParser) -> None:
@@ -305,7 +343,8 @@ def _out(parser: argparse.ArgumentParser) -> None:
 
 
 def _number(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-n", "--number", type=int, default=50, metavar="N", help="at most N (50)")
+    text = "at most N, 1 or more (50)"
+    parser.add_argument("-n", "--number", action=StoreCount, default=50, metavar="N", help=text)
 
 
 def _cluster(parser: argparse.ArgumentParser) -> None:
@@ -378,7 +417,7 @@ SUBCOMMANDS: tuple[Subcommand, ...] = (
     ),
     Subcommand(
         name="logs",
-        summary="what the trainers printed",
+        summary="what the trainers printed, and who was lost",
         run=_logs,
         arguments=(_job, _number),
     ),

@@ -5,14 +5,15 @@ What goes in decides what comes out; when it came, and cut into which batches, d
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterable
 from functools import singledispatchmethod
 from typing import Any
 
+from etrain_jupyter.dashboard.facts import first_facts, json_able, marker_of
 from etrain_jupyter.dashboard.pace import Pace
 from etrain_jupyter.dashboard.series import Floats, Series, SmallFloats
+from etrain_jupyter.dashboard.stack_dumps import CellNumbers, StackDumps
 from etrain_jupyter.dashboard.words import Line, describe, seconds
 from etrain_jupyter.dashboard.workers import WorkerTable
 from etrain_jupyter.events.types import (
@@ -27,6 +28,7 @@ from etrain_jupyter.events.types import (
     JobRestored,
     JobStatusChanged,
     JobSubmitted,
+    LogLine,
     PreemptionNoticed,
     StepCompleted,
     StepUndone,
@@ -39,6 +41,8 @@ from etrain_jupyter.events.types import (
 )
 
 JOB_ENDED = "job ended"
+STANDING = frozenset({"paused", "waiting"})
+"""Statuses in which a job lives and nobody steps."""
 MAX_EVENTS = 50
 MAX_MARKERS = 300
 MAX_CHECKPOINT_MARKERS = 60
@@ -50,15 +54,21 @@ class JobView:
     ``add`` takes the job's events in order, in batches of any size; what was seen before (by its
     ``seq``) is passed over, so that a listener may replay. ``snapshot`` and ``series`` read.
 
+    Args:
+        job_id: The job.
+        cell_numbers: Tells which cell a frame of a stack is in.
+
     Attributes:
         rewinds: How often the job went back to an older step and the curves were cut.
         lists_version: Grows whenever an entry of the event list or a marker was added.
     """
 
-    def __init__(self, job_id: str = "") -> None:
+    def __init__(self, job_id: str = "", cell_numbers: CellNumbers = dict) -> None:
+        self._cell_numbers = cell_numbers
+        self._dumps = StackDumps()
         self.rewinds = 0
         self.lists_version = 0
-        self._facts = _first_facts(job_id)
+        self._facts = first_facts(job_id)
         self._last_seq = 0
         self._num_steps = 0
         self._workers = WorkerTable()
@@ -87,9 +97,7 @@ class JobView:
             self._facts["updated_at"] = event.time
             self._facts["generation"] = max(self._facts["generation"], event.generation)
             self._fold(event)
-            line = describe(event)
-            if line is not None:
-                self._list(event, line)
+            self._enter(event)
 
     def snapshot(self) -> dict[str, Any]:
         """Return the picture as JSON-able data.
@@ -103,14 +111,14 @@ class JobView:
             "progress": self._progress(),
             "eta_s": self._eta_s(),
             "elapsed_s": None if started is None else ended - started,
-            "samples_per_s": self._pace.samples_per_s(),
+            "samples_per_s": self._samples_per_s(),
             "workers": self._workers.to_list(self._num_steps),
             "events": list(self._events),
             "markers": sorted(
                 [*self._markers, *self._checkpoint_markers], key=lambda marker: marker["seq"]
             ),
         }
-        return {key: _json_able(value) for key, value in picture.items()}
+        return {key: json_able(value) for key, value in picture.items()}
 
     def series(self) -> dict[str, tuple[Floats, SmallFloats]]:
         """Return every curve as ``(x, y)`` over steps.
@@ -156,12 +164,16 @@ class JobView:
     @_fold.register
     def _(self, event: JobStatusChanged) -> None:
         facts = self._facts
+        is_change = event.status != facts["status"]
         facts["status"], facts["reason"] = event.status, event.reason
+        if not is_change:
+            return
         if event.status in TERMINAL_STATUSES:
             facts["ended_at"] = event.time
             self._workers.end(self._num_steps)
-        elif event.status == "waiting":
-            self._set_world_size(0)
+        elif event.status in STANDING:
+            self._workers.stand_still("paused" if event.status == "paused" else "")
+            self._set_world_size(self._workers.num_ranks() if event.status == "paused" else 0)
         if event.status in ("paused", "waiting", "failed") and facts["started_at"] is not None:
             self._mark(event, event.status, event.status.capitalize())
 
@@ -253,11 +265,13 @@ class JobView:
         if self.is_terminal or event.reason == JOB_ENDED:
             return  # everybody goes when it is over: the table keeps who was there at the end
         self._workers.mark(event.worker, "left", event.reason, self._num_steps)
+        self._count_if_paused()
         self._mark(event, "left", f"{event.worker} left ({event.reason})")
 
     @_fold.register
     def _(self, event: WorkerLost) -> None:
         self._workers.mark(event.worker, "lost", event.cause, self._num_steps)
+        self._count_if_paused()
         self._facts["num_lost"] += 1
         self._mark(event, "lost", f"{event.worker} lost ({event.cause})")
 
@@ -271,7 +285,7 @@ class JobView:
             "count": before["count"] + 1,
         }
         text = f"Checkpoint of step {event.step:,}"
-        self._checkpoint_markers.append(_marker(event, "checkpoint", event.step, text))
+        self._checkpoint_markers.append(marker_of(event, "checkpoint", event.step, text))
         self.lists_version += 1
 
     @_fold.register
@@ -290,13 +304,34 @@ class JobView:
 
     # What the folding above is made of.
 
+    def _enter(self, event: Event) -> None:
+        """Put an event into the list; the lines of one dump of stacks share an entry."""
+        dump = self._dumps.add(event) if isinstance(event, LogLine) else None
+        if dump is None:
+            line = describe(event)
+            if line is not None:
+                self._list(event, line)
+        elif dump.seq == event.seq:
+            self._list(event, dump.describe(self._cell_numbers()))
+        else:
+            self._amend(dump.seq, dump.describe(self._cell_numbers()))
+
     def _list(self, event: Event, line: Line) -> None:
         entry = {"seq": event.seq, "time": event.time, "kind": event.kind}
         self._events.append(entry | {"level": line.level, "text": line.text})
         self.lists_version += 1
 
+    def _amend(self, seq: int, line: Line) -> None:
+        """Say something else in an entry, if it is still in the list."""
+        for place, entry in enumerate(self._events):
+            if entry["seq"] == seq:
+                # A new one: a snapshot that was taken before shares the entries.
+                self._events[place] = entry | {"text": line.text}
+                self.lists_version += 1
+                return
+
     def _mark(self, event: Event, kind: str, text: str) -> None:
-        self._markers.append(_marker(event, kind, self._facts["step"], text))
+        self._markers.append(marker_of(event, kind, self._facts["step"], text))
         self.lists_version += 1
 
     def _point(self, name: str, x: float, y: float) -> None:
@@ -307,6 +342,15 @@ class JobView:
         curve = self._series.get("world_size")
         if curve is None or not len(curve) or curve.y[-1] != world_size:
             self._point("world_size", self._facts["step"], world_size)
+
+    def _count_if_paused(self) -> None:
+        # Otherwise the next generation says how many there are.
+        if self.status == "paused":
+            self._set_world_size(self._workers.num_ranks())
+
+    def _samples_per_s(self) -> float | None:
+        recent = self._pace.samples_per_s()
+        return 0.0 if self.status in STANDING and recent is not None else recent
 
     def _rewind_to(self, step: int) -> None:
         """The job resumed from an older step: what came after it did not happen."""
@@ -325,55 +369,3 @@ class JobView:
         if self.status != "running" or not total:
             return None
         return self._pace.remaining_s(self._facts["step"], total)
-
-
-def _first_facts(job_id: str) -> dict[str, Any]:
-    """What is known of a job before its first event; every key of a snapshot is always there."""
-    return {
-        "job_id": job_id,
-        "name": job_id,
-        "status": "submitted",
-        "reason": "",
-        "pool": "",
-        "submitted_at": None,
-        "started_at": None,
-        "updated_at": 0.0,
-        "ended_at": None,
-        "step": 0,
-        "total_steps": None,
-        "epoch": 0,
-        "epochs": None,
-        "loss": None,
-        "lr": None,
-        "metrics": {},
-        "eval": None,
-        "global_batch_size": None,
-        "num_parameters": None,
-        "world_size": 0,
-        "min_workers": None,
-        "max_workers": None,
-        "generation": 0,
-        "num_generations": 0,
-        "num_lost": 0,
-        "num_preempted": 0,
-        "num_undone": 0,
-        "stall_s": None,
-        "checkpoint": None,
-        "error": None,
-        "charts": {"metrics": [], "has_eval": False},
-    }
-
-
-def _marker(event: Event, kind: str, step: int, text: str) -> dict[str, Any]:
-    return {"seq": event.seq, "step": step, "time": event.time, "kind": kind, "text": text}
-
-
-def _json_able(value: Any) -> Any:
-    """Copy ``value``, with floats that JSON lacks as strings that JavaScript's Number() reads."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if isinstance(value, dict):
-        return {key: _json_able(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_json_able(item) for item in value]
-    return value

@@ -52,7 +52,7 @@ class Dashboard:
         self._on_request = on_request
         self._display_id = f"etrain-{uuid.uuid4().hex}"
         self._changed = threading.Condition(threading.RLock())
-        self._view = JobView(job_id)
+        self._view = JobView(job_id, browser.cell_numbers)
         self._thread: threading.Thread | None = None
         self._is_unsent = self._is_unsaved = self._is_shown = self._is_closed = False
         self._widget: browser.WidgetChannel | None = None

@@ -70,9 +70,15 @@ def _(event: JobPlanned) -> Line:
 
 @describe.register
 def _(event: JobStatusChanged) -> Line:
-    level = "error" if event.status == "failed" else "warning" if event.status == "waiting" else ""
     text = event.status.capitalize() + (f": {event.reason}" if event.reason else "")
-    return Line(text=text, level=level or ("good" if event.status == "finished" else "info"))
+    level = _STATUS_LEVELS.get(event.status, "info")
+    if level == "info" and event.reason and not event.seq:
+        # No log has it: whoever follows the job says that something is wrong with the line to it.
+        level = "warning"
+    return Line(text=text, level=level)
+
+
+_STATUS_LEVELS = {"failed": "error", "waiting": "warning", "finished": "good"}
 
 
 @describe.register
@@ -93,9 +99,10 @@ def _(event: WorkerWarmed) -> Line:
 @describe.register
 def _(event: GenerationFormed) -> Line:
     stall = f", stood still for {seconds(event.stall_s)}" if event.stall_s else ""
+    go = "goes" if event.world_size == 1 else "go"
     return Line(
         text=f"Generation {event.generation} ({event.why}): "
-        f"{workers(event.world_size)} go on from step {event.step:,}{stall}",
+        f"{workers(event.world_size)} {go} on from step {event.step:,}{stall}",
         level="good",
     )
 

@@ -20,7 +20,9 @@ class WorkerRow:
     device: str = ""
     address: str = ""
     state: str = "starting"
-    """``starting``, ``warm``, ``training``, ``leaving``, ``left``, ``lost`` or ``done``."""
+    """``starting``, ``warm``, ``training``, ``waiting`` (for a pause to end), ``leaving``,
+    ``left``, ``lost`` or ``done``.
+    """
     note: str = ""
     """Why, in a few words; empty where the state says it all."""
     rank: int | None = None
@@ -57,13 +59,23 @@ class WorkerTable:
         present = {row.worker for row in self._rows.values() if row.rank is not None}
         for row in self._rows.values():
             self._leave_generation(row, num_steps)
-            row.state = "warm" if row.state == "training" else row.state
+            row.state = "warm" if row.state in ("training", "waiting") else row.state
         for rank, worker in enumerate(ranks):
             row = self._row(worker)
             row.rank, row.state, row.note, row.entered_at = rank, "training", "", num_steps
             if rank < len(trainer_pids):
                 row.trainer_pid = trainer_pids[rank]
         return [worker for worker in ranks if worker not in present]
+
+    def stand_still(self, why: str) -> None:
+        """Nobody steps for now; the ranks keep their state and count as present later on."""
+        for row in self._rows.values():
+            if row.state == "training":
+                row.state, row.note = "waiting", why
+
+    def num_ranks(self) -> int:
+        """Return how many of the latest generation are there."""
+        return sum(row.rank is not None for row in self._rows.values())
 
     def mark(self, worker: str, state: str, note: str, num_steps: int) -> None:
         """A worker is leaving, left or was lost."""
@@ -109,7 +121,7 @@ class WorkerTable:
         current = num_steps - row.entered_at if row.rank is not None else 0
         return {
             "worker": row.worker,
-            "rank": row.rank,
+            "rank": None if row.state == "waiting" else row.rank,
             "state": row.state,
             "note": row.note,
             "device": row.device,

@@ -3,7 +3,8 @@
 The thread ``etrain-feed-<job_id>`` reads what the run folder's log has already, then asks the
 coordinator for more with long polls. Everything that it has to do comes through one inbox (answers,
 new listeners), so that a listener always gets the whole history first and then each batch once,
-from this thread alone. It ends when the log does.
+from this thread alone. It ends when the log does, or when the cluster is known to have ended: while
+that may still live, it goes on asking.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from etrain_jupyter.errors import EtrainError, JobLostError
+from etrain_jupyter.errors import EtrainError
 from etrain_jupyter.events.log import read_events
 from etrain_jupyter.events.types import (
     TERMINAL_STATUSES,
@@ -25,7 +26,8 @@ from etrain_jupyter.events.types import (
     JobStatusChanged,
     event_from_dict,
 )
-from etrain_jupyter.job.link import Answer, ClusterEndedError, Link
+from etrain_jupyter.job.contact import Contact
+from etrain_jupyter.job.link import Answer, Link
 
 Listener = Callable[[list[Event]], None]
 
@@ -35,11 +37,8 @@ BATCH = 5_000
 """Most events of one answer."""
 LINGER_S = 2.0
 """How long to go on listening after the job's end for what its workers still say."""
-RETRY_S = 0.3
-LOST_AFTER = 2
-"""Failed connections in a row, each of some seconds, after which the cluster counts as gone."""
-GIVE_UP_AFTER = 20
-"""Other failures in a row: a scheduler that is busy may be silent for minutes."""
+AFTERWARDS_S = 0.3
+"""How long to wait between two questions once the job has ended."""
 
 
 @dataclass
@@ -60,7 +59,8 @@ class Feed:
         fold: Called first with every batch, before the listeners.
 
     Attributes:
-        caught_up: Set once everything that had happened when the feed began is folded in.
+        caught_up: Set once everything that had happened when the feed began is folded in, as far
+            as it can be had.
         ended: Set once the job is terminal or lost.
         lost: Why the job counts as lost; empty while it does not.
         num_listener_errors: How many calls of listeners raised; they are not repeated.
@@ -75,14 +75,20 @@ class Feed:
         self.last_listener_error: Exception | None = None
         self._log_path, self._link, self._fold = log_path, link, fold
         self._events: list[Event] = []
-        self._farewell: list[Event] = []
+        self._aside: list[Event] = []
         self._listeners: list[Listener] = []
         self._inbox: queue.Queue[_Newcomer | Future[Answer] | None] = queue.Queue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._is_over = self._is_asking = self._is_terminal = False
         self._ask_at = self._linger_until = 0.0
-        self._num_failures = 0
+        self._log_size = -1
+        self._contact = Contact()
+
+    @property
+    def trouble(self) -> str:
+        """Why the coordinator cannot be asked just now; empty while it answers."""
+        return self._contact.trouble
 
     def start(self) -> None:
         """Begin to follow; a second call does nothing."""
@@ -171,8 +177,10 @@ class Feed:
     def _ask_if_due(self) -> None:
         if self._is_asking or self._link is None or time.monotonic() < self._ask_at:
             return
-        # The first question only fetches what is there; later ones wait for news.
-        wait_s = POLL_S if self.caught_up.is_set() and not self._is_terminal else 0.0
+        # The first question only fetches what is there, and so does the one that finds out whether
+        # the coordinator is back; the others wait for news.
+        is_calm = self.caught_up.is_set() and not self._contact.num_failures
+        wait_s = POLL_S if is_calm and not self._is_terminal else 0.0
         self._is_asking = True
         future = self._link.send(
             "etrain_events",
@@ -192,7 +200,7 @@ class Feed:
             self._handle_answer(message)
         else:
             self._listeners.append(message.listener)
-            self._tell(message.listener, [*self._events, *self._farewell])
+            self._tell(message.listener, [*self._events, *self._aside])
             message.has_history.set()
 
     def _handle_answer(self, future: Future[Answer]) -> None:
@@ -204,32 +212,59 @@ class Feed:
         if not self._take(news) and news:
             self._fail(EtrainError(f"event {self._last_seq() + 1} is missing in the answer"))
             return
-        self._num_failures = 0
+        if self._contact.succeed(time.time()):
+            if not self._is_terminal:
+                self._say_aside([self._status_now("")])
+            self._aside = []
         if len(news) < BATCH:
             self.caught_up.set()
         if self._is_terminal:
             self.ended.set()
-            self._ask_at = time.monotonic() + RETRY_S
+            self._ask_at = time.monotonic() + AFTERWARDS_S
             self._is_over = not news or time.monotonic() > self._linger_until
 
     def _fail(self, exc: BaseException) -> None:
-        """Ask again after a while, or give the cluster up."""
-        self._num_failures += 1
-        limit = LOST_AFTER if isinstance(exc, JobLostError) else GIVE_UP_AFTER
-        if self._num_failures >= limit or isinstance(exc, ClusterEndedError):
+        """Ask again after a while; give up only a cluster that is known to have ended."""
+        is_news = self._contact.fail(exc)
+        self._ask_at = time.monotonic() + self._contact.pause_s()
+        if self._contact.is_final(exc):
             # The first sentence says what happened; the advice after it is for requests.
             self._lose(str(exc).partition(". ")[0])
-        self._ask_at = time.monotonic() + RETRY_S
+            return
+        if self._contact.trouble and self._log_has_grown():
+            # Where the coordinator cannot be asked, its log may still tell, even of the end.
+            self._take(self._read_log())
+        if self._contact.trouble and self._is_terminal:
+            self._is_over, self._contact.trouble, self._aside = True, "", []
+        elif is_news:
+            self.caught_up.set()
+            self._say_aside([self._status_now(self._contact.trouble)])
 
     def _lose(self, why: str) -> None:
         """Read what the log still has; without an end in it the job is lost."""
         self._take(self._read_log())
         self._is_over = True
+        self._contact.trouble, self._aside = "", []
         if not self._is_terminal:
             self.lost = why
-            self._farewell = [self._make_farewell(why)]
-            for listener in self._listeners:
-                self._tell(listener, self._farewell)
+            self._say_aside([self._make_farewell(why)])
+
+    def _say_aside(self, events: list[Event]) -> None:
+        """Tell the listeners what no log has; whoever comes later hears it too."""
+        self._aside = events
+        for listener in self._listeners:
+            self._tell(listener, events)
+
+    def _status_now(self, trouble: str) -> Event:
+        """Return the job's last known status, with ``trouble`` as its reason if there is any."""
+        known = [event for event in self._events if isinstance(event, JobStatusChanged)]
+        return JobStatusChanged(
+            job_id=self.job_id,
+            time=time.time(),
+            generation=self._events[-1].generation if self._events else 0,
+            status=known[-1].status if known else "submitted",
+            reason=trouble or (known[-1].reason if known else ""),
+        )
 
     def _make_farewell(self, why: str) -> Event:
         """Return what the coordinator cannot say any more; its ``seq`` is 0: no log has it."""
@@ -241,6 +276,15 @@ class Feed:
             status="failed",
             reason=why,
         )
+
+    def _log_has_grown(self) -> bool:
+        """Whether the log has another size than at the last look: reading it whole is dear."""
+        before = self._log_size
+        try:
+            self._log_size = self._log_path.stat().st_size
+        except OSError:
+            return False
+        return self._log_size != before
 
     def _read_log(self) -> list[Event]:
         """Return what the log has beyond what came already; nothing if it cannot be read."""
@@ -260,6 +304,7 @@ class Feed:
         if not fresh:
             return fresh
         self._events.extend(fresh)
+        self._contact.seen_at = self._contact.seen_at or fresh[-1].time
         self._fold(fresh)
         if not self._is_terminal and _has_end(fresh):
             self._is_terminal = True

@@ -11,8 +11,9 @@ import math
 import threading
 from bisect import bisect_right
 from collections.abc import Iterable
+from os import SEEK_END
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from etrain_jupyter.events.types import (
     TERMINAL_STATUSES,
@@ -26,11 +27,15 @@ from etrain_jupyter.events.types import (
     JobSubmitted,
     StepCompleted,
     UserErrorRaised,
+    WorkerLeft,
+    WorkerLost,
     WorkersScaled,
     event_from_dict,
 )
 
 PEEK_BYTES = 64 * 1024
+PEEK_MOST_BYTES = 4 * 1024 * 1024
+"""How far to look back for a step or a status behind what was printed."""
 
 STEP_COLUMNS = (
     "step",
@@ -114,6 +119,7 @@ class LatestValues:
         self.world_size = 0
         self.generation = 0
         self.workers = (0, 0)
+        self._ranks: frozenset[str] | None = None
         self.samples_per_s = math.nan
         self.metrics: dict[str, float] = {}
         self.saved_step = 0
@@ -150,6 +156,10 @@ class LatestValues:
             case GenerationFormed():
                 self.generation, self.world_size = event.generation, event.world_size
                 self.step = event.step
+                self._ranks = frozenset(event.ranks)
+            case WorkerLost() | WorkerLeft():
+                self._ranks = self._ranks and self._ranks - {event.worker}
+                self._count_if_paused()
             case JobRestored():
                 self.step = event.step
                 self._history.rewind_to(event.step)
@@ -157,6 +167,7 @@ class LatestValues:
                 self.status, self.reason = event.status, event.reason
                 if event.status == "waiting":
                     self.world_size = 0
+                self._count_if_paused()
             case CheckpointCommitted():
                 self.saved_step = event.step
             case JobPlanned():
@@ -169,9 +180,19 @@ class LatestValues:
             case UserErrorRaised():
                 self.user_error = event
 
+    def _count_if_paused(self) -> None:
+        # Otherwise the next generation says how many there are.
+        if self.status == "paused" and self._ranks is not None:
+            self.world_size = len(self._ranks)
+
     def _fold_step(self, event: StepCompleted) -> None:
         self._history.add_step(event)
         self.step, self.epoch = event.step, event.epoch
+        # Whoever sees only the end of a log knows from here how many there are.
+        self.world_size = event.world_size
+        if event.generation > self.generation:
+            self._ranks = None  # they are those of a generation whose beginning was not seen
+        self.generation = max(self.generation, event.generation)
         self.samples_per_s = event.samples_per_s
         self.metrics = self.metrics | {"loss": event.loss, **event.metrics}
 
@@ -180,24 +201,35 @@ def peek_log(path: Path) -> LatestValues:
     """Return a job's latest values from the two ends of its log, however long that is.
 
     What happened in between is not looked at, so that a list of a hundred jobs costs a hundred
-    short reads. A step in the last part tells that the job was running there.
+    short reads. A step in the last part tells that the job was running there, and with how many.
     """
     view = LatestValues()
     try:
         with path.open("rb") as file:
             view.add(_events_in(file.read(PEEK_BYTES)))
-            size = file.seek(0, 2)
-            if size > PEEK_BYTES:
-                file.seek(max(PEEK_BYTES, size - PEEK_BYTES))
-                _add_tail(view, _events_in(file.read()))
+            _add_tail(view, _tail_of(file))
     except OSError:
         pass
     return view
 
 
+def _tail_of(file: BinaryIO) -> list[Event]:
+    """Return the last events, from as far back as it takes to know how the job stood."""
+    size = file.seek(0, SEEK_END)
+    length = PEEK_BYTES
+    while True:
+        start = max(PEEK_BYTES, size - length)
+        file.seek(start)
+        events = _events_in(file.read())
+        facts = [e for e in events if isinstance(e, StepCompleted | JobStatusChanged)]
+        if facts or start == PEEK_BYTES or length >= PEEK_MOST_BYTES:
+            return events
+        length *= 4
+
+
 def _add_tail(view: LatestValues, events: list[Event]) -> None:
-    facts = [e for e in events if isinstance(e, StepCompleted | JobStatusChanged)]
     view.add(events)
+    facts = [e for e in events if isinstance(e, StepCompleted | JobStatusChanged)]
     if facts and isinstance(facts[-1], StepCompleted):
         view.status, view.reason = "running", ""
 

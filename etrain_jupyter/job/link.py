@@ -36,6 +36,14 @@ class ClusterEndedError(JobLostError):
     """The cluster's head is known to have ended: there is no point in asking again."""
 
 
+class UnreachableError(JobLostError):
+    """No connection to the cluster's head, which may live all the same: stopped, or cut off."""
+
+
+class NoAnswerError(PoolError):
+    """The scheduler did not answer in time; what it was asked for may still happen."""
+
+
 class Link(Protocol):
     """What a job needs of its cluster; the tests have one without a network."""
 
@@ -84,8 +92,9 @@ class ClusterLink:
             **arguments: What the handler takes.
 
         Raises:
-            JobLostError: If the scheduler cannot be reached, or does not know the job.
-            PoolError: If it refuses or does not answer in time.
+            JobLostError: If the scheduler does not know the job; an ``UnreachableError`` if it
+                cannot be reached now, a ``ClusterEndedError`` if it never will be.
+            PoolError: If it refuses; a ``NoAnswerError`` if it does not answer in time.
         """
         return wait_interruptibly(self.send(op, timeout=timeout, **arguments))
 
@@ -116,15 +125,18 @@ class ClusterLink:
         except EtrainError:
             raise
         except TimeoutError as exc:
-            raise PoolError(
-                f"the scheduler at {self.address} did not answer {op} within {timeout:g} s. "
-                "It may be busy; training does not wait for it. Try again, or see %etrain doctor."
+            # A head that was stopped may have been killed since.
+            self._has_failed = True
+            raise NoAnswerError(
+                f"the scheduler at {self.address} did not answer {op} within {timeout:g} s. It may "
+                "be busy or stopped, and what was asked for may still happen; training does not "
+                "wait for it. %etrain doctor shows which clusters are alive."
             ) from exc
         except OSError as exc:
             # CommClosedError, refused connections and TLS failures are all OSErrors.
             self._has_failed = True
             self._refuse_if_ended()
-            raise JobLostError(
+            raise UnreachableError(
                 f"the scheduler at {self.address} cannot be reached. What its jobs committed is "
                 "in their run folders; %etrain doctor shows which clusters are alive."
             ) from exc

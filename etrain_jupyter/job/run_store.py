@@ -190,4 +190,5 @@ def _not_found(wanted: str, jobs: list[JobRecord], begun: list[JobRecord], root:
     known = list(dict.fromkeys([job.name for job in jobs] + [job.job_id for job in jobs]))
     near = difflib.get_close_matches(wanted, known, n=3, cutoff=0.5)
     hint = f"Did you mean {' or '.join(near)}?" if near else "%etrain ls shows the jobs there are."
-    return f"no job {wanted!r} in {root} ({len(jobs)} jobs there). {hint}"
+    count = f"{len(jobs)} job" + ("" if len(jobs) == 1 else "s")
+    return f"no job {wanted!r} in {root} ({count} there). {hint}"

@@ -13,12 +13,19 @@ import time
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from etrain_jupyter.errors import EtrainError, JobFailedError, JobLostError, NotSupportedYetError
+from etrain_jupyter.errors import (
+    ConfigError,
+    EtrainError,
+    JobFailedError,
+    JobLostError,
+    NotSupportedYetError,
+    PoolError,
+)
 from etrain_jupyter.events.log import read_events
 from etrain_jupyter.events.types import TERMINAL_STATUSES, Event
 from etrain_jupyter.job.feed import Feed, Listener
 from etrain_jupyter.job.history import LatestValues
-from etrain_jupyter.job.link import SLICE_S, Link
+from etrain_jupyter.job.link import SLICE_S, Link, NoAnswerError
 from etrain_jupyter.job.run_store import JobRecord
 from etrain_jupyter.job.screen import Screen, table_of
 
@@ -75,9 +82,12 @@ class TrainingJob:
 
     @property
     def reason(self) -> str:
-        """Why it has this status, where that needs saying: waiting for whom, failed by what."""
+        """Why it has this status, where that needs saying: waiting for whom, failed by what.
+
+        While its scheduler cannot be reached, that is said here, and the status is the last known.
+        """
         view = self._latest()
-        return self._feed.lost or view.reason
+        return self._feed.lost or self._feed.trouble or view.reason
 
     @property
     def lost(self) -> str:
@@ -124,11 +134,17 @@ class TrainingJob:
         return self._feed.events()
 
     def workers(self) -> list[dict[str, Any]]:
-        """Return one record a worker: worker, address, rank, state, device; none after the end."""
+        """Return one record a worker: worker, rank, state, device ...; none after the end.
+
+        The states are those of the dashboard: starting, warm, training, waiting.
+        """
         if self.status in TERMINAL_STATUSES or self._link is None:
             return []
         answer = self._link.call("etrain_workers", timeout=REQUEST_S, job_id=self.id)
-        return list(answer["workers"])
+        return [
+            record | {"state": _WORKER_STATES.get(record["state"], record["state"])}
+            for record in answer["workers"]
+        ]
 
     def subscribe(self, listener: Listener) -> threading.Event:
         """Have ``listener`` called with the list of all events so far, then with each new batch.
@@ -155,14 +171,17 @@ class TrainingJob:
     def wait(self, timeout: float | None = None) -> str:
         """Block until the job has ended, or for ``timeout`` seconds; return the status.
 
+        While its scheduler cannot be reached, the wait says so and goes on: the job may be running.
         An interrupt asks the job to stop after a checkpoint, and waiting goes on; a second one
         within 5 s stops it at once; a third one leaves the wait.
         """
         self._feed.start()
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         interrupts: list[float] = []
+        said = ""
         while time.monotonic() < deadline:
             try:
+                said = self._say_trouble(said)
                 # Short slices: on Windows a longer wait cannot be interrupted.
                 if self._feed.ended.wait(SLICE_S):
                     break
@@ -175,9 +194,20 @@ class TrainingJob:
 
     async def _wait_async(self) -> str:
         self._feed.start()
+        said = ""
         while not self._feed.ended.is_set():
+            said = self._say_trouble(said)
             await asyncio.sleep(SLICE_S)
         return self.status
+
+    def _say_trouble(self, said: str) -> str:
+        """Print what became of the line to the scheduler since ``said``; return what holds now."""
+        trouble = self._feed.trouble
+        if trouble and trouble != said:
+            print(f"etrain: {self.id} was {self._view.status}; {trouble}. The wait goes on.")
+        elif said and not trouble and not self._feed.ended.is_set():
+            print(f"etrain: the scheduler of {self.id} answers again.")
+        return trouble
 
     def result(self) -> dict[str, Any]:
         """Block until the job has ended and return a summary.
@@ -274,6 +304,8 @@ class TrainingJob:
 
     def preempt(self, worker: str | None = None, notice_s: float = 120) -> str:
         """Take a worker away as a spot market does: with a notice of ``notice_s`` seconds."""
+        if not notice_s >= 0:
+            raise ConfigError(f"notice_s={notice_s}: a notice is 0 s or more", hint="notice_s=120")
         return self.request("preempt", worker=worker, notice_s=notice_s)
 
     def kill(self, worker: str | None = None, how: str = "worker") -> str:
@@ -316,21 +348,29 @@ class TrainingJob:
         Raises:
             JobLostError: If the cluster is gone.
             EtrainError: If the job has ended.
-            PoolError: If the coordinator refuses.
+            PoolError: If the coordinator refuses, or does not answer in time.
         """
         status = self.status
         if status in TERMINAL_STATUSES and not self._feed.lost:
             raise EtrainError(
-                f"job {self.id} has {_ENDED[status]}: there is nothing to {request}. "
+                f"job {self.id} has {_ENDED[status]}: there is "
+                f"{_NOTHING_TO.get(request, f'nothing to {request}')}. "
                 "%etrain ls shows the jobs that run."
             )
         if self._link is None or self._feed.lost:
             raise JobLostError(
                 f"{request} cannot reach job {self.id}: {self._feed.lost}. {self._what_remains()}"
             )
-        answer = self._link.call(
-            "etrain_request", timeout=REQUEST_S, job_id=self.id, request=request, args=args
-        )
+        try:
+            answer = self._link.call(
+                "etrain_request", timeout=REQUEST_S, job_id=self.id, request=request, args=args
+            )
+        except NoAnswerError as exc:
+            raise PoolError(
+                f"{request} was sent to job {self.id}, and its scheduler did not answer within "
+                f"{REQUEST_S:g} s. It may still happen, as soon as the scheduler answers: look at "
+                "%etrain show before you ask again."
+            ) from exc
         return str(answer.get("message", ""))
 
     def _send_request(self, request: str, args: dict[str, Any]) -> None:
@@ -394,4 +434,13 @@ class TrainingJob:
         return self._view
 
 
+_NOTHING_TO = {
+    "chaos": "no worker left to disturb",
+    "fault": "no worker left to disturb",
+    "kill": "no worker left to kill",
+    "preempt": "no worker left to preempt",
+    "checkpoint": "nothing left to save",
+}
+_WORKER_STATES = {"reported": "waiting"}
+"""States of which the coordinator has a word of its own."""
 _ENDED = {"finished": "finished", "stopped": "been stopped", "failed": "failed"}

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -351,14 +352,25 @@ def _end_head(address: SchedulerAddress, record: ClusterRecord, timeout_s: float
         wait_until(lambda: not record.is_alive, timeout_s=timeout_s * 0.2)
 
 
+def load_in_words(facts: Mapping[str, Any]) -> str:
+    """Return how many workers and jobs a cluster has, and how long it has been without any.
+
+    >>> load_in_words({"workers": 1, "jobs": 0, "idle_s": 7.4})
+    '1 worker, no job, idle for 7 s'
+    """
+    num_workers, num_jobs = facts["workers"], facts["jobs"]
+    workers = f"{num_workers} worker" + ("" if num_workers == 1 else "s")
+    if not num_jobs:
+        return f"{workers}, no job, idle for {facts['idle_s']:.0f} s"
+    return f"{workers}, {num_jobs} job" + ("" if num_jobs == 1 else "s")
+
+
 def describe() -> str:
     """Return one line for each living cluster, for `%etrain pools`."""
     lines = []
     for address in find_clusters():
         try:
-            facts = ask(address, "etrain_describe", timeout_s=3.0)
-            counts = f"{facts['workers']} workers, {facts['jobs']} jobs"
-            state = f"{counts}, idle for {facts['idle_s']:.0f} s"
+            state = load_in_words(ask(address, "etrain_describe", timeout_s=3.0))
         except PoolError as exc:
             state = str(exc)
         lines.append(f"{address.cluster_id} at {address.address}: {state}")

@@ -8,7 +8,7 @@ const HEIGHT = 150;
 const AXIS_WIDTH = 46;
 const MARKER_REACH = 6;
 const STEPS = [1, 2, 5].flatMap(m => [0, 1, 2, 3, 4, 5, 6, 7, 8].map(e => m * 10 ** e)).sort((a, b) => a - b);
-const SYMBOLS: Record<string, string> = { lost: '×', failed: '×', notice: '!', join: '+', left: '−', restored: '↶', checkpoint: '▾' };
+const SYMBOLS: Record<string, string> = { lost: '×', failed: '■', notice: '!', join: '+', left: '−', restored: '↶', checkpoint: '▾' };
 /** Where two fall on one spot, the one that stands first here is drawn. */
 const WEIGHTIEST = ['failed', 'lost', 'restored', 'notice', 'waiting', 'paused', 'join', 'left', 'checkpoint'];
 const weight = (marker: IMarker) => WEIGHTIEST.indexOf(marker.kind);
@@ -370,6 +370,7 @@ function key(): HTMLElement {
   element.className = 'etrain-key';
   for (const [kind, word] of [
     ['lost', 'lost'],
+    ['failed', 'error'],
     ['notice', 'notice'],
     ['join', 'joined'],
     ['checkpoint', 'saved']

@@ -205,7 +205,8 @@ class JobElement {
   private noteText(s: ISnapshot): string {
     if (this.phase === 'gone' && !this.isOver) {
       const seen = s.updated_at ? ` at ${format.timeOfDay(s.updated_at)}` : '';
-      return `Seen last${seen}; this kernel does not follow it. %etrain attach ${s.name} does.`;
+      const lines = `%load_ext etrain_jupyter, then %etrain attach ${s.name}`;
+      return `Seen last${seen}; this kernel does not follow it. To follow it: ${lines}`;
     }
     if (this.notice && Date.now() < this.noticeUntil) {
       return this.notice;

@@ -78,6 +78,29 @@ def test_what_cannot_be_done_is_status_1_on_stderr(
     assert captured.err.startswith("etrain: no job 'mnist'")
 
 
+def test_terminal_speaks_of_its_own_commands(
+    runs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--runs", runs, "scale", "2"]) == 1
+    assert main(["--runs", runs, "stop", "mnist"]) == 1
+    assert main(["--runs", str(tmp_path / "empty"), "stop"]) == 1
+
+    shown = capsys.readouterr().err
+    assert "etrain ls shows the jobs that run." in shown
+    assert "etrain ls shows the jobs there are." in shown
+    assert "%etrain ls" not in shown
+    assert "Run a %%etrain distributed cell first" in shown, "that is for the notebook"
+    assert "(1 job there)" in shown
+
+
+def test_far_away_word_suggests_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["foo"]) == 2
+
+    assert capsys.readouterr().err == (
+        "etrain: there is no etrain foo\n  etrain --help lists what there is\n"
+    )
+
+
 def test_audit_that_fails_is_status_1(runs: str, capsys: pytest.CaptureFixture[str]) -> None:
     # The one step of this log claims samples that no epoch begins with.
     assert main(["--runs", runs, "audit"]) == 1

@@ -10,9 +10,16 @@ from traitlets.config import Config
 
 import etrain_jupyter
 from etrain_jupyter import launch
-from etrain_jupyter.errors import JobFailedError
+from etrain_jupyter.errors import JobFailedError, PoolError
 from etrain_jupyter.events.log import EventLog
-from etrain_jupyter.events.types import Event, JobStatusChanged, JobSubmitted, LogLine
+from etrain_jupyter.events.types import (
+    Event,
+    FaultInjected,
+    JobStatusChanged,
+    JobSubmitted,
+    LogLine,
+    WorkerLost,
+)
 from etrain_jupyter.job.run_store import JobRecord, RunStore
 from etrain_jupyter.job.training_job import TrainingJob
 from etrain_jupyter.subcommands import LATER, SUBCOMMANDS
@@ -165,6 +172,81 @@ def test_mistyped_line_fails_the_cell_without_frames(run: Run, line: str, words:
     assert words in shown
     assert shown.startswith("etrain: ")
     assert "Traceback" not in shown
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        (
+            "preempt --notice -3",
+            "--notice -3: a duration is 0 or more\n  write for example --notice 15s",
+        ),
+        (
+            "preempt --notice soon",
+            "--notice soon: that is no duration\n  write for example --notice 15s",
+        ),
+        (
+            "chaos --mtbf 0",
+            "--mtbf 0: this duration must be above 0\n  write for example --mtbf 15s",
+        ),
+        (
+            "chaos --duration nan",
+            "--duration nan: that is no duration\n  write for example --duration 15s",
+        ),
+        (
+            "chaos --mtbf 3steps",
+            "--mtbf 3steps: that is no duration\n  write for example --mtbf 15s",
+        ),
+        (
+            "logs -n -4",
+            "-n -4: that must be a whole number of 1 or more\n  write for example -n 50",
+        ),
+        ("ls -n 0", "-n 0: that must be a whole number of 1 or more\n  write for example -n 50"),
+        (
+            "preempt --notice",
+            "%etrain preempt: argument --notice: expected one argument\n"
+            "  --notice TIME: how long before it goes, for example 2min (120s)",
+        ),
+    ],
+)
+def test_wrong_value_is_refused_with_what_to_write(run: Run, line: str, shown: str) -> None:
+    make_job()
+
+    assert run(f"%etrain {line}") == (False, f"etrain: {shown}\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "call"),
+    [
+        ("preempt w1 --notice 5s", {"notice_s": 5.0}),
+        ("preempt w1 --notice 2min", {"notice_s": 120.0}),
+        ("preempt w1 --notice 7", {"notice_s": 7.0}),
+        ("preempt w1", {"notice_s": 120.0}),
+        (
+            "chaos --mtbf 15 --duration 5min",
+            {"mtbf_s": 15.0, "mode": "mix", "duration_s": 300.0, "seed": None},
+        ),
+        ("wait --timeout 1.5", {"timeout": 1.5}),
+    ],
+)
+def test_bare_number_is_seconds_and_units_work_everywhere(
+    run: Run, monkeypatch: pytest.MonkeyPatch, line: str, call: dict[str, Any]
+) -> None:
+    calls: list[dict[str, Any]] = []
+
+    def note(job: TrainingJob, *_: Any, **keys: Any) -> str:
+        calls.append(keys)
+        return "noted"
+
+    make_job()
+    for name in ("preempt", "chaos"):
+        monkeypatch.setattr(TrainingJob, name, note)
+    monkeypatch.setattr(
+        "etrain_jupyter.subcommands.wait_for", lambda job, timeout: note(job, timeout=timeout)
+    )
+
+    assert run(f"%etrain {line}") == (True, "noted\n")
+    assert calls == [call]
 
 
 def test_wrong_cell_shows_line_and_caret_and_nothing_else(run: Run) -> None:
@@ -322,6 +404,45 @@ def test_request_to_an_ended_job_fails_the_cell(run: Run) -> None:
     assert "has finished: there is nothing to scale" in shown
 
 
+@pytest.mark.parametrize("command", ["kill", "preempt"])
+def test_job_in_the_place_of_a_worker_is_told_from_one(
+    run: Run, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    def refuse(job: TrainingJob, worker: str | None = None, **_: Any) -> str:
+        raise PoolError(f"no worker {worker!r} in this job; there are: w0, w1")
+
+    monkeypatch.setattr(TrainingJob, command, refuse)
+    make_job(name="digits")
+
+    is_ok, shown = run(f"%etrain {command} digits")
+    _, other = run(f"%etrain {command} w7")
+
+    assert not is_ok
+    assert shown == (
+        "etrain: no worker 'digits' in this job; there are: w0, w1. 'digits' is a job: "
+        f"%etrain {command} --job digits\n"
+    )
+    assert other == "etrain: no worker 'w7' in this job; there are: w0, w1\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("chaos", "has finished: there is no worker left to disturb"),
+        ("kill", "has finished: there is no worker left to kill"),
+        ("kill --how stop", "has finished: there is no worker left to disturb"),
+        ("preempt", "has finished: there is no worker left to preempt"),
+    ],
+)
+def test_fault_of_an_ended_job_is_refused_in_plain_words(run: Run, line: str, words: str) -> None:
+    make_job()
+
+    is_ok, shown = run(f"%etrain {line}")
+
+    assert not is_ok
+    assert words in shown
+
+
 def test_resume_of_an_ended_job_comes_later(run: Run) -> None:
     make_job(name="digits")
 
@@ -340,6 +461,25 @@ def test_logs_show_the_last_lines(run: Run) -> None:
     _, shown = run("%etrain logs -n 2")
 
     assert [line.split(": ")[1] for line in shown.splitlines()] == ["line 1", "line 2"]
+
+
+def test_logs_tell_of_faults_and_losses_in_between(run: Run) -> None:
+    make_job(
+        LogLine(job_id="j", time=1.0, level="info", worker="w1", text="hello"),
+        FaultInjected(job_id="j", time=2.0, worker="w1", fault="kill", step=3),
+        WorkerLost(job_id="j", time=3.0, worker="w1", cause="ended by SIGKILL"),
+        LogLine(job_id="j", time=4.0, level="info", worker="w0", text="I go on"),
+        JobStatusChanged(job_id="j", time=5.0, status="finished"),
+    )
+
+    _, shown = run("%etrain logs")
+
+    assert [line[9:] for line in shown.splitlines()] == [
+        "info    w1: hello",
+        "warning w1 suffers kill on purpose",
+        "error   w1 lost (ended by SIGKILL)",
+        "info    w0: I go on",
+    ]
 
 
 def test_audit_prints_its_report(run: Run) -> None:
@@ -413,9 +553,9 @@ def test_faults_on_purpose_are_asked_of_the_job(
         ("kill --how sigstop", "did you mean stop?"),
         ("kill --how fire", "there are worker, kill, segfault, exit, stop, hold_gil, hang"),
         ("chaos --mode hagn", "did you mean hang?"),
-        ("chaos --mtbf 15", "write for example 15s"),
-        ("chaos --mtbf soon", "write for example 15s"),
-        ("chaos --duration '3 steps'", "write for example 15s"),
+        ("chaos --mtbf 15m5", "write for example --mtbf 15s"),
+        ("chaos --mtbf soon", "write for example --mtbf 15s"),
+        ("chaos --duration '3 steps'", "write for example --duration 15s"),
         ("chaos --seeed 3", "did you mean --seed?"),
     ],
 )

@@ -7,6 +7,10 @@ from html import escape
 
 _MOST_ROWS = 12
 _MOST_PROBLEMS = 20
+_CUT_SHORT = {
+    "stopped": "one cut short: the job was stopped",
+    "failed": "one cut short: the job failed",
+}
 _COLUMNS = ("epoch", "samples", "once", "repeated", "missing")
 
 
@@ -24,7 +28,7 @@ class EpochCoverage:
     missing: int
     """Samples that were due and not trained; those still to come are not due."""
     is_complete: bool
-    """Whether all of the epoch was due; False for the one in progress."""
+    """Whether all of the epoch was due; False for the one in progress or cut short."""
 
     @property
     def is_exact(self) -> bool:
@@ -54,6 +58,12 @@ class AuditReport:
     """Committed steps of a single rank, whose weights nobody else held."""
     digests_compared: int = 0
     """Digests of a rank's weights that were compared with another rank's of the same step."""
+    last_step: int = 0
+    """The newest step that led to the weights; 0 before the first."""
+    saved_step: int = 0
+    """Step of the newest checkpoint; 0 if there is none."""
+    digest_step: int = 0
+    """Step of ``newest_digest``; 0 without one."""
     newest_digest: str = ""
     """The newest SHA-256 of the weights and its step: equal for equal ``reproducible`` jobs."""
     num_evals: int = 0
@@ -80,7 +90,8 @@ class AuditReport:
             return "audit ok: nothing has been trained yet"
         num_complete = sum(epoch.is_complete for epoch in self.epochs)
         parts = [f"{_count(num_complete, 'epoch')} complete"] if num_complete else []
-        parts += ["one in progress"] if num_complete < len(self.epochs) else []
+        cut_short = _CUT_SHORT.get(self.status, "one in progress")
+        parts += [cut_short] if num_complete < len(self.epochs) else []
         return f"audit ok: every sample exactly once ({', '.join(parts)})"
 
     def __str__(self) -> str:
@@ -126,9 +137,15 @@ class AuditReport:
             ),
             ("workers", f"{lost} lost, {left} left, {_count(formed, 'generation')}"),
             ("weights", self._proof_of_weights()),
-            *([("digest", self.newest_digest)] if self.newest_digest else []),
+            *([("digest", self._digest())] if self.newest_digest else []),
+            *([("saved", f"the weights of step {self.saved_step}")] if self.saved_step else []),
             ("eval", f"{_count(self.num_evals, 'evaluation')}"),
         ]
+
+    def _digest(self) -> str:
+        if self.digest_step == self.last_step:
+            return self.newest_digest
+        return f"{self.newest_digest}; of step {self.last_step}, the last one, none was told"
 
     def _proof_of_weights(self) -> str:
         """Tell how far the log proves that all ranks held the same weights."""

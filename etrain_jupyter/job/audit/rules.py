@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from etrain_jupyter.events.types import (
     TERMINAL_STATUSES,
+    CheckpointCommitted,
     EvalCompleted,
     Event,
     FaultInjected,
@@ -68,6 +69,9 @@ def audit_log(events: Iterable[Event]) -> AuditReport:
         steps_compared=weights.num_compared,
         steps_alone=weights.num_alone,
         digests_compared=weights.num_digests,
+        last_step=max((step.step for step in steps), default=start),
+        saved_step=max((e.step for e in log if isinstance(e, CheckpointCommitted)), default=0),
+        digest_step=weights.newest_step,
         newest_digest=weights.newest,
         num_evals=len(evals),
         num_kinds=dict(Counter(event.kind for event in log)),

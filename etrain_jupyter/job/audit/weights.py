@@ -26,6 +26,8 @@ class WeightsProof:
     """Committed steps of one rank."""
     num_digests: int
     """Digests that were compared with another rank's of the same step."""
+    newest_step: int
+    """The newest step of which a digest was told; 0 without one."""
     newest: str
     """The newest digest and its step, to be compared with another job's; empty without one."""
 
@@ -40,6 +42,7 @@ def compare_weights(log: Sequence[Event], history: History) -> WeightsProof:
         num_compared=len(agreed),
         num_alone=len(history.steps) - len(shared),
         num_digests=sum(len(group) for group in groups.values() if len(group) > 1),
+        newest_step=max(groups, default=0),
         newest=f"{groups[max(groups)][0].digest} at step {max(groups)}" if groups else "",
     )
 

@@ -103,6 +103,18 @@ def test_each_worker_counts_the_steps_that_it_took_part_in() -> None:
     assert rows == {"w0": 60, "w1": 24, "w2": 29, "w3": 50, "w4": 33, "w5": 15}
 
 
+def test_one_worker_goes_on_and_two_go_on() -> None:
+    script = Script(num_steps=60)
+    events = [*script.begin(), *script.form(["w0"], "start"), *script.form(["w0", "w1"], "join")]
+
+    texts = [event["text"] for event in view_of(events).snapshot()["events"]]
+
+    assert [text.partition(": ")[2].partition(" from")[0] for text in texts[-2:]] == [
+        "1 worker goes on",
+        "2 workers go on",
+    ]
+
+
 def test_a_noticed_worker_goes_on_training_until_it_leaves() -> None:
     assert state_of(view_of(until(t.PreemptionNoticed)).snapshot(), "w2") == ("leaving", 1)
     assert state_of(view_of(until(t.WorkerLeft)).snapshot(), "w2") == ("left", None)
@@ -137,6 +149,77 @@ def test_a_job_that_waits_for_workers_has_none() -> None:
     snapshot = view_of(events).snapshot()
 
     assert (snapshot["world_size"], snapshot["reason"]) == (0, "0 of 1 workers")
+
+
+def paused_script() -> tuple[Script, list[t.Event]]:
+    """Two ranks that step and pause."""
+    script = Script(num_steps=60)
+    events = [*script.begin(), *script.form(["w0", "w1"], "start")]
+    events.append(script.make(t.JobStatusChanged, status="running"))
+    events += [*script.complete(1), *script.complete(2)]
+    return script, events
+
+
+def test_a_paused_job_has_workers_that_wait_and_no_throughput() -> None:
+    script, events = paused_script()
+    events.append(script.make(t.JobStatusChanged, status="paused"))
+
+    snapshot = view_of(events).snapshot()
+
+    rows = [(row["worker"], row["rank"], row["state"], row["note"]) for row in snapshot["workers"]]
+    assert rows == [("w0", None, "waiting", "paused"), ("w1", None, "waiting", "paused")]
+    assert (snapshot["world_size"], snapshot["samples_per_s"]) == (2, 0.0)
+
+
+def test_a_worker_that_is_lost_while_the_job_pauses_or_is_paused_is_not_counted() -> None:
+    script, events = paused_script()
+    events.append(script.make(t.WorkerLost, worker="w0", cause="killed"))
+    events.append(script.make(t.JobStatusChanged, status="paused"))
+    view = view_of(events)
+
+    assert view.snapshot()["world_size"] == 1
+
+    view.add([script.make(t.WorkerLost, worker="w1", cause="killed")])
+    assert view.snapshot()["world_size"] == 0
+
+
+def test_resuming_makes_nobody_a_newcomer() -> None:
+    script, events = paused_script()
+    events.append(script.make(t.JobStatusChanged, status="paused"))
+    events += script.form(["w0", "w1"], "resume")
+    events += [script.make(t.JobStatusChanged, status="running"), *script.complete(3)]
+
+    snapshot = view_of(events).snapshot()
+
+    assert [(row["state"], row["steps"]) for row in snapshot["workers"]] == [("training", 3)] * 2
+    assert [marker["kind"] for marker in snapshot["markers"]] == ["paused"]
+    assert snapshot["samples_per_s"] > 0
+
+
+def test_a_silent_scheduler_is_the_reason_and_changes_nothing_else() -> None:
+    script, events = paused_script()
+    events.append(script.make(t.JobStatusChanged, status="paused"))
+    view = view_of(events)
+    before = view.snapshot()
+    aside = {"job_id": JOB_ID, "time": script.now + 30, "status": "paused"}
+
+    view.add([t.JobStatusChanged(**aside, reason="its scheduler cannot be reached, asking again")])
+    silent = view.snapshot()
+    view.add([t.JobStatusChanged(**aside)])
+
+    assert (silent["status"], silent["reason"]) == (
+        "paused",
+        "its scheduler cannot be reached, asking again",
+    )
+    assert silent["events"][-1] | {"time": 0} == {
+        "seq": 0,
+        "time": 0,
+        "kind": "JobStatusChanged",
+        "level": "warning",
+        "text": "Paused: its scheduler cannot be reached, asking again",
+    }
+    assert view.snapshot()["reason"] == ""
+    assert (silent["markers"], silent["workers"]) == (before["markers"], before["workers"])
 
 
 def test_resuming_from_an_older_step_cuts_what_did_not_happen() -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from etrain_jupyter.elastic.ledger import checksum_of, cursor_at, epoch_order, total_steps
 from etrain_jupyter.events.types import (
+    CheckpointCommitted,
     EvalCompleted,
     Event,
     GenerationFormed,
@@ -226,6 +227,34 @@ def test_epoch_in_progress_may_lack_what_is_not_due_yet() -> None:
         report.verdict == "audit ok: every sample exactly once (1 epoch complete, one in progress)"
     )
     assert "        1*        32" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        ("stopped", "one cut short: the job was stopped"),
+        ("failed", "one cut short: the job failed"),
+        ("paused", "one in progress"),
+    ],
+)
+def test_last_epoch_of_an_ended_job_is_not_in_progress(status: str, words: str) -> None:
+    report = audit_log(number([*undisturbed()[:11], ended(status)]))
+
+    assert report.verdict == f"audit ok: every sample exactly once (1 epoch complete, {words})"
+
+
+def test_digest_of_an_earlier_step_is_not_given_for_the_last_one() -> None:
+    saved = CheckpointCommitted(
+        **COMMON, step=6, manifest="m", size_bytes=1, stall_s=0.0, duration_s=0.1
+    )
+    log = [submitted(), planned(), formed(1, 0, ["w0", "w1"], [1, 2])]
+    log += [*map(completed, range(1, 5)), *hashed(4, ["d4", "d4"]), completed(5), completed(6)]
+
+    report = str(audit_log(number([*log, saved, ended("stopped")])))
+
+    assert "  digest    d4 at step 4; of step 6, the last one, none was told\n" in report
+    assert "  saved     the weights of step 6\n" in report
+    assert "saved" not in str(audit_log(number(log)))
 
 
 def test_lost_sample_is_found_and_named() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import queue
+import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -12,9 +13,10 @@ import pytest
 from etrain_jupyter.errors import JobLostError, PoolError
 from etrain_jupyter.events.log import EventLog
 from etrain_jupyter.events.types import Event, JobStatusChanged, LogLine
+from etrain_jupyter.job import contact
 from etrain_jupyter.job import feed as feed_module
 from etrain_jupyter.job.feed import Feed
-from etrain_jupyter.job.link import ClusterEndedError
+from etrain_jupyter.job.link import ClusterEndedError, NoAnswerError, UnreachableError
 
 Answer = dict[str, Any]
 
@@ -84,7 +86,9 @@ class Recorder:
 
 @pytest.fixture(autouse=True)
 def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed_module, "RETRY_S", 0.01)
+    monkeypatch.setattr(contact, "RETRY_S", 0.01)
+    monkeypatch.setattr(contact, "RETRY_MOST_S", 0.02)
+    monkeypatch.setattr(feed_module, "AFTERWARDS_S", 0.01)
     monkeypatch.setattr(feed_module, "LINGER_S", 0.1)
 
 
@@ -166,7 +170,7 @@ def test_what_workers_say_after_the_end_still_comes(tmp_path: Path) -> None:
 
 def test_one_broken_connection_is_not_the_end(tmp_path: Path) -> None:
     link = FakeLink(
-        [line(1)], JobLostError("reset"), [line(2)], JobLostError("reset"), [end(3)], []
+        [line(1)], UnreachableError("reset"), [line(2)], UnreachableError("reset"), [end(3)], []
     )
 
     feed, recorder = follow(link, tmp_path / "none")
@@ -184,19 +188,106 @@ def test_scheduler_that_is_silent_for_a_while_is_asked_again(tmp_path: Path) -> 
     assert (recorder.seqs, feed.lost) == ([1], "")
 
 
-def test_lost_cluster_drains_the_log_and_says_so(log: EventLog) -> None:
+def test_unreachable_scheduler_is_said_once_and_asked_until_it_answers(log: EventLog) -> None:
+    log.append([line(0), JobStatusChanged(job_id="j", time=1.0, status="running")])
+    silence = [NoAnswerError("no answer"), *[UnreachableError("cannot be reached")] * 30]
+    link = FakeLink(*silence)
+    feed, recorder = follow(link, log.path)
+    said: queue.Queue[Event] = queue.Queue()
+    feed.subscribe(lambda events: [said.put(event) for event in events] and None)
+    arguments, question = link.questions.get(timeout=5)
+    told = [said.get(timeout=5) for _ in range(3)]
+
+    assert not feed.ended.is_set()
+    assert (feed.lost, feed.trouble) == ("", told[-1].reason)
+    assert [(event.seq, event.kind) for event in told[1:]] == [(2, told[1].kind), (0, told[1].kind)]
+    assert told[-1].status == "running"
+    assert re.fullmatch(
+        r"its scheduler cannot be reached, last seen \d\d:\d\d:\d\d, asking again", feed.trouble
+    )
+    assert arguments["wait_s"] == 0.0, "its return must be seen at once"
+
+    question.set_result({"events": [line(3).to_dict()]})
+    recorder.wait_for(3)
+    _, question = link.questions.get(timeout=5)
+
+    assert (said.get(timeout=5).seq, feed.trouble) == (3, "")
+    back = said.get(timeout=5)
+    assert (back.status, back.reason) == ("running", "")
+    question.set_result({"events": [end(4).to_dict()]})
+    assert feed.ended.wait(5)
+    assert recorder.seqs == [1, 2, 3, 4]
+    feed.close()
+
+
+def test_log_that_ends_during_a_silence_leaves_nothing_of_it(log: EventLog) -> None:
+    log.append([line(0)])
+    link = FakeLink(*[UnreachableError("cannot be reached")] * 3)
+    feed, recorder = follow(link, log.path)
+    _, question = link.questions.get(timeout=5)
+    assert feed.trouble
+    log.append([end(0)])
+    question.set_exception(UnreachableError("cannot be reached"))
+    assert feed.ended.wait(5)
+    assert_no_thread_is_left()
+    late = Recorder()
+
+    feed.subscribe(late)
+    late.wait_for(2)
+
+    assert (late.batches, feed.trouble, feed.lost) == ([[1, 2]], "", "")
+    assert recorder.seqs == [1, 2]
+
+
+def test_feed_that_is_closed_during_a_silence_does_not_begin_anew(tmp_path: Path) -> None:
+    link = FakeLink(*[UnreachableError("cannot be reached")] * 3)
+    feed, _ = follow(link, tmp_path / "none")
+    _, question = link.questions.get(timeout=5)
+    is_held, is_free = threading.Event(), threading.Event()
+
+    def hold(_: list[Event]) -> None:
+        is_held.set()
+        is_free.wait(5)
+
+    feed.subscribe(hold)
+    assert is_held.wait(5)
+    feed.close()
+    question.set_exception(UnreachableError("cannot be reached"))
+    is_free.set()
+
+    assert_no_thread_is_left()
+    assert link.questions.empty()
+
+
+def test_listener_that_comes_during_a_silence_hears_of_it(tmp_path: Path) -> None:
+    link = FakeLink(*[UnreachableError("cannot be reached")] * 3)
+    feed, _ = follow(link, tmp_path / "none")
+    link.questions.get(timeout=5)
+    late = Recorder()
+
+    feed.subscribe(late)
+    late.wait_for(0)
+
+    assert late.batches == [[0]]
+    assert feed.caught_up.is_set(), "whoever asks must not wait for a scheduler that is silent"
+    feed.close()
+
+
+def test_scheduler_that_does_not_know_the_job_has_lost_it_after_the_log_is_drained(
+    log: EventLog,
+) -> None:
     log.append([line(0)])
     link = FakeLink()
     feed, recorder = follow(link, log.path)
     _, first = link.questions.get(timeout=5)
     log.append([line(0), line(0)])
 
-    first.set_exception(JobLostError("the scheduler cannot be reached"))
+    first.set_exception(JobLostError("no job j here"))
     _, second = link.questions.get(timeout=5)
-    second.set_exception(JobLostError("the scheduler cannot be reached"))
+    second.set_exception(JobLostError("no job j here"))
 
     assert feed.ended.wait(5)
-    assert feed.lost == "the scheduler cannot be reached"
+    assert feed.lost == "no job j here"
     # The 0 is the farewell to the listeners, which no log has.
     assert recorder.seqs == [1, 2, 3]
     assert [event.seq for event in feed.events()] == [1, 2, 3]
@@ -234,9 +325,9 @@ def test_log_that_ends_while_the_cluster_goes_is_not_lost(log: EventLog) -> None
     _, first = link.questions.get(timeout=5)
     log.append([line(0), end(0)])
 
-    first.set_exception(JobLostError("gone"))
+    first.set_exception(UnreachableError("gone"))
     _, second = link.questions.get(timeout=5)
-    second.set_exception(JobLostError("gone"))
+    second.set_exception(UnreachableError("gone"))
 
     assert feed.ended.wait(5)
     assert (recorder.seqs, feed.lost) == ([1, 2], "")

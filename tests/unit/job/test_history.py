@@ -16,6 +16,8 @@ from etrain_jupyter.events.types import (
     JobStatusChanged,
     LogLine,
     StepCompleted,
+    WorkerLeft,
+    WorkerLost,
 )
 from etrain_jupyter.job.history import History, LatestValues, peek_log
 
@@ -188,6 +190,60 @@ def test_peek_reads_the_two_ends_of_a_long_log(tmp_path: Path) -> None:
 
     assert path.stat().st_size > 3 * 64 * 1024
     assert (view.status, view.step, view.total_steps) == ("running", 2000, 5000)
+
+
+def formed(generation: int, ranks: list[str]) -> GenerationFormed:
+    return GenerationFormed(
+        job_id="j",
+        time=0.0,
+        generation=generation,
+        why="join",
+        world_size=len(ranks),
+        ranks=ranks,
+        step=1,
+    )
+
+
+def test_peek_counts_the_workers_of_a_generation_that_formed_between_the_two_ends(
+    tmp_path: Path,
+) -> None:
+    log = EventLog(tmp_path / "events.jsonl", fsync_every_s=None)
+    log.append([JobStatusChanged(job_id="j", time=0.0, status="running"), formed(1, ["a"])])
+    log.append([step(n, world_size=1) for n in range(1, 1001)])
+    log.append([formed(2, ["a", "b", "c"])])
+    log.append([step(n, world_size=3, generation=2) for n in range(1001, 2001)])
+    log.close()
+
+    view = peek_log(log.path)
+
+    assert log.path.stat().st_size > 3 * 64 * 1024
+    assert (view.world_size, view.generation, view.step) == (3, 2, 2000)
+
+
+def test_paused_job_counts_the_ranks_that_are_there() -> None:
+    view = LatestValues()
+    view.add([formed(1, ["a", "b", "c"]), step(1, world_size=3)])
+    view.add([WorkerLost(job_id="j", time=0.0, worker="b", cause="killed")])
+    view.add([JobStatusChanged(job_id="j", time=0.0, status="paused")])
+    assert view.world_size == 2
+
+    view.add([WorkerLeft(job_id="j", time=0.0, worker="a", reason="preempted")])
+    view.add([WorkerLeft(job_id="j", time=0.0, worker="d", reason="never a rank")])
+    assert view.world_size == 1
+
+
+def test_peek_looks_behind_an_end_of_the_log_that_is_full_of_printed_lines(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl", fsync_every_s=None)
+    said = LogLine(job_id="j", time=0.0, level="info", worker="", text="x" * 90)
+    log.append([JobStatusChanged(job_id="j", time=0.0, status="waiting"), formed(1, ["a"])])
+    log.append([said] * 2000)
+    log.append([formed(2, ["a", "b"]), step(7, world_size=2, generation=2)])
+    log.append([said] * 2000)
+    log.close()
+
+    view = peek_log(log.path)
+
+    assert (view.status, view.world_size, view.step) == ("running", 2, 7)
 
 
 def test_peek_at_a_log_that_is_not_there_tells_a_job_that_was_submitted(tmp_path: Path) -> None:

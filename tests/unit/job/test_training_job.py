@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 
 from etrain_jupyter.errors import (
+    ConfigError,
     EtrainError,
     JobFailedError,
     JobLostError,
     NotSupportedYetError,
+    PoolError,
 )
 from etrain_jupyter.events.log import EventLog
 from etrain_jupyter.events.types import (
@@ -26,6 +28,7 @@ from etrain_jupyter.events.types import (
     UserErrorRaised,
 )
 from etrain_jupyter.job import training_job
+from etrain_jupyter.job.link import NoAnswerError
 from etrain_jupyter.job.run_store import RunStore
 from etrain_jupyter.job.training_job import TrainingJob
 
@@ -220,12 +223,72 @@ def test_requests_reach_the_coordinator(tmp_path: Path) -> None:
     ]
 
 
+def test_workers_of_a_paused_job_wait(tmp_path: Path) -> None:
+    records = [{"worker": "a", "state": "reported"}, {"worker": "b", "state": "warm"}]
+    job = make_job(tmp_path, FakeLink(lambda _: {"workers": records}), status("paused"))
+
+    assert [worker["state"] for worker in job.workers()] == ["waiting", "warm"]
+
+
+@pytest.mark.parametrize("notice_s", [-3.0, float("nan")])
+def test_notice_in_the_past_is_refused(tmp_path: Path, notice_s: float) -> None:
+    link = FakeLink()
+    job = make_job(tmp_path, link, status("running"))
+
+    with pytest.raises(ConfigError, match=r"notice_s=.*: a notice is 0 s or more"):
+        job.preempt(notice_s=notice_s)
+    assert link.requests == []
+
+
 def test_ended_job_takes_no_requests(tmp_path: Path) -> None:
     job = make_job(tmp_path, FakeLink(), status("finished"))
 
     assert job.stop() == "digits-1 has finished already"
     with pytest.raises(EtrainError, match="has finished: there is nothing to scale"):
         job.scale(max=2)
+
+
+def test_wait_says_that_the_scheduler_is_silent_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    link = FakeLink()
+    job = make_job(tmp_path, link, status("running"))
+    assert job.status == "running"
+    contact = job._feed._contact
+    troubles = iter(["", "its scheduler cannot be reached, asking again"] * 2)
+
+    def wait_a_slice(slice_s: float) -> bool:
+        contact.trouble = next(troubles, "over")
+        return contact.trouble == "over"
+
+    monkeypatch.setattr(job._feed.ended, "wait", wait_a_slice)
+
+    assert job.wait() == "running"
+    assert capsys.readouterr().out.splitlines()[:2] == [
+        "etrain: digits-1 was running; its scheduler cannot be reached, asking again. "
+        "The wait goes on.",
+        "etrain: the scheduler of digits-1 answers again.",
+    ]
+
+
+def test_silent_scheduler_is_the_reason_and_leaves_the_last_known_status(tmp_path: Path) -> None:
+    job = make_job(tmp_path, FakeLink(), status("running"))
+    assert (job.status, job.reason) == ("running", "")
+
+    job._feed._contact.trouble = "its scheduler cannot be reached"
+
+    assert (job.status, job.reason) == ("running", "its scheduler cannot be reached")
+    assert "running (its scheduler cannot be reached)" in repr(job)
+
+
+def test_request_without_an_answer_says_that_it_may_still_happen(tmp_path: Path) -> None:
+    def stay_silent(arguments: dict[str, Any]) -> Answer:
+        raise NoAnswerError("the scheduler did not answer")
+
+    job = make_job(tmp_path, FakeLink(stay_silent), status("running"))
+
+    with pytest.raises(PoolError, match=r"kill was sent to job digits-1.* may still happen"):
+        job.kill()
 
 
 class Interrupts:
