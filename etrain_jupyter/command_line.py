@@ -10,7 +10,11 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from etrain_jupyter.config.fields import Interval
+from etrain_jupyter.elastic.chaos import FAULT_KINDS
 from etrain_jupyter.errors import ConfigError
+
+TRAINER_FAULTS = tuple(kind for kind in FAULT_KINDS if kind not in ("notice", "worker"))
+"""What ``kill --how`` can do to a trainer."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -128,3 +132,82 @@ def _parse_interval(text: str) -> float:
     except ValueError:
         return math.nan
     return interval.value if interval.unit == "s" else math.nan
+
+
+# --- the arguments of the sub-commands ---
+
+
+def add_job(parser: argparse.ArgumentParser) -> None:
+    """Which job, by position."""
+    parser.add_argument("job", nargs="?", help="name, id or the start of an id; the latest job")
+
+
+def add_job_option(parser: argparse.ArgumentParser) -> None:
+    """Which job, where the position is another thing's."""
+    parser.add_argument("--job", help="name, id or the start of an id; the latest job")
+
+
+def add_bounds(parser: argparse.ArgumentParser) -> None:
+    """How many workers."""
+    parser.add_argument("number", nargs="?", type=int, metavar="N", help="short for --max N")
+    parser.add_argument("--min", type=int, help="wait below this number of workers")
+    parser.add_argument("--max", type=int, help="never use more workers")
+
+
+def add_worker(parser: argparse.ArgumentParser) -> None:
+    """Which worker."""
+    parser.add_argument("worker", nargs="?", help="its name; by default the coordinator chooses")
+
+
+def add_notice(parser: argparse.ArgumentParser) -> None:
+    """How long a notice lasts."""
+    text = "how long before it goes, for example 2min (120s)"
+    add = parser.add_argument
+    add("--notice", action=StoreSecondsOrZero, default=120.0, metavar="TIME", help=text)
+
+
+def add_how(parser: argparse.ArgumentParser) -> None:
+    """What befalls a worker."""
+    kinds = ", ".join(TRAINER_FAULTS)
+    text = f"worker (default: its whole process), or what befalls its trainer: {kinds}"
+    parser.add_argument("--how", default="worker", metavar="KIND", help=text)
+
+
+def add_chances(parser: argparse.ArgumentParser) -> None:
+    """What befalls workers by chance, and how often."""
+    add = parser.add_argument
+    text = "mean time between two faults (15s)"
+    add("--mtbf", action=StoreSeconds, default=15.0, metavar="TIME", help=text)
+    kinds = ", ".join(FAULT_KINDS)
+    add("--mode", default="mix", metavar="KIND", help=f"mix of all (default), or one of: {kinds}")
+    text = "end it after this time, for example 5min"
+    add("--duration", action=StoreSeconds, metavar="TIME", help=text)
+    add("--seed", type=int, metavar="N", help="repeat the faults of a run with the same seed")
+    add("--off", action="store_true", help="end it now")
+
+
+def add_now(parser: argparse.ArgumentParser) -> None:
+    """Whether to wait for the step."""
+    parser.add_argument("--now", action="store_true", help="at once, without a checkpoint")
+
+
+def add_timeout(parser: argparse.ArgumentParser) -> None:
+    """How long to wait."""
+    text = "give up after this time, for example 5min"
+    parser.add_argument("--timeout", action=StoreSecondsOrZero, metavar="TIME", help=text)
+
+
+def add_out(parser: argparse.ArgumentParser) -> None:
+    """Which variable gets the job."""
+    parser.add_argument("-o", "--out", metavar="VAR", help="bind the job to this name")
+
+
+def add_number(parser: argparse.ArgumentParser) -> None:
+    """How many lines."""
+    text = "at most N, 1 or more (50)"
+    parser.add_argument("-n", "--number", action=StoreCount, default=50, metavar="N", help=text)
+
+
+def add_cluster(parser: argparse.ArgumentParser) -> None:
+    """Which cluster."""
+    parser.add_argument("cluster", nargs="?", help="a cluster's id; by default every one of yours")

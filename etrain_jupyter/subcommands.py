@@ -15,17 +15,27 @@ from datetime import datetime
 from typing import Protocol
 
 from etrain_jupyter.command_line import (
+    TRAINER_FAULTS,
     HelpRequested,
-    StoreCount,
-    StoreSeconds,
-    StoreSecondsOrZero,
+    add_bounds,
+    add_chances,
+    add_cluster,
+    add_how,
+    add_job,
+    add_job_option,
+    add_notice,
+    add_now,
+    add_number,
+    add_out,
+    add_timeout,
+    add_worker,
     make_parser,
     one_of,
 )
 from etrain_jupyter.config import template
 from etrain_jupyter.dashboard.words import describe
 from etrain_jupyter.doctor import examine
-from etrain_jupyter.elastic.chaos import FAULT_KINDS, MODES
+from etrain_jupyter.elastic.chaos import MODES
 from etrain_jupyter.errors import ConfigError, EtrainError, NotSupportedYetError, PoolError
 from etrain_jupyter.events.types import (
     TERMINAL_STATUSES,
@@ -42,9 +52,6 @@ from etrain_jupyter.pools import registry
 
 LATER = ("checkpoints", "cost", "diagnose", "plan", "reap", "tensorboard", "up")
 """Sub-commands of the contract that this version does not have."""
-
-TRAINER_FAULTS = tuple(kind for kind in FAULT_KINDS if kind not in ("notice", "worker"))
-"""What ``kill --how`` can do to a trainer."""
 
 
 class Surface(Protocol):
@@ -287,144 +294,83 @@ def _down(surface: Surface, args: argparse.Namespace) -> str:
     return registry.down(args.cluster)
 
 
-def _job(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("job", nargs="?", help="name, id or the start of an id; the latest job")
-
-
-def _job_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--job", help="name, id or the start of an id; the latest job")
-
-
-def _count(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("number", nargs="?", type=int, metavar="N", help="short for --max N")
-    parser.add_argument("--min", type=int, help="wait below this number of workers")
-    parser.add_argument("--max", type=int, help="never use more workers")
-
-
-def _worker(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("worker", nargs="?", help="its name; by default the coordinator chooses")
-
-
-def _notice(parser: argparse.ArgumentParser) -> None:
-    text = "how long before it goes, for example 2min (120s)"
-    add = parser.add_argument
-    add("--notice", action=StoreSecondsOrZero, default=120.0, metavar="TIME", help=text)
-
-
-def _how(parser: argparse.ArgumentParser) -> None:
-    kinds = ", ".join(TRAINER_FAULTS)
-    text = f"worker (default: its whole process), or what befalls its trainer: {kinds}"
-    parser.add_argument("--how", default="worker", metavar="KIND", help=text)
-
-
-def _chances(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    text = "mean time between two faults (15s)"
-    add("--mtbf", action=StoreSeconds, default=15.0, metavar="TIME", help=text)
-    kinds = ", ".join(FAULT_KINDS)
-    add("--mode", default="mix", metavar="KIND", help=f"mix of all (default), or one of: {kinds}")
-    text = "end it after this time, for example 5min"
-    add("--duration", action=StoreSeconds, metavar="TIME", help=text)
-    add("--seed", type=int, metavar="N", help="repeat the faults of a run with the same seed")
-    add("--off", action="store_true", help="end it now")
-
-
-def _now(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--now", action="store_true", help="at once, without a checkpoint")
-
-
-def _timeout(parser: argparse.ArgumentParser) -> None:
-    text = "give up after this time, for example 5min"
-    parser.add_argument("--timeout", action=StoreSecondsOrZero, metavar="TIME", help=text)
-
-
-def _out(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-o", "--out", metavar="VAR", help="bind the job to this name")
-
-
-def _number(parser: argparse.ArgumentParser) -> None:
-    text = "at most N, 1 or more (50)"
-    parser.add_argument("-n", "--number", action=StoreCount, default=50, metavar="N", help=text)
-
-
-def _cluster(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("cluster", nargs="?", help="a cluster's id; by default every one of yours")
-
-
 SUBCOMMANDS: tuple[Subcommand, ...] = (
     Subcommand(
-        name="ls", summary="list the jobs, the newest first", run=_list, arguments=(_number,)
+        name="ls", summary="list the jobs, the newest first", run=_list, arguments=(add_number,)
     ),
-    Subcommand(name="show", summary="show a job", run=_show, arguments=(_job,)),
+    Subcommand(name="show", summary="show a job", run=_show, arguments=(add_job,)),
     Subcommand(
         name="attach",
         summary="follow a job from this notebook",
         run=_attach,
-        arguments=(_job, _out),
+        arguments=(add_job, add_out),
         is_for_notebooks_only=True,
     ),
     Subcommand(
         name="wait",
         summary="block until a job has ended; an interrupt stops it",
         run=_wait,
-        arguments=(_job, _timeout),
+        arguments=(add_job, add_timeout),
     ),
     Subcommand(
-        name="pause", summary="let the ranks wait with their state", run=_pause, arguments=(_job,)
+        name="pause",
+        summary="let the ranks wait with their state",
+        run=_pause,
+        arguments=(add_job,),
     ),
-    Subcommand(name="resume", summary="go on after pause", run=_resume, arguments=(_job,)),
+    Subcommand(name="resume", summary="go on after pause", run=_resume, arguments=(add_job,)),
     Subcommand(
         name="stop",
         summary="end a job after its next step, with a checkpoint",
         run=_stop,
-        arguments=(_job, _now),
+        arguments=(add_job, add_now),
     ),
     Subcommand(
         name="checkpoint",
         summary="write a checkpoint after the next step",
         run=_checkpoint,
-        arguments=(_job,),
+        arguments=(add_job,),
     ),
     Subcommand(
         name="scale",
         summary="change how many workers a job may have",
         run=_scale,
-        arguments=(_count, _job_option),
+        arguments=(add_bounds, add_job_option),
     ),
     Subcommand(
         name="preempt",
         summary="take a worker away with a notice, as a spot market does",
         run=_preempt,
-        arguments=(_worker, _notice, _job_option),
+        arguments=(add_worker, add_notice, add_job_option),
     ),
     Subcommand(
         name="kill",
         summary="kill a worker's process: a fault on purpose",
         run=_kill,
-        arguments=(_worker, _how, _job_option),
+        arguments=(add_worker, add_how, add_job_option),
     ),
     Subcommand(
         name="chaos",
         summary="let faults happen at random, to see that nothing comes of it",
         run=_chaos,
-        arguments=(_job, _chances),
+        arguments=(add_job, add_chances),
     ),
     Subcommand(
         name="audit",
         summary="prove from the log that each sample was trained once an epoch",
         run=_audit,
-        arguments=(_job,),
+        arguments=(add_job,),
     ),
     Subcommand(
         name="logs",
         summary="what the trainers printed, and who was lost",
         run=_logs,
-        arguments=(_job, _number),
+        arguments=(add_job, add_number),
     ),
     Subcommand(name="template", summary="print a commented body", run=_template),
     Subcommand(name="pools", summary="list the pools and their clusters", run=_pools),
     Subcommand(
-        name="down", summary="end clusters that we started", run=_down, arguments=(_cluster,)
+        name="down", summary="end clusters that we started", run=_down, arguments=(add_cluster,)
     ),
     Subcommand(name="doctor", summary="what is wrong here, and how to mend it", run=_doctor),
 )

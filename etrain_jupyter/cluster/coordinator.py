@@ -37,6 +37,9 @@ SILENCE_S = 10.0
 machine that vanished without closing its connections only after minutes."""
 
 
+HAND_BACK_S = 2.0
+"""A noticed worker that nobody uses ends at the latest so long before its machine is taken."""
+
 Handler = Callable[..., Awaitable[dict[str, Any]]]
 
 
@@ -213,13 +216,17 @@ class Coordinator(SchedulerPlugin):
         self._want_workers()
 
     def _want_workers(self) -> None:
-        """Ask the pool for what the jobs can use. Who was given notice is replaced at once.
+        """Ask the pool for what the jobs can use.
 
-        It stays meanwhile: its time is what the newcomer needs to start and to warm up.
+        A noticed worker that stays because too few would be left is replaced at once: its time is
+        what the newcomer needs to start and to warm up. The others are replaced when they are
+        released, so that nothing starts on this machine while their generation changes.
         """
         jobs = [job for job in self._active() if not job.state.outcome]
-        held = {m.worker for job in jobs for m in job.state.members.values()}
-        num_leaving = sum(1 for w in self._workers if w.leaves_at and w.name in held)
+        kept = {
+            member.worker for job in jobs if _is_short(job) for member in job.state.members.values()
+        }
+        num_leaving = sum(1 for w in self._workers if w.leaves_at and w.name in kept)
         wanted = sum(job.state.max_workers for job in jobs)
         self._nodes.want(wanted + num_leaving, reason="jobs")
 
@@ -236,15 +243,20 @@ class Coordinator(SchedulerPlugin):
             self._allocate()
 
     def _take_noticed_machines(self) -> None:
-        """Hand noticed workers back once nobody trains on them; take them when time is over."""
+        """Hand noticed workers back once the others train without them; in time in any case."""
         used = {m.worker for job in self._active() for m in job.state.members.values()}
+        is_changing = any(
+            j.state.phase == "running" and not j.state.is_ready for j in self._active()
+        )
+        now = time.time()
         for facts in self._workers:
             if not facts.leaves_at:
                 continue
-            if facts.name not in used:
+            left_s = facts.leaves_at - now
+            if facts.name not in used and (not is_changing or left_s < HAND_BACK_S):
                 self._want_workers()  # without it, before its end makes room for another one
-                self._nodes.release(facts.name, drain_s=max(1.0, facts.leaves_at - time.time()))
-            elif time.time() > facts.leaves_at:
+                self._nodes.release(facts.name, drain_s=max(1.0, left_s))
+            elif left_s < 0:
                 self._nodes.kill(facts.name)
 
     # --- what the kernel may call ---
@@ -307,6 +319,13 @@ class Coordinator(SchedulerPlugin):
         if job_id not in self._jobs:
             raise UnknownJobError(f"job {job_id} is not on this cluster")
         return self._jobs[job_id]
+
+
+def _is_short(job: HostedJob) -> bool:
+    """Whether a job could not go on with those that need not leave."""
+    members = job.state.members.values()
+    stays = [m for m in members if not m.leaving and m.phase != "starting"]
+    return len(stays) < max(1, job.state.min_workers)
 
 
 def _answering(handler: Handler) -> Handler:

@@ -14,18 +14,17 @@ from collections.abc import Generator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from etrain_jupyter.errors import (
-    ConfigError,
     EtrainError,
     JobFailedError,
     JobLostError,
     NotSupportedYetError,
-    PoolError,
 )
 from etrain_jupyter.events.log import read_events
 from etrain_jupyter.events.types import TERMINAL_STATUSES, Event
 from etrain_jupyter.job.feed import Feed, Listener
 from etrain_jupyter.job.history import LatestValues
-from etrain_jupyter.job.link import SLICE_S, Link, NoAnswerError
+from etrain_jupyter.job.link import SLICE_S, Link
+from etrain_jupyter.job.requests import REQUEST_S, JobRequests
 from etrain_jupyter.job.run_store import JobRecord
 from etrain_jupyter.job.screen import Screen, table_of
 
@@ -33,13 +32,12 @@ if TYPE_CHECKING:
     from etrain_jupyter.job.audit import AuditReport
 
 CATCH_UP_S = 10.0
-REQUEST_S = 30.0
 SECOND_INTERRUPT_S = 5.0
 
 Model = TypeVar("Model")
 
 
-class TrainingJob:
+class TrainingJob(JobRequests):
     """A job that somebody submitted.
 
     It follows the job's events from the first question on; ``await job`` and ``job.wait()`` block
@@ -252,14 +250,6 @@ class TrainingJob:
         when = f"after step {view.step}" if view.step else "before its first step"
         return f"{when}{place}: {cause.rstrip('.')}."
 
-    def _what_remains(self) -> str:
-        if not self._view.saved_step:
-            return "Nothing was saved."
-        return (
-            f"The weights of step {self._view.saved_step} are saved in {self.record.folder}; "
-            "job.load_into(model) loads them."
-        )
-
     def _interrupt(self, interrupts: list[float]) -> None:
         """Answer the interrupt key; ``interrupts`` holds when it was pressed before."""
         now = time.monotonic()
@@ -276,107 +266,6 @@ class TrainingJob:
             print(
                 f"etrain: stopping {self.id} after this step, with a checkpoint. "
                 f"Interrupt again within {SECOND_INTERRUPT_S:g} s to stop at once."
-            )
-
-    # --- requests -------------------------------------------------------------------------------
-
-    def pause(self) -> str:
-        """Let the ranks wait after their next step, with their state."""
-        return self.request("pause")
-
-    def resume(self) -> str:
-        """Go on after ``pause``."""
-        return self.request("resume")
-
-    def stop(self, now: bool = False) -> str:
-        """End the job after its next step with a checkpoint; with ``now`` at once, without."""
-        if self.status in TERMINAL_STATUSES and not self._feed.lost:
-            return f"{self.id} has {_ENDED[self.status]} already"
-        return self.request("stop", now=now)
-
-    def checkpoint(self) -> str:
-        """Write a checkpoint after the next step; training goes on."""
-        return self.request("checkpoint")
-
-    def scale(self, min: int | None = None, max: int | None = None) -> str:
-        """Change the bounds of the number of workers; what is left out stays."""
-        return self.request("scale", min=min, max=max)
-
-    def preempt(self, worker: str | None = None, notice_s: float = 120) -> str:
-        """Take a worker away as a spot market does: with a notice of ``notice_s`` seconds."""
-        if not notice_s >= 0:
-            raise ConfigError(f"notice_s={notice_s}: a notice is 0 s or more", hint="notice_s=120")
-        return self.request("preempt", worker=worker, notice_s=notice_s)
-
-    def kill(self, worker: str | None = None, how: str = "worker") -> str:
-        """Put a worker out of action without notice: a fault on purpose.
-
-        Args:
-            worker: Its name; by default the coordinator chooses one that trains.
-            how: ``worker`` ends its process; ``kill`` (SIGKILL), ``segfault`` and ``exit`` end its
-                trainer; ``stop`` (SIGSTOP), ``hold_gil`` and ``hang`` leave that alive and useless.
-        """
-        if how == "worker":
-            return self.request("kill", worker=worker)
-        return self.request("fault", worker=worker, kind=how)
-
-    def chaos(
-        self,
-        mtbf_s: float = 15.0,
-        mode: str = "mix",
-        duration_s: float | None = None,
-        seed: int | None = None,
-        *,
-        off: bool = False,
-    ) -> str:
-        """Let faults happen at random from now on, to see that nothing comes of it.
-
-        Args:
-            mtbf_s: Mean time between two faults.
-            mode: One kind of fault, or ``mix``.
-            duration_s: When it ends; by default with the job.
-            seed: Repeats the faults of a run with the same seed.
-            off: End it now.
-        """
-        if off:
-            return self.request("chaos", off=True)
-        return self.request("chaos", mtbf_s=mtbf_s, mode=mode, duration_s=duration_s, seed=seed)
-
-    def request(self, request: str, **args: Any) -> str:
-        """Ask the coordinator for something and return what it says to that.
-
-        Raises:
-            JobLostError: If the cluster is gone.
-            EtrainError: If the job has ended.
-            PoolError: If the coordinator refuses, or does not answer in time.
-        """
-        status = self.status
-        if status in TERMINAL_STATUSES and not self._feed.lost:
-            raise EtrainError(
-                f"job {self.id} has {_ENDED[status]}: there is "
-                f"{_NOTHING_TO.get(request, f'nothing to {request}')}. "
-                "%etrain ls shows the jobs that run."
-            )
-        if self._link is None or self._feed.lost:
-            raise JobLostError(
-                f"{request} cannot reach job {self.id}: {self._feed.lost}. {self._what_remains()}"
-            )
-        try:
-            answer = self._link.call(
-                "etrain_request", timeout=REQUEST_S, job_id=self.id, request=request, args=args
-            )
-        except NoAnswerError as exc:
-            raise PoolError(
-                f"{request} was sent to job {self.id}, and its scheduler did not answer within "
-                f"{REQUEST_S:g} s. It may still happen, as soon as the scheduler answers: look at "
-                "%etrain show before you ask again."
-            ) from exc
-        return str(answer.get("message", ""))
-
-    def _send_request(self, request: str, args: dict[str, Any]) -> None:
-        if self._link is not None:
-            self._link.send(
-                "etrain_request", timeout=REQUEST_S, job_id=self.id, request=request, args=args
             )
 
     # --- weights --------------------------------------------------------------------------------
@@ -434,13 +323,5 @@ class TrainingJob:
         return self._view
 
 
-_NOTHING_TO = {
-    "chaos": "no worker left to disturb",
-    "fault": "no worker left to disturb",
-    "kill": "no worker left to kill",
-    "preempt": "no worker left to preempt",
-    "checkpoint": "nothing left to save",
-}
 _WORKER_STATES = {"reported": "waiting"}
 """States of which the coordinator has a word of its own."""
-_ENDED = {"finished": "finished", "stopped": "been stopped", "failed": "failed"}

@@ -342,7 +342,30 @@ async def test_no_notice_takes_an_earlier_one_back(rig):
     assert deadlines == [rig.now + 5.0, rig.now + 2.0]
 
 
-async def test_noticed_worker_is_replaced_at_once_and_not_twice(rig):
+async def test_noticed_worker_is_replaced_when_the_others_train_without_it(rig):
+    await rig.start("w1", "w2")
+    rig.coordinator._requests.do(rig.job, "preempt", {"worker": "w2", "notice_s": 60.0})
+    for worker in ("w1", "w2"):
+        rig.report(worker, 5, "planned")
+    ticks(rig, 1, "w1")
+    assert (rig.nodes.released, rig.nodes.wanted) == ([], 2)
+    rig.tell("w1", "formed", step=5)
+    ticks(rig, 1, "w1")
+    assert (set(rig.nodes.released), rig.nodes.wanted) == ({"w2"}, 2)
+
+
+async def test_noticed_worker_is_handed_back_in_time_though_the_others_do_not_form(rig):
+    await rig.start("w1", "w2")
+    rig.coordinator._requests.do(rig.job, "preempt", {"worker": "w2", "notice_s": 10.0})
+    for worker in ("w1", "w2"):
+        rig.report(worker, 5, "planned")
+    ticks(rig, 7, "w1")
+    assert rig.nodes.released == []
+    ticks(rig, 2, "w1")
+    assert "w2" in rig.nodes.released
+
+
+async def test_last_noticed_worker_is_replaced_at_once_and_not_twice(rig):
     await rig.start("w1")
     assert rig.nodes.wanted == 1
     rig.coordinator._requests.do(rig.job, "preempt", {"worker": "w1", "notice_s": 60.0})
