@@ -378,6 +378,7 @@ async def test_last_noticed_worker_is_replaced_at_once_and_not_twice(rig):
     for worker in ("w1", "w2"):
         rig.report(worker, 6, "planned")
     assert [m.worker for m in rig.job.state.members.values()] == ["w2"]
+    rig.tell("w2", "formed", step=6)
     ticks(rig, 1, "w2")
     assert (set(rig.nodes.released), rig.nodes.wanted) == ({"w1"}, 1)
 
