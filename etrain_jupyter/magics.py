@@ -16,6 +16,7 @@ from IPython.core.magic import Magics, line_cell_magic, magics_class, no_var_exp
 
 from etrain_jupyter import launch
 from etrain_jupyter.command_line import HelpRequested, make_parser
+from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.errors import ConfigError, EtrainError
 from etrain_jupyter.job.run_store import RunStore
 from etrain_jupyter.job.training_job import TrainingJob
@@ -147,13 +148,18 @@ def describe_plan(plan: launch.Plan) -> str:
     length = f"{config.steps} steps" if config.steps else f"{config.epochs:g} epochs"
     lines = {
         "model": config.model,
-        "length": f"{length} of batch {config.batch.global_batch_size}",
+        "length": f"{length} of batch {_batch_of(config)}",
         "workers": f"{config.workers.min} to {config.max_workers()} of pool {config.pool}",
         "captured": f"{_bytes(size)}: {captured}" if captured else "nothing",
         "price": "nothing, this is your own machine",
     }
     table = [f"  {name:<10}{text}" for name, text in lines.items()]
     return "\n".join(["The cell is a valid job. Nothing was submitted (--dry-run).", *table])
+
+
+def _batch_of(config: TrainConfig) -> str:
+    each = config.batch.per_worker_batch_size
+    return str(config.batch.size(1)) if each is None else f"{each} a worker"
 
 
 def _bytes(size: int) -> str:

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, JsonValue, ValidationInfo, field_validator, model_validator
 
 from etrain_jupyter.config.fields import (
     Interval,
@@ -27,8 +27,9 @@ from etrain_jupyter.config.fields import (
 )
 from etrain_jupyter.config.source_map import did_you_mean, in_words
 from etrain_jupyter.config.vocabulary import (
-    DEFAULT_LR,
-    LATER,
+    NAMED_LR,
+    OTHER_PRECISIONS,
+    PRECISIONS,
     REFUSED,
     check_options,
     find_optimizer,
@@ -42,6 +43,8 @@ __all__ = [
     "LogConfig",
     "OptimizerConfig",
     "ReproducibleConfig",
+    "ScalingConfig",
+    "ScheduleConfig",
     "Section",
     "TrainConfig",
     "WorkersConfig",
@@ -55,6 +58,9 @@ RESERVED_METRICS = frozenset(
 
 DEFAULT_MAX_WORKERS = 4
 """Of a pool that has as many, where ``workers.max`` is left out."""
+
+
+DEFAULT_BATCH_SIZE = 32
 
 
 class DataConfig(Section):
@@ -74,11 +80,13 @@ class OptimizerConfig(Section):
     """What updates the weights: a name of torch.optim with its options, or a reference."""
 
     name: Annotated[str | None, Field(examples=["AdamW"])] = "AdamW"
-    """A name of torch.optim, in any case; None with ``reference``."""
+    """A name of torch.optim in any case, LAMB or LARS; None with ``reference``."""
     lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-3
     """Learning rate; if it is left out, torch's default for that optimizer."""
     options: dict[str, Any] = Field(default_factory=dict)
     """The other keywords of that optimizer, for example ``weight_decay`` or ``betas``."""
+    no_decay: Annotated[Literal["auto"] | None, Field(examples=["auto"])] = None
+    """auto keeps weight_decay off biases and norms: parameters of fewer than two dimensions."""
     reference: Optional = None
     """A function ``(parameters) -> Optimizer`` instead of a name."""
 
@@ -86,12 +94,12 @@ class OptimizerConfig(Section):
     @classmethod
     def _from_cell(cls, data: Any) -> Any:
         if isinstance(data, str):
-            if find_optimizer(data) not in (*DEFAULT_LR, *LATER, *REFUSED):
+            if find_optimizer(data) not in (*NAMED_LR, *REFUSED):
                 return {"name": None, "reference": data}
             data = {"name": _checked_name(data, ("optimizer",))}
         if not isinstance(data, Mapping):
             return data
-        own = {"name", "lr", "options", "reference"}
+        own = {"name", "lr", "no_decay", "options", "reference"}
         given = {key: value for key, value in data.items() if key in own}
         extra = {key: value for key, value in data.items() if key not in own}
         if extra:
@@ -102,51 +110,112 @@ class OptimizerConfig(Section):
             raise fault("optimizer.name is empty", hint="write for example {name: AdamW, lr: 3e-4}")
         if isinstance(given.get("name"), str):
             given["name"] = _checked_name(given["name"], ("optimizer", "name"))
-            given.setdefault("lr", DEFAULT_LR[given["name"]])
+            given.setdefault("lr", NAMED_LR[given["name"]])
         return given
 
     @model_validator(mode="after")
     def _check_options(self) -> Self:
         if self.name is not None:
             check_options(self.name, self.options, fault)
+        elif self.no_decay is not None:
+            raise fault(
+                "no_decay sorts the parameters of a named optimizer, not those of a function",
+                hint="let the function make its groups, and remove the key",
+                path=("optimizer", "no_decay"),
+                at_key=True,
+            )
         return self
 
 
 def _checked_name(text: str, path: tuple[str, ...]) -> str:
     name = find_optimizer(text)
-    if name in DEFAULT_LR:
+    if name in NAMED_LR:
         return name
-    if name in LATER:
-        raise not_yet(f"optimizer {name} comes with a later version", hint=LATER[name], path=path)
     if name in REFUSED:
         raise fault(
             f"optimizer {name} cannot train here: {REFUSED[name]}",
             hint="use for example AdamW",
             path=path,
         )
-    hint = did_you_mean(text, [*DEFAULT_LR, *LATER], count=3)
-    names = f"names: {', '.join(DEFAULT_LR)}; or 'optimizer: a_function' that takes the parameters"
+    hint = did_you_mean(text, NAMED_LR, count=3)
+    names = f"names: {', '.join(NAMED_LR)}; or 'optimizer: a_function' that takes the parameters"
     raise fault(f"unknown optimizer '{text}'", hint=hint or names, path=path)
+
+
+class ScheduleConfig(Section):
+    """How the learning rate changes while the job trains; counted in samples."""
+
+    warmup: Annotated[Interval | None, Field(examples=["500 steps"])] = None
+    """Steps or epochs over which it grows from nearly 0 to the optimizer's own."""
+    decay: Literal["none", "linear", "cosine"] = "none"
+    """linear and cosine go down to 0 at the end of the job; none stays."""
+
+    @field_validator("warmup")
+    @classmethod
+    def _not_in_time(cls, value: Interval | None) -> Interval | None:
+        if value is not None and value.unit == "s":
+            raise fault(
+                f"{{key}} is counted in steps or epochs, not in time ('{value}')",
+                hint="write for example '500 steps'",
+            )
+        return value
+
+    @field_validator("decay", mode="before")
+    @classmethod
+    def _known_decay(cls, value: Any) -> Any:
+        known = ("none", "linear", "cosine")
+        if value is None:
+            return "none"
+        if value not in known:
+            hint = did_you_mean(str(value), known) or "write decay: linear"
+            raise fault(f"{{key}} must be none, linear or cosine, not {in_words(value)}", hint=hint)
+        return value
+
+
+INSTEAD: dict[str, JsonValue] = {"instead_of": "global"}
 
 
 class BatchConfig(Section):
     """How many samples make one step."""
 
-    global_batch_size: Annotated[int, Field(alias="global", ge=1)] = 32
-    """Samples of one step over all workers, however many there are."""
+    global_batch_size: Annotated[int | None, Field(alias="global", ge=1, examples=[32])] = None
+    """Samples of one step over all workers, however many there are; 32 if nothing is said."""
     micro_batch_size: Annotated[int | None, Field(alias="micro", ge=1)] = None
     """Most samples of one forward pass; null is all that a rank has."""
-    per_worker: Annotated[
-        Any, Later("say how many samples a step has over all workers: batch: {global: 256}")
+    per_worker_batch_size: Annotated[
+        int | None, Field(alias="per_worker", ge=1, examples=[32], json_schema_extra=INSTEAD)
     ] = None
-    """Samples of one step on each worker; the batch grows with them."""
-    aggregation_frequency: Annotated[
-        Any,
-        Later(
-            "bound the samples of one forward pass instead: batch: {micro: 32}", accept=(None, 1)
-        ),
-    ] = 1
-    """Passes between two communications."""
+    """Samples of one step on each worker, instead: the batch of a step grows with the workers."""
+    aggregation_frequency: Annotated[int, Field(ge=1, examples=[4])] = 1
+    """Passes of a worker between two communications: its share of a step is cut into so many."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_of_two(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        sizes = [
+            next((data[key] for key in keys if data.get(key) is not None), None)
+            for keys in (("global", "global_batch_size"), ("per_worker", "per_worker_batch_size"))
+        ]
+        if None not in sizes:
+            raise fault(
+                f"batch.global={sizes[0]} and batch.per_worker={sizes[1]} cannot both hold",
+                hint="keep global for steps that never change, or per_worker for a batch that "
+                "grows with the workers",
+                path=("batch", "per_worker"),
+                at_key=True,
+            )
+        if sizes == [None, None]:
+            rest = {key: value for key, value in data.items() if key != "global_batch_size"}
+            return {**rest, "global": DEFAULT_BATCH_SIZE}
+        return data
+
+    def size(self, world_size: int) -> int:
+        """Return the samples of a full step of so many ranks."""
+        if self.per_worker_batch_size is not None:
+            return self.per_worker_batch_size * world_size
+        return self.global_batch_size or DEFAULT_BATCH_SIZE
 
     @field_validator("micro_batch_size", mode="before")
     @classmethod
@@ -155,6 +224,50 @@ class BatchConfig(Section):
             hint = "leave it out, or give a number: micro: 32"
             raise not_yet("'micro: auto' comes with a later version", hint=hint)
         return value
+
+
+class ScalingConfig(Section):
+    """How the learning rate follows a batch that grows and shrinks with the workers."""
+
+    rule: Literal["none", "linear", "sqrt"] | None = None
+    """none, linear or sqrt; auto is linear for SGD, sqrt for Adam and its like, LAMB and LARS."""
+    base_workers: Annotated[int, Field(ge=1)] = 1
+    """Workers that optimizer.lr is meant for."""
+    ramp: Annotated[int | None, Field(ge=0, examples=["auto"])] = None
+    """Steps over which a rate grows that has to; auto follows from the momentum."""
+    max_scale: Annotated[float | None, Field(ge=1, allow_inf_nan=False, examples=[8])] = None
+    """Never multiply the rate by more."""
+
+    @field_validator("rule", mode="before")
+    @classmethod
+    def _known_rule(cls, value: Any) -> Any:
+        known = ("none", "linear", "sqrt")
+        if value in (None, "auto"):
+            return None
+        if value == "adascale":
+            hint = "write rule: linear with max_scale, or rule: sqrt"
+            raise not_yet("'rule: adascale' comes with a later version", hint=hint)
+        if value not in known:
+            hint = did_you_mean(str(value), known) or "write rule: linear"
+            raise fault(f"{{key}} must be none, linear or sqrt, not {in_words(value)}", hint=hint)
+        return value
+
+    @field_validator("ramp", mode="before")
+    @classmethod
+    def _in_steps(cls, value: Any) -> Any:
+        return None if value == "auto" else _steps(value)
+
+
+def _steps(value: Any) -> Any:
+    """Read '10 steps'; whoever writes a number alone means the same."""
+    if not isinstance(value, str):
+        return value
+    parts = interval_parts(value)
+    if parts["unit"] != "steps":
+        raise fault(
+            f"{{key}} is counted in steps, not '{value}'", hint="write for example '10 steps'"
+        )
+    return int(parts["value"])
 
 
 class CheckpointConfig(Section):
@@ -229,14 +342,7 @@ class LogConfig(Section):
     @field_validator("every", mode="before")
     @classmethod
     def _in_steps(cls, value: Any) -> Any:
-        if not isinstance(value, str):
-            return value
-        parts = interval_parts(value)
-        if parts["unit"] != "steps":
-            raise fault(
-                f"{{key}} is counted in steps, not '{value}'", hint="write for example '10 steps'"
-            )
-        return int(parts["value"])
+        return _steps(value)
 
 
 class TrainConfig(Section):
@@ -259,19 +365,18 @@ class TrainConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     """A name of torch.optim with its options, or a function of the parameters."""
     schedule: Annotated[
-        Any, Later("remove the line: the learning rate stays as optimizer.lr says")
+        ScheduleConfig | None, Field(examples=[{"warmup": "500 steps", "decay": "cosine"}])
     ] = None
-    """How the learning rate changes: {warmup: 500 steps, decay: cosine}."""
+    """How the learning rate changes: {warmup: 500 steps, decay: cosine}; without it, it stays."""
     batch: BatchConfig = BatchConfig()
     """How many samples make one step."""
-    scaling: Annotated[Any, Later("remove the line: with batch.global the batch never changes")] = (
-        None
-    )
-    """How the learning rate follows a batch that grows with the workers."""
-    precision: Annotated[
-        str, Later("write precision: fp32, or remove the line", accept=("fp32",))
-    ] = "fp32"
-    """Numbers of the forward pass: fp32, bf16 or fp16."""
+    scaling: Annotated[
+        ScalingConfig | None,
+        Field(examples=[{"rule": "linear"}], json_schema_extra={"instead_of": "batch.global"}),
+    ] = None
+    """With batch.per_worker: how the learning rate follows the batch as workers come and go."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Numbers of the forward pass: fp32, bf16 or fp16; the weights are always fp32."""
     compile: Annotated[bool, Later("write compile: false, or remove the line", accept=(False,))] = (
         False
     )
@@ -342,6 +447,18 @@ class TrainConfig(Section):
             )
         return value
 
+    @field_validator("precision", mode="before")
+    @classmethod
+    def _known_precision(cls, value: Any) -> Any:
+        if value in PRECISIONS:
+            return value
+        other = OTHER_PRECISIONS.get(str(value).lower(), "")
+        names = "write precision: fp32, bf16 or fp16"
+        raise fault(
+            f"{{key}} must be fp32, bf16 or fp16, not {in_words(value)}",
+            hint=f"write precision: {other}" if other else names,
+        )
+
     @field_validator("pool")
     @classmethod
     def _known_pool(cls, value: str) -> str:
@@ -376,7 +493,8 @@ class TrainConfig(Section):
                 hint="add a line such as 'loss: F.cross_entropy'",
                 path=("loss",),
             )
-        size, least = self.batch.global_batch_size, self.workers.min
+        self._check_scaling()
+        size, least = self.batch.size(self.workers.min), self.workers.min
         if size < least:
             raise fault(
                 f"batch.global={size} leaves {least - size} of workers.min={least} workers "
@@ -387,11 +505,29 @@ class TrainConfig(Section):
         self._check_shards()
         return self
 
+    def _check_scaling(self) -> None:
+        grows = self.batch.per_worker_batch_size is not None
+        if self.scaling is not None and not grows:
+            raise fault(
+                "scaling needs a batch that grows with the workers, and batch.global never does",
+                hint="write batch: {per_worker: 32}, or remove the line",
+                path=("scaling",),
+                at_key=True,
+            )
+        if grows and self.reproducible is not None:
+            raise fault(
+                "with batch.per_worker a step depends on the number of workers, so that "
+                "reproducible cannot hold",
+                hint="write batch: {global: 256}, or reproducible: false",
+                path=("reproducible",),
+                at_key=True,
+            )
+
     def _check_shards(self) -> None:
         shards = self.reproducible.shards if self.reproducible is not None else None
         if shards is None:
             return
-        size, path = self.batch.global_batch_size, ("reproducible", "shards")
+        size, path = self.batch.size(1), ("reproducible", "shards")
         if shards > size:
             raise fault(
                 f"reproducible.shards={shards} leaves {shards - size} shards of batch.global={size}"
@@ -434,7 +570,7 @@ class TrainConfig(Section):
         if self.reproducible.shards is not None:
             return self.reproducible.shards
         most = self.workers.max or max(DEFAULT_MAX_WORKERS, self.workers.min)
-        return min(1 << (most - 1).bit_length(), self.batch.global_batch_size)
+        return min(1 << (most - 1).bit_length(), self.batch.size(1))
 
     def max_workers(self, cores: int | None = None) -> int:
         """Return the most workers that can have work: a sample, or a shard, of every step.
@@ -449,4 +585,4 @@ class TrainConfig(Section):
                 else os.cpu_count() or 1
             )
         most = self.workers.max or max(2, min(DEFAULT_MAX_WORKERS, cores), self.workers.min)
-        return min(most, self.num_shards() or self.batch.global_batch_size)
+        return min(most, self.num_shards() or self.batch.size(most))

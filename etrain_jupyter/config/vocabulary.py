@@ -19,6 +19,7 @@ DEFAULT_LR = {
     "AdamW": 0.001,
     "Adamax": 0.002,
     "ASGD": 0.01,
+    "Muon": 0.001,
     "NAdam": 0.002,
     "RAdam": 0.001,
     "RMSprop": 0.01,
@@ -27,19 +28,26 @@ DEFAULT_LR = {
 }
 """The names that can be asked for, each with torch's own default learning rate."""
 
-LATER = {
-    "LAMB": "use AdamW until then",
-    "LARS": "use SGD with momentum until then",
-}
-"""Names that a later version brings, and what to use now."""
+EXTRA_LR = {"LAMB": 0.001, "LARS": 0.001}
+"""Names that the optional package pytorch-optimizer brings, and its default learning rates."""
+
+NAMED_LR = DEFAULT_LR | EXTRA_LR
+"""All names that can be asked for."""
 
 REFUSED = {
     "LBFGS": "it evaluates the loss several times a step, which one exchange of gradients cannot "
     "serve",
     "SparseAdam": "it needs sparse gradients, which are not exchanged between workers",
-    "Muon": "it takes two-dimensional parameters only",
 }
 """Names of torch.optim that cannot be had, and why."""
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+OTHER_PRECISIONS = {
+    **dict.fromkeys(("float32", "32", "full", "f32", "torch.float32"), "fp32"),
+    **dict.fromkeys(("bfloat16", "bf16-mixed", "mixed", "torch.bfloat16"), "bf16"),
+    **dict.fromkeys(("float16", "16", "half", "f16", "16-mixed", "torch.float16"), "fp16"),
+}
+"""How others call them."""
 
 _COMMON = "foreach maximize differentiable "
 _OPTIONS = {
@@ -50,6 +58,10 @@ _OPTIONS = {
     "AdamW": _COMMON + "betas eps weight_decay amsgrad capturable fused",
     "Adamax": _COMMON + "betas eps weight_decay capturable",
     "ASGD": _COMMON + "lambd alpha t0 weight_decay capturable",
+    "LAMB": "betas weight_decay weight_decouple fixed_decay rectify grad_averaging max_grad_norm "
+    "adam pre_norm eps foreach maximize",
+    "LARS": "weight_decay momentum dampening trust_coefficient nesterov foreach maximize",
+    "Muon": "weight_decay momentum nesterov ns_coefficients eps ns_steps adjust_lr_fn",
     "NAdam": _COMMON + "betas eps weight_decay momentum_decay decoupled_weight_decay capturable",
     "RAdam": _COMMON + "betas eps weight_decay decoupled_weight_decay capturable",
     "RMSprop": _COMMON + "alpha eps weight_decay momentum centered capturable",
@@ -62,7 +74,7 @@ OPTIONS = {name: frozenset(words.split()) for name, words in _OPTIONS.items()}
 
 def find_optimizer(text: str) -> str:
     """Return the name that ``text`` spells in any case, or ``text`` itself if it is none."""
-    known = [*DEFAULT_LR, *LATER, *REFUSED]
+    known = [*NAMED_LR, *REFUSED]
     return next((name for name in known if name.casefold() == text.strip().casefold()), text)
 
 
@@ -96,7 +108,7 @@ _OPTION = "it is an option of the optimizer: 'optimizer: {name: AdamW, %s: ...}'
 _TRAIN = "here it is 'data: {train: train_set}'"
 _EVAL = "here it is 'data: {eval: eval_set}'"
 _SHUFFLED = "training data are always shuffled anew each epoch, by 'seed': remove the line"
-_LATER_PRECISION = "here it is 'precision', which comes with a later version: remove the line"
+_PRECISION = "here it is 'precision: bf16' or 'precision: fp16'"
 
 _ANSWERS: dict[str, str] = {
     "slots_per_trial slots num_gpus gpus ngpus devices num_devices nproc_per_node num_nodes nodes "
@@ -127,14 +139,15 @@ _ANSWERS: dict[str, str] = {
     "collate_fn": "here it is 'data: {collate: function}'",
     "criterion loss_fn loss_function objective": "here it is 'loss'",
     "network net module model_class": "here it is 'model'",
-    "scheduler lr_scheduler": "here it is 'schedule', which comes with a later version: remove "
-    "the line",
+    "scheduler lr_scheduler lr_schedule": "here it is 'schedule: {warmup: 500 steps, decay: "
+    "cosine}'",
+    "warmup warmup_steps num_warmup_steps": "here it is 'schedule: {warmup: 500 steps}'",
     "gradient_clipping max_grad_norm gradient_clip_val clip_grad "
     "grad_clip": "here it is 'clip_grad_norm: 1.0'",
-    "amp mixed_precision fp16 bf16 dtype": _LATER_PRECISION,
-    "gradient_accumulation_steps accumulate_grad_batches": "the batch is 'batch: {global: N}'; "
-    "what does not fit "
-    "into memory at once is bounded by 'batch: {micro: N}'",
+    "amp mixed_precision fp16 bf16 dtype": _PRECISION,
+    "gradient_accumulation_steps accumulate_grad_batches": "the batch is 'batch: {global: N}', "
+    "which 'batch: {aggregation_frequency: K}' cuts into K passes a worker; what does not fit into "
+    "memory at once is bounded by 'batch: {micro: N}'",
     "micro_batch_size": "here it is 'batch: {micro: N}'",
     "random_seed manual_seed experiment_seed": "here it is 'seed'",
     "checkpoint_dir output_dir save_dir": "here it is 'checkpoint: {to: FOLDER}'",
@@ -153,8 +166,8 @@ _ANSWERS: dict[str, str] = {
     "batch.micro_batch_size": "here it is 'micro'",
     "batch.per_worker_batch_size batch.per_gpu "
     "batch.per_device": "the batch is counted over all workers: 'global'",
-    "batch.gradient_accumulation_steps batch.accumulate": "what does not fit into memory at once "
-    "is bounded by 'micro'",
+    "batch.gradient_accumulation_steps batch.accumulate": "passes between two communications are "
+    "'aggregation_frequency'; what does not fit into memory at once is bounded by 'micro'",
     "workers.num workers.n workers.count workers.size workers.num_workers "
     "workers.max_workers": "here it is 'max'",
     "workers.min_workers": "here it is 'min'",

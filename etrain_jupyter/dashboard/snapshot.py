@@ -77,6 +77,7 @@ class JobView:
         self._markers: deque[dict[str, Any]] = deque(maxlen=MAX_MARKERS)
         self._checkpoint_markers: deque[dict[str, Any]] = deque(maxlen=MAX_CHECKPOINT_MARKERS)
         self._pace = Pace()
+        self._plan: JobPlanned | None = None
 
     @property
     def status(self) -> str:
@@ -159,6 +160,7 @@ class JobView:
             "global_batch_size": event.global_batch_size,
             "num_parameters": event.num_parameters,
         }
+        self._plan = event
         self._facts["charts"]["has_eval"] = event.num_eval_samples > 0
 
     @_fold.register
@@ -223,6 +225,8 @@ class JobView:
             "lr": event.lr,
             "metrics": event.metrics,
         }
+        if self._plan is not None:
+            self._facts["total_steps"] = self._plan.total_steps_after(event)
         self._pace.add_step(event)
         self._point("loss", event.step, event.loss)
         self._point("lr", event.step, event.lr)

@@ -62,9 +62,11 @@ def _(event: JobSubmitted) -> Line:
 @describe.register
 def _(event: JobPlanned) -> Line:
     parameters = f", {event.num_parameters:,} parameters" if event.num_parameters else ""
+    each = event.per_worker_batch_size
+    size = f"{each} a worker and step" if each else f"{event.global_batch_size} a step"
+    length = f"{event.total_samples:,} samples" if each else f"{event.total_steps:,} steps"
     return Line(
-        text=f"Planned {event.total_steps:,} steps over {event.num_train_samples:,} samples, "
-        f"{event.global_batch_size} a step{parameters}"
+        text=f"Planned {length} over {event.num_train_samples:,} samples, {size}{parameters}"
     )
 
 

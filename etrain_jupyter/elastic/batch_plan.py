@@ -70,7 +70,12 @@ def plan_batches(
 
 
 def plan_step(
-    *, count: int, world_size: int, micro_batch_size: int | None, min_share: int = 1
+    *,
+    count: int,
+    world_size: int,
+    micro_batch_size: int | None,
+    min_share: int = 1,
+    num_passes: int = 1,
 ) -> StepPlan:
     """Share the ``count`` samples of one step; few samples leave the last ranks none.
 
@@ -80,17 +85,22 @@ def plan_step(
         micro_batch_size: Most samples one rank puts through one forward pass; None for no limit.
         min_share: Fewest samples of a rank that gets any, if the step has as many. With 2, the
             small last step of an epoch leaves no rank a single sample, on which BatchNorm fails.
+        num_passes: Fewest passes of a rank, as far as each has ``min_share`` samples.
 
     >>> plan_step(count=5, world_size=3, micro_batch_size=1)
     StepPlan(starts=(0, 2, 4), counts=(2, 2, 1), num_micro_steps=2)
     >>> plan_step(count=5, world_size=3, micro_batch_size=None, min_share=2).counts
     (3, 2, 0)
+    >>> plan_step(count=24, world_size=2, micro_batch_size=None, num_passes=4).num_micro_steps
+    4
     """
     num_busy = min(world_size, max(1, count // min_share))
     counts = share_samples(count, num_busy) + (0,) * (world_size - num_busy)
     starts = tuple(accumulate(counts[:-1], initial=0))
     micro = micro_batch_size or max(counts[0], 1)
-    return StepPlan(starts=starts, counts=counts, num_micro_steps=max(1, -(-counts[0] // micro)))
+    num_asked = min(num_passes, max(1, counts[0] // min_share))
+    num_micro_steps = max(1, num_asked, -(-counts[0] // micro))
+    return StepPlan(starts=starts, counts=counts, num_micro_steps=num_micro_steps)
 
 
 def share_samples(count: int, world_size: int) -> tuple[int, ...]:

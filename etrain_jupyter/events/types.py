@@ -71,9 +71,28 @@ class JobPlanned(Event):
     num_eval_samples: int
     """0 without an evaluation set."""
     global_batch_size: int
+    """Samples of a step; with ``per_worker_batch_size`` those of the base workers."""
     steps_per_epoch: int
+    """At that batch size."""
     total_steps: int
+    """At that batch size."""
     num_parameters: int = 0
+    total_samples: int = 0
+    """Samples that the whole job trains, over all epochs; 0 in older logs."""
+    per_worker_batch_size: int = 0
+    """Samples of a step that each worker has; 0 if the step's batch never changes."""
+
+    def total_steps_after(self, step: StepCompleted) -> int:
+        """Return how many steps the job will have made if its workers stay as in this one."""
+        if not self.per_worker_batch_size:
+            return self.total_steps
+        size, length = self.per_worker_batch_size * step.world_size, self.num_train_samples
+        done = step.first + step.samples
+        left = self.total_samples - step.epoch * length - done
+        here = min(length - done, left)  # no step crosses the end of an epoch
+        epochs, rest = divmod(left - here, length)
+        parts = (here, *((length,) * epochs), rest)
+        return step.step + sum(-(-part // size) for part in parts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +194,8 @@ class StepCompleted(Event):
     """Mean over the step's samples of each metric."""
     ranks_agree: bool = True
     """Whether all ranks held the same weights, by what they told of them with this step."""
+    skipped: bool = False
+    """Whether the gradients overflowed in fp16, so that all ranks kept their weights."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -115,6 +115,7 @@ class LatestValues:
         self.reason = ""
         self.step = 0
         self.total_steps = 0
+        self._plan: JobPlanned | None = None
         self.epoch = 0
         self.world_size = 0
         self.generation = 0
@@ -171,7 +172,7 @@ class LatestValues:
             case CheckpointCommitted():
                 self.saved_step = event.step
             case JobPlanned():
-                self.total_steps = event.total_steps
+                self._plan, self.total_steps = event, event.total_steps
             case JobSubmitted():
                 self.started_at = event.time
                 self.workers = (event.min_workers, event.max_workers)
@@ -188,6 +189,8 @@ class LatestValues:
     def _fold_step(self, event: StepCompleted) -> None:
         self._history.add_step(event)
         self.step, self.epoch = event.step, event.epoch
+        if self._plan is not None:
+            self.total_steps = self._plan.total_steps_after(event)
         # Whoever sees only the end of a log knows from here how many there are.
         self.world_size = event.world_size
         if event.generation > self.generation:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from etrain_jupyter.config.schema import Interval, TrainConfig
 from etrain_jupyter.elastic import ledger
+from etrain_jupyter.elastic.lr_schedule import LrSchedule
 from etrain_jupyter.ranks.workload import Workload
 
 
@@ -18,13 +20,17 @@ class WorkPlan:
     num_train: int
     num_eval: int
     global_batch_size: int
+    """Of a step; where that changes with the workers, as many as ``scaling.base_workers`` make."""
     steps_per_epoch: int
+    """At that batch size."""
     total_steps: int
+    """At that batch size."""
 
     @classmethod
     def of(cls, config: TrainConfig, workload: Workload) -> WorkPlan:
         """Count the work of a job."""
-        num_train, size = len(workload.train), config.batch.global_batch_size
+        base_workers = config.scaling.base_workers if config.scaling is not None else 1
+        num_train, size = len(workload.train), config.batch.size(base_workers)
         return cls(
             num_train=num_train,
             num_eval=len(workload.eval) if workload.eval is not None else 0,
@@ -33,31 +39,70 @@ class WorkPlan:
             total_steps=ledger.total_steps(config.epochs, config.steps, num_train, size),
         )
 
-    def span(self, step: int) -> ledger.StepRange:
-        """Return what the update after ``step`` committed ones trains."""
-        return ledger.cursor_at(step, self.num_train, self.global_batch_size)
+    @property
+    def end(self) -> int:
+        """Samples that the whole job trains, over all epochs."""
+        last = ledger.cursor_at(self.total_steps, self.num_train, self.global_batch_size)
+        return last.epoch * self.num_train + last.first
+
+    def span(self, position: int, batch_size: int) -> ledger.StepRange:
+        """Return what the next update trains: a batch, or what is left of its epoch or the job.
+
+        Args:
+            position: Samples trained before it, over all epochs.
+            batch_size: Samples of a full step.
+        """
+        epoch, first = divmod(position, self.num_train)
+        left = min(self.num_train - first, self.end - position)
+        return ledger.StepRange(epoch, first, min(batch_size, left))
+
+    def is_boundary(self, position: int) -> bool:
+        """Whether an epoch ends there, or the job."""
+        return position % self.num_train == 0 or position == self.end
+
+
+class Mark(NamedTuple):
+    """Where a job stands between two steps."""
+
+    step: int
+    """Updates so far."""
+    position: int
+    """Samples trained so far, over all epochs."""
+
+
+def lr_schedule_of(config: TrainConfig, plan: WorkPlan) -> LrSchedule | None:
+    """Return how the learning rate of a job changes; None if it stays."""
+    asked = config.schedule
+    if asked is None:
+        return None
+    warmup = 0
+    if asked.warmup is not None:
+        samples = {"steps": plan.global_batch_size, "epochs": plan.num_train}[asked.warmup.unit]
+        warmup = round(asked.warmup.value * samples)
+    return LrSchedule(warmup=warmup, decay=asked.decay, end=plan.end)
 
 
 class Every:
     """When something that repeats is due: at fixed steps, or when its time is over."""
 
     def __init__(self, interval: Interval, plan: WorkPlan) -> None:
-        per_unit = {"steps": 1.0, "epochs": float(plan.steps_per_epoch)}
-        self._steps = per_unit.get(interval.unit, 0.0) * interval.value
+        self._steps = interval.value if interval.unit == "steps" else 0.0
+        self._samples = interval.value * plan.num_train if interval.unit == "epochs" else 0.0
         self._seconds = interval.value if interval.unit == "s" else 0.0
         self._last_at = time.monotonic()
 
-    def times_until(self, step: int) -> int:
-        """Return how often it was due up to and including ``step``, by steps."""
-        return math.floor(step / self._steps + 1e-9) if self._steps else 0
+    def is_due(self, before: Mark, now: Mark) -> bool:
+        """Whether it is due at the boundary between the step that led to ``now`` and the next."""
+        return self.is_time_over() or self.is_passed(before, now)
 
-    def is_due(self, step: int) -> bool:
-        """Whether it is due at the boundary after ``step``."""
-        return self.is_time_over() or self.is_at(step)
+    def is_passed(self, before: Mark, now: Mark) -> bool:
+        """Whether that step reached one of its places, by steps or by epochs."""
+        return self._num_until(now) > self._num_until(before)
 
-    def is_at(self, step: int) -> bool:
-        """Whether it is due at the boundary after ``step`` by steps."""
-        return self.times_until(step) > self.times_until(step - 1)
+    def _num_until(self, mark: Mark) -> int:
+        if self._steps:
+            return math.floor(mark.step / self._steps + 1e-9)
+        return math.floor(mark.position / self._samples + 1e-9) if self._samples else 0
 
     def is_time_over(self) -> bool:
         """Whether it repeats by time, and its time is over."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,14 +25,26 @@ from etrain_jupyter.ranks.gradients.sharded import ShardedGradients
 from etrain_jupyter.ranks.gradients.step import Gradients, Step
 from etrain_jupyter.ranks.gradients.step_header import StepHeader
 from etrain_jupyter.ranks.group.process_group import RankGroup
-from etrain_jupyter.ranks.schedule import Every, WorkPlan
+from etrain_jupyter.ranks.learning_rate import LearningRate, scaling_of
+from etrain_jupyter.ranks.references import WorkloadError
+from etrain_jupyter.ranks.schedule import Every, Mark, WorkPlan, lr_schedule_of
 from etrain_jupyter.ranks.seeds import seed_of
 from etrain_jupyter.ranks.state.capture import digest_of
 from etrain_jupyter.ranks.state.moving_buffers import MovingBuffers
 from etrain_jupyter.ranks.state.weights_print import WeightsPrint
-from etrain_jupyter.ranks.workload import Workload, WorkloadError
+from etrain_jupyter.ranks.workload import Workload
 
 Send = Callable[[dict[str, Any]], None]
+
+
+_COUNTERS = (
+    "step",
+    "position",
+    "position_before",
+    "num_evals",
+    "evaluated_step",
+    "is_eval_asked",
+)
 
 
 class TrainLoop:
@@ -42,7 +55,15 @@ class TrainLoop:
         self.config = config
         self.plan = plan
         self.step = 0
+        self.position = 0
+        """Samples trained so far, over all epochs."""
+        self.position_before = 0
+        """The same before the last step."""
         self.num_evals = 0
+        self.evaluated_step = 0
+        """The step whose weights were evaluated last."""
+        self.is_eval_asked = 0
+        """1 if rank 0's clock has asked for an evaluation that was not made yet."""
         self.change_pending = threading.Event()
         """Set by the control thread; carried to all ranks by the next step or evaluation batch."""
         self.in_step = False
@@ -58,23 +79,37 @@ class TrainLoop:
         self._moving = MovingBuffers()
         self._has_unused = False
         self._evaluation = Evaluation(workload, config, plan)
+        self._learning_rate = LearningRate(
+            workload.optimizer, lr_schedule_of(config, plan), scaling_of(config)
+        )
+        if scaling_of(config) is not None:
+            workload.extras = {**workload.extras, "learning_rate": self._learning_rate}
         self._print = WeightsPrint(workload.model)
         self._eval_every = Every(config.eval_every, plan)
-        self.num_timed_evals = 0
-        """Evaluations that were asked for by rank 0's clock so far."""
         self._committed_at = 0.0
+        self._batch_size = plan.global_batch_size
+        """Samples of a full step in this generation."""
         self.after_step: list[Callable[[RankGroup], None]] = []
         """Called at each step boundary, for example to save a checkpoint."""
 
     def counters(self) -> dict[str, int]:
         """Return what belongs to the state besides weights and optimizer."""
-        names = ("step", "num_evals", "num_timed_evals")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in _COUNTERS}
 
     def set_counters(self, counters: dict[str, int]) -> None:
         """Take over another trainer's ``counters``."""
         for name, value in counters.items():
             setattr(self, name, int(value))
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is left to train."""
+        return self.position >= self.plan.end
+
+    @property
+    def marks(self) -> tuple[Mark, Mark]:
+        """Where the job stood before its last step, and where it stands."""
+        return Mark(self.step - 1, self.position_before), Mark(self.step, self.position)
 
     @property
     def progress(self) -> Progress:
@@ -90,24 +125,26 @@ class TrainLoop:
             ConfigError: If some rank would have nothing to do.
         """
         num_shards = self.config.num_shards()
-        batch = self.config.batch
-        sizes = (batch.global_batch_size, batch.micro_batch_size)
+        batch, model = self.config.batch, self.workload.model
+        self._batch_size = batch.size(group.world_size)
         if num_shards is not None:
             return ShardedGradients(
                 group,
-                self.workload.model,
+                model,
                 moving=self._moving,
                 num_shards=num_shards,
-                global_batch_size=sizes[0],
-                micro_batch_size=sizes[1],
+                global_batch_size=self._batch_size,
+                micro_batch_size=batch.micro_batch_size,
+                num_passes=batch.aggregation_frequency,
             )
         return AveragedGradients(
             group,
-            self.workload.model,
+            model,
             moving=self._moving,
             has_unused=self._has_unused,
-            global_batch_size=sizes[0],
-            micro_batch_size=sizes[1],
+            global_batch_size=self._batch_size,
+            micro_batch_size=batch.micro_batch_size,
+            num_passes=batch.aggregation_frequency,
         )
 
     def run(self, group: RankGroup, gradients: Gradients) -> str:
@@ -119,11 +156,13 @@ class TrainLoop:
         """
         batches = self.workload.train.batches(self._shares(group, gradients))
         self._committed_at = time.perf_counter()
+        if group.rank == 0 and not self.step and self._learning_rate.warning:
+            self._send({"op": "log", "level": "warning", "text": self._learning_rate.warning})
         try:
             while True:
                 if self._is_eval_due() and not self._evaluate(group):
                     return "planned"
-                if self.step >= self.plan.total_steps:
+                if self.is_done:
                     return "done"
                 is_pending = self._train_step(group, gradients, batches)
                 self._tell_digest(group)
@@ -136,15 +175,19 @@ class TrainLoop:
 
     def _shares(self, group: RankGroup, gradients: Gradients) -> Iterator[Share]:
         """Yield every part of this rank's steps, from the present step on."""
-        for step in range(self.step, self.plan.total_steps):
-            span = self.plan.span(step)
+        position, end = self.position, self.plan.end
+        for step in itertools.count(self.step + 1):
+            if position >= end:
+                return
+            span = self.plan.span(position, self._batch_size)
+            position += span.samples
             order = self._order_of(span.epoch)
             for part in gradients.parts(span):
                 first = span.first + part.samples.start
                 indices = order[first : first + len(part.samples)]
                 yield Share(
-                    self.faults.spoil_indices(indices, rank=group.rank, step=step + 1),
-                    seed_of(self.config.seed, "train", step + 1, part.stream, part.number),
+                    self.faults.spoil_indices(indices, rank=group.rank, step=step),
+                    seed_of(self.config.seed, "train", step, part.stream, part.number),
                 )
 
     def _order_of(self, epoch: int) -> NDArray[np.int64]:
@@ -178,18 +221,33 @@ class TrainLoop:
             self._undo(step)
             raise
         model = self.workload.model
+        is_updated = self._update(step)
+        self._forget_gradients()
+        self._learning_rate.commit()
+        self.step += 1
+        self.position_before = self.position
+        self.position += step.span.samples
+        self.is_eval_asked |= step.header.is_eval_asked
+        self.in_step = False
+        self.faults.spoil_weights(model, rank=group.rank, step=self.step)
+        self._tell_step(group, step, is_skipped=not is_updated)
+        if not is_updated and group.rank == 0:
+            self._tell_overflow()
+        return step.header.is_pending
+
+    def _update(self, step: Step) -> bool:
+        """Update the weights; return False if an overflow made all ranks skip that."""
+        model, optimizer = self.workload.model, self.workload.optimizer
+        self._learning_rate.prepare(
+            position=self.position, count=step.span.samples, world_size=step.group.world_size
+        )
+        self.workload.precision.unscale(optimizer)
         if self.config.clip_grad_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), self.config.clip_grad_norm)
         self.is_torn = True
-        self.workload.optimizer.step()
+        is_updated = self.workload.precision.step(optimizer)
         self.is_torn = False
-        self._forget_gradients()
-        self.step += 1
-        self.num_timed_evals += step.header.is_eval_asked
-        self.in_step = False
-        self.faults.spoil_weights(model, rank=group.rank, step=self.step)
-        self._tell_step(group, step)
-        return step.header.is_pending
+        return is_updated
 
     def _begin_step(
         self, group: RankGroup, gradients: Gradients, batches: Iterator[Delivered]
@@ -213,7 +271,7 @@ class TrainLoop:
 
         return Step(
             number=self.step + 1,
-            span=self.plan.span(self.step),
+            span=self.plan.span(self.position, self._batch_size),
             header=header,
             buffers_before=self._moving.copy(),
             batches=batches,
@@ -234,7 +292,7 @@ class TrainLoop:
         # clipped: on ranks that have been here for long, not on those that have just come.
         self.workload.model.zero_grad(set_to_none=True)
 
-    def _tell_step(self, group: RankGroup, step: Step) -> None:
+    def _tell_step(self, group: RankGroup, step: Step, *, is_skipped: bool) -> None:
         now = time.perf_counter()
         header, span = step.header, step.span
         loss, *metrics = header.means()
@@ -250,14 +308,22 @@ class TrainLoop:
             "samples_per_s": span.samples / max(now - self._committed_at, 1e-9),
             "metrics": dict(zip(self.workload.metrics, metrics, strict=True)),
             "ranks_agree": header.ranks_agree,
+            "skipped": is_skipped,
             "time": time.time(),
         }
         self._committed_at = now
         self._send({"op": "step", "generation": group.generation, "record": record})
 
+    def _tell_overflow(self) -> None:
+        text = (
+            f"step {self.step}: gradients overflowed in fp16, so no rank updated its weights; the "
+            f"loss scale is {self.workload.precision.loss_scale:g} now"
+        )
+        self._send({"op": "log", "level": "info", "text": text})
+
     def _tell_digest(self, group: RankGroup) -> None:
         """At the end of each epoch and of the job, tell the weights' digest: ranks must agree."""
-        if self.step % self.plan.steps_per_epoch and self.step != self.plan.total_steps:
+        if not self.plan.is_boundary(self.position):
             return
         digest = digest_of(self.workload.model)
         values = {"step": self.step, "rank": group.rank, "digest": digest}
@@ -266,12 +332,11 @@ class TrainLoop:
     # --- evaluation ---
 
     def _is_eval_due(self) -> bool:
-        if self.workload.eval is None or not self.step:
+        if self.workload.eval is None or self.step == self.evaluated_step:
             return False
-        due = self._eval_every.times_until(self.step) + self.num_timed_evals
-        if self.step == self.plan.total_steps and not self._eval_every.is_at(self.step):
-            due += 1  # the last state is always evaluated
-        return self.num_evals < due
+        # The last state is always evaluated.
+        is_passed = self._eval_every.is_passed(*self.marks)
+        return is_passed or bool(self.is_eval_asked) or self.is_done
 
     def _evaluate(self, group: RankGroup) -> bool:
         """Evaluate, and return whether no planned change cut it short; else it is done again."""
@@ -286,6 +351,7 @@ class TrainLoop:
         if found is None:
             return False
         self.num_evals += 1
+        self.evaluated_step, self.is_eval_asked = self.step, 0
         self._eval_every.restart()
         if group.rank == 0:
             self._tell_eval(group, found, time.perf_counter() - started)
@@ -295,7 +361,7 @@ class TrainLoop:
         loss, *metrics = found.means
         record = {
             "step": self.step,
-            "epoch": (self.step - 1) // self.plan.steps_per_epoch,
+            "epoch": (self.position - 1) // self.plan.num_train,
             "samples": found.num_samples,
             "loss": loss,
             "metrics": dict(zip(self.workload.metrics, metrics, strict=True)),
@@ -315,8 +381,9 @@ class TrainLoop:
         model = self.workload.model
         buffers = MovingBuffers(model.buffers())
         before = buffers.copy()
-        size = self.config.batch.micro_batch_size or self.plan.global_batch_size
-        count = min(size, self.plan.num_train, max(2, self.plan.span(0).samples))
+        size = self.plan.global_batch_size
+        first = self.plan.span(0, size).samples
+        count = min(self.config.batch.micro_batch_size or size, self.plan.num_train, max(2, first))
         share = Share(self._order_of(0)[:count])
         _, batch = next(iter(self.workload.train.batches([share])))
         loss, _ = self.workload.forward(model, batch, count, count)

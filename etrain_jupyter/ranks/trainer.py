@@ -206,6 +206,8 @@ class Trainer:
                     "global_batch_size": plan.global_batch_size,
                     "steps_per_epoch": plan.steps_per_epoch,
                     "total_steps": plan.total_steps,
+                    "total_samples": plan.end,
+                    "per_worker_batch_size": self._config.batch.per_worker_batch_size or 0,
                     "num_parameters": sum(p.numel() for p in model.parameters()),
                 },
             }

@@ -4,28 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
-from etrain_jupyter.config.schema import OptimizerConfig, TrainConfig
+from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.ranks.data import SampleSource, inputs_and_target, open_samples, to_device
 from etrain_jupyter.ranks.determinism import compute_deterministically
+from etrain_jupyter.ranks.optimizers import build_optimizer
+from etrain_jupyter.ranks.precision import Precision
+from etrain_jupyter.ranks.references import References, WorkloadError
 from etrain_jupyter.ranks.seeds import seed_all
 from etrain_jupyter.ranks.state.capture import Stateful
-
-
-class References(Protocol):
-    """The notebook's expressions, to be evaluated here: an opened bundle."""
-
-    def evaluate(self, key: str) -> Any:
-        """Return the value of one of the config's references, built anew."""
-        ...
-
-
-class WorkloadError(ValueError):
-    """The notebook's objects do not fit together; the message says which and how to mend it."""
 
 
 @dataclass(kw_only=True)
@@ -39,6 +30,7 @@ class Workload:
     train: SampleSource
     eval: SampleSource | None
     device: torch.device
+    precision: Precision = field(default_factory=Precision)
     extras: Mapping[str, Stateful] = field(default_factory=dict)
     """What else has a state that goes where the weights go: a gradient scaler, a scheduler."""
 
@@ -63,8 +55,10 @@ class Workload:
                 f"a batch of {count} samples has a target of length {len(target)}. data.collate "
                 f"must keep every sample, in the first dimension."
             )
-        output = module(*inputs)
-        share = self._share_of_loss(self.loss(output, target), count, num_samples)
+        with self.precision.autocast():
+            output = module(*inputs)
+            loss = self.loss(output, target)
+        share = self._share_of_loss(loss, count, num_samples)
         if torch.is_grad_enabled() and not share.requires_grad:
             raise WorkloadError(
                 "the loss does not depend on the model's parameters. Compute it from the model's "
@@ -136,9 +130,10 @@ def build_workload(config: TrainConfig, references: References, device: torch.de
         )
         for key in (("data.train", "data.eval") if config.data.eval else ("data.train",))
     }
+    precision = Precision(config.precision, device)
     return Workload(
         model=model,
-        optimizer=_build_optimizer(config.optimizer, references, model),
+        optimizer=build_optimizer(config.optimizer, references, model),
         loss=_callable(references.evaluate("loss"), "loss"),
         metrics={
             name: _callable(references.evaluate(f"metrics.{name}"), f"metric {name!r}")
@@ -147,6 +142,8 @@ def build_workload(config: TrainConfig, references: References, device: torch.de
         train=sources["data.train"],
         eval=sources.get("data.eval"),
         device=device,
+        precision=precision,
+        extras=precision.extras,
     )
 
 
@@ -171,23 +168,3 @@ def _callable(value: Any, what: str) -> Callable[..., Any]:
     if not callable(value):
         raise WorkloadError(f"{what} is a {type(value).__name__}, which cannot be called.")
     return value  # type: ignore[no-any-return]
-
-
-def _build_optimizer(
-    config: OptimizerConfig, references: References, model: nn.Module
-) -> torch.optim.Optimizer:
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    if config.name is None:
-        made = references.evaluate("optimizer")(parameters)
-        if not isinstance(made, torch.optim.Optimizer):
-            raise WorkloadError(
-                f"optimizer gave a {type(made).__name__}. Let it be a function (parameters) -> "
-                "Optimizer."
-            )
-        return made
-    kind = getattr(torch.optim, config.name)
-    try:
-        return kind(parameters, lr=config.lr, **config.options)  # type: ignore[no-any-return]
-    except (TypeError, ValueError) as exc:
-        options = {"lr": config.lr, **config.options}
-        raise WorkloadError(f"torch.optim.{config.name} does not take {options}: {exc}") from exc

@@ -22,6 +22,7 @@ from etrain_jupyter.events.types import (
     GenerationFormed,
     JobRestored,
     LogLine,
+    StepCompleted,
     StepUndone,
     UserErrorRaised,
     WeightsHashed,
@@ -320,3 +321,27 @@ def test_half_updated_weights_are_never_saved(submit):
     assert error.step == 11
     # One an epoch of seven steps; the last good step's weights are gone.
     assert [event.step for event in found(job, CheckpointCommitted)] == [7]
+
+
+def test_batch_per_worker_follows_the_workers_and_trains_every_sample_once(submit):
+    job = submit(
+        **body(
+            batch={"per_worker": 4},
+            workers={"min": 1, "max": 3},
+            optimizer={"name": "SGD", "lr": 0.01, "momentum": 0.9},
+            epochs=60,
+        )
+    )
+    full(job, 3)
+    os.kill(rank(job, 1)["trainer_pid"], signal.SIGKILL)
+    until(lambda: found(job, WorkerLost), "the loss")
+    full(job, 3)
+    job.scale(max=1)
+    full(job, 1)
+    finish(job)
+    steps = found(job, StepCompleted)
+    assert {s.samples for s in steps if s.first + s.samples < NUM_SAMPLES} <= {4, 8, 12}
+    assert all(s.samples <= 4 * s.world_size for s in steps)
+    # Linear for SGD: with one worker the rate is the cell's, and it never goes beyond threefold.
+    assert steps[-1].lr == pytest.approx(0.01)
+    assert 0.01 <= max(s.lr for s in steps) <= 0.03 + 1e-9

@@ -195,9 +195,9 @@ generator_loss = make_loss()""",
         ["batch.global=2 leaves 1 of workers.min=3 workers without a sample"],
     ),
     Case(
-        "precision of a later version",
-        {"precision": "bf16"},
-        ["'precision: bf16' comes with a later version", "write precision: fp32"],
+        "unknown precision",
+        {"precision": "float16"},
+        ["precision must be fp32, bf16 or fp16, not the text 'float16'", "write precision: fp16"],
     ),
     Case(
         "scaling of a later version",

@@ -86,6 +86,8 @@ def _work_of(log: Sequence[Event], planned: JobPlanned | None) -> Work | None:
         seed=int(submitted.config.get("seed") or 0) if submitted else 0,
         num_samples=planned.num_train_samples,
         global_batch_size=planned.global_batch_size,
+        per_worker_batch_size=planned.per_worker_batch_size,
+        total_samples=planned.total_samples,
     )
 
 
@@ -190,7 +192,13 @@ def _check_end(
     if planned is None or _last_status(log) != "finished":
         return
     reached = max((step.step for step in steps), default=start)
-    if reached != planned.total_steps:
+    if planned.per_worker_batch_size:
+        last = max(steps, key=lambda step: step.step, default=None)
+        epochs = planned.num_train_samples * last.epoch if last else 0
+        trained = epochs + last.first + last.samples if last else 0
+        if trained != planned.total_samples:
+            yield f"the job finished after {trained} of {planned.total_samples} samples"
+    elif reached != planned.total_steps:
         yield f"the job finished at step {reached} of {planned.total_steps}"
 
 

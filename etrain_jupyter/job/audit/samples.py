@@ -25,10 +25,24 @@ class Work:
     seed: int
     num_samples: int
     global_batch_size: int
+    per_worker_batch_size: int = 0
+    """If above 0, a step has so many samples for each of its ranks."""
+    total_samples: int = 0
+    """Where the job ends, over all epochs; 0 if that is not known."""
 
-    def due_after(self, step: int) -> StepRange:
-        """Return what the step after ``step`` committed ones has to train."""
-        return cursor_at(step, self.num_samples, self.global_batch_size)
+    def position_after(self, step: int) -> int:
+        """Return the samples of the first ``step`` steps, at a batch that never changes."""
+        span = cursor_at(step, self.num_samples, self.global_batch_size)
+        return span.epoch * self.num_samples + span.first
+
+    def due_at(self, position: int, world_size: int) -> StepRange:
+        """Return what the step of so many ranks after ``position`` samples has to train."""
+        epoch, first = divmod(position, self.num_samples)
+        size = self.per_worker_batch_size * world_size or self.global_batch_size
+        left = self.num_samples - first
+        if self.total_samples:
+            left = min(left, self.total_samples - position)
+        return StepRange(epoch, first, min(size, left))
 
 
 def check_samples(
@@ -44,17 +58,26 @@ def check_samples(
     Returns:
         A row for each epoch that was begun, and problems in words.
     """
-    first, last = work.due_after(start), work.due_after(max((s.step for s in steps), default=start))
+    begun = position = work.position_after(start)
+    due: dict[int, StepRange] = {}
     by_epoch: dict[int, list[StepCompleted]] = defaultdict(list)
-    for step in steps:
+    for step in sorted(steps, key=lambda step: step.step):
         by_epoch[step.epoch].append(step)
-    rows, problems = [], []
-    for epoch in sorted({*by_epoch, *range(first.epoch, last.epoch + 1)}):
-        begin = first.first if epoch == first.epoch else 0
-        end = last.first if epoch == last.epoch else work.num_samples
+        if not work.per_worker_batch_size:  # whatever else is missing, this much is known
+            position = work.position_after(step.step - 1)
+        if step.step not in due:
+            due[step.step] = work.due_at(position, step.world_size)
+            position += due[step.step].samples
+    first, last = divmod(begun, work.num_samples), divmod(position, work.num_samples)
+    rows: list[EpochCoverage] = []
+    problems: list[str] = []
+    for epoch in sorted({*by_epoch, *range(first[0], last[0] + 1)}):
+        begin = first[1] if epoch == first[0] else 0
+        end = last[1] if epoch == last[0] else work.num_samples
         if begin < end or epoch in by_epoch:
             check = _EpochCheck(work, epoch)
-            problems += [problem for step in by_epoch[epoch] for problem in check.take(step)]
+            for step in by_epoch[epoch]:
+                problems += check.take(step, due[step.step])
             row, row_problems = check.close(begin, end)
             rows.append(row)
             problems += row_problems
@@ -72,16 +95,15 @@ class _EpochCheck:
         self._sums = np.concatenate(([0], np.cumsum(self._terms)))
         self._counts = np.zeros(work.num_samples, dtype=np.int64)
 
-    def take(self, step: StepCompleted) -> Iterator[str]:
+    def take(self, step: StepCompleted, due: StepRange) -> Iterator[str]:
         """Count one step's samples; tell how they differ from those that were due."""
-        due = self._work.due_after(step.step - 1)
         if (step.epoch, step.first) != (due.epoch, due.first):
             yield (
                 f"step {step.step} began at sample {step.first} of epoch {step.epoch}, "
                 f"due was {due.first} of epoch {due.epoch}"
             )
-        rest = self._work.num_samples - step.first
-        num_due = min(self._work.global_batch_size, rest)
+        position = step.epoch * self._work.num_samples + step.first
+        num_due = self._work.due_at(position, step.world_size).samples
         if step.samples != num_due:
             yield f"step {step.step} trained {step.samples} samples, due were {num_due}"
         if self._sum_of(step.first, step.first + step.samples) == step.sample_checksum:

@@ -36,6 +36,7 @@ class AveragedGradients:
         has_unused: Whether some parameters get no gradient in a pass.
         global_batch_size: Samples of a full step.
         micro_batch_size: Most samples of one pass; None for no limit.
+        num_passes: Fewest passes of a share, with one exchange after the last.
     """
 
     num_slots = 1
@@ -50,10 +51,12 @@ class AveragedGradients:
         has_unused: bool,
         global_batch_size: int,
         micro_batch_size: int | None,
+        num_passes: int = 1,
     ) -> None:
         self._group = group
         self._moving = moving
         self._micro_batch_size = micro_batch_size
+        self._num_passes = num_passes
         self._min_share = min(2, max(1, global_batch_size // group.world_size))
         self._module = _wrap(model, group, has_unused)
         self._num_steps = 0
@@ -76,6 +79,7 @@ class AveragedGradients:
             world_size=self._group.world_size,
             micro_batch_size=self._micro_batch_size,
             min_share=self._min_share,
+            num_passes=self._num_passes,
         )
 
     def compute(self, step: Step) -> None:

@@ -11,7 +11,7 @@ from etrain_jupyter.elastic.shard_plan import Merge, ShardPass, ShardPlan
 from etrain_jupyter.ranks.gradients.bucket import Bucket
 from etrain_jupyter.ranks.gradients.tree_sum import TreeSum
 from etrain_jupyter.ranks.group.process_group import CommunicationError, Pending, RankGroup
-from etrain_jupyter.ranks.workload import WorkloadError
+from etrain_jupyter.ranks.references import WorkloadError
 
 
 class BucketSums:

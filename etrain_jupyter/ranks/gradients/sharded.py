@@ -36,6 +36,7 @@ class ShardedGradients:
         num_shards: V.
         global_batch_size: Samples of a full step.
         micro_batch_size: Most samples of one pass; None for no limit.
+        num_passes: Fewest passes of a share, with one exchange after the last.
 
     Raises:
         ConfigError: If there are more ranks than shards.
@@ -50,20 +51,21 @@ class ShardedGradients:
         num_shards: int,
         global_batch_size: int,
         micro_batch_size: int | None,
+        num_passes: int = 1,
     ) -> None:
         self._group = group
         self._model = model
         self._moving = moving
         self._micro_batch_size = micro_batch_size
+        self._num_passes = num_passes
         self._min_share = min(2, max(1, global_batch_size // num_shards))
         self._plan = shard_plan.plan_shards(num_shards=num_shards, world_size=group.world_size)
         self.num_slots = num_shards
         self.merges = shard_plan.shard_merges(Subtree(0, num_shards))
         largest = -(-global_batch_size // num_shards)
         self._subtrees = self._plan.subtrees[group.rank]
-        self._passes = shard_plan.plan_passes(
-            self._subtrees, adds_in_place=micro_batch_size is None or largest <= micro_batch_size
-        )
+        is_one_pass = num_passes == 1 and (micro_batch_size or largest) >= largest
+        self._passes = shard_plan.plan_passes(self._subtrees, adds_in_place=is_one_pass)
         trainable = [p for p in model.parameters() if p.requires_grad]
         self._buckets = make_buckets(trainable, shard_plan.num_slots(self._passes))
         self._sums = BucketSums(group, self._plan, self._buckets, self._passes[-1].merges)
@@ -104,6 +106,7 @@ class ShardedGradients:
             world_size=self._plan.num_shards,
             micro_batch_size=self._micro_batch_size,
             min_share=self._min_share,
+            num_passes=self._num_passes,
         )
 
     def compute(self, step: Step) -> None:

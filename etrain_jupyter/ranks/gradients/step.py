@@ -89,14 +89,15 @@ class Step:
             slot: Of the header; None if the part counts for nothing.
 
         Returns:
-            Its share of the step's mean loss, to be differentiated.
+            Its share of the step's mean loss, scaled as ``precision`` needs it, to be
+            differentiated.
         """
         indices, batch = next(self.batches)
         self.at("forward")
         loss, metrics = self.workload.forward(module, batch, len(indices), self.span.samples)
         if slot is not None:
             self.header.add(slot, indices, loss, metrics)
-        return loss
+        return self.workload.precision.scale(loss)
 
 
 def split_share(share: range, num_parts: int, *, stream: int) -> list[Part]:

@@ -84,7 +84,7 @@ class Checkpointer:
         """Start to save if that is due; the coordinator asks for the last step's checkpoint."""
         if self._is_due():
             self._owed = True
-        if not self._owed or group.rank != 0 or self._loop.step == self._loop.plan.total_steps:
+        if not self._owed or group.rank != 0 or self._loop.is_done:
             return
         if self._writer is not None and self._writer.is_alive():
             return  # one in flight; this one begins at the first boundary after it
@@ -93,12 +93,11 @@ class Checkpointer:
         self._start(group.generation)
 
     def _is_due(self) -> bool:
-        step = self._loop.step
         if self._asked.is_set():
             return True
         if self._every is None:
-            return step % self._loop.plan.steps_per_epoch == 0
-        if self._every.is_due(step):
+            return self._loop.plan.is_boundary(self._loop.position)
+        if self._every.is_due(*self._loop.marks):
             self._every.restart()
             return True
         return False

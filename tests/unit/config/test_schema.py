@@ -15,7 +15,8 @@ from etrain_jupyter.config.schema import (
     Section,
     TrainConfig,
 )
-from etrain_jupyter.config.vocabulary import DEFAULT_LR, OPTIONS, REFUSED
+from etrain_jupyter.config.vocabulary import DEFAULT_LR, EXTRA_LR, OPTIONS, REFUSED
+from etrain_jupyter.errors import ConfigError
 
 SMALL = {"model": "Net()", "data": {"train": "train_set"}, "loss": "f"}
 
@@ -224,6 +225,26 @@ def test_the_literals_are_those_of_torch() -> None:
         assert set(parameters) - {"self", "params", "lr"} == OPTIONS[name], name
     public = {n for n in dir(optim) if n[:1].isupper() and n != "Optimizer"}
     assert public <= {*DEFAULT_LR, *REFUSED}
+
+
+def test_the_literals_of_the_optional_package_are_its_own() -> None:
+    package = pytest.importorskip("pytorch_optimizer")
+    for name, kind in {"LAMB": package.Lamb, "LARS": package.LARS}.items():
+        parameters = inspect.signature(kind.__init__).parameters
+        assert parameters["lr"].default == pytest.approx(EXTRA_LR[name]), name
+        own = {"self", "params", "lr", "degenerated_to_sgd", "n_sma_threshold", "kwargs"}
+        assert set(parameters) - own == OPTIONS[name], name
+
+
+def test_no_decay_is_no_option_of_torch() -> None:
+    made = config(optimizer={"name": "lamb", "no_decay": "auto", "weight_decay": 0.01}).optimizer
+    assert (made.name, made.lr, made.no_decay) == ("LAMB", 0.001, "auto")
+    assert made.options == {"weight_decay": 0.01}
+
+
+def test_no_decay_of_a_function_is_refused() -> None:
+    with pytest.raises(ConfigError, match="not those of a function"):
+        config(optimizer={"reference": "make_optimizer", "no_decay": "auto"})
 
 
 def test_steps_take_the_place_of_epochs() -> None:

@@ -213,12 +213,92 @@ etrain: line 5, column 12: optimizer LBFGS cannot train here: it evaluates the l
   use for example AdamW""",
     ),
     "key of a later version": (
-        GOOD + "precision: bf16\n",
+        GOOD + "compile: true\n",
         """\
-etrain: line 5, column 1: 'precision: bf16' comes with a later version
-    5 | precision: bf16
-      | ^^^^^^^^^
-  write precision: fp32, or remove the line""",
+etrain: line 5, column 1: 'compile: true' comes with a later version
+    5 | compile: true
+      | ^^^^^^^
+  write compile: false, or remove the line""",
+    ),
+    "precision by its name elsewhere": (
+        GOOD + "precision: float16\n",
+        """\
+etrain: line 5, column 12: precision must be fp32, bf16 or fp16, not the text 'float16'
+    5 | precision: float16
+      |            ^^^^^^^
+  write precision: fp16""",
+    ),
+    "warm-up in time": (
+        GOOD + "schedule: {warmup: 5 min}\n",
+        """\
+etrain: line 5, column 20: schedule.warmup is counted in steps or epochs, not in time ('300 s')
+    5 | schedule: {warmup: 5 min}
+      |                    ^^^^^
+  write for example '500 steps'""",
+    ),
+    "no decay": (
+        GOOD + "schedule: {decay: cosin}\n",
+        """\
+etrain: line 5, column 19: schedule.decay must be none, linear or cosine, not the text 'cosin'
+    5 | schedule: {decay: cosin}
+      |                   ^^^^^
+  did you mean 'cosine'?""",
+    ),
+    "two batches": (
+        GOOD + "batch: {global: 64, per_worker: 8}\n",
+        """\
+etrain: line 5, column 21: batch.global=64 and batch.per_worker=8 cannot both hold
+    5 | batch: {global: 64, per_worker: 8}
+      |                     ^^^^^^^^^^
+  keep global for steps that never change, or per_worker for a batch that grows with the workers""",
+    ),
+    "scaling of a batch that never changes": (
+        GOOD + "scaling: {rule: linear}\n",
+        """\
+etrain: line 5, column 1: scaling needs a batch that grows with the workers, and batch.global never does
+    5 | scaling: {rule: linear}
+      | ^^^^^^^
+  write batch: {per_worker: 32}, or remove the line""",
+    ),
+    "reproducible with a batch that grows": (
+        GOOD + "batch: {per_worker: 8}\nreproducible: true\n",
+        """\
+etrain: line 6, column 1: with batch.per_worker a step depends on the number of workers, so that reproducible cannot hold
+    6 | reproducible: true
+      | ^^^^^^^^^^^^
+  write batch: {global: 256}, or reproducible: false""",
+    ),
+    "no rule": (
+        GOOD + "batch: {per_worker: 8}\nscaling: {rule: lineal}\n",
+        """\
+etrain: line 6, column 17: scaling.rule must be none, linear or sqrt, not the text 'lineal'
+    6 | scaling: {rule: lineal}
+      |                 ^^^^^^
+  did you mean 'linear'?""",
+    ),
+    "ramp in time": (
+        GOOD + "batch: {per_worker: 8}\nscaling: {ramp: 5 min}\n",
+        """\
+etrain: line 6, column 17: scaling.ramp is counted in steps, not '5 min'
+    6 | scaling: {ramp: 5 min}
+      |                 ^^^^^
+  write for example '10 steps'""",
+    ),
+    "no precision": (
+        GOOD + "precision: int8\n",
+        """\
+etrain: line 5, column 12: precision must be fp32, bf16 or fp16, not the text 'int8'
+    5 | precision: int8
+      |            ^^^^
+  write precision: fp32, bf16 or fp16""",
+    ),
+    "groups of an optimizer that makes its own": (
+        GOOD + "optimizer: {reference: make_optimizer, no_decay: auto}\n",
+        """\
+etrain: line 5, column 40: no_decay sorts the parameters of a named optimizer, not those of a function
+    5 | optimizer: {reference: make_optimizer, no_decay: auto}
+      |                                        ^^^^^^^^
+  let the function make its groups, and remove the key""",
     ),
     "fewer shards than workers": (
         GOOD + "workers: {max: 4}\nreproducible: {shards: 2}\n",
@@ -447,22 +527,14 @@ def test_a_wrong_cell_prints(name: str) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "scaling: {rule: linear}",
-        "precision: bf16",
-        "precision: fp16",
         "compile: true",
-        "batch: {per_worker: 32}",
-        "batch: {aggregation_frequency: 4}",
         "batch: {micro: auto}",
         "weight: loss",
-        "schedule: {warmup: 500 steps}",
         "step: loss",
         "checkpoint: {to: 's3://bucket'}",
         "checkpoint: {best: {metric: accuracy}}",
         "log: {tensorboard: tb}",
         "pool: spot",
-        "optimizer: LAMB",
-        "optimizer: {name: lars, lr: 1}",
     ],
 )
 def test_what_a_later_version_brings_is_refused_by_name(line: str) -> None:
@@ -482,12 +554,11 @@ def test_a_missing_loss_waits_for_a_later_version() -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "precision: fp32",
         "compile: false",
         "reproducible: false",
-        "batch: {aggregation_frequency: 1}",
         "pool: local",
         "scaling: null",
+        "schedule: null",
         "checkpoint: {every: auto}",
     ],
 )

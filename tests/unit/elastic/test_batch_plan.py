@@ -86,3 +86,27 @@ def test_no_rank_gets_less_than_the_least_share_unless_the_step_has_less(
     assert sum(plan.counts) == count
     assert len(plan.counts) == len(plan.starts) == world_size
     assert all(n == 0 or n >= min(min_share, count) for n in plan.counts)
+
+
+@given(
+    count=st.integers(1, 300),
+    world_size=st.integers(1, 9),
+    num_passes=st.integers(1, 12),
+    min_share=st.sampled_from([1, 2]),
+)
+def test_asked_passes_are_made_unless_the_share_is_too_small(
+    count: int, world_size: int, num_passes: int, min_share: int
+) -> None:
+    sizes = {"count": count, "world_size": world_size, "micro_batch_size": None}
+    plan = plan_step(**sizes, min_share=min_share, num_passes=num_passes)
+    largest = plan.counts[0]
+    assert plan.counts == plan_step(**sizes, min_share=min_share).counts
+    assert plan.num_micro_steps <= num_passes
+    if largest >= num_passes * min_share:
+        assert plan.num_micro_steps == num_passes
+    assert largest // plan.num_micro_steps >= min(largest, min_share)
+
+
+def test_memory_may_need_more_passes_than_were_asked_for() -> None:
+    plan = plan_step(count=64, world_size=1, micro_batch_size=8, num_passes=4)
+    assert plan.num_micro_steps == 8

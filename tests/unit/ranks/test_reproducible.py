@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from etrain_jupyter.config.vocabulary import DEFAULT_LR
+from etrain_jupyter.config.vocabulary import NAMED_LR
 from etrain_jupyter.elastic.ledger import cursor_at, epoch_order
 from etrain_jupyter.elastic.shard_plan import Subtree, shard_merges
 from etrain_jupyter.ranks.gradients.tree_sum import merge
@@ -72,7 +72,7 @@ def test_no_history_changes_a_bit_of_weights_losses_or_metrics(ranks, name):
     assert_same(train(ranks, HISTORIES[name]), expected)
 
 
-@pytest.mark.parametrize("optimizer", sorted(DEFAULT_LR))
+@pytest.mark.parametrize("optimizer", sorted(NAMED_LR))
 def test_every_optimizer_gives_the_same_weights_on_any_number_of_ranks(ranks, optimizer):
     names = matrices if optimizer == "Muon" else plain
     config = {"optimizer": {"name": optimizer, "lr": 0.01}}
@@ -89,7 +89,12 @@ def test_every_optimizer_gives_the_same_weights_on_any_number_of_ranks(ranks, op
         pytest.param(noisy, {}, id="augmented data"),
         pytest.param(recomputing, {}, id="recomputed activations"),
         pytest.param(plain, {"batch": {"global": BATCH, "micro": 2}}, id="micro batches"),
+        pytest.param(
+            plain, {"batch": {"global": BATCH, "aggregation_frequency": 2}}, id="several passes"
+        ),
         pytest.param(plain, {"clip_grad_norm": 0.5}, id="clipped gradients"),
+        pytest.param(plain, {"precision": "bf16"}, id="bf16"),
+        pytest.param(plain, {"precision": "fp16", "clip_grad_norm": 0.5}, id="fp16"),
         pytest.param(plain, {"reproducible": {"shards": 7}}, id="shards that are no power of two"),
         pytest.param(plain, {"reproducible": {"shards": 16}}, id="one sample a shard at times"),
         pytest.param(plain, {"reproducible": True}, id="as many shards as workers"),

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import math
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from etrain_jupyter.config.schema import Interval
-from etrain_jupyter.ranks.schedule import Every, WorkPlan
+from etrain_jupyter.ranks.schedule import Every, Mark, WorkPlan
 
 PLAN = WorkPlan(num_train=70, num_eval=0, global_batch_size=16, steps_per_epoch=5, total_steps=20)
 
 
 def due(text: str) -> list[int]:
     every = Every(Interval.parse(text), PLAN)
-    return [step for step in range(1, PLAN.total_steps + 1) if every.is_due(step)]
+    marks = [Mark(0, 0)]
+    while marks[-1].position < PLAN.end:
+        step, position = marks[-1]
+        marks.append(Mark(step + 1, position + PLAN.span(position, 16).samples))
+    return [now.step for before, now in itertools.pairwise(marks) if every.is_due(before, now)]
 
 
 @pytest.mark.parametrize(
@@ -28,11 +38,26 @@ def test_interval_is_due_at_the_first_boundary_that_reaches_it(text, steps):
     assert due(text) == steps
 
 
-def test_counting_by_steps_is_the_same_wherever_a_rank_begins():
-    every = Every(Interval.parse("7 steps"), PLAN)
-    assert [every.times_until(step) for step in (0, 6, 7, 13, 14)] == [0, 0, 1, 1, 2]
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.floats(0.01, 3.0))
+def test_epochs_are_counted_in_samples_whatever_the_batches(sizes, epochs):
+    every = Every(Interval(value=epochs, unit="epochs"), PLAN)
+    before, num_due = Mark(0, 0), 0
+    for size in sizes:
+        now = Mark(before.step + 1, before.position + size)
+        num_due += every.is_passed(before, now)
+        before = now
+    # At most once a step, else once for each of its places.
+    assert num_due <= min(len(sizes), math.floor(before.position / (epochs * 70) + 1e-9))
 
 
-def test_step_of_the_plan_is_its_range_in_the_ledger():
-    assert PLAN.span(4) == (0, 64, 6)
-    assert PLAN.span(5) == (1, 0, 16)
+def test_step_is_its_range_in_the_ledger():
+    assert PLAN.span(64, 16) == (0, 64, 6)
+    assert PLAN.span(70, 16) == (1, 0, 16)
+    assert PLAN.span(70, 100) == (1, 0, 70)
+
+
+def test_job_ends_with_its_last_sample_however_large_the_last_step_could_be():
+    plan = dataclasses.replace(PLAN, total_steps=7)
+    assert plan.end == 102
+    assert plan.span(96, 64) == (1, 26, 6)
+    assert [p for p in (69, 70, 96, 102) if plan.is_boundary(p)] == [70, 102]

@@ -14,12 +14,14 @@ from etrain_jupyter.elastic.ledger import checksum_of, epoch_order
 from etrain_jupyter.errors import ConfigError
 from etrain_jupyter.ranks.control.faults import NO_FAULTS, DeliberateError, Faults
 from etrain_jupyter.ranks.control.progress import ProgressPage
+from etrain_jupyter.ranks.gradients.averaged import AveragedGradients
 from etrain_jupyter.ranks.group.process_group import BroadcastStore, CommunicationError, RankGroup
+from etrain_jupyter.ranks.references import WorkloadError
 from etrain_jupyter.ranks.schedule import WorkPlan
 from etrain_jupyter.ranks.seeds import seed_all
 from etrain_jupyter.ranks.state.capture import digest_of
 from etrain_jupyter.ranks.train_loop import TrainLoop
-from etrain_jupyter.ranks.workload import WorkloadError, build_workload
+from etrain_jupyter.ranks.workload import build_workload
 
 NUM_SAMPLES, BATCH = 50, 16
 
@@ -358,3 +360,34 @@ def test_frozen_modules_stay_frozen_after_an_evaluation():
     run(loop)
     assert not norm.training
     assert loop.workload.model.training
+
+
+class Plain(nn.Module):
+    """Neither chance nor BatchNorm: the mathematics does not depend on the passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def test_aggregation_makes_several_passes_and_one_communication_of_the_same_step(monkeypatch):
+    quiet_passes: list[int] = []
+    no_sync = AveragedGradients._no_sync
+
+    def counted(self):
+        quiet_passes.append(1)
+        return no_sync(self)
+
+    monkeypatch.setattr(AveragedGradients, "_no_sync", counted)
+    losses = {}
+    for frequency in (1, 4):
+        quiet_passes.clear()
+        batch = {"global": BATCH, "aggregation_frequency": frequency}
+        loop, sent = make_loop(names=Names(model=Plain), batch=batch, steps=3)
+        assert run(loop) == "done"
+        losses[frequency] = [m["record"]["loss"] for m in sent if m["op"] == "step"]
+        assert len(quiet_passes) == (frequency - 1) * 3
+    assert losses[4] == pytest.approx(losses[1], rel=1e-5)

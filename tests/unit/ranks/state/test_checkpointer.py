@@ -41,6 +41,7 @@ class Loop:
             num_train=10, num_eval=0, global_batch_size=2, steps_per_epoch=5, total_steps=5
         )
         self.step = 0
+        self.position = 0
         self.page = None
 
     def counters(self) -> dict[str, int]:

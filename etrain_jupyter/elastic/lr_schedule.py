@@ -1,0 +1,46 @@
+"""How the learning rate changes over a job, counted in samples.
+
+In samples and not in steps, so that it means the same however many of them a step has.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+Decay = Literal["none", "linear", "cosine"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LrSchedule:
+    """A linear warm-up, then a decay to the end of the job."""
+
+    warmup: int = 0
+    """Samples until the learning rate is the optimizer's own."""
+    decay: Decay = "none"
+    """``linear`` and ``cosine`` go down to 0 at the end; ``none`` stays."""
+    end: int
+    """Samples that the whole job trains; what comes after it has the rate of the end."""
+
+    def factor(self, position: int, count: int) -> float:
+        """Return what the learning rate of one step is multiplied by.
+
+        At a constant batch of B samples, with a warm-up of W steps out of T, it is that of the
+        usual formulas, step t counting from 0: ``(t + 1) / W`` in the warm-up, so that the first
+        step trains too; then ``(T - t) / (T - W)`` or ``(1 + cos(pi (t - W) / (T - W))) / 2``.
+
+        Args:
+            position: Samples trained before the step.
+            count: Samples of the step.
+
+        >>> schedule = LrSchedule(warmup=200, decay="linear", end=1000)
+        >>> [schedule.factor(position, 100) for position in (0, 100, 200, 600, 900)]
+        [0.5, 1.0, 1.0, 0.5, 0.125]
+        """
+        if position < self.warmup:
+            return min(1.0, (position + count) / self.warmup)
+        if self.decay == "none":
+            return 1.0
+        passed = min(1.0, (position - self.warmup) / max(1, self.end - self.warmup))
+        return 1.0 - passed if self.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * passed))

@@ -1,0 +1,71 @@
+"""Numbers of the forward pass: bf16 and fp16 by autocast, and the loss scale that fp16 needs.
+
+Weights, gradients, their sums over the ranks and the optimizer stay in float32. Small gradients
+would vanish in fp16, so the loss is scaled up before the backward pass and the gradients down
+before the update (Micikevicius et al., "Mixed Precision Training", ICLR 2018). A scale that was too
+large shows as infinities. They go through the sums, so that all ranks see them, skip the update
+alike and halve the scale: its state is part of what newcomers and checkpoints get.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+
+import torch
+
+from etrain_jupyter.ranks.state.capture import Stateful
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Precision:
+    """How one trainer computes.
+
+    Args:
+        name: ``fp32``, ``bf16`` or ``fp16``.
+        device: Where the model is.
+    """
+
+    def __init__(self, name: str = "fp32", device: torch.device | str = "cpu") -> None:
+        self._dtype = _DTYPES.get(name)
+        self._device_type = torch.device(device).type
+        self._scaler = torch.amp.GradScaler(self._device_type) if name == "fp16" else None
+
+    @property
+    def extras(self) -> Mapping[str, Stateful]:
+        """Return what has a state: the scaler, if there is one."""
+        return {} if self._scaler is None else {"scaler": self._scaler}
+
+    def autocast(self) -> contextlib.AbstractContextManager[object]:
+        """Return the context of a forward pass and its loss."""
+        if self._dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self._device_type, dtype=self._dtype)
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return what to differentiate."""
+        if self._scaler is None:
+            return loss
+        scaled: torch.Tensor = self._scaler.scale(loss)
+        return scaled
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Bring the summed gradients back to size, before anything looks at them."""
+        if self._scaler is not None:
+            self._scaler.unscale_(optimizer)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Update the weights; return False if the gradients were not finite and nothing changed."""
+        if self._scaler is None:
+            optimizer.step()
+            return True
+        before = self._scaler.get_scale()
+        self._scaler.step(optimizer)
+        self._scaler.update()
+        return self._scaler.get_scale() >= before
+
+    @property
+    def loss_scale(self) -> float:
+        """The present scale; 1.0 without one."""
+        return 1.0 if self._scaler is None else float(self._scaler.get_scale())
