@@ -180,7 +180,12 @@ async def test_fault_costs_what_it_may_and_harms_nobody_else(rig: Rig, row: Row)
     assert {e.worker for e in lost} <= {e.worker for e in injected}
     most = len(row.plan.faults) if row.undoes else 0
     assert len({e.step for e in found(log, StepUndone)}) <= most
-    assert bool(found(log, JobRestored)) == row.restored
+    went_back = found(log, JobRestored)
+    if row.restored:
+        assert went_back
+    else:
+        # Of several that die at once, each may hold the step before alone: it is made again.
+        assert sum(e.num_undone for e in went_back) <= (len(row.plan.faults) > 1), went_back
     assert_others_kept_their_process(log, {e.worker for e in lost})
     if row.stacks:
         told = "\n".join(e.text for e in found(log, LogLine) if e.worker == lost[0].worker)

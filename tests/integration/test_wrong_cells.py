@@ -200,9 +200,9 @@ generator_loss = make_loss()""",
         ["precision must be fp32, bf16 or fp16, not the text 'float16'", "write precision: fp16"],
     ),
     Case(
-        "scaling of a later version",
+        "scaling of a batch that never changes",
         {"scaling": "{rule: linear}"},
-        ["'scaling' comes with a later version", "remove the line"],
+        ["scaling needs a batch that grows with the workers", "write batch: {per_worker: 32}"],
     ),
     Case(
         "checkpoints in S3",
