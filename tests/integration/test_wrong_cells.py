@@ -343,7 +343,7 @@ import far_models""",
     Case(
         "option that the optimizer itself refuses",
         {"optimizer": "{name: AdamW, betas: 3}"},
-        [NEVER_BEGUN, "torch.optim.AdamW does not take {'lr': 0.001, 'betas': 3}"],
+        [NEVER_BEGUN, "optimizer AdamW does not take {'lr': 0.001, 'betas': 3}"],
     ),
 ]
 

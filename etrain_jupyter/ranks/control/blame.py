@@ -10,10 +10,11 @@ from pathlib import Path
 
 from torch.distributed import DistError
 
+import etrain_jupyter
 from etrain_jupyter.ranks.control.faults import DeliberateError
 
-_PACKAGE = Path(__file__).parents[1]
-_BORDER = frozenset({"workload.py", "data.py", "restore.py"})
+_PACKAGE = Path(etrain_jupyter.__file__).parent
+_BORDER = frozenset({"workload.py", "optimizers.py", "data.py", "restore.py"})
 """Modules that call what the notebook gave us: a call with wrong arguments fails in them."""
 
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from torch.distributed import DistBackendError
 
+from etrain_jupyter.config.schema import OptimizerConfig
+from etrain_jupyter.elastic.batch_plan import plan_batches
+from etrain_jupyter.errors import ConfigError
 from etrain_jupyter.ranks.control.blame import is_broken_exchange, is_our_defect
 from etrain_jupyter.ranks.control.faults import DeliberateError, commit_fault
 from etrain_jupyter.ranks.data import DataError, open_samples
+from etrain_jupyter.ranks.optimizers import build_optimizer
 from etrain_jupyter.ranks.schedule import Every
 from etrain_jupyter.ranks.state.capture import digest_of
 
@@ -53,6 +59,20 @@ def test_refusal_in_words_is_no_defect():
     assert not is_our_defect(error)
 
 
+def test_refusal_in_words_is_no_defect_wherever_it_is_raised():
+    error = raised(lambda: plan_batches(global_batch_size=1, world_size=2, micro_batch_size=None))
+    assert isinstance(error, ConfigError)
+    assert not is_our_defect(error)
+
+
+def test_function_of_the_notebook_that_makes_no_optimizer_is_the_notebooks():
+    config = OptimizerConfig(name=None, reference="make")
+    names = SimpleNamespace(evaluate=lambda key: _needs_two)
+    error = raised(lambda: build_optimizer(config, names, torch.nn.Linear(1, 1)))
+    assert isinstance(error, TypeError)
+    assert not is_our_defect(error)
+
+
 def test_broken_connection_below_torch_is_told_from_an_error_of_the_notebooks():
     reset = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error: reset by peer"
 
@@ -68,3 +88,7 @@ def _broken():
 
 def _needs_one(path):
     return path
+
+
+def _needs_two(parameters, more):
+    raise AssertionError("never called")
