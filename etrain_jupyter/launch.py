@@ -10,7 +10,7 @@ from typing import Any
 from etrain_jupyter.bundle.capture import Bundle, capture_bundle
 from etrain_jupyter.config import ParsedJob, check_references, parse_cell, parse_mapping
 from etrain_jupyter.config.schema import TrainConfig
-from etrain_jupyter.dashboard.browser import current_shell, has_front_end
+from etrain_jupyter.dashboard.browser import cell_numbers, has_front_end
 from etrain_jupyter.dashboard.widget import Dashboard
 from etrain_jupyter.job.held_jobs import attach, jobs, submit_job
 from etrain_jupyter.job.training_job import TrainingJob
@@ -32,7 +32,7 @@ def plan_job(parsed: ParsedJob, notebook: Mapping[str, Any], *, cell: str = "") 
     """Check what a job names, and capture it by value."""
     names = parsed.namespace(notebook)
     check_references(parsed.config, names, source=parsed.source)
-    bundle = capture_bundle(parsed.config.references(), names, cell_numbers=_cell_numbers())
+    bundle = capture_bundle(parsed.config.references(), names, cell_numbers=cell_numbers())
     return Plan(config=parsed.config, bundle=bundle, cell=cell)
 
 
@@ -40,11 +40,6 @@ def plan_cell(body: str, notebook: Mapping[str, Any], flags: Mapping[str, Any], 
     """Check a cell; ``flags`` of its first ``line`` win over its body."""
     parsed = parse_cell(body, namespace=notebook, overrides=flags, first_line=line)
     return plan_job(parsed, notebook, cell=body)
-
-
-def _cell_numbers() -> Mapping[str, int]:
-    """Return the execution count of every cell by the file name that its code has."""
-    return dict(getattr(getattr(current_shell(), "compile", None), "_filename_map", {}))
 
 
 def submit(plan: Plan, *, faults: Sequence[Mapping[str, Any]] = ()) -> TrainingJob:

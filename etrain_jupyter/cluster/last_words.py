@@ -6,11 +6,9 @@ import re
 from collections.abc import Iterable, Mapping
 
 from etrain_jupyter.bundle.sources import CellSource, is_of_this_package
+from etrain_jupyter.events.types import STACKS_ASKED
 
 MAX_LINES = 10
-
-STACKS_ASKED = "etrain: what the threads of this trainer are doing:"
-"""Comes before the stacks that a supervisor has asked for."""
 
 _FATAL = re.compile(r"Fatal Python error: (?P<what>.*)")
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')

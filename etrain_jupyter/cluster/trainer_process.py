@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from etrain_jupyter.cluster.last_words import STACKS_ASKED
+from etrain_jupyter.events.types import STACKS_ASKED
 from etrain_jupyter.ranks.control.channel import FrameDecoder, Message, encode
 from etrain_jupyter.ranks.control.progress import ProgressPage, TrainerProgress
 

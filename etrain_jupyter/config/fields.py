@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -34,6 +34,20 @@ def not_yet(
     """Build the refusal of something that a later version brings; ``at_key``: of the key itself."""
     context = {"message": message, "hint": hint, "path": path, "at_key": at_key}
     return PydanticCustomError("etrain_later", "{message}", context)
+
+
+def check_word(value: Any, known: Sequence[str], *, hint: str) -> Any:
+    """Return ``value`` if it is one of the words that a key knows, else raise a fault.
+
+    Args:
+        value: What the cell says.
+        known: Two words or more.
+        hint: What to type instead.
+    """
+    if value in known:
+        return value
+    words = f"{', '.join(known[:-1])} or {known[-1]}"
+    raise fault(f"{{key}} must be {words}, not {in_words(value)}", hint=hint)
 
 
 @dataclass(frozen=True)

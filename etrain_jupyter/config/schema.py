@@ -21,6 +21,7 @@ from etrain_jupyter.config.fields import (
     Optional,
     Required,
     Section,
+    check_word,
     fault,
     interval_parts,
     not_yet,
@@ -142,6 +143,9 @@ def _checked_name(text: str, path: tuple[str, ...]) -> str:
     raise fault(f"unknown optimizer '{text}'", hint=hint or names, path=path)
 
 
+DECAYS = ("none", "linear", "cosine")
+
+
 class ScheduleConfig(Section):
     """How the learning rate changes while the job trains; counted in samples."""
 
@@ -163,13 +167,10 @@ class ScheduleConfig(Section):
     @field_validator("decay", mode="before")
     @classmethod
     def _known_decay(cls, value: Any) -> Any:
-        known = ("none", "linear", "cosine")
         if value is None:
             return "none"
-        if value not in known:
-            hint = did_you_mean(str(value), known) or "write decay: linear"
-            raise fault(f"{{key}} must be none, linear or cosine, not {in_words(value)}", hint=hint)
-        return value
+        hint = did_you_mean(str(value), DECAYS) or "write decay: linear"
+        return check_word(value, DECAYS, hint=hint)
 
 
 INSTEAD: dict[str, JsonValue] = {"instead_of": "global"}
@@ -226,6 +227,9 @@ class BatchConfig(Section):
         return value
 
 
+RULES = ("none", "linear", "sqrt")
+
+
 class ScalingConfig(Section):
     """How the learning rate follows a batch that grows and shrinks with the workers."""
 
@@ -241,16 +245,13 @@ class ScalingConfig(Section):
     @field_validator("rule", mode="before")
     @classmethod
     def _known_rule(cls, value: Any) -> Any:
-        known = ("none", "linear", "sqrt")
         if value in (None, "auto"):
             return None
         if value == "adascale":
             hint = "write rule: linear with max_scale, or rule: sqrt"
             raise not_yet("'rule: adascale' comes with a later version", hint=hint)
-        if value not in known:
-            hint = did_you_mean(str(value), known) or "write rule: linear"
-            raise fault(f"{{key}} must be none, linear or sqrt, not {in_words(value)}", hint=hint)
-        return value
+        hint = did_you_mean(str(value), RULES) or "write rule: linear"
+        return check_word(value, RULES, hint=hint)
 
     @field_validator("ramp", mode="before")
     @classmethod
@@ -450,14 +451,8 @@ class TrainConfig(Section):
     @field_validator("precision", mode="before")
     @classmethod
     def _known_precision(cls, value: Any) -> Any:
-        if value in PRECISIONS:
-            return value
-        other = OTHER_PRECISIONS.get(str(value).lower(), "")
-        names = "write precision: fp32, bf16 or fp16"
-        raise fault(
-            f"{{key}} must be fp32, bf16 or fp16, not {in_words(value)}",
-            hint=f"write precision: {other}" if other else names,
-        )
+        meant = OTHER_PRECISIONS.get(str(value).lower(), "fp32, bf16 or fp16")
+        return check_word(value, PRECISIONS, hint=f"write precision: {meant}")
 
     @field_validator("pool")
     @classmethod

@@ -7,14 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePath
 
-from etrain_jupyter.dashboard.words import Line
-from etrain_jupyter.events.types import LogLine
+from etrain_jupyter.dashboard.words import Line, counted
+from etrain_jupyter.events.types import STACKS_ASKED, LogLine
 
 CellNumbers = Callable[[], Mapping[str, int]]
 """Returns the execution count of each of the notebook's cells by the file name of its code."""
 
-STACKS_ASKED = "etrain: what the threads of this trainer are doing:"
-"""What a supervisor writes before the stacks that it asked for; ``cluster`` has the original."""
 QUIET_S = 5.0
 """So long after its latest line a dump is over; nothing else tells."""
 _FATAL = re.compile(r"Fatal Python error: (?P<what>.*)")
@@ -73,7 +71,7 @@ class Dump:
         innermost = next(thread for thread in self.threads if at in thread)[0]
         if innermost != at and not _is_of_notebook(innermost.file, numbers):
             place += f", within {innermost.name} of {PurePath(innermost.file).name}"
-        count = f"{_counted(len(frames), 'frame')} of {_counted(len(self.threads), 'thread')}"
+        count = f"{counted(len(frames), 'frame')} of {counted(len(self.threads), 'thread')}"
         return Line(text=f"{self.worker} {what} {place} ({count}: %etrain logs)", level=level)
 
 
@@ -106,7 +104,3 @@ def _place(file: str, numbers: Mapping[str, int]) -> str:
         return f"Cell In[{numbers[file]}]"
     # A kernel that was restarted does not know the numbers of the one before.
     return "a cell" if _CELL.fullmatch(file) else PurePath(file).name
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}" + ("" if count == 1 else "s")

@@ -111,7 +111,7 @@ def _(event: GenerationFormed) -> Line:
 
 @describe.register
 def _(event: StepUndone) -> Line:
-    done_by = f"{len(event.workers)} survivor" + ("" if len(event.workers) == 1 else "s")
+    done_by = counted(len(event.workers), "survivor")
     return Line(text=f"Step {event.step:,} undone on {done_by}; trained again", level="warning")
 
 
@@ -184,7 +184,12 @@ def _(event: UnknownEvent) -> Line:
 
 def workers(count: int) -> str:
     """Return ``1 worker``, ``3 workers``."""
-    return f"{count} worker" + ("" if count == 1 else "s")
+    return counted(count, "worker")
+
+
+def counted(count: int, noun: str) -> str:
+    """Return ``1 frame``, ``3 frames``."""
+    return f"{count} {noun}" + ("" if count == 1 else "s")
 
 
 def span(least: int, most: int) -> str:

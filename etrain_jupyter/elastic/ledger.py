@@ -38,6 +38,10 @@ class StepRange(NamedTuple):
     samples: int
     """How many samples, at least 1."""
 
+    def position(self, num_samples: int) -> int:
+        """Return how many samples come before it, over all epochs of ``num_samples``."""
+        return self.epoch * num_samples + self.first
+
 
 @dataclass(frozen=True, kw_only=True)
 class Cursor:
@@ -124,6 +128,37 @@ def cursor_at(step: int, num_samples: int, global_batch_size: int) -> StepRange:
     epoch, step_of_epoch = divmod(step, steps_per_epoch(num_samples, global_batch_size))
     cursor = Cursor(epoch=epoch, first=step_of_epoch * global_batch_size)
     return cursor.next_range(num_samples=num_samples, global_batch_size=global_batch_size)
+
+
+def position_after(step: int, num_samples: int, global_batch_size: int) -> int:
+    """Return how many samples ``step`` updates train, at a constant batch size.
+
+    >>> [position_after(step, 100, 32) for step in (0, 3, 4, 5)]
+    [0, 96, 100, 132]
+    """
+    return cursor_at(step, num_samples, global_batch_size).position(num_samples)
+
+
+def range_at(
+    position: int, *, num_samples: int, global_batch_size: int, end: int | None = None
+) -> StepRange:
+    """Return what an update trains: a batch, or what is left of its epoch or of the job.
+
+    Args:
+        position: Samples trained before it, over all epochs.
+        num_samples: Length of the training set.
+        global_batch_size: Samples of a full step, which may be another one in each step.
+        end: Samples that the job trains, over all epochs; None if that bounds nothing.
+
+    >>> range_at(130, num_samples=100, global_batch_size=32)
+    StepRange(epoch=1, first=30, samples=32)
+    >>> range_at(130, num_samples=100, global_batch_size=32, end=140)
+    StepRange(epoch=1, first=30, samples=10)
+    """
+    epoch, first = divmod(position, num_samples)
+    cursor = Cursor(epoch=epoch, first=first)
+    due = cursor.next_range(num_samples=num_samples, global_batch_size=global_batch_size)
+    return due if end is None else due._replace(samples=min(due.samples, end - position))
 
 
 def total_steps(

@@ -11,7 +11,7 @@ import dataclasses
 from etrain_jupyter.elastic import stimuli as s
 from etrain_jupyter.elastic.commands import SaveCheckpoint
 from etrain_jupyter.elastic.membership import JobState, Member, Saving
-from etrain_jupyter.elastic.turn import Turn, end_job, enter_phase
+from etrain_jupyter.elastic.turn import Turn, end_job, enter_phase, newest_step
 
 SAVE_WAITS_S = (5.0, 10.0, 20.0)
 """How long nobody tries after none of the holders could write it, for the first time and so on. At
@@ -30,8 +30,7 @@ def newest_holders(state: JobState) -> list[Member]:
 
 def is_newest_durable(state: JobState) -> bool:
     """Whether nothing is lost if all that hold the newest state go; so it is before any step."""
-    newest = max((m.progress[0] for m in state.in_phase("reported")), default=-1)
-    return newest <= max(0, state.saved_step)
+    return newest_step(state) <= max(0, state.saved_step)
 
 
 def saver_of(state: JobState) -> Member | None:
@@ -97,8 +96,7 @@ def close_job(turn: Turn) -> None:
     Called again with whatever happens while the job is closing.
     """
     state = turn.state
-    newest = max((m.progress[0] for m in state.in_phase("reported")), default=-1)
-    if state.outcome == "finished" and max(newest, state.saved_step) < state.step:
+    if state.outcome == "finished" and max(newest_step(state), state.saved_step) < state.step:
         # What is lost is trained again. The coordinator shares the workers anew: others may have
         # got them, because this job was about to end.
         turn.set(outcome="", assigned=(), saving=Saving())

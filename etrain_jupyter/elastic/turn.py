@@ -104,13 +104,18 @@ def begin_collecting(turn: Turn, why: str = "lost") -> None:
         turn.do(AbortGeneration(generation=turn.state.generation, trainers=names))
 
 
+def newest_step(state: JobState) -> int:
+    """Return the step of the newest state that anybody at a step boundary holds; -1 if none."""
+    return max((m.progress[0] for m in state.in_phase("reported")), default=-1)
+
+
 def publish_undone(turn: Turn) -> None:
     """Tell of the step in flight once, with all survivors that had begun it.
 
     A step that one survivor has committed is not lost, though another one had to undo its part; it
     may still be lost with that survivor, until the next generation has taken it over.
     """
-    newest = max((m.progress[0] for m in turn.state.in_phase("reported")), default=-1)
+    newest = newest_step(turn.state)
     known = turn.state.undone
     lost = sorted({step for step, _ in known if step > newest})
     for step in lost:

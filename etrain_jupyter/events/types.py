@@ -16,6 +16,9 @@ from typing import Any, ClassVar, Self
 STATUSES = ("submitted", "waiting", "running", "paused", "finished", "stopped", "failed")
 TERMINAL_STATUSES = frozenset({"finished", "stopped", "failed"})
 
+STACKS_ASKED = "etrain: what the threads of this trainer are doing:"
+"""The log line before the stacks that a supervisor has asked a trainer for."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Event:

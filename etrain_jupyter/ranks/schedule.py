@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from etrain_jupyter.config.schema import Interval, TrainConfig
@@ -39,11 +40,10 @@ class WorkPlan:
             total_steps=ledger.total_steps(config.epochs, config.steps, num_train, size),
         )
 
-    @property
+    @cached_property
     def end(self) -> int:
         """Samples that the whole job trains, over all epochs."""
-        last = ledger.cursor_at(self.total_steps, self.num_train, self.global_batch_size)
-        return last.epoch * self.num_train + last.first
+        return ledger.position_after(self.total_steps, self.num_train, self.global_batch_size)
 
     def span(self, position: int, batch_size: int) -> ledger.StepRange:
         """Return what the next update trains: a batch, or what is left of its epoch or the job.
@@ -52,9 +52,9 @@ class WorkPlan:
             position: Samples trained before it, over all epochs.
             batch_size: Samples of a full step.
         """
-        epoch, first = divmod(position, self.num_train)
-        left = min(self.num_train - first, self.end - position)
-        return ledger.StepRange(epoch, first, min(batch_size, left))
+        return ledger.range_at(
+            position, num_samples=self.num_train, global_batch_size=batch_size, end=self.end
+        )
 
     def is_boundary(self, position: int) -> bool:
         """Whether an epoch ends there, or the job."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
+from etrain_jupyter.elastic.ledger import StepRange
 from etrain_jupyter.events.types import (
     TERMINAL_STATUSES,
     CheckpointCommitted,
@@ -194,8 +195,10 @@ def _check_end(
     reached = max((step.step for step in steps), default=start)
     if planned.per_worker_batch_size:
         last = max(steps, key=lambda step: step.step, default=None)
-        epochs = planned.num_train_samples * last.epoch if last else 0
-        trained = epochs + last.first + last.samples if last else 0
+        trained = 0
+        if last is not None:
+            done = StepRange(last.epoch, last.first, last.samples)
+            trained = done.position(planned.num_train_samples) + done.samples
         if trained != planned.total_samples:
             yield f"the job finished after {trained} of {planned.total_samples} samples"
     elif reached != planned.total_steps:

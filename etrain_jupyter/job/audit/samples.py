@@ -9,7 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from etrain_jupyter.elastic.ledger import StepRange, checksum_terms, cursor_at, epoch_order
+from etrain_jupyter.elastic.ledger import (
+    StepRange,
+    checksum_terms,
+    epoch_order,
+    position_after,
+    range_at,
+)
 from etrain_jupyter.events.types import StepCompleted
 from etrain_jupyter.job.audit.report import EpochCoverage
 
@@ -32,17 +38,16 @@ class Work:
 
     def position_after(self, step: int) -> int:
         """Return the samples of the first ``step`` steps, at a batch that never changes."""
-        span = cursor_at(step, self.num_samples, self.global_batch_size)
-        return span.epoch * self.num_samples + span.first
+        return position_after(step, self.num_samples, self.global_batch_size)
 
     def due_at(self, position: int, world_size: int) -> StepRange:
         """Return what the step of so many ranks after ``position`` samples has to train."""
-        epoch, first = divmod(position, self.num_samples)
-        size = self.per_worker_batch_size * world_size or self.global_batch_size
-        left = self.num_samples - first
-        if self.total_samples:
-            left = min(left, self.total_samples - position)
-        return StepRange(epoch, first, min(size, left))
+        return range_at(
+            position,
+            num_samples=self.num_samples,
+            global_batch_size=self.per_worker_batch_size * world_size or self.global_batch_size,
+            end=self.total_samples or None,
+        )
 
 
 def check_samples(
@@ -102,7 +107,7 @@ class _EpochCheck:
                 f"step {step.step} began at sample {step.first} of epoch {step.epoch}, "
                 f"due was {due.first} of epoch {due.epoch}"
             )
-        position = step.epoch * self._work.num_samples + step.first
+        position = StepRange(step.epoch, step.first, step.samples).position(self._work.num_samples)
         num_due = self._work.due_at(position, step.world_size).samples
         if step.samples != num_due:
             yield f"step {step.step} trained {step.samples} samples, due were {num_due}"

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import etrain_jupyter
 from etrain_jupyter.bundle.sources import CellSource
-from etrain_jupyter.cluster.last_words import STACKS_ASKED, last_words
+from etrain_jupyter.cluster.last_words import last_words
+from etrain_jupyter.events.types import STACKS_ASKED
 
 CELLS = {"/tmp/cell_1.py": CellSource(label="Cell In[3]", text="")}
 OURS = Path(etrain_jupyter.__file__).parent

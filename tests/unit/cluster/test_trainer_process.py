@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from etrain_jupyter.cluster import trainer_process
-from etrain_jupyter.cluster.last_words import STACKS_ASKED
 from etrain_jupyter.cluster.trainer_process import TrainerProcess
+from etrain_jupyter.events.types import STACKS_ASKED
 
 CHILD_HOLDS_THE_PIPES = """
 import subprocess, sys, time

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from etrain_jupyter.cluster.last_words import STACKS_ASKED as WHAT_THE_SUPERVISOR_WRITES
 from etrain_jupyter.dashboard.snapshot import JobView
-from etrain_jupyter.dashboard.stack_dumps import STACKS_ASKED
-from etrain_jupyter.events.types import LogLine
+from etrain_jupyter.events.types import STACKS_ASKED, LogLine
 from tests.unit.dashboard.scripted_job import JOB_ID
 
 CELL = "/tmp/ipykernel_77/123.py"
@@ -38,10 +36,6 @@ class Lines:
     @property
     def listed(self) -> list[tuple[int, str, str]]:
         return [(e["seq"], e["level"], e["text"]) for e in self.view.snapshot()["events"]]
-
-
-def test_the_header_is_the_one_that_the_supervisor_writes() -> None:
-    assert STACKS_ASKED == WHAT_THE_SUPERVISOR_WRITES
 
 
 def test_a_dump_is_one_entry_that_begins_with_the_notebooks_frame() -> None:
