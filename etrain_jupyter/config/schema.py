@@ -227,14 +227,17 @@ class BatchConfig(Section):
         return value
 
 
-RULES = ("none", "linear", "sqrt")
+COMPRESSIONS = ("none", "bf16", "fp16", "powersgd")
+
+RULES = ("none", "linear", "sqrt", "adascale")
 
 
 class ScalingConfig(Section):
     """How the learning rate follows a batch that grows and shrinks with the workers."""
 
-    rule: Literal["none", "linear", "sqrt"] | None = None
-    """none, linear or sqrt; auto is linear for SGD, sqrt for Adam and its like, LAMB and LARS."""
+    rule: Literal["none", "linear", "sqrt", "adascale"] | None = None
+    """none, linear, sqrt, or adascale, which follows the gradients' noise; auto is linear for SGD,
+    sqrt for Adam and its like, LAMB and LARS."""
     base_workers: Annotated[int, Field(ge=1)] = 1
     """Workers that optimizer.lr is meant for."""
     ramp: Annotated[int | None, Field(ge=0, examples=["auto"])] = None
@@ -247,9 +250,6 @@ class ScalingConfig(Section):
     def _known_rule(cls, value: Any) -> Any:
         if value in (None, "auto"):
             return None
-        if value == "adascale":
-            hint = "write rule: linear with max_scale, or rule: sqrt"
-            raise not_yet("'rule: adascale' comes with a later version", hint=hint)
         hint = did_you_mean(str(value), RULES) or "write rule: linear"
         return check_word(value, RULES, hint=hint)
 
@@ -382,6 +382,8 @@ class TrainConfig(Section):
         False
     )
     """Whether torch.compile speeds up the model."""
+    compression: Literal["none", "bf16", "fp16", "powersgd"] = "none"
+    """How gradients travel between workers: none, bf16, fp16 or powersgd; for slow networks."""
     clip_grad_norm: Annotated[float | None, Field(gt=0, allow_inf_nan=False, examples=[1.0])] = None
     """Largest norm of the gradient; a longer one is scaled down; none by default."""
     reproducible: Annotated[ReproducibleConfig | None, Field(examples=[False])] = None
@@ -454,6 +456,14 @@ class TrainConfig(Section):
         meant = OTHER_PRECISIONS.get(str(value).lower(), "fp32, bf16 or fp16")
         return check_word(value, PRECISIONS, hint=f"write precision: {meant}")
 
+    @field_validator("compression", mode="before")
+    @classmethod
+    def _known_compression(cls, value: Any) -> Any:
+        if value is None:
+            return "none"
+        hint = did_you_mean(str(value), COMPRESSIONS) or "write compression: bf16"
+        return check_word(value, COMPRESSIONS, hint=hint)
+
     @field_validator("pool")
     @classmethod
     def _known_pool(cls, value: str) -> str:
@@ -498,7 +508,24 @@ class TrainConfig(Section):
                 path=("batch", "global"),
             )
         self._check_shards()
+        self._check_compression()
         return self
+
+    def _check_compression(self) -> None:
+        path = ("compression",)
+        if self.reproducible is not None and self.compression != "none":
+            raise fault(
+                f"compression: {self.compression} rounds sums whose order depends on the workers, "
+                "so that reproducible cannot hold",
+                hint="write compression: none, or reproducible: false",
+                path=path,
+            )
+        if self.compression == "powersgd" and self.precision == "fp16":
+            raise fault(
+                "an overflow in fp16 would stay in what powersgd keeps for the next steps",
+                hint="write precision: bf16, or compression: fp16",
+                path=path,
+            )
 
     def _check_scaling(self) -> None:
         grows = self.batch.per_worker_batch_size is not None

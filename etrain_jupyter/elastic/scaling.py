@@ -18,7 +18,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal, Self
 
-Rule = Literal["none", "linear", "sqrt", "adascale"]
+Rule = Literal["none", "linear", "sqrt"]
 
 
 def factor_of(rule: Rule, scale: float, max_factor: float = math.inf) -> float:
@@ -26,14 +26,14 @@ def factor_of(rule: Rule, scale: float, max_factor: float = math.inf) -> float:
 
     Args:
         rule: ``linear`` (Goyal et al., 2017), ``sqrt`` (for Adam and its like: Malladi et al.,
-            2022), ``adascale`` (at most linear, see ``adascale``), or ``none``.
+            2022) or ``none``.
         scale: Batch by base batch.
         max_factor: Never more than that.
 
     >>> [factor_of(rule, 4.0) for rule in ("none", "linear", "sqrt")]
     [1.0, 4.0, 2.0]
     """
-    wanted = {"none": 1.0, "linear": scale, "sqrt": math.sqrt(scale), "adascale": scale}[rule]
+    wanted = {"none": 1.0, "linear": scale, "sqrt": math.sqrt(scale)}[rule]
     return min(wanted, max_factor)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from etrain_jupyter.config.schema import ScalingConfig, TrainConfig
+from etrain_jupyter.elastic.adascale import GradientNoise
 from etrain_jupyter.elastic.lr_schedule import LrSchedule
 from etrain_jupyter.elastic.scaling import Ramp, Rule, factor_of
 
@@ -46,6 +47,7 @@ class LearningRate:
         self._scaling = scaling
         self._momentum = momentum_of(optimizer)
         self._committed = self._next = Ramp()
+        self._noise = self._next_noise = GradientNoise()
         if schedule is not None or scaling is not None:
             for group in optimizer.param_groups:
                 group.setdefault(BASE, float(group["lr"]))
@@ -63,7 +65,7 @@ class LearningRate:
         factor = 1.0 if self._schedule is None else self._schedule.factor(position, count)
         if self._scaling is not None:
             self._next = self._aimed(self._scaling, world_size)
-            factor *= self._next.factor
+            factor *= min(self._next.factor, self._most(self._scaling, world_size))
         for group in self._optimizer.param_groups:
             rate = group[BASE] * factor
             if isinstance(group["lr"], torch.Tensor):
@@ -72,30 +74,58 @@ class LearningRate:
                 group["lr"] = rate
 
     @property
+    def measures_noise(self) -> bool:
+        """Whether the rates follow the gradients' noise, so that it has to be measured."""
+        return self._scaling is not None and self._scaling.rule == "adascale"
+
+    def take_noise(self, *, mean_of_squares: float, square_of_mean: float, world_size: int) -> None:
+        """Take in what the next update's gradients tell, see ``GradientNoise.take``."""
+        self._next_noise = self._noise.take(
+            mean_of_squares=mean_of_squares, square_of_mean=square_of_mean, world_size=world_size
+        )
+
+    @property
     def warning(self) -> str:
         """What is known to go wrong with this optimizer and rule; empty if nothing is."""
         if self._scaling is None:
             return ""
-        name = type(self._optimizer).__name__
-        return warning_for(self._scaling.rule or rule_for(name), name)
+        return warning_for(self._rule(self._scaling), type(self._optimizer).__name__)
 
     def _aimed(self, scaling: ScalingConfig, world_size: int) -> Ramp:
         most = math.inf if scaling.max_scale is None else scaling.max_scale
-        rule = scaling.rule or rule_for(type(self._optimizer).__name__)
-        target = factor_of(rule, world_size / scaling.base_workers, most)
+        target = factor_of(self._rule(scaling), world_size / scaling.base_workers, most)
         return self._committed.aim(target, self._momentum, scaling.ramp)
+
+    def _most(self, scaling: ScalingConfig, world_size: int) -> float:
+        """Return the largest factor that the gradients bear."""
+        if scaling.rule != "adascale":
+            return math.inf
+        gain = self._next_noise.gain(world_size=world_size, base_workers=scaling.base_workers)
+        return factor_of(self._rule(scaling), gain)
+
+    def _rule(self, scaling: ScalingConfig) -> Rule:
+        """Return the rule that holds; AdaScale's gain stands for the scale in the usual one.
+
+        For Adam and its like that is its square root, as in AdaptDL (Qiao et al., "Pollux", 2021).
+        """
+        if scaling.rule is None or scaling.rule == "adascale":
+            return rule_for(type(self._optimizer).__name__)
+        return scaling.rule
 
     def commit(self) -> None:
         """Take in that the step was made."""
         self._committed = self._next.advance()
+        self._noise = self._next_noise
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the ramp stands."""
-        return asdict(self._committed)
+        """Return where the ramp stands, and what is known of the gradients' noise."""
+        return {**asdict(self._committed), "noise": asdict(self._noise)}
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Take over where another trainer's ramp stands."""
-        self._committed = self._next = Ramp(**state_dict)
+        """Take over where another trainer's stand."""
+        values = dict(state_dict)
+        self._noise = self._next_noise = GradientNoise(**values.pop("noise", {}))
+        self._committed = self._next = Ramp(**values)
 
 
 def scaling_of(config: TrainConfig) -> ScalingConfig | None:

@@ -21,9 +21,11 @@ from etrain_jupyter.ranks.control.progress import ProgressPage
 from etrain_jupyter.ranks.data import Delivered, Share
 from etrain_jupyter.ranks.evaluation import EvalMeans, Evaluation
 from etrain_jupyter.ranks.gradients.averaged import AveragedGradients
+from etrain_jupyter.ranks.gradients.comm_hook import square_norm
 from etrain_jupyter.ranks.gradients.sharded import ShardedGradients
 from etrain_jupyter.ranks.gradients.step import Gradients, Step
 from etrain_jupyter.ranks.gradients.step_header import StepHeader
+from etrain_jupyter.ranks.gradients.stopwatch import Stopwatch
 from etrain_jupyter.ranks.group.process_group import RankGroup
 from etrain_jupyter.ranks.learning_rate import LearningRate, scaling_of
 from etrain_jupyter.ranks.references import WorkloadError
@@ -87,6 +89,7 @@ class TrainLoop:
         self._print = WeightsPrint(workload.model)
         self._eval_every = Every(config.eval_every, plan)
         self._committed_at = 0.0
+        self._watch = Stopwatch(workload.device)
         self._batch_size = plan.global_batch_size
         """Samples of a full step in this generation."""
         self.after_step: list[Callable[[RankGroup], None]] = []
@@ -136,6 +139,7 @@ class TrainLoop:
                 global_batch_size=self._batch_size,
                 micro_batch_size=batch.micro_batch_size,
                 num_passes=batch.aggregation_frequency,
+                watch=self._watch,
             )
         return AveragedGradients(
             group,
@@ -145,6 +149,9 @@ class TrainLoop:
             global_batch_size=self._batch_size,
             micro_batch_size=batch.micro_batch_size,
             num_passes=batch.aggregation_frequency,
+            watch=self._watch,
+            compression=self.config.compression,
+            measures_noise=self._learning_rate.measures_noise,
         )
 
     def run(self, group: RankGroup, gradients: Gradients) -> str:
@@ -212,16 +219,19 @@ class TrainLoop:
     def _train_step(
         self, group: RankGroup, gradients: Gradients, batches: Iterator[Delivered]
     ) -> bool:
+        self._watch.begin()
         step = self._begin_step(group, gradients, batches)
         self.in_step = True
         try:
             gradients.compute(step)
+            self._watch.gradients_are_summed()
             self._at("commit", group)
         except BaseException:
             self._undo(step)
             raise
         model = self.workload.model
-        is_updated = self._update(step)
+        with self._watch.updating():
+            is_updated = self._update(step)
         self._forget_gradients()
         self._learning_rate.commit()
         self.step += 1
@@ -238,6 +248,7 @@ class TrainLoop:
     def _update(self, step: Step) -> bool:
         """Update the weights; return False if an overflow made all ranks skip that."""
         model, optimizer = self.workload.model, self.workload.optimizer
+        self._take_noise(step)
         self._learning_rate.prepare(
             position=self.position, count=step.span.samples, world_size=step.group.world_size
         )
@@ -248,6 +259,18 @@ class TrainLoop:
         is_updated = self.workload.precision.step(optimizer)
         self.is_torn = False
         return is_updated
+
+    def _take_noise(self, step: Step) -> None:
+        if step.mean_of_squares is None:
+            return
+        # Both are squares of gradients that the loss scale has multiplied.
+        by = self.workload.precision.loss_scale**2
+        gradients = [p.grad for p in self.workload.model.parameters() if p.grad is not None]
+        self._learning_rate.take_noise(
+            mean_of_squares=step.mean_of_squares / by,
+            square_of_mean=square_norm(gradients) / by,
+            world_size=step.group.world_size,
+        )
 
     def _begin_step(
         self, group: RankGroup, gradients: Gradients, batches: Iterator[Delivered]
@@ -278,6 +301,7 @@ class TrainLoop:
             workload=self.workload,
             group=group,
             job_seed=self.config.seed,
+            watch=self._watch,
             at=lambda place: self._at(place, group),
             start_header=start_header,
         )

@@ -13,7 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from etrain_jupyter.elastic import batch_plan
 from etrain_jupyter.elastic.ledger import StepRange
 from etrain_jupyter.elastic.shard_plan import Merge
+from etrain_jupyter.ranks.gradients.comm_hook import CommHook
 from etrain_jupyter.ranks.gradients.step import Part, Step, split_share
+from etrain_jupyter.ranks.gradients.stopwatch import Stopwatch
 from etrain_jupyter.ranks.group.process_group import Pending, RankGroup
 from etrain_jupyter.ranks.state.moving_buffers import MovingBuffers
 
@@ -37,6 +39,9 @@ class AveragedGradients:
         global_batch_size: Samples of a full step.
         micro_batch_size: Most samples of one pass; None for no limit.
         num_passes: Fewest passes of a share, with one exchange after the last.
+        watch: Told when nothing is left to compute.
+        compression: How gradients travel, see ``compression.compressed``.
+        measures_noise: Whether each step shall tell ``mean_of_squares``.
     """
 
     num_slots = 1
@@ -52,13 +57,24 @@ class AveragedGradients:
         global_batch_size: int,
         micro_batch_size: int | None,
         num_passes: int = 1,
+        watch: Stopwatch | None = None,
+        compression: str = "none",
+        measures_noise: bool = False,
     ) -> None:
         self._group = group
         self._moving = moving
+        self._global_batch_size = global_batch_size
+        self._measures_noise = measures_noise and group.world_size > 1
+        self._hook = CommHook(
+            group,
+            compression=compression,
+            watch=watch or Stopwatch(),
+            measures_squares=self._measures_noise,
+        )
         self._micro_batch_size = micro_batch_size
         self._num_passes = num_passes
         self._min_share = min(2, max(1, global_batch_size // group.world_size))
-        self._module = _wrap(model, group, has_unused)
+        self._module = _wrap(model, group, has_unused, self._hook)
         self._num_steps = 0
 
     def parts(self, span: StepRange) -> list[Part]:
@@ -102,6 +118,19 @@ class AveragedGradients:
         if moves is not None:
             moves[1].wait()
             self._moving.move(step.buffers_before, moves[0])
+        if self._measures_noise:
+            self._measure_noise(step)
+
+    def _measure_noise(self, step: Step) -> None:
+        """Find the mean over the ranks of the square norms of their own mean gradients."""
+        square = self._hook.take_square_norm()
+        if step.span.samples != self._global_batch_size:
+            return  # the shares of a small step are noisier, and perhaps uneven
+        # A rank's gradient is its share of the step's; its mean is as many times as large as there
+        # are ranks. So the mean of the squares is W * W / W times the sum of these.
+        own = torch.tensor([square * self._group.world_size], dtype=torch.float64)
+        self._group.all_reduce(own).wait()
+        step.mean_of_squares = float(own)
 
     def _agree_on_buckets(self) -> None:
         """Let DDP do now what it would do in its second forward pass.
@@ -139,14 +168,14 @@ class AveragedGradients:
             del self._module.logger, self._module.reducer
 
 
-def _wrap(model: nn.Module, group: RankGroup, has_unused: bool) -> nn.Module:
+def _wrap(model: nn.Module, group: RankGroup, has_unused: bool, hook: CommHook) -> nn.Module:
     if group.world_size == 1:
         return model
     module = DistributedDataParallel(
         model, init_sync=False, find_unused_parameters=has_unused, **_NO_BUFFER_SYNC
     )
     # A lambda, because torch insists that annotations be classes and ours are strings.
-    module.register_comm_hook(None, lambda _, bucket: group.ddp_hook(bucket))
+    module.register_comm_hook(None, lambda _, bucket: hook(bucket))
     return module
 
 

@@ -19,6 +19,7 @@ from etrain_jupyter.elastic.shard_plan import ShardPass, Subtree
 from etrain_jupyter.ranks.gradients.bucket import make_buckets
 from etrain_jupyter.ranks.gradients.bucket_sums import BucketSums
 from etrain_jupyter.ranks.gradients.step import Part, Step, split_share
+from etrain_jupyter.ranks.gradients.stopwatch import Stopwatch
 from etrain_jupyter.ranks.gradients.tree_sum import TreeSum, merge
 from etrain_jupyter.ranks.group.process_group import Pending, RankGroup
 from etrain_jupyter.ranks.state.moving_buffers import MovingBuffers
@@ -37,6 +38,7 @@ class ShardedGradients:
         global_batch_size: Samples of a full step.
         micro_batch_size: Most samples of one pass; None for no limit.
         num_passes: Fewest passes of a share, with one exchange after the last.
+        watch: Told when nothing is left to compute.
 
     Raises:
         ConfigError: If there are more ranks than shards.
@@ -52,12 +54,14 @@ class ShardedGradients:
         global_batch_size: int,
         micro_batch_size: int | None,
         num_passes: int = 1,
+        watch: Stopwatch | None = None,
     ) -> None:
         self._group = group
         self._model = model
         self._moving = moving
         self._micro_batch_size = micro_batch_size
         self._num_passes = num_passes
+        self._watch = watch or Stopwatch()
         self._min_share = min(2, max(1, global_batch_size // num_shards))
         self._plan = shard_plan.plan_shards(num_shards=num_shards, world_size=group.world_size)
         self.num_slots = num_shards
@@ -127,6 +131,8 @@ class ShardedGradients:
             if not is_last:  # that is done with each bucket as it becomes ready
                 for bucket in self._buckets:
                     bucket.merge(p.merges)
+        if self._group.world_size > 1:
+            self._watch.bucket_is_ready()
         self._sums.finish()
         step.header.wait()
         self._finish_moves(step)

@@ -14,6 +14,7 @@ from etrain_jupyter.elastic.ledger import StepRange
 from etrain_jupyter.elastic.shard_plan import Merge
 from etrain_jupyter.ranks.data import Delivered
 from etrain_jupyter.ranks.gradients.step_header import StepHeader
+from etrain_jupyter.ranks.gradients.stopwatch import Stopwatch
 from etrain_jupyter.ranks.group.process_group import RankGroup
 from etrain_jupyter.ranks.seeds import seed_all
 from etrain_jupyter.ranks.workload import Workload
@@ -71,11 +72,15 @@ class Step:
     workload: Workload
     group: RankGroup
     job_seed: int
+    watch: Stopwatch
     at: Callable[[str], None]
     """Called with the name of each place that the step comes to."""
     start_header: Callable[[], None]
     """Sends the header; called after the last forward pass and before its backward pass, which
     hides it."""
+    mean_of_squares: float | None = None
+    """Mean over the ranks of the square norm of a rank's mean gradient, scaled as ``precision``
+    scales it, in a full step of several ranks where that is measured."""
 
     def seed(self, stream: int) -> None:
         """Begin the chance of a rank or of a shard."""
@@ -92,7 +97,8 @@ class Step:
             Its share of the step's mean loss, scaled as ``precision`` needs it, to be
             differentiated.
         """
-        indices, batch = next(self.batches)
+        with self.watch.fetching():
+            indices, batch = next(self.batches)
         self.at("forward")
         loss, metrics = self.workload.forward(module, batch, len(indices), self.span.samples)
         if slot is not None:

@@ -198,6 +198,21 @@ class RankGroup:
         """Start to sum ``tensor`` over the ranks, in place."""
         return self._pending(dist.all_reduce, tensor)
 
+    def sum_now(self, tensor: torch.Tensor) -> None:
+        """Sum a tensor over the ranks, in place and on whatever device; for threads that may wait.
+
+        Raises:
+            CommunicationError: A peer is lost.
+        """
+        if tensor.is_cuda and self._has_nccl:
+            self._sum_by_nccl(tensor).wait()
+            self.raise_if_failed()
+            return
+        on_host = tensor.cpu()
+        self.all_reduce(on_host).wait()
+        if tensor.is_cuda:
+            tensor.copy_(on_host)
+
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> Pending:
         """Start to copy rank ``src``'s ``tensor`` into everybody's."""
         return self._pending(dist.broadcast, tensor, src)

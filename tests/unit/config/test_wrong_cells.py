@@ -271,10 +271,35 @@ etrain: line 6, column 1: with batch.per_worker a step depends on the number of 
     "no rule": (
         GOOD + "batch: {per_worker: 8}\nscaling: {rule: lineal}\n",
         """\
-etrain: line 6, column 17: scaling.rule must be none, linear or sqrt, not the text 'lineal'
+etrain: line 6, column 17: scaling.rule must be none, linear, sqrt or adascale, not the text 'lineal'
     6 | scaling: {rule: lineal}
       |                 ^^^^^^
   did you mean 'linear'?""",
+    ),
+    "no compression": (
+        GOOD + "compression: powersdg\n",
+        """\
+etrain: line 5, column 14: compression must be none, bf16, fp16 or powersgd, not the text 'powersdg'
+    5 | compression: powersdg
+      |              ^^^^^^^^
+  did you mean 'powersgd'?""",
+    ),
+    "compressed and reproducible": (
+        GOOD + "compression: bf16\nreproducible: true\n",
+        """\
+etrain: line 5, column 14: compression: bf16 rounds sums whose order depends on the workers, so \
+that reproducible cannot hold
+    5 | compression: bf16
+      |              ^^^^
+  write compression: none, or reproducible: false""",
+    ),
+    "overflow that is kept": (
+        GOOD + "compression: powersgd\nprecision: fp16\n",
+        """\
+etrain: line 5, column 14: an overflow in fp16 would stay in what powersgd keeps for the next steps
+    5 | compression: powersgd
+      |              ^^^^^^^^
+  write precision: bf16, or compression: fp16""",
     ),
     "ramp in time": (
         GOOD + "batch: {per_worker: 8}\nscaling: {ramp: 5 min}\n",

@@ -67,4 +67,3 @@ def test_rules_are_capped(scale, most):
     assert factor_of("none", scale) == 1.0
     assert factor_of("linear", scale, most) == min(scale, most)
     assert factor_of("sqrt", scale) == math.sqrt(scale)
-    assert factor_of("adascale", scale, most) == factor_of("linear", scale, most)

@@ -256,7 +256,7 @@ class _Member:
         return staying[0] if staying else present[0]
 
     def _save(self, number: int) -> None:
-        state = take_state(self._workload.model, self._workload.optimizer)
+        state = take_state(self._workload.model, self._workload.optimizer, self._workload.extras)
         file = self._folder / f"{self._key}-{number}"
         torch.save((*state, self._loop.counters()), file)
         self._store.set(f"saved{number}", str(file))
@@ -265,7 +265,13 @@ class _Member:
         self._store.wait([f"saved{number}"], timedelta(seconds=60))
         file = self._store.get(f"saved{number}").decode()
         header, tensors, counters = torch.load(file)
-        put_state(self._workload.model, self._workload.optimizer, header, tensors)
+        put_state(
+            self._workload.model,
+            self._workload.optimizer,
+            header,
+            tensors,
+            self._workload.extras,
+        )
         self._loop.set_counters(counters)
 
 

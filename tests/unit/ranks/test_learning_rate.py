@@ -137,7 +137,7 @@ def test_rule_and_ramp_follow_from_the_optimizer(kind, options, momentum, rule):
     expected = Ramp().aim(target, momentum)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * expected.factor)
     rate.commit()
-    assert rate.state_dict() == asdict(expected.advance())
+    assert rate.state_dict().items() >= asdict(expected.advance()).items()
 
 
 def test_rate_is_meant_for_the_base_workers_and_capped():

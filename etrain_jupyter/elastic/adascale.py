@@ -1,0 +1,76 @@
+"""How much a larger batch helps: the gain of AdaScale, from the noise of the gradients.
+
+A batch that is ``S`` times as large is worth up to ``S`` steps of the base batch where the gradient
+is mostly noise, and hardly more than one where it is not. The gain says how many, and is the factor
+of the learning rate: never more than linear scaling, and as little as the gradients bear.
+
+Source: Johnson et al., "AdaScale SGD: A User-Friendly Algorithm for Distributed Training", ICML
+2020. With ``v`` the variance of one worker's mean gradient (summed over its components) and ``q``
+the square norm of the true gradient, the gain of ``W`` workers over ``b`` is
+``(v / b + q) / (v / W + q)``. Both are estimated in each step, without a bias, from what the ranks'
+own gradients and their mean have as square norms, and averaged over the latest steps.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Self
+
+FORGETFUL_OVER = 1000.0
+"""The means forget ``W`` parts in that many with each step of ``W`` workers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientNoise:
+    """What is known of the gradients' noise; part of a job's state."""
+
+    variance: float = 0.0
+    """``v``: mean over the latest steps of the estimates."""
+    square_norm: float = 0.0
+    """``q``: the same."""
+    num_estimates: int = 0
+    """Steps that it was estimated in; until there are many, the means are plain ones."""
+
+    def take(self, *, mean_of_squares: float, square_of_mean: float, world_size: int) -> Self:
+        """Return what is known after one more step.
+
+        Args:
+            mean_of_squares: Mean over the ranks of the square norm of a rank's mean gradient.
+            square_of_mean: Square norm of the mean over the ranks.
+            world_size: Ranks of the step, each with as many samples as any other. A single one
+                says nothing about its noise, and infinite gradients say nothing at all.
+
+        >>> GradientNoise().take(mean_of_squares=5.0, square_of_mean=3.0, world_size=2)
+        GradientNoise(variance=4.0, square_norm=1.0, num_estimates=1)
+        """
+        if world_size < 2 or not math.isfinite(mean_of_squares + square_of_mean):
+            return self
+        variance = (mean_of_squares - square_of_mean) * world_size / (world_size - 1)
+        square_norm = square_of_mean - variance / world_size
+        count = self.num_estimates + 1
+        weight = max(1.0 / count, min(1.0, world_size / FORGETFUL_OVER))
+        return type(self)(
+            variance=self.variance + weight * (variance - self.variance),
+            square_norm=self.square_norm + weight * (square_norm - self.square_norm),
+            num_estimates=count,
+        )
+
+    def gain(self, *, world_size: int, base_workers: int) -> float:
+        """Return the factor of the learning rate: 1.0 at ``base_workers``, at most linear.
+
+        Before anything is known a batch that shrinks is scaled linearly, and one that grows not at
+        all: what it bears shows in its first step.
+
+        >>> noise = GradientNoise(variance=4.0, square_norm=1.0, num_estimates=1)
+        >>> noise.gain(world_size=4, base_workers=1), noise.gain(world_size=1, base_workers=1)
+        (2.5, 1.0)
+        """
+        scale = world_size / base_workers
+        if not self.num_estimates:
+            return min(scale, 1.0)
+        variance, square_norm = max(self.variance, 0.0), max(self.square_norm, 0.0)
+        present = variance / world_size + square_norm
+        if present <= 0.0:  # no gradient at all
+            return min(scale, 1.0)
+        return (variance / base_workers + square_norm) / present
