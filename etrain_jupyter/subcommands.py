@@ -33,7 +33,7 @@ from etrain_jupyter.command_line import (
     one_of,
 )
 from etrain_jupyter.config import template
-from etrain_jupyter.dashboard.words import describe
+from etrain_jupyter.dashboard.words import describe, describe_times
 from etrain_jupyter.doctor import examine
 from etrain_jupyter.elastic.chaos import MODES
 from etrain_jupyter.errors import ConfigError, EtrainError, NotSupportedYetError, PoolError
@@ -41,6 +41,7 @@ from etrain_jupyter.events.types import (
     TERMINAL_STATUSES,
     FaultInjected,
     LogLine,
+    RankTimed,
     UserErrorRaised,
     WorkerLost,
 )
@@ -273,6 +274,8 @@ def _logs(surface: Surface, args: argparse.Namespace) -> str:
         elif isinstance(event, UserErrorRaised):
             text = (event.traceback or event.error).rstrip()
             lines.append(f"{clock} error   {', '.join(event.workers)}: {text}")
+        elif isinstance(event, RankTimed):
+            lines.append(f"{clock} info    {event.worker}: {describe_times(event)}")
         elif isinstance(event, WorkerLost | FaultInjected) and (said := describe(event)):
             lines.append(f"{clock} {said.level:<7} {said.text}")
     return "\n".join(lines[-args.number :]) or "No log lines."
@@ -363,7 +366,7 @@ SUBCOMMANDS: tuple[Subcommand, ...] = (
     ),
     Subcommand(
         name="logs",
-        summary="what the trainers printed, and who was lost",
+        summary="what the trainers printed, what their time went into, and who was lost",
         run=_logs,
         arguments=(add_job, add_number),
     ),

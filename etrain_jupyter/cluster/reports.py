@@ -138,6 +138,10 @@ def _on_weights(job: HostedJob, _: str, facts: TrainerFacts, message: Message) -
     job.log(events.WeightsHashed, worker=facts.worker, **values)
 
 
+def _on_rank_times(job: HostedJob, _: str, facts: TrainerFacts, message: Message) -> None:
+    job.log(events.RankTimed, worker=facts.worker, **message["record"])
+
+
 def _on_committed(job: HostedJob, trainer: str, _: TrainerFacts, message: Message) -> None:
     step, generation = message["record"]["step"], message["generation"]
     is_ahead = trainer not in job.state.members and step > job.state.step
@@ -200,6 +204,7 @@ _TAKE: dict[str, Callable[[HostedJob, str, TrainerFacts, Message], None]] = {
     "steps": _on_steps,
     "eval": _on_eval,
     "weights": _on_weights,
+    "rank_times": _on_rank_times,
     "checkpoint_committed": _on_committed,
     "checkpoint_failed": _on_checkpoint_failed,
     "user_error": _on_user_error,

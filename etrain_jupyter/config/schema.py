@@ -52,7 +52,10 @@ __all__ = [
 ]
 
 RESERVED_METRICS = frozenset(
-    ["step", "epoch", "samples", "loss", "lr", "world_size", "generation", "samples_per_s", "time"]
+    (
+        *("step", "epoch", "samples", "loss", "lr", "world_size", "generation", "samples_per_s"),
+        *("time", "data_s", "compute_s", "communication_s", "optimizer_s"),
+    )
 )
 """Columns of every history: a metric may not take their names."""
 

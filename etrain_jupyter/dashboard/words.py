@@ -20,6 +20,7 @@ from etrain_jupyter.events.types import (
     JobSubmitted,
     LogLine,
     PreemptionNoticed,
+    RankTimed,
     StepCompleted,
     StepUndone,
     UnknownEvent,
@@ -49,7 +50,7 @@ def describe(event: Event) -> Line | None:
 
 
 @describe.register
-def _(event: StepCompleted | WeightsHashed | GenerationReady) -> Line | None:
+def _(event: StepCompleted | WeightsHashed | GenerationReady | RankTimed) -> Line | None:
     return None  # too many to list: the charts and the audit show them
 
 
@@ -180,6 +181,23 @@ def _(event: LogLine) -> Line:
 @describe.register
 def _(event: UnknownEvent) -> Line:
     return Line(text=f"{event.name} (written by a newer version)")
+
+
+def describe_times(event: RankTimed) -> str:
+    """Return what some steps of a worker took it, as a line of the log."""
+    whole = max(event.elapsed_s, 1e-9)
+    parts = {
+        "data": event.data_s,
+        "forward and backward": event.compute_s,
+        "communication": event.communication_s,
+        "optimizer": event.optimizer_s,
+    }
+    text = f"{counted(event.num_steps, 'step')} to {event.step:,}"
+    if event.num_steps:
+        shares = ", ".join(f"{name} {spent / whole:.0%}" for name, spent in parts.items())
+        text += f" at {event.samples / whole:,.0f} samples/s: {shares}"
+    apart = {"evaluation": event.evaluation_s, "checkpoints": event.checkpoint_s}
+    return "; ".join([text] + [f"{name} {seconds(s)}" for name, s in apart.items() if s >= 0.001])
 
 
 def workers(count: int) -> str:

@@ -199,6 +199,42 @@ class StepCompleted(Event):
     """Whether all ranks held the same weights, by what they told of them with this step."""
     skipped: bool = False
     """Whether the gradients overflowed in fp16, so that all ranks kept their weights."""
+    data_s: float = 0.0
+    """How long rank 0 waited for its samples."""
+    compute_s: float = 0.0
+    """Its forward and backward passes."""
+    communication_s: float = 0.0
+    """How long it waited for the other ranks, and for what no backward pass hid."""
+    optimizer_s: float = 0.0
+    """Its update."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankTimed(Event):
+    """What some steps of one rank took it, until an epoch or a generation ended or for a while."""
+
+    worker: str
+    rank: int
+    world_size: int
+    step: int
+    """The last of the steps."""
+    num_steps: int
+    samples: int
+    """How many this rank passed in them."""
+    elapsed_s: float
+    """All of the steps' time."""
+    data_s: float
+    """Of it: waiting for samples."""
+    compute_s: float
+    """Of it: forward and backward passes."""
+    communication_s: float
+    """Of it: waiting for the other ranks, and for what no backward pass hid."""
+    optimizer_s: float
+    """Of it: updates."""
+    evaluation_s: float = 0.0
+    """Evaluations between them, not in ``elapsed_s``; one that was cut short too."""
+    checkpoint_s: float = 0.0
+    """How long training stood still for checkpoints, not in ``elapsed_s``."""
 
 
 @dataclass(frozen=True, kw_only=True)

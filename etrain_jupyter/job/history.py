@@ -47,6 +47,10 @@ STEP_COLUMNS = (
     "generation",
     "samples_per_s",
     "time",
+    "data_s",
+    "compute_s",
+    "communication_s",
+    "optimizer_s",
 )
 """The columns that every history has, in this order; those of metrics follow."""
 

@@ -20,6 +20,7 @@ from etrain_jupyter.errors import (
     NotSupportedYetError,
 )
 from etrain_jupyter.events.log import read_events
+from etrain_jupyter.events.phases import phases_of
 from etrain_jupyter.events.types import TERMINAL_STATUSES, Event
 from etrain_jupyter.job.feed import Feed, Listener
 from etrain_jupyter.job.history import LatestValues
@@ -120,11 +121,20 @@ class TrainingJob(JobRequests):
     def history(self) -> dict[str, list[Any]]:
         """Return columns of equal length, one row a step, for ``pandas.DataFrame(job.history())``.
 
-        The columns are step, epoch, samples, loss, lr, world_size, generation, samples_per_s, time
-        and one for each metric. Evaluations are in columns that begin with ``eval_``, in the row of
+        The columns are step, epoch, samples, loss, lr, world_size, generation, samples_per_s, time,
+        what rank 0 spent the step on (data_s, compute_s, communication_s, optimizer_s) and one for
+        each metric. Evaluations are in columns that begin with ``eval_``, in the row of
         the step after which they were made, NaN elsewhere.
         """
         return self._latest().columns()
+
+    def phases(self) -> list[dict[str, Any]]:
+        """Return what the time of each worker went into, and its efficiency against one alone.
+
+        One record a worker, for ``pandas.DataFrame(job.phases())``; see ``events.phases.phases_of``
+        for its fields. They are told at the end of each epoch, and every half a minute.
+        """
+        return phases_of(self.events())
 
     def events(self) -> list[Event]:
         """Return the typed events that have come so far, in order."""

@@ -6,6 +6,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from etrain_jupyter.ranks.gradients.step_header import StepHeader
 from etrain_jupyter.ranks.gradients.stopwatch import Stopwatch
 from etrain_jupyter.ranks.group.process_group import RankGroup
 from etrain_jupyter.ranks.learning_rate import LearningRate, scaling_of
+from etrain_jupyter.ranks.rank_times import RankTimes
 from etrain_jupyter.ranks.references import WorkloadError
 from etrain_jupyter.ranks.schedule import Every, Mark, WorkPlan, lr_schedule_of
 from etrain_jupyter.ranks.seeds import seed_of
@@ -90,6 +92,7 @@ class TrainLoop:
         self._eval_every = Every(config.eval_every, plan)
         self._committed_at = 0.0
         self._watch = Stopwatch(workload.device)
+        self._times = RankTimes(send)
         self._batch_size = plan.global_batch_size
         """Samples of a full step in this generation."""
         self.after_step: list[Callable[[RankGroup], None]] = []
@@ -163,6 +166,7 @@ class TrainLoop:
         """
         batches = self.workload.train.batches(self._shares(group, gradients))
         self._committed_at = time.perf_counter()
+        self._times.begin(group)
         if group.rank == 0 and not self.step and self._learning_rate.warning:
             self._send({"op": "log", "level": "warning", "text": self._learning_rate.warning})
         try:
@@ -170,15 +174,23 @@ class TrainLoop:
                 if self._is_eval_due() and not self._evaluate(group):
                     return "planned"
                 if self.is_done:
+                    self._times.tell()
                     return "done"
                 is_pending = self._train_step(group, gradients, batches)
-                self._tell_digest(group)
-                for call in self.after_step:
-                    call(group)
+                self._end_step(group, is_pending=is_pending)
                 if is_pending:
                     return "planned"
         finally:
             gradients.close()
+
+    def _end_step(self, group: RankGroup, *, is_pending: bool) -> None:
+        self._tell_digest(group)
+        started = time.perf_counter()
+        for call in self.after_step:
+            call(group)
+        self._times.add_checkpoint(time.perf_counter() - started)
+        if is_pending or self._times.is_due or self.plan.is_boundary(self.position):
+            self._times.tell()
 
     def _shares(self, group: RankGroup, gradients: Gradients) -> Iterator[Share]:
         """Yield every part of this rank's steps, from the present step on."""
@@ -320,6 +332,9 @@ class TrainLoop:
         now = time.perf_counter()
         header, span = step.header, step.span
         loss, *metrics = header.means()
+        elapsed_s = max(now - self._committed_at, 1e-9)
+        times = self._watch.times()
+        self._times.add_step(self.step, times, samples=step.num_own, elapsed_s=elapsed_s)
         record = {
             "step": self.step,
             "epoch": span.epoch,
@@ -329,7 +344,8 @@ class TrainLoop:
             "loss": loss,
             "lr": float(self.workload.optimizer.param_groups[0]["lr"]),
             "world_size": group.world_size,
-            "samples_per_s": span.samples / max(now - self._committed_at, 1e-9),
+            "samples_per_s": span.samples / elapsed_s,
+            **{name: round(seconds, 6) for name, seconds in asdict(times).items()},
             "metrics": dict(zip(self.workload.metrics, metrics, strict=True)),
             "ranks_agree": header.ranks_agree,
             "skipped": is_skipped,
@@ -372,13 +388,14 @@ class TrainLoop:
             at_batch=lambda: self._come_to("eval", group, step=self.step, phase="evaluating"),
         )
         self._committed_at = time.perf_counter()
+        self._times.add_evaluation(self._committed_at - started)
         if found is None:
             return False
         self.num_evals += 1
         self.evaluated_step, self.is_eval_asked = self.step, 0
         self._eval_every.restart()
         if group.rank == 0:
-            self._tell_eval(group, found, time.perf_counter() - started)
+            self._tell_eval(group, found, self._committed_at - started)
         return True
 
     def _tell_eval(self, group: RankGroup, found: EvalMeans, duration_s: float) -> None:

@@ -18,6 +18,7 @@ from etrain_jupyter.events.types import (
     JobStatusChanged,
     JobSubmitted,
     LogLine,
+    RankTimed,
     WorkerLost,
 )
 from etrain_jupyter.job.run_store import JobRecord, RunStore
@@ -480,6 +481,25 @@ def test_logs_tell_of_faults_and_losses_in_between(run: Run) -> None:
         "error   w1 lost (ended by SIGKILL)",
         "info    w0: I go on",
     ]
+
+
+def test_logs_tell_what_the_time_of_each_worker_went_into(run: Run) -> None:
+    times = {"data_s": 0.1, "compute_s": 7.0, "communication_s": 2.0, "optimizer_s": 0.5}
+    make_job(
+        RankTimed(
+            **{"job_id": "j", "time": 1.0, "worker": "w1", "rank": 0, "world_size": 2},
+            **{"step": 1200, "num_steps": 400, "samples": 3200, "elapsed_s": 10.0, **times},
+            evaluation_s=1.5,
+        ),
+        JobStatusChanged(job_id="j", time=5.0, status="finished"),
+    )
+
+    _, shown = run("%etrain logs")
+
+    assert shown.rstrip()[9:] == (
+        "info    w1: 400 steps to 1,200 at 320 samples/s: data 1%, forward and backward 70%, "
+        "communication 20%, optimizer 5%; evaluation 1.5 s"
+    )
 
 
 def test_audit_prints_its_report(run: Run) -> None:

@@ -81,6 +81,8 @@ class Step:
     mean_of_squares: float | None = None
     """Mean over the ranks of the square norm of a rank's mean gradient, scaled as ``precision``
     scales it, in a full step of several ranks where that is measured."""
+    num_own: int = 0
+    """Samples that this rank has passed so far."""
 
     def seed(self, stream: int) -> None:
         """Begin the chance of a rank or of a shard."""
@@ -103,6 +105,7 @@ class Step:
         loss, metrics = self.workload.forward(module, batch, len(indices), self.span.samples)
         if slot is not None:
             self.header.add(slot, indices, loss, metrics)
+            self.num_own += len(indices)
         return self.workload.precision.scale(loss)
 
 

@@ -64,7 +64,8 @@ def test_columns_are_of_equal_length_whatever_was_measured_when() -> None:
 
     assert list(frame) == [
         *("step", "epoch", "samples", "loss", "lr", "world_size", "generation", "samples_per_s"),
-        *("time", "accuracy", "eval_loss", "eval_accuracy"),
+        *("time", "data_s", "compute_s", "communication_s", "optimizer_s"),
+        *("accuracy", "eval_loss", "eval_accuracy"),
     ]
     assert frame["step"].tolist() == [1, 2, 3]
     assert frame["accuracy"].isna().tolist() == [True, False, True]

@@ -31,6 +31,7 @@ from etrain_jupyter.ranks.train_loop import TrainLoop
 from etrain_jupyter.ranks.workload import build_workload
 
 HOST = "127.0.0.1"
+PARTS = ("data_s", "compute_s", "communication_s", "optimizer_s")
 _PRELOAD = ["etrain_jupyter.ranks.train_loop", "torch._dynamo"]
 
 
@@ -73,7 +74,7 @@ class Outcome:
 
     def records(self, op: str) -> list[dict[str, Any]]:
         """Return what was told of steps or evaluations, without what the clock says."""
-        timing = ("time", "samples_per_s", "duration_s", "world_size")
+        timing = ("time", "samples_per_s", "duration_s", "world_size", *PARTS)
         records = [m["record"] for m in self.sent if m["op"] == op]
         return [{k: v for k, v in record.items() if k not in timing} for record in records]
 
