@@ -8,7 +8,10 @@ of a step would hold up all ranks, and nobody could tell it from a rank that han
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,6 +20,10 @@ from torch._inductor import config as inductor_config
 
 BACKEND: Any = "inductor"
 """What torch.compile compiles with."""
+
+BEAT_S = 1.0
+COMPILE_PATIENCE_S = 600.0
+"""How long a compilation counts as alive; after that, people are told what it is doing."""
 
 MAX_REASON = 300
 """Characters of a compiler's complaint that are passed on."""
@@ -33,6 +40,25 @@ def compile_in_place(model: nn.Module) -> None:
 def freeze_compiled() -> None:
     """Compile nothing more in this process: what is not compiled yet runs as it is written."""
     torch.compiler.set_stance("eager_on_recompile")
+
+
+@contextlib.contextmanager
+def signs_of_life(beat: Callable[[], None]) -> Iterator[None]:
+    """Let a thread beat while the main one compiles, which takes a minute and says nothing."""
+    is_over = threading.Event()
+    until = time.monotonic() + COMPILE_PATIENCE_S
+
+    def keep_beating() -> None:
+        while not is_over.wait(BEAT_S) and time.monotonic() < until:
+            beat()
+
+    thread = threading.Thread(target=keep_beating, name="etrain-compile", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
 
 
 def undo_compile(model: nn.Module) -> None:
@@ -66,6 +92,7 @@ def _tensors_in(batch: Any) -> Iterable[torch.Tensor]:
 
 def reason_of(exc: BaseException) -> str:
     """Return what went wrong, in one line."""
-    lines = [line.strip() for line in str(exc).splitlines() if line.strip()]
-    words = f"{type(exc).__name__}: {lines[0] if lines else ''}".rstrip(": ")
+    # The first line may say no more than which backend raised, and the second what.
+    lines = [line.strip() for line in str(exc).splitlines() if line.strip()][:2]
+    words = f"{type(exc).__name__}: {' '.join(lines)}".rstrip(": ")
     return words if len(words) <= MAX_REASON else f"{words[:MAX_REASON]} ..."

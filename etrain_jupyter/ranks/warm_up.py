@@ -20,6 +20,7 @@ from etrain_jupyter.ranks.compiled import (
     freeze_compiled,
     mark_batch,
     reason_of,
+    signs_of_life,
     undo_compile,
 )
 from etrain_jupyter.ranks.data import SampleSource, Share, to_device
@@ -212,9 +213,10 @@ class WarmUp:
         """Compile what training and evaluation will call; go on without if that fails."""
         model = self._workload.model
         started = time.monotonic()
-        compile_in_place(model)
         try:
-            self._call_all(count)
+            with signs_of_life(self._beat):
+                compile_in_place(model)
+                self._call_all(count)
         except Exception as exc:
             reason = reason_of(exc)
         else:
