@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.nn.functional as F
@@ -210,6 +211,7 @@ def test_thread_gives_signs_of_life_while_it_is_compiled(monkeypatch):
 def test_inductor_compiles_and_trains_to_nearly_the_same_loss():
     torch.manual_seed(0)
     names = Names(model=lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)))
+    children = set(psutil.Process().children(recursive=True))
     ends = []
     for compiles in (True, False):
         loop, sent = make_loop(names=names, compile=compiles)
@@ -217,6 +219,8 @@ def test_inductor_compiles_and_trains_to_nearly_the_same_loss():
         assert run(loop) == "done"
         ends.append([m["record"]["loss"] for m in sent if m["op"] == "step"])
     assert ends[0] == pytest.approx(ends[1], rel=1e-4)
+    # No pool of compilers that would outlive a killed trainer.
+    assert set(psutil.Process().children(recursive=True)) == children
 
 
 def test_without_a_compiler_inductor_gives_up_and_the_job_trains(monkeypatch, tmp_path):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from etrain_jupyter.config.schema import BatchConfig
+from etrain_jupyter.config.schema import BatchConfig, TrainConfig
 from etrain_jupyter.elastic.ledger import checksum_of, epoch_order
 from etrain_jupyter.ranks import warm_up
 from etrain_jupyter.ranks.group.process_group import CommunicationError
@@ -26,7 +26,10 @@ from etrain_jupyter.ranks.micro_batch import (
     largest_pass,
 )
 from etrain_jupyter.ranks.references import WorkloadError
+from etrain_jupyter.ranks.schedule import WorkPlan
 from etrain_jupyter.ranks.state.capture import digest_of
+from etrain_jupyter.ranks.train_loop import TrainLoop
+from etrain_jupyter.ranks.workload import build_workload
 from tests.unit.ranks.test_train_loop import BATCH, NUM_SAMPLES, Names, Net, alone, make_loop, run
 
 CPU = torch.device("cpu")
@@ -310,3 +313,36 @@ def test_real_lack_of_memory_on_a_cpu_is_survived() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert 1 <= int(done.stdout) <= 8  # 16 samples take 512 MB and more
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_real_lack_of_memory_on_a_gpu_is_survived_and_leaves_nothing_behind() -> None:
+    class Hungry(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            big = x.repeat(1, share).exp()  # and its gradient: so much of the memory a sample
+            return self.layer(x) + 0 * big.mean(dim=1, keepdim=True)
+
+    device = torch.device("cuda", 0)
+    share = torch.cuda.mem_get_info(device)[1] // (4 * 4 * 16)  # 1/16 of the memory
+    keys = {
+        "model": "Net",
+        "data": {"train": "d"},
+        "loss": "f",
+        "optimizer": "AdamW",
+        "batch": {"global": 32, "micro": "auto"},
+    }
+    config = TrainConfig.model_validate(keys)
+    workload = build_workload(config, Names(model=Hungry), device)
+    loop = TrainLoop(workload, config, WorkPlan.of(config, workload), lambda _: None)
+    before = torch.cuda.memory_allocated(device)
+    loop.warm_up()
+    assert loop.micro.size is not None
+    assert 1 <= loop.micro.size < 16
+    # cuBLAS keeps some room for itself; the smallest try took gigabytes.
+    assert torch.cuda.memory_allocated(device) - before < 256 << 20
+    assert run(loop) == "done"
