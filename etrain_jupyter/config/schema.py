@@ -184,8 +184,10 @@ class BatchConfig(Section):
 
     global_batch_size: Annotated[int | None, Field(alias="global", ge=1, examples=[32])] = None
     """Samples of one step over all workers, however many there are; 32 if nothing is said."""
-    micro_batch_size: Annotated[int | None, Field(alias="micro", ge=1)] = None
-    """Most samples of one forward pass; null is all that a rank has."""
+    micro_batch_size: Annotated[
+        int | Literal["auto"] | None, Field(alias="micro", examples=["auto"])
+    ] = None
+    """Most samples of one forward pass; auto is what fits into memory; null is a worker's share."""
     per_worker_batch_size: Annotated[
         int | None, Field(alias="per_worker", ge=1, examples=[32], json_schema_extra=INSTEAD)
     ] = None
@@ -223,10 +225,14 @@ class BatchConfig(Section):
 
     @field_validator("micro_batch_size", mode="before")
     @classmethod
-    def _refuse_auto(cls, value: Any) -> Any:
-        if value == "auto":
-            hint = "leave it out, or give a number: micro: 32"
-            raise not_yet("'micro: auto' comes with a later version", hint=hint)
+    def _number_or_auto(cls, value: Any) -> Any:
+        if value is None or value == "auto":
+            return value
+        if isinstance(value, bool) or not isinstance(value, int):
+            wanted, hint = "a whole number or auto", "write micro: auto"
+            raise fault(f"{{key}} must be {wanted}, not {in_words(value)}", hint=hint)
+        if value < 1:
+            raise fault(f"{{key}} must be 1 or more, not {value}")
         return value
 
 
@@ -381,10 +387,8 @@ class TrainConfig(Section):
     """With batch.per_worker: how the learning rate follows the batch as workers come and go."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Numbers of the forward pass: fp32, bf16 or fp16; the weights are always fp32."""
-    compile: Annotated[bool, Later("write compile: false, or remove the line", accept=(False,))] = (
-        False
-    )
-    """Whether torch.compile speeds up the model."""
+    compile: bool = False
+    """Whether each worker prepares the model by torch.compile before it joins the others."""
     compression: Literal["none", "bf16", "fp16", "powersgd"] = "none"
     """How gradients travel between workers: none, bf16, fp16 or powersgd; for slow networks."""
     clip_grad_norm: Annotated[float | None, Field(gt=0, allow_inf_nan=False, examples=[1.0])] = None
@@ -502,6 +506,7 @@ class TrainConfig(Section):
                 path=("loss",),
             )
         self._check_scaling()
+        self._check_reproducible()
         size, least = self.batch.size(self.workers.min), self.workers.min
         if size < least:
             raise fault(
@@ -544,6 +549,27 @@ class TrainConfig(Section):
                 "with batch.per_worker a step depends on the number of workers, so that "
                 "reproducible cannot hold",
                 hint="write batch: {global: 256}, or reproducible: false",
+                path=("reproducible",),
+                at_key=True,
+            )
+
+    def _check_reproducible(self) -> None:
+        """Refuse what would make the weights depend on the machine."""
+        if self.reproducible is None:
+            return
+        if self.batch.micro_batch_size == "auto":
+            raise fault(
+                "with batch.micro: auto the passes depend on the memory of each machine, so that "
+                "reproducible cannot hold",
+                hint="write batch: {micro: 32}, or reproducible: false",
+                path=("reproducible",),
+                at_key=True,
+            )
+        if self.compile:
+            raise fault(
+                "compiled kernels add in another order from machine to machine and from shape to "
+                "shape, so that reproducible cannot hold",
+                hint="write compile: false, or reproducible: false",
                 path=("reproducible",),
                 at_key=True,
             )

@@ -19,6 +19,7 @@ from etrain_jupyter.ranks.data import Share
 from etrain_jupyter.ranks.gradients.step_header import stack_means
 from etrain_jupyter.ranks.gradients.tree_sum import merge
 from etrain_jupyter.ranks.group.process_group import RankGroup
+from etrain_jupyter.ranks.micro_batch import MicroBatch
 from etrain_jupyter.ranks.schedule import WorkPlan
 from etrain_jupyter.ranks.seeds import seed_all, seed_of
 from etrain_jupyter.ranks.workload import Workload
@@ -44,12 +45,19 @@ class Evaluation:
     means do not depend on the ranks to the last bit; else each rank adds up a share of its own.
     """
 
-    def __init__(self, workload: Workload, config: TrainConfig, plan: WorkPlan) -> None:
+    def __init__(
+        self, workload: Workload, config: TrainConfig, plan: WorkPlan, micro: MicroBatch
+    ) -> None:
         self._workload = workload
         self._seed = config.seed
         self._num_samples = plan.num_eval
-        self._batch_size = config.batch.micro_batch_size or plan.global_batch_size
+        self._micro = micro
+        self._most = plan.global_batch_size
         self._num_shards = config.num_shards()
+
+    @property
+    def _batch_size(self) -> int:
+        return self._micro.size or self._most
 
     def run(
         self,
@@ -74,9 +82,10 @@ class Evaluation:
         num_slots = self._num_shards or 1
         sums_SM = torch.zeros(num_slots, 2 + len(self._workload.metrics), dtype=torch.float64)
         told, telling = torch.zeros(1), None
-        passes = self._passes(self._batches_of(group.rank, group.world_size), step, sums_SM)
-        with _eval_mode(self._workload.model), torch.no_grad():
-            for _ in range(self._num_turns(group.world_size)):
+        batches = self._batches_of(group.rank, group.world_size)
+        passes = self._passes(batches, step, sums_SM)
+        with eval_mode(self._workload.model), torch.no_grad():
+            for _ in range(self._num_turns(group, len(batches))):
                 if telling is not None:
                     telling.wait()
                 if told > 0:
@@ -128,18 +137,24 @@ class Evaluation:
             for first in range(0, len(samples), size)
         ]
 
-    def _num_turns(self, world_size: int) -> int:
+    def _num_turns(self, group: RankGroup, num_batches: int) -> int:
         """Return the batches of the rank that has most."""
+        if self._micro.is_auto:  # each knows its own size only
+            counts = torch.zeros(group.world_size)
+            counts[group.rank] = num_batches
+            group.all_reduce(counts).wait()
+            return int(counts.max())
         return max(
             sum(
-                -(-len(samples) // self._batch_size) for _, samples in self._slots_of(r, world_size)
+                -(-len(samples) // self._batch_size)
+                for _, samples in self._slots_of(r, group.world_size)
             )
-            for r in range(world_size)
+            for r in range(group.world_size)
         )
 
 
 @contextlib.contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
+def eval_mode(model: nn.Module) -> Iterator[None]:
     """Put a model into evaluation mode and every module back into its own mode afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()

@@ -27,19 +27,21 @@ from etrain_jupyter.ranks.gradients.sharded import ShardedGradients
 from etrain_jupyter.ranks.gradients.step import Gradients, Step
 from etrain_jupyter.ranks.gradients.step_header import StepHeader
 from etrain_jupyter.ranks.gradients.stopwatch import Stopwatch
-from etrain_jupyter.ranks.group.process_group import RankGroup
+from etrain_jupyter.ranks.group.process_group import CommunicationError, RankGroup
 from etrain_jupyter.ranks.learning_rate import LearningRate, scaling_of
+from etrain_jupyter.ranks.micro_batch import MicroBatch, largest_pass
 from etrain_jupyter.ranks.rank_times import RankTimes
-from etrain_jupyter.ranks.references import WorkloadError
 from etrain_jupyter.ranks.schedule import Every, Mark, WorkPlan, lr_schedule_of
 from etrain_jupyter.ranks.seeds import seed_of
 from etrain_jupyter.ranks.state.capture import digest_of
 from etrain_jupyter.ranks.state.moving_buffers import MovingBuffers
 from etrain_jupyter.ranks.state.weights_print import WeightsPrint
+from etrain_jupyter.ranks.warm_up import WarmUp
 from etrain_jupyter.ranks.workload import Workload
 
 Send = Callable[[dict[str, Any]], None]
 
+OUT_OF_MEMORY = "out of memory"
 
 _COUNTERS = (
     "step",
@@ -82,7 +84,11 @@ class TrainLoop:
         self._order: tuple[int, NDArray[np.int64]] = (-1, np.empty(0, np.int64))
         self._moving = MovingBuffers()
         self._has_unused = False
-        self._evaluation = Evaluation(workload, config, plan)
+        self.micro = MicroBatch(
+            config.batch, largest_pass(config.batch, plan.span(0, plan.global_batch_size).samples)
+        )
+        """How many samples this rank passes at once."""
+        self._evaluation = Evaluation(workload, config, plan, self.micro)
         self._learning_rate = LearningRate(
             workload.optimizer, lr_schedule_of(config, plan), scaling_of(config)
         )
@@ -133,6 +139,7 @@ class TrainLoop:
         num_shards = self.config.num_shards()
         batch, model = self.config.batch, self.workload.model
         self._batch_size = batch.size(group.world_size)
+        self.micro.tidy_up()
         if num_shards is not None:
             return ShardedGradients(
                 group,
@@ -140,7 +147,7 @@ class TrainLoop:
                 moving=self._moving,
                 num_shards=num_shards,
                 global_batch_size=self._batch_size,
-                micro_batch_size=batch.micro_batch_size,
+                micro_batch_size=self.micro.size,
                 num_passes=batch.aggregation_frequency,
                 watch=self._watch,
             )
@@ -150,7 +157,7 @@ class TrainLoop:
             moving=self._moving,
             has_unused=self._has_unused,
             global_batch_size=self._batch_size,
-            micro_batch_size=batch.micro_batch_size,
+            micro_batch_size=self.micro.size,
             num_passes=batch.aggregation_frequency,
             watch=self._watch,
             compression=self.config.compression,
@@ -180,6 +187,12 @@ class TrainLoop:
                 self._end_step(group, is_pending=is_pending)
                 if is_pending:
                     return "planned"
+        except Exception as exc:
+            if not self.micro.give_way(exc):
+                raise
+            self._tell_shrunk(group)
+            group.abort(OUT_OF_MEMORY)  # the others wait for this rank's part of the step
+            raise CommunicationError(OUT_OF_MEMORY) from None
         finally:
             gradients.close()
 
@@ -238,12 +251,12 @@ class TrainLoop:
             gradients.compute(step)
             self._watch.gradients_are_summed()
             self._at("commit", group)
+            with self._watch.updating():
+                is_updated = self._update(step)
         except BaseException:
             self._undo(step)
             raise
         model = self.workload.model
-        with self._watch.updating():
-            is_updated = self._update(step)
         self._forget_gradients()
         self._learning_rate.commit()
         self.step += 1
@@ -361,6 +374,18 @@ class TrainLoop:
         )
         self._send({"op": "log", "level": "info", "text": text})
 
+    def _tell_shrunk(self, group: RankGroup) -> None:
+        begun = f"step {self.step + 1}" if self.in_step else f"the evaluation of step {self.step}"
+        where, what = "", f"a new generation goes on from step {self.step}, and nothing is lost"
+        if self.is_torn:
+            where = ", in the update"
+            what = "its weights are dropped, and those of the others or a checkpoint taken"
+        text = (
+            f"rank {group.rank} ran out of memory in {begun}{where}: its micro batches go down to "
+            f"{self.micro.size}; {what}"
+        )
+        self._send({"op": "log", "level": "warning", "text": text})
+
     def _tell_digest(self, group: RankGroup) -> None:
         """At the end of each epoch and of the job, tell the weights' digest: ranks must agree."""
         if not self.plan.is_boundary(self.position):
@@ -414,34 +439,22 @@ class TrainLoop:
     # --- before the first generation ---
 
     def warm_up(self) -> None:
-        """Run one forward and backward pass and undo it: finds errors, and what a pass changes.
+        """Try what training does, and undo it: finds errors, and what a pass changes.
 
         Raises:
             Exception: Whatever the notebook's code raises on its own data.
         """
-        model = self.workload.model
-        buffers = MovingBuffers(model.buffers())
-        before = buffers.copy()
-        size = self.plan.global_batch_size
-        first = self.plan.span(0, size).samples
-        count = min(self.config.batch.micro_batch_size or size, self.plan.num_train, max(2, first))
-        share = Share(self._order_of(0)[:count])
-        _, batch = next(iter(self.workload.train.batches([share])))
-        loss, _ = self.workload.forward(model, batch, count, count)
-        loss.backward()  # type: ignore[no-untyped-call]
-        trainable = [p for p in model.parameters() if p.requires_grad]
-        self._has_unused = any(p.grad is None for p in trainable)
-        self._check_gradients()
-        self._moving = buffers.moved_since(before)
-        buffers.put_back(before)
-        self._forget_gradients()
+        found = WarmUp(
+            self.workload,
+            self.config,
+            self.plan,
+            micro=self.micro,
+            order=self._order_of(0),
+            send=self._send,
+            beat=self._beat,
+        ).run()
+        self._moving, self._has_unused = found.moving, found.has_unused
 
-    def _check_gradients(self) -> None:
-        if self.config.reproducible is None:
-            return
-        for name, parameter in self.workload.model.named_parameters():
-            if parameter.grad is not None and parameter.grad.layout != torch.strided:
-                raise WorkloadError(
-                    f"parameter {name!r} has a sparse gradient, which reproducible cannot add up. "
-                    "Build its layer with sparse=False, or write reproducible: false."
-                )
+    def _beat(self) -> None:
+        if self.page is not None:
+            self.page.beat()

@@ -24,6 +24,7 @@ from etrain_jupyter.ranks.control.reporter import Reporter
 from etrain_jupyter.ranks.devices import choose_device, facts_of
 from etrain_jupyter.ranks.group.backends import GLOO
 from etrain_jupyter.ranks.group.process_group import BroadcastStore, CommunicationError, RankGroup
+from etrain_jupyter.ranks.micro_batch import hint_for_memory, is_out_of_memory
 from etrain_jupyter.ranks.schedule import WorkPlan
 from etrain_jupyter.ranks.state.capture import put_state, take_state
 from etrain_jupyter.ranks.state.checkpointer import Checkpointer
@@ -161,6 +162,7 @@ class Trainer:
         loop = TrainLoop(workload, self._config, plan, self._reporter.send)
         if self._loop is not None:  # the control thread may have set it already
             loop.change_pending = self._loop.change_pending
+            loop.micro.never_above(self._loop.micro)
         loop.faults, loop.page = self._faults, self._page
         self._loop = loop
         self._beat()
@@ -221,16 +223,17 @@ class Trainer:
         try:
             why = self._step_through(message, group)
         except CommunicationError:
+            if self._loop.is_torn and self._loop.step and group.world_size == 1:
+                raise  # nobody has the weights any more: as if this process had died
             why = "failed"
+            self._let_go_of_torn_state()
         except BaseException as exc:
             # A collective that breaks inside the backward pass can come out as any exception.
             if not group.failure and not is_broken_exchange(exc):
                 if is_our_defect(exc):
                     raise  # nobody's error: this process ends, and the others go on
                 group.close()
-                # An optimizer that raised has moved some of the weights: nobody may go on from
-                # them, nor save them.
-                self._has_state = self._has_state and not self._loop.is_torn
+                self._let_go_of_torn_state()
                 self._tell_user_error(exc, generation=group.generation)
                 return
             why = "failed"
@@ -240,6 +243,12 @@ class Trainer:
         self._beat(phase="idle")
         report = {"progress": list(self._progress()), "why": why, "undone": undone}
         self._tell({"op": "report", "generation": group.generation, **report})
+
+    def _let_go_of_torn_state(self) -> None:
+        """An optimizer that raised has moved some weights: nobody may go on from or save them."""
+        assert self._loop is not None
+        if self._loop.is_torn:
+            self._has_state = self._loop.in_step = self._loop.is_torn = False
 
     def _step_through(self, message: Message, group: RankGroup) -> str:
         assert self._loop is not None
@@ -363,6 +372,8 @@ class Trainer:
             summary, text = str(exc), ""  # we refused something, and our message says it all
         else:
             summary = f"{type(exc).__name__}: {exc}".partition("\n")[0].rstrip(": ")
+            if is_out_of_memory(exc):
+                summary += f"; {hint_for_memory(self._config)}"
             text = self._bundle.format_user_traceback(exc) if self._bundle is not None else ""
         self._tell(
             {

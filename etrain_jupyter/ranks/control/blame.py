@@ -12,6 +12,7 @@ from torch.distributed import DistError
 
 import etrain_jupyter
 from etrain_jupyter.ranks.control.faults import DeliberateError
+from etrain_jupyter.ranks.micro_batch import is_out_of_memory
 
 _PACKAGE = Path(etrain_jupyter.__file__).parent
 _BORDER = frozenset({"workload.py", "optimizers.py", "data.py", "restore.py"})
@@ -25,6 +26,8 @@ def is_our_defect(exc: BaseException) -> bool:
     """
     if isinstance(exc, DeliberateError):
         return True
+    if is_out_of_memory(exc):
+        return False  # it may run out anywhere, and the cell decides how much is needed
     trace = exc.__traceback__
     if type(exc).__module__.partition(".")[0] == _PACKAGE.name or trace is None:
         return False

@@ -157,7 +157,7 @@ def test_python_gets_the_same_words_without_a_line() -> None:
 
 def test_python_is_told_what_comes_later() -> None:
     with pytest.raises(NotSupportedYetError):
-        python(compile=True)
+        python(log={"tensorboard": "tb"})
 
 
 def test_a_key_that_is_no_text_is_an_error_and_not_a_crash() -> None:
@@ -266,7 +266,7 @@ def test_the_template_shows_every_key_and_what_comes_later() -> None:
     text = template()
     for key in keys_of(TrainConfig):
         assert re.search(rf"(?m)^(# )?(later: |or )?{key}:", text), key
-    assert "# later: compile: false" in text
+    assert "# later: tensorboard: null" in text
     assert re.search(r"(?m)^# or steps: ", text)
     assert all("  # " in line for line in text.splitlines())
 

@@ -213,12 +213,50 @@ etrain: line 5, column 12: optimizer LBFGS cannot train here: it evaluates the l
   use for example AdamW""",
     ),
     "key of a later version": (
-        GOOD + "compile: true\n",
+        GOOD + "log: {tensorboard: tb}\n",
         """\
-etrain: line 5, column 1: 'compile: true' comes with a later version
-    5 | compile: true
-      | ^^^^^^^
-  write compile: false, or remove the line""",
+etrain: line 5, column 7: 'tensorboard: tb' comes with a later version
+    5 | log: {tensorboard: tb}
+      |       ^^^^^^^^^^^
+  remove the line; job.history() has every value""",
+    ),
+    "micro that is neither a number nor auto": (
+        GOOD + "batch: {micro: automatic}\n",
+        """\
+etrain: line 5, column 16: batch.micro must be a whole number or auto, not the text 'automatic'
+    5 | batch: {micro: automatic}
+      |                ^^^^^^^^^
+  write micro: auto""",
+    ),
+    "micro below one": (
+        GOOD + "batch: {micro: 0}\n",
+        """\
+etrain: line 5, column 16: batch.micro must be 1 or more, not 0
+    5 | batch: {micro: 0}
+      |                ^""",
+    ),
+    "micro batches of the machine's choice in a reproducible job": (
+        GOOD + "reproducible: true\nbatch: {micro: auto}\n",
+        """\
+etrain: line 5, column 1: with batch.micro: auto the passes depend on the memory of each machine, so that reproducible cannot hold
+    5 | reproducible: true
+      | ^^^^^^^^^^^^
+  write batch: {micro: 32}, or reproducible: false""",
+    ),
+    "compiled and reproducible": (
+        GOOD + "compile: true\nreproducible: true\n",
+        """\
+etrain: line 6, column 1: compiled kernels add in another order from machine to machine and from shape to shape, so that reproducible cannot hold
+    6 | reproducible: true
+      | ^^^^^^^^^^^^
+  write compile: false, or reproducible: false""",
+    ),
+    "compile that is no bool": (
+        GOOD + "compile: inductor\n",
+        """\
+etrain: line 5, column 10: compile must be true or false, not the text 'inductor'
+    5 | compile: inductor
+      |          ^^^^^^^^""",
     ),
     "precision by its name elsewhere": (
         GOOD + "precision: float16\n",
@@ -552,8 +590,6 @@ def test_a_wrong_cell_prints(name: str) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "compile: true",
-        "batch: {micro: auto}",
         "weight: loss",
         "step: loss",
         "checkpoint: {to: 's3://bucket'}",

@@ -1,0 +1,222 @@
+"""Workers that differ in memory or run out of it, and compiled ones, on real processes."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from etrain_jupyter.events.types import (
+    Event,
+    GenerationFormed,
+    JobRestored,
+    LogLine,
+    StepCompleted,
+    StepUndone,
+    WorkerLost,
+    WorkerWarmed,
+)
+from etrain_jupyter.testing import FaultPlan
+from etrain_jupyter.testing.invariants import assert_invariants
+from tests.chaos.rig import Rig
+from tests.chaos.workload import Net, body
+
+BATCH = 32
+STEPS_PER_EPOCH = 8  # the last of 6 samples
+AUTO = {"batch": {"global": BATCH, "micro": "auto"}, "workers": {"min": 2, "max": 2}}
+
+
+class SmallMemory(Net):
+    """A model for which a pass takes as much memory as a test says, on each trainer."""
+
+    def __init__(self, folder: str, *, limits: tuple[int, ...], after: int = 0) -> None:
+        super().__init__()
+        self.limit = limits[number_of_process(folder)]
+        self.after = after
+        """Passes over half of what fits before memory becomes short."""
+        self.num_passes = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_passes += self.training and len(x) >= self.limit
+        if len(x) > self.limit and self.num_passes > self.after:
+            raise torch.OutOfMemoryError(f"no memory for {len(x)} samples")
+        return super().forward(x)
+
+
+def number_of_process(folder: str) -> int:
+    """Return 0 in the first process of a job that asks, 1 in the second ..."""
+    for number in range(100):
+        try:
+            with open(f"{folder}/process-{number}", "x") as file:
+                file.write(str(os.getpid()))
+        except FileExistsError:
+            if Path(f"{folder}/process-{number}").read_text() == str(os.getpid()):
+                return number
+        else:
+            return number
+    raise AssertionError("that many processes?")
+
+
+async def test_workers_with_different_memory_find_different_sizes_and_train_together(
+    rig: Rig, folder: Path
+) -> None:
+    model = functools.partial(SmallMemory, str(folder), limits=(3, 10))
+    job = await rig.submit(body(model=model, **AUTO))
+    log = await job.end()
+
+    assert job.status == "finished", job.describe()
+    assert_invariants(log)
+    assert found(log, StepUndone) == []
+    assert sorted(re.findall(r"auto: (\d+) of 32 samples", told(log))) == ["10", "3"]
+
+
+async def test_memory_that_runs_out_later_costs_one_step_and_halves_that_ranks_passes(
+    rig: Rig, folder: Path
+) -> None:
+    # Only the first process runs short, in the midst of the second epoch.
+    model = functools.partial(SmallMemory, str(folder), limits=(9, 1000), after=12)
+    job = await rig.submit(body(model=model, **AUTO))
+    log = await job.end()
+
+    assert job.status == "finished", job.describe()
+    assert_invariants(log)
+    assert re.findall(r"auto: (\d+) of 32 samples", told(log)) == ["32", "32"]
+    assert re.findall(r"go down to (\d+)", told(log)) == ["16", "8"]
+    assert len(found(log, StepUndone)) == 2
+    assert_nobody_was_lost(log)
+    assert len(found(log, StepCompleted)) == 3 * STEPS_PER_EPOCH
+
+
+class ShortInStep(torch.optim.SGD):
+    """Runs out of memory in the middle of its ``at``-th update."""
+
+    def __init__(self, parameters: Any, at: int) -> None:
+        super().__init__(parameters, lr=0.05)
+        self.at = at
+        self.num_steps = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.num_steps += 1
+        if self.num_steps == self.at:
+            with torch.no_grad():
+                self.param_groups[0]["params"][0].add_(1.0)
+            raise torch.OutOfMemoryError("no memory for the state")
+        super().step()
+
+
+def short_in_first_process(folder: str, at: int, parameters: Any) -> torch.optim.Optimizer:
+    return ShortInStep(parameters, at if number_of_process(folder) == 0 else -1)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+async def test_update_that_runs_out_of_memory_leaves_no_half_updated_weights(
+    rig: Rig, folder: Path, num_workers: int
+) -> None:
+    keys = {**AUTO, "workers": {"min": num_workers, "max": num_workers}}
+    optimizer = functools.partial(short_in_first_process, str(folder), 12)
+    job = await rig.submit(body(optimizer=optimizer, **keys))
+    log = await job.end()
+
+    assert job.status == "finished", job.describe()
+    assert_invariants(log)
+    assert "go down to 16" in told(log)
+    went_back = [(e.step, e.num_undone) for e in found(log, JobRestored)]
+    if num_workers == 1:
+        # Nobody else has the state: the newest checkpoint is that of the first epoch.
+        assert len(found(log, WorkerLost)) == 1
+        assert went_back == [(STEPS_PER_EPOCH, 3)]
+    else:
+        assert found(log, WorkerLost) == went_back == []
+
+
+async def test_without_auto_a_lack_of_memory_is_the_cells_and_the_error_says_what_helps(
+    rig: Rig, folder: Path
+) -> None:
+    model = functools.partial(SmallMemory, str(folder), limits=(9, 9), after=12)
+    job = await rig.submit(body(model=model, **{**AUTO, "batch": {"global": BATCH}}))
+    await job.end()
+
+    assert job.status == "failed"
+    assert "OutOfMemoryError: no memory for" in job.hosted.state.reason
+    assert "write batch: {micro: auto}" in job.hosted.state.reason
+
+
+async def test_model_of_which_not_one_sample_fits_fails_before_training(
+    rig: Rig, folder: Path
+) -> None:
+    model = functools.partial(SmallMemory, str(folder), limits=(0, 0))
+    job = await rig.submit(body(model=model, **AUTO))
+    log = await job.end()
+
+    assert job.status == "failed"
+    assert re.search(r"not even one sample fits .* GiB free", job.hosted.state.reason)
+    assert found(log, StepCompleted) == []
+
+
+# --- compile: true ---
+
+
+class CountsEagerCalls(Net):
+    """Notes each call that is not compiled."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not torch.compiler.is_compiling():
+            note(f"{self.folder}/eager", len(x))
+        return super().forward(x)
+
+
+def note(path: str, count: int) -> None:
+    with open(path, "a") as file:
+        file.write(f"{os.getpid()} {count}\n")
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler: inductor needs g++")
+async def test_compiled_job_loses_a_rank_and_takes_a_newcomer_that_compiles_while_others_step(
+    rig: Rig, folder: Path
+) -> None:
+    keys = {"batch": {"global": BATCH}, "workers": {"min": 1, "max": 2}, "epochs": 10_000}
+    model = functools.partial(CountsEagerCalls, str(folder))
+    faults = FaultPlan().kill(rank=1, step=12)
+    job = await rig.submit(body(model=model, compile=True, **keys), faults=faults.to_list())
+    await job.until(lambda: len(job.ranks) == 2 and len(job.found(WorkerLost)) == 1, 120)
+    at = job.step
+    await job.until(lambda: job.step > at + 2 * STEPS_PER_EPOCH)
+    await job.request("stop", now=False)
+    log = await job.end()
+
+    assert job.status == "stopped", job.describe()
+    assert_invariants(log)
+    assert len(re.findall("the model is compiled", told(log))) == 3, told(log)
+    # All but each trainer's first pass, in its warm-up, went through what was compiled there:
+    # alone and with DDP, full steps and the last of an epoch, training and evaluating.
+    calls = [line.split() for line in (folder / "eager").read_text().splitlines()]
+    assert len(calls) == 3, calls
+    assert set(Counter(pid for pid, _ in calls).values()) == {1}
+    # The survivor went on while the newcomer compiled.
+    lost_at, warm_at = found(log, WorkerLost)[0].time, found(log, WorkerWarmed)[-1].time
+    assert [e for e in found(log, StepCompleted) if lost_at < e.time < warm_at]
+
+
+def told(log: list[Event]) -> str:
+    return "\n".join(e.text for e in found(log, LogLine))
+
+
+def found(log: list[Event], kind: type[Event]) -> list[Any]:
+    return [event for event in log if isinstance(event, kind)]
+
+
+def assert_nobody_was_lost(log: list[Event]) -> None:
+    assert found(log, WorkerLost) == []
+    assert found(log, JobRestored) == []
+    assert len({frozenset(e.trainer_pids) for e in found(log, GenerationFormed)}) == 1
