@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 
-FENCED = frozenset({"store", "formed", "report", "steps", "eval", "weights"})
+FENCED = frozenset({"store", "formed", "report", "steps", "eval", "best", "weights"})
 """What a rank says as a rank of its generation: nothing of it counts once that is over."""
 
 FROM_ANYBODY = frozenset({"log", "checkpoint_committed", "checkpoint_failed"})
@@ -98,13 +98,32 @@ def _on_formed(job: HostedJob, trainer: str, _: TrainerFacts, message: Message) 
 
 def _on_report(job: HostedJob, trainer: str, _: TrainerFacts, message: Message) -> None:
     step, evals = message["progress"]
+    generation = message["generation"]
+    if message["why"] == "nan":
+        job.handle(
+            s.LossNotFinite(
+                trainer=trainer,
+                generation=generation,
+                rank=job.step_clock.ranks.index(trainer),
+                progress=(step, evals),
+                loss=message["loss"],
+                is_source=message["is_source"],
+            )
+        )
+        return
+    ended_early = message.get("ended_early")
+    if ended_early and job.ended_early_in != generation:
+        # All ranks tell: whoever is heard first speaks for all.
+        job.ended_early_in = generation
+        job.log(events.EarlyStopped, **ended_early)
     job.handle(
         s.TrainerReported(
             trainer=trainer,
-            generation=message["generation"],
+            generation=generation,
             progress=(step, evals),
             why=message["why"],
             undone=message["undone"],
+            ending=ended_early["reason"] if ended_early else "",
         )
     )
 
@@ -131,6 +150,13 @@ def _here(told_at: float) -> float:
 
 def _on_eval(job: HostedJob, _: str, __: TrainerFacts, message: Message) -> None:
     job.log(events.EvalCompleted, **message["record"])
+
+
+def _on_best(job: HostedJob, _: str, __: TrainerFacts, message: Message) -> None:
+    # Every generation's rank 0 tells what is known: the one that found it may have died with it.
+    if message["record"] != job.best_told:
+        job.best_told = message["record"]
+        job.log(events.BestReached, **message["record"])
 
 
 def _on_weights(job: HostedJob, _: str, facts: TrainerFacts, message: Message) -> None:
@@ -199,6 +225,7 @@ _TAKE: dict[str, Callable[[HostedJob, str, TrainerFacts, Message], None]] = {
     "report": _on_report,
     "steps": _on_steps,
     "eval": _on_eval,
+    "best": _on_best,
     "weights": _on_weights,
     "checkpoint_committed": _on_committed,
     "checkpoint_failed": _on_checkpoint_failed,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +26,9 @@ from etrain_jupyter.ranks.gradients.sharded import ShardedGradients
 from etrain_jupyter.ranks.gradients.step import Gradients, Step
 from etrain_jupyter.ranks.gradients.step_header import StepHeader
 from etrain_jupyter.ranks.group.process_group import RankGroup
+from etrain_jupyter.ranks.judge import Judge
 from etrain_jupyter.ranks.learning_rate import LearningRate, scaling_of
+from etrain_jupyter.ranks.nan_loss import NonFiniteLoss, NonFiniteLossError, check_loss
 from etrain_jupyter.ranks.references import WorkloadError
 from etrain_jupyter.ranks.schedule import Every, Mark, WorkPlan, lr_schedule_of
 from etrain_jupyter.ranks.seeds import seed_of
@@ -84,6 +87,8 @@ class TrainLoop:
         )
         if scaling_of(config) is not None:
             workload.extras = {**workload.extras, "learning_rate": self._learning_rate}
+        self.judge = Judge(config)
+        workload.extras = {**workload.extras, **self.judge.extras}
         self._print = WeightsPrint(workload.model)
         self._eval_every = Every(config.eval_every, plan)
         self._committed_at = 0.0
@@ -91,6 +96,10 @@ class TrainLoop:
         """Samples of a full step in this generation."""
         self.after_step: list[Callable[[RankGroup], None]] = []
         """Called at each step boundary, for example to save a checkpoint."""
+        self.after_eval: list[Callable[[RankGroup], None]] = []
+        """Called after each evaluation, and where a generation goes on from an evaluated step."""
+        self.undone_loss: NonFiniteLoss | None = None
+        """Why the last generation ended, if it was for that."""
 
     def counters(self) -> dict[str, int]:
         """Return what belongs to the state besides weights and optimizer."""
@@ -104,7 +113,7 @@ class TrainLoop:
     @property
     def is_done(self) -> bool:
         """Whether nothing is left to train."""
-        return self.position >= self.plan.end
+        return self.position >= self.plan.end or self.judge.is_over
 
     @property
     def marks(self) -> tuple[Mark, Mark]:
@@ -150,6 +159,10 @@ class TrainLoop:
     def run(self, group: RankGroup, gradients: Gradients) -> str:
         """Step until a change is pending (``planned``) or nothing is left (``done``).
 
+        Returns:
+            Which of them; or ``nan``, if the loss of a step was not finite. That step is undone on
+            all ranks, and ``undone_loss`` says more.
+
         Raises:
             CommunicationError: A peer is lost. The step in flight is undone.
             Exception: The notebook's code raised. The step in flight is undone.
@@ -159,17 +172,25 @@ class TrainLoop:
         if group.rank == 0 and not self.step and self._learning_rate.warning:
             self._send({"op": "log", "level": "warning", "text": self._learning_rate.warning})
         try:
+            # Whoever had evaluated this state may have died before it could say or save it.
+            self._tell_best(group)
+            if self.step and self.step == self.evaluated_step:
+                self._after_eval(group)
             while True:
                 if self._is_eval_due() and not self._evaluate(group):
                     return "planned"
                 if self.is_done:
                     return "done"
                 is_pending = self._train_step(group, gradients, batches)
-                self._tell_digest(group)
+                if self.plan.is_boundary(self.position):
+                    self._tell_digest(group)
                 for call in self.after_step:
                     call(group)
                 if is_pending:
                     return "planned"
+        except NonFiniteLossError as exc:
+            self.undone_loss, self.in_step = exc.told, False
+            return "nan"
         finally:
             gradients.close()
 
@@ -216,6 +237,7 @@ class TrainLoop:
         self.in_step = True
         try:
             gradients.compute(step)
+            check_loss(step)
             self._at("commit", group)
         except BaseException:
             self._undo(step)
@@ -262,6 +284,8 @@ class TrainLoop:
 
         def start_header() -> None:
             self._at("all_reduce", group)
+            if self.faults.spoils_loss(rank=group.rank, step=self.step + 1):
+                header.spoil_loss()
             header.start(
                 group,
                 is_pending=self.change_pending.is_set(),
@@ -323,8 +347,6 @@ class TrainLoop:
 
     def _tell_digest(self, group: RankGroup) -> None:
         """At the end of each epoch and of the job, tell the weights' digest: ranks must agree."""
-        if not self.plan.is_boundary(self.position):
-            return
         digest = digest_of(self.workload.model)
         values = {"step": self.step, "rank": group.rank, "digest": digest}
         self._send({"op": "weights", "generation": group.generation, **values})
@@ -353,9 +375,24 @@ class TrainLoop:
         self.num_evals += 1
         self.evaluated_step, self.is_eval_asked = self.step, 0
         self._eval_every.restart()
+        names = ("loss", *self.workload.metrics)
+        self.judge.take(self.step, dict(zip(names, found.means, strict=True)))
         if group.rank == 0:
             self._tell_eval(group, found, time.perf_counter() - started)
+            self._tell_best(group)
+        if self.judge.is_over and not self.plan.is_boundary(self.position):
+            self._tell_digest(group)
+        self._after_eval(group)
         return True
+
+    def _after_eval(self, group: RankGroup) -> None:
+        for call in self.after_eval:
+            call(group)
+
+    def _tell_best(self, group: RankGroup) -> None:
+        best = self.judge.best_record()
+        if best is not None and group.rank == 0:
+            self._send({"op": "best", "generation": group.generation, "record": best})
 
     def _tell_eval(self, group: RankGroup, found: EvalMeans, duration_s: float) -> None:
         loss, *metrics = found.means
@@ -369,6 +406,9 @@ class TrainLoop:
             "time": time.time(),
         }
         self._send({"op": "eval", "generation": group.generation, "record": record})
+        if not math.isfinite(loss):
+            text = f"step {self.step}: the loss of the evaluation is {loss}; training goes on"
+            self._send({"op": "log", "level": "warning", "text": text})
 
     # --- before the first generation ---
 

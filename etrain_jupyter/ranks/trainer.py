@@ -177,6 +177,7 @@ class Trainer:
         )
         self._checkpointer.starts = starts
         loop.after_step.append(self._checkpointer.after_step)
+        loop.after_eval.append(self._checkpointer.after_eval)
         self._is_fresh = True
 
     def _enter_folder(self) -> None:
@@ -239,6 +240,10 @@ class Trainer:
         self._is_busy = False
         self._beat(phase="idle")
         report = {"progress": list(self._progress()), "why": why, "undone": undone}
+        if why == "nan" and self._loop.undone_loss is not None:
+            report |= self._loop.undone_loss._asdict()
+        if why == "done":
+            report["ended_early"] = self._loop.judge.end_record()
         self._tell({"op": "report", "generation": group.generation, **report})
 
     def _step_through(self, message: Message, group: RankGroup) -> str:

@@ -31,8 +31,8 @@ AT_A_PLACE = ("kill", "segfault", "exit", "error", "stop", "hold_gil", "hang", "
 """Kinds that a trainer commits."""
 BY_COORDINATOR = ("notice", "kill_worker")
 """Kinds that befall the worker of a rank once the step is committed."""
-PLANTED = ("lose_sample", "repeat_sample", "diverge")
-"""Bugs on purpose, for the audit to find."""
+PLANTED = ("lose_sample", "repeat_sample", "diverge", "nan_loss")
+"""Bugs on purpose, for the audit or the step itself to find."""
 KINDS = (*AT_A_PLACE, *BY_COORDINATOR, *PLANTED)
 
 
@@ -128,6 +128,10 @@ class FaultPlan:
     def diverge(self, *, rank: int | None, step: int) -> FaultPlan:
         """Change one weight on one rank alone: a bug on purpose."""
         return self.add("diverge", rank=rank, step=step)
+
+    def nan_loss(self, *, rank: int | None, step: int) -> FaultPlan:
+        """Let its share of a step's loss be NaN."""
+        return self.add("nan_loss", rank=rank, step=step)
 
     def add(self, kind: str, **values: Any) -> FaultPlan:
         """Add a fault by the name of its kind.
