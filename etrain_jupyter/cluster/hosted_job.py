@@ -44,6 +44,8 @@ class HostedJob:
     starts: list[int] = field(default_factory=list, init=False)
     """The step at which each generation began; see ``elastic.lineage``."""
 
+    evaluated_step: int = field(default=-1, init=False)
+    """Step of the newest evaluation in the log that holds."""
     best_told: dict[str, Any] | None = field(default=None, init=False)
     """The newest ``BestReached`` that holds, as it was told."""
     ended_early_in: int = field(default=0, init=False)
@@ -217,6 +219,7 @@ class HostedJob:
         """
         undone = max(0, self.step_clock.logged_step - step)
         self.step_clock.logged_step -= undone
+        self.evaluated_step = -1 if self.evaluated_step > step else self.evaluated_step
         if self.best_told is not None and self.best_told["step"] > step:
             self.best_told = None
         self.log(events.JobRestored, step=step, num_undone=undone)

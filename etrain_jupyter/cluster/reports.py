@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -149,7 +150,15 @@ def _here(told_at: float) -> float:
 
 
 def _on_eval(job: HostedJob, _: str, __: TrainerFacts, message: Message) -> None:
-    job.log(events.EvalCompleted, **message["record"])
+    record = message["record"]
+    if record["step"] == job.evaluated_step:
+        return  # rank 0 tells once more what the one before it may not have told
+    job.evaluated_step = record["step"]
+    job.log(events.EvalCompleted, **record)
+    if not math.isfinite(record["loss"]):
+        what = f"the loss of the evaluation is {record['loss']}; training goes on"
+        text = f"step {record['step']}: {what}"
+        job.log(events.LogLine, level="warning", worker="", text=text)
 
 
 def _on_best(job: HostedJob, _: str, __: TrainerFacts, message: Message) -> None:

@@ -128,8 +128,8 @@ def _newcomers(state: JobState) -> list[Member]:
 
 def _settle(turn: Turn) -> None:
     """Nobody steps: form the next generation, wait, or end."""
-    publish_undone(turn)
     _settle_nan_loss(turn)
+    publish_undone(turn)
     _count_failed_form(turn)
     if turn.state.outcome:
         close_job(turn)
@@ -168,7 +168,9 @@ def _settle_nan_loss(turn: Turn) -> None:
     found = state.nan_loss
     if found is None:
         return
-    turn.set(nan_loss=None)
+    # A rank may have seen the others leave before it had the loss: it undid the same step.
+    undone = tuple(told for told in state.undone if told[0] != found.step)
+    turn.set(nan_loss=None, undone=undone)
     words = found.to_words(state.saved_step)
     turn.publish(
         events.LossNotFinite,

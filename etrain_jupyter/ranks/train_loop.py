@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -98,6 +97,8 @@ class TrainLoop:
         """Called at each step boundary, for example to save a checkpoint."""
         self.after_eval: list[Callable[[RankGroup], None]] = []
         """Called after each evaluation, and where a generation goes on from an evaluated step."""
+        self._eval_record: dict[str, Any] | None = None
+        """What the last evaluation of this trainer gave; every rank keeps it, rank 0 tells it."""
         self.undone_loss: NonFiniteLoss | None = None
         """Why the last generation ended, if it was for that."""
 
@@ -173,7 +174,8 @@ class TrainLoop:
             self._send({"op": "log", "level": "warning", "text": self._learning_rate.warning})
         try:
             # Whoever had evaluated this state may have died before it could say or save it.
-            self._tell_best(group)
+            if group.rank == 0:
+                self.tell_evaluations(group.generation)
             if self.step and self.step == self.evaluated_step:
                 self._after_eval(group)
             while True:
@@ -375,11 +377,10 @@ class TrainLoop:
         self.num_evals += 1
         self.evaluated_step, self.is_eval_asked = self.step, 0
         self._eval_every.restart()
-        names = ("loss", *self.workload.metrics)
-        self.judge.take(self.step, dict(zip(names, found.means, strict=True)))
+        self._take_eval(found, time.perf_counter() - started)
+        self._come_to("evaluated", group, step=self.step, phase="evaluating")
         if group.rank == 0:
-            self._tell_eval(group, found, time.perf_counter() - started)
-            self._tell_best(group)
+            self.tell_evaluations(group.generation)
         if self.judge.is_over and not self.plan.is_boundary(self.position):
             self._tell_digest(group)
         self._after_eval(group)
@@ -389,26 +390,27 @@ class TrainLoop:
         for call in self.after_eval:
             call(group)
 
-    def _tell_best(self, group: RankGroup) -> None:
-        best = self.judge.best_record()
-        if best is not None and group.rank == 0:
-            self._send({"op": "best", "generation": group.generation, "record": best})
-
-    def _tell_eval(self, group: RankGroup, found: EvalMeans, duration_s: float) -> None:
+    def _take_eval(self, found: EvalMeans, duration_s: float) -> None:
         loss, *metrics = found.means
-        record = {
+        by_name = dict(zip(self.workload.metrics, metrics, strict=True))
+        self.judge.take(self.step, {"loss": loss, **by_name})
+        self._eval_record = {
             "step": self.step,
             "epoch": (self.position - 1) // self.plan.num_train,
             "samples": found.num_samples,
             "loss": loss,
-            "metrics": dict(zip(self.workload.metrics, metrics, strict=True)),
+            "metrics": by_name,
             "duration_s": duration_s,
             "time": time.time(),
         }
-        self._send({"op": "eval", "generation": group.generation, "record": record})
-        if not math.isfinite(loss):
-            text = f"step {self.step}: the loss of the evaluation is {loss}; training goes on"
-            self._send({"op": "log", "level": "warning", "text": text})
+
+    def tell_evaluations(self, generation: int) -> None:
+        """Tell, as rank 0, of the evaluation of this state and of the best; both may be known."""
+        record, best = self._eval_record, self.judge.best_record()
+        if record is not None and record["step"] == self.step == self.evaluated_step:
+            self._send({"op": "eval", "generation": generation, "record": record})
+        if best is not None:
+            self._send({"op": "best", "generation": generation, "record": best})
 
     # --- before the first generation ---
 

@@ -341,6 +341,8 @@ class Trainer:
         generation: int = message["generation"]
         # The job's last checkpoint: perhaps the rank 0 that owed the log these steps is dead.
         self._reporter.begin(generation=generation, rank=0, logged_step=message["logged_step"])
+        if self._loop is not None:
+            self._loop.tell_evaluations(generation)
         self._checkpointer.starts = message["starts"]
         self._checkpointer.save_now(generation)
         self._beat(phase="idle")

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from etrain_jupyter.job.training_job import TrainingJob
 
-PLACES = ("forward", "all_reduce", "commit", "form", "sync", "warm", "eval")
+PLACES = ("forward", "all_reduce", "commit", "form", "sync", "warm", "eval", "evaluated")
 """Where a trainer may be when it happens. In a step: before its forward pass, while its averages
 are under way, before its update. Between generations: while one forms, while the state is copied.
 Before the first: at the end of the warm-up, where ``rank`` counts the job's trainers from 0. And
-within an evaluation."""
+within an evaluation, and after one, before anybody is told of it or its weights are saved."""
 
 AT_A_PLACE = ("kill", "segfault", "exit", "error", "stop", "hold_gil", "hang", "disconnect")
 """Kinds that a trainer commits."""

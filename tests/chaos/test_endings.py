@@ -1,4 +1,4 @@
-"""Best weights, early ends and losses that are not finite, on real processes that die in between."""
+"""Best weights, early ends and losses that are not finite, on processes that die in between."""
 
 from __future__ import annotations
 
@@ -98,6 +98,9 @@ KILLS = {
     "rank 0 dies in the evaluation that is the best": FaultPlan().kill(
         rank=0, step=BEST_STEP, at="eval"
     ),
+    "rank 0 dies before it can save the best": FaultPlan().kill(
+        rank=0, step=BEST_STEP, at="evaluated"
+    ),
     "two die around it": FaultPlan()
     .kill(rank=1, step=BEST_STEP, at="commit")
     .kill(rank=0, step=BEST_STEP + 1),
@@ -135,6 +138,12 @@ async def test_job_that_goes_back_behind_its_best_step_finds_the_best_again(rig:
 ENDS = {
     "nobody dies": FaultPlan(),
     "rank 0 dies in the deciding evaluation": FaultPlan().kill(rank=0, step=STOP_STEP, at="eval"),
+    "rank 0 dies after the deciding evaluation": FaultPlan().kill(
+        rank=0, step=STOP_STEP, at="evaluated"
+    ),
+    "two die after the deciding evaluation": FaultPlan()
+    .kill(rank=0, step=STOP_STEP, at="evaluated")
+    .kill(rank=1, step=STOP_STEP, at="evaluated"),
     "rank 1 dies in the deciding evaluation": FaultPlan().kill(rank=1, step=STOP_STEP, at="eval"),
     "all but one die before it": FaultPlan()
     .kill(rank=0, step=STOP_STEP - 3)

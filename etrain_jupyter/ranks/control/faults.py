@@ -58,7 +58,8 @@ class Faults:
         """Commit what is planned for this place; may not return.
 
         Args:
-            place: ``warm``, ``form``, ``sync``, ``forward``, ``all_reduce``, ``commit``, ``eval``.
+            place: ``warm``, ``form``, ``sync``, ``forward``, ``all_reduce``, ``commit``, ``eval``,
+                ``evaluated``.
             rank: This trainer's rank; at ``warm``, where it has none, its number among all that the
                 job has started, from 0.
             step: The step that is being made; outside of steps the one that the state stands at.

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from etrain_jupyter.errors import (
+    CheckpointError,
     ConfigError,
     EtrainError,
     JobFailedError,
     JobLostError,
-    CheckpointError,
     PoolError,
 )
 from etrain_jupyter.events.log import EventLog
