@@ -44,6 +44,13 @@ class HostedJob:
     starts: list[int] = field(default_factory=list, init=False)
     """The step at which each generation began; see ``elastic.lineage``."""
 
+    evaluated_step: int = field(default=-1, init=False)
+    """Step of the newest evaluation in the log that holds."""
+    best_told: dict[str, Any] | None = field(default=None, init=False)
+    """The newest ``BestReached`` that holds, as it was told."""
+    ended_early_in: int = field(default=0, init=False)
+    """The generation that has told of an early end; 0 if none has."""
+
     def __post_init__(self) -> None:
         order = self.order
         self.state = JobState(
@@ -51,6 +58,7 @@ class HostedJob:
             min_workers=order.min_workers,
             max_workers=order.max_workers,
             hang_s=self.hang_s,
+            pauses_on_nan=order.config.get("on_nan_loss") == "pause",
         )
         self.planned = PlannedFaults(order.faults)
         self._log = JobLog(order.run_dir / "events.jsonl")
@@ -211,6 +219,9 @@ class HostedJob:
         """
         undone = max(0, self.step_clock.logged_step - step)
         self.step_clock.logged_step -= undone
+        self.evaluated_step = -1 if self.evaluated_step > step else self.evaluated_step
+        if self.best_told is not None and self.best_told["step"] > step:
+            self.best_told = None
         self.log(events.JobRestored, step=step, num_undone=undone)
 
     # --- what others want to know ---

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 
-FENCED = frozenset({"store", "formed", "report", "steps", "eval", "weights"})
+FENCED = frozenset({"store", "formed", "report", "steps", "eval", "best", "weights"})
 """What a rank says as a rank of its generation: nothing of it counts once that is over."""
 
 FROM_ANYBODY = frozenset({"log", "checkpoint_committed", "checkpoint_failed"})
@@ -98,13 +99,32 @@ def _on_formed(job: HostedJob, trainer: str, _: TrainerFacts, message: Message) 
 
 def _on_report(job: HostedJob, trainer: str, _: TrainerFacts, message: Message) -> None:
     step, evals = message["progress"]
+    generation = message["generation"]
+    if message["why"] == "nan":
+        job.handle(
+            s.LossNotFinite(
+                trainer=trainer,
+                generation=generation,
+                rank=job.step_clock.ranks.index(trainer),
+                progress=(step, evals),
+                loss=message["loss"],
+                is_source=message["is_source"],
+            )
+        )
+        return
+    ended_early = message.get("ended_early")
+    if ended_early and job.ended_early_in != generation:
+        # All ranks tell: whoever is heard first speaks for all.
+        job.ended_early_in = generation
+        job.log(events.EarlyStopped, **ended_early)
     job.handle(
         s.TrainerReported(
             trainer=trainer,
-            generation=message["generation"],
+            generation=generation,
             progress=(step, evals),
             why=message["why"],
             undone=message["undone"],
+            ending=ended_early["reason"] if ended_early else "",
         )
     )
 
@@ -130,7 +150,22 @@ def _here(told_at: float) -> float:
 
 
 def _on_eval(job: HostedJob, _: str, __: TrainerFacts, message: Message) -> None:
-    job.log(events.EvalCompleted, **message["record"])
+    record = message["record"]
+    if record["step"] == job.evaluated_step:
+        return  # rank 0 tells once more what the one before it may not have told
+    job.evaluated_step = record["step"]
+    job.log(events.EvalCompleted, **record)
+    if not math.isfinite(record["loss"]):
+        what = f"the loss of the evaluation is {record['loss']}; training goes on"
+        text = f"step {record['step']}: {what}"
+        job.log(events.LogLine, level="warning", worker="", text=text)
+
+
+def _on_best(job: HostedJob, _: str, __: TrainerFacts, message: Message) -> None:
+    # Every generation's rank 0 tells what is known: the one that found it may have died with it.
+    if message["record"] != job.best_told:
+        job.best_told = message["record"]
+        job.log(events.BestReached, **message["record"])
 
 
 def _on_weights(job: HostedJob, _: str, facts: TrainerFacts, message: Message) -> None:
@@ -203,6 +238,7 @@ _TAKE: dict[str, Callable[[HostedJob, str, TrainerFacts, Message], None]] = {
     "report": _on_report,
     "steps": _on_steps,
     "eval": _on_eval,
+    "best": _on_best,
     "weights": _on_weights,
     "rank_times": _on_rank_times,
     "checkpoint_committed": _on_committed,

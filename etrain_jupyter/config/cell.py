@@ -7,7 +7,7 @@ import keyword
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -32,6 +32,7 @@ EXAMPLES = {
     "workers": "workers: {min: 1, max: 4}",
     "checkpoint": "checkpoint: {every: 200 steps}",
     "eval": "eval: {every: 1 epoch}",
+    "early_stopping": "early_stopping: {metric: loss, patience: 3}",
     "log": "log: {every: 10 steps}",
     "optimizer": "optimizer: {name: AdamW, lr: 3e-4}",
     "model": "model: Net()",
@@ -125,10 +126,16 @@ def keys_of(section: type[Section]) -> dict[str, type[Section] | None]:
     """Return the keys of a group as the cell spells them, each with the group that it opens."""
     result: dict[str, type[Section] | None] = {}
     for name, info in section.model_fields.items():
-        kind: Any = info.annotation
-        group = isinstance(kind, type) and issubclass(kind, Section)
-        result[info.alias or name] = kind if group else None
+        result[info.alias or name] = _group_of(info.annotation)
     return result
+
+
+def _group_of(kind: Any) -> type[Section] | None:
+    """Return the group that a field opens, also where it may be left out."""
+    if isinstance(kind, type):
+        return kind if issubclass(kind, Section) else None
+    groups = [part for part in get_args(kind) if part is not Interval and _group_of(part)]
+    return groups[0] if groups else None
 
 
 def _check_keys(

@@ -40,8 +40,10 @@ __all__ = [
     "BatchConfig",
     "CheckpointConfig",
     "DataConfig",
+    "EarlyStoppingConfig",
     "Interval",
     "LogConfig",
+    "MetricConfig",
     "OptimizerConfig",
     "ReproducibleConfig",
     "ScalingConfig",
@@ -280,6 +282,49 @@ def _steps(value: Any) -> Any:
     return int(parts["value"])
 
 
+MODES = ("min", "max")
+NAN_ANSWERS = ("fail", "pause")
+
+
+class MetricConfig(Section):
+    """One number of each evaluation, and which way is better."""
+
+    metric: Annotated[str, Field(examples=["accuracy"])]
+    """loss, or a name of metrics; of the evaluation."""
+    mode: Annotated[Literal["min", "max"], Field(examples=["max"])]
+    """Whether less (min) or more (max) is better; min for loss if it is left out."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _less_loss(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping) or data.get("mode") is not None:
+            return data
+        metric = data.get("metric")
+        if metric == "loss":
+            return {**data, "mode": "min"}
+        if isinstance(metric, str):
+            raise fault(
+                f"nothing says whether more or less {metric} is better",
+                hint=f"write {{metric: {metric}, mode: max}}, or mode: min",
+            )
+        return data
+
+    @field_validator("mode", mode="before")
+    @classmethod
+    def _known_mode(cls, value: Any) -> Any:
+        hint = did_you_mean(str(value), MODES) or "write mode: max if more is better"
+        return check_word(value, MODES, hint=hint)
+
+
+class EarlyStoppingConfig(MetricConfig):
+    """When a job ends before its time, because it does not get better any more."""
+
+    patience: Annotated[int, Field(ge=1)] = 3
+    """Evaluations in a row without an improvement after which the job ends."""
+    min_delta: Annotated[float, Field(ge=0, allow_inf_nan=False, examples=[0])] = 0.0
+    """What the metric must change by, and more, to count as an improvement."""
+
+
 class CheckpointConfig(Section):
     """Where and when the weights are kept."""
 
@@ -289,8 +334,10 @@ class CheckpointConfig(Section):
     """Steps, epochs or time; auto (None) is at the end of each epoch."""
     keep: Annotated[int, Field(ge=1)] = 3
     """How many of the newest checkpoints stay."""
-    best: Annotated[Any, Later("checkpoint.keep keeps the newest ones")] = None
-    """Which checkpoint counts as the best: {metric: accuracy, mode: max}."""
+    best: Annotated[
+        MetricConfig | None, Field(examples=[{"metric": "accuracy", "mode": "max"}])
+    ] = None
+    """What the best evaluation is, whose weights are saved and stay beside the newest ones."""
 
     @field_validator("every", mode="before")
     @classmethod
@@ -403,6 +450,13 @@ class TrainConfig(Section):
     """Optimizer steps, instead of epochs."""
     eval_every: Annotated[Interval, Field(alias="eval")] = Interval(value=1, unit="epochs")
     """How often data.eval is gone through: steps, epochs or time."""
+    early_stopping: Annotated[
+        EarlyStoppingConfig | None,
+        Field(examples=[{"metric": "accuracy", "mode": "max", "patience": 3}]),
+    ] = None
+    """When to end early: {metric: accuracy, mode: max, patience: 3, min_delta: 0}; never if not."""
+    on_nan_loss: Literal["fail", "pause"] = "fail"
+    """What follows a loss that is NaN or infinite, whose step is undone: fail, or pause."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Where and when the weights are kept."""
     workers: WorkersConfig = WorkersConfig()
@@ -457,6 +511,12 @@ class TrainConfig(Section):
             )
         return value
 
+    @field_validator("on_nan_loss", mode="before")
+    @classmethod
+    def _known_answer(cls, value: Any) -> Any:
+        hint = did_you_mean(str(value), NAN_ANSWERS) or "write on_nan_loss: pause"
+        return check_word(value, NAN_ANSWERS, hint=hint)
+
     @field_validator("precision", mode="before")
     @classmethod
     def _known_precision(cls, value: Any) -> Any:
@@ -507,6 +567,8 @@ class TrainConfig(Section):
             )
         self._check_scaling()
         self._check_reproducible()
+        self._check_metric(self.checkpoint.best, ("checkpoint", "best"))
+        self._check_metric(self.early_stopping, ("early_stopping",))
         size, least = self.batch.size(self.workers.min), self.workers.min
         if size < least:
             raise fault(
@@ -533,6 +595,27 @@ class TrainConfig(Section):
                 "an overflow in fp16 would stay in what powersgd keeps for the next steps",
                 hint="write precision: bf16, or compression: fp16",
                 path=path,
+            )
+
+    def _check_metric(self, asked: MetricConfig | None, path: tuple[str, ...]) -> None:
+        """Refuse what no evaluation would ever tell."""
+        if asked is None:
+            return
+        key = ".".join(path)
+        if self.data.eval is None:
+            raise fault(
+                f"{key} looks at evaluations, and there are none without data.eval",
+                hint="write data: {train: ..., eval: eval_set}, or remove the line",
+                path=path,
+                at_key=True,
+            )
+        known = ["loss", *self.metrics]
+        if asked.metric not in known:
+            hint = did_you_mean(asked.metric, known)
+            raise fault(
+                f"{key} names the metric '{asked.metric}', which is not evaluated",
+                hint=hint or f"there are: {', '.join(known)}; metrics: defines more",
+                path=(*path, "metric"),
             )
 
     def _check_scaling(self) -> None:

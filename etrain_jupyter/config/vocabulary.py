@@ -151,6 +151,13 @@ _ANSWERS: dict[str, str] = {
     "micro_batch_size": "here it is 'batch: {micro: N}'",
     "random_seed manual_seed experiment_seed": "here it is 'seed'",
     "checkpoint_dir output_dir save_dir": "here it is 'checkpoint: {to: FOLDER}'",
+    "early_stopping_patience patience early_stop": "here it is 'early_stopping: {metric: loss, "
+    "patience: 3}'",
+    "metric_for_best_model greater_is_better load_best_model_at_end save_best_only "
+    "save_best": "here it is 'checkpoint: {best: {metric: accuracy, mode: max}}'",
+    "terminate_on_nan nan_policy": "here it is 'on_nan_loss: fail', which is the default, or pause",
+    "early_stopping.monitor checkpoint.best.monitor": "here it is 'metric'",
+    "early_stopping.threshold early_stopping.delta": "here it is 'min_delta'",
     "save_steps checkpoint_freq save_every": "here it is 'checkpoint: {every: 200 steps}'",
     "eval_steps eval_every validation_freq "
     "min_validation_period": "here it is 'eval: {every: 500 steps}'",

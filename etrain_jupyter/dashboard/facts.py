@@ -28,6 +28,7 @@ def first_facts(job_id: str) -> dict[str, Any]:
         "lr": None,
         "metrics": {},
         "eval": None,
+        "best": None,
         "global_batch_size": None,
         "num_parameters": None,
         "world_size": 0,

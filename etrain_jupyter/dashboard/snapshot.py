@@ -18,6 +18,7 @@ from etrain_jupyter.dashboard.words import Line, describe, seconds
 from etrain_jupyter.dashboard.workers import WorkerTable
 from etrain_jupyter.events.types import (
     TERMINAL_STATUSES,
+    BestReached,
     CheckpointCommitted,
     CheckpointFailed,
     EvalCompleted,
@@ -172,6 +173,8 @@ class JobView:
             return
         if event.status in TERMINAL_STATUSES:
             facts["ended_at"] = event.time
+            if event.status == "finished" and facts["step"]:
+                facts["total_steps"] = facts["step"]  # it may have ended before its time
             self._workers.end(self._num_steps)
         elif event.status in STANDING:
             self._workers.stand_still("paused" if event.status == "paused" else "")
@@ -211,6 +214,9 @@ class JobView:
         if event.step < self._facts["step"]:
             self._rewind_to(event.step)
         self._facts["num_undone"] += event.num_undone
+        best = self._facts["best"]
+        if best is not None and best["step"] > event.step:
+            self._facts["best"] = None
         self._mark(event, "restored", f"Restored the state of step {event.step:,}")
 
     @_fold.register
@@ -252,6 +258,14 @@ class JobView:
         }
         for name, value in {"loss": event.loss, **event.metrics}.items():
             self._point(f"eval.{name}", event.step, value)
+
+    @_fold.register
+    def _(self, event: BestReached) -> None:
+        self._facts["best"] = {
+            "step": event.step,
+            "metric": event.metric,
+            "value": event.value,
+        }
 
     @_fold.register
     def _(self, event: PreemptionNoticed) -> None:

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from functools import singledispatch
 
 from etrain_jupyter.events.types import (
+    BestReached,
     CheckpointCommitted,
     CheckpointFailed,
+    EarlyStopped,
     EvalCompleted,
     Event,
     FaultInjected,
@@ -19,6 +21,7 @@ from etrain_jupyter.events.types import (
     JobStatusChanged,
     JobSubmitted,
     LogLine,
+    LossNotFinite,
     PreemptionNoticed,
     RankTimed,
     StepCompleted,
@@ -132,6 +135,29 @@ def _(event: EvalCompleted) -> Line:
 
 
 @describe.register
+def _(event: BestReached) -> Line:
+    return Line(
+        text=f"Best so far: {event.metric} {number(event.value)} at step {event.step:,}",
+        level="good",
+    )
+
+
+@describe.register
+def _(event: EarlyStopped) -> Line:
+    return Line(text=f"{event.reason[:1].upper()}{event.reason[1:]}", level="good")
+
+
+@describe.register
+def _(event: LossNotFinite) -> Line:
+    where = f" on {', '.join(event.workers)}" if event.workers else ""
+    return Line(
+        text=f"The loss of step {event.step:,} is {event.loss}{where}: no worker updated its "
+        "weights",
+        level="error",
+    )
+
+
+@describe.register
 def _(event: PreemptionNoticed) -> Line:
     left = seconds(max(0.0, event.deadline - event.time))
     return Line(text=f"{event.worker} will be preempted in {left}", level="warning")
@@ -169,7 +195,8 @@ def _(event: CheckpointFailed) -> Line:
 @describe.register
 def _(event: UserErrorRaised) -> Line:
     where = ", ".join(event.workers)
-    return Line(text=f"Your code raised on {where}: {event.error}", level="error")
+    what = f"Your code raised on {where}" if event.traceback else "Failed"
+    return Line(text=f"{what}: {event.error}", level="error")
 
 
 @describe.register

@@ -12,7 +12,7 @@ from etrain_jupyter.elastic.commands import (
     FormGeneration,
 )
 from etrain_jupyter.elastic.health import wait_after
-from etrain_jupyter.elastic.membership import JobState, Member, Saving
+from etrain_jupyter.elastic.membership import JobState, Member, Saving, UserError
 from etrain_jupyter.elastic.saving import (
     close_job,
     is_newest_durable,
@@ -128,6 +128,7 @@ def _newcomers(state: JobState) -> list[Member]:
 
 def _settle(turn: Turn) -> None:
     """Nobody steps: form the next generation, wait, or end."""
+    _settle_nan_loss(turn)
     publish_undone(turn)
     _count_failed_form(turn)
     if turn.state.outcome:
@@ -142,7 +143,7 @@ def _settle(turn: Turn) -> None:
     is_saving = _save_before_it_is_gone(turn, has_enough=has_enough)
     if state.paused:
         enter_phase(turn, "gathering")
-        turn.set_status("paused")
+        turn.set_status("paused", state.pause_reason)
     elif not has_enough:
         enter_phase(turn, "gathering")
         if state.generation or not state.in_phase("starting"):
@@ -156,6 +157,43 @@ def _settle(turn: Turn) -> None:
         turn.set_status("waiting", f"{text}; it is tried again")
     elif state.phase != "gathering" or _is_worth_forming(turn):
         _form(turn, members)
+
+
+def _settle_nan_loss(turn: Turn) -> None:
+    """Fail or pause, once all ranks have told whose loss was not finite.
+
+    A generation that has ended otherwise meanwhile is no excuse: the step would come out the same.
+    """
+    state = turn.state
+    found = state.nan_loss
+    if found is None:
+        return
+    # A rank may have seen the others leave before it had the loss: it undid the same step.
+    undone = tuple(told for told in state.undone if told[0] != found.step)
+    turn.set(nan_loss=None, undone=undone)
+    words = found.to_words(state.saved_step)
+    turn.publish(
+        events.LossNotFinite,
+        step=found.step,
+        loss=found.loss,
+        ranks=[rank for rank, _ in found.sources],
+        workers=[worker for _, worker in found.sources],
+        saved_step=max(0, state.saved_step),
+    )
+    if state.outcome:
+        return
+    if state.pauses_on_nan:
+        asked = "%etrain resume tries the step again, %etrain stop ends the job"
+        turn.set(paused=True, pause_reason=f"{words}. {asked}")
+        return
+    error = UserError(
+        error=words,
+        traceback="",
+        workers=tuple(worker for _, worker in found.sources),
+        step=found.step - 1,
+        nan_loss=found,
+    )
+    turn.set(user_error=error, outcome="failed")
 
 
 def _save_before_it_is_gone(turn: Turn, *, has_enough: bool) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from etrain_jupyter.elastic.health import Health
+from etrain_jupyter.elastic.nan_loss import NanLoss
 from etrain_jupyter.elastic.stimuli import NO_PROGRESS, Progress, ProgressSeen
 
 MemberPhase = Literal["starting", "warm", "ranked", "reported"]
@@ -68,6 +69,8 @@ class UserError:
     traceback: str
     workers: tuple[str, ...]
     step: int
+    nan_loss: NanLoss | None = None
+    """The loss that was not finite, if it was that and no exception."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,8 +150,16 @@ class JobState:
     backed_up: int = 0
     """The generation that was asked for a checkpoint because all its ranks will leave."""
     paused: bool = False
+    pause_reason: str = ""
+    """Why, where nobody asked for it."""
+    pauses_on_nan: bool = False
+    """Whether a loss that is not finite pauses the job, instead of failing it."""
+    nan_loss: NanLoss | None = None
+    """The step that the newest generation ended with, if its loss was that."""
     outcome: str = ""
     """Terminal status that the job is heading for; empty while it trains."""
+    ending: str = ""
+    """Why it is finished before its time; empty if it is not."""
     user_error: UserError | None = None
     warm_faults: int = 0
     """Trainers that ended in a row before any was warm, while nobody held the state."""

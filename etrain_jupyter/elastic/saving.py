@@ -99,7 +99,7 @@ def close_job(turn: Turn) -> None:
     if state.outcome == "finished" and max(newest_step(state), state.saved_step) < state.step:
         # What is lost is trained again. The coordinator shares the workers anew: others may have
         # got them, because this job was about to end.
-        turn.set(outcome="", assigned=(), saving=Saving())
+        turn.set(outcome="", ending="", assigned=(), saving=Saving())
         enter_phase(turn, "gathering")
     elif is_newest_durable(state):
         is_unsaved = bool(state.saving.since) and state.saved_step < state.step

@@ -23,6 +23,7 @@ from etrain_jupyter.elastic.commands import Command
 from etrain_jupyter.elastic.formation import advance
 from etrain_jupyter.elastic.losses import do_without, take_trainer_lost, take_worker_gone
 from etrain_jupyter.elastic.membership import JobState, Member, UserError
+from etrain_jupyter.elastic.nan_loss import NanLoss
 from etrain_jupyter.elastic.saving import take_saved
 from etrain_jupyter.elastic.stalls import check_stalls, excuse_sleep, take_progress
 from etrain_jupyter.elastic.turn import (
@@ -123,12 +124,28 @@ def _take_reported(turn: Turn, stimulus: s.TrainerReported) -> None:
     if stimulus.undone:
         turn.set(undone=(*turn.state.undone, (stimulus.progress[0] + 1, member.worker)))
     if stimulus.why == "done":
-        turn.set(outcome=turn.state.outcome or "finished")
+        turn.set(outcome=turn.state.outcome or "finished", ending=stimulus.ending)
         if turn.state.phase == "running":
             enter_phase(turn, "changing")
     elif stimulus.why == "failed":
         begin_collecting(turn)
     elif turn.state.phase == "running":
+        enter_phase(turn, "changing")
+
+
+def _take_nan_loss(turn: Turn, stimulus: s.LossNotFinite) -> None:
+    member = turn.state.members.get(stimulus.trainer)
+    if member is None or member.phase != "ranked" or stimulus.generation != turn.state.generation:
+        return
+    step = stimulus.progress[0] + 1
+    turn.set_member(member, phase="reported", progress=stimulus.progress)
+    turn.set(step=max(turn.state.step, stimulus.progress[0]))
+    known = turn.state.nan_loss or NanLoss(step=step, loss=stimulus.loss)
+    if stimulus.is_source:
+        sources = sorted({*known.sources, (stimulus.rank, member.worker)})
+        known = dataclasses.replace(known, sources=tuple(sources))
+    turn.set(nan_loss=known)
+    if turn.state.phase == "running":
         enter_phase(turn, "changing")
 
 
@@ -182,7 +199,7 @@ def _take_pause(turn: Turn, _: s.PauseAsked) -> None:
 
 
 def _take_resume(turn: Turn, _: s.ResumeAsked) -> None:
-    turn.set(paused=False)
+    turn.set(paused=False, pause_reason="")
     if turn.state.phase == "gathering":
         turn.add_why("resume")
 
@@ -209,6 +226,7 @@ _TAKE: dict[type, Callable[[Turn, Any], None]] = {
     s.TrainerWarm: _take_warm,
     s.TrainerFormed: _take_formed,
     s.TrainerReported: _take_reported,
+    s.LossNotFinite: _take_nan_loss,
     s.TrainerLost: take_trainer_lost,
     s.ProgressSeen: take_progress,
     s.UserErrorSeen: _take_user_error,

@@ -74,6 +74,25 @@ class TrainerReported:
     progress: Progress
     why: str
     undone: bool = False
+    ending: str = ""
+    """Why nothing is left to train, if that is so before the planned end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossNotFinite:
+    """A rank has undone a step whose mean loss is NaN or infinite, and left its generation.
+
+    All ranks of the generation do so by themselves, unless they are lost.
+    """
+
+    trainer: str
+    generation: int
+    rank: int
+    progress: Progress
+    """Of the step before."""
+    loss: float
+    is_source: bool
+    """Whether its own share of the loss was not finite."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,6 +199,7 @@ Stimulus = (
     | TrainerWarm
     | TrainerFormed
     | TrainerReported
+    | LossNotFinite
     | TrainerLost
     | ProgressSeen
     | UserErrorSeen

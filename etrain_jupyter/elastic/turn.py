@@ -138,6 +138,9 @@ def end_job(turn: Turn, *, unsaved: str = "") -> None:
     if unsaved and outcome == "finished":
         outcome = "failed"
     error = turn.state.user_error
+    if error is not None and error.nan_loss is not None:
+        words = error.nan_loss.to_words(turn.state.saved_step)  # there may be a newer one now
+        error = dataclasses.replace(error, error=words)
     if error is not None:
         turn.publish(
             events.UserErrorRaised,
@@ -148,7 +151,8 @@ def end_job(turn: Turn, *, unsaved: str = "") -> None:
         )
     turn.set(members={})
     enter_phase(turn, "ended")
-    reasons = [error.error if error is not None else "", unsaved]
+    ending = turn.state.ending if turn.state.outcome == "finished" else ""
+    reasons = [error.error if error is not None else "", ending, unsaved]
     turn.set_status(outcome, "; ".join(reason for reason in reasons if reason))
 
 

@@ -259,6 +259,48 @@ class EvalCompleted(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class BestReached(Event):
+    """An evaluation was better than all before it: see ``checkpoint.best``.
+
+    The weights of that step are saved in the background; ``CheckpointCommitted`` tells when.
+    """
+
+    step: int
+    metric: str
+    """``loss``, or the name of a metric."""
+    value: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class EarlyStopped(Event):
+    """The evaluations have not improved for long enough: the job ends at this step."""
+
+    step: int
+    metric: str
+    best: float | None
+    """None if it never was a finite number."""
+    best_step: int
+    num_evals: int
+    """Evaluations since the best one."""
+    reason: str
+    """All of that in words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossNotFinite(Event):
+    """The mean loss of a step was NaN or infinite: all ranks undid it before its update."""
+
+    step: int
+    loss: float
+    ranks: list[int]
+    """Those whose own share was not finite."""
+    workers: list[str]
+    """Their workers, in the same order."""
+    saved_step: int = 0
+    """Step of the newest durable checkpoint then; 0 if there was none."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class PreemptionNoticed(Event):
     """A worker was told that its machine will be taken."""
 

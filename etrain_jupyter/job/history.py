@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 
 from etrain_jupyter.events.types import (
     TERMINAL_STATUSES,
+    BestReached,
     CheckpointCommitted,
     EvalCompleted,
     Event,
@@ -129,6 +130,8 @@ class LatestValues:
         self.metrics: dict[str, float] = {}
         self.saved_step = 0
         """Step of the newest durable checkpoint; 0 if there is none."""
+        self.best: list[BestReached] = []
+        """The best evaluations in the order in which they were reached, the very best last."""
         self.user_error: UserErrorRaised | None = None
         self.started_at = math.nan
         self.changed_at = math.nan
@@ -168,10 +171,15 @@ class LatestValues:
             case JobRestored():
                 self.step = event.step
                 self._history.rewind_to(event.step)
+                self.best = [best for best in self.best if best.step <= event.step]
+            case BestReached():
+                self.best = [*(b for b in self.best if b.step != event.step), event]
             case JobStatusChanged():
                 self.status, self.reason = event.status, event.reason
                 if event.status == "waiting":
                     self.world_size = 0
+                if event.status == "finished" and self.step:
+                    self.total_steps = self.step  # it may have ended before its time
                 self._count_if_paused()
             case CheckpointCommitted():
                 self.saved_step = event.step

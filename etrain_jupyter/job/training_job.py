@@ -17,7 +17,6 @@ from etrain_jupyter.errors import (
     EtrainError,
     JobFailedError,
     JobLostError,
-    NotSupportedYetError,
 )
 from etrain_jupyter.events.log import read_events
 from etrain_jupyter.events.phases import phases_of
@@ -233,6 +232,8 @@ class TrainingJob(JobRequests):
             "step": view.step,
             "epoch": view.epoch,
             "duration_s": view.changed_at - view.started_at,
+            **({"reason": view.reason} if view.reason else {}),
+            **({"best": self.best} if view.best else {}),
             **view.metrics,
         }
 
@@ -280,25 +281,39 @@ class TrainingJob(JobRequests):
 
     # --- weights --------------------------------------------------------------------------------
 
+    @property
+    def best(self) -> dict[str, Any] | None:
+        """The best evaluation so far, ``{"step", "metric", "value"}``; None without any.
+
+        Only a job with ``checkpoint.best`` has one.
+        """
+        found = self._latest().best
+        if not found:
+            return None
+        return {"step": found[-1].step, "metric": found[-1].metric, "value": found[-1].value}
+
     def state_dict(self, which: str = "last") -> dict[str, Any]:
-        """Return the weights of the newest checkpoint that verifies, as tensors by name.
+        """Return weights that are saved, as tensors by name.
+
+        Args:
+            which: ``last`` for the newest checkpoint that verifies; ``best`` for the one whose
+                evaluation was the best, see ``checkpoint.best``.
 
         Raises:
             CheckpointError: If there is none yet.
-            NotSupportedYetError: For ``which="best"``.
+            ValueError: For another ``which``.
         """
-        if which != "last":
-            raise NotSupportedYetError(
-                f"state_dict(which={which!r}) comes with a later version; 'last' is the newest "
-                "checkpoint.",
-                hint="use which='last'",
-            )
-        from etrain_jupyter.job.weights import load_newest_weights
+        if which not in ("last", "best"):
+            raise ValueError(f"which={which!r} must be 'last' or 'best'")
+        from etrain_jupyter.job.weights import load_best_weights, load_newest_weights
 
-        return load_newest_weights(self.record)
+        if which == "last":
+            return load_newest_weights(self.record)
+        reached = [best.step for best in reversed(self._latest().best)]
+        return load_best_weights(self.record, reached)
 
     def load_into(self, model: Model, which: str = "last") -> Model:
-        """Load the weights of the newest checkpoint into ``model`` and return it.
+        """Load saved weights into ``model`` and return it; ``which`` as in ``state_dict``.
 
         Raises:
             CheckpointError: If there is none yet, or if the model is another one than the job's.

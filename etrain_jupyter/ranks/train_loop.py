@@ -28,8 +28,10 @@ from etrain_jupyter.ranks.gradients.step import Gradients, Step
 from etrain_jupyter.ranks.gradients.step_header import StepHeader
 from etrain_jupyter.ranks.gradients.stopwatch import Stopwatch
 from etrain_jupyter.ranks.group.process_group import CommunicationError, RankGroup
+from etrain_jupyter.ranks.judge import Judge
 from etrain_jupyter.ranks.learning_rate import LearningRate, scaling_of
 from etrain_jupyter.ranks.micro_batch import MicroBatch, largest_pass
+from etrain_jupyter.ranks.nan_loss import NonFiniteLoss, NonFiniteLossError, check_loss
 from etrain_jupyter.ranks.rank_times import RankTimes
 from etrain_jupyter.ranks.schedule import Every, Mark, WorkPlan, lr_schedule_of
 from etrain_jupyter.ranks.seeds import seed_of
@@ -94,6 +96,8 @@ class TrainLoop:
         )
         if scaling_of(config) is not None:
             workload.extras = {**workload.extras, "learning_rate": self._learning_rate}
+        self.judge = Judge(config)
+        workload.extras = {**workload.extras, **self.judge.extras}
         self._print = WeightsPrint(workload.model)
         self._eval_every = Every(config.eval_every, plan)
         self._committed_at = 0.0
@@ -103,6 +107,12 @@ class TrainLoop:
         """Samples of a full step in this generation."""
         self.after_step: list[Callable[[RankGroup], None]] = []
         """Called at each step boundary, for example to save a checkpoint."""
+        self.after_eval: list[Callable[[RankGroup], None]] = []
+        """Called after each evaluation, and where a generation goes on from an evaluated step."""
+        self._eval_record: dict[str, Any] | None = None
+        """What the last evaluation of this trainer gave; every rank keeps it, rank 0 tells it."""
+        self.undone_loss: NonFiniteLoss | None = None
+        """Why the last generation ended, if it was for that."""
 
     def counters(self) -> dict[str, int]:
         """Return what belongs to the state besides weights and optimizer."""
@@ -116,7 +126,7 @@ class TrainLoop:
     @property
     def is_done(self) -> bool:
         """Whether nothing is left to train."""
-        return self.position >= self.plan.end
+        return self.position >= self.plan.end or self.judge.is_over
 
     @property
     def marks(self) -> tuple[Mark, Mark]:
@@ -167,6 +177,10 @@ class TrainLoop:
     def run(self, group: RankGroup, gradients: Gradients) -> str:
         """Step until a change is pending (``planned``) or nothing is left (``done``).
 
+        Returns:
+            Which of them; or ``nan``, if the loss of a step was not finite. That step is undone on
+            all ranks, and ``undone_loss`` says more.
+
         Raises:
             CommunicationError: A peer is lost. The step in flight is undone.
             Exception: The notebook's code raised. The step in flight is undone.
@@ -177,6 +191,11 @@ class TrainLoop:
         if group.rank == 0 and not self.step and self._learning_rate.warning:
             self._send({"op": "log", "level": "warning", "text": self._learning_rate.warning})
         try:
+            # Whoever had evaluated this state may have died before it could say or save it.
+            if group.rank == 0:
+                self.tell_evaluations(group.generation)
+            if self.step and self.step == self.evaluated_step:
+                self._call(self.after_eval, group)
             while True:
                 if self._is_eval_due() and not self._evaluate(group):
                     return "planned"
@@ -187,6 +206,9 @@ class TrainLoop:
                 self._end_step(group, is_pending=is_pending)
                 if is_pending:
                     return "planned"
+        except NonFiniteLossError as exc:
+            self.undone_loss, self.in_step = exc.told, False
+            return "nan"
         except Exception as exc:
             if not self.micro.give_way(exc):
                 raise
@@ -197,13 +219,19 @@ class TrainLoop:
             gradients.close()
 
     def _end_step(self, group: RankGroup, *, is_pending: bool) -> None:
-        self._tell_digest(group)
+        is_boundary = self.plan.is_boundary(self.position)
+        if is_boundary:
+            self._tell_digest(group)
+        self._call(self.after_step, group)
+        if is_pending or is_boundary or self._times.is_due:
+            self._times.tell()
+
+    def _call(self, calls: list[Callable[[RankGroup], None]], group: RankGroup) -> None:
+        """Do what is to be done at a boundary; its time counts as that of checkpoints."""
         started = time.perf_counter()
-        for call in self.after_step:
+        for call in calls:
             call(group)
         self._times.add_checkpoint(time.perf_counter() - started)
-        if is_pending or self._times.is_due or self.plan.is_boundary(self.position):
-            self._times.tell()
 
     def _shares(self, group: RankGroup, gradients: Gradients) -> Iterator[Share]:
         """Yield every part of this rank's steps, from the present step on."""
@@ -250,6 +278,7 @@ class TrainLoop:
         try:
             gradients.compute(step)
             self._watch.gradients_are_summed()
+            check_loss(step)
             self._at("commit", group)
             with self._watch.updating():
                 is_updated = self._update(step)
@@ -310,6 +339,8 @@ class TrainLoop:
 
         def start_header() -> None:
             self._at("all_reduce", group)
+            if self.faults.spoils_loss(rank=group.rank, step=self.step + 1):
+                header.spoil_loss()
             header.start(
                 group,
                 is_pending=self.change_pending.is_set(),
@@ -388,8 +419,6 @@ class TrainLoop:
 
     def _tell_digest(self, group: RankGroup) -> None:
         """At the end of each epoch and of the job, tell the weights' digest: ranks must agree."""
-        if not self.plan.is_boundary(self.position):
-            return
         digest = digest_of(self.workload.model)
         values = {"step": self.step, "rank": group.rank, "digest": digest}
         self._send({"op": "weights", "generation": group.generation, **values})
@@ -419,22 +448,36 @@ class TrainLoop:
         self.num_evals += 1
         self.evaluated_step, self.is_eval_asked = self.step, 0
         self._eval_every.restart()
+        self._take_eval(found, self._committed_at - started)
+        self._come_to("evaluated", group, step=self.step, phase="evaluating")
         if group.rank == 0:
-            self._tell_eval(group, found, self._committed_at - started)
+            self.tell_evaluations(group.generation)
+        if self.judge.is_over and not self.plan.is_boundary(self.position):
+            self._tell_digest(group)
+        self._call(self.after_eval, group)
         return True
 
-    def _tell_eval(self, group: RankGroup, found: EvalMeans, duration_s: float) -> None:
+    def _take_eval(self, found: EvalMeans, duration_s: float) -> None:
         loss, *metrics = found.means
-        record = {
+        by_name = dict(zip(self.workload.metrics, metrics, strict=True))
+        self.judge.take(self.step, {"loss": loss, **by_name})
+        self._eval_record = {
             "step": self.step,
             "epoch": (self.position - 1) // self.plan.num_train,
             "samples": found.num_samples,
             "loss": loss,
-            "metrics": dict(zip(self.workload.metrics, metrics, strict=True)),
+            "metrics": by_name,
             "duration_s": duration_s,
             "time": time.time(),
         }
-        self._send({"op": "eval", "generation": group.generation, "record": record})
+
+    def tell_evaluations(self, generation: int) -> None:
+        """Tell, as rank 0, of the evaluation of this state and of the best; both may be known."""
+        record, best = self._eval_record, self.judge.best_record()
+        if record is not None and record["step"] == self.step == self.evaluated_step:
+            self._send({"op": "eval", "generation": generation, "record": record})
+        if best is not None:
+            self._send({"op": "best", "generation": generation, "record": best})
 
     # --- before the first generation ---
 

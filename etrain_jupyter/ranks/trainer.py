@@ -179,6 +179,7 @@ class Trainer:
         )
         self._checkpointer.starts = starts
         loop.after_step.append(self._checkpointer.after_step)
+        loop.after_eval.append(self._checkpointer.after_eval)
         self._is_fresh = True
 
     def _enter_folder(self) -> None:
@@ -242,6 +243,10 @@ class Trainer:
         self._is_busy = False
         self._beat(phase="idle")
         report = {"progress": list(self._progress()), "why": why, "undone": undone}
+        if why == "nan" and self._loop.undone_loss is not None:
+            report |= self._loop.undone_loss._asdict()
+        if why == "done":
+            report["ended_early"] = self._loop.judge.end_record()
         self._tell({"op": "report", "generation": group.generation, **report})
 
     def _let_go_of_torn_state(self) -> None:
@@ -345,6 +350,8 @@ class Trainer:
         generation: int = message["generation"]
         # The job's last checkpoint: perhaps the rank 0 that owed the log these steps is dead.
         self._reporter.begin(generation=generation, rank=0, logged_step=message["logged_step"])
+        if self._loop is not None:
+            self._loop.tell_evaluations(generation)
         self._checkpointer.starts = message["starts"]
         self._checkpointer.save_now(generation)
         self._beat(phase="idle")

@@ -21,18 +21,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from etrain_jupyter.job.training_job import TrainingJob
 
-PLACES = ("forward", "all_reduce", "commit", "form", "sync", "warm", "eval")
+PLACES = ("forward", "all_reduce", "commit", "form", "sync", "warm", "eval", "evaluated")
 """Where a trainer may be when it happens. In a step: before its forward pass, while its averages
 are under way, before its update. Between generations: while one forms, while the state is copied.
 Before the first: at the end of the warm-up, where ``rank`` counts the job's trainers from 0. And
-within an evaluation."""
+within an evaluation, and after one, before anybody is told of it or its weights are saved."""
 
 AT_A_PLACE = ("kill", "segfault", "exit", "error", "stop", "hold_gil", "hang", "disconnect")
 """Kinds that a trainer commits."""
 BY_COORDINATOR = ("notice", "kill_worker")
 """Kinds that befall the worker of a rank once the step is committed."""
-PLANTED = ("lose_sample", "repeat_sample", "diverge")
-"""Bugs on purpose, for the audit to find."""
+PLANTED = ("lose_sample", "repeat_sample", "diverge", "nan_loss")
+"""Bugs on purpose, for the audit or the step itself to find."""
 KINDS = (*AT_A_PLACE, *BY_COORDINATOR, *PLANTED)
 
 
@@ -128,6 +128,10 @@ class FaultPlan:
     def diverge(self, *, rank: int | None, step: int) -> FaultPlan:
         """Change one weight on one rank alone: a bug on purpose."""
         return self.add("diverge", rank=rank, step=step)
+
+    def nan_loss(self, *, rank: int | None, step: int) -> FaultPlan:
+        """Let its share of a step's loss be NaN."""
+        return self.add("nan_loss", rank=rank, step=step)
 
     def add(self, kind: str, **values: Any) -> FaultPlan:
         """Add a fault by the name of its kind.

@@ -10,6 +10,7 @@ _MOST_PROBLEMS = 20
 _CUT_SHORT = {
     "stopped": "one cut short: the job was stopped",
     "failed": "one cut short: the job failed",
+    "finished": "one cut short: the job ended early",
 }
 _COLUMNS = ("epoch", "samples", "once", "repeated", "missing")
 
@@ -90,7 +91,8 @@ class AuditReport:
             return "audit ok: nothing has been trained yet"
         num_complete = sum(epoch.is_complete for epoch in self.epochs)
         parts = [f"{_count(num_complete, 'epoch')} complete"] if num_complete else []
-        cut_short = _CUT_SHORT.get(self.status, "one in progress")
+        is_over = self.status != "finished" or "EarlyStopped" in self.num_kinds
+        cut_short = _CUT_SHORT.get(self.status if is_over else "", "one in progress")
         parts += [cut_short] if num_complete < len(self.epochs) else []
         return f"audit ok: every sample exactly once ({', '.join(parts)})"
 

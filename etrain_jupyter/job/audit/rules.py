@@ -15,6 +15,7 @@ from etrain_jupyter.elastic.ledger import StepRange
 from etrain_jupyter.events.types import (
     TERMINAL_STATUSES,
     CheckpointCommitted,
+    EarlyStopped,
     EvalCompleted,
     Event,
     FaultInjected,
@@ -193,6 +194,13 @@ def _check_end(
     if planned is None or _last_status(log) != "finished":
         return
     reached = max((step.step for step in steps), default=start)
+    # A decision is void once a later generation has gone on, from an older state.
+    newest = max((step.generation for step in steps), default=0)
+    decided = [e.step for e in log if isinstance(e, EarlyStopped) and e.generation >= newest]
+    if decided:
+        if decided[-1] != reached:
+            yield f"the job finished at step {reached}, to be stopped early at {decided[-1]}"
+        return
     if planned.per_worker_batch_size:
         last = max(steps, key=lambda step: step.step, default=None)
         trained = 0

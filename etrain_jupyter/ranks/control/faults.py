@@ -58,7 +58,8 @@ class Faults:
         """Commit what is planned for this place; may not return.
 
         Args:
-            place: ``warm``, ``form``, ``sync``, ``forward``, ``all_reduce``, ``commit``, ``eval``.
+            place: ``warm``, ``form``, ``sync``, ``forward``, ``all_reduce``, ``commit``, ``eval``,
+                ``evaluated``.
             rank: This trainer's rank; at ``warm``, where it has none, its number among all that the
                 job has started, from 0.
             step: The step that is being made; outside of steps the one that the state stands at.
@@ -104,6 +105,13 @@ class Faults:
         for fault in list(self._planned):
             if fault["kind"] == "diverge" and self._fires(fault, rank, step):
                 next(model.parameters()).data.view(-1)[0] += NUDGE
+
+    def spoils_loss(self, *, rank: int, step: int) -> bool:
+        """Whether this rank's share of the loss shall be NaN (``nan_loss``)."""
+        if not self._planned:
+            return False
+        due = [f for f in self._planned if f["kind"] == "nan_loss"]
+        return any([self._fires(fault, rank, step) for fault in due])
 
     def _commit_if_due(self, fault: Fault, rank: int, step: int) -> None:
         if self._fires(fault, rank, step):
@@ -178,6 +186,6 @@ _COMMIT: dict[str, Callable[[], None]] = {
     "hang": _hang,
 }
 _AT_A_PLACE = frozenset({*_COMMIT, "disconnect"})
-_SPOILS = frozenset({"lose_sample", "repeat_sample", "diverge"})
+_SPOILS = frozenset({"lose_sample", "repeat_sample", "diverge", "nan_loss"})
 NO_FAULTS = Faults([], lambda _: None)
 """For whoever has no plan."""

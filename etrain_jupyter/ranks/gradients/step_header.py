@@ -5,6 +5,7 @@ Shapes: ``M`` the loss and the metrics, ``S`` slots.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -39,6 +40,12 @@ class StepHeader:
         self._merges = merges
         self._world_size = 1
         self._sent: Pending | None = None
+        self.is_own_loss_finite = True
+        """Whether this rank's share of the loss is a finite number; known once it is sent."""
+
+    def spoil_loss(self) -> None:
+        """Let this rank's share of the loss be NaN, as a fault on purpose."""
+        self._means_SM[0, 0] = math.nan
 
     def add(
         self,
@@ -73,6 +80,7 @@ class StepHeader:
         self._values[EVAL_ASKED] = float(is_eval_asked)
         self._values[PRINT], self._values[PRINT_SQUARED] = mine, mine * mine
         self._world_size = group.world_size
+        self.is_own_loss_finite = bool(self._means_SM[:, 0].isfinite().all())
         self._sent = group.all_reduce(self._values)
 
     def wait(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import threading
 import time
@@ -70,6 +71,14 @@ class Checkpointer:
         self.starts: list[int] = []
         """The step at which each generation of the job began, up to the present one."""
         self._writer: threading.Thread | None = None
+        self._lock = threading.Lock()
+        """Guards the next two: the writer takes what the main thread leaves."""
+        self._writing: _Copy | None = None
+        self._queued: _Copy | None = None
+        """A best state that waits for the writer; a better one takes its place."""
+        self._durable: set[int] = set()
+        """Steps that were seen to be durable in the generation ``_durable_in``."""
+        self._durable_in = 0
         self._asked = threading.Event()
         self._owed = False
         self._is_waited_for = False
@@ -91,6 +100,48 @@ class Checkpointer:
         self._owed = False
         self._asked.clear()
         self._start(group.generation)
+
+    def after_eval(self, group: RankGroup) -> None:
+        """Start to save the present state if it was evaluated better than all that is durable.
+
+        What is durable counts, not what was measured: the weights of the best may have been lost
+        with a rank 0 that was saving them. The job's last state is saved in any case.
+        """
+        if self._durable_in != group.generation:
+            self._durable_in, self._durable = group.generation, set()
+        if group.rank != 0 or self._loop.is_done or not self._is_best():
+            return
+        self._start(group.generation)
+
+    def _is_best(self) -> bool:
+        steps = [known.step for known in self._loop.judge.best]
+        if self._loop.step not in steps:
+            return False
+        place = steps.index(self._loop.step)
+        is_kept = any(self._is_kept(step) for step in steps[: place + 1])
+        if place and not is_kept:
+            text = (
+                f"step {self._loop.step} is saved as the best that is left: the weights of step "
+                f"{steps[0]} never became durable"
+            )
+            self._send({"op": "log", "level": "warning", "text": text})
+        return not is_kept
+
+    def _is_kept(self, step: int) -> bool:
+        """Whether a step of this job is durable, or about to be."""
+        with self._lock:
+            under_way = [copy.step for copy in (self._writing, self._queued) if copy is not None]
+        if step in under_way or step in self._durable:
+            return True
+        try:
+            is_there = step in self._store.list_steps() and self._is_of_job(
+                self._store.read_manifest(step).generation, step
+            )
+        except CheckpointError:
+            return False
+        if is_there:
+            self._durable.add(step)
+        return is_there
 
     def _is_due(self) -> bool:
         if self._asked.is_set():
@@ -131,9 +182,26 @@ class Checkpointer:
             started=started,
             stall_s=stall_s,
         )
+        with self._lock:
+            if self._writing is not None:
+                self._queued = copy
+                return
+            self._writing = copy
         # Not a daemon: the process does not end while a checkpoint is being written.
-        self._writer = threading.Thread(target=self._write, args=(copy,), name="etrain-checkpoint")
+        self._writer = threading.Thread(target=self._write_all, name="etrain-checkpoint")
         self._writer.start()
+
+    def _write_all(self) -> None:
+        """Write the copy that is there, and what is queued meanwhile."""
+        try:
+            while (copy := self._writing) is not None:
+                self._write(copy)
+                with self._lock:
+                    self._writing, self._queued = self._queued, None
+        except BaseException:
+            with self._lock:
+                self._writing = self._queued = None
+            raise
 
     def _write(self, copy: _Copy) -> None:
         try:
@@ -176,9 +244,20 @@ class Checkpointer:
         if not self._store.commit(manifest):
             # Another rank was as far, with the same weights.
             return self._store.read_manifest(copy.step)
-        steps = self._store.list_steps()
-        self._store.prune(choose_steps_to_keep(steps, keep=self._config.checkpoint.keep))
+        self._prune(copy.generation)
         return manifest
+
+    def _prune(self, generation: int) -> None:
+        """Remove old checkpoints: not the best one, and none once a later generation writes."""
+        writers = self._writers()
+        if max(writers.values(), default=0) > generation:
+            return
+        known = [best.step for best in self._loop.judge.best]
+        kept = (s for s in known if s in writers and self._is_of_job(writers[s], s))
+        protected = set(itertools.islice(kept, 1))
+        keep = self._config.checkpoint.keep
+        steps = self._store.list_steps()
+        self._store.prune(choose_steps_to_keep(steps, keep=keep, protected=protected))
 
     def _check_manifests(self, step: int, generation: int) -> None:
         """Leave the store alone once a later generation writes to it: this rank is cut off.

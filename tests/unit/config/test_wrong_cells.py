@@ -14,6 +14,10 @@ from etrain_jupyter.errors import CellError, ConfigError, NotSupportedYetError
 
 MAGIC = "%%etrain distributed --name digits"
 GOOD = "model: Net()\ndata: {train: train_set}\nloss: loss\n"
+EVALUATED = (
+    "model: Net()\ndata: {train: train_set, eval: train_set}\nloss: loss\n"
+    "metrics: {accuracy: loss}\n"
+)
 
 
 class Net:
@@ -570,6 +574,78 @@ etrain: line 5, column 7: !py 1 / 0 raised ZeroDivisionError: division by zero
     5 | seed: !py 1 / 0
       |       ^^^^^^^^^""",
     ),
+    "best without an evaluation": (
+        GOOD + "checkpoint: {best: {metric: loss}}\n",
+        """\
+etrain: line 5, column 14: checkpoint.best looks at evaluations, and there are none without data.eval
+    5 | checkpoint: {best: {metric: loss}}
+      |              ^^^^
+  write data: {train: ..., eval: eval_set}, or remove the line""",
+    ),
+    "best of a misspelled metric": (
+        EVALUATED + "checkpoint: {best: {metric: acuracy, mode: max}}\n",
+        """\
+etrain: line 6, column 29: checkpoint.best names the metric 'acuracy', which is not evaluated
+    6 | checkpoint: {best: {metric: acuracy, mode: max}}
+      |                             ^^^^^^^
+  did you mean 'accuracy'?""",
+    ),
+    "best of a metric of which nobody knows whether more is better": (
+        EVALUATED + "checkpoint: {best: {metric: accuracy}}\n",
+        """\
+etrain: line 6, column 20: nothing says whether more or less accuracy is better
+    6 | checkpoint: {best: {metric: accuracy}}
+      |                    ^^^^^^^^^^^^^^^^^^
+  write {metric: accuracy, mode: max}, or mode: min""",
+    ),
+    "early stopping by an unknown metric": (
+        EVALUATED + "early_stopping: {metric: f1, mode: max}\n",
+        """\
+etrain: line 6, column 26: early_stopping names the metric 'f1', which is not evaluated
+    6 | early_stopping: {metric: f1, mode: max}
+      |                          ^^
+  there are: loss, accuracy; metrics: defines more""",
+    ),
+    "early stopping without an evaluation": (
+        GOOD + "early_stopping: {metric: loss}\n",
+        """\
+etrain: line 5, column 1: early_stopping looks at evaluations, and there are none without data.eval
+    5 | early_stopping: {metric: loss}
+      | ^^^^^^^^^^^^^^
+  write data: {train: ..., eval: eval_set}, or remove the line""",
+    ),
+    "early stopping without a metric": (
+        EVALUATED + "early_stopping: {patience: 2}\n",
+        """\
+etrain: line 6, column 1: key 'early_stopping.metric' is missing
+    6 | early_stopping: {patience: 2}
+      | ^^^^^^^^^^^^^^
+  add for example 'early_stopping: {metric: loss, patience: 3}'""",
+    ),
+    "misspelled key in a group that may be left out": (
+        GOOD + "schedule: {warmpu: 3 steps}\n",
+        """\
+etrain: line 5, column 12: unknown key 'warmpu' in 'schedule'
+    5 | schedule: {warmpu: 3 steps}
+      |            ^^^^^^
+  did you mean 'warmup'?""",
+    ),
+    "early stopping in lightning's words": (
+        EVALUATED + "early_stopping: {monitor: loss}\n",
+        """\
+etrain: line 6, column 18: unknown key 'monitor' in 'early_stopping'
+    6 | early_stopping: {monitor: loss}
+      |                  ^^^^^^^
+  here it is 'metric'""",
+    ),
+    "unknown answer to a loss that is NaN": (
+        GOOD + "on_nan_loss: skip\n",
+        """\
+etrain: line 5, column 14: on_nan_loss must be fail or pause, not the text 'skip'
+    5 | on_nan_loss: skip
+      |              ^^^^
+  write on_nan_loss: pause""",
+    ),
     "unknown tag": (
         GOOD + "seed: !env SEED\n",
         """\
@@ -593,7 +669,6 @@ def test_a_wrong_cell_prints(name: str) -> None:
         "weight: loss",
         "step: loss",
         "checkpoint: {to: 's3://bucket'}",
-        "checkpoint: {best: {metric: accuracy}}",
         "log: {tensorboard: tb}",
         "pool: spot",
     ],

@@ -420,3 +420,109 @@ def test_noticed_worker_leaves_in_time_although_too_few_are_left():
     story.report("w1", step=5).report("w2", step=5)
     assert story.state.status == "waiting"
     assert [x.worker for x in story.found(events.WorkerLeft)] == ["w2"]
+
+
+def nan(story: Story, worker: str, rank: int, step: int, *, is_source: bool = False) -> Story:
+    """A rank has undone the step after ``step``, because the ranks' mean loss is NaN."""
+    return story.tell(
+        s.LossNotFinite(
+            trainer=story.trainer(worker),
+            generation=story.state.generation,
+            rank=rank,
+            progress=(step, 0),
+            loss=float("nan"),
+            is_source=is_source,
+        )
+    )
+
+
+def test_loss_that_is_nan_fails_the_job_once_all_have_told_and_the_last_good_step_is_saved():
+    story = Story().start("w1", "w2", "w3").tell(s.CheckpointSaved(step=4, trainer="x"))
+    nan(story, "w1", 0, 6)
+    nan(story, "w3", 2, 6, is_source=True)
+    assert not story.found(c.SaveCheckpoint)  # w2 may be another source
+    nan(story, "w2", 1, 6, is_source=True)
+    [save] = story.found(c.SaveCheckpoint)
+    assert save.trainer == story.trainer("w1")
+    [told] = story.found(events.LossNotFinite)
+    assert (told.step, told.ranks, told.workers, told.saved_step) == (7, [1, 2], ["w2", "w3"], 4)
+    story.tell(s.CheckpointSaved(step=6))
+    assert story.state.status == "failed"
+    assert story.state.reason == (
+        "the loss of step 7 is nan on rank 1 (w2), rank 2 (w3); no rank updated its weights, "
+        "which are those of step 6; the newest checkpoint is of step 6"
+    )
+    assert not story.found(c.AbortGeneration, ever=True)
+    assert not story.found(events.StepUndone, ever=True)
+
+
+def test_loss_that_is_nan_can_pause_and_resume_makes_the_step_again():
+    story = Story().start("w1", "w2")
+    story.state = story.state.replace(pauses_on_nan=True)
+    nan(nan(story, "w1", 0, 6, is_source=True), "w2", 1, 6)
+    assert story.state.status == "paused"
+    assert story.state.reason == (
+        "the loss of step 7 is nan on rank 0 (w1); no rank updated its weights, which are those of "
+        "step 6; there is no checkpoint yet. %etrain resume tries the step again, %etrain stop "
+        "ends the job"
+    )
+    story.tell(s.ResumeAsked())
+    [form] = story.found(c.FormGeneration)
+    assert (form.step, form.behind, form.restore) == (6, (), False)
+    assert (story.state.status, story.state.reason) == ("running", "")
+
+
+def test_rank_that_dies_before_it_could_tell_does_not_hide_a_loss_that_is_nan():
+    story = Story().start("w1", "w2")
+    nan(story, "w1", 0, 6)
+    story.lose("w2")
+    assert story.state.outcome == "failed"
+    assert "is nan, on which rank nobody is left to say" in story.state.user_error.error
+
+
+def test_stop_that_was_asked_for_before_the_loss_was_nan_still_stops():
+    story = Story().start("w1").tell(s.StopAsked())
+    nan(story, "w1", 0, 6, is_source=True)
+    story.tell(s.CheckpointSaved(step=6))
+    assert (story.state.status, story.state.reason) == ("stopped", "")
+
+
+def test_loss_of_a_generation_that_is_over_says_nothing():
+    story = Story().start("w1", "w2")
+    before = story.state
+    trainer = story.trainer("w1")
+    told = {"rank": 0, "progress": (3, 0), "loss": float("nan"), "is_source": True}
+    story.tell(s.LossNotFinite(trainer=trainer, generation=0, **told))
+    assert (story.state, story.last) == (before, [])
+
+
+def test_job_that_ends_early_says_why():
+    story = Story().start("w1")
+    reported = s.TrainerReported(
+        trainer=story.trainer("w1"),
+        generation=1,
+        progress=(6, 3),
+        why="done",
+        ending="early stopping: enough",
+    )
+    story.tell(reported).tell(s.CheckpointSaved(step=6))
+    assert (story.state.status, story.state.reason) == ("finished", "early stopping: enough")
+
+
+def test_early_end_that_is_lost_with_its_holders_is_decided_anew():
+    story = Story().start("w1")
+    reported = s.TrainerReported(
+        trainer=story.trainer("w1"), generation=1, progress=(6, 3), why="done", ending="enough"
+    )
+    story.tell(reported)
+    story.lose("w1")
+    assert (story.state.outcome, story.state.ending) == ("", "")
+
+
+def test_rank_that_saw_the_others_leave_before_it_had_the_loss_has_undone_the_same_step():
+    story = Story().start("w1", "w2")
+    nan(story, "w1", 0, 6, is_source=True)
+    failed = {"generation": 1, "progress": (6, 0), "why": "failed", "undone": True}
+    story.tell(s.TrainerReported(trainer=story.trainer("w2"), **failed))
+    assert [e.step for e in story.found(events.LossNotFinite)] == [7]
+    assert not story.found(events.StepUndone, ever=True)

@@ -46,7 +46,9 @@ def assert_good_end(cluster: Cluster) -> None:
             assert state.status == "failed"
         if state.status == "failed":
             is_unsaved = job.num_failed_saves >= MOST_SAVES
-            assert job.raised or job.is_failure_earned() or is_unsaved, state.reason
+            is_nan = job.had_nan and not state.pauses_on_nan
+            earned = job.raised or is_nan or job.is_failure_earned() or is_unsaved
+            assert earned, state.reason
         elif state.status == "stopped":
             assert job.stop_asked
         else:
@@ -124,6 +126,11 @@ class Explored(RuleBasedStateMachine):
     @rule(pick=ANY)
     def raise_in_the_notebooks_code(self, pick):
         self.one_of(self.cluster.raisers(), pick).raise_user_error()
+
+    @precondition(lambda self: self.cluster.raisers())
+    @rule(pick=ANY)
+    def spoil_the_loss_of_a_step(self, pick):
+        self.one_of(self.cluster.raisers(), pick).is_spoilt = True
 
     @rule(pick=ANY)
     def hear_an_old_message_again(self, pick):

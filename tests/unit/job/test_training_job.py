@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from etrain_jupyter.errors import (
+    CheckpointError,
     ConfigError,
     EtrainError,
     JobFailedError,
     JobLostError,
-    NotSupportedYetError,
     PoolError,
 )
 from etrain_jupyter.events.log import EventLog
@@ -373,8 +373,10 @@ def test_job_without_a_dashboard_shows_a_table(tmp_path: Path) -> None:
     assert "<td>digits-1</td>" in bundle["text/html"]
 
 
-def test_best_weights_are_refused_until_they_exist(tmp_path: Path) -> None:
+def test_best_weights_of_a_job_that_keeps_none_are_refused(tmp_path: Path) -> None:
     job = make_job(tmp_path, None, status("finished"))
 
-    with pytest.raises(NotSupportedYetError, match="later version"):
+    with pytest.raises(CheckpointError, match="keeps no best checkpoint"):
         job.state_dict("best")
+    with pytest.raises(ValueError, match="'last' or 'best'"):
+        job.state_dict("newest")

@@ -196,7 +196,7 @@ def test_loop_comes_to_each_place_with_the_step_that_is_being_made():
     run(loop)
     passes = ["forward", "forward", "all_reduce", "commit"]
     assert loop.faults.places[:8] == [(p, 1) for p in passes] + [(p, 2) for p in passes]
-    assert {p for p in loop.faults.places[8:]} == {("eval", 2)}
+    assert {p for p in loop.faults.places[8:]} == {("eval", 2), ("evaluated", 2)}
 
 
 def test_each_place_is_a_sign_of_life():

@@ -260,6 +260,9 @@ class Cluster:
             # By now everybody has had the time to do what was due before.
             self.is_fair = number > FAIR_ROUNDS
             self._add_workers()
+            for job in self.active():
+                if job.state.paused:  # a loss that was not finite may do that by itself
+                    job.handle(s.ResumeAsked())
             self.play_round()
         assert not self.active(), [job.state for job in self.active()]
         self.tick(RELEASE_TIMEOUT_S)

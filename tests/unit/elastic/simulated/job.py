@@ -37,7 +37,8 @@ class Job:
 
     def __init__(self, cluster: Cluster, job_id: str, *, min_workers: int, max_workers: int):
         self.cluster = cluster
-        self.state = JobState(job_id=job_id, min_workers=min_workers, max_workers=max_workers)
+        bounds = {"min_workers": min_workers, "max_workers": max_workers}
+        self.state = JobState(job_id=job_id, **bounds, pauses_on_nan=min_workers % 2 == 0)
         self.trainers: dict[str, Trainer] = {}
         self.group: Group | None = None
         self.clock = StepClock()
@@ -51,6 +52,8 @@ class Job:
         """How often the last checkpoint could not be written."""
         self.raised = False
         """Whether the notebook's code raised in one of its trainers."""
+        self.had_nan = False
+        """Whether the loss of one of its steps was not finite."""
         self.stop_asked = self.stop_now_asked = False
         self.taken: list[tuple[Trainer, Message]] = []
         """What its trainers said of their generations."""
@@ -180,7 +183,7 @@ class Job:
             return
         if op != "exited" and not self.knows(trainer):
             return
-        if op in ("formed", "report"):
+        if op in ("formed", "report", "nan"):
             self.taken.append((trainer, message))
         self._TAKE[op](self, trainer, message)
 
@@ -231,6 +234,11 @@ class Job:
     def _on_report(self, trainer: Trainer, message: Message) -> None:
         values = {k: message[k] for k in ("generation", "progress", "why", "undone")}
         self.handle(s.TrainerReported(trainer=trainer.name, **values))
+
+    def _on_nan(self, trainer: Trainer, message: Message) -> None:
+        self.had_nan = True
+        values = {k: message[k] for k in ("generation", "progress", "rank", "is_source")}
+        self.handle(s.LossNotFinite(trainer=trainer.name, loss=float("nan"), **values))
 
     def _on_user_error(self, trainer: Trainer, message: Message) -> None:
         values = {k: message[k] for k in ("generation", "progress")}
@@ -296,6 +304,7 @@ class Job:
         "hello": _on_hello,
         "formed": _on_formed,
         "report": _on_report,
+        "nan": _on_nan,
         "user_error": _on_user_error,
         "steps": _on_steps,
         "eval": _on_eval,

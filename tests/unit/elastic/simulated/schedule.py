@@ -21,6 +21,8 @@ class Schedule:
 
     def __init__(self, seed: int, *, num_events: int = 40, fault_rate: float = 0.3) -> None:
         self._dice = random.Random(seed)
+        self._nan_dice = random.Random(f"nan {seed}")
+        """Says whose loss is NaN; of its own, so that the rest of a schedule stays what it was."""
         self._num_events, self._fault_rate = num_events, fault_rate
         bounds = [self._bounds() for _ in range(self._dice.choice((1, 1, 2)))]
         self.cluster = Cluster(*bounds)
@@ -34,6 +36,8 @@ class Schedule:
         for _ in range(self._num_events):
             is_rough = self._dice.random() < self._fault_rate
             self._dice.choice(rough if is_rough else calm)()
+            if self._nan_dice.random() < self._fault_rate / 20 and self.cluster.raisers():
+                self._nan_dice.choice(self.cluster.raisers()).is_spoilt = True
         self.cluster.finish()
         return self.cluster
 

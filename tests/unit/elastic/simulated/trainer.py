@@ -65,6 +65,8 @@ class Group:
     """Members whose connections are closed: dead, or out of the generation."""
     pending_at: set[int] = field(default_factory=set)
     """Collectives in which some rank's header told of a pending change."""
+    nan_at: set[int] = field(default_factory=set)
+    """Collectives of which the mean loss is no finite number."""
     state: tuple[s.Progress, int, tuple[Message, ...]] = (s.NO_PROGRESS, 0, ())
     """What rank 0 sends to those behind: progress, weights, records that the log may lack."""
     is_faulty: bool = False
@@ -92,6 +94,8 @@ class Trainer:
         self.beats = 0
         self.is_alive = True
         self.is_aborted = self.is_pending = self.in_step = False
+        self.is_spoilt = False
+        """Whether its share of the loss of the next step, or of the present one, is NaN."""
         self.group: Group | None = None
         self.progress = s.NO_PROGRESS
         self.weights = 0
@@ -264,6 +268,8 @@ class Trainer:
             self.enter("stepping")
             if self.is_pending:
                 self.group.pending_at.add(self.group.entered[self.name])
+            if self.is_spoilt:
+                self.group.nan_at.add(self.group.entered[self.name])
 
     def _evaluated(self) -> None:
         step, evals = self.progress
@@ -276,6 +282,9 @@ class Trainer:
     def _commit(self) -> None:
         group = self.group
         assert group is not None
+        if group.entered[self.name] in group.nan_at:
+            self._undo_nan()
+            return
         promises.check_commit(self)
         step = self.progress[0] + 1
         self.progress = (step, self.progress[1])
@@ -296,6 +305,13 @@ class Trainer:
             self.copy, self.is_asked_to_save = self._copy(group.number), False
         if group.entered[self.name] in group.pending_at:
             self.leave("planned")
+
+    def _undo_nan(self) -> None:
+        """Leave the generation at the step before, as all others do."""
+        self._close()
+        is_source, self.is_spoilt = self.is_spoilt, False
+        self.in_step, self.place = False, "idle"
+        self.say("nan", progress=self.progress, rank=self.rank, is_source=is_source)
 
     def fail(self) -> None:
         """Leave the collective in which it waits because a peer or its own abort broke it."""

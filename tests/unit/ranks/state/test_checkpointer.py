@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +15,7 @@ from etrain_jupyter.checkpoints import LocalStore
 from etrain_jupyter.checkpoints.base import open_newest
 from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.errors import CheckpointError
+from etrain_jupyter.ranks.judge import Judge
 from etrain_jupyter.ranks.schedule import WorkPlan
 from etrain_jupyter.ranks.state.checkpointer import EXTRA_PART, Checkpointer, restore
 
@@ -29,6 +32,11 @@ class Net(nn.Module):
         self.register_buffer("hidden", torch.zeros(2), persistent=False)
 
 
+def config_of(checkpoint: dict) -> TrainConfig:
+    keys = {"model": "m", "data": {"train": "d", "eval": "e"}, "loss": "l"}
+    return TrainConfig.model_validate({**keys, "checkpoint": checkpoint})
+
+
 class Loop:
     """What a checkpoint is made of, without training."""
 
@@ -43,6 +51,8 @@ class Loop:
         self.step = 0
         self.position = 0
         self.page = None
+        self.is_done = False
+        self.judge = Judge(config_of({}))
 
     def counters(self) -> dict[str, int]:
         return {"step": self.step}
@@ -200,3 +210,104 @@ def test_step_that_another_rank_has_saved_is_not_saved_twice(tmp_path):
     Saver(tmp_path, starts=[0]).save(step=2, generation=1)
     assert Saver(tmp_path, starts=[0, 2]).save(step=2, generation=2)["op"] == "checkpoint_committed"
     assert LocalStore(tmp_path).read_manifest(2).generation == 1
+
+
+class BestSaver(Saver):
+    """A rank 0 that evaluates, and keeps the newest checkpoint and the best one."""
+
+    def __init__(self, folder, *, starts: list[int]) -> None:
+        super().__init__(folder, starts=starts)
+        config = config_of({"best": {"metric": "loss"}, "keep": 1})
+        self.checkpointer._config = config
+        self.loop.judge = Judge(config)
+        self.group = SimpleNamespace(rank=0, generation=len(starts))
+
+    def evaluate(self, *, step: int, loss: float) -> None:
+        self.loop.step = step
+        self.loop.judge.take(step, {"loss": loss})
+        self.checkpointer.after_eval(self.group)
+
+    def join(self) -> list[int]:
+        self.checkpointer.join()
+        return self.checkpointer._store.list_steps()
+
+
+def test_best_checkpoint_stays_beside_the_newest_ones(tmp_path):
+    saver = BestSaver(tmp_path, starts=[0])
+    saver.evaluate(step=2, loss=0.5)
+    saver.join()
+    for step in (3, 4, 5):
+        saver.save(step=step, generation=1)
+    saver.evaluate(step=5, loss=0.7)
+    assert saver.join() == [2, 5]
+    saver.evaluate(step=6, loss=0.4)
+    assert saver.join() == [6]
+
+
+def test_evaluation_that_is_no_better_saves_nothing(tmp_path):
+    saver = BestSaver(tmp_path, starts=[0])
+    for step, loss in ((2, 0.5), (3, 0.5), (4, math.nan), (5, 0.6)):
+        saver.evaluate(step=step, loss=loss)
+    assert saver.join() == [2]
+
+
+def test_next_generation_at_the_same_step_saves_the_best_that_its_dead_rank_0_could_not(tmp_path):
+    first, second = BestSaver(tmp_path, starts=[0]), BestSaver(tmp_path, starts=[0, 4])
+    first.evaluate(step=2, loss=0.5)
+    first.join()
+    first.loop.step = 4
+    first.loop.judge.take(4, {"loss": 0.3})  # and here it dies
+    second.loop.step = 4
+    second.loop.judge.load_state_dict(first.loop.judge.state_dict())
+    second.checkpointer.after_eval(second.group)
+    assert second.join() == [4]
+
+
+def test_when_the_best_is_lost_the_next_one_that_beats_what_is_durable_is_saved(tmp_path):
+    first, second = BestSaver(tmp_path, starts=[0]), BestSaver(tmp_path, starts=[0, 5])
+    first.evaluate(step=2, loss=0.5)
+    first.join()
+    second.loop.judge.load_state_dict(first.loop.judge.state_dict())
+    second.loop.judge.take(4, {"loss": 0.3})  # its weights are gone: the job stands at step 5
+    second.evaluate(step=6, loss=0.6)
+    assert second.join() == [2]
+    second.evaluate(step=8, loss=0.4)
+    assert second.join() == [8]
+    [warning] = [m["text"] for m in second.told if m["op"] == "log"]
+    assert warning == (
+        "step 8 is saved as the best that is left: the weights of step 4 never became durable"
+    )
+
+
+class SlowStore(LocalStore):
+    """Does not begin to write before it may."""
+
+    def __init__(self, root) -> None:
+        super().__init__(root)
+        self.may_write = threading.Event()
+
+    def begin(self, step: int) -> str:
+        assert self.may_write.wait(60)
+        return super().begin(step)
+
+
+def test_best_state_waits_for_the_checkpoint_in_flight_and_training_does_not(tmp_path):
+    saver = BestSaver(tmp_path, starts=[0])
+    store = saver.checkpointer._store = SlowStore(tmp_path)
+    for step, loss in ((1, 0.9), (2, 0.5), (3, 0.4)):
+        saver.evaluate(step=step, loss=loss)  # returns although nothing can be written
+    assert store.list_steps() == []
+    store.may_write.set()
+    assert saver.join() == [3]
+    committed = [m["record"]["step"] for m in saver.told if m["op"] == "checkpoint_committed"]
+    assert committed == [1, 3]  # step 2 had made room for what was better
+
+
+def test_generation_that_was_given_up_removes_nothing_of_a_later_one(tmp_path):
+    old, new = BestSaver(tmp_path, starts=[0]), BestSaver(tmp_path, starts=[0, 9])
+    store = old.checkpointer._store = SlowStore(tmp_path)
+    old.evaluate(step=9, loss=0.5)
+    new.evaluate(step=10, loss=0.4)
+    new.save(step=11, generation=2)
+    store.may_write.set()
+    assert old.join() == [9, 10, 11]  # the best of the later one is among them

@@ -1,0 +1,35 @@
+"""A step whose mean loss is no finite number: what is known of it, and what is said."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class NanLoss:
+    """A step that all ranks undid before its update, because of its loss."""
+
+    step: int
+    loss: float
+    """The mean over the ranks: NaN, or infinite."""
+    sources: tuple[tuple[int, str], ...] = ()
+    """Rank and worker of those whose own share was not finite, as far as they have told."""
+
+    def to_words(self, saved_step: int) -> str:
+        """Say what happened, where, and what is left.
+
+        Args:
+            saved_step: The newest durable checkpoint; below 0 if there is none.
+
+        >>> NanLoss(step=12, loss=float("nan"), sources=((1, "w1"),)).to_words(8)
+        'the loss of step 12 is nan on rank 1 (w1); no rank updated its weights, which are those \
+of step 11; the newest checkpoint is of step 8'
+        """
+        named = [f"rank {rank} ({worker})" for rank, worker in self.sources]
+        where = f" on {', '.join(named)}" if named else ", on which rank nobody is left to say"
+        newest = f"the newest checkpoint is of step {saved_step}"
+        return (
+            f"the loss of step {self.step} is {self.loss}{where}; no rank updated its weights, "
+            f"which are those of step {self.step - 1}; "
+            f"{newest if saved_step >= 0 else 'there is no checkpoint yet'}"
+        )
