@@ -19,13 +19,15 @@ from etrain_jupyter.elastic.stimuli import Progress
 from etrain_jupyter.ranks.control.faults import NO_FAULTS, Faults
 from etrain_jupyter.ranks.control.progress import ProgressPage
 from etrain_jupyter.ranks.data import Delivered, Share
-from etrain_jupyter.ranks.evaluation import EvalMeans, Evaluation
+from etrain_jupyter.ranks.evaluation import Evaluated, Evaluation
 from etrain_jupyter.ranks.gradients.averaged import AveragedGradients
 from etrain_jupyter.ranks.gradients.sharded import ShardedGradients
 from etrain_jupyter.ranks.gradients.step import Gradients, Step
 from etrain_jupyter.ranks.gradients.step_header import StepHeader
 from etrain_jupyter.ranks.group.process_group import RankGroup
 from etrain_jupyter.ranks.learning_rate import LearningRate, scaling_of
+from etrain_jupyter.ranks.objective.measures import Means
+from etrain_jupyter.ranks.objective.weight import divide_gradients
 from etrain_jupyter.ranks.references import WorkloadError
 from etrain_jupyter.ranks.schedule import Every, Mark, WorkPlan, lr_schedule_of
 from etrain_jupyter.ranks.seeds import seed_of
@@ -125,12 +127,12 @@ class TrainLoop:
             ConfigError: If some rank would have nothing to do.
         """
         num_shards = self.config.num_shards()
-        batch, model = self.config.batch, self.workload.model
+        batch, module = self.config.batch, self.workload.module
         self._batch_size = batch.size(group.world_size)
         if num_shards is not None:
             return ShardedGradients(
                 group,
-                model,
+                module,
                 moving=self._moving,
                 num_shards=num_shards,
                 global_batch_size=self._batch_size,
@@ -139,7 +141,7 @@ class TrainLoop:
             )
         return AveragedGradients(
             group,
-            model,
+            module,
             moving=self._moving,
             has_unused=self._has_unused,
             global_batch_size=self._batch_size,
@@ -220,8 +222,8 @@ class TrainLoop:
         except BaseException:
             self._undo(step)
             raise
-        model = self.workload.model
-        is_updated = self._update(step)
+        model, means = self.workload.model, self.workload.measures.means(step.header.means())
+        is_updated = self._update(step, means.weight)
         self._forget_gradients()
         self._learning_rate.commit()
         self.step += 1
@@ -230,17 +232,21 @@ class TrainLoop:
         self.is_eval_asked |= step.header.is_eval_asked
         self.in_step = False
         self.faults.spoil_weights(model, rank=group.rank, step=self.step)
-        self._tell_step(group, step, is_skipped=not is_updated)
+        self._tell_step(group, step, means, is_skipped=not is_updated)
         if not is_updated and group.rank == 0:
-            self._tell_overflow()
+            self._tell_skipped(means)
         return step.header.is_pending
 
-    def _update(self, step: Step) -> bool:
-        """Update the weights; return False if an overflow made all ranks skip that."""
+    def _update(self, step: Step, weight: float) -> bool:
+        """Update the weights; return False if all ranks skip that: an overflow, or no weight."""
         model, optimizer = self.workload.model, self.workload.optimizer
         self._learning_rate.prepare(
             position=self.position, count=step.span.samples, world_size=step.group.world_size
         )
+        if not weight:
+            return False
+        if self.workload.weight is not None:
+            divide_gradients(model, weight)
         self.workload.precision.unscale(optimizer)
         if self.config.clip_grad_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), self.config.clip_grad_norm)
@@ -253,7 +259,7 @@ class TrainLoop:
         self, group: RankGroup, gradients: Gradients, batches: Iterator[Delivered]
     ) -> Step:
         header = StepHeader(
-            num_means=1 + len(self.workload.metrics),
+            num_means=self.workload.measures.num_columns,
             num_slots=gradients.num_slots,
             merges=gradients.merges,
         )
@@ -292,21 +298,20 @@ class TrainLoop:
         # clipped: on ranks that have been here for long, not on those that have just come.
         self.workload.model.zero_grad(set_to_none=True)
 
-    def _tell_step(self, group: RankGroup, step: Step, *, is_skipped: bool) -> None:
+    def _tell_step(self, group: RankGroup, step: Step, means: Means, *, is_skipped: bool) -> None:
         now = time.perf_counter()
         header, span = step.header, step.span
-        loss, *metrics = header.means()
         record = {
             "step": self.step,
             "epoch": span.epoch,
             "first": span.first,
             "samples": header.num_samples,
             "sample_checksum": header.checksum,
-            "loss": loss,
+            "loss": means.loss,
             "lr": float(self.workload.optimizer.param_groups[0]["lr"]),
             "world_size": group.world_size,
             "samples_per_s": span.samples / max(now - self._committed_at, 1e-9),
-            "metrics": dict(zip(self.workload.metrics, metrics, strict=True)),
+            "metrics": means.metrics,
             "ranks_agree": header.ranks_agree,
             "skipped": is_skipped,
             "time": time.time(),
@@ -314,11 +319,14 @@ class TrainLoop:
         self._committed_at = now
         self._send({"op": "step", "generation": group.generation, "record": record})
 
-    def _tell_overflow(self) -> None:
-        text = (
-            f"step {self.step}: gradients overflowed in fp16, so no rank updated its weights; the "
-            f"loss scale is {self.workload.precision.loss_scale:g} now"
+    def _tell_skipped(self, means: Means) -> None:
+        why, then = (
+            "gradients overflowed in fp16",
+            (f"the loss scale is {self.workload.precision.loss_scale:g} now"),
         )
+        if not means.weight:
+            why, then = "weight is 0 for every batch", "its loss, a mean over nothing, is NaN"
+        text = f"step {self.step}: {why}, so no rank updated its weights; {then}"
         self._send({"op": "log", "level": "info", "text": text})
 
     def _tell_digest(self, group: RankGroup) -> None:
@@ -357,14 +365,13 @@ class TrainLoop:
             self._tell_eval(group, found, time.perf_counter() - started)
         return True
 
-    def _tell_eval(self, group: RankGroup, found: EvalMeans, duration_s: float) -> None:
-        loss, *metrics = found.means
+    def _tell_eval(self, group: RankGroup, found: Evaluated, duration_s: float) -> None:
         record = {
             "step": self.step,
             "epoch": (self.position - 1) // self.plan.num_train,
             "samples": found.num_samples,
-            "loss": loss,
-            "metrics": dict(zip(self.workload.metrics, metrics, strict=True)),
+            "loss": found.loss,
+            "metrics": found.metrics,
             "duration_s": duration_s,
             "time": time.time(),
         }
@@ -386,8 +393,10 @@ class TrainLoop:
         count = min(self.config.batch.micro_batch_size or size, self.plan.num_train, max(2, first))
         share = Share(self._order_of(0)[:count])
         _, batch = next(iter(self.workload.train.batches([share])))
-        loss, _ = self.workload.forward(model, batch, count, count)
-        loss.backward()  # type: ignore[no-untyped-call]
+        passed = self.workload.forward(self.workload.module, batch, count, count)
+        passed.loss.backward()  # type: ignore[no-untyped-call]
+        for metric in self.workload.whole_set.values():
+            metric.try_on(passed.output, passed.target, self.workload.device)
         trainable = [p for p in model.parameters() if p.requires_grad]
         self._has_unused = any(p.grad is None for p in trainable)
         self._check_gradients()

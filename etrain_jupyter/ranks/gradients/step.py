@@ -85,7 +85,7 @@ class Step:
         """Put the next part through ``module``.
 
         Args:
-            module: The model, perhaps wrapped.
+            module: The workload's, perhaps wrapped.
             slot: Of the header; None if the part counts for nothing.
 
         Returns:
@@ -94,10 +94,10 @@ class Step:
         """
         indices, batch = next(self.batches)
         self.at("forward")
-        loss, metrics = self.workload.forward(module, batch, len(indices), self.span.samples)
+        passed = self.workload.forward(module, batch, len(indices), self.span.samples)
         if slot is not None:
-            self.header.add(slot, indices, loss, metrics)
-        return self.workload.precision.scale(loss)
+            self.header.add(slot, indices, passed.loss, passed.shares)
+        return self.workload.precision.scale(passed.loss)
 
 
 def split_share(share: range, num_parts: int, *, stream: int) -> list[Part]:
