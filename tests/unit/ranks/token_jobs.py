@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from etrain_jupyter.elastic.ledger import cursor_at, epoch_order
+from etrain_jupyter.ranks.seeds import seed_all
 
 NUM_SAMPLES, LENGTH, WORDS, IGNORED = 22, 8, 5, -100
 BATCH, STEPS = 8, 4
@@ -51,6 +55,36 @@ def token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
 
 
+def by_hand(num_steps: int = STEPS) -> tuple[torch.nn.Module, list[dict[str, float]]]:
+    """The plain loop of one process: the model's own mean over the tokens of a whole batch."""
+    seed_all(0, step=0, rank=0)
+    model, data, told = Tagger(), make_tokens(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for number in range(num_steps):
+        epoch, first, samples = cursor_at(number, NUM_SAMPLES, BATCH)
+        order = epoch_order(seed=0, epoch=epoch, num_samples=NUM_SAMPLES)
+        told.append(pass_by_hand(model, data, torch.as_tensor(order[first : first + samples])))
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        told.append(pass_by_hand(model, data, torch.arange(NUM_SAMPLES)))
+    return model, told
+
+
+def pass_by_hand(model, data, rows) -> dict[str, float]:
+    labels = data["labels"][rows]
+    output = model(data["input_ids"][rows], labels)
+    if torch.is_grad_enabled():
+        output.loss.backward()
+    counts = labels != IGNORED
+    hits = (output.logits.argmax(-1) == labels)[counts]
+    return {
+        "loss": float(output.loss.detach()),
+        "token_accuracy": float(hits.double().mean()),
+        "empty_share": float((~counts).double().mean(dim=1).mean()),
+    }
+
+
 def num_tokens(batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return (batch["labels"] != IGNORED).sum()
 
@@ -86,6 +120,21 @@ def train_step(model: Any, batch: dict[str, torch.Tensor]) -> dict[str, torch.Te
         "token_accuracy": token_accuracy(again, batch["labels"]),
         "empty_share": empty_share(again, batch["labels"]),
     }
+
+
+class Opaque(Tagger):
+    """Has a layer that nothing touches, and an output that only we know how to look into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.never = nn.Linear(2, 2)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        return SimpleNamespace(**vars(super().forward(input_ids, labels)))
+
+
+def opaque() -> dict[str, Any]:
+    return {**tagging(), "model": Opaque}
 
 
 def stepping() -> dict[str, Any]:

@@ -10,12 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etrain_jupyter.config.schema import TrainConfig
-from etrain_jupyter.elastic.ledger import cursor_at, epoch_order
 from etrain_jupyter.ranks.objective.measures import Measures, Portion, share_of_loss
 from etrain_jupyter.ranks.objective.one_pass import Passed
 from etrain_jupyter.ranks.references import WorkloadError
 from etrain_jupyter.ranks.schedule import WorkPlan
-from etrain_jupyter.ranks.seeds import seed_all
 from etrain_jupyter.ranks.state.capture import digest_of
 from etrain_jupyter.ranks.train_loop import TrainLoop
 from etrain_jupyter.ranks.workload import build_workload
@@ -24,49 +22,18 @@ from tests.unit.ranks.test_train_loop import Names, run
 from tests.unit.ranks.token_jobs import (
     BATCH,
     IGNORED,
-    NUM_SAMPLES,
     STEPS,
-    Tagger,
+    by_hand,
     keys,
     make_tokens,
     num_tokens,
+    opaque,
     step_keys,
     stepping,
     tagging,
 )
 
 RANKS = {1: (0,), 2: (0, 1), 3: (2, 0, 1)}
-EVENT_TIME = ("time", "samples_per_s")
-
-
-def by_hand(batch: int = BATCH) -> tuple[torch.nn.Module, list[dict[str, float]]]:
-    """The plain loop of one process: the model's own mean over the tokens of a whole batch."""
-    seed_all(0, step=0, rank=0)
-    model, data, told = Tagger(), make_tokens(), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    for number in range(STEPS):
-        epoch, first, samples = cursor_at(number, NUM_SAMPLES, batch)
-        order = epoch_order(seed=0, epoch=epoch, num_samples=NUM_SAMPLES)
-        told.append(pass_by_hand(model, data, torch.as_tensor(order[first : first + samples])))
-        optimizer.step()
-        optimizer.zero_grad()
-    with torch.no_grad():
-        told.append(pass_by_hand(model, data, torch.arange(NUM_SAMPLES)))
-    return model, told
-
-
-def pass_by_hand(model, data, rows) -> dict[str, float]:
-    labels = data["labels"][rows]
-    output = model(data["input_ids"][rows], labels)
-    if torch.is_grad_enabled():
-        output.loss.backward()
-    counts = labels != IGNORED
-    hits = (output.logits.argmax(-1) == labels)[counts]
-    return {
-        "loss": float(output.loss.detach()),
-        "token_accuracy": float(hits.double().mean()),
-        "empty_share": float((~counts).double().mean(dim=1).mean()),
-    }
 
 
 def told(outcome) -> list[dict[str, float]]:
@@ -100,6 +67,15 @@ def test_mean_over_tokens_depends_on_neither_ranks_nor_passes(ranks, num_ranks, 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_step_gives_the_same_whatever_it_calls_of_the_model(ranks, num_ranks):
     job = Job(config=step_keys(), names=stepping, history=[Generation(members=RANKS[num_ranks])])
+    assert_equals_by_hand(ranks.train(job), by_hand())
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_loss_is_found_in_an_output_of_any_kind_where_some_parameters_are_not_used(
+    ranks, num_ranks
+):
+    """DDP looks for what a pass uses from what it returns, and knows tensors, dicts and tuples."""
+    job = Job(config=keys(), names=opaque, history=[Generation(members=RANKS[num_ranks])])
     assert_equals_by_hand(ranks.train(job), by_hand())
 
 
