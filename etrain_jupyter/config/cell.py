@@ -346,7 +346,8 @@ class LiveObjects:
 def _is_reference(path: Path, value: Any) -> bool:
     if path == ("optimizer",):
         return not isinstance(value, Mapping)
-    fixed = (("model",), ("loss",), ("data", "train"), ("data", "eval"), ("data", "collate"))
+    alone = (("model",), ("loss",), ("step",), ("weight",))
+    fixed = (*alone, ("data", "train"), ("data", "eval"), ("data", "collate"))
     return (
         path in fixed
         or (len(path) == 2 and path[0] == "metrics")

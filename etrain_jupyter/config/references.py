@@ -302,6 +302,8 @@ _WANTED = {
     "model": "name an nn.Module, its class, or a function that builds it",
     "data": "name a data set with len and [i], a pair of tensors, or a function that builds it",
     "loss": "name a function (output, target) such as F.cross_entropy",
+    "step": "name a function (model, batch) that returns the loss",
+    "weight": "name a function (batch) that returns a number",
     "metrics": "name a function (output, target)",
     "optimizer": "name one of torch.optim, or a function (parameters) that returns an optimizer",
 }

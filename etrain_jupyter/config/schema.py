@@ -410,15 +410,19 @@ class TrainConfig(Section):
     data: DataConfig
     """Where the samples come from."""
     loss: Annotated[
-        Optional, Field(examples=["F.cross_entropy"], json_schema_extra={"needed": True})
+        Optional, Field(examples=["F.cross_entropy"], json_schema_extra={"usual": True})
     ] = None
-    """Function (output, target) that returns a mean, or one value a sample."""
-    step: Annotated[Any, Later("write loss: a function (output, target)")] = None
-    """Function (model, batch) that returns the loss, instead of loss."""
-    weight: Annotated[Any, Later("remove the line: every sample counts the same")] = None
-    """Function (batch) that returns what the batch counts for in the average."""
+    """Function (output, target) that returns a mean, or one value a sample; without it, the model's
+    output has .loss."""
+    step: Annotated[
+        Optional, Field(examples=["train_step"], json_schema_extra={"instead_of": "loss"})
+    ] = None
+    """Function (model, batch) that returns the loss, or {"loss": ..., name: ...} with metrics."""
+    weight: Annotated[Optional, Field(examples=["num_tokens"])] = None
+    """Function (batch) that returns what the batch counts for in the average, say its tokens;
+    without it, its samples."""
     metrics: dict[str, Required] = Field(default_factory=dict, examples=[{"accuracy": "accuracy"}])
-    """Functions (output, target) that return one value a sample, by name."""
+    """Functions (output, target) that return one value a sample, or torchmetrics, by name."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """A name of torch.optim with its options, or a function of the parameters."""
     schedule: Annotated[
@@ -558,13 +562,7 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        if self.loss is None:
-            raise not_yet(
-                "key 'loss' is missing; models that return their own loss come with a later "
-                "version",
-                hint="add a line such as 'loss: F.cross_entropy'",
-                path=("loss",),
-            )
+        self._check_step()
         self._check_scaling()
         self._check_reproducible()
         self._check_metric(self.checkpoint.best, ("checkpoint", "best"))
@@ -610,12 +608,31 @@ class TrainConfig(Section):
                 at_key=True,
             )
         known = ["loss", *self.metrics]
-        if asked.metric not in known:
+        # What step returns beside the loss is seen on the worker.
+        if self.step is None and asked.metric not in known:
             hint = did_you_mean(asked.metric, known)
             raise fault(
                 f"{key} names the metric '{asked.metric}', which is not evaluated",
                 hint=hint or f"there are: {', '.join(known)}; metrics: defines more",
                 path=(*path, "metric"),
+            )
+
+    def _check_step(self) -> None:
+        if self.step is None:
+            return
+        if self.loss is not None:
+            raise fault(
+                "step and loss cannot both be given: step returns the loss",
+                hint="remove one of the two lines",
+                path=("step",),
+                at_key=True,
+            )
+        if self.metrics:
+            raise fault(
+                "metrics are functions (output, target), which step does not give",
+                hint='return them from step: {"loss": loss, "accuracy": accuracy}',
+                path=("metrics",),
+                at_key=True,
             )
 
     def _check_scaling(self) -> None:
@@ -626,6 +643,13 @@ class TrainConfig(Section):
                 hint="write batch: {per_worker: 32}, or remove the line",
                 path=("scaling",),
                 at_key=True,
+            )
+        if self.weight is not None and self.scaling is not None and self.scaling.rule == "adascale":
+            raise fault(
+                "rule: adascale compares the gradients of workers that count the same, and weight "
+                "lets them count differently",
+                hint="write scaling: {rule: linear} or {rule: sqrt}",
+                path=("scaling", "rule"),
             )
         if grows and self.reproducible is not None:
             raise fault(
@@ -688,6 +712,8 @@ class TrainConfig(Section):
             "data.eval": self.data.eval,
             "data.collate": self.data.collate,
             "loss": self.loss,
+            "step": self.step,
+            "weight": self.weight,
             "optimizer": self.optimizer.reference,
             **{f"metrics.{name}": text for name, text in self.metrics.items()},
         }

@@ -19,10 +19,9 @@ COMMENT_COLUMN = 40
 def template() -> str:
     """Return a commented body for ``%%etrain distributed``.
 
-    What must be given is there; ``# key: value`` is a default that can be changed once the ``# ``
-    is removed;
-    ``# or`` is an alternative to the line above; ``# later:`` comes with a later version and is
-    refused until then.
+    What must be given is there, and so is loss; ``# key: value`` is a default that can be changed
+    once the ``# `` is removed; ``# or`` is an alternative to the line above; ``# later:`` comes
+    with a later version and is refused until then.
     """
     return "\n".join(_section(TrainConfig)) + "\n"
 
@@ -55,12 +54,7 @@ def _mark(info: FieldInfo) -> str:
     extra = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
     if "instead_of" in extra:
         return "# or "
-    return "" if _is_required(info) else "# "
-
-
-def _is_required(info: FieldInfo) -> bool:
-    extra = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
-    return info.is_required() or "needed" in extra
+    return "" if info.is_required() or "usual" in extra else "# "
 
 
 def _yaml(value: Any) -> str:
@@ -73,5 +67,5 @@ def _yaml(value: Any) -> str:
 
 def _line(text: str, info: FieldInfo) -> str:
     meaning = " ".join((info.description or "").split()).rstrip(".")
-    required = "; required" if _is_required(info) else ""
+    required = "; required" if info.is_required() else ""
     return f"{text.ljust(COMMENT_COLUMN)}  # {meaning}{required}"

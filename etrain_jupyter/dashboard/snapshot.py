@@ -239,6 +239,8 @@ class JobView:
         self._point("samples_per_s", event.step, event.samples_per_s)
         for name, value in event.metrics.items():
             self._point(f"metrics.{name}", event.step, value)
+        charted = self._facts["charts"]["metrics"]
+        charted += [name for name in event.metrics if name not in charted]  # those of a ``step``
         if event.world_size != self._facts["world_size"]:
             self._set_world_size(event.world_size)
 

@@ -236,21 +236,6 @@ def _as_it_is(fetched: Any) -> Any:
     return fetched
 
 
-def inputs_and_target(batch: Any) -> tuple[tuple[Any, ...], Any]:
-    """Split a batch into the model's arguments and the target: the last element is the target.
-
-    Raises:
-        DataError: If the batch is no tuple or list of at least two.
-    """
-    if isinstance(batch, tuple | list) and len(batch) >= 2:
-        return tuple(batch[:-1]), batch[-1]
-    raise DataError(
-        f"a batch is a {type(batch).__name__}, not (input, ..., target). Let the data set return "
-        "a tuple whose last "
-        f"element is the target, or give data.collate; dict batches come with a later version."
-    )
-
-
 def to_device(batch: Any, device: torch.device) -> Any:
     """Move every tensor of a batch, however nested."""
     if isinstance(batch, torch.Tensor):
@@ -258,5 +243,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, Mapping):
         return {key: to_device(value, device) for key, value in batch.items()}
     if isinstance(batch, tuple | list):
-        return type(batch)(to_device(value, device) for value in batch)
+        moved = [to_device(value, device) for value in batch]
+        is_named = hasattr(batch, "_fields")  # a named tuple takes its elements one by one
+        return type(batch)(*moved) if is_named else type(batch)(moved)
     return batch

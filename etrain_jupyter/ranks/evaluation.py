@@ -1,6 +1,6 @@
 """Going through the evaluation set once over all ranks, until the end or a planned change.
 
-Shapes: ``M`` the loss and the metrics, ``S`` slots.
+Shapes: ``M`` the loss and what else is averaged (``objective.measures``), ``S`` slots.
 """
 
 from __future__ import annotations
@@ -20,17 +20,19 @@ from etrain_jupyter.ranks.gradients.step_header import stack_means
 from etrain_jupyter.ranks.gradients.tree_sum import merge
 from etrain_jupyter.ranks.group.process_group import RankGroup
 from etrain_jupyter.ranks.micro_batch import MicroBatch
+from etrain_jupyter.ranks.objective.whole_set import SlotStates
 from etrain_jupyter.ranks.schedule import WorkPlan
 from etrain_jupyter.ranks.seeds import seed_all, seed_of
 from etrain_jupyter.ranks.workload import Workload
 
 
-class EvalMeans(NamedTuple):
-    """What an evaluation gave."""
+class Evaluated(NamedTuple):
+    """What an evaluation gave, the same on all ranks."""
 
     num_samples: int
-    means: list[float]
-    """Shape ``(M,)``."""
+    loss: float
+    metrics: dict[str, float]
+    """Those of single batches, and then those that take the whole set."""
 
 
 class _Batch(NamedTuple):
@@ -66,7 +68,7 @@ class Evaluation:
         step: int,
         is_pending: Callable[[], bool],
         at_batch: Callable[[], None],
-    ) -> EvalMeans | None:
+    ) -> Evaluated | None:
         """Evaluate the present weights; return None if a planned change cut it short.
 
         With every batch the ranks tell each other whether a change is pending, and look at it one
@@ -80,10 +82,12 @@ class Evaluation:
             at_batch: Called before each batch.
         """
         num_slots = self._num_shards or 1
-        sums_SM = torch.zeros(num_slots, 2 + len(self._workload.metrics), dtype=torch.float64)
+        num_columns = 1 + self._workload.measures.num_columns
+        sums_SM = torch.zeros(num_slots, num_columns, dtype=torch.float64)
+        states = self._make_states(group)
         told, telling = torch.zeros(1), None
         batches = self._batches_of(group.rank, group.world_size)
-        passes = self._passes(batches, step, sums_SM)
+        passes = self._passes(batches, step, sums_SM, states)
         with eval_mode(self._workload.model), torch.no_grad():
             for _ in range(self._num_turns(group, len(batches))):
                 if telling is not None:
@@ -100,11 +104,23 @@ class Evaluation:
         group.all_reduce(sums_SM).wait()
         if self._num_shards is not None:
             merge(list(sums_SM), shard_merges(Subtree(0, num_slots)))
-        count, *means = sums_SM[0].tolist()
-        return EvalMeans(int(count), means)
+        count, *columns = sums_SM[0].tolist()
+        means = self._workload.measures.means(columns)
+        return Evaluated(int(count), means.loss, {**means.metrics, **states.compute(group)})
 
-    def _passes(self, batches: list[_Batch], step: int, sums_SM: torch.Tensor) -> Iterator[None]:
-        """Put one batch after the other through the model, adding to ``sums_SM``."""
+    def _make_states(self, group: RankGroup) -> SlotStates:
+        is_sharded = self._num_shards is not None
+        return SlotStates(
+            self._workload.whole_set,
+            self._workload.device,
+            num_slots=self._num_shards or group.world_size,
+            first=0 if is_sharded else group.rank,
+        )
+
+    def _passes(
+        self, batches: list[_Batch], step: int, sums_SM: torch.Tensor, states: SlotStates
+    ) -> Iterator[None]:
+        """Put one batch after the other through the model, adding to sums and states."""
         assert self._workload.eval is not None
         shares = (
             Share(list(samples), seed_of(self._seed, "eval", step, samples.start))
@@ -113,11 +129,12 @@ class Evaluation:
         fetched = self._workload.eval.batches(shares)
         for (slot, samples), (indices, batch) in zip(batches, fetched, strict=True):
             seed_all(self._seed, step=step, rank=samples.start)
-            loss, metrics = self._workload.forward(
-                self._workload.model, batch, len(indices), self._num_samples
+            passed = self._workload.forward(
+                self._workload.module, batch, len(indices), self._num_samples
             )
             sums_SM[slot, 0] += len(indices)
-            sums_SM[slot, 1:] += stack_means(loss, metrics)
+            sums_SM[slot, 1:] += stack_means(passed.loss, passed.shares)
+            states.update(slot, passed.output, passed.target)
             yield
 
     def _slots_of(self, rank: int, world_size: int) -> list[_Batch]:

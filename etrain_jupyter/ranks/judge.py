@@ -6,12 +6,13 @@ on from some weights knows what was said of them and of those before.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from typing import Any
 
 from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.elastic.evaluations import Evaluated, Trend, add_evaluation, words_of_end
+from etrain_jupyter.ranks.references import WorkloadError
 from etrain_jupyter.ranks.state.capture import Stateful
 
 
@@ -32,6 +33,23 @@ class Judge:
     def extras(self) -> Mapping[str, Stateful]:
         """Return what has a state: itself, if it has anything to judge."""
         return {"judge": self} if self._asked_best or self._asked_end else {}
+
+    def check(self, names: Collection[str]) -> None:
+        """Refuse what no evaluation would tell.
+
+        Args:
+            names: What the warm-up's pass has measured.
+
+        Raises:
+            WorkloadError: If a metric is not among them.
+        """
+        asked = {"checkpoint.best": self._asked_best, "early_stopping": self._asked_end}
+        for key, wanted in asked.items():
+            if wanted is not None and wanted.metric not in ("loss", *names):
+                raise WorkloadError(
+                    f"{key} names the metric {wanted.metric!r}, which is not evaluated. There are: "
+                    f"{', '.join(('loss', *names))}."
+                )
 
     def take(self, step: int, values: Mapping[str, float]) -> None:
         """Take in an evaluation.

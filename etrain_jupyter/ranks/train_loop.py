@@ -20,7 +20,7 @@ from etrain_jupyter.elastic.stimuli import Progress
 from etrain_jupyter.ranks.control.faults import NO_FAULTS, Faults
 from etrain_jupyter.ranks.control.progress import ProgressPage
 from etrain_jupyter.ranks.data import Delivered, Share
-from etrain_jupyter.ranks.evaluation import EvalMeans, Evaluation
+from etrain_jupyter.ranks.evaluation import Evaluated, Evaluation
 from etrain_jupyter.ranks.gradients.averaged import AveragedGradients
 from etrain_jupyter.ranks.gradients.comm_hook import square_norm
 from etrain_jupyter.ranks.gradients.sharded import ShardedGradients
@@ -32,6 +32,8 @@ from etrain_jupyter.ranks.judge import Judge
 from etrain_jupyter.ranks.learning_rate import LearningRate, scaling_of
 from etrain_jupyter.ranks.micro_batch import MicroBatch, largest_pass
 from etrain_jupyter.ranks.nan_loss import NonFiniteLoss, NonFiniteLossError, check_loss
+from etrain_jupyter.ranks.objective.measures import Means
+from etrain_jupyter.ranks.objective.weight import divide_gradients
 from etrain_jupyter.ranks.rank_times import RankTimes
 from etrain_jupyter.ranks.schedule import Every, Mark, WorkPlan, lr_schedule_of
 from etrain_jupyter.ranks.seeds import seed_of
@@ -147,13 +149,13 @@ class TrainLoop:
             ConfigError: If some rank would have nothing to do.
         """
         num_shards = self.config.num_shards()
-        batch, model = self.config.batch, self.workload.model
+        batch, module = self.config.batch, self.workload.module
         self._batch_size = batch.size(group.world_size)
         self.micro.tidy_up()
         if num_shards is not None:
             return ShardedGradients(
                 group,
-                model,
+                module,
                 moving=self._moving,
                 num_shards=num_shards,
                 global_batch_size=self._batch_size,
@@ -163,7 +165,7 @@ class TrainLoop:
             )
         return AveragedGradients(
             group,
-            model,
+            module,
             moving=self._moving,
             has_unused=self._has_unused,
             global_batch_size=self._batch_size,
@@ -280,8 +282,9 @@ class TrainLoop:
             self._watch.gradients_are_summed()
             check_loss(step)
             self._at("commit", group)
+            means = self.workload.measures.means(step.header.means())
             with self._watch.updating():
-                is_updated = self._update(step)
+                is_updated = self._update(step, means.weight)
         except BaseException:
             self._undo(step)
             raise
@@ -294,18 +297,22 @@ class TrainLoop:
         self.is_eval_asked |= step.header.is_eval_asked
         self.in_step = False
         self.faults.spoil_weights(model, rank=group.rank, step=self.step)
-        self._tell_step(group, step, is_skipped=not is_updated)
+        self._tell_step(group, step, means, is_skipped=not is_updated)
         if not is_updated and group.rank == 0:
-            self._tell_overflow()
+            self._tell_skipped(means)
         return step.header.is_pending
 
-    def _update(self, step: Step) -> bool:
-        """Update the weights; return False if an overflow made all ranks skip that."""
+    def _update(self, step: Step, weight: float) -> bool:
+        """Update the weights; return False if all ranks skip that: an overflow, or no weight."""
         model, optimizer = self.workload.model, self.workload.optimizer
         self._take_noise(step)
         self._learning_rate.prepare(
             position=self.position, count=step.span.samples, world_size=step.group.world_size
         )
+        if not weight:
+            return False
+        if self.workload.weight is not None:
+            divide_gradients(model, weight)
         self.workload.precision.unscale(optimizer)
         if self.config.clip_grad_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), self.config.clip_grad_norm)
@@ -330,7 +337,7 @@ class TrainLoop:
         self, group: RankGroup, gradients: Gradients, batches: Iterator[Delivered]
     ) -> Step:
         header = StepHeader(
-            num_means=1 + len(self.workload.metrics),
+            num_means=self.workload.measures.num_columns,
             num_slots=gradients.num_slots,
             merges=gradients.merges,
         )
@@ -372,10 +379,9 @@ class TrainLoop:
         # clipped: on ranks that have been here for long, not on those that have just come.
         self.workload.model.zero_grad(set_to_none=True)
 
-    def _tell_step(self, group: RankGroup, step: Step, *, is_skipped: bool) -> None:
+    def _tell_step(self, group: RankGroup, step: Step, means: Means, *, is_skipped: bool) -> None:
         now = time.perf_counter()
         header, span = step.header, step.span
-        loss, *metrics = header.means()
         elapsed_s = max(now - self._committed_at, 1e-9)
         times = self._watch.times()
         self._times.add_step(self.step, times, samples=step.num_own, elapsed_s=elapsed_s)
@@ -385,12 +391,12 @@ class TrainLoop:
             "first": span.first,
             "samples": header.num_samples,
             "sample_checksum": header.checksum,
-            "loss": loss,
+            "loss": means.loss,
             "lr": float(self.workload.optimizer.param_groups[0]["lr"]),
             "world_size": group.world_size,
             "samples_per_s": span.samples / elapsed_s,
             **{name: round(seconds, 6) for name, seconds in asdict(times).items()},
-            "metrics": dict(zip(self.workload.metrics, metrics, strict=True)),
+            "metrics": means.metrics,
             "ranks_agree": header.ranks_agree,
             "skipped": is_skipped,
             "time": time.time(),
@@ -398,11 +404,14 @@ class TrainLoop:
         self._committed_at = now
         self._send({"op": "step", "generation": group.generation, "record": record})
 
-    def _tell_overflow(self) -> None:
-        text = (
-            f"step {self.step}: gradients overflowed in fp16, so no rank updated its weights; the "
-            f"loss scale is {self.workload.precision.loss_scale:g} now"
+    def _tell_skipped(self, means: Means) -> None:
+        why, then = (
+            "gradients overflowed in fp16",
+            (f"the loss scale is {self.workload.precision.loss_scale:g} now"),
         )
+        if not means.weight:
+            why, then = "weight is 0 for every batch", "its loss, a mean over nothing, is NaN"
+        text = f"step {self.step}: {why}, so no rank updated its weights; {then}"
         self._send({"op": "log", "level": "info", "text": text})
 
     def _tell_shrunk(self, group: RankGroup) -> None:
@@ -457,16 +466,14 @@ class TrainLoop:
         self._call(self.after_eval, group)
         return True
 
-    def _take_eval(self, found: EvalMeans, duration_s: float) -> None:
-        loss, *metrics = found.means
-        by_name = dict(zip(self.workload.metrics, metrics, strict=True))
-        self.judge.take(self.step, {"loss": loss, **by_name})
+    def _take_eval(self, found: Evaluated, duration_s: float) -> None:
+        self.judge.take(self.step, {"loss": found.loss, **found.metrics})
         self._eval_record = {
             "step": self.step,
             "epoch": (self.position - 1) // self.plan.num_train,
             "samples": found.num_samples,
-            "loss": loss,
-            "metrics": by_name,
+            "loss": found.loss,
+            "metrics": found.metrics,
             "duration_s": duration_s,
             "time": time.time(),
         }
@@ -497,6 +504,7 @@ class TrainLoop:
             beat=self._beat,
         ).run()
         self._moving, self._has_unused = found.moving, found.has_unused
+        self.judge.check([*self.workload.measures.names, *self.workload.whole_set])
 
     def _beat(self) -> None:
         if self.page is not None:

@@ -84,6 +84,7 @@ class WarmUp:
         self._beat = beat
         self._buffers = MovingBuffers(workload.model.buffers())
         self._before = self._buffers.copy()
+        self._has_tried_metrics = False
 
     def run(self) -> Found:
         """Try everything.
@@ -124,8 +125,12 @@ class WarmUp:
     def _pass(self, count: int, *, marks: bool = False) -> None:
         """Differentiate the loss of so many real samples; the gradients stay."""
         batch = self._fetch(self._workload.train, self._order[:count], marks=marks)
-        loss, _ = self._workload.forward(self._workload.model, batch, count, count)
-        loss.backward()  # type: ignore[no-untyped-call]
+        passed = self._workload.forward(self._workload.module, batch, count, count)
+        passed.loss.backward()  # type: ignore[no-untyped-call]
+        if not self._has_tried_metrics:
+            self._has_tried_metrics = True
+            for metric in self._workload.whole_set.values():
+                metric.try_on(passed.output, passed.target, self._workload.device)
         self._beat()
 
     def _fetch(self, source: SampleSource, indices: Any, *, marks: bool) -> Any:
@@ -243,7 +248,7 @@ class WarmUp:
         with eval_mode(self._workload.model), torch.no_grad():
             for size in _two_sizes(min(count, self._plan.num_eval), self._plan.num_eval):
                 batch = self._fetch(self._workload.eval, range(size), marks=True)
-                self._workload.forward(self._workload.model, batch, size, size)
+                self._workload.forward(self._workload.module, batch, size, size)
                 self._beat()
 
     def _log(self, level: str, text: str) -> None:

@@ -4,19 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from etrain_jupyter.config.schema import TrainConfig
-from etrain_jupyter.ranks.data import SampleSource, inputs_and_target, open_samples, to_device
+from etrain_jupyter.ranks.data import SampleSource, open_samples, to_device
 from etrain_jupyter.ranks.determinism import compute_deterministically
+from etrain_jupyter.ranks.objective.measures import Measures, Portion, share_of_loss
+from etrain_jupyter.ranks.objective.one_pass import LossOfOutput, Objective, OnePass, StepFunction
+from etrain_jupyter.ranks.objective.weight import Weight
+from etrain_jupyter.ranks.objective.whole_set import WholeSetMetric, is_torchmetric
 from etrain_jupyter.ranks.optimizers import build_optimizer
 from etrain_jupyter.ranks.precision import Precision
 from etrain_jupyter.ranks.references import References, WorkloadError
 from etrain_jupyter.ranks.seeds import seed_all
 from etrain_jupyter.ranks.state.capture import Stateful
+
+
+class Pass(NamedTuple):
+    """What one batch gave."""
+
+    loss: torch.Tensor
+    """Its share of the mean loss, a scalar to be differentiated."""
+    shares: list[torch.Tensor]
+    """Its shares of the other means, scalars; see ``Measures``."""
+    output: Any
+    """The model's; None with ``step``."""
+    target: Any
 
 
 @dataclass(kw_only=True)
@@ -25,51 +42,51 @@ class Workload:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    loss: Callable[[Any, Any], torch.Tensor]
-    metrics: Mapping[str, Callable[[Any, Any], Any]]
+    objective: Objective
+    measures: Measures
     train: SampleSource
     eval: SampleSource | None
     device: torch.device
+    weight: Weight | None = None
+    """What a batch counts for; None if its samples count."""
+    whole_set: Mapping[str, WholeSetMetric] = field(default_factory=dict)
+    """Metrics that are computed over all of data.eval."""
+    loss_source: str = "loss"
+    """What the loss comes from, for messages."""
     precision: Precision = field(default_factory=Precision)
     extras: Mapping[str, Stateful] = field(default_factory=dict)
     """What else has a state that goes where the weights go: a gradient scaler, a scheduler."""
 
-    def forward(
-        self, module: nn.Module, batch: Any, count: int, num_samples: int
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    @cached_property
+    def module(self) -> nn.Module:
+        """The model with its objective, from a batch to a loss: what a rank passes and wraps."""
+        return OnePass(self.model, self.objective)
+
+    def forward(self, module: nn.Module, batch: Any, count: int, num_samples: int) -> Pass:
         """Put one batch through ``module``.
 
         Args:
-            module: The model, perhaps wrapped.
+            module: This workload's, perhaps wrapped.
             batch: Some of the samples that are averaged over.
             count: How many samples the batch was made of.
             num_samples: How many are averaged over, in all batches of all ranks.
 
         Returns:
-            This batch's share of the mean loss and of the mean of each metric, scalars: summed over
-            batches and ranks they are the means over ``num_samples``.
+            This batch's shares: summed over batches and ranks they are what ``measures.means``
+            makes means of.
         """
-        inputs, target = inputs_and_target(to_device(batch, self.device))
-        if hasattr(target, "__len__") and len(target) != count:
-            raise WorkloadError(
-                f"a batch of {count} samples has a target of length {len(target)}. data.collate "
-                f"must keep every sample, in the first dimension."
-            )
+        weight = self.weight.of(batch, count) if self.weight is not None else None
+        portion = Portion(count, num_samples, weight)
         with self.precision.autocast():
-            output = module(*inputs)
-            loss = self.loss(output, target)
-        share = self._share_of_loss(loss, count, num_samples)
-        if torch.is_grad_enabled() and not share.requires_grad:
+            passed = module(to_device(batch, self.device))
+        _check_count(passed.target, count)
+        loss = share_of_loss(passed.loss, portion, source=self.loss_source)
+        if torch.is_grad_enabled() and not loss.requires_grad:
             raise WorkloadError(
                 "the loss does not depend on the model's parameters. Compute it from the model's "
                 "output, without .detach(), .item() or torch.no_grad()."
             )
-        with torch.no_grad():
-            metrics = [
-                _sum_of_metric(name, function(output, target), count) / num_samples
-                for name, function in self.metrics.items()
-            ]
-        return share, metrics
+        return Pass(loss, self.measures.shares(passed, portion), passed.output, passed.target)
 
     def close(self) -> None:
         """End the data sets' loader processes."""
@@ -77,36 +94,14 @@ class Workload:
         if self.eval is not None:
             self.eval.close()
 
-    @staticmethod
-    def _share_of_loss(value: Any, count: int, num_samples: int) -> torch.Tensor:
-        if not isinstance(value, torch.Tensor):
-            raise WorkloadError(
-                f"loss returned {value!r}, a {type(value).__name__}. Return a tensor: the mean "
-                f"over the batch, or one value a sample."
-            )
-        if value.ndim == 0:
-            # Multiplied by exactly 1.0 where one batch is all there is: the plain loop to the bit.
-            return value * (count / num_samples)
-        if value.shape == (count,):
-            return value.sum() / num_samples
+
+def _check_count(target: Any, count: int) -> None:
+    is_row = hasattr(target, "__len__") and not isinstance(target, Mapping)
+    if is_row and getattr(target, "shape", None) != () and len(target) != count:
         raise WorkloadError(
-            f"loss returned a tensor of shape {tuple(value.shape)} for {count} samples. Return "
-            "the mean over the "
-            f"batch, or one value a sample: shape ({count},)."
+            f"a batch of {count} samples has a target of length {len(target)}. data.collate "
+            f"must keep every sample, in the first dimension."
         )
-
-
-def _sum_of_metric(name: str, value: Any, count: int) -> torch.Tensor:
-    result = torch.as_tensor(value, dtype=torch.float64).detach()
-    if result.ndim == 0:
-        return result * count
-    if result.shape[0] == count:
-        return result.reshape(count, -1).mean(dim=1).sum()
-    raise WorkloadError(
-        f"metric {name!r} returned shape {tuple(result.shape)} for {count} samples. Return one "
-        "value a sample: "
-        f"shape ({count},)."
-    )
 
 
 def build_workload(config: TrainConfig, references: References, device: torch.device) -> Workload:
@@ -131,20 +126,53 @@ def build_workload(config: TrainConfig, references: References, device: torch.de
         for key in (("data.train", "data.eval") if config.data.eval else ("data.train",))
     }
     precision = Precision(config.precision, device)
+    metrics, whole_set = _build_metrics(config, references)
+    is_weighted = config.weight is not None
     return Workload(
         model=model,
         optimizer=build_optimizer(config.optimizer, references, model),
-        loss=_callable(references.evaluate("loss"), "loss"),
-        metrics={
-            name: _callable(references.evaluate(f"metrics.{name}"), f"metric {name!r}")
-            for name in config.metrics
-        },
+        objective=_build_objective(config, references),
+        measures=Measures(metrics, is_weighted=is_weighted),
         train=sources["data.train"],
         eval=sources.get("data.eval"),
         device=device,
+        weight=Weight(_callable(references.evaluate("weight"), "weight"), model)
+        if is_weighted
+        else None,
+        whole_set=whole_set,
+        loss_source="step" if config.step else "loss" if config.loss else "the model's loss",
         precision=precision,
         extras=precision.extras,
     )
+
+
+def _build_objective(config: TrainConfig, references: References) -> Objective:
+    if config.step is not None:
+        return StepFunction(_callable(references.evaluate("step"), "step"))
+    if config.loss is None:
+        return LossOfOutput(None)
+    return LossOfOutput(_callable(references.evaluate("loss"), "loss"))
+
+
+def _build_metrics(
+    config: TrainConfig, references: References
+) -> tuple[dict[str, Callable[[Any, Any], Any]], dict[str, WholeSetMetric]]:
+    """Return the metrics of single batches, and those that need the whole evaluation set."""
+    functions: dict[str, Callable[[Any, Any], Any]] = {}
+    whole_set: dict[str, WholeSetMetric] = {}
+    for name in config.metrics:
+        value = _callable(references.evaluate(f"metrics.{name}"), f"metric {name!r}")
+        if not is_torchmetric(value):
+            functions[name] = value
+            continue
+        if config.data.eval is None:
+            raise WorkloadError(
+                f"metric {name!r} is of torchmetrics: it is computed over the whole of data.eval, "
+                "which is missing. Add for example 'data: {train: train_set, eval: eval_set}', or "
+                "give a function (output, target)."
+            )
+        whole_set[name] = WholeSetMetric(name, value)
+    return functions, whole_set
 
 
 def _build_model(value: Any) -> nn.Module:

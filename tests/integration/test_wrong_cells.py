@@ -246,6 +246,38 @@ def raising_loss(output, target):
         code="def detached_loss(output, target): return F.cross_entropy(output.detach(), target)",
     ),
     Case(
+        "no loss anywhere",
+        {"model": "Pairs()"},
+        [NEVER_BEGUN, "key 'loss' is missing, and the model's output, a Tensor, has no .loss"],
+        code="class Pairs(Net):\n    def forward(self, x, y): return self.layers(x)",
+        without=["loss"],
+    ),
+    Case(
+        "step that returns no loss",
+        {"step": "lossless"},
+        [NEVER_BEGUN, "step returned a dict with the keys 'accuracy' and no 'loss'"],
+        code="def lossless(model, batch): return {'accuracy': model(batch[0]).mean()}",
+        without=["loss"],
+    ),
+    Case(
+        "dict batch without a target",
+        {"data": "{train: dicts}"},
+        [NEVER_BEGUN, "a batch has no target: its keys are 'x', 'y'", "labels, label, target"],
+        code="dicts = {'x': x, 'y': y}",
+    ),
+    Case(
+        "weight below 0",
+        {"weight": "minus"},
+        [NEVER_BEGUN, "weight returned -8, a int, for a batch of 8 samples. Return one number"],
+        code="def minus(batch): return -len(batch[1])",
+    ),
+    Case(
+        "torchmetrics without data.eval",
+        {"metrics": "{f1: MulticlassF1Score(2)}"},
+        [NEVER_BEGUN, "metric 'f1' is of torchmetrics", "data.eval, which is missing"],
+        code="from torchmetrics.classification import MulticlassF1Score",
+    ),
+    Case(
         "data set that is empty on the worker",
         {"data": "{train: empty_there}"},
         [NEVER_BEGUN, "data.train is empty (0 samples)"],

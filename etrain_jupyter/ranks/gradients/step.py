@@ -92,7 +92,7 @@ class Step:
         """Put the next part through ``module``.
 
         Args:
-            module: The model, perhaps wrapped.
+            module: The workload's, perhaps wrapped.
             slot: Of the header; None if the part counts for nothing.
 
         Returns:
@@ -102,11 +102,11 @@ class Step:
         with self.watch.fetching():
             indices, batch = next(self.batches)
         self.at("forward")
-        loss, metrics = self.workload.forward(module, batch, len(indices), self.span.samples)
+        passed = self.workload.forward(module, batch, len(indices), self.span.samples)
         if slot is not None:
-            self.header.add(slot, indices, loss, metrics)
+            self.header.add(slot, indices, passed.loss, passed.shares)
             self.num_own += len(indices)
-        return self.workload.precision.scale(loss)
+        return self.workload.precision.scale(passed.loss)
 
 
 def split_share(share: range, num_parts: int, *, stream: int) -> list[Part]:

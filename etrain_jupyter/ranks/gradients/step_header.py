@@ -1,6 +1,6 @@
 """What all ranks tell each other with every step: one small sum, hidden behind the backward pass.
 
-Shapes: ``M`` the loss and the metrics, ``S`` slots.
+Shapes: ``M`` the loss and what else is averaged (``objective.measures``), ``S`` slots.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class StepHeader:
         slot: int,
         indices: NDArray[np.int64],
         loss: torch.Tensor,
-        metrics: Sequence[torch.Tensor],
+        others: Sequence[torch.Tensor],
     ) -> None:
         """Add what one forward pass gave.
 
@@ -60,11 +60,11 @@ class StepHeader:
             slot: Where its shares of the means go.
             indices: What was delivered, not what was planned: the audit compares the two.
             loss: Its share of the mean loss.
-            metrics: Its shares of the metrics' means.
+            others: Its shares of the other means.
         """
         self._values[CHECKSUM] += float(ledger.checksum_of(indices))
         self._values[COUNT] += float(len(indices))
-        self._means_SM[slot] += stack_means(loss, metrics)
+        self._means_SM[slot] += stack_means(loss, others)
 
     def start(
         self,
@@ -117,12 +117,12 @@ class StepHeader:
         )
 
     def means(self) -> list[float]:
-        """Return the mean loss and the metrics' means over the step's samples, shape ``(M,)``."""
+        """Return the sums of all shares, of the loss first, shape ``(M,)``."""
         means: list[float] = self._means_SM[0].tolist()
         return means
 
 
-def stack_means(loss: torch.Tensor, metrics: Sequence[torch.Tensor]) -> torch.Tensor:
+def stack_means(loss: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return one pass's shares of all means in float64 on the CPU, shape ``(M,)``."""
-    shares = [value.detach().to(loss.device, torch.float64) for value in (loss, *metrics)]
+    shares = [value.detach().to(loss.device, torch.float64) for value in (loss, *others)]
     return torch.stack(shares).cpu()

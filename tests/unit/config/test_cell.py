@@ -155,6 +155,15 @@ def test_python_gets_the_same_words_without_a_line() -> None:
     assert error.render() == ["etrain: unknown key 'optimiser'", "  did you mean 'optimizer'?"]
 
 
+def test_python_gives_step_and_weight_as_objects_too() -> None:
+    def num_tokens(batch: Any) -> int:
+        return len(batch)
+
+    job = python({}, loss=None, step=cross_entropy, weight=num_tokens)
+    assert (job.config.step, job.config.weight) == ("cross_entropy", "num_tokens")
+    assert job.namespace_extra["cross_entropy"] is cross_entropy
+
+
 def test_python_is_told_what_comes_later() -> None:
     with pytest.raises(NotSupportedYetError):
         python(log={"tensorboard": "tb"})

@@ -335,6 +335,15 @@ that reproducible cannot hold
       |              ^^^^
   write compression: none, or reproducible: false""",
     ),
+    "noise of unequal shares": (
+        GOOD + "weight: loss\nbatch: {per_worker: 8}\nscaling: {rule: adascale}\n",
+        """\
+etrain: line 7, column 17: rule: adascale compares the gradients of workers that count the same, \
+and weight lets them count differently
+    7 | scaling: {rule: adascale}
+      |                 ^^^^^^^^
+  write scaling: {rule: linear} or {rule: sqrt}""",
+    ),
     "overflow that is kept": (
         GOOD + "compression: powersgd\nprecision: fp16\n",
         """\
@@ -407,13 +416,37 @@ etrain: line 5, column 7: pool 'aws' is unknown: other pools than 'local' come w
       |       ^^^
   write pool: local, which is this machine""",
     ),
-    "no loss": (
-        "model: Net()\ndata: {train: train_set}\n",
+    "step beside loss": (
+        GOOD + "step: loss\n",
         """\
-etrain: line 1, column 1: key 'loss' is missing; models that return their own loss come with a later version
-    1 | %%etrain distributed --name digits
-      | ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
-  add a line such as 'loss: F.cross_entropy'""",
+etrain: line 5, column 1: step and loss cannot both be given: step returns the loss
+    5 | step: loss
+      | ^^^^
+  remove one of the two lines""",
+    ),
+    "metrics beside step": (
+        "model: Net()\ndata: {train: train_set}\nstep: loss\nmetrics: {accuracy: loss}\n",
+        """\
+etrain: line 5, column 1: metrics are functions (output, target), which step does not give
+    5 | metrics: {accuracy: loss}
+      | ^^^^^^^
+  return them from step: {"loss": loss, "accuracy": accuracy}""",
+    ),
+    "weight that is no function": (
+        GOOD + "weight: train_set\n",
+        """\
+etrain: line 5, column 9: weight: 'train_set' is a list and cannot be called
+    5 | weight: train_set
+      |         ^^^^^^^^^
+  name a function (batch) that returns a number""",
+    ),
+    "step that is no function": (
+        "model: Net()\ndata: {train: train_set}\nstep: train_set\n",
+        """\
+etrain: line 4, column 7: step: 'train_set' is a list and cannot be called
+    4 | step: train_set
+      |       ^^^^^^^^^
+  name a function (model, batch) that returns the loss""",
     ),
     "no model": (
         "data: {train: train_set}\nloss: loss\n",
@@ -666,8 +699,6 @@ def test_a_wrong_cell_prints(name: str) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "weight: loss",
-        "step: loss",
         "checkpoint: {to: 's3://bucket'}",
         "log: {tensorboard: tb}",
         "pool: spot",
@@ -682,9 +713,9 @@ def test_what_a_later_version_brings_is_refused_by_name(line: str) -> None:
     assert error.hint
 
 
-def test_a_missing_loss_waits_for_a_later_version() -> None:
-    _, error = printed("model: Net()\ndata: {train: train_set}\n")
-    assert isinstance(error, NotSupportedYetError)
+@pytest.mark.parametrize("line", ["", "step: loss", "weight: loss"])
+def test_a_cell_without_loss_is_a_job(line: str) -> None:
+    parse_cell(f"model: Net()\ndata: {{train: train_set}}\n{line}\n", namespace=NOTEBOOK)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from typing import Any
@@ -274,6 +275,29 @@ def test_the_charts_are_known_before_the_first_step() -> None:
     snapshot = view_of(EVENTS[:1]).snapshot()
 
     assert snapshot["charts"] == {"metrics": ["accuracy"], "has_eval": True}
+
+
+def test_what_a_step_returns_has_a_chart_from_the_first_step_on() -> None:
+    view = view_of([event for event in EVENTS if isinstance(event, t.JobSubmitted)])
+    configured = list(view.snapshot()["charts"]["metrics"])
+    steps = [event for event in EVENTS if isinstance(event, t.StepCompleted)][:3]
+
+    view.add([dataclasses.replace(event, metrics={"mlm": 0.5, "sop": 0.1}) for event in steps])
+
+    assert view.snapshot()["charts"]["metrics"] == [*configured, "mlm", "sop"]
+
+
+def test_a_metric_of_evaluations_alone_has_no_value_at_steps() -> None:
+    view = view_of(EVENTS)
+    [last] = [event for event in EVENTS if isinstance(event, t.EvalCompleted)][-1:]
+    view.add([dataclasses.replace(last, seq=10**9, metrics={"f1": 0.25})])
+
+    snapshot = view.snapshot()
+
+    assert "f1" not in snapshot["metrics"]
+    assert snapshot["eval"]["metrics"] == {"f1": 0.25}
+    assert "metrics.f1" not in view.series()
+    assert view.series()["eval.f1"][1].tolist() == [0.25]
 
 
 def test_an_unknown_event_of_a_newer_version_is_listed_and_harms_nothing() -> None:

@@ -86,6 +86,18 @@ def test_evaluation_after_later_steps_is_written_into_the_row_of_its_step() -> N
     assert values[1:] == [0.7, 0.6]
 
 
+def test_metric_of_evaluations_alone_has_one_column() -> None:
+    latest = LatestValues()
+    latest.add([step(1, metrics={"accuracy": 0.5}), step(2, metrics={"accuracy": 0.6})])
+    latest.add([evaluation(2, 0.7, accuracy=0.4, f1=0.3)])
+    columns = latest.columns()
+    assert "f1" not in columns
+    assert columns["eval_f1"][1] == 0.3
+    assert math.isnan(columns["eval_f1"][0])
+    assert {len(column) for column in columns.values()} == {2}
+    assert latest.metrics["eval_f1"] == 0.3
+
+
 def test_evaluation_before_the_first_step_has_no_row() -> None:
     history = History()
     history.add_eval(evaluation(0, 0.7))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from etrain_jupyter.ranks.data import DataError, Share, inputs_and_target, open_samples
+from etrain_jupyter.ranks.data import DataError, Share, open_samples
 
 X = torch.arange(12.0).reshape(6, 2)
 Y = torch.arange(6)
@@ -136,9 +136,3 @@ def test_list_of_samples_is_no_pair_of_columns():
 def test_data_that_cannot_be_used_is_named(data, text):
     with pytest.raises(DataError, match=text):
         rows(data, [0])
-
-
-def test_last_element_of_a_batch_is_the_target():
-    assert inputs_and_target((1, 2, 3)) == ((1, 2), 3)
-    with pytest.raises(DataError, match="a batch is a dict"):
-        inputs_and_target({"x": 1})
