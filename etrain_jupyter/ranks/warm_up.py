@@ -124,8 +124,9 @@ class WarmUp:
     def _pass(self, count: int, *, marks: bool = False) -> None:
         """Differentiate the loss of so many real samples; the gradients stay."""
         batch = self._fetch(self._workload.train, self._order[:count], marks=marks)
-        loss, _ = self._workload.forward(self._workload.model, batch, count, count)
-        loss.backward()  # type: ignore[no-untyped-call]
+        with self._workload.precision.explained():
+            loss, _ = self._workload.forward(self._workload.model, batch, count, count)
+            loss.backward()  # type: ignore[no-untyped-call]
         self._beat()
 
     def _fetch(self, source: SampleSource, indices: Any, *, marks: bool) -> Any:

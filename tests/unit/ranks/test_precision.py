@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from etrain_jupyter.ranks.precision import Precision
+from etrain_jupyter.ranks.references import WorkloadError
 from tests.unit.ranks.plain_loop import DTYPES, train_plainly
-from tests.unit.ranks.test_train_loop import PLAIN, Names, make_loop
+from tests.unit.ranks.test_train_loop import PLAIN, Names, Net, make_loop
 from tests.unit.ranks.test_train_loop import run as run_loop
 
 
@@ -63,3 +64,36 @@ def test_fp32_changes_nothing():
     assert precision.scale(loss) is loss
     with precision.autocast():
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
+
+
+class WithoutHalf(Net):
+    """What torch says where a device has no kernel for half precision."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.is_autocast_enabled("cpu"):
+            raise RuntimeError("\"addmm_impl_cpu_\" not implemented for 'Half'")
+        return super().forward(x)
+
+
+class WithoutHalfBackwards(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = super().forward(x)
+        output.register_hook(self.fail)
+        return output
+
+    def fail(self, gradient: torch.Tensor) -> None:
+        raise RuntimeError("\"mkldnn_backward\" not implemented for 'Half'")
+
+
+@pytest.mark.parametrize("model", [WithoutHalf, WithoutHalfBackwards])
+def test_device_that_cannot_compute_in_fp16_is_told_before_training(model):
+    with pytest.raises(WorkloadError, match=r"fp16.* cpu .*for 'Half'.*write precision: bf16"):
+        make_loop(precision="fp16", names=Names(model=model))
+
+
+def test_error_of_the_notebooks_code_stays_what_it_is():
+    def broken(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("something else")
+
+    with pytest.raises(RuntimeError, match=r"^something else$"):
+        make_loop(precision="fp16", names=Names(loss=broken))
