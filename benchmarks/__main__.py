@@ -8,10 +8,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from benchmarks import churn, ours, recovery, report, reproducible, steady
+from benchmarks import aggregation, churn, ours, recovery, report, reproducible, steady
 
 BENCHMARKS: dict[str, ModuleType] = {
     "steady": steady,
+    "aggregation": aggregation,
     "recovery": recovery,
     "churn": churn,
     "reproducible": reproducible,

@@ -71,16 +71,11 @@ def measure_workload(
     """Measure ``num_pairs`` rounds of one workload."""
     sides: dict[str, Callable[[], float]] = {
         "ours": lambda: run_ours(name, num_steps),
-        "ddp": lambda: run_ddp(name, num_steps, loader=loader),
+        "ddp": lambda: run_ddp(name, num_steps, *(["--loader"] if loader else [])),
     }
     for system in systems:
         sides[system.name] = functools.partial(run_peer, system, name, num_steps)
-    rates: dict[str, list[float]] = {side: [] for side in sides}
-    for pair in range(num_pairs):
-        head = f"steady {name}, round {pair + 1}/{num_pairs}"
-        for side in sorted(sides, reverse=pair % 2 == 1):
-            rates[side].append(sides[side]())
-            print(f"{head}, {side}: {rates[side][-1]:.0f} samples/s", flush=True)
+    rates = alternate(f"steady {name}", sides, num_pairs)
     ratios = {
         side: [rate / ddp for rate, ddp in zip(rates[side], rates["ddp"], strict=True)]
         for side in sides
@@ -104,17 +99,30 @@ def measure_workload(
     }
 
 
-def run_ours(name: str, num_steps: int) -> float:
-    """Train with etrain-jupyter; return samples a second."""
+def alternate(
+    title: str, sides: dict[str, Callable[[], float]], num_pairs: int
+) -> dict[str, list[float]]:
+    """Run all sides ``num_pairs`` times, in alternating order; return the rates of each."""
+    rates: dict[str, list[float]] = {side: [] for side in sides}
+    for pair in range(num_pairs):
+        for side in sorted(sides, reverse=pair % 2 == 1):
+            rates[side].append(sides[side]())
+            head = f"{title}, round {pair + 1}/{num_pairs}"
+            print(f"{head}, {side}: {rates[side][-1]:.0f} samples/s", flush=True)
+    return rates
+
+
+def run_ours(name: str, num_steps: int, **keys: Any) -> float:
+    """Train with etrain-jupyter, perhaps with further keys; return samples a second."""
     with ours.cluster():
-        job = ours.submit(name, num_steps=num_steps, world_size=WORLD_SIZE)
+        job = ours.submit(name, num_steps=num_steps, world_size=WORLD_SIZE, **keys)
         job.result()
     # A step of a generation that is still filling up is start-up.
     whole = [step for step in ours.steps_of(job) if step.world_size == WORLD_SIZE]
     return report.steady_rate([step.time for step in whole], GLOBAL_BATCH_SIZE)
 
 
-def run_ddp(name: str, num_steps: int, *, loader: bool = False) -> float:
+def run_ddp(name: str, num_steps: int, *more: str) -> float:
     """Train with ``torchrun`` and plain DDP, which writes nothing; return samples a second."""
     with tempfile.TemporaryDirectory() as folder:
         times = Path(folder) / "times.json"
@@ -123,7 +131,7 @@ def run_ddp(name: str, num_steps: int, *, loader: bool = False) -> float:
         script = ["-m", "benchmarks.peers.ddp_train"]
         choice = [f"--workload={name}", f"--steps={num_steps}", f"--json={times}"]
         subprocess.run(
-            [*launch, *agent, *script, *choice, *(["--loader"] if loader else [])],
+            [*launch, *agent, *script, *choice, *more],
             check=True,
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()},
             timeout=PEER_TIMEOUT_S,

@@ -3,11 +3,13 @@
 As its authors would write it for speed: every rank has the whole data set as tensors and picks its
 share of each batch by indices; no data loader, no logging, no checkpoint. ``--loader`` reads the
 samples through ``DataLoader`` and ``DistributedSampler`` instead, as most scripts do.
+``--aggregation 4`` cuts each share into four passes, all but the last of them under ``no_sync``.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import time
 from collections.abc import Iterator
@@ -38,25 +40,33 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--loader", action="store_true")
+    parser.add_argument("--aggregation", type=int, default=1, help="passes a step")
     options = parser.parse_args()
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     images, labels = make_images()
     batches = loader_batches(images, labels) if options.loader else index_batches(images, labels)
-    times = train(options.workload, batches, options.steps)
+    times = train(options.workload, batches, options.steps, options.aggregation)
     if dist.get_rank() == 0:
         options.json.write_text(json.dumps({"times": times}), encoding="utf-8")
     dist.destroy_process_group()
 
 
-def train(workload: str, batches: Iterator[Batch], num_steps: int) -> list[float]:
+def train(
+    workload: str, batches: Iterator[Batch], num_steps: int, num_passes: int = 1
+) -> list[float]:
     """Do ``num_steps`` updates; return the instant at which each was done."""
     model = DistributedDataParallel(MODELS[workload]())
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
     times = []
     for _ in range(num_steps):
         inputs, target = next(batches)
-        cross_entropy(model(inputs), target).backward()  # type: ignore[no-untyped-call]
+        parts = list(zip(inputs.chunk(num_passes), target.chunk(num_passes), strict=True))
+        for number, (some, wanted) in enumerate(parts, 1):
+            is_last = number == len(parts)
+            with contextlib.nullcontext() if is_last else model.no_sync():
+                loss = cross_entropy(model(some), wanted) * (len(wanted) / len(target))
+                loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
         times.append(time.time())

@@ -219,6 +219,20 @@ class BatchConfig(Section):
             return {**rest, "global": DEFAULT_BATCH_SIZE}
         return data
 
+    @model_validator(mode="after")
+    def _fills_every_pass(self) -> Self:
+        size, passes = self.size(1), self.aggregation_frequency
+        if size < passes:
+            key = "global" if self.per_worker_batch_size is None else "per_worker"
+            raise fault(
+                f"aggregation_frequency={passes} leaves {passes - size} of {passes} passes without "
+                f"a sample, even with one worker: batch.{key} is {size}",
+                hint=f"write aggregation_frequency: {size} or less, or batch: {{{key}: {passes}}} "
+                "or more",
+                path=("batch", "aggregation_frequency"),
+            )
+        return self
+
     def size(self, world_size: int) -> int:
         """Return the samples of a full step of so many ranks."""
         if self.per_worker_batch_size is not None:

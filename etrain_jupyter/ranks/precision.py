@@ -10,13 +10,16 @@ alike and halve the scale: its state is part of what newcomers and checkpoints g
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 
 import torch
 
+from etrain_jupyter.ranks.references import WorkloadError
 from etrain_jupyter.ranks.state.capture import Stateful
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_HAS_NO_KERNEL = re.compile(r"not implemented for '(Half|BFloat16)'")
 
 
 class Precision:
@@ -28,6 +31,7 @@ class Precision:
     """
 
     def __init__(self, name: str = "fp32", device: torch.device | str = "cpu") -> None:
+        self._name = name
         self._dtype = _DTYPES.get(name)
         self._device_type = torch.device(device).type
         self._scaler = torch.amp.GradScaler(self._device_type) if name == "fp16" else None
@@ -42,6 +46,24 @@ class Precision:
         if self._dtype is None:
             return contextlib.nullcontext()
         return torch.autocast(self._device_type, dtype=self._dtype)
+
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """Say of torch's error which key of the cell asked for what this device cannot do.
+
+        Raises:
+            WorkloadError: If torch has no kernel for these numbers here.
+        """
+        try:
+            yield
+        except RuntimeError as exc:
+            if self._dtype is None or _HAS_NO_KERNEL.search(str(exc)) is None:
+                raise
+            raise WorkloadError(
+                f"precision: {self._name} cannot be computed on the {self._device_type} here: "
+                f"{exc}. Nothing was trained; write precision: "
+                f"{'bf16, or ' if self._name == 'fp16' else ''}fp32."
+            ) from exc
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return what to differentiate."""

@@ -125,8 +125,9 @@ class WarmUp:
     def _pass(self, count: int, *, marks: bool = False) -> None:
         """Differentiate the loss of so many real samples; the gradients stay."""
         batch = self._fetch(self._workload.train, self._order[:count], marks=marks)
-        passed = self._workload.forward(self._workload.module, batch, count, count)
-        passed.loss.backward()  # type: ignore[no-untyped-call]
+        with self._workload.precision.explained():
+            passed = self._workload.forward(self._workload.module, batch, count, count)
+            passed.loss.backward()  # type: ignore[no-untyped-call]
         if not self._has_tried_metrics:
             self._has_tried_metrics = True
             for metric in self._workload.whole_set.values():

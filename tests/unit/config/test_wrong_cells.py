@@ -294,6 +294,29 @@ etrain: line 5, column 21: batch.global=64 and batch.per_worker=8 cannot both ho
       |                     ^^^^^^^^^^
   keep global for steps that never change, or per_worker for a batch that grows with the workers""",
     ),
+    "more passes than samples": (
+        GOOD + "batch: {global: 4, aggregation_frequency: 8}\n",
+        """\
+etrain: line 5, column 43: aggregation_frequency=8 leaves 4 of 8 passes without a sample, even with one worker: batch.global is 4
+    5 | batch: {global: 4, aggregation_frequency: 8}
+      |                                           ^
+  write aggregation_frequency: 4 or less, or batch: {global: 8} or more""",
+    ),
+    "more passes than samples of a worker": (
+        GOOD + "batch: {per_worker: 2, aggregation_frequency: 3}\n",
+        """\
+etrain: line 5, column 47: aggregation_frequency=3 leaves 1 of 3 passes without a sample, even with one worker: batch.per_worker is 2
+    5 | batch: {per_worker: 2, aggregation_frequency: 3}
+      |                                               ^
+  write aggregation_frequency: 2 or less, or batch: {per_worker: 3} or more""",
+    ),
+    "learning rate of nothing": (
+        GOOD + "optimizer: {name: SGD, lr: 0}\n",
+        """\
+etrain: line 5, column 28: optimizer.lr must be above 0, not 0
+    5 | optimizer: {name: SGD, lr: 0}
+      |                            ^""",
+    ),
     "scaling of a batch that never changes": (
         GOOD + "scaling: {rule: linear}\n",
         """\

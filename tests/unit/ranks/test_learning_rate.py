@@ -3,50 +3,34 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from etrain_jupyter.config.schema import ScalingConfig
-from etrain_jupyter.elastic.ledger import epoch_order
 from etrain_jupyter.elastic.lr_schedule import LrSchedule
 from etrain_jupyter.elastic.scaling import Ramp
 from etrain_jupyter.ranks.learning_rate import LearningRate, momentum_of
-from etrain_jupyter.ranks.seeds import seed_all
-from tests.unit.ranks.test_train_loop import BATCH, NUM_SAMPLES, Net, make_data, make_loop
+from tests.unit.ranks.plain_loop import train_plainly
+from tests.unit.ranks.test_train_loop import BATCH, NUM_SAMPLES, PLAIN, make_loop
 from tests.unit.ranks.test_train_loop import run as run_loop
 
 WARM = 3
 
 
-def plain_loop(end: int) -> torch.nn.Module:
-    """A hand-written loop with torch's own scheduler."""
-    seed_all(0, step=0, rank=0)
-    model = Net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    schedule = LrSchedule(warmup=WARM * BATCH, decay="linear", end=end)
-    x, y = make_data()
-    step, position = 0, 0
-    for epoch in range(2):
-        order = epoch_order(seed=0, epoch=epoch, num_samples=NUM_SAMPLES)
-        for first in range(0, NUM_SAMPLES, BATCH):
-            rows = torch.as_tensor(order[first : first + BATCH])
-            step += 1
-            seed_all(0, step=step, rank=0)
-            F.cross_entropy(model(x[rows]), y[rows]).backward()
-            optimizer.param_groups[0]["lr"] = 0.01 * schedule.factor(position, len(rows))
-            position += len(rows)
-            optimizer.step()
-            optimizer.zero_grad()
-    return model
+def rate_by_hand(position: int, count: int) -> float:
+    """A linear warm-up of ``WARM`` steps, then a straight line to 0 at the end of the job."""
+    warm, end = WARM * BATCH, 2 * NUM_SAMPLES
+    if position < warm:
+        return 0.01 * min(1.0, (position + count) / warm)
+    return 0.01 * (1.0 - (position - warm) / (end - warm))
 
 
 def test_loop_with_a_schedule_equals_the_plain_one_bit_for_bit():
     loop, sent = make_loop(schedule={"warmup": f"{WARM} steps", "decay": "linear"})
     run_loop(loop)
-    theirs = plain_loop(end=2 * NUM_SAMPLES).state_dict()
+    theirs = train_plainly(replace(PLAIN, lr_at=rate_by_hand)).model.state_dict()
     assert all(torch.equal(v, theirs[k]) for k, v in loop.workload.model.state_dict().items())
     rates = [m["record"]["lr"] for m in sent if m["op"] == "step"]
     assert rates[:WARM] == pytest.approx([0.01 / 3, 0.02 / 3, 0.01])

@@ -2,52 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from etrain_jupyter.elastic.ledger import epoch_order
 from etrain_jupyter.ranks.precision import Precision
-from etrain_jupyter.ranks.seeds import seed_all
-from tests.unit.ranks.test_train_loop import BATCH, NUM_SAMPLES, Names, Net, make_data, make_loop
+from etrain_jupyter.ranks.references import WorkloadError
+from tests.unit.ranks.plain_loop import DTYPES, train_plainly
+from tests.unit.ranks.test_train_loop import PLAIN, Names, Net, make_loop
 from tests.unit.ranks.test_train_loop import run as run_loop
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def steep_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """So steep that the first scale of fp16 is too large."""
     return 50.0 * F.cross_entropy(output, target)
-
-
-def plain_loop(name: str, loss, *, clip: float | None = None) -> tuple[nn.Module, list[int]]:
-    """What torch's own manual says; return the model and the steps that were skipped."""
-    seed_all(0, step=0, rank=0)
-    model = Net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    scaler = torch.amp.GradScaler("cpu", enabled=name == "fp16")
-    x, y = make_data()
-    step, skipped = 0, []
-    for epoch in range(2):
-        order = epoch_order(seed=0, epoch=epoch, num_samples=NUM_SAMPLES)
-        for first in range(0, NUM_SAMPLES, BATCH):
-            rows = torch.as_tensor(order[first : first + BATCH])
-            step += 1
-            seed_all(0, step=step, rank=0)
-            with torch.autocast("cpu", dtype=DTYPES[name]):
-                value = loss(model(x[rows]), y[rows])
-            scaler.scale(value).backward()
-            scaler.unscale_(optimizer)
-            if clip is not None:
-                nn.utils.clip_grad_norm_(model.parameters(), clip)
-            before = scaler.get_scale()
-            scaler.step(optimizer)
-            scaler.update()
-            if scaler.get_scale() < before:
-                skipped.append(step)
-            optimizer.zero_grad()
-    return model, skipped
 
 
 def assert_same_weights(ours: nn.Module, theirs: nn.Module) -> None:
@@ -60,15 +31,17 @@ def assert_same_weights(ours: nn.Module, theirs: nn.Module) -> None:
 def test_loop_equals_the_plain_one_of_torchs_manual_bit_for_bit(name, clip):
     loop, _ = make_loop(precision=name, clip_grad_norm=clip)
     assert run_loop(loop) == "done"
-    assert_same_weights(loop.workload.model, plain_loop(name, F.cross_entropy, clip=clip)[0])
+    plain = train_plainly(replace(PLAIN, precision=name, clip=clip))
+    assert_same_weights(loop.workload.model, plain.model)
 
 
 def test_overflow_skips_the_step_halves_the_scale_and_is_told():
     loop, sent = make_loop(precision="fp16", names=Names(loss=steep_loss))
     run_loop(loop)
-    expected, skipped = plain_loop("fp16", steep_loss)
+    plain = train_plainly(replace(PLAIN, precision="fp16", loss=steep_loss))
+    skipped = plain.skipped
     assert skipped
-    assert_same_weights(loop.workload.model, expected)
+    assert_same_weights(loop.workload.model, plain.model)
     steps = [m["record"] for m in sent if m["op"] == "step"]
     assert [r["step"] for r in steps if r["skipped"]] == skipped
     assert len(steps) == loop.plan.total_steps  # their samples count as trained
@@ -91,3 +64,36 @@ def test_fp32_changes_nothing():
     assert precision.scale(loss) is loss
     with precision.autocast():
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
+
+
+class WithoutHalf(Net):
+    """What torch says where a device has no kernel for half precision."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.is_autocast_enabled("cpu"):
+            raise RuntimeError("\"addmm_impl_cpu_\" not implemented for 'Half'")
+        return super().forward(x)
+
+
+class WithoutHalfBackwards(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = super().forward(x)
+        output.register_hook(self.fail)
+        return output
+
+    def fail(self, gradient: torch.Tensor) -> None:
+        raise RuntimeError("\"mkldnn_backward\" not implemented for 'Half'")
+
+
+@pytest.mark.parametrize("model", [WithoutHalf, WithoutHalfBackwards])
+def test_device_that_cannot_compute_in_fp16_is_told_before_training(model):
+    with pytest.raises(WorkloadError, match=r"fp16.* cpu .*for 'Half'.*write precision: bf16"):
+        make_loop(precision="fp16", names=Names(model=model))
+
+
+def test_error_of_the_notebooks_code_stays_what_it_is():
+    def broken(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("something else")
+
+    with pytest.raises(RuntimeError, match=r"^something else$"):
+        make_loop(precision="fp16", names=Names(loss=broken))

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from etrain_jupyter.config.vocabulary import NAMED_LR
-from etrain_jupyter.elastic.ledger import cursor_at, epoch_order
 from etrain_jupyter.elastic.shard_plan import Subtree, shard_merges
 from etrain_jupyter.ranks.gradients.tree_sum import merge
 from etrain_jupyter.ranks.seeds import seed_all
 from etrain_jupyter.ranks.state.capture import digest_of
+from tests.unit.ranks.plain_loop import PlainJob, add_up, train_plainly
 from tests.unit.ranks.rank_processes import Generation, Job, Outcome, RankProcesses
 from tests.unit.ranks.reproducible_jobs import (
     BATCH,
@@ -118,72 +117,17 @@ def test_seed_and_number_of_shards_do_change_the_weights(ranks):
 
 def test_weights_are_those_of_a_loop_written_by_hand(ranks):
     [outcome] = train(ranks, ALONE)
-    model, losses = plain_loop()
-    assert outcome.digest == digest_of(model)
-    assert [r["loss"] for r in outcome.records("step")] == losses
-
-
-def plain_loop() -> tuple[torch.nn.Module, list[float]]:
-    """What a careful person writes by hand for the same job, in one process and one thread."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # sums inside the kernels depend on it
-    try:
-        return train_by_hand()
-    finally:
-        torch.set_num_threads(num_threads)
-
-
-def train_by_hand() -> tuple[torch.nn.Module, list[float]]:
-    seed_all(0, step=0, rank=0)
-    model = Net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    data, losses = make_data(), []
-    for number in range(1, STEPS + 1):
-        epoch, first, samples = cursor_at(number - 1, NUM_SAMPLES, BATCH)
-        order = epoch_order(seed=0, epoch=epoch, num_samples=NUM_SAMPLES)
-        rows = torch.as_tensor(order[first : first + samples])
-        shards = rows.split(BATCH // SHARDS) if samples == BATCH else [rows]
-        losses.append(one_step(model, data, number, list(shards), samples))
-        optimizer.step()
-    return model, losses
-
-
-def one_step(model, data, number, shards, samples) -> float:
-    x, y = data
-    gradients, losses, moves = [], [], []
-    before = {name: b.clone() for name, b in model.named_buffers()}
-    for shard, rows in enumerate(shards):
-        for name, buffer in model.named_buffers():
-            buffer.copy_(before[name])
-        model.zero_grad()
-        seed_all(0, step=number, rank=shard)
-        loss = F.cross_entropy(model(x[rows]), y[rows]) * (len(rows) / samples)
-        loss.backward()
-        losses.append(loss.detach().double())
-        gradients.append([p.grad for p in model.parameters()])
-        weight = len(rows) / samples
-        moves.append([(b.double() - before[n].double()) * weight for n, b in model.named_buffers()])
-    for place, parameter in enumerate(model.parameters()):
-        found = [g[place] for g in gradients]
-        touched = any(g is not None for g in found)
-        zeros = torch.zeros_like(parameter)
-        parameter.grad = in_pairs([zeros if g is None else g for g in found]) if touched else None
-    for place, (name, buffer) in enumerate(model.named_buffers()):
-        value = before[name].double() + in_pairs([m[place] for m in moves])
-        buffer.copy_(value if buffer.is_floating_point() else value.round())
-    return in_pairs(losses).item()
-
-
-def in_pairs(values: list[torch.Tensor]) -> torch.Tensor:
-    if len(values) == 1:
-        return values[0]
-    a, b, c, d = values
-    return (a + b) + (c + d)
+    job = PlainJob(
+        model=Net, data=make_data(), batch_size=BATCH, num_steps=STEPS, num_shards=SHARDS
+    )
+    by_hand = train_plainly(job)
+    assert outcome.digest == digest_of(by_hand.model)
+    assert [r["loss"] for r in outcome.records("step")] == by_hand.losses
 
 
 def test_the_loop_by_hand_adds_in_the_order_of_the_tree():
     values = list(torch.randn(4, 100, generator=torch.Generator().manual_seed(0)))
-    by_hand = in_pairs(values)
+    by_hand = add_up(values, 4)
     merge(values, shard_merges(Subtree(0, 4)))
     assert torch.equal(values[0], by_hand)
 

@@ -18,10 +18,10 @@ from etrain_jupyter.ranks.gradients.averaged import AveragedGradients
 from etrain_jupyter.ranks.group.process_group import BroadcastStore, CommunicationError, RankGroup
 from etrain_jupyter.ranks.references import WorkloadError
 from etrain_jupyter.ranks.schedule import WorkPlan
-from etrain_jupyter.ranks.seeds import seed_all
 from etrain_jupyter.ranks.state.capture import digest_of
 from etrain_jupyter.ranks.train_loop import TrainLoop
 from etrain_jupyter.ranks.workload import build_workload
+from tests.unit.ranks.plain_loop import PlainJob, train_plainly
 
 NUM_SAMPLES, BATCH = 50, 16
 
@@ -93,29 +93,14 @@ def run(loop: TrainLoop) -> str:
     return loop.run(group, loop.wrap(group))
 
 
-def plain_loop() -> nn.Module:
-    """What a careful person writes by hand for the same job."""
-    seed_all(0, step=0, rank=0)
-    model = Net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    x, y = make_data()
-    step = 0
-    for epoch in range(2):
-        order = epoch_order(seed=0, epoch=epoch, num_samples=NUM_SAMPLES)
-        for first in range(0, NUM_SAMPLES, BATCH):
-            rows = torch.as_tensor(order[first : first + BATCH])
-            step += 1
-            seed_all(0, step=step, rank=0)
-            F.cross_entropy(model(x[rows]), y[rows]).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return model
+PLAIN = PlainJob(model=Net, data=make_data(), batch_size=BATCH, num_steps=8)
+"""The same job, of two epochs, for the loop that a careful person writes by hand."""
 
 
 def test_one_rank_equals_the_plain_loop_to_the_last_bit():
     loop, _ = make_loop()
     assert run(loop) == "done"
-    assert digest_of(loop.workload.model) == digest_of(plain_loop())
+    assert digest_of(loop.workload.model) == digest_of(train_plainly(PLAIN).model)
 
 
 def test_micro_steps_change_nothing_but_rounding():
@@ -313,7 +298,7 @@ def test_step_that_breaks_is_undone():
     assert all(p.grad is None for p in loop.workload.model.parameters())
     loop.in_step = False
     assert run(loop) == "done"
-    assert digest_of(loop.workload.model) == digest_of(plain_loop())
+    assert digest_of(loop.workload.model) == digest_of(train_plainly(PLAIN).model)
 
 
 def test_loader_that_delivers_other_samples_is_seen_in_the_records():

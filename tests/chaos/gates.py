@@ -1,0 +1,88 @@
+"""Steps at which ranks wait for the test, so that what it asks for comes exactly there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from tests.chaos.rig import RigJob
+
+
+@dataclass(frozen=True)
+class Gates:
+    """Steps at whose forward pass every rank waits until the test opens the gate."""
+
+    folder: str
+    steps: tuple[int, ...]
+    seed: int = 0
+    """The job's."""
+
+    def path(self, step: int) -> Path:
+        """Return the pipe that is a gate: who opens it for reading waits for one that writes."""
+        return Path(self.folder) / f"gate-{self.seed}-{step}"
+
+    def pass_through(self) -> None:
+        """Wait, on a rank, if the step that it makes has a gate that is closed."""
+        # The seed is all that tells a model which step it is.
+        step = torch.initial_seed() // 4_099 - self.seed * 1_000_003
+        if step in self.steps:
+            with contextlib.suppress(FileNotFoundError), self.path(step).open():
+                pass
+
+
+class Gated(nn.Module):
+    """A model that waits at gates when it trains."""
+
+    def __init__(self, model: nn.Module, gates: Gates) -> None:
+        super().__init__()
+        self.model = model
+        self.gates = gates
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.gates.pass_through()
+        return self.model(x)
+
+
+class Keeper:
+    """Makes gates, closed, and opens them."""
+
+    def __init__(self, gates: Gates) -> None:
+        self._gates = gates
+        self._writers = contextlib.ExitStack()
+
+    @contextlib.contextmanager
+    def at_work(self) -> Iterator[Keeper]:
+        """Keep the gates; afterwards nobody waits at them."""
+        for step in self._gates.steps:
+            os.mkfifo(self._gates.path(step))
+        with self._writers:
+            yield self
+            for step in self._gates.steps:
+                self.open(step)
+
+    def open(self, step: int) -> None:
+        """Let everybody through, also those that come later."""
+        path = self._gates.path(step)
+        if path.exists():
+            self._writers.callback(os.close, os.open(path, os.O_RDWR))
+            path.unlink()
+
+    async def scale(self, job: RigJob, step: int, world_size: int) -> None:
+        """Have exactly so many workers after ``step``, at whose gate everybody waits."""
+
+        def is_ready() -> bool:
+            state = job.hosted.state
+            num_here = len([*state.in_phase("ranked"), *state.in_phase("warm")])
+            return state.phase == "changing" and num_here >= world_size
+
+        await job.until(lambda: job.step >= step - 1)
+        await job.request("scale", min=world_size, max=world_size)
+        await job.until(is_ready)
+        self.open(step)

@@ -1,0 +1,264 @@
+"""The learning rate of a batch that grows and shrinks with the workers, through the real system.
+
+Each worker is a trainer process of its own with a connection to every other, up to twelve of them
+on whatever cores there are: the mathematics knows of their number alone, and small models leave
+the cores time for all. Changes come at a known step (``tests/chaos/gates.py``). The set-ups are
+those of an experiment in plain PyTorch whose findings became the defaults (Lin et al., arXiv
+1904.12043, and ``elastic/scaling.py``); what comes of a change is judged by the loss on the whole
+training set after each step, its highest in the 60 steps after the change by its mean in the 20
+before.
+
+In one point the system differs from that experiment. Its epochs end with a smaller step, at the
+full rate; that adds noise (a peak of up to 1.7 where the rate is kept), and large batches that
+overshoot recover more often: 5 of 5 seeds do, to an accuracy of 0.93 to 0.98, where 2 of 5 did not
+there. That an overshoot can be for good is shown by the CNN.
+
+Two seeds of five, and one of three, are in the ordinary suite; ``make endurance`` has them all.
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+import statistics
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from etrain_jupyter.elastic.ledger import cursor_at, epoch_order
+from tests.chaos.digits import (
+    Pair,
+    Run,
+    digits,
+    linear_factors,
+    mlp,
+    train,
+    train_plainly,
+)
+from tests.chaos.forks import Zygote
+
+pytestmark = pytest.mark.timeout(600)
+
+GROWTH = ((1, 200), (12, 100))
+RAMP = 105
+"""What follows from a momentum of 0.9 for a rate that grows twelve times."""
+OTHER_SEEDS = [
+    pytest.mark.slow,
+    pytest.mark.skipif("ETRAIN_ALL_SEEDS" not in os.environ, reason="minutes: make endurance"),
+]
+SEEDS = [
+    pytest.param(range(2), id="seeds 0-1"),
+    pytest.param(range(2, 5), id="seeds 2-4", marks=OTHER_SEEDS),
+]
+MNIST = Path("shared", "data", "mnist10k")
+"""Beside the repository or in it."""
+
+
+def sgd(lr: float) -> dict[str, Any]:
+    return {"name": "SGD", "lr": lr, "momentum": 0.9}
+
+
+def peak_by_pre(run: Run) -> float:
+    """Return how far the loss overshot at the only change, which came where it should."""
+    [change] = run.changes()
+    assert GROWTH[0][1] <= change <= GROWTH[0][1] + 2
+    return run.peak_by_pre(change)
+
+
+def assert_is_the_plain_loop(run: Run, seed: int) -> None:
+    """The real system with twelve processes follows the mathematics in one, loss by loss."""
+    [change] = run.changes()
+    phases = ((1, change), (12, len(run.steps) - change))
+    losses, _ = train_plainly(linear_factors(phases, up=RAMP), seed=seed)
+    for step, loss in run.evals.items():
+        assert loss == pytest.approx(losses[step], rel=0.05, abs=1e-3), f"seed {seed}, step {step}"
+
+
+@pytest.mark.parametrize("seeds", SEEDS)
+async def test_a_rate_that_jumps_with_the_batch_overshoots_and_one_that_ramps_does_not(
+    zygote: Zygote, folder: Path, seeds: range
+) -> None:
+    accuracies = []
+    for seed in seeds:
+        jumps = {"rule": "linear", "ramp": 0}
+        assert peak_by_pre(await train(zygote, folder, GROWTH, seed=seed, scaling=jumps)) > 3
+
+        run = await train(zygote, folder, GROWTH, seed=seed, scaling={"rule": "linear"})
+        kept, _ = train_plainly(((size, 1.0) for size, n in GROWTH for _ in range(n)), seed=seed)
+        before = [kept[step] for step in range(181, 201)]
+        noise = max(kept[step] for step in range(201, 261)) / statistics.mean(before)
+        # Where the rate is kept there is no overshoot: what is seen there are the small batches.
+        assert peak_by_pre(run) < max(1.6, noise + 0.3)
+        assert_is_the_plain_loop(run, seed)
+        accuracies.append(run.accuracy)
+    assert statistics.mean(accuracies) > 0.95
+
+
+@pytest.mark.parametrize("seeds", SEEDS)
+async def test_ramp_must_be_as_long_as_the_momentum_says(
+    zygote: Zygote, folder: Path, seeds: range
+) -> None:
+    phases, peaks = (GROWTH[0], (12, 62)), {}
+    for ramp in (8, 96):
+        scaling = {"rule": "linear", "ramp": ramp}
+        runs = [await train(zygote, folder, phases, seed=seed, scaling=scaling) for seed in seeds]
+        peaks[ramp] = statistics.mean(peak_by_pre(run) for run in runs)
+    assert peaks[8] > 2
+    assert peaks[96] < (1.3 if 4 not in seeds else 1.4)  # see above: the noise of seed 4
+
+
+SHRINKING = ((1, 200), (12, 200), (1, 120))
+
+
+@pytest.mark.parametrize(
+    ("lr", "seeds"),
+    [
+        pytest.param(0.1, range(1), id="lr 0.1, seed 0"),
+        pytest.param(0.1, range(1, 5), id="lr 0.1, seeds 1-4", marks=OTHER_SEEDS),
+        pytest.param(0.05, range(5), id="lr 0.05", marks=OTHER_SEEDS),
+    ],
+)
+async def test_batch_that_shrinks_takes_its_rate_over_at_once(
+    zygote: Zygote, folder: Path, lr: float, seeds: range
+) -> None:
+    for seed in seeds:
+        keys = {"seed": seed, "scaling": {"rule": "linear"}, "optimizer": sgd(lr)}
+        run = await train(zygote, folder, SHRINKING, **keys)
+        _, change = run.changes()
+        assert run.peak(change) < 0.15
+        assert run.accuracy > 0.95
+
+
+@pytest.mark.parametrize("lr", [0.1, 0.05])
+def test_control_arm_a_literal_ramp_down_would_ruin_the_small_batch(lr: float) -> None:
+    """In plain PyTorch: the system has no such ramp."""
+    peaks = []
+    for seed in range(5):
+        losses, _ = train_plainly(linear_factors(SHRINKING, up=96, down=96), seed=seed, lr=lr)
+        peaks.append(max(losses[step] for step in range(401, 461)))
+    assert statistics.median(peaks) > 1
+
+
+def cnn() -> nn.Module:
+    """Without normalisation, which would hide a rate that is too large."""
+    return nn.Sequential(
+        *(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(8, 16, 3), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(400, 64), nn.ReLU(), nn.Linear(64, 10)),
+    )
+
+
+def mnist() -> tuple[Pair, Pair]:
+    """Return 8,000 digits to train on and 2,000 to test."""
+    found = [folder / MNIST for folder in Path(__file__).parents if (folder / MNIST).is_dir()]
+    if not found:
+        pytest.skip(f"needs the 10,000 digits of MNIST's test half in {MNIST}")
+    images, labels = (
+        np.frombuffer(gzip.decompress((found[0] / name).read_bytes()), np.uint8, offset=offset)
+        for name, offset in (("t10k-images-idx3-ubyte.gz", 16), ("t10k-labels-idx1-ubyte.gz", 8))
+    )
+    order = torch.randperm(10_000, generator=torch.Generator().manual_seed(0))
+    x = torch.tensor(images.reshape(-1, 1, 28, 28).astype(np.float32) / 255)[order]
+    y = torch.tensor(labels.astype(np.int64))[order]
+    return (x[:8_000], y[:8_000]), (x[8_000:], y[8_000:])
+
+
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        pytest.param(range(1), id="seed 0"),
+        pytest.param(range(1, 3), id="seeds 1-2", marks=OTHER_SEEDS),
+    ],
+)
+async def test_a_network_may_never_recover_from_the_overshoot(
+    zygote: Zygote, folder: Path, seeds: range
+) -> None:
+    """By the losses of the steps: at 768 samples of 8,000, they tell as much as the whole set."""
+    data, phases = mnist(), ((1, 250), (12, 60))
+    batch = {"per_worker": 64}
+    keys = {"optimizer": sgd(0.05), "make": cnn, "data": data, "batch": batch, "eval": "1e6 steps"}
+    for seed in seeds:
+        jumps = {"rule": "linear", "ramp": 0}
+        assert (
+            await train(zygote, folder, phases, seed=seed, scaling=jumps, **keys)
+        ).accuracy < 0.7
+        run = await train(zygote, folder, phases, seed=seed, scaling={"rule": "linear"}, **keys)
+        [change] = run.changes()
+        losses = [e.loss for e in run.steps]
+        assert run.accuracy > 0.94
+        assert max(losses[change:]) / statistics.mean(losses[change - 20 : change]) < 1.5
+
+
+async def test_workers_that_come_and_go_as_spot_machines_do_cost_no_accuracy(
+    zygote: Zygote, folder: Path
+) -> None:
+    """Beside one worker that trains as many samples: that is what a job is counted in.
+
+    It makes 2,340 steps for them, the others 360; with as many steps it would be the weaker one.
+    """
+    sizes = (1, 12, 4, 12, 2, 8)
+    phases, num_static = [(size, 60) for size in sizes], 60 * sum(sizes)
+    keys = {"optimizer": sgd(0.05), "scaling": {"rule": "linear"}, "eval": "1000000 steps"}
+    run = await train(zygote, folder, phases, **keys)
+    assert [e.world_size for e in run.steps if e.step % 60 == 30] == list(sizes)
+    _, static = train_plainly(((1, 1.0) for _ in range(num_static)), lr=0.05)
+    assert run.accuracy >= static - 0.01
+
+
+def mean_of_means(num_steps: int, sizes: list[int] | None) -> dict[str, torch.Tensor]:
+    """Train with the mean over 64 samples, or that of the means of parts of these sizes.
+
+    The latter is what DistributedDataParallel does where ranks have unequal shares.
+    """
+    (x, y), _ = digits()
+    torch.manual_seed(0)
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(num_steps):
+        span = cursor_at(step, len(x), 64)
+        order = epoch_order(seed=0, epoch=span.epoch, num_samples=len(x))
+        rows = torch.as_tensor(order[span.first : span.first + span.samples])
+        parts = (
+            [rows] if sizes is None else [p for p in rows.split(sizes_of(rows, sizes)) if len(p)]
+        )
+        optimizer.zero_grad()
+        for part in parts:
+            loss = nn.functional.cross_entropy(model(x[part]), y[part])
+            (loss / len(parts)).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+def sizes_of(rows: torch.Tensor, sizes: list[int]) -> list[int]:
+    """Share the rows of a smaller step alike."""
+    first, second = (round(len(rows) * size / 64) for size in sizes[:2])
+    return [first, second, len(rows) - first - second]
+
+
+async def test_uneven_shares_give_the_exact_mean_of_the_samples(
+    zygote: Zygote, folder: Path
+) -> None:
+    """Eight shards on three workers, which have 24, 24 and 16 of 64 samples."""
+    keys = {
+        "batch": {"global": 64},
+        "reproducible": {"shards": 8},
+        "eval": "1000000 steps",
+        "steps": 200,
+    }
+    one = await train(zygote, folder, [(1, 200)], **keys)
+    three = await train(zygote, folder, [(3, 200)], **keys)
+    assert len(one.steps) == len(three.steps) == 200
+    assert all(torch.equal(three.weights[name], value) for name, value in one.weights.items())
+
+    exact, means = mean_of_means(200, None), mean_of_means(200, [24, 24, 16])
+    assert farthest(one.weights, exact) < 1e-4
+    assert farthest(one.weights, means) > 1e-3
+
+
+def farthest(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+    """Return the largest difference of two weights."""
+    return max((value - theirs[name]).abs().max().item() for name, value in ours.items())
