@@ -100,7 +100,6 @@ class WholeSetMetric:
         with warnings.catch_warnings(), contextlib.suppress(ValueError, RuntimeError):
             warnings.simplefilter("ignore")
             value = tried.compute()  # may refuse so few samples, which means nothing
-        tried.reset()
         self._prototype = tried  # some remember more than their state from the first update on
         if value is not None:
             self._number(value)

@@ -52,7 +52,10 @@ class Tagger(nn.Module):
 
 
 def token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+    """Return the mean over the tokens; without any, it and its gradients are NaN."""
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    counts = (labels.flatten() != IGNORED).float()
+    return (losses * counts).sum() / counts.sum()
 
 
 def by_hand(num_steps: int = STEPS) -> tuple[torch.nn.Module, list[dict[str, float]]]:
