@@ -309,7 +309,7 @@ class TrainingJob(JobRequests):
 
         if which == "last":
             return load_newest_weights(self.record)
-        reached = [best.step for best in reversed(self._latest().best)]
+        reached = {best.step: best.value for best in self._latest().best}
         return load_best_weights(self.record, reached)
 
     def load_into(self, model: Model, which: str = "last") -> Model:

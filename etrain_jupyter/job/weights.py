@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from etrain_jupyter.job.run_store import JobRecord
 
 MODEL_PART = "model.safetensors"
 STATE_PART = "state.json"
+NOTHING: dict[str, list[Any]] = {"best": []}
 NEVER_EVALUATED = "nothing was evaluated before its newest checkpoint"
 
 
@@ -31,31 +32,32 @@ def load_newest_weights(record: JobRecord) -> dict[str, Any]:
     return _load(_open_newest(record).files)
 
 
-def load_best_weights(record: JobRecord, reached: Sequence[int]) -> dict[str, Any]:
+def load_best_weights(record: JobRecord, reached: Mapping[int, float]) -> dict[str, Any]:
     """Return the tensors of the best checkpoint, by parameter name.
 
-    Which ones are the best is in the log, and in the state of the newest checkpoint: that knows
-    what is left if the very best could not be saved.
+    Which ones are the best is in the state of the newest checkpoint, which knows what is left if
+    the very best could not be saved; and in the log, which may be ahead of it.
 
     Args:
         record: The job.
-        reached: Steps that were the best when they were evaluated, the very best first.
+        reached: What the log says: steps that were the best when they were evaluated, with that.
 
     Raises:
         CheckpointError: If there is none.
     """
-    if not (record.config.get("checkpoint") or {}).get("best"):
+    asked = (record.config.get("checkpoint") or {}).get("best")
+    if not asked:
         raise CheckpointError(
             f"job {record.job_id} keeps no best checkpoint: its cell asks for none. Write "
             "checkpoint: {best: {metric: loss}} and run it again; which='last' loads the newest."
         )
     newest = _open_newest(record)
     state = json.loads(newest.files[STATE_PART].read_text())
-    known = [step for step, _ in (state["extras"].get("judge") or {"best": []})["best"]]
-    # The log may be ahead of the checkpoint by what was better than all that this knows.
-    ahead = [step for step in reached if step not in known]
+    values = {step: value for step, value in (state["extras"].get("judge") or NOTHING)["best"]}
+    values |= reached
+    sign = -1 if asked["mode"] == "max" else 1
     store, refused = _store_of(record), []
-    for step in [*ahead, *known]:
+    for step in sorted(values, key=lambda step: (sign * values[step], step)):
         try:
             return _load(open_step(store, step, job_id=record.job_id)[1])
         except CheckpointError as exc:

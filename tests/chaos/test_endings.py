@@ -88,7 +88,7 @@ def best_weights(job: RigJob) -> dict[str, torch.Tensor]:
     record = JobRecord(
         job_id=job.id, name="job", created=0.0, folder=order.run_dir, config=order.config
     )
-    reached = [e.step for e in reversed(job.found(BestReached))]
+    reached = {e.step: e.value for e in job.found(BestReached)}
     return load_best_weights(record, reached)
 
 

@@ -135,3 +135,65 @@ async def test_next_generation_is_told_where_the_ones_before_began_and_the_log_e
     rig.tick(10.0)
     rig.warm("w1")
     assert rig.told("w1", "form")[-1]["starts"] == [0, NOT_BEGUN, 2]
+
+
+# --- evaluations, best and early ends ---
+
+
+def evaluation(step: int, loss: float) -> dict:
+    return {"step": step, "epoch": 0, "samples": 8, "loss": loss, "duration_s": 0.1, "time": 1.0}
+
+
+async def test_evaluation_that_is_told_again_is_logged_once(rig):
+    await rig.start("w1")
+    trainer = next(iter(rig.job.state.members))
+    for step, loss in ((3, 0.5), (3, 0.5), (6, float("nan")), (6, float("nan"))):
+        said = {"op": "eval", "trainer": trainer, "generation": 1}
+        rig.say("w1", {**said, "record": evaluation(step, loss)})
+    for step in (3, 3, 6):
+        said = {"op": "best", "trainer": trainer, "generation": 1}
+        rig.say("w1", {**said, "record": {"step": step, "metric": "loss", "value": 0.5}})
+
+    assert [e.step for e in rig.events(events.EvalCompleted)] == [3, 6]
+    assert [e.step for e in rig.events(events.BestReached)] == [3, 6]
+    warnings = [e.text for e in rig.events(events.LogLine) if e.level == "warning"]
+    assert warnings == ["step 6: the loss of the evaluation is nan; training goes on"]
+
+
+async def test_what_was_evaluated_after_the_step_that_a_job_goes_back_to_counts_anew(rig):
+    await rig.start("w1")
+    trainer = next(iter(rig.job.state.members))
+
+    def tell() -> None:
+        for op, record in (
+            ("eval", evaluation(6, 0.5)),
+            ("best", {"step": 6, "metric": "loss", "value": 0.5}),
+        ):
+            rig.say("w1", {"op": op, "trainer": trainer, "generation": 1, "record": record})
+
+    tell()
+    rig.job.go_back(5)
+    tell()
+    assert len(rig.events(events.EvalCompleted)) == len(rig.events(events.BestReached)) == 2
+    rig.job.go_back(6)
+    tell()
+    assert len(rig.events(events.EvalCompleted)) == len(rig.events(events.BestReached)) == 2
+
+
+async def test_early_end_that_every_rank_tells_is_logged_once(rig):
+    await rig.start("w1", "w2")
+    told = {
+        "metric": "loss",
+        "step": 6,
+        "best": None,
+        "best_step": 0,
+        "num_evals": 3,
+        "reason": "early stopping: enough",
+    }
+    for worker in ("w1", "w2"):
+        trainer = rig.job.state.of_worker(worker).trainer
+        report = {"op": "report", "trainer": trainer, "generation": 1, "progress": [6, 3]}
+        rig.say(worker, {**report, "why": "done", "undone": False, "ended_early": told})
+
+    assert [e.step for e in rig.events(events.EarlyStopped)] == [6]
+    assert rig.job.state.ending == "early stopping: enough"

@@ -324,3 +324,48 @@ def test_a_long_run_is_folded_fast_enough_to_attach_to() -> None:
 
     assert len(view.snapshot()["events"]) == 50
     assert len(view.series()["loss"][0]) == 20_000
+
+
+def test_job_that_ended_early_is_complete_and_says_why() -> None:
+    common: dict[str, Any] = {"job_id": JOB_ID, "time": EVENTS[-1].time}
+    reason = "early stopping: accuracy was best at step 10, 0.9, and not better in 3 evaluations"
+    steps = until(t.StepCompleted, 20)
+    best = t.BestReached(**common, step=10, metric="accuracy", value=0.9)
+    stopped = t.EarlyStopped(
+        **common,
+        step=20,
+        metric="accuracy",
+        best=0.9,
+        best_step=10,
+        num_evals=3,
+        reason=reason,
+    )
+    ended = t.JobStatusChanged(**common, status="finished", reason=reason)
+    snapshot = view_of([*steps, best, stopped, ended]).snapshot()
+
+    assert (snapshot["status"], snapshot["reason"]) == ("finished", reason)
+    assert (snapshot["step"], snapshot["total_steps"], snapshot["progress"]) == (20, 20, 1.0)
+    assert snapshot["eta_s"] is None
+    assert snapshot["best"] == {"step": 10, "metric": "accuracy", "value": 0.9}
+    texts = [entry["text"] for entry in snapshot["events"]]
+    assert texts[-3] == "Best so far: accuracy 0.9 at step 10"
+    assert texts[-2].startswith("Early stopping: accuracy was best at step 10")
+
+
+def test_best_of_steps_that_were_undone_is_forgotten() -> None:
+    common: dict[str, Any] = {"job_id": JOB_ID, "time": 1.0}
+    best = t.BestReached(**common, step=10, metric="loss", value=0.9)
+    restored = t.JobRestored(**common, step=9, num_undone=1)
+
+    assert view_of([best]).snapshot()["best"]["step"] == 10
+    assert view_of([best, restored]).snapshot()["best"] is None
+
+
+def test_loss_that_is_nan_is_told_with_its_workers() -> None:
+    told = t.LossNotFinite(
+        job_id=JOB_ID, time=1.0, step=7, loss=float("nan"), ranks=[1], workers=["w2"]
+    )
+    [entry] = view_of([told]).snapshot()["events"]
+
+    assert entry["level"] == "error"
+    assert entry["text"] == "The loss of step 7 is nan on w2: no worker updated its weights"

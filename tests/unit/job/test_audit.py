@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from etrain_jupyter.elastic.ledger import checksum_of, cursor_at, epoch_order, total_steps
 from etrain_jupyter.events.types import (
     CheckpointCommitted,
+    EarlyStopped,
     EvalCompleted,
     Event,
     GenerationFormed,
@@ -574,3 +575,47 @@ def test_survivors_that_tell_of_one_undone_step_around_another_event_count_once(
         ended(),
     ]
     assert audit_log(number(go_on_in_newest(log))).problems == ()
+
+
+def stopped_early(step: int, generation: int = 1) -> EarlyStopped:
+    return EarlyStopped(
+        **COMMON,
+        generation=generation,
+        step=step,
+        metric="loss",
+        best=0.1,
+        best_step=1,
+        num_evals=3,
+        reason="early stopping: enough",
+    )
+
+
+def cut_after(step: int, *more: Event) -> list[Event]:
+    """Return a job that finished after some step of its first epochs."""
+    log = undisturbed()
+    last = next(i for i, event in enumerate(log) if is_step(event, step))
+    kept = [e for e in log[: last + 1]]
+    return number([*kept, *more, ended()])
+
+
+def test_early_end_is_right_only_where_it_was_decided() -> None:
+    report = audit_log(cut_after(6, stopped_early(6)))
+
+    assert report.ok, report
+    assert "one cut short: the job ended early" in report.verdict
+    assert audit_log(cut_after(6)).problems == ("the job finished at step 6 of 12",)
+    assert audit_log(cut_after(6, stopped_early(5))).problems == (
+        "the job finished at step 6, to be stopped early at 5",
+    )
+
+
+def test_decision_that_was_lost_with_its_state_excuses_nothing() -> None:
+    """All that had decided died; the next generation went on from an older state."""
+    log = cut_after(6, stopped_early(6))[:-1]
+    restored = JobRestored(**COMMON, generation=2, step=5, num_undone=1)
+    again = formed(2, 5, ["w3"], [3])
+    log = number(
+        [*log, lost("w1"), lost("w2"), again, restored, completed(6, generation=2), ended()]
+    )
+
+    assert audit_log(log).problems == ("the job finished at step 6 of 12",)

@@ -8,6 +8,7 @@ import pandas as pd
 
 from etrain_jupyter.events.log import EventLog
 from etrain_jupyter.events.types import (
+    BestReached,
     EvalCompleted,
     Event,
     GenerationFormed,
@@ -261,3 +262,18 @@ def test_peek_looks_behind_an_end_of_the_log_that_is_full_of_printed_lines(tmp_p
 
 def test_peek_at_a_log_that_is_not_there_tells_a_job_that_was_submitted(tmp_path: Path) -> None:
     assert peek_log(tmp_path / "none").status == "submitted"
+
+
+def test_best_is_the_newest_that_still_holds_and_a_finished_job_has_made_all_its_steps() -> None:
+    common = {"job_id": "j", "time": 1.0}
+    view = LatestValues()
+    for number, value in ((2, 0.5), (4, 0.9)):
+        view.add([BestReached(**common, step=number, metric="accuracy", value=value)])
+    assert [best.step for best in view.best] == [2, 4]
+
+    view.add([JobRestored(**common, step=3, num_undone=2)])
+    assert [best.step for best in view.best] == [2]
+
+    view.total_steps = 100
+    view.add([step(5), JobStatusChanged(**common, status="finished", reason="early stopping")])
+    assert (view.step, view.total_steps) == (5, 5)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -9,7 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save
 
+from etrain_jupyter.checkpoints import LocalStore, Manifest
 from etrain_jupyter.errors import (
     CheckpointError,
     ConfigError,
@@ -20,6 +24,7 @@ from etrain_jupyter.errors import (
 )
 from etrain_jupyter.events.log import EventLog
 from etrain_jupyter.events.types import (
+    BestReached,
     CheckpointCommitted,
     Event,
     GenerationFormed,
@@ -380,3 +385,58 @@ def test_best_weights_of_a_job_that_keeps_none_are_refused(tmp_path: Path) -> No
         job.state_dict("best")
     with pytest.raises(ValueError, match="'last' or 'best'"):
         job.state_dict("newest")
+
+
+def save_weights(job: TrainingJob, step: int, judged: list[list[float]]) -> None:
+    """Write a checkpoint whose only weight is its step, as a trainer does."""
+    store = LocalStore(job.record.folder)
+    folder = store.begin(step)
+    state = {"extras": {"judge": {"best": judged}}}
+    parts = {
+        "model.safetensors": store.put_part(
+            folder, "model.safetensors", save({"w": torch.tensor([float(step)])})
+        ),
+        "state.json": store.put_part(folder, "state.json", json.dumps(state).encode()),
+    }
+    facts = {"job_id": job.id, "generation": 1, "config_digest": "", "created": 1.0}
+    assert store.commit(Manifest(step=step, parts=parts, **facts))
+
+
+def best_step(job: TrainingJob) -> float:
+    return float(job.state_dict("best")["w"])
+
+
+def reached(step: int, value: float) -> Event:
+    return BestReached(job_id="digits-1", time=1.0, step=step, metric="accuracy", value=value)
+
+
+def test_best_weights_are_those_of_the_best_step_that_was_saved(tmp_path: Path) -> None:
+    told = [reached(2, 0.5), reached(4, 0.9)]
+    job = make_job(tmp_path, None, *told, status("finished", reason="early stopping: enough"))
+    job.record.config["checkpoint"] = {"best": {"metric": "accuracy", "mode": "max"}}
+    save_weights(job, 2, [[2, 0.5]])
+    assert best_step(job) == 2  # the better one is not durable yet
+    save_weights(job, 4, [])  # begun before the evaluation: the log alone knows that it is best
+    assert best_step(job) == 4
+    save_weights(job, 6, [[4, 0.9], [2, 0.5], [6, 0.4]])
+    assert best_step(job) == 4
+    assert float(job.state_dict()["w"]) == 6
+    assert job.best == {"step": 4, "metric": "accuracy", "value": 0.9}
+    result = job.result()
+    assert (result["best"], result["reason"]) == (job.best, "early stopping: enough")
+
+
+def test_when_the_best_was_lost_the_best_that_is_left_is_loaded(tmp_path: Path) -> None:
+    job = make_job(tmp_path, None, reached(4, 0.9), status("finished"))
+    job.record.config["checkpoint"] = {"best": {"metric": "accuracy", "mode": "max"}}
+    save_weights(job, 6, [[4, 0.9], [6, 0.8], [2, 0.5]])
+    save_weights(job, 8, [[4, 0.9], [6, 0.8], [8, 0.7], [2, 0.5]])
+    assert best_step(job) == 6
+
+
+def test_best_weights_of_a_job_that_was_never_evaluated_are_refused(tmp_path: Path) -> None:
+    job = make_job(tmp_path, None, status("stopped"))
+    job.record.config["checkpoint"] = {"best": {"metric": "loss", "mode": "min"}}
+    save_weights(job, 1, [])
+    with pytest.raises(CheckpointError, match="nothing was evaluated before its newest"):
+        job.state_dict("best")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -18,7 +20,7 @@ from etrain_jupyter.ranks.gradients.averaged import AveragedGradients
 from etrain_jupyter.ranks.group.process_group import BroadcastStore, CommunicationError, RankGroup
 from etrain_jupyter.ranks.references import WorkloadError
 from etrain_jupyter.ranks.schedule import WorkPlan
-from etrain_jupyter.ranks.state.capture import digest_of
+from etrain_jupyter.ranks.state.capture import digest_of, put_state, take_state
 from etrain_jupyter.ranks.train_loop import TrainLoop
 from etrain_jupyter.ranks.workload import build_workload
 from tests.unit.ranks.plain_loop import PlainJob, train_plainly
@@ -376,3 +378,126 @@ def test_aggregation_makes_several_passes_and_one_communication_of_the_same_step
         losses[frequency] = [m["record"]["loss"] for m in sent if m["op"] == "step"]
         assert len(quiet_passes) == (frequency - 1) * 3
     assert losses[4] == pytest.approx(losses[1], rel=1e-5)
+
+
+def nan_at(number: int, bad: float):
+    """Return a loss that is not finite in one pass, the warm-up pass being the first."""
+    calls = []
+
+    def loss(output, target):
+        calls.append(1)
+        return F.cross_entropy(output, target) * (bad if len(calls) == number else 1.0)
+
+    return loss
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("reproducible", [False, True])
+@pytest.mark.usefixtures("torch_settings")
+def test_step_whose_loss_is_not_finite_leaves_no_trace_and_can_be_made_again(bad, reproducible):
+    shards = {"shards": 1} if reproducible else None
+    loop, _ = make_loop(names=Names(loss=nan_at(4, bad)), reproducible=shards)
+    before: list[str] = []
+    loop.after_step.append(lambda _: before.append(digest_of(loop.workload.model)))
+    assert run(loop) == "nan"
+    assert loop.progress == (2, 0)
+    assert not loop.in_step
+    assert loop.undone_loss.is_source
+    assert not math.isfinite(loop.undone_loss.loss)
+    assert digest_of(loop.workload.model) == before[-1]  # BatchNorm's statistics too
+    assert all(p.grad is None for p in loop.workload.model.parameters())
+    assert run(loop) == "done"
+    assert digest_of(loop.workload.model) == digest_of(plain_loop())
+
+
+def test_metric_that_is_nan_ends_nothing():
+    names = Names(**{"metrics.accuracy": lambda o, t: torch.full((len(t),), math.nan)})
+    loop, sent = make_loop(names=names)
+    assert run(loop) == "done"
+    assert all(math.isnan(m["record"]["metrics"]["accuracy"]) for m in sent if m["op"] == "step")
+
+
+def scripted_metric(values: list[float]):
+    """Return a metric that gives the next value with each evaluation, which is a pass of 50."""
+    left = list(values)
+
+    def metric(output, target):
+        value = left.pop(0) if len(target) == NUM_SAMPLES else 0.0
+        return torch.full((len(target),), value)
+
+    return metric
+
+
+WATCHED = {"metric": "accuracy", "mode": "max"}
+
+
+def make_watching_loop(values: list[float], **keys):
+    names = Names(**{"metrics.accuracy": scripted_metric(values)})
+    return make_loop(names=names, steps=12, batch={"global": 16}, eval={"every": "1 step"}, **keys)
+
+
+def whole_evaluations(loop: TrainLoop) -> TrainLoop:
+    """Let an evaluation be one batch."""
+    loop._evaluation._batch_size = NUM_SAMPLES
+    return loop
+
+
+def test_loop_is_done_when_evaluations_have_not_improved_for_long_enough():
+    loop, sent = make_watching_loop(
+        [0.5, 0.7, 0.7, math.nan, 0.6, 0.9], early_stopping={**WATCHED, "patience": 3}
+    )
+    assert run(whole_evaluations(loop)) == "done"
+    assert loop.progress == (5, 5)
+    assert loop.judge.end_record() == {
+        "metric": "accuracy",
+        "step": 5,
+        "best": pytest.approx(0.7),
+        "best_step": 2,
+        "num_evals": 3,
+        "reason": "early stopping: accuracy was best at step 2, 0.7, and not better in 3 "
+        "evaluations since",
+    }
+    assert [m["step"] for m in sent if m["op"] == "weights"][-1] == 5  # the job's last state
+    assert run(loop) == "done"  # the next generation decides nothing else
+    assert loop.progress == (5, 5)
+
+
+def test_trainer_that_takes_the_state_over_counts_on_from_there():
+    keys = {"early_stopping": {**WATCHED, "patience": 3}, "checkpoint": {"best": WATCHED}}
+    first, _ = make_watching_loop([0.5, 0.7, 0.6], **keys)
+    whole_evaluations(first).after_eval.append(
+        lambda _: first.change_pending.set() if first.step == 3 else None
+    )
+    assert run(first) == "planned"
+    second, sent = make_watching_loop([0.65, 0.2], **keys)
+    whole_evaluations(second)
+    header, tensors = take_state(
+        first.workload.model, first.workload.optimizer, first.workload.extras
+    )
+    put_state(
+        second.workload.model,
+        second.workload.optimizer,
+        json.loads(json.dumps(header)),
+        tensors,
+        second.workload.extras,
+    )
+    second.set_counters(first.counters())
+    assert run(second) == "done"
+    assert second.judge.end_record()["best_step"] == 2
+    told = [m["record"] for m in sent if m["op"] == "best"]
+    assert told[0] == {"metric": "accuracy", "step": 2, "value": pytest.approx(0.7)}
+
+
+def test_best_is_told_after_each_evaluation_and_again_by_the_next_generation():
+    loop, sent = make_watching_loop([0.5, 0.7, 0.6], checkpoint={"best": WATCHED})
+    whole_evaluations(loop).after_eval.append(
+        lambda _: loop.change_pending.set() if loop.step >= 3 else None
+    )
+    run(loop)
+    told = [
+        (m["record"]["step"], round(m["record"]["value"], 3)) for m in sent if m["op"] == "best"
+    ]
+    assert told[:3] == [(1, 0.5), (2, 0.7), (2, 0.7)]
+    sent.clear()
+    loop.tell_evaluations(2)
+    assert [m["op"] for m in sent if m["generation"] == 2] == ["best"]

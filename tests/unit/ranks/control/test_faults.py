@@ -217,6 +217,15 @@ def test_diverged_rank_has_one_other_weight() -> None:
     assert sum(int((p != b).sum()) for p, b in zip(model.parameters(), before, strict=True)) == 1
 
 
+def test_loss_of_one_rank_is_spoilt_once() -> None:
+    faults = Faults([planned("nan_loss")], lambda _: None)
+
+    spoilt = [faults.spoils_loss(rank=rank, step=step) for rank, step in ((0, 1), (1, 2), (0, 2))]
+
+    assert spoilt == [False, False, True]
+    assert not faults.spoils_loss(rank=0, step=3)
+
+
 def test_without_a_plan_nothing_happens() -> None:
     share = [1, 2]
 
