@@ -23,7 +23,7 @@ from etrain_jupyter.ranks.compiled import (
     signs_of_life,
     undo_compile,
 )
-from etrain_jupyter.ranks.data import SampleSource, Share, to_device
+from etrain_jupyter.ranks.data import Indices, SampleSource, Share, to_device
 from etrain_jupyter.ranks.evaluation import eval_mode
 from etrain_jupyter.ranks.micro_batch import (
     MicroBatch,
@@ -119,12 +119,13 @@ class WarmUp:
         size = self._plan.global_batch_size
         first = self._plan.span(0, size).samples
         count = min(self._micro.size or size, self._plan.num_train, max(2, first))
-        self._pass(count)
+        self._pass(self._order[:count])
         return count
 
-    def _pass(self, count: int, *, marks: bool = False) -> None:
-        """Differentiate the loss of so many real samples; the gradients stay."""
-        batch = self._fetch(self._workload.train, self._order[:count], marks=marks)
+    def _pass(self, indices: Indices, *, marks: bool = False) -> None:
+        """Differentiate the loss of real samples; the gradients stay."""
+        count = len(indices)
+        batch = self._fetch(self._workload.train, indices, marks=marks)
         with self._workload.precision.explained():
             passed = self._workload.forward(self._workload.module, batch, count, count)
             passed.loss.backward()  # type: ignore[no-untyped-call]
@@ -134,7 +135,7 @@ class WarmUp:
                 metric.try_on(passed.output, passed.target, self._workload.device)
         self._beat()
 
-    def _fetch(self, source: SampleSource, indices: Any, *, marks: bool) -> Any:
+    def _fetch(self, source: SampleSource, indices: Indices, *, marks: bool) -> Any:
         [(_, batch)] = source.batches([Share(indices)])
         batch = to_device(batch, self._workload.device)
         if marks:
@@ -145,7 +146,7 @@ class WarmUp:
         """Whether a pass of so many samples fits; its gradients stay if it does."""
         self._undo()
         try:
-            self._pass(count)
+            self._pass(self._order[:count])
         except Exception as exc:
             if not is_out_of_memory(exc):
                 raise
@@ -241,14 +242,15 @@ class WarmUp:
 
         A second batch has other samples, which may be longer or shorter.
         """
-        for size in _two_sizes(count, self._plan.num_train):
-            self._pass(size, marks=True)
+        for indices in _two_batches(self._order, count):
+            self._pass(indices, marks=True)
             self._undo()
         if self._workload.eval is None:
             return
         with eval_mode(self._workload.model), torch.no_grad():
-            for size in _two_sizes(min(count, self._plan.num_eval), self._plan.num_eval):
-                batch = self._fetch(self._workload.eval, range(size), marks=True)
+            for indices in _two_batches(range(self._plan.num_eval), count):
+                batch = self._fetch(self._workload.eval, indices, marks=True)
+                size = len(indices)
                 self._workload.forward(self._workload.module, batch, size, size)
                 self._beat()
 
@@ -256,11 +258,17 @@ class WarmUp:
         self._send({"op": "log", "level": level, "text": text})
 
 
-def _two_sizes(count: int, most: int) -> list[int]:
-    """Return a size and its neighbour; sizes of 1 are compiled as such, if there are no others.
+def _two_batches(order: Indices, count: int) -> list[Indices]:
+    """Return a batch of the first samples, and one of the last that is larger or smaller by one.
 
-    >>> _two_sizes(32, 1000), _two_sizes(2, 1000), _two_sizes(1, 1)
-    ([32, 31], [2, 3], [1])
+    A single sample is compiled as such: it is no smaller batch, and only there if nothing else is.
+
+    >>> _two_batches(range(9), 4), _two_batches(range(9), 2), _two_batches(range(1), 4)
+    ([range(0, 4), range(6, 9)], [range(0, 2), range(6, 9)], [range(0, 1)])
     """
+    count = min(count, len(order))
     other = count - 1 if count > 2 else count + 1
-    return [count, other] if other <= most else [count]
+    batches = [order[:count]]
+    if other <= len(order):
+        batches.append(order[len(order) - other :])
+    return batches
