@@ -53,7 +53,9 @@ class Tagger(nn.Module):
 
 def token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Return the mean over the tokens; without any, it and its gradients are NaN."""
-    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    # Not ignore_index, whose backward pass writes zeros whatever comes.
+    classes = labels.flatten().clamp(min=0)
+    losses = F.cross_entropy(logits.flatten(0, 1), classes, reduction="none")
     counts = (labels.flatten() != IGNORED).float()
     return (losses * counts).sum() / counts.sum()
 

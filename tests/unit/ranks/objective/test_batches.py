@@ -48,6 +48,8 @@ def test_model_gets_of_a_dict_what_it_takes():
 
 def test_model_that_computes_the_loss_needs_no_target():
     assert split_batch({"a": 1, "b": 2}, takes_two, has_loss=False) == ((), {"a": 1, "b": 2}, None)
+    two = {"label": 1, "target": 2}
+    assert split_batch(two, takes_all, has_loss=False) == ((), two, None)
 
 
 @pytest.mark.parametrize(
