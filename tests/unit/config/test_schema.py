@@ -42,6 +42,7 @@ def test_defaults_are_those_of_the_contract() -> None:
     assert (made.pool, made.seed, made.log.every, made.name) == ("local", 0, 1, None)
     assert made.metrics == {}
     assert made.clip_grad_norm is None
+    assert (made.checkpoint.best, made.early_stopping, made.on_nan_loss) == (None, None, "fail")
 
 
 def test_every_field_has_a_docstring() -> None:
@@ -62,7 +63,9 @@ def test_a_full_cell_survives_json() -> None:
         batch={"global": 256, "micro": 32},
         epochs=2.5,
         eval={"every": "500 steps"},
-        checkpoint={"to": "out", "every": "5 min", "keep": 1},
+        checkpoint={"to": "out", "every": "5 min", "keep": 1, "best": {"metric": "loss"}},
+        early_stopping={"metric": "accuracy", "mode": "max", "min_delta": 0.5},
+        on_nan_loss="pause",
         workers={"min": 2, "max": 4},
         seed=7,
         log={"every": "10 steps"},
@@ -73,6 +76,8 @@ def test_a_full_cell_survives_json() -> None:
     assert TrainConfig.model_validate(json.loads(text)) == made
     assert json.loads(text)["eval_every"] == "500 steps"
     assert json.loads(text)["batch"]["global_batch_size"] == 256
+    assert json.loads(text)["checkpoint"]["best"] == {"metric": "loss", "mode": "min"}
+    assert json.loads(text)["early_stopping"]["patience"] == 3
 
 
 @pytest.mark.parametrize(

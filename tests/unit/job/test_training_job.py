@@ -429,6 +429,7 @@ def test_best_weights_are_those_of_the_best_step_that_was_saved(tmp_path: Path) 
 def test_when_the_best_was_lost_the_best_that_is_left_is_loaded(tmp_path: Path) -> None:
     job = make_job(tmp_path, None, reached(4, 0.9), status("finished"))
     job.record.config["checkpoint"] = {"best": {"metric": "accuracy", "mode": "max"}}
+    save_weights(job, 2, [[2, 0.5]])
     save_weights(job, 6, [[4, 0.9], [6, 0.8], [2, 0.5]])
     save_weights(job, 8, [[4, 0.9], [6, 0.8], [8, 0.7], [2, 0.5]])
     assert best_step(job) == 6
