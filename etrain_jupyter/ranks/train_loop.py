@@ -54,6 +54,7 @@ _COUNTERS = (
     "num_evals",
     "evaluated_step",
     "is_eval_asked",
+    "weight_exponent",
 )
 
 
@@ -124,6 +125,16 @@ class TrainLoop:
         """Take over another trainer's ``counters``."""
         for name, value in counters.items():
             setattr(self, name, int(value))
+
+    @property
+    def weight_exponent(self) -> int:
+        """The unit that ``weight`` is counted in; 0 without one."""
+        return self.workload.weight.exponent if self.workload.weight is not None else 0
+
+    @weight_exponent.setter
+    def weight_exponent(self, value: int) -> None:
+        if self.workload.weight is not None:
+            self.workload.weight.exponent = value
 
     @property
     def is_done(self) -> bool:
@@ -291,6 +302,8 @@ class TrainLoop:
         model = self.workload.model
         self._forget_gradients()
         self._learning_rate.commit()
+        if self.workload.weight is not None:
+            self.workload.weight.follow(means.weight)
         self.step += 1
         self.position_before = self.position
         self.position += step.span.samples
@@ -407,7 +420,7 @@ class TrainLoop:
     def _tell_skipped(self, means: Means) -> None:
         why, then = (
             "gradients overflowed in fp16",
-            (f"the loss scale is {self.workload.precision.loss_scale:g} now"),
+            f"the loss scale is {self.workload.precision.loss_scale:g} now",
         )
         if not means.weight:
             why, then = "weight is 0 for every batch", "its loss, a mean over nothing, is NaN"

@@ -4,9 +4,10 @@ A pass contributes ``w / num_samples`` times its mean loss, whichever rank makes
 ``w / num_samples`` travels beside the loss and is what losses and gradients are divided by at the
 end: ``sum(w * loss) / sum(w)`` over all passes of all ranks, however the batch was cut.
 
-Weights are counted in a power of two that makes a sample of the first batch, the warm-up's, count
-for about one: gradients before that division are then about as large as without ``weight``, which
-fp16 needs. It cancels out, to the last bit.
+Weights are counted in a power of two by which a sample of the step before counted for about one:
+gradients before that division are then about as large as without ``weight``, which fp16 needs. The
+unit cancels out to the last bit, if all ranks have the same: so it follows from sums over the
+ranks, and goes where the weights of the model go.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ class Weight:
     def __init__(self, function: Callable[[Any], Any], model: nn.Module) -> None:
         self._function = function
         self._is_nothing = False
-        self._exponent: int | None = None
-        """Of the unit, as a power of two; None before the first batch."""
+        self.exponent = 0
+        """Of the unit, as a power of two: a part of the job's state."""
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_hook(self._pass_on)  # type: ignore[no-untyped-call]
@@ -63,9 +64,16 @@ class Weight:
                 "how many of its tokens count."
             )
         self._is_nothing = value == 0
-        if self._exponent is None:
-            self._exponent = math.frexp(value)[1] - math.frexp(count)[1] if value else 0
-        return math.ldexp(value, -self._exponent)
+        return math.ldexp(value, -self.exponent)
+
+    def follow(self, mean: float) -> None:
+        """Choose the unit of the next step.
+
+        Args:
+            mean: What a sample of this step counted for on average, in this step's unit.
+        """
+        if mean:
+            self.exponent += math.frexp(mean)[1]
 
     def _pass_on(self, gradient: torch.Tensor) -> torch.Tensor | None:
         return torch.zeros_like(gradient) if self._is_nothing else None
