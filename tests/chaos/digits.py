@@ -28,6 +28,7 @@ from tests.chaos.rig import RigJob, make_rig
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 NUM_TRAIN = 1_437
+NUM_COPIES = 20
 PATIENCE_S = 240.0
 
 
@@ -41,7 +42,25 @@ def digits() -> tuple[Pair, Pair]:
     return (x[:NUM_TRAIN], y[:NUM_TRAIN]), (x[NUM_TRAIN:], y[NUM_TRAIN:])
 
 
-def mlp() -> nn.Module:
+def as_one_epoch(seed: int) -> Pair:
+    """Return the training set many times over, for jobs that end before it does.
+
+    A job of this seed sees one whole shuffled set after the other, as in the experiment, and no
+    smaller step where one ends.
+    """
+    (x, y), _ = digits()
+    generator = torch.Generator().manual_seed(1000 + seed)
+    seen = torch.cat([torch.randperm(len(x), generator=generator) for _ in range(NUM_COPIES)])
+    places = torch.empty_like(seen)
+    order = epoch_order(seed=seed, epoch=0, num_samples=len(seen))
+    places[torch.as_tensor(order)] = seen
+    return x[places], y[places]
+
+
+def mlp(seed: int | None = None) -> nn.Module:
+    """Return the network, with the experiment's weights of a seed or with those of the job."""
+    if seed is not None:
+        torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
 
 
@@ -84,6 +103,7 @@ async def train(
     seed: int = 0,
     make: Callable[[], nn.Module] = mlp,
     data: tuple[Pair, Pair] | None = None,
+    eval_set: Pair | None = None,
     **keys: Any,
 ) -> Run:
     """Train with these numbers of workers, for so many steps each, then stop the job.
@@ -99,7 +119,7 @@ async def train(
     gates = Gates(str(folder), tuple(ends), seed)
     body = {
         "model": functools.partial(gated, make, gates),
-        "data": {"train": train_set, "eval": train_set},
+        "data": {"train": train_set, "eval": train_set if eval_set is None else eval_set},
         "loss": F.cross_entropy,
         "optimizer": {"name": "SGD", "lr": 0.1, "momentum": 0.9},
         "batch": {"per_worker": 16, "micro": NUM_TRAIN},

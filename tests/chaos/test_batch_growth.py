@@ -8,20 +8,22 @@ those of an experiment in plain PyTorch whose findings became the defaults (Lin 
 training set after each step, its highest in the 60 steps after the change by its mean in the 20
 before.
 
-In one point the system differs from that experiment. Its epochs end with a smaller step, at the
-full rate; that adds noise (a peak of up to 1.7 where the rate is kept), and large batches that
-overshoot recover more often: 5 of 5 seeds do, to an accuracy of 0.93 to 0.98, where 2 of 5 did not
-there. That an overshoot can be for good is shown by the CNN.
+In one point the system differs from that experiment: its epochs end with a smaller step, at the
+full rate. That adds noise (a peak of up to 1.7 where the rate is kept), and large batches that
+overshoot recover more often. So the experiment's own samples come as one long epoch where its
+thresholds are at stake.
 
 One or two seeds of three or five are in the ordinary suite; ``make endurance`` has them all.
 """
 
 from __future__ import annotations
 
+import functools
 import gzip
 import itertools
 import os
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ from etrain_jupyter.elastic.ledger import cursor_at, epoch_order
 from tests.chaos.digits import (
     Pair,
     Run,
+    as_one_epoch,
     digits,
     linear_factors,
     mlp,
@@ -79,24 +82,43 @@ def assert_is_the_plain_loop(run: Run, seed: int) -> None:
         assert loss == pytest.approx(losses[step], rel=0.05, abs=1e-3), f"seed {seed}, step {step}"
 
 
-@pytest.mark.parametrize("seeds", SEEDS)
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        pytest.param((2, 3), id="seeds 2-3"),
+        pytest.param(range(5), id="seeds 0-4", marks=OTHER_SEEDS),
+    ],
+)
 async def test_a_rate_that_jumps_with_the_batch_overshoots_and_one_that_ramps_does_not(
-    zygote: Zygote, folder: Path, seeds: range
+    zygote: Zygote, folder: Path, seeds: Sequence[int]
 ) -> None:
-    accuracies = []
+    """The very samples and weights of the experiment: its thresholds hold."""
+    jumped, ramped = [], []
     for seed in seeds:
-        jumps = {"rule": "linear", "ramp": 0}
-        assert peak_by_pre(await train(zygote, folder, GROWTH, seed=seed, scaling=jumps)) > 3
+        (train_set, test_set), copies = digits(), as_one_epoch(seed)
+        keys = {
+            **{"seed": seed, "make": functools.partial(mlp, seed)},
+            **{"data": (copies, test_set), "eval_set": train_set},
+        }
+        phases = ((1, 200), (12, 120))
+        jump = await train(zygote, folder, phases, scaling={"rule": "linear", "ramp": 0}, **keys)
+        ramp = await train(zygote, folder, phases, scaling={"rule": "linear", "ramp": 96}, **keys)
+        assert peak_by_pre(jump) > 3
+        assert peak_by_pre(ramp) < 1.6
+        jumped.append(jump.accuracy)
+        ramped.append(ramp.accuracy)
+    assert statistics.mean(jumped) < 0.90
+    assert statistics.mean(ramped) > 0.95
 
-        run = await train(zygote, folder, GROWTH, seed=seed, scaling={"rule": "linear"})
-        kept, _ = train_plainly(((size, 1.0) for size, n in GROWTH for _ in range(n)), seed=seed)
-        before = [kept[step] for step in range(181, 201)]
-        noise = max(kept[step] for step in range(201, 261)) / statistics.mean(before)
-        # Where the rate is kept there is no overshoot: what is seen there are the small batches.
-        assert peak_by_pre(run) < max(1.6, noise + 0.3)
-        assert_is_the_plain_loop(run, seed)
-        accuracies.append(run.accuracy)
-    assert statistics.mean(accuracies) > 0.95
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=OTHER_SEEDS)])
+async def test_twelve_processes_follow_the_mathematics_in_one(
+    zygote: Zygote, folder: Path, seed: int
+) -> None:
+    """With epochs that end in a smaller step, and a ramp as long as the momentum says."""
+    run = await train(zygote, folder, GROWTH, seed=seed, scaling={"rule": "linear"})
+    assert_is_the_plain_loop(run, seed)
+    assert run.accuracy > 0.95
 
 
 @pytest.mark.parametrize("seeds", SEEDS)
