@@ -243,6 +243,8 @@ class JobView:
         charted += [name for name in event.metrics if name not in charted]  # those of a ``step``
         if event.world_size != self._facts["world_size"]:
             self._set_world_size(event.world_size)
+        if self._plan is not None:
+            self._facts["global_batch_size"] = self._plan.batch_size_of(event.world_size)
 
     @_fold.register
     def _(self, event: StepUndone) -> None:

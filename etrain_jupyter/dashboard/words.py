@@ -219,12 +219,16 @@ def describe_times(event: RankTimed) -> str:
         "communication": event.communication_s,
         "optimizer": event.optimizer_s,
     }
-    text = f"{counted(event.num_steps, 'step')} to {event.step:,}"
-    if event.num_steps:
-        shares = ", ".join(f"{name} {spent / whole:.0%}" for name, spent in parts.items())
-        text += f" at {event.samples / whole:,.0f} samples/s: {shares}"
     apart = {"evaluation": event.evaluation_s, "checkpoints": event.checkpoint_s}
-    return "; ".join([text] + [f"{name} {seconds(s)}" for name, s in apart.items() if s >= 0.001])
+    told = [f"{name} {seconds(spent)}" for name, spent in apart.items() if spent >= 0.001]
+    if not event.num_steps:
+        return f"after step {event.step:,}: {', '.join(told)}"
+    shares = ", ".join(f"{name} {spent / whole:.0%}" for name, spent in parts.items())
+    text = (
+        f"{counted(event.num_steps, 'step')} to {event.step:,} at "
+        f"{event.samples / whole:,.0f} samples/s: {shares}"
+    )
+    return "; ".join([text, *told])
 
 
 def workers(count: int) -> str:

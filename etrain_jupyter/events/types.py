@@ -85,11 +85,15 @@ class JobPlanned(Event):
     per_worker_batch_size: int = 0
     """Samples of a step that each worker has; 0 if the step's batch never changes."""
 
+    def batch_size_of(self, world_size: int) -> int:
+        """Return the samples of a full step of so many ranks."""
+        return self.per_worker_batch_size * world_size or self.global_batch_size
+
     def total_steps_after(self, step: StepCompleted) -> int:
         """Return how many steps the job will have made if its workers stay as in this one."""
         if not self.per_worker_batch_size:
             return self.total_steps
-        size, length = self.per_worker_batch_size * step.world_size, self.num_train_samples
+        size, length = self.batch_size_of(step.world_size), self.num_train_samples
         done = step.first + step.samples
         left = self.total_samples - step.epoch * length - done
         here = min(length - done, left)  # no step crosses the end of an epoch

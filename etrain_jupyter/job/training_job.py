@@ -131,7 +131,7 @@ class TrainingJob(JobRequests):
         """Return what the time of each worker went into, and its efficiency against one alone.
 
         One record a worker, for ``pandas.DataFrame(job.phases())``; see ``events.phases.phases_of``
-        for its fields. They are told at the end of each epoch, and every half a minute.
+        for its fields. They are told every half a minute at least.
         """
         return phases_of(self.events())
 

@@ -11,6 +11,8 @@ from etrain_jupyter.ranks.gradients.stopwatch import StepTimes
 from etrain_jupyter.ranks.group.process_group import RankGroup
 
 TELL_EVERY_S = 30.0
+TELL_EPOCH_AFTER_S = 10.0
+"""At the end of an epoch, if so much has passed; short epochs are told of together."""
 
 
 class RankTimes:
@@ -68,10 +70,10 @@ class RankTimes:
         self._spent["checkpoint_s"] += seconds
         self._stall_s = seconds
 
-    @property
-    def is_due(self) -> bool:
+    def is_due(self, *, epoch_ends: bool) -> bool:
         """Whether nothing was told for long."""
-        return time.perf_counter() - self._began_at >= TELL_EVERY_S
+        passed_s = time.perf_counter() - self._began_at
+        return passed_s >= (TELL_EPOCH_AFTER_S if epoch_ends else TELL_EVERY_S)
 
     def tell(self) -> None:
         """Tell what has been added up, and begin anew."""

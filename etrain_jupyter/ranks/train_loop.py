@@ -236,7 +236,7 @@ class TrainLoop:
         if is_boundary:
             self._tell_digest(group)
         self._call(self.after_step, group)
-        if is_pending or is_boundary or self._times.is_due:
+        if is_pending or self._times.is_due(epoch_ends=is_boundary):
             self._times.tell()
 
     def _call(self, calls: list[Callable[[RankGroup], None]], group: RankGroup) -> None:

@@ -491,15 +491,22 @@ def test_logs_tell_what_the_time_of_each_worker_went_into(run: Run) -> None:
             **{"step": 1200, "num_steps": 400, "samples": 3200, "elapsed_s": 10.0, **times},
             evaluation_s=1.5,
         ),
+        RankTimed(
+            **{"job_id": "j", "time": 2.0, "worker": "w1", "rank": 0, "world_size": 2},
+            **{"step": 1200, "num_steps": 0, "samples": 0, "elapsed_s": 0.0},
+            **dict.fromkeys(times, 0.0),
+            evaluation_s=0.25,
+        ),
         JobStatusChanged(job_id="j", time=5.0, status="finished"),
     )
 
     _, shown = run("%etrain logs")
 
-    assert shown.rstrip()[9:] == (
+    assert [line[9:] for line in shown.splitlines()] == [
         "info    w1: 400 steps to 1,200 at 320 samples/s: data 1%, forward and backward 70%, "
-        "communication 20%, optimizer 5%; evaluation 1.5 s"
-    )
+        "communication 20%, optimizer 5%; evaluation 1.5 s",
+        "info    w1: after step 1,200: evaluation 250 ms",
+    ]
 
 
 def test_audit_prints_its_report(run: Run) -> None:

@@ -369,3 +369,17 @@ def test_loss_that_is_nan_is_told_with_its_workers() -> None:
 
     assert entry["level"] == "error"
     assert entry["text"] == "The loss of step 7 is nan on w2: no worker updated its weights"
+
+
+def test_batch_is_that_of_the_present_workers_where_each_has_its_own() -> None:
+    script = Script(num_steps=60)
+    events = [
+        dataclasses.replace(event, global_batch_size=32, per_worker_batch_size=32)
+        if isinstance(event, t.JobPlanned)
+        else event
+        for event in script.begin()
+    ]
+    before = view_of(events).snapshot()["global_batch_size"]
+    events += [*script.form(["w0", "w1", "w2"], "start"), *script.complete(1)]
+
+    assert (before, view_of(events).snapshot()["global_batch_size"]) == (32, 96)

@@ -38,6 +38,7 @@ VALUES: dict[Any, st.SearchStrategy[Any]] = {
     int: st.integers(0, 2**60),
     bool: st.booleans(),
     float: st.floats(allow_nan=False),
+    float | None: st.none() | st.floats(allow_nan=False),
     list[str]: st.lists(TEXT, max_size=3),
     list[int]: st.lists(st.integers(0, 2**31), max_size=3),
     dict[str, float]: st.dictionaries(TEXT, st.floats(allow_nan=False), max_size=3),

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from etrain_jupyter.ranks import rank_times
 from etrain_jupyter.ranks.gradients.stopwatch import StepTimes
 from etrain_jupyter.ranks.rank_times import RankTimes
 from tests.unit.ranks.batch_noise_jobs import keys, make_data, names
@@ -107,7 +108,7 @@ def test_waiting_for_a_slow_rank_is_communication_of_the_fast_one_only(ranks, mo
     assert shares_of(slow)["compute_s"] > 0.5
 
 
-def test_ranks_tell_at_the_end_of_each_epoch_what_they_passed_themselves(ranks):
+def test_ranks_tell_with_each_generation_what_they_passed_themselves(ranks):
     config = keys(batch={"global": 15}, epochs=2)  # 7 steps an epoch, the last of 6 samples
     history = [Generation(members=(0, 1), until=3), Generation(members=(1,))]
     outcomes = ranks.train(Job(config=config, names=names, history=history))
@@ -116,12 +117,24 @@ def test_ranks_tell_at_the_end_of_each_epoch_what_they_passed_themselves(ranks):
         (t["rank"], t["world_size"], t["step"], t["num_steps"], t["samples"]) for t in told
     ] == [
         (1, 2, 3, 3, 21),
-        (0, 1, 7, 4, 51),
-        (0, 1, 14, 7, 96),
+        (0, 1, 14, 11, 147),
     ]
     for record in told:
         assert sum(record[part] for part in PARTS) <= record["elapsed_s"] + 1e-5
     assert all(record["communication_s"] == 0 for record in told[1:])
+
+
+def test_short_epochs_are_told_of_together_and_long_ones_at_their_ends(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(rank_times.time, "perf_counter", lambda: now)
+    times = RankTimes(lambda _: None)
+    now += 9.0
+    assert not times.is_due(epoch_ends=True)
+    now += 2.0
+    assert times.is_due(epoch_ends=True)
+    assert not times.is_due(epoch_ends=False)
+    now += 20.0
+    assert times.is_due(epoch_ends=False)
 
 
 def test_checkpoints_and_evaluations_are_apart_from_the_steps():
