@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +12,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from etrain_jupyter.ranks.train_loop import TrainLoop
 from tests.chaos.rig import RigJob
+
+HEARD_WITHIN_S = 5.0
+"""If it is longer, nothing was to be told: the change had come with another one."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,17 @@ class Gates:
         step = torch.initial_seed() // 4_099 - self.seed * 1_000_003
         if step in self.steps:
             with contextlib.suppress(FileNotFoundError), self.path(step).open():
-                pass
+                _wait_for_change()
+
+
+def _wait_for_change() -> None:
+    """Wait, on a rank, until it has heard of the change that the gate was opened for.
+
+    What told it is under way when the gate opens; the step could be over before it comes.
+    """
+    for known in gc.get_objects():
+        if isinstance(known, TrainLoop):
+            known.change_pending.wait(HEARD_WITHIN_S)
 
 
 class Gated(nn.Module):

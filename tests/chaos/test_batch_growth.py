@@ -69,7 +69,7 @@ def sgd(lr: float) -> dict[str, Any]:
 def peak_by_pre(run: Run) -> float:
     """Return how far the loss overshot at the only change, which came where it should."""
     [change] = run.changes()
-    assert GROWTH[0][1] <= change <= GROWTH[0][1] + 2
+    assert change == GROWTH[0][1]
     return run.peak_by_pre(change)
 
 
@@ -118,7 +118,6 @@ async def test_twelve_processes_follow_the_mathematics_in_one(
     """With epochs that end in a smaller step, and a ramp as long as the momentum says."""
     run = await train(zygote, folder, GROWTH, seed=seed, scaling={"rule": "linear"})
     assert_is_the_plain_loop(run, seed)
-    assert run.accuracy > 0.95
 
 
 @pytest.mark.parametrize("seeds", SEEDS)
