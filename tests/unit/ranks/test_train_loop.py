@@ -438,7 +438,7 @@ def make_watching_loop(values: list[float], **keys):
 
 def whole_evaluations(loop: TrainLoop) -> TrainLoop:
     """Let an evaluation be one batch."""
-    loop._evaluation._batch_size = NUM_SAMPLES
+    loop._evaluation._most = NUM_SAMPLES
     return loop
 
 
