@@ -6,13 +6,11 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
 
 from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.elastic import ledger
@@ -22,24 +20,23 @@ from etrain_jupyter.ranks.control.progress import ProgressPage
 from etrain_jupyter.ranks.data import Delivered, Share
 from etrain_jupyter.ranks.evaluation import Evaluated, Evaluation
 from etrain_jupyter.ranks.gradients.averaged import AveragedGradients
-from etrain_jupyter.ranks.gradients.comm_hook import square_norm
 from etrain_jupyter.ranks.gradients.sharded import ShardedGradients
 from etrain_jupyter.ranks.gradients.step import Gradients, Step
 from etrain_jupyter.ranks.gradients.step_header import StepHeader
 from etrain_jupyter.ranks.gradients.stopwatch import Stopwatch
 from etrain_jupyter.ranks.group.process_group import CommunicationError, RankGroup
 from etrain_jupyter.ranks.judge import Judge
-from etrain_jupyter.ranks.learning_rate import LearningRate, scaling_of
 from etrain_jupyter.ranks.micro_batch import MicroBatch, largest_pass
 from etrain_jupyter.ranks.nan_loss import NonFiniteLoss, NonFiniteLossError, check_loss
+from etrain_jupyter.ranks.news import step_record, words_of_shrinking, words_of_skip
 from etrain_jupyter.ranks.objective.measures import Means
-from etrain_jupyter.ranks.objective.weight import divide_gradients
 from etrain_jupyter.ranks.rank_times import RankTimes
-from etrain_jupyter.ranks.schedule import Every, Mark, WorkPlan, lr_schedule_of
+from etrain_jupyter.ranks.schedule import Every, Mark, WorkPlan
 from etrain_jupyter.ranks.seeds import seed_of
 from etrain_jupyter.ranks.state.capture import digest_of
 from etrain_jupyter.ranks.state.moving_buffers import MovingBuffers
 from etrain_jupyter.ranks.state.weights_print import WeightsPrint
+from etrain_jupyter.ranks.update import Update
 from etrain_jupyter.ranks.warm_up import WarmUp
 from etrain_jupyter.ranks.workload import Workload
 
@@ -79,8 +76,6 @@ class TrainLoop:
         """Set by the control thread; carried to all ranks by the next step or evaluation batch."""
         self.in_step = False
         """Whether a step has been begun and not committed."""
-        self.is_torn = False
-        """Whether an update has been begun and not ended: the weights are of no step."""
         self.faults: Faults = NO_FAULTS
         """What this trainer has to do to itself, and where."""
         self.page: ProgressPage | None = None
@@ -94,11 +89,7 @@ class TrainLoop:
         )
         """How many samples this rank passes at once."""
         self._evaluation = Evaluation(workload, config, plan, self.micro)
-        self._learning_rate = LearningRate(
-            workload.optimizer, lr_schedule_of(config, plan), scaling_of(config)
-        )
-        if scaling_of(config) is not None:
-            workload.extras = {**workload.extras, "learning_rate": self._learning_rate}
+        self.update = Update(workload, config, plan)
         self.judge = Judge(config)
         workload.extras = {**workload.extras, **self.judge.extras}
         self._print = WeightsPrint(workload.model)
@@ -184,7 +175,7 @@ class TrainLoop:
             num_passes=batch.aggregation_frequency,
             watch=self._watch,
             compression=self.config.compression,
-            measures_noise=self._learning_rate.measures_noise,
+            measures_noise=self.update.rates.measures_noise,
         )
 
     def run(self, group: RankGroup, gradients: Gradients) -> str:
@@ -201,8 +192,8 @@ class TrainLoop:
         batches = self.workload.train.batches(self._shares(group, gradients))
         self._committed_at = time.perf_counter()
         self._times.begin(group)
-        if group.rank == 0 and not self.step and self._learning_rate.warning:
-            self._send({"op": "log", "level": "warning", "text": self._learning_rate.warning})
+        if group.rank == 0 and not self.step and self.update.rates.warning:
+            self._log("warning", self.update.rates.warning)
         try:
             # Whoever had evaluated this state may have died before it could say or save it.
             if group.rank == 0:
@@ -225,7 +216,14 @@ class TrainLoop:
         except Exception as exc:
             if not self.micro.give_way(exc):
                 raise
-            self._tell_shrunk(group)
+            text = words_of_shrinking(
+                self.step,
+                rank=group.rank,
+                size=self.micro.size,
+                in_step=self.in_step,
+                is_torn=self.update.is_torn,
+            )
+            self._log("warning", text)
             group.abort(OUT_OF_MEMORY)  # the others wait for this rank's part of the step
             raise CommunicationError(OUT_OF_MEMORY) from None
         finally:
@@ -295,56 +293,21 @@ class TrainLoop:
             self._at("commit", group)
             means = self.workload.measures.means(step.header.means())
             with self._watch.updating():
-                is_updated = self._update(step, means.weight)
+                is_updated = self.update.make(step, position=self.position, weight=means.weight)
         except BaseException:
             self._undo(step)
             raise
         model = self.workload.model
         self._forget_gradients()
-        self._learning_rate.commit()
-        if self.workload.weight is not None:
-            self.workload.weight.follow(means.weight)
+        self.update.commit(means.weight)
         self.step += 1
         self.position_before = self.position
         self.position += step.span.samples
         self.is_eval_asked |= step.header.is_eval_asked
         self.in_step = False
         self.faults.spoil_weights(model, rank=group.rank, step=self.step)
-        self._tell_step(group, step, means, is_skipped=not is_updated)
-        if not is_updated and group.rank == 0:
-            self._tell_skipped(means)
+        self._tell_step(step, means, is_skipped=not is_updated)
         return step.header.is_pending
-
-    def _update(self, step: Step, weight: float) -> bool:
-        """Update the weights; return False if all ranks skip that: an overflow, or no weight."""
-        model, optimizer = self.workload.model, self.workload.optimizer
-        self._take_noise(step)
-        self._learning_rate.prepare(
-            position=self.position, count=step.span.samples, world_size=step.group.world_size
-        )
-        if not weight:
-            return False
-        if self.workload.weight is not None:
-            divide_gradients(model, weight)
-        self.workload.precision.unscale(optimizer)
-        if self.config.clip_grad_norm is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), self.config.clip_grad_norm)
-        self.is_torn = True
-        is_updated = self.workload.precision.step(optimizer)
-        self.is_torn = False
-        return is_updated
-
-    def _take_noise(self, step: Step) -> None:
-        if step.mean_of_squares is None:
-            return
-        # Both are squares of gradients that the loss scale has multiplied.
-        by = self.workload.precision.loss_scale**2
-        gradients = [p.grad for p in self.workload.model.parameters() if p.grad is not None]
-        self._learning_rate.take_noise(
-            mean_of_squares=step.mean_of_squares / by,
-            square_of_mean=square_norm(gradients) / by,
-            world_size=step.group.world_size,
-        )
 
     def _begin_step(
         self, group: RankGroup, gradients: Gradients, batches: Iterator[Delivered]
@@ -392,52 +355,25 @@ class TrainLoop:
         # clipped: on ranks that have been here for long, not on those that have just come.
         self.workload.model.zero_grad(set_to_none=True)
 
-    def _tell_step(self, group: RankGroup, step: Step, means: Means, *, is_skipped: bool) -> None:
-        now = time.perf_counter()
-        header, span = step.header, step.span
+    def _tell_step(self, step: Step, means: Means, *, is_skipped: bool) -> None:
+        now, times = time.perf_counter(), self._watch.times()
         elapsed_s = max(now - self._committed_at, 1e-9)
-        times = self._watch.times()
-        self._times.add_step(self.step, times, samples=step.num_own, elapsed_s=elapsed_s)
-        record = {
-            "step": self.step,
-            "epoch": span.epoch,
-            "first": span.first,
-            "samples": header.num_samples,
-            "sample_checksum": header.checksum,
-            "loss": means.loss,
-            "lr": float(self.workload.optimizer.param_groups[0]["lr"]),
-            "world_size": group.world_size,
-            "samples_per_s": span.samples / elapsed_s,
-            **{name: round(seconds, 6) for name, seconds in asdict(times).items()},
-            "metrics": means.metrics,
-            "ranks_agree": header.ranks_agree,
-            "skipped": is_skipped,
-            "time": time.time(),
-        }
         self._committed_at = now
-        self._send({"op": "step", "generation": group.generation, "record": record})
-
-    def _tell_skipped(self, means: Means) -> None:
-        why, then = (
-            "gradients overflowed in fp16",
-            f"the loss scale is {self.workload.precision.loss_scale:g} now",
+        self._times.add_step(self.step, times, samples=step.num_own, elapsed_s=elapsed_s)
+        record = step_record(
+            step,
+            means,
+            lr=float(self.workload.optimizer.param_groups[0]["lr"]),
+            elapsed_s=elapsed_s,
+            times=times,
+            is_skipped=is_skipped,
         )
-        if not means.weight:
-            why, then = "weight is 0 for every batch", "its loss, a mean over nothing, is NaN"
-        text = f"step {self.step}: {why}, so no rank updated its weights; {then}"
-        self._send({"op": "log", "level": "info", "text": text})
+        self._send({"op": "step", "generation": step.group.generation, "record": record})
+        if is_skipped and step.group.rank == 0:
+            self._log("info", words_of_skip(self.step, means, self.workload.precision.loss_scale))
 
-    def _tell_shrunk(self, group: RankGroup) -> None:
-        begun = f"step {self.step + 1}" if self.in_step else f"the evaluation of step {self.step}"
-        where, what = "", f"a new generation goes on from step {self.step}, and nothing is lost"
-        if self.is_torn:
-            where = ", in the update"
-            what = "its weights are dropped, and those of the others or a checkpoint taken"
-        text = (
-            f"rank {group.rank} ran out of memory in {begun}{where}: its micro batches go down to "
-            f"{self.micro.size}; {what}"
-        )
-        self._send({"op": "log", "level": "warning", "text": text})
+    def _log(self, level: str, text: str) -> None:
+        self._send({"op": "log", "level": level, "text": text})
 
     def _tell_digest(self, group: RankGroup) -> None:
         """At the end of each epoch and of the job, tell the weights' digest: ranks must agree."""

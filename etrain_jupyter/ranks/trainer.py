@@ -224,7 +224,7 @@ class Trainer:
         try:
             why = self._step_through(message, group)
         except CommunicationError:
-            if self._loop.is_torn and self._loop.step and group.world_size == 1:
+            if self._loop.update.is_torn and self._loop.step and group.world_size == 1:
                 raise  # nobody has the weights any more: as if this process had died
             why = "failed"
             self._let_go_of_torn_state()
@@ -252,8 +252,8 @@ class Trainer:
     def _let_go_of_torn_state(self) -> None:
         """An optimizer that raised has moved some weights: nobody may go on from or save them."""
         assert self._loop is not None
-        if self._loop.is_torn:
-            self._has_state = self._loop.in_step = self._loop.is_torn = False
+        if self._loop.update.is_torn:
+            self._has_state = self._loop.in_step = self._loop.update.is_torn = False
 
     def _step_through(self, message: Message, group: RankGroup) -> str:
         assert self._loop is not None
