@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import importlib.metadata
@@ -245,9 +246,14 @@ def _is_local_file(file: str | None) -> bool:
     """Tell whether a file is Python source under the working folder and not installed there."""
     if not isinstance(file, str) or not file.endswith(".py"):
         return False
+    return _is_source_under(file, os.getcwd())
+
+
+@functools.cache  # thousands of modules are asked about each time, once torch.compile was used
+def _is_source_under(file: str, folder: str) -> bool:
     path = os.path.realpath(file)
     installed = any(_is_under(path, prefix) for prefix in (sys.prefix, sys.base_prefix))
-    return _is_under(path, os.getcwd()) and not installed and not is_library(path)
+    return _is_under(path, folder) and not installed and not is_library(path)
 
 
 def _is_under(path: str, folder: str) -> bool:

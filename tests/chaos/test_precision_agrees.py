@@ -14,7 +14,7 @@ from tests.chaos.forks import Zygote
 
 pytestmark = pytest.mark.timeout(300)
 
-PHASES = ((1, 70), (3, 90), (2, 65))
+PHASES = ((1, 100), (3, 180), (2, 140))
 
 
 def cnn() -> nn.Module:
@@ -45,12 +45,15 @@ async def test_accuracy_is_that_of_fp32_within_a_percent(
         "data": images(),
         "batch": {"global": 64},
         "optimizer": {"name": "SGD", "lr": 0.05, "momentum": 0.9},
+        # To rest: at a constant rate the accuracy of a step differs from that of the next.
+        "schedule": {"decay": "cosine"},
+        "steps": sum(length for _, length in PHASES),
         "eval": "1000000 steps",
     }
     if not known:
         known["fp32"] = (await train(zygote, folder, PHASES, **keys)).accuracy
     run = await train(zygote, folder, PHASES, precision=precision, **keys)
-    assert [e.world_size for e in run.steps if e.step in (60, 150, 220)] == [1, 3, 2]
+    assert [e.world_size for e in run.steps if e.step in (90, 270, 400)] == [1, 3, 2]
     assert run.accuracy == pytest.approx(known["fp32"], abs=0.01)
     assert run.accuracy > 0.95
 
