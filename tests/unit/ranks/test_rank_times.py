@@ -75,11 +75,8 @@ def one_slow_rank():
     return {**names(), "loss": slow_on_rank_1}
 
 
-def shares_of(outcome) -> dict[str, float]:
-    """Return each part's share of all parts, over the steps after the first."""
-    steps = [m["record"] for m in outcome.sent if m["op"] == "step"][1:]
-    spent = {part: sum(step[part] for step in steps) for part in PARTS}
-    return {part: s / sum(spent.values()) for part, s in spent.items()}
+def steps_of(outcome) -> list[dict]:
+    return [m["record"] for m in outcome.sent if m["op"] == "step"]
 
 
 @pytest.mark.parametrize(
@@ -91,12 +88,15 @@ def shares_of(outcome) -> dict[str, float]:
         ("optimizer_s", slow_updates, {"optimizer": "slow_optimizer"}),
     ],
 )
-def test_the_part_that_is_slow_has_most_of_the_time(ranks, part, notebook, more):
+def test_the_part_that_sleeps_has_that_time_in_every_step(ranks, part, notebook, more):
     config = keys(batch={"global": 16}, epochs=2, **more)
     history = [Generation(members=(0, 1))]
     for outcome in ranks.train(Job(config=config, names=notebook, history=history)):
-        shares = shares_of(outcome)
-        assert max(shares, key=shares.__getitem__) == part, shares
+        for step in steps_of(outcome):
+            assert step[part] >= 0.99 * NAP_S
+            assert (
+                sum(step[name] for name in PARTS) <= step["samples"] / step["samples_per_s"] + 1e-5
+            )
 
 
 @pytest.mark.parametrize("more", [{}, {"reproducible": {"shards": 2}}])
@@ -104,8 +104,9 @@ def test_waiting_for_a_slow_rank_is_communication_of_the_fast_one_only(ranks, mo
     config = keys(batch={"global": 16}, epochs=1, **more)
     history = [Generation(members=(0, 1))]
     fast, slow = ranks.train(Job(config=config, names=one_slow_rank, history=history))
-    assert shares_of(fast)["communication_s"] > 0.5
-    assert shares_of(slow)["compute_s"] > 0.5
+    waited = [sum(s["communication_s"] for s in steps_of(outcome)) for outcome in (fast, slow)]
+    assert waited[0] > waited[1]
+    assert all(s["compute_s"] >= 0.99 * NAP_S for s in steps_of(slow))
 
 
 def test_ranks_tell_with_each_generation_what_they_passed_themselves(ranks):
