@@ -11,6 +11,8 @@
     ├── JobNotFoundError (LookupError)   no job of that name or id in the run store
     ├── JobFailedError (RuntimeError)    a job ended as failed; carries the user's traceback
     ├── JobLostError (RuntimeError)      the cluster of a job is gone
+    ├── RunStoreError (RuntimeError)     the bucket with the jobs cannot be read or written
+    │   └── FencedError                  ... since somebody else goes on with the job
     └── CheckpointError (RuntimeError)   no checkpoint that verifies
 
 Each message says what happened with its values, what the system does now, and what to type next.
@@ -151,6 +153,14 @@ class JobFailedError(EtrainError, RuntimeError):
 
 class JobLostError(EtrainError, RuntimeError):
     """The cluster that ran a job is gone; what it committed is still in the run folder."""
+
+
+class RunStoreError(EtrainError, RuntimeError):
+    """The bucket with the jobs' records and logs cannot be read or written."""
+
+
+class FencedError(RunStoreError):
+    """Somebody else writes the log of this job: whoever gets this must not go on with it."""
 
 
 class CheckpointError(EtrainError, RuntimeError):

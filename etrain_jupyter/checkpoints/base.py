@@ -7,8 +7,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from etrain_jupyter.checkpoints.manifest import Manifest, Part, step_name
+from etrain_jupyter.checkpoints.manifest import (
+    Manifest,
+    Part,
+    check_key,
+    step_name,
+    step_of_folder,
+)
 from etrain_jupyter.errors import CheckpointError
+
+Progress = Callable[[int], None]
+"""Is told the bytes of each piece of a part when it is written; from any thread."""
+
+
+def ignore_progress(num_bytes: int) -> None:
+    """Do nothing."""
 
 
 class CheckpointStore(Protocol):
@@ -21,11 +34,23 @@ class CheckpointStore(Protocol):
     ``testing.StoreContract`` is the test suite that every store must pass.
     """
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether each machine has a line of its own to it, so that several write faster."""
+        ...
+
     def begin(self, step: int) -> str:
         """Return the key of a folder for this step's parts that nobody else has ever been given."""
         ...
 
-    def put_part(self, folder: str, name: str, data: bytes | memoryview | Path) -> Part:
+    def put_part(
+        self,
+        folder: str,
+        name: str,
+        data: bytes | memoryview | Path,
+        *,
+        progress: Progress = ignore_progress,
+    ) -> Part:
         """Store one part durably, read it back, and return what the manifest must say of it.
 
         ``data`` are the bytes, or a local file to copy.
@@ -130,3 +155,19 @@ def newest_valid(
     """Return the newest manifest whose parts verify, and what was refused on the way and why."""
     found = open_newest(store, job_id=job_id)
     return found.manifest, found.skipped
+
+
+def used_folders(
+    store: CheckpointStore, steps: Collection[int], names: Collection[str]
+) -> set[str]:
+    """Return those of the folders ``names`` that the manifests of ``steps`` need."""
+    used: set[str] = set()
+    for step in steps:
+        try:
+            parts = store.read_manifest(step).parts.values()
+        except CheckpointError:
+            # Unreadable now may be readable later: keep whatever could be its data.
+            used |= {name for name in names if step_of_folder(name) == step}
+        else:
+            used |= {check_key(part.key).parts[1] for part in parts}
+    return used

@@ -2,25 +2,49 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
+import fcntl
+import functools
 import hashlib
 import os
-from collections.abc import Iterator
+import secrets
+import shutil
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
+from pathlib import Path, PosixPath
+
+from etrain_jupyter.errors import CheckpointError
 
 _CHUNK_BYTES = 4 << 20
+_SCRATCH, _LOCK = "etrain-checkpoint-", "lock"
+_SCRATCH_AGE_S = 60.0
+"""How young a scratch folder is that may not be locked yet."""
 _HAS_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
-def write_new(path: Path, data: bytes | memoryview | Path) -> tuple[int, str]:
-    """Write a new file durably; return its size and SHA-256."""
+def write_new(
+    path: Path,
+    data: bytes | memoryview | Path,
+    progress: Callable[[int], None] = lambda num_bytes: None,
+) -> tuple[int, str]:
+    """Write a new file durably; return its size and SHA-256.
+
+    Args:
+        path: Where nothing is yet.
+        data: The bytes, or a file to copy.
+        progress: Is told of each piece.
+    """
     digest, size = hashlib.sha256(), 0
     with path.open("xb") as file:
         for chunk in _chunks_of(data):
             file.write(chunk)
             digest.update(chunk)
             size += len(chunk)
+            progress(len(chunk))
         file.flush()
         os.fsync(file.fileno())
     return size, digest.hexdigest()
@@ -87,3 +111,66 @@ def fsync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+class ScratchFile(PosixPath):
+    """The path of a temporary file, which goes when nobody holds this object any more."""
+
+    def __init__(self, *_: object) -> None:
+        super().__init__()
+        weakref.finalize(self, _unlink, os.fspath(self))
+
+
+def new_scratch_file() -> ScratchFile:
+    """Return a path that nothing has yet, in this process's scratch folder.
+
+    The folder goes with the process. One that is killed leaves it; the next process that needs such
+    a folder finds it unlocked and removes it.
+
+    Raises:
+        CheckpointError: If it cannot be made.
+    """
+    try:
+        return ScratchFile(_scratch_of(os.getpid()) / secrets.token_hex(8))
+    except OSError as exc:
+        raise CheckpointError(
+            f"no folder for copies of checkpoints can be made in {tempfile.gettempdir()}: "
+            f"{exc.strerror}. Make room there, or set TMPDIR"
+        ) from exc
+
+
+@functools.cache
+def _scratch_of(_pid: int) -> Path:
+    remove_unlocked_scratch()
+    path = Path(tempfile.mkdtemp(prefix=_SCRATCH))
+    lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    atexit.register(_remove_scratch, path, lock)
+    return path
+
+
+def _unlink(path: str) -> None:
+    with suppress(OSError):
+        os.unlink(path)
+
+
+def _remove_scratch(path: Path, lock: int) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+    os.close(lock)
+
+
+def remove_unlocked_scratch(*, age_s: float = _SCRATCH_AGE_S) -> None:
+    """Remove the scratch folders of processes that were killed."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_SCRATCH}*"):
+        try:
+            if time.time() - path.stat().st_mtime < age_s:
+                continue
+            lock = os.open(path / _LOCK, os.O_RDWR)
+        except OSError:
+            continue  # gone, or another user's
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(lock)  # its process lives
+        else:
+            _remove_scratch(path, lock)

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from etrain_jupyter.checkpoints.base import Progress, ignore_progress, used_folders
 from etrain_jupyter.checkpoints.files import (
     fsync_folder,
     link_if_absent,
@@ -30,6 +31,7 @@ from etrain_jupyter.checkpoints.manifest import (
     step_of_folder,
     step_of_manifest,
 )
+from etrain_jupyter.checkpoints.retention import choose_folders_to_remove
 from etrain_jupyter.errors import CheckpointError
 
 
@@ -39,6 +41,8 @@ class LocalStore:
     Args:
         root: The folder, usually the job's run folder. It is made by the first write.
     """
+
+    is_remote = False
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root).absolute()
@@ -65,7 +69,14 @@ class LocalStore:
                     fsync_folder(self.root / PARTS_FOLDER)
                     return key
 
-    def put_part(self, folder: str, name: str, data: bytes | memoryview | Path) -> Part:
+    def put_part(
+        self,
+        folder: str,
+        name: str,
+        data: bytes | memoryview | Path,
+        *,
+        progress: Progress = ignore_progress,
+    ) -> Part:
         """Write one part under a temporary name, sync it, read it back, and give it its name."""
         key = f"{folder}/{name}"
         path = self._path_of(key)
@@ -73,7 +84,7 @@ class LocalStore:
         with self._explained(f"{key} cannot be written"), removed_on_failure(temporary):
             if path.exists():
                 raise CheckpointError(f"{key} is there already; keys are never used twice")
-            size, digest = write_new(temporary, data)
+            size, digest = write_new(temporary, data, progress)
             part = Part(key=key, sha256=digest, size=size)
             check_file(part, temporary)
             os.rename(temporary, path)
@@ -127,37 +138,13 @@ class LocalStore:
             if removed:
                 fsync_folder(self.root / MANIFESTS_FOLDER)
             dropped = set(listed) - set(kept)
-            for key in self._unused_folders(kept, dropped):
-                shutil.rmtree(self.root / key, ignore_errors=True)
-                removed.append(key)
+            names = self._names_in(PARTS_FOLDER)
+            used = used_folders(self, kept, names)
+            for name in choose_folders_to_remove(names, kept=kept, dropped=dropped, used=used):
+                shutil.rmtree(self.root / PARTS_FOLDER / name, ignore_errors=True)
+                removed.append(f"{PARTS_FOLDER}/{name}")
             self._remove_temporary_manifests(before=max(kept, default=0))
         return removed
-
-    def _unused_folders(self, kept: list[int], dropped: set[int]) -> list[str]:
-        """Return folders that no kept manifest names and that nobody can be writing to."""
-        used = self._used_folders(kept)
-        newest = max(kept, default=0)
-        keys = []
-        for name in sorted(self._names_in(PARTS_FOLDER)):
-            step = step_of_folder(name)
-            if step is None or name in used:
-                continue
-            if step in dropped or step < newest:
-                keys.append(f"{PARTS_FOLDER}/{name}")
-        return keys
-
-    def _used_folders(self, steps: list[int]) -> set[str]:
-        used: set[str] = set()
-        for step in steps:
-            try:
-                parts = self.read_manifest(step).parts.values()
-            except CheckpointError:
-                # Unreadable now may be readable later: keep whatever could be its data.
-                names = self._names_in(PARTS_FOLDER)
-                used |= {name for name in names if step_of_folder(name) == step}
-            else:
-                used |= {check_key(part.key).parts[1] for part in parts}
-        return used
 
     def _remove_temporary_manifests(self, *, before: int) -> None:
         for name in self._names_in(MANIFESTS_FOLDER):

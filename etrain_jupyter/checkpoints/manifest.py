@@ -66,6 +66,10 @@ class Manifest:
         return json.dumps(body | {"digest": _digest_of(body)}, indent=1) + "\n"
 
 
+class AlteredError(CheckpointError):
+    """A part has other bytes than its writer left."""
+
+
 def parse_manifest(text: str | bytes, *, step: int) -> Manifest:
     """Read the manifest that should be of ``step``.
 
@@ -124,7 +128,7 @@ def check_file(part: Part, path: Path) -> None:
     except OSError as exc:
         raise CheckpointError(f"{part.key} cannot be read ({exc.strerror})") from exc
     if digest != part.sha256:
-        raise CheckpointError(
+        raise AlteredError(
             f"{part.key} was altered: SHA-256 {digest[:12]}… instead of {part.sha256[:12]}…"
         )
 

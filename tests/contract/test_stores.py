@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 
 from etrain_jupyter.checkpoints import LocalStore
+from etrain_jupyter.checkpoints.s3 import S3Store
+from etrain_jupyter.testing.s3_faults import S3Fault
+from etrain_jupyter.testing.s3_server import S3Server
 from etrain_jupyter.testing.store_contract import StoreContract
 
 
@@ -40,3 +43,49 @@ class TestLocalStore(StoreContract):
     @pytest.fixture
     def place(self, tmp_path: Path) -> FolderPlace:
         return FolderPlace(tmp_path / "run")
+
+
+class BucketPlace:
+    def __init__(self, server: S3Server, bucket: str) -> None:
+        self.server = server
+        self.bucket = bucket
+
+    def open(self) -> S3Store:
+        return S3Store(f"s3://{self.bucket}/runs/mine")
+
+    def list_keys(self) -> set[str]:
+        keys = self.server.list_keys(self.bucket, "runs/mine/")
+        return {key.removeprefix("runs/mine/") for key in keys}
+
+    def read(self, key: str) -> bytes:
+        return self.server.read(self.bucket, f"runs/mine/{key}")
+
+    def write(self, key: str, data: bytes) -> None:
+        self.server.write(self.bucket, f"runs/mine/{key}", data)
+
+    def remove(self, key: str) -> None:
+        self.server.remove(self.bucket, f"runs/mine/{key}")
+
+
+class TestS3Store(StoreContract):
+    @pytest.fixture
+    def place(self, s3_server: S3Server, s3_bucket: str) -> BucketPlace:
+        return BucketPlace(s3_server, s3_bucket)
+
+
+class TestS3StoreWithFaults(StoreContract):
+    """The same through faults that retries must get over; each request may meet several."""
+
+    @pytest.fixture
+    def place(self, s3_server: S3Server, s3_bucket: str, no_pauses: None) -> BucketPlace:
+        s3_server.set_faults(
+            S3Fault(kind="slow_down", every=13),
+            S3Fault(kind="internal_error", every=41),
+            S3Fault(kind="slow", every=17, seconds=0.02),
+            S3Fault(kind="reset", every=17),
+            S3Fault(kind="lose_answer", every=19),
+            S3Fault(kind="truncate", every=23),
+            S3Fault(kind="spoil_upload", every=5, match="PUT "),
+            S3Fault(kind="spoil_answer", every=3, match="model.safetensors"),
+        )
+        return BucketPlace(s3_server, s3_bucket)

@@ -21,7 +21,7 @@ from etrain_jupyter.checkpoints import (
     open_store,
 )
 from etrain_jupyter.checkpoints.manifest import check_key, parse_manifest
-from etrain_jupyter.errors import CheckpointError, ConfigError, NotSupportedYetError
+from etrain_jupyter.errors import CheckpointError, ConfigError
 
 
 @pytest.fixture
@@ -209,9 +209,9 @@ def test_stores_are_opened_by_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ]
 
 
-def test_stores_that_are_not_there_yet_are_refused() -> None:
-    with pytest.raises(NotSupportedYetError, match="folders only"):
-        open_store("s3://bucket/run")
+def test_places_that_are_no_store_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"checkpoint\.to names no bucket"):
+        open_store("s3:///run")
     with pytest.raises(ConfigError, match="no store for gs://") as caught:
         open_store("gs://bucket/run")
     assert caught.value.path == ("checkpoint", "to")

@@ -1,0 +1,38 @@
+"""What ``checkpoint.to`` may say besides a folder: ``s3://bucket/prefix``."""
+
+from __future__ import annotations
+
+import re
+
+S3 = "s3://"
+
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
+_PREFIX = re.compile(r"[A-Za-z0-9!_.*'()=+@,: /-]*")
+
+
+def split_s3_url(url: str) -> tuple[str, str]:
+    """Return bucket and prefix; the prefix has no ``/`` at its ends.
+
+    Raises:
+        ValueError: If it is no such URL, in words that follow on its name. They do not repeat
+            what could be a secret.
+
+    >>> split_s3_url("s3://my-bucket/runs/mine/")
+    ('my-bucket', 'runs/mine')
+    """
+    bucket, _, prefix = url.removeprefix(S3).partition("/")
+    prefix = prefix.strip("/")
+    if "@" in bucket:
+        raise ValueError("has credentials in it; they come from AWS_PROFILE or ~/.aws")
+    if not bucket:
+        raise ValueError("names no bucket")
+    if not _BUCKET.fullmatch(bucket) or ".." in bucket:
+        raise ValueError(
+            f"names the bucket '{bucket}', but a bucket has 3 to 63 lower-case letters, digits, "
+            "dots and dashes"
+        )
+    if not _PREFIX.fullmatch(prefix):
+        raise ValueError("has characters after the bucket that a key should not have")
+    if any(name in ("", ".", "..") for name in prefix.split("/")) and prefix:
+        raise ValueError("has an empty name, '.' or '..' after the bucket")
+    return bucket, prefix

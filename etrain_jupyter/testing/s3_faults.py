@@ -1,0 +1,206 @@
+"""Faults of S3 as data, and a WSGI application in front of another one that commits them.
+
+It also does what S3 does and moto does not: it compares the checksum of what is uploaded, and lets
+one of several conditional writes win.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import json
+import socket
+import struct
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+from urllib.parse import parse_qsl
+
+Kind = Literal[
+    "slow_down",
+    "internal_error",
+    "deny",
+    "expire",
+    "no_bucket",
+    "slow",
+    "reset",
+    "lose_answer",
+    "truncate",
+    "spoil_upload",
+    "spoil_answer",
+    "ignore_conditions",
+]
+CONTROL = "/_etrain/"
+AROUND = "X-Etrain-Around"
+"""A request with this header meets no fault."""
+
+_REFUSALS: dict[str, tuple[str, str]] = {
+    "slow_down": ("503 Slow Down", "SlowDown"),
+    "internal_error": ("500 Internal Server Error", "InternalError"),
+    "deny": ("403 Forbidden", "AccessDenied"),
+    "expire": ("400 Bad Request", "ExpiredToken"),
+    "no_bucket": ("404 Not Found", "NoSuchBucket"),
+}
+
+Environ = dict[str, Any]
+Answer = tuple[str, list[tuple[str, str]], bytes]
+
+
+@dataclass(frozen=True, kw_only=True)
+class S3Fault:
+    """Something that goes wrong with requests, from now on."""
+
+    kind: Kind
+    every: int = 1
+    """Each n-th of the requests that it concerns."""
+    count: int = 0
+    """How often at most; 0 for any number of times."""
+    match: str = ""
+    """Concerns requests that have this in ``PUT /bucket/key?query ACCESS_KEY_ID``."""
+    seconds: float = 0.0
+    """How long ``slow`` takes."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return its JSON form."""
+        return asdict(self)
+
+
+class FaultyS3:
+    """A WSGI application: faults before and after another one's work.
+
+    ``POST /_etrain/faults`` with a JSON list replaces the faults; ``GET /_etrain/counts`` tells how
+    many requests of each kind there were since, and how many faults.
+    """
+
+    def __init__(self, app: Callable[..., Iterable[bytes]]) -> None:
+        self._app = app
+        self._lock = threading.Lock()
+        """Guards the three below."""
+        self._faults: list[S3Fault] = []
+        self._seen: Counter[S3Fault] = Counter()
+        self._counts: Counter[str] = Counter()
+        self._turn = threading.Lock()
+        """Requests are carried out one by one, so that conditions hold."""
+
+    def __call__(self, environ: Environ, start_response: Callable[..., Any]) -> Iterable[bytes]:
+        """Answer one request."""
+        length = int(environ.get("CONTENT_LENGTH") or 0)
+        body = environ["wsgi.input"].read(length)
+        if environ["PATH_INFO"].startswith(CONTROL):
+            return self._control(environ["PATH_INFO"], body, start_response)
+        query = environ.get("QUERY_STRING", "")
+        signer = environ.get("HTTP_AUTHORIZATION", "").partition("Credential=")[2].partition("/")[0]
+        line = f"{environ['REQUEST_METHOD']} {environ['PATH_INFO']}?{query} {signer}"
+        kinds: dict[str, float] = {}
+        if "HTTP_X_ETRAIN_AROUND" not in environ:
+            kinds = self._choose(line, operation_of(environ["REQUEST_METHOD"], query))
+        for kind, seconds in kinds.items():
+            if kind == "slow":
+                time.sleep(seconds)
+        if "reset" in kinds:
+            return _reset(environ)
+        status, headers, data = self._answer(environ, body, kinds)
+        if "lose_answer" in kinds:
+            return _reset(environ)
+        if "spoil_answer" in kinds and status.startswith("2") and data:
+            data = _spoiled(data)
+        start_response(status, headers)
+        if "truncate" in kinds and len(data) > 1:
+            return _cut_short(environ, data)
+        return [data]
+
+    def _answer(self, environ: Environ, body: bytes, kinds: dict[str, float]) -> Answer:
+        for kind, (status, code) in _REFUSALS.items():
+            if kind in kinds:
+                return _refusal(environ, status, code)
+        if "spoil_upload" in kinds and body:
+            body = _spoiled(body)
+        told = environ.get("HTTP_X_AMZ_CHECKSUM_SHA256")
+        if told and told != base64.b64encode(hashlib.sha256(body).digest()).decode():
+            return _refusal(environ, "400 Bad Request", "BadDigest")
+        if "ignore_conditions" in kinds:
+            environ.pop("HTTP_IF_NONE_MATCH", None)
+        environ["wsgi.input"] = io.BytesIO(body)
+        answer: dict[str, Any] = {}
+
+        def start(status: str, headers: list[tuple[str, str]], exc_info: Any = None) -> None:
+            answer.update(status=status, headers=headers)
+
+        with self._turn:
+            data = b"".join(self._app(environ, start))
+        return answer["status"], answer["headers"], data
+
+    def _choose(self, line: str, operation: str) -> dict[str, float]:
+        """Count a request and return what goes wrong with it."""
+        with self._lock:
+            self._counts[operation] += 1
+            chosen: dict[str, float] = {}
+            for fault in self._faults:
+                if fault.match not in line:
+                    continue
+                self._seen[fault] += 1
+                times, rest = divmod(self._seen[fault], fault.every)
+                if not rest and (not fault.count or times <= fault.count):
+                    chosen[fault.kind] = fault.seconds
+                    self._counts[fault.kind] += 1
+            return chosen
+
+    def _control(
+        self, path: str, body: bytes, start_response: Callable[..., Any]
+    ) -> Iterable[bytes]:
+        with self._lock:
+            if path == f"{CONTROL}faults":
+                self._faults = [S3Fault(**fault) for fault in json.loads(body)]
+                self._seen.clear()
+                self._counts.clear()
+            answer = json.dumps(self._counts).encode()
+        start_response("200 OK", [("Content-Length", str(len(answer)))])
+        return [answer]
+
+
+def operation_of(method: str, query: str) -> str:
+    """Return a request's method, and what tells it from others of that method.
+
+    >>> operation_of("POST", "uploadId=1"), operation_of("GET", "list-type=2&prefix=a")
+    ('POST uploadId', 'GET list-type')
+    """
+    words = {key for key, _ in parse_qsl(query, keep_blank_values=True)}
+    known = [word for word in ("uploads", "uploadId", "list-type") if word in words]
+    return " ".join([method, *known])
+
+
+def _refusal(environ: Environ, status: str, code: str) -> Answer:
+    text = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>on purpose</Message></Error>"
+    data = b"" if environ["REQUEST_METHOD"] == "HEAD" else text.encode()
+    return (
+        status,
+        [("Content-Type", "application/xml"), ("Content-Length", str(len(data)))],
+        data,
+    )
+
+
+def _spoiled(data: bytes) -> bytes:
+    middle = len(data) // 2
+    return data[:middle] + bytes([data[middle] ^ 0x80]) + data[middle + 1 :]
+
+
+def _cut_short(environ: Environ, data: bytes) -> Iterator[bytes]:
+    yield data[: len(data) // 2]
+    with suppress(OSError):
+        environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
+
+
+def _reset(environ: Environ) -> Iterable[bytes]:
+    """Close the connection as a machine does that knows nothing of it."""
+    connection: socket.socket = environ["werkzeug.socket"]
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    # The server holds two more references to it; this ends it now.
+    connection.close()
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+    raise ConnectionResetError("on purpose")
