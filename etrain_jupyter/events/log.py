@@ -4,6 +4,11 @@ There is one writer, the coordinator, and any number of readers, who need nothin
 event with ``seq`` n is line n, without gaps, so that a reader can ask for what it missed. Floats
 that are not finite are written as ``NaN`` and ``Infinity``, which Python reads back and strict JSON
 does not have: a diverged loss must not look like a missing one.
+
+What survives when: every event survives the end of any process once ``append`` has returned. What
+others act on (``DURABLE``) then survives the end of the machine, too; steps and remarks are synced
+in groups. Nobody is told of an event before ``append`` has returned. Long logs are read through
+``events.segments``.
 """
 
 from __future__ import annotations
@@ -16,18 +21,44 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import BinaryIO
 
 from etrain_jupyter.errors import EtrainError
 from etrain_jupyter.events.types import (
-    TERMINAL_STATUSES,
+    BestReached,
+    CheckpointCommitted,
+    EarlyStopped,
     Event,
+    GenerationFormed,
+    JobPlanned,
+    JobRestored,
     JobStatusChanged,
+    JobSubmitted,
+    UserErrorRaised,
     event_from_dict,
 )
+
+LOG_FILE = "events.jsonl"
+"""Its name in the folder of a job."""
+
+DURABLE = (
+    BestReached,
+    CheckpointCommitted,
+    EarlyStopped,
+    GenerationFormed,
+    JobPlanned,
+    JobRestored,
+    JobStatusChanged,
+    JobSubmitted,
+    UserErrorRaised,
+)
+"""What somebody acts on who hears of it: synced before that, whatever the machine does then."""
 
 _PARSE_LINES = 1000
 """Lines parsed with one call: faster than one at a time, and than all, which makes the garbage
 collector walk over hundreds of thousands of dicts again and again."""
+
+_READ_BYTES = 1024 * 1024
 
 _DAMAGE = (ValueError, KeyError, TypeError, AttributeError)
 """What parsing something that is not an event raises."""
@@ -40,9 +71,9 @@ class EventLog:
 
     Args:
         path: The file; made if it is not there, with its folder.
-        fsync_every_s: Longest time, while events come, that an event is only in the machine's page
-            cache: it survives a crash of any process at once, and one of the machine after this
-            time. 0 syncs every batch; None only terminal events and the end.
+        fsync_every_s: Longest time, while events come, that a step or a remark is only in the
+            machine's page cache: it survives a crash of any process at once, and one of the machine
+            after this time. 0 syncs every batch; None only what is in ``DURABLE``, and the end.
         clock: Seconds, monotonic.
 
     Raises:
@@ -121,7 +152,7 @@ class EventLog:
         self._is_synced = False
 
     def _is_sync_due(self, events: list[Event]) -> bool:
-        if any(isinstance(e, JobStatusChanged) and e.status in TERMINAL_STATUSES for e in events):
+        if any(isinstance(event, DURABLE) for event in events):
             return True
         limit = self._fsync_every_s
         return limit is not None and self._clock() - self._synced_at >= limit
@@ -134,12 +165,19 @@ class LogReader:
 
     Args:
         path: The file; it need not be there yet.
+        offset: Bytes to pass over, which end with a line.
+        lines: How many lines they are.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, offset: int = 0, lines: int = 0) -> None:
         self.path = Path(path)
-        self._offset = 0
-        self._lines = 0
+        self._offset = offset
+        self._lines = lines
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """The bytes and the lines before the next event."""
+        return self._offset, self._lines
 
     def skip(self, num_events: int) -> int:
         """Pass over up to ``num_events`` events unparsed; return how many there were."""
@@ -152,19 +190,32 @@ class LogReader:
             EtrainError: If a whole line is not an event: the file was damaged.
         """
         first_line = self._lines + 1
-        return _parse_lines(self._take_lines(limit), self.path, first_line)
+        return parse_lines(self._take_lines(limit), self.path, first_line)
+
+    def read_lines(self, limit: int | None = None) -> list[bytes]:
+        """Return the next whole lines, at most ``limit``, without their ends."""
+        return self._take_lines(limit)
 
     def _take_lines(self, limit: int | None) -> list[bytes]:
         try:
             with self.path.open("rb") as file:
                 file.seek(self._offset)
-                data = file.read()
+                data = file.read() if limit is None else _read_lines(file, limit)
         except FileNotFoundError:
             return []
         lines = data[: data.rfind(b"\n") + 1].split(b"\n")[:-1][:limit]
         self._offset += sum(map(len, lines)) + len(lines)
         self._lines += len(lines)
         return lines
+
+
+def _read_lines(file: BinaryIO, limit: int) -> bytes:
+    """Read at least ``limit`` lines, if there are as many: not the whole of a long log."""
+    pieces: list[bytes] = []
+    while limit > 0 and (piece := file.read(_READ_BYTES)):
+        pieces.append(piece)
+        limit -= piece.count(b"\n")
+    return b"".join(pieces)
 
 
 def read_events(
@@ -182,7 +233,12 @@ def read_events(
     return reader.read(limit) if reader.skip(since) == since else []
 
 
-def _parse_lines(lines: list[bytes], path: Path, first_line: int) -> list[Event]:
+def parse_lines(lines: list[bytes], path: Path, first_line: int) -> list[Event]:
+    """Return the events of whole lines.
+
+    Raises:
+        EtrainError: If one is not an event; it names the file and the line.
+    """
     events: list[Event] = []
     for start in range(0, len(lines), _PARSE_LINES):
         chunk = lines[start : start + _PARSE_LINES]

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from etrain_jupyter.events.blocks import runs_of
 from etrain_jupyter.events.types import Event, RankTimed
 
 PARTS = ("data_s", "compute_s", "communication_s", "optimizer_s")
@@ -55,7 +56,7 @@ def phases_of(events: Iterable[Event]) -> list[dict[str, Any]]:
     """
     workers: dict[str, _Spent] = {}
     alone = _Spent()
-    for event in events:
+    for event in runs_of(events):
         if isinstance(event, RankTimed):
             workers.setdefault(event.worker, _Spent()).add(event)
             if event.world_size == 1:

@@ -67,8 +67,43 @@ class JobSubmitted(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class JobResumed(Event):
+    """A coordinator took over the run folder of a job that nobody trained any more.
+
+    What follows belongs to the same job: steps and generations go on counting. ``generation`` is
+    the last one before.
+    """
+
+    from_status: str
+    """The last status before; not a terminal one if the coordinator died."""
+    step: int
+    """The newest step in the log; ``JobRestored`` tells which state was there to go on from."""
+    min_workers: int
+    max_workers: int
+    pool: str = "local"
+    config: dict[str, Any] = field(default_factory=dict)
+    """The JSON form of the TrainConfig that holds from now on."""
+    differs: list[str] = field(default_factory=list)
+    """What is not as it was in the life before, in words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerRestarted(Event):
+    """The scheduler had died; another one has taken the job over, with the trainers that live."""
+
+    step: int
+    """The newest step in the log then; the trainers may be further."""
+    away_s: float
+    """How long nobody could be told anything: until the trainers were found again."""
+    workers: list[str] = field(default_factory=list)
+    """Those whose trainers live."""
+    lost: list[str] = field(default_factory=list)
+    """Those that did not come back."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class JobPlanned(Event):
-    """The first warm trainer told how much work there is."""
+    """The first warm trainer told how much work there is; again after each ``JobResumed``."""
 
     num_train_samples: int
     num_eval_samples: int
@@ -147,6 +182,7 @@ class GenerationFormed(Event):
     why: str
     """``start``, ``join``, ``leave``, ``lost``, ``stalled`` (nobody moved, with none to blame),
     ``broken`` (a collective failed, and nobody was lost),
+    ``restart`` (the scheduler had died while the one before formed),
     ``resume``; several joined by ``+``."""
     world_size: int
     ranks: list[str]
@@ -365,6 +401,24 @@ class CheckpointCommitted(Event):
     """How long training stood still for it."""
     duration_s: float
     """From the step boundary until it was durable."""
+    slowed_s: float = 0.0
+    """How much longer the steps took meanwhile than ordinary ones, all together, as far as rank 0
+    could tell."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointIntervalChosen(Event):
+    """How often ``checkpoint.every: auto`` saves from now on; told when it changes by a quarter."""
+
+    interval_s: float
+    cost_s: float
+    """What a checkpoint takes of training; 0 before the first."""
+    loss_rate_per_h: float
+    """How often all holders of the state are expected to be lost."""
+    limit: str = ""
+    """The bound that it is at, see ``elastic.checkpoint_interval``; empty if it is at none."""
+    reason: str = ""
+    """All of that in words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -398,6 +452,15 @@ class UserErrorRaised(Event):
     """With the notebook's cells named as ``Cell In[n], line m``."""
     workers: list[str]
     step: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostUpdated(Event):
+    """What the machines of the job have cost so far, where their pool knows prices."""
+
+    spent_usd: float
+    on_demand_usd: float
+    """What the same hours would have cost without spot prices."""
 
 
 @dataclass(frozen=True, kw_only=True)

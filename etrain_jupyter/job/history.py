@@ -1,7 +1,7 @@
 """What a job's events add up to: the latest values, and the history as columns.
 
-Columns and not rows, so that 200,000 steps stay a matter of milliseconds. One thread folds events
-in; any thread may ask, which is why there is a lock.
+Steps that come in blocks of columns are folded by column, so that a million of them stay a matter
+of milliseconds. One thread folds events in; any thread may ask, which is why there is a lock.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import math
 import threading
-from bisect import bisect_right
 from collections.abc import Iterable
 from os import SEEK_END
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from etrain_jupyter.events.blocks import StepRun, runs_of
 from etrain_jupyter.events.types import (
     TERMINAL_STATUSES,
     BestReached,
@@ -24,6 +24,7 @@ from etrain_jupyter.events.types import (
     GenerationFormed,
     JobPlanned,
     JobRestored,
+    JobResumed,
     JobStatusChanged,
     JobSubmitted,
     StepCompleted,
@@ -33,81 +34,13 @@ from etrain_jupyter.events.types import (
     WorkersScaled,
     event_from_dict,
 )
+from etrain_jupyter.job.columns import STEP_COLUMNS, History
+
+__all__ = ["STEP_COLUMNS", "History", "LatestValues", "peek_log"]
 
 PEEK_BYTES = 64 * 1024
 PEEK_MOST_BYTES = 4 * 1024 * 1024
 """How far to look back for a step or a status behind what was printed."""
-
-STEP_COLUMNS = (
-    "step",
-    "epoch",
-    "samples",
-    "loss",
-    "lr",
-    "world_size",
-    "generation",
-    "samples_per_s",
-    "time",
-    "data_s",
-    "compute_s",
-    "communication_s",
-    "optimizer_s",
-)
-"""The columns that every history has, in this order; those of metrics follow."""
-
-
-class History:
-    """Columns of equal length, one row a committed step; what a step did not measure is NaN."""
-
-    def __init__(self) -> None:
-        self._columns: dict[str, list[Any]] = {name: [] for name in STEP_COLUMNS}
-
-    def __len__(self) -> int:
-        return len(self._columns["step"])
-
-    def add_step(self, event: StepCompleted) -> None:
-        """Append a row; a step that was committed before replaces itself and all after it."""
-        steps = self._columns["step"]
-        if steps and steps[-1] >= event.step:
-            self.rewind_to(event.step - 1)
-        num_rows = len(steps)
-        for name in STEP_COLUMNS:
-            self._columns[name].append(getattr(event, name))
-        for name, value in event.metrics.items():
-            # A metric called like a column would make that one longer than the others.
-            key = f"metric_{name}" if name in STEP_COLUMNS else name
-            self._measured(key, num_rows).append(value)
-
-    def add_eval(self, event: EvalCompleted) -> None:
-        """Write an evaluation into the row of the step after which it was made."""
-        row = bisect_right(self._columns["step"], event.step) - 1
-        if row < 0:
-            return
-        for name, value in {"loss": event.loss, **event.metrics}.items():
-            column = self._measured(f"eval_{name}", row)
-            column.extend([math.nan] * (row + 1 - len(column)))
-            column[row] = value
-
-    def rewind_to(self, step: int) -> None:
-        """Drop the rows after a step: they are trained again from a checkpoint."""
-        num_rows = bisect_right(self._columns["step"], step)
-        for column in self._columns.values():
-            del column[num_rows:]
-
-    def columns(self) -> dict[str, list[Any]]:
-        """Return a copy that ``pandas.DataFrame`` takes."""
-        num_rows = len(self)
-        return {
-            name: column + [math.nan] * (num_rows - len(column))
-            for name, column in self._columns.items()
-        }
-
-    def _measured(self, name: str, num_rows: int) -> list[Any]:
-        """Return a metric's column, filled up with NaN to ``num_rows`` rows."""
-        column = self._columns.setdefault(name, [])
-        if len(column) < num_rows:
-            column.extend([math.nan] * (num_rows - len(column)))
-        return column
 
 
 class LatestValues:
@@ -130,6 +63,8 @@ class LatestValues:
         self.metrics: dict[str, float] = {}
         self.saved_step = 0
         """Step of the newest durable checkpoint; 0 if there is none."""
+        self.stalls: dict[int, float] = {}
+        """For how long training stood still for each checkpoint, by step."""
         self.best: list[BestReached] = []
         """The best evaluations in the order in which they were reached, the very best last."""
         self.user_error: UserErrorRaised | None = None
@@ -144,9 +79,12 @@ class LatestValues:
     def add(self, events: Iterable[Event]) -> None:
         """Fold in what happened."""
         with self._lock:
-            for event in events:
-                self._fold(event)
-                self.changed_at = event.time
+            for item in runs_of(events):
+                if isinstance(item, StepRun):
+                    self._fold_run(item)
+                else:
+                    self._fold(item)
+                    self.changed_at = item.time
 
     def columns(self) -> dict[str, list[Any]]:
         """Return the history; see ``History.columns``."""
@@ -183,11 +121,15 @@ class LatestValues:
                 self._count_if_paused()
             case CheckpointCommitted():
                 self.saved_step = event.step
+                self.stalls[event.step] = event.stall_s
             case JobPlanned():
                 self._plan, self.total_steps = event, event.total_steps
             case JobSubmitted():
                 self.started_at = event.time
                 self.workers = (event.min_workers, event.max_workers)
+            case JobResumed():
+                self.workers = (event.min_workers, event.max_workers)
+                self.user_error, self.world_size, self._ranks = None, 0, None
             case WorkersScaled():
                 self.workers = (event.min_workers, event.max_workers)
             case UserErrorRaised():
@@ -200,6 +142,15 @@ class LatestValues:
 
     def _fold_step(self, event: StepCompleted) -> None:
         self._history.add_step(event)
+        self._take_values(event)
+
+    def _fold_run(self, run: StepRun) -> None:
+        self._history.add_run(run)
+        last = run.last
+        self._take_values(last)
+        self.changed_at = last.time
+
+    def _take_values(self, event: StepCompleted) -> None:
         self.step, self.epoch = event.step, event.epoch
         if self._plan is not None:
             self.total_steps = self._plan.total_steps_after(event)

@@ -16,6 +16,7 @@ from etrain_jupyter.events.types import (
     GenerationFormed,
     GenerationReady,
     JobRestored,
+    JobResumed,
     StepCompleted,
     StepUndone,
 )
@@ -70,6 +71,10 @@ class _Follower:
                 self._prove(event.generation, self._base)
             elif isinstance(event, JobRestored):
                 self._go_back(event.step)
+            elif isinstance(event, JobResumed):
+                # Nobody of the life before is there any more, though numbers may come again.
+                self._held.clear()
+                self._receiving.clear()
 
     def _object(self, problem: str) -> None:
         self.history.problems.append(problem)

@@ -22,15 +22,14 @@ from etrain_jupyter.events.types import (
     GenerationFormed,
     JobPlanned,
     JobStatusChanged,
-    JobSubmitted,
     StepCompleted,
     StepUndone,
     UserErrorRaised,
     WorkerLost,
 )
 from etrain_jupyter.job.audit.history import History, follow_history
+from etrain_jupyter.job.audit.lives import Life, check_lives, lives_of
 from etrain_jupyter.job.audit.report import AuditReport
-from etrain_jupyter.job.audit.samples import Work, check_samples
 from etrain_jupyter.job.audit.weights import compare_weights
 
 
@@ -46,22 +45,22 @@ def audit_log(events: Iterable[Event]) -> AuditReport:
     """
     log = list(events)
     history = follow_history(log)
-    planned = next((e for e in log if isinstance(e, JobPlanned)), None)
-    work = _work_of(log, planned)
+    lives = lives_of(log)
+    planned = next((life.planned for life in reversed(lives) if life.planned is not None), None)
     steps, start = history.steps, history.start
-    epochs, sample_problems = check_samples(steps, start, work) if work else ((), [])
+    epochs, sample_problems = check_lives(lives, steps, start)
     weights = compare_weights(log, history)
     evals = [e for e in log if isinstance(e, EvalCompleted)]
     return AuditReport(
         problems=(
             *_check_log(log),
-            *_check_plan(planned, steps, evals),
+            *_check_plan(lives, steps),
             *history.problems,
             *_check_steps(start, steps),
             *sample_problems,
             *_check_losses(log, history),
             *weights.problems,
-            *_check_end(log, planned, start, steps),
+            *_check_end(log, planned, start, steps, num_lives=len(lives)),
         ),
         epochs=epochs,
         status=_last_status(log),
@@ -80,19 +79,6 @@ def audit_log(events: Iterable[Event]) -> AuditReport:
     )
 
 
-def _work_of(log: Sequence[Event], planned: JobPlanned | None) -> Work | None:
-    if planned is None:
-        return None
-    submitted = next((e for e in log if isinstance(e, JobSubmitted)), None)
-    return Work(
-        seed=int(submitted.config.get("seed") or 0) if submitted else 0,
-        num_samples=planned.num_train_samples,
-        global_batch_size=planned.global_batch_size,
-        per_worker_batch_size=planned.per_worker_batch_size,
-        total_samples=planned.total_samples,
-    )
-
-
 def _check_log(log: Sequence[Event]) -> Iterator[str]:
     """Look for lines that are missing from the log itself."""
     expected = 1
@@ -105,19 +91,19 @@ def _check_log(log: Sequence[Event]) -> Iterator[str]:
         yield f"the log has events of {len(job_ids)} jobs: {', '.join(job_ids)}"
 
 
-def _check_plan(
-    planned: JobPlanned | None, steps: Sequence[StepCompleted], evals: Sequence[EvalCompleted]
-) -> Iterator[str]:
-    if planned is None:
+def _check_plan(lives: Sequence[Life], steps: Sequence[StepCompleted]) -> Iterator[str]:
+    if all(life.planned is None for life in lives):
         if steps:
             yield f"{len(steps)} steps were committed, but no plan says what they had to train"
         return
-    for done in evals:
-        if done.samples != planned.num_eval_samples:
-            yield (
-                f"the evaluation at step {done.step} went through {done.samples} samples, "
-                f"the set has {planned.num_eval_samples}"
-            )
+    for life in lives:
+        length = life.planned.num_eval_samples if life.planned is not None else None
+        for done in life.evals:
+            if length is not None and done.samples != length:
+                yield (
+                    f"the evaluation at step {done.step} went through {done.samples} samples, "
+                    f"the set has {length}"
+                )
 
 
 def _check_steps(start: int, steps: Sequence[StepCompleted]) -> Iterator[str]:
@@ -165,12 +151,12 @@ def _check_losses(log: Sequence[Event], history: History) -> Iterator[str]:
 
 
 def _tells_of_broken_connections(event: GenerationFormed) -> bool:
-    """Return whether the generation before ended by a fault of the network.
+    """Return whether the generation before ended by a fault of the network, or of the scheduler.
 
     A planned change that broke them is no excuse: then its reason stands beside.
     """
     whys = set(event.why.split("+"))
-    return "stalled" in whys or whys == {"broken"}
+    return bool(whys & {"stalled", "restart"}) or whys == {"broken"}
 
 
 def _ends_at_once(event: Event) -> bool:
@@ -189,7 +175,12 @@ def _name_waste(undone: set[int], num_losses: int) -> str:
 
 
 def _check_end(
-    log: Sequence[Event], planned: JobPlanned | None, start: int, steps: Sequence[StepCompleted]
+    log: Sequence[Event],
+    planned: JobPlanned | None,
+    start: int,
+    steps: Sequence[StepCompleted],
+    *,
+    num_lives: int,
 ) -> Iterator[str]:
     if planned is None or _last_status(log) != "finished":
         return
@@ -201,7 +192,8 @@ def _check_end(
         if decided[-1] != reached:
             yield f"the job finished at step {reached}, to be stopped early at {decided[-1]}"
         return
-    if planned.per_worker_batch_size:
+    # After a resume with another batch the number of steps is another one, not that of samples.
+    if planned.per_worker_batch_size or (num_lives > 1 and planned.total_samples):
         last = max(steps, key=lambda step: step.step, default=None)
         trained = 0
         if last is not None:

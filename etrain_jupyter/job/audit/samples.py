@@ -15,6 +15,7 @@ from etrain_jupyter.elastic.ledger import (
     epoch_order,
     position_after,
     range_at,
+    steps_per_epoch,
 )
 from etrain_jupyter.events.types import StepCompleted
 from etrain_jupyter.job.audit.report import EpochCoverage
@@ -35,10 +36,22 @@ class Work:
     """If above 0, a step has so many samples for each of its ranks."""
     total_samples: int = 0
     """Where the job ends, over all epochs; 0 if that is not known."""
+    base_step: int = 0
+    """The step from which on it counts: more than 0 after a resume with another batch or data."""
+    base_position: int = 0
+    """The samples up to there, over all epochs."""
 
     def position_after(self, step: int) -> int:
         """Return the samples of the first ``step`` steps, at a batch that never changes."""
-        return position_after(step, self.num_samples, self.global_batch_size)
+        if not self.base_step:
+            return position_after(step, self.num_samples, self.global_batch_size)
+        rest = -self.base_position % self.num_samples
+        num_in_rest = steps_per_epoch(rest, self.global_batch_size)
+        count = step - self.base_step
+        if count < num_in_rest:
+            return self.base_position + count * self.global_batch_size
+        after = position_after(count - num_in_rest, self.num_samples, self.global_batch_size)
+        return self.base_position + rest + after
 
     def due_at(self, position: int, world_size: int) -> StepRange:
         """Return what the step of so many ranks after ``position`` samples has to train."""
@@ -63,7 +76,7 @@ def check_samples(
     Returns:
         A row for each epoch that was begun, and problems in words.
     """
-    begun = position = work.position_after(start)
+    begun = position = work.base_position if work.base_step else work.position_after(start)
     due: dict[int, StepRange] = {}
     by_epoch: dict[int, list[StepCompleted]] = defaultdict(list)
     for step in sorted(steps, key=lambda step: step.step):

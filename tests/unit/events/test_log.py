@@ -37,6 +37,7 @@ VALUES: dict[Any, st.SearchStrategy[Any]] = {
     str: TEXT,
     int: st.integers(0, 2**60),
     bool: st.booleans(),
+    float | None: st.none() | st.floats(allow_nan=False),
     float: st.floats(allow_nan=False),
     float | None: st.none() | st.floats(allow_nan=False),
     list[str]: st.lists(TEXT, max_size=3),
@@ -297,16 +298,37 @@ def test_log_is_synced_once_a_second_at_most(path: Path, syncs: list[int]) -> No
     assert len(syncs) == 2
 
 
-def test_end_of_the_job_is_synced_at_once(path: Path, syncs: list[int]) -> None:
+@pytest.mark.parametrize("kind", log_module.DURABLE)
+@given(data=st.data())
+def test_what_others_act_on_is_on_the_disk_before_append_returns(
+    tmp_path_factory: pytest.TempPathFactory, kind: type[Event], data: st.DataObject
+) -> None:
+    happened: list[str] = []
+    write, fsync = os.write, os.fsync
+    with pytest.MonkeyPatch.context() as patch:
+        log = EventLog(
+            tmp_path_factory.mktemp("log") / "events.jsonl", fsync_every_s=None, clock=Clock()
+        )
+        patch.setattr(os, "write", lambda *a: happened.append("write") or write(*a))
+        patch.setattr(os, "fsync", lambda *a: happened.append("sync") or fsync(*a))
+
+        log.append([line("a")])
+        happened.append("acknowledged")
+        log.append([line("b"), data.draw(events_of(kind))])
+        happened.append("acknowledged")
+        log.close()
+
+    assert happened == ["write", "acknowledged", "write", "sync", "acknowledged"]
+
+
+def test_what_came_after_the_last_sync_is_synced_at_the_end(path: Path, syncs: list[int]) -> None:
     log = EventLog(path, fsync_every_s=None, clock=Clock())
-    syncs.clear()
-    log.append([JobStatusChanged(job_id="job", time=1.0, status="running")])
-    assert syncs == []
     log.append([JobStatusChanged(job_id="job", time=1.0, status="finished")])
-    assert len(syncs) == 1
+    syncs.clear()
     log.append([line("a")])
+    assert syncs == []
     log.close()
-    assert len(syncs) == 2
+    assert len(syncs) == 1
 
 
 def test_two_hundred_thousand_steps_replay_in_seconds(path: Path) -> None:

@@ -21,6 +21,7 @@ from etrain_jupyter.events.types import (
     GenerationFormed,
     JobPlanned,
     JobRestored,
+    JobResumed,
     JobStatusChanged,
     JobSubmitted,
     StepCompleted,
@@ -482,6 +483,95 @@ def test_resume_after_the_last_worker_counts_its_steps_once() -> None:
     assert (report.steps_committed, report.steps_rolled_back) == (12, 2)
     assert "14 executed, 12 committed, 0 undone, 2 made again" in str(report)
     assert report.digests_compared == 2
+
+
+def resumed(
+    generation: int, step: int, *, seed: int = SEED, from_status: str = "running"
+) -> JobResumed:
+    return JobResumed(
+        **COMMON,
+        generation=generation,
+        from_status=from_status,
+        step=step,
+        min_workers=1,
+        max_workers=4,
+        config={"seed": seed, "epochs": 3},
+    )
+
+
+def restored(generation: int, step: int, num_undone: int) -> JobRestored:
+    return JobRestored(**COMMON, generation=generation, step=step, num_undone=num_undone)
+
+
+def test_log_that_goes_on_after_a_resume_proves_the_whole_job() -> None:
+    """The coordinator died at step 6; its successor went on from the checkpoint of step 4."""
+    log: list[Event] = [
+        *[submitted(), planned(), formed(1, 0, ["w0", "w1"], [10, 11])],
+        *[completed(step) for step in range(1, 7)],
+        *[resumed(1, 6), planned()],
+        # The same names and numbers come again on another machine.
+        *[formed(2, 4, ["w0", "w1"], [10, 11]), restored(2, 4, 2)],
+        *[completed(step, generation=2) for step in range(5, 13)],
+        ended(),
+    ]
+    report = audit_log(number(log))
+    assert report.problems == ()
+    assert [(row.epoch, row.seen_once, row.is_complete) for row in report.epochs] == [
+        (0, 100, True),
+        (1, 100, True),
+        (2, 100, True),
+    ]
+    assert (report.steps_committed, report.steps_rolled_back) == (12, 2)
+
+
+def test_sample_that_a_resume_repeats_is_found() -> None:
+    log: list[Event] = [
+        *[submitted(), planned(), formed(1, 0, ["w0", "w1"], [10, 11])],
+        *[completed(step) for step in range(1, 7)],
+        *[resumed(1, 6), planned(), formed(2, 6, ["w0", "w1"], [20, 21]), restored(2, 6, 0)],
+        completed(7, generation=2, trained=samples_of(6)),
+        *[completed(step, generation=2) for step in range(8, 13)],
+        ended(),
+    ]
+    assert audit_log(number(log)).problems != ()
+
+
+def test_finished_job_that_goes_on_is_judged_by_its_newest_length() -> None:
+    longer = replace(planned(), total_steps=16)
+    log: list[Event] = [
+        *[submitted(), planned(), formed(1, 0, ["w0", "w1"], [10, 11])],
+        *[completed(step) for step in range(1, 13)],
+        *[ended(), resumed(1, 12, from_status="finished"), longer],
+        *[formed(2, 12, ["w0", "w1"], [20, 21]), restored(2, 12, 0)],
+        *[completed(step, generation=2) for step in range(13, 17)],
+        ended(),
+    ]
+    assert audit_log(number(log)).problems == ()
+    assert "the job finished at step 15 of 16" in "".join(
+        audit_log(number([*log[:-2], ended()])).problems
+    )
+
+
+def test_another_batch_that_was_forced_is_checked_by_its_own_rules() -> None:
+    """The second life trains 20 samples a step from position 64 of epoch 0 on."""
+    order = epoch_order(seed=SEED, epoch=0, num_samples=NUM_SAMPLES)
+    other = replace(planned(batch=20), total_steps=15)
+    later = [
+        replace(
+            completed(step, generation=2, trained=order[first : first + count]),
+            epoch=0,
+            first=first,
+        )
+        for step, first, count in ((3, 64, 20), (4, 84, 16))
+    ]
+    log: list[Event] = [
+        *[submitted(), planned(), formed(1, 0, ["w0", "w1"], [10, 11])],
+        *[completed(1), completed(2), resumed(1, 2), other],
+        *[formed(2, 2, ["w0", "w1"], [20, 21]), restored(2, 2, 0), *later],
+    ]
+    report = audit_log(number(log))
+    assert report.problems == ()
+    assert sum(row.seen_once for row in report.epochs) == 100
 
 
 def test_going_back_although_a_trainer_survived_is_found() -> None:

@@ -14,9 +14,11 @@ from etrain_jupyter.events.types import (
     GenerationFormed,
     JobPlanned,
     JobRestored,
+    JobResumed,
     JobStatusChanged,
     LogLine,
     StepCompleted,
+    UserErrorRaised,
     WorkerLeft,
     WorkerLost,
 )
@@ -277,3 +279,47 @@ def test_best_is_the_newest_that_still_holds_and_a_finished_job_has_made_all_its
     view.total_steps = 100
     view.add([step(5), JobStatusChanged(**common, status="finished", reason="early stopping")])
     assert (view.step, view.total_steps) == (5, 5)
+
+
+def test_job_that_goes_on_after_its_end_has_one_history() -> None:
+    view = LatestValues()
+    common: dict[str, Any] = {"job_id": "j", "time": 5.0}
+    view.add([step(number) for number in (1, 2, 3)])
+    view.add(
+        [
+            UserErrorRaised(**common, error="ValueError: x", traceback="", workers=["w0"]),
+            JobStatusChanged(**common, status="failed", reason="ValueError: x"),
+        ]
+    )
+    assert view.is_terminal
+
+    view.add(
+        [
+            JobResumed(**common, from_status="failed", step=3, min_workers=2, max_workers=3),
+            JobStatusChanged(**common, status="submitted"),
+            JobRestored(**common, generation=2, step=2, num_undone=1),
+            step(3, generation=2, loss=7.0),
+        ]
+    )
+
+    assert (view.status, view.reason, view.is_terminal) == ("submitted", "", False)
+    assert (view.user_error, view.workers) == (None, (2, 3))
+    assert view.columns()["step"] == [1, 2, 3]
+    assert view.columns()["loss"][-1] == 7.0
+
+
+def test_peek_at_a_job_that_was_resumed_tells_its_newest_status(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    common: dict[str, Any] = {"job_id": "j", "time": 5.0}
+    log.append([step(1), JobStatusChanged(**common, status="stopped")])
+    log.append(
+        [
+            JobResumed(**common, from_status="stopped", step=1, min_workers=1, max_workers=1),
+            JobStatusChanged(**common, status="submitted"),
+        ]
+    )
+
+    view = peek_log(log.path)
+
+    assert (view.status, view.is_terminal, view.step, view.world_size) == ("submitted", False, 1, 0)
+    log.close()
