@@ -2,9 +2,10 @@
 
 ::
 
-    <root>/<job_id>/job.json        what was asked for, and which cluster got it
+    <root>/<job_id>/job.json        what was asked for, and which cluster got it last
                     bundle          the notebook's objects, by value
-                    events.jsonl    the durable log, written by the coordinator
+                    events.jsonl    the durable log, written by one coordinator at a time
+                    events.segments/   its finished parts as columns; may be deleted
                     checkpoints/    with manifests/
 
 A folder is made under a hidden name and then renamed, so that whoever lists the store sees whole
@@ -20,15 +21,19 @@ import re
 import secrets
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from etrain_jupyter.errors import JobNotFoundError
+from etrain_jupyter.checkpoints import place_of_job
+from etrain_jupyter.errors import ConfigError, EtrainError, JobNotFoundError
+from etrain_jupyter.events.log import LOG_FILE
+from etrain_jupyter.job.history import peek_log
+from etrain_jupyter.job.link import link_to
+from etrain_jupyter.runs.place import is_remote
 
 RECORD_FILE = "job.json"
 BUNDLE_FILE = "bundle"
-LOG_FILE = "events.jsonl"
 ROOT_VARIABLE = "ETRAIN_RUNS"
 DEFAULT_ROOT = "etrain-runs"
 LONGEST_NAME = 40
@@ -52,16 +57,76 @@ class JobRecord:
     cell: str = ""
     """The body of the cell, as it was typed; empty for a job from Python."""
     version: str = ""
-    """The etrain-jupyter that submitted it."""
+    """The etrain-jupyter that submitted it, or resumed it last."""
+    cwd: str = ""
+    """The folder in which the notebook ran that submitted it; empty in older records."""
+    bundle_file: str = BUNDLE_FILE
+    """Name of the file with the notebook's objects; another one after a resume with a cell."""
+    host: str = ""
+    """The machine from which it was submitted or resumed last; empty in older records."""
+    place: str = ""
+    """URL of the job's place in a bucket, of which ``folder`` is this machine's copy then."""
+
+    @property
+    def bundle_path(self) -> Path:
+        """Where the notebook's objects are."""
+        return self.folder / self.bundle_file
 
     @property
     def log_path(self) -> Path:
         """Where its durable log is."""
         return self.folder / LOG_FILE
 
+    @property
+    def where(self) -> str:
+        """Where the job lies, as people and stores of checkpoints are told."""
+        return self.place or str(self.folder)
+
+    @property
+    def checkpoints(self) -> str:
+        """Where its checkpoints are."""
+        elsewhere = (self.config.get("checkpoint") or {}).get("to")
+        return place_of_job(elsewhere, self.job_id) if elsewhere else self.where
+
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form; the folder is where it lies and so is not part of it."""
-        return {name: value for name, value in vars(self).items() if name != "folder"}
+        """Return the JSON form; where it lies is not part of it."""
+        return {k: value for k, value in vars(self).items() if k not in ("folder", "place")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """What a list of jobs says of one."""
+
+    status: str
+    step: int = 0
+    total_steps: int = 0
+    world_size: int = 0
+    is_gone: bool = False
+    """Whether nobody trains it although it has not ended."""
+
+
+def open_runs(root: str | os.PathLike[str] | None = None) -> RunStore:
+    """Return the run store at a folder or a URL; without one, that of ``ETRAIN_RUNS``.
+
+    Raises:
+        ConfigError: If it is a URL, and none of a bucket.
+    """
+    root = root or os.environ.get(ROOT_VARIABLE) or None
+    if is_remote(root):
+        from etrain_jupyter.job.s3_run_store import S3RunStore
+
+        return S3RunStore(str(root))
+    if isinstance(root, str) and "://" in root:
+        raise ConfigError(
+            f"the run store {root!r} is no folder",
+            hint=f"set {ROOT_VARIABLE} to s3://bucket/prefix",
+        )
+    return RunStore(root)
+
+
+def store_of(record: JobRecord) -> RunStore:
+    """Return the run store in which a job lies."""
+    return open_runs(record.place.rpartition("/")[0] if record.place else record.folder.parent)
 
 
 def default_root(environment: Mapping[str, str] = os.environ) -> Path:
@@ -85,10 +150,56 @@ def new_job_id(name: str) -> str:
 
 
 class RunStore:
-    """The jobs under one folder. Holds no state: every question reads the disk."""
+    """The jobs under one folder. Holds no state: every question reads the disk.
+
+    ``open_runs`` returns this, or its twin for a bucket.
+    """
 
     def __init__(self, root: str | os.PathLike[str] | None = None) -> None:
         self.root = Path(root).expanduser().absolute() if root else default_root()
+        """The folder; of a bucket, that with this machine's copies."""
+
+    def __str__(self) -> str:
+        return str(self.root)
+
+    def check_writable(self) -> None:
+        """Refuse a store in which no job could be made; a folder is made when it is needed."""
+
+    def fetch_bundle(self, record: JobRecord) -> bytes:
+        """Return the notebook's objects of a job.
+
+        Raises:
+            OSError: If they cannot be read.
+        """
+        return record.bundle_path.read_bytes()
+
+    def remove_bundle(self, record: JobRecord) -> None:
+        """Remove a bundle that no record names any more."""
+        record.bundle_path.unlink(missing_ok=True)
+
+    def check_takeable(self, record: JobRecord) -> None:
+        """Refuse a job with which nobody here could go on.
+
+        Raises:
+            EtrainError: If nothing can be written there.
+        """
+        if not os.access(record.folder, os.W_OK | os.X_OK):
+            raise EtrainError(
+                f"{record.folder} cannot be written to: a resumed job goes on with its log and its "
+                "checkpoints there. Nothing was done. Make it writable, or copy the whole folder "
+                "into a run store of your own and set ETRAIN_RUNS to that."
+            )
+
+    def standing(self, record: JobRecord) -> Standing:
+        """Return how a job stands, without asking its cluster."""
+        latest = peek_log(record.log_path)
+        return Standing(
+            status=latest.status,
+            step=latest.step,
+            total_steps=latest.total_steps,
+            world_size=latest.world_size,
+            is_gone=not latest.is_terminal and link_to(record.cluster) is None,
+        )
 
     def create(
         self, record: Mapping[str, Any], *, bundle: bytes = b"", job_id: str = ""
@@ -119,6 +230,22 @@ class RunStore:
             raise
         return made
 
+    def rewrite(self, record: JobRecord, *, bundle: bytes | None = None) -> JobRecord:
+        """Replace a job's ``job.json``; another bundle goes into another file, before it.
+
+        Returns:
+            The record as it was written.
+
+        Raises:
+            OSError: If the folder cannot be written to; then all is as it was.
+        """
+        name = f"{BUNDLE_FILE}-{record.bundle_digest[:12]}"
+        if bundle is not None and not _has_bytes(record.bundle_path, bundle):
+            replace_file(record.folder / name, bundle)
+            record = replace(record, bundle_file=name)
+        replace_file(record.folder / RECORD_FILE, json.dumps(record.to_dict(), indent=1).encode())
+        return record
+
     def discard(self, record: JobRecord) -> None:
         """Remove the folder of a job that no cluster took; one that has a log is kept."""
         if not record.log_path.exists():
@@ -126,7 +253,7 @@ class RunStore:
 
     def records(self) -> list[JobRecord]:
         """Return every job, the newest first; folders that hold no readable job are passed over."""
-        found = [_read_record(path.parent) for path in self.root.glob(f"[!.]*/{RECORD_FILE}")]
+        found = [_record_in(path.parent) for path in self.root.glob(f"[!.]*/{RECORD_FILE}")]
         jobs = [record for record in found if record is not None]
         return sorted(jobs, key=lambda record: (record.created, record.job_id), reverse=True)
 
@@ -147,7 +274,7 @@ class RunStore:
         begun = [job for job in jobs if name_or_id and job.job_id.startswith(name_or_id)]
         if len(begun) == 1:
             return begun[0]
-        raise JobNotFoundError(_not_found(name_or_id, jobs, begun, self.root))
+        raise JobNotFoundError(_not_found(name_or_id, jobs, begun, str(self)))
 
     def latest(self) -> JobRecord:
         """Return the newest job.
@@ -158,20 +285,58 @@ class RunStore:
         jobs = self.records()
         if not jobs:
             raise JobNotFoundError(
-                f"there is no job in {self.root}. Run a %%etrain distributed cell first, "
+                f"there is no job in {self}. Run a %%etrain distributed cell first, "
                 f"or set {ROOT_VARIABLE} to the folder of your jobs."
             )
         return jobs[0]
 
 
-def _read_record(folder: Path) -> JobRecord | None:
+def _record_in(folder: Path) -> JobRecord | None:
     """Return the job in a folder; None if it is no job of ours, whatever the reason."""
     try:
-        data = json.loads((folder / RECORD_FILE).read_text(encoding="utf-8"))
-        known = {k: data[k] for k in JobRecord.__dataclass_fields__ if k in data}
-        return JobRecord(**{**known, "folder": folder})
-    except (OSError, ValueError, TypeError):
+        return record_from((folder / RECORD_FILE).read_bytes(), folder)
+    except OSError:
         return None
+
+
+def record_from(data: bytes, folder: Path, place: str = "") -> JobRecord | None:
+    """Return the job that a ``job.json`` tells of; None if it is none."""
+    try:
+        values = json.loads(data)
+        known = {k: values[k] for k in JobRecord.__dataclass_fields__ if k in values}
+        return JobRecord(**{**known, "folder": folder, "place": place})
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+def _has_bytes(path: Path, data: bytes) -> bool:
+    try:
+        return path.read_bytes() == data
+    except OSError:
+        return False
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a file so that whoever reads it finds the old bytes or the new ones, never a part."""
+    hidden = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with hidden.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        hidden.replace(path)
+    except BaseException:
+        hidden.unlink(missing_ok=True)
+        raise
+
+
+def absolute_paths(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration for processes that run in other folders than the notebook."""
+    checkpoint = config.get("checkpoint") or {}
+    if checkpoint.get("to") and "://" not in checkpoint["to"]:
+        folder = str(Path(checkpoint["to"]).expanduser().absolute())
+        return config | {"checkpoint": checkpoint | {"to": folder}}
+    return config
 
 
 def _write_durably(path: Path, text: str) -> None:
@@ -182,7 +347,7 @@ def _write_durably(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def _not_found(wanted: str, jobs: list[JobRecord], begun: list[JobRecord], root: Path) -> str:
+def _not_found(wanted: str, jobs: list[JobRecord], begun: list[JobRecord], root: str) -> str:
     """Return what to say about a job that cannot be told apart or is not there."""
     if begun:
         names = ", ".join(job.job_id for job in begun[:5])

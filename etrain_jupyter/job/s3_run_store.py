@@ -1,0 +1,151 @@
+"""The run store in a bucket: records and bundles there, and a copy of what is used here."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from etrain_jupyter.errors import RunStoreError
+from etrain_jupyter.events.types import TERMINAL_STATUSES
+from etrain_jupyter.job.run_store import (
+    BUNDLE_FILE,
+    RECORD_FILE,
+    JobRecord,
+    RunStore,
+    Standing,
+    new_job_id,
+    record_from,
+    replace_file,
+)
+from etrain_jupyter.runs.chain import Chain
+from etrain_jupyter.runs.mirror import SILENT_S
+from etrain_jupyter.runs.objects import RunObjects
+from etrain_jupyter.runs.place import check_root, spool_of_root
+from etrain_jupyter.runs.uploads import ALIVE
+
+FETCH_THREADS = 8
+
+
+class S3RunStore(RunStore):
+    """The jobs below ``s3://bucket/prefix``; nothing is asked before the first method needs it.
+
+    All methods raise ``RunStoreError`` besides what those of a folder raise.
+
+    Raises:
+        ConfigError: If it is no such URL.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = check_root(url)
+        super().__init__(spool_of_root(self.url))
+        self._objects = RunObjects(self.url)
+
+    def __str__(self) -> str:
+        return self.url
+
+    def check_writable(self) -> None:
+        """Write to the bucket, and see that it lets nobody write twice."""
+        self._objects.check_writable()
+
+    def create(
+        self, record: Mapping[str, Any], *, bundle: bytes = b"", job_id: str = ""
+    ) -> JobRecord:
+        """Make a job: its folder here, then its bundle there, and ``job.json`` last."""
+        job_id = job_id or new_job_id(str(record["name"]))
+        values = {**record, "place": f"{self.url}/{job_id}"}
+        made = super().create(values, bundle=bundle, job_id=job_id)
+        try:
+            self._objects.put(f"{job_id}/{BUNDLE_FILE}", bundle)
+            data = _json_of(made)
+            key = f"{job_id}/{RECORD_FILE}"
+            if not self._objects.put_if_absent(key, data) and self._objects.get(key) != data:
+                raise FileExistsError(f"there is a job {job_id} in {self} already")
+        except BaseException:
+            shutil.rmtree(made.folder, ignore_errors=True)
+            raise
+        return made
+
+    def rewrite(self, record: JobRecord, *, bundle: bytes | None = None) -> JobRecord:
+        """Replace ``job.json`` there and here; another bundle goes there before it."""
+        record.folder.mkdir(parents=True, exist_ok=True)
+        written = super().rewrite(record, bundle=bundle)
+        if bundle is not None and written.bundle_file != record.bundle_file:
+            self._objects.put(f"{record.job_id}/{written.bundle_file}", bundle)
+        self._objects.put(f"{record.job_id}/{RECORD_FILE}", _json_of(written))
+        return written
+
+    def discard(self, record: JobRecord) -> None:
+        """Remove what ``create`` made; a job that has a log is kept."""
+        if Chain(self._job(record)).list_pieces(0):
+            return
+        for name in (RECORD_FILE, record.bundle_file, ALIVE):
+            self._objects.delete(f"{record.job_id}/{name}")
+        super().discard(record)
+
+    def records(self) -> list[JobRecord]:
+        """Return every job, the newest first; what is no readable job is passed over."""
+        with ThreadPoolExecutor(FETCH_THREADS, thread_name_prefix="etrain-runs") as pool:
+            found = pool.map(self._read_record, self._objects.folders())
+            jobs = [record for record in found if record is not None]
+        return sorted(jobs, key=lambda record: (record.created, record.job_id), reverse=True)
+
+    def _read_record(self, job_id: str) -> JobRecord | None:
+        data = self._objects.get(f"{job_id}/{RECORD_FILE}")
+        if data is None:
+            return None
+        record = record_from(data, self.root / job_id, f"{self.url}/{job_id}")
+        return record if record is not None and record.job_id == job_id else None
+
+    def fetch_bundle(self, record: JobRecord) -> bytes:
+        """Return the notebook's objects, and keep a copy of them here."""
+        try:
+            data = record.bundle_path.read_bytes()
+            if hashlib.sha256(data).hexdigest() == record.bundle_digest:
+                return data
+        except OSError:
+            pass
+        key = f"{record.job_id}/{record.bundle_file}"
+        found = self._objects.get(key)
+        if found is None:
+            raise FileNotFoundError(f"{self}/{key} is not there")
+        record.folder.mkdir(parents=True, exist_ok=True)
+        replace_file(record.bundle_path, found)
+        return found
+
+    def remove_bundle(self, record: JobRecord) -> None:
+        """Remove a bundle that no record names any more, there and here."""
+        self._objects.delete(f"{record.job_id}/{record.bundle_file}")
+        super().remove_bundle(record)
+
+    def check_takeable(self, record: JobRecord) -> None:
+        """Refuse a job with which nobody here could go on."""
+        self.check_writable()
+        record.folder.mkdir(parents=True, exist_ok=True)
+        super().check_takeable(record)
+
+    def standing(self, record: JobRecord) -> Standing:
+        """Return how a job stands, as its coordinator has told the bucket."""
+        try:
+            found = self._job(record).get_aged(ALIVE)
+        except RunStoreError:
+            return Standing(status="unknown")
+        told, age_s = found or ({}, SILENT_S + 1)
+        status = str(told.get("status", "submitted"))
+        return Standing(
+            status=status,
+            step=int(told.get("step", 0)),
+            total_steps=int(told.get("total_steps", 0)),
+            world_size=int(told.get("world_size", 0)),
+            is_gone=status not in TERMINAL_STATUSES and age_s > SILENT_S,
+        )
+
+    def _job(self, record: JobRecord) -> RunObjects:
+        return RunObjects(f"{self.url}/{record.job_id}")
+
+
+def _json_of(record: JobRecord) -> bytes:
+    return json.dumps(record.to_dict(), indent=1).encode()

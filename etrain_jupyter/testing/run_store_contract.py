@@ -1,0 +1,201 @@
+"""What every run store must pass: subclass ``RunStoreContract`` and give it a place.
+
+::
+
+    class TestMyRunStore(RunStoreContract):
+        @pytest.fixture
+        def place(self, tmp_path):
+            return MyPlace(tmp_path)
+
+where the place opens the store, as one machine or another would, and reaches around it; see
+``RunPlace``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import pytest
+
+from etrain_jupyter.errors import EtrainError, JobNotFoundError
+from etrain_jupyter.events.types import Event, JobPlanned, JobStatusChanged, JobSubmitted
+from etrain_jupyter.job.run_store import RECORD_FILE, JobRecord, RunStore
+from etrain_jupyter.job.training_job import TrainingJob
+
+BUNDLE = b"\x00objects\xff" * 100
+_COMMON: dict[str, Any] = {"job_id": "digits-1", "time": 1.0}
+_PLAN: dict[str, Any] = {"num_train_samples": 8, "num_eval_samples": 0, "global_batch_size": 4}
+
+
+class RunPlace(Protocol):
+    """Where a run store keeps its things, reached around the store."""
+
+    def open(self, machine: str = "here") -> RunStore:
+        """Return a new store object for the same place, as a process of a machine would."""
+        ...
+
+    def list_keys(self) -> set[str]:
+        """Return the keys of all files or objects of its jobs."""
+        ...
+
+    def write(self, key: str, data: bytes) -> None:
+        """Replace what lies at a key, or make it."""
+        ...
+
+    def take(self, record: JobRecord, end: int) -> None:
+        """Become the one writer of a job's log, which ended with event ``end`` when one looked.
+
+        Raises:
+            EtrainError: If somebody else is.
+        """
+        ...
+
+    def log(self, record: JobRecord, events: Sequence[Event]) -> None:
+        """Append to a job's log as its coordinator does."""
+        ...
+
+
+class RunStoreContract:
+    """The suite; a subclass gives the fixture ``place``."""
+
+    @pytest.fixture
+    def store(self, place: RunPlace) -> RunStore:
+        """Return the store under test."""
+        return place.open()
+
+    def test_new_store_has_no_job(self, store: RunStore) -> None:
+        """An empty place says so, and looking does not fail."""
+        assert store.records() == []
+        with pytest.raises(JobNotFoundError, match=r"there is no job in .*Run a %%etrain"):
+            store.latest()
+        with pytest.raises(JobNotFoundError, match=r"no job 'digits' in .* \(0 jobs there\)"):
+            store.find("digits")
+
+    def test_store_that_can_be_written_says_so(self, store: RunStore) -> None:
+        """The question before each submit may be asked any number of times, and makes no job."""
+        store.check_writable()
+        store.check_writable()
+        assert store.records() == []
+
+    def test_job_is_seen_elsewhere(self, store: RunStore, place: RunPlace) -> None:
+        """What one process makes, another one finds, with all that it was made of."""
+        made = create(store)
+        found = place.open("there").find("digits-1")
+        assert found.to_dict() == made.to_dict()
+        assert found.config == {"epochs": 3}
+        assert place.open("there").fetch_bundle(found) == BUNDLE
+
+    def test_newest_job_comes_first_and_names_find_the_newest(self, store: RunStore) -> None:
+        """Of several jobs of one name, the last one is meant."""
+        for number in (1, 3, 2):
+            create(store, f"digits-{number}", created=float(number))
+        assert [job.job_id for job in store.records()] == ["digits-3", "digits-2", "digits-1"]
+        assert store.latest().job_id == store.find("digits").job_id == "digits-3"
+        with pytest.raises(JobNotFoundError, match="3 jobs begin with 'digi'"):
+            store.find("digi")
+
+    def test_id_is_given_to_one_job_only(self, store: RunStore, place: RunPlace) -> None:
+        """The second one is refused, and the first one stays as it is."""
+        create(store)
+        with pytest.raises(FileExistsError, match="there is a job digits-1"):
+            create(place.open("there"), created=7.0)
+        assert store.find("digits-1").created == 1.0
+
+    def test_another_bundle_is_written_beside_the_old_one(
+        self, store: RunStore, place: RunPlace
+    ) -> None:
+        """Whoever is refused afterwards can go back; who goes on removes the old one."""
+        made = create(store)
+        later = replace(made, bundle_digest=hashlib.sha256(b"new").hexdigest(), pool="other")
+        written = store.rewrite(later, bundle=b"new")
+        elsewhere = place.open("there")
+        assert elsewhere.find("digits-1").to_dict() == written.to_dict()
+        assert elsewhere.fetch_bundle(elsewhere.find("digits-1")) == b"new"
+        assert elsewhere.fetch_bundle(made) == BUNDLE
+        store.remove_bundle(made)
+        assert "digits-1/bundle" not in place.list_keys()
+        assert f"digits-1/{written.bundle_file}" in place.list_keys()
+
+    def test_job_that_no_cluster_took_is_removed(self, store: RunStore, place: RunPlace) -> None:
+        """Nothing of it stays; one that has a log does."""
+        made, taken = create(store), create(store, "digits-2")
+        place.log(taken, [JobSubmitted(**_COMMON, name="digits", min_workers=1, max_workers=2)])
+        store.discard(made)
+        store.discard(taken)
+        assert [job.job_id for job in place.open("there").records()] == ["digits-2"]
+        assert not [key for key in place.list_keys() if key.startswith("digits-1/")]
+
+    @pytest.mark.parametrize("data", [b"", b"{", b"[]", b'{"name": 1}', b"\xff\xfe"])
+    def test_what_is_no_job_is_passed_over(
+        self, store: RunStore, place: RunPlace, data: bytes
+    ) -> None:
+        """Records cut short and things of others hide no job."""
+        create(store)
+        place.write(f"digits-2/{RECORD_FILE}", data)
+        place.write("notes/readme", b"something else")
+        place.write("stray", b"something else")
+        assert [job.job_id for job in store.records()] == ["digits-1"]
+
+    def test_log_is_read_elsewhere_as_it_was_written(
+        self, store: RunStore, place: RunPlace
+    ) -> None:
+        """History, status and list are those of the log, wherever it is read."""
+        made = create(store)
+        events = story()
+        place.log(made, events)
+        there = place.open("there")
+        job = TrainingJob(there.find("digits-1"), None)
+        assert [event.kind for event in job.events()] == [event.kind for event in events]
+        assert [event.seq for event in job.events()] == [1, 2, 3]
+        assert job.status == "finished"
+        standing = there.standing(there.find("digits-1"))
+        assert (standing.status, standing.total_steps, standing.is_gone) == ("finished", 6, False)
+        place.log(made, [JobStatusChanged(**_COMMON, status="running")])
+        again = TrainingJob(place.open("there").find("digits-1"), None)
+        assert len(again.events()) == 4
+
+    def test_log_has_one_writer(self, store: RunStore, place: RunPlace) -> None:
+        """Of several that want to write a job's log at once, one gets it."""
+        made = create(store)
+        place.log(made, story())
+        outcomes: list[str] = []
+
+        def take() -> None:
+            try:
+                place.take(made, 3)
+            except EtrainError:
+                outcomes.append("refused")
+            else:
+                outcomes.append("taken")
+
+        takers = [threading.Thread(target=take) for _ in range(4)]
+        for taker in takers:
+            taker.start()
+        for taker in takers:
+            taker.join()
+        assert sorted(outcomes) == ["refused", "refused", "refused", "taken"]
+
+
+def create(store: RunStore, job_id: str = "digits-1", *, created: float = 1.0) -> JobRecord:
+    """Make a job that all tests know."""
+    values = {
+        "name": "digits",
+        "created": created,
+        "config": {"epochs": 3},
+        "cluster": {"cluster_id": "local-1", "address": "", "state_dir": "/nowhere"},
+        "bundle_digest": hashlib.sha256(BUNDLE).hexdigest(),
+    }
+    return store.create(values, bundle=BUNDLE, job_id=job_id)
+
+
+def story() -> list[Event]:
+    """Return a short log."""
+    return [
+        JobSubmitted(**_COMMON, name="digits", min_workers=1, max_workers=2),
+        JobPlanned(**_COMMON, **_PLAN, steps_per_epoch=2, total_steps=6),
+        JobStatusChanged(**_COMMON, status="finished"),
+    ]

@@ -1,0 +1,123 @@
+"""Every run store passes the shipped contract."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from etrain_jupyter.events.log import EventLog
+from etrain_jupyter.events.types import Event
+from etrain_jupyter.job.run_store import JobRecord, RunStore
+from etrain_jupyter.job.s3_run_store import S3RunStore
+from etrain_jupyter.runs.chain import Chain
+from etrain_jupyter.runs.local_copy import LogCopy
+from etrain_jupyter.runs.objects import RunObjects
+from etrain_jupyter.runs.uploads import Uploads, claim
+from etrain_jupyter.testing.run_store_contract import RunStoreContract
+from etrain_jupyter.testing.s3_faults import S3Fault
+from etrain_jupyter.testing.s3_server import S3Server
+
+
+class FolderPlace:
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.held: list[EventLog] = []
+
+    def open(self, machine: str = "here") -> RunStore:
+        return RunStore(self.root)
+
+    def list_keys(self) -> set[str]:
+        paths = (path for path in self.root.rglob("*") if path.is_file())
+        return {path.relative_to(self.root).as_posix() for path in paths}
+
+    def write(self, key: str, data: bytes) -> None:
+        path = self.root / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+
+    def take(self, record: JobRecord, end: int) -> None:
+        self.held.append(EventLog(record.log_path))
+
+    def log(self, record: JobRecord, events: Sequence[Event]) -> None:
+        log = EventLog(record.log_path)
+        log.append(events)
+        log.close()
+
+
+class TestFolder(RunStoreContract):
+    @pytest.fixture
+    def place(self, tmp_path: Path) -> FolderPlace:
+        return FolderPlace(tmp_path / "runs")
+
+
+class BucketPlace:
+    def __init__(
+        self, server: S3Server, bucket: str, folder: Path, patch: pytest.MonkeyPatch
+    ) -> None:
+        self.server, self.bucket, self.folder, self.patch = server, bucket, folder, patch
+        self._numbers = itertools.count(1)
+        self._uploads: dict[str, Uploads] = {}
+
+    def open(self, machine: str = "here") -> S3RunStore:
+        self.patch.setenv("ETRAIN_STATE", str(self.folder / machine))
+        return S3RunStore(f"s3://{self.bucket}/mine/runs/")
+
+    def list_keys(self) -> set[str]:
+        keys = self.server.list_keys(self.bucket, "mine/runs/")
+        return {key.removeprefix("mine/runs/") for key in keys}
+
+    def write(self, key: str, data: bytes) -> None:
+        self.server.write(self.bucket, f"mine/runs/{key}", data)
+
+    def take(self, record: JobRecord, end: int) -> None:
+        # Each taker is a machine of its own, which has seen the same end of the log.
+        number = next(self._numbers)
+        chain = Chain(RunObjects(record.place))
+        path = self.folder / f"taker{number}" / record.job_id / "events.jsonl"
+        claim(LogCopy(chain, path), chain, job_id=record.job_id, end=end)
+
+    def log(self, record: JobRecord, events: Sequence[Event]) -> None:
+        log = EventLog(record.log_path)
+        log.append(events)
+        log.close()
+        uploads = self._uploads.get(record.place)
+        if uploads is None:
+            chain = Chain(RunObjects(record.place))
+            uploads = Uploads(chain, record.log_path, writer="one", seq=0)
+            self._uploads[record.place] = uploads
+        while uploads.upload():
+            pass
+        uploads.beat()
+
+
+class TestBucket(RunStoreContract):
+    @pytest.fixture
+    def place(
+        self, s3_server: S3Server, s3_bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> BucketPlace:
+        return BucketPlace(s3_server, s3_bucket, tmp_path, monkeypatch)
+
+
+class TestBucketWithFaults(RunStoreContract):
+    """The same through faults that retries must get over."""
+
+    @pytest.fixture
+    def place(
+        self,
+        s3_server: S3Server,
+        s3_bucket: str,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        no_pauses: None,
+    ) -> BucketPlace:
+        s3_server.set_faults(
+            S3Fault(kind="slow_down", every=13),
+            S3Fault(kind="slow", every=17, seconds=0.02),
+            S3Fault(kind="reset", every=19),
+            S3Fault(kind="lose_answer", every=11),
+            S3Fault(kind="truncate", every=23),
+        )
+        return BucketPlace(s3_server, s3_bucket, tmp_path, monkeypatch)
