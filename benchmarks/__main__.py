@@ -8,7 +8,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from benchmarks import aggregation, churn, ours, recovery, report, reproducible, steady
+from benchmarks import (
+    aggregation,
+    checkpoint,
+    churn,
+    log,
+    ours,
+    recovery,
+    report,
+    reproducible,
+    steady,
+)
 
 BENCHMARKS: dict[str, ModuleType] = {
     "steady": steady,
@@ -16,6 +26,8 @@ BENCHMARKS: dict[str, ModuleType] = {
     "recovery": recovery,
     "churn": churn,
     "reproducible": reproducible,
+    "log": log,
+    "checkpoint": checkpoint,
 }
 
 

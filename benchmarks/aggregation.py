@@ -8,12 +8,18 @@ ranks. The figure is the median of the rounds' ratios.
 from __future__ import annotations
 
 import argparse
-import statistics
 from typing import Any
 
 from benchmarks import ours, report
-from benchmarks.steady import WORLD_SIZE, alternate, run_ddp, run_ours
-from benchmarks.workloads import GLOBAL_BATCH_SIZE, MODELS
+from benchmarks.steady import (
+    add_pair_arguments,
+    alternate,
+    figures_of,
+    measure_workloads,
+    run_ddp,
+    run_ours,
+)
+from benchmarks.workloads import GLOBAL_BATCH_SIZE
 
 NUM_PASSES = 4
 BAR = 0.98
@@ -22,28 +28,16 @@ BAR = 0.98
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what can be chosen on the command line."""
-    parser.add_argument("--pairs", type=int, help="rounds of runs a workload (default 5)")
-    parser.add_argument("--steps", type=int, help="steps a run (default 400)")
-    parser.add_argument(
-        "--workload", choices=MODELS, action="append", help="default: all; quick: cnn"
-    )
+    add_pair_arguments(parser)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Measure every workload; the one with the lowest ratio stands at the top of the result."""
-    num_pairs = options.pairs or (2 if options.quick else 5)
-    num_steps = options.steps or (250 if options.quick else 400)
-    workloads = {
-        name: measure_workload(name, num_pairs, num_steps)
-        for name in options.workload or (["cnn"] if options.quick else MODELS)
-    }
-    worst = min(workloads.values(), key=lambda result: float(result["ratio"]))
     return {
         "benchmark": "aggregation",
         "peer": f"torchrun DDP, no_sync {NUM_PASSES}",
-        **{key: worst[key] for key in ("ratio", "ours", "ddp")},
+        **measure_workloads(options, measure_workload),
         "bar": BAR,
-        "workloads": workloads,
     }
 
 
@@ -58,18 +52,7 @@ def measure_workload(name: str, num_pairs: int, num_steps: int) -> dict[str, Any
         },
         num_pairs,
     )
-    ratios = [our / ddp for our, ddp in zip(rates["ours"], rates["ddp"], strict=True)]
-    return {
-        "ratio": statistics.median(ratios),
-        "ours": statistics.median(rates["ours"]),
-        "ddp": statistics.median(rates["ddp"]),
-        "ratios": ratios,
-        "rates": rates,
-        "world_size": WORLD_SIZE,
-        "steps": num_steps,
-        "global_batch_size": GLOBAL_BATCH_SIZE,
-        "aggregation_frequency": NUM_PASSES,
-    }
+    return {**figures_of(rates, num_steps), "aggregation_frequency": NUM_PASSES}
 
 
 def table_of(result: dict[str, Any]) -> str:

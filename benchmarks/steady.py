@@ -36,37 +36,54 @@ POLL_S = 0.5
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what can be chosen on the command line."""
+    add_pair_arguments(parser)
+    parser.add_argument("--loader", action="store_true", help="DDP reads through DataLoader")
+    parser.add_argument("--no-peers", action="store_true", help="ours and plain DDP alone")
+
+
+def add_pair_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what every benchmark that compares rounds of two sides lets choose."""
     parser.add_argument("--pairs", type=int, help="rounds of runs a workload (default 5)")
     parser.add_argument("--steps", type=int, help="steps a run (default 400)")
     parser.add_argument(
         "--workload", choices=MODELS, action="append", help="default: all; quick: cnn"
     )
-    parser.add_argument("--loader", action="store_true", help="DDP reads through DataLoader")
-    parser.add_argument("--no-peers", action="store_true", help="ours and plain DDP alone")
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Measure every workload; the one with the lowest ratio stands at the top of the result."""
-    num_pairs = options.pairs or (2 if options.quick else 5)
-    num_steps = options.steps or (250 if options.quick else 400)
     systems, skipped = ([], {}) if options.no_peers else runnable(survivors=True)
-    workloads = {
-        name: measure_workload(name, num_pairs, num_steps, systems, loader=options.loader)
-        for name in options.workload or (["cnn"] if options.quick else MODELS)
-    }
-    worst = min(workloads.values(), key=lambda result: float(result["ratio"]))
+    measure_one = functools.partial(measure_workload, systems=systems, loader=options.loader)
     return {
         "benchmark": "steady",
         "peer": f"torchrun DDP, {'DataLoader' if options.loader else 'tensors by index'}",
-        **{key: worst[key] for key in ("ratio", "ours", "ddp")},
-        "workloads": workloads,
+        **measure_workloads(options, measure_one),
         "skipped": skipped,
         "versions": {system.name: system.version() for system in systems},
     }
 
 
+def measure_workloads(
+    options: argparse.Namespace, measure_one: Callable[[str, int, int], dict[str, Any]]
+) -> dict[str, Any]:
+    """Measure the chosen workloads and put the figures of the worst beside them.
+
+    Args:
+        options: What ``add_pair_arguments`` declared, and ``quick``.
+        measure_one: Takes a workload's name, the number of rounds and that of the steps of a run.
+    """
+    num_pairs = options.pairs or (2 if options.quick else 5)
+    num_steps = options.steps or (250 if options.quick else 400)
+    workloads = {
+        name: measure_one(name, num_pairs, num_steps)
+        for name in options.workload or (["cnn"] if options.quick else MODELS)
+    }
+    worst = min(workloads.values(), key=lambda result: float(result["ratio"]))
+    return {**{key: worst[key] for key in ("ratio", "ours", "ddp")}, "workloads": workloads}
+
+
 def measure_workload(
-    name: str, num_pairs: int, num_steps: int, systems: list[System], *, loader: bool = False
+    name: str, num_pairs: int, num_steps: int, *, systems: list[System], loader: bool = False
 ) -> dict[str, Any]:
     """Measure ``num_pairs`` rounds of one workload."""
     sides: dict[str, Callable[[], float]] = {
@@ -76,27 +93,41 @@ def measure_workload(
     for system in systems:
         sides[system.name] = functools.partial(run_peer, system, name, num_steps)
     rates = alternate(f"steady {name}", sides, num_pairs)
-    ratios = {
-        side: [rate / ddp for rate, ddp in zip(rates[side], rates["ddp"], strict=True)]
-        for side in sides
-    }
     return {
-        "ratio": statistics.median(ratios["ours"]),
-        "ours": statistics.median(rates["ours"]),
-        "ddp": statistics.median(rates["ddp"]),
+        **figures_of(rates, num_steps),
         "peers": {
             system.name: {
                 "rate": statistics.median(rates[system.name]),
-                "ratio": statistics.median(ratios[system.name]),
+                "ratio": statistics.median(ratios_to_ddp(rates, system.name)),
             }
             for system in systems
         },
-        "ratios": ratios["ours"],
+    }
+
+
+def figures_of(rates: dict[str, list[float]], num_steps: int) -> dict[str, Any]:
+    """Return what the rounds say of our side beside DDP.
+
+    Args:
+        rates: Samples a second of each round, by side; ``ours`` and ``ddp`` are among them.
+        num_steps: Steps of a run.
+    """
+    ratios = ratios_to_ddp(rates, "ours")
+    return {
+        "ratio": statistics.median(ratios),
+        "ours": statistics.median(rates["ours"]),
+        "ddp": statistics.median(rates["ddp"]),
+        "ratios": ratios,
         "rates": rates,
         "world_size": WORLD_SIZE,
         "steps": num_steps,
         "global_batch_size": GLOBAL_BATCH_SIZE,
     }
+
+
+def ratios_to_ddp(rates: dict[str, list[float]], side: str) -> list[float]:
+    """Return the ratio of each round."""
+    return [rate / ddp for rate, ddp in zip(rates[side], rates["ddp"], strict=True)]
 
 
 def alternate(

@@ -42,16 +42,28 @@ def build_cnn() -> nn.Module:
 
 def build_mlp() -> nn.Module:
     """Return an MLP of 10 million parameters: much of its step is the exchange of gradients."""
+    return _mlp(2048)
+
+
+def build_wide() -> nn.Module:
+    """Return an MLP of 59 million parameters, for what grows with the state."""
+    return _mlp(5248)
+
+
+def _mlp(width: int) -> nn.Module:
     return nn.Sequential(
         nn.Flatten(),
-        nn.Linear(28 * 28, 2048),
+        nn.Linear(28 * 28, width),
         nn.ReLU(),
-        nn.Linear(2048, 2048),
+        nn.Linear(width, width),
         nn.ReLU(),
-        nn.Linear(2048, 2048),
+        nn.Linear(width, width),
         nn.ReLU(),
-        nn.Linear(2048, NUM_CLASSES),
+        nn.Linear(width, NUM_CLASSES),
     )
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {"cnn": build_cnn, "mlp": build_mlp}
+
+LARGE_MODELS: dict[str, Callable[[], nn.Module]] = {"mlp": build_mlp, "wide": build_wide}
+"""Those whose state is large enough to measure what saving it costs."""

@@ -92,9 +92,25 @@ class Judge:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the evaluations have come to."""
-        return {"best": [list(known) for known in self.best], "trend": asdict(self._trend)}
+        return {
+            "best": [list(known) for known in self.best],
+            "trend": asdict(self._trend),
+            "asked": self._asked,
+        }
+
+    @property
+    def _asked(self) -> dict[str, Any]:
+        """Return what the numbers are of: a resumed job may ask for others."""
+        asked = {"best": self._asked_best, "trend": self._asked_end}
+        return {
+            name: [wanted.metric, wanted.mode] if wanted is not None else None
+            for name, wanted in asked.items()
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
         """Take over what another trainer's evaluations have come to."""
-        self.best = tuple(Evaluated(*known) for known in state_dict["best"])
-        self._trend = Trend(**state_dict["trend"])
+        theirs = state_dict.get("asked", self._asked)  # none in older checkpoints
+        if theirs["best"] == self._asked["best"]:
+            self.best = tuple(Evaluated(*known) for known in state_dict["best"])
+        if theirs["trend"] == self._asked["trend"]:
+            self._trend = Trend(**state_dict["trend"])

@@ -28,6 +28,8 @@ class RankTimes:
         self._step = 0
         self._stall_s = 0.0
         """Of the last checkpoint, if no step has come after it."""
+        self.last_step_s = 0.0
+        """How long the last step took, without checkpoints and evaluations."""
         self._clear()
 
     def _clear(self) -> None:
@@ -57,7 +59,8 @@ class RankTimes:
         self._samples += samples
         for name, seconds in asdict(times).items():
             self._spent[name] += seconds
-        self._spent["elapsed_s"] += max(0.0, elapsed_s - self._stall_s)
+        self.last_step_s = max(0.0, elapsed_s - self._stall_s)
+        self._spent["elapsed_s"] += self.last_step_s
         self._stall_s = 0.0
 
     def add_evaluation(self, seconds: float) -> None:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from etrain_jupyter.config.schema import Interval, TrainConfig
 from etrain_jupyter.elastic import ledger
+from etrain_jupyter.elastic.checkpoint_interval import FIRST_S
 from etrain_jupyter.elastic.lr_schedule import LrSchedule
 from etrain_jupyter.ranks.workload import Workload
+
+RETRY_S = 30.0
+"""When a checkpoint that failed is tried again, if the next one is not due before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,3 +116,32 @@ class Every:
     def restart(self) -> None:
         """Count the time from now."""
         self._last_at = time.monotonic()
+
+
+class Pace:
+    """When ``checkpoint.every: auto`` is due: by an interval that the coordinator chooses.
+
+    The control thread sets it and the main thread asks; both only read and write single numbers.
+    """
+
+    def __init__(self) -> None:
+        self.interval_s = FIRST_S
+        self._last_at = time.monotonic()
+
+    def adopt(self, pace: Mapping[str, float]) -> None:
+        """Take over how often to save, and how old the newest checkpoint is, as far as known."""
+        self.interval_s = pace.get("interval_s", self.interval_s)
+        if "age_s" in pace:
+            self._last_at = time.monotonic() - pace["age_s"]
+
+    def is_due(self) -> bool:
+        """Whether the newest checkpoint is old enough."""
+        return time.monotonic() - self._last_at >= self.interval_s
+
+    def restart(self) -> None:
+        """Count the time from now: a checkpoint begins."""
+        self._last_at = time.monotonic()
+
+    def hurry(self) -> None:
+        """One has failed: do not wait for the whole interval, the store may be back soon."""
+        self._last_at = time.monotonic() - max(0.0, self.interval_s - RETRY_S)

@@ -103,6 +103,11 @@ class TrainLoop:
         """Called at each step boundary, for example to save a checkpoint."""
         self.after_eval: list[Callable[[RankGroup], None]] = []
         """Called after each evaluation, and where a generation goes on from an evaluated step."""
+        self.asks_save: Callable[[Mark, Mark], bool] = lambda before, after: False
+        """Asked on rank 0, in a step: whether all ranks shall take part in a checkpoint of what it
+        leads to."""
+        self.is_save_agreed = False
+        """Whether all ranks know that they do."""
         self._eval_record: dict[str, Any] | None = None
         """What the last evaluation of this trainer gave; every rank keeps it, rank 0 tells it."""
         self.undone_loss: NonFiniteLoss | None = None
@@ -136,6 +141,11 @@ class TrainLoop:
     def marks(self) -> tuple[Mark, Mark]:
         """Where the job stood before its last step, and where it stands."""
         return Mark(self.step - 1, self.position_before), Mark(self.step, self.position)
+
+    @property
+    def last_step_s(self) -> float:
+        """How long the last step took, without what was saved or evaluated before it."""
+        return self._times.last_step_s
 
     @property
     def progress(self) -> Progress:
@@ -304,6 +314,7 @@ class TrainLoop:
         self.position_before = self.position
         self.position += step.span.samples
         self.is_eval_asked |= step.header.is_eval_asked
+        self.is_save_agreed = step.header.is_save_asked
         self.in_step = False
         self.faults.spoil_weights(model, rank=group.rank, step=self.step)
         self._tell_step(step, means, is_skipped=not is_updated)
@@ -320,20 +331,25 @@ class TrainLoop:
         # Alone, there is nobody to differ from.
         weights_print = self._print.at(self.step) if group.world_size > 1 else torch.zeros(())
 
+        span = self.plan.span(self.position, self._batch_size)
+
         def start_header() -> None:
             self._at("all_reduce", group)
             if self.faults.spoils_loss(rank=group.rank, step=self.step + 1):
                 header.spoil_loss()
+            here = Mark(self.step, self.position)
+            there = Mark(self.step + 1, self.position + span.samples)
             header.start(
                 group,
                 is_pending=self.change_pending.is_set(),
                 is_eval_asked=group.rank == 0 and self._eval_every.is_time_over(),
+                is_save_asked=group.rank == 0 and self.asks_save(here, there),
                 weights_print=weights_print,
             )
 
         return Step(
             number=self.step + 1,
-            span=self.plan.span(self.position, self._batch_size),
+            span=span,
             header=header,
             buffers_before=self._moving.copy(),
             batches=batches,

@@ -85,6 +85,8 @@ class Trainer:
             self._inbox.put((message, None))
         elif op == "checkpoint" and self._checkpointer is not None:
             self._checkpointer.ask()
+        elif op == "pace" and self._checkpointer is not None:
+            self._checkpointer.pace.adopt(message)
         elif op == "store" and is_present and self._store is not None:
             self._store.put(message["key"], message["value"])
         elif op == "change" and is_present and self._loop is not None:
@@ -136,7 +138,7 @@ class Trainer:
             elif group is not None:
                 self._live(message, group)
         if self._checkpointer is not None:
-            self._checkpointer.join()
+            self._checkpointer.close()
         if self._loop is not None:
             self._loop.workload.close()
         self._reporter.close()
@@ -176,8 +178,10 @@ class Trainer:
             config=self._config,
             send=self._reporter.send,
             records_after=self._reporter.records_after,
+            code_digest=self._bundle.code.digest if self._bundle.code is not None else "",
         )
         self._checkpointer.starts = starts
+        loop.asks_save = self._checkpointer.asks_save
         loop.after_step.append(self._checkpointer.after_step)
         loop.after_eval.append(self._checkpointer.after_eval)
         self._is_fresh = True
@@ -233,12 +237,12 @@ class Trainer:
             if not group.failure and not is_broken_exchange(exc):
                 if is_our_defect(exc):
                     raise  # nobody's error: this process ends, and the others go on
-                group.close()
+                self._close(group)
                 self._let_go_of_torn_state()
                 self._tell_user_error(exc, generation=group.generation)
                 return
             why = "failed"
-        group.close()
+        self._close(group)
         undone, self._loop.in_step = self._loop.in_step, False
         self._is_busy = False
         self._beat(phase="idle")
@@ -248,6 +252,11 @@ class Trainer:
         if why == "done":
             report["ended_early"] = self._loop.judge.end_record()
         self._tell({"op": "report", "generation": group.generation, **report})
+
+    def _close(self, group: RankGroup) -> None:
+        group.close()
+        if self._checkpointer is not None:
+            self._checkpointer.leave()
 
     def _let_go_of_torn_state(self) -> None:
         """An optimizer that raised has moved some weights: nobody may go on from or save them."""
@@ -281,6 +290,9 @@ class Trainer:
         clock.append(time.monotonic())
         spans = [after - before for before, after in itertools.pairwise(clock)]
         self._tell_formed(group, spans, moved)
+        assert self._store is not None
+        self._checkpointer.pace.adopt(message.get("pace", {}))
+        self._checkpointer.begin(group, self._store)
         # After that: the log learns first at which step the generation begins.
         self._reporter.begin(
             generation=group.generation, rank=group.rank, logged_step=message["logged_step"]

@@ -18,7 +18,10 @@ from etrain_jupyter.ranks.gradients.tree_sum import merge
 from etrain_jupyter.ranks.group.process_group import Pending, RankGroup
 from etrain_jupyter.ranks.state.weights_print import ranks_agree
 
-PENDING, EVAL_ASKED, CHECKSUM, COUNT, PRINT, PRINT_SQUARED, NUM_COUNTS = range(7)
+PENDING, ASKED, CHECKSUM, COUNT, PRINT, PRINT_SQUARED, NUM_COUNTS = range(7)
+
+EVAL, SAVE = 1, 2
+"""What rank 0 alone may ask of all, as bits of one number."""
 
 
 class StepHeader:
@@ -72,12 +75,13 @@ class StepHeader:
         *,
         is_pending: bool,
         is_eval_asked: bool,
+        is_save_asked: bool = False,
         weights_print: torch.Tensor,
     ) -> None:
         """Start to sum it over the ranks, with what this one asks all others to do."""
         mine = float(weights_print)
         self._values[PENDING] = float(is_pending)
-        self._values[EVAL_ASKED] = float(is_eval_asked)
+        self._values[ASKED] = float(EVAL * is_eval_asked + SAVE * is_save_asked)
         self._values[PRINT], self._values[PRINT_SQUARED] = mine, mine * mine
         self._world_size = group.world_size
         self.is_own_loss_finite = bool(self._means_SM[:, 0].isfinite().all())
@@ -97,7 +101,12 @@ class StepHeader:
     @property
     def is_eval_asked(self) -> bool:
         """Whether rank 0's clock asks for an evaluation."""
-        return bool(self._values[EVAL_ASKED] > 0)
+        return bool(int(self._values[ASKED]) & EVAL)
+
+    @property
+    def is_save_asked(self) -> bool:
+        """Whether rank 0 asks all to take part in a checkpoint of what this step leads to."""
+        return bool(int(self._values[ASKED]) & SAVE)
 
     @property
     def checksum(self) -> int:

@@ -38,6 +38,11 @@ class BroadcastStore(c10d.Store):
             self._values[key] = value
             self._changed.notify_all()
 
+    def drop(self, prefix: str) -> None:
+        """Forget the keys that begin with this, here only."""
+        with self._changed:
+            self._values = {k: v for k, v in self._values.items() if not k.startswith(prefix)}
+
     def abort(self) -> None:
         """Make every wait raise, now and later."""
         with self._changed:

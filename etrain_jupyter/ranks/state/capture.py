@@ -140,18 +140,6 @@ def _check(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-def copy_to_cpu(tensors: Tensors) -> Tensors:
-    """Return contiguous copies that training does not touch any more."""
-    copies = {}
-    for name, value in tensors.items():
-        # Pinned, so that the device copies all of them while this thread goes on to the next.
-        copies[name] = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
-        copies[name].copy_(value.detach(), non_blocking=True)
-    if any(value.is_cuda for value in tensors.values()):
-        torch.cuda.synchronize()
-    return copies
-
-
 # --- into a trainer ---
 
 

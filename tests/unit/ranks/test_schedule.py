@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etrain_jupyter.config.schema import Interval
-from etrain_jupyter.ranks.schedule import Every, Mark, WorkPlan
+from etrain_jupyter.ranks.schedule import Every, Mark, Pace, WorkPlan
 
 PLAN = WorkPlan(num_train=70, num_eval=0, global_batch_size=16, steps_per_epoch=5, total_steps=20)
 
@@ -61,3 +61,61 @@ def test_job_ends_with_its_last_sample_however_large_the_last_step_could_be():
     assert plan.end == 102
     assert plan.span(96, 64) == (1, 26, 6)
     assert [p for p in (69, 70, 96, 102) if plan.is_boundary(p)] == [70, 102]
+
+
+class Clock:
+    def __init__(self, monkeypatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr("etrain_jupyter.ranks.schedule.time", self)
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def test_first_checkpoint_of_a_job_is_due_soon_because_it_tells_what_one_costs(monkeypatch):
+    clock = Clock(monkeypatch)
+    pace = Pace()
+    clock.now += 9.9
+    assert not pace.is_due()
+    clock.now += 0.1
+    assert pace.is_due()
+
+
+def test_new_rank_0_saves_when_the_newest_checkpoint_is_old_whoever_wrote_it(monkeypatch):
+    clock = Clock(monkeypatch)
+    pace = Pace()
+    clock.now += 500  # it has been another rank so far
+    pace.adopt({"interval_s": 100.0, "age_s": 40.0})
+    assert not pace.is_due()
+    clock.now += 60
+    assert pace.is_due()
+
+
+def test_other_interval_counts_from_the_same_checkpoint(monkeypatch):
+    clock = Clock(monkeypatch)
+    pace = Pace()
+    pace.adopt({"interval_s": 100.0, "age_s": 0.0})
+    clock.now += 50
+    pace.adopt({"interval_s": 50.0})
+    assert pace.is_due()
+    pace.restart()
+    assert not pace.is_due()
+
+
+def test_failed_checkpoint_is_tried_again_before_a_long_interval_is_over(monkeypatch):
+    clock = Clock(monkeypatch)
+    pace = Pace()
+    pace.adopt({"interval_s": 600.0, "age_s": 0.0})
+    pace.hurry()
+    clock.now += 29
+    assert not pace.is_due()
+    clock.now += 1
+    assert pace.is_due()
+
+
+def test_failed_checkpoint_is_not_tried_more_often_than_the_interval_says(monkeypatch):
+    clock = Clock(monkeypatch)
+    pace = Pace()
+    pace.hurry()
+    clock.now += 9
+    assert not pace.is_due()

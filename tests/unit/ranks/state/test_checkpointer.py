@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
+import pickle
 import threading
 from types import SimpleNamespace
 
@@ -12,12 +15,14 @@ from safetensors.torch import load_file
 from torch import nn
 
 from etrain_jupyter.checkpoints import LocalStore
-from etrain_jupyter.checkpoints.base import open_newest
+from etrain_jupyter.checkpoints.base import open_newest, open_step
 from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.errors import CheckpointError
 from etrain_jupyter.ranks.judge import Judge
-from etrain_jupyter.ranks.schedule import WorkPlan
-from etrain_jupyter.ranks.state.checkpointer import EXTRA_PART, Checkpointer, restore
+from etrain_jupyter.ranks.schedule import Mark, WorkPlan
+from etrain_jupyter.ranks.state.checkpointer import Checkpointer
+from etrain_jupyter.ranks.state.parts import EXTRA_PART
+from etrain_jupyter.ranks.state.restoring import restore
 
 
 class Net(nn.Module):
@@ -52,6 +57,9 @@ class Loop:
         self.position = 0
         self.page = None
         self.is_done = False
+        self.is_save_agreed = False
+        self.last_step_s = 0.1
+        self.marks = (Mark(0, 0), Mark(1, 2))
         self.judge = Judge(config_of({}))
 
     def counters(self) -> dict[str, int]:
@@ -121,6 +129,26 @@ def test_checkpoint_without_a_scaler_leaves_a_new_one_as_it_is(tmp_path):
     saved, fresh = Loop(with_scaler=False), Loop(with_scaler=True)
     save_and_restore(tmp_path, saved, fresh)
     assert fresh.workload.extras["scaler"].get_scale() == 64.0
+
+
+def test_config_of_a_transformers_model_lies_beside_its_weights(tmp_path):
+    saved = Loop(with_scaler=False)
+    saved.workload.model.config = SimpleNamespace(to_json_string=lambda: '{"hidden_size": 4}')
+    saved.workload.model.save_pretrained = print
+
+    files = save_and_restore(tmp_path, saved, Loop(with_scaler=False))
+
+    config = json.loads(files["config.json"].read_text())
+    assert config == {"architectures": ["Net"], "hidden_size": 4}
+
+
+def test_model_that_is_none_of_transformers_has_no_config(tmp_path):
+    saved = Loop(with_scaler=False)
+    saved.workload.model.config = {"hidden_size": 4}  # of its own, for its own use
+
+    files = save_and_restore(tmp_path, saved, Loop(with_scaler=False))
+
+    assert "config.json" not in files
 
 
 def test_checkpoint_keeps_the_records_that_the_log_may_not_have_yet(tmp_path):
@@ -311,3 +339,211 @@ def test_generation_that_was_given_up_removes_nothing_of_a_later_one(tmp_path):
     new.save(step=11, generation=2)
     store.may_write.set()
     assert old.join() == [9, 10, 11]  # the best of the later one is among them
+
+
+def test_copy_in_flight_is_not_written_over_by_the_next_one(tmp_path):
+    saver = BestSaver(tmp_path, starts=[0])
+    saver.checkpointer._config = config_of({"best": {"metric": "loss"}, "keep": 9})
+    bias = saver.loop.workload.model.head.bias.data
+
+    def evaluate(step: int) -> None:
+        bias.fill_(step)
+        saver.evaluate(step=step, loss=1 / step)
+
+    evaluate(1)
+    saver.join()  # its copy is free now
+    store = saver.checkpointer._store = SlowStore(tmp_path)
+    evaluate(2)
+    evaluate(3)  # while that of step 2 is being written
+    store.may_write.set()
+    assert saver.join() == [1, 2, 3]
+    evaluate(4)
+    assert saver.join() == [1, 2, 3, 4]
+    saved = [open_step(store, step)[1]["model.safetensors"] for step in (1, 2, 3, 4)]
+    assert [load_file(path)["head.bias"].unique().tolist() for path in saved] == [
+        [1],
+        [2],
+        [3],
+        [4],
+    ]
+
+
+class DeafStore(LocalStore):
+    """Answers nothing before it may, and tells whether it was asked."""
+
+    def __init__(self, root) -> None:
+        super().__init__(root)
+        self.asked_by: set[str] = set()
+        self.may_answer = threading.Event()
+
+    def list_steps(self) -> list[int]:
+        self.asked_by.add(threading.current_thread().name)
+        assert self.may_answer.wait(60)
+        return super().list_steps()
+
+
+def test_store_that_does_not_answer_never_makes_training_wait(tmp_path):
+    BestSaver(tmp_path, starts=[0]).evaluate(step=1, loss=0.9)
+    saver = BestSaver(tmp_path, starts=[0, 5])
+    store = saver.checkpointer._store = DeafStore(tmp_path)
+    for step, loss in ((6, 0.5), (7, 0.7), (8, 0.4)):
+        saver.evaluate(step=step, loss=loss)
+        saver.checkpointer.ask()
+        saver.checkpointer.after_step(saver.group)
+    assert store.asked_by <= {"etrain-checkpoint"}
+    store.may_answer.set()
+    assert saver.join() == [8]
+    committed = [m["record"]["step"] for m in saver.told if m["op"] == "checkpoint_committed"]
+    assert committed == [6, 8]
+
+
+def test_evaluation_that_is_no_better_than_what_is_durable_is_dropped_by_the_writer(tmp_path):
+    first, second = BestSaver(tmp_path, starts=[0]), BestSaver(tmp_path, starts=[0, 3])
+    first.evaluate(step=2, loss=0.5)
+    first.join()
+    second.loop.judge.load_state_dict(first.loop.judge.state_dict())
+    second.evaluate(step=4, loss=0.6)  # it does not know yet that step 2 is durable
+    assert second.join() == [2]
+    assert second.told == []
+
+
+class ReadOnlyStore(LocalStore):
+    """Takes checkpoints and lets none go."""
+
+    def prune(self, keep_steps):
+        raise CheckpointError("old checkpoints cannot be removed: access denied")
+
+
+def test_checkpoint_counts_though_old_ones_cannot_be_removed(tmp_path):
+    saver = Saver(tmp_path, starts=[0])
+    saver.checkpointer._store = ReadOnlyStore(tmp_path)
+    for step in (1, 2, 3):
+        saver.save(step=step, generation=1)
+    ops = [message["op"] for message in saver.told]
+    assert ops.count("checkpoint_committed") == 3
+    [warning] = [message["text"] for message in saver.told if message["op"] == "log"]
+    assert warning == "old checkpoints cannot be removed: access denied. Training goes on"
+
+
+class Payload:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return (open, (str(self.path), "w"))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json"])
+def test_pickle_with_a_manifest_that_fits_is_refused_and_not_run(tmp_path, name):
+    for step in (2, 5):
+        Saver(tmp_path, starts=[0]).save(step=step, generation=1)
+    store, proof = LocalStore(tmp_path), tmp_path / "was_run"
+    manifest = store.read_manifest(5)
+    part = store.put_part(store.begin(5), name, pickle.dumps(Payload(proof)))
+    parts = {**manifest.parts, name: part}
+    text = dataclasses.replace(manifest, parts=parts).to_json()
+    (tmp_path / "manifests" / "step_00000005.json").write_text(text)
+    reader = Saver(tmp_path, starts=[0])
+    assert reader.restore(logged_step=5) == 2
+    assert "step_00000005: " in reader.told[-1]["text"]
+    assert name in reader.told[-1]["text"]
+    assert not proof.exists()
+
+
+class Outage(LocalStore):
+    """Takes nothing as long as it is down."""
+
+    def __init__(self, root) -> None:
+        super().__init__(root)
+        self.is_down = True
+
+    def begin(self, step: int) -> str:
+        if self.is_down:
+            raise CheckpointError("the store is down")
+        return super().begin(step)
+
+
+def weights_of(store: LocalStore, step: int) -> list[float]:
+    path = open_step(store, step)[1]["model.safetensors"]
+    return load_file(path)["head.bias"].unique().tolist()
+
+
+def best_in_an_outage(folder) -> tuple[BestSaver, Outage]:
+    saver = BestSaver(folder, starts=[0])
+    store = saver.checkpointer._store = Outage(folder)
+    saver.loop.workload.model.head.bias.data.fill_(2)
+    saver.evaluate(step=2, loss=0.5)
+    saver.join()
+    [failure] = [m for m in saver.told if m["op"] == "checkpoint_failed"]
+    assert failure["error"].endswith(
+        "These weights are the best so far, and are tried again in 5 s"
+    )
+    saver.loop.workload.model.head.bias.data.fill_(7)  # training goes on
+    saver.loop.step = 3
+    return saver, store
+
+
+def test_best_weights_that_could_not_be_written_are_tried_again_by_themselves(tmp_path):
+    saver, store = best_in_an_outage(tmp_path)
+    store.is_down = False
+    saver.checkpointer.after_step(saver.group)
+    assert saver.join() == []  # not before its time
+    saver.checkpointer._retry_at = 0.0
+    saver.checkpointer.after_step(saver.group)
+    assert saver.join() == [2]
+    assert weights_of(store, 2) == [2]
+
+
+def test_best_weights_follow_as_soon_as_the_store_takes_another_checkpoint(tmp_path):
+    saver, store = best_in_an_outage(tmp_path)
+    saver.checkpointer._config = config_of({"best": {"metric": "loss"}, "keep": 3})
+    saver.save(step=3, generation=1)  # overwrites no copy that is still needed
+    assert store.list_steps() == []
+    store.is_down = False
+    saver.save(step=4, generation=1)
+    assert saver.join() == [2, 4]
+    assert (weights_of(store, 2), weights_of(store, 4)) == ([2], [7])
+
+
+def test_better_weights_take_the_place_of_those_that_could_not_be_written(tmp_path):
+    saver, store = best_in_an_outage(tmp_path)
+    store.is_down = False
+    saver.evaluate(step=5, loss=0.4)
+    assert saver.join() == [5]
+    saver.checkpointer._retry_at = 0.0
+    saver.checkpointer.after_step(saver.group)
+    assert saver.join() == [5]
+
+
+def test_worse_weights_are_not_saved_while_the_best_wait_for_the_store(tmp_path):
+    saver, store = best_in_an_outage(tmp_path)
+    store.is_down = False
+    saver.evaluate(step=5, loss=0.6)
+    assert saver.join() == []
+
+
+def test_every_piece_of_a_part_is_a_sign_of_life_while_the_main_thread_waits(tmp_path):
+    saver = Saver(tmp_path, starts=[0])
+    beats: list[str] = []
+    saver.loop.page = SimpleNamespace(beat=lambda phase: beats.append(phase))
+    saver.loop.workload.model.register_buffer("large", torch.zeros(4 << 20))  # four pieces
+    saver.save(step=1, generation=1)
+    assert len(beats) >= 8  # four pieces, and the parts
+    assert set(beats) == {"saving"}
+
+
+def test_trainer_that_ends_says_that_it_waits_for_its_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setattr("etrain_jupyter.ranks.state.checkpointer.CLOSE_TELLS_S", 0.01)
+    saver = BestSaver(tmp_path, starts=[0])
+    store = saver.checkpointer._store = SlowStore(tmp_path)
+    saver.evaluate(step=1, loss=0.5)
+    closing = threading.Thread(target=saver.checkpointer.close)
+    closing.start()
+    while not saver.told:
+        closing.join(0.01)
+    assert "this trainer ends when its checkpoint is written" in saver.told[0]["text"]
+    store.may_write.set()
+    closing.join()
+    assert store.list_steps() == [1]
