@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,13 @@ from distributed import Scheduler, SchedulerPlugin
 
 from etrain_jupyter.cluster.deliberate import Injector
 from etrain_jupyter.cluster.hosted_job import HostedJob
+from etrain_jupyter.cluster.job_records import JobRecords
+from etrain_jupyter.cluster.mirrored_log import open_run
 from etrain_jupyter.cluster.nodes import NodeSource
 from etrain_jupyter.cluster.order import Order
 from etrain_jupyter.cluster.reports import Message
 from etrain_jupyter.cluster.requests import RequestError, Requests, UnknownJobError
+from etrain_jupyter.cluster.returning import Returning
 from etrain_jupyter.cluster.roster import Roster, WorkerFacts
 from etrain_jupyter.elastic import stimuli as s
 from etrain_jupyter.elastic.allocation import Claim, allocate
@@ -39,6 +42,9 @@ machine that vanished without closing its connections only after minutes."""
 
 HAND_BACK_S = 2.0
 """A noticed worker that nobody uses ends at the latest so long before its machine is taken."""
+
+LAST_UPLOADS_S = 3.0
+"""How long the end of the cluster waits for logs that a bucket does not have yet."""
 
 Handler = Callable[..., Awaitable[dict[str, Any]]]
 
@@ -62,13 +68,44 @@ class Coordinator(SchedulerPlugin):
         self._requests = Requests(
             nodes=nodes, roster=self._workers, injector=self._injector, allocate=self._allocate
         )
+        self._records = JobRecords(None)
+        self._returning: Returning | None = None
+        """The trainers of the scheduler before, while they are waited for."""
+        self._unacknowledged: dict[str, int] = {}
+        """Workers from which something was heard since the last tick, and its number."""
         self._idle_since = time.monotonic()
         self._ticker: asyncio.Task[None] | None = None
 
     # --- life ---
 
+    def recall(self, folder: Path, *, died_at: float) -> None:
+        """Keep the records of jobs in a folder, and take over those of a scheduler that died.
+
+        Called before the scheduler listens, so that nobody hears that a job is unknown.
+
+        Args:
+            folder: Where the records are.
+            died_at: When it died, in seconds since the epoch; 0.0 if there was none.
+        """
+        self._records = JobRecords(folder)
+        for order, wishes in self._records.load():
+            try:
+                job = HostedJob(order=order, tell=self._tell, hang_s=self._hang_s, recalls=wishes)
+            except Exception:
+                # One that cannot go on must not keep the others from it, nor the scheduler.
+                logger.exception("job %s could not be taken over", order.job_id)
+                continue
+            self._jobs[order.job_id] = job
+        recalled = [job for job in self._active() if job.recalled is not None]
+        self._returning = Returning(died_at, recalled) if recalled else None
+
     async def start(self, scheduler: Scheduler) -> None:
         """Register what the kernel and the supervisors may call."""
+        self.register(scheduler)
+        self._ticker = asyncio.create_task(self._tick_often())
+
+    def register(self, scheduler: Scheduler) -> None:
+        """Register it with a scheduler that may not have started yet."""
         self._scheduler = scheduler
         scheduler.stream_handlers["etrain_report"] = self._take_report
         handlers: dict[str, Handler] = {
@@ -82,14 +119,16 @@ class Coordinator(SchedulerPlugin):
         }
         for name, handler in handlers.items():
             scheduler.handlers[f"etrain_{name}"] = _answering(handler)
-        self._ticker = asyncio.create_task(self._tick_often())
 
     async def close(self) -> None:
-        """Stop ticking; the scheduler is closing."""
+        """Stop ticking, and let what has ended be uploaded; the scheduler is closing."""
         if self._ticker is not None:
             self._ticker.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._ticker
+        deadline = time.monotonic() + LAST_UPLOADS_S
+        while any(job.is_uploading for job in self._jobs.values()) and time.monotonic() < deadline:
+            await asyncio.sleep(COALESCE_S)
 
     async def _tick_often(self) -> None:
         while True:
@@ -99,9 +138,11 @@ class Coordinator(SchedulerPlugin):
     def tick(self) -> None:
         """Do what is due because time has passed."""
         now = time.time()
+        self._acknowledge()
         asleep_s = self._workers.tick(now)
+        self._bring_back(now)
         self._give_up_silent(now)
-        for job in self._active():
+        for job in self._active() if self._returning is None else ():
             job.handle(s.Tick(asleep_s=asleep_s))
             self._injector.tick(job)
         self._after_change()
@@ -109,11 +150,15 @@ class Coordinator(SchedulerPlugin):
 
     def is_busy(self, worker: str) -> bool:
         """Whether a job holds this worker; the pool may end the others when there are too many."""
-        return any(job.state.of_worker(worker) for job in self._active())
+        return self._returning is not None or any(
+            job.state.of_worker(worker) for job in self._active()
+        )
 
     def idle_s(self) -> float:
-        """Return the seconds since the last job ended; 0.0 while one is active."""
-        return 0.0 if self._active() else time.monotonic() - self._idle_since
+        """Return the seconds since the last job ended; 0.0 while one is active or uploaded."""
+        if self._active() or any(job.is_uploading for job in self._jobs.values()):
+            return 0.0
+        return time.monotonic() - self._idle_since
 
     def _active(self) -> list[HostedJob]:
         return [job for job in self._jobs.values() if not job.state.is_ended]
@@ -124,6 +169,8 @@ class Coordinator(SchedulerPlugin):
         """Take in that a worker's connection is gone. Called by the scheduler."""
         facts = self._workers.remove(worker)
         if facts is not None:
+            self._records.forget_worker(facts.name)
+            self._unacknowledged.pop(facts.name, None)
             cause = "preempted" if facts.leaves_at else f"worker process {facts.pid} is gone"
             self._lose(facts, cause)
 
@@ -134,6 +181,9 @@ class Coordinator(SchedulerPlugin):
             self._lose(facts, f"silent for {silence_s:.1f} s", detected_s=silence_s)
 
     def _lose(self, facts: WorkerFacts, cause: str, detected_s: float = 0.0) -> None:
+        if self._returning is not None:
+            self._returning.forget(facts.name)
+            return
         for job in self._active():
             job.handle(s.WorkerGone(worker=facts.name, cause=cause, detected_s=detected_s))
         self._allocate()
@@ -142,15 +192,7 @@ class Coordinator(SchedulerPlugin):
         """Take a message of a supervisor; ``worker`` is its address."""
         now = time.time()
         if message["op"] == "supervisor":
-            facts = WorkerFacts(
-                name=str(self._scheduler.workers[worker].name),
-                address=worker,
-                device=message["device"],
-                pid=message["pid"],
-                incarnation=message["incarnation"],
-            )
-            if self._workers.greet(facts, now):
-                self._allocate()
+            self._greet(message, worker, now)
             return
         known = self._workers.hear(worker, now)
         if known is None:
@@ -159,11 +201,91 @@ class Coordinator(SchedulerPlugin):
             for trainer, page in message["trainers"].items():
                 for job in self._jobs_of(trainer, known):
                     job.take_progress(trainer, page)
+        elif self._returning is not None:
+            self._returning.hold(message, worker)  # its job is not complete yet
+            return
         else:
-            for job in self._jobs_of(message["trainer"], known):
-                job.take_report(message["trainer"], message)
-                self._injector.commit_planned(job)
+            self._take_numbered(message, known)
         self._after_change()
+
+    def _greet(self, message: Message, worker: str, now: float) -> None:
+        facts = WorkerFacts(
+            name=str(self._scheduler.workers[worker].name),
+            address=worker,
+            device=message["device"],
+            pid=message["pid"],
+            incarnation=message["incarnation"],
+        )
+        if not self._workers.greet(facts, now):
+            return
+        standings = message.get("trainers", {})
+        if self._returning is not None:
+            self._returning.greet(facts.name, standings)
+        else:
+            self._dismiss_strangers(facts.name, standings)
+            self._allocate()
+
+    def _take_numbered(self, message: Message, worker: WorkerFacts) -> None:
+        """Take a message of a trainer, unless the scheduler before has."""
+        number = message.get("n", 0)
+        heard = self._records.heard(worker.name)
+        if number and number <= heard:
+            self._unacknowledged[worker.name] = heard
+            return
+        for job in self._jobs_of(message["trainer"], worker):
+            job.take_report(message["trainer"], message)
+            self._injector.commit_planned(job)
+        if number:
+            # Its facts are in the log: whoever comes after us must not take it once more.
+            self._records.note_heard(worker.name, number)
+            self._unacknowledged[worker.name] = number
+
+    def _acknowledge(self) -> None:
+        """Tell the supervisors what they need not keep any more."""
+        told, self._unacknowledged = self._unacknowledged, {}
+        for worker, number in told.items():
+            self._tell(worker, {"op": "ack", "n": number})
+
+    # --- after the death of the scheduler before ---
+
+    def _bring_back(self, now: float) -> None:
+        """Go on with the jobs of the scheduler before, once all workers are back that can be."""
+        returning = self._returning
+        if returning is None:
+            return
+        alive = None
+        if self._nodes.capacity() is not None:
+            alive = {node["worker"] for node in self._nodes.nodes()}
+        if not returning.is_over(alive):
+            return
+        self._returning = None
+        for job in returning.jobs:
+            job.adopt(returning.standings, away_s=max(0.0, now - returning.died_at))
+        self._notice_again(returning.notices)
+        for message, worker in returning.held:
+            known = self._workers.hear(worker, now)
+            if known is not None:
+                self._take_numbered(message, known)
+        for worker, standings in returning.by_worker.items():
+            self._dismiss_strangers(worker, standings)
+        self._allocate()
+
+    def _notice_again(self, notices: Mapping[str, float]) -> None:
+        """Remember which machines will be taken."""
+        for worker, deadline in notices.items():
+            facts = self._workers.get(worker)
+            if facts is not None:
+                facts.leaves_at = deadline
+                for job in self._active():
+                    job.handle(s.WorkerNoticed(worker=worker, deadline=deadline))
+
+    def _dismiss_strangers(self, worker: str, standings: Mapping[str, Any]) -> None:
+        """Let those trainers of a worker end that no job here knows."""
+        known = {name for job in self._active() for name in job.state.members}
+        for name in standings:
+            if name not in known:
+                message = {"op": "release"}
+                self._tell(worker, {"op": "tell", "trainer": name, "message": message})
 
     def _jobs_of(self, trainer: str, worker: WorkerFacts) -> list[HostedJob]:
         """Return the job whose trainer this is, if the worker is the one that it was started on."""
@@ -189,6 +311,8 @@ class Coordinator(SchedulerPlugin):
 
     def _allocate(self) -> None:
         """Share the workers anew and ask the pool for as many as all jobs together can use."""
+        if self._returning is not None:
+            return  # nobody knows yet which of them are in use
         claims = []
         for job in self._active():
             state = job.state
@@ -235,9 +359,12 @@ class Coordinator(SchedulerPlugin):
         ended = [job for job in self._jobs.values() if job.state.is_ended and job.order.bundle]
         for job in ended:
             job.order.bundle = b""
+            self._records.remove(job.order.job_id)
             job.trainers.clear()
             self._injector.end_chaos(job)
             self._idle_since = time.monotonic()
+        for job in self._active():
+            self._records.note(job.order.job_id, job.wishes)
         # A job that was about to end, and goes on after all, has no workers to ask for.
         if ended or any(not j.state.assigned and not j.state.outcome for j in self._active()):
             self._allocate()
@@ -262,13 +389,26 @@ class Coordinator(SchedulerPlugin):
     # --- what the kernel may call ---
 
     async def _submit(self, job: dict[str, Any]) -> dict[str, Any]:
-        order = Order(**{**job, "run_dir": Path(job["run_dir"])})
-        if order.job_id in self._jobs:
-            raise RequestError(f"job {order.job_id} is here already")
+        order = Order.from_message(job)
+        known = self._jobs.get(order.job_id)
+        if known is not None and not (order.resumes and known.state.is_ended):
+            raise RequestError(
+                f"job {order.job_id} is here already: it is {known.state.status} at step "
+                f"{known.state.step}. %etrain attach follows it; %etrain stop ends it with a "
+                "checkpoint, and then it can be resumed."
+            )
         self._requests.check_capacity(order.min_workers, "Nothing was submitted")
         order.run_dir.mkdir(parents=True, exist_ok=True)
-        (order.run_dir / "bundle").write_bytes(order.bundle)
-        self._jobs[order.job_id] = HostedJob(order=order, tell=self._tell, hang_s=self._hang_s)
+        opened = await asyncio.to_thread(open_run, order) if order.place else None
+        if not order.resumes:
+            (order.run_dir / "bundle").write_bytes(order.bundle)
+        self._records.add(order)
+        try:
+            hosted = HostedJob(order=order, tell=self._tell, hang_s=self._hang_s, opened=opened)
+        except BaseException:
+            self._records.remove(order.job_id)
+            raise
+        self._jobs[order.job_id] = hosted
         self._allocate()
         return {"job_id": order.job_id}
 
@@ -279,7 +419,7 @@ class Coordinator(SchedulerPlugin):
         self, job_id: str, since: int = 0, wait_s: float = 10.0, limit: int = 5000
     ) -> dict[str, Any]:
         job = self._job(job_id)
-        if job.last_seq <= since and not job.state.is_ended:
+        if job.last_seq <= since and not job.has_told_its_end:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(job.changed.wait(), min(wait_s, 60.0))
                 await asyncio.sleep(COALESCE_S)
@@ -311,7 +451,14 @@ class Coordinator(SchedulerPlugin):
     async def _request(
         self, job_id: str, request: str, args: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        message = self._requests.do(self._job(job_id), request, args or {})
+        job = self._job(job_id)
+        if self._returning is not None:
+            raise RequestError(
+                f"the scheduler of job {job.order.name} has been started again and waits for the "
+                "workers to come back. Nothing was done, and training goes on. Try again in a "
+                "moment."
+            )
+        message = self._requests.do(job, request, args or {})
         self._after_change()
         return {"message": message}
 

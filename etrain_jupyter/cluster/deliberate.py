@@ -38,6 +38,11 @@ class PlannedFaults:
         """Whether nothing is left to come."""
         return not self._left
 
+    @property
+    def left(self) -> tuple[int, ...]:
+        """The ids of those that have not fired."""
+        return tuple(self._left)
+
     def of_newcomer(self, trainer: str, *, among: Collection[str]) -> list[dict[str, Any]]:
         """Return those that a trainer may commit before it is a rank.
 

@@ -7,20 +7,36 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from etrain_jupyter.cluster.deliberate import PlannedFaults
 from etrain_jupyter.cluster.job_log import JobLog
+from etrain_jupyter.cluster.job_records import Wishes
+from etrain_jupyter.cluster.mirrored_log import MirroredLog, OpenedRun
 from etrain_jupyter.cluster.order import Order, TrainerFacts
 from etrain_jupyter.cluster.reports import Message, take_report
 from etrain_jupyter.cluster.steps import StepClock
+from etrain_jupyter.cluster.take_over import (
+    find_trainers,
+    past_from,
+    read_past,
+    state_after,
+    state_of_recalled,
+)
 from etrain_jupyter.elastic import commands as c
 from etrain_jupyter.elastic import stimuli as s
 from etrain_jupyter.elastic.backend import choose_backend
+from etrain_jupyter.elastic.checkpoint_evidence import Evidence
+from etrain_jupyter.elastic.checkpoint_interval import words_of
 from etrain_jupyter.elastic.lineage import NOT_BEGUN
 from etrain_jupyter.elastic.membership import JobState
+from etrain_jupyter.elastic.past import Past
+from etrain_jupyter.elastic.recall import Recalled, recall
 from etrain_jupyter.elastic.state_machine import handle
 from etrain_jupyter.events import types as events
+from etrain_jupyter.events.log import read_events
+from etrain_jupyter.events.tensorboard import follow_elsewhere
 
 Tell = Callable[[str, Message], None]
 """Sends an order to a worker's supervisor, by worker name."""
@@ -34,6 +50,13 @@ class HostedJob:
     tell: Tell
     hang_s: float = 30.0
     """How long ranks may stand still, at least."""
+    opened: OpenedRun | None = None
+    """Of a job that lies in a bucket: this process as the writer of its log."""
+    recalls: Wishes | None = None
+    """What was asked of a job whose scheduler died, so that its trainers may live; None for one
+    that is submitted."""
+    recalled: Recalled | None = field(default=None, init=False)
+    """What its log told, until its trainers were looked for; None for one that is submitted."""
     state: JobState = field(init=False)
     plan: dict[str, Any] = field(default_factory=dict)
     step_clock: StepClock = field(default_factory=StepClock)
@@ -48,8 +71,12 @@ class HostedJob:
     """Step of the newest evaluation in the log that holds."""
     best_told: dict[str, Any] | None = field(default=None, init=False)
     """The newest ``BestReached`` that holds, as it was told."""
+    num_samples_before: int = field(default=0, init=False)
+    """Training samples that a resumed job had; 0 for another one."""
     ended_early_in: int = field(default=0, init=False)
     """The generation that has told of an early end; 0 if none has."""
+    evidence: Evidence = field(default_factory=Evidence, init=False)
+    """What ``checkpoint.every: auto`` follows from."""
 
     def __post_init__(self) -> None:
         order = self.order
@@ -61,27 +88,156 @@ class HostedJob:
             pauses_on_nan=order.config.get("on_nan_loss") == "pause",
         )
         self.planned = PlannedFaults(order.faults)
-        self._log = JobLog(order.run_dir / "events.jsonl")
-        self.log(
-            events.JobSubmitted,
-            name=order.name,
-            min_workers=order.min_workers,
-            max_workers=order.max_workers,
-            pool=order.pool,
-            config=order.config,
-        )
+        self._log = self._open_log()
+        try:
+            if self.recalls is None or not self._log.last_seq:
+                self._begin()
+            else:
+                self._recall(self.recalls)
+        except BaseException:
+            self._log.close()  # somebody else may try
+            raise
+
+    def _open_log(self) -> JobLog:
+        if not self.order.place:
+            return JobLog(self.order.log_path)
+        return MirroredLog(self.order, self.opened, lambda: self.handle(s.StopAsked(now=True)))
+
+    def _begin(self) -> None:
+        """Tell the log that the job begins, or goes on from what it has."""
+        order = self.order
+        asked: dict[str, Any] = {
+            "min_workers": order.min_workers,
+            "max_workers": order.max_workers,
+            "pool": order.pool,
+            "config": order.config,
+        }
+        past = read_past(order, order.log_path) if order.resumes else Past()
+        if past.num_events:
+            self._go_on_from(past)
+            told = {"from_status": past.status, "step": past.step, "differs": order.differs}
+            self.log(events.JobResumed, **asked, **told)
+        else:
+            self.log(events.JobSubmitted, name=order.name, **asked)
         self.log(events.JobStatusChanged, status="submitted")
+        self._follow_with_tensorboard()
+
+    def _go_on_from(self, past: Past) -> None:
+        self.state = state_after(past, self.state)
+        self.starts, self.num_samples_before = past.starts, past.num_train_samples
+        self.evidence = past.evidence
+        self.evaluated_step, self.best_told = past.evaluated_step, past.best
+        self.step_clock.logged_step = past.step
+
+    def _recall(self, wishes: Wishes) -> None:
+        """Stand where the coordinator stood that died; the trainers are looked for later."""
+        log = read_events(self.order.log_path)
+        past, self.recalled = past_from(log, self.order), recall(log)
+        self._go_on_from(past)
+        self.state = state_of_recalled(self.state, self.recalled, wishes, past=past)
+        self.plan, self.step_clock.step_s = self.recalled.plan, self.recalled.step_s
+        self.ended_early_in = self.recalled.ended_early_in
+        if wishes.faults is not None:
+            left = [fault for fault in self.order.faults if fault["id"] in wishes.faults]
+            self.planned = PlannedFaults(left)
+        if self.recalled.is_ended:
+            self.state = self.state.replace(phase="ended")
+            self._log.close()
+            return
+        self._follow_with_tensorboard()
+
+    def adopt(self, standings: Mapping[str, Mapping[str, Any]], *, away_s: float) -> None:
+        """Go on with those trainers of a recalled job that are there.
+
+        Args:
+            standings: What the supervisors say of the trainers that they have, by name.
+            away_s: How long nobody could be told anything.
+        """
+        recalled, self.recalled = self.recalled, None
+        assert recalled is not None
+        pairs = list(find_trainers(recalled, self.state, standings))
+        self.trainers = {found.trainer: facts for found, facts in pairs}
+        workers = [found.worker for found, _ in pairs]
+        lost = tuple(worker for worker in recalled.trainers if worker not in workers)
+        self.step_clock.ranks = tuple(recalled.trainers.get(w, "") for w in recalled.ranks)
+        step = self.step_clock.logged_step
+        told = {"workers": workers, "lost": list(lost)}
+        self.log(events.SchedulerRestarted, step=step, away_s=away_s, **told)
+        self.handle(
+            s.TrainersFound(
+                found=tuple(found for found, _ in pairs),
+                lost=lost,
+                world_size=len(recalled.ranks),
+                is_ready=recalled.is_ready,
+            )
+        )
+        for found, _ in pairs:
+            left = standings[found.trainer]["left"]
+            if left is not None:
+                self.take_report(found.trainer, left)
+
+    @property
+    def wishes(self) -> Wishes:
+        """What somebody has asked for that the log does not tell yet."""
+        state = self.state
+        return Wishes(
+            paused=state.paused,
+            pause_reason=state.pause_reason,
+            is_stopping=state.outcome == "stopped",
+            faults=self.planned.left,
+        )
+
+    def _follow_with_tensorboard(self) -> None:
+        if self.order.tensorboard is not None:
+            self._write_tensorboard(self.order.log_path, self.order.tensorboard)
+
+    def _write_tensorboard(self, log_path: Path, folder: Path) -> None:
+        loop = asyncio.get_running_loop()
+
+        def tell(why: str) -> None:
+            loop.call_soon_threadsafe(self._remark, f"TensorBoard's files are not written: {why}")
+
+        follow_elsewhere(log_path, folder, tell)
+
+    def _remark(self, text: str) -> None:
+        if not self.state.is_ended:  # its log is closed then
+            self.log(events.LogLine, level="warning", worker="", text=text)
 
     # --- the log ---
 
     def log(self, kind: type[events.Event], **values: Any) -> None:
         """Append one fact that happened now, unless it brings its own ``time``."""
         common = {"time": time.time(), "generation": self.state.generation}
-        self._log.append([kind(job_id=self.order.job_id, **{**common, **values})])
+        self._append([kind(job_id=self.order.job_id, **{**common, **values})])
 
     def log_all(self, facts: Sequence[events.Event]) -> None:
         """Append facts that bring their own time and generation."""
-        self._log.append(list(facts))
+        self._append(list(facts))
+
+    def _append(self, facts: list[events.Event]) -> None:
+        self._log.append(facts)
+        for event in facts:
+            self.evidence.fold(event)
+
+    def review_pace(self) -> None:
+        """Choose anew how often ``checkpoint.every: auto`` saves; tell all if that changes it."""
+        if not self.order.is_paced or self.state.outcome:
+            return
+        choice = self.evidence.review(time.time())
+        if choice is None:
+            return
+        told = dataclasses.asdict(choice)
+        self.log(events.CheckpointIntervalChosen, **told, reason=words_of(choice))
+        for member in self.state.in_phase("ranked"):
+            self.send(member.trainer, {"op": "pace", "interval_s": choice.interval_s})
+
+    def _pace(self, *, restore: bool) -> Message:
+        """Return how often the next generation saves, and how old the newest checkpoint is."""
+        choice = self.evidence.choice
+        if choice is None:
+            return {}
+        age_s = 0.0 if restore else self.evidence.age_s(time.time())
+        return {"interval_s": choice.interval_s, "age_s": age_s}
 
     def events_since(self, seq: int, limit: int) -> list[dict[str, Any]]:
         """Return at most ``limit`` events after ``seq``, in order."""
@@ -91,6 +247,16 @@ class HostedJob:
     def last_seq(self) -> int:
         """Sequence number of the newest event."""
         return self._log.last_seq
+
+    @property
+    def has_told_its_end(self) -> bool:
+        """Whether it has ended, and listeners may know: a bucket may get the end first."""
+        return self.state.is_ended and self._log.is_told
+
+    @property
+    def is_uploading(self) -> bool:
+        """Whether a bucket does not have the whole log yet, and may get it."""
+        return self.state.is_ended and self._log.is_uploading
 
     @property
     def changed(self) -> asyncio.Event:
@@ -158,6 +324,7 @@ class HostedJob:
                     "faults": self.planned.of_rank(rank, len(command.trainers)),
                     "log_end": self.step_clock.logged_step,
                     "starts": list(self.starts),
+                    "pace": self._pace(restore=command.restore),
                 },
             )
 
@@ -188,8 +355,9 @@ class HostedJob:
             by_worker = {facts.worker: facts.pid for facts in self.trainers.values()}
             pids = [by_worker.get(worker, 0) for worker in event.ranks]
             event = dataclasses.replace(event, trainer_pids=pids)
-        self._log.append([event])
+        self._append([event])
         if isinstance(event, events.GenerationFormed):
+            self.review_pace()
             is_older = event.step < self.step_clock.logged_step
             if self.state.is_restoring:  # the first rank that has formed tells to which step
                 self.restoring = event.generation

@@ -52,6 +52,15 @@ def _on_started(job: HostedJob, _: str, facts: TrainerFacts, message: Message) -
 def _on_hello(job: HostedJob, trainer: str, facts: TrainerFacts, message: Message) -> None:
     facts.pid, facts.device = message["pid"], message["device"]
     facts.gpu = message.get("gpu", "")
+    before, now = job.num_samples_before, message["plan"]["num_train_samples"]
+    if before not in (0, now) and not job.order.is_forced:
+        text = (
+            f"data.train has {now} samples, and had {before} when the job was trained before: the "
+            "rest of its epoch would be another one. Nothing was trained, and every checkpoint is "
+            "there. Give it the same data, or resume with --force."
+        )
+        _fail(job, trainer, text)
+        return
     if not job.plan:
         job.plan = message["plan"]
         job.log(events.JobPlanned, **job.plan)
@@ -183,8 +192,10 @@ def _on_committed(job: HostedJob, trainer: str, _: TrainerFacts, message: Messag
     if is_ahead or not is_of_job(generation=generation, step=step, starts=job.starts):
         return  # it was given up and has gone on alone: the job never had these steps
     job.log(events.CheckpointCommitted, **message["record"])
+    job.review_pace()
     if step <= job.state.step:
-        job.handle(s.CheckpointSaved(step=step, trainer=trainer))
+        duration_s = message["record"].get("duration_s", 0.0)
+        job.handle(s.CheckpointSaved(step=step, trainer=trainer, duration_s=duration_s))
 
 
 def _on_checkpoint_failed(job: HostedJob, trainer: str, _: TrainerFacts, message: Message) -> None:

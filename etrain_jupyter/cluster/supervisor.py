@@ -7,12 +7,15 @@ import dataclasses
 import logging
 import os
 import signal
+import time
 from collections.abc import Iterator
 from typing import Any
 
 from distributed import Worker, WorkerPlugin
 from distributed.comm.addressing import get_address_host
+from distributed.comm.core import CommClosedError
 
+from etrain_jupyter.cluster.outbox import Outbox, Standing
 from etrain_jupyter.cluster.trainer_process import TrainerProcess
 from etrain_jupyter.ranks.control.channel import Message
 
@@ -23,7 +26,10 @@ SPARE_DELAY_S = 4.0
 job's first steps."""
 
 RELEASE_TIMEOUT_S = 60.0
-"""How long a released trainer may take to end by itself: it may be writing a checkpoint."""
+"""How long a released trainer may give no sign of life: it may be writing a checkpoint."""
+
+RELEASE_LIMIT_S = 900.0
+"""How long it may take to end by itself at most, signs or not."""
 
 
 BEAT_S = 1.0
@@ -45,6 +51,10 @@ class Supervisor(WorkerPlugin):
 
     name = "etrain-supervisor"
 
+    outlives_scheduler = False
+    """Whether the trainers are kept when a connection ends, because this process will have another
+    one; set by whoever sees to that."""
+
     def __init__(self, *, device: str = "cpu") -> None:
         self._device = device
         self._trainers: dict[str, TrainerProcess] = {}
@@ -53,21 +63,35 @@ class Supervisor(WorkerPlugin):
         self._incarnation = 0
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closing = False
+        self._is_connected = False
+        self._outbox = Outbox()
+        self._standings: dict[str, Standing] = {}
+        """Of the trainers that run, and of those whose end nobody has heard of."""
+        self._may_read = asyncio.Event()
+        """Whether what trainers say is read: no more than can be kept."""
+        self._may_read.set()
 
     async def setup(self, worker: Worker) -> None:
-        """Say hello to the coordinator and warm up a spare."""
+        """Say hello to the coordinator, with what it has missed, and warm up a spare."""
         self._worker = worker
         worker.stream_handlers["etrain_order"] = self._take_order
+        self._is_connected = True
         self._say_hello()
-        self._go(self._beat())
+        for message in self._outbox.unheard():
+            self._send(message)
+        self._go(self._beat(worker))
         await self._start_spare()
 
     def _say_hello(self) -> None:
         facts = {"device": self._device, "pid": os.getpid(), "incarnation": self._incarnation}
-        self._report({"op": "supervisor", **facts})
+        trainers = {name: known.to_dict() for name, known in self._standings.items()}
+        self._send({"op": "supervisor", **facts, "trainers": trainers})
 
     async def teardown(self, worker: Worker) -> None:
-        """Kill whatever trainers are left; the worker is closing."""
+        """Kill whatever trainers are left, unless only the connection ends."""
+        self._is_connected = False
+        if self.outlives_scheduler:
+            return
         self._closing = True
         for task in self._tasks:
             task.cancel()
@@ -81,6 +105,9 @@ class Supervisor(WorkerPlugin):
 
     def _take_order(self, message: Message) -> None:
         op = message["op"]
+        if op == "ack":
+            self._take_acknowledgement(message["n"])
+            return
         if op == "start":
             self._go(self._start_trainer(message))
             return
@@ -100,10 +127,21 @@ class Supervisor(WorkerPlugin):
             _commit_fault(trainer, message["kind"])
         elif op == "tell":
             trainer.send(message["message"])
+            if trainer.name in self._standings:
+                self._standings[trainer.name].hear_order(message["message"])
             if message["message"]["op"] == "release":
+                self._standings.pop(trainer.name, None)
                 # It ends by itself, perhaps after a checkpoint; its end is no news any more.
                 self._ending.add(self._trainers.pop(trainer.name))
                 self._go(self._kill_later(trainer))
+
+    def _take_acknowledgement(self, number: int) -> None:
+        self._outbox.acknowledge(number)
+        for name, known in list(self._standings.items()):
+            if 0 < known.ended_with <= number:
+                del self._standings[name]
+        if not self._outbox.is_full:
+            self._may_read.set()
 
     async def _kill(self, trainer: TrainerProcess, order: Message) -> None:
         try:
@@ -117,6 +155,7 @@ class Supervisor(WorkerPlugin):
         logger.warning("given up by the coordinator: beginning anew")
         ending = [*self._trainers.values(), *self._ending]
         self._trainers.clear()
+        self._standings.clear()
         self._ending.update(ending)
         for trainer in ending:
             trainer.kill("its worker was given up")
@@ -125,14 +164,25 @@ class Supervisor(WorkerPlugin):
         self._say_hello()
 
     async def _kill_later(self, trainer: TrainerProcess) -> None:
-        await asyncio.sleep(RELEASE_TIMEOUT_S)
+        """End a trainer that was released and does not end, nor write its checkpoint any more."""
+        deadline = time.monotonic() + RELEASE_LIMIT_S
+        beats = -1
+        while (page := trainer.progress()) is not None and page.beats != beats:
+            beats = page.beats
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                break
+            await asyncio.sleep(min(RELEASE_TIMEOUT_S, left_s))
+        if trainer.progress() is not None:
+            trainer.say("warning", "it did not end when released: what it was saving is lost")
         trainer.kill("it did not end when released")
 
     async def _start_trainer(self, order: Message) -> None:
         trainer, self._spare = self._spare, None
         is_new = trainer is None
-        trainer = trainer or TrainerProcess(on_message=self._on_message, on_exit=self._on_exit)
+        trainer = trainer or self._new_trainer()
         trainer.name = order["trainer"]
+        self._standings[trainer.name] = Standing(started_at=time.time(), pid=trainer.pid)
         # Known before it runs: orders that come meanwhile wait for it, a kill is carried out.
         self._trainers[trainer.name] = trainer
         host = get_address_host(self._worker.address)
@@ -145,14 +195,19 @@ class Supervisor(WorkerPlugin):
     async def _start_spare(self, delay_s: float = 0.0) -> None:
         await asyncio.sleep(delay_s)
         if self._spare is None and not self._closing:
-            self._spare = TrainerProcess(on_message=self._on_message, on_exit=self._on_exit)
+            self._spare = self._new_trainer()
             await self._spare.start()
+
+    def _new_trainer(self) -> TrainerProcess:
+        return TrainerProcess(
+            on_message=self._on_message, on_exit=self._on_exit, may_read=self._may_read
+        )
 
     # --- reports ---
 
-    async def _beat(self) -> None:
-        while True:
-            self._report({"op": "beat", "trainers": dict(self._pages())})
+    async def _beat(self, worker: Worker) -> None:
+        while self._is_connected and self._worker is worker:
+            self._send({"op": "beat", "trainers": dict(self._pages())})
             await asyncio.sleep(BEAT_S)
 
     def _pages(self) -> Iterator[tuple[str, Message]]:
@@ -166,6 +221,8 @@ class Supervisor(WorkerPlugin):
 
     def _on_message(self, trainer: TrainerProcess, message: Message) -> None:
         if trainer.name:
+            if trainer.name in self._standings:
+                self._standings[trainer.name].hear_report(message)
             self._report({**message, "trainer": trainer.name})
         elif message["op"] == "log":
             logger.warning("spare trainer %d: %s", trainer.pid, message["text"])
@@ -177,10 +234,26 @@ class Supervisor(WorkerPlugin):
             self._go(self._start_spare(SPARE_DELAY_S))
         if self._trainers.pop(trainer.name, None) is not None:
             self._report({"op": "exited", "trainer": trainer.name, "cause": cause})
+            if trainer.name in self._standings:
+                self._standings[trainer.name].ended_with = self._outbox.newest
 
     def _report(self, message: Message) -> None:
-        if not self._closing:
+        """Say something that counts: it is kept until the coordinator has taken it in."""
+        if self._closing:
+            return
+        numbered = self._outbox.put(message)
+        if self._outbox.is_full:
+            self._may_read.clear()
+        self._send(numbered)
+
+    def _send(self, message: Message) -> None:
+        """Send a message, if anybody is there; who comes next gets those that count again."""
+        if self._closing or not self._is_connected:
+            return
+        try:
             self._worker.batched_stream.send({"op": "etrain_report", "message": message})
+        except CommClosedError:
+            self._is_connected = False  # the worker is about to close, or to connect anew
 
     def _go(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)

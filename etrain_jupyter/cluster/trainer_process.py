@@ -34,12 +34,17 @@ OnExit = Callable[["TrainerProcess", str], None]
 class TrainerProcess:
     """Starts a trainer, passes messages both ways, tells of its end. For one event loop."""
 
-    def __init__(self, *, on_message: OnMessage, on_exit: OnExit) -> None:
+    def __init__(
+        self, *, on_message: OnMessage, on_exit: OnExit, may_read: asyncio.Event | None = None
+    ) -> None:
         self.name = ""
         """The trainer's name; empty while it is a spare."""
         self.pid = 0
         self._on_message = on_message
         self._on_exit = on_exit
+        self._may_read = may_read
+        """While it is clear, nothing that the trainer says is read: it waits when it has said what
+        the channel holds."""
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -140,7 +145,7 @@ class TrainerProcess:
 
     async def _read_messages(self, reader: asyncio.StreamReader) -> None:
         decoder = FrameDecoder()
-        while data := await _read(reader):
+        while await self._is_read() and (data := await _read(reader)):
             for message in decoder.feed(data):
                 self._on_message(self, message)
         code = await self._exit_code()
@@ -158,6 +163,12 @@ class TrainerProcess:
             self._page.close()
             self._page = None
         self._on_exit(self, cause)
+
+    async def _is_read(self) -> bool:
+        """Wait until what the trainer says may be read."""
+        if self._may_read is not None:
+            await self._may_read.wait()
+        return True
 
     def _close_pipes(self) -> None:
         """Close our ends of the pipes, whoever holds the others; asyncio has no public way."""
@@ -191,7 +202,7 @@ class TrainerProcess:
 
     async def _read_lines(self, stream: asyncio.StreamReader, level: str) -> None:
         window, count, left_out = 0.0, 0, 0
-        while line := await _read_line(stream):
+        while await self._is_read() and (line := await _read_line(stream)):
             now = time.monotonic()
             if now - window > 1:
                 if left_out:
@@ -205,6 +216,10 @@ class TrainerProcess:
                 left_out += 1
             else:
                 self._tell_line(level, line.decode(errors="replace").rstrip()[:2000])
+
+    def say(self, level: str, text: str) -> None:
+        """Log a line about it."""
+        self._tell_line(level, text)
 
     def _tell_line(self, level: str, text: str) -> None:
         message: dict[str, Any] = {"op": "log", "level": level, "text": text}

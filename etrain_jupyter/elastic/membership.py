@@ -145,6 +145,9 @@ class JobState:
     """When the newest step was committed, as far as the log knows."""
     saved_steps: tuple[int, ...] = ()
     """Steps of the newest durable checkpoints, oldest first."""
+    save_s: float = 0.0
+    """How long a checkpoint takes from the step boundary until it is durable, lately; 0 while
+    nobody knows."""
     saving: Saving = Saving()
     """The checkpoint without which the newest state may not leave."""
     backed_up: int = 0

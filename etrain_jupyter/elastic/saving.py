@@ -17,6 +17,9 @@ SAVE_WAITS_S = (5.0, 10.0, 20.0)
 """How long nobody tries after none of the holders could write it, for the first time and so on. At
 the end of a job that is tried this often again, and then given up."""
 
+FORGET_SAVES = 0.8
+"""What is left of how long a checkpoint took with each that was faster."""
+
 KEEP_SAVED = 8
 """Durable checkpoints that are remembered, in case the job goes back behind the newest ones."""
 
@@ -70,6 +73,9 @@ def take_saved(turn: Turn, saved: s.CheckpointSaved) -> None:
     if saved.ok:
         known = {*turn.state.saved_steps, saved.step}
         turn.set(saved_steps=tuple(sorted(known)[-KEEP_SAVED:]))
+        if saved.duration_s:
+            # The slowest counts, and is forgotten by and by.
+            turn.set(save_s=max(saved.duration_s, turn.state.save_s * FORGET_SAVES))
     saver = saver_of(turn.state)
     if saver is None or saved.trainer not in ("", saver.trainer):
         return

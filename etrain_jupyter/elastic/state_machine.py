@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from etrain_jupyter.elastic import stimuli as s
+from etrain_jupyter.elastic.adoption import take_found
 from etrain_jupyter.elastic.commands import Command
 from etrain_jupyter.elastic.formation import advance
 from etrain_jupyter.elastic.losses import do_without, take_trainer_lost, take_worker_gone
@@ -41,7 +42,10 @@ SCALED_DOWN = "scaled down"
 
 LAST_SAVE_S = 30.0
 """How long before its machine is taken the last holder of the state stops to step, and saves it; at
-most half of the time that the notice gave."""
+most half of the time that the notice gave, if it is not known that a checkpoint takes longer."""
+
+SAVES_PER_LEAD = 1.5
+"""Time is kept for the last one as if it took so many times as long as the newest ones."""
 
 
 def handle(state: JobState, stimulus: s.Stimulus, now: float) -> tuple[JobState, list[Command]]:
@@ -82,7 +86,9 @@ def _take_noticed(turn: Turn, stimulus: s.WorkerNoticed) -> None:
     member = turn.state.of_worker(stimulus.worker)
     if member is not None:
         left_s = max(0.0, stimulus.deadline - turn.now)
-        save_at = stimulus.deadline - min(LAST_SAVE_S, left_s / 2)
+        lead_s = min(LAST_SAVE_S, left_s / 2)
+        lead_s = max(lead_s, min(left_s, SAVES_PER_LEAD * turn.state.save_s))
+        save_at = stimulus.deadline - lead_s
         turn.set_member(member, save_at=save_at)
         ask_to_leave(turn, turn.state.members[member.trainer], "preempted")
 
@@ -236,5 +242,6 @@ _TAKE: dict[type, Callable[[Turn, Any], None]] = {
     s.PauseAsked: _take_pause,
     s.ResumeAsked: _take_resume,
     s.StopAsked: _take_stop,
+    s.TrainersFound: take_found,
     s.Tick: _take_tick,
 }

@@ -156,6 +156,8 @@ class CheckpointSaved:
     """Who wrote it; empty stands for whoever was asked to."""
     error: str = ""
     """Why it could not be written."""
+    duration_s: float = 0.0
+    """From the step boundary until it was durable."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +186,35 @@ class StopAsked:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Found:
+    """A trainer that has outlived the scheduler which started it, as its supervisor knows it."""
+
+    trainer: str
+    worker: str
+    generation: int = 0
+    """The newest that it was told to form; 0 if none."""
+    is_inside: bool = False
+    """Whether it has neither reported from that one nor failed in it."""
+    is_warm: bool = False
+    warm_s: float = 0.0
+    progress: Progress = NO_PROGRESS
+    """As it reported last; inside a generation it may be further by now."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainersFound:
+    """Another scheduler has taken the job over, and these of its trainers are there."""
+
+    found: tuple[Found, ...]
+    lost: tuple[str, ...] = ()
+    """Workers that are not there any more, or not with the job's trainer."""
+    world_size: int = 0
+    """Ranks of the newest generation when it was formed."""
+    is_ready: bool = False
+    """Whether all of them had stepped in it."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Tick:
     """Time has passed."""
 
@@ -209,5 +240,6 @@ Stimulus = (
     | PauseAsked
     | ResumeAsked
     | StopAsked
+    | TrainersFound
     | Tick
 )

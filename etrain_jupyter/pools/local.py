@@ -1,8 +1,8 @@
 """The embedded pool: processes on this machine, detached from the kernel that started them.
 
 ``LocalPool().up()`` finds the cluster of this user and Python environment or starts it. Everything
-here runs in the kernel (or in any other process) and owns nothing: the head process owns the
-cluster, see ``local_head``.
+here runs in the kernel (or in any other process) and owns nothing: the keeper process owns the
+cluster, see ``local_keeper``; the scheduler under it is another process, see ``local_head``.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class LocalPool:
     def _address(self) -> SchedulerAddress:
         """Return where the cluster is, without starting one and without asking it."""
         for cluster in filter(self._is_ours, cluster_dirs()):
-            record = cluster.record()
+            record = _serving_record(cluster)
             if record is not None and record.is_alive:
                 return cluster.address(record)
         raise PoolError(
@@ -139,7 +139,7 @@ class LocalPool:
 
     def _find(self) -> SchedulerAddress | None:
         for cluster in filter(self._is_ours, cluster_dirs()):
-            record = cluster.record()
+            record = _serving_record(cluster)
             if record is not None and record.is_alive and _answers(cluster, record):
                 return cluster.address(record)
         return None
@@ -221,6 +221,17 @@ async def _exchange(
             await scheduler.close_rpc()
 
 
+def _serving_record(cluster: ClusterDir) -> ClusterRecord | None:
+    """Return a cluster's record; if its scheduler has died, once another one serves."""
+
+    def is_complete() -> bool:
+        record = cluster.record()
+        return record is None or record.is_serving or not record.is_alive
+
+    wait_until(is_complete, timeout_s=ANSWER_S)
+    return cluster.record()
+
+
 def _answers(cluster: ClusterDir, record: ClusterRecord) -> bool:
     """Tell whether a cluster is there for us, and make it stay for its idle time.
 
@@ -244,7 +255,7 @@ def _start_cluster(root: Path, settings: LocalSettings, lock_fd: int) -> Schedul
     try:
         with os.fdopen(read_fd, "rb", buffering=0) as pipe:
             with os.fdopen(write_fd, "wb", buffering=0):
-                _spawn_head(cluster, lock_fd, write_fd)
+                _spawn_keeper(cluster, lock_fd, write_fd)
             # We need it in a moment to talk to the head, which is loading it as well just now.
             import distributed  # noqa: F401
 
@@ -261,10 +272,10 @@ def _start_cluster(root: Path, settings: LocalSettings, lock_fd: int) -> Schedul
         raise
 
 
-def _spawn_head(cluster: ClusterDir, lock_fd: int, ready_fd: int) -> None:
-    """Start the head, which detaches itself: no signal to the kernel's group reaches it."""
+def _spawn_keeper(cluster: ClusterDir, lock_fd: int, ready_fd: int) -> None:
+    """Start the keeper, which detaches itself: no signal to the kernel's group reaches it."""
     # -P: a file of the notebook's folder must not hide a module.
-    command = [sys.executable, "-P", "-m", "etrain_jupyter.pools.local_head", str(cluster.path)]
+    command = [sys.executable, "-P", "-m", "etrain_jupyter.pools.local_keeper", str(cluster.path)]
     log = os.open(cluster.log("head"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     try:
         launched = subprocess.Popen(

@@ -1,8 +1,8 @@
 """The head of a local cluster: ``python -m etrain_jupyter.pools.local_head STATE_DIR``.
 
-Detached from the kernel: one process with the Dask scheduler, the coordinator in it, and the worker
-processes under it. It ends by itself when no job has been there for a while, and takes everything
-with it. It imports no torch.
+Started by the keeper: one process with the Dask scheduler and the coordinator in it, which starts
+and ends the workers. It ends by itself when no job has been there for a while, and the cluster with
+it. If it dies, the keeper starts another one, which adopts the workers. It imports no torch.
 """
 
 from __future__ import annotations
@@ -10,15 +10,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from etrain_jupyter.pools.lifeline import die_with_parent
 from etrain_jupyter.pools.local_nodes import (
     LocalNodes,
     Slot,
@@ -29,12 +33,13 @@ from etrain_jupyter.pools.local_nodes import (
 from etrain_jupyter.pools.local_worker import load_factory, log_to_stderr
 from etrain_jupyter.pools.state_dir import (
     READY,
+    START_FAILED,
     ClusterDir,
     environment_key,
-    kill_processes_of,
-    remove_start_lock,
     start_lock,
+    write_private,
 )
+from etrain_jupyter.pools.survivors import WorkerRecords
 from etrain_jupyter.pools.tls import (
     check_listen,
     configure_dask,
@@ -52,16 +57,32 @@ WORKERS_END_S = 4.0
 """How long workers may take to end gently when the cluster goes down."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Life:
+    """One of the schedulers that a cluster has had, one after the other."""
+
+    keeper: int
+    """The keeper's process id."""
+    lifeline: int
+    """The pipe that workers get from us."""
+    number: int = 1
+    died_at: float = 0.0
+    """When the one before died, in seconds since the epoch; 0.0 for the first."""
+
+
 class Head:
     """The scheduler of a local cluster and what belongs to it.
 
     Args:
         cluster: Its folder.
         slots: Room for workers.
+        life: Which of the cluster's schedulers it is.
     """
 
-    def __init__(self, cluster: ClusterDir, slots: list[Slot]) -> None:
+    def __init__(self, cluster: ClusterDir, slots: list[Slot], life: Life) -> None:
         self._cluster = cluster
+        self._life = life
+        self._records = WorkerRecords(cluster)
         self._settings = cluster.settings()
         self._stop = asyncio.Event()
         self._touched_at = time.monotonic()
@@ -70,6 +91,12 @@ class Head:
             self._spawn,
             is_connected=lambda name: name in self.scheduler.aliases,
             linger_s=self._settings.linger_s,
+            on_end=self._records.remove,
+        )
+        self.nodes.adopt(
+            self._records.survivors(),
+            num_named=self._records.num_named(),
+            num_held=self._records.num_held(),
         )
         self.coordinator = load_factory(self._settings.coordinator)(
             self.nodes, cluster_id=cluster.cluster_id, on_shutdown=self._stop.set
@@ -83,7 +110,10 @@ class Head:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGCHLD, self.nodes.reap)
         loop.add_signal_handler(signal.SIGTERM, self._stop.set)
-        await self.scheduler
+        # Before anybody can ask for a job that the scheduler before had.
+        if hasattr(self.coordinator, "recall"):
+            self.coordinator.register(self.scheduler)
+            self.coordinator.recall(self._cluster.jobs, died_at=self._life.died_at)
         self.scheduler.handlers |= {
             "etrain_pool_touch": self._touch,
             "etrain_pool_want": self._want,
@@ -91,7 +121,10 @@ class Head:
             "etrain_pool_release": self._release,
             "etrain_pool_kill": self._kill,
         }
-        self._cluster.publish(self.scheduler.address)
+        await self.scheduler
+        self._cluster.publish(
+            self.scheduler.address, keeper=self._life.keeper, num_lives=self._life.number
+        )
         logger.info("cluster %s serves at %s", self._cluster.cluster_id, self.scheduler.address)
 
     async def serve(self) -> None:
@@ -99,6 +132,7 @@ class Head:
         while not (self._stop.is_set() or self._is_closed() or self._is_idle()):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), min(1.0, self._settings.idle_s / 4))
+            self.nodes.reap()
 
     async def close(self) -> None:
         """End the workers, then the scheduler."""
@@ -114,12 +148,29 @@ class Head:
         check_listen(HOST, security)
         return without_http(Scheduler)(
             host=HOST,
-            port=0,
+            port=self._port(),
             protocol="tls",
             security=security,
             dashboard=False,
             plugins=[self.coordinator],
         )
+
+    def _port(self) -> int:
+        """Return where the scheduler before listened, if that is free; else any port will do.
+
+        Kernels and workers find a new address by themselves, but sooner an old one.
+        """
+        record = self._cluster.record()
+        if record is None:
+            return 0
+        port = int(record.address.rpartition(":")[2])
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((HOST, port))
+            except OSError:
+                return 0
+        return port
 
     def _is_closed(self) -> bool:
         """Tell whether somebody closed the scheduler through Dask itself."""
@@ -145,14 +196,14 @@ class Head:
             "name": name,
             "device": slot.device,
             "supervisor": self._settings.supervisor,
-            "parent": str(os.getpid()),
+            "num-lives": str(self._life.number),
         }
         words = [word for key, value in options.items() for word in (f"--{key}", value)]
         log = os.open(self._cluster.log(name), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
-            return subprocess.Popen(
+            worker = subprocess.Popen(
                 [*command, str(self._cluster.path), *words],
-                stdin=subprocess.PIPE,
+                stdin=self._life.lifeline,
                 stdout=log,
                 stderr=log,
                 env=os.environ | slot.environment,
@@ -160,6 +211,8 @@ class Head:
             )
         finally:
             os.close(log)
+        self._records.add(name, slot=slot.index, pid=worker.pid)
+        return worker
 
     # --- what the kernel may call ---
 
@@ -168,6 +221,7 @@ class Head:
         return {"cluster_id": self._cluster.cluster_id, "pid": os.getpid()}
 
     async def _want(self, count: int, reason: str = "") -> dict[str, Any]:
+        self._records.note_held(count)
         self.nodes.hold(count, reason=reason)
         return {}
 
@@ -183,42 +237,24 @@ class Head:
         return {}
 
 
-async def run_head(cluster: ClusterDir, slots: list[Slot], lock_fd: int, ready_fd: int) -> None:
-    """Start, tell the launcher, serve, and end."""
-    head = Head(cluster, slots)
+async def run_head(cluster: ClusterDir, life: Life, lock_fd: int, ready_fd: int) -> None:
+    """Start, tell the launcher, serve, and end; the keeper removes what is left."""
+    head = Head(cluster, open_slots(cluster), life)
     try:
         await head.start()
-        os.close(lock_fd)
-        tell_launcher(ready_fd, READY)
+        if lock_fd >= 0:
+            os.close(lock_fd)
+            tell_launcher(ready_fd, READY)
         await head.serve()
-        await end_cluster(head, cluster)
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(TimeoutError):  # else another cluster is starting
+                root = cluster.path.parent
+                stack.enter_context(start_lock(root, environment_key(), timeout_s=1.0))
+            await head.close()
     except BaseException:
-        await head.nodes.close(grace_s=0)
+        if not cluster.is_published():  # else the next head adopts them
+            await head.nodes.close(grace_s=0)
         raise
-
-
-async def end_cluster(head: Head, cluster: ClusterDir) -> None:
-    """End everything under the head and remove the cluster's folder.
-
-    Whoever wants a cluster meanwhile waits for the lock, until this one is gone.
-    """
-    root, key = cluster.path.parent, environment_key()
-    with contextlib.ExitStack() as stack:
-        try:
-            stack.enter_context(start_lock(root, key, timeout_s=1.0))
-            stack.callback(remove_start_lock, root, key)
-        except TimeoutError:
-            logger.warning("another cluster is starting; this one ends beside it")
-        await end_all(head, cluster)
-
-
-async def end_all(head: Head, cluster: ClusterDir) -> None:
-    """End the processes, then remove the folder."""
-    await head.close()
-    # Trainers end with their workers; what user code has started may not.
-    kill_processes_of(cluster.cluster_id)
-    logger.info("cluster %s has ended", cluster.cluster_id)
-    cluster.remove()
 
 
 def tell_launcher(ready_fd: int, words: bytes) -> None:
@@ -235,44 +271,56 @@ def root_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".replace("\n", " ")
 
 
-def detach() -> None:
-    """Go on in a child of init: the kernel need not reap us, nor can its end reach us."""
-    if os.fork():
-        os._exit(0)
-    # The launcher has made the session; a hang-up or an interrupt could only come from a mistake. A
-    # handler that does nothing is not inherited by workers, unlike SIG_IGN.
-    for number in (signal.SIGHUP, signal.SIGINT):
-        signal.signal(number, lambda *_: None)
-
-
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
-    """Read what the launcher gave."""
+    """Read what the keeper gave."""
     parser = argparse.ArgumentParser(prog="etrain-local-head")
     parser.add_argument("state_dir", type=Path)
-    parser.add_argument("--lock-fd", type=int, required=True, help="open file that holds the lock")
-    parser.add_argument("--ready-fd", type=int, required=True, help="pipe to the launcher")
+    parser.add_argument("--lock-fd", type=int, default=-1, help="open file that holds the lock")
+    parser.add_argument("--ready-fd", type=int, default=-1, help="pipe to the launcher")
+    parser.add_argument("--keeper", type=int, required=True, help="process id of the keeper")
+    parser.add_argument("--num-lives", type=int, default=1, help="how many heads, with this one")
+    parser.add_argument("--died-at", type=float, default=0.0, help="when the last one died")
     return parser.parse_args(words)
 
 
+def open_slots(cluster: ClusterDir) -> list[Slot]:
+    """Return the room for workers, as the first head of the cluster found it."""
+    path = cluster.path / "slots.json"
+    if path.exists():
+        return [Slot(**facts) for facts in json.loads(path.read_text())]
+    # The driver takes its time; meanwhile we mint.
+    query = start_gpu_query()
+    write_certificates(cluster.tls, mint_certificates(cluster.cluster_id))
+    gpus = finish_gpu_query(query, timeout_s=GPU_QUERY_S)
+    slots = make_slots(gpus, max_cpu_slots=cluster.settings().max_cpu_slots)
+    write_private(path, json.dumps([asdict(slot) for slot in slots]))
+    return slots
+
+
 def main() -> None:
-    """Run the head until its cluster has ended."""
+    """Run the head until its cluster ends."""
     arguments = parse_arguments()
     cluster = ClusterDir(arguments.state_dir)
-    detach()
+    lifeline = die_with_parent(arguments.keeper)
+    # Signals to the keeper's group are for the keeper; see ``local_keeper.detach``.
+    for number in (signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
     log_to_stderr()
-    # The driver takes its time; meanwhile we import and mint.
-    query = start_gpu_query()
     code = 0
     try:
         configure_dask(cluster.scratch)
-        write_certificates(cluster.tls, mint_certificates(cluster.cluster_id))
-        gpus = finish_gpu_query(query, timeout_s=GPU_QUERY_S)
-        slots = make_slots(gpus, max_cpu_slots=cluster.settings().max_cpu_slots)
-        asyncio.run(run_head(cluster, slots, arguments.lock_fd, arguments.ready_fd))
+        life = Life(
+            keeper=arguments.keeper,
+            lifeline=lifeline,
+            number=arguments.num_lives,
+            died_at=arguments.died_at,
+        )
+        asyncio.run(run_head(cluster, life, arguments.lock_fd, arguments.ready_fd))
     except BaseException as error:
         logger.exception("the head of cluster %s failed", cluster.cluster_id)
-        tell_launcher(arguments.ready_fd, f"{root_of(error)}\n".encode())
-        code = 1
+        if arguments.ready_fd >= 0:
+            tell_launcher(arguments.ready_fd, f"{root_of(error)}\n".encode())
+        code = START_FAILED if not cluster.is_published() else 1
     logging.shutdown()
     os._exit(code)
 

@@ -1,10 +1,10 @@
 """The worker processes of a local cluster: slots, spawning, respawning, ending.
 
-Runs in the head, on its event loop.
+Runs in the scheduler's process, on its event loop.
 
 One worker process a slot. Each leads a process group of its own, so that whatever it leaves behind
-can be ended with it, and reads from a pipe that the head never writes to: its end tells the worker
-that the head is gone.
+can be ended with it, and reads from the keeper's lifeline. It does not end with the scheduler that
+has started it: the next one adopts it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from etrain_jupyter.pools.survivors import AdoptedProcess, Survivor
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +52,7 @@ class WorkerProcess:
 
     name: str
     slot: Slot
-    popen: subprocess.Popen[bytes]
+    popen: subprocess.Popen[bytes] | AdoptedProcess
     started_at: float
     """By the monotonic clock."""
     is_draining: bool = False
@@ -67,6 +69,7 @@ class LocalNodes:
         is_connected: Tells whether the scheduler knows a worker.
         is_busy: Tells whether a job uses a worker; None if nobody knows.
         linger_s: How long workers that nobody wants are kept.
+        on_end: Called with the name of a worker that has ended.
     """
 
     def __init__(
@@ -77,7 +80,9 @@ class LocalNodes:
         is_connected: Callable[[str], bool],
         is_busy: Callable[[str], bool] | None = None,
         linger_s: float = 60.0,
+        on_end: Callable[[str], None] = lambda name: None,
     ) -> None:
+        self._on_end = on_end
         self._slots = tuple(slots)
         self._spawn = spawn
         self._is_connected = is_connected
@@ -91,6 +96,28 @@ class LocalNodes:
         self._retry_at = 0.0
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._is_closing = False
+
+    def adopt(self, survivors: Sequence[Survivor], *, num_named: int, num_held: int = 0) -> None:
+        """Take over the workers of the scheduler before; before anything is wanted.
+
+        Args:
+            survivors: Those that still run.
+            num_named: The highest number that a worker ever had.
+            num_held: How many were held whatever the jobs want.
+        """
+        self._held = num_held
+        self._num_named = max(self._num_named, num_named)
+        slots = {slot.index: slot for slot in self._slots}
+        for one in survivors:
+            if one.slot in slots:
+                self._processes[one.name] = WorkerProcess(
+                    name=one.name,
+                    slot=slots[one.slot],
+                    popen=AdoptedProcess(one.pid, one.stamp),
+                    started_at=time.monotonic(),
+                )
+                logger.info("worker %s, process %d, was adopted", one.name, one.pid)
+        self._wanted = len(self._processes)
 
     def want(self, count: int, *, reason: str) -> None:
         """Keep ``count`` workers for the jobs, as far as there are slots."""
@@ -144,7 +171,10 @@ class LocalNodes:
             _signal(process.popen, signal.SIGKILL)
 
     def reap(self) -> None:
-        """Take note of workers that have ended; called whenever a child of the head has."""
+        """Take note of workers that have ended.
+
+        Called whenever a child has, and often: of an adopted one's end no signal tells.
+        """
         for process in list(self._processes.values()):
             if process.popen.poll() is not None:
                 self._forget(process)
@@ -221,6 +251,7 @@ class LocalNodes:
     def _forget(self, process: WorkerProcess) -> None:
         """Drop an ended worker, end what it left, and decide when the next one may start."""
         del self._processes[process.name]
+        self._on_end(process.name)
         self._cancel(f"kill {process.name}")
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.popen.pid, signal.SIGKILL)
@@ -265,7 +296,7 @@ def back_off_s(num_failures: int) -> float:
     return min(MAX_BACK_OFF_S, FIRST_BACK_OFF_S * 2.0 ** min(num_failures - 2, 10))
 
 
-def _signal(popen: subprocess.Popen[bytes], number: signal.Signals) -> None:
+def _signal(popen: subprocess.Popen[bytes] | AdoptedProcess, number: signal.Signals) -> None:
     # Popen checks for itself whether the process is still its own.
     with contextlib.suppress(ProcessLookupError):
         popen.send_signal(number)

@@ -1,14 +1,18 @@
-"""The state directory: a folder a cluster, the record of its head process, a lock.
+"""The state directory: a folder a cluster, the record of its processes, a lock.
 
 ::
 
     $ETRAIN_STATE, or $XDG_RUNTIME_DIR/etrain, or ~/.local/state/etrain       0700
     ├── start-4f0c21.lock        held while a cluster of this Python environment starts or ends
-    └── local-4f0c21-9ab2c3/     0700; removed by the head when it ends
+    └── local-4f0c21-9ab2c3/     0700; removed by the keeper when it ends
         ├── settings.json        how the cluster was asked to be
         ├── cluster.json         written last, when the scheduler listens; removed first
+        ├── slots.json           room for workers, as the first scheduler found it
+        ├── workers/             a file a worker process: who it is
+        ├── held                 how many workers somebody keeps whatever the jobs need
+        ├── jobs/                a folder a job that has not ended: what the next scheduler needs
         ├── tls/                 certificates, 0600
-        ├── logs/                head.log, and one file a worker
+        ├── logs/                head.log (keeper and scheduler), and one file a worker
         └── scratch/             Dask's own folders
 
 A process is named by its id *and* its start, because ids are reused.
@@ -43,6 +47,10 @@ MARKER = "ETRAIN_CLUSTER_ID"
 
 READY = b"ready\n"
 """What a head writes to its launcher when it serves; anything else is why it does not."""
+
+
+START_FAILED = 3
+"""Exit code of a head that has never served."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +95,7 @@ class ClusterRecord:
     cluster_id: str
     address: str
     pid: int
-    """The head process."""
+    """The keeper's process: the cluster lives as long as that one."""
     stamp: str
     """Its start, see ``stamp_of``."""
     host: str
@@ -95,16 +103,26 @@ class ClusterRecord:
     version: str
     started_at: float
     """Seconds since the epoch."""
+    scheduler_pid: int = 0
+    """The process that listens; another one takes its place if it dies."""
+    scheduler_stamp: str = ""
+    num_lives: int = 1
+    """How many schedulers there have been."""
 
     @property
     def is_here(self) -> bool:
-        """Whether its head was started on this machine: a home folder may be shared by many."""
+        """Whether its keeper was started on this machine: a home folder may be shared by many."""
         return self.host == platform.node()
 
     @property
     def is_alive(self) -> bool:
-        """Whether its head runs, on this machine."""
+        """Whether its keeper runs, on this machine."""
         return self.is_here and stamp_of(self.pid) == self.stamp
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether its scheduler runs; if only the keeper does, another one is about to."""
+        return self.is_alive and stamp_of(self.scheduler_pid) == self.scheduler_stamp
 
 
 @dataclass(frozen=True)
@@ -128,8 +146,13 @@ class ClusterDir:
         """Dask's own folders."""
         return self.path / "scratch"
 
+    @property
+    def jobs(self) -> Path:
+        """What the next scheduler has to know of the jobs."""
+        return self.path / "jobs"
+
     def log(self, name: str) -> Path:
-        """Log of ``head`` or of a worker."""
+        """Log of the ``head`` (keeper and scheduler) or of a worker."""
         return self.path / "logs" / f"{name}.log"
 
     @classmethod
@@ -153,13 +176,23 @@ class ClusterDir:
         except (OSError, ValueError, TypeError):
             return None
 
-    def publish(self, address: str) -> None:
-        """Record this process as the head: from now on the cluster can be found."""
+    def publish(self, address: str, *, keeper: int | None = None, num_lives: int = 1) -> None:
+        """Record this process as the scheduler: from now on the cluster can be found.
+
+        Args:
+            address: Where it listens.
+            keeper: The process that keeps the cluster; None if this one does itself.
+            num_lives: How many schedulers there have been, with this one.
+        """
+        keeper = keeper or os.getpid()
         record = ClusterRecord(
             cluster_id=self.cluster_id,
             address=address,
-            pid=os.getpid(),
-            stamp=stamp_of(os.getpid()) or "",
+            pid=keeper,
+            stamp=stamp_of(keeper) or "",
+            scheduler_pid=os.getpid(),
+            scheduler_stamp=stamp_of(os.getpid()) or "",
+            num_lives=num_lives,
             host=platform.node(),
             python=sys.executable,
             version=package_version(),

@@ -91,6 +91,57 @@ async def test_failed_checkpoint_is_told_with_its_error(rig):
     assert "could not be written (no space)" in rig.job.state.reason
 
 
+# --- how often auto saves ---
+
+
+def saved_after(rig: Rig, worker: str, step: int, *, stall_s: float) -> None:
+    record = {"step": step, "manifest": "m", "size_bytes": 1, "duration_s": 0.5}
+    rig.tell(
+        worker,
+        "checkpoint_committed",
+        record={**record, "stall_s": stall_s, "slowed_s": 0.0},
+    )
+
+
+async def test_ranks_are_told_how_often_to_save_once_a_checkpoint_has_told_what_one_costs(rig):
+    await rig.start("w1", "w2")
+    assert rig.told("w1", "form")[-1]["pace"] == {}
+    rig.commit("w1", 1, 2)
+    saved_after(rig, "w1", 1, stall_s=0.1)
+    [chosen] = rig.events(events.CheckpointIntervalChosen)
+    assert chosen.cost_s == pytest.approx(0.1)
+    assert "one costs 100 ms of training" in chosen.reason
+    for worker in ("w1", "w2"):
+        assert [m["interval_s"] for m in rig.told(worker, "pace")] == [chosen.interval_s]
+    saved_after(rig, "w1", 2, stall_s=0.11)
+    assert len(rig.events(events.CheckpointIntervalChosen)) == 1  # much the same
+
+
+async def test_next_rank_0_is_told_the_interval_and_how_old_the_newest_checkpoint_is(rig):
+    await rig.start("w1", "w2")
+    rig.commit("w1", 1)
+    saved_after(rig, "w1", 1, stall_s=0.1)
+    rig.tell("w1", "exited", cause="SIGKILL")
+    rig.report("w2", 1)
+    chosen = rig.events(events.CheckpointIntervalChosen)[0]
+    pace = rig.told("w2", "form")[-1]["pace"]
+    assert pace["interval_s"] == chosen.interval_s
+    assert 0.5 <= pace["age_s"] < 60
+
+
+async def test_interval_that_the_cell_gives_is_left_alone(rig, monkeypatch):
+    monkeypatch.setattr(type(await started(rig)), "is_paced", False)
+    rig.commit("w1", 1)
+    saved_after(rig, "w1", 1, stall_s=0.1)
+    assert not rig.events(events.CheckpointIntervalChosen)
+    assert not rig.told("w1", "pace")
+
+
+async def started(rig: Rig):
+    await rig.start("w1")
+    return rig.job.order
+
+
 # --- those that were given up ---
 
 

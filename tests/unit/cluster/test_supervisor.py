@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import itertools
 import signal
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 
 from etrain_jupyter.cluster import supervisor as supervisor_module
+from etrain_jupyter.cluster.outbox import Outbox
 from etrain_jupyter.cluster.supervisor import Supervisor
 from etrain_jupyter.ranks.control.progress import TrainerProgress
 
@@ -19,10 +22,10 @@ class FakeTrainer:
 
     made: list[FakeTrainer]
 
-    def __init__(self, *, on_message: Any, on_exit: Any) -> None:
+    def __init__(self, *, on_message: Any, on_exit: Any, may_read: Any = None) -> None:
         self.name, self.pid = "", 4000 + len(self.made)
         self.did: list[Any] = []
-        self._on_exit = on_exit
+        self._on_message, self._on_exit, self.may_read = on_message, on_exit, may_read
         self._ended = asyncio.Event()
         self.seen = TrainerProgress(
             generation=1, step=4, collectives=9, beats=7, phase="computing", alive_age_s=0.1
@@ -46,6 +49,9 @@ class FakeTrainer:
 
     async def tell_stacks(self) -> None:
         self.did.append("stacks")
+
+    def say(self, level: str, text: str) -> None:
+        self.did.append(f"{level}: {text}")
 
     def kill(self, why: str = "") -> None:
         self.did.append(f"killed: {why}")
@@ -101,7 +107,7 @@ async def rig(monkeypatch):
 async def test_beats_tell_how_far_the_trainers_are(rig):
     assert rig.said("supervisor") == [
         {"op": "supervisor", "device": "cpu", "pid": rig.said("supervisor")[0]["pid"]}
-        | {"incarnation": 0}
+        | {"incarnation": 0, "trainers": {}}
     ]
     trainer = await rig.start("j/w1/1")
     await rig.until(lambda: rig.said("beat")[-1]["trainers"])
@@ -123,7 +129,8 @@ async def test_stacks_are_told_before_the_kill_if_that_is_wanted(rig):
     rig.order("kill", trainer="a", why="no progress", stacks=True)
     await rig.until(lambda: rig.said("exited"))
     assert trainer.did == ["start", "stacks", "stacks", "killed: no progress"]
-    assert rig.said("exited") == [{"op": "exited", "trainer": "a", "cause": "no progress"}]
+    [exited] = rig.said("exited")
+    assert (exited["trainer"], exited["cause"]) == ("a", "no progress")
 
 
 async def test_faults_come_as_signals_or_by_the_trainer_itself(rig):
@@ -155,3 +162,62 @@ async def test_order_for_a_trainer_that_is_gone_is_dropped(rig):
     rig.order("kill", trainer="nobody", why="", stacks=True)
     rig.order("tell", trainer="nobody", message={"op": "release"})
     rig.order("fault", trainer="nobody", kind="kill")
+
+
+async def test_released_trainer_may_go_on_as_long_as_its_checkpoint_does(rig, monkeypatch):
+    monkeypatch.setattr(supervisor_module, "RELEASE_TIMEOUT_S", 0.02)
+    trainer = await rig.start("j/w1/1")
+    looks = 0
+
+    def progress() -> TrainerProgress | None:
+        nonlocal looks
+        looks += 1
+        beats = min(looks, 20)  # then it writes no more
+        return dataclasses.replace(trainer.seen, beats=beats)
+
+    trainer.progress = progress
+    rig.order("tell", trainer=trainer.name, message={"op": "release"})
+    await rig.until(lambda: "killed: it did not end when released" in trainer.did)
+    assert looks > 20
+    assert "warning: it did not end when released: what it was saving is lost" in trainer.did
+
+
+async def test_released_trainer_that_never_ends_is_killed_although_it_gives_signs(rig, monkeypatch):
+    monkeypatch.setattr(supervisor_module, "RELEASE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(supervisor_module, "RELEASE_LIMIT_S", 0.1)
+    trainer = await rig.start("j/w1/1")
+    beats = itertools.count()
+    trainer.progress = lambda: dataclasses.replace(trainer.seen, beats=next(beats))
+    rig.order("tell", trainer=trainer.name, message={"op": "release"})
+    await rig.until(lambda: "killed: it did not end when released" in trainer.did)
+
+
+async def test_trainers_outlive_a_scheduler_and_what_it_missed_is_told_to_the_next(rig):
+    supervisor = rig.supervisor
+    supervisor.outlives_scheduler = True
+    trainer = await rig.start("j/w1/1")
+    message = {"op": "form", "generation": 3}
+    rig.order("tell", trainer="j/w1/1", message=message)
+    rig.order("ack", n=rig.said("started")[0]["n"])
+    await supervisor.teardown(rig.worker)
+    trainer._on_message(trainer, {"op": "steps", "generation": 3, "records": []})
+    assert rig.said("steps") == []
+    assert not any(str(did).startswith("killed") for did in trainer.did)
+
+    after = Rig()
+    await supervisor.setup(after.worker)
+    assert [m["op"] for m in after.reports[:2]] == ["supervisor", "steps"]
+    standing = after.reports[0]["trainers"]["j/w1/1"]
+    assert (standing["generation"], standing["left"]) == (3, None)
+    supervisor.outlives_scheduler = False
+
+
+async def test_trainers_are_not_read_while_too_much_is_unheard(rig):
+    rig.supervisor._outbox = Outbox(most=3)
+    trainer = await rig.start("a")
+    for number in range(2):
+        trainer._on_message(trainer, {"op": "log", "level": "info", "text": str(number)})
+    assert not trainer.may_read.is_set()
+    rig.order("ack", n=2)
+    assert trainer.may_read.is_set()
+    assert [m["text"] for m in rig.said("log")] == ["0", "1"]

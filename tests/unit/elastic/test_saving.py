@@ -72,6 +72,22 @@ def test_half_of_a_short_notice_is_kept_for_the_checkpoint():
     assert story.wait(0.2).found(c.AnnounceChange)
 
 
+def test_notice_leaves_as_much_time_as_checkpoints_have_taken_lately():
+    story = Story().start("w1")
+    for step, duration_s in ((1, 50.0), (2, 10.0)):
+        told = s.CheckpointSaved(step=step, duration_s=duration_s)
+        story.tell(told)
+    notice(story, "w1", seconds=120).wait(58)
+    assert not story.found(c.AnnounceChange)
+    assert story.wait(3).found(c.AnnounceChange)  # 1.5 x 0.8 x 50 s before the end
+
+
+def test_notice_that_is_shorter_than_a_checkpoint_takes_is_used_from_its_beginning():
+    story = Story().start("w1").tell(s.CheckpointSaved(step=1, duration_s=300.0))
+    notice(story, "w1", seconds=120)
+    assert story.found(c.AnnounceChange, ever=True)
+
+
 def test_newcomer_that_is_warm_in_time_takes_over_and_nobody_waits_for_a_checkpoint():
     story = notice(Story().start("w1"), "w1").tell(s.WorkersAssigned(workers=("w2",)))
     story.wait(91).warm("w2").report("w1", step=7)

@@ -26,6 +26,7 @@ from etrain_jupyter.pools.state_dir import (
     stamp_of,
     start_lock,
     state_root,
+    wait_until,
 )
 
 
@@ -141,6 +142,8 @@ def test_processes_are_found_by_their_mark_wherever_they_hang() -> None:
         ["sleep", "60"], env=os.environ | {MARKER: mark}, start_new_session=True
     )
 
+    # Until it has become the other program, it has this one's environment.
+    wait_until(lambda: bool(processes_of(mark)), timeout_s=10)
     assert [process.pid for process in processes_of(mark)] == [child.pid]
     assert kill_processes_of(mark) == []
     assert child.wait(5) == -9

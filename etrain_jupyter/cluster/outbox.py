@@ -1,0 +1,89 @@
+"""What a supervisor has said and no coordinator has taken in: kept, and said again to the next one.
+
+A coordinator that dies may have taken in what it could not acknowledge any more; the next one knows
+from its predecessor's notes how far that was. So nothing is lost, and nothing counts twice.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from etrain_jupyter.ranks.control.channel import Message
+
+MOST_UNHEARD = 20_000
+"""Messages that are kept. Beyond that nobody reads what trainers say, so that they wait."""
+
+
+class Outbox:
+    """Numbers messages and keeps them until they are acknowledged."""
+
+    def __init__(self, most: int = MOST_UNHEARD) -> None:
+        self._most = most
+        self._newest = 0
+        self._unheard: deque[Message] = deque()
+
+    @property
+    def newest(self) -> int:
+        """The number of the newest message; 0 before the first."""
+        return self._newest
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no more should be said for now; what is said all the same is kept, too."""
+        return len(self._unheard) >= self._most
+
+    def put(self, message: Message) -> Message:
+        """Return the message with its number, and keep it."""
+        self._newest += 1
+        numbered = {**message, "n": self._newest}
+        self._unheard.append(numbered)
+        return numbered
+
+    def acknowledge(self, number: int) -> None:
+        """Forget what was taken in: all messages up to this one."""
+        while self._unheard and self._unheard[0]["n"] <= number:
+            self._unheard.popleft()
+
+    def unheard(self) -> list[Message]:
+        """Return what nobody has acknowledged, in order."""
+        return list(self._unheard)
+
+
+@dataclass
+class Standing:
+    """What the next coordinator has to know of a trainer, from what it was told and has said."""
+
+    started_at: float
+    pid: int = 0
+    generation: int = 0
+    """The newest that it was told to form; 0 if none."""
+    hello: Message | None = None
+    """What it said when it was warm."""
+    left: Message | None = None
+    """What it said when it left that generation, or why the notebook's code failed in it."""
+    progress: tuple[int, int] = (-1, 0)
+    """As it said then."""
+    ended_with: int = 0
+    """The number of the message that it has ended; 0 while it lives."""
+
+    def hear_order(self, message: Message) -> None:
+        """Take note of what it is told."""
+        if message["op"] == "form":
+            self.generation, self.left = message["generation"], None
+
+    def hear_report(self, message: Message) -> None:
+        """Take note of what it says."""
+        op = message["op"]
+        if op == "hello":
+            self.hello = message
+        elif op == "report" or (op == "user_error" and message["generation"]):
+            self.left = message
+            self.progress = tuple(message["progress"])
+        elif op == "user_error":
+            self.left = message
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as a message has it."""
+        return asdict(self)

@@ -1,0 +1,311 @@
+"""A scheduler that is killed is brought back, and the job goes on: with real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from etrain_jupyter.events.log import read_events
+from etrain_jupyter.events.types import (
+    CheckpointCommitted,
+    GenerationFormed,
+    JobRestored,
+    SchedulerRestarted,
+    StepCompleted,
+    WeightsHashed,
+    WorkerLost,
+)
+from etrain_jupyter.job.training_job import TrainingJob
+from etrain_jupyter.pools.base import Leftovers
+from etrain_jupyter.pools.local import LocalPool
+from etrain_jupyter.pools.state_dir import ClusterRecord, cluster_dirs
+from etrain_jupyter.runs.chain import Chain
+from etrain_jupyter.runs.local_copy import LogCopy
+from etrain_jupyter.runs.objects import RunObjects
+from etrain_jupyter.testing.invariants import assert_invariants
+from etrain_jupyter.testing.s3_server import S3Server
+from tests.integration.conftest import PATIENCE_S, until
+
+pytestmark = pytest.mark.slow
+
+SLOW = Path(tempfile.mkdtemp()) / "slow"
+"""While this file is there, steps take time, but leave the processor to the others."""
+
+Submit = Callable[..., TrainingJob]
+
+
+def make_data() -> TensorDataset:
+    x = torch.randn(64, 8, generator=torch.Generator().manual_seed(3))
+    return TensorDataset(x, (x.sum(1) > 0).long())
+
+
+def slow_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    if SLOW.exists():
+        time.sleep(0.03)
+    return F.cross_entropy(output, target)
+
+
+def body(**changes: Any) -> dict[str, Any]:
+    return {
+        "model": lambda: nn.Linear(8, 2),
+        "data": {"train": make_data, "eval": make_data},
+        "loss": slow_loss,
+        "optimizer": {"name": "AdamW", "lr": 0.01},
+        "batch": {"global": 16},
+        "epochs": 100,
+        "workers": {"min": 1, "max": 2},
+        "checkpoint": {"every": "20 steps"},
+        "reproducible": True,
+        **changes,
+    }
+
+
+@pytest.fixture(autouse=True)
+def slow(runs: Path) -> Iterator[None]:
+    """Let steps be slow until a test lets its job finish, and give each a cluster of its own.
+
+    The keeper gives up a cluster whose scheduler dies five times in a minute.
+    """
+    SLOW.touch()
+    yield
+    SLOW.unlink(missing_ok=True)
+    assert LocalPool().down() == Leftovers()
+
+
+def record() -> ClusterRecord:
+    [cluster] = cluster_dirs()
+    found = cluster.record()
+    assert found is not None
+    return found
+
+
+def kill_scheduler() -> None:
+    """Kill the scheduler and wait until another one serves."""
+    before = record()
+    os.kill(before.scheduler_pid, signal.SIGKILL)
+    until(lambda: record().num_lives > before.num_lives, "another scheduler")
+    assert record().pid == before.pid, "the keeper is the same"
+
+
+def found(job: TrainingJob, kind: type) -> list[Any]:
+    return [event for event in job.events() if isinstance(event, kind)]
+
+
+def run(submit: Submit, **changes: Any) -> TrainingJob:
+    """Submit a job and wait until two workers train it."""
+    job = submit(**body(**changes))
+    until(lambda: job.world_size == 2 and job.step >= 10, "ten steps on two workers")
+    return job
+
+
+def goes_on(job: TrainingJob, num_restarts: int = 1) -> None:
+    """Wait until a job that has outlived its scheduler steps on."""
+    until(lambda: len(found(job, SchedulerRestarted)) >= num_restarts, "the news of the restart")
+    step = job.step
+    until(lambda: job.step > step + 5 or job.status == "finished", f"step {step + 5}")
+
+
+def finish(job: TrainingJob) -> str:
+    """Let a job end, check all that is promised, and return the digest of its weights."""
+    SLOW.unlink()
+    assert job.wait(timeout=PATIENCE_S) == "finished", job
+    assert job.history()["step"] == list(range(1, 401))
+    assert_invariants(job.events())
+    return str(found(job, WeightsHashed)[-1].digest)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(runs: Path) -> str:
+    """Return the digest of the weights that nobody disturbed."""
+    import etrain_jupyter
+
+    SLOW.unlink(missing_ok=True)
+    job = etrain_jupyter.distributed(body())
+    assert job.wait(timeout=PATIENCE_S) == "finished", job
+    return str(found(job, WeightsHashed)[-1].digest)
+
+
+def test_trainers_train_on_while_the_scheduler_is_dead_twice(
+    submit: Submit, undisturbed: str
+) -> None:
+    SLOW.touch()
+    job = run(submit)
+    trainers = found(job, GenerationFormed)[-1].trainer_pids
+
+    kill_scheduler()
+    goes_on(job)
+    kill_scheduler()
+    goes_on(job, 2)
+
+    digest = finish(job)
+    steps = [event.step for event in found(job, StepCompleted)]
+    assert steps == list(range(1, 401)), "no step is missing and none is there twice"
+    assert found(job, GenerationFormed)[-1].trainer_pids == trainers
+    assert len(found(job, GenerationFormed)) <= 2, "the generation went on"
+    assert [event.lost for event in found(job, SchedulerRestarted)] == [[], []]
+    assert digest == undisturbed
+
+
+def test_a_worker_that_dies_with_the_scheduler_is_replaced(
+    submit: Submit, undisturbed: str
+) -> None:
+    SLOW.touch()
+    job = run(submit)
+    victim, survivor = job.workers()
+    os.kill(victim["pid"], signal.SIGKILL)
+    kill_scheduler()
+    goes_on(job)
+
+    digest = finish(job)
+    assert victim["worker"] in {event.worker for event in found(job, WorkerLost)}
+    assert survivor["trainer_pid"] in found(job, GenerationFormed)[-1].trainer_pids
+    assert found(job, JobRestored) == [], "the survivor had the newest state"
+    assert digest == undisturbed
+
+
+def test_when_all_die_the_newest_checkpoint_is_what_the_job_goes_on_from(
+    submit: Submit, undisturbed: str
+) -> None:
+    SLOW.touch()
+    job = run(submit)
+    until(lambda: found(job, CheckpointCommitted), "a checkpoint")
+    for worker in job.workers():
+        os.kill(worker["pid"], signal.SIGKILL)
+    kill_scheduler()
+    goes_on(job)
+
+    digest = finish(job)
+    [restarted] = found(job, SchedulerRestarted)
+    assert restarted.workers == []
+    assert digest == undisturbed
+
+
+def test_job_in_a_bucket_outlives_its_scheduler_and_is_whole_in_the_bucket(
+    submit: Submit,
+    undisturbed: str,
+    s3_server: S3Server,
+    s3_bucket: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    LocalPool().down()  # the one that is up does not know this S3
+    root = f"s3://{s3_bucket}/runs"
+    monkeypatch.setenv("ETRAIN_RUNS", root)
+    SLOW.touch()
+    job = run(submit)
+    trainers = found(job, GenerationFormed)[-1].trainer_pids
+
+    kill_scheduler()
+    goes_on(job)
+
+    assert finish(job) == undisturbed
+    assert found(job, GenerationFormed)[-1].trainer_pids == trainers
+    copy = tmp_path / "copy" / "events.jsonl"
+    LogCopy(Chain(RunObjects(f"{root}/{job.id}")), copy).refresh()
+    assert read_events(copy) == job.events()
+
+
+@pytest.mark.parametrize(
+    ("kind", "count"),
+    [
+        ("JobSubmitted", 1),
+        ("WorkerWarmed", 1),
+        ("GenerationFormed", 1),
+        ("GenerationFormed", 2),
+        ("EvalCompleted", 1),
+        ("CheckpointCommitted", 2),
+    ],
+)
+def test_whenever_the_scheduler_dies_the_job_comes_to_the_same_end(
+    submit: Submit, runs: Path, undisturbed: str, kind: str, count: int
+) -> None:
+    SLOW.touch()
+    before = {folder.name for folder in runs.iterdir()}
+    job = submit(**body())
+    [folder] = [folder for folder in runs.iterdir() if folder.name not in before]
+    if (kind, count) == ("GenerationFormed", 2):
+        # Both workers may have been there for the first one.
+        until(lambda: job.step >= 5, "steps of the first generation")
+        job.scale(max=1)
+
+    def has_happened() -> bool:
+        log = folder / "events.jsonl"
+        return log.exists() and log.read_bytes().count(f'"event":"{kind}"'.encode()) >= count
+
+    # The log has it before anybody was told.
+    until(has_happened, f"{kind} {count}")
+    kill_scheduler()
+    goes_on(job)
+
+    digest = finish(job)
+    assert [event.seq for event in job.events()] == list(range(1, len(job.events()) + 1))
+    assert digest == undisturbed
+
+
+def test_a_paused_job_is_paused_afterwards_and_can_be_resumed(submit: Submit) -> None:
+    job = run(submit)
+    job.pause()
+    until(lambda: job.status == "paused", "the pause")
+    step = job.step
+
+    kill_scheduler()
+    until(lambda: found(job, SchedulerRestarted), "the news of the restart")
+    assert (job.status, job.step) == ("paused", step)
+    job.resume()
+    until(lambda: job.step > step + 5, "steps after the pause")
+    finish(job)
+
+
+def test_a_job_that_was_asked_to_stop_stops(submit: Submit) -> None:
+    job = run(submit)
+    scheduler = record().scheduler_pid
+    job.stop()
+    os.kill(scheduler, signal.SIGKILL)
+
+    assert job.wait(timeout=PATIENCE_S) == "stopped"
+    step = found(job, StepCompleted)[-1].step
+    assert found(job, CheckpointCommitted)[-1].step == step
+    assert_invariants(job.events())
+
+
+def test_a_scheduler_that_dies_before_the_first_step_forgets_no_job(submit: Submit) -> None:
+    job = submit(**body(epochs=10))
+
+    kill_scheduler()
+    SLOW.unlink()
+
+    assert job.wait(timeout=PATIENCE_S) == "finished", job
+    assert job.history()["step"] == list(range(1, 41))
+    assert_invariants(job.events())
+
+
+def test_a_scheduler_that_dies_while_a_newcomer_warms_up_admits_it_later(submit: Submit) -> None:
+    job = submit(**body(workers={"min": 1, "max": 1}, reproducible={"shards": 2}))
+    until(lambda: job.step > 5, "steps of one worker")
+    job.scale(max=2)
+
+    kill_scheduler()
+    until(lambda: job.world_size == 2, "the newcomer")
+    finish(job)
+
+
+def test_what_is_asked_while_the_scheduler_is_dead_waits_for_the_next_one(submit: Submit) -> None:
+    job = run(submit)
+    os.kill(record().scheduler_pid, signal.SIGKILL)
+
+    states = [node.state for node in LocalPool().nodes()]
+    goes_on(job)
+
+    assert len(states) == 2
+    finish(job)
