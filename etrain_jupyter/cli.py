@@ -16,7 +16,7 @@ from pathlib import Path
 
 from etrain_jupyter import __version__, launch
 from etrain_jupyter.errors import ConfigError, EtrainError
-from etrain_jupyter.job.run_store import ROOT_VARIABLE, RunStore, default_root
+from etrain_jupyter.job.run_store import ROOT_VARIABLE, open_runs
 from etrain_jupyter.job.training_job import TrainingJob
 from etrain_jupyter.subcommands import find_subcommand, run_line
 
@@ -24,8 +24,8 @@ from etrain_jupyter.subcommands import find_subcommand, run_line
 class Terminal:
     """The surface of a terminal: it shows a job as text and has no variables."""
 
-    def __init__(self, root: Path) -> None:
-        self.store = RunStore(root)
+    def __init__(self, root: str | None) -> None:
+        self.store = open_runs(root)
 
     def find(self, name_or_id: str | None) -> TrainingJob:
         """Return the job of that name or id; the latest without one."""
@@ -37,7 +37,15 @@ class Terminal:
         values = {"job": job.id, "status": status, "step": job.step, "workers": job.world_size}
         lines = [f"{name:<16}{value}" for name, value in values.items()]
         lines += [f"{name:<16}{value:.5g}" for name, value in job.metrics.items()]
-        return "\n".join([*lines, f"{'folder':<16}{job.record.folder}"])
+        return "\n".join([*lines, f"{'folder':<16}{job.record.where}"])
+
+    def say(self, line: str) -> None:
+        """Print one line at once."""
+        print(_in_terminal_words(line), flush=True)
+
+    def open_tensorboard(self, folder: Path) -> str:
+        """Return nothing: a terminal shows no page."""
+        return ""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,7 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         _refuse_notebook_only(words)
         text = run_line(Terminal(root), words, prog="etrain")
-        print(text if words[:1] == ["logs"] else _in_terminal_words(text))
+        if text or words[:1] != ["logs"]:
+            print(text if words[:1] == ["logs"] else _in_terminal_words(text))
     except BrokenPipeError:
         # `etrain ls | head`: nobody reads any more, which is no failure.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -66,16 +75,16 @@ def _in_terminal_words(text: str) -> str:
     return re.sub(r"(?<!%)%etrain\b", "etrain", text)
 
 
-def _split_root(words: list[str]) -> tuple[Path, list[str]]:
-    """Take ``--runs DIR`` out of the line, wherever it stands."""
+def _split_root(words: list[str]) -> tuple[str | None, list[str]]:
+    """Take ``--runs DIR`` or ``--runs s3://...`` out of the line, wherever it stands."""
     for place, word in enumerate(words):
         if word == "--runs":
             if place + 1 == len(words):
                 raise ConfigError("--runs needs a folder", hint=f"or set {ROOT_VARIABLE}")
-            return Path(words[place + 1]), words[:place] + words[place + 2 :]
+            return words[place + 1], words[:place] + words[place + 2 :]
         if word.startswith("--runs="):
-            return Path(word.removeprefix("--runs=")), words[:place] + words[place + 1 :]
-    return default_root(), words
+            return word.removeprefix("--runs="), words[:place] + words[place + 1 :]
+    return None, words
 
 
 def _refuse_notebook_only(words: list[str]) -> None:

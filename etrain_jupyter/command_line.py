@@ -154,6 +154,23 @@ def add_bounds(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max", type=int, help="never use more workers")
 
 
+def add_resume(parser: argparse.ArgumentParser) -> None:
+    """What shall be otherwise in a job that goes on."""
+    add = parser.add_argument
+    add("--pool", help="where its workers come from now; else the same pool")
+    add("--min", type=int, metavar="N", help="wait below this number of workers")
+    add("--max", "--workers", type=int, metavar="N", help="never use more workers")
+    add("--epochs", type=float, metavar="N", help="how many epochs all in all")
+    add("--steps", type=int, metavar="N", help="how many steps all in all, instead")
+    add_force(parser)
+
+
+def add_force(parser: argparse.ArgumentParser) -> None:
+    """Whether differences matter."""
+    text = "go on although what differs makes the rest of the curve another one"
+    parser.add_argument("--force", action="store_true", help=text)
+
+
 def add_worker(parser: argparse.ArgumentParser) -> None:
     """Which worker."""
     parser.add_argument("worker", nargs="?", help="its name; by default the coordinator chooses")
@@ -206,6 +223,29 @@ def add_number(parser: argparse.ArgumentParser) -> None:
     """How many lines."""
     text = "at most N, 1 or more (50)"
     parser.add_argument("-n", "--number", action=StoreCount, default=50, metavar="N", help=text)
+
+
+def add_follow(parser: argparse.ArgumentParser) -> None:
+    """Whether to go on."""
+    text = "go on with what comes, through a resume, until the job has ended"
+    parser.add_argument("-f", "--follow", action="store_true", help=text)
+
+
+def add_verify(parser: argparse.ArgumentParser) -> None:
+    """How closely to look at checkpoints."""
+    text = "read all of them and compare their SHA-256"
+    parser.add_argument("--verify", action="store_true", help=text)
+
+
+def add_export(parser: argparse.ArgumentParser) -> None:
+    """Which weights go where, and how."""
+    add = parser.add_argument
+    add("path", help="the file, or with --format transformers the folder, to write")
+    add("--best", action="store_true", help="the best weights instead of the newest")
+    add("--step", type=int, metavar="N", help="those of the checkpoint of step N")
+    text = "safetensors (default: one file), or transformers (a folder for from_pretrained)"
+    add("--format", default="safetensors", metavar="FORMAT", help=text)
+    add("--overwrite", action="store_true", help="replace files of that name")
 
 
 def add_cluster(parser: argparse.ArgumentParser) -> None:

@@ -55,7 +55,7 @@ def examine(store: RunStore) -> list[Finding]:
         _check_screen,
         _check_tls,
         lambda: [_check_folder("state directory", state_root(), "ETRAIN_STATE")],
-        lambda: [_check_folder("run store", store.root, ROOT_VARIABLE)],
+        lambda: [_check_run_store(store)],
         _check_clusters,
     )
     findings = []
@@ -138,6 +138,16 @@ def _check_folder(what: str, folder: Path, variable: str) -> Finding:
         return Finding(state="ok", what=f"{what} {folder}")
     remedy = f"make it writable, or set {variable} to a folder of yours"
     return Finding(state="wrong", what=f"{what} {folder} cannot be written", remedy=remedy)
+
+
+def _check_run_store(store: RunStore) -> Finding:
+    try:
+        store.check_writable()
+    except EtrainError as exc:
+        return Finding(state="wrong", what=str(exc), remedy=f"set {ROOT_VARIABLE} to another place")
+    copies = _check_folder(f"run store {store}, its copies in", store.root, "ETRAIN_STATE")
+    is_folder = str(store) == str(store.root)
+    return _check_folder("run store", store.root, ROOT_VARIABLE) if is_folder else copies
 
 
 def _check_clusters() -> list[Finding]:

@@ -12,11 +12,24 @@ from etrain_jupyter.config import ParsedJob, check_references, parse_cell, parse
 from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.dashboard.browser import cell_numbers, has_front_end
 from etrain_jupyter.dashboard.widget import Dashboard
+from etrain_jupyter.events.tensorboard import require_tensorboard
 from etrain_jupyter.job.held_jobs import attach, jobs, submit_job
+from etrain_jupyter.job.resume import Wish
+from etrain_jupyter.job.run_store import open_runs
 from etrain_jupyter.job.training_job import TrainingJob
 from etrain_jupyter.pools import get_pool
 
-__all__ = ["Plan", "attach", "distributed", "jobs", "plan_cell", "plan_job", "show", "submit"]
+__all__ = [
+    "Plan",
+    "attach",
+    "distributed",
+    "jobs",
+    "plan_cell",
+    "plan_job",
+    "resume",
+    "show",
+    "submit",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +43,8 @@ class Plan:
 
 def plan_job(parsed: ParsedJob, notebook: Mapping[str, Any], *, cell: str = "") -> Plan:
     """Check what a job names, and capture it by value."""
+    if parsed.config.log.tensorboard:
+        require_tensorboard()
     names = parsed.namespace(notebook)
     check_references(parsed.config, names, source=parsed.source)
     bundle = capture_bundle(parsed.config.references(), names, cell_numbers=cell_numbers())
@@ -46,8 +61,17 @@ def submit(plan: Plan, *, faults: Sequence[Mapping[str, Any]] = ()) -> TrainingJ
     """Bring the pool up and hand the job to its coordinator; ``faults`` is a test's plan."""
     for warning in plan.bundle.warnings:
         print(f"etrain: {warning}")
+    open_runs().check_writable()  # before anything is started
     address = get_pool(plan.config.pool).up()
     return submit_job(plan.config, plan.bundle, address=address, cell=plan.cell, faults=faults)
+
+
+def resume(job: TrainingJob, plan: Plan, *, is_forced: bool = False) -> str:
+    """Let an ended job go on with a cell's code and values; say from where."""
+    for warning in plan.bundle.warnings:
+        print(f"etrain: {warning}")
+    wish = Wish(config=plan.config, bundle=plan.bundle, cell=plan.cell, is_forced=is_forced)
+    return job.resume_as(wish)
 
 
 def show(job: TrainingJob) -> None:

@@ -10,15 +10,16 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.magic import Magics, line_cell_magic, magics_class, no_var_expand
 
 from etrain_jupyter import launch
-from etrain_jupyter.command_line import HelpRequested, make_parser
+from etrain_jupyter.command_line import HelpRequested, add_force, make_parser
 from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.errors import ConfigError, EtrainError
-from etrain_jupyter.job.run_store import RunStore
+from etrain_jupyter.job.run_store import RunStore, open_runs
 from etrain_jupyter.job.training_job import TrainingJob
 from etrain_jupyter.subcommands import find_subcommand, overview, run_line, wait_for
 
@@ -35,7 +36,7 @@ class EtrainMagics(Magics):
     @property
     def store(self) -> RunStore:
         """The run store of the folder in which the kernel runs now."""
-        return RunStore()
+        return open_runs()
 
     @no_var_expand
     @line_cell_magic
@@ -58,6 +59,17 @@ class EtrainMagics(Magics):
         """Show a job's dashboard here and bind the job to ``variable``."""
         self._bind(variable, job)
         launch.show(job)
+        return ""
+
+    def say(self, line: str) -> None:
+        """Print one line at once."""
+        print(line, flush=True)
+
+    def open_tensorboard(self, folder: Path) -> str:
+        """Open TensorBoard under the cell, with the magic that it brings."""
+        assert self.shell is not None, "magics are registered with a shell"
+        self.shell.run_line_magic("load_ext", "tensorboard")
+        self.shell.run_line_magic("tensorboard", f"--logdir {shlex.quote(str(folder))}")
         return ""
 
     def _run_line(self, line: str) -> str:
@@ -84,15 +96,22 @@ class EtrainMagics(Magics):
         given = {"name": options.name, "pool": options.pool}
         flags = {key: value for key, value in given.items() if value is not None}
         plan = launch.plan_cell(body, self._names(), flags, f"%%etrain {line}".rstrip())
+        if options.force and not options.resume:
+            raise ConfigError("--force goes with --resume", hint="--resume JOB --force")
         if options.dry_run:
             return describe_plan(plan)
-        job = launch.submit(plan)
+        job = self._resume(plan, options) if options.resume else launch.submit(plan)
         self._bind(options.out, job)
         if not options.quiet:
             launch.show(job)
         if options.wait:
             wait_for(job)
         return ""
+
+    def _resume(self, plan: launch.Plan, options: argparse.Namespace) -> TrainingJob:
+        job = self.find(options.resume)
+        print(launch.resume(job, plan, is_forced=options.force))
+        return job
 
     def _refuse_cell(self, words: list[str]) -> str:
         if not words or words[0] in ("-h", "--help", "help"):
@@ -137,6 +156,9 @@ def distributed_parser() -> argparse.ArgumentParser:
     add("--wait", action="store_true", help="block until the job has ended; interrupt to stop it")
     add("--dry-run", action="store_true", help="check and show the plan, submit nothing")
     add("--quiet", action="store_true", help="show no dashboard")
+    text = "let this job go on from its last checkpoint, with this cell's code and values"
+    add("--resume", metavar="JOB", help=text)
+    add_force(parser)
     return parser
 
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 from typing import Protocol
 
 from etrain_jupyter.command_line import (
@@ -20,6 +22,8 @@ from etrain_jupyter.command_line import (
     add_bounds,
     add_chances,
     add_cluster,
+    add_export,
+    add_follow,
     add_how,
     add_job,
     add_job_option,
@@ -27,31 +31,31 @@ from etrain_jupyter.command_line import (
     add_now,
     add_number,
     add_out,
+    add_resume,
     add_timeout,
+    add_verify,
     add_worker,
     make_parser,
     one_of,
 )
 from etrain_jupyter.config import template
-from etrain_jupyter.dashboard.words import describe, describe_times
+from etrain_jupyter.config.schema import LogConfig
+from etrain_jupyter.dashboard.saved_table import table_of_saved
 from etrain_jupyter.doctor import examine
 from etrain_jupyter.elastic.chaos import MODES
 from etrain_jupyter.errors import ConfigError, EtrainError, NotSupportedYetError, PoolError
+from etrain_jupyter.events.tensorboard import convert, require_tensorboard
 from etrain_jupyter.events.types import (
     TERMINAL_STATUSES,
-    FaultInjected,
-    LogLine,
-    RankTimed,
-    UserErrorRaised,
-    WorkerLost,
 )
-from etrain_jupyter.job.history import peek_log
-from etrain_jupyter.job.link import link_to
+from etrain_jupyter.job.export import FORMATS
 from etrain_jupyter.job.run_store import JobRecord, RunStore
+from etrain_jupyter.job.store_link import refresh_log
 from etrain_jupyter.job.training_job import TrainingJob
+from etrain_jupyter.log_lines import follow_lines, log_lines
 from etrain_jupyter.pools import registry
 
-LATER = ("checkpoints", "cost", "diagnose", "plan", "reap", "tensorboard", "up")
+LATER = ("cost", "diagnose", "plan", "reap", "up")
 """Sub-commands of the contract that this version does not have."""
 
 
@@ -67,6 +71,12 @@ class Surface(Protocol):
 
     def show(self, job: TrainingJob, variable: str | None = None) -> str:
         """Show a job, and bind it to ``variable`` if the place has variables."""
+
+    def say(self, line: str) -> None:
+        """Print one line at once, while the sub-command goes on."""
+
+    def open_tensorboard(self, folder: Path) -> str:
+        """Open TensorBoard on a folder where the place can; return what there is to read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,23 +148,23 @@ def overview(prog: str) -> str:
 def _list(surface: Surface, args: argparse.Namespace) -> str:
     records = surface.store.records()
     if not records:
-        return f"No jobs in {surface.store.root}."
+        return f"No jobs in {surface.store}."
     table: list[tuple[str, ...]] = [("JOB", "STATUS", "STEP", "WORKERS", "SUBMITTED")]
-    table += [_row(record) for record in records[: args.number]]
+    table += [_row(surface.store, record) for record in records[: args.number]]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in table]
     return "\n".join(lines)
 
 
-def _row(record: JobRecord) -> tuple[str, ...]:
-    """Return what the two ends of a job's log tell, without asking a cluster."""
-    latest = peek_log(record.log_path)
-    is_gone = not latest.is_terminal and link_to(record.cluster) is None
+def _row(store: RunStore, record: JobRecord) -> tuple[str, ...]:
+    """Return how a job stands, without asking its cluster."""
+    known = store.standing(record)
+    has_none = known.is_gone or known.status in TERMINAL_STATUSES
     return (
         record.job_id,
-        "failed (its cluster has ended)" if is_gone else latest.status,
-        f"{latest.step}/{latest.total_steps}" if latest.total_steps else str(latest.step),
-        "-" if is_gone or latest.is_terminal else str(latest.world_size),
+        "failed (its cluster has ended)" if known.is_gone else known.status,
+        f"{known.step}/{known.total_steps}" if known.total_steps else str(known.step),
+        "-" if has_none else str(known.world_size),
         datetime.fromtimestamp(record.created).strftime("%Y-%m-%d %H:%M"),
     )
 
@@ -196,13 +206,16 @@ def _pause(surface: Surface, args: argparse.Namespace) -> str:
 
 
 def _resume(surface: Surface, args: argparse.Namespace) -> str:
-    job = surface.find(args.job)
-    if job.status in TERMINAL_STATUSES:
-        raise NotSupportedYetError(
-            f"job {job.id} has ended ({job.status}); going on from its checkpoint comes with a "
-            "later version. resume goes on after pause."
-        )
-    return job.resume()
+    if args.epochs is not None and args.steps is not None:
+        raise ConfigError("resume takes --epochs or --steps, not both")
+    return surface.find(args.job).resume(
+        pool=args.pool,
+        min=args.min,
+        max=args.max,
+        epochs=args.epochs,
+        steps=args.steps,
+        force=args.force,
+    )
 
 
 def _stop(surface: Surface, args: argparse.Namespace) -> str:
@@ -211,6 +224,31 @@ def _stop(surface: Surface, args: argparse.Namespace) -> str:
 
 def _checkpoint(surface: Surface, args: argparse.Namespace) -> str:
     return surface.find(args.job).checkpoint()
+
+
+def _checkpoints(surface: Surface, args: argparse.Namespace) -> str:
+    job = surface.find(args.job)
+    return table_of_saved(job.id, job.checkpoints(verify=args.verify))
+
+
+def _export(surface: Surface, args: argparse.Namespace) -> str:
+    if args.best and args.step is not None:
+        raise ConfigError("export takes --best or --step N, not both")
+    which = "best" if args.best else "last" if args.step is None else args.step
+    job = surface.find(args.job)
+    written = job.export(
+        args.path,
+        format=one_of("--format", args.format, FORMATS),
+        which=which,
+        overwrite=args.overwrite,
+    )
+    return f"{describe_which(which)} weights of {job.id} are in {written}"
+
+
+def describe_which(which: str | int) -> str:
+    """Return for example ``The newest``."""
+    known = {"last": "The newest", "best": "The best"}
+    return known.get(str(which), f"Step {which}'s")
 
 
 def _scale(surface: Surface, args: argparse.Namespace) -> str:
@@ -266,19 +304,27 @@ def _audit(surface: Surface, args: argparse.Namespace) -> str:
 
 
 def _logs(surface: Surface, args: argparse.Namespace) -> str:
-    lines = []
-    for event in surface.find(args.job).events():
-        clock = datetime.fromtimestamp(event.time).strftime("%H:%M:%S")
-        if isinstance(event, LogLine):
-            lines.append(f"{clock} {event.level:<7} {event.worker or 'coordinator'}: {event.text}")
-        elif isinstance(event, UserErrorRaised):
-            text = (event.traceback or event.error).rstrip()
-            lines.append(f"{clock} error   {', '.join(event.workers)}: {text}")
-        elif isinstance(event, RankTimed):
-            lines.append(f"{clock} info    {event.worker}: {describe_times(event)}")
-        elif isinstance(event, WorkerLost | FaultInjected) and (said := describe(event)):
-            lines.append(f"{clock} {said.level:<7} {said.text}")
-    return "\n".join(lines[-args.number :]) or "No log lines."
+    job = surface.find(args.job)
+    if args.follow:
+        for line in follow_lines(job, surface.store, number=args.number):
+            surface.say(line)
+        return ""
+    return "\n".join(log_lines(job.events())[-args.number :]) or "No log lines."
+
+
+def _tensorboard(surface: Surface, args: argparse.Namespace) -> str:
+    require_tensorboard()
+    record = surface.find(args.job).record
+    log = LogConfig.model_validate(record.config.get("log") or {})
+    folder = log.tensorboard_of(record.job_id, record.folder)
+    if folder is None or (record.place and not folder.exists()):
+        refresh_log(record)
+        folder = record.folder / "tensorboard"
+        convert(record.log_path, folder)
+    command = f"tensorboard --logdir {shlex.quote(str(folder))}"
+    how = "" if log.tensorboard else " The files say what the job has done until now."
+    shown = surface.open_tensorboard(folder)
+    return f"{shown}In a terminal: {command}{how}"
 
 
 def _template(surface: Surface, args: argparse.Namespace) -> str:
@@ -321,7 +367,12 @@ SUBCOMMANDS: tuple[Subcommand, ...] = (
         run=_pause,
         arguments=(add_job,),
     ),
-    Subcommand(name="resume", summary="go on after pause", run=_resume, arguments=(add_job,)),
+    Subcommand(
+        name="resume",
+        summary="go on after pause, or from the last checkpoint of an ended job",
+        run=_resume,
+        arguments=(add_job, add_resume),
+    ),
     Subcommand(
         name="stop",
         summary="end a job after its next step, with a checkpoint",
@@ -333,6 +384,18 @@ SUBCOMMANDS: tuple[Subcommand, ...] = (
         summary="write a checkpoint after the next step",
         run=_checkpoint,
         arguments=(add_job,),
+    ),
+    Subcommand(
+        name="checkpoints",
+        summary="list what is saved of a job, and whether it is whole",
+        run=_checkpoints,
+        arguments=(add_job, add_verify),
+    ),
+    Subcommand(
+        name="export",
+        summary="write saved weights to a file, or to a folder for from_pretrained",
+        run=_export,
+        arguments=(add_export, add_job_option),
     ),
     Subcommand(
         name="scale",
@@ -368,7 +431,13 @@ SUBCOMMANDS: tuple[Subcommand, ...] = (
         name="logs",
         summary="what the trainers printed, what their time went into, and who was lost",
         run=_logs,
-        arguments=(add_job, add_number),
+        arguments=(add_job, add_number, add_follow),
+    ),
+    Subcommand(
+        name="tensorboard",
+        summary="open TensorBoard on a job",
+        run=_tensorboard,
+        arguments=(add_job,),
     ),
     Subcommand(name="template", summary="print a commented body", run=_template),
     Subcommand(name="pools", summary="list the pools and their clusters", run=_pools),

@@ -21,11 +21,12 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from types import CodeType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import cloudpickle
 
+from etrain_jupyter.bundle.code_table import tabulate
 from etrain_jupyter.bundle.culprit import (
     RefusedError,
     find_culprit,
@@ -86,14 +87,16 @@ def capture_bundle(
     objects = _objects_of(references, namespace)
     with _local_modules_by_value():
         pickler = _Pickler(stream := io.BytesIO())
-        sizes = {}
+        sizes, digests = {}, {}
         for name, value in objects.items():
-            before = stream.tell()
+            before, num_codes = stream.tell(), len(pickler.codes)
             try:
                 pickler.dump(value)
             except Exception as exc:  # An object's own __reduce__ may raise anything.
                 raise _not_shippable(name, value, exc, cell_of) from exc
             sizes[name] = stream.tell() - before
+            if name in _names_of_data(references) and len(pickler.codes) == num_codes:
+                digests[name] = _digest_alone(value)
     cells = collect_sources(pickler.filenames, numbers)
     header = {
         "format": FORMAT_VERSION,
@@ -102,6 +105,9 @@ def capture_bundle(
         "references": dict(references),
         "names": list(objects),
         "cells": {name: asdict(cell) for name, cell in cells.items()},
+        "code": tabulate(
+            pickler.codes, pickler.functions, pickler.classes, objects, digests
+        ).to_dict(),
     }
     text = json.dumps(header).encode()
     data = b"".join((HEADER.pack(len(text)), text, stream.getbuffer()))
@@ -109,6 +115,23 @@ def capture_bundle(
     return Bundle(
         digest=hashlib.sha256(data).hexdigest(), data=data, sizes=sizes, warnings=tuple(large)
     )
+
+
+def _names_of_data(references: Mapping[str, str]) -> set[str]:
+    """Return the names whose values count: a model's weights come from its checkpoint."""
+    return {
+        name
+        for key, text in references.items()
+        if key.startswith("data.")
+        for name in (text.strip(), *free_names(text))
+    }
+
+
+def _digest_alone(value: Any) -> str:
+    """Return the SHA-256 of an object's own pickle, which no other name has a part in."""
+    stream = io.BytesIO()
+    _DigestPickler(stream).dump(value)
+    return hashlib.sha256(stream.getbuffer()).hexdigest()
 
 
 def _objects_of(references: Mapping[str, str], namespace: Mapping[str, Any]) -> dict[str, Any]:
@@ -180,12 +203,21 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
         self.filenames: set[str] = set()
+        self.codes: list[CodeType] = []
+        self.functions: list[FunctionType] = []
+        self.classes: list[type] = []
+        """Those that travel by value."""
 
     def reducer_override(self, obj: Any) -> Any:
         """Decide how one object is pickled; called for all but the plainest types."""
         if isinstance(obj, CodeType):
             self.filenames.add(obj.co_filename)
+            self.codes.append(obj)
             return NotImplemented
+        if isinstance(obj, FunctionType):
+            self.functions.append(obj)
+        elif isinstance(obj, type) and _is_class_by_value(obj):
+            self.classes.append(obj)
         if isinstance(obj, ModuleType) and _is_by_value(obj):
             return _reduce_module(obj)
         if is_standard_stream(obj):
@@ -195,6 +227,20 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if refusal is not None:
             raise RefusedError(refusal)
         return super().reducer_override(obj)
+
+
+class _DigestPickler(_Pickler):
+    """Writes what an object holds; torch would add where its tensors lie in memory."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Write a tensor as the digest of its values."""
+        if not (hasattr(type(obj), "__torch_function__") and hasattr(obj, "numpy")):
+            return super().reducer_override(obj)
+        try:
+            values = obj.detach().cpu().contiguous().numpy().tobytes()
+        except (TypeError, RuntimeError):  # a kind that NumPy does not have
+            values = str(obj.detach().cpu().tolist()).encode()
+        return str, (f"{obj.dtype} {tuple(obj.shape)} {hashlib.sha256(values).hexdigest()}",)
 
 
 class _Probe(_Pickler):
@@ -213,6 +259,10 @@ def _reduce_module(module: ModuleType) -> tuple[Any, ...]:
     """Make the module first and fill it afterwards: modules that import each other are cycles."""
     state = {name: held for name, held in vars(module).items() if name not in _LEFT_OUT}
     return make_module, (module.__name__,), state, None, None, fill_module
+
+
+def _is_class_by_value(owner: type) -> bool:
+    return owner.__module__ in ("__main__", *cloudpickle.list_registry_pickle_by_value())
 
 
 def _is_by_value(module: ModuleType) -> bool:

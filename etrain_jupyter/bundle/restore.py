@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from etrain_jupyter.bundle import sources
+from etrain_jupyter.bundle.code_table import CodeTable
 from etrain_jupyter.bundle.sources import CellSource
 from etrain_jupyter.config.references import import_path
 from etrain_jupyter.errors import BundleError
@@ -33,6 +34,7 @@ class OpenBundle:
         digest: SHA-256 of the bytes, hexadecimal.
         references: Key to expression.
         cells: Text of the code that was captured, by file name.
+        code: What the captured code says; None in a bundle of an older version.
         packages: Versions in the notebook's environment; empty where it has none.
     """
 
@@ -42,6 +44,7 @@ class OpenBundle:
         self.references: dict[str, str] = header["references"]
         self.packages: dict[str, str] = header["packages"]
         self.cells = _cells_of(header)
+        self.code = CodeTable(**header["code"]) if "code" in header else None
         self._order: list[str] = header["names"]
         self._data, self._start = data, start
         self._names: dict[str, Any] | None = None

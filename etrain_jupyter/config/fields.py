@@ -36,16 +36,18 @@ def not_yet(
     return PydanticCustomError("etrain_later", "{message}", context)
 
 
-def check_word(value: Any, known: Sequence[str], *, hint: str) -> Any:
+def check_word(value: Any, known: Sequence[str], *, usual: str = "", hint: str = "") -> Any:
     """Return ``value`` if it is one of the words that a key knows, else raise a fault.
 
     Args:
         value: What the cell says.
         known: Two words or more.
-        hint: What to type instead.
+        usual: What to type if no known word is near.
+        hint: What to type instead, whatever is near.
     """
     if value in known:
         return value
+    hint = hint or did_you_mean(str(value), known) or f"write {usual}"
     words = f"{', '.join(known[:-1])} or {known[-1]}"
     raise fault(f"{{key}} must be {words}, not {in_words(value)}", hint=hint)
 

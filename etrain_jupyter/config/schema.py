@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, JsonValue, ValidationInfo, field_validator, model_validator
 
 from etrain_jupyter.config.fields import (
     Interval,
-    Later,
     Optional,
     Required,
     Section,
@@ -27,6 +27,7 @@ from etrain_jupyter.config.fields import (
     not_yet,
 )
 from etrain_jupyter.config.source_map import did_you_mean, in_words
+from etrain_jupyter.config.store_url import S3, split_s3_url
 from etrain_jupyter.config.vocabulary import (
     NAMED_LR,
     OTHER_PRECISIONS,
@@ -174,8 +175,7 @@ class ScheduleConfig(Section):
     def _known_decay(cls, value: Any) -> Any:
         if value is None:
             return "none"
-        hint = did_you_mean(str(value), DECAYS) or "write decay: linear"
-        return check_word(value, DECAYS, hint=hint)
+        return check_word(value, DECAYS, usual="decay: linear")
 
 
 INSTEAD: dict[str, JsonValue] = {"instead_of": "global"}
@@ -275,8 +275,7 @@ class ScalingConfig(Section):
     def _known_rule(cls, value: Any) -> Any:
         if value in (None, "auto"):
             return None
-        hint = did_you_mean(str(value), RULES) or "write rule: linear"
-        return check_word(value, RULES, hint=hint)
+        return check_word(value, RULES, usual="rule: linear")
 
     @field_validator("ramp", mode="before")
     @classmethod
@@ -326,8 +325,7 @@ class MetricConfig(Section):
     @field_validator("mode", mode="before")
     @classmethod
     def _known_mode(cls, value: Any) -> Any:
-        hint = did_you_mean(str(value), MODES) or "write mode: max if more is better"
-        return check_word(value, MODES, hint=hint)
+        return check_word(value, MODES, usual="mode: max if more is better")
 
 
 class EarlyStoppingConfig(MetricConfig):
@@ -343,9 +341,9 @@ class CheckpointConfig(Section):
     """Where and when the weights are kept."""
 
     to: Annotated[str | None, Field(examples=["checkpoints"])] = None
-    """Folder of the checkpoints; without it, the job's own folder."""
+    """A folder or s3://bucket/prefix, where the job gets a folder; without it, its run folder."""
     every: Annotated[Interval | None, Field(examples=["auto"])] = None
-    """Steps, epochs or time; auto (None) is at the end of each epoch."""
+    """Steps, epochs or time; auto follows what one costs and how often all is lost."""
     keep: Annotated[int, Field(ge=1)] = 3
     """How many of the newest checkpoints stay."""
     best: Annotated[
@@ -364,13 +362,14 @@ class CheckpointConfig(Section):
         value = os.fspath(value) if isinstance(value, os.PathLike) else value
         if isinstance(value, str) and not value.strip():
             raise fault("{key} is empty", hint="name a folder, or remove the line")
-        if isinstance(value, str) and value.startswith("s3://"):
-            raise not_yet(
-                f"checkpoints in S3 ('{value}') come with a later version",
-                hint="name a folder, or remove the line for the job's own folder",
-            )
-        if isinstance(value, str) and "://" in value:
-            raise fault(f"'{value}' is no folder", hint="name a folder of this machine")
+        if isinstance(value, str) and value.startswith(S3):
+            try:
+                split_s3_url(value)
+            except ValueError as exc:
+                raise fault(f"{{key}} {exc}", hint="write s3://bucket/prefix") from None
+        elif isinstance(value, str) and "://" in value:
+            hint = "name a folder of this machine, or write s3://bucket/prefix"
+            raise fault(f"'{value}' is no folder", hint=hint)
         return value
 
 
@@ -407,13 +406,27 @@ class LogConfig(Section):
 
     every: Annotated[int, Field(ge=1, examples=["1 step"])] = 1
     """Steps between two rows of the history."""
-    tensorboard: Annotated[Any, Later("remove the line; job.history() has every value")] = None
-    """Folder for TensorBoard."""
+    tensorboard: Annotated[bool | str, Field(examples=[True])] = False
+    """Write TensorBoard's files: true for a folder beside the job's log, or a folder for all jobs,
+    each in its own."""
 
     @field_validator("every", mode="before")
     @classmethod
     def _in_steps(cls, value: Any) -> Any:
         return _steps(value)
+
+    @field_validator("tensorboard")
+    @classmethod
+    def _where_it_is(cls, value: bool | str) -> bool | str:
+        # The coordinator may run in another folder than the notebook.
+        return str(Path(value).expanduser().absolute()) if isinstance(value, str) else value
+
+    def tensorboard_of(self, job_id: str, run_dir: Path) -> Path | None:
+        """Return the folder of a job's event files; None without any."""
+        if not self.tensorboard:
+            return None
+        is_folder = isinstance(self.tensorboard, str)
+        return Path(str(self.tensorboard)) / job_id if is_folder else run_dir / "tensorboard"
 
 
 class TrainConfig(Section):
@@ -532,8 +545,7 @@ class TrainConfig(Section):
     @field_validator("on_nan_loss", mode="before")
     @classmethod
     def _known_answer(cls, value: Any) -> Any:
-        hint = did_you_mean(str(value), NAN_ANSWERS) or "write on_nan_loss: pause"
-        return check_word(value, NAN_ANSWERS, hint=hint)
+        return check_word(value, NAN_ANSWERS, usual="on_nan_loss: pause")
 
     @field_validator("precision", mode="before")
     @classmethod
@@ -546,8 +558,7 @@ class TrainConfig(Section):
     def _known_compression(cls, value: Any) -> Any:
         if value is None:
             return "none"
-        hint = did_you_mean(str(value), COMPRESSIONS) or "write compression: bf16"
-        return check_word(value, COMPRESSIONS, hint=hint)
+        return check_word(value, COMPRESSIONS, usual="compression: bf16")
 
     @field_validator("pool")
     @classmethod

@@ -12,14 +12,14 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from etrain_jupyter.errors import EtrainError
-from etrain_jupyter.events.log import read_events
+from etrain_jupyter.events.blocks import Events, runs_of
+from etrain_jupyter.events.segments import read_log
 from etrain_jupyter.events.types import (
     TERMINAL_STATUSES,
     Event,
@@ -29,7 +29,8 @@ from etrain_jupyter.events.types import (
 from etrain_jupyter.job.contact import Contact
 from etrain_jupyter.job.link import Answer, Link
 
-Listener = Callable[[list[Event]], None]
+Listener = Callable[[Sequence[Event]], None]
+"""Takes events in order; a long history comes as ``Events``, to be folded by ``runs_of``."""
 
 POLL_S = 10.0
 """How long one question waits at the coordinator for something to happen."""
@@ -57,6 +58,7 @@ class Feed:
         log_path: Its durable log; used where this machine can read it.
         link: The line to its cluster; None if there is no such cluster any more.
         fold: Called first with every batch, before the listeners.
+        refresh: Brings ``log_path`` up to date where it is a copy; called before it is read.
 
     Attributes:
         caught_up: Set once everything that had happened when the feed began is folded in, as far
@@ -66,7 +68,15 @@ class Feed:
         num_listener_errors: How many calls of listeners raised; they are not repeated.
     """
 
-    def __init__(self, job_id: str, log_path: Path, link: Link | None, fold: Listener) -> None:
+    def __init__(
+        self,
+        job_id: str,
+        log_path: Path,
+        link: Link | None,
+        fold: Listener,
+        *,
+        refresh: Callable[[], object] = lambda: None,
+    ) -> None:
         self.job_id = job_id
         self.caught_up = threading.Event()
         self.ended = threading.Event()
@@ -74,7 +84,9 @@ class Feed:
         self.num_listener_errors = 0
         self.last_listener_error: Exception | None = None
         self._log_path, self._link, self._fold = log_path, link, fold
-        self._events: list[Event] = []
+        self._refresh = refresh
+        self._events = Events()
+        self._status: JobStatusChanged | None = None
         self._aside: list[Event] = []
         self._listeners: list[Listener] = []
         self._inbox: queue.Queue[_Newcomer | Future[Answer] | None] = queue.Queue()
@@ -121,9 +133,9 @@ class Feed:
             return self.caught_up.is_set()
         return self.caught_up.wait(timeout)
 
-    def events(self) -> list[Event]:
+    def events(self) -> Events:
         """Return everything that has come so far."""
-        return list(self._events)
+        return self._events.copy()
 
     def _start_thread(self) -> None:
         name = f"etrain-feed-{self.job_id}"
@@ -200,7 +212,9 @@ class Feed:
             self._handle_answer(message)
         else:
             self._listeners.append(message.listener)
-            self._tell(message.listener, [*self._events, *self._aside])
+            known = self._events.copy()
+            known.extend(self._aside)
+            self._tell(message.listener, known)
             message.has_history.set()
 
     def _handle_answer(self, future: Future[Answer]) -> None:
@@ -257,13 +271,13 @@ class Feed:
 
     def _status_now(self, trouble: str) -> Event:
         """Return the job's last known status, with ``trouble`` as its reason if there is any."""
-        known = [event for event in self._events if isinstance(event, JobStatusChanged)]
+        known = self._status
         return JobStatusChanged(
             job_id=self.job_id,
             time=time.time(),
             generation=self._events[-1].generation if self._events else 0,
-            status=known[-1].status if known else "submitted",
-            reason=trouble or (known[-1].reason if known else ""),
+            status=known.status if known else "submitted",
+            reason=trouble or (known.reason if known else ""),
         )
 
     def _make_farewell(self, why: str) -> Event:
@@ -280,50 +294,56 @@ class Feed:
     def _log_has_grown(self) -> bool:
         """Whether the log has another size than at the last look: reading it whole is dear."""
         before = self._log_size
+        self._refresh()
         try:
             self._log_size = self._log_path.stat().st_size
         except OSError:
             return False
         return self._log_size != before
 
-    def _read_log(self) -> list[Event]:
+    def _read_log(self) -> Events:
         """Return what the log has beyond what came already; nothing if it cannot be read."""
+        self._refresh()
         try:
-            return read_events(self._log_path, since=self._last_seq())
+            return read_log(self._log_path, since=self._last_seq())
         except (OSError, EtrainError):
-            return []
+            return Events()
 
-    def _take(self, events: list[Event]) -> list[Event]:
+    def _take(self, events: Sequence[Event]) -> Sequence[Event]:
         """Take over what follows on the newest event and tell everybody; return it."""
-        fresh: list[Event] = []
-        wanted = self._last_seq() + 1
-        for event in events:
-            if event.seq == wanted:
-                fresh.append(event)
-                wanted += 1
+        fresh = self._what_follows(events)
         if not fresh:
             return fresh
         self._events.extend(fresh)
         self._contact.seen_at = self._contact.seen_at or fresh[-1].time
         self._fold(fresh)
-        if not self._is_terminal and _has_end(fresh):
+        statuses = [e for e in runs_of(fresh) if isinstance(e, JobStatusChanged)]
+        self._status = statuses[-1] if statuses else self._status
+        if not self._is_terminal and statuses and statuses[-1].status in TERMINAL_STATUSES:
             self._is_terminal = True
             self._linger_until = time.monotonic() + LINGER_S
         for listener in self._listeners:
             self._tell(listener, fresh)
         return fresh
 
-    def _tell(self, listener: Listener, events: list[Event]) -> None:
+    def _what_follows(self, events: Sequence[Event]) -> Sequence[Event]:
+        """Return the events without those that came already, up to the first gap."""
+        if not self._events and isinstance(events, Events) and events.is_dense_from(1):
+            return events
+        fresh: list[Event] = []
+        wanted = self._last_seq() + 1
+        for event in events:
+            if event.seq == wanted:
+                fresh.append(event)
+                wanted += 1
+        return fresh
+
+    def _tell(self, listener: Listener, events: Sequence[Event]) -> None:
         try:
-            listener(list(events))
+            listener(events.copy() if isinstance(events, Events) else list(events))
         except Exception as exc:  # A view that fails must not stop the others, nor the job.
             self.num_listener_errors += 1
             self.last_listener_error = exc
 
     def _last_seq(self) -> int:
         return self._events[-1].seq if self._events else 0
-
-
-def _has_end(events: list[Event]) -> bool:
-    statuses: list[Any] = [e.status for e in events if isinstance(e, JobStatusChanged)]
-    return bool(statuses) and statuses[-1] in TERMINAL_STATUSES

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -12,8 +13,15 @@ from typing import TYPE_CHECKING, Any
 from etrain_jupyter import __version__
 from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.errors import PoolError
-from etrain_jupyter.job.link import link_to, open_link
-from etrain_jupyter.job.run_store import JobRecord, RunStore, safe_name
+from etrain_jupyter.job.link import Link, link_to, open_link
+from etrain_jupyter.job.run_store import (
+    JobRecord,
+    RunStore,
+    absolute_paths,
+    open_runs,
+    safe_name,
+)
+from etrain_jupyter.job.store_link import StoreLink
 from etrain_jupyter.job.training_job import TrainingJob
 
 if TYPE_CHECKING:
@@ -46,17 +54,19 @@ def submit_job(
         PoolError: If the coordinator refuses; then no folder is left.
         JobLostError: If the cluster went away; the folder stays, since the job may have begun.
     """
-    store = store or RunStore()
+    store = store or open_runs()
     record = store.create(
         {
             "name": safe_name(config.name or name_of_model(config.model)),
             "created": time.time(),
             "pool": config.pool,
             "cluster": address.to_dict(),
-            "config": _absolute_paths(config.model_dump(mode="json")),
+            "config": absolute_paths(config.model_dump(mode="json")),
             "bundle_digest": bundle.digest,
             "cell": cell,
             "version": __version__,
+            "cwd": os.getcwd(),
+            "host": platform.node(),
         },
         bundle=bundle.data,
     )
@@ -72,6 +82,8 @@ def submit_job(
         "min_workers": config.workers.min,
         "max_workers": config.max_workers(),
     }
+    if record.place:
+        order["place"] = record.place
     if faults:
         order["faults"] = [dict(fault) for fault in faults]
     try:
@@ -90,7 +102,7 @@ def attach(name_or_id: str | None = None, *, store: RunStore | None = None) -> T
     Raises:
         JobNotFoundError: If there is none; the message names the nearest.
     """
-    store = store or RunStore()
+    store = store or open_runs()
     if name_or_id is None:
         used = [record for folder, record in _used.items() if folder.parent == store.root]
         record = used[-1] if used else store.latest()
@@ -101,15 +113,29 @@ def attach(name_or_id: str | None = None, *, store: RunStore | None = None) -> T
 
 def jobs() -> list[TrainingJob]:
     """Return every job of the run store, the newest first."""
-    return [hold(record) for record in RunStore().records()]
+    return [hold(record) for record in open_runs().records()]
 
 
 def hold(record: JobRecord) -> TrainingJob:
-    """Return the one ``TrainingJob`` of a record; a job that was lost is looked for again."""
+    """Return the one ``TrainingJob`` of a record; a job that was lost is looked for again.
+
+    One that was resumed elsewhere goes on here too.
+    """
     job = _held.get(record.folder)
-    if job is None or job.lost:
-        job = _held[record.folder] = TrainingJob(record, link_to(record.cluster))
+    if job is None:
+        job = _held[record.folder] = TrainingJob(record, link_of(record))
+    elif job.lost or job.record.cluster != record.cluster or job.has_gone_on():
+        job.follow_again(record, link_of(record))
     return job
+
+
+def link_of(record: JobRecord) -> Link | None:
+    """Return what tells a job's events: its cluster, or the bucket where that is out of reach.
+
+    None if the cluster is known to have ended.
+    """
+    is_elsewhere = bool(record.cluster.get("state_dir")) and record.host != platform.node()
+    return StoreLink(record) if record.place and is_elsewhere else link_to(record.cluster)
 
 
 def name_of_model(expression: str) -> str:
@@ -128,12 +154,3 @@ def _remember(job: TrainingJob) -> TrainingJob:
     _used.pop(folder, None)
     _held[folder], _used[folder] = job, job.record
     return job
-
-
-def _absolute_paths(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration for processes that run in other folders than the notebook."""
-    checkpoint = config.get("checkpoint") or {}
-    if checkpoint.get("to"):
-        folder = str(Path(checkpoint["to"]).expanduser().absolute())
-        return config | {"checkpoint": checkpoint | {"to": folder}}
-    return config

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 CONNECT_S = 3.0
 """How long a connection may take: distributed goes on trying where nobody listens."""
+RESTART_S = 6.0
+"""How long a question waits for a scheduler that has died and is being started again."""
 SLICE_S = 0.1
 THREAD_NAME = "etrain-link"
 
@@ -65,6 +67,8 @@ class ClusterLink:
         the keyword arguments for ``distributed.core.rpc`` (the TLS context). It is called
             when the first connection is made, since it reads the cluster's certificates.
         has_ended: Tells whether the cluster is known to have ended; asked when it does not answer.
+        locate: Returns where its scheduler listens now; empty while there is none, because it has
+            died and another one is being started. Asked before each new connection.
     """
 
     def __init__(
@@ -73,8 +77,10 @@ class ClusterLink:
         connection_args: Callable[[], dict[str, Any]] | None = None,
         *,
         has_ended: Callable[[], bool] = lambda: False,
+        locate: Callable[[], str] | None = None,
     ) -> None:
         self.address = address
+        self._locate = locate or (lambda: address)
         self._connection_args = connection_args or dict
         self._has_ended = has_ended
         self._has_failed = False
@@ -136,6 +142,15 @@ class ClusterLink:
             # CommClosedError, refused connections and TLS failures are all OSErrors.
             self._has_failed = True
             self._refuse_if_ended()
+            found = self._locate()
+            if found != self.address:
+                await self._hang_up()
+            if not found:
+                raise UnreachableError(
+                    f"the scheduler at {self.address} has died and is being started again; its "
+                    "jobs train on meanwhile. Nobody knows whether what was asked for was done. "
+                    "Try again in a moment."
+                ) from exc
             raise UnreachableError(
                 f"the scheduler at {self.address} cannot be reached. What its jobs committed is "
                 "in their run folders; %etrain doctor shows which clusters are alive."
@@ -154,10 +169,20 @@ class ClusterLink:
         if self._rpc is None:
             from distributed.core import rpc
 
+            # It is another one if the scheduler was started again and the port was taken.
+            self.address = await self._find_scheduler()
             self._rpc = rpc(  # type: ignore[no-untyped-call]
                 self.address, timeout=CONNECT_S, connection_args=self._connection_args()
             )
         return await getattr(self._rpc, op)(**arguments)
+
+    async def _find_scheduler(self) -> str:
+        """Return where the scheduler listens; wait a while for one that is being started again."""
+        for _ in range(int(RESTART_S / SLICE_S)):
+            if found := self._locate():
+                return found
+            await asyncio.sleep(SLICE_S)
+        raise ConnectionRefusedError(f"nobody listens at {self.address}")
 
     async def _release(self) -> None:
         self._is_released = True
@@ -166,6 +191,10 @@ class ClusterLink:
 
     async def _close(self) -> None:
         self._is_released = False
+        await self._hang_up()
+
+    async def _hang_up(self) -> None:
+        """Close the connections; the next question opens new ones."""
         closing, self._rpc = self._rpc, None
         if closing is not None:
             with contextlib.suppress(OSError):
@@ -187,7 +216,10 @@ def link_to(cluster: Mapping[str, str]) -> ClusterLink | None:
 def open_link(address: SchedulerAddress) -> ClusterLink:
     """Return a line to a cluster; nothing is asked yet."""
     return ClusterLink(
-        address.address, address.connection_args, has_ended=lambda: _has_ended(address)
+        address.address,
+        address.connection_args,
+        has_ended=lambda: _has_ended(address),
+        locate=lambda: _locate(address),
     )
 
 
@@ -199,6 +231,18 @@ def _has_ended(address: SchedulerAddress) -> bool:
         return False
     record = ClusterDir(Path(address.state_dir)).record()
     return record is None or (record.is_here and not record.is_alive)
+
+
+def _locate(address: SchedulerAddress) -> str:
+    """Return where a cluster's scheduler listens now; empty while another one is being started."""
+    from etrain_jupyter.pools.state_dir import ClusterDir
+
+    if not address.state_dir:
+        return address.address
+    record = ClusterDir(Path(address.state_dir)).record()
+    if record is None or not record.is_here:
+        return address.address
+    return record.address if record.is_serving else ""
 
 
 def wait_interruptibly(future: Future[T], timeout: float | None = None) -> T:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from etrain_jupyter.errors import ConfigError, EtrainError, JobLostError, PoolError
 from etrain_jupyter.events.types import TERMINAL_STATUSES
@@ -11,6 +11,9 @@ from etrain_jupyter.job.feed import Feed
 from etrain_jupyter.job.history import LatestValues
 from etrain_jupyter.job.link import Link, NoAnswerError
 from etrain_jupyter.job.run_store import JobRecord
+
+if TYPE_CHECKING:
+    from etrain_jupyter.job.resume import Wish
 
 REQUEST_S = 30.0
 """How long the coordinator may take to answer."""
@@ -22,6 +25,7 @@ _NOTHING_TO = {
     "preempt": "no worker left to preempt",
     "checkpoint": "nothing left to save",
 }
+
 _ENDED = {"finished": "finished", "stopped": "been stopped", "failed": "failed"}
 
 
@@ -44,9 +48,44 @@ class JobRequests(ABC):
         """Let the ranks wait after their next step, with their state."""
         return self.request("pause")
 
-    def resume(self) -> str:
-        """Go on after ``pause``."""
-        return self.request("resume")
+    def resume(
+        self,
+        *,
+        pool: str | None = None,
+        min: int | None = None,
+        max: int | None = None,
+        epochs: float | None = None,
+        steps: int | None = None,
+        force: bool = False,
+    ) -> str:
+        """Go on after ``pause``, or after the end of the job or of its cluster.
+
+        An ended job goes on from its newest checkpoint: the same job, with the same log and curve.
+
+        Args:
+            pool: Where its workers come from now; without it, the same pool.
+            min: Fewest workers from now on.
+            max: Most workers from now on.
+            epochs: Times through the training data, all in all.
+            steps: Steps all in all, instead.
+            force: Go on even if what differs changes the curve.
+
+        Raises:
+            ConfigError: If that does not fit the job, or nothing is left to train.
+            EtrainError: If it is being trained.
+        """
+        given = {"pool": pool, "min": min, "max": max, "epochs": epochs, "steps": steps}
+        values = {key: value for key, value in given.items() if value is not None}
+        is_over = self.status in TERMINAL_STATUSES or self._feed.lost or self._feed.trouble
+        if not is_over and not values:
+            return self.request("resume")
+        from etrain_jupyter.job.resume import Wish
+
+        return self.resume_as(Wish(values=values, is_forced=force))
+
+    @abstractmethod
+    def resume_as(self, wish: Wish) -> str:
+        """Resume an ended job with these wishes."""
 
     def stop(self, now: bool = False) -> str:
         """End the job after its next step with a checkpoint; with ``now`` at once, without."""
@@ -151,6 +190,6 @@ class JobRequests(ABC):
         if not self._view.saved_step:
             return "Nothing was saved."
         return (
-            f"The weights of step {self._view.saved_step} are saved in {self.record.folder}; "
+            f"The weights of step {self._view.saved_step} are saved in {self.record.where}; "
             "job.load_into(model) loads them."
         )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Iterable
 from typing import Any, Protocol
 
+from etrain_jupyter.events.types import Event
 from etrain_jupyter.job.history import LatestValues
 
 
@@ -13,6 +15,9 @@ class Screen(Protocol):
 
     def show(self) -> None:
         """Display it in the running cell."""
+
+    def add_events(self, events: Iterable[Event]) -> None:
+        """Take the next events of the job; those that it has had it passes over."""
 
     def settle(self) -> None:
         """Refresh what is saved of it in the notebook."""

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import threading
 import time
 from collections.abc import Generator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from etrain_jupyter.errors import (
@@ -18,18 +20,22 @@ from etrain_jupyter.errors import (
     JobFailedError,
     JobLostError,
 )
-from etrain_jupyter.events.log import read_events
+from etrain_jupyter.events.blocks import Events
 from etrain_jupyter.events.phases import phases_of
-from etrain_jupyter.events.types import TERMINAL_STATUSES, Event
+from etrain_jupyter.events.segments import read_log
+from etrain_jupyter.events.types import TERMINAL_STATUSES
 from etrain_jupyter.job.feed import Feed, Listener
-from etrain_jupyter.job.history import LatestValues
+from etrain_jupyter.job.history import LatestValues, peek_log
 from etrain_jupyter.job.link import SLICE_S, Link
 from etrain_jupyter.job.requests import REQUEST_S, JobRequests
 from etrain_jupyter.job.run_store import JobRecord
 from etrain_jupyter.job.screen import Screen, table_of
+from etrain_jupyter.job.store_link import refresh_log, try_refresh_log
+from etrain_jupyter.job.weights import find_saved, list_saved, load_weights, put_weights
 
 if TYPE_CHECKING:
     from etrain_jupyter.job.audit import AuditReport
+    from etrain_jupyter.job.resume import Wish
 
 CATCH_UP_S = 10.0
 SECOND_INTERRUPT_S = 5.0
@@ -58,7 +64,45 @@ class TrainingJob(JobRequests):
         self.was_interrupted = False
         self._link = link
         self._view = LatestValues()
-        self._feed = Feed(record.job_id, record.log_path, link, self._view.add)
+        self._feed = self._make_feed()
+
+    def _make_feed(self) -> Feed:
+        record = self.record
+        return Feed(
+            record.job_id,
+            record.log_path,
+            self._link,
+            self._view.add,
+            refresh=lambda: try_refresh_log(record),
+        )
+
+    def follow_again(self, record: JobRecord, link: Link | None) -> None:
+        """Follow the job's next life, from the beginning of its log: it was resumed."""
+        self._feed.close()
+        self.record, self._link, self.was_interrupted = record, link, False
+        self._view = LatestValues()
+        self._feed = self._make_feed()
+        if self.screen is not None:
+            self._feed.subscribe(self.screen.add_events)
+
+    def has_gone_on(self) -> bool:
+        """Whether the log has more than the end at which this stopped following it."""
+        is_over = self._feed.ended.is_set() and not self._feed.lost
+        if is_over:
+            try_refresh_log(self.record)
+        return is_over and not peek_log(self.record.log_path).is_terminal
+
+    @property
+    def is_reachable(self) -> bool:
+        """Whether the job's scheduler answers, as far as is known."""
+        self._latest()
+        return not self._feed.trouble
+
+    def resume_as(self, wish: Wish) -> str:
+        """Let the job go on that has ended, or whose cluster has; see ``resume``."""
+        from etrain_jupyter.job.resume import resume_job
+
+        return resume_job(self, wish)
 
     # --- what it is -----------------------------------------------------------------------------
 
@@ -91,6 +135,11 @@ class TrainingJob(JobRequests):
     def lost(self) -> str:
         """Why the job counts as lost: its cluster went before its end; empty as far as is known."""
         return self._feed.lost
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more will be heard of it: it has ended, or was lost."""
+        return self._feed.ended.is_set()
 
     @property
     def step(self) -> int:
@@ -135,8 +184,11 @@ class TrainingJob(JobRequests):
         """
         return phases_of(self.events())
 
-    def events(self) -> list[Event]:
-        """Return the typed events that have come so far, in order."""
+    def events(self) -> Events:
+        """Return the typed events that have come so far, in order: a sequence, made as it is read.
+
+        A million steps take about 100 MB in it; as a ``list`` of objects ten times as much.
+        """
         self._latest()
         return self._feed.events()
 
@@ -167,10 +219,11 @@ class TrainingJob(JobRequests):
         """Prove from the durable log what was trained: each sample's count, equal weights."""
         from etrain_jupyter.job.audit import audit_log
 
+        refresh_log(self.record)
         try:
-            events = read_events(self.record.log_path)
+            events = read_log(self.record.log_path)
         except (OSError, EtrainError):
-            events = []
+            events = Events()
         return audit_log(events or self.events())
 
     # --- waiting --------------------------------------------------------------------------------
@@ -243,13 +296,14 @@ class TrainingJob(JobRequests):
         if self._feed.lost:
             raise JobLostError(
                 f"job {self.id} is lost at step {view.step}: {self._feed.lost}. "
-                f"{self._what_remains()} Run its cell again to train it anew."
+                f"{self._what_remains()} %etrain resume lets it go on from there."
             )
         if view.status == "failed":
             error = view.user_error
             raise JobFailedError(
                 f"job {self.id} failed {self._cause_of_failure()} {self._what_remains()} Mend it "
-                "and run the cell again; %etrain logs shows what the workers printed.",
+                "and run the cell again, with --resume JOB to go on from there; %etrain logs shows "
+                "what the workers printed.",
                 job_id=self.id,
                 traceback=error.traceback if error else "",
             )
@@ -292,36 +346,80 @@ class TrainingJob(JobRequests):
             return None
         return {"step": found[-1].step, "metric": found[-1].metric, "value": found[-1].value}
 
-    def state_dict(self, which: str = "last") -> dict[str, Any]:
+    def state_dict(self, which: str | int = "last") -> dict[str, Any]:
         """Return weights that are saved, as tensors by name.
 
         Args:
             which: ``last`` for the newest checkpoint that verifies; ``best`` for the one whose
-                evaluation was the best, see ``checkpoint.best``.
+                evaluation was the best, see ``checkpoint.best``; a number for that of this step.
 
         Raises:
             CheckpointError: If there is none yet.
-            ValueError: For another ``which``.
+            ConfigError: For another ``which``.
         """
-        if which not in ("last", "best"):
-            raise ValueError(f"which={which!r} must be 'last' or 'best'")
-        from etrain_jupyter.job.weights import load_best_weights, load_newest_weights
+        return load_weights(find_saved(self.record, which, self._reached()))
 
-        if which == "last":
-            return load_newest_weights(self.record)
-        reached = {best.step: best.value for best in self._latest().best}
-        return load_best_weights(self.record, reached)
-
-    def load_into(self, model: Model, which: str = "last") -> Model:
+    def load_into(self, model: Model, which: str | int = "last") -> Model:
         """Load saved weights into ``model`` and return it; ``which`` as in ``state_dict``.
 
         Raises:
             CheckpointError: If there is none yet, or if the model is another one than the job's.
         """
-        from etrain_jupyter.job.weights import put_weights
-
         put_weights(self.state_dict(which), model, self.record)
         return model
+
+    def export(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        format: str = "safetensors",
+        which: str | int = "last",
+        model: Any = None,
+        overwrite: bool = False,
+    ) -> Path:
+        """Write saved weights to one file, or to a folder that ``from_pretrained`` opens.
+
+        Args:
+            path: A file; a folder with ``format="transformers"``. What is missing above is made.
+            format: ``safetensors`` or ``transformers``.
+            which: As in ``state_dict``.
+            model: With ``transformers``: the model whose ``config`` is written. Needed only where
+                the job's own model had none.
+            overwrite: Whether files of that name may be replaced.
+
+        Returns:
+            What was written.
+
+        Raises:
+            CheckpointError: If there is no such checkpoint, or if it cannot be written there.
+            ConfigError: For another format or ``which``, and for a path that exists.
+        """
+        from etrain_jupyter.job.export import export_file, export_folder, find_format
+
+        is_folder = find_format(format, model) == "transformers"
+        saved = find_saved(self.record, which, self._reached())
+        if is_folder:
+            return export_folder(self.record, saved, Path(path), model=model, overwrite=overwrite)
+        return export_file(self.record, saved, Path(path), overwrite=overwrite)
+
+    def checkpoints(self, verify: bool = False) -> list[dict[str, Any]]:
+        """Return one record for each checkpoint that is saved, the newest first.
+
+        For ``pandas.DataFrame(job.checkpoints())``: step, age_s, size_bytes, stall_s (for how long
+        training stood still for it), generation, is_newest, is_best, verified, problem, where.
+
+        Args:
+            verify: Also read all of their parts and compare them with what was written.
+        """
+        from etrain_jupyter.job.saved_records import records_of
+
+        where, listed, best = list_saved(self.record, self._reached(), verify=verify)
+        stalls = self._latest().stalls
+        return records_of(listed, best=best, where=where, now=time.time(), stalls=stalls)
+
+    def _reached(self) -> dict[int, float]:
+        """Return the evaluations that were the best when they were made, as the log has them."""
+        return {best.step: best.value for best in self._latest().best}
 
     # --- showing --------------------------------------------------------------------------------
 

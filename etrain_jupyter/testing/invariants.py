@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from etrain_jupyter.events.types import Event, GenerationFormed, WorkerLeft, WorkerLost
+from etrain_jupyter.events.types import Event, GenerationFormed, JobResumed, WorkerLeft, WorkerLost
 from etrain_jupyter.job.audit import audit_log
 
 
@@ -30,6 +30,8 @@ def _assert_survivors_kept_their_process(events: list[Event]) -> None:
     for event in events:
         if isinstance(event, WorkerLost | WorkerLeft):
             lost.add(event.worker)
+        elif isinstance(event, JobResumed):
+            before = {}
         elif isinstance(event, GenerationFormed):
             now = dict(zip(event.ranks, event.trainer_pids, strict=True))
             for worker in now.keys() & before.keys() - lost:

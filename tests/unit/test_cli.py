@@ -50,6 +50,20 @@ def test_ls_shows_the_store_that_was_named(runs: str, capsys: pytest.CaptureFixt
     assert "digits-1  finished" in capsys.readouterr().out
 
 
+def test_tensorboard_files_of_an_old_job_are_written_and_the_command_is_printed(
+    runs: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("tensorboard")
+
+    assert main(["--runs", runs, "tensorboard"]) == 0
+
+    folder = Path(runs) / "digits-1" / "tensorboard"
+    said = capsys.readouterr().out
+    assert f"In a terminal: tensorboard --logdir {folder}" in said
+    assert "what the job has done until now" in said
+    assert len(list(folder.iterdir())) == 1
+
+
 def test_runs_may_stand_after_the_subcommand(runs: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", f"--runs={runs}"]) == 0
 
@@ -116,7 +130,7 @@ def test_audit_that_fails_is_status_1(runs: str, capsys: pytest.CaptureFixture[s
         ["--runs"],
         ["distributed"],
         ["attach", "digits"],
-        ["tensorboard"],
+        ["plan"],
     ],
 )
 def test_mistyped_line_is_status_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -405,6 +405,20 @@ def test_request_to_an_ended_job_fails_the_cell(run: Run) -> None:
     assert "has finished: there is nothing to scale" in shown
 
 
+@pytest.mark.parametrize("flag", ["--workers", "--max"])
+def test_resume_takes_the_most_workers_under_both_names(
+    run: Run, monkeypatch: pytest.MonkeyPatch, flag: str
+) -> None:
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(TrainingJob, "resume", lambda self, **values: asked.append(values) or "")
+    make_job(name="digits")
+
+    is_ok, shown = run(f"%etrain resume digits {flag} 8")
+
+    assert is_ok, shown
+    assert asked[0]["max"] == 8
+
+
 @pytest.mark.parametrize("command", ["kill", "preempt"])
 def test_job_in_the_place_of_a_worker_is_told_from_one(
     run: Run, monkeypatch: pytest.MonkeyPatch, command: str
@@ -442,15 +456,6 @@ def test_fault_of_an_ended_job_is_refused_in_plain_words(run: Run, line: str, wo
 
     assert not is_ok
     assert words in shown
-
-
-def test_resume_of_an_ended_job_comes_later(run: Run) -> None:
-    make_job(name="digits")
-
-    is_ok, shown = run("%etrain resume digits")
-
-    assert not is_ok
-    assert "later version" in shown
 
 
 def test_logs_show_the_last_lines(run: Run) -> None:
@@ -594,3 +599,23 @@ def test_mistyped_faults_are_refused_with_what_was_meant(
     assert not is_ok
     assert hint in shown
     assert requests == []
+
+
+def test_tensorboard_opens_under_the_cell(
+    shell: InteractiveShell, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tensorboard")
+    folder = make_job().record.folder / "tensorboard"
+    called: list[tuple[str, str]] = []
+    whole = shell.run_line_magic
+
+    def call(name: str, line: str, *rest: Any) -> Any:
+        called.append((name, line))
+        return whole(name, line, *rest) if name == "etrain" else None
+
+    monkeypatch.setattr(shell, "run_line_magic", call)
+
+    _, said = run("%etrain tensorboard")
+
+    assert called[1:] == [("load_ext", "tensorboard"), ("tensorboard", f"--logdir {folder}")]
+    assert f"tensorboard --logdir {folder}" in said

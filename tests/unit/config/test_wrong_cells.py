@@ -216,14 +216,6 @@ etrain: line 5, column 12: optimizer LBFGS cannot train here: it evaluates the l
       |            ^^^^^
   use for example AdamW""",
     ),
-    "key of a later version": (
-        GOOD + "log: {tensorboard: tb}\n",
-        """\
-etrain: line 5, column 7: 'tensorboard: tb' comes with a later version
-    5 | log: {tensorboard: tb}
-      |       ^^^^^^^^^^^
-  remove the line; job.history() has every value""",
-    ),
     "micro that is neither a number nor auto": (
         GOOD + "batch: {micro: automatic}\n",
         """\
@@ -423,13 +415,22 @@ etrain: line 5, column 15: reproducible must be true, false or {shards: 8}, not 
       |               ^
   write reproducible: true""",
     ),
-    "store of a later version": (
-        GOOD + "checkpoint: {to: 's3://bucket/run'}\n",
+    "store that there is none for": (
+        GOOD + "checkpoint: {to: 'gs://bucket/run'}\n",
         """\
-etrain: line 5, column 18: checkpoints in S3 ('s3://bucket/run') come with a later version
-    5 | checkpoint: {to: 's3://bucket/run'}
+etrain: line 5, column 18: 'gs://bucket/run' is no folder
+    5 | checkpoint: {to: 'gs://bucket/run'}
       |                  ^^^^^^^^^^^^^^^^^
-  name a folder, or remove the line for the job's own folder""",
+  name a folder of this machine, or write s3://bucket/prefix""",
+    ),
+    "bucket that cannot be": (
+        GOOD + "checkpoint: {to: 's3://My_Bucket/run'}\n",
+        """\
+etrain: line 5, column 18: checkpoint.to names the bucket 'My_Bucket', but a bucket has 3 to 63 \
+lower-case letters, digits, dots and dashes
+    5 | checkpoint: {to: 's3://My_Bucket/run'}
+      |                  ^^^^^^^^^^^^^^^^^^^^
+  write s3://bucket/prefix""",
     ),
     "pool of a later version": (
         GOOD + "pool: aws\n",
@@ -722,8 +723,6 @@ def test_a_wrong_cell_prints(name: str) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "checkpoint: {to: 's3://bucket'}",
-        "log: {tensorboard: tb}",
         "pool: spot",
     ],
 )

@@ -133,6 +133,24 @@ def test_cluster_that_is_known_to_have_ended_says_so(monkeypatch: pytest.MonkeyP
         ClusterLink("tcp://127.0.0.1:9", has_ended=lambda: True).call("echo")
 
 
+def test_line_follows_a_scheduler_that_was_started_again_elsewhere(address: str) -> None:
+    found = iter(["", "", address])
+    line = ClusterLink("tcp://127.0.0.1:9", locate=lambda: next(found, address))
+
+    assert line.call("echo", word="here") == {"echo": {"word": "here"}}
+    assert line.address == address
+
+
+def test_scheduler_that_does_not_come_back_in_time_is_to_be_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(link_module, "RESTART_S", 0.0)
+    line = ClusterLink("tcp://127.0.0.1:9", locate=lambda: "")
+
+    with pytest.raises(UnreachableError, match=r"started again.*Try again in a moment"):
+        line.call("echo")
+
+
 def test_missing_certificates_are_a_lost_job() -> None:
     def read() -> dict[str, Any]:
         raise FileNotFoundError("client.pem is not there: the cluster has ended")

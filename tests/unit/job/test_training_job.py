@@ -163,7 +163,8 @@ def test_failed_job_says_after_which_step_on_whom_and_what_is_saved(tmp_path: Pa
     assert str(caught.value) == (
         f"job {job.id} failed after step 7 on a and b: data.train is empty. Fill it. The weights "
         f"of step 7 are saved in {job.record.folder}; job.load_into(model) loads them. Mend it and "
-        "run the cell again; %etrain logs shows what the workers printed."
+        "run the cell again, with --resume JOB to go on from there; %etrain logs shows what the "
+        "workers printed."
     )
 
 

@@ -1,0 +1,134 @@
+"""What a resumed job's cell says otherwise than the job was trained with, and whether that matters.
+
+Three kinds: what says how to train and not what (workers, pool, length, when to save), what makes
+the rest of the curve another one, and what would throw the curve away. The first passes, the others
+need ``--force``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from etrain_jupyter.config.schema import TrainConfig
+
+FREE = frozenset(
+    (
+        *("name", "pool", "workers", "log", "eval", "early_stopping", "on_nan_loss", "metrics"),
+        *("checkpoint.every", "checkpoint.keep", "checkpoint.best", "data.num_workers", "compile"),
+        *("epochs", "steps", "batch.micro"),
+    )
+)
+"""Keys, with all that stands below them, that change nothing of what a step computes."""
+
+REASONS = {
+    "model": "the weights are those of the model before",
+    "data.train": "the rest of the epoch is the rest of another order",
+    "data.eval": "evaluations before and after do not compare",
+    "loss": "losses before and after do not compare",
+    "step": "losses before and after do not compare",
+    "optimizer.name": "the optimizer begins anew, without what it knows",
+    "optimizer.reference": "the optimizer begins anew, without what it knows",
+    "batch": "the steps after are not those that would have come",
+    "seed": "the order of the samples after is another one: some of this epoch's may be repeated",
+    "reproducible": "the weights will not be those of an undisturbed run",
+    "checkpoint.to": "the checkpoints so far are in the old folder: the job would begin anew",
+    "schedule": "the learning rate jumps",
+}
+"""What comes of it, by the longest key that fits."""
+
+OTHERWISE = "the rest of the curve is not that of an undisturbed run"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """One key with two values."""
+
+    key: str
+    """As the cell spells it, with dots."""
+    old: Any
+    new: Any
+    why: str = ""
+    """What makes it need ``--force``; empty if it is free."""
+
+    def __str__(self) -> str:
+        """Return ``batch.global: 64 -> 32``."""
+        return f"{self.key}: {_in_words(self.old)} -> {_in_words(self.new)}"
+
+
+def compare_configs(old: TrainConfig, new: TrainConfig) -> list[Difference]:
+    """Return the keys whose values differ, in the order of the schema."""
+    before, after = (dict(_flat(c.model_dump(mode="json", by_alias=True))) for c in (old, new))
+    found = []
+    for key in dict.fromkeys([*before, *after]):
+        values = before.get(key), after.get(key)
+        if values[0] != values[1]:
+            why = _why(key, old, new)
+            found.append(Difference(key=key, old=values[0], new=values[1], why=why))
+    # Without a number the shards follow from workers.max, and the weights from them.
+    found = [difference for difference in found if not difference.key.startswith("reproducible")]
+    shards = old.num_shards(), new.num_shards()
+    if shards[0] != shards[1]:
+        why, key = REASONS["reproducible"], "reproducible.shards"
+        found.append(Difference(key=key, old=shards[0], new=shards[1], why=why))
+    return found
+
+
+def with_values(config: TrainConfig, changes: Mapping[str, Any]) -> TrainConfig:
+    """Return a configuration with some keys changed; what follows from the others stays.
+
+    Args:
+        config: The job's.
+        changes: ``pool``, ``min``, ``max``, ``epochs`` or ``steps``; None changes nothing.
+
+    Raises:
+        ValidationError: If they do not fit together.
+    """
+    given = {key: value for key, value in changes.items() if value is not None}
+    if not given:
+        return config
+    data = config.model_dump(mode="json")
+    if config.reproducible is not None:
+        # Without a number they follow from workers.max, and the weights from them.
+        data["reproducible"] = {"shards": config.num_shards()}
+    data["workers"] |= {key: given[key] for key in ("min", "max") if key in given}
+    for key, other in (("epochs", "steps"), ("steps", "epochs")):
+        if key in given and other not in given:
+            data[other] = None
+    data |= {key: given[key] for key in ("epochs", "steps", "pool") if key in given}
+    return TrainConfig.model_validate(data)
+
+
+def _why(key: str, old: TrainConfig, new: TrainConfig) -> str:
+    is_length = key in ("epochs", "steps")
+    falls = any(c.schedule is not None and c.schedule.decay != "none" for c in (old, new))
+    if is_length and falls:
+        return f"schedule.decay ends with the job: {REASONS['schedule']}"
+    if key == "batch.micro" and new.reproducible is not None:
+        return REASONS["reproducible"]
+    prefixes = list(_prefixes(key))
+    if any(prefix in FREE for prefix in prefixes):
+        return ""
+    return next((REASONS[prefix] for prefix in prefixes if prefix in REASONS), OTHERWISE)
+
+
+def _prefixes(key: str) -> Iterator[str]:
+    """Yield ``a.b.c``, ``a.b``, ``a``."""
+    while key:
+        yield key
+        key = key.rpartition(".")[0]
+
+
+def _flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in data.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            # A group without keys is one that is not there.
+            yield f"{prefix}{key}", None if isinstance(value, Mapping) else value
+
+
+def _in_words(value: Any) -> str:
+    text = "none" if value is None else str(value)
+    return text if len(text) <= 60 else text[:57] + "..."
