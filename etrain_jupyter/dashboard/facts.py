@@ -41,6 +41,7 @@ def first_facts(job_id: str) -> dict[str, Any]:
         "num_undone": 0,
         "stall_s": None,
         "checkpoint": None,
+        "cost": None,
         "error": None,
         "charts": {"metrics": [], "has_eval": False},
     }

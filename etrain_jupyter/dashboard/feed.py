@@ -4,7 +4,11 @@ A channel carries messages with a sequence number ``seq``. An ``update`` has the
 each curve that grew, a block ``{name, rows}`` with one binary buffer: ``rows`` float64 positions,
 then ``rows`` float32 values. With ``reset`` the curves begin anew. A view that starts, or that sees
 a gap in ``seq``, says ``hello`` with a name of its own choice and gets a reset addressed ``to`` it;
-the others pass that one over.
+the others pass that one over. A view that zooms asks for ``detail`` between two steps and gets the
+curves there, as blocks in a message of that kind.
+
+Where a curve had to be thinned, a block ``mean.NAME`` has the means of neighbours, from which a
+view draws its smoothed line; otherwise the points themselves serve for that.
 """
 
 from __future__ import annotations
@@ -12,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from etrain_jupyter.dashboard.series import Floats, SmallFloats, thin
-from etrain_jupyter.dashboard.snapshot import JobView
+from etrain_jupyter.dashboard.series import Floats, SmallFloats, between, means, thin
+from etrain_jupyter.dashboard.snapshot import BY_TIME, JobView
 
 Send = Callable[[dict[str, Any], list[bytes]], None]
 Curves = dict[str, tuple[Floats, SmallFloats]]
@@ -21,6 +25,8 @@ Curves = dict[str, tuple[Floats, SmallFloats]]
 MAX_RESET_POINTS = 4000
 """A view that starts gets at most about so many points a curve: more than it has pixels."""
 LISTS = ("events", "markers")
+MEAN = "mean."
+"""How the names of curves of means begin."""
 
 
 class Feed:
@@ -53,10 +59,20 @@ class Feed:
             return
         curves = view.series()
         news = {name: self._unsent(name, *curve) for name, curve in curves.items()}
+        news = thin_all(news, MAX_RESET_POINTS)
         snapshot = view.snapshot()
         if view.lists_version == self._lists_version:
             snapshot = {key: value for key, value in snapshot.items() if key not in LISTS}
         self._post(view, snapshot, {name: curve for name, curve in news.items() if len(curve[0])})
+
+    def detail(self, view: JobView, to: str, first: float, last: float) -> None:
+        """Send the view called ``to`` the curves from step ``first`` to ``last``."""
+        over_steps = {k: v for k, v in view.series().items() if not k.startswith(BY_TIME)}
+        near = {name: between(*curve, first, last) for name, curve in over_steps.items()}
+        curves = thin_all(near, MAX_RESET_POINTS)
+        self._seq += 1
+        content = {"kind": "detail", "seq": self._seq, "to": to, "first": first, "last": last}
+        self._send(content | {"blocks": _names(curves)}, _buffers(curves))
 
     def say(self, content: dict[str, Any]) -> None:
         """Send a message that is no update, for example a notice to the person."""
@@ -65,12 +81,12 @@ class Feed:
             self._send({**content, "seq": self._seq}, [])
 
     def _reset(self, view: JobView, to: str) -> None:
-        curves = {name: thin(*curve, MAX_RESET_POINTS) for name, curve in view.series().items()}
+        curves = thin_all(view.series(), MAX_RESET_POINTS)
         self._post(view, view.snapshot(), curves, reset=True, to=to)
 
     def _unsent(self, name: str, x: Floats, y: SmallFloats) -> tuple[Floats, SmallFloats]:
         start = self._sent.get(name, 0)
-        return thin(x[start:], y[start:], MAX_RESET_POINTS)
+        return x[start:], y[start:]
 
     def _post(
         self,
@@ -88,8 +104,29 @@ class Feed:
             "reset": reset,
             "to": to,
             "snapshot": snapshot,
-            "blocks": [{"name": name, "rows": len(x)} for name, (x, _) in curves.items()],
+            "blocks": _names(curves),
         }
-        self._send(content, [x.tobytes() + y.tobytes() for x, y in curves.values()])
+        self._send(content, _buffers(curves))
         self._sent = {name: len(x) for name, (x, _) in view.series().items()}
         self._lists_version, self._rewinds = view.lists_version, view.rewinds
+
+
+def thin_all(curves: Curves, max_points: int) -> Curves:
+    """Thin curves, and add the means of those that a view can smooth."""
+    thinned = {name: thin(*curve, max_points) for name, curve in curves.items()}
+    for name, curve in curves.items():
+        if len(curve[0]) > max_points and _is_noisy(name):
+            thinned[MEAN + name] = means(*curve, max_points // 2)
+    return thinned
+
+
+def _is_noisy(name: str) -> bool:
+    return name in ("loss", "samples_per_s") or name.startswith("metrics.")
+
+
+def _names(curves: Curves) -> list[dict[str, Any]]:
+    return [{"name": name, "rows": len(x)} for name, (x, _) in curves.items()]
+
+
+def _buffers(curves: Curves) -> list[bytes]:
+    return [x.tobytes() + y.tobytes() for x, y in curves.values()]

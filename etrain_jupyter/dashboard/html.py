@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from etrain_jupyter.dashboard.freshness import trouble_of
 from etrain_jupyter.dashboard.series import Floats, SmallFloats, thin
 from etrain_jupyter.dashboard.words import number, seconds
 
@@ -22,8 +23,13 @@ WIDTH, LOSS_HEIGHT, WORLD_HEIGHT = 720, 180, 64
 LEFT, RIGHT, TOP, GAP = 52, 8, 18, 30
 TEXT, GRID, TRAIN, EVAL = "#808080", "#80808040", "#3b82d6", "#e0823d"
 MARKER_COLOURS = {"lost": "#d64545", "failed": "#d64545", "notice": "#d99a1c", "join": "#3f9d54"}
+ALARM = MARKER_COLOURS["failed"]
 MAX_CURVE_POINTS = 400
 MAX_LISTED_EVENTS = 10
+WORKER_COLUMNS = (
+    *("rank", "worker", "state", "device"),
+    *("samples/s", "time goes into", "waits for", "steps"),
+)
 
 
 def render_text(snapshot: Mapping[str, Any]) -> str:
@@ -34,6 +40,8 @@ def render_text(snapshot: Mapping[str, Any]) -> str:
     if snapshot["eval"]:
         facts += [f"eval {name} {value}" for name, value in _values(snapshot["eval"]["metrics"])]
     facts.append(f"workers {_workers(snapshot)}")
+    if trouble := _checkpoint_trouble(snapshot):
+        facts.append(trouble)
     if snapshot["eta_s"] is not None:
         facts.append(f"{seconds(snapshot['eta_s'])} left")
     return f"<etrain job {snapshot['name']!r}: {', '.join(facts)}>"
@@ -44,6 +52,7 @@ def render_html(snapshot: Mapping[str, Any], curves: Curves) -> str:
     parts = [
         f"<p><b>{escape(str(snapshot['name']))}</b> {escape(_headline(snapshot))}</p>",
         _progress(snapshot),
+        _warning(snapshot),
         _chart_image(snapshot, curves),
         _error(snapshot),
         _worker_table(snapshot),
@@ -59,10 +68,37 @@ def _headline(snapshot: Mapping[str, Any]) -> str:
     facts += [f"{name} {value}" for name, value in _values(snapshot["metrics"])]
     if snapshot["eval"]:
         facts += [f"eval {name} {value}" for name, value in _values(snapshot["eval"]["metrics"])]
+    if snapshot["samples_per_s"] is not None:
+        facts.append(f"{number(float(snapshot['samples_per_s']))} samples/s")
+    if snapshot["global_batch_size"] is not None:
+        facts.append(f"batch {snapshot['global_batch_size']:,}")
+    if snapshot["lr"] is not None:
+        facts.append(f"lr {float(snapshot['lr']):.3g}")
     facts.append(f"workers {_workers(snapshot)}")
+    if snapshot["cost"]:
+        cost = snapshot["cost"]
+        facts.append(f"${cost['spent_usd']:,.2f} spent, ${cost['saved_usd']:,.2f} saved")
     if snapshot["elapsed_s"] is not None:
         facts.append(seconds(snapshot["elapsed_s"]))
     return " · ".join(facts)
+
+
+def _warning(snapshot: Mapping[str, Any]) -> str:
+    """Say in words what the colour says, too: a sanitiser may drop the colour."""
+    text = _checkpoint_trouble(snapshot)
+    return f'<p style="color:{ALARM}">{escape(text)}</p>' if text else ""
+
+
+def _checkpoint_trouble(snapshot: Mapping[str, Any]) -> str:
+    """Say what is wrong with the newest durable checkpoint, by the time of the newest event."""
+    trouble = trouble_of(snapshot, snapshot["updated_at"])
+    if not trouble:
+        return ""
+    newest = snapshot["checkpoint"]
+    last = f"the newest is of step {newest['step']:,}" if newest else "there is none yet"
+    if newest and trouble == "overdue":
+        last += f", {seconds(snapshot['updated_at'] - newest['time'])} old"
+    return f"checkpoint {trouble}, {last}"
 
 
 def _status(snapshot: Mapping[str, Any]) -> str:
@@ -99,7 +135,7 @@ def _error(snapshot: Mapping[str, Any]) -> str:
 def _worker_table(snapshot: Mapping[str, Any]) -> str:
     if not snapshot["workers"]:
         return ""
-    heads = "".join(f"<th>{name}</th>" for name in ("rank", "worker", "state", "device", "steps"))
+    heads = "".join(f"<th>{name}</th>" for name in WORKER_COLUMNS)
     rows = "".join(_worker_row(worker) for worker in snapshot["workers"])
     return f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>"
 
@@ -107,17 +143,37 @@ def _worker_table(snapshot: Mapping[str, Any]) -> str:
 def _worker_row(worker: Mapping[str, Any]) -> str:
     rank = "" if worker["rank"] is None else worker["rank"]
     state = worker["state"] + (f" ({worker['note']})" if worker["note"] else "")
-    cells = (rank, worker["worker"], state, worker["device"], f"{worker['steps']:,}")
+    split = worker["split"]
+    cells = (
+        rank,
+        worker["worker"],
+        state,
+        worker["device"],
+        f"{split['samples_per_s']:,.0f}" if split else "",
+        _shares(split) if split else "",
+        worker["waits_for"],
+        f"{worker['steps']:,}",
+    )
     return "<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in cells) + "</tr>"
+
+
+def _shares(split: Mapping[str, Any]) -> str:
+    """Say what a worker's steps went into, the largest part first."""
+    parts = sorted(split["shares"].items(), key=lambda part: -part[1])
+    return ", ".join(f"{name} {share:.0%}" for name, share in parts if share >= 0.01)
 
 
 def _event_list(snapshot: Mapping[str, Any]) -> str:
     latest = snapshot["events"][-MAX_LISTED_EVENTS:]
     items = "".join(
-        f"<li>{escape(_since_start(event, snapshot))} {escape(event['text'])}</li>"
+        f"<li>{escape(_since_start(event, snapshot))} {_level(event)}{escape(event['text'])}</li>"
         for event in reversed(latest)
     )
     return f"<details><summary>Latest events</summary><ul>{items}</ul></details>" if items else ""
+
+
+def _level(event: Mapping[str, Any]) -> str:
+    return f"<b>{event['level']}</b> " if event["level"] in ("warning", "error") else ""
 
 
 def _since_start(event: Mapping[str, Any], snapshot: Mapping[str, Any]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +49,17 @@ class Series:
             self._y[self._length] = y
         self._length += 1
 
+    def extend(self, x: npt.NDArray[Any], y: npt.NDArray[Any]) -> None:
+        """Add points, shape ``(n,)`` each; their ``x`` must not fall."""
+        length = self._length + len(x)
+        while length > len(self._x):
+            self._x = np.concatenate([self._x, np.empty_like(self._x)])
+            self._y = np.concatenate([self._y, np.empty_like(self._y)])
+        self._x[self._length : length] = x
+        with np.errstate(over="ignore"):
+            self._y[self._length : length] = y
+        self._length = length
+
     def cut_from(self, x: float) -> bool:
         """Forget the points at ``x`` and after; tell whether there were any."""
         length = int(np.searchsorted(self.x, x, side="left"))
@@ -81,6 +92,37 @@ def thin(x: Floats, y: SmallFloats, max_points: int) -> tuple[Floats, SmallFloat
     )
     kept = np.unique(kept)
     return x[kept], y[kept]
+
+
+def means(x: Floats, y: SmallFloats, max_points: int) -> tuple[Floats, SmallFloats]:
+    """Average neighbours until at most ``max_points`` points are left.
+
+    A smoothed line is drawn from these: the smallest and largest values alone would put it between
+    the extremes, not where most points are. NaN counts for nothing; where there is nothing else,
+    the mean is NaN.
+
+    Args:
+        x: Positions, shape ``(n,)``.
+        y: Values, shape ``(n,)``.
+        max_points: How many to return, 1 or more.
+    """
+    if len(x) <= max_points:
+        return x, y
+    starts = np.arange(0, len(x), -(-len(x) // max_points))
+    counts = np.diff([*starts, len(x)])
+    shown = np.isfinite(y)
+    sums = np.add.reduceat(np.where(shown, y, 0).astype(np.float64), starts)
+    num_shown = np.add.reduceat(shown.astype(np.int64), starts)
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        mean_y = (sums / num_shown).astype(np.float32)
+    return np.add.reduceat(x, starts) / counts, mean_y
+
+
+def between(x: Floats, y: SmallFloats, first: float, last: float) -> tuple[Floats, SmallFloats]:
+    """Return the points from ``first`` to ``last`` and one more on either side."""
+    start = max(0, int(np.searchsorted(x, first)) - 1)
+    end = int(np.searchsorted(x, last, side="right")) + 1
+    return x[start:end], y[start:end]
 
 
 def _extremes(y: SmallFloats, size: int, never: float) -> Indices:

@@ -5,32 +5,41 @@ What goes in decides what comes out; when it came, and cut into which batches, d
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 from functools import singledispatchmethod
 from typing import Any
 
-from etrain_jupyter.dashboard.facts import first_facts, json_able, marker_of
+import numpy as np
+
+from etrain_jupyter.dashboard.controls import controls_of
+from etrain_jupyter.dashboard.entries import Entries, Markers
+from etrain_jupyter.dashboard.facts import first_facts, json_able
+from etrain_jupyter.dashboard.freshness import Freshness
 from etrain_jupyter.dashboard.pace import Pace
 from etrain_jupyter.dashboard.series import Floats, Series, SmallFloats
 from etrain_jupyter.dashboard.stack_dumps import CellNumbers, StackDumps
 from etrain_jupyter.dashboard.words import Line, describe, seconds
 from etrain_jupyter.dashboard.workers import WorkerTable
+from etrain_jupyter.events.blocks import StepRun, runs_of
 from etrain_jupyter.events.types import (
     TERMINAL_STATUSES,
     BestReached,
     CheckpointCommitted,
     CheckpointFailed,
+    CheckpointIntervalChosen,
+    CostUpdated,
     EvalCompleted,
     Event,
     FaultInjected,
     GenerationFormed,
     JobPlanned,
     JobRestored,
+    JobResumed,
     JobStatusChanged,
     JobSubmitted,
     LogLine,
     PreemptionNoticed,
+    RankTimed,
     StepCompleted,
     StepUndone,
     UserErrorRaised,
@@ -44,9 +53,8 @@ from etrain_jupyter.events.types import (
 JOB_ENDED = "job ended"
 STANDING = frozenset({"paused", "waiting"})
 """Statuses in which a job lives and nobody steps."""
-MAX_EVENTS = 50
-MAX_MARKERS = 300
-MAX_CHECKPOINT_MARKERS = 60
+BY_TIME = "time."
+"""How the names of curves begin that are drawn over seconds, not over steps."""
 
 
 class JobView:
@@ -74,10 +82,11 @@ class JobView:
         self._num_steps = 0
         self._workers = WorkerTable()
         self._series: dict[str, Series] = {}
-        self._events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
-        self._markers: deque[dict[str, Any]] = deque(maxlen=MAX_MARKERS)
-        self._checkpoint_markers: deque[dict[str, Any]] = deque(maxlen=MAX_CHECKPOINT_MARKERS)
+        self._num_samples = 0
+        self._entries = Entries()
+        self._markers = Markers()
         self._pace = Pace()
+        self._freshness = Freshness()
         self._plan: JobPlanned | None = None
 
     @property
@@ -92,14 +101,40 @@ class JobView:
 
     def add(self, events: Iterable[Event]) -> None:
         """Take the next events."""
-        for event in events:
-            if event.seq and event.seq <= self._last_seq:
-                continue
-            self._last_seq = event.seq or self._last_seq
-            self._facts["updated_at"] = event.time
-            self._facts["generation"] = max(self._facts["generation"], event.generation)
-            self._fold(event)
-            self._enter(event)
+        for item in runs_of(events):
+            if not isinstance(item, StepRun):
+                self._take(item)
+            elif item.first_seq > self._last_seq:
+                self._take_run(item)
+            else:
+                for event in item.events():
+                    self._take(event)
+
+    def _take(self, event: Event) -> None:
+        if event.seq and event.seq <= self._last_seq:
+            return
+        self._last_seq = event.seq or self._last_seq
+        self._facts["updated_at"] = event.time
+        self._facts["generation"] = max(self._facts["generation"], event.generation)
+        self._fold(event)
+        self._enter(event)
+
+    def _take_run(self, run: StepRun) -> None:
+        """Take steps that differ little: those between first and last only go into the curves."""
+        self._take(run.first)
+        rest = run.inner()
+        self._num_steps += len(rest)
+        self._pace.add_run(rest)
+        steps = rest.column("step")
+        samples = self._num_samples + np.cumsum(rest.column("samples"))
+        self._num_samples = int(samples[-1]) if len(rest) else self._num_samples
+        self._series["samples"].extend(steps, samples)
+        self._series["elapsed_s"].extend(steps, rest.column("time") - self._facts["started_at"])
+        for name in ("loss", "lr", "samples_per_s"):
+            self._series[name].extend(steps, rest.column(name))
+        for name, column in rest.metrics().items():
+            self._series[f"metrics.{name}"].extend(steps, column)
+        self._take(run.last)
 
     def snapshot(self) -> dict[str, Any]:
         """Return the picture as JSON-able data.
@@ -114,11 +149,14 @@ class JobView:
             "eta_s": self._eta_s(),
             "elapsed_s": None if started is None else ended - started,
             "samples_per_s": self._samples_per_s(),
-            "workers": self._workers.to_list(self._num_steps),
-            "events": list(self._events),
-            "markers": sorted(
-                [*self._markers, *self._checkpoint_markers], key=lambda marker: marker["seq"]
+            "checkpoint_due": self._freshness.to_dict(
+                step_s=self._pace.step_s(),
+                steps_per_epoch=self._plan.steps_per_epoch if self._plan else None,
             ),
+            "controls": controls_of(self.status, num_training=self._workers.num_training()),
+            "workers": self._workers.to_list(self._num_steps),
+            "events": self._entries.to_list(),
+            "markers": self._markers.to_list(),
         }
         return {key: json_able(value) for key, value in picture.items()}
 
@@ -126,8 +164,9 @@ class JobView:
         """Return every curve as ``(x, y)`` over steps.
 
         The names are ``loss``, ``lr``, ``samples_per_s``, ``world_size`` (a point where it
-        changes), ``metrics.NAME``, ``eval.loss`` and ``eval.NAME``. The arrays are views: copy
-        what has to outlive the next ``add``.
+        changes), ``metrics.NAME``, ``eval.loss`` and ``eval.NAME``; ``samples`` and ``elapsed_s``
+        tell what a step is on the other axes. ``time.world_size`` is over seconds since the start:
+        no rewind undoes it. The arrays are views: copy what has to outlive the next ``add``.
         """
         return {name: (series.x, series.y) for name, series in self._series.items()}
 
@@ -140,6 +179,7 @@ class JobView:
     @_fold.register
     def _(self, event: JobSubmitted) -> None:
         config = event.config
+        self._freshness.promise(config)
         self._facts |= {
             "job_id": event.job_id,
             "name": event.name,
@@ -152,6 +192,21 @@ class JobView:
                 "has_eval": bool((config.get("data") or {}).get("eval")),
             },
         }
+
+    @_fold.register
+    def _(self, event: JobResumed) -> None:
+        self._facts |= {
+            "pool": event.pool,
+            "min_workers": event.min_workers,
+            "max_workers": event.max_workers,
+            "ended_at": None,
+            "error": None,
+            "reason": "",
+        }
+        self._workers.begin_anew(self._num_steps)
+        self._set_world_size(0, event.time)
+        self._pace.rewind()
+        self._mark(event, "resumed", f"Resumed on pool {event.pool}")
 
     @_fold.register
     def _(self, event: JobPlanned) -> None:
@@ -167,10 +222,14 @@ class JobView:
     @_fold.register
     def _(self, event: JobStatusChanged) -> None:
         facts = self._facts
-        is_change = event.status != facts["status"]
+        before = facts["status"]
         facts["status"], facts["reason"] = event.status, event.reason
-        if not is_change:
+        if event.status == before:
             return
+        if event.status == "running":
+            self._freshness.train_from(event.time)
+            if before in STANDING and facts["step"]:
+                self._mark(event, "resumed", f"Running again after it was {before}")
         if event.status in TERMINAL_STATUSES:
             facts["ended_at"] = event.time
             if event.status == "finished" and facts["step"]:
@@ -178,7 +237,8 @@ class JobView:
             self._workers.end(self._num_steps)
         elif event.status in STANDING:
             self._workers.stand_still("paused" if event.status == "paused" else "")
-            self._set_world_size(self._workers.num_ranks() if event.status == "paused" else 0)
+            num_ranks = self._workers.num_ranks() if event.status == "paused" else 0
+            self._set_world_size(num_ranks, event.time)
         if event.status in ("paused", "waiting", "failed") and facts["started_at"] is not None:
             self._mark(event, event.status, event.status.capitalize())
 
@@ -203,7 +263,7 @@ class JobView:
         if is_first:
             self._facts["started_at"] = event.time
         joined = self._workers.form(event.ranks, event.trainer_pids, self._num_steps)
-        self._set_world_size(event.world_size)
+        self._set_world_size(event.world_size, event.time)
         if joined and not is_first:
             self._mark(event, "join", f"{', '.join(joined)} joined, now {event.world_size}")
         self._facts["num_generations"] += 1
@@ -217,13 +277,17 @@ class JobView:
         best = self._facts["best"]
         if best is not None and best["step"] > event.step:
             self._facts["best"] = None
-        self._mark(event, "restored", f"Restored the state of step {event.step:,}")
+        again = f", {event.num_undone:,} steps are trained again" if event.num_undone else ""
+        self._mark(event, "restored", f"Restored the state of step {event.step:,}{again}")
 
     @_fold.register
     def _(self, event: StepCompleted) -> None:
         if event.step <= self._facts["step"]:
             self._rewind_to(event.step - 1)
         self._num_steps += 1
+        self._num_samples += event.samples
+        if self._facts["started_at"] is None:
+            self._facts["started_at"] = event.time
         self._facts |= {
             "step": event.step,
             "epoch": event.epoch,
@@ -236,19 +300,32 @@ class JobView:
         self._pace.add_step(event)
         self._point("loss", event.step, event.loss)
         self._point("lr", event.step, event.lr)
+        self._point("samples", event.step, self._num_samples)
+        self._point("elapsed_s", event.step, event.time - self._facts["started_at"])
         self._point("samples_per_s", event.step, event.samples_per_s)
         for name, value in event.metrics.items():
             self._point(f"metrics.{name}", event.step, value)
         charted = self._facts["charts"]["metrics"]
         charted += [name for name in event.metrics if name not in charted]  # those of a ``step``
         if event.world_size != self._facts["world_size"]:
-            self._set_world_size(event.world_size)
+            self._set_world_size(event.world_size, event.time)
         if self._plan is not None:
             self._facts["global_batch_size"] = self._plan.batch_size_of(event.world_size)
 
     @_fold.register
     def _(self, event: StepUndone) -> None:
         self._facts["num_undone"] += 1
+
+    @_fold.register
+    def _(self, event: RankTimed) -> None:
+        self._workers.time(event)
+
+    @_fold.register
+    def _(self, event: CostUpdated) -> None:
+        self._facts["cost"] = {
+            "spent_usd": event.spent_usd,
+            "saved_usd": max(0.0, event.on_demand_usd - event.spent_usd),
+        }
 
     @_fold.register
     def _(self, event: EvalCompleted) -> None:
@@ -287,18 +364,19 @@ class JobView:
         if self.is_terminal or event.reason == JOB_ENDED:
             return  # everybody goes when it is over: the table keeps who was there at the end
         self._workers.mark(event.worker, "left", event.reason, self._num_steps)
-        self._count_if_paused()
+        self._count_if_paused(event.time)
         self._mark(event, "left", f"{event.worker} left ({event.reason})")
 
     @_fold.register
     def _(self, event: WorkerLost) -> None:
         self._workers.mark(event.worker, "lost", event.cause, self._num_steps)
-        self._count_if_paused()
+        self._count_if_paused(event.time)
         self._facts["num_lost"] += 1
         self._mark(event, "lost", f"{event.worker} lost ({event.cause})")
 
     @_fold.register
     def _(self, event: CheckpointCommitted) -> None:
+        self._freshness.commit(event.time, event.duration_s)
         before = self._facts["checkpoint"] or {"count": 0}
         self._facts["checkpoint"] = {
             "step": event.step,
@@ -306,12 +384,16 @@ class JobView:
             "size_bytes": event.size_bytes,
             "count": before["count"] + 1,
         }
-        text = f"Checkpoint of step {event.step:,}"
-        self._checkpoint_markers.append(marker_of(event, "checkpoint", event.step, text))
+        self._markers.add(event, "checkpoint", event.step, f"Checkpoint of step {event.step:,}")
         self.lists_version += 1
 
     @_fold.register
+    def _(self, event: CheckpointIntervalChosen) -> None:
+        self._freshness.choose(event.interval_s)
+
+    @_fold.register
     def _(self, event: CheckpointFailed) -> None:
+        self._freshness.fail(event.step, event.error)
         self._mark(event, "failed", f"Checkpoint of step {event.step:,} failed")
 
     @_fold.register
@@ -339,36 +421,34 @@ class JobView:
             self._amend(dump.seq, dump.describe(self._cell_numbers()))
 
     def _list(self, event: Event, line: Line) -> None:
-        entry = {"seq": event.seq, "time": event.time, "kind": event.kind}
-        self._events.append(entry | {"level": line.level, "text": line.text})
+        self._entries.add(event, line)
         self.lists_version += 1
 
     def _amend(self, seq: int, line: Line) -> None:
         """Say something else in an entry, if it is still in the list."""
-        for place, entry in enumerate(self._events):
-            if entry["seq"] == seq:
-                # A new one: a snapshot that was taken before shares the entries.
-                self._events[place] = entry | {"text": line.text}
-                self.lists_version += 1
-                return
+        self.lists_version += self._entries.amend(seq, line.text)
 
     def _mark(self, event: Event, kind: str, text: str) -> None:
-        self._markers.append(marker_of(event, kind, self._facts["step"], text))
+        self._markers.add(event, kind, self._facts["step"], text)
         self.lists_version += 1
 
     def _point(self, name: str, x: float, y: float) -> None:
         self._series.setdefault(name, Series()).append(x, y)
 
-    def _set_world_size(self, world_size: int) -> None:
+    def _set_world_size(self, world_size: int, time: float) -> None:
         self._facts["world_size"] = world_size
-        curve = self._series.get("world_size")
-        if curve is None or not len(curve) or curve.y[-1] != world_size:
-            self._point("world_size", self._facts["step"], world_size)
+        places = {"world_size": float(self._facts["step"])}
+        if self._facts["started_at"] is not None:
+            places[f"{BY_TIME}world_size"] = time - self._facts["started_at"]
+        for name, x in places.items():
+            curve = self._series.get(name)
+            if curve is None or not len(curve) or curve.y[-1] != world_size:
+                self._point(name, x, world_size)
 
-    def _count_if_paused(self) -> None:
+    def _count_if_paused(self, time: float) -> None:
         # Otherwise the next generation says how many there are.
         if self.status == "paused":
-            self._set_world_size(self._workers.num_ranks())
+            self._set_world_size(self._workers.num_ranks(), time)
 
     def _samples_per_s(self) -> float | None:
         recent = self._pace.samples_per_s()
@@ -376,8 +456,11 @@ class JobView:
 
     def _rewind_to(self, step: int) -> None:
         """The job resumed from an older step: what came after it did not happen."""
-        for series in self._series.values():
-            series.cut_from(step + 1)
+        for name, series in self._series.items():
+            if not name.startswith(BY_TIME):
+                series.cut_from(step + 1)
+        samples = self._series.get("samples")
+        self._num_samples = int(samples.y[-1]) if samples else 0
         self._facts["step"] = step
         self._pace.rewind()
         self.rewinds += 1

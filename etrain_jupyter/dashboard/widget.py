@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from etrain_jupyter.dashboard import browser
-from etrain_jupyter.dashboard.feed import Feed
+from etrain_jupyter.dashboard.feed import Feed, thin_all
 from etrain_jupyter.dashboard.html import render_html, render_text
-from etrain_jupyter.dashboard.series import thin
+from etrain_jupyter.dashboard.series import Floats
 from etrain_jupyter.dashboard.snapshot import JobView
 from etrain_jupyter.events.types import Event
 
@@ -28,6 +28,7 @@ LINGER_S = 1.0
 MAX_SAVED_POINTS = 2000
 """Of all curves together, in a saved notebook: some 40 kB."""
 MAX_SAVED_CURVES = 20
+MAX_SAVED_EVENTS = 50
 
 OnRequest = Callable[[str, dict[str, Any]], object]
 
@@ -129,13 +130,13 @@ class Dashboard:
         drawn = (item for item in self._view.series().items() if item[0] != "lr")
         curves = list(itertools.islice(drawn, MAX_SAVED_CURVES))
         share = MAX_SAVED_POINTS // max(5, len(curves))
-        thinned = {name: thin(*curve, share) for name, curve in curves}
+        snapshot = self._view.snapshot()
         return {
             "version": 1,
-            "snapshot": self._view.snapshot(),
+            "snapshot": snapshot | {"events": snapshot["events"][-MAX_SAVED_EVENTS:]},
             "series": {
-                name: {"x": x.astype(int).tolist(), "y": [_short(value) for value in y.tolist()]}
-                for name, (x, y) in thinned.items()
+                name: {"x": _whole(x), "y": [_short(value) for value in y.tolist()]}
+                for name, (x, y) in thin_all(dict(curves), share).items()
             },
         }
 
@@ -242,20 +243,31 @@ class Dashboard:
         if content.get("kind") == "hello":
             with self._changed:
                 feed.greet(self._view, str(content.get("view", "")))
+        elif content.get("kind") == "detail":
+            first, last = float(content.get("first", 0)), float(content.get("last", 0))
+            with self._changed:
+                feed.flush(self._view)  # what is new comes first: no point may be missing between
+                feed.detail(self._view, str(content.get("view", "")), first, last)
         elif content.get("kind") == "request":
-            self._obey(feed, str(content.get("request", "")), dict(content.get("args") or {}))
+            self._obey(feed, content)
 
-    def _obey(self, feed: Feed, request: str, args: dict[str, Any]) -> None:
+    def _obey(self, feed: Feed, content: dict[str, Any]) -> None:
+        """Do what a view asks for, and tell it what came of that."""
+        request, args = str(content.get("request", "")), dict(content.get("args") or {})
         try:
             answer, level = self._on_request(request, args), "info"
         except Exception as error:
             answer, level = str(error), "error"
-        if isinstance(answer, str) and answer:
-            notice = {"kind": "notice", "request": request, "level": level, "text": answer}
-            with self._changed:
-                feed.say(notice)
+        notice = {"kind": "notice", "request": request, "to": str(content.get("view", ""))}
+        with self._changed:
+            feed.say(notice | {"level": level, "text": answer if isinstance(answer, str) else ""})
 
 
 def _short(value: float) -> float | None:
     """Five significant digits are enough for a chart; JSON has no NaN."""
     return float(f"{value:.5g}") if abs(value) < float("inf") else None
+
+
+def _whole(x: Floats) -> list[float]:
+    """Steps are whole numbers; means of them, and seconds, need not be exact."""
+    return [int(value) if value == int(value) else round(value, 2) for value in x.tolist()]

@@ -10,6 +10,8 @@ from etrain_jupyter.events.types import (
     BestReached,
     CheckpointCommitted,
     CheckpointFailed,
+    CheckpointIntervalChosen,
+    CostUpdated,
     EarlyStopped,
     EvalCompleted,
     Event,
@@ -18,12 +20,14 @@ from etrain_jupyter.events.types import (
     GenerationReady,
     JobPlanned,
     JobRestored,
+    JobResumed,
     JobStatusChanged,
     JobSubmitted,
     LogLine,
     LossNotFinite,
     PreemptionNoticed,
     RankTimed,
+    SchedulerRestarted,
     StepCompleted,
     StepUndone,
     UnknownEvent,
@@ -53,7 +57,9 @@ def describe(event: Event) -> Line | None:
 
 
 @describe.register
-def _(event: StepCompleted | WeightsHashed | GenerationReady | RankTimed) -> Line | None:
+def _(
+    event: StepCompleted | WeightsHashed | GenerationReady | RankTimed | CostUpdated,
+) -> Line | None:
     return None  # too many to list: the charts and the audit show them
 
 
@@ -61,6 +67,24 @@ def _(event: StepCompleted | WeightsHashed | GenerationReady | RankTimed) -> Lin
 def _(event: JobSubmitted) -> Line:
     bounds = span(event.min_workers, event.max_workers)
     return Line(text=f"Submitted to pool {event.pool} for {bounds}")
+
+
+@describe.register
+def _(event: JobResumed) -> Line:
+    bounds = span(event.min_workers, event.max_workers)
+    differs = f"; what differs: {', '.join(event.differs)}" if event.differs else ""
+    place = f"on pool {event.pool} for {bounds}"
+    return Line(text=f"Resumed {place}, {event.step:,} steps in the log{differs}", level="good")
+
+
+@describe.register
+def _(event: SchedulerRestarted) -> Line:
+    alive = f"{workers(len(event.workers))} kept their trainers"
+    if len(event.workers) == 1:
+        alive = "1 worker kept its trainer"
+    gone = f"; lost meanwhile: {', '.join(event.lost)}" if event.lost else ""
+    away = f"The scheduler died and was started again: away for {seconds(event.away_s)}"
+    return Line(text=f"{away}, {alive}{gone}", level="warning")
 
 
 @describe.register
@@ -183,8 +207,13 @@ def _(event: FaultInjected) -> Line:
 def _(event: CheckpointCommitted) -> Line:
     return Line(
         text=f"Checkpoint of step {event.step:,}, {size(event.size_bytes)} "
-        f"in {seconds(event.duration_s)}"
+        f"in {seconds(event.duration_s)}, training stood still for {seconds(event.stall_s)}"
     )
+
+
+@describe.register
+def _(event: CheckpointIntervalChosen) -> Line:
+    return Line(text=f"Checkpoints {event.reason}")
 
 
 @describe.register

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from etrain_jupyter.events.types import WorkerJoined
+from etrain_jupyter.dashboard.waiting import split_of, what_it_waits_for
+from etrain_jupyter.events.types import RankTimed, WorkerJoined
 
 MAX_GONE = 6
 """Workers that went away stay in the table until so many others followed them."""
@@ -31,6 +32,8 @@ class WorkerRow:
     """Steps that it took part in before the present generation."""
     entered_at: int = 0
     """The job's count of committed steps when the present generation began."""
+    timing: RankTimed | None = None
+    """What its latest steps took, as far as it has told."""
 
 
 class WorkerTable:
@@ -44,6 +47,7 @@ class WorkerTable:
         before = self._rows.pop(event.worker, None)
         row = WorkerRow(worker=event.worker, device=event.device, address=event.address)
         row.steps_before = before.steps_before if before else 0
+        row.timing = before.timing if before else None
         self._rows[event.worker] = row
         self._drop_oldest_gone()
 
@@ -53,6 +57,12 @@ class WorkerTable:
         row.trainer_pid = trainer_pid
         if row.state == "starting":
             row.state = "warm"
+
+    def time(self, event: RankTimed) -> None:
+        """A worker told what its latest steps took."""
+        row = self._rows.get(event.worker)
+        if row is not None and event.num_steps:
+            row.timing = event
 
     def form(self, ranks: Sequence[str], trainer_pids: Sequence[int], num_steps: int) -> list[str]:
         """A generation formed; return the newcomers in rank order."""
@@ -77,6 +87,10 @@ class WorkerTable:
         """Return how many of the latest generation are there."""
         return sum(row.rank is not None for row in self._rows.values())
 
+    def num_training(self) -> int:
+        """Return how many train, those that are about to leave included."""
+        return sum(row.rank is not None and row.state != "waiting" for row in self._rows.values())
+
     def mark(self, worker: str, state: str, note: str, num_steps: int) -> None:
         """A worker is leaving, left or was lost."""
         row = self._row(worker)
@@ -91,6 +105,14 @@ class WorkerTable:
             self._leave_generation(row, num_steps, keep_rank=True)
             if row.state not in ("left", "lost"):
                 row.state, row.note = "done", ""
+
+    def begin_anew(self, num_steps: int) -> None:
+        """The job was resumed: whoever was there before is not any more."""
+        for row in self._rows.values():
+            self._leave_generation(row, num_steps)
+            if row.state != "lost":
+                row.state, row.note = "left", "before the resume"
+        self._drop_oldest_gone()
 
     def to_list(self, num_steps: int) -> list[dict[str, Any]]:
         """Return the rows, ranks first in order, then newcomers, then those that went away."""
@@ -127,4 +149,6 @@ class WorkerTable:
             "device": row.device,
             "trainer_pid": row.trainer_pid,
             "steps": row.steps_before + current,
+            "split": split_of(row.timing),
+            "waits_for": what_it_waits_for(row.state, row.note, row.timing),
         }

@@ -9,7 +9,7 @@ export class Column<T extends Float64Array | Float32Array> {
     this.data = new make(1024);
   }
 
-  append(values: T): void {
+  append(values: ArrayLike<number>): void {
     const needed = this.length + values.length;
     if (needed > this.data.length) {
       const bigger = new this.make(Math.max(needed, this.data.length * 2));
@@ -20,19 +20,34 @@ export class Column<T extends Float64Array | Float32Array> {
     this.length = needed;
   }
 
+  replace(values: ArrayLike<number>): void {
+    this.length = 0;
+    this.append(values);
+  }
+
   view(): T {
     return this.data.subarray(0, this.length) as T;
   }
 }
 
-/** One curve: y over a never falling x. */
+/** Points that a curve holds at most; the kernel has the others, and gives them to whoever zooms. */
+export const CAPACITY = 1 << 15;
+
+/** One curve: y over a never falling x. A curve of means averages what it has no room for, others keep the extremes. */
 export class Curve {
   readonly x = new Column<Float64Array>(Float64Array);
   readonly y = new Column<Float32Array>(Float32Array);
 
-  append(x: Float64Array, y: Float32Array): void {
+  constructor(private readonly isMean = false) {}
+
+  append(x: ArrayLike<number>, y: ArrayLike<number>): void {
     this.x.append(x);
     this.y.append(y);
+    if (this.x.length > CAPACITY) {
+      const [fewerX, fewerY] = this.isMean ? average(this, -Infinity, Infinity, CAPACITY / 2) : thin(this, -Infinity, Infinity, CAPACITY / 4);
+      this.x.replace(fewerX);
+      this.y.replace(fewerY.map(value => value ?? NaN));
+    }
   }
 
   /** The value at `x`: that of the last point up to there. */
@@ -42,13 +57,34 @@ export class Curve {
   }
 }
 
-/** The first index whose x is at least `value`. */
-export function lowerBound(x: Float64Array, value: number): number {
+/**
+ * Cut the places from `start` to `end` into at most `count` stretches of equal width along x; empty ones are left out.
+ *
+ * Equal widths, not equal numbers of points: where a curve was thinned before, it has fewer points than where it is new,
+ * and as much right to the screen.
+ */
+function* stretches(x: Float64Array, start: number, end: number, count: number): Generator<[number, number]> {
+  const width = end > start ? (x[end - 1] - x[start]) / count : 0;
+  let from = start;
+  while (from < end) {
+    const place = width > 0 ? Math.floor((x[from] - x[start]) / width) : 0;
+    const limit = x[start] + (place + 1) * width;
+    let to = from + 1;
+    while (to < end && (x[to] < limit || !(width > 0) || place >= count - 1)) {
+      to++;
+    }
+    yield [from, to];
+    from = to;
+  }
+}
+
+/** The first index whose value is at least `value`. */
+export function lowerBound(sorted: ArrayLike<number>, value: number): number {
   let low = 0;
-  let high = x.length;
+  let high = sorted.length;
   while (low < high) {
     const middle = (low + high) >> 1;
-    if (x[middle] < value) {
+    if (sorted[middle] < value) {
       low = middle + 1;
     } else {
       high = middle;
@@ -62,9 +98,10 @@ export type Points = [number[], (number | null)[]];
 /**
  * The points between `min` and `max`, at most two for each of `buckets`, so that every peak still shows.
  *
- * One point beyond each end is kept too, so that lines run to the edge. NaN becomes null, which draws a gap.
+ * One point beyond each end is kept too, so that lines run to the edge. NaN becomes null, which draws a gap. Of stairs
+ * the last point is kept as well: it holds until the next one.
  */
-export function thin(curve: Curve, min: number, max: number, buckets: number): Points {
+export function thin(curve: Curve, min: number, max: number, buckets: number, isStairs = false): Points {
   const x = curve.x.view();
   const y = curve.y.view();
   const start = Math.max(0, lowerBound(x, min) - 1);
@@ -75,16 +112,13 @@ export function thin(curve: Curve, min: number, max: number, buckets: number): P
     outX.push(x[i]);
     outY.push(Number.isFinite(y[i]) ? y[i] : null);
   };
-  const count = end - start;
-  const size = Math.max(1, Math.ceil(count / Math.max(1, buckets)));
-  if (size <= 2) {
+  if (end - start <= 2 * buckets) {
     for (let i = start; i < end; i++) {
       keep(i);
     }
     return [outX, outY];
   }
-  for (let from = start; from < end; from += size) {
-    const to = Math.min(from + size, end);
+  for (const [from, to] of stretches(x, start, end, buckets)) {
     let low = -1;
     let high = -1;
     for (let i = from; i < to; i++) {
@@ -93,16 +127,53 @@ export function thin(curve: Curve, min: number, max: number, buckets: number): P
         high = high < 0 || y[i] > y[high] ? i : high;
       }
     }
-    if (low < 0) {
-      keep(from);
-    } else {
-      keep(Math.min(low, high));
-      if (low !== high) {
-        keep(Math.max(low, high));
-      }
-    }
+    const kept = low < 0 ? [from] : isStairs ? [low, high, to - 1] : [low, high];
+    [...new Set(kept)].sort((a, b) => a - b).forEach(keep);
   }
   return [outX, outY];
+}
+
+/** The means of the points between `min` and `max` and one beyond each end, at most `count` of them. */
+export function average(curve: Curve, min: number, max: number, count: number): Points {
+  const x = curve.x.view();
+  const y = curve.y.view();
+  const start = Math.max(0, lowerBound(x, min) - 1);
+  const end = Math.min(x.length, lowerBound(x, max) + 1);
+  const out: Points = [[], []];
+  const isFew = end - start <= count;
+  const each = Array.from({ length: isFew ? end - start : 0 }, (_, i) => [start + i, start + i + 1]);
+  for (const [from, to] of isFew ? each : stretches(x, start, end, count)) {
+    const near = y.subarray(from, to).filter(Number.isFinite);
+    out[0].push(x.subarray(from, to).reduce((sum, value) => sum + value, 0) / (to - from));
+    out[1].push(near.length ? near.reduce((sum, value) => sum + value, 0) / near.length : null);
+  }
+  return out;
+}
+
+/** How many places a weight is given for: smoothing looks the same however many points there are, zoomed or not. */
+const PLACES = 1000;
+
+/**
+ * The running mean of `points`, in which a point counts `weight` times less with every thousandth of `span`.
+ *
+ * A gap stays a gap, and the mean goes on behind it. Weights are divided by their sum, so that the start is not drawn
+ * towards zero.
+ */
+export function smooth([x, y]: Points, weight: number, span: number): Points {
+  let sum = 0;
+  let weights = 0;
+  let before = NaN;
+  const means = y.map((value, i) => {
+    if (value === null) {
+      return null;
+    }
+    const faded = Number.isNaN(before) ? 0 : Math.pow(weight, (Math.max(0, x[i] - before) / span) * PLACES);
+    before = x[i];
+    sum = sum * faded + value;
+    weights = weights * faded + 1;
+    return sum / weights;
+  });
+  return [x, means];
 }
 
 /** The smallest round number that leaves a little room after `step`, but never beyond `total`. */

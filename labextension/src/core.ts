@@ -1,9 +1,13 @@
 // The view of one job, free of any framework: it draws what a source brings and sends what a person asks for.
 // Texts enter the page as text only, never as markup: names and messages are the user's, or a stranger's.
 import { Charts } from './charts';
-import { make, reconcile, scrolling, setText } from './dom';
+import { Controls } from './controls';
+import { make, setText } from './dom';
+import { Events } from './events';
 import * as format from './format';
-import { Buffer, IEventLine, ISnapshot, IWorker, JobData } from './protocol';
+import { Buffer, ISnapshot, JobData } from './protocol';
+import { Tiles } from './tiles';
+import { Workers } from './workers';
 
 /** What a transport (anywidget model, JupyterLab comm) provides. */
 export interface IJobSource {
@@ -23,18 +27,9 @@ export interface IMountedJob {
 
 const DRAW_EVERY_MS = 80;
 const ANSWER_WITHIN_MS = 3000;
-const SPEAK_EVERY_MS = 10000;
-const SHOW_NOTICE_MS = 6000;
+/** A screen reader hears of no more than one change of status in this time. */
+const SPEAK_EVERY_MS = 3000;
 const OVER = new Set(['finished', 'stopped', 'failed']);
-const STATE_SIGNS: Record<string, string> = {
-  starting: '◔',
-  warm: '◑',
-  training: '●',
-  leaving: '!',
-  left: '–',
-  lost: '×',
-  done: '✓'
-};
 
 type Phase = 'asking' | 'live' | 'gone';
 
@@ -49,15 +44,15 @@ class JobElement {
   private readonly name = make('strong', 'etrain-name');
   private readonly pill = make('span', 'etrain-status');
   private readonly spoken = make('span', 'etrain-spoken');
-  private readonly stop = make('button', 'etrain-stop');
   private readonly progress = make('progress', 'etrain-progress');
   private readonly where = make('span', 'etrain-where');
   private readonly note = make('span', 'etrain-note');
-  private readonly tiles = make('div', 'etrain-tiles');
-  private readonly charts: Charts;
-  private readonly workers = make('tbody');
-  private readonly events = make('ol', 'etrain-events');
   private readonly error = make('pre', 'etrain-error');
+  private readonly tiles = new Tiles();
+  private readonly controls = new Controls((request, args) => this.request(request, args));
+  private readonly charts = new Charts(this.data, (first, last) => this.askForDetail(first, last));
+  private readonly workers = new Workers((worker, opener) => this.controls.press('preempt', opener, worker));
+  private readonly events = new Events();
   private readonly cleanups: (() => void)[] = [];
   private phase: Phase = 'asking';
   private askedAt = 0;
@@ -65,12 +60,9 @@ class JobElement {
   private timer = 0;
   private spokenAt = 0;
   private spokenStatus = '';
-  private notice = '';
-  private noticeUntil = 0;
-  private isStopping = false;
 
   constructor(host: HTMLElement, private readonly source: IJobSource) {
-    this.charts = new Charts(this.build(), this.data);
+    this.build();
     host.append(this.root);
     this.refresh();
     this.cleanups.push(
@@ -106,6 +98,7 @@ class JobElement {
   unmount(): void {
     this.cleanups.forEach(cleanup => cleanup());
     this.charts.destroy();
+    this.controls.destroy();
     this.root.remove();
   }
 
@@ -114,23 +107,35 @@ class JobElement {
     if (this.phase === 'gone') {
       this.setPhase('asking');
     }
+    this.charts.forgetAsked();
     this.source.send({ kind: 'hello', view: this.data.view });
   }
 
+  private request(request: string, args: Record<string, unknown>): void {
+    this.source.send({ kind: 'request', request, args, view: this.data.view });
+  }
+
+  private askForDetail(first: number, last: number): void {
+    if (this.phase === 'live') {
+      this.source.send({ kind: 'detail', view: this.data.view, first, last });
+    }
+  }
+
   private onMessage(content: unknown, buffers: readonly Buffer[]): void {
-    const { kind, to, level, text } = (content ?? {}) as Record<string, unknown>;
+    const message = (content ?? {}) as Record<string, unknown>;
+    const { kind, to } = message;
     const taken = this.data.take(content, buffers);
     if (taken === 'gap') {
       this.hello();
     } else if (taken === 'news') {
+      if (message.reset) {
+        this.charts.forgetAsked(); // what was known in detail is not known any more
+      }
       this.setPhase('live');
     } else if (kind === 'unknown' && to === this.data.view) {
       this.setPhase('gone');
-    } else if (kind === 'notice') {
-      const isError = level === 'error';
-      this.notice = `${isError ? 'Error: ' : ''}${String(text).slice(0, 500)}`;
-      this.noticeUntil = isError ? Infinity : Date.now() + SHOW_NOTICE_MS;
-      this.isStopping &&= !isError;
+    } else if (kind === 'notice' && to === this.data.view) {
+      this.controls.hear(String(message.request), String(message.level), String(message.text));
     }
     this.schedule();
   }
@@ -150,10 +155,10 @@ class JobElement {
     if (this.phase === 'live' && isLate && !this.data.isSynced) {
       this.hello();
     }
-    if (this.phase === 'live' && !OVER.has(this.data.snapshot.status)) {
-      this.renderHeader();
-      this.renderTiles(); // ages grow without messages
+    if (this.phase === 'live' && !this.isOver) {
+      this.drawFigures(); // ages grow without messages
     }
+    this.speak();
   }
 
   /** Draw soon, but not more often than an eye can follow. */
@@ -167,49 +172,55 @@ class JobElement {
   private draw(): void {
     this.timer = 0;
     this.drawnAt = Date.now();
-    this.renderHeader();
-    this.renderTiles();
-    this.renderWorkers();
-    this.renderEvents();
+    const { snapshot } = this.data;
+    this.drawFigures();
+    this.workers.draw(snapshot, this.controls.whyNot('preempt'));
+    this.events.draw(snapshot.events);
     this.charts.draw();
+    this.speak();
   }
 
   private get isOver(): boolean {
     return OVER.has(this.data.snapshot.status);
   }
 
-  private renderHeader(): void {
-    const s = this.data.snapshot;
+  private drawFigures(): void {
+    const { snapshot } = this.data;
+    this.drawHeader(snapshot);
+    this.controls.draw(snapshot, this.phase === 'live');
+    this.tiles.draw(snapshot, this.phase === 'live' && !this.isOver ? Date.now() / 1000 : null);
+  }
+
+  private drawHeader(s: ISnapshot): void {
     Object.assign(this.root.dataset, { jobId: s.job_id, status: s.status, step: String(s.step), phase: this.phase });
     setText(this.name, s.name);
-    this.pill.dataset.status = this.phase === 'gone' && !this.isOver ? 'gone' : s.status;
-    setText(this.pill, this.phase === 'gone' && !this.isOver ? `last seen ${s.status}` : s.status);
+    this.name.title = s.job_id;
+    this.pill.dataset.status = this.isGone ? 'gone' : s.status;
+    setText(this.pill, this.statusText(s));
     this.pill.title = s.reason;
-    if (s.progress === null) {
-      this.progress.value = 0;
-    } else {
-      this.progress.value = s.progress;
-    }
+    this.progress.value = s.progress ?? 0;
     setText(this.where, whereabouts(s));
     const note = this.noteText(s);
     setText(this.note, note);
     this.note.title = note;
-    this.isStopping &&= !this.isOver;
-    this.stop.disabled = this.isStopping || this.isOver || this.phase !== 'live';
-    setText(this.stop, this.isStopping ? 'Stopping …' : 'Stop');
     this.error.hidden = !s.error;
     setText(this.error, s.error ? s.error.traceback || s.error.error : '');
-    this.speak(s);
+  }
+
+  /** Nobody tells what becomes of the job, and when it was seen last it was not over. */
+  private get isGone(): boolean {
+    return this.phase === 'gone' && !this.isOver;
+  }
+
+  private statusText(s: ISnapshot): string {
+    return this.isGone ? `last seen ${s.status}` : s.status;
   }
 
   private noteText(s: ISnapshot): string {
-    if (this.phase === 'gone' && !this.isOver) {
+    if (this.isGone) {
       const seen = s.updated_at ? ` at ${format.timeOfDay(s.updated_at)}` : '';
       const lines = `%load_ext etrain_jupyter, then %etrain attach ${s.name}`;
       return `Seen last${seen}; this kernel does not follow it. To follow it: ${lines}`;
-    }
-    if (this.notice && Date.now() < this.noticeUntil) {
-      return this.notice;
     }
     if (s.reason) {
       return s.reason;
@@ -218,155 +229,40 @@ class JobElement {
     return s.eta_s === null ? passed : `${passed} · ${format.clock(s.eta_s)} left`;
   }
 
-  /** Tell a screen reader: a change of status at once, else only now and then. */
-  private speak(s: ISnapshot): void {
+  /** Tell a screen reader when the status is another one, and nothing else. */
+  private speak(): void {
+    const { snapshot } = this.data;
+    const status = this.statusText(snapshot);
     const now = Date.now();
-    if (s.status !== this.spokenStatus || now - this.spokenAt > SPEAK_EVERY_MS) {
-      this.spokenStatus = s.status;
+    if (snapshot.job_id && status !== this.spokenStatus && now - this.spokenAt >= SPEAK_EVERY_MS) {
+      this.spokenStatus = status;
       this.spokenAt = now;
-      setText(this.spoken, `${s.name} ${s.status}, ${whereabouts(s)}, loss ${format.number(s.loss)}`);
+      const reason = snapshot.reason ? `: ${snapshot.reason}` : '';
+      setText(this.spoken, `Job ${snapshot.name} ${status}${reason}, ${whereabouts(snapshot)}`);
     }
   }
 
-  private renderTiles(): void {
-    const s = this.data.snapshot;
-    const tiles: [string, string, string][] = [
-      ['loss', format.number(s.loss), s.eval ? `eval ${format.number(s.eval.loss)}` : ''],
-      ...s.charts.metrics.slice(0, 2).map((name): [string, string, string] => {
-        const evaluated = s.eval?.metrics[name];
-        return [name, format.number(s.metrics[name]), evaluated === undefined ? '' : `eval ${format.number(evaluated)}`];
-      }),
-      ['samples/s', format.count(s.samples_per_s), s.global_batch_size === null ? '' : `batch ${format.count(s.global_batch_size)}`],
-      ['workers', String(s.world_size) + (s.max_workers === null ? '' : ` of ${s.max_workers}`), `generation ${s.generation}`],
-      ['checkpoint', s.checkpoint ? `step ${format.count(s.checkpoint.step)}` : format.NONE, this.checkpointAge(s)],
-      ['faults', String(s.num_lost + s.num_preempted), faults(s)]
-    ];
-    while (this.tiles.children.length > tiles.length) {
-      this.tiles.lastChild!.remove();
-    }
-    tiles.forEach((texts, i) => {
-      let tile = this.tiles.children[i];
-      if (!tile) {
-        tile = make('div');
-        tile.append(make('span', 'etrain-label'), make('strong'), make('span', 'etrain-sub'));
-        this.tiles.append(tile);
-      }
-      texts.forEach((text, j) => setText(tile.children[j] as HTMLElement, text));
-      (tile as HTMLElement).title = texts.filter(Boolean).join(' · ');
-    });
-  }
-
-  private checkpointAge(s: ISnapshot): string {
-    if (!s.checkpoint) {
-      return 'none yet';
-    }
-    const size = format.size(s.checkpoint.size_bytes);
-    return this.isOver || this.phase !== 'live' ? size : `${format.age(Date.now() / 1000 - s.checkpoint.time)} ago · ${size}`;
-  }
-
-  private renderWorkers(): void {
-    reconcile(this.workers, this.data.snapshot.workers, worker => worker.worker, makeRow, fillRow);
-  }
-
-  private renderEvents(): void {
-    const newestFirst = [...this.data.snapshot.events].reverse();
-    reconcile(this.events, newestFirst, event => `${event.seq} ${event.time} ${event.text}`, makeEvent, () => undefined);
-  }
-
-  private requestStop(): void {
-    this.isStopping = true;
-    this.notice = '';
-    this.source.send({ kind: 'request', request: 'stop', args: {} });
-    this.schedule();
-  }
-
-  private build(): HTMLElement {
+  private build(): void {
+    this.root.setAttribute('aria-label', 'training job');
     this.spoken.setAttribute('role', 'status');
     this.spoken.setAttribute('aria-live', 'polite');
-    this.stop.type = 'button';
-    this.stop.title = 'Stop after the present step and keep a checkpoint';
-    this.stop.onclick = () => this.requestStop();
     this.progress.max = 1;
     this.progress.setAttribute('aria-label', 'progress of training');
+    this.error.tabIndex = 0;
+    this.error.setAttribute('aria-label', 'what made the job fail');
     const header = make('header');
-    header.append(this.name, this.pill, this.spoken, this.stop);
+    header.append(this.name, this.pill, this.spoken, this.controls.element);
     const facts = make('div', 'etrain-facts');
     facts.append(this.where, this.note);
-    const charts = make('div', 'etrain-charts');
     const lower = make('div', 'etrain-lower');
-    lower.append(this.buildWorkers(), this.buildEvents());
-    this.root.append(header, this.progress, facts, this.error, this.tiles, charts, lower);
-    return charts;
-  }
-
-  private buildWorkers(): HTMLElement {
-    const table = make('table');
-    const head = make('thead');
-    const row = make('tr');
-    for (const title of ['rank', 'worker', 'state', 'device', 'pid', 'steps']) {
-      const cell = make('th');
-      cell.scope = 'col';
-      cell.textContent = title;
-      row.append(cell);
-    }
-    head.append(row);
-    table.append(head, this.workers);
-    return scrolling('etrain-workers', 'workers', table);
-  }
-
-  private buildEvents(): HTMLElement {
-    return scrolling('etrain-log', 'events', this.events);
+    lower.append(this.workers.element, this.events.element);
+    this.root.append(header, this.progress, facts, this.error, this.tiles.element, this.charts.element, lower);
   }
 }
 
 function whereabouts(s: ISnapshot): string {
   const steps = s.total_steps === null ? '' : ` of ${format.count(s.total_steps)}`;
-  const epochs = s.epochs === null ? '' : ` · epoch ${s.epoch + 1} of ${Math.ceil(s.epochs)}`;
-  return `step ${format.count(s.step)}${steps}${epochs}`;
-}
-
-function faults(s: ISnapshot): string {
-  const parts = [];
-  if (s.num_lost) {
-    parts.push(`${s.num_lost} lost`);
-  }
-  if (s.num_preempted) {
-    parts.push(`${s.num_preempted} preempted`);
-  }
-  return parts.join(', ') || 'none';
-}
-
-function makeRow(): HTMLElement {
-  const row = make('tr');
-  for (let i = 0; i < 6; i++) {
-    row.append(make('td'));
-  }
-  return row;
-}
-
-function fillRow(row: HTMLElement, worker: IWorker): void {
-  row.dataset.state = worker.state;
-  const state = `${STATE_SIGNS[worker.state] ?? ''} ${worker.state}${worker.note ? `: ${worker.note}` : ''}`.trim();
-  const texts = [
-    worker.rank === null ? '' : String(worker.rank),
-    worker.worker,
-    state,
-    worker.device,
-    worker.trainer_pid === null ? '' : String(worker.trainer_pid),
-    format.count(worker.steps)
-  ];
-  texts.forEach((text, i) => setText(row.children[i] as HTMLElement, text));
-  (row.children[2] as HTMLElement).title = state;
-}
-
-function makeEvent(event: IEventLine): HTMLElement {
-  const item = make('li');
-  item.dataset.level = event.level;
-  const time = make('time');
-  time.textContent = format.timeOfDay(event.time);
-  const level = event.level === 'warning' || event.level === 'error' ? `${event.level}: ` : '';
-  const text = make('span');
-  text.textContent = level + event.text;
-  item.append(time, text);
-  return item;
+  const percent = s.progress === null ? '' : ` · ${Math.floor(s.progress * 100)} %`;
+  const epochs = s.epochs === null ? '' : ` · epoch ${format.count(s.epoch + 1)} of ${format.count(Math.ceil(s.epochs))}`;
+  return `step ${format.count(s.step)}${steps}${percent}${epochs}`;
 }

@@ -25,7 +25,7 @@ export function setText(element: HTMLElement, text: string): void {
   }
 }
 
-/** Make the children of `parent` stand for `items`, and keep those elements that stay. */
+/** Make the children of `parent` stand for `items`, and keep those elements that stay. Keys may repeat. */
 export function reconcile<T>(
   parent: HTMLElement,
   items: T[],
@@ -35,8 +35,11 @@ export function reconcile<T>(
 ): void {
   const present = new Map([...parent.children].map(child => [(child as HTMLElement).dataset.key, child as HTMLElement]));
   let place = parent.firstElementChild;
+  const seen = new Map<string, number>();
   for (const item of items) {
-    const key = keyOf(item);
+    const times = seen.get(keyOf(item)) ?? 0;
+    seen.set(keyOf(item), times + 1);
+    const key = times ? `${keyOf(item)} (${times})` : keyOf(item);
     const element = present.get(key) ?? create(item);
     present.delete(key);
     element.dataset.key = key;

@@ -19,6 +19,13 @@ export function number(value: number | null | undefined): string {
   return size >= 1000 ? GROUPED.format(value) : String(Number(value.toPrecision(4)));
 }
 
+/** Three significant digits and no zeros behind them: `3e−4`, `0.05`. */
+export function brief(value: number): string {
+  const size = Math.abs(value);
+  const text = size && size < 1e-3 ? Number(value.toPrecision(3)).toExponential() : String(Number(value.toPrecision(3)));
+  return text.replace(/-/g, '−');
+}
+
 export function count(value: number | null | undefined): string {
   return value === null || value === undefined ? NONE : GROUPED.format(value);
 }
@@ -63,6 +70,11 @@ export function size(bytes: number): string {
     unit++;
   }
   return `${unit ? value.toFixed(1) : value} ${units[unit]}`;
+}
+
+/** `$0.43`, `$1,204`. */
+export function money(usd: number): string {
+  return usd < 100 ? `$${Math.max(0, usd).toFixed(2)}` : `$${GROUPED.format(usd)}`;
 }
 
 /** The local time of day of an instant in seconds since the epoch. */

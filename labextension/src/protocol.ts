@@ -10,6 +10,9 @@ export interface IWorker {
   device: string;
   trainer_pid: number | null;
   steps: number;
+  waits_for: string;
+  /** What its latest steps took; null until it has told. */
+  split: { step: number; num_steps: number; samples_per_s: number | null; shares: Record<string, number> } | null;
 }
 export interface IEventLine {
   seq: number;
@@ -30,6 +33,7 @@ export interface ISnapshot {
   name: string;
   status: string;
   reason: string;
+  started_at: number | null;
   updated_at: number;
   step: number;
   total_steps: number | null;
@@ -39,16 +43,24 @@ export interface ISnapshot {
   eta_s: number | null;
   elapsed_s: number | null;
   loss: number | null;
+  lr: number | null;
   metrics: Record<string, number>;
   eval: { step: number; loss: number | null; metrics: Record<string, number> } | null;
   samples_per_s: number | null;
   global_batch_size: number | null;
   world_size: number;
+  min_workers: number | null;
   max_workers: number | null;
   generation: number;
   num_lost: number;
   num_preempted: number;
   checkpoint: { step: number; time: number; size_bytes: number } | null;
+  /** Overdue `limit_s` seconds after `since`, if both are known; `failed` says what went wrong after the newest. */
+  checkpoint_due: { since: number | null; limit_s: number | null; failed: string };
+  /** What the machines cost, where their pool knows it. */
+  cost: { spent_usd: number; saved_usd: number } | null;
+  /** Why each request cannot be made now; empty where it can. */
+  controls: Record<string, string>;
   error: { error: string; traceback: string } | null;
   charts: { metrics: string[]; has_eval: boolean };
   workers: IWorker[];
@@ -59,6 +71,8 @@ export interface ISnapshot {
 type Raw = Record<string, unknown>;
 const MAX_ITEMS = 2000;
 const MAX_TEXT = 20000;
+/** Beyond any step, second or byte that there will be, and far from where arithmetic breaks. */
+const MAX_NUMBER = 1e15;
 
 const object = (value: unknown): Raw => (value && typeof value === 'object' && !Array.isArray(value) ? (value as Raw) : {});
 const list = (value: unknown): Raw[] => (Array.isArray(value) ? value.slice(0, MAX_ITEMS).map(object) : []);
@@ -72,15 +86,12 @@ function maybe(value: unknown): number | null {
   }
   return value === 'NaN' || value === 'Infinity' || value === '-Infinity' ? Number(value) : null;
 }
-/** A finite number, `fallback` if it is not. */
-function finite(value: unknown, fallback = 0): number {
-  const n = maybe(value);
-  return n !== null && Number.isFinite(n) ? n : fallback;
-}
 const finiteOrNull = (value: unknown): number | null => {
   const n = maybe(value);
-  return n !== null && Number.isFinite(n) ? n : null;
+  return n !== null && Number.isFinite(n) ? Math.min(MAX_NUMBER, Math.max(-MAX_NUMBER, n)) : null;
 };
+/** A finite number, 0 if it is not. */
+const finite = (value: unknown): number => finiteOrNull(value) ?? 0;
 
 function numbers(value: unknown): Record<string, number> {
   const out: Record<string, number> = Object.create(null);
@@ -93,12 +104,38 @@ function numbers(value: unknown): Record<string, number> {
   return out;
 }
 
+function texts(value: unknown): Record<string, string> {
+  return Object.fromEntries(Object.entries(object(value)).slice(0, 50).map(([key, item]) => [key, text(item)]));
+}
+
+function asWorker(w: Raw): IWorker {
+  const split = w.split ? object(w.split) : null;
+  return {
+    worker: text(w.worker),
+    rank: finiteOrNull(w.rank),
+    state: text(w.state),
+    note: text(w.note),
+    device: text(w.device),
+    trainer_pid: finiteOrNull(w.trainer_pid),
+    steps: finite(w.steps),
+    waits_for: text(w.waits_for),
+    split: split && {
+      step: finite(split.step),
+      num_steps: finite(split.num_steps),
+      samples_per_s: maybe(split.samples_per_s),
+      shares: numbers(split.shares)
+    }
+  };
+}
+
 /** Make a whole snapshot of whatever came. */
 export function asSnapshot(value: unknown): ISnapshot {
   const raw = object(value);
   const charts = object(raw.charts);
   const evaluated = raw.eval ? object(raw.eval) : null;
   const checkpoint = raw.checkpoint ? object(raw.checkpoint) : null;
+  const due = object(raw.checkpoint_due);
+  const cost = raw.cost ? object(raw.cost) : null;
   const error = raw.error ? object(raw.error) : null;
   const progress = finiteOrNull(raw.progress);
   return {
@@ -106,6 +143,7 @@ export function asSnapshot(value: unknown): ISnapshot {
     name: text(raw.name),
     status: text(raw.status) || 'unknown',
     reason: text(raw.reason),
+    started_at: finiteOrNull(raw.started_at),
     updated_at: finite(raw.updated_at),
     step: finite(raw.step),
     total_steps: finiteOrNull(raw.total_steps),
@@ -115,11 +153,13 @@ export function asSnapshot(value: unknown): ISnapshot {
     eta_s: finiteOrNull(raw.eta_s),
     elapsed_s: finiteOrNull(raw.elapsed_s),
     loss: maybe(raw.loss),
+    lr: maybe(raw.lr),
     metrics: numbers(raw.metrics),
     eval: evaluated && { step: finite(evaluated.step), loss: maybe(evaluated.loss), metrics: numbers(evaluated.metrics) },
     samples_per_s: maybe(raw.samples_per_s),
     global_batch_size: finiteOrNull(raw.global_batch_size),
     world_size: finite(raw.world_size),
+    min_workers: finiteOrNull(raw.min_workers),
     max_workers: finiteOrNull(raw.max_workers),
     generation: finite(raw.generation),
     num_lost: finite(raw.num_lost),
@@ -129,20 +169,15 @@ export function asSnapshot(value: unknown): ISnapshot {
       time: finite(checkpoint.time),
       size_bytes: finite(checkpoint.size_bytes)
     },
+    checkpoint_due: { since: finiteOrNull(due.since), limit_s: finiteOrNull(due.limit_s), failed: text(due.failed) },
+    cost: cost && { spent_usd: finite(cost.spent_usd), saved_usd: finite(cost.saved_usd) },
+    controls: texts(raw.controls),
     error: error && { error: text(error.error), traceback: text(error.traceback) },
     charts: {
       metrics: (Array.isArray(charts.metrics) ? charts.metrics : []).slice(0, 8).map(text),
       has_eval: charts.has_eval === true
     },
-    workers: list(raw.workers).map(w => ({
-      worker: text(w.worker),
-      rank: finiteOrNull(w.rank),
-      state: text(w.state),
-      note: text(w.note),
-      device: text(w.device),
-      trainer_pid: finiteOrNull(w.trainer_pid),
-      steps: finite(w.steps)
-    })),
+    workers: list(raw.workers).map(asWorker),
     events: list(raw.events).map(e => ({
       seq: finite(e.seq),
       time: finite(e.time),
@@ -170,18 +205,96 @@ function bytesOf(buffer: Buffer): ArrayBuffer {
 }
 
 const BYTES_A_ROW = 12;
-export type Taken = 'news' | 'gap' | 'nothing';
+const MEAN = 'mean.';
+export type Taken = 'news' | 'detail' | 'gap' | 'nothing';
+
+/** The curves of whose means a smoothed line is drawn; the same rule as `_is_noisy` in feed.py. */
+const isNoisy = (name: string) => name === 'loss' || name === 'samples_per_s' || name.startsWith('metrics.');
+
+/** Curves by name. Where the kernel had no need to thin, the points serve as their own means. */
+class Curves {
+  private readonly byName = new Map<string, Curve>();
+
+  get(name: string): Curve | undefined {
+    return this.byName.get(name);
+  }
+
+  has(name: string): boolean {
+    return this.byName.has(name);
+  }
+
+  append(name: string, x: ArrayLike<number>, y: ArrayLike<number>): void {
+    let curve = this.byName.get(name);
+    if (!curve) {
+      curve = new Curve(name.startsWith(MEAN));
+      this.byName.set(name, curve);
+    }
+    curve.append(x, y);
+  }
+
+  /** Take blocks of a message. */
+  take(blocks: Raw[], buffers: readonly Buffer[]): void {
+    const names = new Set(blocks.map(block => text(block.name)));
+    blocks.forEach((block, i) => {
+      const name = text(block.name);
+      const rows = finite(block.rows);
+      const buffer = buffers[i];
+      if (!buffer || buffer.byteLength !== rows * BYTES_A_ROW) {
+        return;
+      }
+      const bytes = bytesOf(buffer);
+      this.add(name, new Float64Array(bytes, 0, rows), new Float32Array(bytes, rows * 8, rows), names);
+    });
+  }
+
+  /** Take curves of a saved notebook; points that go backwards are left out. */
+  load(series: Raw): void {
+    const entries = Object.entries(series).slice(0, 50);
+    const names = new Set(entries.map(([name]) => name));
+    for (const [name, value] of entries) {
+      const { x, y } = object(value);
+      if (Array.isArray(x) && Array.isArray(y) && x.length === y.length) {
+        const rising = rowsThatRise(x.slice(0, MAX_SAVED).map(finite));
+        this.add(name, rising.map(i => finite(x[i])), rising.map(i => (typeof y[i] === 'number' ? y[i] : NaN)), names);
+      }
+    }
+  }
+
+  private add(name: string, x: ArrayLike<number>, y: ArrayLike<number>, names: Set<string>): void {
+    this.append(name, x, y);
+    if (isNoisy(name) && !names.has(MEAN + name)) {
+      this.append(MEAN + name, x, y);
+    }
+  }
+}
+
+const MAX_SAVED = 20000;
+
+function rowsThatRise(x: number[]): number[] {
+  let highest = -Infinity;
+  return x.flatMap((value, i) => {
+    const isRising = value >= highest;
+    highest = Math.max(highest, value);
+    return isRising ? [i] : [];
+  });
+}
+
+interface IDetail {
+  first: number;
+  last: number;
+  curves: Curves;
+}
 
 /** All that one view knows of its job. */
 export class JobData {
   snapshot = asSnapshot({});
-  curves = new Map<string, Curve>();
-  /** Whether anything was there to draw yet. */
-  isFilled = false;
-  private rawSnapshot: Raw = {};
-  private seq = 0;
+  curves = new Curves();
   /** Whether every message since the last start has come. */
   isSynced = false;
+  /** The curves of the steps that somebody zoomed to, as the kernel has them. */
+  private detail: IDetail | null = null;
+  private rawSnapshot: Raw = {};
+  private seq = 0;
 
   constructor(readonly view: string) {}
 
@@ -190,17 +303,8 @@ export class JobData {
     const raw = object(saved);
     this.rawSnapshot = object(raw.snapshot);
     this.snapshot = asSnapshot(this.rawSnapshot);
-    this.curves.clear();
-    for (const [name, value] of Object.entries(object(raw.series)).slice(0, 50)) {
-      const { x, y } = object(value);
-      if (Array.isArray(x) && Array.isArray(y) && x.length === y.length) {
-        this.curve(name).append(
-          Float64Array.from(x, v => finite(v)),
-          Float32Array.from(y, v => (typeof v === 'number' ? v : NaN))
-        );
-      }
-    }
-    this.isFilled = true;
+    this.begin();
+    this.curves.load(object(raw.series));
     this.isSynced = false;
   }
 
@@ -212,42 +316,60 @@ export class JobData {
     }
     const isNext = message.seq === this.seq + 1;
     this.seq = message.seq;
-    if (message.kind !== 'update' || (message.to && message.to !== this.view)) {
-      return this.isSynced && !isNext ? this.lose() : 'nothing';
+    const isMine = !message.to || message.to === this.view;
+    if (this.isSynced && !isNext && !(message.reset && isMine)) {
+      this.isSynced = false;
+      return 'gap';
     }
-    if (!message.reset && !(this.isSynced && isNext)) {
-      return this.isSynced ? this.lose() : 'nothing';
+    if (message.kind === 'detail' && isMine && this.isSynced) {
+      this.detail = { first: finite(message.first), last: finite(message.last), curves: new Curves() };
+      this.detail.curves.take(list(message.blocks), buffers);
+      return 'detail';
+    }
+    if (message.kind !== 'update' || !isMine || !(message.reset || this.isSynced)) {
+      return 'nothing';
     }
     if (message.reset) {
-      this.curves.clear();
+      this.begin();
       this.rawSnapshot = {};
     }
     this.rawSnapshot = { ...this.rawSnapshot, ...object(message.snapshot) };
     this.snapshot = asSnapshot(this.rawSnapshot);
-    list(message.blocks).forEach((block, i) => this.append(text(block.name), finite(block.rows), buffers[i]));
-    this.isSynced = this.isFilled = true;
+    this.curves.take(list(message.blocks), buffers);
+    if (this.detail && this.detail.last >= this.snapshot.step) {
+      this.detail.curves.take(list(message.blocks), buffers);
+    }
+    this.isSynced = true;
     return 'news';
   }
 
-  private lose(): Taken {
-    this.isSynced = false;
-    return 'gap';
+  /** Whether the kernel has told all that it knows between two steps. */
+  hasDetail(first: number, last: number): boolean {
+    return this.detail !== null && this.detail.first <= first && this.detail.last >= last;
   }
 
-  private append(name: string, rows: number, buffer: Buffer | undefined): void {
-    if (!buffer || buffer.byteLength !== rows * BYTES_A_ROW) {
-      return;
-    }
-    const bytes = bytesOf(buffer);
-    this.curve(name).append(new Float64Array(bytes, 0, rows), new Float32Array(bytes, rows * 8, rows));
+  /** The curve that tells most between two steps. */
+  curveIn(name: string, first: number, last: number): Curve | undefined {
+    return this.hasDetail(first, last) ? this.detail!.curves.get(name) : this.curves.get(name);
   }
 
-  private curve(name: string): Curve {
-    let curve = this.curves.get(name);
-    if (!curve) {
-      curve = new Curve();
-      this.curves.set(name, curve);
-    }
-    return curve;
+  /** The curve of means of another one. */
+  meansIn(name: string, first: number, last: number): Curve | undefined {
+    return this.curveIn(MEAN + name, first, last);
   }
+
+  private begin(): void {
+    this.curves = new Curves();
+    this.detail = null;
+  }
+}
+
+/** What is wrong with the newest checkpoint at `now`, in seconds; the same rule as `trouble_of` in freshness.py. */
+export function checkpointTrouble(s: ISnapshot, now: number): '' | 'failed' | 'overdue' {
+  const { since, limit_s, failed } = s.checkpoint_due;
+  if (failed) {
+    return 'failed';
+  }
+  const isOverdue = s.status === 'running' && since !== null && limit_s !== null && now - since > limit_s;
+  return isOverdue ? 'overdue' : '';
 }

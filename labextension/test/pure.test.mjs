@@ -17,8 +17,10 @@ async function load(name) {
   return import(outfile);
 }
 
-const { Curve, roomFor, thin } = await load('columns');
-const { asSnapshot, JobData } = await load('protocol');
+const { average, CAPACITY, Curve, roomFor, smooth, thin } = await load('columns');
+const { Axis } = await load('axis');
+const scale = await load('scale');
+const { asSnapshot, checkpointTrouble, JobData } = await load('protocol');
 const format = await load('format');
 
 function curveOf(y) {
@@ -49,6 +51,23 @@ test('thinning keeps the peak and the dip of a long curve', () => {
 test('thinning shows every point of a zoomed range and one beyond each end', () => {
   const [x] = thin(curveOf(new Array(1000).fill(0)), 10, 12, 300);
   assert.deepEqual(x, [9, 10, 11, 12]);
+});
+
+test('what was thinned before gets as much of the screen as what is new', () => {
+  const curve = new Curve();
+  const old = Float64Array.from({ length: 1000 }, (_, i) => i * 100);
+  const fresh = Float64Array.from({ length: 20000 }, (_, i) => 100000 + i);
+  curve.append(old, Float32Array.from(old, (_, i) => i % 7));
+  curve.append(fresh, Float32Array.from(fresh, (_, i) => i % 7));
+  const [x] = thin(curve, -Infinity, Infinity, 300);
+  assert.ok(x.length <= 602 && x.filter(at => at < 60000).length >= 290);
+});
+
+test('thinned stairs end each stretch on the step that holds', () => {
+  const steps = new Curve();
+  steps.append(Float64Array.from({ length: 9000 }, (_, i) => i), Float32Array.from({ length: 9000 }, (_, i) => [1, 9, 4][i % 3]));
+  const [x, y] = thin(steps, -Infinity, Infinity, 1, true);
+  assert.deepEqual([x[x.length - 1], y[y.length - 1]], [8999, 4]);
 });
 
 test('a loss that is not a number is a gap', () => {
@@ -124,4 +143,137 @@ test('numbers read as a person writes them', () => {
   assert.deepEqual([42, 725, 3661].map(format.clock), ['0:42', '12:05', '1:01:01']);
   assert.deepEqual([3.7, 200, 7300].map(format.age), ['3 s', '3 min', '2 h']);
   assert.deepEqual([812, 1.5e6].map(format.size), ['812 B', '1.5 MB']);
+});
+
+test('a checkpoint is overdue while the job runs, and failed until the next one is durable', () => {
+  const at = (status, due) => checkpointTrouble(asSnapshot({ status, checkpoint_due: due }), 131);
+  const due = { since: 100, limit_s: 30, failed: '' };
+  assert.equal(at('running', due), 'overdue');
+  assert.equal(at('running', { ...due, limit_s: 31 }), '');
+  assert.equal(at('paused', due), '');
+  assert.equal(at('running', { ...due, limit_s: null }), '');
+  assert.equal(at('finished', { ...due, failed: 'step 3: disk full' }), 'failed');
+  assert.equal(at('running', undefined), '');
+});
+
+test('a curve of a million points stays small and keeps its peak', () => {
+  const curve = new Curve();
+  const means = new Curve(true);
+  for (let start = 0; start < 1e6; start += 1000) {
+    const x = Float64Array.from({ length: 1000 }, (_, i) => start + i);
+    const y = Float32Array.from(x, step => (step === 432100 ? 99 : step % 2));
+    curve.append(x, y);
+    means.append(x, y);
+  }
+  assert.ok(curve.x.length <= CAPACITY && means.x.length <= CAPACITY);
+  assert.equal(curve.y.view()[curve.x.view().indexOf(432100)], 99);
+  assert.equal(curve.at(Infinity), 1);
+  for (const kept of [curve, means]) {
+    const x = [...kept.x.view()];
+    const gap = Math.max(...x.map((at, i) => (i ? at - x[i - 1] : 0)));
+    assert.ok(gap < 1e6 / 1000, `of a screen's width ${gap / 1e6} has no point`);
+  }
+  const middle = means.y.view()[100];
+  assert.ok(middle > 0.4 && middle < 0.6, `the mean of noise from 0 to 1 is ${middle}`);
+  assert.ok(means.x.view().every((x, i, all) => !i || x > all[i - 1]));
+});
+
+test('a smoothed line starts at its first point, keeps gaps and reaches a new level', () => {
+  const x = Array.from({ length: 400 }, (_, i) => i);
+  const y = x.map(i => (i === 50 ? null : i < 200 ? 5 : 1));
+  const [, smoothed] = smooth([x, y], 0.9, 400);
+  assert.equal(smoothed[0], 5);
+  assert.equal(smoothed[50], null);
+  assert.equal(Math.round(smoothed[199] * 1e6), 5e6);
+  assert.ok(smoothed[201] > 1 && smoothed[399] < 1.01);
+});
+
+test('smoothing does not depend on how many points there are', () => {
+  const line = count => {
+    const x = Array.from({ length: count + 1 }, (_, i) => (10 * i) / count);
+    return smooth([x, x.map(at => (at < 5 ? 0 : 1))], 0.99, 10)[1];
+  };
+  const [few, many] = [line(200), line(4000)];
+  assert.ok(Math.abs(few[150] - many[3000]) < 0.02);
+});
+
+function dataOf(steps, elapsed, snapshot = {}) {
+  const data = new JobData('me');
+  data.load({
+    snapshot: { status: 'running', step: steps[steps.length - 1], started_at: 100, updated_at: 100, ...snapshot },
+    series: { elapsed_s: { x: steps, y: elapsed }, samples: { x: steps, y: steps.map(step => step * 64) } }
+  });
+  return data;
+}
+
+test('an axis of time stretches where a step took long, and finds the step again', () => {
+  const axis = new Axis(dataOf([1, 2, 3, 4], [1, 2, 12, 13]));
+  axis.use('time');
+  assert.deepEqual([1, 2, 3, 4].map(step => axis.ofStep(step)), [1, 2, 12, 13]);
+  assert.deepEqual([1, 7, 12.5].map(at => axis.stepAt(at)), [1, 2.5, 3.5]);
+  assert.equal(axis.ofMarker({ step: 2, time: 109 }), 9);
+  axis.use('samples');
+  assert.equal(axis.ofStep(3), 192);
+});
+
+test('a zoom stays on its steps when the axis changes', () => {
+  const axis = new Axis(dataOf([1, 2, 3, 4, 5], [1, 2, 12, 13, 14]));
+  axis.zoom = [2, 4];
+  axis.use('time');
+  assert.deepEqual(axis.zoom, [2, 13]);
+  axis.use('step');
+  assert.deepEqual(axis.zoom, [2, 4]);
+});
+
+test('the points of a zoom are taken in detail, go on growing, and end with a rewind', () => {
+  const data = new JobData('me');
+  const blocks = rows => [{ name: 'loss', rows }];
+  data.take(update(1, { reset: true, snapshot: { step: 100 }, blocks: blocks(2) }), [block([1, 100], [9, 1])]);
+  assert.equal(data.take({ kind: 'detail', seq: 2, to: 'me', first: 90, last: 200, blocks: blocks(3) }, [block([98, 99, 100], [3, 2, 1])]), 'detail');
+  assert.deepEqual([...data.curveIn('loss', 95, 150).x.view()], [98, 99, 100]);
+  assert.deepEqual([...data.curveIn('loss', 1, 150).x.view()], [1, 100]);
+  data.take(update(3, { blocks: blocks(1), snapshot: { step: 101 } }), [block([101], [0])]);
+  assert.deepEqual([...data.curveIn('loss', 95, 150).x.view()], [98, 99, 100, 101]);
+  data.take(update(4, { reset: true, snapshot: { step: 50 } }), []);
+  assert.equal(data.hasDetail(95, 150), false);
+});
+
+test('detail for another view is passed over, and the next message is no gap', () => {
+  const data = new JobData('me');
+  data.take(update(1, { reset: true }), []);
+  assert.equal(data.take({ kind: 'detail', seq: 2, to: 'other', first: 0, last: 9, blocks: [] }, []), 'nothing');
+  assert.equal(data.take(update(3), []), 'news');
+  assert.equal(data.hasDetail(0, 9), false);
+});
+
+test('means are what the kernel sent, or the points themselves', () => {
+  const data = new JobData('me');
+  const both = [{ name: 'loss', rows: 2 }, { name: 'mean.loss', rows: 1 }, { name: 'eval.loss', rows: 1 }];
+  data.take(update(1, { reset: true, blocks: both }), [block([1, 2], [0, 4]), block([1.5], [1]), block([2], [3])]);
+  data.take(update(2, { blocks: [{ name: 'loss', rows: 1 }] }), [block([3], [5])]);
+  assert.deepEqual([...data.meansIn('loss', 0, 9).y.view()], [1, 5]);
+  assert.equal(data.curves.get('mean.eval.loss'), undefined);
+});
+
+test('the ticks of a logarithmic scale are round, and few', () => {
+  const labels = range => scale.logSplits(range).map(at => format.tick(10 ** at));
+  assert.deepEqual(labels([-2, 0.4]), ['0.01', '0.03', '0.1', '0.3', '1']);
+  assert.deepEqual(labels([-0.2, 0.2]).length > 2, true);
+  assert.ok(labels([-12, 3]).length <= 6);
+  assert.deepEqual(scale.logged([[1, 2, 3], [10, 0, -1]])[1], [1, null, null]);
+  assert.deepEqual(scale.logRange([]), [0, 1]);
+});
+
+test('the ticks of a straight scale are round, and whole for counts', () => {
+  assert.deepEqual(scale.splits([0, 1], false), [0, 0.2, 0.4, 0.6, 0.8, 1]);
+  assert.deepEqual(scale.splits([0, 1.1], true), [0, 1]);
+  for (const range of [scale.range([1e308, -1e308], false), scale.range([5], false), scale.range([], true)]) {
+    assert.ok(scale.splits(range, false).length <= 20);
+  }
+});
+
+test('means are taken over equal stretches of the axis, and of gaps there is none', () => {
+  const [x, y] = average(curveOf([1, 3, 5, 7, NaN, NaN, 2, 4]), -Infinity, Infinity, 4);
+  assert.deepEqual([x, y], [[0.5, 2.5, 4.5, 6.5], [2, 6, null, 3]]);
+  assert.deepEqual(average(curveOf([1, 3, 5]), 0.5, 1.5, 9), [[0, 1, 2], [1, 3, 5]]);
 });

@@ -71,6 +71,11 @@ class Lab:
             name: str(folder / name.lower())
             for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR")
         }
+        # The front end of this checkout, not one that is installed beside it.
+        places["JUPYTER_PATH"] = str(folder / "checkout")
+        extensions = folder / "checkout" / "labextensions"
+        extensions.mkdir(parents=True)
+        (extensions / "etrain-jupyter").symlink_to(REPOSITORY / "etrain_jupyter" / "labextension")
         settings = folder / "lab_settings"
         quiet = settings / "@jupyterlab" / "apputils-extension"
         quiet.mkdir(parents=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -64,7 +65,14 @@ def wait_for_step(notebook: Notebook, cell: int, step: int) -> None:
             return job && Number(job.dataset.step) >= step;
         }""",
         arg=[cell, step],
+        timeout=90_000,  # on a busy machine a worker takes long to come
     )
+
+
+def stop(notebook: Notebook, cell: int) -> None:
+    """Press the button, and say yes to the question that it asks."""
+    notebook.job(cell).locator(".etrain-stop").click()
+    notebook.job(cell).get_by_role("button", name="Stop with a checkpoint").click()
 
 
 def test_the_dashboard_moves_and_stops_while_another_cell_computes(
@@ -79,7 +87,7 @@ def test_the_dashboard_moves_and_stops_while_another_cell_computes(
     notebook.run(2, wait=False)
     before = step_of(notebook, 1)
     wait_for_step(notebook, 1, before + 100)
-    notebook.job(1).get_by_role("button", name="Stop").click()
+    stop(notebook, 1)
     expect(notebook.job(1).get_by_role("button", name="Stopping …")).to_be_disabled()
     shoot(page, "busy")
     page.evaluate("() => window.etrainRun")
@@ -95,14 +103,13 @@ def test_a_request_that_fails_is_explained_and_can_be_repeated(
     notebook = open_notebook("refused.ipynb", SET_UP, f"is_refusing = True; {START}")
     notebook.run(0)
     notebook.run(1)
-    stop = notebook.job(1).locator(".etrain-stop")
 
-    stop.click()
+    stop(notebook, 1)
 
-    expect(notebook.job(1).locator(".etrain-note")).to_have_text(
+    expect(notebook.job(1).locator(".etrain-answer")).to_have_text(
         "Error: the cluster does not answer"
     )
-    expect(stop).to_be_enabled()
+    expect(notebook.job(1).locator(".etrain-stop")).to_be_enabled()
 
 
 def test_the_dashboard_survives_a_reload_and_then_the_kernel(
@@ -175,7 +182,7 @@ def test_without_our_extension_the_widget_draws_and_html_stays(
     notebook.run(1)
     wait_for_step(notebook, 1, 50)
     notebook.run(3, wait=False)
-    notebook.job(1).get_by_role("button", name="Stop").click()
+    stop(notebook, 1)
     wait_for_step(notebook, 1, 150)
     shoot(page, "plain-running")
     page.evaluate("() => window.etrainRun")
@@ -208,6 +215,40 @@ def test_nothing_moves_in_the_layout_while_a_job_runs(open_notebook: OpenNoteboo
     assert before is not None
     assert after is not None
     assert (before["width"], before["height"]) == (after["width"], after["height"])
+
+
+SPY = """
+from etrain_jupyter.dashboard.feed import Feed
+zooms, detail = [], Feed.detail
+def spy(feed, view, to, first, last):
+    zooms.append((first, last))
+    detail(feed, view, to, first, last)
+Feed.detail = spy
+"""
+
+
+def test_a_zoom_brings_the_points_of_the_kernel(open_notebook: OpenNotebook, page: Page) -> None:
+    cells = [SET_UP + SPY, "board = start(20000, 20000)", "print(zooms)"]
+    notebook = open_notebook("zoom.ipynb", *cells)
+    notebook.run(0)
+    notebook.run(1)
+    expect(notebook.job(1)).to_have_attribute("data-status", "finished", timeout=60_000)
+    plot = notebook.job(1).locator(".u-over").first
+    plot.scroll_into_view_if_needed()
+    box = plot.bounding_box()
+    assert box is not None
+
+    page.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + 40)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.52, box["y"] + 50, steps=4)
+    page.mouse.up()
+    expect(notebook.job(1).locator(".etrain-reset")).to_be_enabled()
+    page.wait_for_timeout(1000)  # a view that was not answered would ask again
+    notebook.run(2)
+    shoot(page, "zoomed")
+
+    [(first, last)] = ast.literal_eval(notebook.output(2).inner_text().strip())
+    assert 9_500 < first < last < 11_000
 
 
 def test_etrain_cells_are_highlighted_as_yaml(open_notebook: OpenNotebook, page: Page) -> None:

@@ -21,9 +21,12 @@ class Wire:
         self.messages.append(content)
         if content.get("reset"):
             self.loss = []
+        self.curves: dict[str, list[float]] = {}
         for block, buffer in zip(content.get("blocks", []), buffers, strict=True):
-            if block["name"] == "loss":
-                self.loss += np.frombuffer(buffer, np.float64, block["rows"]).tolist()
+            steps = np.frombuffer(buffer, np.float64, block["rows"]).tolist()
+            self.curves[block["name"]] = steps
+            if block["name"] == "loss" and content["kind"] == "update":
+                self.loss += steps
 
 
 def some_steps(script: Script, first: int, last: int) -> list[t.Event]:
@@ -92,3 +95,33 @@ def test_a_million_points_are_thinned_for_a_newcomer() -> None:
 
     rows = {block["name"]: block["rows"] for block in wire.messages[0]["blocks"]}
     assert 3000 < rows["loss"] <= 4002
+    assert rows["mean.loss"] <= 2000
+    assert rows["mean.metrics.accuracy"] <= 2000
+    assert "mean.eval.loss" not in rows
+
+
+def test_a_view_that_zooms_gets_the_points_between_two_steps_and_one_beyond_each() -> None:
+    wire, view = Wire(), JobView(JOB_ID)
+    view.add(some_steps(Script(num_steps=10_000), 1, 10_000))
+    feed = Feed(wire.send)
+    feed.greet(view, "me")
+
+    feed.detail(view, "me", 5001, 5003)
+
+    message = wire.messages[-1]
+    assert (message["kind"], message["seq"], message["to"]) == ("detail", 2, "me")
+    assert (message["first"], message["last"]) == (5001, 5003)
+    assert wire.curves["loss"] == [5000, 5001, 5002, 5003, 5004]
+    assert wire.curves["elapsed_s"] == [5000, 5001, 5002, 5003, 5004]
+    assert wire.curves["eval.loss"] == [5000, 5200]
+    assert not [name for name in wire.curves if name.startswith("time.")]
+
+
+def test_a_zoom_to_very_many_points_is_thinned_too() -> None:
+    wire, view = Wire(), JobView(JOB_ID)
+    view.add(some_steps(Script(num_steps=10_000), 1, 10_000))
+
+    Feed(wire.send).detail(view, "me", 1000, 9000)
+
+    assert 3000 < len(wire.curves["loss"]) <= 4002
+    assert 1000 < len(wire.curves["mean.loss"]) <= 2000

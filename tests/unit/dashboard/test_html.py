@@ -77,3 +77,25 @@ def test_the_line_of_text_says_why_a_job_waits_or_failed() -> None:
     events.append(script.make(t.JobStatusChanged, status="waiting", reason=why))
 
     assert f"waiting ({why})," in render_text(view_of(events).snapshot())
+
+
+def test_the_page_says_what_the_screen_says_of_workers_pace_and_cost() -> None:
+    script = Script(num_steps=60)
+    events = [*script.begin(), *script.form(["w0"], "start"), *script.complete(1)]
+    spent = {"elapsed_s": 2.0, "data_s": 1.0, "compute_s": 0.9, "optimizer_s": 0.1}
+    events.append(
+        script.make(
+            t.RankTimed,
+            **{"worker": "w0", "rank": 0, "world_size": 1, "step": 1, "num_steps": 1},
+            **{"samples": 256, "communication_s": 0.0, **spent},
+        )
+    )
+    events.append(script.make(t.CostUpdated, spent_usd=1.5, on_demand_usd=4.0))
+    events.append(script.make(t.WorkerLost, worker="w0", cause="killed"))
+
+    html = html_of(view_of(events))
+
+    assert "<td>128</td><td>data 50%, compute 45%, optimizer 5%</td>" in html
+    assert "batch 256 · lr 0.0003 · " in html
+    assert "$1.50 spent, $2.50 saved" in html
+    assert "<b>error</b> w0 lost (killed)" in html

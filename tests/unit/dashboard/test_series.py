@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etrain_jupyter.dashboard.series import Series, thin
+from etrain_jupyter.dashboard.series import Series, between, means, thin
 
 
 def series_of(points: list[tuple[float, float]]) -> Series:
@@ -64,3 +64,33 @@ def test_thinning_is_ordered_small_and_invents_nothing(y: list[float], max_point
 
 def test_a_loss_too_large_for_the_screen_is_infinite_and_no_warning() -> None:
     assert series_of([(1, 1e300)]).y[0] == pytest.approx(float("inf"))
+
+
+def test_means_of_neighbours_lie_where_most_points_are() -> None:
+    y = np.where(np.arange(1000) % 100 == 0, 50.0, 1.0).astype(np.float32)
+
+    x, mean = means(np.arange(1000.0), y, 10)
+
+    assert x.tolist() == [49.5 + 100 * i for i in range(10)]
+    assert mean.tolist() == pytest.approx([1.49] * 10)
+
+
+def test_what_is_not_a_number_counts_for_nothing_in_a_mean() -> None:
+    y = np.array([1, np.nan, 3, 3, np.nan, np.nan, np.inf], np.float32)
+
+    x, mean = means(np.arange(7.0), y, 4)
+
+    assert x.tolist() == [0.5, 2.5, 4.5, 6.0]
+    np.testing.assert_array_equal(mean, np.array([1, 3, np.nan, np.nan], np.float32))
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "kept"),
+    [(3, 4, [2, 3, 4, 5]), (-5, 0, [0, 1]), (8.5, 99, [8, 9]), (20, 30, [9])],
+)
+def test_a_stretch_has_one_point_more_on_either_side(
+    first: float, last: float, kept: list[int]
+) -> None:
+    x, y = between(np.arange(10.0), np.arange(10, dtype=np.float32), first, last)
+
+    assert x.tolist() == y.tolist() == kept

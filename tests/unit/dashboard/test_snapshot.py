@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from etrain_jupyter.dashboard.controls import controls_of
 from etrain_jupyter.dashboard.snapshot import JobView
 from etrain_jupyter.events import types as t
 from tests.unit.dashboard.scripted_job import JOB_ID, Script
@@ -193,8 +194,17 @@ def test_resuming_makes_nobody_a_newcomer() -> None:
     snapshot = view_of(events).snapshot()
 
     assert [(row["state"], row["steps"]) for row in snapshot["workers"]] == [("training", 3)] * 2
-    assert [marker["kind"] for marker in snapshot["markers"]] == ["paused"]
+    assert [marker["kind"] for marker in snapshot["markers"]] == ["paused", "resumed"]
     assert snapshot["samples_per_s"] > 0
+
+
+def test_a_job_that_waited_for_its_first_workers_was_not_resumed() -> None:
+    script = Script(num_steps=60)
+    events = [*script.begin(), script.make(t.JobStatusChanged, status="waiting")]
+    events += script.form(["w0"], "start")
+    events += [script.make(t.JobStatusChanged, status="running"), *script.complete(1)]
+
+    assert view_of(events).snapshot()["markers"] == []
 
 
 def test_a_silent_scheduler_is_the_reason_and_changes_nothing_else() -> None:
@@ -322,7 +332,7 @@ def test_a_long_run_is_folded_fast_enough_to_attach_to() -> None:
 
     view = view_of(list(script.events()))
 
-    assert len(view.snapshot()["events"]) == 50
+    assert len(view.snapshot()["events"]) == 120 + 3
     assert len(view.series()["loss"][0]) == 20_000
 
 
@@ -383,3 +393,145 @@ def test_batch_is_that_of_the_present_workers_where_each_has_its_own() -> None:
     events += [*script.form(["w0", "w1", "w2"], "start"), *script.complete(1)]
 
     assert (before, view_of(events).snapshot()["global_batch_size"]) == (32, 96)
+
+
+def test_a_job_that_was_resumed_lives_again_with_its_curve() -> None:
+    view = view_of(EVENTS)
+    seq = EVENTS[-1].seq
+    common = {"job_id": JOB_ID, "time": 9e9, "generation": 6}
+    ended = view.snapshot()
+    resumed = t.JobResumed(
+        **common, seq=seq + 1, from_status="finished", step=60, min_workers=1, max_workers=2
+    )
+
+    view.add([resumed, t.JobStatusChanged(**common, seq=seq + 2, status="submitted")])
+
+    snapshot = view.snapshot()
+    assert (ended["ended_at"] is None, snapshot["ended_at"]) == (False, None)
+    assert (snapshot["status"], snapshot["step"], snapshot["world_size"]) == ("submitted", 60, 0)
+    assert (snapshot["min_workers"], snapshot["max_workers"]) == (1, 2)
+    assert {row["state"] for row in snapshot["workers"]} <= {"left", "lost"}
+    assert {row["rank"] for row in snapshot["workers"]} == {None}
+    assert len(view.series()["loss"][0]) == 60
+    assert snapshot["markers"][-1]["text"] == "Resumed on pool local"
+    assert snapshot["events"][-2]["text"].startswith("Resumed on pool local for 1 to 2 workers")
+
+
+def test_each_step_knows_its_samples_and_its_time_and_a_rewind_takes_them_back() -> None:
+    script = Script(num_steps=60)
+    events = [*script.begin(), *script.form(["w0"], "start")]
+    began = script.now
+    events += [event for step in range(1, 11) for event in script.complete(step)]
+    view = view_of(events)
+    steps, samples = view.series()["samples"]
+    elapsed = view.series()["elapsed_s"][1]
+
+    assert steps.tolist() == list(range(1, 11))
+    assert samples.tolist() == [256 * step for step in range(1, 11)]
+    assert elapsed[-1] == pytest.approx(script.now - began, rel=1e-5)
+
+    script.step = 4
+    view.add([script.make(t.JobRestored, step=4, num_undone=6)])
+    script.now += 100
+    view.add(script.complete(5))
+
+    assert view.series()["samples"][1].tolist() == [256, 512, 768, 1024, 1280]
+    assert view.series()["elapsed_s"][1][-1] > 100
+    assert view.snapshot()["markers"][-1]["text"].endswith(", 6 steps are trained again")
+
+
+def test_the_number_of_workers_over_time_keeps_what_a_rewind_undoes_over_steps() -> None:
+    script = Script(num_steps=60)
+    events = [*script.begin(), *script.form(["w0", "w1"], "start"), *script.complete(9)]
+    events += script.form(["w0"], "lost")
+    script.step = 3
+    events.append(script.make(t.JobRestored, step=3, num_undone=6))
+    events += script.form(["w0", "w1"], "join")
+    view = view_of(events)
+
+    assert view.series()["time.world_size"][1].tolist() == [2, 1, 2]
+    assert view.series()["world_size"][1].tolist() == [2]
+
+
+def timed(script: Script, worker: str, **spent: float) -> t.Event:
+    return script.make(
+        t.RankTimed,
+        **{"worker": worker, "rank": 0, "world_size": 2, "step": 2, "num_steps": 2},
+        **{"samples": 512, "elapsed_s": 4.0, "compute_s": 1.0, "optimizer_s": 0.2},
+        **{"data_s": 0.0, "communication_s": 0.0, **spent},
+    )
+
+
+def test_a_worker_tells_where_its_time_goes_and_what_it_waits_for() -> None:
+    script, events = paused_script()
+    events += [timed(script, "w0", data_s=2.0), timed(script, "w1", communication_s=1.2)]
+    rows = view_of(events).snapshot()["workers"]
+
+    assert rows[0]["split"] == {
+        "step": 2,
+        "num_steps": 2,
+        "samples_per_s": 128.0,
+        "shares": {
+            "data": 0.5,
+            "compute": 0.25,
+            "communication": 0.0,
+            "optimizer": 0.05,
+            "other": pytest.approx(0.2),
+        },
+    }
+    assert [row["waits_for"] for row in rows] == ["data, 50 %", "other ranks, 30 %"]
+
+
+def test_who_does_not_train_waits_for_something_and_has_told_nothing() -> None:
+    script, events = paused_script()
+    events.append(script.make(t.WorkerJoined, worker="w9"))
+    events.append(script.make(t.JobStatusChanged, status="paused"))
+
+    rows = view_of(events).snapshot()["workers"]
+
+    assert [(row["worker"], row["split"], row["waits_for"]) for row in rows] == [
+        ("w0", None, "the job to be resumed"),
+        ("w1", None, "the job to be resumed"),
+        ("w9", None, "its trainer to start"),
+    ]
+
+
+def test_what_machines_cost_is_known_once_their_pool_tells() -> None:
+    script, events = paused_script()
+    assert view_of(events).snapshot()["cost"] is None
+
+    events.append(script.make(t.CostUpdated, spent_usd=1.5, on_demand_usd=4.0))
+
+    assert view_of(events).snapshot()["cost"] == {"spent_usd": 1.5, "saved_usd": 2.5}
+
+
+def test_a_flood_of_checkpoints_does_not_drive_out_an_error() -> None:
+    script, events = paused_script()
+    events.append(script.make(t.WorkerLost, worker="w1", cause="killed"))
+    saved = {"manifest": "m", "size_bytes": 1, "stall_s": 0.0, "duration_s": 0.1}
+    events += [script.make(t.CheckpointCommitted, step=step, **saved) for step in range(500)]
+
+    listed = view_of(events).snapshot()["events"]
+
+    assert (len(listed), listed[0]["text"]) == (121, "w1 lost (killed)")
+    assert [event["seq"] for event in listed] == sorted(event["seq"] for event in listed)
+
+
+@pytest.mark.parametrize(
+    ("status", "num_training", "possible"),
+    [
+        ("submitted", 0, {"pause", "scale", "stop"}),
+        ("running", 2, {"pause", "checkpoint", "scale", "preempt", "stop"}),
+        ("paused", 0, {"resume", "scale", "stop"}),
+        ("waiting", 0, {"pause", "scale", "stop"}),
+        ("finished", 0, set()),
+        ("failed", 0, set()),
+    ],
+)
+def test_the_requests_that_a_job_takes_follow_from_its_status(
+    status: str, num_training: int, possible: set[str]
+) -> None:
+    controls = controls_of(status, num_training=num_training)
+
+    assert {request for request, why_not in controls.items() if not why_not} == possible
+    assert all(why_not.endswith(".") for why_not in controls.values() if why_not)

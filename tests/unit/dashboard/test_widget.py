@@ -157,6 +157,38 @@ def test_what_an_executed_notebook_keeps_is_the_end_of_the_job() -> None:
     assert notebook.cells[1].outputs == []
 
 
+def test_a_view_gets_its_zoom_and_the_answer_to_its_request(
+    browser: FakeBrowser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[dict[str, Any]] = []
+    monkeypatch.setattr(
+        Dashboard, "_send_to_link", lambda self, content, buffers: sent.append(content)
+    )
+
+    def on_request(request: str, args: dict[str, Any]) -> str:
+        if request == "pause":
+            raise RuntimeError("no answer")
+        return f"{request} {args['min']} to {args['max']}"
+
+    dashboard = Dashboard(job_id=JOB_ID, on_request=on_request)
+    dashboard.add_events(list(Script(num_steps=60).events()))
+    receive = dashboard._receive_from_link
+    receive({"kind": "hello", "view": "me"})
+    receive({"kind": "detail", "view": "me", "first": 10, "last": 20})
+    receive({"kind": "request", "view": "me", "request": "scale", "args": {"min": 1, "max": 3}})
+    receive({"kind": "request", "view": "me", "request": "pause"})
+    dashboard.close()
+
+    answers = [message for message in sent if message["kind"] != "update"]
+    assert [message["to"] for message in answers] == ["me", "me", "me"]
+    assert {"name": "loss", "rows": 13} in answers[0]["blocks"]
+    assert [(m["request"], m["level"], m["text"]) for m in answers[1:]] == [
+        ("scale", "info", "scale 1 to 3"),
+        ("pause", "error", "no answer"),
+    ]
+    assert [message["seq"] for message in sent] == list(range(1, len(sent) + 1))
+
+
 def test_importing_the_dashboard_loads_no_widget_library() -> None:
     code = (
         "import sys, etrain_jupyter.dashboard.widget; "

@@ -1,0 +1,432 @@
+"""What a person does with the view of a job, and what must never happen to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from etrain_jupyter.events import types as t
+from tests.browser.view import View
+from tests.unit.dashboard.scripted_job import Script
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(120)]
+
+EVIL = "<img src=x onerror='window.hacked = 1'><script>window.hacked = 1</script>"
+
+
+def until(script: Script, step: int) -> list[t.Event]:
+    """The scripted events up to a step, and what followed on it."""
+    found: list[t.Event] = []
+    for event in script.events():
+        if isinstance(event, t.StepCompleted) and event.step > step:
+            break
+        found.append(event)
+    return found
+
+
+def in_batches(events: list[t.Event], size: int) -> Iterator[list[t.Event]]:
+    for start in range(0, len(events), size):
+        yield events[start : start + size]
+
+
+@pytest.fixture
+def script() -> Script:
+    return Script(num_steps=600)
+
+
+@pytest.fixture
+def view(page: Page) -> View:
+    return View(page)
+
+
+def drag(view: View, plot: int, start: float, end: float) -> None:
+    """Draw a range over a chart, in shares of its width."""
+    box = view.plot(plot).bounding_box()
+    assert box is not None
+    mouse = view.page.mouse
+    mouse.move(box["x"] + start * box["width"], box["y"] + 60)
+    mouse.down()
+    mouse.move(box["x"] + end * box["width"], box["y"] + 65, steps=4)
+    mouse.up()
+    view.settle()
+
+
+def step_under_cursor(view: View) -> int:
+    text = view.root.locator(".etrain-place").inner_text()
+    return int(text.split(" · ")[0].removeprefix("step ").replace(",", ""))
+
+
+def test_nothing_shifts_while_workers_come_and_go_and_numbers_grow(
+    view: View, script: Script
+) -> None:
+    events = until(script, 599)
+    view.add(events[:6])
+    view.page.evaluate("() => { window.shifts = []; }")
+
+    for batch in in_batches(events[6:], 40):
+        view.add(batch)
+    view.add([script.make(t.JobStatusChanged, status="paused")])
+
+    assert view.page.evaluate("() => window.shifts") == []
+    expect(view.root).to_have_attribute("data-status", "paused")
+
+
+def test_a_zoom_is_shared_brings_the_kernels_points_and_is_undone(
+    view: View, script: Script
+) -> None:
+    view.add(until(script, 500))
+    reset = view.root.locator(".etrain-reset")
+    expect(reset).to_be_disabled()
+
+    drag(view, 1, 0.25, 0.5)
+    asked = view.answer_detail()
+
+    assert 100 < asked["first"] < asked["last"] < 350
+    ticks = view.page.evaluate("() => window.sent.filter(m => m.kind === 'detail').length")
+    assert ticks == 1, "the answer was not taken: the view asked again"
+    view.plot(0).hover(position={"x": 2, "y": 50})
+    assert abs(step_under_cursor(view) - asked["first"]) <= 5
+
+    reset.click()
+    expect(reset).to_be_disabled()
+    drag(view, 0, 0.1, 0.2)
+    view.plot(2).dblclick()
+    expect(reset).to_be_disabled()
+
+
+def test_one_cursor_shows_the_values_of_all_charts(view: View, script: Script) -> None:
+    view.add(until(script, 300))
+    legends = view.root.locator(".etrain-legend")
+    newest = legends.all_inner_texts()
+
+    view.plot(0).hover(position={"x": 60, "y": 50})
+    view.settle()
+
+    under = legends.all_inner_texts()
+    assert all(before != after for before, after in zip(newest[:3], under[:3], strict=True))
+    expect(view.root.locator(".etrain-place")).to_contain_text("samples")
+    view.page.mouse.move(2, 2)
+    view.settle()
+    assert legends.all_inner_texts() == newest
+
+
+def test_the_axis_can_be_samples_or_time_and_keeps_the_zoom(view: View, script: Script) -> None:
+    view.add(until(script, 400))
+    drag(view, 0, 0.3, 0.6)
+    steps = view.answer_detail()
+
+    for unit in ("samples", "time", "step"):
+        view.root.get_by_role("radio", name=unit).check()
+        view.settle()
+        view.plot(0).hover(position={"x": 1, "y": 50})
+        assert abs(step_under_cursor(view) - steps["first"]) <= 4
+        view.page.mouse.move(2, 2)
+
+
+def test_smoothing_and_log_scale_change_what_is_drawn(view: View, script: Script) -> None:
+    view.add(until(script, 400))
+    canvas = view.root.locator(".etrain-chart canvas").first
+    read = "canvas => canvas.toDataURL()"
+    smooth = canvas.evaluate(read)
+
+    view.root.get_by_label("smoothing").fill("0")
+    view.settle()
+    raw = canvas.evaluate(read)
+    expect(view.root.locator(".etrain-legend").first).not_to_contain_text("raw")
+    log = view.root.get_by_role("button", name="logarithmic scale of loss")
+    log.click()
+    view.settle()
+
+    expect(log).to_have_attribute("aria-pressed", "true")
+    assert len({smooth, raw, canvas.evaluate(read)}) == 3
+
+
+def test_what_happened_is_named_on_hover_and_for_a_keyboard(view: View, script: Script) -> None:
+    view.add(until(script, 300))
+    marks = view.root.locator(".etrain-marks button")
+    tip = view.root.locator(".etrain-tip:not([hidden])")
+
+    lost = marks.filter(has_text="w1 lost (trainer killed)")
+    lost.hover()
+    expect(tip).to_contain_text("w1 lost (trainer killed)")
+    view.page.mouse.move(2, 2)
+    expect(tip).to_have_count(0)
+
+    view.root.locator(".etrain-marks [tabindex='0']").focus()
+    for _ in range(marks.count()):
+        if "w1 lost" in tip.inner_text():
+            break
+        view.page.keyboard.press("ArrowLeft")
+    expect(tip).to_contain_text("w1 lost (trainer killed)")
+    assert marks.nth(0).locator("xpath=ancestor::*[@role='group']").count() >= 1
+
+
+def test_a_rewind_takes_back_the_curve_and_says_so(view: View, script: Script) -> None:
+    view.add(until(script, 300))
+    before = view.root.locator(".etrain-legend").first.inner_text()
+
+    script.step = 120
+    view.add([script.make(t.JobRestored, step=120, num_undone=180)])
+
+    assert view.root.get_attribute("data-step") == "120"
+    assert view.root.locator(".etrain-legend").first.inner_text() != before
+    rewound = view.root.locator(".etrain-marks button").filter(has_text="step 120")
+    expect(rewound.filter(has_text="180 steps are trained again")).to_have_count(1)
+
+
+def test_what_ends_a_job_is_asked_about_first(view: View, script: Script) -> None:
+    view.add(until(script, 300))
+    stop = view.root.locator(".etrain-stop")
+
+    stop.click()
+    assert view.sent("request") == []
+    expect(view.root.get_by_role("button", name="Stop now")).to_contain_text(
+        "all after step 200 is lost"
+    )
+    view.page.keyboard.press("Escape")
+    expect(stop).to_be_focused()
+    assert view.sent("request") == []
+
+    stop.click()
+    view.root.get_by_role("button", name="Stop with a checkpoint").click()
+    [request] = view.sent("request")
+    assert (request["request"], request["args"]) == ("stop", {})
+    view.answer("stop", "stops at the next step boundary, with a checkpoint")
+    expect(view.root.locator(".etrain-answer")).to_contain_text("stops at the next step boundary")
+    expect(stop).to_have_text("Stopping …")
+
+
+def test_a_worker_is_preempted_after_a_question(view: View, script: Script) -> None:
+    view.add(until(script, 300))
+
+    view.root.get_by_role("button", name="Preempt w3").first.click()
+    view.root.locator(".etrain-box").get_by_role("button", name="Preempt w3").click()
+
+    [request] = view.sent("request")
+    assert (request["request"], request["args"]) == ("preempt", {"worker": "w3"})
+
+
+def test_workers_are_scaled_within_sense(view: View, script: Script) -> None:
+    view.add(until(script, 300))
+    view.root.locator(".etrain-scale").click()
+    least, most = view.root.locator(".etrain-box input").all()
+    apply = view.root.locator(".etrain-box").get_by_role("button", name="Scale")
+
+    least.fill("9")
+    apply.click()
+    expect(view.root.locator(".etrain-hint")).to_contain_text("9 to 4")
+    assert view.sent("request") == []
+
+    most.fill("12")
+    apply.click()
+    [request] = view.sent("request")
+    assert request["args"] == {"min": 9, "max": 12}
+
+
+def test_buttons_follow_the_status_and_say_why_not(view: View, script: Script) -> None:
+    view.add(until(script, 300))
+    view.add([script.make(t.JobStatusChanged, status="paused")])
+    save = view.root.locator(".etrain-checkpoint")
+    expect(save).to_be_disabled()
+
+    save.click(force=True)
+    expect(view.root.locator(".etrain-answer")).to_contain_text("nothing new to save")
+    view.root.get_by_role("button", name="Resume").click()
+    assert [request["request"] for request in view.sent("request")] == ["resume"]
+
+    view.add([script.make(t.JobStatusChanged, status="finished")])
+    for button in view.root.locator(".etrain-buttons button").all():
+        expect(button).to_be_disabled()
+        expect(button).to_have_attribute("title", "The job has finished.")
+
+
+def test_events_are_filtered_and_stay_where_they_are_read(view: View, script: Script) -> None:
+    view.add(until(script, 300))
+    items = view.root.locator(".etrain-events li")
+    assert "Generation" in items.first.inner_text() or "Checkpoint" in items.first.inner_text()
+
+    view.root.get_by_label("show events of level").select_option("error")
+    assert [text.split("error")[1].strip() for text in items.all_inner_texts()] == [
+        "w1 lost (trainer killed), known after 4 ms"
+    ]
+    view.root.get_by_label("show events of level").select_option("all")
+    view.root.get_by_label("show events that contain").fill("warm w3")
+    expect(items).to_have_count(1)
+    view.root.get_by_label("show events that contain").fill("")
+
+    log = view.root.locator(".etrain-log")
+    log.evaluate("box => { box.scrollTop = 100; }")
+    read = items.filter(has_text="Checkpoint of step 200")
+    place = read.bounding_box()
+    line = {"level": "info", "worker": "w0", "text": "hello"}
+    view.add([script.make(t.LogLine, **line) for _ in range(5)])
+    assert read.bounding_box() == place
+
+
+def test_a_worker_says_where_its_time_goes(view: View, script: Script) -> None:
+    view.add(until(script, 300))
+    spent = {"elapsed_s": 2.0, "data_s": 0.9, "compute_s": 0.8, "optimizer_s": 0.1}
+    view.add(
+        [
+            script.make(
+                t.RankTimed,
+                **{"worker": "w0", "rank": 0, "world_size": 4, "step": 300, "num_steps": 100},
+                **{"samples": 6400, "communication_s": 0.2, **spent},
+            )
+        ]
+    )
+
+    row = view.root.locator(".etrain-workers tr[data-worker='w0']")
+    expect(row.get_by_role("img")).to_have_attribute(
+        "aria-label",
+        "data 45 %, forward and backward 40 %, other ranks 10 %, optimizer 5 %, other 0 % "
+        "of 100 steps up to 300",
+    )
+    expect(row).to_contain_text("3,200")
+    expect(row).to_contain_text("data, 45 %")
+
+
+def test_money_is_shown_where_it_is_known(view: View, script: Script) -> None:
+    view.add(until(script, 20))
+    expect(view.tile("cost")).to_have_count(0)
+
+    view.add([script.make(t.CostUpdated, spent_usd=1.5, on_demand_usd=4.0)])
+
+    assert view.tile("cost").inner_text().split("\n") == ["cost", "$1.50", "$2.50 saved"]
+
+
+def test_a_screen_reader_hears_of_changes_of_status_only(view: View, script: Script) -> None:
+    view.add(until(script, 100))
+    spoken = view.root.locator("[role=status]")
+    assert spoken.count() == 1
+    first = spoken.inner_text()
+    assert "digits running" in first
+
+    view.add(list(script.complete(101)))
+    view.page.wait_for_timeout(3100)  # longer than the least pause between two sentences
+    assert spoken.inner_text() == first
+    view.add([script.make(t.JobStatusChanged, status="paused")])
+    expect(spoken).to_contain_text("digits paused")
+
+
+def test_nothing_pulses_for_who_wants_less_motion(view: View, script: Script) -> None:
+    view.add(until(script, 20))
+    animation = "() => getComputedStyle(document.querySelector('.etrain-status'), '::before')"
+    assert view.page.evaluate(f"{animation}.animationName") == "etrain-pulse"
+
+    view.page.emulate_media(reduced_motion="reduce")
+
+    assert view.page.evaluate(f"{animation}.animationName") == "none"
+
+
+def test_a_keyboard_reaches_charts_and_controls_and_sees_where_it_is(
+    view: View, script: Script
+) -> None:
+    view.add(until(script, 300))
+    reached = set()
+    for _ in range(40):
+        view.page.keyboard.press("Tab")
+        name, outline = view.page.evaluate(
+            """() => {
+                const at = document.activeElement;
+                const shown = at.type === 'radio' ? at.nextElementSibling : at;
+                return [at.className || at.type, getComputedStyle(shown).outlineStyle];
+            }"""
+        )
+        if name and view.root.locator(":focus").count():
+            reached.add(name)
+            assert outline != "none", name
+
+    for wanted in ("etrain-button etrain-stop", "radio", "range", "etrain-plot", "etrain-filter"):
+        assert wanted in reached
+    plot = view.root.locator(".etrain-plot").first
+    plot.focus()
+    view.page.keyboard.press("Home")
+    view.page.keyboard.press("ArrowRight")
+    expect(view.root.locator(".etrain-place")).to_contain_text("step ")
+    view.page.keyboard.press("+")
+    expect(view.root.locator(".etrain-reset")).to_be_enabled()
+    view.page.keyboard.press("Escape")
+    expect(view.root.locator(".etrain-reset")).to_be_disabled()
+
+
+HOSTILE: list[Any] = [
+    {
+        "name": EVIL,
+        "status": EVIL,
+        "reason": EVIL,
+        "controls": {"stop": EVIL, "__proto__": EVIL},
+        "cost": {"spent_usd": "NaN", "saved_usd": 1e308},
+        "workers": [{"worker": EVIL, "state": EVIL, "waits_for": EVIL, "split": {"shares": EVIL}}],
+        "events": [{"seq": 1, "time": 1e308, "text": EVIL, "level": EVIL, "kind": EVIL}],
+        "markers": [{"step": 3, "time": 1e308, "text": EVIL, "kind": EVIL}],
+        "charts": {"metrics": [EVIL, EVIL, None, 7], "has_eval": True},
+        "error": {"error": EVIL, "traceback": EVIL},
+    },
+    {
+        "step": 1e308,
+        "total_steps": -1e308,
+        "progress": "Infinity",
+        "loss": 1e308,
+        "lr": "-Infinity",
+        "elapsed_s": 1e308,
+        "eta_s": "NaN",
+        "updated_at": -1e308,
+        "world_size": 1e308,
+        "max_workers": 1e308,
+        "eval": {"step": "x", "loss": {}, "metrics": [1]},
+        "checkpoint": {"step": 1e308, "time": -1e308, "size_bytes": 1e308},
+    },
+    {
+        "workers": [
+            {"worker": f"w{i % 50}", "state": "training", "rank": i} for i in range(10_000)
+        ],
+        "events": [{"seq": i, "time": i, "text": f"event {i}"} for i in range(10_000)],
+        "markers": [{"seq": i, "step": i, "time": i, "kind": "lost"} for i in range(10_000)],
+        "status": "running",
+        "step": 10_000,
+    },
+    {"workers": "no", "events": 3, "markers": {}, "charts": [], "metrics": "x", "eval": 1},
+    {},
+    None,
+    [1, 2],
+]
+
+
+def test_hostile_payloads_execute_nothing_and_break_nothing(page: Page) -> None:
+    series = {
+        "loss": {"x": [3, 1, 1e308, "x"], "y": [1e308, None, "y", {}]},
+        "elapsed_s": {"x": [1, 2], "y": [9, 1]},
+        "eval.loss": {"x": [1], "y": [1, 2]},
+        EVIL: 7,
+        "world_size": {"x": [0] * 5, "y": [1e308] * 5},
+    }
+    view = View(page, {"snapshot": HOSTILE[0], "series": series})
+    view.settle()
+    for number, snapshot in enumerate(HOSTILE, start=1):
+        message = {"kind": "update", "seq": number, "reset": True, "snapshot": snapshot}
+        view.bring(message | {"blocks": [{"name": EVIL, "rows": 1e308}, None, 3]}, [])
+        view.settle()
+        for unit in ("samples", "time", "step"):
+            radio = view.root.get_by_role("radio", name=unit)
+            if radio.is_enabled():
+                radio.check()
+        assert page.locator("*").count() < 8_000
+    for content in (None, 7, [], {"kind": "detail", "seq": 8, "first": EVIL}, {"kind": "notice"}):
+        view.bring(content, [])  # type: ignore[arg-type]
+    view.settle()
+
+    assert page.evaluate("() => window.hacked === undefined")
+    assert view.root.locator("img, script, iframe").count() == 0
+    assert view.errors == []
+
+
+def test_a_name_is_shown_as_it_is_written(view: View, script: Script) -> None:
+    view.add(until(script, 10))
+    view.add([script.make(t.LogLine, level="error", worker=EVIL, text=EVIL)])
+
+    expect(view.root.locator(".etrain-events li").first).to_contain_text(EVIL)
+    assert view.page.evaluate("() => window.hacked === undefined")

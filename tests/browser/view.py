@@ -1,0 +1,121 @@
+"""The view of a job on a blank page, fed by the real fold and feed: no kernel, no server."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from playwright.sync_api import Locator, Page
+
+from etrain_jupyter.dashboard.browser import WIDGET_SCRIPT
+from etrain_jupyter.dashboard.feed import Feed
+from etrain_jupyter.dashboard.snapshot import JobView
+from etrain_jupyter.events import types as t
+
+# What anywidget would do with our module, and what a test wants to know of the page.
+MOUNT = """
+async ([script, saved]) => {
+    const address = URL.createObjectURL(new Blob([script], {type: 'text/javascript'}));
+    const {default: widget} = await import(address);
+    const hearers = [];
+    const model = {
+        get: () => saved,
+        on: (name, hear) => name === 'msg:custom' && hearers.push(hear),
+        off: () => undefined,
+        send: content => window.sent.push(content),
+    };
+    window.bring = (content, buffers) => {
+        const views = buffers.map(text => {
+            const bytes = Uint8Array.from(atob(text), letter => letter.charCodeAt(0));
+            return new DataView(bytes.buffer);
+        });
+        hearers.forEach(hear => hear(content, views));
+    };
+    window.sent = [];
+    window.shifts = [];
+    new PerformanceObserver(list => {
+        for (const entry of list.getEntries()) {
+            // Within their boxes, events make room for newer ones and ranks change their order.
+            const moved = entry.sources.map(({node}) => node?.closest ? node : node?.parentElement);
+            const names = moved.filter(node => !node?.closest('.etrain-scroll'))
+                .map(node => node?.className || node?.nodeName);
+            if (names.length) window.shifts.push(`${names}`);
+        }
+    }).observe({type: 'layout-shift', buffered: false});
+    window.unmount = widget.render({model, el: document.querySelector('#host')});
+}
+"""
+# A frame is drawn at most every 80 ms, and two of them make sure that it is on the screen.
+SETTLED = """
+() => new Promise(done => setTimeout(
+    () => requestAnimationFrame(() => requestAnimationFrame(done)), 120))
+"""
+
+
+class View:
+    """One view, its job, and the channel between them.
+
+    Args:
+        page: Where it is mounted.
+        saved: What a notebook keeps of the job.
+    """
+
+    def __init__(self, page: Page, saved: Any = None) -> None:
+        self.page = page
+        self.errors: list[str] = []
+        page.on("pageerror", lambda error: self.errors.append(str(error)))
+        page.set_content("<!doctype html><div id='host'></div>")
+        page.evaluate(MOUNT, [Path(WIDGET_SCRIPT).read_text(encoding="utf-8"), saved or {}])
+        self.job = JobView("digits-7f3a")
+        self.feed = Feed(self.bring)
+        self.name = str(self.sent("hello")[0]["view"])
+        self.root = page.locator(".etrain-job")
+
+    def add(self, events: Iterable[t.Event]) -> None:
+        """Let events happen, and show them."""
+        self.job.add(events)
+        if self.feed.is_open:
+            self.feed.flush(self.job)
+        else:
+            self.feed.greet(self.job, self.name)
+        self.settle()
+
+    def answer(self, request: str, text: str, level: str = "info") -> None:
+        """Answer a request as the kernel does."""
+        notice = {"kind": "notice", "request": request, "to": self.name}
+        self.feed.say(notice | {"level": level, "text": text})
+        self.settle()
+
+    def answer_detail(self) -> dict[str, Any]:
+        """Answer the newest question about the steps that somebody zoomed to; return it."""
+        self.page.wait_for_function("() => window.sent.some(m => m.kind === 'detail')")
+        asked = self.sent("detail")[-1]
+        self.feed.detail(self.job, self.name, asked["first"], asked["last"])
+        self.settle()
+        return asked
+
+    def bring(self, content: dict[str, Any], buffers: list[bytes]) -> None:
+        """Bring a message to the view, whatever is in it."""
+        texts = [base64.b64encode(buffer).decode() for buffer in buffers]
+        self.page.evaluate("([content, texts]) => window.bring(content, texts)", [content, texts])
+
+    def sent(self, kind: str) -> list[dict[str, Any]]:
+        """Return what the view has sent of a kind."""
+        found: list[dict[str, Any]] = self.page.evaluate(
+            "kind => window.sent.filter(message => message.kind === kind)", kind
+        )
+        return found
+
+    def settle(self) -> None:
+        """Wait until what came is drawn."""
+        self.page.evaluate(SETTLED)
+
+    def plot(self, number: int) -> Locator:
+        """Return the drawing area of a chart, from 0."""
+        return self.root.locator(".etrain-chart .u-over").nth(number)
+
+    def tile(self, name: str) -> Locator:
+        """Return a figure of the header."""
+        return self.root.locator(f".etrain-tiles [data-tile='{name}']")
