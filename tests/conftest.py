@@ -1,8 +1,55 @@
-"""For all tests: no test fails because a shared machine was slow for a moment."""
+"""For all tests: examples of hypothesis have no time limit, and who asks gets an S3 of its own."""
 
 from __future__ import annotations
 
+import itertools
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
 from hypothesis import settings
 
-settings.register_profile("etrain", deadline=None)
+from etrain_jupyter.testing.s3_server import S3Server
+
+settings.register_profile("etrain", deadline=None)  # a shared machine is slow at times
 settings.load_profile("etrain")
+
+_numbers = itertools.count(1)
+
+
+@pytest.fixture(scope="session")
+def s3_process() -> Iterator[S3Server]:
+    """Give one server for the session."""
+    with S3Server() as server:
+        yield server
+
+
+@pytest.fixture
+def s3_server(s3_process: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> S3Server:
+    """Give it without faults, as what boto3 finds."""
+    s3_process.set_faults()
+    for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL", "AWS_DEFAULT_REGION"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "aws_config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "aws_credentials"))
+    for name, value in s3_process.environment.items():
+        monkeypatch.setenv(name, value)
+    return s3_process
+
+
+@pytest.fixture
+def s3_bucket(s3_server: S3Server) -> str:
+    """Give a new bucket's name."""
+    name = f"bucket-{next(_numbers)}"
+    s3_server.make_bucket(name)
+    return name
+
+
+@pytest.fixture
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let retries follow at once."""
+    clock = SimpleNamespace(sleep=lambda _: None, time=time.time, monotonic=time.monotonic)
+    monkeypatch.setattr("botocore.endpoint.time", clock)
+    monkeypatch.setattr("etrain_jupyter.checkpoints.s3_bucket.time", clock)

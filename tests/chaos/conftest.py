@@ -41,6 +41,12 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ETRAIN_HANG_S", "3")
 
 
+@pytest.fixture
+def make() -> MakeRig:
+    """Give what makes a cluster, for tests that need several, one after the other."""
+    return make_rig
+
+
 @pytest_asyncio.fixture
 async def rig(zygote: Zygote, folder: Path, limits: None) -> AsyncIterator[Rig]:
     """Give a cluster of up to four workers."""

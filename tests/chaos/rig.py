@@ -213,7 +213,35 @@ class Rig:
             **({"faults": list(faults)} if faults else {}),
         }
         await self.ask("submit", job=order)
-        return RigJob(self, order["job_id"])
+        return RigJob(self, order["job_id"], folder=self._folder)
+
+    async def resume(self, job: RigJob, keys: Mapping[str, Any], **values: Any) -> RigJob:
+        """Resume a job of this rig or of one that has crashed, as ``job.resume`` does."""
+        plan = plan_of(keys)
+        order = {
+            "job_id": job.id,
+            "name": "job",
+            "run_dir": str(self._folder / job.id),
+            "config": plan.config.model_dump(mode="json"),
+            "bundle": plan.bundle.data,
+            "pool": "rig",
+            "cwd": "",
+            "min_workers": plan.config.workers.min,
+            "max_workers": plan.config.max_workers(),
+            "resumes": True,
+            **values,
+        }
+        await self.ask("submit", job=order)
+        return RigJob(self, job.id, folder=self._folder)
+
+    def crash(self, job: RigJob) -> None:
+        """Let the scheduler's process die, as far as a job can tell; then close this rig.
+
+        Nothing more is written, its log is let go as the system does it, and whatever the workers
+        still say is lost.
+        """
+        job.hosted._log.close()
+        del self.coordinator._jobs[job.id]
 
     async def ask(self, op: str, **arguments: Any) -> Message:
         """Ask the coordinator as a notebook does."""
@@ -243,8 +271,9 @@ class Rig:
 class RigJob:
     """A job of the rig, as the coordinator holds it and as its log tells."""
 
-    def __init__(self, rig: Rig, job_id: str) -> None:
+    def __init__(self, rig: Rig, job_id: str, *, folder: Path) -> None:
         self.id = job_id
+        self.folder = folder / job_id
         self._rig = rig
 
     @property
@@ -278,7 +307,7 @@ class RigJob:
 
     def events(self) -> list[Event]:
         """Return what the durable log says."""
-        return list(read_events(self.hosted.order.run_dir / "events.jsonl"))
+        return list(read_events(self.folder / "events.jsonl"))
 
     def found(self, kind: type[Event]) -> list[Any]:
         """Return the log's events of one kind."""

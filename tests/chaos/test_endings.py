@@ -28,7 +28,7 @@ from etrain_jupyter.events.types import (
 )
 from etrain_jupyter.job.audit import audit_log
 from etrain_jupyter.job.run_store import JobRecord
-from etrain_jupyter.job.weights import load_best_weights
+from etrain_jupyter.job.weights import find_saved, load_weights
 from etrain_jupyter.testing import FaultPlan
 from etrain_jupyter.testing.invariants import assert_invariants
 from tests.chaos.rig import Rig, RigJob
@@ -89,7 +89,7 @@ def best_weights(job: RigJob) -> dict[str, torch.Tensor]:
         job_id=job.id, name="job", created=0.0, folder=order.run_dir, config=order.config
     )
     reached = {e.step: e.value for e in job.found(BestReached)}
-    return load_best_weights(record, reached)
+    return load_weights(find_saved(record, "best", reached))
 
 
 KILLS = {

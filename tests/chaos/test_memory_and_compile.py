@@ -121,6 +121,7 @@ async def test_update_that_runs_out_of_memory_leaves_no_half_updated_weights(
     rig: Rig, folder: Path, num_workers: int, num_short: int, at: int
 ) -> None:
     keys = {**AUTO, "workers": {"min": num_workers, "max": num_workers}}
+    keys["checkpoint"] = {"every": "1 epoch"}
     optimizer = functools.partial(ShortInStep, str(folder), num_short, at)
     job = await rig.submit(body(optimizer=optimizer, **keys))
     log = await job.end()

@@ -313,7 +313,8 @@ def make_torn(parameters: Any) -> Torn:
 
 
 def test_half_updated_weights_are_never_saved(submit):
-    job = submit(**body(optimizer=make_torn, workers={"min": 1, "max": 1}))
+    keys = {"optimizer": make_torn, "workers": {"min": 1, "max": 1}}
+    job = submit(**body(**keys, checkpoint={"every": "1 epoch"}))
     until(lambda: job.status in TERMINAL_STATUSES, "the end")
     assert job.status == "failed"
     (error,) = found(job, UserErrorRaised)

@@ -30,7 +30,7 @@ from etrain_jupyter.job import feed, link, training_job
 %load_ext etrain_jupyter
 # No time-out of the kernel's passes within a test: a cell that waits for one does not come back.
 link.CONNECT_S = feed.POLL_S = training_job.CATCH_UP_S = 600.0
-x = torch.randn(64, 4)
+x = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
 y = (x.sum(1) > 0).long()
 train_set = TensorDataset(x, y)
 class Net(nn.Module):
@@ -51,6 +51,7 @@ loss: slow_loss
 optimizer: {{name: AdamW, lr: 0.02}}
 batch: {{global: 16}}
 epochs: {epochs}
+checkpoint: {{every: 10 steps}}
 workers: {{min: 1, max: 2}}
 """
 AT_TWO = """\
@@ -103,9 +104,9 @@ class Desk:
         kernels = {notebook.pid for notebook in self._open if notebook.is_alive}
         return [p for p in processes_of(self.folder) if p.pid not in kernels]
 
-    def head(self) -> psutil.Process:
-        [head] = [p for p in self.cluster() if "etrain_jupyter.pools.local_head" in p.cmdline()]
-        return head
+    def keeper(self) -> psutil.Process:
+        [keeper] = [p for p in self.cluster() if "etrain_jupyter.pools.local_keeper" in p.cmdline()]
+        return keeper
 
     def close(self) -> None:
         for notebook in self._open:
@@ -208,7 +209,7 @@ def assert_says_that_it_is_lost(desk: Desk, notebook: Notebook, asked: Shown, jo
     assert asked.status == "error"
     assert lost in asked.text
     assert ": its cluster has ended. The weights of step " in asked.text
-    assert "job.load_into(model) loads them. Run its cell again to train it anew." in asked.text
+    assert "job.load_into(model) loads them. %etrain resume lets it go on from there." in asked.text
     for line in ("%etrain show", "job", "job.wait()", "%etrain ls"):
         shown = notebook.run(line)
         assert (shown.status, "failed" in shown.text) == ("ok", True), shown.text
@@ -219,12 +220,12 @@ def assert_says_that_it_is_lost(desk: Desk, notebook: Notebook, asked: Shown, jo
     assert notebook.run("job.load_into(Net())").status == "ok"
 
 
-def test_after_sigkill_of_the_head_a_waiting_cell_says_soon_what_remains(desk: Desk) -> None:
+def test_after_sigkill_of_the_keeper_a_waiting_cell_says_soon_what_remains(desk: Desk) -> None:
     notebook = desk.notebook()
     job_id = desk.begin(notebook)
     waiting = notebook.send("%etrain wait")
 
-    desk.head().kill()
+    desk.keeper().kill()
 
     shown = notebook.finish(waiting)
     assert_says_that_it_is_lost(desk, notebook, shown, job_id)
@@ -234,10 +235,10 @@ def test_after_sigkill_of_the_head_a_waiting_cell_says_soon_what_remains(desk: D
     assert again.status == "ok", again.text
 
 
-def test_after_sigkill_of_the_head_whoever_asks_later_is_told(desk: Desk) -> None:
+def test_after_sigkill_of_the_keeper_whoever_asks_later_is_told(desk: Desk) -> None:
     notebook = desk.notebook()
     job_id = desk.begin(notebook)
-    desk.head().kill()
+    desk.keeper().kill()
     until(lambda: desk.cluster() == [], "the end of every process")
 
     assert_says_that_it_is_lost(desk, notebook, notebook.run("%etrain wait"), job_id)
@@ -272,3 +273,55 @@ def test_idle_cluster_ends_by_itself_and_its_jobs_can_still_be_read(tmp_path: Pa
     assert value(notebook, "job.history()['step']") == list(range(1, 9))
     assert os.listdir(tmp_path / "state") == []
     desk.close()
+
+
+def test_after_sigkill_of_the_keeper_resume_goes_on_with_the_same_curve(desk: Desk) -> None:
+    """The scheduler dies with every worker, and a new cluster goes on in the same log."""
+    notebook = desk.notebook()
+    begun = notebook.run(CELL.format(epochs=60))
+    assert begun.status == "ok", begun.text
+    job_id = notebook.run(AT_TWO).text
+    until(lambda: "CheckpointCommitted" in {e.kind for e in desk.events(job_id)}, "a checkpoint")
+    running = notebook.run(f"%etrain resume {job_id} --max 1")
+    assert "there is nothing to resume" in running.text
+
+    desk.keeper().kill()
+    until(lambda: desk.cluster() == [], "the end of every process")
+    before = desk.events(job_id)
+    other = desk.notebook()
+    resumed = other.run(f"%etrain resume {job_id} --max 1")
+
+    assert (resumed.status, "from the checkpoint of step" in resumed.text) == ("ok", True)
+    waited = notebook.run("%etrain wait survivor", timeout=90)
+    assert (waited.status, "finished, step 240/240" in waited.text) == ("ok", True), waited.text
+    assert value(notebook, "job.id") == job_id
+    assert value(notebook, "job.history()['step']") == list(range(1, 241))
+    after = desk.events(job_id)
+    assert after[: len(before)] == before, "the same log goes on"
+    assert [event.seq for event in after] == list(range(1, len(after) + 1))
+    assert "audit ok" in other.run("%etrain audit survivor").text
+
+
+def test_cell_with_resume_names_what_differs_and_goes_on_with_force(desk: Desk) -> None:
+    first = desk.notebook()
+    job_id = desk.begin(first, epochs=10_000)
+    assert first.run("%etrain stop\n%etrain wait", timeout=30).status == "error"
+    stopped_at = value(first, "job.step")
+    first.close()
+    second = desk.notebook()  # the same code in another kernel is the same code
+    cell = CELL.replace("--name survivor", f"--resume {job_id}").format(epochs=10_000)
+
+    mended = "def slow_loss(output, target):\n    return F.cross_entropy(output, target) * 2"
+    assert second.run(mended).status == "ok"
+    refused = second.run(cell)
+    assert refused.status == "error"
+    assert "code of slow_loss in Cell In[" in refused.text
+    assert "--force" in refused.text
+    assert second.run(SETUP).status == "ok"
+    went_on = second.run(cell.replace("epochs: 10000", f"steps: {stopped_at + 40}"))
+
+    assert went_on.status == "ok", went_on.text
+    waited = second.run("%etrain wait", timeout=60)
+    assert "finished" in waited.text, waited.text
+    assert value(second, "job.step") == stopped_at + 40
+    assert "audit ok" in second.run("%etrain audit").text

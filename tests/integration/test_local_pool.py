@@ -18,8 +18,10 @@ import pytest
 from etrain_jupyter.errors import PoolError
 from etrain_jupyter.pools.base import Leftovers, Node, SchedulerAddress
 from etrain_jupyter.pools.local import LocalPool, ask, find_clusters
+from etrain_jupyter.pools.local_keeper import MOST_DEATHS
 from etrain_jupyter.pools.state_dir import (
     ClusterDir,
+    ClusterRecord,
     LocalSettings,
     environment_key,
     wait_until,
@@ -83,10 +85,14 @@ def await_running(pool: LocalPool, count: int) -> list[Node]:
     return nodes
 
 
-def head_pid(address: SchedulerAddress) -> int:
+def keeper_pid(address: SchedulerAddress) -> int:
+    return record_of(address).pid
+
+
+def record_of(address: SchedulerAddress) -> ClusterRecord:
     record = ClusterDir(Path(address.state_dir)).record()
     assert record is not None
-    return record.pid
+    return record
 
 
 # --- who gets in ---
@@ -126,7 +132,7 @@ def test_every_port_is_on_loopback_and_there_is_none_for_http(make_pool: MakePoo
 
     listening = {
         pid: [c.laddr for c in psutil.Process(pid).net_connections("inet") if c.status == "LISTEN"]
-        for pid in (head_pid(address), node.pid)
+        for pid in (record_of(address).scheduler_pid, node.pid)
     }
 
     assert {pid: len(ports) for pid, ports in listening.items()} == dict.fromkeys(listening, 1)
@@ -177,10 +183,10 @@ def test_the_cluster_outlives_the_process_that_started_it_and_is_found_again(
         kernel.wait(10)
 
     assert make_pool().up() == address
-    assert psutil.Process(head_pid(address)).ppid() != os.getpid()
+    assert psutil.Process(keeper_pid(address)).ppid() != os.getpid()
 
 
-def test_after_a_sigkill_of_the_head_all_is_gone_and_the_next_up_starts_afresh(
+def test_after_a_sigkill_of_the_keeper_all_is_gone_and_the_next_up_starts_afresh(
     make_pool: MakePool, state: Path
 ) -> None:
     pool = make_pool()
@@ -188,13 +194,70 @@ def test_after_a_sigkill_of_the_head_all_is_gone_and_the_next_up_starts_afresh(
     pool.want(2, reason="test")
     await_running(pool, 2)
 
-    os.kill(head_pid(old), signal.SIGKILL)
+    os.kill(keeper_pid(old), signal.SIGKILL)
 
     assert wait_until(lambda: not processes_in(state), timeout_s=PATIENCE_S), processes_in(state)
-    assert find_clusters() == []
+    # Its pipe is closed, and so everything under it ends, a moment before the system has buried it.
+    assert wait_until(lambda: find_clusters() == [], timeout_s=PATIENCE_S)
     new = pool.up()
     assert new.cluster_id != old.cluster_id
     assert not Path(old.state_dir).exists()
+
+
+def kill_scheduler(address: SchedulerAddress) -> None:
+    """Kill the scheduler and wait until another one serves."""
+    before = record_of(address)
+    os.kill(before.scheduler_pid, signal.SIGKILL)
+    assert wait_until(
+        lambda: record_of(address).num_lives > before.num_lives, timeout_s=PATIENCE_S
+    ), ClusterDir(Path(address.state_dir)).log_tail()
+
+
+def test_a_scheduler_that_is_killed_comes_back_with_its_workers(
+    make_pool: MakePool, state: Path
+) -> None:
+    pool = make_pool()
+    address = pool.up()
+    pool.want(2, reason="test")
+    before = await_running(pool, 2)
+
+    kill_scheduler(address)
+
+    assert await_running(pool, 2) == before, "the same processes"
+    assert pool.up() == address, "at the same place"
+    assert pool.down() == Leftovers()
+    assert processes_in(state) == []
+
+
+def test_a_scheduler_that_keeps_dying_is_given_up_with_all_its_processes(
+    make_pool: MakePool, state: Path
+) -> None:
+    pool = make_pool()
+    address = pool.up()
+    cluster = ClusterDir(Path(address.state_dir))
+    pool.want(1, reason="test")
+    await_running(pool, 1)
+
+    for _ in range(MOST_DEATHS - 1):
+        kill_scheduler(address)
+    os.kill(record_of(address).scheduler_pid, signal.SIGKILL)
+
+    assert wait_until(lambda: not processes_in(state), timeout_s=PATIENCE_S), processes_in(state)
+    assert "is given up" in cluster.log_tail()
+    assert wait_until(lambda: find_clusters() == [], timeout_s=PATIENCE_S)
+
+
+def test_a_worker_whose_scheduler_wants_it_no_more_ends(make_pool: MakePool) -> None:
+    pool = make_pool()
+    address = pool.up()
+    pool.want(1, reason="test")
+    [node] = await_running(pool, 1)
+    kill_scheduler(address)
+    await_running(pool, 1)
+
+    pool.release(node.id, drain_s=PATIENCE_S)
+
+    assert wait_until(lambda: not psutil.pid_exists(node.pid), timeout_s=PATIENCE_S)
 
 
 def test_a_worker_that_is_killed_is_replaced_under_a_new_name(make_pool: MakePool) -> None:
@@ -245,7 +308,7 @@ def test_a_launcher_that_is_killed_in_mid_start_leaves_one_cluster_to_the_next(
     address = make_pool().up()
 
     assert [found.cluster_id for found in find_clusters()] == [address.cluster_id]
-    assert len(processes_in(state)) == 1
+    assert len(processes_in(state)) == 2
 
 
 def test_a_kernel_whose_event_loop_runs_can_use_the_pool(make_pool: MakePool) -> None:
@@ -297,7 +360,7 @@ def test_down_takes_a_silent_head_by_force(make_pool: MakePool, state: Path) -> 
     address = pool.up()
     pool.want(1, reason="test")
     await_running(pool, 1)
-    os.kill(head_pid(address), signal.SIGSTOP)
+    os.kill(record_of(address).scheduler_pid, signal.SIGSTOP)
 
     assert LocalPool(cluster_id=address.cluster_id).down(timeout_s=1.0) == Leftovers()
 
@@ -322,7 +385,7 @@ def test_a_sigterm_ends_the_cluster_in_order(make_pool: MakePool, state: Path) -
     pool.want(1, reason="test")
     await_running(pool, 1)
 
-    os.kill(head_pid(address), signal.SIGTERM)
+    os.kill(keeper_pid(address), signal.SIGTERM)
 
     assert wait_until(lambda: not processes_in(state), timeout_s=PATIENCE_S)
     assert list(state.iterdir()) == []
@@ -356,7 +419,7 @@ def test_a_silent_head_is_an_error_with_advice_and_no_second_cluster(
 ) -> None:
     address = make_pool().up()
     monkeypatch.setattr("etrain_jupyter.pools.local.ANSWER_S", 0.5)
-    os.kill(head_pid(address), signal.SIGSTOP)
+    os.kill(record_of(address).scheduler_pid, signal.SIGSTOP)
 
     with pytest.raises(PoolError, match=r"did not answer etrain_pool_touch.*%etrain down"):
         make_pool().up()
@@ -372,7 +435,7 @@ def test_a_bound_pool_says_that_its_cluster_has_ended(state: Path) -> None:
 # --- with the real coordinator and supervisor ---
 
 
-def test_trainers_go_with_the_head(state: Path) -> None:
+def test_trainers_go_with_the_keeper(state: Path) -> None:
     pool = LocalPool(settings=LocalSettings(idle_s=60))
     address = pool.up()
     pool.want(1, reason="test")
@@ -382,9 +445,9 @@ def test_trainers_go_with_the_head(state: Path) -> None:
         return any("etrain_jupyter.ranks.main" in p.cmdline() for p in processes_in(state))
 
     assert wait_until(has_spare_trainer, timeout_s=PATIENCE_S)
-    assert not maps_torch(head_pid(address))
+    assert not maps_torch(record_of(address).scheduler_pid)
 
-    os.kill(head_pid(address), signal.SIGKILL)
+    os.kill(keeper_pid(address), signal.SIGKILL)
 
     assert wait_until(lambda: not processes_in(state), timeout_s=PATIENCE_S), processes_in(state)
 

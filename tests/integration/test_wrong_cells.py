@@ -205,9 +205,9 @@ generator_loss = make_loss()""",
         ["scaling needs a batch that grows with the workers", "write batch: {per_worker: 32}"],
     ),
     Case(
-        "checkpoints in S3",
-        {"checkpoint": "{to: s3://bucket/run}"},
-        ["checkpoints in S3 ('s3://bucket/run') come with a later version", "name a folder"],
+        "a bucket that cannot be",
+        {"checkpoint": "{to: s3://Bucket/run}"},
+        ["checkpoint.to names the bucket 'Bucket', but a bucket has", "write s3://bucket/prefix"],
     ),
     Case("no epochs", {"epochs": "0"}, ["line 7, column 9: epochs must be above 0, not 0"]),
     Case(
@@ -451,7 +451,7 @@ def test_wrong_cell_fails_on_the_worker(notebook: Notebook, folder: Path, case: 
     shown = run(notebook, case, folder)
     assert_shows(shown, case.shows)
     assert shown.text.count("etrain: job ") == 1
-    assert "run the cell again; %etrain logs shows what the workers printed." in shown.text
+    assert "to go on from there; %etrain logs shows what the workers printed." in shown.text
     assert_shows_no_frame_of_ours(shown)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,13 @@ def missing_modules() -> list[str]:
     return [name for name in NEEDED if importlib.util.find_spec(name) is None]
 
 
+def warnings_in(executed: Path) -> list[str]:
+    """What cells wrote to stderr: a newcomer would ask what is wrong."""
+    cells = json.loads(executed.read_text())["cells"]
+    outputs = [output for cell in cells for output in cell.get("outputs", [])]
+    return ["".join(o["text"]) for o in outputs if o.get("name") == "stderr"]
+
+
 @pytest.mark.timeout(LIMIT_S + 60)
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
 def test_notebook_runs_to_its_end_and_leaves_no_output_behind(path: Path, tmp_path: Path) -> None:
@@ -35,3 +43,4 @@ def test_notebook_runs_to_its_end_and_leaves_no_output_behind(path: Path, tmp_pa
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert (tmp_path / f"{path.stem}.executed.ipynb").exists()
     assert path.read_bytes() == before
+    assert warnings_in(tmp_path / f"{path.stem}.executed.ipynb") == []

@@ -1,0 +1,236 @@
+"""A job goes on after its end, and after the death of everything that trained it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from etrain_jupyter.checkpoints import LocalStore
+from etrain_jupyter.events.types import (
+    CheckpointCommitted,
+    GenerationFormed,
+    JobPlanned,
+    JobRestored,
+    JobResumed,
+    LogLine,
+    StepCompleted,
+    UserErrorRaised,
+    WeightsHashed,
+)
+from etrain_jupyter.job.audit import audit_log
+from etrain_jupyter.testing.invariants import assert_invariants
+from tests.chaos.rig import Rig
+from tests.chaos.workload import STEPS_PER_EPOCH, Net, body
+
+MakeRig = Callable[..., AbstractAsyncContextManager[Rig]]
+SAME_BITS = {"reproducible": {"shards": 4}}
+
+
+def digest(job: Any) -> str:
+    """Return the digest of the weights that a job has ended with."""
+    hashed = job.found(WeightsHashed)
+    last = max(event.step for event in hashed)
+    [found] = {event.digest for event in hashed if event.step == last}
+    return f"{last} {found}"
+
+
+def curve(job: Any) -> dict[int, float]:
+    """Return the loss of each step as it holds at the end."""
+    return {event.step: event.loss for event in job.found(StepCompleted)}
+
+
+@pytest.mark.asyncio
+async def test_resume_with_another_world_size_gives_the_bits_of_an_undisturbed_run(
+    rig: Rig,
+) -> None:
+    undisturbed = await rig.submit(body(**SAME_BITS, workers={"min": 1, "max": 1}))
+    await undisturbed.end()
+    job = await rig.submit(body(**SAME_BITS, workers={"min": 1, "max": 2}))
+    await job.until(lambda: job.step >= STEPS_PER_EPOCH + 5)
+    await job.request("stop")
+    await job.end()
+    stopped_at = job.step
+
+    await rig.resume(job, body(**SAME_BITS, workers={"min": 3, "max": 4}))
+    log = await job.end()
+
+    assert job.status == "finished"
+    [resumed] = job.found(JobResumed)
+    assert (resumed.from_status, resumed.step) == ("stopped", stopped_at)
+    assert job.found(JobRestored)[-1].step == stopped_at
+    assert job.found(GenerationFormed)[-1].world_size >= 3
+    assert digest(job) == digest(undisturbed)
+    assert curve(job) == curve(undisturbed)
+    assert_invariants(log)
+
+
+@pytest.mark.asyncio
+async def test_job_goes_on_after_all_its_workers_and_its_coordinator_died(
+    zygote: Any, folder: Path, limits: None, make: MakeRig
+) -> None:
+    keys = body(**SAME_BITS, checkpoint={"every": "10 steps"}, workers={"min": 1, "max": 2})
+    async with make(zygote, folder) as first:
+        undisturbed = await first.submit(keys)
+        await undisturbed.end()
+        expected = digest(undisturbed)
+        job = await first.submit(keys)
+        await job.until(lambda: job.step >= 25 and job.found(CheckpointCommitted))
+        first.crash(job)
+    generation = max(e.generation for e in job.events())
+
+    async with make(zygote, folder) as second:
+        job = await second.resume(job, keys)
+        log = await job.end()
+
+        assert job.status == "finished"
+        assert digest(job) == expected
+        resumed = next(e for e in log if isinstance(e, JobResumed))
+        assert resumed.from_status == "running"
+        assert [e.generation for e in log if isinstance(e, GenerationFormed)][-1] > generation
+        assert_invariants(log)
+
+
+@pytest.mark.asyncio
+async def test_finished_job_goes_on_with_more_epochs(rig: Rig) -> None:
+    job = await rig.submit(body(epochs=1))
+    await job.end()
+
+    await rig.resume(job, body(epochs=2))
+    log = await job.end()
+
+    assert sorted(curve(job)) == list(range(1, 2 * STEPS_PER_EPOCH + 1))
+    assert [event.total_steps for event in job.found(JobPlanned)] == [29, 58]
+    report = audit_log(log)
+    assert report.ok, str(report)
+    assert [(row.epoch, row.seen_once, row.is_complete) for row in report.epochs] == [
+        (0, 230, True),
+        (1, 230, True),
+    ]
+
+
+@pytest.mark.asyncio
+async def test_job_without_a_checkpoint_begins_anew_in_the_same_log(
+    zygote: Any, folder: Path, limits: None, make: MakeRig
+) -> None:
+    async with make(zygote, folder) as first:
+        job = await first.submit(body(epochs=1))
+        await job.until(lambda: job.step >= 5)
+        first.crash(job)
+
+    async with make(zygote, folder) as second:
+        job = await second.resume(job, body(epochs=1))
+        log = await job.end()
+
+        assert job.found(JobRestored)[-1].step == 0
+        assert curve(job).keys() == set(range(1, STEPS_PER_EPOCH + 1))
+        assert_invariants(log)
+
+
+class Broken(Net):
+    """Raises in the fifth pass of the second epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.passes += 1
+        if self.passes > STEPS_PER_EPOCH + 5:
+            raise ValueError("a mistake in the notebook")
+        return super().forward(x)
+
+
+class Mended(Broken):
+    """The same without the mistake."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Net.forward(self, x)
+
+
+@pytest.mark.asyncio
+async def test_failed_job_goes_on_with_mended_code(rig: Rig) -> None:
+    one = {"workers": {"min": 1, "max": 1}}
+    job = await rig.submit(body(model=Broken, **one))
+    await job.end()
+    assert job.status == "failed"
+    failed_at = job.step
+
+    await rig.resume(job, body(model=Mended, **one), differs=["code"])
+    log = await job.end()
+
+    assert job.status == "finished"
+    assert job.found(JobRestored)[-1].step == failed_at
+    assert_invariants(log)
+
+
+class Wider(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+@pytest.mark.asyncio
+async def test_another_model_fails_clearly_and_loses_nothing(rig: Rig) -> None:
+    job = await rig.submit(body(epochs=1))
+    await job.end()
+    saved = LocalStore(job.hosted.order.run_dir).list_steps()
+
+    await rig.resume(job, body(model=Wider, epochs=2), is_forced=True)
+    await job.end()
+
+    assert job.status == "failed"
+    assert "does not fit this model" in job.found(UserErrorRaised)[-1].error
+    assert LocalStore(job.hosted.order.run_dir).list_steps() == saved
+    await rig.resume(job, body(epochs=2))
+    log = await job.end()
+    assert job.status == "finished"
+    assert_invariants(log)
+
+
+def fewer() -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(100, 8, generator=torch.Generator().manual_seed(4))
+    return x, (x.sum(dim=1) > 0).long()
+
+
+@pytest.mark.asyncio
+async def test_data_of_another_length_needs_force(rig: Rig) -> None:
+    job = await rig.submit(body(epochs=1))
+    await job.end()
+    other = body(epochs=6, data={"train": fewer, "eval": fewer})
+
+    await rig.resume(job, other)
+    await job.end()
+
+    assert job.status == "failed"
+    assert "has 100 samples, and had 230" in job.found(UserErrorRaised)[-1].error
+    await rig.resume(job, other, is_forced=True)
+    log = await job.end()
+    assert job.status == "finished"
+    report = audit_log(log)
+    assert report.ok, str(report)
+
+
+@pytest.mark.asyncio
+async def test_another_optimizer_begins_anew_and_says_so(rig: Rig) -> None:
+    job = await rig.submit(body(epochs=1, loss=F.cross_entropy))
+    await job.end()
+    other = body(epochs=2, optimizer={"name": "SGD", "lr": 0.05, "momentum": 0.9})
+
+    await rig.resume(job, other, is_forced=True)
+    log = await job.end()
+
+    assert job.status == "finished"
+    assert any("was AdamW and is SGD" in event.text for event in job.found(LogLine))
+    assert job.found(StepCompleted)[-1].lr == 0.05
+    assert_invariants(log)
