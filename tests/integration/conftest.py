@@ -33,16 +33,17 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def processes_of(folder: Path) -> list[psutil.Process]:
     """Return every process that belongs to the cluster of this folder."""
+    me = psutil.Process()
+    mine = {me.pid, *(child.pid for child in me.parents())}
     found = []
     for process in psutil.process_iter():
         try:
-            if process.environ().get("ETRAIN_STATE", "").startswith(str(folder)):
+            is_ours = process.environ().get("ETRAIN_STATE", "").startswith(str(folder))
+            if is_ours and process.pid not in mine and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
             continue
-    me = psutil.Process()
-    mine = {me.pid, *(child.pid for child in me.parents())}
-    return [p for p in found if p.pid not in mine and p.status() != psutil.STATUS_ZOMBIE]
+    return found
 
 
 @pytest.fixture
