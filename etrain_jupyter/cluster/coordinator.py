@@ -23,8 +23,8 @@ from etrain_jupyter.cluster.reports import Message
 from etrain_jupyter.cluster.requests import RequestError, Requests, UnknownJobError
 from etrain_jupyter.cluster.returning import Returning
 from etrain_jupyter.cluster.roster import Roster, WorkerFacts
+from etrain_jupyter.cluster.sharing import Sharing
 from etrain_jupyter.elastic import stimuli as s
-from etrain_jupyter.elastic.allocation import Claim, allocate
 
 logger = logging.getLogger("etrain.coordinator")
 
@@ -39,9 +39,6 @@ SILENCE_S = 10.0
 """How long a supervisor may be silent, unless ``ETRAIN_SILENCE_S`` says else. Dask would notice a
 machine that vanished without closing its connections only after minutes."""
 
-
-HAND_BACK_S = 2.0
-"""A noticed worker that nobody uses ends at the latest so long before its machine is taken."""
 
 LAST_UPLOADS_S = 3.0
 """How long the end of the cluster waits for logs that a bucket does not have yet."""
@@ -64,6 +61,7 @@ class Coordinator(SchedulerPlugin):
         silence_s = float(os.environ.get("ETRAIN_SILENCE_S", SILENCE_S))
         self._hang_s = float(os.environ.get("ETRAIN_HANG_S", HANG_S))
         self._workers = Roster(silence_s=silence_s, tick_s=TICK_S)
+        self._sharing = Sharing(nodes, self._workers, self._active)
         self._injector = Injector(nodes, self._workers, self._allocate)
         self._requests = Requests(
             nodes=nodes, roster=self._workers, injector=self._injector, allocate=self._allocate
@@ -146,7 +144,7 @@ class Coordinator(SchedulerPlugin):
             job.handle(s.Tick(asleep_s=asleep_s))
             self._injector.tick(job)
         self._after_change()
-        self._take_noticed_machines()
+        self._sharing.hand_back_noticed()
 
     def is_busy(self, worker: str) -> bool:
         """Whether a job holds this worker; the pool may end the others when there are too many."""
@@ -310,49 +308,8 @@ class Coordinator(SchedulerPlugin):
             stream.send({"op": "etrain_order", "message": message})
 
     def _allocate(self) -> None:
-        """Share the workers anew and ask the pool for as many as all jobs together can use."""
-        if self._returning is not None:
-            return  # nobody knows yet which of them are in use
-        claims = []
-        for job in self._active():
-            state = job.state
-            if state.outcome:
-                continue
-            held = tuple(m.worker for m in sorted(state.members.values(), key=lambda m: m.order))
-            claims.append(
-                Claim(
-                    job_id=state.job_id,
-                    min_workers=state.min_workers,
-                    max_workers=state.max_workers,
-                    held=held,
-                )
-            )
-        usable = [w.name for w in self._workers if not w.leaves_at]
-        busy = {
-            m.worker
-            for job in self._active()
-            if job.state.outcome
-            for m in job.state.members.values()
-        }
-        shares = allocate(claims, [name for name in usable if name not in busy])
-        for job_id, workers in shares.items():
-            self._jobs[job_id].handle(s.WorkersAssigned(workers=workers))
-        self._want_workers()
-
-    def _want_workers(self) -> None:
-        """Ask the pool for what the jobs can use.
-
-        A noticed worker that stays because too few would be left is replaced at once: its time is
-        what the newcomer needs to start and to warm up. The others are replaced when they are
-        released, so that nothing starts on this machine while their generation changes.
-        """
-        jobs = [job for job in self._active() if not job.state.outcome]
-        kept = {
-            member.worker for job in jobs if _is_short(job) for member in job.state.members.values()
-        }
-        num_leaving = sum(1 for w in self._workers if w.leaves_at and w.name in kept)
-        wanted = sum(job.state.max_workers for job in jobs)
-        self._nodes.want(wanted + num_leaving, reason="jobs")
+        if self._returning is None:  # else nobody knows yet which workers are in use
+            self._sharing.allocate()
 
     def _after_change(self) -> None:
         """Let go what is not needed any more."""
@@ -368,23 +325,6 @@ class Coordinator(SchedulerPlugin):
         # A job that was about to end, and goes on after all, has no workers to ask for.
         if ended or any(not j.state.assigned and not j.state.outcome for j in self._active()):
             self._allocate()
-
-    def _take_noticed_machines(self) -> None:
-        """Hand noticed workers back once the others train without them; in time in any case."""
-        used = {m.worker for job in self._active() for m in job.state.members.values()}
-        is_changing = any(
-            j.state.phase == "running" and not j.state.is_ready for j in self._active()
-        )
-        now = time.time()
-        for facts in self._workers:
-            if not facts.leaves_at:
-                continue
-            left_s = facts.leaves_at - now
-            if facts.name not in used and (not is_changing or left_s < HAND_BACK_S):
-                self._want_workers()  # without it, before its end makes room for another one
-                self._nodes.release(facts.name, drain_s=max(1.0, left_s))
-            elif left_s < 0:
-                self._nodes.kill(facts.name)
 
     # --- what the kernel may call ---
 
@@ -466,13 +406,6 @@ class Coordinator(SchedulerPlugin):
         if job_id not in self._jobs:
             raise UnknownJobError(f"job {job_id} is not on this cluster")
         return self._jobs[job_id]
-
-
-def _is_short(job: HostedJob) -> bool:
-    """Whether a job could not go on with those that need not leave."""
-    members = job.state.members.values()
-    stays = [m for m in members if not m.leaving and m.phase != "starting"]
-    return len(stays) < max(1, job.state.min_workers)
 
 
 def _answering(handler: Handler) -> Handler:
