@@ -18,6 +18,7 @@ from IPython.core.magic import Magics, line_cell_magic, magics_class, no_var_exp
 from etrain_jupyter import launch
 from etrain_jupyter.command_line import HelpRequested, add_force, make_parser
 from etrain_jupyter.config.schema import TrainConfig
+from etrain_jupyter.dashboard.browser import has_front_end
 from etrain_jupyter.errors import ConfigError, EtrainError
 from etrain_jupyter.job.run_store import RunStore, open_runs
 from etrain_jupyter.job.training_job import TrainingJob
@@ -104,6 +105,8 @@ class EtrainMagics(Magics):
         self._bind(options.out, job)
         if not options.quiet:
             launch.show(job)
+        elif has_front_end():
+            launch.follow(job)
         if options.wait:
             wait_for(job)
         return ""
@@ -196,8 +199,9 @@ def _bytes(size: int) -> str:
 
 
 def load(shell: InteractiveShell) -> None:
-    """Register the magics; what ``%load_ext etrain_jupyter`` calls."""
+    """Register the magics and open the way to JupyterLab; what ``%load_ext`` calls."""
     shell.register_magics(EtrainMagics)
+    launch.open_panel()
 
 
 def unload(shell: InteractiveShell) -> None:
