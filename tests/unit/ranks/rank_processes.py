@@ -115,11 +115,27 @@ class RankProcesses:
             for pipe in wait(list(due)):
                 outcome = pipe.recv()
                 if not isinstance(outcome, Outcome):
+                    told = [
+                        outcome,
+                        f"members {sorted(outcomes)} had come to their ends",
+                        *self._what_the_others_say(set(due) - {pipe}),
+                    ]
                     self._stop()  # the others may wait for it for ever
                     self._start()
-                    raise AssertionError(outcome)
+                    raise AssertionError("\n\n".join(told))
                 outcomes[due[pipe]] = outcome
         return [outcomes[member] for member in job.history[-1].members]
+
+    def _what_the_others_say(self, pipes: set[Any]) -> list[str]:
+        """Return their tracebacks: the first that arrives may only be a consequence of another."""
+        told = []
+        while pipes and (ready := wait(list(pipes), timeout=5.0)):
+            for pipe in ready:
+                pipes.discard(pipe)
+                with contextlib.suppress(EOFError):
+                    outcome = pipe.recv()
+                    told.append(str(outcome) if isinstance(outcome, str) else "one came to its end")
+        return told
 
     def _stop(self) -> None:
         for pipe, process in zip(self._pipes, self._processes, strict=True):
@@ -225,7 +241,7 @@ class _Member:
         try:
             self._ends.append(loop.run(group, loop.wrap(group)))
         except CommunicationError:
-            assert generation.lost is not None
+            assert generation.lost is not None, f"{generation} failed at step {loop.step}"
             self._ends.append("failed")
             self._store.set(f"abort{number}", b"1")
         group.close()
