@@ -1,6 +1,7 @@
 """What there is besides the jobs that this kernel follows, for JupyterLab's side panel.
 
-Looking starts nothing, keeps no cluster from ending when it is idle, and loads no torch.
+Looking reads files: it starts nothing, asks no scheduler, keeps no cluster from ending when it is
+idle, and loads neither torch nor Dask. It is done on a thread, beside the cells.
 """
 
 from __future__ import annotations
@@ -8,20 +9,16 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Collection
-from pathlib import Path
 from typing import Any
 
 from etrain_jupyter.dashboard.side_panel import Surroundings
-from etrain_jupyter.errors import PoolError
 from etrain_jupyter.events.types import TERMINAL_STATUSES
 from etrain_jupyter.job.run_store import RunStore
-from etrain_jupyter.pools.base import SchedulerAddress
-from etrain_jupyter.pools.local import ask, find_clusters
-from etrain_jupyter.pools.state_dir import ClusterDir
+from etrain_jupyter.pools.load import read_load
+from etrain_jupyter.pools.state_dir import ClusterDir, cluster_dirs
 
 MAX_LOOKED_AT = 50
 """The newest jobs of the run store; that an older one still runs is rare, and each is a read."""
-ANSWER_S = 3.0
 
 
 def look_around(store: RunStore, followed: Collection[str], *, is_asked: bool) -> Surroundings:
@@ -59,25 +56,24 @@ def find_others(store: RunStore, followed: Collection[str]) -> list[dict[str, An
 
 
 def find_pools() -> list[dict[str, Any]]:
-    """Return this user's living clusters on this machine; one that does not answer is left out."""
-    found = (_load_of(address) for address in find_clusters())
+    """Return this user's living clusters on this machine, and how busy they are."""
+    found = (_load_of(cluster) for cluster in cluster_dirs())
     return [load for load in found if load is not None]
 
 
-def _load_of(address: SchedulerAddress) -> dict[str, Any] | None:
-    try:
-        facts = ask(address, "etrain_describe", timeout_s=ANSWER_S)
-        idle_s = float(facts["idle_s"])
-        # JSON has no infinity, and that is what a cluster lives that only `%etrain down` ends.
-        left_s = ClusterDir(Path(address.state_dir)).settings().idle_s - idle_s
-    except (PoolError, OSError, ValueError, KeyError):
+def _load_of(cluster: ClusterDir) -> dict[str, Any] | None:
+    record, load = cluster.record(), read_load(cluster)
+    if record is None or not record.is_alive or load is None:
         return None  # it is starting or ending; %etrain doctor tells what is wrong with it
+    now = time.time()
+    idle_s = 0.0 if load.idle_since is None else max(0.0, now - load.idle_since)
+    left_s = cluster.settings().idle_s - idle_s
     return {
         "pool": "local",
-        "cluster_id": address.cluster_id,
-        "workers": facts["workers"],
-        "jobs": facts["jobs"],
+        "cluster_id": cluster.cluster_id,
+        "workers": load.workers,
         "idle_s": idle_s,
+        # JSON has no infinity, and so long does a cluster live that only `%etrain down` ends.
         "ends_in_s": left_s if left_s < float("inf") else None,
-        "time": time.time(),
+        "time": now,
     }

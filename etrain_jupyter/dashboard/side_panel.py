@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 ROWS_EVERY_S = 0.5
 LOOK_EVERY_S = 20.0
-"""How often it is looked for other jobs and for pools: that reads files and asks schedulers."""
+"""How often it is looked for other jobs and for pools."""
 WATCHED_S = 120.0
 """How long a ``watch`` holds; a page that is in the background asks once a minute."""
 
@@ -30,7 +30,7 @@ class Surroundings:
     """Jobs that run, each with job_id, name, status, step, total_steps and world_size; None if it
     was not looked for them: what was known of them holds."""
     pools: tuple[Mapping[str, Any], ...] = ()
-    """Clusters that are up, each with pool, cluster_id, workers, jobs, idle_s, ends_in_s, time."""
+    """Clusters that are up, each with pool, cluster_id, workers, idle_s, ends_in_s and time."""
 
 
 class Listed(Protocol):
@@ -204,7 +204,7 @@ class SidePanel:
         return self._look is not None and (is_late or self._is_asked)
 
     def _look_around(self) -> None:
-        """Look once; it may take as long as a scheduler that does not answer."""
+        """Look once; it may take as long as a disk or a bucket that does not answer."""
         with self._lock:
             look, job_ids = self._look, tuple(self._jobs)
             is_asked, self._is_asked = self._is_asked, False

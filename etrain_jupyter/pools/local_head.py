@@ -18,11 +18,12 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from etrain_jupyter.pools.lifeline import die_with_parent
+from etrain_jupyter.pools.load import Load, write_load
 from etrain_jupyter.pools.local_nodes import (
     LocalNodes,
     Slot,
@@ -53,6 +54,8 @@ logger = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
 GPU_QUERY_S = 10.0
+SAME_S = 2.0
+"""Two instants that differ by less are one, told by two clocks."""
 WORKERS_END_S = 4.0
 """How long workers may take to end gently when the cluster goes down."""
 
@@ -86,6 +89,7 @@ class Head:
         self._settings = cluster.settings()
         self._stop = asyncio.Event()
         self._touched_at = time.monotonic()
+        self._load: Load | None = None
         self.nodes = LocalNodes(
             slots,
             self._spawn,
@@ -133,6 +137,20 @@ class Head:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), min(1.0, self._settings.idle_s / 4))
             self.nodes.reap()
+            self._note_load()
+
+    def _note_load(self) -> None:
+        """Write down how busy the cluster is, if that has changed."""
+        idle_s: float = self.coordinator.idle_s()
+        since = time.time() - idle_s if idle_s > 0 else None
+        load = Load(workers=len(self.nodes.nodes()), idle_since=since)
+        known = self._load
+        if since and known and known.idle_since and abs(since - known.idle_since) < SAME_S:
+            load = replace(load, idle_since=known.idle_since)
+        if load != known:
+            with contextlib.suppress(OSError):  # somebody removed the folder: we are about to end
+                write_load(self._cluster, load)
+                self._load = load
 
     async def close(self) -> None:
         """End the workers, then the scheduler."""

@@ -8,6 +8,7 @@
         ├── settings.json        how the cluster was asked to be
         ├── cluster.json         written last, when the scheduler listens; removed first
         ├── slots.json           room for workers, as the first scheduler found it
+        ├── load.json            how busy the cluster is, see ``load``
         ├── workers/             a file a worker process: who it is
         ├── held                 how many workers somebody keeps whatever the jobs need
         ├── jobs/                a folder a job that has not ended: what the next scheduler needs

@@ -30,7 +30,7 @@ export interface IPool {
   pool: string;
   cluster_id: string;
   workers: number;
-  jobs: number;
+  /** 0 while it has a job. */
   idle_s: number;
   /** When it ends by itself; null for never. */
   ends_in_s: number | null;
@@ -61,7 +61,6 @@ const asPool = (raw: Raw): IPool => ({
   pool: text(raw.pool),
   cluster_id: text(raw.cluster_id),
   workers: finite(raw.workers),
-  jobs: finite(raw.jobs),
   idle_s: finite(raw.idle_s),
   ends_in_s: finiteOrNull(raw.ends_in_s),
   time: finite(raw.time)
@@ -194,7 +193,7 @@ export function poolsOf(followers: readonly IFollower[]): IPool[] {
 /** Those that are up for nothing, unless a job has come since it was looked. */
 export function idlePools(followers: readonly IFollower[], entries: readonly IEntry<unknown>[]): IPool[] {
   const newest = Math.max(...entries.filter(isActive).map(entry => entry.row.submitted_at));
-  return poolsOf(followers).filter(pool => pool.jobs === 0 && pool.idle_s >= IDLE_AFTER_S && newest < pool.time);
+  return poolsOf(followers).filter(pool => pool.idle_s >= IDLE_AFTER_S && newest < pool.time);
 }
 
 export interface ICounts {

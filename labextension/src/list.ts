@@ -20,8 +20,11 @@ export interface IListActions {
   attach(jobId: string): void;
 }
 
-/** `4 of 8`; the least where the most is not known. */
-export const workersOf = (s: ISnapshot): string => String(s.world_size) + (s.max_workers === null ? '' : ` of ${s.max_workers}`);
+/** `4 of 8`; of a job that is over, none. */
+function workersOf(s: ISnapshot): string {
+  const most = s.max_workers === null ? '' : ` of ${s.max_workers}`;
+  return OVER.has(s.status) ? format.NONE : `${s.world_size}${most}`;
+}
 
 export function statusOf(entry: IEntry<unknown>): string {
   const { status } = entry.row.snapshot;
@@ -46,14 +49,24 @@ export class List<F extends INamed> {
     this.element.append(this.empty, this.rows, this.offers);
   }
 
-  draw({ entries, offers }: IMerged<F>, isUp: boolean, now: number): void {
+  /** `selected` is the job that the palette's commands are about. */
+  draw({ entries, offers }: IMerged<F>, isUp: boolean, selected: string, now: number): void {
     const isEmpty = !entries.length && !offers.length;
     this.empty.hidden = !isEmpty;
     if (isEmpty) {
       this.explain(isUp);
     }
     this.rows.hidden = !entries.length;
-    reconcile(this.rows, entries, e => e.id, e => this.row(e.id), (element, e) => this.fillRow(element, e, now));
+    reconcile(
+      this.rows,
+      entries,
+      e => e.id,
+      e => this.row(e.id),
+      (element, e) => {
+        this.fillRow(element, e, now);
+        element.querySelector('.etrain-open')!.setAttribute('aria-current', String(e.id === selected));
+      }
+    );
     this.offers.hidden = !offers.length;
     reconcile(
       this.offered,
@@ -146,7 +159,8 @@ export class List<F extends INamed> {
     const attach = part('.etrain-attach');
     attach.hidden = !entry.isGone || !entry.offers.length;
     attach.setAttribute('aria-label', `Attach to ${s.name}`);
-    const about = `${s.name || entry.id}, ${status}, ${part('.etrain-where').textContent}, ${workersOf(s)} workers. Open`;
+    const workers = OVER.has(s.status) ? '' : `, ${workersOf(s)} workers`;
+    const about = `${s.name || entry.id}, ${status}, ${part('.etrain-where').textContent}${workers}. Open`;
     if (part('.etrain-open').getAttribute('aria-label') !== about) {
       part('.etrain-open').setAttribute('aria-label', about);
     }

@@ -119,7 +119,7 @@ export class JobsPanel extends Widget {
     if (entry) {
       this.drawDetail(entry);
     } else {
-      this.list.draw(merged, this.session.isUp, Date.now() / 1000);
+      this.list.draw(merged, this.session.isUp, this.session.target()?.id ?? '', Date.now() / 1000);
     }
   }
 

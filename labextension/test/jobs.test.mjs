@@ -10,7 +10,7 @@ const row = (job_id, more = {}) => ({
   snapshot: { job_id, name: job_id, status: 'running', step: 3, submitted_at: 1, controls: { stop: '' }, ...more },
   loss: { x: [1, 2], y: [2, 1] }
 });
-const pool = (more = {}) => ({ pool: 'local', cluster_id: 'c', workers: 2, jobs: 0, idle_s: 300, ends_in_s: 600, time: 1000, ...more });
+const pool = (more = {}) => ({ pool: 'local', cluster_id: 'c', workers: 2, idle_s: 300, ends_in_s: 600, time: 1000, ...more });
 
 function follower(name, ...rows) {
   const jobs = new KernelJobs();
@@ -115,7 +115,7 @@ test('workers are counted of the jobs that are active', () => {
 
 test('a pool that rests longer than a minute is idle, and told of once', () => {
   const [a, b] = [follower('a'), follower('b')];
-  a.jobs.take({ pools: [pool(), pool({ cluster_id: 'd', idle_s: 5 }), pool({ cluster_id: 'e', jobs: 1 })] });
+  a.jobs.take({ pools: [pool(), pool({ cluster_id: 'd', idle_s: 5 }), pool({ cluster_id: 'e', idle_s: 0 })] });
   b.jobs.take({ pools: [pool({ time: 1010, workers: 1 })] });
   assert.deepEqual(idlePools([a, b], []).map(p => [p.cluster_id, p.workers]), [['c', 1]]);
 });

@@ -28,8 +28,8 @@ from etrain_jupyter.events import types as t
 from tests.unit.dashboard.scripted_job import Script, play
 
 asked = []
-def start(name, *, is_shown=False, steps_per_s=100):
-    script = Script(40_000, time.time(), f"{name}-7f3a")
+def start(name, *, is_shown=False, num_steps=40_000, steps_per_s=100):
+    script = Script(num_steps, time.time(), f"{name}-7f3a")
     is_over = threading.Event()
     def bring(events):
         if not is_over.is_set():
@@ -47,6 +47,7 @@ def start(name, *, is_shown=False, steps_per_s=100):
     ).start()
     return board
 """
+SHORT = "start('mnist', num_steps=300, steps_per_s=600)"
 THREE = "start('digits', is_shown=True); start('squad'); start('albert-large');"
 SURROUNDED = """
 evil = "<img src=x onerror='window.hacked = 1'>"
@@ -63,7 +64,7 @@ link().panel.serve(
             for name in ("elsewhere", "lost", evil)
             if f"{name}-7f3a" not in job_ids
         ),
-        pools=({"pool": "local", "cluster_id": "c", "workers": 2, "jobs": 0, "idle_s": 400.0,
+        pools=({"pool": "local", "cluster_id": "c", "workers": 2, "idle_s": 400.0,
                 "ends_in_s": 500.0, "time": time.time()},),
     ),
     attach=attach,
@@ -119,7 +120,7 @@ JOBS = ["digits-7f3a", "squad-7f3a", "albert-large-7f3a"]
 def test_three_jobs_are_listed_live_after_a_reload_and_as_last_seen_after_a_restart(
     open_notebook: OpenNotebook, page: Page
 ) -> None:
-    notebook = open_notebook("panel.ipynb", SET_UP, THREE)
+    notebook = open_notebook("panel.ipynb", SET_UP, f"{SHORT}; {THREE}")
     panel = show_panel(page)
     expect(panel.locator(".etrain-empty")).to_contain_text("%load_ext etrain_jupyter")
     shoot(page, "panel-not-loaded")
@@ -128,14 +129,20 @@ def test_three_jobs_are_listed_live_after_a_reload_and_as_last_seen_after_a_rest
     shoot(page, "panel-empty")
 
     notebook.run(1)
-    expect(panel.locator(".etrain-row")).to_have_count(3)
-    heights = [panel.locator(".etrain-row").nth(i).bounding_box() for i in range(3)]
+    expect(panel.locator(".etrain-row")).to_have_count(4)
+    boxes = [panel.locator(".etrain-row").nth(i).bounding_box() for i in range(4)]
     wait_for_rows_to_move(page, JOBS)
-    expect(panel.locator(".etrain-tally")).to_contain_text("3 jobs, 3 active")
-    assert [panel.locator(".etrain-row").nth(i).bounding_box() for i in range(3)] == heights
+    expect(panel.locator(".etrain-tally")).to_contain_text("4 jobs, 3 active, 6 workers")
+    expect(row(panel, "mnist-7f3a").locator(".etrain-status")).to_have_text("finished")
+    assert [panel.locator(".etrain-row").nth(i).bounding_box() for i in range(4)] == boxes
     shoot(page, "panel-light")
     if folder := os.environ.get("ETRAIN_SHOTS"):
-        panel.screenshot(path=Path(folder) / "side-panel.png")
+        # The picture of docs/jupyterlab.md: see docs/README.md.
+        box, last = panel.bounding_box(), boxes[-1]
+        assert box is not None
+        assert last is not None
+        clip = box | {"height": last["y"] + last["height"] - box["y"] + 10}
+        page.screenshot(path=Path(folder) / "side-panel.png", clip=clip)
     notebook.set_theme("JupyterLab Dark")
     shoot(page, "panel-dark")
     notebook.set_theme("JupyterLab Light")
@@ -148,13 +155,16 @@ def test_three_jobs_are_listed_live_after_a_reload_and_as_last_seen_after_a_rest
     notebook.restart_kernel()
     for job_id in JOBS:
         expect(row(panel, job_id).locator(".etrain-status")).to_have_text("last seen running")
-    expect(panel.locator(".etrain-tally")).to_contain_text("3 jobs, none active")
+    expect(row(panel, "mnist-7f3a").locator(".etrain-status")).to_have_text("finished")
+    expect(panel.locator(".etrain-tally")).to_contain_text("4 jobs, none active")
     assert not is_enabled(page, "etrain:stop-job")
     shoot(page, "panel-kernel-gone")
+    panel.get_by_role("button", name="Clear").click()
+    expect(panel.locator(".etrain-row")).to_have_count(0)
     notebook.run(0)
     notebook.run(1)
     wait_for_rows_to_move(page, JOBS)
-    expect(panel.locator(".etrain-row")).to_have_count(3)
+    expect(panel.locator(".etrain-row")).to_have_count(4)
 
 
 def test_a_job_is_opened_stopped_and_found_in_its_notebook_from_the_panel(
@@ -225,6 +235,8 @@ def test_the_palette_is_about_the_job_that_is_meant(
     page.wait_for_function("() => !window.jupyterapp.commands.isEnabled('etrain:stop-job')")
     panel = show_panel(page)
     row(panel, "squad-7f3a").locator(".etrain-open").focus()
+    meant = panel.locator(".etrain-open[aria-current='true']")
+    expect(meant).to_have_text("squad")
     page.evaluate("() => { window.jupyterapp.commands.execute('etrain:stop-job'); }")
     dialog = page.get_by_role("dialog")
     expect(dialog).to_contain_text("Stop squad?")

@@ -29,7 +29,9 @@ from etrain_jupyter.events.types import (
     WorkerLeft,
     WorkerLost,
 )
+from etrain_jupyter.job.run_store import open_runs
 from etrain_jupyter.job.training_job import TrainingJob
+from etrain_jupyter.surroundings import find_pools, look_around
 from etrain_jupyter.testing.invariants import assert_invariants
 from tests.integration.conftest import until
 
@@ -273,10 +275,16 @@ def test_two_jobs_share_the_pool_and_each_keeps_its_own(submit):
     first = submit(**body(workers={"min": 1, "max": 2}, epochs=200))
     second = submit(**body(workers={"min": 1, "max": 2}, epochs=10))
     until(lambda: first.step and second.step, "steps of both")
+    # What another kernel's side panel is told of them, and of the pool.
+    around = look_around(open_runs(), {first.id}, is_asked=False)
+    assert [other["job_id"] for other in around.others or ()] == [second.id]
+    until(lambda: find_pools()[0]["workers"] >= 2, "two workers in the pool's load")
+    assert find_pools()[0]["idle_s"] == 0.0
     finish(second)
     finish(first)
     used = [{w for e in found(job, GenerationFormed) for w in e.ranks} for job in (first, second)]
     assert all(used)
+    until(lambda: find_pools()[0]["idle_s"] > 0.0, "an idle pool")
 
 
 def test_loader_processes_deliver_every_sample_once_through_a_change(submit):

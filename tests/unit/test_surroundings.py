@@ -1,17 +1,20 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from etrain_jupyter import surroundings
-from etrain_jupyter.errors import PoolError
 from etrain_jupyter.events.log import EventLog
 from etrain_jupyter.events.types import Event, JobStatusChanged, JobSubmitted
 from etrain_jupyter.job import run_store
 from etrain_jupyter.job.run_store import RunStore
-from etrain_jupyter.pools.base import SchedulerAddress
+from etrain_jupyter.pools.load import LOAD_FILE, Load, write_load
 from etrain_jupyter.pools.state_dir import ClusterDir, LocalSettings, open_state_root
 
 
@@ -20,8 +23,10 @@ def store(tmp_path: Path) -> RunStore:
     return RunStore(tmp_path / "runs")
 
 
-def make_job(store: RunStore, name: str, *, status: str) -> str:
-    record = store.create({"name": name, "created": 1.0})
+def make_job(store: RunStore, name: str, *, status: str, cluster: ClusterDir | None = None) -> str:
+    known = cluster.record() if cluster else None
+    address = cluster.address(known).to_dict() if cluster and known else {}
+    record = store.create({"name": name, "created": 1.0, "cluster": address})
     common: dict[str, Any] = {"job_id": record.job_id, "time": 1.0}
     log = EventLog(record.log_path, fsync_every_s=None)
     events: list[Event] = [
@@ -79,44 +84,74 @@ def test_a_bucket_is_looked_into_only_if_a_person_asks(
     assert surroundings.look_around(bucket, (), is_asked=True).others == ()
 
 
-@pytest.mark.parametrize(("idle_limit_s", "left_s"), [(900.0, 500.0), (float("inf"), None)])
-def test_a_cluster_that_is_up_tells_its_load_and_when_it_ends(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    idle_limit_s: float,
-    left_s: float | None,
-) -> None:
-    monkeypatch.setenv("ETRAIN_STATE", str(tmp_path))
-    cluster = ClusterDir.create(open_state_root(), LocalSettings(idle_s=idle_limit_s))
-    address = SchedulerAddress(
-        address="tls://127.0.0.1:1", cluster_id="local-1", state_dir=str(cluster.path)
-    )
-    asked: list[str] = []
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ClusterDir:
+    """A cluster that this process keeps."""
+    monkeypatch.setenv("ETRAIN_STATE", str(tmp_path / "state"))
+    cluster = ClusterDir.create(open_state_root(), LocalSettings(idle_s=900.0))
+    cluster.publish("tls://127.0.0.1:1")
+    return cluster
 
-    def ask(address: SchedulerAddress, op: str, *, timeout_s: float) -> dict[str, Any]:
-        asked.append(op)
-        return {"workers": 2, "jobs": 0, "idle_s": 400.0}
 
-    monkeypatch.setattr(surroundings, "find_clusters", lambda: [address])
-    monkeypatch.setattr(surroundings, "ask", ask)
+def test_an_idle_cluster_tells_for_how_long_and_when_it_ends(cluster: ClusterDir) -> None:
+    write_load(cluster, Load(workers=2, idle_since=time.time() - 400.0))
 
     [pool] = surroundings.find_pools()
 
-    assert (pool["workers"], pool["jobs"], pool["idle_s"]) == (2, 0, 400.0)
-    assert pool["ends_in_s"] == left_s
-    assert asked == ["etrain_describe"], "etrain_pool_touch would keep it from ending"
+    assert (pool["cluster_id"], pool["workers"]) == (cluster.cluster_id, 2)
+    assert pool["idle_s"] >= 400.0
+    assert pool["idle_s"] + pool["ends_in_s"] == pytest.approx(900.0)
 
 
-def test_a_cluster_that_does_not_answer_is_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_cluster_with_a_job_is_not_idle(cluster: ClusterDir) -> None:
+    write_load(cluster, Load(workers=2, idle_since=None))
+
+    assert [pool["idle_s"] for pool in surroundings.find_pools()] == [0.0]
+
+
+def test_a_cluster_that_only_down_ends_says_so_in_json(
+    cluster: ClusterDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def ask(*_args: Any, **_kwargs: Any) -> dict[str, Any]:
-        raise PoolError("no answer")
+    monkeypatch.setattr(ClusterDir, "settings", lambda _: LocalSettings(idle_s=float("inf")))
+    write_load(cluster, Load(workers=0, idle_since=1.0))
 
-    address = SchedulerAddress(
-        address="tls://127.0.0.1:1", cluster_id="local-1", state_dir=str(tmp_path)
-    )
-    monkeypatch.setattr(surroundings, "find_clusters", lambda: [address])
-    monkeypatch.setattr(surroundings, "ask", ask)
+    [pool] = surroundings.find_pools()
+
+    assert pool["ends_in_s"] is None
+
+
+@pytest.mark.parametrize("text", [None, "", "[]", '{"workers": 1}', "{"])
+def test_a_cluster_whose_load_is_not_known_is_left_out(
+    cluster: ClusterDir, text: str | None
+) -> None:
+    if text is not None:
+        (cluster.path / LOAD_FILE).write_text(text)
 
     assert surroundings.find_pools() == []
+
+
+def test_a_cluster_that_has_ended_is_left_out(cluster: ClusterDir) -> None:
+    write_load(cluster, Load(workers=2, idle_since=None))
+    cluster.retract()
+
+    assert surroundings.find_pools() == []
+
+
+def test_looking_around_imports_no_dask(cluster: ClusterDir, store: RunStore) -> None:
+    # On a thread it would break the import of a cell that needs it at the same moment.
+    make_job(store, "running", status="running", cluster=cluster)
+    write_load(cluster, Load(workers=2, idle_since=None))
+    code = (
+        "import sys; from etrain_jupyter.job.run_store import open_runs\n"
+        "from etrain_jupyter.surroundings import look_around\n"
+        "around = look_around(open_runs(), (), is_asked=True)\n"
+        "print(len(around.others), len(around.pools))\n"
+        "print([name for name in ('dask', 'distributed', 'torch') if name in sys.modules])"
+    )
+    environment = {**os.environ, "ETRAIN_RUNS": str(store.root)}
+
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+
+    assert run.stdout.split("\n")[:2] == ["1 1", "[]"]
