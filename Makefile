@@ -11,11 +11,8 @@ FRONT_END := $(wildcard labextension/src/* labextension/style/* labextension/sch
   labextension/package.json labextension/yarn.lock labextension/tsconfig.json)
 TYPED := etrain_jupyter benchmarks notebooks
 
-# Two at a time but for the chaos tests, which have several processes a core as it is. Both are run, whatever fails.
-ALL_TESTS = status=0; \
-  $(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/chaos || status=1; \
-  $(BIN)/python -m pytest tests/chaos || status=1; \
-  exit $$status
+# Two files at a time: most tests wait more than they compute.
+ALL_TESTS = $(BIN)/python -m pytest -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo lab test endurance lint bench peers constraints clean

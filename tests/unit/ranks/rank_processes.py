@@ -115,11 +115,27 @@ class RankProcesses:
             for pipe in wait(list(due)):
                 outcome = pipe.recv()
                 if not isinstance(outcome, Outcome):
+                    told = [
+                        outcome,
+                        f"members {sorted(outcomes)} had come to their ends",
+                        *self._what_the_others_say(set(due) - {pipe}),
+                    ]
                     self._stop()  # the others may wait for it for ever
                     self._start()
-                    raise AssertionError(outcome)
+                    raise AssertionError("\n\n".join(told))
                 outcomes[due[pipe]] = outcome
         return [outcomes[member] for member in job.history[-1].members]
+
+    def _what_the_others_say(self, pipes: set[Any]) -> list[str]:
+        """Return their tracebacks: the first that arrives may only be a consequence of another."""
+        told = []
+        while pipes and (ready := wait(list(pipes), timeout=5.0)):
+            for pipe in ready:
+                pipes.discard(pipe)
+                with contextlib.suppress(EOFError):
+                    outcome = pipe.recv()
+                    told.append(str(outcome) if isinstance(outcome, str) else "one came to its end")
+        return told
 
     def _stop(self) -> None:
         for pipe, process in zip(self._pipes, self._processes, strict=True):
@@ -225,12 +241,15 @@ class _Member:
         try:
             self._ends.append(loop.run(group, loop.wrap(group)))
         except CommunicationError:
-            assert generation.lost is not None
+            assert generation.lost is not None, f"{generation} failed at step {loop.step}"
             self._ends.append("failed")
             self._store.set(f"abort{number}", b"1")
         group.close()
-        if self._me == self._saver_of(number):
+        saver = self._saver_of(number)
+        if self._me == saver:
             self._save(number)
+        elif generation.lost is not None and self._is_behind(number, saver):
+            self._catch_up(number)
 
     def _watch(self, group: RankGroup, key: str) -> None:
         """Abort when some rank has failed, as the coordinator has it done."""
@@ -254,7 +273,23 @@ class _Member:
             return None
         present = self._history[number].members
         staying = [m for m in self._history[number + 1].members if m in present]
+        if self._history[number].lost is not None:
+            # A rank that was lost may have been a step ahead of some of the others.
+            self._store.set(f"step{number}-{self._me}", str(self._loop.step))
+            staying.sort(key=lambda m: -self._step_of(number, m))
         return staying[0] if staying else present[0]
+
+    def _step_of(self, number: int, member: int) -> int:
+        key = f"step{number}-{member}"
+        self._store.wait([key], timedelta(seconds=60))
+        return int(self._store.get(key))
+
+    def _is_behind(self, number: int, saver: int | None) -> bool:
+        return (
+            saver is not None
+            and self._me in self._history[number + 1].members
+            and self._loop.step < self._step_of(number, saver)
+        )
 
     def _save(self, number: int) -> None:
         state = take_state(self._workload.model, self._workload.optimizer, self._workload.extras)
