@@ -7,12 +7,12 @@ import sys
 from collections.abc import Iterator
 from types import ModuleType
 
-from etrain_jupyter.config.describe import (
+from etrain_jupyter.config.describe import describe
+from etrain_jupyter.config.keys import (
     METRICS,
     OPTIMIZER,
     KeyPath,
     accepts,
-    describe,
     group_at,
     is_reference,
     keys_at,
@@ -23,7 +23,8 @@ from etrain_jupyter.config.vocabulary import NAMED_LR
 from etrain_jupyter.editor.lines import complete_line, find_magic
 from etrain_jupyter.editor.names import fitting_attributes, is_module, kind_of, names_for
 from etrain_jupyter.editor.offers import Facts, Offer, Offers, matching
-from etrain_jupyter.editor.outline import Outline, Place, read_outline
+from etrain_jupyter.editor.outline import read_outline
+from etrain_jupyter.editor.place import Outline, Place
 
 _NAME = re.compile(r"(?:[^\W\d]\w*)?")
 _ATTRIBUTE = re.compile(r"([^\W\d][\w.]*)\.\w*")

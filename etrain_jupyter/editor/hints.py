@@ -9,15 +9,8 @@ from typing import Any
 
 from etrain_jupyter.command_line import CELL_COMMAND
 from etrain_jupyter.config.cell import keys_of
-from etrain_jupyter.config.describe import (
-    OPTIMIZER,
-    KeyHelp,
-    KeyPath,
-    describe,
-    describe_optimizer,
-    group_at,
-    is_reference,
-)
+from etrain_jupyter.config.describe import KeyHelp, describe, describe_optimizer
+from etrain_jupyter.config.keys import OPTIMIZER, KeyPath, group_at, is_reference
 from etrain_jupyter.config.source_map import did_you_mean
 from etrain_jupyter.config.vocabulary import KNOWN_ELSEWHERE
 from etrain_jupyter.editor.help_texts import (
@@ -27,7 +20,8 @@ from etrain_jupyter.editor.help_texts import (
     spelt,
 )
 from etrain_jupyter.editor.lines import Magic, find_flag, find_magic, find_place
-from etrain_jupyter.editor.outline import Outline, Place, read_outline
+from etrain_jupyter.editor.outline import read_outline
+from etrain_jupyter.editor.place import Outline, Place
 
 
 @dataclass(frozen=True, kw_only=True)

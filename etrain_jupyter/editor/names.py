@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from etrain_jupyter.config.describe import KeyPath
+from etrain_jupyter.config.keys import KeyPath
 from etrain_jupyter.config.yaml_nodes import visible_names
 from etrain_jupyter.editor.offers import Offer
 

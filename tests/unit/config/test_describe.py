@@ -9,20 +9,15 @@ import pytest
 from etrain_jupyter.config import parse_cell
 from etrain_jupyter.config.cell import keys_of
 from etrain_jupyter.config.describe import (
-    KeyPath,
-    accepts,
     all_keys,
     describe,
     describe_optimizer,
     example_body,
-    group_at,
-    is_reference,
     keys_as_table,
     keys_in_words,
-    units_of,
-    words_of,
 )
 from etrain_jupyter.config.fields import Interval, Section
+from etrain_jupyter.config.keys import KeyPath, accepts, group_at, is_reference, units_of, words_of
 from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.config.vocabulary import NAMED_LR, OPTIONS, SWITCHES
 from etrain_jupyter.config.yaml_nodes import load_body

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etrain_jupyter.config import parse_cell, template
-from etrain_jupyter.config.describe import describe, keys_at
+from etrain_jupyter.config.describe import describe
+from etrain_jupyter.config.keys import keys_at
 from etrain_jupyter.editor.completion import complete
 from etrain_jupyter.errors import CellError
 from etrain_jupyter.subcommands import SUBCOMMANDS
@@ -370,7 +371,7 @@ def test_depth_does_not_make_it_fail(opener: str) -> None:
     assert complete(text, len(text), NotebookFacts()) is not None
 
 
-@settings(max_examples=1500)
+@settings(max_examples=500)
 @given(st.data())
 def test_what_is_offered_is_valid(data: st.DataObject) -> None:
     """Whatever is taken at the end of the beginning of a cell, the cell stays without a fault."""
