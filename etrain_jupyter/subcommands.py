@@ -146,7 +146,7 @@ def overview(prog: str) -> str:
             "  %%etrain distributed   train what the cell's YAML says; see %etrain template"
         )
     lines += [
-        f"  {c.name:<12}{c.summary}"
+        f"  {c.name:<13}{c.summary}"
         for c in SUBCOMMANDS
         if is_notebook or not c.is_for_notebooks_only
     ]

@@ -40,6 +40,7 @@ _UNWANTED = frozenset(keyword.kwlist) - frozenset(
 _NOT_ASKED = tuple(
     f"IPCompleter.{name}_matcher" for name in ("python_func_kw", "magic", "magic_config", "file")
 )
+_UNTYPED = (None, "<unknown>")
 _OPEN_CALL = re.compile(r"([^\W\d][\w.]*)\(([^()]*)$")
 
 
@@ -135,7 +136,7 @@ class ShellFacts:
         # An attribute comes as .name or as owner.name, by the version of IPython.
         owner = code[start : code.rfind(".") + 1]
         items = [
-            Offer(c.text.removeprefix(owner), c.type or "name")
+            Offer(c.text.removeprefix(owner), "name" if c.type in _UNTYPED else str(c.type))
             for c in found
             if c.text not in _UNWANTED and (start < len(code) or c.text not in _BUILTINS)
         ]

@@ -15,14 +15,14 @@ from weakref import WeakKeyDictionary
 
 from IPython.core.completer import SimpleCompletion, completion_matcher
 
-from etrain_jupyter.editor.completion import complete
 from etrain_jupyter.editor.facts import ShellFacts
-from etrain_jupyter.editor.hints import Hint, inspect
 from etrain_jupyter.editor.offers import Facts, Offers
 
 if TYPE_CHECKING:
     from IPython.core.completer import CompletionContext, SimpleMatcherResult
     from IPython.core.interactiveshell import InteractiveShell
+
+    from etrain_jupyter.editor.hints import Hint
 
 PRIORITY = 1_000
 """Before all matchers of IPython: in a cell of ours those are not even asked."""
@@ -83,6 +83,9 @@ def remove(shell: InteractiveShell) -> None:
 
 def _matcher(facts: Facts) -> Callable[[CompletionContext], SimpleMatcherResult]:
     def match(context: CompletionContext) -> SimpleMatcherResult:
+        # Whoever loads the extension waits for what it imports; whoever presses Tab comes later.
+        from etrain_jupyter.editor.completion import complete
+
         lines = context.full_text.split("\n")[: context.cursor_line]
         cursor = sum(len(line) + 1 for line in lines) + context.cursor_position
         try:
@@ -124,6 +127,8 @@ class _Inspector:
         return _reply(hint)
 
     def _hint(self, code: str, cursor: int) -> Hint | None:
+        from etrain_jupyter.editor.hints import inspect
+
         try:
             return inspect(code, cursor, self._facts.names)
         except Exception:  # The top of what a front end asks.

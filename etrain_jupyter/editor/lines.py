@@ -13,7 +13,7 @@ from etrain_jupyter.editor.offers import Facts, Offer, Offers, matching
 from etrain_jupyter.subcommands import SUBCOMMANDS
 
 _CELL = re.compile(r"\s*%%etrain(?![\w?])")
-_LINE = re.compile(r"[ \t]*(?:[\w.,*()\[\] \t]+=[ \t]*)?%etrain(?![\w?])")
+_LINE = re.compile(r"[ \t]*+(?:[\w.,*()\[\] \t]++=[ \t]*+)?%etrain(?![\w?])")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from etrain_jupyter.config.keys import KeyPath, opens_group
 from etrain_jupyter.editor.place import Outline, Place
 
 _QUOTED = r"\"(?:[^\"\\\n]|\\.)*\"|'(?:[^'\n]|'')*'"
-_KEY_LINE = re.compile(rf"({_QUOTED}|[^\s\"'#\[\]{{}},&*!|>%@`-][^#\n]*?)[ \t]*:(?=\s|$)")
+_KEY_LINE = re.compile(rf"((?:{_QUOTED})[ \t]*+|[^\s\"'#\[\]{{}},&*!|>%@`-][^#\n]*?):(?=\s|$)")
 _BLOCK_TEXT = re.compile(r"[|>][-+0-9]*[ \t]*(#.*)?$")
 _TAGGED = re.compile(r"!py[ \t]+")
 _DEEPEST = 50

@@ -371,6 +371,28 @@ def test_depth_does_not_make_it_fail(opener: str) -> None:
     assert complete(text, len(text), NotebookFacts()) is not None
 
 
+LONG = 100_000
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(mark * LONG for mark in ("a", "a ", "a: ", "- ", "{}", "[],", "'", "#", "a=", "\n")),
+        "a" + " " * LONG + "a",
+        " " * LONG + "a",
+        "{a: b" + " " * LONG + "c",
+    ],
+    ids=lambda text: f"{text[:6]!r}...{text[-1]!r}",
+)
+def test_length_does_not_make_it_slow(text: str) -> None:
+    """Each part is read once; to go back and forth in such a text would take minutes."""
+    offered_in_lines = complete(text, len(text), NotebookFacts())
+    offered_in_cells = complete(HEAD + text, len(HEAD + text), NotebookFacts())
+
+    assert offered_in_lines is None
+    assert offered_in_cells is not None
+
+
 @settings(max_examples=500)
 @given(st.data())
 def test_what_is_offered_is_valid(data: st.DataObject) -> None:

@@ -11,7 +11,6 @@ from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
 import etrain_jupyter
-from etrain_jupyter.editor import hooks
 
 HEAD = "%%etrain distributed\n"
 
@@ -78,8 +77,8 @@ def test_a_fault_of_ours_offers_nothing_and_raises_nothing(
     def fail(*args: Any) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(hooks, "complete", fail)
-    monkeypatch.setattr(hooks, "inspect", fail)
+    monkeypatch.setattr("etrain_jupyter.editor.completion.complete", fail)
+    monkeypatch.setattr("etrain_jupyter.editor.hints.inspect", fail)
 
     assert completions(shell, HEAD + "precision: |") == []
     reply = shell.kernel.do_inspect(HEAD + "precision: bf16", len(HEAD) + 3)
