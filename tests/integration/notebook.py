@@ -78,14 +78,26 @@ class Notebook:
 
     def _status_of(self, request: str) -> str:
         """Return what "Run All" goes by: the status in the reply."""
+        return str(self._answer(request, timeout=10)["status"])
+
+    def _answer(self, request: str, timeout: float = 60) -> dict[str, Any]:
         while True:
-            reply = self._client.get_shell_msg(timeout=10)
+            reply = self._client.get_shell_msg(timeout=timeout)
             if reply["parent_header"].get("msg_id") == request:
-                return str(reply["content"]["status"])
+                content: dict[str, Any] = reply["content"]
+                return content
 
     def run(self, code: str, timeout: float = 60.0) -> Shown:
         """Run a cell to its end."""
         return self.finish(self.send(code), timeout)
+
+    def complete(self, code: str, cursor: int) -> dict[str, Any]:
+        """Press Tab; return the kernel's answer."""
+        return self._answer(self._client.complete(code, cursor))
+
+    def inspect(self, code: str, cursor: int, detail_level: int = 0) -> dict[str, Any]:
+        """Press Shift-Tab; return the kernel's answer."""
+        return self._answer(self._client.inspect(code, cursor, detail_level))
 
     def interrupt(self) -> None:
         """Press the interrupt key."""
