@@ -8,22 +8,33 @@ from dataclasses import dataclass
 from typing import Any
 
 from etrain_jupyter.bundle.capture import Bundle, capture_bundle
-from etrain_jupyter.config import ParsedJob, check_references, parse_cell, parse_mapping
+from etrain_jupyter.config import (
+    ParsedJob,
+    check_references,
+    parse_cell,
+    parse_mapping,
+    template,
+)
 from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.dashboard.browser import cell_numbers, has_front_end
+from etrain_jupyter.dashboard.link import link
 from etrain_jupyter.dashboard.widget import Dashboard
 from etrain_jupyter.events.tensorboard import require_tensorboard
-from etrain_jupyter.job.held_jobs import attach, jobs, submit_job
+from etrain_jupyter.job.held_jobs import attach, hold, jobs, submit_job
 from etrain_jupyter.job.resume import Wish
 from etrain_jupyter.job.run_store import open_runs
+from etrain_jupyter.job.screen import Screen
 from etrain_jupyter.job.training_job import TrainingJob
 from etrain_jupyter.pools import get_pool
+from etrain_jupyter.surroundings import look_around
 
 __all__ = [
     "Plan",
     "attach",
     "distributed",
+    "follow",
     "jobs",
+    "open_panel",
     "plan_cell",
     "plan_job",
     "resume",
@@ -76,12 +87,36 @@ def resume(job: TrainingJob, plan: Plan, *, is_forced: bool = False) -> str:
 
 def show(job: TrainingJob) -> None:
     """Display a job's dashboard, the same one in every cell that asks for it."""
+    follow(job).show()
+
+
+def follow(job: TrainingJob) -> Screen:
+    """List a job in JupyterLab's side panel, with or without a display; return what draws it."""
     if job.screen is None:
         screen = Dashboard(job_id=job.id, on_request=lambda name, args: job.request(name, **args))
         # The first picture should have the history in it, but a slow disk must not hold it up.
         job.subscribe(screen.add_events).wait(2.0)
+        screen.follow()
         job.screen = screen
-    job.screen.show()
+    return job.screen
+
+
+def open_panel() -> None:
+    """Let JupyterLab find this kernel, and answer its side panel."""
+    if not has_front_end():
+        return
+
+    def attach_quietly(job_id: str) -> str:
+        # Not `attach`: what is done in the panel must not change whom `%etrain stop` means.
+        follow(hold(open_runs().find(job_id)))
+        return ""
+
+    link().panel.serve(
+        look=lambda ids, is_asked: look_around(open_runs(), ids, is_asked=is_asked),
+        attach=attach_quietly,
+        template=lambda: f"%%etrain distributed\n{template()}",
+    )
+    link().open()
 
 
 def distributed(body: Mapping[str, Any] | None = None, /, **keys: Any) -> TrainingJob:

@@ -23,6 +23,7 @@ from etrain_jupyter.command_line import (
     question_as_help,
 )
 from etrain_jupyter.config.schema import TrainConfig
+from etrain_jupyter.dashboard.browser import has_front_end
 from etrain_jupyter.editor import hooks
 from etrain_jupyter.editor.help_texts import help_on_cell, help_on_magic
 from etrain_jupyter.errors import ConfigError, EtrainError
@@ -109,6 +110,8 @@ class EtrainMagics(Magics):
         self._bind(options.out, job)
         if not options.quiet:
             launch.show(job)
+        elif has_front_end():
+            launch.follow(job)
         if options.wait:
             wait_for(job)
         return ""
@@ -190,12 +193,13 @@ def _bytes(size: int) -> str:
 
 
 def load(shell: InteractiveShell) -> None:
-    """Register the magics, completion and hints; what ``%load_ext etrain_jupyter`` calls."""
+    """Register the magics, completion, hints and the way to JupyterLab; for ``%load_ext``."""
     EtrainMagics.etrain.__doc__ = help_on_magic()  # what %etrain? shows
     shell.register_magics(EtrainMagics)
     hooks.install(shell)
     if give_empty_body not in shell.input_transformers_cleanup:
         shell.input_transformers_cleanup.append(give_empty_body)
+    launch.open_panel()
 
 
 def unload(shell: InteractiveShell) -> None:

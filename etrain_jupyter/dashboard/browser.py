@@ -1,14 +1,12 @@
-"""The two ways from this kernel into a browser: an anywidget, and the link of our own extension.
+"""This kernel's shell and its displays, and the anywidget: the way into most front ends.
 
-JupyterLab with our extension draws a job from its saved output and asks the link for news, so it
-still draws when the kernel is gone. Other front ends draw the anywidget. Both carry the messages
-of ``feed``. Nothing here imports IPython: where it was never imported, nobody is looking.
+JupyterLab with our extension has another way, see ``link``. Nothing here imports IPython: where it
+was never imported, nobody is looking.
 """
 
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -17,8 +15,6 @@ from typing import Any
 Receive = Callable[[dict[str, Any]], None]
 
 WIDGET_SCRIPT = Path(__file__).parents[1] / "static" / "widget.js"
-LINK_TARGET = "etrain.jobs"
-MAX_LINKED_JOBS = 32
 
 
 def current_shell() -> Any | None:
@@ -110,68 +106,3 @@ def _widget_class() -> Any:
         saved = traitlets.Dict().tag(sync=True)
 
     return JobWidget
-
-
-class Link:
-    """The one comm of this kernel that JupyterLab's side of the package listens to."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._comm: Any | None = None
-        self._receivers: dict[str, Receive] = {}
-
-    def register(self, job_id: str, receive: Receive) -> None:
-        """Hand the messages about ``job_id`` to ``receive``, in place of whoever had them."""
-        with self._lock:
-            self._receivers.pop(job_id, None)
-            self._receivers[job_id] = receive
-            if len(self._receivers) > MAX_LINKED_JOBS:
-                del self._receivers[next(iter(self._receivers))]
-        self._open()
-
-    def unregister(self, job_id: str, receive: Receive) -> None:
-        """Stop doing so, unless somebody else took over."""
-        with self._lock:
-            if self._receivers.get(job_id) == receive:
-                del self._receivers[job_id]
-
-    def send(self, job_id: str, receive: Receive, content: dict[str, Any], buffers: Any) -> None:
-        """Send to every view of ``job_id``, if ``receive`` still stands for it."""
-        with self._lock:
-            comm = self._comm if self._receivers.get(job_id) == receive else None
-        if comm is not None:
-            comm.send({**content, "job_id": job_id}, buffers=buffers)
-
-    def _open(self) -> None:
-        with self._lock:
-            if self._comm is not None:
-                return
-        import comm
-
-        opened = comm.create_comm(target_name=LINK_TARGET)
-        keep_subshell(opened)
-        opened.on_msg(self._on_message)
-        opened.on_close(self._on_close)
-        with self._lock:
-            self._comm = opened
-
-    def _on_message(self, message: dict[str, Any]) -> None:
-        content = message["content"]["data"]
-        job_id = str(content.get("job_id", ""))
-        with self._lock:
-            receive, comm = self._receivers.get(job_id), self._comm
-        if receive is not None:
-            receive(content)
-        elif comm is not None:
-            comm.send({"kind": "unknown", "job_id": job_id, "to": content.get("view", "")})
-
-    def _on_close(self, _message: dict[str, Any]) -> None:
-        """A front end without our extension refuses the comm; the next dashboard tries again."""
-        with self._lock:
-            self._comm = None
-
-
-@cache
-def link() -> Link:
-    """Return this kernel's link."""
-    return Link()

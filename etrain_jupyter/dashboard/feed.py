@@ -32,8 +32,8 @@ MEAN = "mean."
 class Feed:
     """Sends a ``JobView`` through one channel, first whole and then what is new.
 
-    It is silent until a view says hello, so a channel that nobody listens to costs nothing. Not
-    thread-safe: its owner holds a lock.
+    It brings no news until a view says hello, so a channel that nobody listens to costs nothing.
+    Not thread-safe: its owner holds a lock.
     """
 
     def __init__(self, send: Send) -> None:
@@ -75,10 +75,9 @@ class Feed:
         self._send(content | {"blocks": _names(curves)}, _buffers(curves))
 
     def say(self, content: dict[str, Any]) -> None:
-        """Send a message that is no update, for example a notice to the person."""
-        if self.is_open:
-            self._seq += 1
-            self._send({**content, "seq": self._seq}, [])
+        """Send a message that is no update, to whoever asked: for example how a request went."""
+        self._seq += 1
+        self._send({**content, "seq": self._seq}, [])
 
     def _reset(self, view: JobView, to: str) -> None:
         curves = thin_all(view.series(), MAX_RESET_POINTS)

@@ -12,6 +12,8 @@ from typing import Any
 from etrain_jupyter.dashboard import browser
 from etrain_jupyter.dashboard.feed import Feed, thin_all
 from etrain_jupyter.dashboard.html import render_html, render_text
+from etrain_jupyter.dashboard.link import link
+from etrain_jupyter.dashboard.row import row_of
 from etrain_jupyter.dashboard.series import Floats
 from etrain_jupyter.dashboard.snapshot import JobView
 from etrain_jupyter.events.types import Event
@@ -55,6 +57,7 @@ class Dashboard:
         self._changed = threading.Condition(threading.RLock())
         self._view = JobView(job_id, browser.cell_numbers)
         self._thread: threading.Thread | None = None
+        self._version = 0
         self._is_unsent = self._is_unsaved = self._is_shown = self._is_closed = False
         self._widget: browser.WidgetChannel | None = None
         self._widget_feed = Feed(self._send_to_widget)
@@ -66,16 +69,24 @@ class Dashboard:
         """Take the next events of the job, from any one thread."""
         with self._changed:
             self._view.add(events)
+            self._version += 1
             self._is_unsent = self._is_unsaved = True
             self._start_thread()
             self._changed.notify_all()
+        link().panel.wake()
+
+    def follow(self) -> None:
+        """List the job in JupyterLab's side panel, where it can be looked at without a display."""
+        if browser.has_front_end():
+            link().register(self._job_id, self._receive_from_link)
+            link().panel.add(self._job_id, self)
 
     def show(self) -> None:
         """Display the job in the running cell; may be called in several."""
         if not browser.has_front_end():
             print(self.text())
             return
-        browser.link().register(self._job_id, self._receive_from_link)
+        self.follow()
         with self._changed:
             if self._widget is None and not self._view.is_terminal:
                 self._widget = self._open_widget()
@@ -100,12 +111,22 @@ class Dashboard:
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout=5.0)
         self._close_widget()
-        browser.link().unregister(self._job_id, self._receive_from_link)
+        link().unregister(self._job_id, self._receive_from_link)
+        link().panel.remove(self._job_id, self)
 
     def snapshot(self) -> dict[str, Any]:
         """Return the present picture, see ``JobView.snapshot``."""
         with self._changed:
             return self._view.snapshot()
+
+    def version(self) -> int:
+        """Return a number that grows with each batch of events."""
+        return self._version
+
+    def row(self) -> dict[str, Any]:
+        """Return the picture as a row of a list, see ``row.row_of``."""
+        with self._changed:
+            return row_of(self._view)
 
     def text(self) -> str:
         """Return the picture as one line."""
@@ -230,7 +251,7 @@ class Dashboard:
             self._widget.send({**content, "job_id": self._job_id}, buffers)
 
     def _send_to_link(self, content: dict[str, Any], buffers: list[bytes]) -> None:
-        browser.link().send(self._job_id, self._receive_from_link, content, buffers)
+        link().send(self._job_id, self._receive_from_link, content, buffers)
 
     def _receive_from_widget(self, content: dict[str, Any]) -> None:
         self._receive(self._widget_feed, content)

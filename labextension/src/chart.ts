@@ -3,6 +3,7 @@ import uPlot from 'uplot';
 import { Axis } from './axis';
 import { average, Curve, lowerBound, Points, smooth, thin } from './columns';
 import { make, setText } from './dom';
+import { drawing } from './drawing';
 import * as format from './format';
 import { colourOf, drawShape, icon, IPlace, isDashed, isMajor, MarkButtons, namesOf, placesOf } from './marks';
 import { JobData } from './protocol';
@@ -64,7 +65,8 @@ export class Chart {
   private pinned: IPlace | null = null;
   private x: [number, number] = [0, 1];
   private y: [number, number] = [0, 1];
-  private isLog = false;
+  /** What somebody pressed; null while nobody has. */
+  private ownLog: boolean | null = null;
   private palette = new Map<string, string>();
 
   constructor(host: HTMLElement, private readonly spec: IChartSpec, private readonly shared: IShared) {
@@ -85,7 +87,12 @@ export class Chart {
     }
   }
 
+  private get isLog(): boolean {
+    return !!this.spec.canLog && (this.ownLog ?? drawing.logScale);
+  }
+
   draw(): void {
+    this.logButton.setAttribute('aria-pressed', String(this.isLog));
     this.palette.clear();
     this.x = this.shared.axis.range();
     this.lines = this.readLines();
@@ -123,8 +130,7 @@ export class Chart {
       button.setAttribute('aria-label', `logarithmic scale of ${this.spec.title}`);
       button.setAttribute('aria-pressed', 'false');
       button.onclick = () => {
-        this.isLog = !this.isLog;
-        button.setAttribute('aria-pressed', String(this.isLog));
+        this.ownLog = !this.isLog;
         this.draw();
       };
       row.append(button);

@@ -3,16 +3,16 @@ import uPlot from 'uplot';
 import { Axis, Unit, UNITS } from './axis';
 import { Chart, IChartSpec, IShared } from './chart';
 import { make, setText } from './dom';
+import { drawing, onDrawing } from './drawing';
 import { key } from './marks';
 import { ISnapshot, JobData } from './protocol';
 
-const FIRST_WEIGHT = 0.8;
 const ASK_AFTER_MS = 120;
 
 /** Which charts a job has; known from its configuration, so that none appears late. */
-function specs({ charts }: ISnapshot): IChartSpec[] {
+function specs({ charts }: ISnapshot, isCompact: boolean): IChartSpec[] {
   const evaluated = (name: string) => (charts.has_eval ? name : '');
-  return [
+  const all: IChartSpec[] = [
     { title: 'loss', train: 'loss', evaluation: evaluated('eval.loss'), canLog: true },
     ...charts.metrics.map(name => ({
       title: name,
@@ -23,6 +23,7 @@ function specs({ charts }: ISnapshot): IChartSpec[] {
     { title: 'samples/s', train: 'samples_per_s', evaluation: '', fromZero: true },
     { title: 'workers', train: 'world_size', evaluation: '', fromZero: true, isCount: true, isWorld: true }
   ];
+  return isCompact ? [all[0], ...all.slice(1, -2).slice(0, 1), all[all.length - 1]] : all;
 }
 
 export class Charts {
@@ -37,20 +38,29 @@ export class Charts {
   private signature = '';
   private asked = '';
   private timer = 0;
+  /** Whether somebody has moved the slider: then the settings change nothing here. */
+  private isOwn = false;
+  private drawSmoothing = () => {};
+  private readonly deafen: () => void;
 
   /** `onZoom` hears of the steps that somebody wants to see in detail. */
-  constructor(private readonly data: JobData, private readonly onZoom: (first: number, last: number) => void) {
+  constructor(
+    private readonly data: JobData,
+    private readonly onZoom: (first: number, last: number) => void,
+    private readonly isCompact = false
+  ) {
     const group = Math.random().toString(36).slice(2);
     this.axis = new Axis(data);
     this.shared = {
       data,
       axis: this.axis,
       sync: uPlot.sync(`etrain-${group}`),
-      weight: FIRST_WEIGHT,
+      weight: drawing.smoothing,
       onZoom: range => this.zoom(range),
       onCursor: value => setText(this.place, value === null ? '' : this.axis.describe(value))
     };
     this.element.append(this.buildBar(group), this.grid, key());
+    this.deafen = onDrawing(() => this.draw());
   }
 
   /** Draw what the data hold now. */
@@ -59,6 +69,7 @@ export class Charts {
       return; // JupyterLab renders outputs before it attaches them; the resize observer draws then
     }
     this.arrange();
+    this.drawSmoothing();
     this.units.forEach((input, unit) => (input.disabled = !this.axis.has(unit)));
     this.reset.disabled = !this.axis.zoom;
     this.charts.forEach(chart => chart.draw());
@@ -76,7 +87,12 @@ export class Charts {
   }
 
   destroy(): void {
+    this.deafen();
     window.clearTimeout(this.timer);
+    this.empty();
+  }
+
+  private empty(): void {
     this.charts.forEach(chart => chart.destroy());
     this.charts = [];
   }
@@ -97,13 +113,14 @@ export class Charts {
   }
 
   private arrange(): void {
-    const wanted = specs(this.data.snapshot);
+    const wanted = specs(this.data.snapshot, this.isCompact);
     const signature = JSON.stringify(wanted);
     if (signature === this.signature) {
       return;
     }
     this.signature = signature;
-    this.destroy();
+    window.clearTimeout(this.timer);
+    this.empty();
     this.grid.replaceChildren();
     const most = wanted.length <= 4 ? wanted.length : wanted.length <= 6 ? 3 : 4;
     this.grid.style.setProperty('--etrain-columns', String(most));
@@ -145,14 +162,18 @@ export class Charts {
     const label = make('label', 'etrain-smoothing');
     const slider = make('input');
     const shown = make('output');
-    Object.assign(slider, { type: 'range', min: '0', max: '0.99', step: '0.01', value: String(FIRST_WEIGHT) });
-    const show = () => setText(shown, this.shared.weight ? this.shared.weight.toFixed(2) : 'off');
+    Object.assign(slider, { type: 'range', min: '0', max: '0.99', step: '0.01' });
     slider.oninput = () => {
+      this.isOwn = true;
       this.shared.weight = Number(slider.value);
-      show();
       this.draw();
     };
-    show();
+    this.drawSmoothing = () => {
+      this.shared.weight = this.isOwn ? this.shared.weight : drawing.smoothing;
+      slider.value = String(this.shared.weight);
+      setText(shown, this.shared.weight ? this.shared.weight.toFixed(2) : 'off');
+    };
+    this.drawSmoothing();
     label.append('smoothing', slider, shown);
     return label;
   }

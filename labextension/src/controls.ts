@@ -167,12 +167,10 @@ export class Controls {
   }
 
   private askToStop(): void {
-    const saved = this.snapshot!.checkpoint;
-    const lost = saved ? `all after step ${format.count(saved.step)} is lost` : 'nothing has been saved yet';
     this.open(
       `Stop ${this.snapshot!.name}?`,
       this.choice('Stop with a checkpoint', 'stop', {}),
-      this.choice(`Stop now: ${lost}`, 'stop', { now: true }, true)
+      this.choice(`Stop now: ${stopLoss(this.snapshot!)}`, 'stop', { now: true }, true)
     );
   }
 
@@ -227,6 +225,11 @@ export class Controls {
     label.append(`${name} `, input);
     return { label, input };
   }
+}
+
+/** What a stop without a checkpoint costs. */
+export function stopLoss({ checkpoint }: ISnapshot): string {
+  return checkpoint ? `all after step ${format.count(checkpoint.step)} is lost` : 'nothing has been saved yet';
 }
 
 function isOver({ status }: ISnapshot): boolean {

@@ -3,6 +3,7 @@
 import { Charts } from './charts';
 import { Controls } from './controls';
 import { make, setText } from './dom';
+import { drawing } from './drawing';
 import { Events } from './events';
 import * as format from './format';
 import { Buffer, ISnapshot, JobData } from './protocol';
@@ -25,7 +26,6 @@ export interface IMountedJob {
   unmount(): void;
 }
 
-const DRAW_EVERY_MS = 80;
 const ANSWER_WITHIN_MS = 3000;
 /** A screen reader hears of no more than one change of status in this time. */
 const SPEAK_EVERY_MS = 3000;
@@ -33,8 +33,13 @@ const OVER = new Set(['finished', 'stopped', 'failed']);
 
 type Phase = 'asking' | 'live' | 'gone';
 
-export function mountJob(host: HTMLElement, source: IJobSource): IMountedJob {
-  const view = new JobElement(host, source);
+export interface IJobOptions {
+  /** For a narrow place: few charts, and no table of the workers. */
+  isCompact?: boolean;
+}
+
+export function mountJob(host: HTMLElement, source: IJobSource, options: IJobOptions = {}): IMountedJob {
+  const view = new JobElement(host, source, options.isCompact ?? false);
   return { refresh: () => view.refresh(), unmount: () => view.unmount() };
 }
 
@@ -50,7 +55,7 @@ class JobElement {
   private readonly error = make('pre', 'etrain-error');
   private readonly tiles = new Tiles();
   private readonly controls = new Controls((request, args) => this.request(request, args));
-  private readonly charts = new Charts(this.data, (first, last) => this.askForDetail(first, last));
+  private readonly charts: Charts;
   private readonly workers = new Workers((worker, opener) => this.controls.press('preempt', opener, worker));
   private readonly events = new Events();
   private readonly cleanups: (() => void)[] = [];
@@ -61,7 +66,8 @@ class JobElement {
   private spokenAt = 0;
   private spokenStatus = '';
 
-  constructor(host: HTMLElement, private readonly source: IJobSource) {
+  constructor(host: HTMLElement, private readonly source: IJobSource, private readonly isCompact: boolean) {
+    this.charts = new Charts(this.data, (first, last) => this.askForDetail(first, last), isCompact);
     this.build();
     host.append(this.root);
     this.refresh();
@@ -164,7 +170,7 @@ class JobElement {
   /** Draw soon, but not more often than an eye can follow. */
   private schedule(): void {
     if (!this.timer) {
-      const wait = Math.max(0, DRAW_EVERY_MS - (Date.now() - this.drawnAt));
+      const wait = Math.max(0, 1000 / drawing.redrawsPerS - (Date.now() - this.drawnAt));
       this.timer = window.setTimeout(() => requestAnimationFrame(() => this.draw()), wait);
     }
   }
@@ -174,7 +180,9 @@ class JobElement {
     this.drawnAt = Date.now();
     const { snapshot } = this.data;
     this.drawFigures();
-    this.workers.draw(snapshot, this.controls.whyNot('preempt'));
+    if (!this.isCompact) {
+      this.workers.draw(snapshot, this.controls.whyNot('preempt'));
+    }
     this.events.draw(snapshot.events);
     this.charts.draw();
     this.speak();
@@ -255,7 +263,8 @@ class JobElement {
     const facts = make('div', 'etrain-facts');
     facts.append(this.where, this.note);
     const lower = make('div', 'etrain-lower');
-    lower.append(this.workers.element, this.events.element);
+    lower.append(...(this.isCompact ? [] : [this.workers.element]), this.events.element);
+    this.root.classList.toggle('etrain-compact', this.isCompact);
     this.root.append(header, this.progress, facts, this.error, this.tiles.element, this.charts.element, lower);
   }
 }

@@ -60,6 +60,11 @@ export function age(seconds: number): string {
   return s < 172800 ? `${Math.floor(s / 3600)} h` : `${Math.floor(s / 86400)} d`;
 }
 
+/** `no jobs`, `1 job`, `3 jobs`. */
+export function plural(value: number, noun: string): string {
+  return `${value ? count(value) : 'no'} ${noun}${value === 1 ? '' : 's'}`;
+}
+
 /** `812 B`, `1.5 MB`. */
 export function size(bytes: number): string {
   const units = ['B', 'kB', 'MB', 'GB', 'TB'];

@@ -1,10 +1,15 @@
-// The way to a kernel's jobs: one comm a kernel, shared by all outputs of a notebook (and later by the side panel).
+// The way to a kernel's jobs: one comm a kernel, shared by all outputs of a notebook and by the side panel.
 import { ISessionContext } from '@jupyterlab/apputils';
 import { Kernel, KernelMessage } from '@jupyterlab/services';
+import { ISignal, Signal } from '@lumino/signaling';
 import { IJobSource } from './core';
+import { IFollower, KernelJobs } from './jobs';
 import { Buffer } from './protocol';
 
 const TARGET = 'etrain.jobs';
+/** The kernel tells its jobs for as long as somebody asks; see side_panel.py. */
+const WATCH_EVERY_MS = 20000;
+const ANSWER_WITHIN_MS = 35000;
 
 interface IListener {
   jobId: string;
@@ -13,13 +18,26 @@ interface IListener {
 }
 
 /**
- * The kernel opens the comm when it shows its first job; we never open one, so a kernel without etrain sees no more
- * than one question. After a reload of the page we look for the comm that the kernel already has.
+ * The kernel opens the comm on %load_ext; we never open one, so a kernel without etrain sees no more than one
+ * question. After a reload of the page we look for the comm that the kernel already has.
  */
-export class KernelLink {
+export class KernelLink implements IFollower {
+  readonly jobs = new KernelJobs();
   private comm: Kernel.IComm | null = null;
   private kernel: Kernel.IKernelConnection | null = null;
+  private clock = 0;
   private readonly listeners = new Set<IListener>();
+  private readonly waiting = new Map<string, (level: string, text: string) => void>();
+  private readonly changes = new Signal<this, void>(this);
+
+  /** The kernel told something about its jobs, came or went. */
+  get changed(): ISignal<this, void> {
+    return this.changes;
+  }
+
+  get isUp(): boolean {
+    return this.comm !== null && !this.comm.isDisposed;
+  }
 
   async attach(kernel: Kernel.IKernelConnection | null | undefined): Promise<void> {
     if (!kernel || !kernel.handleComms || this.kernel === kernel) {
@@ -40,7 +58,12 @@ export class KernelLink {
   /** The kernel died or started anew. */
   drop(): void {
     this.comm = null;
+    window.clearInterval(this.clock);
+    this.jobs.lose();
+    this.waiting.forEach(answer => answer('error', 'The kernel is gone. Nobody knows whether that was done.'));
+    this.waiting.clear();
     this.listeners.forEach(listener => listener.onLink(false));
+    this.changes.emit();
   }
 
   /** Another kernel took the place of the one that we knew. */
@@ -53,17 +76,48 @@ export class KernelLink {
   source(jobId: string, saved: () => unknown): IJobSource {
     return {
       saved,
-      send: content => {
-        if (this.comm && !this.comm.isDisposed) {
-          this.comm.send({ ...content, job_id: jobId } as any);
-        }
-      },
+      send: content => this.send({ ...content, job_id: jobId }),
       listen: (onMessage, onLink) => {
         const listener = { jobId, onMessage, onLink };
         this.listeners.add(listener);
         return () => this.listeners.delete(listener);
       }
     };
+  }
+
+  /** Ask for something about a job (`request`) or about all of them (`session`), and be answered in words. */
+  ask(content: Record<string, unknown>): Promise<string> {
+    const view = Math.random().toString(36).slice(2);
+    return new Promise((resolve, reject) => {
+      if (!this.isUp) {
+        reject(new Error('This kernel has not loaded etrain. Run %load_ext etrain_jupyter in it.'));
+        return;
+      }
+      const late = `The kernel has not answered within ${ANSWER_WITHIN_MS / 1000} s. What was asked for may still happen.`;
+      const timer = window.setTimeout(() => this.answer(view, 'error', late), ANSWER_WITHIN_MS);
+      this.waiting.set(view, (level, text) => {
+        window.clearTimeout(timer);
+        level === 'error' ? reject(new Error(text)) : resolve(text);
+      });
+      this.send({ ...content, view });
+    });
+  }
+
+  /** Have the kernel look for other jobs and for pools now. */
+  look(): void {
+    this.send({ kind: 'session', ask: 'look' });
+  }
+
+  /** Forget the jobs of kernels that are gone. */
+  forget(): void {
+    this.jobs.lost.clear();
+    this.changes.emit();
+  }
+
+  private send(content: Record<string, unknown>): void {
+    if (this.comm && !this.comm.isDisposed) {
+      this.comm.send(content as any);
+    }
   }
 
   private adopt(comm: Kernel.IComm): void {
@@ -74,16 +128,33 @@ export class KernelLink {
       }
     };
     this.comm = comm;
+    window.clearInterval(this.clock);
+    const watch = () => this.send({ kind: 'session', ask: 'watch' });
+    this.clock = window.setInterval(watch, WATCH_EVERY_MS);
+    watch();
     this.listeners.forEach(listener => listener.onLink(true));
+    this.changes.emit();
   }
 
   private onMessage(message: KernelMessage.ICommMsgMsg): void {
     const content = message.content.data as Record<string, unknown>;
+    if (content.kind === 'session' && content.tell === 'jobs') {
+      this.jobs.take(content);
+      this.changes.emit();
+    } else if (content.kind === 'session' || content.kind === 'notice') {
+      this.answer(String(content.to), String(content.level), String(content.text ?? ''));
+    }
     this.listeners.forEach(listener => {
       if (listener.jobId === content.job_id) {
         listener.onMessage(content, message.buffers ?? []);
       }
     });
+  }
+
+  private answer(view: string, level: string, text: string): void {
+    const hear = this.waiting.get(view);
+    this.waiting.delete(view);
+    hear?.(level, text);
   }
 }
 
@@ -103,6 +174,7 @@ export function linkOf(context: ISessionContext): KernelLink {
       link.drop();
     }
   });
+  context.disposed.connect(() => link.drop());
   void link.attach(context.session?.kernel);
   return link;
 }

@@ -2,6 +2,7 @@
 import { LanguageSupport, StreamLanguage, StreamParser, StringStream } from '@codemirror/language';
 import { yaml } from '@codemirror/legacy-modes/mode/yaml';
 import { Compartment, EditorState, Extension, Prec } from '@codemirror/state';
+import { ViewPlugin } from '@codemirror/view';
 
 const MAGIC = /^\s*%%etrain\b/;
 
@@ -58,20 +59,24 @@ function headStyle(stream: StringStream, state: IState): string | null {
 
 const language = new LanguageSupport(StreamLanguage.define(parser));
 
-/** Switches the language of one editor by its first line; `text` is what the cell holds at first. */
-export function magicLanguage(text: string): Extension {
+/**
+ * Switches the language of one editor by its first line, if that is wanted; `text` is what the cell holds at first.
+ * `onChange` hears when what is wanted changes, and returns how to stop that.
+ */
+export function magicLanguage(text: string, isWanted: () => boolean, onChange: (hear: () => void) => () => void): Extension {
   const slot = new Compartment();
   const choose = (isOn: boolean): Extension => (isOn ? Prec.highest(language) : []);
-  let isOn = MAGIC.test(text);
+  let isOn = isWanted() && MAGIC.test(text);
   return [
     slot.of(choose(isOn)),
     EditorState.transactionExtender.of(transaction => {
-      const isWanted = MAGIC.test(transaction.newDoc.sliceString(0, 64));
-      if (isWanted === isOn) {
+      const isNext = isWanted() && MAGIC.test(transaction.newDoc.sliceString(0, 64));
+      if (isNext === isOn) {
         return null;
       }
-      isOn = isWanted;
+      isOn = isNext;
       return { effects: slot.reconfigure(choose(isOn)) };
-    })
+    }),
+    ViewPlugin.define(view => ({ destroy: onChange(() => view.dispatch({})) }))
   ];
 }

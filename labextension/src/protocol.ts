@@ -68,15 +68,15 @@ export interface ISnapshot {
   markers: IMarker[];
 }
 
-type Raw = Record<string, unknown>;
+export type Raw = Record<string, unknown>;
 const MAX_ITEMS = 2000;
 const MAX_TEXT = 20000;
 /** Beyond any step, second or byte that there will be, and far from where arithmetic breaks. */
 const MAX_NUMBER = 1e15;
 
-const object = (value: unknown): Raw => (value && typeof value === 'object' && !Array.isArray(value) ? (value as Raw) : {});
-const list = (value: unknown): Raw[] => (Array.isArray(value) ? value.slice(0, MAX_ITEMS).map(object) : []);
-const text = (value: unknown): string =>
+export const object = (value: unknown): Raw => (value && typeof value === 'object' && !Array.isArray(value) ? (value as Raw) : {});
+export const list = (value: unknown): Raw[] => (Array.isArray(value) ? value.slice(0, MAX_ITEMS).map(object) : []);
+export const text = (value: unknown): string =>
   (typeof value === 'string' ? value : typeof value === 'number' ? String(value) : '').slice(0, MAX_TEXT);
 
 /** A number; null where there is none. The strings NaN and Infinity stand for what JSON lacks. */
@@ -86,12 +86,12 @@ function maybe(value: unknown): number | null {
   }
   return value === 'NaN' || value === 'Infinity' || value === '-Infinity' ? Number(value) : null;
 }
-const finiteOrNull = (value: unknown): number | null => {
+export const finiteOrNull = (value: unknown): number | null => {
   const n = maybe(value);
   return n !== null && Number.isFinite(n) ? Math.min(MAX_NUMBER, Math.max(-MAX_NUMBER, n)) : null;
 };
 /** A finite number, 0 if it is not. */
-const finite = (value: unknown): number => finiteOrNull(value) ?? 0;
+export const finite = (value: unknown): number => finiteOrNull(value) ?? 0;
 
 function numbers(value: unknown): Record<string, number> {
   const out: Record<string, number> = Object.create(null);

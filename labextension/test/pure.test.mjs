@@ -1,21 +1,7 @@
 // The parts of the view that decide something; run with `jlpm test` or through tests/unit/dashboard.
 import assert from 'node:assert/strict';
-import { mkdtempSync, rmSync } from 'node:fs';
-import { tmpdir } from 'node:os';
-import { join } from 'node:path';
-import { after, test } from 'node:test';
-import { fileURLToPath } from 'node:url';
-import { build } from 'esbuild';
-
-const folder = mkdtempSync(join(tmpdir(), 'etrain-'));
-after(() => rmSync(folder, { recursive: true }));
-
-async function load(name) {
-  const outfile = join(folder, `${name}.mjs`);
-  const source = fileURLToPath(new URL(`../src/${name}.ts`, import.meta.url));
-  await build({ entryPoints: [source], bundle: true, format: 'esm', outfile, logLevel: 'error' });
-  return import(outfile);
-}
+import { test } from 'node:test';
+import { load } from './helpers.mjs';
 
 const { average, CAPACITY, Curve, roomFor, smooth, thin } = await load('columns');
 const { Axis } = await load('axis');

@@ -27,6 +27,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"subcommands"}),
     frozenset({"__init__"}),
     frozenset({"launch", "doctor", "command_line", "log_lines", "nlp", "insight"}),
+    frozenset({"surroundings"}),
     frozenset({"job", "dashboard"}),
     frozenset({"pools"}),
     frozenset({"cluster"}),

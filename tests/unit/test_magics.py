@@ -9,7 +9,9 @@ from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
 import etrain_jupyter
-from etrain_jupyter import launch
+from etrain_jupyter import launch, magics
+from etrain_jupyter.dashboard import widget
+from etrain_jupyter.dashboard.link import Link
 from etrain_jupyter.errors import JobFailedError, PoolError
 from etrain_jupyter.events.log import EventLog
 from etrain_jupyter.events.types import (
@@ -21,6 +23,7 @@ from etrain_jupyter.events.types import (
     RankTimed,
     WorkerLost,
 )
+from etrain_jupyter.job import held_jobs
 from etrain_jupyter.job.run_store import JobRecord, RunStore
 from etrain_jupyter.job.training_job import TrainingJob
 from etrain_jupyter.magics import give_empty_body
@@ -109,6 +112,71 @@ def test_load_ext_registers_and_unload_ext_removes(shell: InteractiveShell) -> N
     assert "etrain" not in shell.magics_manager.magics["cell"]
     assert "etrain" not in shell.magics_manager.magics["line"]
     assert give_empty_body not in shell.input_transformers_cleanup
+
+
+def test_loading_in_a_terminal_opens_no_way_to_a_browser(
+    shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Link()
+    monkeypatch.setattr(launch, "link", lambda: made)
+
+    etrain_jupyter.load_ipython_extension(shell)
+
+    assert made._comm is None
+
+
+@pytest.fixture
+def posted(
+    shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Link, list[dict[str, Any]]]:
+    """Load into a kernel with a front end; return its link and what the latter hears."""
+    made, heard = Link(), list[dict[str, Any]]()
+    monkeypatch.setattr(made, "open", lambda: None)
+    monkeypatch.setattr(made.panel, "_post", heard.append)
+    for module in (launch, widget):
+        monkeypatch.setattr(module, "link", lambda: made)
+    monkeypatch.setattr("etrain_jupyter.dashboard.browser.has_front_end", lambda: True)
+    for module in (launch, magics):
+        monkeypatch.setattr(module, "has_front_end", lambda: True)
+    etrain_jupyter.load_ipython_extension(shell)
+    return made, heard
+
+
+def test_the_side_panel_gets_the_template_that_the_magic_prints(
+    posted: tuple[Link, list[dict[str, Any]]], run: Run
+) -> None:
+    made, heard = posted
+    _, printed = run("%etrain template")
+
+    made.panel.receive({"ask": "template", "view": "v"})
+
+    assert heard[-1]["text"].split("\n", 1) == ["%%etrain distributed", printed.rstrip("\n") + "\n"]
+
+
+def test_a_job_attached_from_the_side_panel_is_listed_and_the_latest_stays_the_latest(
+    posted: tuple[Link, list[dict[str, Any]]], run: Run
+) -> None:
+    made, heard = posted
+    elsewhere, mine = make_job(name="elsewhere"), make_job(name="mine", created=2.0)
+    held_jobs.attach("mine")
+
+    made.panel.receive({"ask": "attach", "job_id": elsewhere.id, "view": "v"})
+    made.panel.receive({"ask": "attach", "job_id": "nobody", "view": "v"})
+
+    assert heard[0] == {"tell": "answer", "to": "v", "level": "info", "text": ""}
+    assert "no job 'nobody'" in heard[1]["text"]
+    assert list(made.panel._jobs) == [elsewhere.id]
+    assert held_jobs.attach(None).id == mine.id
+
+
+def test_a_quiet_cell_lists_its_job_and_shows_nothing(
+    posted: tuple[Link, list[dict[str, Any]]], run: Run, submitted: list[launch.Plan]
+) -> None:
+    made, _ = posted
+    run(NOTEBOOK)
+
+    assert run(f"%%etrain distributed --quiet\n{BODY}") == (True, "")
+    assert len(made.panel._jobs) == 1
 
 
 @pytest.mark.parametrize("line", ["", " --help", " -h"])

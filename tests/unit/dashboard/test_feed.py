@@ -33,15 +33,22 @@ def some_steps(script: Script, first: int, last: int) -> list[t.Event]:
     return [event for step in range(first, last + 1) for event in script.complete(step)]
 
 
-def test_a_channel_that_nobody_listens_to_is_silent() -> None:
+def test_a_channel_that_nobody_listens_to_brings_no_news() -> None:
     wire, view, script = Wire(), JobView(JOB_ID), Script()
     feed = Feed(wire.send)
 
     view.add(some_steps(script, 1, 3))
     feed.flush(view)
-    feed.say({"kind": "notice"})
 
     assert wire.messages == []
+
+
+def test_who_asks_without_a_view_is_answered_all_the_same() -> None:
+    wire = Wire()
+
+    Feed(wire.send).say({"kind": "notice", "to": "the palette"})
+
+    assert wire.messages == [{"kind": "notice", "to": "the palette", "seq": 1}]
 
 
 def test_after_a_hello_only_news_is_sent() -> None:

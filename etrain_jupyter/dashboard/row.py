@@ -1,0 +1,29 @@
+"""A job as one row of a list: its picture without the long parts, and its loss as a small curve."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from etrain_jupyter.dashboard.series import means
+from etrain_jupyter.dashboard.snapshot import JobView
+
+LEFT_OUT = frozenset({"workers", "events", "markers"})
+MAX_CURVE_POINTS = 48
+"""More than the small curve has pixels for."""
+
+
+def row_of(view: JobView) -> dict[str, Any]:
+    """Return ``snapshot`` without its lists and tracebacks, and ``loss`` as ``{x, y}``."""
+    snapshot = {key: value for key, value in view.snapshot().items() if key not in LEFT_OUT}
+    if snapshot["error"]:
+        snapshot["error"] = snapshot["error"] | {"traceback": ""}
+    curve = view.series().get("loss")
+    x, y = means(*curve, MAX_CURVE_POINTS) if curve else ((), ())
+    return {
+        "snapshot": snapshot,
+        "loss": {
+            "x": [round(float(step), 1) for step in x],
+            # JSON has no NaN: the curve has a gap there.
+            "y": [float(f"{v:.4g}") if abs(v) < float("inf") else None for v in map(float, y)],
+        },
+    }

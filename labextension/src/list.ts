@@ -1,0 +1,256 @@
+// The list of jobs: a row each, always of the same height, with what a person asks most often.
+import { make, reconcile, setText } from './dom';
+import * as format from './format';
+import { IEntry, IFollower, IMerged, IOffer, isActive, OVER } from './jobs';
+import { checkpointTrouble, ISnapshot } from './protocol';
+
+const CURVE_WIDTH = 72;
+const CURVE_HEIGHT = 22;
+const SVG = 'http://www.w3.org/2000/svg';
+
+/** A notebook that follows jobs. */
+export interface INamed extends IFollower {
+  readonly name: string;
+}
+
+export interface IListActions {
+  open(jobId: string): void;
+  select(jobId: string): void;
+  show(jobId: string): void;
+  attach(jobId: string): void;
+}
+
+/** `4 of 8`; the least where the most is not known. */
+export const workersOf = (s: ISnapshot): string => String(s.world_size) + (s.max_workers === null ? '' : ` of ${s.max_workers}`);
+
+export function statusOf(entry: IEntry<unknown>): string {
+  const { status } = entry.row.snapshot;
+  return entry.isGone && !OVER.has(status) ? `last seen ${status}` : status;
+}
+
+export class List<F extends INamed> {
+  readonly element = make('div', 'etrain-list');
+  private readonly rows = make('ul', 'etrain-rows');
+  private readonly offers = make('section', 'etrain-offers');
+  private readonly offered = make('ul', 'etrain-rows');
+  private readonly empty = make('div', 'etrain-empty');
+
+  constructor(private readonly actions: IListActions) {
+    this.rows.setAttribute('aria-label', 'jobs');
+    this.rows.onkeydown = event => this.onKey(event);
+    const title = make('h3');
+    title.textContent = 'Running elsewhere';
+    title.title = 'Jobs of the run store that no open notebook follows';
+    this.offered.setAttribute('aria-label', 'jobs that run elsewhere');
+    this.offers.append(title, this.offered);
+    this.element.append(this.empty, this.rows, this.offers);
+  }
+
+  draw({ entries, offers }: IMerged<F>, isUp: boolean, now: number): void {
+    const isEmpty = !entries.length && !offers.length;
+    this.empty.hidden = !isEmpty;
+    if (isEmpty) {
+      this.explain(isUp);
+    }
+    this.rows.hidden = !entries.length;
+    reconcile(this.rows, entries, e => e.id, e => this.row(e.id), (element, e) => this.fillRow(element, e, now));
+    this.offers.hidden = !offers.length;
+    reconcile(
+      this.offered,
+      offers,
+      o => o.other.job_id,
+      o => this.offer(o.other.job_id),
+      (element, o) => this.fillOffer(element, o)
+    );
+  }
+
+  /** Put the keyboard on a job, else on the first one. */
+  focus(jobId = ''): void {
+    const all = [...this.rows.querySelectorAll<HTMLElement>('.etrain-open')];
+    (all.find(open => open.closest('li')!.dataset.key === jobId) ?? all[0])?.focus();
+  }
+
+  private explain(isUp: boolean): void {
+    const lines = isUp
+      ? ['No job yet.', 'Begin a cell with', '%%etrain distributed', 'or take “Insert a Training Cell” from the command palette.']
+      : ['No open notebook has loaded etrain.', 'Run in one of them', '%load_ext etrain_jupyter'];
+    const kinds = ['strong', 'p', 'code', 'p'] as const;
+    const signature = lines.join('\n');
+    if (this.empty.dataset.lines !== signature) {
+      this.empty.dataset.lines = signature;
+      this.empty.replaceChildren(
+        ...lines.map((line, i) => {
+          const element = make(kinds[i]);
+          element.textContent = line;
+          return element;
+        })
+      );
+    }
+  }
+
+  private row(id: string): HTMLElement {
+    const row = make('li', 'etrain-row');
+    const head = make('div', 'etrain-row-head');
+    const open = make('button', 'etrain-open');
+    open.type = 'button';
+    open.onclick = () => this.actions.open(id);
+    open.onfocus = () => this.actions.select(id);
+    head.append(open, make('span', 'etrain-status'));
+    const progress = make('progress', 'etrain-progress');
+    progress.max = 1;
+    progress.setAttribute('aria-hidden', 'true'); // the line below says it
+    const where = make('div', 'etrain-row-line');
+    where.append(make('span', 'etrain-where'), make('span', 'etrain-left'));
+    const facts = make('div', 'etrain-row-facts');
+    facts.append(fact('loss'), fact('workers'), fact('checkpoint'), curve());
+    const foot = make('div', 'etrain-row-line etrain-row-foot');
+    const show = make('button', 'etrain-link');
+    show.type = 'button';
+    show.onclick = () => this.actions.show(id);
+    const attach = make('button', 'etrain-link etrain-attach');
+    attach.type = 'button';
+    attach.textContent = 'Attach';
+    attach.title = 'Follow this job from the current notebook’s kernel';
+    attach.onclick = () => this.actions.attach(id);
+    foot.append(show, attach);
+    row.append(head, progress, where, facts, foot);
+    return row;
+  }
+
+  private fillRow(row: HTMLElement, entry: IEntry<F>, now: number): void {
+    const s = entry.row.snapshot;
+    const part = <E extends HTMLElement>(selector: string) => row.querySelector<E>(selector)!;
+    const status = statusOf(entry);
+    row.dataset.status = entry.isGone ? 'gone' : s.status;
+    setText(part('.etrain-open'), s.name || entry.id);
+    part('.etrain-open').title = entry.id;
+    const pill = part('.etrain-status');
+    pill.dataset.status = status === s.status ? s.status : 'gone';
+    pill.title = s.reason;
+    setText(pill, status);
+    part<HTMLProgressElement>('.etrain-progress').value = s.progress ?? 0;
+    const steps = s.total_steps === null ? '' : ` of ${format.count(s.total_steps)}`;
+    const percent = s.progress === null ? '' : ` · ${Math.floor(s.progress * 100)} %`;
+    setText(part('.etrain-where'), `step ${format.count(s.step)}${steps}${percent}`);
+    setText(part('.etrain-left'), isActive(entry) && s.eta_s !== null ? `${format.clock(s.eta_s)} left` : '');
+    const trouble = checkpointTrouble(s, isActive(entry) ? now : s.updated_at);
+    setFact(part('[data-fact=loss]'), s.loss !== null && Number.isFinite(s.loss) ? format.brief(s.loss) : format.number(s.loss));
+    setFact(part('[data-fact=workers]'), workersOf(s));
+    setFact(part('[data-fact=checkpoint]'), checkpointOf(s, isActive(entry) ? now : null, trouble), trouble);
+    drawCurve(part('.etrain-spark'), entry.row.curve);
+    const names = [...new Set(entry.followers.map(follower => follower.name))];
+    const show = part('.etrain-link');
+    setText(show, `Show in ${names[0]}${names.length > 1 ? ` and ${names.length - 1} more` : ''}`);
+    show.title = names.join(', ');
+    show.setAttribute('aria-label', `Show ${s.name} in ${names[0]}`);
+    const attach = part('.etrain-attach');
+    attach.hidden = !entry.isGone || !entry.offers.length;
+    attach.setAttribute('aria-label', `Attach to ${s.name}`);
+    const about = `${s.name || entry.id}, ${status}, ${part('.etrain-where').textContent}, ${workersOf(s)} workers. Open`;
+    if (part('.etrain-open').getAttribute('aria-label') !== about) {
+      part('.etrain-open').setAttribute('aria-label', about);
+    }
+  }
+
+  private offer(id: string): HTMLElement {
+    const row = make('li', 'etrain-row etrain-offer');
+    const head = make('div', 'etrain-row-head');
+    head.append(make('strong', 'etrain-offered'), make('span', 'etrain-status'));
+    const line = make('div', 'etrain-row-line');
+    const attach = make('button', 'etrain-link');
+    attach.type = 'button';
+    attach.textContent = 'Attach';
+    attach.onclick = () => this.actions.attach(id);
+    line.append(make('span', 'etrain-where'), attach);
+    row.append(head, line);
+    return row;
+  }
+
+  private fillOffer(row: HTMLElement, { other, offers }: IOffer<F>): void {
+    const [name, pill] = [...row.querySelectorAll<HTMLElement>('.etrain-offered, .etrain-status')];
+    setText(name, other.name || other.job_id);
+    name.title = other.job_id;
+    pill.dataset.status = other.status;
+    setText(pill, other.status);
+    const steps = other.total_steps ? ` of ${format.count(other.total_steps)}` : '';
+    setText(row.querySelector('.etrain-where')!, `step ${format.count(other.step)}${steps}`);
+    const attach = row.querySelector<HTMLElement>('.etrain-link')!;
+    attach.title = `Follow it from the kernel of ${offers[0].name}`;
+    attach.setAttribute('aria-label', `Attach to ${other.name}`);
+  }
+
+  /** Up, Down, Home and End go from job to job; Tab does so, too. */
+  private onKey(event: KeyboardEvent): void {
+    const all = [...this.rows.querySelectorAll<HTMLElement>('.etrain-open')];
+    const at = all.indexOf(document.activeElement as HTMLElement);
+    const places: Record<string, number> = { ArrowDown: at + 1, ArrowUp: at - 1, Home: 0, End: all.length - 1 };
+    const place = places[event.key];
+    if (at >= 0 && place !== undefined && all[place]) {
+      all[place].focus();
+      event.preventDefault();
+    }
+  }
+}
+
+function fact(name: string): HTMLElement {
+  const element = make('span', 'etrain-fact');
+  element.dataset.fact = name;
+  const label = make('span', 'etrain-label');
+  label.textContent = name;
+  element.append(label, make('span', 'etrain-figure'));
+  return element;
+}
+
+function setFact(element: HTMLElement, figure: string, alarm = ''): void {
+  element.dataset.alarm = alarm;
+  setText(element.lastElementChild as HTMLElement, figure);
+  element.title = `${element.dataset.fact} ${figure}`;
+}
+
+/** How old the newest durable checkpoint is; its step where nobody counts the time any more. */
+function checkpointOf(s: ISnapshot, now: number | null, trouble: string): string {
+  if (!s.checkpoint) {
+    return trouble ? `${trouble}, none` : 'none yet';
+  }
+  const age = now === null ? `step ${format.count(s.checkpoint.step)}` : `${format.age(now - s.checkpoint.time)} ago`;
+  return trouble ? `${trouble}, ${age}` : age;
+}
+
+function curve(): SVGSVGElement {
+  const svg = document.createElementNS(SVG, 'svg') as SVGSVGElement;
+  svg.setAttribute('class', 'etrain-spark');
+  svg.setAttribute('viewBox', `0 0 ${CURVE_WIDTH} ${CURVE_HEIGHT}`);
+  svg.setAttribute('preserveAspectRatio', 'none');
+  svg.setAttribute('aria-hidden', 'true'); // the figure beside it says where the loss is
+  svg.append(document.createElementNS(SVG, 'path'));
+  return svg;
+}
+
+function drawCurve(svg: Element, values: (number | null)[]): void {
+  const path = curvePath(values, CURVE_WIDTH, CURVE_HEIGHT);
+  const element = svg.firstElementChild!;
+  if (element.getAttribute('d') !== path) {
+    element.setAttribute('d', path);
+  }
+}
+
+/** A small curve as an SVG path: the highest value at the top, gaps where there is no number. */
+export function curvePath(values: readonly (number | null)[], width: number, height: number): string {
+  const known = values.filter((value): value is number => value !== null);
+  const least = Math.min(...known);
+  const span = Math.max(...known) - least || 1;
+  const step = width / Math.max(1, values.length - 1);
+  let isDown = false;
+  return values
+    .map((value, i) => {
+      if (value === null) {
+        isDown = false;
+        return '';
+      }
+      const y = 1 + (height - 2) * (1 - (value - least) / span);
+      const command = `${isDown ? 'L' : 'M'}${(i * step).toFixed(1)} ${y.toFixed(1)}`;
+      isDown = true;
+      return command;
+    })
+    .join('');
+}

@@ -1,0 +1,205 @@
+// The side panel: the list of all jobs, and the small dashboard of the one that was opened.
+import { LabIcon } from '@jupyterlab/ui-components';
+import { Message } from '@lumino/messaging';
+import { Widget } from '@lumino/widgets';
+import { IMountedJob, mountJob } from './core';
+import { make, setText } from './dom';
+import * as format from './format';
+import { countsOf, IPool } from './jobs';
+import { KernelLink } from './link';
+import { List } from './list';
+import { Entry, Follower, Session } from './session';
+
+export const jobsIcon = new LabIcon({
+  name: 'etrain:jobs',
+  svgstr:
+    '<svg xmlns="http://www.w3.org/2000/svg" width="16" viewBox="0 0 24 24"><path class="jp-icon3" fill="#616161" ' +
+    'd="M3 3h2v16h16v2H3zM7 5h2c1 6 4 9 12 9v2C11 16 8 12 7 5z"/></svg>'
+});
+
+/** The rows move at most that often; a kernel tells no more, but there may be several. */
+const DRAW_EVERY_MS = 500;
+
+export interface IPanelActions {
+  show(entry: Entry): Promise<void>;
+  attach(jobId: string): Promise<void>;
+}
+
+export class JobsPanel extends Widget {
+  private readonly list: List<Follower>;
+  private readonly head = make('header', 'etrain-side-head');
+  private readonly count = make('span', 'etrain-tally');
+  private readonly spoken = make('span', 'etrain-spoken');
+  private readonly clear = make('button', 'etrain-tool');
+  private readonly pools = make('p', 'etrain-pools');
+  private readonly detail = make('div', 'etrain-detail');
+  private readonly host = make('div', 'etrain-host');
+  private readonly goTo = make('button', 'etrain-tool');
+  private opened = '';
+  private mounted: { job: IMountedJob; link: KernelLink } | null = null;
+  private drawnAt = 0;
+  private timer = 0;
+  private clock = 0;
+
+  constructor(private readonly session: Session, private readonly actions: IPanelActions) {
+    super();
+    this.id = 'etrain-jobs';
+    this.addClass('etrain-side');
+    this.title.icon = jobsIcon;
+    this.title.caption = 'etrain jobs';
+    this.node.setAttribute('role', 'region');
+    this.node.setAttribute('aria-label', 'etrain jobs');
+    this.list = new List<Follower>({
+      open: id => this.open(id),
+      select: id => session.select(id),
+      show: id => this.showInNotebook(id),
+      attach: id => void actions.attach(id)
+    });
+    this.build();
+    session.changed.connect(this.schedule, this);
+    this.schedule();
+  }
+
+  dispose(): void {
+    window.clearTimeout(this.timer);
+    window.clearInterval(this.clock);
+    this.leave();
+    super.dispose();
+  }
+
+  /** Show the small dashboard of a job. */
+  open(jobId: string): void {
+    if (this.session.find(jobId)) {
+      this.leave();
+      this.opened = jobId;
+      this.session.select(jobId);
+      this.draw();
+      this.detail.querySelector<HTMLElement>('.etrain-back')!.focus();
+    }
+  }
+
+  protected onActivateRequest(_: Message): void {
+    if (!this.node.contains(document.activeElement)) {
+      this.opened ? this.detail.querySelector<HTMLElement>('.etrain-back')!.focus() : this.list.focus(this.session.selected);
+    }
+  }
+
+  protected onAfterShow(_: Message): void {
+    this.draw();
+    this.clock = window.setInterval(() => this.schedule(), 1000); // ages grow without messages
+  }
+
+  protected onAfterHide(_: Message): void {
+    window.clearInterval(this.clock);
+  }
+
+  private schedule(): void {
+    if (!this.timer) {
+      const wait = Math.max(0, DRAW_EVERY_MS - (Date.now() - this.drawnAt));
+      this.timer = window.setTimeout(() => {
+        this.timer = 0;
+        this.draw();
+      }, wait);
+    }
+  }
+
+  private draw(): void {
+    if (!this.isVisible) {
+      return;
+    }
+    this.drawnAt = Date.now();
+    const { merged } = this.session;
+    const entry = this.session.find(this.opened);
+    if (this.opened && !entry) {
+      this.back();
+    }
+    this.drawHead();
+    this.list.element.hidden = !!entry;
+    this.detail.hidden = !entry;
+    if (entry) {
+      this.drawDetail(entry);
+    } else {
+      this.list.draw(merged, this.session.isUp, Date.now() / 1000);
+    }
+  }
+
+  private drawHead(): void {
+    const { jobs, active, workers } = countsOf(this.session.merged.entries);
+    const heard = format.plural(jobs, 'job') + (jobs ? `, ${active || 'none'} active` : '');
+    setText(this.count, heard + (active ? `, ${format.plural(workers, 'worker')}` : ''));
+    setText(this.spoken, heard); // without the workers, who come and go too often to be told aloud
+    this.clear.hidden = !this.session.hasLost || !!this.opened;
+    this.pools.hidden = !this.session.idle.length;
+    setText(this.pools, this.session.idle.map(pool => `⚠ ${describeIdle(pool, Date.now() / 1000)}`).join('\n'));
+  }
+
+  /** Another kernel may tell of the job than the one that did; then it is asked. */
+  private drawDetail(entry: Entry): void {
+    const { link } = entry.followers[0];
+    if (this.mounted?.link !== link) {
+      this.mounted?.job.unmount();
+      const saved = () => this.session.find(entry.id)?.row.saved ?? entry.row.saved;
+      this.mounted = { job: mountJob(this.host, link.source(entry.id, saved), { isCompact: true }), link };
+    }
+  }
+
+  private back(): void {
+    const id = this.opened;
+    const hadFocus = this.detail.contains(document.activeElement);
+    this.leave();
+    if (this.isVisible) {
+      this.draw();
+      hadFocus && this.list.focus(id);
+    }
+  }
+
+  private leave(): void {
+    this.mounted?.job.unmount();
+    this.mounted = null;
+    this.opened = '';
+  }
+
+  private showInNotebook(id: string): void {
+    const entry = this.session.find(id);
+    entry && void this.actions.show(entry);
+  }
+
+  private build(): void {
+    const title = make('h2');
+    title.textContent = 'etrain jobs';
+    this.spoken.setAttribute('role', 'status');
+    const look = this.button('⟳', 'Look for jobs that run elsewhere', () => this.session.look());
+    look.setAttribute('aria-label', look.title);
+    this.clear.textContent = 'Clear';
+    this.clear.type = 'button';
+    this.clear.title = 'Forget the jobs whose kernel is gone; the jobs themselves are not touched';
+    this.clear.onclick = () => this.session.forget();
+    this.head.append(title, this.spoken, this.clear, look);
+    this.goTo.type = 'button';
+    this.goTo.textContent = 'Show in Notebook';
+    this.goTo.onclick = () => this.showInNotebook(this.opened);
+    const back = this.button('‹ All jobs', 'Back to the list (Escape)', () => this.back());
+    back.classList.add('etrain-back');
+    const bar = make('div', 'etrain-detail-bar');
+    bar.append(back, this.goTo);
+    this.detail.append(bar, this.host);
+    this.detail.onkeydown = event => event.key === 'Escape' && this.back();
+    this.node.append(this.head, this.count, this.pools, this.list.element, this.detail);
+  }
+
+  private button(text: string, about: string, action: () => void): HTMLButtonElement {
+    const button = make('button', 'etrain-tool');
+    button.type = 'button';
+    button.textContent = text;
+    button.title = about;
+    button.onclick = action;
+    return button;
+  }
+}
+
+/** What an idle pool costs, and how it ends. */
+export function describeIdle(pool: IPool, now: number): string {
+  const passed = Math.max(0, now - pool.time);
+  const left = pool.ends_in_s === null ? 'until %etrain down' : `ends in ${format.age(pool.ends_in_s - passed)}`;
+  return `pool ${pool.pool} is up and idle for ${format.age(pool.idle_s + passed)}: ${format.plural(pool.workers, 'worker')}, ${left}`;
+}

@@ -1,0 +1,149 @@
+// The list of jobs: what the panel, the status bar and the palette decide from.
+import assert from 'node:assert/strict';
+import { test } from 'node:test';
+import { load } from './helpers.mjs';
+
+const { countsOf, idlePools, KernelJobs, merge, targetOf, whyNot } = await load('jobs');
+const { curvePath, statusOf } = await load('list');
+
+const row = (job_id, more = {}) => ({
+  snapshot: { job_id, name: job_id, status: 'running', step: 3, submitted_at: 1, controls: { stop: '' }, ...more },
+  loss: { x: [1, 2], y: [2, 1] }
+});
+const pool = (more = {}) => ({ pool: 'local', cluster_id: 'c', workers: 2, jobs: 0, idle_s: 300, ends_in_s: 600, time: 1000, ...more });
+
+function follower(name, ...rows) {
+  const jobs = new KernelJobs();
+  jobs.take({ whole: true, rows });
+  return { name, jobs };
+}
+
+test('a message with news changes those rows and no other', () => {
+  const { jobs } = follower('n', row('a'), row('b'));
+  jobs.take({ rows: [row('b', { step: 9 })], gone: ['a', 'x'] });
+  assert.deepEqual([...jobs.rows.keys()], ['b']);
+  assert.equal(jobs.rows.get('b').snapshot.step, 9);
+});
+
+test('a whole message replaces what was known', () => {
+  const { jobs } = follower('n', row('a'));
+  jobs.take({ whole: true, rows: [row('b')] });
+  assert.deepEqual([...jobs.rows.keys()], ['b']);
+});
+
+test('what others and pools there are holds until it is told anew', () => {
+  const { jobs } = follower('n');
+  jobs.take({ rows: [], others: [{ job_id: 'x' }], pools: [pool()] });
+  jobs.take({ rows: [row('a')] });
+  assert.equal(jobs.others.length, 1);
+  jobs.take({ rows: [], others: [], pools: [] });
+  assert.equal(jobs.others.length + jobs.pools.length, 0);
+});
+
+test('a job that two notebooks follow is listed once', () => {
+  const [a, b] = [follower('a', row('x')), follower('b', row('x'), row('y', { submitted_at: 2 }))];
+  const { entries } = merge([a, b]);
+  assert.deepEqual(entries.map(entry => [entry.id, entry.followers.map(f => f.name)]), [['y', ['b']], ['x', ['a', 'b']]]);
+});
+
+test('the newest job comes first, and equal ones keep an order', () => {
+  const { entries } = merge([follower('n', row('b'), row('a'), row('new', { submitted_at: 5 }))]);
+  assert.deepEqual(entries.map(entry => entry.id), ['new', 'a', 'b']);
+});
+
+test('jobs of a kernel that is gone are last seen, until another kernel tells of them', () => {
+  const [old, other] = [follower('old', row('x'), row('done', { status: 'finished' })), follower('other')];
+  old.jobs.lose();
+  const [done, x] = merge([old, other]).entries;
+  assert.deepEqual([statusOf(x), x.isGone, statusOf(done)], ['last seen running', true, 'finished']);
+  assert.match(whyNot(x, 'stop'), /No kernel/);
+
+  other.jobs.take({ rows: [row('x', { step: 8 })] });
+  const again = merge([old, other]).entries.find(entry => entry.id === 'x');
+  assert.deepEqual([again.isGone, again.row.snapshot.step, again.followers.map(f => f.name)], [false, 8, ['other']]);
+});
+
+test('of two kernels that are gone, the one that saw more speaks', () => {
+  const [a, b] = [follower('a', row('x', { updated_at: 5, step: 5 })), follower('b', row('x', { updated_at: 9, step: 9 }))];
+  a.jobs.lose();
+  b.jobs.lose();
+  assert.equal(merge([a, b]).entries[0].row.snapshot.step, 9);
+});
+
+test('a new kernel in the same notebook takes a lost job back', () => {
+  const { jobs } = follower('n', row('x'));
+  jobs.lose();
+  jobs.take({ whole: true, rows: [row('x')] });
+  assert.equal(jobs.lost.size, 0);
+});
+
+test('a job that runs elsewhere is offered once, and beside its row if it was lost', () => {
+  const [a, b] = [follower('a', row('x'), row('mine')), follower('b')];
+  a.jobs.lose();
+  for (const { jobs } of [a, b]) {
+    jobs.take({ rows: [], others: [{ job_id: 'x' }, { job_id: 'y', name: 'y' }] });
+  }
+  const { entries, offers } = merge([a, b]);
+  assert.deepEqual(entries.find(entry => entry.id === 'x').offers.map(f => f.name), ['a', 'b']);
+  assert.deepEqual(offers.map(offer => [offer.other.job_id, offer.offers.length]), [['y', 2]]);
+});
+
+test('commands are about the selected job if it is active, else about the only active one', () => {
+  const rows = [row('a'), row('b', { status: 'finished' })];
+  const { entries } = merge([follower('n', ...rows)]);
+  assert.equal(targetOf(entries, '').id, 'a');
+  assert.equal(targetOf(entries, 'b').id, 'a');
+  const two = merge([follower('n', ...rows, row('c'))]).entries;
+  assert.equal(targetOf(two, ''), null);
+  assert.equal(targetOf(two, 'c').id, 'c');
+  assert.equal(targetOf(two, 'b').id, 'b');
+  assert.equal(targetOf([], 'b'), null);
+});
+
+test('a request is refused in the words of the kernel, and one that it does not know is refused', () => {
+  const [entry] = merge([follower('n', row('a', { controls: { stop: '', pause: 'The job is paused.' } }))]).entries;
+  assert.equal(whyNot(entry, 'stop'), '');
+  assert.equal(whyNot(entry, 'pause'), 'The job is paused.');
+  assert.match(whyNot(entry, 'checkpoint'), /does not say/);
+  assert.match(whyNot(null, 'stop'), /Select a job/);
+});
+
+test('workers are counted of the jobs that are active', () => {
+  const rows = [row('a', { world_size: 3 }), row('b', { world_size: 2 }), row('c', { status: 'finished', world_size: 4 })];
+  assert.deepEqual(countsOf(merge([follower('n', ...rows)]).entries), { jobs: 3, active: 2, workers: 5 });
+});
+
+test('a pool that rests longer than a minute is idle, and told of once', () => {
+  const [a, b] = [follower('a'), follower('b')];
+  a.jobs.take({ pools: [pool(), pool({ cluster_id: 'd', idle_s: 5 }), pool({ cluster_id: 'e', jobs: 1 })] });
+  b.jobs.take({ pools: [pool({ time: 1010, workers: 1 })] });
+  assert.deepEqual(idlePools([a, b], []).map(p => [p.cluster_id, p.workers]), [['c', 1]]);
+});
+
+test('a pool is not called idle when a job has come since it was looked', () => {
+  const n = follower('n', row('a', { submitted_at: 1001 }));
+  n.jobs.take({ pools: [pool()] });
+  assert.deepEqual(idlePools([n], merge([n]).entries), []);
+  const before = follower('n', row('a', { submitted_at: 900 }));
+  before.jobs.take({ pools: [pool()] });
+  assert.equal(idlePools([before], merge([before]).entries).length, 1);
+});
+
+test('hostile messages break nothing', () => {
+  const { jobs } = follower('n');
+  for (const message of [null, 3, 'x', [], { rows: 3, others: 'x', pools: {} }, { rows: [null, 1, { snapshot: 4 }], gone: 7 }]) {
+    jobs.take(message);
+  }
+  jobs.take({ rows: [{ snapshot: { job_id: '__proto__', step: 1e300 }, loss: { y: ['x', null, 'NaN', 2] } }], pools: [null] });
+  const [taken, ...more] = merge([{ jobs }]).entries;
+  assert.deepEqual([taken.id, more], ['__proto__', []]);
+  assert.deepEqual(taken.row.curve, [null, null, null, 2]);
+  assert.ok(Number.isFinite(taken.row.snapshot.step));
+});
+
+test('a small curve has its highest value at the top and gaps where there is no number', () => {
+  assert.equal(curvePath([2, 1], 10, 12), 'M0.0 1.0L10.0 11.0');
+  assert.equal(curvePath([1, null, 1, 1], 30, 12), 'M0.0 11.0M20.0 11.0L30.0 11.0');
+  assert.equal(curvePath([], 10, 12), '');
+  assert.equal(curvePath([null], 10, 12), '');
+});

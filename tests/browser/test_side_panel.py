@@ -1,0 +1,314 @@
+"""The side panel, the palette and the status bar of a real JupyterLab, over scripted jobs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Locator, Page, expect
+
+from tests.browser.lab import Lab, Notebook
+from tests.browser.test_dashboard import shoot
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
+
+OpenNotebook = Callable[..., Notebook]
+
+SET_UP = """
+import os, threading, time
+os.environ.update(ETRAIN_STATE=os.path.abspath("state"), ETRAIN_RUNS=os.path.abspath("runs"))
+%load_ext etrain_jupyter
+from etrain_jupyter.dashboard.link import link
+from etrain_jupyter.dashboard.side_panel import Surroundings
+from etrain_jupyter.dashboard.widget import Dashboard
+from etrain_jupyter.events import types as t
+from tests.unit.dashboard.scripted_job import Script, play
+
+asked = []
+def start(name, *, is_shown=False, steps_per_s=100):
+    script = Script(40_000, time.time(), f"{name}-7f3a")
+    is_over = threading.Event()
+    def bring(events):
+        if not is_over.is_set():
+            board.add_events(events)
+    def on_request(request, args):
+        asked.append((name, request, args))
+        if request == "stop":
+            is_over.set()
+            board.add_events([script.make(t.JobStatusChanged, status="stopped")])
+        return f"{name} was asked to {request}"
+    board = Dashboard(job_id=script.job_id, on_request=on_request)
+    board.show() if is_shown else board.follow()
+    threading.Thread(
+        target=play, args=(script, bring), kwargs={"steps_per_s": steps_per_s}, daemon=True
+    ).start()
+    return board
+"""
+THREE = "start('digits', is_shown=True); start('squad'); start('albert-large');"
+SURROUNDED = """
+evil = "<img src=x onerror='window.hacked = 1'>"
+def attach(job_id):
+    if job_id == "lost-7f3a":
+        raise RuntimeError("its cluster has ended")
+    start(job_id.rpartition("-")[0])
+    return ""
+link().panel.serve(
+    look=lambda job_ids, is_asked: Surroundings(
+        others=tuple(
+            {"job_id": f"{name}-7f3a", "name": name, "status": "running", "step": 40,
+             "total_steps": 900, "world_size": 2}
+            for name in ("elsewhere", "lost", evil)
+            if f"{name}-7f3a" not in job_ids
+        ),
+        pools=({"pool": "local", "cluster_id": "c", "workers": 2, "jobs": 0, "idle_s": 400.0,
+                "ends_in_s": 500.0, "time": time.time()},),
+    ),
+    attach=attach,
+    template=lambda: "%%etrain distributed\\nmodel: Net()",
+)
+"""
+
+
+def show_panel(page: Page) -> Locator:
+    """Open the side panel by its command."""
+    page.evaluate("() => window.jupyterapp.commands.execute('etrain:show-jobs')")
+    panel = page.locator("#etrain-jobs")
+    expect(panel).to_be_visible()
+    return panel
+
+
+def row(panel: Locator, job_id: str) -> Locator:
+    return panel.locator(f".etrain-row[data-key='{job_id}']")
+
+
+def wait_for_rows_to_move(page: Page, job_ids: list[str]) -> None:
+    """Wait until the step of each of these rows has grown."""
+    page.evaluate("() => { window.etrainSteps = {}; }")
+    page.wait_for_function(
+        """ids => ids.every(id => {
+            const row = document.querySelector(`.etrain-row[data-key='${id}']`);
+            const text = row?.querySelector('.etrain-where').textContent ?? '';
+            window.etrainSteps[id] ??= text;
+            return text && text !== window.etrainSteps[id];
+        })""",
+        arg=job_ids,
+        timeout=60_000,
+    )
+
+
+def is_enabled(page: Page, command: str) -> bool:
+    return bool(page.evaluate("command => window.jupyterapp.commands.isEnabled(command)", command))
+
+
+def source_of_active_cell(page: Page) -> str:
+    return str(
+        page.evaluate(
+            """() => window.jupyterapp.shell.currentWidget.content.activeCell
+                .model.sharedModel.getSource()"""
+        )
+    )
+
+
+PATIENCE_MS = 30_000
+JOBS = ["digits-7f3a", "squad-7f3a", "albert-large-7f3a"]
+
+
+def test_three_jobs_are_listed_live_after_a_reload_and_as_last_seen_after_a_restart(
+    open_notebook: OpenNotebook, page: Page
+) -> None:
+    notebook = open_notebook("panel.ipynb", SET_UP, THREE)
+    panel = show_panel(page)
+    expect(panel.locator(".etrain-empty")).to_contain_text("%load_ext etrain_jupyter")
+    shoot(page, "panel-not-loaded")
+    notebook.run(0)
+    expect(panel.locator(".etrain-empty")).to_contain_text("%%etrain distributed")
+    shoot(page, "panel-empty")
+
+    notebook.run(1)
+    expect(panel.locator(".etrain-row")).to_have_count(3)
+    heights = [panel.locator(".etrain-row").nth(i).bounding_box() for i in range(3)]
+    wait_for_rows_to_move(page, JOBS)
+    expect(panel.locator(".etrain-tally")).to_contain_text("3 jobs, 3 active")
+    assert [panel.locator(".etrain-row").nth(i).bounding_box() for i in range(3)] == heights
+    shoot(page, "panel-light")
+    if folder := os.environ.get("ETRAIN_SHOTS"):
+        panel.screenshot(path=Path(folder) / "side-panel.png")
+    notebook.set_theme("JupyterLab Dark")
+    shoot(page, "panel-dark")
+    notebook.set_theme("JupyterLab Light")
+    notebook.save()
+
+    notebook.open(new_kernel=False)
+    panel = show_panel(page)
+    wait_for_rows_to_move(page, JOBS)
+
+    notebook.restart_kernel()
+    for job_id in JOBS:
+        expect(row(panel, job_id).locator(".etrain-status")).to_have_text("last seen running")
+    expect(panel.locator(".etrain-tally")).to_contain_text("3 jobs, none active")
+    assert not is_enabled(page, "etrain:stop-job")
+    shoot(page, "panel-kernel-gone")
+    notebook.run(0)
+    notebook.run(1)
+    wait_for_rows_to_move(page, JOBS)
+    expect(panel.locator(".etrain-row")).to_have_count(3)
+
+
+def test_a_job_is_opened_stopped_and_found_in_its_notebook_from_the_panel(
+    open_notebook: OpenNotebook, page: Page
+) -> None:
+    cells = [SET_UP, "1 + 1", THREE, "2 + 2", "print(asked)"]
+    notebook = open_notebook("opened.ipynb", *cells)
+    for cell in (0, 2):
+        notebook.run(cell)
+    panel = show_panel(page)
+    expect(panel.locator(".etrain-row")).to_have_count(3)
+
+    # By the keyboard alone: the newest is on top, the one below it is opened, Escape goes back.
+    panel.locator(".etrain-open").first.focus()
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("Enter")
+    job = panel.locator(".etrain-job")
+    expect(job).to_have_attribute("data-phase", "live")
+    expect(job).to_have_attribute("data-job-id", "squad-7f3a")
+    expect(job.locator("canvas")).to_have_count(3)
+    shoot(page, "panel-opened")
+    page.keyboard.press("Escape")
+    expect(row(panel, "squad-7f3a").locator(".etrain-open")).to_be_focused()
+
+    row(panel, "digits-7f3a").click(position={"x": 60, "y": 60})  # anywhere in the row
+    expect(job).to_have_attribute("data-job-id", "digits-7f3a")
+    job.locator(".etrain-stop").click()
+    shoot(page, "panel-asks")
+    job.get_by_role("button", name="Stop with a checkpoint").click()
+    expect(job.locator(".etrain-answer")).to_have_text("digits was asked to stop")
+    expect(job).to_have_attribute("data-status", "stopped")
+    panel.get_by_role("button", name="All jobs").click()
+    expect(row(panel, "digits-7f3a").locator(".etrain-status")).to_have_text("stopped")
+    expect(row(panel, "squad-7f3a").locator(".etrain-status")).to_have_text("running")
+
+    row(panel, "digits-7f3a").get_by_role("button", name="Show digits in opened.ipynb").click()
+    page.wait_for_function(
+        "() => window.jupyterapp.shell.currentWidget.content.activeCellIndex === 2"
+    )
+    notebook.run(4)
+    assert notebook.output(4).inner_text().strip() == "[('digits', 'stop', {})]"
+
+
+def test_the_palette_is_about_the_job_that_is_meant(
+    open_notebook: OpenNotebook, page: Page
+) -> None:
+    one = "start('digits', is_shown=True);"
+    notebook = open_notebook("palette.ipynb", SET_UP, one, "start('squad');", "print(asked)")
+    page.evaluate("() => window.jupyterapp.commands.execute('etrain:insert-training-cell')")
+    page.wait_for_function(
+        """() => window.jupyterapp.shell.currentWidget.content.activeCell
+            .model.sharedModel.getSource().startsWith('%%etrain distributed')"""
+    )
+    assert "\nmodel: " in source_of_active_cell(page), "it came from a kernel without our magics"
+    assert not is_enabled(page, "etrain:pause-job")
+    expect(page.locator(".jp-Notebook .jp-CodeCell")).to_have_count(6)
+
+    notebook.run(0)
+    notebook.run(3)
+    page.wait_for_function("() => window.jupyterapp.commands.isEnabled('etrain:pause-job')")
+    label = page.evaluate("() => window.jupyterapp.commands.label('etrain:pause-job')")
+    assert label == "Pause digits"
+    assert not is_enabled(page, "etrain:resume-job")
+    page.evaluate("() => window.jupyterapp.commands.execute('etrain:pause-job')")
+    expect(page.get_by_text("digits was asked to pause")).to_be_visible()
+
+    notebook.run(4)
+    page.wait_for_function("() => !window.jupyterapp.commands.isEnabled('etrain:stop-job')")
+    panel = show_panel(page)
+    row(panel, "squad-7f3a").locator(".etrain-open").focus()
+    page.evaluate("() => { window.jupyterapp.commands.execute('etrain:stop-job'); }")
+    dialog = page.get_by_role("dialog")
+    expect(dialog).to_contain_text("Stop squad?")
+    shoot(page, "palette-stop")
+    dialog.get_by_role("button", name="Cancel").click()
+    page.evaluate("() => { window.jupyterapp.commands.execute('etrain:stop-job'); }")
+    page.get_by_role("dialog").get_by_role("button", name="Stop Now").click()
+    expect(row(panel, "squad-7f3a").locator(".etrain-status")).to_have_text("stopped")
+
+    notebook.run(5)
+    shown = notebook.output(5).inner_text().strip()
+    assert shown == "[('digits', 'pause', {}), ('squad', 'stop', {'now': True})]"
+    page.evaluate("() => window.jupyterapp.commands.execute('etrain:run-doctor')")
+    expect(page.locator(".jp-Notebook")).to_contain_text("etrain-jupyter 0.1.0, Python")
+
+
+def set_setting(page: Page, key: str, value: Any) -> None:
+    """Change a setting as the settings editor does."""
+    page.evaluate(
+        """([key, value]) => window.jupyterapp.pluginRegistry._plugins
+            .get('@jupyterlab/apputils-extension:settings').service
+            .set('etrain-jupyter:settings', key, value)""",
+        [key, value],
+    )
+
+
+def test_jobs_elsewhere_are_offered_idle_pools_warned_of_and_names_are_only_text(
+    lab: Lab, open_notebook: OpenNotebook, page: Page
+) -> None:
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    lab.write_notebook("other.ipynb", SET_UP, "start('elsewhere');")
+    yaml = "%%etrain distributed\nmodel: Net()  # comment"
+    notebook = open_notebook("around.ipynb", SET_UP + SURROUNDED, "start(evil);", yaml)
+    notebook.run(0)
+    panel = show_panel(page)
+    panel.get_by_role("button", name="Look for jobs").click()
+    expect(panel.locator(".etrain-offer")).to_have_count(3, timeout=PATIENCE_MS)
+    expect(panel.locator(".etrain-pools")).to_contain_text("idle for 6 min: 2 workers, ends in 8")
+    bar = page.locator(".etrain-statusbar")
+    expect(bar).to_have_text("etrain: no job runs · ⚠ pool local idle")
+    shoot(page, "panel-around")
+
+    row(panel, "lost-7f3a").get_by_role("button", name="Attach").click()
+    expect(page.get_by_text("its cluster has ended")).to_be_visible()
+    row(panel, "elsewhere-7f3a").get_by_role("button", name="Attach").click()
+    expect(row(panel, "elsewhere-7f3a").locator(".etrain-open")).to_be_visible()
+    expect(bar).to_contain_text("etrain: 1 job, ")
+
+    # Another kernel follows the same job: one row, and both notebooks are named.
+    page.evaluate(
+        "() => window.jupyterapp.commands.execute('docmanager:open', {path: 'other.ipynb'})"
+    )
+    second = Notebook(lab, page, "other.ipynb")
+    page.wait_for_function(
+        "() => window.jupyterapp.shell.currentWidget?.title.label === 'other.ipynb'"
+    )
+    second.wait_until_idle()
+    second.run(0)
+    second.run(1)
+    shared = row(panel, "elsewhere-7f3a")
+    expect(shared.locator(".etrain-link").first).to_contain_text("and 1 more")
+    expect(shared).to_have_count(1)
+
+    page.evaluate(
+        "() => window.jupyterapp.commands.execute('docmanager:open', {path: 'around.ipynb'})"
+    )
+    notebook.run(1)
+    hostile = panel.locator(".etrain-row").filter(has_text="<img src=x").first
+    expect(hostile.locator(".etrain-open")).to_be_visible()
+    hostile.click(position={"x": 60, "y": 60})
+    expect(panel.locator(".etrain-job")).to_have_attribute("data-phase", "live")
+    shoot(page, "panel-hostile")
+    assert page.evaluate("() => window.hacked === undefined")
+    assert panel.locator("img, script").count() == 0
+
+    # Settings are heard at once.
+    comment = notebook.page.locator(".jp-Notebook:visible .jp-CodeCell").nth(2)
+    expect(comment.locator(".cm-line span", has_text="# comment")).to_have_count(1)
+    set_setting(page, "highlight", False)
+    expect(comment.locator(".cm-line span", has_text="model")).to_have_count(0)
+    slider = panel.locator(".etrain-smoothing input")
+    set_setting(page, "smoothing", 0.5)
+    expect(slider).to_have_value("0.5")
+    set_setting(page, "statusBar", False)
+    expect(bar).not_to_be_visible()
+    assert errors == []
