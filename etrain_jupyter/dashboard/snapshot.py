@@ -136,10 +136,13 @@ class JobView:
             self._series[f"metrics.{name}"].extend(steps, column)
         self._take(run.last)
 
-    def snapshot(self) -> dict[str, Any]:
+    def snapshot(self, *, has_lists: bool = True) -> dict[str, Any]:
         """Return the picture as JSON-able data.
 
         Numbers that JSON lacks are strings that JavaScript reads: ``NaN``, ``Infinity``.
+
+        Args:
+            has_lists: Whether ``events`` and ``markers`` are in it: see ``lists_version``.
         """
         facts = self._facts
         ended = facts["updated_at"] if facts["ended_at"] is None else facts["ended_at"]
@@ -155,9 +158,9 @@ class JobView:
             ),
             "controls": controls_of(self.status, num_training=self._workers.num_training()),
             "workers": self._workers.to_list(self._num_steps),
-            "events": self._entries.to_list(),
-            "markers": self._markers.to_list(),
         }
+        if has_lists:
+            picture |= {"events": self._entries.to_list(), "markers": self._markers.to_list()}
         return {key: json_able(value) for key, value in picture.items()}
 
     def series(self) -> dict[str, tuple[Floats, SmallFloats]]:

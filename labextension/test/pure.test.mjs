@@ -113,9 +113,28 @@ test('a start addressed to another view is passed over', () => {
 
 test('lists that did not change are not sent again and stay', () => {
   const data = new JobData('me');
-  data.take(update(1, { reset: true, snapshot: { events: [{ text: 'hello' }] } }), []);
+  data.take(update(1, { reset: true, snapshot: { events: [{ id: 1, text: 'hello' }] } }), []);
   data.take(update(2), []);
   assert.equal(data.snapshot.events[0].text, 'hello');
+});
+
+test('of lists only what changed in their rows is sent', () => {
+  const data = new JobData('me');
+  const workers = ['a', 'b', 'c'].map(worker => ({ worker, state: 'training', steps: 1 }));
+  const events = [1, 2, 3].map(id => ({ id, text: `event ${id}` }));
+  data.take(update(1, { reset: true, snapshot: { workers, events } }), []);
+  const lists = {
+    workers: { rows: [{ worker: 'a', steps: 2 }, { worker: 'b', state: 'lost' }, { worker: 'd', steps: 7 }], order: ['d', 'a', 'b'] },
+    events: { rows: [{ id: 3, text: 'amended' }, { id: 4, text: 'new' }], gone: [1] }
+  };
+  data.take(update(2, { lists }), []);
+  assert.deepEqual(
+    data.snapshot.workers.map(w => [w.worker, w.state, w.steps]),
+    [['d', '', 7], ['a', 'training', 2], ['b', 'lost', 1]]
+  );
+  assert.deepEqual(data.snapshot.events.map(e => e.text), ['event 2', 'amended', 'new']);
+  data.take(update(3, { lists: { events: 'x', workers: { rows: [null, { worker: { toString: 1, valueOf: 1 } }], order: { a: 1 } }, markers: [] } }), []);
+  assert.equal(data.snapshot.events.length, 3);
 });
 
 test('hostile payloads become harmless snapshots', () => {

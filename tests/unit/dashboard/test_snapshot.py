@@ -222,7 +222,8 @@ def test_a_silent_scheduler_is_the_reason_and_changes_nothing_else() -> None:
         "paused",
         "its scheduler cannot be reached, asking again",
     )
-    assert silent["events"][-1] | {"time": 0} == {
+    assert silent["events"][-1] | {"time": 0, "id": 0} == {
+        "id": 0,
         "seq": 0,
         "time": 0,
         "kind": "JobStatusChanged",
