@@ -77,7 +77,7 @@ def resume(job: TrainingJob, plan: Plan, *, is_forced: bool = False) -> str:
 def show(job: TrainingJob) -> None:
     """Display a job's dashboard, the same one in every cell that asks for it."""
     if job.screen is None:
-        screen = Dashboard(job_id=job.id, on_request=lambda name, args: job.request(name, **args))
+        screen = Dashboard(job_id=job.id, on_request=job.obey)
         # The first picture should have the history in it, but a slow disk must not hold it up.
         job.subscribe(screen.add_events).wait(2.0)
         job.screen = screen

@@ -2,6 +2,7 @@
 import uPlot from 'uplot';
 import { Axis, Unit, UNITS } from './axis';
 import { Chart, IChartSpec, IShared } from './chart';
+import { keepChoices, readChoices } from './choices';
 import { make, setText } from './dom';
 import { key } from './marks';
 import { ISnapshot, JobData } from './protocol';
@@ -33,6 +34,7 @@ export class Charts {
   private readonly units = new Map<Unit, HTMLInputElement>();
   private readonly axis: Axis;
   private readonly shared: IShared;
+  private readonly choices = readChoices();
   private charts: Chart[] = [];
   private signature = '';
   private asked = '';
@@ -46,7 +48,9 @@ export class Charts {
       data,
       axis: this.axis,
       sync: uPlot.sync(`etrain-${group}`),
-      weight: FIRST_WEIGHT,
+      weight: this.choices.weight ?? FIRST_WEIGHT,
+      isLog: this.choices.isLog,
+      onLog: () => keepChoices(this.choices),
       onZoom: range => this.zoom(range),
       onCursor: value => setText(this.place, value === null ? '' : this.axis.describe(value))
     };
@@ -59,7 +63,7 @@ export class Charts {
       return; // JupyterLab renders outputs before it attaches them; the resize observer draws then
     }
     this.arrange();
-    this.units.forEach((input, unit) => (input.disabled = !this.axis.has(unit)));
+    this.useUnit();
     this.reset.disabled = !this.axis.zoom;
     this.charts.forEach(chart => chart.draw());
     this.askForDetail();
@@ -79,6 +83,18 @@ export class Charts {
     window.clearTimeout(this.timer);
     this.charts.forEach(chart => chart.destroy());
     this.charts = [];
+  }
+
+  /** The chosen unit; steps where this job does not tell it. */
+  private useUnit(): void {
+    const unit = this.choices.unit && this.axis.has(this.choices.unit) ? this.choices.unit : 'step';
+    if (unit !== this.axis.unit) {
+      this.axis.use(unit);
+    }
+    this.units.forEach((input, one) => {
+      input.disabled = !this.axis.has(one);
+      input.checked = one === unit;
+    });
   }
 
   private zoom(range: [number, number] | null): void {
@@ -130,7 +146,8 @@ export class Charts {
       input.value = unit;
       input.checked = unit === 'step';
       input.onchange = () => {
-        this.axis.use(unit);
+        this.choices.unit = unit;
+        keepChoices(this.choices);
         this.draw();
       };
       this.units.set(unit, input);
@@ -145,10 +162,11 @@ export class Charts {
     const label = make('label', 'etrain-smoothing');
     const slider = make('input');
     const shown = make('output');
-    Object.assign(slider, { type: 'range', min: '0', max: '0.99', step: '0.01', value: String(FIRST_WEIGHT) });
+    Object.assign(slider, { type: 'range', min: '0', max: '0.99', step: '0.01', value: String(this.shared.weight) });
     const show = () => setText(shown, this.shared.weight ? this.shared.weight.toFixed(2) : 'off');
     slider.oninput = () => {
-      this.shared.weight = Number(slider.value);
+      this.shared.weight = this.choices.weight = Number(slider.value);
+      keepChoices(this.choices);
       show();
       this.draw();
     };
