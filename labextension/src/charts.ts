@@ -38,6 +38,7 @@ export class Charts {
   private charts: Chart[] = [];
   private signature = '';
   private asked = '';
+  private drawnIn = '';
   private timer = 0;
 
   /** `onZoom` hears of the steps that somebody wants to see in detail. */
@@ -63,10 +64,18 @@ export class Charts {
       return; // JupyterLab renders outputs before it attaches them; the resize observer draws then
     }
     this.arrange();
+    this.drawnIn = this.colours();
     this.useUnit();
     this.reset.disabled = !this.axis.zoom;
     this.charts.forEach(chart => chart.draw());
     this.askForDetail();
+  }
+
+  /** Draw anew if the theme has other colours now: a canvas does not notice, and a theme may arrive in pieces. */
+  recolour(): void {
+    if (this.grid.clientWidth && this.colours() !== this.drawnIn) {
+      this.draw();
+    }
   }
 
   resize(): void {
@@ -110,6 +119,11 @@ export class Charts {
       window.clearTimeout(this.timer);
       this.timer = window.setTimeout(() => this.onZoom(first, last), ASK_AFTER_MS);
     }
+  }
+
+  private colours(): string {
+    const style = getComputedStyle(this.element);
+    return ['--etrain-train', '--etrain-faint', '--etrain-grid'].map(name => style.getPropertyValue(name)).join();
   }
 
   private arrange(): void {

@@ -164,6 +164,7 @@ class JobElement {
     if (this.phase === 'live' && !this.isOver) {
       this.drawFigures(); // ages grow without messages
     }
+    this.charts.recolour();
     this.speak();
   }
 

@@ -144,6 +144,23 @@ def test_smoothing_and_log_scale_change_what_is_drawn(view: View, script: Script
     assert len({smooth, raw, canvas.evaluate(read)}) == 3
 
 
+def test_charts_take_the_colours_of_a_theme_that_arrives_late(view: View, script: Script) -> None:
+    view.add(until(script, 300))
+    canvas = view.root.locator(".etrain-chart canvas").first
+    before = canvas.evaluate("canvas => canvas.toDataURL()")
+
+    # JupyterLab sets its attributes at one time, and the style sheet of the theme comes at another.
+    view.page.evaluate("() => document.body.style.setProperty('--jp-ui-font-color2', '#ff0000')")
+
+    canvas.evaluate(
+        """(canvas, before) => new Promise(done => {
+            const look = () => canvas.toDataURL() === before ? setTimeout(look, 50) : done();
+            look();
+        })""",
+        before,
+    )
+
+
 def test_what_happened_is_named_on_hover_and_for_a_keyboard(view: View, script: Script) -> None:
     view.add(until(script, 300))
     marks = view.root.locator(".etrain-marks button")
