@@ -1,6 +1,7 @@
 // What comes from the kernel or from a saved notebook. Both are treated as hostile: every field is checked and
 // coerced here, once, so that the drawing code can trust it. See etrain_jupyter/dashboard/feed.py for the messages.
 import { Curve } from './columns';
+import { LISTS, patched } from './lists';
 
 export interface IWorker {
   worker: string;
@@ -78,6 +79,8 @@ export const object = (value: unknown): Raw => (value && typeof value === 'objec
 export const list = (value: unknown): Raw[] => (Array.isArray(value) ? value.slice(0, MAX_ITEMS).map(object) : []);
 export const text = (value: unknown): string =>
   (typeof value === 'string' ? value : typeof value === 'number' ? String(value) : '').slice(0, MAX_TEXT);
+
+const texted = (value: unknown): string[] => (Array.isArray(value) ? value.slice(0, MAX_ITEMS).map(text) : []);
 
 /** A number; null where there is none. The strings NaN and Infinity stand for what JSON lacks. */
 function maybe(value: unknown): number | null {
@@ -194,6 +197,9 @@ export function asSnapshot(value: unknown): ISnapshot {
     }))
   };
 }
+
+/** When the newest event of a saved picture happened. */
+export const savedAt = (saved: unknown): number => finite(object(object(saved).snapshot).updated_at);
 
 export type Buffer = ArrayBuffer | ArrayBufferView;
 
@@ -334,6 +340,13 @@ export class JobData {
       this.rawSnapshot = {};
     }
     this.rawSnapshot = { ...this.rawSnapshot, ...object(message.snapshot) };
+    for (const [name, key] of LISTS) {
+      const { rows, gone, order } = object(object(message.lists)[name]);
+      if (rows || gone || order) {
+        const patch = { rows: list(rows), gone: texted(gone), order: texted(order) };
+        this.rawSnapshot[name] = patched(list(this.rawSnapshot[name]), key, patch);
+      }
+    }
     this.snapshot = asSnapshot(this.rawSnapshot);
     this.curves.take(list(message.blocks), buffers);
     if (this.detail && this.detail.last >= this.snapshot.step) {
