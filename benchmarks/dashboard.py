@@ -38,9 +38,14 @@ TIME_UPDATES = """
         bring(content, buffers);
         took += performance.now() - began;
     };
+    const job = document.querySelector('.etrain-job');
     window.requestAnimationFrame = draw => frame(now => {
         const began = performance.now();
+        const step = job.dataset.step;
         draw(now);
+        if (job.dataset.step === step) {
+            return;
+        }
         const channel = new MessageChannel();
         channel.port1.onmessage = () => {
             window.costs.push(took + performance.now() - began);
@@ -115,7 +120,7 @@ def long_job(num_steps: int) -> dict[str, float]:
     from tests.browser.lab import Notebook
 
     record = open_runs().create({"name": "long", "created": time.time(), "config": {}})
-    log.write(record.log_path, num_steps)
+    log.write(record.log_path, num_steps, job_id=record.job_id)
     with browsing.open_lab() as lab, browsing.open_page() as page:
         lab.write_notebook("long.ipynb", "%load_ext etrain_jupyter", "%etrain show long")
         notebook = Notebook(lab, page, "long.ipynb").open()

@@ -107,7 +107,8 @@ def to_a_kernel(committed: dict[int, float], arrived: dict[int, float]) -> dict[
     """Return how much of the way is over when a kernel has the step."""
     # The first batch is the history.
     first = min(arrived.values())
-    found = [1e3 * (at - committed[step]) for step, at in arrived.items() if at > first]
+    known = {step: at for step, at in arrived.items() if at > first and step in committed}
+    found = [1e3 * (at - committed[step]) for step, at in known.items()]
     return {"p50_ms": statistics.median(found), "p95_ms": report.percentile(found, 0.95)}
 
 
@@ -148,7 +149,7 @@ def delays(committed: dict[int, float], painted: list[tuple[int, float]]) -> dic
 
 def table_of(result: dict[str, Any]) -> str:
     """Return the table for the reader."""
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (name, f"{f['p50_ms']:.0f}", f"{f['p95_ms']:.0f}", str(f["steps"]), f"{f['load']:.1f}")
         for name, f in result["conditions"].items()
     ]

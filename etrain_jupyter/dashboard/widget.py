@@ -15,7 +15,7 @@ from etrain_jupyter.dashboard.feed import Feed, thin_all
 from etrain_jupyter.dashboard.html import render_html, render_text
 from etrain_jupyter.dashboard.link import link
 from etrain_jupyter.dashboard.row import row_of
-from etrain_jupyter.dashboard.series import Floats
+from etrain_jupyter.dashboard.series import Floats, SmallFloats
 from etrain_jupyter.dashboard.snapshot import JobView
 from etrain_jupyter.dashboard.undone import UNDONE
 from etrain_jupyter.events.types import Event
@@ -161,7 +161,7 @@ class Dashboard:
             "version": 1,
             "snapshot": snapshot | {"events": snapshot["events"][-MAX_SAVED_EVENTS:]},
             "series": {
-                name: {"x": _whole(x), "y": [_short(value) for value in y.tolist()]}
+                name: {"x": _written(x, "{:.9g}"), "y": _written(y, "{:.5g}")}
                 for name, (x, y) in thin_all(dict(kept), share).items()
             },
         }
@@ -300,11 +300,10 @@ class Dashboard:
             feed.say(notice | {"level": level, "text": answer if isinstance(answer, str) else ""})
 
 
-def _short(value: float) -> float | None:
-    """Five significant digits are enough for a chart; JSON has no NaN."""
-    return float(f"{value:.5g}") if abs(value) < float("inf") else None
+def _written(numbers: Floats | SmallFloats, digits: str) -> str:
+    """Return numbers as one text: in a list, JupyterLab gives each a line of its own.
 
-
-def _whole(x: Floats) -> list[float]:
-    """Steps are whole numbers; means of them, and seconds, need not be exact."""
-    return [int(value) if value == int(value) else round(value, 2) for value in x.tolist()]
+    Five significant digits are enough for a chart; steps are whole, and means of them need not be
+    exact.
+    """
+    return " ".join(map(digits.format, numbers.tolist()))

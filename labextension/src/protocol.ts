@@ -258,10 +258,11 @@ class Curves {
     const entries = Object.entries(series).slice(0, 50);
     const names = new Set(entries.map(([name]) => name));
     for (const [name, value] of entries) {
-      const { x, y } = object(value);
-      if (Array.isArray(x) && Array.isArray(y) && x.length === y.length) {
-        const rising = rowsThatRise(x.slice(0, MAX_SAVED).map(finite));
-        this.add(name, rising.map(i => finite(x[i])), rising.map(i => (typeof y[i] === 'number' ? y[i] : NaN)), names);
+      const x = written(object(value).x).map(finite);
+      const y = written(object(value).y);
+      if (x.length === y.length) {
+        const rising = rowsThatRise(x);
+        this.add(name, rising.map(i => x[i]), rising.map(i => y[i]), names);
       }
     }
   }
@@ -275,6 +276,9 @@ class Curves {
 }
 
 const MAX_SAVED = 20000;
+
+/** Numbers of a saved curve: one text, since in a list JupyterLab gives each a line of its own. */
+const written = (value: unknown): number[] => (typeof value === 'string' && value ? value.split(' ', MAX_SAVED).map(Number) : []);
 
 function rowsThatRise(x: number[]): number[] {
   let highest = -Infinity;

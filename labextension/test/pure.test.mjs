@@ -135,7 +135,7 @@ test('hostile payloads become harmless snapshots', () => {
   assert.equal(odd.progress, 1);
   assert.equal(odd.metrics.b, -Infinity);
   assert.equal(odd.metrics.a, undefined);
-  new JobData('me').load({ series: { loss: { x: [1, 'two'], y: [null, {}] }, bad: { x: 1 } } });
+  new JobData('me').load({ series: { loss: { x: [1, 'two'], y: [null, {}] }, bad: { x: 1 }, odd: { x: '1 two  -', y: 'nan {} ∞ 1e999' } } });
 });
 
 test('a buffer of the wrong size is left out', () => {
@@ -207,7 +207,10 @@ function dataOf(steps, elapsed, snapshot = {}) {
   const data = new JobData('me');
   data.load({
     snapshot: { status: 'running', step: steps[steps.length - 1], started_at: 100, updated_at: 100, ...snapshot },
-    series: { elapsed_s: { x: steps, y: elapsed }, samples: { x: steps, y: steps.map(step => step * 64) } }
+    series: {
+      elapsed_s: { x: steps.join(' '), y: elapsed.join(' ') },
+      samples: { x: steps.join(' '), y: steps.map(step => step * 64).join(' ') }
+    }
   });
   return data;
 }
@@ -282,6 +285,15 @@ test('means are taken over equal stretches of the axis, and of gaps there is non
   const [x, y] = average(curveOf([1, 3, 5, 7, NaN, NaN, 2, 4]), -Infinity, Infinity, 4);
   assert.deepEqual([x, y], [[0.5, 2.5, 4.5, 6.5], [2, 6, null, 3]]);
   assert.deepEqual(average(curveOf([1, 3, 5]), 0.5, 1.5, 9), [[0, 1, 2], [1, 3, 5]]);
+});
+
+test('a saved curve is read from its text, without points that go backwards', () => {
+  const data = new JobData('me');
+  data.load({ series: { loss: { x: '1 2.5 2 7', y: '0.5 nan 3 1e-05' }, short: { x: '1 2', y: '1' } } });
+  assert.deepEqual([...data.curves.get('loss').x.view()], [1, 2.5, 7]);
+  const [first, gap, last] = data.curves.get('loss').y.view();
+  assert.ok(first === 0.5 && Number.isNaN(gap) && Math.abs(last - 1e-5) < 1e-9);
+  assert.equal(data.curves.get('short'), undefined);
 });
 
 test('how a person likes the charts is kept', () => {

@@ -284,7 +284,7 @@ for payload in [
                   "events": [event, "x"], "markers": [{"step": 3, "text": evil, "kind": evil}],
                   "loss": "NaN", "metrics": {evil: "Infinity", "__proto__": 3}, "step": -5,
                   "charts": {"metrics": [evil]}, "error": {"traceback": evil}},
-     "series": {"loss": {"x": [1, "a", 3], "y": [None, 1e308, "b"]}, "eval.loss": 3}},
+     "series": {"loss": {"x": "1 a 3", "y": "<b> 1e308 -"}, "eval.loss": 3}},
     {}, {"snapshot": 7, "series": []}, [], "text", None,
 ]:
     publish_display_data({mime: payload, "text/plain": "plain"})

@@ -24,7 +24,7 @@ def test_three_jobs_move_beside_one_of_200000_steps(
 ) -> None:
     runs = RunStore(lab.root / "etrain-runs")  # where `%etrain show` looks: beside the notebook
     record = runs.create({"name": "long", "created": 1.7e9, "config": {}})
-    log.write(record.log_path, STEPS)
+    log.write(record.log_path, STEPS, job_id=record.job_id)
     jobs = [NAMED.format(name) for name in ("one", "two", "three")]
     cells = [SET_UP, "%load_ext etrain_jupyter\n%etrain show long", *jobs]
     notebook = open_notebook("many.ipynb", *cells)
@@ -33,6 +33,7 @@ def test_three_jobs_move_beside_one_of_200000_steps(
 
     expect(notebook.job(1)).to_have_attribute("data-step", str(STEPS), timeout=90_000)
     expect(notebook.job(1)).to_have_attribute("data-status", "finished")
+    expect(notebook.job(1)).to_have_attribute("data-phase", "live")
     expect(notebook.job(1).locator("canvas")).to_have_count(4)
     for cell in (2, 3, 4):
         expect(notebook.job(cell)).to_have_attribute("data-phase", "live")

@@ -437,11 +437,12 @@ HOSTILE: list[Any] = [
 
 def test_hostile_payloads_execute_nothing_and_break_nothing(page: Page) -> None:
     series = {
-        "loss": {"x": [3, 1, 1e308, "x"], "y": [1e308, None, "y", {}]},
-        "elapsed_s": {"x": [1, 2], "y": [9, 1]},
-        "eval.loss": {"x": [1], "y": [1, 2]},
+        "loss": {"x": "3 1 1e308 x", "y": "1e308 nan y {}"},
+        "elapsed_s": {"x": "1 2", "y": "9 1"},
+        "eval.loss": {"x": "1", "y": "1 2"},
+        "samples": {"x": [1, None], "y": {}},
         EVIL: 7,
-        "world_size": {"x": [0] * 5, "y": [1e308] * 5},
+        "world_size": {"x": "0 0 0 0 0", "y": "1e308 1e308 1e308 1e308 1e308"},
     }
     view = View(page, {"snapshot": HOSTILE[0], "series": series})
     view.settle()

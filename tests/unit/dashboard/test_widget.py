@@ -11,6 +11,7 @@ import pytest
 from nbclient import NotebookClient
 
 from etrain_jupyter.dashboard import widget
+from etrain_jupyter.dashboard.link import Link
 from etrain_jupyter.dashboard.widget import MIME, Dashboard
 from tests.unit.dashboard.scripted_job import JOB_ID, Script
 
@@ -130,18 +131,15 @@ def test_a_channel_that_takes_nothing_does_not_hold_up_the_events(
 ) -> None:
     is_held, is_free, sent = threading.Event(), threading.Event(), []
 
-    class StuckLink:
+    class StuckLink(Link):
         def send(self, _job_id: str, _receive: object, content: dict[str, Any], _: object) -> None:
             if sent:
                 is_held.set()
                 is_free.wait(60)
             sent.append(content["seq"])
 
-        def unregister(self, *_: object) -> None:
-            pass
-
     stuck = StuckLink()
-    monkeypatch.setattr(widget.browser, "link", lambda: stuck)
+    monkeypatch.setattr(widget, "link", lambda: stuck)
     dashboard = new_dashboard()
     dashboard._receive_from_link({"kind": "hello", "view": "me"})
     script = Script(2000)
