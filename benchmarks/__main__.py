@@ -12,12 +12,14 @@ from benchmarks import (
     aggregation,
     checkpoint,
     churn,
+    dashboard,
     log,
     ours,
     recovery,
     report,
     reproducible,
     steady,
+    stream,
 )
 
 BENCHMARKS: dict[str, ModuleType] = {
@@ -28,6 +30,8 @@ BENCHMARKS: dict[str, ModuleType] = {
     "reproducible": reproducible,
     "log": log,
     "checkpoint": checkpoint,
+    "stream": stream,
+    "dashboard": dashboard,
 }
 
 

@@ -78,26 +78,27 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def write(path: Path, num_steps: int) -> None:
+def write(path: Path, num_steps: int, *, job_id: str = "log") -> None:
     """Write the log of a job of so many steps."""
     log = EventLog(path, fsync_every_s=None)
-    log.append(_beginning())
+    log.append(_beginning(job_id))
     for start in range(1, num_steps + 1, _SECTION):
-        log.append(list(_section(start, min(start + _SECTION, num_steps + 1))))
-    log.append([JobStatusChanged(job_id="log", time=2e9, generation=1, status="finished")])
+        log.append(list(_section(job_id, start, min(start + _SECTION, num_steps + 1))))
+    end: dict[str, Any] = {"time": 1.7e9 + num_steps / 37, "generation": 1}
+    log.append([JobStatusChanged(job_id=job_id, **end, status="finished")])
     log.close()
 
 
-def _beginning() -> Iterator[Event]:
-    common: dict[str, Any] = {"job_id": "log", "time": 1.7e9}
-    yield JobSubmitted(**common, name="log", min_workers=1, max_workers=4)
+def _beginning(job_id: str) -> Iterator[Event]:
+    common: dict[str, Any] = {"job_id": job_id, "time": 1.7e9}
+    yield JobSubmitted(**common, name=job_id, min_workers=1, max_workers=4)
     yield JobStatusChanged(**common, status="running")
     workers = [f"worker-{n}" for n in range(4)]
     yield GenerationFormed(**common, generation=1, why="start", world_size=4, ranks=workers)
 
 
-def _section(start: int, stop: int) -> Iterator[Event]:
-    common: dict[str, Any] = {"job_id": "log", "generation": 1}
+def _section(job_id: str, start: int, stop: int) -> Iterator[Event]:
+    common: dict[str, Any] = {"job_id": job_id, "generation": 1}
     for n in range(start, stop):
         values: dict[str, Any] = {
             **{"time": 1.7e9 + n / 37, "step": n, "epoch": n // 5000, "first": n % 5000 * 128},

@@ -10,15 +10,31 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from etrain_jupyter.config.fields import Interval
-from etrain_jupyter.elastic.chaos import FAULT_KINDS
+from etrain_jupyter.elastic.chaos import FAULT_KINDS, MODES
 from etrain_jupyter.errors import ConfigError
+from etrain_jupyter.job.export import FORMATS
+
+CELL_COMMAND = "distributed"
+"""The sub-command that takes a body."""
 
 TRAINER_FAULTS = tuple(kind for kind in FAULT_KINDS if kind not in ("notice", "worker"))
 """What ``kill --how`` can do to a trainer."""
 
+WORDS: dict[str, tuple[str, ...]] = {
+    "how": ("worker", *TRAINER_FAULTS),
+    "mode": MODES,
+    "format": FORMATS,
+}
+"""What an argument of that name takes, for completion; what it refuses is said where it is used."""
+
 
 class Parser(argparse.ArgumentParser):
     """Raises where argparse would end the process: a mistyped line must not end a kernel."""
+
+    @property
+    def arguments(self) -> Sequence[argparse.Action]:
+        """What the line takes, flags and others, in the order of the help."""
+        return tuple(self._actions)
 
     def error(self, message: str) -> NoReturn:
         """Raise what the surface shows instead of exiting."""
@@ -70,6 +86,19 @@ class StoreCount(argparse.Action):
         setattr(namespace, self.dest, number)
 
 
+def question_as_help(words: Sequence[str]) -> list[str]:
+    """Read a question mark at the end as in IPython: ``show?`` asks for the help of ``show``.
+
+    >>> question_as_help(["show?"])
+    ['show', '--help']
+    """
+    if len(words) == 1 and words[0].endswith("?"):
+        words = [words[0].rstrip("?"), "?"]
+    if not words or words[-1].strip("?"):
+        return list(words)
+    return [*(word for word in words[:-1] if word), "--help"]
+
+
 class HelpAction(argparse.Action):
     """``--help`` as an exception that carries the text."""
 
@@ -89,6 +118,26 @@ def make_parser(prog: str, summary: str, epilog: str = "") -> Parser:
     )
     parser.register("action", "help", HelpAction)
     parser.add_argument("-h", "--help", action="help", nargs=0, help="show this text")
+    return parser
+
+
+def distributed_parser() -> Parser:
+    """Return the parser of the line ``%%etrain distributed``."""
+    parser = make_parser(
+        f"%%etrain {CELL_COMMAND}",
+        "Train what the YAML in the cell's body says, on workers that may come and go.",
+        epilog="%etrain template prints a commented body.",
+    )
+    add = parser.add_argument
+    add("--name", help="the job's name; else the body's, else the model's")
+    add("-o", "--out", metavar="VAR", help="bind the job to this name")
+    add("--pool", help="where the workers come from; else the body's, else local")
+    add("--wait", action="store_true", help="block until the job has ended; interrupt to stop it")
+    add("--dry-run", action="store_true", help="check and show the plan, submit nothing")
+    add("--quiet", action="store_true", help="show no dashboard")
+    text = "let this job go on from its last checkpoint, with this cell's code and values"
+    add("--resume", metavar="JOB", help=text)
+    add_force(parser)
     return parser
 
 

@@ -93,7 +93,7 @@ def show(job: TrainingJob) -> None:
 def follow(job: TrainingJob) -> Screen:
     """List a job in JupyterLab's side panel, with or without a display; return what draws it."""
     if job.screen is None:
-        screen = Dashboard(job_id=job.id, on_request=lambda name, args: job.request(name, **args))
+        screen = Dashboard(job_id=job.id, on_request=job.obey)
         # The first picture should have the history in it, but a slow disk must not hold it up.
         job.subscribe(screen.add_events).wait(2.0)
         screen.follow()

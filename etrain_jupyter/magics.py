@@ -16,9 +16,16 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.magic import Magics, line_cell_magic, magics_class, no_var_expand
 
 from etrain_jupyter import launch
-from etrain_jupyter.command_line import HelpRequested, add_force, make_parser
+from etrain_jupyter.command_line import (
+    CELL_COMMAND,
+    HelpRequested,
+    distributed_parser,
+    question_as_help,
+)
 from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.dashboard.browser import has_front_end
+from etrain_jupyter.editor import hooks
+from etrain_jupyter.editor.help_texts import help_on_cell, help_on_magic
 from etrain_jupyter.errors import ConfigError, EtrainError
 from etrain_jupyter.job.run_store import RunStore, open_runs
 from etrain_jupyter.job.training_job import TrainingJob
@@ -26,8 +33,6 @@ from etrain_jupyter.subcommands import find_subcommand, overview, run_line, wait
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
-
-CELL_COMMAND = "distributed"
 
 
 @magics_class
@@ -74,10 +79,10 @@ class EtrainMagics(Magics):
         return ""
 
     def _run_line(self, line: str) -> str:
-        words = split_line(line)
+        words = question_as_help(split_line(line))
         if words and words[0] == CELL_COMMAND:
             if {"-h", "--help"} & set(words):
-                return distributed_parser().format_help()
+                return help_on_cell()
             raise ConfigError(
                 "%etrain distributed needs a body",
                 hint="begin the cell with %%etrain distributed; %etrain template prints a body",
@@ -85,13 +90,13 @@ class EtrainMagics(Magics):
         return run_line(self, words, prog="%etrain")
 
     def _run_cell(self, line: str, body: str) -> str:
-        words = split_line(line)
+        words = question_as_help(split_line(line))
         if not words or words[0] != CELL_COMMAND:
             return self._refuse_cell(words)
         try:
             options = distributed_parser().parse_args(words[1:])
-        except HelpRequested as help_text:
-            return str(help_text)
+        except HelpRequested:
+            return help_on_cell()
         if options.out and not options.out.isidentifier():
             raise ConfigError(f"--out {options.out}: that is no name for a variable")
         given = {"name": options.name, "pool": options.pool}
@@ -120,6 +125,8 @@ class EtrainMagics(Magics):
         if not words or words[0] in ("-h", "--help", "help"):
             return overview("%etrain")
         name = find_subcommand(words[0], prog="%%etrain", others=[CELL_COMMAND]).name
+        if {"-h", "--help"} & set(words):
+            return run_line(self, words, prog="%etrain")
         raise ConfigError(f"{name} takes no body", hint=f"type %etrain {' '.join(words)}")
 
     def _bind(self, variable: str | None, job: TrainingJob) -> None:
@@ -145,24 +152,11 @@ def split_line(line: str) -> list[str]:
         raise ConfigError(f"the line cannot be read ({exc})", hint=f"line: {line}") from exc
 
 
-def distributed_parser() -> argparse.ArgumentParser:
-    """Return the parser of the line ``%%etrain distributed``."""
-    parser = make_parser(
-        f"%%etrain {CELL_COMMAND}",
-        "Train what the YAML in the cell's body says, on workers that may come and go.",
-        epilog="%etrain template prints a commented body.",
-    )
-    add = parser.add_argument
-    add("--name", help="the job's name; else the body's, else the model's")
-    add("-o", "--out", metavar="VAR", help="bind the job to this name")
-    add("--pool", help="where the workers come from; else the body's, else local")
-    add("--wait", action="store_true", help="block until the job has ended; interrupt to stop it")
-    add("--dry-run", action="store_true", help="check and show the plan, submit nothing")
-    add("--quiet", action="store_true", help="show no dashboard")
-    text = "let this job go on from its last checkpoint, with this cell's code and values"
-    add("--resume", metavar="JOB", help=text)
-    add_force(parser)
-    return parser
+def give_empty_body(lines: list[str]) -> list[str]:
+    """Give ``%%etrain distributed --help`` a body: IPython itself refuses a cell without one."""
+    if len(lines) != 1 or not re.match(r"%%etrain(\s|$)", lines[0]):
+        return lines
+    return [lines[0].rstrip("\n") + "\n", "\n"]
 
 
 def describe_plan(plan: launch.Plan) -> str:
@@ -199,13 +193,20 @@ def _bytes(size: int) -> str:
 
 
 def load(shell: InteractiveShell) -> None:
-    """Register the magics and open the way to JupyterLab; what ``%load_ext`` calls."""
+    """Register the magics, completion, hints and the way to JupyterLab; for ``%load_ext``."""
+    EtrainMagics.etrain.__doc__ = help_on_magic()  # what %etrain? shows
     shell.register_magics(EtrainMagics)
+    hooks.install(shell)
+    if give_empty_body not in shell.input_transformers_cleanup:
+        shell.input_transformers_cleanup.append(give_empty_body)
     launch.open_panel()
 
 
 def unload(shell: InteractiveShell) -> None:
     """Remove them again; jobs and clusters go on."""
+    hooks.remove(shell)
+    if give_empty_body in shell.input_transformers_cleanup:
+        shell.input_transformers_cleanup.remove(give_empty_body)
     magics: dict[str, dict[str, Any]] = shell.magics_manager.magics
     for kind in ("cell", "line"):
         magics[kind].pop("etrain", None)

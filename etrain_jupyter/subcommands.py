@@ -19,6 +19,7 @@ from typing import Protocol
 from etrain_jupyter.command_line import (
     TRAINER_FAULTS,
     HelpRequested,
+    Parser,
     add_bounds,
     add_chances,
     add_cluster,
@@ -37,6 +38,7 @@ from etrain_jupyter.command_line import (
     add_worker,
     make_parser,
     one_of,
+    question_as_help,
 )
 from etrain_jupyter.config import template
 from etrain_jupyter.config.schema import LogConfig
@@ -87,7 +89,17 @@ class Subcommand:
     summary: str
     run: Callable[[Surface, argparse.Namespace], str]
     arguments: tuple[Callable[[argparse.ArgumentParser], object], ...] = ()
+    example: str = ""
+    """A line that somebody may type, without ``%etrain``."""
     is_for_notebooks_only: bool = False
+
+    def parser(self, prog: str) -> Parser:
+        """Return the parser of its line."""
+        epilog = f"example: {prog} {self.example}" if self.example else ""
+        parser = make_parser(f"{prog} {self.name}", self.summary, epilog)
+        for add in self.arguments:
+            add(parser)
+        return parser
 
 
 def run_line(surface: Surface, words: Sequence[str], *, prog: str) -> str:
@@ -96,14 +108,13 @@ def run_line(surface: Surface, words: Sequence[str], *, prog: str) -> str:
     Raises:
         EtrainError: For what cannot be done; the message says what to type instead.
     """
+    words = question_as_help(words)
     if not words or words[0] in ("-h", "--help", "help"):
         return overview(prog)
     command = find_subcommand(words[0], prog=prog)
-    parser = make_parser(f"{prog} {command.name}", command.summary)
-    for add in command.arguments:
-        add(parser)
+    parser = command.parser(prog)
     try:
-        return command.run(surface, parser.parse_args(list(words[1:])))
+        return command.run(surface, parser.parse_args(words[1:]))
     except HelpRequested as help_text:
         return str(help_text)
 
@@ -135,7 +146,7 @@ def overview(prog: str) -> str:
             "  %%etrain distributed   train what the cell's YAML says; see %etrain template"
         )
     lines += [
-        f"  {c.name:<12}{c.summary}"
+        f"  {c.name:<13}{c.summary}"
         for c in SUBCOMMANDS
         if is_notebook or not c.is_for_notebooks_only
     ]
@@ -345,12 +356,19 @@ def _down(surface: Surface, args: argparse.Namespace) -> str:
 
 SUBCOMMANDS: tuple[Subcommand, ...] = (
     Subcommand(
-        name="ls", summary="list the jobs, the newest first", run=_list, arguments=(add_number,)
+        name="ls",
+        summary="list the jobs, the newest first",
+        example="ls -n 10",
+        run=_list,
+        arguments=(add_number,),
     ),
-    Subcommand(name="show", summary="show a job", run=_show, arguments=(add_job,)),
+    Subcommand(
+        name="show", summary="show a job", example="show digits", run=_show, arguments=(add_job,)
+    ),
     Subcommand(
         name="attach",
         summary="follow a job from this notebook",
+        example="attach digits -o job",
         run=_attach,
         arguments=(add_job, add_out),
         is_for_notebooks_only=True,
@@ -358,91 +376,109 @@ SUBCOMMANDS: tuple[Subcommand, ...] = (
     Subcommand(
         name="wait",
         summary="block until a job has ended; an interrupt stops it",
+        example="wait --timeout 5min",
         run=_wait,
         arguments=(add_job, add_timeout),
     ),
     Subcommand(
         name="pause",
         summary="let the ranks wait with their state",
+        example="pause digits",
         run=_pause,
         arguments=(add_job,),
     ),
     Subcommand(
         name="resume",
         summary="go on after pause, or from the last checkpoint of an ended job",
+        example="resume digits --epochs 12 --max 2",
         run=_resume,
         arguments=(add_job, add_resume),
     ),
     Subcommand(
         name="stop",
         summary="end a job after its next step, with a checkpoint",
+        example="stop digits --now",
         run=_stop,
         arguments=(add_job, add_now),
     ),
     Subcommand(
         name="checkpoint",
         summary="write a checkpoint after the next step",
+        example="checkpoint",
         run=_checkpoint,
         arguments=(add_job,),
     ),
     Subcommand(
         name="checkpoints",
         summary="list what is saved of a job, and whether it is whole",
+        example="checkpoints --verify",
         run=_checkpoints,
         arguments=(add_job, add_verify),
     ),
     Subcommand(
         name="export",
         summary="write saved weights to a file, or to a folder for from_pretrained",
+        example="export net.safetensors --best",
         run=_export,
         arguments=(add_export, add_job_option),
     ),
     Subcommand(
         name="scale",
         summary="change how many workers a job may have",
+        example="scale --min 1 --max 4",
         run=_scale,
         arguments=(add_bounds, add_job_option),
     ),
     Subcommand(
         name="preempt",
         summary="take a worker away with a notice, as a spot market does",
+        example="preempt --notice 30s",
         run=_preempt,
         arguments=(add_worker, add_notice, add_job_option),
     ),
     Subcommand(
         name="kill",
         summary="kill a worker's process: a fault on purpose",
+        example="kill --how hang",
         run=_kill,
         arguments=(add_worker, add_how, add_job_option),
     ),
     Subcommand(
         name="chaos",
         summary="let faults happen at random, to see that nothing comes of it",
+        example="chaos --mtbf 30s --mode kill --duration 5min",
         run=_chaos,
         arguments=(add_job, add_chances),
     ),
     Subcommand(
         name="audit",
         summary="prove from the log that each sample was trained once an epoch",
+        example="audit digits",
         run=_audit,
         arguments=(add_job,),
     ),
     Subcommand(
         name="logs",
         summary="what the trainers printed, what their time went into, and who was lost",
+        example="logs digits -n 100 --follow",
         run=_logs,
         arguments=(add_job, add_number, add_follow),
     ),
     Subcommand(
         name="tensorboard",
         summary="open TensorBoard on a job",
+        example="tensorboard digits",
         run=_tensorboard,
         arguments=(add_job,),
     ),
     Subcommand(name="template", summary="print a commented body", run=_template),
     Subcommand(name="pools", summary="list the pools and their clusters", run=_pools),
     Subcommand(
-        name="down", summary="end clusters that we started", run=_down, arguments=(add_cluster,)
+        name="down",
+        summary="end clusters that we started",
+        example="down",
+        run=_down,
+        arguments=(add_cluster,),
     ),
     Subcommand(name="doctor", summary="what is wrong here, and how to mend it", run=_doctor),
 )

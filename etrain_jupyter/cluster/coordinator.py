@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -30,7 +31,8 @@ logger = logging.getLogger("etrain.coordinator")
 
 TICK_S = 0.25
 COALESCE_S = 0.05
-"""How long an answer to a listener is held back to take more events along: at most 20 a second."""
+"""Least time between two tellings of news of a job: the first is told at once, and later ones take
+more events along."""
 
 HANG_S = 30.0
 """How long the ranks of a job may stand still, unless the variable ``ETRAIN_HANG_S`` says else."""
@@ -71,6 +73,8 @@ class Coordinator(SchedulerPlugin):
         """The trainers of the scheduler before, while they are waited for."""
         self._unacknowledged: dict[str, int] = {}
         """Workers from which something was heard since the last tick, and its number."""
+        self._told_at: dict[str, float] = {}
+        """When news of a job was told, by the event loop's clock."""
         self._idle_since = time.monotonic()
         self._ticker: asyncio.Task[None] | None = None
 
@@ -362,8 +366,16 @@ class Coordinator(SchedulerPlugin):
         if job.last_seq <= since and not job.has_told_its_end:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(job.changed.wait(), min(wait_s, 60.0))
-                await asyncio.sleep(COALESCE_S)
+        if wait_s and job.last_seq - since < limit:
+            await self._pace(job_id)
         return {"events": job.events_since(since, limit), "status": job.state.status}
+
+    async def _pace(self, job_id: str) -> None:
+        """Wait until news of a job may be told again; whoever asks meanwhile is told with it."""
+        loop = asyncio.get_running_loop()
+        await asyncio.sleep(self._told_at.get(job_id, -math.inf) + COALESCE_S - loop.time())
+        if loop.time() >= self._told_at.get(job_id, -math.inf) + COALESCE_S:
+            self._told_at[job_id] = loop.time()
 
     async def _workers_of(self, job_id: str) -> dict[str, Any]:
         records = self._job(job_id).members()

@@ -140,7 +140,13 @@ _UNITS: dict[str, tuple[str, float]] = {
     **dict.fromkeys(("m", "min", "mins", "minute", "minutes"), ("s", 60.0)),
     **dict.fromkeys(("h", "hour", "hours"), ("s", 3600.0)),
 }
+_INTERVAL = re.compile(r"\s*([0-9.]+(?:[eE][-+]?[0-9]+)?)\s*([A-Za-z]+)\s*")
 _INTERVAL_HINT = "write for example '200 steps', '1 epoch' or '5 min'"
+
+
+def interval_words(value: Any) -> re.Match[str] | None:
+    """Return number and unit as the two groups of a match, whatever the unit; None if no text."""
+    return _INTERVAL.fullmatch(value) if isinstance(value, str) else None
 
 
 def interval_parts(value: Any) -> dict[str, Any]:
@@ -150,11 +156,7 @@ def interval_parts(value: Any) -> dict[str, Any]:
             f"the number {value} needs a unit",
             hint=f"write '{value} steps', '{value} epochs' or '{value} min'",
         )
-    match = (
-        re.fullmatch(r"\s*([0-9.]+(?:[eE][-+]?[0-9]+)?)\s*([A-Za-z]+)\s*", value)
-        if isinstance(value, str)
-        else None
-    )
+    match = interval_words(value)
     try:
         number = float(match[1]) if match else 0.0
     except ValueError:

@@ -94,7 +94,7 @@ class OptimizerConfig(Section):
     """The other keywords of that optimizer, for example ``weight_decay`` or ``betas``."""
     no_decay: Annotated[Literal["auto"] | None, Field(examples=["auto"])] = None
     """auto keeps weight_decay off biases and norms: parameters of fewer than two dimensions."""
-    reference: Optional = None
+    reference: Annotated[Optional, Field(examples=["make_optimizer"])] = None
     """A function ``(parameters) -> Optimizer`` instead of a name."""
 
     @model_validator(mode="before")
@@ -157,7 +157,7 @@ class ScheduleConfig(Section):
 
     warmup: Annotated[Interval | None, Field(examples=["500 steps"])] = None
     """Steps or epochs over which it grows from nearly 0 to the optimizer's own."""
-    decay: Literal["none", "linear", "cosine"] = "none"
+    decay: Annotated[Literal["none", "linear", "cosine"], Field(examples=["cosine"])] = "none"
     """linear and cosine go down to 0 at the end of the job; none stays."""
 
     @field_validator("warmup")
@@ -260,12 +260,14 @@ RULES = ("none", "linear", "sqrt", "adascale")
 class ScalingConfig(Section):
     """How the learning rate follows a batch that grows and shrinks with the workers."""
 
-    rule: Literal["none", "linear", "sqrt", "adascale"] | None = None
+    rule: Annotated[
+        Literal["none", "linear", "sqrt", "adascale"] | None, Field(examples=["auto"])
+    ] = None
     """none, linear, sqrt, or adascale, which follows the gradients' noise; auto is linear for SGD,
     sqrt for Adam and its like, LAMB and LARS."""
     base_workers: Annotated[int, Field(ge=1)] = 1
     """Workers that optimizer.lr is meant for."""
-    ramp: Annotated[int | None, Field(ge=0, examples=["auto"])] = None
+    ramp: Annotated[int | None, Field(ge=0, examples=["auto", "10 steps"])] = None
     """Steps over which a rate grows that has to; auto follows from the momentum."""
     max_scale: Annotated[float | None, Field(ge=1, allow_inf_nan=False, examples=[8])] = None
     """Never multiply the rate by more."""
@@ -448,7 +450,11 @@ class TrainConfig(Section):
     weight: Annotated[Optional, Field(examples=["num_tokens"])] = None
     """Function (batch) that returns what the batch counts for in the average, say its tokens;
     without it, its samples."""
-    metrics: dict[str, Required] = Field(default_factory=dict, examples=[{"accuracy": "accuracy"}])
+    metrics: dict[str, Required] = Field(
+        default_factory=dict,
+        examples=[{"accuracy": "accuracy"}],
+        json_schema_extra={"not_with": "step"},
+    )
     """Functions (output, target) that return one value a sample, or torchmetrics, by name."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """A name of torch.optim with its options, or a function of the parameters."""

@@ -45,7 +45,7 @@ def _section(section: type[Section], *, indent: str = "", off: bool = False) -> 
             yield from _section(kind, indent=indent + "  ", off=bool(mark))
         else:
             shown = info.examples[0] if info.examples else info.default
-            yield _line(f"{start}{key}: {_yaml(shown)}", info)
+            yield _line(f"{start}{key}: {yaml_of(shown)}", info)
 
 
 def _mark(info: FieldInfo) -> str:
@@ -57,11 +57,12 @@ def _mark(info: FieldInfo) -> str:
     return "" if info.is_required() or "usual" in extra else "# "
 
 
-def _yaml(value: Any) -> str:
+def yaml_of(value: Any) -> str:
+    """Return a value as the cell spells it, on one line."""
     if value is None:
         return "null"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {_yaml(inner)}" for key, inner in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {yaml_of(inner)}" for key, inner in value.items()) + "}"
     return value if isinstance(value, str) else json.dumps(value)
 
 

@@ -72,6 +72,16 @@ OPTIONS = {name: frozenset(words.split()) for name, words in _OPTIONS.items()}
 """The keywords of each, besides ``params`` and ``lr``."""
 
 
+SWITCHES = frozenset(
+    (
+        *("adam", "amsgrad", "capturable", "centered", "decoupled_weight_decay", "differentiable"),
+        *("fixed_decay", "foreach", "fused", "grad_averaging", "maximize", "nesterov"),
+        *("pre_norm", "rectify", "weight_decouple"),
+    )
+)
+"""Those of the keywords that are true or false."""
+
+
 def find_optimizer(text: str) -> str:
     """Return the name that ``text`` spells in any case, or ``text`` itself if it is none."""
     known = [*NAMED_LR, *REFUSED]

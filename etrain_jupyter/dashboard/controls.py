@@ -19,7 +19,8 @@ def controls_of(status: str, *, num_training: int) -> dict[str, str]:
     """
     if status in TERMINAL_STATUSES:
         over = dict.fromkeys(REQUESTS, f"The job {_ENDED[status]}.")
-        return over | {"resume": f"The job {_ENDED[status]}. %etrain resume lets it go on."}
+        longer = "The job has finished. %etrain resume --epochs N lets it go on for longer."
+        return over | {"resume": longer if status == "finished" else ""}
     refused = dict.fromkeys(REQUESTS, "")
     if status == "paused":
         refused["pause"] = "The job is paused."

@@ -23,44 +23,47 @@ class Entries:
 
     def __init__(self) -> None:
         self._num = 0
-        self._calm: deque[tuple[int, dict[str, Any]]] = deque(maxlen=MAX_ENTRIES)
-        self._alarms: deque[tuple[int, dict[str, Any]]] = deque(maxlen=MAX_ALARMS)
+        self._calm: deque[dict[str, Any]] = deque(maxlen=MAX_ENTRIES)
+        self._alarms: deque[dict[str, Any]] = deque(maxlen=MAX_ALARMS)
 
     def add(self, event: Event, line: Line) -> None:
         """Append what an event says."""
         self._num += 1
-        entry = {"seq": event.seq, "time": event.time, "kind": event.kind}
+        # What no log has, has no number of its own: several such events share ``seq`` 0.
+        entry = {"id": self._num, "seq": event.seq, "time": event.time, "kind": event.kind}
         entry |= {"level": line.level, "text": line.text}
         room = self._alarms if line.level in _ALARMING else self._calm
-        room.append((self._num, entry))
+        room.append(entry)
 
     def amend(self, seq: int, text: str) -> bool:
         """Say something else in the entry of an event; tell whether it is still there."""
         for room in (self._calm, self._alarms):
-            for place, (number, entry) in enumerate(room):
+            for place, entry in enumerate(room):
                 if entry["seq"] == seq:
                     # A new one: a snapshot that was taken before shares the entries.
-                    room[place] = (number, entry | {"text": text})
+                    room[place] = entry | {"text": text}
                     return True
         return False
 
     def to_list(self) -> list[dict[str, Any]]:
         """Return the entries, the oldest first."""
-        return [entry for _, entry in sorted([*self._calm, *self._alarms], key=lambda e: e[0])]
+        return sorted([*self._calm, *self._alarms], key=lambda entry: entry["id"])
 
 
 class Markers:
     """What the charts mark, with room of its own for checkpoints."""
 
     def __init__(self) -> None:
+        self._num = 0
         self._others: deque[dict[str, Any]] = deque(maxlen=MAX_MARKERS)
         self._checkpoints: deque[dict[str, Any]] = deque(maxlen=MAX_CHECKPOINT_MARKERS)
 
     def add(self, event: Event, kind: str, step: int, text: str) -> None:
         """Mark an event at a step."""
+        self._num += 1
         room = self._checkpoints if kind == "checkpoint" else self._others
-        room.append(marker_of(event, kind, step, text))
+        room.append({"id": self._num, **marker_of(event, kind, step, text)})
 
     def to_list(self) -> list[dict[str, Any]]:
         """Return the markers in the order of their events."""
-        return sorted([*self._others, *self._checkpoints], key=lambda marker: marker["seq"])
+        return sorted([*self._others, *self._checkpoints], key=lambda marker: marker["id"])

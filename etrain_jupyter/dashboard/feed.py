@@ -1,11 +1,12 @@
 """What one channel into a browser has been told so far, and so what to tell it next.
 
-A channel carries messages with a sequence number ``seq``. An ``update`` has the snapshot and, for
-each curve that grew, a block ``{name, rows}`` with one binary buffer: ``rows`` float64 positions,
-then ``rows`` float32 values. With ``reset`` the curves begin anew. A view that starts, or that sees
-a gap in ``seq``, says ``hello`` with a name of its own choice and gets a reset addressed ``to`` it;
-the others pass that one over. A view that zooms asks for ``detail`` between two steps and gets the
-curves there, as blocks in a message of that kind.
+A channel carries messages with a sequence number ``seq``. An ``update`` has what is new in the
+snapshot and in its ``lists`` (see ``changes``) and, for each curve that grew, a block
+``{name, rows}`` with one binary buffer: ``rows`` float64 positions, then ``rows`` float32 values.
+With ``reset`` it has the whole snapshot, and the curves begin anew. A view that starts, or that
+sees a gap in ``seq``, says ``hello`` with a name of its own choice and gets a reset addressed
+``to`` it; the others pass that one over. A view that zooms asks for ``detail`` between two steps
+and gets the curves there, as blocks in a message of that kind.
 
 Where a curve had to be thinned, a block ``mean.NAME`` has the means of neighbours, from which a
 view draws its smoothed line; otherwise the points themselves serve for that.
@@ -16,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from etrain_jupyter.dashboard.changes import Told
 from etrain_jupyter.dashboard.series import Floats, SmallFloats, between, means, thin
 from etrain_jupyter.dashboard.snapshot import BY_TIME, JobView
 
@@ -24,7 +26,6 @@ Curves = dict[str, tuple[Floats, SmallFloats]]
 
 MAX_RESET_POINTS = 4000
 """A view that starts gets at most about so many points a curve: more than it has pixels."""
-LISTS = ("events", "markers")
 MEAN = "mean."
 """How the names of curves of means begin."""
 
@@ -40,6 +41,7 @@ class Feed:
         self._send = send
         self._seq = 0
         self._sent: dict[str, int] = {}
+        self._told = Told()
         self._lists_version = -1
         self._rewinds = 0
         self.is_open = False
@@ -60,10 +62,9 @@ class Feed:
         curves = view.series()
         news = {name: self._unsent(name, *curve) for name, curve in curves.items()}
         news = thin_all(news, MAX_RESET_POINTS)
-        snapshot = view.snapshot()
-        if view.lists_version == self._lists_version:
-            snapshot = {key: value for key, value in snapshot.items() if key not in LISTS}
-        self._post(view, snapshot, {name: curve for name, curve in news.items() if len(curve[0])})
+        snapshot = view.snapshot(has_lists=view.lists_version != self._lists_version)
+        grown = {name: curve for name, curve in news.items() if len(curve[0])}
+        self._post(view, self._told.tell_news(snapshot), grown)
 
     def detail(self, view: JobView, to: str, first: float, last: float) -> None:
         """Send the view called ``to`` the curves from step ``first`` to ``last``."""
@@ -81,31 +82,20 @@ class Feed:
 
     def _reset(self, view: JobView, to: str) -> None:
         curves = thin_all(view.series(), MAX_RESET_POINTS)
-        self._post(view, view.snapshot(), curves, reset=True, to=to)
+        snapshot = view.snapshot()
+        self._told.tell_all(snapshot)
+        self._post(view, {"reset": True, "snapshot": snapshot}, curves, to=to)
 
     def _unsent(self, name: str, x: Floats, y: SmallFloats) -> tuple[Floats, SmallFloats]:
         start = self._sent.get(name, 0)
         return x[start:], y[start:]
 
     def _post(
-        self,
-        view: JobView,
-        snapshot: dict[str, Any],
-        curves: Curves,
-        *,
-        reset: bool = False,
-        to: str = "",
+        self, view: JobView, picture: dict[str, Any], curves: Curves, *, to: str = ""
     ) -> None:
         self._seq += 1
-        content = {
-            "kind": "update",
-            "seq": self._seq,
-            "reset": reset,
-            "to": to,
-            "snapshot": snapshot,
-            "blocks": _names(curves),
-        }
-        self._send(content, _buffers(curves))
+        content = {"kind": "update", "seq": self._seq, "to": to, **picture}
+        self._send(content | {"blocks": _names(curves)}, _buffers(curves))
         self._sent = {name: len(x) for name, (x, _) in view.series().items()}
         self._lists_version, self._rewinds = view.lists_version, view.rewinds
 

@@ -18,6 +18,7 @@ from etrain_jupyter.dashboard.freshness import Freshness
 from etrain_jupyter.dashboard.pace import Pace
 from etrain_jupyter.dashboard.series import Floats, Series, SmallFloats
 from etrain_jupyter.dashboard.stack_dumps import CellNumbers, StackDumps
+from etrain_jupyter.dashboard.undone import Undone
 from etrain_jupyter.dashboard.words import Line, describe, seconds
 from etrain_jupyter.dashboard.workers import WorkerTable
 from etrain_jupyter.events.blocks import StepRun, runs_of
@@ -82,6 +83,7 @@ class JobView:
         self._num_steps = 0
         self._workers = WorkerTable()
         self._series: dict[str, Series] = {}
+        self._undone = Undone()
         self._num_samples = 0
         self._entries = Entries()
         self._markers = Markers()
@@ -136,10 +138,13 @@ class JobView:
             self._series[f"metrics.{name}"].extend(steps, column)
         self._take(run.last)
 
-    def snapshot(self) -> dict[str, Any]:
+    def snapshot(self, *, has_lists: bool = True) -> dict[str, Any]:
         """Return the picture as JSON-able data.
 
         Numbers that JSON lacks are strings that JavaScript reads: ``NaN``, ``Infinity``.
+
+        Args:
+            has_lists: Whether ``events`` and ``markers`` are in it: see ``lists_version``.
         """
         facts = self._facts
         ended = facts["updated_at"] if facts["ended_at"] is None else facts["ended_at"]
@@ -155,9 +160,9 @@ class JobView:
             ),
             "controls": controls_of(self.status, num_training=self._workers.num_training()),
             "workers": self._workers.to_list(self._num_steps),
-            "events": self._entries.to_list(),
-            "markers": self._markers.to_list(),
         }
+        if has_lists:
+            picture |= {"events": self._entries.to_list(), "markers": self._markers.to_list()}
         return {key: json_able(value) for key, value in picture.items()}
 
     def series(self) -> dict[str, tuple[Floats, SmallFloats]]:
@@ -166,9 +171,11 @@ class JobView:
         The names are ``loss``, ``lr``, ``samples_per_s``, ``world_size`` (a point where it
         changes), ``metrics.NAME``, ``eval.loss`` and ``eval.NAME``; ``samples`` and ``elapsed_s``
         tell what a step is on the other axes. ``time.world_size`` is over seconds since the start:
-        no rewind undoes it. The arrays are views: copy what has to outlive the next ``add``.
+        no rewind undoes it. ``undone.NAME`` is what a rewind cut off. The arrays are views: copy
+        what has to outlive the next ``add``.
         """
-        return {name: (series.x, series.y) for name, series in self._series.items()}
+        curves = {name: (series.x, series.y) for name, series in self._series.items()}
+        return curves | self._undone.curves()
 
     # Folding, one method an event.
 
@@ -458,6 +465,7 @@ class JobView:
         """The job resumed from an older step: what came after it did not happen."""
         for name, series in self._series.items():
             if not name.startswith(BY_TIME):
+                self._undone.keep(name, series, step)
                 series.cut_from(step + 1)
         samples = self._series.get("samples")
         self._num_samples = int(samples.y[-1]) if samples else 0

@@ -6,6 +6,7 @@ import itertools
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,8 +15,9 @@ from etrain_jupyter.dashboard.feed import Feed, thin_all
 from etrain_jupyter.dashboard.html import render_html, render_text
 from etrain_jupyter.dashboard.link import link
 from etrain_jupyter.dashboard.row import row_of
-from etrain_jupyter.dashboard.series import Floats
+from etrain_jupyter.dashboard.series import Floats, SmallFloats
 from etrain_jupyter.dashboard.snapshot import JobView
+from etrain_jupyter.dashboard.undone import UNDONE
 from etrain_jupyter.events.types import Event
 
 MIME = "application/vnd.etrain.job+json"
@@ -60,6 +62,8 @@ class Dashboard:
         self._version = 0
         self._is_unsent = self._is_unsaved = self._is_shown = self._is_closed = False
         self._widget: browser.WidgetChannel | None = None
+        self._outbox: deque[Callable[[], None]] = deque()
+        self._sending = threading.Lock()
         self._widget_feed = Feed(self._send_to_widget)
         self._link_feed = Feed(self._send_to_link)
         self.num_errors = 0
@@ -148,16 +152,17 @@ class Dashboard:
 
     def _saved(self) -> dict[str, Any]:
         """The picture with thinned curves: what a notebook keeps of the job."""
-        drawn = (item for item in self._view.series().items() if item[0] != "lr")
-        curves = list(itertools.islice(drawn, MAX_SAVED_CURVES))
-        share = MAX_SAVED_POINTS // max(5, len(curves))
+        curves = self._view.series().items()
+        drawn = (item for item in curves if item[0] != "lr" and not item[0].startswith(UNDONE))
+        kept = list(itertools.islice(drawn, MAX_SAVED_CURVES))
+        share = MAX_SAVED_POINTS // max(5, len(kept))
         snapshot = self._view.snapshot()
         return {
             "version": 1,
             "snapshot": snapshot | {"events": snapshot["events"][-MAX_SAVED_EVENTS:]},
             "series": {
-                name: {"x": _whole(x), "y": [_short(value) for value in y.tolist()]}
-                for name, (x, y) in thin_all(dict(curves), share).items()
+                name: {"x": _written(x, "{:.9g}"), "y": _written(y, "{:.5g}")}
+                for name, (x, y) in thin_all(dict(kept), share).items()
             },
         }
 
@@ -217,6 +222,13 @@ class Dashboard:
                 self._is_unsent = False
                 self._link_feed.flush(self._view)
                 self._widget_feed.flush(self._view)
+        self._send_out()
+
+    def _send_out(self) -> None:
+        """Send what the feeds have to say, in order, while events are taken all the same."""
+        with self._sending:
+            while self._outbox:
+                self._guarded(self._outbox.popleft())
 
     def _save(self) -> None:
         with self._changed:
@@ -247,11 +259,14 @@ class Dashboard:
             widget.close()
 
     def _send_to_widget(self, content: dict[str, Any], buffers: list[bytes]) -> None:
-        if self._widget is not None:
-            self._widget.send({**content, "job_id": self._job_id}, buffers)
+        widget = self._widget
+        if widget is not None:
+            about = {**content, "job_id": self._job_id}
+            self._outbox.append(lambda: widget.send(about, buffers))
 
     def _send_to_link(self, content: dict[str, Any], buffers: list[bytes]) -> None:
-        link().send(self._job_id, self._receive_from_link, content, buffers)
+        told = self._job_id, self._receive_from_link, content, buffers
+        self._outbox.append(lambda: link().send(*told))
 
     def _receive_from_widget(self, content: dict[str, Any]) -> None:
         self._receive(self._widget_feed, content)
@@ -271,6 +286,7 @@ class Dashboard:
                 feed.detail(self._view, str(content.get("view", "")), first, last)
         elif content.get("kind") == "request":
             self._obey(feed, content)
+        self._send_out()
 
     def _obey(self, feed: Feed, content: dict[str, Any]) -> None:
         """Do what a view asks for, and tell it what came of that."""
@@ -284,11 +300,10 @@ class Dashboard:
             feed.say(notice | {"level": level, "text": answer if isinstance(answer, str) else ""})
 
 
-def _short(value: float) -> float | None:
-    """Five significant digits are enough for a chart; JSON has no NaN."""
-    return float(f"{value:.5g}") if abs(value) < float("inf") else None
+def _written(numbers: Floats | SmallFloats, digits: str) -> str:
+    """Return numbers as one text: in a list, JupyterLab gives each a line of its own.
 
-
-def _whole(x: Floats) -> list[float]:
-    """Steps are whole numbers; means of them, and seconds, need not be exact."""
-    return [int(value) if value == int(value) else round(value, 2) for value in x.tolist()]
+    Five significant digits are enough for a chart; steps are whole, and means of them need not be
+    exact.
+    """
+    return " ".join(map(digits.format, numbers.tolist()))

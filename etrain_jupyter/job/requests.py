@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from etrain_jupyter.errors import ConfigError, EtrainError, JobLostError, PoolError
@@ -140,6 +141,10 @@ class JobRequests(ABC):
         if off:
             return self.request("chaos", off=True)
         return self.request("chaos", mtbf_s=mtbf_s, mode=mode, duration_s=duration_s, seed=seed)
+
+    def obey(self, request: str, args: Mapping[str, Any]) -> str:
+        """Do what a button of the screen asks for; an ended job can be resumed there, too."""
+        return self.resume() if request == "resume" else self.request(request, **args)
 
     def request(self, request: str, **args: Any) -> str:
         """Ask the coordinator for something and return what it says to that.

@@ -26,6 +26,7 @@ from etrain_jupyter.events.segments import read_log
 from etrain_jupyter.events.types import TERMINAL_STATUSES
 from etrain_jupyter.job.feed import Feed, Listener
 from etrain_jupyter.job.history import LatestValues, peek_log
+from etrain_jupyter.job.interrupts import Interrupts
 from etrain_jupyter.job.link import SLICE_S, Link
 from etrain_jupyter.job.requests import REQUEST_S, JobRequests
 from etrain_jupyter.job.run_store import JobRecord
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from etrain_jupyter.job.resume import Wish
 
 CATCH_UP_S = 10.0
-SECOND_INTERRUPT_S = 5.0
 
 Model = TypeVar("Model")
 
@@ -237,28 +237,39 @@ class TrainingJob(JobRequests):
         """
         self._feed.start()
         deadline = math.inf if timeout is None else time.monotonic() + timeout
-        interrupts: list[float] = []
         said = ""
-        while time.monotonic() < deadline:
-            try:
+        with self._interrupts() as interrupts:
+            while time.monotonic() < deadline:
                 said = self._say_trouble(said)
-                # Short slices: on Windows a longer wait cannot be interrupted.
                 if self._feed.ended.wait(SLICE_S):
                     break
-            except KeyboardInterrupt:
-                self._interrupt(interrupts)
+                self._answer(interrupts)
         return self.status
 
     def __await__(self) -> Generator[Any, None, str]:
+        """Wait without blocking; the interrupt key of a notebook means what it does in ``wait``.
+
+        To cancel the waiting task is something else: it leaves the job alone.
+        """
         return self._wait_async().__await__()
 
     async def _wait_async(self) -> str:
         self._feed.start()
         said = ""
-        while not self._feed.ended.is_set():
-            said = self._say_trouble(said)
-            await asyncio.sleep(SLICE_S)
+        with self._interrupts() as interrupts:
+            while not self._feed.ended.is_set():
+                said = self._say_trouble(said)
+                await asyncio.sleep(SLICE_S)
+                self._answer(interrupts)
         return self.status
+
+    def _interrupts(self) -> Interrupts:
+        # Sent, not called: another interrupt may come before the answer does.
+        return Interrupts(self.id, lambda now: self._send_request("stop", {"now": now}))
+
+    def _answer(self, interrupts: Interrupts) -> None:
+        interrupts.answer()
+        self.was_interrupted |= interrupts.were_any
 
     def _say_trouble(self, said: str) -> str:
         """Print what became of the line to the scheduler since ``said``; return what holds now."""
@@ -314,24 +325,6 @@ class TrainingJob(JobRequests):
         place = f" on {' and '.join(error.workers)}" if error and error.workers else ""
         when = f"after step {view.step}" if view.step else "before its first step"
         return f"{when}{place}: {cause.rstrip('.')}."
-
-    def _interrupt(self, interrupts: list[float]) -> None:
-        """Answer the interrupt key; ``interrupts`` holds when it was pressed before."""
-        now = time.monotonic()
-        is_again = bool(interrupts) and now - interrupts[-1] <= SECOND_INTERRUPT_S
-        if is_again and len(interrupts) >= 2:
-            raise KeyboardInterrupt
-        interrupts[:] = [*interrupts, now] if is_again else [now]
-        self.was_interrupted = True
-        # Sent, not called: another interrupt may come before the answer does.
-        self._send_request("stop", {"now": is_again})
-        if is_again:
-            print(f"etrain: stopping {self.id} at once, without a checkpoint.")
-        else:
-            print(
-                f"etrain: stopping {self.id} after this step, with a checkpoint. "
-                f"Interrupt again within {SECOND_INTERRUPT_S:g} s to stop at once."
-            )
 
     # --- weights --------------------------------------------------------------------------------
 

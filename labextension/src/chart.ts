@@ -37,6 +37,9 @@ export interface IShared {
   sync: uPlot.SyncPubSub;
   /** 0 for none, up to 0.99. */
   weight: number;
+  /** What a person has chosen, by title of the chart. */
+  isLog: Map<string, boolean>;
+  onLog(): void;
   onZoom(range: [number, number] | null): void;
   /** A place on the axis under the cursor; null when there is none. */
   onCursor(value: number | null): void;
@@ -65,8 +68,6 @@ export class Chart {
   private pinned: IPlace | null = null;
   private x: [number, number] = [0, 1];
   private y: [number, number] = [0, 1];
-  /** What somebody pressed; null while nobody has. */
-  private ownLog: boolean | null = null;
   private palette = new Map<string, string>();
 
   constructor(host: HTMLElement, private readonly spec: IChartSpec, private readonly shared: IShared) {
@@ -88,7 +89,7 @@ export class Chart {
   }
 
   private get isLog(): boolean {
-    return !!this.spec.canLog && (this.ownLog ?? drawing.logScale);
+    return !!this.spec.canLog && (this.shared.isLog.get(this.spec.title) ?? drawing.logScale);
   }
 
   draw(): void {
@@ -130,7 +131,8 @@ export class Chart {
       button.setAttribute('aria-label', `logarithmic scale of ${this.spec.title}`);
       button.setAttribute('aria-pressed', 'false');
       button.onclick = () => {
-        this.ownLog = !this.isLog;
+        this.shared.isLog.set(this.spec.title, !this.isLog);
+        this.shared.onLog();
         this.draw();
       };
       row.append(button);
@@ -158,11 +160,18 @@ export class Chart {
       const points = this.placed(this.read(curves.curveIn(spec.evaluation, first, last), first, last));
       lines.push({ label: 'eval', colour: '--etrain-eval', points, curve: spec.evaluation });
     }
+    lines.push({ label: 'undone', colour: '--etrain-undone', points: this.undone(first, last) });
     return lines;
   }
 
   private read(curve: Curve | undefined, first: number, last: number): Points {
     return curve ? thin(curve, first, last, Math.max(50, this.plot.width - AXIS_WIDTH)) : NOTHING;
+  }
+
+  /** What a rewind cut off: of steps, since nobody knows when it would have been or of which samples. */
+  private undone(first: number, last: number): Points {
+    const curve = this.shared.data.curves.get(`undone.${this.spec.train}`);
+    return curve && this.shared.axis.unit === 'step' ? this.read(curve, first, last) : NOTHING;
   }
 
   private smoothed(first: number, last: number): Points {
@@ -420,7 +429,8 @@ export class Chart {
       dash: [5, 3],
       points: { show: (_u: uPlot, _i: number, from: number, to: number) => this.hasDots(from, to), size: 6, fill: () => this.colour('--etrain-eval') }
     };
-    return [{}, train, smoothed, ...(spec.evaluation ? [evaluation] : [])];
+    const undone: uPlot.Series = { stroke: () => this.colour('--etrain-undone'), width: 1.25, dash: [2, 3], points: { show: false } };
+    return [{}, train, smoothed, ...(spec.evaluation ? [evaluation] : []), undone];
   }
 
   /** Evaluations are dots where there is room for them. */

@@ -2,6 +2,7 @@
 import uPlot from 'uplot';
 import { Axis, Unit, UNITS } from './axis';
 import { Chart, IChartSpec, IShared } from './chart';
+import { keepChoices, readChoices } from './choices';
 import { make, setText } from './dom';
 import { drawing, onDrawing } from './drawing';
 import { key } from './marks';
@@ -34,12 +35,12 @@ export class Charts {
   private readonly units = new Map<Unit, HTMLInputElement>();
   private readonly axis: Axis;
   private readonly shared: IShared;
+  private readonly choices = readChoices();
   private charts: Chart[] = [];
   private signature = '';
   private asked = '';
+  private drawnIn = '';
   private timer = 0;
-  /** Whether somebody has moved the slider: then the settings change nothing here. */
-  private isOwn = false;
   private drawSmoothing = () => {};
   private readonly deafen: () => void;
 
@@ -55,7 +56,9 @@ export class Charts {
       data,
       axis: this.axis,
       sync: uPlot.sync(`etrain-${group}`),
-      weight: drawing.smoothing,
+      weight: this.choices.weight ?? drawing.smoothing,
+      isLog: this.choices.isLog,
+      onLog: () => keepChoices(this.choices),
       onZoom: range => this.zoom(range),
       onCursor: value => setText(this.place, value === null ? '' : this.axis.describe(value))
     };
@@ -70,10 +73,18 @@ export class Charts {
     }
     this.arrange();
     this.drawSmoothing();
-    this.units.forEach((input, unit) => (input.disabled = !this.axis.has(unit)));
+    this.drawnIn = this.colours();
+    this.useUnit();
     this.reset.disabled = !this.axis.zoom;
     this.charts.forEach(chart => chart.draw());
     this.askForDetail();
+  }
+
+  /** Draw anew if the theme has other colours now: a canvas does not notice, and a theme may arrive in pieces. */
+  recolour(): void {
+    if (this.grid.clientWidth && this.colours() !== this.drawnIn) {
+      this.draw();
+    }
   }
 
   resize(): void {
@@ -97,6 +108,18 @@ export class Charts {
     this.charts = [];
   }
 
+  /** The chosen unit; steps where this job does not tell it. */
+  private useUnit(): void {
+    const unit = this.choices.unit && this.axis.has(this.choices.unit) ? this.choices.unit : 'step';
+    if (unit !== this.axis.unit) {
+      this.axis.use(unit);
+    }
+    this.units.forEach((input, one) => {
+      input.disabled = !this.axis.has(one);
+      input.checked = one === unit;
+    });
+  }
+
   private zoom(range: [number, number] | null): void {
     this.axis.zoom = range && range[1] > range[0] ? range : null;
     this.draw();
@@ -110,6 +133,11 @@ export class Charts {
       window.clearTimeout(this.timer);
       this.timer = window.setTimeout(() => this.onZoom(first, last), ASK_AFTER_MS);
     }
+  }
+
+  private colours(): string {
+    const style = getComputedStyle(this.element);
+    return ['--etrain-train', '--etrain-faint', '--etrain-grid'].map(name => style.getPropertyValue(name)).join();
   }
 
   private arrange(): void {
@@ -147,7 +175,8 @@ export class Charts {
       input.value = unit;
       input.checked = unit === 'step';
       input.onchange = () => {
-        this.axis.use(unit);
+        this.choices.unit = unit;
+        keepChoices(this.choices);
         this.draw();
       };
       this.units.set(unit, input);
@@ -164,12 +193,12 @@ export class Charts {
     const shown = make('output');
     Object.assign(slider, { type: 'range', min: '0', max: '0.99', step: '0.01' });
     slider.oninput = () => {
-      this.isOwn = true;
-      this.shared.weight = Number(slider.value);
+      this.choices.weight = Number(slider.value);
+      keepChoices(this.choices);
       this.draw();
     };
     this.drawSmoothing = () => {
-      this.shared.weight = this.isOwn ? this.shared.weight : drawing.smoothing;
+      this.shared.weight = this.choices.weight ?? drawing.smoothing;
       slider.value = String(this.shared.weight);
       setText(shown, this.shared.weight ? this.shared.weight.toFixed(2) : 'off');
     };

@@ -12,7 +12,7 @@ interface IAction {
 }
 const ACTIONS: Record<string, IAction> = {
   pause: { label: 'Pause', busy: 'Pausing …', about: 'Let the workers wait after this step, with their state' },
-  resume: { label: 'Resume', busy: 'Resuming …', about: 'Let the workers go on' },
+  resume: { label: 'Resume', busy: 'Resuming …', about: 'Let it go on' },
   checkpoint: { label: 'Checkpoint', busy: 'Saving …', about: 'Save a checkpoint after this step; training goes on' },
   scale: { label: 'Scale', busy: 'Scaling …', about: 'Change how many workers train' },
   preempt: { label: 'Preempt', busy: 'Preempting …', about: 'Take a worker away with a notice' },
@@ -67,7 +67,7 @@ export class Controls {
     this.isLive = isLive;
     this.isStopping &&= !isOver(snapshot);
     for (const [name, button] of this.buttons) {
-      const request = name === 'pause' && snapshot.status === 'paused' ? 'resume' : name;
+      const request = name === 'pause' && canResume(snapshot) ? 'resume' : name;
       const { label, busy, about } = ACTIONS[request];
       const reason = this.whyNot(request);
       const isBusy = this.isBusy(request) || (name === 'stop' && this.isStopping);
@@ -99,6 +99,8 @@ export class Controls {
       return;
     } else if (request === 'stop') {
       this.askToStop();
+    } else if (request === 'resume' && isOver(this.snapshot!)) {
+      this.askToResume();
     } else if (request === 'preempt') {
       this.askToPreempt(worker);
     } else if (request === 'scale') {
@@ -174,6 +176,12 @@ export class Controls {
     );
   }
 
+  private askToResume(): void {
+    const { name, checkpoint } = this.snapshot!;
+    const where = checkpoint ? `from its checkpoint of step ${format.count(checkpoint.step)}` : 'from its beginning: nothing was saved';
+    this.open(`Resume ${name}? It goes on ${where}; workers are started if there are none.`, this.choice('Resume', 'resume', {}));
+  }
+
   private askToPreempt(worker: string): void {
     this.open(
       `Take ${worker} away, as a spot market does? It leaves after this step; the others go on.`,
@@ -230,6 +238,11 @@ export class Controls {
 /** What a stop without a checkpoint costs. */
 export function stopLoss({ checkpoint }: ISnapshot): string {
   return checkpoint ? `all after step ${format.count(checkpoint.step)} is lost` : 'nothing has been saved yet';
+}
+
+/** Whether it stands still and the kernel says that it can go on. */
+function canResume(snapshot: ISnapshot): boolean {
+  return snapshot.status === 'paused' || (isOver(snapshot) && snapshot.controls.resume === '');
 }
 
 function isOver({ status }: ISnapshot): boolean {

@@ -6,7 +6,7 @@ import { make, setText } from './dom';
 import { drawing } from './drawing';
 import { Events } from './events';
 import * as format from './format';
-import { Buffer, ISnapshot, JobData } from './protocol';
+import { Buffer, ISnapshot, JobData, savedAt } from './protocol';
 import { Tiles } from './tiles';
 import { Workers } from './workers';
 
@@ -61,6 +61,8 @@ class JobElement {
   private readonly cleanups: (() => void)[] = [];
   private phase: Phase = 'asking';
   private askedAt = 0;
+  /** When the newest event happened that the notebook keeps. */
+  private savedAt = 0;
   private drawnAt = 0;
   private timer = 0;
   private spokenAt = 0;
@@ -98,6 +100,8 @@ class JobElement {
     if (this.phase !== 'live') {
       this.data.load(this.source.saved());
       this.schedule();
+    } else {
+      this.savedAt = savedAt(this.source.saved());
     }
   }
 
@@ -158,12 +162,15 @@ class JobElement {
     if (this.phase === 'asking' && isLate) {
       this.setPhase('gone');
     }
-    if (this.phase === 'live' && isLate && !this.data.isSynced) {
+    // What the kernel said last may have been lost on its way; then nothing that follows shows a gap.
+    const isBehind = this.data.snapshot.updated_at < this.savedAt;
+    if (this.phase === 'live' && isLate && (!this.data.isSynced || isBehind)) {
       this.hello();
     }
     if (this.phase === 'live' && !this.isOver) {
       this.drawFigures(); // ages grow without messages
     }
+    this.charts.recolour();
     this.speak();
   }
 

@@ -22,7 +22,8 @@ const parser: StreamParser<IState> = {
     ...state,
     body: body.copyState ? body.copyState(state.body) : { ...(state.body as object) }
   }),
-  token: (stream, state) => (state.isHead ? headToken(stream, state) : body.token(stream, state.body)),
+  // Text without a style is no token to JupyterLab, which then completes it by every other token of the cell.
+  token: (stream, state) => (state.isHead ? headToken(stream, state) : (body.token(stream, state.body) ?? 'content')),
   blankLine: (state, unit) => {
     state.isHead = false;
     body.blankLine?.(state.body, unit);

@@ -1,6 +1,7 @@
 // What comes from the kernel or from a saved notebook. Both are treated as hostile: every field is checked and
 // coerced here, once, so that the drawing code can trust it. See etrain_jupyter/dashboard/feed.py for the messages.
 import { Curve } from './columns';
+import { LISTS, patched } from './lists';
 
 export interface IWorker {
   worker: string;
@@ -78,6 +79,8 @@ export const object = (value: unknown): Raw => (value && typeof value === 'objec
 export const list = (value: unknown): Raw[] => (Array.isArray(value) ? value.slice(0, MAX_ITEMS).map(object) : []);
 export const text = (value: unknown): string =>
   (typeof value === 'string' ? value : typeof value === 'number' ? String(value) : '').slice(0, MAX_TEXT);
+
+const texted = (value: unknown): string[] => (Array.isArray(value) ? value.slice(0, MAX_ITEMS).map(text) : []);
 
 /** A number; null where there is none. The strings NaN and Infinity stand for what JSON lacks. */
 function maybe(value: unknown): number | null {
@@ -195,6 +198,9 @@ export function asSnapshot(value: unknown): ISnapshot {
   };
 }
 
+/** When the newest event of a saved picture happened. */
+export const savedAt = (saved: unknown): number => finite(object(object(saved).snapshot).updated_at);
+
 export type Buffer = ArrayBuffer | ArrayBufferView;
 
 /** Copy a buffer's bytes: what arrives may be unaligned. */
@@ -252,10 +258,11 @@ class Curves {
     const entries = Object.entries(series).slice(0, 50);
     const names = new Set(entries.map(([name]) => name));
     for (const [name, value] of entries) {
-      const { x, y } = object(value);
-      if (Array.isArray(x) && Array.isArray(y) && x.length === y.length) {
-        const rising = rowsThatRise(x.slice(0, MAX_SAVED).map(finite));
-        this.add(name, rising.map(i => finite(x[i])), rising.map(i => (typeof y[i] === 'number' ? y[i] : NaN)), names);
+      const x = written(object(value).x).map(finite);
+      const y = written(object(value).y);
+      if (x.length === y.length) {
+        const rising = rowsThatRise(x);
+        this.add(name, rising.map(i => x[i]), rising.map(i => y[i]), names);
       }
     }
   }
@@ -269,6 +276,9 @@ class Curves {
 }
 
 const MAX_SAVED = 20000;
+
+/** Numbers of a saved curve: one text, since in a list JupyterLab gives each a line of its own. */
+const written = (value: unknown): number[] => (typeof value === 'string' && value ? value.split(' ', MAX_SAVED).map(Number) : []);
 
 function rowsThatRise(x: number[]): number[] {
   let highest = -Infinity;
@@ -334,6 +344,13 @@ export class JobData {
       this.rawSnapshot = {};
     }
     this.rawSnapshot = { ...this.rawSnapshot, ...object(message.snapshot) };
+    for (const [name, key] of LISTS) {
+      const { rows, gone, order } = object(object(message.lists)[name]);
+      if (rows || gone || order) {
+        const patch = { rows: list(rows), gone: texted(gone), order: texted(order) };
+        this.rawSnapshot[name] = patched(list(this.rawSnapshot[name]), key, patch);
+      }
+    }
     this.snapshot = asSnapshot(this.rawSnapshot);
     this.curves.take(list(message.blocks), buffers);
     if (this.detail && this.detail.last >= this.snapshot.step) {

@@ -5,6 +5,7 @@ import { load } from './helpers.mjs';
 
 const { average, CAPACITY, Curve, roomFor, smooth, thin } = await load('columns');
 const { Axis } = await load('axis');
+const { keepChoices, readChoices } = await load('choices');
 const scale = await load('scale');
 const { asSnapshot, checkpointTrouble, JobData } = await load('protocol');
 const format = await load('format');
@@ -99,9 +100,28 @@ test('a start addressed to another view is passed over', () => {
 
 test('lists that did not change are not sent again and stay', () => {
   const data = new JobData('me');
-  data.take(update(1, { reset: true, snapshot: { events: [{ text: 'hello' }] } }), []);
+  data.take(update(1, { reset: true, snapshot: { events: [{ id: 1, text: 'hello' }] } }), []);
   data.take(update(2), []);
   assert.equal(data.snapshot.events[0].text, 'hello');
+});
+
+test('of lists only what changed in their rows is sent', () => {
+  const data = new JobData('me');
+  const workers = ['a', 'b', 'c'].map(worker => ({ worker, state: 'training', steps: 1 }));
+  const events = [1, 2, 3].map(id => ({ id, text: `event ${id}` }));
+  data.take(update(1, { reset: true, snapshot: { workers, events } }), []);
+  const lists = {
+    workers: { rows: [{ worker: 'a', steps: 2 }, { worker: 'b', state: 'lost' }, { worker: 'd', steps: 7 }], order: ['d', 'a', 'b'] },
+    events: { rows: [{ id: 3, text: 'amended' }, { id: 4, text: 'new' }], gone: [1] }
+  };
+  data.take(update(2, { lists }), []);
+  assert.deepEqual(
+    data.snapshot.workers.map(w => [w.worker, w.state, w.steps]),
+    [['d', '', 7], ['a', 'training', 2], ['b', 'lost', 1]]
+  );
+  assert.deepEqual(data.snapshot.events.map(e => e.text), ['event 2', 'amended', 'new']);
+  data.take(update(3, { lists: { events: 'x', workers: { rows: [null, { worker: { toString: 1, valueOf: 1 } }], order: { a: 1 } }, markers: [] } }), []);
+  assert.equal(data.snapshot.events.length, 3);
 });
 
 test('hostile payloads become harmless snapshots', () => {
@@ -115,7 +135,7 @@ test('hostile payloads become harmless snapshots', () => {
   assert.equal(odd.progress, 1);
   assert.equal(odd.metrics.b, -Infinity);
   assert.equal(odd.metrics.a, undefined);
-  new JobData('me').load({ series: { loss: { x: [1, 'two'], y: [null, {}] }, bad: { x: 1 } } });
+  new JobData('me').load({ series: { loss: { x: [1, 'two'], y: [null, {}] }, bad: { x: 1 }, odd: { x: '1 two  -', y: 'nan {} ∞ 1e999' } } });
 });
 
 test('a buffer of the wrong size is left out', () => {
@@ -187,7 +207,10 @@ function dataOf(steps, elapsed, snapshot = {}) {
   const data = new JobData('me');
   data.load({
     snapshot: { status: 'running', step: steps[steps.length - 1], started_at: 100, updated_at: 100, ...snapshot },
-    series: { elapsed_s: { x: steps, y: elapsed }, samples: { x: steps, y: steps.map(step => step * 64) } }
+    series: {
+      elapsed_s: { x: steps.join(' '), y: elapsed.join(' ') },
+      samples: { x: steps.join(' '), y: steps.map(step => step * 64).join(' ') }
+    }
   });
   return data;
 }
@@ -262,4 +285,39 @@ test('means are taken over equal stretches of the axis, and of gaps there is non
   const [x, y] = average(curveOf([1, 3, 5, 7, NaN, NaN, 2, 4]), -Infinity, Infinity, 4);
   assert.deepEqual([x, y], [[0.5, 2.5, 4.5, 6.5], [2, 6, null, 3]]);
   assert.deepEqual(average(curveOf([1, 3, 5]), 0.5, 1.5, 9), [[0, 1, 2], [1, 3, 5]]);
+});
+
+test('a saved curve is read from its text, without points that go backwards', () => {
+  const data = new JobData('me');
+  data.load({ series: { loss: { x: '1 2.5 2 7', y: '0.5 nan 3 1e-05' }, short: { x: '1 2', y: '1' } } });
+  assert.deepEqual([...data.curves.get('loss').x.view()], [1, 2.5, 7]);
+  const [first, gap, last] = data.curves.get('loss').y.view();
+  assert.ok(first === 0.5 && Number.isNaN(gap) && Math.abs(last - 1e-5) < 1e-9);
+  assert.equal(data.curves.get('short'), undefined);
+});
+
+test('how a person likes the charts is kept', () => {
+  const kept = new Map();
+  const store = { getItem: key => kept.get(key) ?? null, setItem: (key, value) => kept.set(key, value) };
+  assert.deepEqual(readChoices(store), { unit: null, weight: null, isLog: new Map() });
+  const isLog = new Map(Array.from({ length: 300 }, (_, i) => [`chart ${i}`, i % 2 === 0]));
+  keepChoices({ unit: 'time', weight: 0, isLog }, store);
+  const again = readChoices(store);
+  assert.deepEqual([again.unit, again.weight, again.isLog.size], ['time', 0, 100]);
+  assert.deepEqual([again.isLog.get('chart 298'), again.isLog.get('chart 299')], [true, false]);
+});
+
+test('where nothing may be kept, or something else was, nobody has chosen', () => {
+  const refuse = () => {
+    throw new Error('denied');
+  };
+  const stores = [null, { getItem: refuse, setItem: refuse }];
+  for (const odd of ['', 'null', '[]', '7', '"x"', '{', '{"unit":"__proto__","weight":"1e9","isLog":{"a":1}}', '{"weight":2,"isLog":[1,null,[3,true]]}']) {
+    stores.push({ getItem: () => odd, setItem: refuse });
+  }
+  for (const store of stores) {
+    assert.deepEqual(readChoices(store), { unit: null, weight: null, isLog: new Map() });
+    keepChoices(readChoices(store), store);
+  }
+  keepChoices(readChoices()); // node has no window, which is as bad
 });

@@ -25,8 +25,8 @@ def on_request(request, args):
         raise RuntimeError("the cluster does not answer")
     asked.append(request)
 
-def start(num_steps, steps_per_s):
-    script = Script(num_steps, time.time())
+def start(num_steps, steps_per_s, **names):
+    script = Script(num_steps, time.time(), **names)
     board = Dashboard(job_id=script.job_id, on_request=on_request)
     board.show()
     threading.Thread(
@@ -190,6 +190,15 @@ def test_without_our_extension_the_widget_draws_and_html_stays(
 
     assert notebook.output(4).inner_text().strip() == "stop 0"
 
+    notebook.save()
+    reopened = Notebook(lab_without_extension, page, "plain.ipynb").open()
+    finished = reopened.output(2)
+    expect(finished.locator("p > img")).to_be_visible()
+    expect(finished).to_contain_text("finished · step 300 of 300")
+    reopened.set_theme("JupyterLab Dark")
+    finished.scroll_into_view_if_needed()
+    shoot(page, "plain-reopened")
+
 
 def test_two_views_of_one_job_both_move(open_notebook: OpenNotebook) -> None:
     notebook = open_notebook("two.ipynb", SET_UP, START, "board.show()")
@@ -275,7 +284,7 @@ for payload in [
                   "events": [event, "x"], "markers": [{"step": 3, "text": evil, "kind": evil}],
                   "loss": "NaN", "metrics": {evil: "Infinity", "__proto__": 3}, "step": -5,
                   "charts": {"metrics": [evil]}, "error": {"traceback": evil}},
-     "series": {"loss": {"x": [1, "a", 3], "y": [None, 1e308, "b"]}, "eval.loss": 3}},
+     "series": {"loss": {"x": "1 a 3", "y": "<b> 1e308 -"}, "eval.loss": 3}},
     {}, {"snapshot": 7, "series": []}, [], "text", None,
 ]:
     publish_display_data({mime: payload, "text/plain": "plain"})

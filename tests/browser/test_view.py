@@ -144,6 +144,23 @@ def test_smoothing_and_log_scale_change_what_is_drawn(view: View, script: Script
     assert len({smooth, raw, canvas.evaluate(read)}) == 3
 
 
+def test_charts_take_the_colours_of_a_theme_that_arrives_late(view: View, script: Script) -> None:
+    view.add(until(script, 300))
+    canvas = view.root.locator(".etrain-chart canvas").first
+    before = canvas.evaluate("canvas => canvas.toDataURL()")
+
+    # JupyterLab sets its attributes at one time, and the style sheet of the theme comes at another.
+    view.page.evaluate("() => document.body.style.setProperty('--jp-ui-font-color2', '#ff0000')")
+
+    canvas.evaluate(
+        """(canvas, before) => new Promise(done => {
+            const look = () => canvas.toDataURL() === before ? setTimeout(look, 50) : done();
+            look();
+        })""",
+        before,
+    )
+
+
 def test_what_happened_is_named_on_hover_and_for_a_keyboard(view: View, script: Script) -> None:
     view.add(until(script, 300))
     marks = view.root.locator(".etrain-marks button")
@@ -173,6 +190,7 @@ def test_a_rewind_takes_back_the_curve_and_says_so(view: View, script: Script) -
 
     assert view.root.get_attribute("data-step") == "120"
     assert view.root.locator(".etrain-legend").first.inner_text() != before
+    expect(view.root.locator(".etrain-legend").first).to_contain_text("undone")
     rewound = view.root.locator(".etrain-marks button").filter(has_text="step 120")
     expect(rewound.filter(has_text="180 steps are trained again")).to_have_count(1)
 
@@ -241,6 +259,27 @@ def test_buttons_follow_the_status_and_say_why_not(view: View, script: Script) -
     for button in view.root.locator(".etrain-buttons button").all():
         expect(button).to_be_disabled()
         expect(button).to_have_attribute("title", "The job has finished.")
+
+
+def test_a_job_that_was_stopped_is_resumed_after_a_question(view: View, script: Script) -> None:
+    view.add(until(script, 300))
+    view.add([script.make(t.JobStatusChanged, status="stopped")])
+    resume = view.root.locator(".etrain-buttons").get_by_role("button", name="Resume")
+
+    resume.click()
+    box = view.root.locator(".etrain-box")
+    expect(box).to_contain_text("Resume digits? It goes on from its checkpoint of step 200;")
+    box.get_by_role("button", name="Cancel").click()
+    assert view.sent("request") == []
+    expect(resume).to_be_focused()
+    resume.click()
+    box.get_by_role("button", name="Resume").click()
+
+    assert [request["request"] for request in view.sent("request")] == ["resume"]
+    again = {"from_status": "stopped", "step": 300, "min_workers": 1, "max_workers": 4}
+    view.add([script.make(t.JobResumed, **again)])
+    view.add([script.make(t.JobStatusChanged, status="running")])
+    expect(view.root.get_by_role("button", name="Pause")).to_be_enabled()
 
 
 def test_events_are_filtered_and_stay_where_they_are_read(view: View, script: Script) -> None:
@@ -398,11 +437,12 @@ HOSTILE: list[Any] = [
 
 def test_hostile_payloads_execute_nothing_and_break_nothing(page: Page) -> None:
     series = {
-        "loss": {"x": [3, 1, 1e308, "x"], "y": [1e308, None, "y", {}]},
-        "elapsed_s": {"x": [1, 2], "y": [9, 1]},
-        "eval.loss": {"x": [1], "y": [1, 2]},
+        "loss": {"x": "3 1 1e308 x", "y": "1e308 nan y {}"},
+        "elapsed_s": {"x": "1 2", "y": "9 1"},
+        "eval.loss": {"x": "1", "y": "1 2"},
+        "samples": {"x": [1, None], "y": {}},
         EVIL: 7,
-        "world_size": {"x": [0] * 5, "y": [1e308] * 5},
+        "world_size": {"x": "0 0 0 0 0", "y": "1e308 1e308 1e308 1e308 1e308"},
     }
     view = View(page, {"snapshot": HOSTILE[0], "series": series})
     view.settle()

@@ -31,6 +31,7 @@ class Notebook:
     """A kernel in a process of its own, in ``folder``."""
 
     def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
+        self.folder = folder
         self._manager = KernelManager(kernel_name="python3")
         self._manager.start_kernel(
             cwd=str(folder),
@@ -40,6 +41,8 @@ class Notebook:
         self._client = self._manager.client()
         self._client.start_channels()
         self._client.wait_for_ready(timeout=60)
+        self._parts: dict[str, list[str]] = {}
+        """What each cell that runs has shown so far."""
 
     @property
     def pid(self) -> int:
@@ -54,38 +57,64 @@ class Notebook:
     def send(self, code: str) -> str:
         """Let a cell begin; ``finish`` waits for its end."""
         request = str(self._client.execute(code, store_history=True, stop_on_error=False))
+        self._parts[request] = []
         while True:
-            message = self._client.get_iopub_msg(timeout=10)
+            message = self._next_message(timeout=10)
             is_mine = message["parent_header"].get("msg_id") == request
             if is_mine and message["msg_type"] == "execute_input":
                 return request
+
+    def read_until(self, request: str, words: str, timeout: float = 60.0) -> None:
+        """Wait until a cell that runs has shown ``words``."""
+        deadline = time.monotonic() + timeout
+        while words not in "".join(self._parts[request]):
+            self._take(self._next_message(timeout=deadline - time.monotonic()))
 
     def finish(self, request: str, timeout: float = 60.0) -> Shown:
         """Wait for a cell's end and return what it showed."""
         started = time.monotonic()
         deadline = started + timeout
-        parts: list[str] = []
         while True:
-            message = self._client.get_iopub_msg(timeout=max(0.01, deadline - time.monotonic()))
-            if message["parent_header"].get("msg_id") != request:
-                continue
-            kind, content = message["msg_type"], message["content"]
-            parts.append(_text_of(kind, content))
-            if kind == "status" and content["execution_state"] == "idle":
+            message = self._next_message(timeout=deadline - time.monotonic())
+            self._take(message)
+            is_status = message["msg_type"] == "status"
+            is_mine = message["parent_header"].get("msg_id") == request
+            if is_mine and is_status and message["content"]["execution_state"] == "idle":
                 break
-        text = ANSI.sub("", "".join(parts)).strip()
+        text = ANSI.sub("", "".join(self._parts.pop(request))).strip()
         return Shown(status=self._status_of(request), text=text, took_s=time.monotonic() - started)
+
+    def _next_message(self, timeout: float) -> dict[str, Any]:
+        message: dict[str, Any] = self._client.get_iopub_msg(timeout=max(0.01, timeout))
+        return message
+
+    def _take(self, message: dict[str, Any]) -> None:
+        parts = self._parts.get(message["parent_header"].get("msg_id"))
+        if parts is not None:
+            parts.append(_text_of(message["msg_type"], message["content"]))
 
     def _status_of(self, request: str) -> str:
         """Return what "Run All" goes by: the status in the reply."""
+        return str(self._answer(request, timeout=10)["status"])
+
+    def _answer(self, request: str, timeout: float = 60) -> dict[str, Any]:
         while True:
-            reply = self._client.get_shell_msg(timeout=10)
+            reply = self._client.get_shell_msg(timeout=timeout)
             if reply["parent_header"].get("msg_id") == request:
-                return str(reply["content"]["status"])
+                content: dict[str, Any] = reply["content"]
+                return content
 
     def run(self, code: str, timeout: float = 60.0) -> Shown:
         """Run a cell to its end."""
         return self.finish(self.send(code), timeout)
+
+    def complete(self, code: str, cursor: int) -> dict[str, Any]:
+        """Press Tab; return the kernel's answer."""
+        return self._answer(self._client.complete(code, cursor))
+
+    def inspect(self, code: str, cursor: int, detail_level: int = 0) -> dict[str, Any]:
+        """Press Shift-Tab; return the kernel's answer."""
+        return self._answer(self._client.inspect(code, cursor, detail_level))
 
     def interrupt(self) -> None:
         """Press the interrupt key."""

@@ -11,8 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import nbformat
 import psutil
 import pytest
+from nbclient import NotebookClient
 
 from etrain_jupyter.events.log import read_events
 from etrain_jupyter.events.types import Event, GenerationFormed, StepCompleted
@@ -202,6 +204,24 @@ def test_interrupt_touches_no_job_but_the_one_that_is_waited_for(desk: Desk) -> 
     saved = [e.step for e in desk.events(job_id) if e.kind == "CheckpointCommitted"]
     assert saved[-1] == steps_of(desk.events(job_id))[-1]
     assert notebook.run("job.load_into(Net())").status == "ok"
+
+
+def test_job_goes_on_after_the_end_of_a_notebook_that_was_executed(desk: Desk) -> None:
+    cells = [SETUP, CELL.format(epochs=10_000), AT_TWO]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    client = NotebookClient(notebook, timeout=120, kernel_name="python3")
+    client.execute(cwd=str(desk.folder), env={**os.environ, **desk.environment})
+    [output] = notebook.cells[2].outputs
+    job_id = output.text.strip()
+    assert client.km is None, "the kernel is gone, as after papermill"
+    before = desk.events(job_id)
+
+    until(lambda: len(steps_of(desk.events(job_id))) > len(steps_of(before)) + 20, "20 more steps")
+
+    assert trainers_of(desk.events(job_id)) == trainers_of(before)
+    told = desk.terminal("stop", job_id)
+    assert told.returncode == 0, told.stderr
+    until(lambda: desk.terminal("wait", job_id).returncode == 1, "the end")
 
 
 def assert_says_that_it_is_lost(desk: Desk, notebook: Notebook, asked: Shown, job_id: str) -> None:

@@ -23,6 +23,7 @@ MODULES = sorted(ROOT.rglob("*.py"))
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"__main__"}),
     frozenset({"magics", "cli"}),
+    frozenset({"editor"}),
     frozenset({"subcommands"}),
     frozenset({"__init__"}),
     frozenset({"launch", "doctor", "command_line", "log_lines", "nlp", "insight"}),
@@ -48,7 +49,7 @@ CONFINED: dict[str, tuple[str, ...]] = {
     "torch": ("ranks", "nlp"),
     "boto3": ("pools.aws_spot", "checkpoints.s3"),
     "botocore": ("pools.aws_spot", "checkpoints.s3"),
-    "IPython": ("magics", "launch", "__init__"),
+    "IPython": ("magics", "launch", "__init__", "editor.facts", "editor.hooks"),
     "anywidget": ("dashboard",),
     "ipywidgets": ("dashboard",),
     "distributed": ("cluster", "pools", "job"),

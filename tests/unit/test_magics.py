@@ -26,7 +26,8 @@ from etrain_jupyter.events.types import (
 from etrain_jupyter.job import held_jobs
 from etrain_jupyter.job.run_store import JobRecord, RunStore
 from etrain_jupyter.job.training_job import TrainingJob
-from etrain_jupyter.subcommands import LATER, SUBCOMMANDS
+from etrain_jupyter.magics import give_empty_body
+from etrain_jupyter.subcommands import LATER, SUBCOMMANDS, Subcommand
 
 BODY = """\
 model: Net()
@@ -110,6 +111,7 @@ def test_load_ext_registers_and_unload_ext_removes(shell: InteractiveShell) -> N
 
     assert "etrain" not in shell.magics_manager.magics["cell"]
     assert "etrain" not in shell.magics_manager.magics["line"]
+    assert give_empty_body not in shell.input_transformers_cleanup
 
 
 def test_loading_in_a_terminal_opens_no_way_to_a_browser(
@@ -194,14 +196,65 @@ def test_each_subcommand_has_help(run: Run, name: str) -> None:
     assert shown.startswith(f"usage: %etrain {name}")
 
 
-@pytest.mark.parametrize(
-    "line", ["%%etrain distributed --help\nmodel: Net", "%etrain distributed --help"]
-)
-def test_cell_magic_has_help(run: Run, line: str) -> None:
+@pytest.mark.parametrize("line", ["%etrain show ?", "%%etrain show --help", "%%etrain show?\nx"])
+def test_help_of_a_subcommand_is_got_in_every_way_and_starts_nothing(run: Run, line: str) -> None:
     is_ok, shown = run(line)
 
     assert is_ok
+    assert shown.startswith("usage: %etrain show [-h] [job]")
+
+
+@pytest.mark.parametrize("command", [c for c in SUBCOMMANDS if c.example], ids=lambda c: c.name)
+def test_the_example_in_the_help_of_a_subcommand_is_taken(command: Subcommand) -> None:
+    name, *words = command.example.split()
+    parser = command.parser("%etrain")
+
+    assert name == command.name
+    assert parser.parse_args(words)
+    assert f"example: %etrain {command.example}" in " ".join(parser.format_help().split())
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "%%etrain distributed --help",
+        "%%etrain distributed --help\nmodel: Net",
+        "%%etrain distributed ?\n" + BODY,
+        "%%etrain distributed?\n" + BODY,
+        "%%etrain distributed --name x --help\n" + BODY,
+        "%etrain distributed --help",
+    ],
+)
+def test_help_of_the_cell_has_flags_keys_and_an_example_and_starts_nothing(
+    run: Run, submitted: list[launch.Plan], line: str
+) -> None:
+    is_ok, shown = run(line)
+
+    assert is_ok
+    assert shown.startswith("usage: %%etrain distributed")
     assert "--dry-run" in shown
+    assert "checkpoint.keep          whole number, 1 or more; default 3" in shown
+    assert "    %%etrain distributed --name digits -o job\n    model: Net()\n" in shown
+    assert submitted == []
+
+
+def test_a_name_that_ends_in_a_question_mark_is_a_name(
+    run: Run, submitted: list[launch.Plan]
+) -> None:
+    run(NOTEBOOK)
+
+    run("%%etrain distributed --name really?\n" + BODY)
+
+    assert [plan.config.name for plan in submitted] == ["really?"]
+
+
+@pytest.mark.parametrize("line", ["%etrain?", "%%etrain?"])
+def test_a_question_mark_shows_every_subcommand_and_an_example(run: Run, line: str) -> None:
+    is_ok, shown = run(line)
+
+    assert is_ok
+    assert [c.name for c in SUBCOMMANDS if f"  {c.name} " not in shown] == []
+    assert "%%etrain distributed --name digits -o job" in shown
 
 
 def test_unknown_subcommand_names_the_nearest_and_fails_the_cell(run: Run) -> None:
@@ -228,6 +281,7 @@ def test_subcommands_of_later_versions_are_refused(run: Run, name: str) -> None:
         ("%etrain scale 2 --max 3", "not both"),
         ("%etrain show 'digits", "No closing quotation"),
         ("%etrain distributed", "needs a body"),
+        ("%%etrain distributed", "key 'model' is missing"),
         ("%%etrain ls\nmodel: Net\n", "ls takes no body"),
         ("%%etrain distribute\nmodel: Net\n", "no %%etrain distribute"),
         ("%%etrain distributed --nmae a\nmodel: Net\n", "did you mean --name?"),

@@ -10,6 +10,7 @@ from typing import Any
 from etrain_jupyter.ranks.control.channel import Channel
 
 FLUSH_EVERY_S = 0.05
+"""Least time between two batches: the record of a step that took longer is sent at once."""
 KEEP_RECORDS = 10_000
 """Records that a rank keeps in case rank 0 dies before it could send its own."""
 
@@ -31,6 +32,7 @@ class Reporter:
         self._generation = 0
         self._thread = threading.Thread(target=self._flush_often, name="etrain-report", daemon=True)
         self._ended = threading.Event()
+        self._has_news = threading.Event()
         self._thread.start()
 
     def begin(self, *, generation: int, rank: int, logged_step: int) -> None:
@@ -41,6 +43,7 @@ class Reporter:
             self._unsent = []
             if self._is_rank_0:
                 self._unsent = [r for r in self._kept if r["step"] > logged_step]
+                self._has_news.set()
 
     def records_after(self, step: int) -> list[dict[str, Any]]:
         """Return the kept records of the steps after this one: they belong to the state."""
@@ -65,6 +68,7 @@ class Reporter:
                 self._kept.append(record)
                 if self._is_rank_0:
                     self._unsent.append(record)
+                    self._has_news.set()
             return
         self.flush()
         self._channel.send(message)
@@ -81,11 +85,15 @@ class Reporter:
     def close(self) -> None:
         """Send what waits and end the thread."""
         self._ended.set()
+        self._has_news.set()
         with contextlib.suppress(OSError):
             self.flush()
         self._thread.join()
 
     def _flush_often(self) -> None:
-        while not self._ended.wait(FLUSH_EVERY_S):
+        while not self._ended.is_set():
+            self._has_news.wait()
+            self._has_news.clear()
             with contextlib.suppress(OSError):
                 self.flush()
+            self._ended.wait(FLUSH_EVERY_S)

@@ -15,7 +15,6 @@ Three facts (measured, see ``benchmarks/README.md``) shape this file:
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -44,11 +43,6 @@ from etrain_jupyter.ranks.group.pending import Pending, Waiters, error_of, first
 from etrain_jupyter.ranks.group.rendezvous import FORM_TIMEOUT_S, BroadcastStore, CommunicationError
 
 __all__ = ["BroadcastStore", "CommunicationError", "Pending", "RankGroup"]
-
-LINGER_S = 2.0
-"""How long the connections of a whole generation stay after its end. A rank that is done with the
-last collective may be so before its peers are, and gloo fails whoever it still owes an answer when
-it sees the end: without this, one in a hundred generations ended so on a busy machine."""
 
 
 class RankGroup:
@@ -176,8 +170,8 @@ class RankGroup:
         Whatever wraps the model for this group has to be dropped before: if it is the last to hold
         the group, its end waits here for gloo's.
 
-        The connections of a whole group are not shut down, and stay for a while: a peer may still
-        be at the end of the last collective.
+        The connections of a whole group are not shut down: a peer may still be reading the end of
+        the last collective.
         """
         is_whole = not self.failure
         self._waiters.fail("closed")
@@ -196,9 +190,7 @@ class RankGroup:
         self._default_group = self._gloo = self._device = None
         if any(part is not None for part in remains):
             # gloo's destructor waits for its 10 ms epoll ticks, or for an operation that is stuck.
-            threading.Thread(
-                target=_free, args=(remains, is_whole), daemon=True, name="etrain-free"
-            ).start()
+            threading.Thread(target=remains.clear, daemon=True, name="etrain-free").start()
 
     # --- collectives ---
 
@@ -399,14 +391,3 @@ class RankGroup:
         """Raise CommunicationError if a collective failed or the generation was aborted."""
         if self.failure:
             raise CommunicationError(self.failure)
-
-
-def _free(remains: list[Any], is_whole: bool) -> None:
-    """Let gloo's part of a group go, after the peers had time to end theirs."""
-    if is_whole:
-        _linger()
-    remains.clear()
-
-
-def _linger() -> None:
-    time.sleep(LINGER_S)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
+from etrain_jupyter.cluster import coordinator as coordinator_module
 from etrain_jupyter.cluster.coordinator import Coordinator
 from etrain_jupyter.cluster.requests import RequestError
 from etrain_jupyter.elastic.chaos import FAULT_KINDS
@@ -25,6 +27,31 @@ def ticks(rig: Rig, seconds: float, *alive: str, **page) -> None:
             for worker in alive:
                 rig.beat(worker, **page)
         rig.tick()
+
+
+# --- telling ---
+
+
+async def test_news_after_a_pause_are_told_at_once_and_then_several_together(rig, monkeypatch):
+    monkeypatch.setattr(coordinator_module, "COALESCE_S", 3600.0)
+    await rig.start("w1")
+    ask = rig.coordinator._events
+    known = (await ask("j", wait_s=0))["events"][-1]["seq"]
+    first = asyncio.ensure_future(ask("j", since=known))
+    await asyncio.sleep(0)
+    rig.commit("w1", 1)
+    steps = [event["step"] for event in (await first)["events"]]
+    assert steps == [1]
+
+    second = asyncio.ensure_future(ask("j", since=known + 1))
+    for number in (2, 3):
+        await asyncio.sleep(0.01)
+        rig.commit("w1", number)
+        assert not second.done()
+    monkeypatch.setattr(coordinator_module, "COALESCE_S", 0.0)
+    second.cancel()
+    told = (await ask("j", since=known + 1))["events"]
+    assert [event["step"] for event in told] == [2, 3]
 
 
 # --- silence ---

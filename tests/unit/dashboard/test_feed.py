@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
+import pytest
 
+from etrain_jupyter.dashboard.changes import LISTS
 from etrain_jupyter.dashboard.feed import Feed
 from etrain_jupyter.dashboard.snapshot import JobView
 from etrain_jupyter.events import types as t
@@ -16,17 +19,32 @@ class Wire:
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
         self.loss: list[float] = []
+        self.picture: dict[str, Any] = {}
 
     def send(self, content: dict[str, Any], buffers: list[bytes]) -> None:
-        self.messages.append(content)
+        self.messages.append(json.loads(json.dumps(content)))
         if content.get("reset"):
-            self.loss = []
+            self.loss, self.picture = [], content["snapshot"]
+        elif content["kind"] == "update":
+            self.picture = put_together(self.picture, content)
         self.curves: dict[str, list[float]] = {}
         for block, buffer in zip(content.get("blocks", []), buffers, strict=True):
             steps = np.frombuffer(buffer, np.float64, block["rows"]).tolist()
             self.curves[block["name"]] = steps
             if block["name"] == "loss" and content["kind"] == "update":
                 self.loss += steps
+
+
+def put_together(picture: dict[str, Any], content: dict[str, Any]) -> dict[str, Any]:
+    """What the front end does, see ``patched`` in protocol.ts."""
+    picture = picture | content["snapshot"]
+    for name, patch in content["lists"].items():
+        rows = {row[LISTS[name]]: row for row in picture[name]}
+        for row in patch.get("rows", []):
+            rows[row[LISTS[name]]] = rows.get(row[LISTS[name]], {}) | row
+        rows = {key: row for key, row in rows.items() if key not in patch.get("gone", [])}
+        picture[name] = [rows[key] for key in patch.get("order", rows)]
+    return picture
 
 
 def some_steps(script: Script, first: int, last: int) -> list[t.Event]:
@@ -63,7 +81,8 @@ def test_after_a_hello_only_news_is_sent() -> None:
     assert [message["seq"] for message in wire.messages] == [1, 2]
     assert wire.messages[0]["reset"]
     assert wire.messages[1]["blocks"][0] == {"name": "loss", "rows": 2}
-    assert "events" not in wire.messages[1]["snapshot"]
+    assert wire.messages[1]["lists"] == {}
+    assert "name" not in wire.messages[1]["snapshot"]
     assert wire.loss == [1, 2, 3, 4, 5]
 
 
@@ -132,3 +151,69 @@ def test_a_zoom_to_very_many_points_is_thinned_too() -> None:
 
     assert 3000 < len(wire.curves["loss"]) <= 4002
     assert 1000 < len(wire.curves["mean.loss"]) <= 2000
+
+
+@pytest.mark.parametrize("batch", [1, 7])
+def test_what_is_new_in_pieces_makes_the_whole_picture(batch: int) -> None:
+    wire, view = Wire(), JobView(JOB_ID)
+    feed = Feed(wire.send)
+    feed.greet(view, "me")
+    script = Script(num_steps=300)
+    events = list(script.events())
+    for number in range(200):  # more than the list holds
+        events += script.lose(script.ranks[-1]) if number % 40 == 0 else []
+        events += script.grow([f"w{number}"]) if number % 40 == 20 else []
+        events.append(script.make(t.LogLine, level="info", worker="w0", text=f"line {number}"))
+
+    for start in range(0, len(events), batch):
+        view.add(events[start : start + batch])
+        feed.flush(view)
+        assert wire.picture == view.snapshot()
+
+    assert len(wire.picture["events"]) == len(view.snapshot()["events"]) > 100
+
+
+def test_news_of_many_workers_and_events_are_few_bytes() -> None:
+    wire, view, script = Wire(), JobView(JOB_ID), Script()
+    names = [f"w{number}" for number in range(200)]
+    view.add([script.make(t.WorkerJoined, worker=name) for name in names])
+    view.add(list(script.form(names, "start")))
+    for number in range(20_000):
+        line = {"level": "info", "worker": names[number % 200], "text": f"line {number}"}
+        view.add([script.make(t.LogLine, **line)])
+    feed = Feed(wire.send)
+    feed.greet(view, "me")
+
+    view.add([*some_steps(script, 1, 1), script.make(t.LogLine, **line)])
+    feed.flush(view)
+
+    whole, news = (len(json.dumps(message)) for message in wire.messages)
+    assert whole < 150_000
+    assert news < 10_000
+    assert wire.picture == view.snapshot()
+
+
+def test_a_message_that_did_not_get_out_leaves_a_gap_that_a_hello_closes() -> None:
+    wire, view, script = Wire(), JobView(JOB_ID), Script()
+    is_broken = False
+
+    def send(content: dict[str, Any], buffers: list[bytes]) -> None:
+        if is_broken:
+            raise OSError("the socket is closed")
+        wire.send(content, buffers)
+
+    feed = Feed(send)
+    feed.greet(view, "me")
+    view.add(some_steps(script, 1, 2))
+    is_broken = True
+    with pytest.raises(OSError, match="closed"):
+        feed.flush(view)
+    is_broken = False
+    view.add(some_steps(script, 3, 4))
+    feed.flush(view)
+    assert [message["seq"] for message in wire.messages] == [1, 3], "the view sees the gap"
+
+    feed.greet(view, "me")
+
+    assert wire.loss == [1, 2, 3, 4]
+    assert wire.picture == view.snapshot()

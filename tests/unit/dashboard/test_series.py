@@ -23,6 +23,17 @@ def test_a_series_keeps_every_point_beyond_its_first_capacity() -> None:
     assert series.y[500] == 250
 
 
+def test_a_million_points_are_held_in_24_bytes_each_at_most() -> None:
+    series = Series()
+    for start in range(0, 1_000_000, 5000):
+        steps = np.arange(start, start + 5000)
+        series.extend(steps, steps / 7)
+
+    held = sum(array.base.nbytes for array in (series.x, series.y) if array.base is not None)
+    assert len(series) == 1_000_000
+    assert 12 * len(series) <= held <= 24 * len(series)
+
+
 def test_cutting_forgets_the_points_from_there_on() -> None:
     series = series_of([(1, 1), (2, 2), (3, 3)])
 

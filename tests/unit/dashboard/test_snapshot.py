@@ -222,7 +222,8 @@ def test_a_silent_scheduler_is_the_reason_and_changes_nothing_else() -> None:
         "paused",
         "its scheduler cannot be reached, asking again",
     )
-    assert silent["events"][-1] | {"time": 0} == {
+    assert silent["events"][-1] | {"time": 0, "id": 0} == {
+        "id": 0,
         "seq": 0,
         "time": 0,
         "kind": "JobStatusChanged",
@@ -247,6 +248,31 @@ def test_resuming_from_an_older_step_cuts_what_did_not_happen() -> None:
 
     view.add(script.complete(21))
     assert view.series()["loss"][0].tolist() == list(range(1, 22))
+
+
+def test_what_a_rewind_cut_off_is_kept_beside_the_curve_within_bounds() -> None:
+    script = Script(num_steps=6000)
+    view = view_of([*script.begin(), *script.form(["w0"], "start")])
+    view.add([event for step in range(1, 31) for event in script.complete(step)])
+    script.step = 20
+    view.add(script.form(["w0"], "resume"))
+    assert view.series()["undone.loss"][0].tolist() == list(range(20, 31))
+
+    view.add([event for step in range(21, 26) for event in script.complete(step)])
+    script.step = 22
+    view.add(script.form(["w0"], "resume"))
+    steps, values = view.series()["undone.loss"]
+    assert steps.tolist() == list(range(22, 31)), "the newest of each step"
+    assert len(values) == len(steps)
+    assert {name for name in view.series() if name.startswith("undone.")} == {
+        "undone.loss",
+        "undone.metrics.accuracy",
+    }
+
+    view.add([event for step in range(23, 6000) for event in script.complete(step)])
+    script.step = 22
+    view.add(script.form(["w0"], "resume"))
+    assert len(view.series()["undone.loss"][0]) <= 1002
 
 
 @pytest.mark.parametrize("batch", [1, 20])
@@ -525,7 +551,8 @@ def test_a_flood_of_checkpoints_does_not_drive_out_an_error() -> None:
         ("paused", 0, {"resume", "scale", "stop"}),
         ("waiting", 0, {"pause", "scale", "stop"}),
         ("finished", 0, set()),
-        ("failed", 0, set()),
+        ("stopped", 0, {"resume"}),
+        ("failed", 0, {"resume"}),
     ],
 )
 def test_the_requests_that_a_job_takes_follow_from_its_status(

@@ -11,6 +11,7 @@ import pytest
 from nbclient import NotebookClient
 
 from etrain_jupyter.dashboard import widget
+from etrain_jupyter.dashboard.link import Link
 from etrain_jupyter.dashboard.widget import MIME, Dashboard
 from tests.unit.dashboard.scripted_job import JOB_ID, Script
 
@@ -122,6 +123,37 @@ def test_a_slow_front_end_does_not_hold_up_the_events(browser: FakeBrowser) -> N
     assert len(browser.published) == shown, "the events were taken while the front end was busy"
     browser.is_free.set()
     dashboard.close()
+    assert dashboard_threads() == []
+
+
+def test_a_channel_that_takes_nothing_does_not_hold_up_the_events(
+    browser: FakeBrowser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_held, is_free, sent = threading.Event(), threading.Event(), []
+
+    class StuckLink(Link):
+        def send(self, _job_id: str, _receive: object, content: dict[str, Any], _: object) -> None:
+            if sent:
+                is_held.set()
+                is_free.wait(60)
+            sent.append(content["seq"])
+
+    stuck = StuckLink()
+    monkeypatch.setattr(widget, "link", lambda: stuck)
+    dashboard = new_dashboard()
+    dashboard._receive_from_link({"kind": "hello", "view": "me"})
+    script = Script(2000)
+    dashboard.add_events(list(script.begin()))
+    assert is_held.wait(60)
+
+    for _ in range(100):
+        dashboard.add_events([event for step in range(10) for event in script.complete(step + 1)])
+        assert len(dashboard._outbox) <= 1, "what waits is no more than one message"
+
+    assert sent == [1]
+    is_free.set()
+    dashboard.close()
+    assert sent == list(range(1, len(sent) + 1))
     assert dashboard_threads() == []
 
 

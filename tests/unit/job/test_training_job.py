@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,23 +22,17 @@ from etrain_jupyter.errors import (
     JobLostError,
     PoolError,
 )
-from etrain_jupyter.events.log import EventLog
 from etrain_jupyter.events.types import (
     BestReached,
     CheckpointCommitted,
     Event,
     GenerationFormed,
-    JobStatusChanged,
-    JobSubmitted,
     UserErrorRaised,
 )
-from etrain_jupyter.job import training_job
+from etrain_jupyter.job import interrupts, training_job
 from etrain_jupyter.job.link import NoAnswerError
-from etrain_jupyter.job.run_store import RunStore
 from etrain_jupyter.job.training_job import TrainingJob
-
-Answer = dict[str, Any]
-
+from tests.unit.job.fakes import Answer, FakeLink, new_job, status
 
 _made: list[TrainingJob] = []
 
@@ -50,50 +44,8 @@ def _stop_following() -> Iterator[None]:
         _made.pop()._feed.close()
 
 
-class FakeLink:
-    """A coordinator that never has news and remembers what it was asked."""
-
-    def __init__(self, answer: Callable[[dict[str, Any]], Answer] | None = None) -> None:
-        self.requests: list[tuple[str, dict[str, Any]]] = []
-        self.waiting: Future[Answer] = Future()
-        self._answer = answer or (lambda arguments: {"message": "done"})
-
-    def send(self, op: str, *, timeout: float = 10.0, **arguments: Any) -> Future[Answer]:
-        if op == "etrain_events":
-            return self.waiting
-        if op == "etrain_request":
-            self.requests.append((arguments["request"], arguments["args"]))
-        future: Future[Answer] = Future()
-        future.set_result(self._answer(arguments))
-        return future
-
-    def call(self, op: str, *, timeout: float = 10.0, **arguments: Any) -> Answer:
-        return self.send(op, timeout=timeout, **arguments).result(timeout)
-
-    def release(self) -> None:
-        pass
-
-    def tell(self, *events: Event) -> None:
-        """Answer the question that waits."""
-        waiting, self.waiting = self.waiting, Future()
-        waiting.set_result({"events": [event.to_dict() for event in events]})
-
-
-def status(name: str, seq: int = 0, reason: str = "") -> Event:
-    return JobStatusChanged(job_id="digits-1", time=2.0, seq=seq, status=name, reason=reason)
-
-
 def make_job(tmp_path: Path, link: FakeLink | None, *events: Event) -> TrainingJob:
-    record = RunStore(tmp_path).create(
-        {"name": "digits", "created": 1.0, "config": {"model": "Net()"}}, job_id="digits-1"
-    )
-    log = EventLog(record.log_path, fsync_every_s=None)
-    submitted = JobSubmitted(
-        job_id="digits-1", time=1.0, name="digits", min_workers=1, max_workers=2
-    )
-    log.append([submitted, *events])
-    log.close()
-    _made.append(TrainingJob(record, link))
+    _made.append(new_job(tmp_path, link, *events))
     return _made[-1]
 
 
@@ -298,19 +250,20 @@ def test_request_without_an_answer_says_that_it_may_still_happen(tmp_path: Path)
 
 
 class Interrupts:
-    """A wait that is interrupted at given instants of a clock that it moves on itself."""
+    """A wait in which the interrupt key is pressed at given instants of a clock of its own."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *at: float, end: float) -> None:
         self.now, self._at, self._end = 0.0, list(at), end
-        # Only the module's own name: the feed's thread needs the real clock.
+        # Only the modules' own names: the feed's thread needs the real clock.
         clock = SimpleNamespace(monotonic=lambda: self.now)
         monkeypatch.setattr(training_job, "time", clock)
+        monkeypatch.setattr(interrupts, "time", clock)
 
     def __call__(self, slice_s: float) -> bool:
         self.now += slice_s
         if self._at and self.now >= self._at[0]:
             self._at.pop(0)
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
         return self.now >= self._end
 
 
@@ -333,6 +286,7 @@ def test_interrupt_stops_with_a_checkpoint_and_a_second_one_within_5_s_at_once(
     job = make_job(tmp_path, link, status("running"))
     assert job.status == "running"
     monkeypatch.setattr(job._feed.ended, "wait", Interrupts(monkeypatch, *at, end=20.0))
+    handler = signal.getsignal(signal.SIGINT)
 
     job.wait()
 
@@ -340,19 +294,85 @@ def test_interrupt_stops_with_a_checkpoint_and_a_second_one_within_5_s_at_once(
     assert job.was_interrupted
     said = capsys.readouterr().out
     assert ("at once, without a checkpoint" in said) == (requests[-1][1]["now"])
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 def test_third_interrupt_leaves_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     link = FakeLink()
     job = make_job(tmp_path, link, status("running"))
     assert job.status == "running"
-    interrupts = Interrupts(monkeypatch, 1.0, 2.0, 3.0, end=20.0)
-    monkeypatch.setattr(job._feed.ended, "wait", interrupts)
+    presses = Interrupts(monkeypatch, 1.0, 2.0, 3.0, end=20.0)
+    monkeypatch.setattr(job._feed.ended, "wait", presses)
 
     with pytest.raises(KeyboardInterrupt):
         job.wait()
 
     assert [args for _, args in link.requests] == [{"now": False}, {"now": True}]
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+def test_interrupt_means_the_same_for_who_awaits_a_job(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    link, other = FakeLink(), FakeLink()
+    job = make_job(tmp_path / "a", link, status("running"))
+    second = make_job(tmp_path / "b", other, status("running"))
+
+    async def press_twice() -> list[str]:
+        both = asyncio.gather(job, second)
+        await asyncio.sleep(0)
+        for number in (1, 2):
+            signal.raise_signal(signal.SIGINT)
+            await until(lambda: min(len(link.requests), len(other.requests)) == number)  # noqa: B023
+        link.tell(status("stopped", seq=3))
+        await until(lambda: job.status == "stopped")
+        assert not both.done()
+        other.tell(status("stopped", seq=3))
+        return await both
+
+    assert asyncio.run(press_twice()) == ["stopped", "stopped"]
+    twice = [("stop", {"now": False}), ("stop", {"now": True})]
+    assert (link.requests, other.requests) == (twice, twice)
+    assert job.was_interrupted
+    assert capsys.readouterr().out.count("with a checkpoint. Interrupt again within 5 s") == 2
+
+
+def test_third_interrupt_cancels_who_awaits_a_job(tmp_path: Path) -> None:
+    link = FakeLink()
+    job = make_job(tmp_path, link, status("running"))
+
+    async def press_thrice() -> None:
+        waiting = asyncio.ensure_future(job)
+        await asyncio.sleep(0)
+        for number in (1, 2, 3):
+            signal.raise_signal(signal.SIGINT)
+            await until(lambda: len(link.requests) == number or waiting.done())  # noqa: B023
+        await waiting
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(press_thrice())
+
+    assert [args for _, args in link.requests] == [{"now": False}, {"now": True}]
+
+
+def test_cancelling_who_awaits_a_job_leaves_the_job_alone(tmp_path: Path) -> None:
+    link = FakeLink()
+    job = make_job(tmp_path, link, status("running"))
+
+    async def give_up() -> None:
+        before = signal.getsignal(signal.SIGINT)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(job, 0.05)
+        assert signal.getsignal(signal.SIGINT) is before
+
+    asyncio.run(give_up())
+
+    assert link.requests == []
+    assert not job.was_interrupted
 
 
 def test_listener_may_ask_the_job(tmp_path: Path) -> None:

@@ -245,8 +245,11 @@ class _Member:
             self._ends.append("failed")
             self._store.set(f"abort{number}", b"1")
         group.close()
-        if self._me == self._saver_of(number):
+        saver = self._saver_of(number)
+        if self._me == saver:
             self._save(number)
+        elif generation.lost is not None and self._is_behind(number, saver):
+            self._catch_up(number)
 
     def _watch(self, group: RankGroup, key: str) -> None:
         """Abort when some rank has failed, as the coordinator has it done."""
@@ -270,7 +273,23 @@ class _Member:
             return None
         present = self._history[number].members
         staying = [m for m in self._history[number + 1].members if m in present]
+        if self._history[number].lost is not None:
+            # A rank that was lost may have been a step ahead of some of the others.
+            self._store.set(f"step{number}-{self._me}", str(self._loop.step))
+            staying.sort(key=lambda m: -self._step_of(number, m))
         return staying[0] if staying else present[0]
+
+    def _step_of(self, number: int, member: int) -> int:
+        key = f"step{number}-{member}"
+        self._store.wait([key], timedelta(seconds=60))
+        return int(self._store.get(key))
+
+    def _is_behind(self, number: int, saver: int | None) -> bool:
+        return (
+            saver is not None
+            and self._me in self._history[number + 1].members
+            and self._loop.step < self._step_of(number, saver)
+        )
 
     def _save(self, number: int) -> None:
         state = take_state(self._workload.model, self._workload.optimizer, self._workload.extras)

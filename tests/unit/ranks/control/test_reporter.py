@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
+from etrain_jupyter.ranks.control import reporter as reporter_module
 from etrain_jupyter.ranks.control.reporter import Reporter
 
 
@@ -58,3 +60,16 @@ def test_records_of_a_state_that_was_replaced_are_forgotten():
     reporter.begin(generation=2, rank=0, logged_step=0)
     reporter.close()
     assert channel.steps() == []
+
+
+def test_record_after_a_pause_is_sent_at_once_and_the_next_ones_together(monkeypatch):
+    monkeypatch.setattr(reporter_module, "FLUSH_EVERY_S", 3600.0)
+    channel = Channel()
+    reporter = reporter_at(channel, 1, rank=0)
+    while not channel.sent:
+        time.sleep(0.001)
+    assert channel.steps() == [1]
+    for number in (2, 3, 4):
+        reporter.send(step(number))
+    reporter.close()
+    assert [len(message["records"]) for message in channel.sent] == [1, 3]

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from etrain_jupyter.ranks.group import process_group
 from etrain_jupyter.ranks.group.process_group import BroadcastStore, CommunicationError, RankGroup
 from tests.unit.ranks.peers import HOST, Peer, connected, linked_stores
 
@@ -108,24 +107,3 @@ def test_broken_generation_lets_its_peers_know_when_it_is_left():
         group.abort("this rank has had enough")
         waiting.join(10)
         assert len(failed) == 1
-
-
-def test_peer_of_a_whole_generation_may_end_its_last_collective_later(monkeypatch):
-    may_go = threading.Event()
-    monkeypatch.setattr(process_group, "_linger", may_go.wait)
-    with connected() as (group, peer):
-        failed = threading.Event()
-
-        def wait_for_the_rest() -> None:
-            try:
-                peer.receive(torch.ones(3), tag=7)
-            except RuntimeError:
-                failed.set()
-
-        waiting = threading.Thread(target=wait_for_the_rest)
-        waiting.start()
-        group.close()
-        assert not failed.wait(0.5)
-        may_go.set()
-        assert failed.wait(10)
-        waiting.join(10)

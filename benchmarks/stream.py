@@ -1,0 +1,159 @@
+"""Rank to screen: from a step's commit on its rank until a page of JupyterLab has painted it.
+
+A real job on a real cluster, a real JupyterLab, and headless Chromium on the same machine, so on
+one clock. Every step is timed, whether it was painted alone or with others. The kernel that follows
+the job is idle, or runs a cell: a loop in Python, or products of matrices in numpy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import statistics
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from benchmarks import browsing, ours, report
+from etrain_jupyter.events.types import Event, StepCompleted
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+    from tests.browser.lab import Notebook
+
+BAR_P95_MS = 250.0
+SETTLE_MS = 2000
+BUSY = {
+    "idle": "",
+    "python": "while time.time() < end: sum(i * i for i in range(1000))",
+    "numpy": "a = np.random.rand(600, 600)\nwhile time.time() < end: a @ a",
+}
+# The view says by an attribute which step it shows. It is set while a frame is made; what is posted
+# then is heard once that frame is painted.
+WATCH = """
+() => {
+    window.painted = [];
+    const job = document.querySelector('.etrain-job');
+    new MutationObserver(() => {
+        const step = Number(job.dataset.step);
+        const channel = new MessageChannel();
+        channel.port1.onmessage = () => window.painted.push([step, Date.now() / 1000]);
+        requestAnimationFrame(() => channel.port2.postMessage(0));
+    }).observe(job, { attributes: true, attributeFilter: ['data-step'] });
+}
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what can be chosen on the command line."""
+    parser.add_argument("--seconds", type=int, help="of each condition (default 30, quick 10)")
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Watch one job in one notebook, under one condition after the other."""
+    from tests.browser.lab import Notebook
+
+    seconds = options.seconds or (10 if options.quick else 30)
+    cells = [
+        "%load_ext etrain_jupyter\nimport time, numpy as np",
+        "%etrain attach stream",
+        *(f"end = time.time() + {seconds}\n{code}" for code in BUSY.values()),
+    ]
+    with ours.cluster(), browsing.open_lab() as lab, browsing.open_page() as page:
+        job = ours.submit(
+            "small",
+            num_steps=ours.NEVER,
+            world_size=1,
+            name="stream",
+            loss="benchmarks.workloads:patient_loss",
+        )
+        lab.write_notebook("stream.ipynb", *cells)
+        notebook = Notebook(lab, page, "stream.ipynb").open()
+        notebook.run(0)
+        notebook.run(1)
+        page.wait_for_selector(".etrain-job[data-phase=live]", timeout=60_000)
+        ours.wait_for_step(job, 20, 120)
+        arrived: dict[int, float] = {}
+        job.subscribe(lambda events: note(events, arrived))
+        page.evaluate(WATCH)
+        loads, painted = {}, {}
+        for number, name in enumerate(BUSY):
+            painted[name] = watch(page, notebook, number + 2, seconds, is_idle=name == "idle")
+            loads[name] = os.getloadavg()[0]
+        steps = {step.step: step.time for step in ours.steps_of(job)}
+        job.stop(now=True)
+        job.wait()
+    conditions = {name: delays(steps, painted[name]) | {"load": loads[name]} for name in BUSY}
+    return {
+        "benchmark": "stream",
+        "p50_ms": conditions["idle"]["p50_ms"],
+        "p95_ms": max(found["p95_ms"] for found in conditions.values()),
+        "bar_p95_ms": BAR_P95_MS,
+        "step_ms": 1e3 * statistics.median(b - a for a, b in itertools.pairwise(steps.values())),
+        "conditions": conditions,
+        "to_a_kernel": to_a_kernel(steps, arrived),
+    }
+
+
+def note(events: Iterable[Event], arrived: dict[int, float]) -> None:
+    """Note when steps came to this process, which follows the job as the notebook's kernel does."""
+    now = time.time()
+    arrived.update({e.step: now for e in events if isinstance(e, StepCompleted)})
+
+
+def to_a_kernel(committed: dict[int, float], arrived: dict[int, float]) -> dict[str, float]:
+    """Return how much of the way is over when a kernel has the step."""
+    # The first batch is the history.
+    first = min(arrived.values())
+    known = {step: at for step, at in arrived.items() if at > first and step in committed}
+    found = [1e3 * (at - committed[step]) for step, at in known.items()]
+    return {"p50_ms": statistics.median(found), "p95_ms": report.percentile(found, 0.95)}
+
+
+def watch(
+    page: Page, notebook: Notebook, cell: int, seconds: int, *, is_idle: bool
+) -> list[tuple[int, float]]:
+    """Return which step was painted when, while a cell runs."""
+    if not is_idle:
+        notebook.run(cell, wait=False)
+    page.wait_for_timeout(SETTLE_MS)
+    page.evaluate("() => window.painted.length = 0")
+    page.wait_for_timeout(1000 * seconds - 2 * SETTLE_MS)
+    painted = page.evaluate("() => window.painted")
+    if not is_idle:
+        page.evaluate("() => window.etrainRun")
+    return [(step, at) for step, at in painted]
+
+
+def delays(committed: dict[int, float], painted: list[tuple[int, float]]) -> dict[str, float]:
+    """Return the delay of each step that came on the screen after the first that was painted.
+
+    Args:
+        committed: When each step was.
+        painted: Steps that were shown, and when: each shows those before it, too.
+
+    >>> delays({1: 1.0, 2: 1.1, 3: 1.2}, [(1, 1.2), (3, 1.35)])["p95_ms"]
+    250.0
+    """
+    found = []
+    for (before, _), (step, at) in itertools.pairwise(painted):
+        found += [1e3 * (at - committed[n]) for n in range(before + 1, step + 1) if n in committed]
+    return {
+        "p50_ms": round(statistics.median(found), 1),
+        "p95_ms": round(report.percentile(found, 0.95), 1),
+        "steps": len(found),
+    }
+
+
+def table_of(result: dict[str, Any]) -> str:
+    """Return the table for the reader."""
+    rows: list[tuple[str, ...]] = [
+        (name, f"{f['p50_ms']:.0f}", f"{f['p95_ms']:.0f}", str(f["steps"]), f"{f['load']:.1f}")
+        for name, f in result["conditions"].items()
+    ]
+    on_the_way = result["to_a_kernel"]
+    parts = [f"{on_the_way[name]:.0f}" for name in ("p50_ms", "p95_ms")]
+    rows.append(("(part of it: to a kernel)", *parts, "", ""))
+    return report.table(("kernel", "p50, ms", "p95, ms", "steps", "load"), rows)

@@ -1,0 +1,255 @@
+"""What a key of the body takes and means, in words.
+
+Help, the hints of an editor and the table in ``docs/cell.md`` all ask here, so that an option is
+described in one place: its field in ``schema``.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from etrain_jupyter.config.cell import EXAMPLES, keys_of
+from etrain_jupyter.config.fields import Interval, Section
+from etrain_jupyter.config.keys import (
+    BOOLEANS,
+    METRICS,
+    OPTIMIZER,
+    KeyPath,
+    field_at,
+    group_at,
+    is_interval,
+    parts_of,
+    takes_reference,
+    units_of,
+    words_of,
+)
+from etrain_jupyter.config.template import yaml_of
+from etrain_jupyter.config.vocabulary import NAMED_LR, OPTIONS, SWITCHES, find_optimizer
+
+_USUAL = ("model", "data", "loss", "optimizer", "batch", "epochs", "workers")
+"""What stands in the example of a body."""
+_KINDS = {
+    bool: "true or false",
+    int: "whole number",
+    float: "number",
+    str: "text",
+    dict: "group of names",
+}
+_BOUNDS = {"ge": "{} or more", "gt": "above {}", "lt": "below {}"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyHelp:
+    """One key, described."""
+
+    path: KeyPath
+    takes: str
+    """What its value is, for example ``whole number, 1 or more``."""
+    meaning: str
+    default: str = ""
+    """As the cell spells it; empty if it is required, or if leaving it out means something else
+    than any value."""
+    is_required: bool = False
+    words: tuple[str, ...] = ()
+    """The words that it takes, all of them or the usual ones."""
+    example: str = ""
+    """A line of a body."""
+
+    @property
+    def name(self) -> str:
+        """``batch.global``."""
+        return ".".join(self.path)
+
+    @property
+    def facts(self) -> str:
+        """What it takes and what holds without it, in one phrase."""
+        end = "; required" if self.is_required else ""
+        return f"{self.takes}{end}" + (f"; default {self.default}" if self.default else "")
+
+    def __str__(self) -> str:
+        lines = [f"{self.name}: {self.facts}", "", self.meaning]
+        if self.words:
+            lines += ["", f"Values: {', '.join(self.words)}"]
+        if self.example:
+            lines += ["", f"Example: {self.example}"]
+        return "\n".join(lines)
+
+    def markdown(self) -> str:
+        """Return it for front ends that render Markdown."""
+        parts = [f"**{self.name}** — {self.facts}", self.meaning]
+        if self.words:
+            parts.append("Values: " + ", ".join(f"`{word}`" for word in self.words))
+        if self.example:
+            parts.append(f"```yaml\n{self.example}\n```")
+        return "\n\n".join(parts)
+
+
+def _takes(path: KeyPath, info: FieldInfo, words: tuple[str, ...]) -> str:
+    """Return in words what the field's annotation says."""
+    if takes_reference(info):
+        return "Python expression"
+    kinds: list[str] = []
+    for part in sorted(parts_of(info.annotation), key=str):
+        kind = get_origin(part) or part
+        if kind is Literal:
+            kinds += get_args(part)
+        elif kind is Interval:
+            kinds += [*units_of(path, "2")[:2], *(["time"] if "min" in units_of(path, "2") else [])]
+        elif isinstance(kind, type) and issubclass(kind, Section):
+            kinds.append("group of keys")
+        else:
+            kinds.append(_KINDS[kind])
+    if is_interval(path) and Interval not in parts_of(info.annotation):
+        kinds.append("steps")
+    if "true" in words and _KINDS[bool] not in kinds:
+        kinds.append(_KINDS[bool])
+    if "auto" in words and "auto" not in kinds:
+        kinds.append("auto")
+    if path == OPTIMIZER:
+        kinds += ["name", "Python expression"]
+    bounds = [
+        text.format(f"{getattr(item, name):g}")
+        for item in info.metadata
+        for name, text in _BOUNDS.items()
+        # The one bound beyond is that of a seed, which is no number that anybody means.
+        if hasattr(item, name) and abs(getattr(item, name)) < 2**31
+    ]
+    *first, last = kinds
+    return ", ".join([f"{', '.join(first)} or {last}" if first else last, *bounds])
+
+
+# -------------------------------------------------------------------------------------- described
+
+
+def describe(path: KeyPath, *, optimizer: str = "AdamW") -> KeyHelp | None:
+    """Return what is to be said of a key, or None if there is no such key.
+
+    ``optimizer`` is the one of the cell, whose options may be asked for.
+    """
+    name = find_optimizer(optimizer)
+    if path[:-1] == OPTIMIZER and len(path) == 2 and path[-1] in OPTIONS.get(name, ()):
+        return _describe_option(path, name)
+    if path[:-1] == METRICS and len(path) == 2:
+        whole = field_at(METRICS)
+        meaning = _meaning(whole) if whole else ""
+        return KeyHelp(path=path, takes="Python expression", meaning=meaning)
+    return _describe_field(path)
+
+
+@cache
+def _describe_field(path: KeyPath) -> KeyHelp | None:
+    info = field_at(path)
+    if info is None:
+        return None
+    words = words_of(path)
+    return KeyHelp(
+        path=path,
+        takes=_takes(path, info, words),
+        meaning=_meaning(info),
+        default=_default(info),
+        is_required=info.is_required(),
+        words=words if not _is_only_boolean(words) else (),
+        example=_example(path, info),
+    )
+
+
+def _is_only_boolean(words: tuple[str, ...]) -> bool:
+    return words == BOOLEANS
+
+
+def _describe_option(path: KeyPath, name: str) -> KeyHelp:
+    home = "pytorch_optimizer" if name in ("LAMB", "LARS") else "torch.optim"
+    takes = _KINDS[bool] if path[-1] in SWITCHES else "number or list of numbers"
+    return KeyHelp(
+        path=path,
+        takes=takes,
+        meaning=f"Keyword of {home}.{name}, which gets it as it is.",
+        example=f"optimizer: {{name: {name}, {path[-1]}: ...}}",
+    )
+
+
+def describe_optimizer(text: str) -> KeyHelp | None:
+    """Return what is to be said of a name of an optimizer, or None if it is none."""
+    name = find_optimizer(text)
+    if name not in NAMED_LR:
+        return None
+    home = "pytorch_optimizer" if name in ("LAMB", "LARS") else "torch.optim"
+    return KeyHelp(
+        path=(*OPTIMIZER, "name"),
+        takes=f"{home}.{name}",
+        meaning=f"Learning rate without lr: {NAMED_LR[name]:g}. "
+        f"Options: {', '.join(sorted(OPTIONS[name]))}.",
+        example=f"optimizer: {{name: {name}, lr: {NAMED_LR[name]:g}}}",
+    )
+
+
+def _meaning(info: FieldInfo) -> str:
+    return " ".join((info.description or "").replace("``", "`").split())
+
+
+def _default(info: FieldInfo) -> str:
+    default = info.get_default(call_default_factory=True) if not info.is_required() else None
+    if default is None or default == {} or (isinstance(default, Section) and not _is_every(info)):
+        return ""
+    if isinstance(default, float):
+        return f"{default:g}"
+    return yaml_of(str(default) if isinstance(default, Interval) else default)
+
+
+def _is_every(info: FieldInfo) -> bool:
+    return info.annotation is Interval
+
+
+def _example(path: KeyPath, info: FieldInfo) -> str:
+    if len(path) == 1 and path[0] in EXAMPLES:
+        return EXAMPLES[path[0]]
+    value = info.examples[0] if info.examples else info.get_default(call_default_factory=True)
+    line = f"{path[-1]}: {yaml_of(str(value) if isinstance(value, Interval) else value)}"
+    for key in reversed(path[:-1]):
+        line = f"{key}: {{{line}}}"
+    return line
+
+
+def all_keys(path: KeyPath = ()) -> Iterator[KeyHelp]:
+    """Yield every key, groups before what is in them, in the order of the schema."""
+    group = group_at(path)
+    if group is None or group is Interval:
+        return
+    for key in keys_of(group):
+        found = describe((*path, key))
+        if found is not None and found.path != (*OPTIMIZER, "options"):
+            yield found
+            yield from all_keys(found.path)
+
+
+def example_body() -> str:
+    """Return a short body that shows the usual keys."""
+    found = (describe((key,)) for key in _USUAL)
+    return "\n".join(key.example for key in found if key is not None) + "\n"
+
+
+def keys_in_words(width: int = 100) -> str:
+    """Return all keys with what they take and mean, for ``--help``."""
+    blocks = []
+    for key in all_keys():
+        head = f"  {key.name.ljust(24)} {key.facts}"
+        text = textwrap.fill(
+            key.meaning, width, initial_indent=" " * 27, subsequent_indent=" " * 27
+        )
+        blocks.append(f"{head}\n{text}")
+    return "\n".join(blocks)
+
+
+def keys_as_table() -> str:
+    """Return all keys as a table in Markdown, for ``docs/cell.md``."""
+    rows = ["| key | takes | meaning |", "|---|---|---|"]
+    for key in all_keys():
+        meaning = key.meaning.replace("|", "\\|")
+        rows.append(f"| `{key.name}` | {key.facts} | {meaning} |")
+    return "\n".join(rows)

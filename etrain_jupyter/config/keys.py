@@ -1,0 +1,202 @@
+"""The keys of the body, read off the schema: what may stand where, and which values a key takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import BeforeValidator, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from etrain_jupyter.config.cell import keys_of
+from etrain_jupyter.config.fields import Interval, Section, interval_words
+from etrain_jupyter.config.schema import OptimizerConfig, TrainConfig
+from etrain_jupyter.config.vocabulary import NAMED_LR, OPTIONS, SWITCHES, find_optimizer
+
+KeyPath = tuple[str, ...]
+"""Keys from the top of the body, as the cell spells them."""
+
+OPTIMIZER: KeyPath = ("optimizer",)
+METRICS: KeyPath = ("metrics",)
+
+BOOLEANS = ("true", "false")
+COUNTED = ("steps", "epochs", "s", "min", "h")
+"""Units that an interval may be written in."""
+
+_INTERVALS = ("1 epoch", "200 steps", "5 min")
+
+
+# ------------------------------------------------------------------------------------ where it is
+
+
+def group_at(path: KeyPath) -> type[Section] | None:
+    """Return the group of keys that a path opens, or None if it opens none."""
+    group: type[Section] | None = TrainConfig
+    for key in path:
+        if group is None or group is Interval:
+            return None
+        group = keys_of(group).get(key)
+    return group
+
+
+def opens_group(path: KeyPath) -> bool:
+    """Tell whether keys may stand below a path."""
+    return path == METRICS or group_at(path) is not None
+
+
+def field_at(path: KeyPath) -> FieldInfo | None:
+    """Return the field behind a path; that of ``eval`` for ``eval.every``."""
+    if path[1:] == ("every",) and group_at(path[:1]) is Interval:
+        path = path[:1]
+    group = group_at(path[:-1]) if path else None
+    if group is None or group is Interval:
+        return None
+    fields = group.model_fields.items()
+    return next((info for name, info in fields if (info.alias or name) == path[-1]), None)
+
+
+def keys_at(path: KeyPath, given: Mapping[str, str], *, top: Mapping[str, Any]) -> list[str]:
+    """Return the keys that may still be added to a group, in the order of the schema.
+
+    Args:
+        path: The group.
+        given: Its keys that are there already, with their text.
+        top: The keys of the whole body; those of its groups lie in mappings.
+    """
+    group = group_at(path)
+    if group is Interval:
+        return [] if "every" in given else ["every"]
+    if group is None:
+        return []
+    known = list(keys_of(group))
+    if group is OptimizerConfig:
+        known = _optimizer_keys(known, given)
+    free = [key for key in known if key not in given]
+    return [key for key in free if not _excludes(path, key, known, given, top)]
+
+
+def _optimizer_keys(known: list[str], given: Mapping[str, str]) -> list[str]:
+    if given.get("reference"):
+        return ["reference"]
+    name = find_optimizer(given.get("name") or "AdamW")
+    own = [key for key in known if key not in ("options", "reference")]
+    return [*own, *sorted(OPTIONS.get(name, ()))]
+
+
+def _excludes(
+    path: KeyPath, key: str, known: list[str], given: Mapping[str, str], top: Mapping[str, Any]
+) -> bool:
+    """Tell whether a key that is given rules this one out."""
+    if any(other in given for other in _rivals(path, key)):
+        return True
+    if any(other in given and key in _rivals(path, other) for other in known):
+        return True
+    # Such a key belongs to an alternative in another group, and is refused without it.
+    group, _, instead = _extra(path, key, "instead_of").partition(".")
+    other = top.get(group)
+    return bool(instead) and isinstance(other, Mapping) and not _has_rival_of(group, instead, other)
+
+
+def _has_rival_of(group: str, key: str, given: Mapping[str, Any]) -> bool:
+    return any(_extra((group,), other, "instead_of") == key for other in given)
+
+
+def _rivals(path: KeyPath, key: str) -> list[str]:
+    return [*_extra(path, key, "instead_of").split(), *_extra(path, key, "not_with").split()]
+
+
+def _extra(path: KeyPath, key: str, name: str) -> str:
+    info = field_at((*path, key))
+    extra = info.json_schema_extra if info else None
+    return str(extra.get(name, "")) if isinstance(extra, dict) else ""
+
+
+# ------------------------------------------------------------------------------------ what it takes
+
+
+def accepts(path: KeyPath, value: Any, *, beside: Mapping[str, Any] | None = None) -> bool:
+    """Tell whether a key takes a value, whatever the keys of other groups say.
+
+    ``beside`` are keys of its own group that matter for it.
+    """
+    if path[1:] == ("every",) and group_at(path[:1]) is Interval:
+        path = path[:1]
+    group = group_at(path[:-1])
+    if group is None:
+        return path[:-1] == METRICS and isinstance(value, str)
+    try:
+        group.model_validate({**(beside or {}), path[-1]: value})
+    except ValidationError as exc:
+        return not any(_is_about(error, path[-1]) for error in exc.errors(include_url=False))
+    return True
+
+
+def _is_about(error: ErrorDetails, key: str) -> bool:
+    where = error.get("ctx", {}).get("path") or error["loc"]
+    return key in where
+
+
+def is_reference(path: KeyPath) -> bool:
+    """Tell whether a key takes a Python expression over the notebook's names."""
+    if path == OPTIMIZER or (path[:-1] == METRICS and len(path) > 1):
+        return True
+    info = field_at(path)
+    return info is not None and takes_reference(info)
+
+
+def takes_reference(info: FieldInfo) -> bool:
+    """Tell whether a field takes a Python expression."""
+    return any(
+        isinstance(item, BeforeValidator) and "reference" in getattr(item.func, "__name__", "")
+        for item in info.metadata
+    )
+
+
+def is_interval(path: KeyPath) -> bool:
+    """Tell whether a key takes a number with a unit."""
+    info = field_at(path)
+    if info is None:
+        return False
+    return Interval in parts_of(info.annotation) or any(map(interval_words, info.examples or ()))
+
+
+def words_of(path: KeyPath) -> tuple[str, ...]:
+    """Return the words that a key takes: all of an enumeration, else the usual ones."""
+    if path == (*OPTIMIZER, "name"):
+        return tuple(NAMED_LR)
+    if path[:-1] == OPTIMIZER and path[-1] in SWITCHES:
+        return BOOLEANS
+    info = field_at(path)
+    if info is None or takes_reference(info):
+        return ()
+    parts, examples = parts_of(info.annotation), info.examples or []
+    words = [word for part in parts if get_origin(part) is Literal for word in get_args(part)]
+    if bool in parts or any(isinstance(example, bool) for example in examples):
+        words += BOOLEANS
+    if str not in parts:
+        words += [example for example in examples if isinstance(example, str)]
+    if Interval in parts:
+        units = {word.split()[-1] for word in words}
+        words += [word for word in _INTERVALS if word.split()[-1] not in units]
+    return tuple(dict.fromkeys(word for word in words if _takes_word(path, word)))
+
+
+def units_of(path: KeyPath, number: str) -> list[str]:
+    """Return what may follow a number: ``["steps", "epochs"]``, ``["step", "epoch"]`` after 1."""
+    if not is_interval(path):
+        return []
+    one = {"steps": "step", "epochs": "epoch"} if number == "1" else {}
+    return [one.get(unit, unit) for unit in COUNTED if accepts(path, f"{number} {unit}")]
+
+
+def _takes_word(path: KeyPath, word: str) -> bool:
+    return accepts(path, {"true": True, "false": False}.get(word, word))
+
+
+def parts_of(annotation: Any) -> set[Any]:
+    """Return the members of a union, without None; the type itself if it is none."""
+    is_plain = isinstance(annotation, type) or get_origin(annotation) in (Literal, dict)
+    parts = (annotation,) if is_plain else get_args(annotation)
+    return {part for part in parts if part is not NoneType}
