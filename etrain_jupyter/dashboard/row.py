@@ -7,14 +7,14 @@ from typing import Any
 from etrain_jupyter.dashboard.series import means
 from etrain_jupyter.dashboard.snapshot import JobView
 
-LEFT_OUT = frozenset({"workers", "events", "markers"})
 MAX_CURVE_POINTS = 48
 """More than the small curve has pixels for."""
 
 
 def row_of(view: JobView) -> dict[str, Any]:
     """Return ``snapshot`` without its lists and tracebacks, and ``loss`` as ``{x, y}``."""
-    snapshot = {key: value for key, value in view.snapshot().items() if key not in LEFT_OUT}
+    snapshot = view.snapshot(has_lists=False)
+    del snapshot["workers"]
     if snapshot["error"]:
         snapshot["error"] = snapshot["error"] | {"traceback": ""}
     curve = view.series().get("loss")

@@ -5,13 +5,14 @@ import { asSnapshot, finite, finiteOrNull, ISnapshot, list, object, Raw, text } 
 export const OVER = new Set(['finished', 'stopped', 'failed']);
 /** A pool may rest for a while between two jobs before that is worth a warning. */
 export const IDLE_AFTER_S = 60;
+const MOST_POINTS = 200;
 
 /** A job that a kernel follows, or followed until it was gone. */
 export interface IRow {
   snapshot: ISnapshot;
   submitted_at: number;
   /** As a notebook keeps a job: what its view starts from. */
-  saved: { snapshot: Raw; series: { loss: { x: unknown; y: unknown } } };
+  saved: { snapshot: Raw; series: { loss: { x: string; y: string } } };
   /** The small curve; null where there was no number. */
   curve: (number | null)[];
 }
@@ -40,11 +41,13 @@ export interface IPool {
 function asRow(raw: Raw): IRow {
   const snapshot = object(raw.snapshot);
   const { x, y } = object(raw.loss);
+  const numbers = (values: unknown) => (Array.isArray(values) ? values : []).slice(0, MOST_POINTS).map(finiteOrNull);
+  const written = (values: unknown) => numbers(values).map(value => value ?? 'NaN').join(' ');
   return {
     snapshot: asSnapshot(snapshot),
     submitted_at: finite(snapshot.submitted_at),
-    saved: { snapshot, series: { loss: { x, y } } },
-    curve: (Array.isArray(y) ? y : []).slice(0, 200).map(finiteOrNull)
+    saved: { snapshot, series: { loss: { x: written(x), y: written(y) } } },
+    curve: numbers(y)
   };
 }
 

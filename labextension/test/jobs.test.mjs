@@ -4,6 +4,7 @@ import { test } from 'node:test';
 import { load } from './helpers.mjs';
 
 const { countsOf, idlePools, KernelJobs, merge, targetOf, whyNot } = await load('jobs');
+const { JobData } = await load('protocol');
 const { curvePath, statusOf } = await load('list');
 
 const row = (job_id, more = {}) => ({
@@ -139,6 +140,14 @@ test('hostile messages break nothing', () => {
   assert.deepEqual([taken.id, more], ['__proto__', []]);
   assert.deepEqual(taken.row.curve, [null, null, null, 2]);
   assert.ok(Number.isFinite(taken.row.snapshot.step));
+});
+
+test('the view of a job whose kernel is gone starts from its row', () => {
+  const { jobs } = follower('n', { ...row('a'), loss: { x: [1, 2, 3], y: [2, null, 1] } });
+  const data = new JobData('v');
+  data.load(jobs.rows.get('a').saved);
+  assert.equal(data.snapshot.step, 3);
+  assert.deepEqual([...data.curves.get('loss').y.view()], [2, NaN, 1]);
 });
 
 test('a small curve has its highest value at the top and gaps where there is no number', () => {
