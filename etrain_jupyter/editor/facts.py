@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 PATIENCE_S = 0.15
 FRESH_S = 2.0
-MAX_JOBS = 200
-"""More names than anybody reads; IPython itself cuts a list at 500."""
 
 _BUILTINS = frozenset(dir(builtins))
 _UNWANTED = frozenset(keyword.kwlist) - frozenset(
@@ -105,7 +103,7 @@ class ShellFacts:
 
     def jobs(self) -> Sequence[str]:
         """Names and ids of jobs, the newest first."""
-        return self._jobs.get()[:MAX_JOBS]
+        return self._jobs.get()
 
     def pools(self) -> Sequence[str]:
         """The names of pools."""

@@ -12,6 +12,9 @@ from etrain_jupyter.editor.help_texts import find_parser
 from etrain_jupyter.editor.offers import Facts, Offer, Offers, matching
 from etrain_jupyter.subcommands import SUBCOMMANDS
 
+MAX_JOBS = 200
+"""More names than anybody reads; IPython itself cuts a list at 500."""
+
 _CELL = re.compile(r"\s*%%etrain(?![\w?])")
 _LINE = re.compile(r"[ \t]*+(?:[\w.,*()\[\] \t]++=[ \t]*+)?%etrain(?![\w?])")
 
@@ -148,7 +151,7 @@ def _values(argument: argparse.Action, begun: str, facts: Facts) -> list[Offer]:
     """Return what an argument takes."""
     name = "job" if argument.metavar == "JOB" else argument.dest
     if name == "job":
-        return matching(facts.jobs(), begun, "job")
+        return matching(facts.jobs(), begun, "job")[:MAX_JOBS]
     if name == "pool":
         return matching(facts.pools(), begun, "pool")
     if name == "cluster":

@@ -22,14 +22,30 @@ const parser: StreamParser<IState> = {
     ...state,
     body: body.copyState ? body.copyState(state.body) : { ...(state.body as object) }
   }),
-  // Text without a style is no token to JupyterLab, which then completes it by every other token of the cell.
-  token: (stream, state) => (state.isHead ? headToken(stream, state) : (body.token(stream, state.body) ?? 'content')),
+  token: (stream, state) => (state.isHead ? headToken(stream, state) : bodyToken(stream, state)),
   blankLine: (state, unit) => {
     state.isHead = false;
     body.blankLine?.(state.body, unit);
   },
   languageData: { commentTokens: { line: '#' }, indentOnInput: /^\s*[\]}]$/ }
 };
+
+/**
+ * JupyterLab completes by every token of the cell that begins like the one at the cursor, and by all of them where
+ * there is none. So all text is a token, blanks are not the beginning of one, and brackets are no part of `: `.
+ */
+function bodyToken(stream: StringStream, state: IState): string {
+  if (!stream.sol() && stream.eatSpace()) {
+    return 'content';
+  }
+  const style = body.token(stream, state.body) ?? 'content';
+  if (style !== 'meta' || !/^[[\]{}]$/.test(stream.current())) {
+    return style;
+  }
+  // The mode looks for a key at the beginning of a line and after a comma; one begins here, too.
+  (state.body as { pair: boolean }).pair = false;
+  return 'bracket';
+}
 
 /** `%%etrain distributed --name digits  # comment`: magic, sub-command, flags, their values. */
 function headToken(stream: StringStream, state: IState): string | null {

@@ -54,13 +54,24 @@ def test_tab_lists_what_may_follow_and_shift_tab_says_what_it_means(
         "optimizer: {name: SGD, momentum: ", timeout=PATIENCE_MS
     )
 
-    page.keyboard.type("0.9}\nprecision: bf16")
+    page.keyboard.type("0.9}\ndata: {train: x, ")
+    press_tab(page)
+    expect(entries).to_have_text(["eval: ", "collate: ", "num_workers: "], timeout=PATIENCE_MS)
+    page.keyboard.press("Escape")
+    page.keyboard.type("eval: x}\nprecision: ")
+    press_tab(page)
+    expect(entries).to_have_text(["fp32", "bf16", "fp16"], timeout=PATIENCE_MS)
+    page.keyboard.press("Enter")
     page.keyboard.press("Shift+Tab")
     expect(hint).to_contain_text(
         "precision — fp32, bf16 or fp16; default fp32", timeout=PATIENCE_MS
     )
     expect(hint.locator("strong")).to_have_text("precision", timeout=PATIENCE_MS)
     shoot(page, "hint")
+
+    # What has no colour has no element of its own: all keys are coloured, also the first in braces.
+    coloured = editor.locator(".cm-line").nth(2).locator("span").all_inner_texts()
+    assert {"optimizer", "name", "momentum"} <= set(coloured)
 
     # The contextual help asks the same when the cursor moves.
     page.evaluate("() => window.jupyterapp.commands.execute('inspector:open')")

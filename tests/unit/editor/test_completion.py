@@ -9,6 +9,7 @@ from etrain_jupyter.config import parse_cell, template
 from etrain_jupyter.config.describe import describe
 from etrain_jupyter.config.keys import keys_at
 from etrain_jupyter.editor.completion import complete
+from etrain_jupyter.editor.lines import MAX_JOBS
 from etrain_jupyter.errors import CellError
 from etrain_jupyter.subcommands import SUBCOMMANDS
 from tests.unit.editor.notebook_facts import NAMES, NotebookFacts, offered
@@ -71,6 +72,14 @@ def test_words_of_a_line(marked: str, expected: list[str]) -> None:
     assert found is not None
     assert found[: len(expected)] == expected
     assert len(found) == len(expected) or expected[-1] == "faces-4e5f6a7b"
+
+
+def test_an_old_one_of_many_jobs_is_found_by_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = [f"run-{number}" for number in range(1_000)]
+    monkeypatch.setattr(NotebookFacts, "jobs", lambda self: jobs)
+
+    assert offered("%etrain show run-99|") == ["run-99", *(f"run-99{n}" for n in range(10))]
+    assert offered("%etrain show r|") == jobs[:MAX_JOBS]
 
 
 def test_flags_of_a_line_are_those_of_its_parser() -> None:
