@@ -10,6 +10,8 @@ from typing import Any
 from etrain_jupyter.ranks.gradients.stopwatch import StepTimes
 from etrain_jupyter.ranks.group.process_group import RankGroup
 
+TELL_FIRST_S = 2.5
+"""The first time of a generation; each later one after twice as long, up to ``TELL_EVERY_S``."""
 TELL_EVERY_S = 30.0
 TELL_EPOCH_AFTER_S = 10.0
 """At the end of an epoch, if so much has passed; short epochs are told of together."""
@@ -30,6 +32,7 @@ class RankTimes:
         """Of the last checkpoint, if no step has come after it."""
         self.last_step_s = 0.0
         """How long the last step took, without checkpoints and evaluations."""
+        self._patience_s = TELL_FIRST_S
         self._clear()
 
     def _clear(self) -> None:
@@ -42,6 +45,7 @@ class RankTimes:
         """Begin a generation; what is left of one that broke is told as it was."""
         self.tell()
         self._clear()
+        self._patience_s = TELL_FIRST_S
         self._generation, self._rank = group.generation, group.rank
         self._world_size = group.world_size
 
@@ -76,7 +80,9 @@ class RankTimes:
     def is_due(self, *, epoch_ends: bool) -> bool:
         """Whether nothing was told for long."""
         passed_s = time.perf_counter() - self._began_at
-        return passed_s >= (TELL_EPOCH_AFTER_S if epoch_ends else TELL_EVERY_S)
+        if epoch_ends:
+            return passed_s >= min(TELL_EPOCH_AFTER_S, self._patience_s)
+        return passed_s >= self._patience_s
 
     def tell(self) -> None:
         """Tell what has been added up, and begin anew."""
@@ -90,4 +96,5 @@ class RankTimes:
                 **{name: round(seconds, 6) for name, seconds in self._spent.items()},
             }
             self._send({"op": "rank_times", "generation": self._generation, "record": record})
+            self._patience_s = min(2 * self._patience_s, TELL_EVERY_S)
         self._clear()

@@ -125,17 +125,30 @@ def test_ranks_tell_with_each_generation_what_they_passed_themselves(ranks):
     assert all(record["communication_s"] == 0 for record in told[1:])
 
 
-def test_short_epochs_are_told_of_together_and_long_ones_at_their_ends(monkeypatch):
-    now = 100.0
+def test_first_times_are_told_soon_and_later_ones_seldom(monkeypatch):
+    now, told = 100.0, []
     monkeypatch.setattr(rank_times.time, "perf_counter", lambda: now)
     times = RankTimes(lambda _: None)
-    now += 9.0
-    assert not times.is_due(epoch_ends=True)
-    now += 2.0
-    assert times.is_due(epoch_ends=True)
-    assert not times.is_due(epoch_ends=False)
-    now += 20.0
-    assert times.is_due(epoch_ends=False)
+    for step in range(1, 481):  # four a second, for two minutes
+        now += 0.25
+        times.add_step(step, StepTimes(), samples=1, elapsed_s=0.25)
+        if times.is_due(epoch_ends=False):
+            told.append(now - 100.0)
+            times.tell()
+    assert told == [2.5, 7.5, 17.5, 37.5, 67.5, 97.5]
+
+
+def test_short_epochs_are_told_of_together_and_long_ones_at_their_ends(monkeypatch):
+    now, told = 100.0, []
+    monkeypatch.setattr(rank_times.time, "perf_counter", lambda: now)
+    times = RankTimes(lambda _: None)
+    for step in range(1, 61):  # one a second, three an epoch, for a minute
+        now += 1.0
+        times.add_step(step, StepTimes(), samples=1, elapsed_s=1.0)
+        if times.is_due(epoch_ends=step % 3 == 0):
+            told.append(now - 100.0)
+            times.tell()
+    assert told == [3, 8, 18, 30, 42, 54]
 
 
 def test_checkpoints_and_evaluations_are_apart_from_the_steps():
