@@ -14,6 +14,13 @@ if TYPE_CHECKING:
     from tests.browser.lab import Lab
 
 
+def missing() -> str:
+    """Return what this machine lacks for a browser, or an empty string."""
+    from tests.browser.conftest import missing as missing_for_tests
+
+    return missing_for_tests()
+
+
 @contextlib.contextmanager
 def open_page() -> Iterator[Page]:
     """Yield an empty page."""
@@ -21,13 +28,10 @@ def open_page() -> Iterator[Page]:
 
     from tests.browser.lab import CHROMIUM_ARGUMENTS, find_chromium
 
-    chromium = find_chromium()
-    if chromium is None:
-        raise SystemExit("Chromium is not installed: apt-get install chromium")
     with tempfile.TemporaryDirectory() as profile, sync_playwright() as playwright:
         context = playwright.chromium.launch_persistent_context(
             profile,
-            executable_path=chromium,
+            executable_path=find_chromium(),
             headless=True,
             args=[*CHROMIUM_ARGUMENTS, "--enable-precise-memory-info"],
             viewport={"width": 1300, "height": 1000},

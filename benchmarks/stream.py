@@ -53,6 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Watch one job in one notebook, under one condition after the other."""
+    if lacking := browsing.missing():
+        return {"benchmark": "stream", "missing": lacking}
     from tests.browser.lab import Notebook
 
     seconds = options.seconds or (10 if options.quick else 30)
@@ -149,6 +151,8 @@ def delays(committed: dict[int, float], painted: list[tuple[int, float]]) -> dic
 
 def table_of(result: dict[str, Any]) -> str:
     """Return the table for the reader."""
+    if "missing" in result:
+        return f"not measured: {result['missing']}"
     rows: list[tuple[str, ...]] = [
         (name, f"{f['p50_ms']:.0f}", f"{f['p95_ms']:.0f}", str(f["steps"]), f"{f['load']:.1f}")
         for name, f in result["conditions"].items()
