@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -253,18 +253,28 @@ def test_the_palette_is_about_the_job_that_is_meant(
     expect(page.locator(".jp-Notebook")).to_contain_text("etrain-jupyter 0.1.0, Python")
 
 
-def set_setting(page: Page, key: str, value: Any) -> None:
-    """Change a setting as the settings editor does."""
-    page.evaluate(
-        """([key, value]) => window.jupyterapp.pluginRegistry._plugins
-            .get('@jupyterlab/apputils-extension:settings').service
-            .set('etrain-jupyter:settings', key, value)""",
-        [key, value],
-    )
+@pytest.fixture
+def set_setting(lab: Lab, page: Page) -> Iterator[Callable[[str, Any], None]]:
+    """Change a setting as the settings editor does; other tests find the defaults again."""
+
+    def set_it(key: str, value: Any) -> None:
+        page.evaluate(
+            """([key, value]) => window.jupyterapp.pluginRegistry._plugins
+                .get('@jupyterlab/apputils-extension:settings').service
+                .set('etrain-jupyter:settings', key, value)""",
+            [key, value],
+        )
+
+    yield set_it
+    settings = lab.root.parent / "lab_settings" / "etrain-jupyter"
+    (settings / "settings.jupyterlab-settings").unlink(missing_ok=True)
 
 
 def test_jobs_elsewhere_are_offered_idle_pools_warned_of_and_names_are_only_text(
-    lab: Lab, open_notebook: OpenNotebook, page: Page
+    lab: Lab,
+    open_notebook: OpenNotebook,
+    page: Page,
+    set_setting: Callable[[str, Any], None],
 ) -> None:
     errors: list[str] = []
     page.on("pageerror", lambda error: errors.append(str(error)))
@@ -316,11 +326,11 @@ def test_jobs_elsewhere_are_offered_idle_pools_warned_of_and_names_are_only_text
     # Settings are heard at once.
     comment = notebook.page.locator(".jp-Notebook:visible .jp-CodeCell").nth(2)
     expect(comment.locator(".cm-line span", has_text="# comment")).to_have_count(1)
-    set_setting(page, "highlight", False)
+    set_setting("highlight", False)
     expect(comment.locator(".cm-line span", has_text="model")).to_have_count(0)
     slider = panel.locator(".etrain-smoothing input")
-    set_setting(page, "smoothing", 0.5)
+    set_setting("smoothing", 0.5)
     expect(slider).to_have_value("0.5")
-    set_setting(page, "statusBar", False)
+    set_setting("statusBar", False)
     expect(bar).not_to_be_visible()
     assert errors == []
