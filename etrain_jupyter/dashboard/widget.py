@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from etrain_jupyter.dashboard import browser
-from etrain_jupyter.dashboard.feed import Feed, thin_all
+from etrain_jupyter.dashboard.feed import Curves, Feed, thin_all
 from etrain_jupyter.dashboard.html import render_html, render_text
 from etrain_jupyter.dashboard.link import link
 from etrain_jupyter.dashboard.row import row_of
@@ -41,9 +41,9 @@ class Dashboard:
     """Folds a job's events and keeps every view of it up to date.
 
     ``add_events`` only folds; one background thread, named ``etrain-dashboard``, sends what is new
-    at most ten times a second, refreshes the saved output, and ends with the job. A slow, dead or
-    missing view therefore never holds up whoever brings the events. Without a Jupyter front end it
-    shows a line of text.
+    at most ten times a second, and ends with the job; another one refreshes the saved output every
+    now and then, which takes long in a busy kernel. A slow, dead or missing view therefore never
+    holds up whoever brings the events. Without a Jupyter front end it shows a line of text.
 
     Args:
         job_id: The job.
@@ -63,7 +63,8 @@ class Dashboard:
         self._is_unsent = self._is_unsaved = self._is_shown = self._is_closed = False
         self._widget: browser.WidgetChannel | None = None
         self._outbox: deque[Callable[[], None]] = deque()
-        self._sending = threading.Lock()
+        self._sending, self._saving = threading.Lock(), threading.Lock()
+        self._saver: threading.Thread | None = None
         self._widget_feed = Feed(self._send_to_widget)
         self._link_feed = Feed(self._send_to_link)
         self.num_errors = 0
@@ -96,8 +97,8 @@ class Dashboard:
                 self._widget = self._open_widget()
             self._is_shown = True
             self._start_thread()
-            bundle = self.bundle()
-        browser.publish(bundle, self._display_id, update=False)
+        with self._saving:
+            browser.publish(self.bundle(), self._display_id, update=False)
 
     def settle(self) -> None:
         """Refresh the saved output now.
@@ -110,10 +111,11 @@ class Dashboard:
         """Leave what is shown as it is and stop following the job."""
         with self._changed:
             self._is_closed = True
-            thread = self._thread
+            threads = self._thread, self._saver
             self._changed.notify_all()
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(timeout=5.0)
+        for thread in threads:
+            if thread is not None and thread is not threading.current_thread():
+                thread.join(timeout=5.0)
         self._close_widget()
         link().unregister(self._job_id, self._receive_from_link)
         link().panel.remove(self._job_id, self)
@@ -138,35 +140,25 @@ class Dashboard:
 
     def bundle(self) -> dict[str, Any]:
         """Return the representations of the job, for any front end, by MIME type."""
+        snapshot, curves = self._picture()
+        bundle = {
+            "text/plain": render_text(snapshot),
+            "text/html": render_html(snapshot, curves),
+            MIME: _saved(snapshot, curves),
+        }
+        widget = self._widget
+        return bundle | (widget.mime() if widget else {})
+
+    def _picture(self) -> tuple[dict[str, Any], Curves]:
+        """Return what there is now, for whoever takes his time over it."""
         with self._changed:
-            snapshot, curves = self._view.snapshot(), self._view.series()
-            bundle = {
-                "text/plain": render_text(snapshot),
-                "text/html": render_html(snapshot, curves),
-                MIME: self._saved(),
-            }
-            return bundle | (self._widget.mime() if self._widget else {})
+            curves = self._view.series().items()
+            return self._view.snapshot(), {name: (x.copy(), y.copy()) for name, (x, y) in curves}
 
     def _repr_mimebundle_(self, **_kwargs: Any) -> dict[str, Any]:
         return self.bundle()
 
-    def _saved(self) -> dict[str, Any]:
-        """The picture with thinned curves: what a notebook keeps of the job."""
-        curves = self._view.series().items()
-        drawn = (item for item in curves if item[0] != "lr" and not item[0].startswith(UNDONE))
-        kept = list(itertools.islice(drawn, MAX_SAVED_CURVES))
-        share = MAX_SAVED_POINTS // max(5, len(kept))
-        snapshot = self._view.snapshot()
-        return {
-            "version": 1,
-            "snapshot": snapshot | {"events": snapshot["events"][-MAX_SAVED_EVENTS:]},
-            "series": {
-                name: {"x": _written(x, "{:.9g}"), "y": _written(y, "{:.5g}")}
-                for name, (x, y) in thin_all(dict(kept), share).items()
-            },
-        }
-
-    # The background thread.
+    # The background threads.
 
     def _start_thread(self) -> None:
         if self._thread is None and not self._is_closed:
@@ -181,8 +173,10 @@ class Dashboard:
             if not self._wait_for_news(saved_at):
                 break
             self._guarded(self._flush)
-            if self._view.is_terminal or time.monotonic() - saved_at >= self._save_every_s():
+            if self._view.is_terminal:
                 self._guarded(self._save)
+            elif time.monotonic() - saved_at >= self._save_every_s():
+                self._start_saver()
                 saved_at = time.monotonic()
             time.sleep(FLUSH_EVERY_S)
         self._guarded(self._close_widget)
@@ -230,24 +224,37 @@ class Dashboard:
             while self._outbox:
                 self._guarded(self._outbox.popleft())
 
-    def _save(self) -> None:
+    def _start_saver(self) -> None:
+        """Refresh the saved output, unless that is being done: messages must not wait for it."""
         with self._changed:
-            if not self._is_shown:
+            if self._is_closed or (self._saver is not None and self._saver.is_alive()):
                 return
-            self._is_unsaved = False
+            name = f"etrain-dashboard-save-{self._job_id}"
+            self._saver = threading.Thread(
+                target=self._guarded, args=(self._save,), name=name, daemon=True
+            )
+            self._saver.start()
+
+    def _save(self) -> None:
+        with self._saving:
+            with self._changed:
+                if not self._is_shown:
+                    return
+                self._is_unsaved = False
+                is_terminal, widget = self._view.is_terminal, self._widget
             bundle = self.bundle()
-            if self._view.is_terminal:
+            if is_terminal:
                 # A finished job outlives its widget in a saved notebook: let the HTML be shown.
                 bundle.pop("application/vnd.jupyter.widget-view+json", None)
-            if self._widget is not None:
-                self._widget.save(bundle[MIME])
-        browser.publish(bundle, self._display_id, update=True)
+            if widget is not None:
+                widget.save(bundle[MIME])
+            browser.publish(bundle, self._display_id, update=True)
 
     # The channels.
 
     def _open_widget(self) -> browser.WidgetChannel | None:
         try:
-            return browser.WidgetChannel(self._saved(), self._receive_from_widget)
+            return browser.WidgetChannel(_saved(*self._picture()), self._receive_from_widget)
         except (OSError, ImportError):
             return None  # not built or not installed: the HTML representation is there
 
@@ -307,3 +314,18 @@ def _written(numbers: Floats | SmallFloats, digits: str) -> str:
     exact.
     """
     return " ".join(map(digits.format, numbers.tolist()))
+
+
+def _saved(snapshot: dict[str, Any], curves: Curves) -> dict[str, Any]:
+    """The picture with thinned curves: what a notebook keeps of the job."""
+    drawn = (item for item in curves.items() if item[0] != "lr" and not item[0].startswith(UNDONE))
+    kept = list(itertools.islice(drawn, MAX_SAVED_CURVES))
+    share = MAX_SAVED_POINTS // max(5, len(kept))
+    return {
+        "version": 1,
+        "snapshot": snapshot | {"events": snapshot["events"][-MAX_SAVED_EVENTS:]},
+        "series": {
+            name: {"x": _written(x, "{:.9g}"), "y": _written(y, "{:.5g}")}
+            for name, (x, y) in thin_all(dict(kept), share).items()
+        },
+    }

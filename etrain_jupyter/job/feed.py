@@ -147,10 +147,23 @@ class Feed:
             self._work()
         except Exception as exc:
             # A mistake of ours must not let anybody wait for ever.
-            self._is_over, self._thread = True, None
+            self._is_over = True
             self.lost = f"following job {self.job_id} failed: {type(exc).__name__}: {exc}"
+            self._say_aside([self._make_farewell(self.lost)])
             self.caught_up.set()
             self.ended.set()
+            self._serve_the_rest()
+
+    def _serve_the_rest(self) -> None:
+        """Tell those who have subscribed meanwhile what there is; nothing is followed any more."""
+        while True:
+            with self._lock:
+                if self._inbox.empty():
+                    self._thread = None
+                    return
+            message = self._inbox.get_nowait()
+            if isinstance(message, _Newcomer):
+                self._handle(message)
 
     def _work(self) -> None:
         """Follow, and then serve whoever subscribes late, until nobody is left."""

@@ -3,6 +3,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,43 @@ def test_a_channel_that_takes_nothing_does_not_hold_up_the_events(
     is_free.set()
     dashboard.close()
     assert sent == list(range(1, len(sent) + 1))
+    assert dashboard_threads() == []
+
+
+def test_a_saved_output_that_takes_long_does_not_hold_up_the_messages(
+    browser: FakeBrowser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(widget, "SAVE_EVERY_S", 0.0)
+    is_saving, may_go, sent = threading.Event(), threading.Event(), []
+
+    class Heard(Link):
+        def send(self, _job_id: str, _receive: object, content: dict[str, Any], _: object) -> None:
+            sent.append(content["seq"])
+
+    def render(*_: object) -> str:
+        is_saving.set()
+        assert may_go.wait(60)
+        return ""
+
+    heard = Heard()
+    monkeypatch.setattr(widget, "link", lambda: heard)
+    dashboard = new_dashboard()
+    dashboard.show()
+    monkeypatch.setattr(widget, "render_html", render)
+    dashboard._receive_from_link({"kind": "hello", "view": "me"})
+    script = Script(2000)
+    dashboard.add_events(list(script.begin()))
+    assert is_saving.wait(60)
+
+    before = len(sent)
+    dashboard.add_events([event for step in range(10) for event in script.complete(step + 1)])
+    deadline = time.monotonic() + 60
+    while len(sent) == before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(sent) > before
+
+    may_go.set()
+    dashboard.close()
     assert dashboard_threads() == []
 
 

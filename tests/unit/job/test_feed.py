@@ -404,3 +404,20 @@ def test_events_of_a_newer_version_keep_the_numbers_whole(tmp_path: Path) -> Non
 
     assert feed.ended.wait(5)
     assert recorder.seqs == [1, 2]
+
+
+def test_listeners_learn_that_following_failed(log: EventLog) -> None:
+    log.append([line(0)])
+
+    def fail(_: object) -> None:
+        raise LookupError("no such column")
+
+    heard: list[Event] = []
+    feed = Feed("j", log.path, FakeLink(), fail)
+    has_history = feed.subscribe(heard.extend)
+
+    assert has_history.wait(5)
+    assert "LookupError: no such column" in feed.lost
+    assert isinstance(heard[-1], JobStatusChanged)
+    assert (heard[-1].status, heard[-1].reason) == ("failed", feed.lost)
+    assert feed.ended.is_set()
