@@ -21,8 +21,8 @@ from etrain_jupyter.dashboard.undone import UNDONE
 from etrain_jupyter.events.types import Event
 
 MIME = "application/vnd.etrain.job+json"
-FLUSH_EVERY_S = 0.1
-"""At most ten messages a second: an eye sees no more, and the kernel's channel stays free."""
+FLUSH_EVERY_S = 0.05
+"""At most twenty messages a second: an eye sees no more, and the kernel's channel stays free."""
 SAVE_EVERY_S = 5.0
 """How often the saved output is refreshed where our extension draws it, or nobody does."""
 SAVE_SELDOM_S = 60.0
@@ -41,7 +41,7 @@ class Dashboard:
     """Folds a job's events and keeps every view of it up to date.
 
     ``add_events`` only folds; one background thread, named ``etrain-dashboard``, sends what is new
-    at most ten times a second, and ends with the job; another one refreshes the saved output every
+    at most twenty times a second, and ends with the job; another one refreshes the saved output every
     now and then, which takes long in a busy kernel. A slow, dead or missing view therefore never
     holds up whoever brings the events. Without a Jupyter front end it shows a line of text.
 

@@ -64,6 +64,7 @@ class JobElement {
   /** When the newest event happened that the notebook keeps. */
   private savedAt = 0;
   private drawnAt = 0;
+  private tookMs = 0;
   private timer = 0;
   private spokenAt = 0;
   private spokenStatus = '';
@@ -174,17 +175,18 @@ class JobElement {
     this.speak();
   }
 
-  /** Draw soon, but not more often than an eye can follow. */
+  /** Draw soon, but not more often than an eye can follow, nor more than a third of the time. */
   private schedule(): void {
     if (!this.timer) {
-      const wait = Math.max(0, 1000 / drawing.redrawsPerS - (Date.now() - this.drawnAt));
+      const pause = Math.max(1000 / drawing.redrawsPerS, 2 * this.tookMs);
+      const wait = Math.max(0, pause - (Date.now() - this.drawnAt));
       this.timer = window.setTimeout(() => requestAnimationFrame(() => this.draw()), wait);
     }
   }
 
   private draw(): void {
     this.timer = 0;
-    this.drawnAt = Date.now();
+    const startedAt = Date.now();
     const { snapshot } = this.data;
     this.drawFigures();
     if (!this.isCompact) {
@@ -193,6 +195,8 @@ class JobElement {
     this.events.draw(snapshot.events);
     this.charts.draw();
     this.speak();
+    this.drawnAt = Date.now();
+    this.tookMs = this.drawnAt - startedAt;
   }
 
   private get isOver(): boolean {

@@ -9,7 +9,7 @@ export interface IDrawing {
   redrawsPerS: number;
 }
 
-export const drawing: IDrawing = { smoothing: 0.8, logScale: false, redrawsPerS: 12 };
+export const drawing: IDrawing = { smoothing: 0.8, logScale: false, redrawsPerS: 20 };
 
 const hearers = new Set<() => void>();
 
