@@ -41,9 +41,9 @@ class Dashboard:
     """Folds a job's events and keeps every view of it up to date.
 
     ``add_events`` only folds; one background thread, named ``etrain-dashboard``, sends what is new
-    at most twenty times a second, and ends with the job; another one refreshes the saved output every
-    now and then, which takes long in a busy kernel. A slow, dead or missing view therefore never
-    holds up whoever brings the events. Without a Jupyter front end it shows a line of text.
+    at most twenty times a second, and ends with the job; another one refreshes the saved output now
+    and then, which takes long in a busy kernel. A slow, dead or missing view therefore never holds
+    up whoever brings the events. Without a Jupyter front end it shows a line of text.
 
     Args:
         job_id: The job.

@@ -11,7 +11,8 @@ from playwright.sync_api import Page, expect
 
 from etrain_jupyter.pools.local import LocalPool
 from tests.browser.lab import Notebook
-from tests.browser.test_dashboard import shoot, step_of, wait_for_step
+from tests.browser.test_dashboard import shoot, step_of, stop, wait_for_step
+from tests.browser.test_side_panel import row, show_panel, wait_for_rows_to_move
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
 
@@ -126,3 +127,66 @@ def test_a_killed_worker_is_seen_and_training_goes_on(
     expect(notebook.output(6)).to_contain_text("audit ok")
     shoot(page, "training-stopped")
     notebook.run(7)
+
+
+THREE = """%%etrain distributed --name {name} -o {name}
+model: Net(width=8)
+data: {{train: train_set}}
+loss: patient_loss
+optimizer: {{name: SGD, lr: 0.05}}
+batch: {{global: 64}}
+epochs: 400
+workers: {{min: 1, max: 1}}
+"""
+PATIENT_LOSS = """
+def patient_loss(output, target):
+    time.sleep(0.03)  # a step takes time, but leaves the processor to the others
+    return F.cross_entropy(output, target)
+"""
+
+
+def test_three_jobs_train_at_once_and_buttons_scale_preempt_and_stop_them(
+    open_notebook: Callable[..., Notebook], page: Page, cluster: dict[str, str]
+) -> None:
+    names = ("alpha", "beta", "gamma")
+    notebook = open_notebook(
+        "three.ipynb",
+        SET_UP.format(**cluster) + PATIENT_LOSS,
+        *(THREE.format(name=name) for name in names),
+        "ids = [job.id for job in (alpha, beta, gamma)]; print(*ids)",
+        "[job.wait(60) for job in (alpha, beta, gamma)]",
+        "print([job.audit().ok for job in (alpha, beta, gamma)])\n%etrain down",
+    )
+    for cell in range(5):
+        notebook.run(cell)
+    ids = notebook.output(4).inner_text().split()
+    for cell in (1, 2, 3):
+        wait_for_step(notebook, cell, 10)
+    panel = show_panel(page)
+    expect(panel.locator(".etrain-row")).to_have_count(3)
+    wait_for_rows_to_move(page, ids)
+    shoot(page, "training-three")
+
+    alpha, beta = notebook.job(1), notebook.job(2)
+    alpha.locator(".etrain-scale").click()
+    alpha.locator(".etrain-box").get_by_label("at most").fill("2")
+    alpha.locator(".etrain-box").get_by_role("button", name="Scale").click()
+    expect(alpha.locator(".etrain-tiles")).to_contain_text("2 of 2", timeout=90_000)
+
+    worker = beta.locator(".etrain-preempt").first
+    name = worker.get_attribute("aria-label") or worker.inner_text()
+    worker.click()
+    beta.locator(".etrain-box").get_by_role("button", name=name).click()
+    expect(beta.locator(".etrain-answer")).to_contain_text("120 s")
+    # Its only worker leaves when another one can take over; nothing is lost.
+    expect(beta.locator(".etrain-events")).to_contain_text("left", timeout=90_000)
+    wait_for_step(notebook, 2, step_of(notebook, 2) + 10)
+    shoot(page, "training-three-preempted")
+
+    for cell in (1, 2, 3):
+        stop(notebook, cell)
+    notebook.run(5)
+    for job_id in ids:
+        expect(row(panel, job_id).locator(".etrain-status")).to_have_text("stopped")
+    notebook.run(6)
+    expect(notebook.output(6)).to_contain_text("[True, True, True]")
