@@ -15,7 +15,7 @@ TYPED := etrain_jupyter benchmarks notebooks
 ALL_TESTS = $(BIN)/python -m pytest -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo lab test endurance lint bench peers constraints clean
+.PHONY: help install demo lab test endurance lint screenshots bench peers constraints clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -49,6 +49,12 @@ lint: $(INSTALLED) ## Style, types and the import rules
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict $(TYPED)
 	$(BIN)/python -m pytest -q tests/unit/test_architecture.py
+
+screenshots: $(INSTALLED) ## Take the pictures of the documents anew, in headless Chromium
+	mkdir -p .demo/shots
+	ETRAIN_SHOTS=$(CURDIR)/.demo/shots $(BIN)/python -m pytest $(addprefix tests/browser/test_, \
+	  training.py side_panel.py completion.py)
+	cd .demo/shots && cp dashboard.png side-panel.png completion.png $(CURDIR)/docs/images/
 
 bench: $(INSTALLED) ## Measure against the peers; tables on the screen, JSON in .demo/ (ARGS="--quick")
 	$(BIN)/python -m benchmarks all --json .demo/benchmarks.json $(ARGS)

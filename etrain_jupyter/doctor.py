@@ -13,7 +13,7 @@ import ssl
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from etrain_jupyter import __version__
@@ -28,6 +28,7 @@ NEEDED = ("torch", "distributed", "cloudpickle", "safetensors", "pydantic", "ipy
 FOR_THE_SCREEN = ("jupyterlab", "anywidget")
 EXTENSION = "etrain-jupyter"
 WIDGET_SCRIPT = Path(__file__).parent / "static" / "widget.js"
+GUIDE = "docs/troubleshooting.md"
 MARKS = {"ok": "  ok ", "note": "note ", "wrong": "WRONG"}
 
 
@@ -40,30 +41,35 @@ class Finding:
     what: str
     remedy: str = ""
     """What to do; empty if nothing need be done."""
+    topic: str = ""
+    """The section of docs/troubleshooting.md that says more."""
 
     def __str__(self) -> str:
         line = f"{MARKS[self.state]} {self.what}"
-        return f"{line}\n      -> {self.remedy}" if self.remedy else line
+        more = f" ({GUIDE}#{self.topic})" if self.topic and self.state != "ok" else ""
+        return f"{line}\n      -> {self.remedy}{more}" if self.remedy else line
 
 
 def examine(store: RunStore) -> list[Finding]:
     """Look at everything that a job needs here; a check that breaks is itself a finding."""
-    checks: tuple[Callable[[], list[Finding]], ...] = (
-        _check_python,
-        _check_packages,
-        _check_gpus,
-        _check_screen,
-        _check_tls,
-        lambda: [_check_folder("state directory", state_root(), "ETRAIN_STATE")],
-        lambda: [_check_run_store(store)],
-        _check_clusters,
-    )
+    checks: dict[str, Callable[[], list[Finding]]] = {
+        "python": _check_python,
+        "packages": _check_packages,
+        "gpu": _check_gpus,
+        "screen": _check_screen,
+        "tls": _check_tls,
+        "state-directory": lambda: [_check_folder("state directory", state_root(), "ETRAIN_STATE")],
+        "run-store": lambda: [_check_run_store(store)],
+        "clusters": _check_clusters,
+    }
     findings = []
-    for check in checks:
+    for topic, check in checks.items():
         try:
-            findings += check()
+            found = check()
         except Exception as exc:  # The doctor's own trouble must not hide the other findings.
-            findings.append(Finding(state="wrong", what=f"{type(exc).__name__}: {exc}"))
+            what, remedy = f"{type(exc).__name__}: {exc}", "see the guide"
+            found = [Finding(state="wrong", what=what, remedy=remedy)]
+        findings += [replace(finding, topic=topic) for finding in found]
     return findings
 
 
