@@ -44,6 +44,10 @@ EPOCHS = 3 * NUM_KILLS
 PATIENCE_S = 120.0
 KINDS = {"trainer": 5, "worker": 3, "everybody": 1, "scheduler": 1}
 """What dies, and how often beside the others."""
+MOMENTS = {"saving": 7, "any": 3}
+"""When it dies, and how often beside the others."""
+SAVING_S = 10.0
+"""How long a save may be waited for, where it dies while saving."""
 
 
 @pytest.fixture
@@ -97,8 +101,9 @@ class Torture:
             rig = await stack.enter_async_context(self._make())
             job = await rig.submit(self._keys)
             self._log = LogReader(job.folder / "events.jsonl")
-            for kind in itertools.islice(self._kinds(), num_kills):
-                await self._await_moment(job)
+            plan = zip(self._draw(KINDS), self._draw(MOMENTS), strict=False)
+            for kind, moment in itertools.islice(plan, num_kills):
+                await self._await_moment(job, moment)
                 await self._kill(kind, rig, job)
                 self.num_killed[kind] += 1
                 if kind == "scheduler":
@@ -112,14 +117,14 @@ class Torture:
             self._check_store(job)
             return log
 
-    def _kinds(self) -> Iterator[str]:
-        """Yield what dies next: in ten times everything at least once, in any order."""
+    def _draw(self, counts: dict[str, int]) -> Iterator[str]:
+        """Yield what comes next: in ten times everything as often as is said, in any order."""
         while True:
-            deck = [kind for kind, count in KINDS.items() for _ in range(count)]
+            deck = [kind for kind, count in counts.items() for _ in range(count)]
             self._random.shuffle(deck)
             yield from deck
 
-    async def _await_moment(self, job: RigJob) -> None:
+    async def _await_moment(self, job: RigJob, moment: str) -> None:
         """Wait until the job has got on since the last time, and then for something to begin."""
         begin = job.step
         self._has_committed()
@@ -129,8 +134,8 @@ class Torture:
 
         await job.until(has_got_on, PATIENCE_S)
         assert not job.is_ended, "the job was too short"
-        if self._random.random() < 0.7:
-            deadline = time.monotonic() + 1.0
+        if moment == "saving":
+            deadline = time.monotonic() + SAVING_S
             while not (found := self._is_saving(job)) and time.monotonic() < deadline:
                 await asyncio.sleep(0.001)
             self.num_while_saving += found
