@@ -7,7 +7,7 @@ import keyword
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -24,6 +24,8 @@ from etrain_jupyter.config.source_map import (
 from etrain_jupyter.config.vocabulary import KNOWN_ELSEWHERE
 from etrain_jupyter.config.yaml_nodes import load_body
 from etrain_jupyter.errors import ConfigError
+
+S = TypeVar("S", bound=Section)
 
 EXAMPLES = {
     "data": "data: {train: train_set}",
@@ -102,12 +104,30 @@ def parse_mapping(mapping: Mapping[str, Any], namespace: Mapping[str, Any]) -> P
 
 def _parse(data: dict[str, Any], source: SourceMap, live: LiveObjects) -> ParsedJob:
     _check_keys(data, TrainConfig, (), source)
-    data = live.named(data)
+    config = _validate(live.named(data), TrainConfig, source)
+    return ParsedJob(config=config, namespace_extra=live.extra, source=source)
+
+
+def parse_section(data: Mapping[str, Any], section: type[S], source: SourceMap = NOWHERE) -> S:
+    """Read a group of keys that is no job, for example one pool of ``pools.yaml``.
+
+    Args:
+        data: Keys and values, as they stand there.
+        section: What they shall be.
+        source: Where each stands.
+
+    Raises:
+        ConfigError: With the path of the first fault, and its place where there is one.
+    """
+    _check_keys(data, section, (), source)
+    return _validate(data, section, source)
+
+
+def _validate(data: Mapping[str, Any], section: type[S], source: SourceMap) -> S:
     try:
-        config = TrainConfig.model_validate(data)
+        return section.model_validate(data)
     except ValidationError as exc:
         raise _first_error(exc, source) from None
-    return ParsedJob(config=config, namespace_extra=live.extra, source=source)
 
 
 def _merged(data: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -211,14 +231,13 @@ def _first_error(exc: ValidationError, source: SourceMap) -> ConfigError:
 
 def _in_cell_words(error: ErrorDetails, source: SourceMap) -> ConfigError:
     path: Path = error["loc"]
-    if error["type"] in ("etrain", "etrain_later"):
+    if error["type"] == "etrain":
         context = error["ctx"]
         path = tuple(context["path"] or path)
         message = context["message"].replace("{key}", dotted(path) or "the body")
         message = message.replace("{name}", str(path[-1]) if path else "")
-        later = error["type"] == "etrain_later"
         hint, at_key = context["hint"], context["at_key"]
-        return source.error(path, message, hint=hint, at_key=at_key, later=later)
+        return source.error(path, message, hint=hint, at_key=at_key)
     path = tuple(part for part in path if part != "[key]")
     key, value = dotted(path), error["input"]
     if error["type"] == "missing":
