@@ -143,8 +143,8 @@ class Head:
 
     def _tell_costs(self) -> None:
         """Let the coordinator tell the jobs what their workers cost."""
-        if costs := self.nodes.costs():
-            self.coordinator.take_costs(costs)
+        if hasattr(self.coordinator, "take_costs"):
+            self.coordinator.take_costs(self.nodes.costs())
 
     def _lose(self, worker: str, why: str) -> None:
         """Drop a worker whose machine is gone: its connection may stand for a minute."""
