@@ -7,7 +7,7 @@ import keyword
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -24,6 +24,8 @@ from etrain_jupyter.config.source_map import (
 from etrain_jupyter.config.vocabulary import KNOWN_ELSEWHERE
 from etrain_jupyter.config.yaml_nodes import load_body
 from etrain_jupyter.errors import ConfigError
+
+S = TypeVar("S", bound=Section)
 
 EXAMPLES = {
     "data": "data: {train: train_set}",
@@ -101,13 +103,31 @@ def parse_mapping(mapping: Mapping[str, Any], namespace: Mapping[str, Any]) -> P
 
 
 def _parse(data: dict[str, Any], source: SourceMap, live: LiveObjects) -> ParsedJob:
-    _check_keys(data, TrainConfig, (), source)
+    _check_keys(data, TrainConfig, (), source, top=TrainConfig)
     data = live.named(data)
     try:
         config = TrainConfig.model_validate(data)
     except ValidationError as exc:
         raise _first_error(exc, source) from None
     return ParsedJob(config=config, namespace_extra=live.extra, source=source)
+
+
+def parse_section(data: Mapping[str, Any], section: type[S], source: SourceMap = NOWHERE) -> S:
+    """Read another group than a job: the same words for what is wrong, and the place of it.
+
+    Args:
+        data: Plain data; keys as the text spells them.
+        section: What it shall be.
+        source: Where in the text each key stands.
+
+    Raises:
+        ConfigError: With the path of the first fault, and its place where there is a text.
+    """
+    _check_keys(data, section, (), source, top=section)
+    try:
+        return section.model_validate(data)
+    except ValidationError as exc:
+        raise _first_error(exc, source) from None
 
 
 def _merged(data: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -139,28 +159,41 @@ def _group_of(kind: Any) -> type[Section] | None:
 
 
 def _check_keys(
-    data: Mapping[Any, Any], section: type[Section], path: Path, source: SourceMap
+    data: Mapping[Any, Any],
+    section: type[Section],
+    path: Path,
+    source: SourceMap,
+    *,
+    top: type[Section],
 ) -> None:
     known = keys_of(section)
     for key, value in data.items():
         inner = (*path, key)
         if key not in known:
-            raise _unknown_key(key, data, tuple(known), path, source)
+            raise _unknown_key(key, data, path, source, top, known=tuple(known))
         group = known[key]
         if group is Interval:
             if isinstance(value, Mapping) and (wrong := [k for k in value if k != "every"]):
-                raise _unknown_key(wrong[0], value, ("every",), inner, source)
+                raise _unknown_key(wrong[0], value, inner, source, top, known=("every",))
         elif group is not None and group is not OptimizerConfig and isinstance(value, Mapping):
-            _check_keys(value, group, inner, source)
+            _check_keys(value, group, inner, source, top=top)
 
 
 def _unknown_key(
-    key: Any, group: Mapping[Any, Any], known: tuple[str, ...], path: Path, source: SourceMap
+    key: Any,
+    group: Mapping[Any, Any],
+    path: Path,
+    source: SourceMap,
+    top: type[Section],
+    *,
+    known: tuple[str, ...],
 ) -> ConfigError:
     where = f" in '{dotted(path)}'" if path else ""
     message = f"unknown key '{key}'{where}"
-    hint = _torn_expression(key, group) or _known_elsewhere(str(key), path)
-    hint = hint or did_you_mean(str(key), known) or _other_level(str(key), path)
+    hint = _torn_expression(key, group)
+    if top is TrainConfig:
+        hint = hint or _known_elsewhere(str(key), path)
+    hint = hint or did_you_mean(str(key), known) or _other_level(str(key), path, top)
     return source.error(
         (*path, key), message, hint=hint or f"known keys{where}: {', '.join(known)}", at_key=True
     )
@@ -184,11 +217,11 @@ def _known_elsewhere(key: str, path: Path) -> str:
     return KNOWN_ELSEWHERE.get(dotted((*path, key.replace("-", "_").lower())), "")
 
 
-def _other_level(key: str, path: Path) -> str:
-    for name, group in keys_of(TrainConfig).items():
+def _other_level(key: str, path: Path, top: type[Section]) -> str:
+    for name, group in keys_of(top).items():
         if group not in (None, Interval) and (name,) != path and key in keys_of(group):
             return f"'{key}' belongs into '{name}': write {name}: {{{key}: ...}}"
-    if path and key in keys_of(TrainConfig):
+    if path and key in keys_of(top):
         return (
             f"'{key}' stands at the top, not in '{dotted(path)}': move it out, without indentation"
         )
