@@ -103,23 +103,23 @@ def parse_mapping(mapping: Mapping[str, Any], namespace: Mapping[str, Any]) -> P
 
 
 def _parse(data: dict[str, Any], source: SourceMap, live: LiveObjects) -> ParsedJob:
-    _check_keys(data, TrainConfig, (), source)
+    _check_keys(data, TrainConfig, (), source, top=TrainConfig)
     config = _validate(live.named(data), TrainConfig, source)
     return ParsedJob(config=config, namespace_extra=live.extra, source=source)
 
 
 def parse_section(data: Mapping[str, Any], section: type[S], source: SourceMap = NOWHERE) -> S:
-    """Read a group of keys that is no job, for example one pool of ``pools.yaml``.
+    """Read another group than a job: the same words for what is wrong, and the place of it.
 
     Args:
-        data: Keys and values, as they stand there.
-        section: What they shall be.
-        source: Where each stands.
+        data: Plain data; keys as the text spells them.
+        section: What it shall be.
+        source: Where in the text each key stands.
 
     Raises:
-        ConfigError: With the path of the first fault, and its place where there is one.
+        ConfigError: With the path of the first fault, and its place where there is a text.
     """
-    _check_keys(data, section, (), source)
+    _check_keys(data, section, (), source, top=section)
     return _validate(data, section, source)
 
 
@@ -159,28 +159,41 @@ def _group_of(kind: Any) -> type[Section] | None:
 
 
 def _check_keys(
-    data: Mapping[Any, Any], section: type[Section], path: Path, source: SourceMap
+    data: Mapping[Any, Any],
+    section: type[Section],
+    path: Path,
+    source: SourceMap,
+    *,
+    top: type[Section],
 ) -> None:
     known = keys_of(section)
     for key, value in data.items():
         inner = (*path, key)
         if key not in known:
-            raise _unknown_key(key, data, tuple(known), path, source)
+            raise _unknown_key(key, data, path, source, top, known=tuple(known))
         group = known[key]
         if group is Interval:
             if isinstance(value, Mapping) and (wrong := [k for k in value if k != "every"]):
-                raise _unknown_key(wrong[0], value, ("every",), inner, source)
+                raise _unknown_key(wrong[0], value, inner, source, top, known=("every",))
         elif group is not None and group is not OptimizerConfig and isinstance(value, Mapping):
-            _check_keys(value, group, inner, source)
+            _check_keys(value, group, inner, source, top=top)
 
 
 def _unknown_key(
-    key: Any, group: Mapping[Any, Any], known: tuple[str, ...], path: Path, source: SourceMap
+    key: Any,
+    group: Mapping[Any, Any],
+    path: Path,
+    source: SourceMap,
+    top: type[Section],
+    *,
+    known: tuple[str, ...],
 ) -> ConfigError:
     where = f" in '{dotted(path)}'" if path else ""
     message = f"unknown key '{key}'{where}"
-    hint = _torn_expression(key, group) or _known_elsewhere(str(key), path)
-    hint = hint or did_you_mean(str(key), known) or _other_level(str(key), path)
+    hint = _torn_expression(key, group)
+    if top is TrainConfig:
+        hint = hint or _known_elsewhere(str(key), path)
+    hint = hint or did_you_mean(str(key), known) or _other_level(str(key), path, top)
     return source.error(
         (*path, key), message, hint=hint or f"known keys{where}: {', '.join(known)}", at_key=True
     )
@@ -204,11 +217,11 @@ def _known_elsewhere(key: str, path: Path) -> str:
     return KNOWN_ELSEWHERE.get(dotted((*path, key.replace("-", "_").lower())), "")
 
 
-def _other_level(key: str, path: Path) -> str:
-    for name, group in keys_of(TrainConfig).items():
+def _other_level(key: str, path: Path, top: type[Section]) -> str:
+    for name, group in keys_of(top).items():
         if group not in (None, Interval) and (name,) != path and key in keys_of(group):
             return f"'{key}' belongs into '{name}': write {name}: {{{key}: ...}}"
-    if path and key in keys_of(TrainConfig):
+    if path and key in keys_of(top):
         return (
             f"'{key}' stands at the top, not in '{dotted(path)}': move it out, without indentation"
         )

@@ -1,0 +1,239 @@
+"""What machines cost, as a pure function of when they ran and of the prices in force then.
+
+Nothing is added up from tick to tick: a head that starts again computes the same amounts from the
+same rows. Spot machines are charged by the second at the price in force, at least a minute; one
+that EC2 takes in its first hour costs nothing; disks are charged for as long as they exist.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+LEAST_S = 60.0
+"""EC2 charges a minute at least."""
+FIRST_HOUR_S = 3600.0
+TAKEN_BY_EC2 = "Server.SpotInstance"
+"""How the reason of a machine's end begins if EC2 took it back."""
+HOURS_OF_MONTH = 730.0
+"""As AWS counts them, for disks."""
+
+Point = tuple[float, float]
+"""An instant in seconds since the epoch, and the price in US dollars an hour from then on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PriceBook:
+    """Prices over time."""
+
+    spot: Mapping[tuple[str, str], Sequence[Point]] = field(default_factory=dict)
+    """By type and zone, the oldest first."""
+    on_demand: Mapping[str, float] = field(default_factory=dict)
+    """US dollars an hour by type."""
+    volume_gib_month: float = 0.08
+    """US dollars for a GiB of a disk for a month."""
+
+    def spot_at(self, type: str, zone: str, at: float) -> float | None:
+        """Return the price in force; the first one known before that, None if none is known."""
+        points = self.spot.get((type, zone), ())
+        if not points:
+            return None
+        return points[max(0, bisect_right(points, (at, float("inf"))) - 1)][1]
+
+    def rate(self, type: str, zone: str, lifecycle: str, at: float) -> float | None:
+        """Return US dollars an hour; the on-demand rate bounds a spot price that is not known."""
+        if lifecycle == "spot" and (price := self.spot_at(type, zone, at)) is not None:
+            return price
+        return self.on_demand.get(type)
+
+    def spot_between(self, type: str, zone: str, begin: float, end: float) -> float | None:
+        """Return US dollars for running from ``begin`` to ``end``: the integral of the price."""
+        points = self.spot.get((type, zone), ())
+        if not points:
+            return None
+        total = 0.0
+        for number, (at, usd) in enumerate(points):
+            since = begin if number == 0 else max(begin, at)
+            until = min(end, points[number + 1][0]) if number + 1 < len(points) else end
+            total += max(0.0, until - since) / 3600 * usd
+        return total
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One machine, as far as money is concerned."""
+
+    id: str
+    type: str
+    zone: str
+    lifecycle: str
+    """``spot`` or ``on-demand``."""
+    launched_at: float
+    """EC2's LaunchTime, in seconds since the epoch."""
+    ended_at: float | None = None
+    """None while it runs."""
+    reason: str = ""
+    """EC2's code for its end, such as ``Server.SpotInstanceTermination``."""
+    volume_gib: float = 0.0
+    role: str = "node"
+
+    @property
+    def is_waived(self) -> bool:
+        """Whether EC2 took it back in its first hour."""
+        return (
+            self.lifecycle == "spot"
+            and self.ended_at is not None
+            and self.reason.startswith(TAKEN_BY_EC2)
+            and self.ended_at - self.launched_at < FIRST_HOUR_S
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Charge:
+    """What a machine has cost until now, in US dollars."""
+
+    spent: float = 0.0
+    """All of it, the disk included."""
+    on_demand: float = 0.0
+    """What it would have cost on demand, the disk included."""
+    waived: float = 0.0
+    """What was not charged since EC2 took it in its first hour."""
+    volume: float = 0.0
+    """Of ``spent``: the disk."""
+    hours: float = 0.0
+    is_known: bool = True
+    """Whether its price is; else ``spent`` is the disk alone."""
+
+    @property
+    def saved(self) -> float:
+        """Against on-demand; below 0 if spot was dearer."""
+        return self.on_demand - self.spent
+
+    def __add__(self, other: Charge) -> Charge:
+        return Charge(
+            spent=self.spent + other.spent,
+            on_demand=self.on_demand + other.on_demand,
+            waived=self.waived + other.waived,
+            volume=self.volume + other.volume,
+            hours=self.hours + other.hours,
+            is_known=self.is_known and other.is_known,
+        )
+
+
+def charge_of(row: Row, prices: PriceBook, now: float) -> Charge:
+    """Return what a machine has cost from its launch to its end, or to ``now``.
+
+    >>> book = PriceBook(spot={("g5.xlarge", "a"): [(0.0, 0.36)]}, on_demand={"g5.xlarge": 1.0})
+    >>> row = Row(id="i-1", type="g5.xlarge", zone="a", lifecycle="spot", launched_at=0.0)
+    >>> charge = charge_of(row, book, 1800.0)
+    >>> charge.spent, charge.saved
+    (0.18, 0.32)
+    """
+    begin = row.launched_at
+    end = max(begin, now if row.ended_at is None else row.ended_at)
+    charged_end = max(end, begin + LEAST_S)
+    full = prices.on_demand.get(row.type)
+    on_demand = None if full is None else (charged_end - begin) / 3600 * full
+    machine = on_demand
+    if row.lifecycle == "spot":
+        spot = prices.spot_between(row.type, row.zone, begin, charged_end)
+        machine = spot if spot is not None else on_demand
+    disk = row.volume_gib * prices.volume_gib_month / HOURS_OF_MONTH * (end - begin) / 3600
+    waived = (machine or 0.0) if row.is_waived else 0.0
+    spent = (machine or 0.0) - waived + disk
+    return Charge(
+        spent=spent,
+        # Without a rate nothing is said to be saved.
+        on_demand=(on_demand if on_demand is not None else (machine or 0.0)) + disk,
+        waived=waived,
+        volume=disk,
+        hours=(end - begin) / 3600,
+        is_known=machine is not None,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ledger:
+    """All machines that a cluster ever had."""
+
+    rows: Mapping[str, Row] = field(default_factory=dict)
+    """By instance id, the oldest first."""
+
+    def with_rows(self, seen: Iterable[Row]) -> Ledger:
+        """Add machines, or what became of them; an end once known stays as it is."""
+        rows = dict(self.rows)
+        for row in seen:
+            known = rows.get(row.id)
+            if known is not None and known.ended_at is not None:
+                if row.ended_at is None or known.reason:
+                    continue
+                row = dataclasses.replace(known, reason=row.reason)
+            rows[row.id] = row
+        return Ledger(rows=rows)
+
+    def charges(self, prices: PriceBook, now: float) -> dict[str, Charge]:
+        """Return what each machine has cost."""
+        return {row.id: charge_of(row, prices, now) for row in self.rows.values()}
+
+    def total(self, prices: PriceBook, now: float) -> Charge:
+        """Return what all of them have cost."""
+        return sum(self.charges(prices, now).values(), Charge())
+
+    def rate(self, prices: PriceBook, now: float) -> float:
+        """Return US dollars an hour of those that run, disks included."""
+        living = [row for row in self.rows.values() if row.ended_at is None]
+        machines = [prices.rate(row.type, row.zone, row.lifecycle, now) or 0.0 for row in living]
+        disks = sum(row.volume_gib for row in living)
+        return sum(machines) + disks * prices.volume_gib_month / HOURS_OF_MONTH
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form."""
+        return {"rows": [dataclasses.asdict(row) for row in self.rows.values()]}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Rebuild from the JSON form; unknown keys are left out."""
+        known = {one.name for one in dataclasses.fields(Row)}
+        rows = [Row(**{k: v for k, v in row.items() if k in known}) for row in data["rows"]]
+        return cls(rows={row.id: row for row in rows})
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorstCase:
+    """The most that a cluster can cost, before anything is launched."""
+
+    hourly: float
+    """All machines at the dearest price."""
+    total: float
+    """For a whole lifetime."""
+    uncapped_total: float
+    """The same without ``budget``."""
+
+
+def worst_case(
+    *,
+    num_nodes: int,
+    dearest_usd: float,
+    lifetime_s: float,
+    volume_gib: float = 0.0,
+    volume_gib_month: float = 0.08,
+    max_hourly: float | None = None,
+    max_total: float | None = None,
+) -> WorstCase:
+    """Return the most that ``num_nodes`` machines cost, if all are the dearest and none ends early.
+
+    >>> worst_case(num_nodes=4, dearest_usd=0.5, lifetime_s=7200, max_total=3.0).total
+    3.0
+    """
+    disk = volume_gib * volume_gib_month / HOURS_OF_MONTH
+    hourly = num_nodes * (dearest_usd + disk)
+    capped_hourly = hourly if max_hourly is None else min(hourly, max_hourly)
+    total = capped_hourly * lifetime_s / 3600
+    return WorstCase(
+        hourly=capped_hourly,
+        total=total if max_total is None else min(total, max_total),
+        uncapped_total=hourly * lifetime_s / 3600,
+    )
