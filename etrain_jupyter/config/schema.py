@@ -569,7 +569,7 @@ class TrainConfig(Section):
     @field_validator("pool")
     @classmethod
     def _known_pool(cls, value: str) -> str:
-        if value != "local":
+        if value != "local" and "://" not in value:
             hint = did_you_mean(value, ["local"]) or "write pool: local, which is this machine"
             raise not_yet(
                 f"pool '{value}' is unknown: other pools than 'local' come with a later version",

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from etrain_jupyter.errors import PoolError
 from etrain_jupyter.pools import local
+from etrain_jupyter.pools.address import AddressPool
 from etrain_jupyter.pools.base import Pool
 from etrain_jupyter.pools.local import LocalPool
 
@@ -21,6 +22,8 @@ def get_pool(name: str) -> Pool:
     """
     if name in POOLS:
         return POOLS[name]()
+    if "://" in name:
+        return AddressPool(name)
     close = difflib.get_close_matches(name, POOLS, n=1)
     advice = f"Did you mean {close[0]!r}?" if close else "Leave the key out for this machine."
     raise PoolError(
