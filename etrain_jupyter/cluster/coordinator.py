@@ -56,13 +56,18 @@ class Coordinator(SchedulerPlugin):
     name = "etrain-coordinator"
 
     def __init__(
-        self, nodes: NodeSource, *, cluster_id: str, on_shutdown: Callable[[], None]
+        self,
+        nodes: NodeSource,
+        *,
+        cluster_id: str,
+        on_shutdown: Callable[[], None],
+        silence_s: float = SILENCE_S,
     ) -> None:
         self._nodes = nodes
         self._cluster_id = cluster_id
         self._on_shutdown = on_shutdown
         self._jobs: dict[str, HostedJob] = {}
-        silence_s = float(os.environ.get("ETRAIN_SILENCE_S", SILENCE_S))
+        silence_s = float(os.environ.get("ETRAIN_SILENCE_S", silence_s))
         self._hang_s = float(os.environ.get("ETRAIN_HANG_S", HANG_S))
         self._workers = Roster(silence_s=silence_s, tick_s=TICK_S)
         self._sharing = Sharing(nodes, self._workers, self._active)
@@ -116,7 +121,12 @@ class Coordinator(SchedulerPlugin):
         """Register it with a scheduler that may not have started yet."""
         self._scheduler = scheduler
         scheduler.stream_handlers["etrain_report"] = self._take_report
-        handlers: dict[str, Handler] = {
+        for name, handler in self._handlers().items():
+            scheduler.handlers[f"etrain_{name}"] = _answering(handler)
+
+    def _handlers(self) -> dict[str, Handler]:
+        """Return what may be called, without the prefix that all of it has."""
+        return {
             "submit": self._submit,
             "jobs": self._jobs_list,
             "events": self._events,
@@ -125,8 +135,6 @@ class Coordinator(SchedulerPlugin):
             "describe": self._describe,
             "down": self._down,
         }
-        for name, handler in handlers.items():
-            scheduler.handlers[f"etrain_{name}"] = _answering(handler)
 
     async def close(self) -> None:
         """Stop ticking, and let what has ended be uploaded; the scheduler is closing."""

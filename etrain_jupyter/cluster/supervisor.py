@@ -47,6 +47,11 @@ class Supervisor(WorkerPlugin):
 
     It shares its process with nothing that computes, so that a trainer which holds the GIL or
     hangs does not make the machine look dead.
+
+    Args:
+        device: Where its trainers compute, as torch says it.
+        rests: Whether it costs nothing until the coordinator wakes it: no spare, no sign of life.
+            For workers that somebody else uses as well.
     """
 
     name = "etrain-supervisor"
@@ -55,8 +60,10 @@ class Supervisor(WorkerPlugin):
     """Whether the trainers are kept when a connection ends, because this process will have another
     one; set by whoever sees to that."""
 
-    def __init__(self, *, device: str = "cpu") -> None:
+    def __init__(self, *, device: str = "cpu", rests: bool = False) -> None:
         self._device = device
+        self._is_awake = not rests
+        self._beating: asyncio.Task[None] | None = None
         self._trainers: dict[str, TrainerProcess] = {}
         self._ending: set[TrainerProcess] = set()
         self._spare: TrainerProcess | None = None
@@ -79,8 +86,9 @@ class Supervisor(WorkerPlugin):
         self._say_hello()
         for message in self._outbox.unheard():
             self._send(message)
-        self._go(self._beat(worker))
-        await self._start_spare()
+        if self._is_awake:
+            self._beating = self._go(self._beat(worker))
+            await self._start_spare()
 
     def _say_hello(self) -> None:
         facts = {"device": self._device, "pid": os.getpid(), "incarnation": self._incarnation}
@@ -104,9 +112,14 @@ class Supervisor(WorkerPlugin):
     # --- orders ---
 
     def _take_order(self, message: Message) -> None:
+        if self._closing:
+            return  # the worker goes on without us, and orders may have been under way
         op = message["op"]
         if op == "ack":
             self._take_acknowledgement(message["n"])
+            return
+        if op in ("wake", "rest"):
+            self._wake() if op == "wake" else self._rest()
             return
         if op == "start":
             self._go(self._start_trainer(message))
@@ -134,6 +147,23 @@ class Supervisor(WorkerPlugin):
                 # It ends by itself, perhaps after a checkpoint; its end is no news any more.
                 self._ending.add(self._trainers.pop(trainer.name))
                 self._go(self._kill_later(trainer))
+
+    def _wake(self) -> None:
+        """Beat, and warm up a spare once the trainers that are ordered now have begun."""
+        if not self._is_awake:
+            self._is_awake = True
+            self._beating = self._go(self._beat(self._worker))
+            self._go(self._start_spare(SPARE_DELAY_S))
+
+    def _rest(self) -> None:
+        """Cost nothing until somebody has a job again."""
+        self._is_awake = False
+        if self._beating is not None:
+            self._beating.cancel()
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            self._ending.add(spare)
+            spare.kill("nobody needs it")
 
     def _take_acknowledgement(self, number: int) -> None:
         self._outbox.acknowledge(number)
@@ -194,7 +224,7 @@ class Supervisor(WorkerPlugin):
 
     async def _start_spare(self, delay_s: float = 0.0) -> None:
         await asyncio.sleep(delay_s)
-        if self._spare is None and not self._closing:
+        if self._spare is None and self._is_awake and not self._closing:
             self._spare = self._new_trainer()
             await self._spare.start()
 
@@ -255,10 +285,11 @@ class Supervisor(WorkerPlugin):
         except CommClosedError:
             self._is_connected = False  # the worker is about to close, or to connect anew
 
-    def _go(self, work: Any) -> None:
-        task = asyncio.get_running_loop().create_task(work)
+    def _go(self, work: Any) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
 
 def _commit_fault(trainer: TrainerProcess, kind: str) -> None:

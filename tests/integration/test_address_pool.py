@@ -1,0 +1,348 @@
+"""Training on somebody else's Dask cluster: plain `dask scheduler` and `dask worker` processes."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from distributed import Client
+from torch import nn
+
+from etrain_jupyter import launch
+from etrain_jupyter.errors import PoolError
+from etrain_jupyter.events.types import LogLine, WorkerLost
+from etrain_jupyter.job.held_jobs import attach
+from etrain_jupyter.job.training_job import TrainingJob
+from etrain_jupyter.pools import address as address_module
+from etrain_jupyter.pools.address import AddressPool
+from etrain_jupyter.pools.base import Leftovers
+from etrain_jupyter.pools.tls import mint_certificates, write_certificates
+from etrain_jupyter.testing.invariants import assert_invariants
+from tests.integration.dask_cluster import ROOT, DaskCluster
+
+pytestmark = pytest.mark.timeout(300)
+PATIENCE_S = 150.0
+
+BODY = """
+model: make_model
+data: {train: make_data}
+loss: slow_loss
+batch: {global: 16}
+epochs: 3000
+checkpoint: {every: 5 steps}
+workers: {min: 1, max: 3}
+"""
+
+
+def make_data() -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(96, 8, generator=torch.Generator().manual_seed(3))
+    return x, (x.sum(dim=1) > 0).long()
+
+
+def make_model() -> nn.Module:
+    return nn.Linear(8, 2)
+
+
+def slow_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    time.sleep(0.02)
+    return F.cross_entropy(output, target)
+
+
+NAMES = {"make_model": make_model, "make_data": make_data, "slow_loss": slow_loss}
+
+
+def until(condition: Callable[[], Any], what: str) -> Any:
+    deadline = time.monotonic() + PATIENCE_S
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"{what} did not happen in {PATIENCE_S:.0f} s"
+        time.sleep(0.05)
+    return found
+
+
+def submit(cluster: DaskCluster) -> TrainingJob:
+    flags = {"pool": cluster.address}
+    return launch.submit(launch.plan_cell(BODY, NAMES, flags, "%%etrain distributed"))
+
+
+def await_steps(job: TrainingJob, *, world_size: int) -> None:
+    """Wait until a generation of that size has made steps."""
+
+    def trains(after: int) -> bool:
+        job.raise_for_status()
+        return job.world_size == world_size and job.step > after
+
+    until(lambda: trains(0), f"a generation of {world_size}")
+    step = job.step
+    until(lambda: trains(step + 3), "steps")
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("ETRAIN_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setenv("ETRAIN_STATE", str(tmp_path / "state"))
+    monkeypatch.setattr(address_module, "_said", set())
+    return tmp_path / "runs"
+
+
+@contextlib.contextmanager
+def running(cluster: DaskCluster) -> Iterator[DaskCluster]:
+    try:
+        yield cluster
+    finally:
+        cluster.close()
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, runs: Path) -> Iterator[DaskCluster]:
+    with running(DaskCluster(tmp_path / "dask")) as cluster:
+        yield cluster
+
+
+def test_job_of_a_cell_outlives_a_worker_and_is_followed_from_a_second_kernel(
+    cluster: DaskCluster, runs: Path
+) -> None:
+    first, second = cluster.start_worker(), cluster.start_worker("--nanny", "--nthreads", "2")
+    job = submit(cluster)
+    await_steps(job, world_size=2)
+
+    # A kernel that knows nothing but the run store, and then asks for the pool itself.
+    code = (
+        "import etrain_jupyter\n"
+        "from etrain_jupyter.pools.address import AddressPool\n"
+        f"job = etrain_jupyter.attach({job.id!r})\n"
+        f"up = AddressPool({cluster.address!r}).up()\n"
+        "print(job.status, up.cluster_id == job.record.cluster['cluster_id'],\n"
+        "      sorted(w['worker'] for w in job.workers()))"
+    )
+    other = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100
+    )
+    assert other.stdout.split(" ", 1) == ["running", f"True ['{first}', '{second}']\n"], other
+
+    cluster.kill(first)
+    await_steps(job, world_size=1)
+    lost = [event.worker for event in job.events() if isinstance(event, WorkerLost)]
+    assert lost == [first]
+    third = cluster.start_worker()
+    await_steps(job, world_size=2)
+
+    # The scheduler is still everybody's: a task of Dask's runs beside the training.
+    with Client(cluster.address, set_as_default=False) as client:
+        assert client.submit(sum, [1, 2]).result(timeout=PATIENCE_S) == 3
+
+    pool = AddressPool(cluster.address)
+    assert pool.down(timeout_s=60.0) == Leftovers()
+    assert job.wait(timeout=PATIENCE_S) == "stopped"
+    saved = sorted((job.record.folder / "manifests").glob("*.json"))[-1]
+    assert saved.stem == f"step_{job.step:08d}", "they were stopped with a checkpoint"
+    assert_invariants(job.events())
+    assert job.audit().ok
+    assert cluster.trainers() == []
+    assert all(cluster.is_alive(name) for name in ("scheduler", second, third))
+    with Client(cluster.address, set_as_default=False) as client:
+        plugins = client.run_on_scheduler(_names_of_ours)
+        assert plugins == []
+        assert set(client.run(_plugins_of_ours).values()) == {()}
+        assert client.submit(sum, [1, 2]).result(timeout=PATIENCE_S) == 3
+    with pytest.raises(PoolError, match="runs no etrain coordinator"):
+        pool.nodes()
+    assert pool.down(timeout_s=5.0) == Leftovers(), "once more is no error"
+
+
+def _names_of_ours(dask_scheduler: Any) -> list[str]:
+    names = [*dask_scheduler.plugins, *dask_scheduler.handlers, *dask_scheduler.worker_plugins]
+    return [str(name) for name in names if "etrain" in str(name)]
+
+
+def _plugins_of_ours(dask_worker: Any) -> tuple[str, ...]:
+    return tuple(name for name in dask_worker.plugins if "etrain" in name)
+
+
+def test_scheduler_that_was_started_again_knows_no_job_and_the_job_is_resumed_there(
+    cluster: DaskCluster, runs: Path
+) -> None:
+    cluster.start_worker()
+    job = submit(cluster)
+    await_steps(job, world_size=1)
+    until(lambda: list((job.record.folder / "manifests").glob("*.json")), "a checkpoint")
+
+    cluster.kill("scheduler")
+    until(lambda: cluster.trainers() == [], "the end of the trainers")
+    cluster.start_scheduler()
+    cluster.end_workers()
+    cluster.start_worker()
+    until(lambda: job.lost, "the news that the job is lost")
+    assert "runs no etrain coordinator" in job.lost
+
+    said = job.resume()
+    assert "goes on on cluster Scheduler-" in said
+    assert "from the checkpoint of step" in said
+    await_steps(job, world_size=1)
+    assert AddressPool(cluster.address).down(timeout_s=60.0) == Leftovers()
+    assert job.wait(timeout=PATIENCE_S) == "stopped"
+    assert job.audit().ok
+
+
+def test_nothing_of_ours_runs_before_and_after_a_job(cluster: DaskCluster, runs: Path) -> None:
+    cluster.start_worker()
+    AddressPool(cluster.address).up()
+    with Client(cluster.address, set_as_default=False) as client:
+        (before,) = client.run(_tasks_of_ours).values()
+        assert (before, cluster.trainers()) == ((), []), "nothing beats and no spare is there"
+    job = submit(cluster)
+    await_steps(job, world_size=1)
+    assert cluster.trainers() != []
+    job.stop(now=True)
+    assert job.wait(timeout=PATIENCE_S) == "stopped"
+    until(lambda: cluster.trainers() == [], "the end of trainers and spares")
+    with Client(cluster.address, set_as_default=False) as client:
+        until(lambda: set(client.run(_tasks_of_ours).values()) == {()}, "the end of beats")
+    assert AddressPool(cluster.address).down(timeout_s=10.0) == Leftovers()
+
+
+def _tasks_of_ours(dask_worker: Any) -> tuple[str, ...]:
+    import asyncio
+
+    names = (getattr(task.get_coro(), "__qualname__", "") for task in asyncio.all_tasks())
+    return tuple(name for name in names if "Supervisor" in name)
+
+
+# --- what is installed there ---
+
+
+def without(package: str, folder: Path) -> dict[str, str]:
+    """Return an environment in which a package cannot be imported."""
+    folder.mkdir(exist_ok=True)
+    (folder / "sitecustomize.py").write_text(
+        "import sys\n"
+        "class Missing:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name.partition('.')[0] == {package!r}:\n"
+        "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
+        "sys.meta_path.insert(0, Missing())\n"
+    )
+    return {"PYTHONPATH": str(folder)}
+
+
+def test_workers_that_lack_the_package_are_named_and_stay_whole(
+    cluster: DaskCluster, runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bare = without("etrain_jupyter", tmp_path / "bare")
+    lacking = cluster.start_worker(environment=bare)
+    pool = AddressPool(cluster.address)
+    with pytest.raises(PoolError) as caught:
+        pool.up()
+    text = str(caught.value)
+    assert text.startswith(f"1 of 1 workers of {cluster.address} cannot train: etrain-jupyter")
+    assert "No module named 'etrain_jupyter'" in text
+    assert "pip install 'etrain-jupyter==" in text
+
+    fit = cluster.start_worker()
+    pool.up()
+    pool.up()
+    said = capsys.readouterr().out
+    assert said.count("1 of 2 workers of") == 1, "it is said once"
+    until(lambda: [n.id for n in pool.nodes() if n.state == "running"] == [fit], "the fit one")
+    job = submit(cluster)
+    await_steps(job, world_size=1)
+    # One that comes later must start all the same, and the job's log tells of it.
+    late = cluster.start_worker(environment=bare)
+    lines = until(
+        lambda: [e.text for e in job.events() if isinstance(e, LogLine) and e.worker == late],
+        "the word of the late worker",
+    )
+    assert "takes no part: ModuleNotFoundError" in lines[0]
+    with Client(cluster.address, set_as_default=False) as client:
+        done = client.submit(sum, [1, 2], workers=[lacking, late], pure=False)
+        assert done.result(timeout=PATIENCE_S) == 3
+    job.stop(now=True)
+    assert job.wait(timeout=PATIENCE_S) == "stopped"
+    assert pool.down(timeout_s=10.0) == Leftovers()
+
+
+def test_scheduler_that_lacks_the_package_is_refused_with_what_to_install(
+    tmp_path: Path, runs: Path
+) -> None:
+    bare = without("etrain_jupyter", tmp_path / "bare")
+    with running(DaskCluster(tmp_path / "dask", environment=bare)) as cluster:
+        with pytest.raises(PoolError, match=r"cannot load etrain-jupyter .*pip install"):
+            AddressPool(cluster.address).up()
+        assert AddressPool(cluster.address).down(timeout_s=5.0) == Leftovers()
+
+
+def test_other_version_there_is_refused(
+    cluster: DaskCluster, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.start_worker()
+    pool = AddressPool(cluster.address)
+    pool.up()
+    monkeypatch.setattr("etrain_jupyter.pools.address.__version__", "9.9.9")
+    monkeypatch.setattr("etrain_jupyter.pools.address_words.__version__", "9.9.9")
+    with pytest.raises(PoolError, match=r"has etrain-jupyter 0\.\S+ and a coordinator .* 9\.9\.9"):
+        pool.up()
+
+
+# --- TLS ---
+
+
+@pytest.fixture
+def certificates(tmp_path: Path) -> Path:
+    """Make the certificates of somebody else's authority, as their administrator would."""
+    write_certificates(tmp_path / "theirs", mint_certificates("theirs"))
+    return tmp_path / "theirs"
+
+
+def files_of(folder: Path, role: str = "client") -> dict[str, str]:
+    return {
+        "ca": str(folder / "ca.pem"),
+        "cert": str(folder / f"{role}.pem"),
+        "key": str(folder / f"{role}.key"),
+    }
+
+
+def test_cluster_with_certificates_of_its_own_trains_and_lets_nobody_else_in(
+    tmp_path: Path, runs: Path, certificates: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {
+        "ca-file": str(certificates / "ca.pem"),
+        # Dask's workers are servers and clients of each other by one certificate.
+        "cert": str(certificates / "worker.pem"),
+        "key": str(certificates / "worker.key"),
+    }
+    write_certificates(tmp_path / "strangers", mint_certificates("strangers"))
+    with running(DaskCluster(tmp_path / "dask", tls=options)) as cluster:
+        cluster.start_worker("--protocol", "tls")
+        pool = AddressPool.from_spec(
+            {"address": cluster.address, "tls": {**files_of(certificates), "min_version": "1.3"}}
+        )
+        address = pool.up()
+        assert (address.state_dir, address.tls_dir) == ("", "")
+        assert address.tls_key == str(certificates / "client.key")
+
+        monkeypatch.setattr("etrain_jupyter.pools.address.CONNECT_S", 3.0)
+        mixed = files_of(tmp_path / "strangers") | {"ca": str(certificates / "ca.pem")}
+        wrong: list[tuple[AddressPool, str]] = [
+            (AddressPool(cluster.address, tls=files_of(tmp_path / "strangers")), "not signed by"),
+            (AddressPool(cluster.address, tls=mixed), "may not accept our certificate"),
+            (AddressPool(cluster.address.replace("tls", "tcp")), "may want TLS"),
+            (AddressPool(cluster.address), "needs certificates"),
+        ]
+        for stranger, words in wrong:
+            with pytest.raises(PoolError, match=words):
+                stranger.up()
+
+        plan = launch.plan_cell(BODY, NAMES, {}, "%%etrain distributed")
+        monkeypatch.setattr(launch, "get_pool", lambda name: pool)
+        job = launch.submit(plan)
+        await_steps(job, world_size=1)
+        assert attach(job.id).workers()[0]["address"].startswith("tls://")
+        assert pool.down(timeout_s=60.0) == Leftovers()
+        assert job.wait(timeout=PATIENCE_S) == "stopped"
