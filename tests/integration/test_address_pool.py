@@ -212,7 +212,7 @@ def _tasks_of_ours(dask_worker: Any) -> tuple[str, ...]:
     import asyncio
 
     names = (getattr(task.get_coro(), "__qualname__", "") for task in asyncio.all_tasks())
-    return tuple(name for name in names if "Supervisor" in name)
+    return tuple(name for name in names if "Supervisor._beat" in name)
 
 
 # --- what is installed there ---
