@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import importlib.metadata
 import platform
+import re
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -155,8 +156,9 @@ def unfit_workers(
 
 
 def _reason(facts: Any, here: Mapping[str, str]) -> str:
-    if isinstance(facts, ImportError):
-        return f"etrain-jupyter cannot be loaded ({facts})"
+    # What goes wrong before a function runs comes as the text of an exception.
+    if isinstance(facts, ImportError) or re.search(r"ModuleNotFound|ImportError", str(facts)):
+        return f"etrain-jupyter cannot be loaded ({_short(facts)})"
     if not isinstance(facts, Mapping):
         return f"it cannot be asked what is installed ({_short(facts)})"
     for name in NEEDED:

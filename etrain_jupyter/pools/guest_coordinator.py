@@ -240,11 +240,13 @@ class GuestCoordinator(Coordinator):
     async def _release(self, worker: str, drain_s: float) -> dict[str, Any]:
         facts = self._workers.get(worker)
         jobs = [job for job in self._active() if job.state.of_worker(worker) is not None]
-        if facts is None or not jobs:
-            self._guests.release(worker, drain_s=drain_s)
-        else:
-            # Its jobs leave it at a step boundary first.
+        if jobs:
+            # Its job leaves it at a step boundary first.
             self._injector.give_notice(jobs[0], worker, drain_s)
+            return {}
+        if facts is not None:
+            facts.leaves_at = time.time() + drain_s  # no job gets it any more
+        self._guests.release(worker, drain_s=drain_s)
         return {}
 
     async def _leave(self, drain_s: float = 10.0) -> dict[str, Any]:

@@ -5,83 +5,26 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.nn.functional as F
 from distributed import Client
-from torch import nn
 
 from etrain_jupyter import launch
 from etrain_jupyter.errors import PoolError
 from etrain_jupyter.events.types import LogLine, WorkerLost
 from etrain_jupyter.job.held_jobs import attach
-from etrain_jupyter.job.training_job import TrainingJob
 from etrain_jupyter.pools import address as address_module
 from etrain_jupyter.pools.address import AddressPool
 from etrain_jupyter.pools.base import Leftovers
 from etrain_jupyter.pools.tls import mint_certificates, write_certificates
 from etrain_jupyter.testing.invariants import assert_invariants
 from tests.integration.dask_cluster import ROOT, DaskCluster
+from tests.integration.slow_jobs import BODY, NAMES, PATIENCE_S, await_steps, submit, until
 
 pytestmark = pytest.mark.timeout(300)
-PATIENCE_S = 150.0
-
-BODY = """
-model: make_model
-data: {train: make_data}
-loss: slow_loss
-batch: {global: 16}
-epochs: 3000
-checkpoint: {every: 5 steps}
-workers: {min: 1, max: 3}
-"""
-
-
-def make_data() -> tuple[torch.Tensor, torch.Tensor]:
-    x = torch.randn(96, 8, generator=torch.Generator().manual_seed(3))
-    return x, (x.sum(dim=1) > 0).long()
-
-
-def make_model() -> nn.Module:
-    return nn.Linear(8, 2)
-
-
-def slow_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    time.sleep(0.02)
-    return F.cross_entropy(output, target)
-
-
-NAMES = {"make_model": make_model, "make_data": make_data, "slow_loss": slow_loss}
-
-
-def until(condition: Callable[[], Any], what: str) -> Any:
-    deadline = time.monotonic() + PATIENCE_S
-    while not (found := condition()):
-        assert time.monotonic() < deadline, f"{what} did not happen in {PATIENCE_S:.0f} s"
-        time.sleep(0.05)
-    return found
-
-
-def submit(cluster: DaskCluster) -> TrainingJob:
-    flags = {"pool": cluster.address}
-    return launch.submit(launch.plan_cell(BODY, NAMES, flags, "%%etrain distributed"))
-
-
-def await_steps(job: TrainingJob, *, world_size: int) -> None:
-    """Wait until a generation of that size has made steps."""
-
-    def trains(after: int) -> bool:
-        job.raise_for_status()
-        return job.world_size == world_size and job.step > after
-
-    until(lambda: trains(0), f"a generation of {world_size}")
-    step = job.step
-    until(lambda: trains(step + 3), "steps")
 
 
 @pytest.fixture
@@ -110,7 +53,7 @@ def test_job_of_a_cell_outlives_a_worker_and_is_followed_from_a_second_kernel(
     cluster: DaskCluster, runs: Path
 ) -> None:
     first, second = cluster.start_worker(), cluster.start_worker("--nanny", "--nthreads", "2")
-    job = submit(cluster)
+    job = submit(cluster.address)
     await_steps(job, world_size=2)
 
     # A kernel that knows nothing but the run store, and then asks for the pool itself.
@@ -170,7 +113,7 @@ def test_scheduler_that_was_started_again_knows_no_job_and_the_job_is_resumed_th
     cluster: DaskCluster, runs: Path
 ) -> None:
     cluster.start_worker()
-    job = submit(cluster)
+    job = submit(cluster.address)
     await_steps(job, world_size=1)
     until(lambda: list((job.record.folder / "manifests").glob("*.json")), "a checkpoint")
 
@@ -197,7 +140,7 @@ def test_nothing_of_ours_runs_before_and_after_a_job(cluster: DaskCluster, runs:
     with Client(cluster.address, set_as_default=False) as client:
         (before,) = client.run(_tasks_of_ours).values()
         assert (before, cluster.trainers()) == ((), []), "nothing beats and no spare is there"
-    job = submit(cluster)
+    job = submit(cluster.address)
     await_steps(job, world_size=1)
     assert cluster.trainers() != []
     job.stop(now=True)
@@ -212,7 +155,7 @@ def _tasks_of_ours(dask_worker: Any) -> tuple[str, ...]:
     import asyncio
 
     names = (getattr(task.get_coro(), "__qualname__", "") for task in asyncio.all_tasks())
-    return tuple(name for name in names if "Supervisor" in name)
+    return tuple(name for name in names if "Supervisor._beat" in name)
 
 
 # --- what is installed there ---
@@ -251,7 +194,7 @@ def test_workers_that_lack_the_package_are_named_and_stay_whole(
     said = capsys.readouterr().out
     assert said.count("1 of 2 workers of") == 1, "it is said once"
     until(lambda: [n.id for n in pool.nodes() if n.state == "running"] == [fit], "the fit one")
-    job = submit(cluster)
+    job = submit(cluster.address)
     await_steps(job, world_size=1)
     # One that comes later must start all the same, and the job's log tells of it.
     late = cluster.start_worker(environment=bare)

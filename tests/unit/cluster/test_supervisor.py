@@ -221,3 +221,43 @@ async def test_trainers_are_not_read_while_too_much_is_unheard(rig):
     rig.order("ack", n=2)
     assert trainer.may_read.is_set()
     assert [m["text"] for m in rig.said("log")] == ["0", "1"]
+
+
+# --- a guest among others ---
+
+
+async def test_resting_supervisor_costs_nothing_until_it_is_woken(rig, monkeypatch):
+    monkeypatch.setattr(supervisor_module, "SPARE_DELAY_S", 0.0)
+    FakeTrainer.made = []
+    guest = Rig()
+    guest.supervisor = Supervisor(device="cpu", rests=True)
+    await guest.supervisor.setup(guest.worker)
+    await asyncio.sleep(0.05)
+    assert [report["op"] for report in guest.reports] == ["supervisor"]
+    assert FakeTrainer.made == []
+
+    guest.order("wake")
+    guest.order("wake")
+    await guest.until(lambda: len(guest.said("beat")) > 2)
+    (spare,) = FakeTrainer.made
+
+    guest.order("rest")
+    await asyncio.sleep(0.05)
+    num_beats = len(guest.said("beat"))
+    await asyncio.sleep(0.05)
+    assert len(guest.said("beat")) == num_beats
+    assert spare.did == ["killed: nobody needs it"]
+    assert FakeTrainer.made == [spare], "it was not replaced"
+
+    guest.order("wake")
+    await guest.until(lambda: len(FakeTrainer.made) == 2)
+    await guest.supervisor.teardown(guest.worker)
+
+
+async def test_orders_after_the_end_are_not_taken(rig):
+    await rig.supervisor.setup(rig.worker)
+    await rig.supervisor.teardown(rig.worker)
+    made = len(FakeTrainer.made)
+    rig.order("start", trainer="t1")
+    await asyncio.sleep(0.01)
+    assert len(FakeTrainer.made) == made
