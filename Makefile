@@ -42,7 +42,7 @@ test: $(INSTALLED) ## Run the tests (ARGS="-k ledger" and the like); those that 
 
 endurance: $(INSTALLED) ## The long tests of the engine: 500 schedules of faults, 1,000 re-forms, 100 kills (an hour)
 	ETRAIN_CHAOS_SCHEDULES=500 ETRAIN_SCHEDULES=10000 ETRAIN_SOAK=1 ETRAIN_ALL_SEEDS=1 ETRAIN_TORTURE=50 \
-	  $(BIN)/python -m pytest tests/chaos tests/unit/elastic -m slow $(ARGS)
+	  $(BIN)/python -m pytest -p no:rerunfailures tests/chaos tests/unit/elastic -m slow $(ARGS)
 
 lint: $(INSTALLED) ## Style, types and the import rules
 	$(BIN)/ruff check .

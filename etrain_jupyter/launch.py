@@ -26,6 +26,8 @@ from etrain_jupyter.job.run_store import open_runs
 from etrain_jupyter.job.screen import Screen
 from etrain_jupyter.job.training_job import TrainingJob
 from etrain_jupyter.pools import get_pool
+from etrain_jupyter.pools.catalog import advice_on
+from etrain_jupyter.pools.registry import pool_names
 from etrain_jupyter.surroundings import look_around
 
 __all__ = [
@@ -56,10 +58,24 @@ def plan_job(parsed: ParsedJob, notebook: Mapping[str, Any], *, cell: str = "") 
     """Check what a job names, and capture it by value."""
     if parsed.config.log.tensorboard:
         require_tensorboard()
+    check_pool(parsed)
     names = parsed.namespace(notebook)
     check_references(parsed.config, names, source=parsed.source)
     bundle = capture_bundle(parsed.config.references(), names, cell_numbers=cell_numbers())
     return Plan(config=parsed.config, bundle=bundle, cell=cell)
+
+
+def check_pool(parsed: ParsedJob) -> None:
+    """Refuse a pool that there is not, or whose entry in ``pools.yaml`` is wrong.
+
+    Raises:
+        ConfigError: With its place in the cell or in the file.
+    """
+    name, known = parsed.config.pool, pool_names()
+    if name not in known and "://" not in name:
+        message = f"there is no pool '{name}'; known are {', '.join(known)}"
+        raise parsed.source.error(("pool",), message, hint=advice_on(name, known))
+    get_pool(name)
 
 
 def plan_cell(body: str, notebook: Mapping[str, Any], flags: Mapping[str, Any], line: str) -> Plan:

@@ -55,7 +55,7 @@ from etrain_jupyter.job.run_store import JobRecord, RunStore
 from etrain_jupyter.job.store_link import refresh_log
 from etrain_jupyter.job.training_job import TrainingJob
 from etrain_jupyter.log_lines import follow_lines, log_lines
-from etrain_jupyter.pools import registry
+from etrain_jupyter.pools import clusters
 
 LATER = ("cost", "diagnose", "plan", "reap", "up")
 """Sub-commands of the contract that this version does not have."""
@@ -347,11 +347,11 @@ def _doctor(surface: Surface, args: argparse.Namespace) -> str:
 
 
 def _pools(surface: Surface, args: argparse.Namespace) -> str:
-    return registry.describe_pools()
+    return clusters.describe_pools()
 
 
 def _down(surface: Surface, args: argparse.Namespace) -> str:
-    return registry.down(args.cluster)
+    return clusters.down(args.cluster)
 
 
 SUBCOMMANDS: tuple[Subcommand, ...] = (

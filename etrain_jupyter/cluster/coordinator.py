@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from etrain_jupyter.cluster.deliberate import Injector
 from etrain_jupyter.cluster.hosted_job import HostedJob
 from etrain_jupyter.cluster.job_records import JobRecords
 from etrain_jupyter.cluster.mirrored_log import open_run
-from etrain_jupyter.cluster.nodes import NodeSource
+from etrain_jupyter.cluster.money import Money
+from etrain_jupyter.cluster.nodes import NodeCost, NodeSource
 from etrain_jupyter.cluster.order import Order
 from etrain_jupyter.cluster.reports import Message
 from etrain_jupyter.cluster.requests import RequestError, Requests, UnknownJobError
@@ -26,6 +27,7 @@ from etrain_jupyter.cluster.returning import Returning
 from etrain_jupyter.cluster.roster import Roster, WorkerFacts
 from etrain_jupyter.cluster.sharing import Sharing
 from etrain_jupyter.elastic import stimuli as s
+from etrain_jupyter.events import types as events
 
 logger = logging.getLogger("etrain.coordinator")
 
@@ -68,6 +70,9 @@ class Coordinator(SchedulerPlugin):
         self._requests = Requests(
             nodes=nodes, roster=self._workers, injector=self._injector, allocate=self._allocate
         )
+        self._money = Money()
+        self._halted = ""
+        """Why there will be no more workers; empty if there will."""
         self._records = JobRecords(None)
         self._returning: Returning | None = None
         """The trainers of the scheduler before, while they are waited for."""
@@ -97,6 +102,7 @@ class Coordinator(SchedulerPlugin):
                 # One that cannot go on must not keep the others from it, nor the scheduler.
                 logger.exception("job %s could not be taken over", order.job_id)
                 continue
+            job.before_end = self._money.tell_last
             self._jobs[order.job_id] = job
         recalled = [job for job in self._active() if job.recalled is not None]
         self._returning = Returning(died_at, recalled) if recalled else None
@@ -149,6 +155,28 @@ class Coordinator(SchedulerPlugin):
             self._injector.tick(job)
         self._after_change()
         self._sharing.hand_back_noticed()
+
+    # --- what the pool tells ---
+
+    def take_costs(self, costs: Sequence[NodeCost]) -> None:
+        """Take in what the nodes have cost by now, for the logs of the jobs."""
+        if self._returning is None:
+            self._money.take(costs, self._active())
+
+    def warn(self, text: str) -> None:
+        """Let whoever watches a job know."""
+        for job in self._active():
+            job.log(events.LogLine, level="warning", worker="", text=text)
+
+    def halt(self, why: str) -> None:
+        """Let all jobs save and stop, and take no more: there will be no more workers."""
+        if self._halted:
+            return
+        self._halted = why
+        self.warn(f"{why}. The job saves a checkpoint and stops; %etrain resume goes on from it")
+        for job in self._active():
+            job.handle(s.StopAsked(now=False))
+        self._after_change()
 
     def is_busy(self, worker: str) -> bool:
         """Whether a job holds this worker; the pool may end the others when there are too many."""
@@ -322,6 +350,7 @@ class Coordinator(SchedulerPlugin):
             job.order.bundle = b""
             self._records.remove(job.order.job_id)
             job.trainers.clear()
+            self._money.end(job)
             self._injector.end_chaos(job)
             self._idle_since = time.monotonic()
         for job in self._active():
@@ -341,6 +370,8 @@ class Coordinator(SchedulerPlugin):
                 f"{known.state.step}. %etrain attach follows it; %etrain stop ends it with a "
                 "checkpoint, and then it can be resumed."
             )
+        if self._halted:
+            raise RequestError(f"{self._halted}. Nothing was submitted. %etrain down ends the pool")
         self._requests.check_capacity(order.min_workers, "Nothing was submitted")
         order.run_dir.mkdir(parents=True, exist_ok=True)
         opened = await asyncio.to_thread(open_run, order) if order.place else None
@@ -352,6 +383,7 @@ class Coordinator(SchedulerPlugin):
         except BaseException:
             self._records.remove(order.job_id)
             raise
+        hosted.before_end = self._money.tell_last
         self._jobs[order.job_id] = hosted
         self._allocate()
         return {"job_id": order.job_id}

@@ -29,6 +29,7 @@ from etrain_jupyter.elastic import stimuli as s
 from etrain_jupyter.elastic.backend import choose_backend
 from etrain_jupyter.elastic.checkpoint_evidence import Evidence
 from etrain_jupyter.elastic.checkpoint_interval import words_of
+from etrain_jupyter.elastic.job_costs import JobCost
 from etrain_jupyter.elastic.lineage import NOT_BEGUN
 from etrain_jupyter.elastic.membership import JobState
 from etrain_jupyter.elastic.past import Past
@@ -77,6 +78,10 @@ class HostedJob:
     """The generation that has told of an early end; 0 if none has."""
     evidence: Evidence = field(default_factory=Evidence, init=False)
     """What ``checkpoint.every: auto`` follows from."""
+    cost_before: JobCost = field(default_factory=JobCost, init=False)
+    """What a job had cost that was resumed, or whose scheduler died."""
+    before_end: Callable[[HostedJob], None] = field(default=lambda job: None, init=False)
+    """Called before the log is told of its end: nothing can follow that."""
 
     def __post_init__(self) -> None:
         order = self.order
@@ -125,7 +130,7 @@ class HostedJob:
     def _go_on_from(self, past: Past) -> None:
         self.state = state_after(past, self.state)
         self.starts, self.num_samples_before = past.starts, past.num_train_samples
-        self.evidence = past.evidence
+        self.evidence, self.cost_before = past.evidence, past.cost
         self.evaluated_step, self.best_told = past.evaluated_step, past.best
         self.step_clock.logged_step = past.step
 
@@ -355,6 +360,8 @@ class HostedJob:
             by_worker = {facts.worker: facts.pid for facts in self.trainers.values()}
             pids = [by_worker.get(worker, 0) for worker in event.ranks]
             event = dataclasses.replace(event, trainer_pids=pids)
+        if isinstance(event, events.JobStatusChanged) and event.status in events.TERMINAL_STATUSES:
+            self.before_end(self)
         self._append([event])
         if isinstance(event, events.GenerationFormed):
             self.review_pace()

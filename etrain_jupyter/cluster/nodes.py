@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeCost:
+    """What one node has cost since it was started."""
+
+    node_id: str
+    workers: tuple[str, ...]
+    """The workers that it has, or had."""
+    lifecycle: str
+    """``spot`` or ``on-demand``."""
+    spent_usd: float
+    """It may fall: EC2 waives the first hour of a spot machine that it takes back."""
+    on_demand_usd: float
+    """What the same hours would have cost without spot prices."""
+    is_alive: bool
 
 
 class NodeSource(Protocol):
     """Starts and ends workers. Called on the scheduler's event loop; no method blocks."""
+
+    replaces_early: bool
+    """Whether a worker that will be taken is replaced at once, since the newcomer's start does not
+    slow the others down: machines do so, processes that share one do not."""
 
     def want(self, count: int, *, reason: str) -> None:
         """Have ``count`` workers, or as many as the pool can: starts those that are missing."""
@@ -31,6 +52,8 @@ class NodeSource(Protocol):
 
 class NoNodes:
     """For clusters whose workers somebody else starts and ends."""
+
+    replaces_early = False
 
     def want(self, count: int, *, reason: str) -> None:
         """Do nothing."""

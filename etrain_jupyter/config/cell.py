@@ -104,11 +104,7 @@ def parse_mapping(mapping: Mapping[str, Any], namespace: Mapping[str, Any]) -> P
 
 def _parse(data: dict[str, Any], source: SourceMap, live: LiveObjects) -> ParsedJob:
     _check_keys(data, TrainConfig, (), source, top=TrainConfig)
-    data = live.named(data)
-    try:
-        config = TrainConfig.model_validate(data)
-    except ValidationError as exc:
-        raise _first_error(exc, source) from None
+    config = _validate(live.named(data), TrainConfig, source)
     return ParsedJob(config=config, namespace_extra=live.extra, source=source)
 
 
@@ -124,6 +120,10 @@ def parse_section(data: Mapping[str, Any], section: type[S], source: SourceMap =
         ConfigError: With the path of the first fault, and its place where there is a text.
     """
     _check_keys(data, section, (), source, top=section)
+    return _validate(data, section, source)
+
+
+def _validate(data: Mapping[str, Any], section: type[S], source: SourceMap) -> S:
     try:
         return section.model_validate(data)
     except ValidationError as exc:
@@ -244,14 +244,13 @@ def _first_error(exc: ValidationError, source: SourceMap) -> ConfigError:
 
 def _in_cell_words(error: ErrorDetails, source: SourceMap) -> ConfigError:
     path: Path = error["loc"]
-    if error["type"] in ("etrain", "etrain_later"):
+    if error["type"] == "etrain":
         context = error["ctx"]
         path = tuple(context["path"] or path)
         message = context["message"].replace("{key}", dotted(path) or "the body")
         message = message.replace("{name}", str(path[-1]) if path else "")
-        later = error["type"] == "etrain_later"
         hint, at_key = context["hint"], context["at_key"]
-        return source.error(path, message, hint=hint, at_key=at_key, later=later)
+        return source.error(path, message, hint=hint, at_key=at_key)
     path = tuple(part for part in path if part != "[key]")
     key, value = dotted(path), error["input"]
     if error["type"] == "missing":

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
-    GetCoreSchemaHandler,
     model_serializer,
     model_validator,
 )
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+from pydantic_core import PydanticCustomError
 
 from etrain_jupyter.config.source_map import did_you_mean, in_words
 
@@ -26,14 +24,6 @@ def fault(
     """Build an error in its final words; ``path`` (from the top) points elsewhere than here."""
     context = {"message": message, "hint": hint, "path": path, "at_key": at_key}
     return PydanticCustomError("etrain", "{message}", context)
-
-
-def not_yet(
-    message: str, *, hint: str, path: tuple[str, ...] | None = None, at_key: bool = False
-) -> PydanticCustomError:
-    """Build the refusal of something that a later version brings; ``at_key``: of the key itself."""
-    context = {"message": message, "hint": hint, "path": path, "at_key": at_key}
-    return PydanticCustomError("etrain_later", "{message}", context)
 
 
 def check_word(value: Any, known: Sequence[str], *, usual: str = "", hint: str = "") -> Any:
@@ -50,36 +40,6 @@ def check_word(value: Any, known: Sequence[str], *, usual: str = "", hint: str =
     hint = hint or did_you_mean(str(value), known) or f"write {usual}"
     words = f"{', '.join(known[:-1])} or {known[-1]}"
     raise fault(f"{{key}} must be {words}, not {in_words(value)}", hint=hint)
-
-
-@dataclass(frozen=True)
-class Later:
-    """Marks a field whose machinery is not there yet: only its default passes.
-
-    Attributes:
-        instead: What to type now.
-        accept: Values that ask for nothing more than the default.
-    """
-
-    instead: str
-    accept: tuple[Any, ...] = (None,)
-
-    def __get_pydantic_core_schema__(
-        self, source: Any, handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
-        """Check first, so that a wrong form of such a value is refused for the right reason."""
-        return core_schema.no_info_before_validator_function(self._check, handler(source))
-
-    def _check(self, value: Any) -> Any:
-        if any(
-            value is known or (type(value) is type(known) and value == known)
-            for known in self.accept
-        ):
-            return value
-        short = isinstance(value, str | int | float)
-        asked = f": {str(value).lower() if value is True else value}" if short else ""
-        message = f"'{{name}}{asked}' comes with a later version"
-        raise not_yet(message, hint=self.instead, at_key=True)
 
 
 class Section(BaseModel):

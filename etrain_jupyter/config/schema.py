@@ -2,9 +2,7 @@
 
 Field names are the words of Python and JSON; where the cell uses a shorter one, it is the alias
 (``batch.global``).
-Validation happens once, here; whoever holds a ``TrainConfig`` trusts it. A key whose machinery a
-later version brings
-is annotated with ``Later``: everything but its default is refused, never ignored.
+Validation happens once, here; whoever holds a ``TrainConfig`` trusts it.
 """
 
 from __future__ import annotations
@@ -24,7 +22,6 @@ from etrain_jupyter.config.fields import (
     check_word,
     fault,
     interval_parts,
-    not_yet,
 )
 from etrain_jupyter.config.source_map import did_you_mean, in_words
 from etrain_jupyter.config.store_url import S3, split_s3_url
@@ -499,7 +496,7 @@ class TrainConfig(Section):
     workers: WorkersConfig = WorkersConfig()
     """How many workers may train at once."""
     pool: str = "local"
-    """Where workers come from; local is this machine."""
+    """Where workers come from: local (here), a scheduler's address, or a name in pools.yaml."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Where the order of the samples and all chance begin."""
     log: LogConfig = LogConfig()
@@ -568,13 +565,9 @@ class TrainConfig(Section):
 
     @field_validator("pool")
     @classmethod
-    def _known_pool(cls, value: str) -> str:
-        if value != "local":
-            hint = did_you_mean(value, ["local"]) or "write pool: local, which is this machine"
-            raise not_yet(
-                f"pool '{value}' is unknown: other pools than 'local' come with a later version",
-                hint=hint,
-            )
+    def _some_pool(cls, value: str) -> str:
+        if not value.strip():
+            raise fault("{key} is empty", hint="write pool: local, which is this machine")
         return value
 
     @field_validator("name")

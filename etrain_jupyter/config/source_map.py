@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from etrain_jupyter.errors import CellError, ConfigError, NotSupportedYetError
+from etrain_jupyter.errors import CellError, ConfigError
 
 Path = tuple[str | int, ...]
 """Keys from the top of the body, as the cell spells them: ``("batch", "global")``."""
@@ -17,10 +17,6 @@ Path = tuple[str | int, ...]
 LINE_BREAK = re.compile("\r\n|[\n\r\x85\u2028\u2029]")
 """What ends a line in YAML; ``str.splitlines`` knows more, and would then count otherwise than the
 parser."""
-
-
-class NotSupportedYetInCellError(CellError, NotSupportedYetError):
-    """A documented key whose machinery this version does not have, with its place in the cell."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +49,6 @@ class SourceMap:
         hint: str = "",
         at_key: bool = False,
         inside: tuple[int, int] | None = None,
-        later: bool = False,
     ) -> ConfigError:
         """Build the error for the key or value at ``path``, pointing at it where there is a cell.
 
@@ -64,22 +59,17 @@ class SourceMap:
             hint: What to type instead.
             at_key: Point at the key and not at its value.
             inside: Offset and length within the value's text, to point at a part of it.
-            later: The key is documented, but its machinery comes with a later version.
         """
         if not self.lines:
-            kind = NotSupportedYetError if later else ConfigError
-            return kind(message, path=path, hint=hint)
+            return ConfigError(message, path=path, hint=hint)
         span = self.span_of(path, at_key=at_key)
         if inside is not None and path in self.values:
             span = self._narrow(span, path, *inside)
-        return self.error_at(span, message, path=path, hint=hint, later=later)
+        return self.error_at(span, message, path=path, hint=hint)
 
-    def error_at(
-        self, span: Span, message: str, *, path: Path = (), hint: str = "", later: bool = False
-    ) -> CellError:
+    def error_at(self, span: Span, message: str, *, path: Path = (), hint: str = "") -> CellError:
         """Build the error for a place that the caller knows."""
-        kind = NotSupportedYetInCellError if later else CellError
-        return kind(
+        return CellError(
             message,
             line=span.line,
             column=span.column,
@@ -97,6 +87,16 @@ class SourceMap:
         values = {path: span for path, span in self.values.items() if path[:1] not in gone}
         return replace(self, keys=keys, values=values)
 
+    def below(self, path: Path) -> SourceMap:
+        """Return the places of what stands below ``path``, as if that were the top.
+
+        What is not there points at the key of ``path``.
+        """
+        depth = len(path)
+        keys = {known[depth:]: span for known, span in self.keys.items() if known[:depth] == path}
+        values = {k[depth:]: span for k, span in self.values.items() if k[:depth] == path}
+        return replace(self, keys=keys, values=values)
+
     def span_of(self, path: Path, *, at_key: bool = False) -> Span:
         """Return the place of ``path``, or of the nearest group around it that the cell has."""
         first, second = (self.keys, self.values) if at_key else (self.values, self.keys)
@@ -105,6 +105,8 @@ class SourceMap:
             if span is not None:
                 break
             span = self.keys.get(path[:depth])
+        if span is None:
+            span = self.keys.get(())  # of a part of a file, see ``below``
         if span is None:
             return Span(line=1, column=1, length=len(self.text_of(1).rstrip()) or 1)
         return span

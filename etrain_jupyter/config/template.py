@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from etrain_jupyter.config.fields import Interval, Later, Section
+from etrain_jupyter.config.fields import Interval, Section
 from etrain_jupyter.config.schema import OptimizerConfig, TrainConfig
 from etrain_jupyter.config.vocabulary import DEFAULT_LR
 
@@ -20,8 +20,7 @@ def template() -> str:
     """Return a commented body for ``%%etrain distributed``.
 
     What must be given is there, and so is loss; ``# key: value`` is a default that can be changed
-    once the ``# `` is removed; ``# or`` is an alternative to the line above; ``# later:`` comes
-    with a later version and is refused until then.
+    once the ``# `` is removed; ``# or`` is an alternative to the line above.
     """
     return "\n".join(_section(TrainConfig)) + "\n"
 
@@ -49,8 +48,6 @@ def _section(section: type[Section], *, indent: str = "", off: bool = False) -> 
 
 
 def _mark(info: FieldInfo) -> str:
-    if any(isinstance(item, Later) for item in info.metadata):
-        return "# later: "
     extra = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
     if "instead_of" in extra:
         return "# or "

@@ -15,7 +15,7 @@ import numpy as np
 
 from etrain_jupyter.dashboard.freshness import trouble_of
 from etrain_jupyter.dashboard.series import Floats, SmallFloats, thin
-from etrain_jupyter.dashboard.words import number, seconds
+from etrain_jupyter.dashboard.words import dollars, number, seconds
 
 Curves = Mapping[str, tuple[Floats, SmallFloats]]
 
@@ -77,7 +77,13 @@ def _headline(snapshot: Mapping[str, Any]) -> str:
     facts.append(f"workers {_workers(snapshot)}")
     if snapshot["cost"]:
         cost = snapshot["cost"]
-        facts.append(f"${cost['spent_usd']:,.2f} spent, ${cost['saved_usd']:,.2f} saved")
+        names = {"spent": "spent_usd", "saved": "saved_usd", "wasted": "wasted_usd"}
+        told = {name: cost.get(key, 0.0) for name, key in names.items()}
+        facts.append(
+            ", ".join(
+                f"{dollars(usd)} {name}" for name, usd in told.items() if usd or name == "spent"
+            )
+        )
     if snapshot["elapsed_s"] is not None:
         facts.append(seconds(snapshot["elapsed_s"]))
     return " · ".join(facts)

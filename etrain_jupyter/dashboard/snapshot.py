@@ -332,6 +332,7 @@ class JobView:
         self._facts["cost"] = {
             "spent_usd": event.spent_usd,
             "saved_usd": max(0.0, event.on_demand_usd - event.spent_usd),
+            "wasted_usd": event.wasted_usd,
         }
 
     @_fold.register

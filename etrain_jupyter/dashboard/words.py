@@ -313,3 +313,12 @@ def size(value: float) -> str:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1000
     return f"{value:.1f} TB"
+
+
+def dollars(usd: float) -> str:
+    """Return an amount for people; a minute of a machine costs cents.
+
+    >>> [dollars(usd) for usd in (1234.5, 1.5, 0.0512, 0.0)]
+    ['$1,234.50', '$1.50', '$0.0512', '$0.00']
+    """
+    return f"${usd:,.{4 if 0 < abs(usd) < 0.1 else 2}f}"

@@ -20,9 +20,10 @@ from IPython.core.completer import IPCompleter, provisionalcompleter, rectify_co
 from IPython.core.guarded_eval import EvaluationContext, guarded_eval
 
 from etrain_jupyter.editor.offers import Offer, Offers
+from etrain_jupyter.errors import EtrainError
 from etrain_jupyter.job.known_jobs import list_known_jobs
 from etrain_jupyter.pools.local import find_remains
-from etrain_jupyter.pools.registry import POOLS
+from etrain_jupyter.pools.registry import pool_names
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -106,8 +107,11 @@ class ShellFacts:
         return self._jobs.get()
 
     def pools(self) -> Sequence[str]:
-        """The names of pools."""
-        return list(POOLS)
+        """The names of pools; only the one that needs no file if that cannot be read."""
+        try:
+            return pool_names()
+        except EtrainError:
+            return ["local"]
 
     def clusters(self) -> Sequence[str]:
         """The ids of living clusters."""

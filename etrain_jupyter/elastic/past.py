@@ -12,11 +12,13 @@ from functools import singledispatchmethod
 from typing import Any
 
 from etrain_jupyter.elastic.checkpoint_evidence import Evidence
+from etrain_jupyter.elastic.job_costs import JobCost
 from etrain_jupyter.elastic.lineage import NOT_BEGUN
 from etrain_jupyter.elastic.saving import KEEP_SAVED
 from etrain_jupyter.events.types import (
     BestReached,
     CheckpointCommitted,
+    CostUpdated,
     EvalCompleted,
     Event,
     GenerationFormed,
@@ -56,6 +58,8 @@ class Past:
     """Of the newest plan; 0 if there was none."""
     evidence: Evidence = field(default_factory=Evidence)
     """What its checkpoints cost, and how often it was interrupted."""
+    cost: JobCost = field(default_factory=JobCost)
+    """What it has cost so far, as the log was told last."""
 
     @singledispatchmethod
     def _fold(self, event: Event) -> None:
@@ -104,6 +108,14 @@ class Past:
     @_fold.register
     def _(self, event: BestReached) -> None:
         self.best = {"step": event.step, "metric": event.metric, "value": event.value}
+
+    @_fold.register
+    def _(self, event: CostUpdated) -> None:
+        self.cost = JobCost(
+            spent_usd=event.spent_usd,
+            on_demand_usd=event.on_demand_usd,
+            wasted_usd=event.wasted_usd,
+        )
 
     @_fold.register
     def _(self, event: CheckpointCommitted) -> None:

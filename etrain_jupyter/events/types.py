@@ -461,6 +461,9 @@ class CostUpdated(Event):
     spent_usd: float
     on_demand_usd: float
     """What the same hours would have cost without spot prices."""
+    wasted_usd: float = 0.0
+    """The part of ``spent_usd`` in which machines booted, warmed up or drained after the first
+    step: what preemptions cost."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from etrain_jupyter.pools.base import CostReport, Leftovers, Node, Pool, SchedulerAddress
-from etrain_jupyter.pools.registry import POOLS, get_pool
+from etrain_jupyter.pools.registry import KINDS, get_pool
 
 __all__ = [
-    "POOLS",
+    "KINDS",
     "CostReport",
     "Leftovers",
     "Node",

@@ -10,37 +10,25 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from etrain_jupyter.pools.head_nodes import HeadFacts, HeadNodes
 from etrain_jupyter.pools.lifeline import die_with_parent
 from etrain_jupyter.pools.load import Load, write_load
-from etrain_jupyter.pools.local_nodes import (
-    LocalNodes,
-    Slot,
-    finish_gpu_query,
-    make_slots,
-    start_gpu_query,
-)
 from etrain_jupyter.pools.local_worker import load_factory, log_to_stderr
 from etrain_jupyter.pools.state_dir import (
     READY,
     START_FAILED,
     ClusterDir,
-    environment_key,
     start_lock,
-    write_private,
 )
-from etrain_jupyter.pools.survivors import WorkerRecords
 from etrain_jupyter.pools.tls import (
     check_listen,
     configure_dask,
@@ -52,7 +40,6 @@ from etrain_jupyter.pools.tls import (
 
 logger = logging.getLogger(__name__)
 
-HOST = "127.0.0.1"
 GPU_QUERY_S = 10.0
 SAME_S = 2.0
 """Two instants that differ by less are one, told by two clocks."""
@@ -78,29 +65,28 @@ class Head:
 
     Args:
         cluster: Its folder.
-        slots: Room for workers.
         life: Which of the cluster's schedulers it is.
     """
 
-    def __init__(self, cluster: ClusterDir, slots: list[Slot], life: Life) -> None:
+    def __init__(self, cluster: ClusterDir, life: Life) -> None:
         self._cluster = cluster
         self._life = life
-        self._records = WorkerRecords(cluster)
         self._settings = cluster.settings()
         self._stop = asyncio.Event()
         self._touched_at = time.monotonic()
         self._load: Load | None = None
-        self.nodes = LocalNodes(
-            slots,
-            self._spawn,
-            is_connected=lambda name: name in self.scheduler.aliases,
-            linger_s=self._settings.linger_s,
-            on_end=self._records.remove,
-        )
-        self.nodes.adopt(
-            self._records.survivors(),
-            num_named=self._records.num_named(),
-            num_held=self._records.num_held(),
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self.nodes: HeadNodes = load_factory(self._settings.nodes)(
+            HeadFacts(
+                cluster=cluster,
+                settings=self._settings,
+                lifeline=life.lifeline,
+                num_lives=life.number,
+                is_connected=lambda name: name in self.scheduler.aliases,
+                on_gone=self._lose,
+                on_warning=lambda text: self.coordinator.warn(text),
+                on_halt=lambda why: self.coordinator.halt(why),
+            )
         )
         self.coordinator = load_factory(self._settings.coordinator)(
             self.nodes, cluster_id=cluster.cluster_id, on_shutdown=self._stop.set
@@ -122,10 +108,12 @@ class Head:
             "etrain_pool_touch": self._touch,
             "etrain_pool_want": self._want,
             "etrain_pool_nodes": self._list_nodes,
+            "etrain_pool_costs": self._list_costs,
             "etrain_pool_release": self._release,
             "etrain_pool_kill": self._kill,
         }
         await self.scheduler
+        self.nodes.start(self.scheduler.address)
         self._cluster.publish(
             self.scheduler.address, keeper=self._life.keeper, num_lives=self._life.number
         )
@@ -138,6 +126,7 @@ class Head:
                 await asyncio.wait_for(self._stop.wait(), min(1.0, self._settings.idle_s / 4))
             self.nodes.reap()
             self._note_load()
+            self._tell_costs()
 
     def _note_load(self) -> None:
         """Write down how busy the cluster is, if that has changed."""
@@ -152,6 +141,24 @@ class Head:
                 write_load(self._cluster, load)
                 self._load = load
 
+    def _tell_costs(self) -> None:
+        """Let the coordinator tell the jobs what their workers cost."""
+        if hasattr(self.coordinator, "take_costs"):
+            self.coordinator.take_costs(self.nodes.costs())
+
+    def _lose(self, worker: str, why: str) -> None:
+        """Drop a worker whose machine is gone: its connection may stand for a minute."""
+        address = self.scheduler.aliases.get(worker)
+        if address is None:
+            return
+        logger.info("worker %s is dropped: %s", worker, why)
+        dropping = self.scheduler.remove_worker(
+            address, stimulus_id=f"etrain-gone-{time.time()}", expected=True, close=False
+        )
+        task = asyncio.get_running_loop().create_task(dropping)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
     async def close(self) -> None:
         """End the workers, then the scheduler."""
         self._cluster.retract()
@@ -163,9 +170,9 @@ class Head:
         from distributed import Scheduler
 
         security = read_security(self._cluster.tls, "scheduler")
-        check_listen(HOST, security)
+        check_listen(self._settings.host, security)
         return without_http(Scheduler)(
-            host=HOST,
+            host=self._settings.host,
             port=self._port(),
             protocol="tls",
             security=security,
@@ -185,7 +192,7 @@ class Head:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                probe.bind((HOST, port))
+                probe.bind((self._settings.host, port))
             except OSError:
                 return 0
         return port
@@ -206,32 +213,6 @@ class Head:
         logger.info("no job for %.0f s: the cluster ends", idle_s)
         return True
 
-    def _spawn(self, name: str, slot: Slot) -> subprocess.Popen[bytes]:
-        flags = ["-P"] if sys.flags.safe_path else []
-        command = [sys.executable, *flags, "-m", "etrain_jupyter.pools.local_worker"]
-        options = {
-            "scheduler": self.scheduler.address,
-            "name": name,
-            "device": slot.device,
-            "supervisor": self._settings.supervisor,
-            "num-lives": str(self._life.number),
-        }
-        words = [word for key, value in options.items() for word in (f"--{key}", value)]
-        log = os.open(self._cluster.log(name), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        try:
-            worker = subprocess.Popen(
-                [*command, str(self._cluster.path), *words],
-                stdin=self._life.lifeline,
-                stdout=log,
-                stderr=log,
-                env=os.environ | slot.environment,
-                process_group=0,
-            )
-        finally:
-            os.close(log)
-        self._records.add(name, slot=slot.index, pid=worker.pid)
-        return worker
-
     # --- what the kernel may call ---
 
     async def _touch(self) -> dict[str, Any]:
@@ -239,12 +220,14 @@ class Head:
         return {"cluster_id": self._cluster.cluster_id, "pid": os.getpid()}
 
     async def _want(self, count: int, reason: str = "") -> dict[str, Any]:
-        self._records.note_held(count)
         self.nodes.hold(count, reason=reason)
         return {}
 
     async def _list_nodes(self) -> dict[str, Any]:
         return {"nodes": self.nodes.nodes()}
+
+    async def _list_costs(self) -> dict[str, Any]:
+        return {"costs": [asdict(cost) for cost in self.nodes.costs()]}
 
     async def _release(self, worker: str, drain_s: float) -> dict[str, Any]:
         self.nodes.release(worker, drain_s=drain_s)
@@ -257,7 +240,8 @@ class Head:
 
 async def run_head(cluster: ClusterDir, life: Life, lock_fd: int, ready_fd: int) -> None:
     """Start, tell the launcher, serve, and end; the keeper removes what is left."""
-    head = Head(cluster, open_slots(cluster), life)
+    mint(cluster)
+    head = Head(cluster, life)
     try:
         await head.start()
         if lock_fd >= 0:
@@ -267,7 +251,7 @@ async def run_head(cluster: ClusterDir, life: Life, lock_fd: int, ready_fd: int)
         with contextlib.ExitStack() as stack:
             with contextlib.suppress(TimeoutError):  # else another cluster is starting
                 root = cluster.path.parent
-                stack.enter_context(start_lock(root, environment_key(), timeout_s=1.0))
+                stack.enter_context(start_lock(root, cluster.lock_key, timeout_s=1.0))
             await head.close()
     except BaseException:
         if not cluster.is_published():  # else the next head adopts them
@@ -301,18 +285,10 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def open_slots(cluster: ClusterDir) -> list[Slot]:
-    """Return the room for workers, as the first head of the cluster found it."""
-    path = cluster.path / "slots.json"
-    if path.exists():
-        return [Slot(**facts) for facts in json.loads(path.read_text())]
-    # The driver takes its time; meanwhile we mint.
-    query = start_gpu_query()
-    write_certificates(cluster.tls, mint_certificates(cluster.cluster_id))
-    gpus = finish_gpu_query(query, timeout_s=GPU_QUERY_S)
-    slots = make_slots(gpus, max_cpu_slots=cluster.settings().max_cpu_slots)
-    write_private(path, json.dumps([asdict(slot) for slot in slots]))
-    return slots
+def mint(cluster: ClusterDir) -> None:
+    """Make the certificates of a cluster, unless a head before has."""
+    if not cluster.tls.exists():
+        write_certificates(cluster.tls, mint_certificates(cluster.cluster_id))
 
 
 def main() -> None:

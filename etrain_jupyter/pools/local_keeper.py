@@ -26,7 +26,6 @@ from etrain_jupyter.pools.lifeline import adopt_orphans
 from etrain_jupyter.pools.state_dir import (
     START_FAILED,
     ClusterDir,
-    environment_key,
     kill_processes_of,
     remove_start_lock,
     start_lock,
@@ -188,7 +187,7 @@ def end_cluster(cluster: ClusterDir) -> None:
 
     Whoever wants a cluster meanwhile waits for the lock, until this one is gone.
     """
-    root, key = cluster.path.parent, environment_key()
+    root, key = cluster.path.parent, cluster.lock_key
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(start_lock(root, key, timeout_s=1.0))

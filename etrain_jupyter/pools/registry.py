@@ -1,58 +1,90 @@
-"""Which pools there are, by name. A new kind of pool is one file and one line of ``POOLS``."""
+"""Which pools there are, by name. A new kind of pool is one file and one line of ``KINDS``."""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
 
+from etrain_jupyter.config.source_map import did_you_mean
 from etrain_jupyter.errors import PoolError
-from etrain_jupyter.pools import local
 from etrain_jupyter.pools.base import Pool
+from etrain_jupyter.pools.catalog import PoolEntry, advice_on, read_catalog
 from etrain_jupyter.pools.local import LocalPool
 
-POOLS: dict[str, Callable[[], Pool]] = {"local": LocalPool}
+KINDS: Mapping[str, str] = {
+    "local": "etrain_jupyter.pools.local:LocalPool",
+    "address": "etrain_jupyter.pools.address:AddressPool",
+    "aws-spot": "etrain_jupyter.pools.aws_spot.pool:AwsSpotPool",
+}
+"""Each kind's class, which is imported when a pool of that kind is asked for."""
+
+
+class PoolClass(Protocol):
+    """What a kind of pool that has a file can make of its keys there."""
+
+    def from_entry(self, entry: PoolEntry) -> Pool:
+        """Return the pool; nothing is started yet.
+
+        Raises:
+            ConfigError: If the keys are not what they should be, with their place in the file.
+        """
+        ...
+
+
+def pool_names() -> list[str]:
+    """Return the names that a cell may give, in this folder.
+
+    Raises:
+        ConfigError: If ``pools.yaml`` is not what it should be.
+    """
+    return ["local", *read_catalog()]
 
 
 def get_pool(name: str) -> Pool:
-    """Return the pool of a name; nothing is started yet.
+    """Return the pool of a name, or that of a scheduler's address; nothing is started yet.
 
     Raises:
+        ConfigError: If its entry in ``pools.yaml`` is not what it should be.
         PoolError: If there is none.
     """
-    if name in POOLS:
-        return POOLS[name]()
-    close = difflib.get_close_matches(name, POOLS, n=1)
-    advice = f"Did you mean {close[0]!r}?" if close else "Leave the key out for this machine."
-    raise PoolError(
-        f"there is no pool {name!r}; known are {', '.join(POOLS)}. Nothing was started. {advice}"
-    )
+    if name == "local":
+        return LocalPool()
+    if "://" in name:
+        return _class_of("address").from_entry(_entry_of_address(name))
+    catalog = read_catalog()
+    if name not in catalog:
+        known = ["local", *catalog]
+        raise PoolError(
+            f"there is no pool {name!r}; known are {', '.join(known)}. Nothing was started. "
+            f"{_as_sentence(advice_on(name, known))}"
+        )
+    return make_pool(catalog[name])
 
 
-def describe_pools() -> str:
-    """Return the pools and their living clusters, for `%etrain pools`."""
-    return f"local: processes on this machine\n{local.describe()}"
-
-
-def down(cluster: str | None = None, *, timeout_s: float = 10.0) -> str:
-    """End one local cluster, or all of this user's with what dead ones left; say what was done.
+def make_pool(entry: PoolEntry) -> Pool:
+    """Return the pool of an entry; nothing is started yet.
 
     Raises:
-        PoolError: If there is no cluster of that id, or something is left.
+        ConfigError: If the entry is not what it should be, with the place in its file.
     """
-    ids = local.find_remains()
-    if cluster is not None and cluster not in ids:
-        raise PoolError(
-            f"no cluster {cluster!r} is up. Nothing was ended. Up are: {', '.join(ids) or 'none'}."
-        )
-    ends = {
-        one: LocalPool(cluster_id=one).down(timeout_s=timeout_s)
-        for one in (ids if cluster is None else [cluster])
-    }
-    left = {one: end for one, end in ends.items() if end}
-    if left:
-        raise PoolError(
-            f"after {timeout_s:g} s there is still something left of "
-            + "; ".join(f"{one}: {end}" for one, end in left.items())
-            + ". Everything else was ended. End the processes by hand, or restart the machine."
-        )
-    return "\n".join(f"{one} has ended" for one in ends) or "No cluster is up."
+    known = [kind for kind in KINDS if kind != "local"]
+    if entry.kind not in known:
+        hint = did_you_mean(entry.kind, known) or f"write kind: {' or kind: '.join(known)}"
+        raise entry.error(f"pool '{entry.name}' is of no known kind: '{entry.kind}'", hint=hint)
+    return _class_of(entry.kind).from_entry(entry)
+
+
+def _class_of(kind: str) -> PoolClass:
+    module, _, name = KINDS[kind].partition(":")
+    found: PoolClass = getattr(importlib.import_module(module), name)
+    return found
+
+
+def _entry_of_address(address: str) -> PoolEntry:
+    return PoolEntry(name=address, kind="address", values={"address": address}, file=Path())
+
+
+def _as_sentence(words: str) -> str:
+    return words[:1].upper() + words[1:].rstrip("?.") + ("?" if words.endswith("?") else ".")

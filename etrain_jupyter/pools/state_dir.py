@@ -4,7 +4,8 @@
 
     $ETRAIN_STATE, or $XDG_RUNTIME_DIR/etrain, or ~/.local/state/etrain       0700
     ├── start-4f0c21.lock        held while a cluster of this Python environment starts or ends
-    └── local-4f0c21-9ab2c3/     0700; removed by the keeper when it ends
+    └── local-4f0c21-9ab2c3/     0700; removed by the keeper when it ends; aws-... for the head of a
+        │                        cluster on EC2
         ├── settings.json        how the cluster was asked to be
         ├── cluster.json         written last, when the scheduler listens; removed first
         ├── slots.json           room for workers, as the first scheduler found it
@@ -26,6 +27,7 @@ import dataclasses
 import fcntl
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -35,8 +37,9 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -53,6 +56,9 @@ READY = b"ready\n"
 START_FAILED = 3
 """Exit code of a head that has never served."""
 
+KINDS = ("local", "aws")
+"""What the ids of clusters begin with whose head runs on this machine."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSettings:
@@ -66,6 +72,16 @@ class LocalSettings:
     """Most workers on a machine without GPUs."""
     coordinator: str = "etrain_jupyter.cluster.coordinator:Coordinator"
     supervisor: str = "etrain_jupyter.cluster.supervisor:Supervisor"
+    pool: str = "local"
+    """What a cell calls the pool."""
+    prefix: str = ""
+    """What the cluster's id begins with; by default that of this environment's local pool."""
+    host: str = "127.0.0.1"
+    """Where its scheduler listens."""
+    nodes: str = "etrain_jupyter.pools.local_head_nodes:LocalHeadNodes"
+    """What starts and ends its workers, made by the head: see ``head_nodes``."""
+    spec: dict[str, Any] = field(default_factory=dict)
+    """What that has to know besides."""
 
     @classmethod
     def from_environment(cls) -> LocalSettings:
@@ -138,6 +154,16 @@ class ClusterDir:
         return self.path.name
 
     @property
+    def prefix(self) -> str:
+        """What the ids of all clusters of the same pool begin with."""
+        return self.cluster_id.rpartition("-")[0]
+
+    @property
+    def lock_key(self) -> str:
+        """Which lock is held while it starts or ends, see ``start_lock``."""
+        return lock_key_of(self.prefix)
+
+    @property
     def tls(self) -> Path:
         """Certificates."""
         return self.path / "tls"
@@ -158,8 +184,8 @@ class ClusterDir:
 
     @classmethod
     def create(cls, root: Path, settings: LocalSettings) -> ClusterDir:
-        """Make the folder of a new cluster of this environment."""
-        new = cls(root / f"local-{environment_key()}-{secrets.token_hex(3)}")
+        """Make the folder of a new cluster."""
+        new = cls(root / f"{settings.prefix or local_prefix()}-{secrets.token_hex(3)}")
         new.path.mkdir(mode=0o700)
         new.log("head").parent.mkdir(mode=0o700)
         new.scratch.mkdir(mode=0o700)
@@ -267,13 +293,23 @@ def cluster_dirs(root: Path | None = None) -> list[ClusterDir]:
     """Return the folders of this user's clusters, in whatever state, the newest first."""
     root = root or state_root()
     found = []
-    for path in root.glob("local-*-*"):
+    for path in itertools.chain.from_iterable(root.glob(f"{kind}-*-*") for kind in KINDS):
         # It may vanish at any time, and in a folder that others can write it may be a trap.
         with contextlib.suppress(OSError):
             status = path.lstat()
             if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid():
                 found.append((status.st_mtime, path))
     return [ClusterDir(path) for _, path in sorted(found, reverse=True)]
+
+
+def local_prefix() -> str:
+    """Return what the ids of the local clusters of this Python environment begin with."""
+    return f"local-{environment_key()}"
+
+
+def lock_key_of(prefix: str) -> str:
+    """Return which lock the clusters of one pool start and end under, see ``start_lock``."""
+    return prefix.removeprefix("local-")
 
 
 def environment_key() -> str:
@@ -411,8 +447,10 @@ def remove_stale(root: Path) -> None:
     Without a record, a folder of this environment belongs to a head that died while it started,
     since a living one would hold the lock; folders of other environments are left alone.
     """
-    own = f"local-{environment_key()}-"
+    own = f"{local_prefix()}-"
     for cluster in cluster_dirs(root):
+        if not cluster.cluster_id.startswith("local-"):
+            continue  # it has machines elsewhere, and may be taken over
         record = cluster.record()
         is_stale = (
             record.is_here and not record.is_alive

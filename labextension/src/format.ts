@@ -79,7 +79,11 @@ export function size(bytes: number): string {
 
 /** `$0.43`, `$1,204`. */
 export function money(usd: number): string {
-  return usd < 100 ? `$${Math.max(0, usd).toFixed(2)}` : `$${GROUPED.format(usd)}`;
+  if (usd >= 100) {
+    return `$${GROUPED.format(usd)}`;
+  }
+  // A minute of a machine costs cents.
+  return `$${Math.max(0, usd).toFixed(usd > 0 && usd < 0.1 ? 4 : 2)}`;
 }
 
 /** The local time of day of an instant in seconds since the epoch. */

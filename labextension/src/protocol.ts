@@ -59,7 +59,7 @@ export interface ISnapshot {
   /** Overdue `limit_s` seconds after `since`, if both are known; `failed` says what went wrong after the newest. */
   checkpoint_due: { since: number | null; limit_s: number | null; failed: string };
   /** What the machines cost, where their pool knows it. */
-  cost: { spent_usd: number; saved_usd: number } | null;
+  cost: { spent_usd: number; saved_usd: number; wasted_usd: number } | null;
   /** Why each request cannot be made now; empty where it can. */
   controls: Record<string, string>;
   error: { error: string; traceback: string } | null;
@@ -173,7 +173,11 @@ export function asSnapshot(value: unknown): ISnapshot {
       size_bytes: finite(checkpoint.size_bytes)
     },
     checkpoint_due: { since: finiteOrNull(due.since), limit_s: finiteOrNull(due.limit_s), failed: text(due.failed) },
-    cost: cost && { spent_usd: finite(cost.spent_usd), saved_usd: finite(cost.saved_usd) },
+    cost: cost && {
+      spent_usd: finite(cost.spent_usd),
+      saved_usd: finite(cost.saved_usd),
+      wasted_usd: finite(cost.wasted_usd)
+    },
     controls: texts(raw.controls),
     error: error && { error: text(error.error), traceback: text(error.traceback) },
     charts: {

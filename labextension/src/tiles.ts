@@ -47,7 +47,7 @@ function tilesOf(s: ISnapshot, now: number | null): Tile[] {
     ['batch', format.count(s.global_batch_size), s.lr === null ? '' : `lr ${format.brief(s.lr)}`],
     ['workers', String(s.world_size) + (s.max_workers === null ? '' : ` of ${s.max_workers}`), `generation ${s.generation}`],
     ['checkpoint', s.checkpoint ? `step ${format.count(s.checkpoint.step)}` : format.NONE, age(s, now, trouble), trouble],
-    ...(s.cost ? [['cost', format.money(s.cost.spent_usd), saved(s.cost.saved_usd)] as Tile] : []),
+    ...(s.cost ? [['cost', format.money(s.cost.spent_usd), apart(s.cost)] as Tile] : []),
     ['faults', String(s.num_lost + s.num_preempted), faults(s)]
   ];
 }
@@ -66,7 +66,11 @@ function age(s: ISnapshot, now: number | null, trouble: string): string {
   return parts.join(' · ');
 }
 
-const saved = (usd: number): string => (usd > 0 ? `${format.money(usd)} saved` : '');
+/** What was saved against on-demand prices, and what preemptions wasted. */
+function apart(cost: NonNullable<ISnapshot['cost']>): string {
+  const told = (usd: number, word: string): string[] => (usd > 0 ? [`${format.money(usd)} ${word}`] : []);
+  return [...told(cost.saved_usd, 'saved'), ...told(cost.wasted_usd, 'wasted')].join(' · ');
+}
 
 function faults(s: ISnapshot): string {
   const parts = [];

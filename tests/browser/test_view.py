@@ -333,8 +333,12 @@ def test_money_is_shown_where_it_is_known(view: View, script: Script) -> None:
     expect(view.tile("cost")).to_have_count(0)
 
     view.add([script.make(t.CostUpdated, spent_usd=1.5, on_demand_usd=4.0)])
-
     assert view.tile("cost").inner_text().split("\n") == ["cost", "$1.50", "$2.50 saved"]
+
+    cost = {"spent_usd": 1.5, "on_demand_usd": 4.0, "wasted_usd": 0.0512}
+    view.add([script.make(t.CostUpdated, **cost)])
+    told = ["cost", "$1.50", "$2.50 saved · $0.0512 wasted"]
+    assert view.tile("cost").inner_text().split("\n") == told
 
 
 def test_a_screen_reader_hears_of_changes_of_status_only(view: View, script: Script) -> None:

@@ -16,8 +16,9 @@ import psutil
 import pytest
 
 from etrain_jupyter.errors import PoolError
+from etrain_jupyter.pools.asking import ask
 from etrain_jupyter.pools.base import Leftovers, Node, SchedulerAddress
-from etrain_jupyter.pools.local import LocalPool, ask, find_clusters
+from etrain_jupyter.pools.local import LocalPool, find_clusters
 from etrain_jupyter.pools.local_keeper import MOST_DEATHS
 from etrain_jupyter.pools.state_dir import (
     ClusterDir,
@@ -418,7 +419,7 @@ def test_a_silent_head_is_an_error_with_advice_and_no_second_cluster(
     make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     address = make_pool().up()
-    monkeypatch.setattr("etrain_jupyter.pools.local.ANSWER_S", 0.5)
+    monkeypatch.setattr("etrain_jupyter.pools.detached.ANSWER_S", 0.5)
     os.kill(record_of(address).scheduler_pid, signal.SIGSTOP)
 
     with pytest.raises(PoolError, match=r"did not answer etrain_pool_touch.*%etrain down"):

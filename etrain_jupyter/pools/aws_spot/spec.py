@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, PlainSerializer, field_validator, model_validator
 
 from etrain_jupyter.config.cell import parse_section
-from etrain_jupyter.config.fields import Later, Section, check_word, fault, interval_parts
+from etrain_jupyter.config.fields import Section, check_word, fault, interval_parts
 from etrain_jupyter.config.source_map import NOWHERE, SourceMap, in_words
 from etrain_jupyter.config.store_url import S3, split_s3_url
 
@@ -142,10 +142,6 @@ class CapacitySpec(Section):
     ] = "price-capacity-optimized"
     """EC2's own choice among types of a zone."""
     on_demand: OnDemandSpec = OnDemandSpec()
-    weights: Annotated[
-        Literal["auto"] | None, Later(instead="remove the line", accept=(None, "auto"))
-    ] = None
-    """Relative speed of the types; auto is as they are measured."""
 
     @model_validator(mode="before")
     @classmethod

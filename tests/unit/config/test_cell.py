@@ -14,7 +14,7 @@ from etrain_jupyter.config.cell import keys_of
 from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.config.source_map import SourceMap, Span, did_you_mean, in_words, nearest
 from etrain_jupyter.config.vocabulary import KNOWN_ELSEWHERE
-from etrain_jupyter.errors import CellError, ConfigError, NotSupportedYetError
+from etrain_jupyter.errors import CellError, ConfigError
 
 GOOD = "model: Net()\ndata: {train: train_set}\nloss: loss\n"
 SMALL: dict[str, Any] = {"model": "Net()", "data": {"train": "train_set"}, "loss": "loss"}
@@ -84,11 +84,9 @@ def test_flags_in_a_group_leave_the_rest_of_it() -> None:
 
 
 def test_a_fault_in_a_flag_points_at_the_first_line() -> None:
-    line = "%%etrain distributed --pool moon"
+    line = "%%etrain distributed --name ' '"
     with pytest.raises(CellError) as caught:
-        parse_cell(
-            GOOD + "pool: local\n", namespace={}, overrides={"pool": "moon"}, first_line=line
-        )
+        parse_cell(GOOD + "name: digits\n", namespace={}, overrides={"name": " "}, first_line=line)
     assert (caught.value.line, caught.value.text) == (1, line)
 
 
@@ -162,11 +160,6 @@ def test_python_gives_step_and_weight_as_objects_too() -> None:
     job = python({}, loss=None, step=cross_entropy, weight=num_tokens)
     assert (job.config.step, job.config.weight) == ("cross_entropy", "num_tokens")
     assert job.namespace_extra["cross_entropy"] is cross_entropy
-
-
-def test_python_is_told_what_comes_later() -> None:
-    with pytest.raises(NotSupportedYetError):
-        python(pool="spot")
 
 
 def test_a_key_that_is_no_text_is_an_error_and_not_a_crash() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from etrain_jupyter.config import check_references, parse_cell
-from etrain_jupyter.errors import CellError, ConfigError, NotSupportedYetError
+from etrain_jupyter.errors import ConfigError
 
 MAGIC = "%%etrain distributed --name digits"
 GOOD = "model: Net()\ndata: {train: train_set}\nloss: loss\n"
@@ -432,11 +432,11 @@ lower-case letters, digits, dots and dashes
       |                  ^^^^^^^^^^^^^^^^^^^^
   write s3://bucket/prefix""",
     ),
-    "pool of a later version": (
-        GOOD + "pool: aws\n",
+    "pool without a name": (
+        GOOD + "pool: ' '\n",
         """\
-etrain: line 5, column 7: pool 'aws' is unknown: other pools than 'local' come with a later version
-    5 | pool: aws
+etrain: line 5, column 7: pool is empty
+    5 | pool: ' '
       |       ^^^
   write pool: local, which is this machine""",
     ),
@@ -718,21 +718,6 @@ etrain: line 5, column 7: unknown tag '!env'
 def test_a_wrong_cell_prints(name: str) -> None:
     body, expected = CELLS[name]
     assert printed(body)[0] == expected
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "pool: spot",
-    ],
-)
-def test_what_a_later_version_brings_is_refused_by_name(line: str) -> None:
-    text, error = printed(GOOD + line + "\n")
-    assert isinstance(error, NotSupportedYetError)
-    assert isinstance(error, CellError)
-    assert error.line == 5
-    assert "later version" in text
-    assert error.hint
 
 
 @pytest.mark.parametrize("line", ["", "step: loss", "weight: loss"])

@@ -526,9 +526,13 @@ def test_what_machines_cost_is_known_once_their_pool_tells() -> None:
     script, events = paused_script()
     assert view_of(events).snapshot()["cost"] is None
 
-    events.append(script.make(t.CostUpdated, spent_usd=1.5, on_demand_usd=4.0))
+    events.append(script.make(t.CostUpdated, spent_usd=1.5, on_demand_usd=4.0, wasted_usd=0.25))
 
-    assert view_of(events).snapshot()["cost"] == {"spent_usd": 1.5, "saved_usd": 2.5}
+    assert view_of(events).snapshot()["cost"] == {
+        "spent_usd": 1.5,
+        "saved_usd": 2.5,
+        "wasted_usd": 0.25,
+    }
 
 
 def test_a_flood_of_checkpoints_does_not_drive_out_an_error() -> None:

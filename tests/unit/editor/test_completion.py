@@ -217,7 +217,7 @@ def test_keys(marked: str, expected: list[str] | None) -> None:
         ("checkpoint: {best: {mode: |}}", ["min", "max"]),
         ("metrics: {top5: f}\nearly_stopping: {metric: |}", ["loss", "top5"]),
         ("metrics:\n  top5: f\ncheckpoint:\n  best:\n    metric: t|", ["top5"]),
-        ("pool: |", ["local"]),
+        ("pool: |", ["local", "moon"]),
         ("batch: |", ["{global: ", "{micro: ", "{per_worker: ", "{aggregation_frequency: "]),
         ("workers: |", ["{min: ", "{max: "]),
         ("metrics: |", ["{accuracy: accuracy"]),
@@ -418,6 +418,8 @@ def test_what_is_offered_is_valid(data: st.DataObject) -> None:
 
     fault = fault_of(text[: found.start - len(HEAD)] + offer.text)
 
+    if fault and fault.startswith("with batch.micro: auto"):
+        return  # each of the two keys may have the value, and an offer is for one key
     assert fault is None, f"{text[-80:]!r} + {offer}: {fault}"
 
 

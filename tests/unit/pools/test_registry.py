@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from etrain_jupyter.errors import PoolError
-from etrain_jupyter.pools import POOLS, SchedulerAddress, get_pool, registry
+from etrain_jupyter.pools import KINDS, SchedulerAddress, clusters, get_pool
 from etrain_jupyter.pools.local import LocalPool
 
 
@@ -21,7 +21,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_local_is_a_pool() -> None:
     assert isinstance(get_pool("local"), LocalPool)
-    assert "local" in POOLS
+    assert "local" in KINDS
 
 
 def test_an_unknown_pool_is_answered_with_the_nearest_name() -> None:
@@ -30,10 +30,10 @@ def test_an_unknown_pool_is_answered_with_the_nearest_name() -> None:
 
 
 def test_without_clusters_there_is_nothing_to_list_or_to_end(state: Path) -> None:
-    assert f"no cluster is up (state directory: {state})" in registry.describe_pools()
-    assert registry.down() == "No cluster is up."
+    assert f"no cluster is up (state directory: {state})" in clusters.describe_pools()
+    assert clusters.down() == "No cluster is up."
     with pytest.raises(PoolError, match="no cluster 'local-1-2' is up"):
-        registry.down("local-1-2")
+        clusters.down("local-1-2")
 
 
 def test_asking_nodes_of_no_cluster_says_how_to_get_one() -> None:

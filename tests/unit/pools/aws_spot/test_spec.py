@@ -40,7 +40,6 @@ capacity:
   on_shortage: shrink
   allocation: price-capacity-optimized
   on_demand: {base: 0, after: 120s, max: 2}
-  weights: auto
 budget: {max_hourly: 6, max_total: 40.00, on_exceed: checkpoint-and-stop}
 lifetime: {max: 12h, idle: 20m, lease_ttl: 5 min, boot: 15m, max_boot_failures: 3}
 image: {ami: ami-0123456789abcdef0, python: /opt/py/bin/python, setup: [nvidia-smi]}

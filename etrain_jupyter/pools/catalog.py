@@ -1,0 +1,173 @@
+"""``pools.yaml``: the names of pools, and what each one is.
+
+::
+
+    spot-p3:
+      kind: aws-spot
+      region: us-east-1
+      bucket: my-bucket
+    lab:
+      kind: address
+      address: tls://10.0.3.7:8786
+
+It is looked for in the notebook's folder, then in the user's own; a name of the nearer file wins.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from etrain_jupyter.config.cell import parse_section
+from etrain_jupyter.config.fields import Section
+from etrain_jupyter.config.source_map import NOWHERE, SourceMap, did_you_mean, in_words
+from etrain_jupyter.config.yaml_nodes import load_body
+from etrain_jupyter.errors import CellError, ConfigError
+
+FILE = "pools.yaml"
+FILE_VARIABLE = "ETRAIN_POOLS"
+"""Names another file, which is then the only one."""
+
+S = TypeVar("S", bound=Section)
+
+
+class PoolsFileError(CellError):
+    """A fault in ``pools.yaml``, with its place there.
+
+    Attributes:
+        file: The file.
+    """
+
+    def __init__(self, fault: CellError, file: Path) -> None:
+        super().__init__(
+            str(fault),
+            line=fault.line,
+            column=fault.column,
+            text=fault.text,
+            length=fault.length,
+            path=fault.path,
+            hint=fault.hint,
+        )
+        self.file = file
+
+    def render(self) -> list[str]:
+        """Return the message with the file's name, the line with carets, and the hint."""
+        first, *others = super().render()
+        return [first.replace("etrain: line", f"etrain: {self.file}, line", 1), *others]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolEntry:
+    """One pool of a file."""
+
+    name: str
+    kind: str
+    values: Mapping[str, Any]
+    """Its keys and values without ``kind``, not checked yet."""
+    file: Path
+    source: SourceMap = NOWHERE
+    """Where they stand in the file."""
+
+    def read_as(self, section: type[S]) -> S:
+        """Return its keys as what a kind of pool takes.
+
+        Raises:
+            ConfigError: At the place of the first fault.
+        """
+        try:
+            return parse_section(self.values, section, self.source)
+        except CellError as exc:
+            raise PoolsFileError(exc, self.file) from None
+
+    def error(self, message: str, *, hint: str = "") -> ConfigError:
+        """Build the error for the pool as a whole."""
+        return _at_place(self.source, (), message, hint, self.file)
+
+
+def files() -> list[Path]:
+    """Return where pools are looked for, the nearest first."""
+    if own := os.environ.get(FILE_VARIABLE):
+        return [Path(own).expanduser().absolute()]
+    config = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return [Path.cwd() / FILE, Path(config) / "etrain" / FILE]
+
+
+def read_catalog() -> dict[str, PoolEntry]:
+    """Return the pools of all files, by name.
+
+    Raises:
+        ConfigError: If a file is not what it should be, with the place of the fault.
+    """
+    found: dict[str, PoolEntry] = {}
+    for file in files():
+        for entry in _read(file):
+            found.setdefault(entry.name, entry)
+    return found
+
+
+def _read(file: Path) -> list[PoolEntry]:
+    try:
+        text = file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return []
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(
+            f"{file} cannot be read ({exc}). Nothing was started",
+            hint=f"mend it, or name another file in {FILE_VARIABLE}",
+        ) from exc
+    # The reader takes the text for what follows the first line of a cell.
+    try:
+        data, source = load_body(text, namespace={})
+    except CellError as exc:
+        exc.line -= 1
+        raise PoolsFileError(exc, file) from None
+    source = _without_first_line(source)
+    if data is None:
+        return []
+    if not isinstance(data, Mapping):
+        hint = "write for example 'gpus: {kind: address, address: tls://10.0.0.5:8786}'"
+        message = f"the file must be pools by name, not {in_words(data)}"
+        raise _at_place(source, (), message, hint, file)
+    return [_entry(str(name), value, source.below((name,)), file) for name, value in data.items()]
+
+
+def _entry(name: str, value: Any, source: SourceMap, file: Path) -> PoolEntry:
+    if not isinstance(value, Mapping):
+        message = f"pool '{name}' must be a group of keys, not {in_words(value)}"
+        raise _at_place(source, (), message, f"write '{name}: {{kind: aws-spot, ...}}'", file)
+    if "://" in name or name == "local":
+        message = f"no pool can be called '{name}': that name has a meaning of its own"
+        raise _at_place(source, (), message, "choose another name", file)
+    if "kind" not in value:
+        message = f"pool '{name}' does not say what it is"
+        raise _at_place(source, (), message, "add 'kind: aws-spot' or 'kind: address'", file)
+    values = {key: inner for key, inner in value.items() if key != "kind"}
+    return PoolEntry(name=name, kind=str(value["kind"]), values=values, file=file, source=source)
+
+
+def _at_place(
+    source: SourceMap, path: tuple[str, ...], message: str, hint: str, file: Path
+) -> ConfigError:
+    error = source.error(path, message, hint=hint, at_key=True)
+    return PoolsFileError(error, file) if isinstance(error, CellError) else error
+
+
+def _without_first_line(source: SourceMap) -> SourceMap:
+    """Forget the line that stands for a cell's first one."""
+
+    def up(spans: Mapping[Any, Any]) -> dict[Any, Any]:
+        return {p: dataclasses.replace(span, line=span.line - 1) for p, span in spans.items()}
+
+    return dataclasses.replace(
+        source, lines=source.lines[1:], keys=up(source.keys), values=up(source.values)
+    )
+
+
+def advice_on(name: str, known: list[str]) -> str:
+    """Return what to type instead of a name that no pool has."""
+    where = " or ".join(str(file) for file in files())
+    return did_you_mean(name, known) or f"name it in {where}, or write pool: local"

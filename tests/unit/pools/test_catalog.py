@@ -1,0 +1,146 @@
+"""``pools.yaml``: where it is looked for, what it gives, and what it says of its faults."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import pytest
+from pydantic import Field
+
+from etrain_jupyter import launch
+from etrain_jupyter.config import parse_cell
+from etrain_jupyter.config.fields import Section
+from etrain_jupyter.errors import CellError, ConfigError
+from etrain_jupyter.pools.catalog import PoolsFileError, read_catalog
+from etrain_jupyter.pools.registry import get_pool, pool_names
+
+
+class Spec(Section):
+    """A pool of the tests."""
+
+    region: Annotated[str, Field(examples=["r"])]
+    size: Annotated[int, Field(ge=1)] = 1
+
+
+@pytest.fixture(autouse=True)
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Give the folder of a notebook; the user's own is beside it."""
+    here = tmp_path / "notebooks"
+    here.mkdir()
+    (tmp_path / "config" / "etrain").mkdir(parents=True)
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.delenv("ETRAIN_POOLS", raising=False)
+    return here
+
+
+def write(text: str) -> None:
+    Path("pools.yaml").write_text(text)
+
+
+def test_without_a_file_there_is_the_local_pool() -> None:
+    assert pool_names() == ["local"]
+
+
+def test_a_pool_of_the_notebooks_folder_wins_over_the_users_own(tmp_path: Path) -> None:
+    write("a: {kind: address, address: 'tcp://here:1'}\n")
+    (tmp_path / "config/etrain/pools.yaml").write_text(
+        "a: {kind: address, address: 'tcp://there:1'}\nb: {kind: address, address: 'tcp://b:1'}\n"
+    )
+
+    assert pool_names() == ["local", "a", "b"]
+    assert read_catalog()["a"].values == {"address": "tcp://here:1"}
+
+
+def test_a_file_that_is_named_is_the_only_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write("a: {kind: address}\n")
+    other = tmp_path / "mine.yaml"
+    other.write_text("b: {kind: address}\n")
+    monkeypatch.setenv("ETRAIN_POOLS", str(other))
+
+    assert pool_names() == ["local", "b"]
+
+
+def test_keys_are_read_as_what_the_pool_takes() -> None:
+    write("# ours\na:\n  kind: x\n  region: eu\n  size: 3\n")
+
+    spec = read_catalog()["a"].read_as(Spec)
+
+    assert (spec.region, spec.size) == ("eu", 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "drawing"),
+    [
+        (
+            "a:\n  kind: x\n  region: eu\n  sise: 3\n",
+            "line 4, column 3: unknown key 'sise'\n    4 |   sise: 3\n      |   ^^^^\n"
+            "  did you mean 'size'?",
+        ),
+        (
+            "b: {kind: x}\na:\n  kind: x\n  size: 3\n",
+            "line 2, column 1: key 'region' is missing\n    2 | a:\n      | ^\n"
+            "  add for example 'region'",
+        ),
+        (
+            "a: {kind: x, region: eu, size: 0}\n",
+            "line 1, column 32: size must be 1 or more, not 0\n"
+            "    1 | a: {kind: x, region: eu, size: 0}\n"
+            "      |                                ^",
+        ),
+    ],
+)
+def test_a_fault_of_a_pool_points_at_its_line_of_the_file(text: str, drawing: str) -> None:
+    write(text)
+
+    with pytest.raises(PoolsFileError) as caught:
+        read_catalog()["a"].read_as(Spec)
+
+    place = f"etrain: {Path('pools.yaml').absolute()}, "
+    assert "\n".join(caught.value.render()) == place + drawing
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- a\n", "the file must be pools by name, not a list"),
+        ("a: 3\n", "pool 'a' must be a group of keys, not the number 3"),
+        ("a: {region: eu}\n", "pool 'a' does not say what it is"),
+        ("local: {kind: x}\n", "no pool can be called 'local'"),
+        ("a: {kind: x, kind: y}\n", "twice"),
+        ("a: {kind: x\n", "expected"),
+    ],
+)
+def test_a_file_that_is_no_list_of_pools_is_refused(text: str, message: str) -> None:
+    write(text)
+
+    with pytest.raises(ConfigError, match=message) as caught:
+        read_catalog()
+    assert "pools.yaml" in caught.value.render()[0]
+
+
+def test_a_pool_of_no_known_kind_is_answered_with_the_nearest() -> None:
+    write("a: {kind: aws_spot}\n")
+
+    with pytest.raises(ConfigError, match="no known kind: 'aws_spot'") as caught:
+        get_pool("a")
+    assert caught.value.hint == "did you mean 'aws-spot'?"
+
+
+def test_a_cell_with_an_unknown_pool_points_at_it() -> None:
+    write("spot-p3: {kind: aws-spot}\n")
+    body = "model: Net\ndata: {train: d}\nloss: f\npool: spot-p2\n"
+    parsed = parse_cell(body, namespace={})
+
+    with pytest.raises(CellError) as caught:
+        launch.check_pool(parsed)
+
+    assert caught.value.render() == [
+        "etrain: line 5, column 7: there is no pool 'spot-p2'; known are local, spot-p3",
+        "    5 | pool: spot-p2",
+        "      |       ^^^^^^^",
+        "  did you mean 'spot-p3'?",
+    ]
