@@ -1,4 +1,4 @@
-"""Which machines there are and what they cost: a market with capacity, and how a fleet takes from it.
+"""Which machines there are and what they cost: a market, and how a fleet takes from it.
 
 Pure: instants are arguments, nothing is started here. A *pool* is an instance type in a zone; its
 spot capacity and price are set by whoever plays the market. On-demand machines have a price and a
@@ -140,11 +140,9 @@ class Market:
     def set_pool(
         self, pool: Pool, *, at: float, capacity: int | None = None, price_usd: float | None = None
     ) -> None:
-        """Set a pool's spot capacity, machines in use included, and its price from an instant on."""
+        """Set a pool's spot capacity (machines in use included), and its price from ``at`` on."""
         if (capacity or 0) < 0 or (price_usd or 0.0) < 0:
-            raise ValueError(
-                f"capacity={capacity} and price_usd={price_usd} of {pool} must be >= 0"
-            )
+            raise ValueError(f"{capacity=} and {price_usd=} of {pool} must be >= 0")
         offer = self._offers.setdefault(pool, _Offer())
         if capacity is not None:
             offer.capacity = capacity
