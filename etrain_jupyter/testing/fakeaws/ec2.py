@@ -11,16 +11,23 @@ import time
 import uuid
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from etrain_jupyter.testing.fakeaws.backend import Backend, LaunchOrder
+from etrain_jupyter.testing.fakeaws.fleets import (
+    Override,
+    describe,
+    error_entry,
+    merged,
+    read_demands,
+    read_tags,
+    refusal_entry,
+)
 from etrain_jupyter.testing.fakeaws.imds import timestamp
 from etrain_jupyter.testing.fakeaws.market import (
     BEFORE,
     Candidate,
-    Demand,
     Lifecycle,
     Market,
     Pool,
@@ -50,15 +57,6 @@ class Machines(Protocol):
 
     def console(self, instance_id: str) -> bytes:
         """Return what an instance printed."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Override:
-    """One line of a fleet request: a pool, and the template that it is started from."""
-
-    template: Any
-    subnet: str | None
-    candidate: Candidate
 
 
 class Ec2:
@@ -129,7 +127,7 @@ class Ec2:
                 "LaunchTemplateConfigs and TargetCapacitySpecification must be given",
             )
         overrides = list(self._overrides(call.region, configs))
-        tags = _tags(query)
+        tags = read_tags(query)
         needs = ["CreateFleet", "RunInstances"] + ["CreateTags"] * bool(tags)
         if any((one.template.data or {}).get("IamInstanceProfile") for one in overrides):
             needs.append("iam:PassRole")
@@ -140,24 +138,24 @@ class Ec2:
             )
         launched: list[dict[str, Any]] = []
         errors: list[dict[str, Any]] = []
-        for demand in _demands(query):
+        for demand in read_demands(query):
             usable, bad = self._usable(call.region, overrides, demand.lifecycle)
             errors += bad
             plan = self.market.plan([one.candidate for one in usable], demand, time.time())
             for candidate in plan.launches:
                 chosen = overrides[candidate.place]
                 launched.append(self._launch(call.region, chosen, demand.lifecycle, tags))
-            errors += [_error(refusal, overrides) for refusal in plan.refusals]
+            errors += [refusal_entry(refusal, overrides) for refusal in plan.refusals]
         return ec2_answer(
             "CreateFleet",
             {
                 "fleetId": f"fleet-{uuid.uuid4()}",
                 "errorSet": errors,
-                "fleetInstanceSet": _together(launched),
+                "fleetInstanceSet": merged(launched),
             },
         )
 
-    def _overrides(self, region: str, configs: list[Any]) -> Iterator[_Override]:
+    def _overrides(self, region: str, configs: list[Any]) -> Iterator[Override]:
         place = 0
         for config in configs:
             version = self._backend.template(region, config["LaunchTemplateSpecification"])
@@ -173,24 +171,24 @@ class Ec2:
                     priority=float(override.get("Priority", place)),
                 )
                 place += 1
-                yield _Override(template=version, subnet=subnet, candidate=candidate)
+                yield Override(template=version, subnet=subnet, candidate=candidate)
 
     def _usable(
-        self, region: str, overrides: list[_Override], lifecycle: Lifecycle
-    ) -> tuple[list[_Override], list[dict[str, Any]]]:
+        self, region: str, overrides: list[Override], lifecycle: Lifecycle
+    ) -> tuple[list[Override], list[dict[str, Any]]]:
         """Tell apart what can be started and what has a fault of its own, such as its image."""
         usable, errors = [], []
         for one in overrides:
             try:
                 self._backend.check_image(region, one.template.image_id)
             except ApiError as exc:
-                errors.append(_error_item(one, lifecycle, exc.code, exc.message))
+                errors.append(error_entry(one, lifecycle, exc.code, exc.message))
             else:
                 usable.append(one)
         return usable, errors
 
     def _launch(
-        self, region: str, chosen: _Override, lifecycle: Lifecycle, tags: dict[str, dict[str, str]]
+        self, region: str, chosen: Override, lifecycle: Lifecycle, tags: dict[str, dict[str, str]]
     ) -> dict[str, Any]:
         version = chosen.template
         order = LaunchOrder(
@@ -205,7 +203,7 @@ class Ec2:
         instance_id = self._backend.launch(order)
         self.market.take(instance_id, chosen.candidate.pool, lifecycle)
         return {
-            "launchTemplateAndOverrides": _chosen(chosen),
+            "launchTemplateAndOverrides": describe(chosen),
             "lifecycle": lifecycle,
             "instanceIds": [instance_id],
             "instanceType": chosen.candidate.pool.instance_type,
@@ -326,89 +324,6 @@ class Ec2:
             if reservations is not None and (inner is None or not len(inner)):
                 reservations.remove(one)
         return answer(200, ET.tostring(root), "text/xml")
-
-
-def _demands(query: dict[str, Any]) -> list[Demand]:
-    """Return the on-demand and the spot part of a fleet request, as far as they are wanted."""
-    capacity = query["TargetCapacitySpecification"]
-    total = float(capacity["TotalTargetCapacity"])
-    targets: dict[Lifecycle, float] = {
-        "on-demand": float(capacity.get("OnDemandTargetCapacity", 0)),
-        "spot": float(capacity.get("SpotTargetCapacity", 0)),
-    }
-    default: Literal["spot", "on-demand"] = (
-        "spot" if capacity.get("DefaultTargetCapacityType") == "spot" else "on-demand"
-    )
-    targets[default] += max(0.0, total - sum(targets.values()))
-    demands = []
-    for lifecycle, name in (("on-demand", "OnDemandOptions"), ("spot", "SpotOptions")):
-        options = query.get(name) or {}
-        if not targets[lifecycle]:  # type: ignore[index]
-            continue
-        demands.append(
-            Demand(
-                lifecycle=lifecycle,  # type: ignore[arg-type]
-                target=targets[lifecycle],  # type: ignore[index]
-                strategy=options.get("AllocationStrategy", "lowest-price"),
-                num_pools=int(options.get("InstancePoolsToUseCount", 1)),
-                is_single_type=options.get("SingleInstanceType") == "true",
-                is_single_zone=options.get("SingleAvailabilityZone") == "true",
-                min_target=float(options.get("MinTargetCapacity", 0)),
-            )
-        )
-    return demands
-
-
-def _tags(query: dict[str, Any]) -> dict[str, dict[str, str]]:
-    """Return the tags of a request by kind of resource."""
-    found: dict[str, dict[str, str]] = {}
-    for one in listed(query, "TagSpecification", "TagSpecifications"):
-        tags = {tag["Key"]: tag.get("Value", "") for tag in listed(one, "Tag", "Tags")}
-        found.setdefault(one.get("ResourceType", ""), {}).update(tags)
-    return found
-
-
-def _chosen(one: _Override) -> dict[str, Any]:
-    pool = one.candidate.pool
-    return {
-        "launchTemplateSpecification": {
-            "launchTemplateId": one.template.template.id,
-            "version": str(one.template.number),
-        },
-        "overrides": {
-            "instanceType": pool.instance_type,
-            "subnetId": one.subnet,
-            "availabilityZone": pool.zone,
-            "weightedCapacity": one.candidate.weight,
-        },
-    }
-
-
-def _error(refusal: Refusal, overrides: list[_Override]) -> dict[str, Any]:
-    place = refusal.candidate.place if refusal.candidate is not None else 0
-    return _error_item(overrides[place], refusal.lifecycle, refusal.code, refusal.message)
-
-
-def _error_item(one: _Override, lifecycle: Lifecycle, code: str, message: str) -> dict[str, Any]:
-    return {
-        "launchTemplateAndOverrides": _chosen(one),
-        "lifecycle": lifecycle,
-        "errorCode": code,
-        "errorMessage": message,
-    }
-
-
-def _together(launched: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Put instances of one override and lifecycle into one entry, as EC2 does."""
-    entries: list[dict[str, Any]] = []
-    for one in launched:
-        for entry in entries:
-            if all(entry[name] == one[name] for name in one if name != "instanceIds"):
-                entry["instanceIds"] += one["instanceIds"]
-                break
-        else:
-            entries.append(one)
-    return entries
 
 
 def _price_rows(

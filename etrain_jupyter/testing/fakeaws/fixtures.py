@@ -2,7 +2,7 @@
 
 In a ``conftest.py``::
 
-    from etrain_jupyter.testing.fakeaws.fixtures import *  # noqa: F403
+    from etrain_jupyter.testing.fakeaws.fixtures import *
 
 Then a test that takes ``cloud`` finds boto3 pointed at it, and fails if it leaves anything behind.
 """
@@ -17,7 +17,7 @@ import pytest
 from etrain_jupyter.testing.fakeaws.cloud import FakeAws
 from etrain_jupyter.testing.fakeaws.networks import why_no_namespaces
 
-__all__ = ["cloud", "cloud_process", "loopback_cloud_process", "needs_namespaces"]
+__all__ = ["cloud", "cloud_process", "fresh_cloud", "loopback_cloud_process"]
 
 _REPLACED = (
     "AWS_PROFILE",
@@ -48,15 +48,22 @@ def loopback_cloud_process() -> Iterator[FakeAws]:
 
 
 @pytest.fixture
-def cloud(
+def fresh_cloud(
     cloud_process: FakeAws, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Iterator[FakeAws]:
-    """Give it as new and as what boto3 finds; afterwards nothing may be left in it."""
+    """Give it as new and as what boto3 finds, for tests of parts that do not clean up."""
     cloud_process.reset()
     point_boto_at(cloud_process, monkeypatch, tmp_path)
     yield cloud_process
-    cloud_process.set_faults()
-    assert cloud_process.leftovers() == {}
+    cloud_process.reset()
+
+
+@pytest.fixture
+def cloud(fresh_cloud: FakeAws) -> Iterator[FakeAws]:
+    """Give it as new and as what boto3 finds; afterwards nothing may be left in it."""
+    yield fresh_cloud
+    fresh_cloud.set_faults()
+    assert fresh_cloud.leftovers() == {}
 
 
 def point_boto_at(cloud: FakeAws, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
