@@ -119,8 +119,16 @@ class Bucket:
     """
 
     def __init__(
-        self, name: str, prefix: str, limits: S3Limits, *, setting: str = "checkpoint.to"
+        self,
+        name: str,
+        prefix: str,
+        limits: S3Limits,
+        *,
+        setting: str = "checkpoint.to",
+        make_client: Callable[[Config], Any] | None = None,
     ) -> None:
+        self._make_client = make_client or _client_of_environment
+        """Makes the client, anew when its credentials have expired."""
         self.name = name
         self.prefix = prefix
         self.limits = limits
@@ -414,14 +422,9 @@ class Bucket:
     def _connect(self) -> Any:
         with self._lock:
             if self._client is None:
-                # A session of our own: the default one is shared, and never looks again.
                 core = botocore.session.get_session()
-                session = boto3.session.Session(botocore_session=core)
-                region = session.region_name or "us-east-1"
                 retries = {name: _asked_of(core, name) for name in _RETRIES}
-                self._client = session.client(
-                    "s3", region_name=region, config=config_of(self.limits, retries)
-                )
+                self._client = self._make_client(config_of(self.limits, retries))
             return self._client
 
     def endpoint(self) -> str:
@@ -445,6 +448,13 @@ class _TakenError(CheckpointError):
 
 class _CutShortError(OSError):
     """A body ended before its end."""
+
+
+def _client_of_environment(config: Config) -> Any:
+    """Return a client for what boto3's users set."""
+    # A session of our own: the default one is shared, and never looks again.
+    session = boto3.session.Session(botocore_session=botocore.session.get_session())
+    return session.client("s3", region_name=session.region_name or "us-east-1", config=config)
 
 
 _RETRIES = {"max_attempts": "AWS_MAX_ATTEMPTS", "retry_mode": "AWS_RETRY_MODE"}

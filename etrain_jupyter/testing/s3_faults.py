@@ -103,10 +103,10 @@ class FaultyS3:
             if kind == "slow":
                 time.sleep(seconds)
         if "reset" in kinds:
-            return _reset(environ)
+            return reset_connection(environ)
         status, headers, data = self._answer(environ, body, kinds)
         if "lose_answer" in kinds:
-            return _reset(environ)
+            return reset_connection(environ)
         if "spoil_answer" in kinds and status.startswith("2") and data:
             data = _spoiled(data)
         start_response(status, headers)
@@ -195,7 +195,7 @@ def _cut_short(environ: Environ, data: bytes) -> Iterator[bytes]:
         environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
 
 
-def _reset(environ: Environ) -> Iterable[bytes]:
+def reset_connection(environ: Environ) -> Iterable[bytes]:
     """Close the connection as a machine does that knows nothing of it."""
     connection: socket.socket = environ["werkzeug.socket"]
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

@@ -31,27 +31,11 @@ from etrain_jupyter.testing.s3_faults import AROUND, CONTROL, FaultyS3, S3Fault
 REGION = "us-east-1"
 
 
-class S3Server:
-    """The process, as seen from the test."""
+class S3Endpoint:
+    """An S3 with faults, as seen from the test, wherever it runs."""
 
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            self.close()
-            raise RuntimeError("the S3 server did not start; what it printed says why")
-        self.url = f"http://127.0.0.1:{json.loads(line)['port']}"
-
-    @property
-    def pid(self) -> int:
-        """The process."""
-        return self._process.pid
+    def __init__(self, url: str) -> None:
+        self.url = url
 
     @property
     def environment(self) -> dict[str, str]:
@@ -104,6 +88,29 @@ class S3Server:
         request = urllib.request.Request(self.url + path, data, headers, method=method)
         with urllib.request.urlopen(request, timeout=30) as answer:
             return bytes(answer.read())
+
+
+class S3Server(S3Endpoint):
+    """The same in a process of its own."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            self.close()
+            raise RuntimeError("the S3 server did not start; what it printed says why")
+        super().__init__(f"http://127.0.0.1:{json.loads(line)['port']}")
+
+    @property
+    def pid(self) -> int:
+        """The process."""
+        return self._process.pid
 
     def close(self) -> None:
         """End it."""

@@ -160,12 +160,12 @@ def test_there_are_never_more_workers_than_max(seed: int, rules: Rules) -> None:
 def test_who_does_not_count_what_is_not_listed_yet_launches_too_many() -> None:
     own = Rules(cluster_id="c", max_workers=4)
 
-    def live_through_many() -> None:
+    def live_fifty_times() -> None:
         for seed in range(50):
             live_through(seed, own, 120, counts_unlisted=False)
 
     with pytest.raises(AssertionError):
-        live_through_many()
+        live_fifty_times()
 
 
 def test_the_cloud_of_these_tests_gives_and_takes() -> None:

@@ -1,0 +1,267 @@
+"""What a node starts from: objects in the bucket, a launch template, a few lines of user-data.
+
+User-data can be read by every process of a node and by whoever may describe it, so that it holds no
+secret: the certificates lie in the bucket, which a node reads with its own role.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import getpass
+import json
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from botocore.exceptions import ClientError
+
+from etrain_jupyter.checkpoints.s3_bucket import Bucket
+from etrain_jupyter.checkpoints.s3_words import code_of
+from etrain_jupyter.errors import CheckpointError, PoolError
+from etrain_jupyter.pools.aws_spot.aws_words import pool_error
+from etrain_jupyter.pools.aws_spot.ec2 import CLUSTER_TAG, Clients, tag_list
+from etrain_jupyter.pools.aws_spot.network import NOTHING, Network
+from etrain_jupyter.pools.aws_spot.spec import KIND, AwsSpotSpec
+
+AGENT = "etrain_jupyter.pools.aws_spot.agent"
+MOST_USER_DATA = 16_384
+"""Bytes that EC2 takes; ours has a few hundred, and what ``image.setup`` adds."""
+NODE_TLS = ("ca.pem", "worker.pem", "worker.key")
+HEAD_TLS = ("ca.pem", "scheduler.pem", "scheduler.key", "client.pem", "client.key")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeConfig:
+    """``config.json``: what the agent of a node is told."""
+
+    cluster_id: str
+    region: str
+    role_env: Mapping[str, str] = field(default_factory=dict)
+    """Variables for workers."""
+    imds_poll_s: float = 2.0
+    lease_ttl_s: float = 300.0
+    lease_check_s: float = 30.0
+    lifetime_s: float = 43_200.0
+    drain_s: float = 90.0
+    first_hour: str = "wait-for-ec2"
+    """``wait-for-ec2`` or ``power-off``."""
+    workers_per_node: int = 0
+    """0 is one a GPU, or one where there is none."""
+    fingerprint: Mapping[str, Any] = field(default_factory=dict)
+    """The kernel's environment, which the node's must match."""
+    supervisor: str = "etrain_jupyter.cluster.supervisor:Supervisor"
+
+    @classmethod
+    def of(
+        cls,
+        spec: AwsSpotSpec,
+        cluster_id: str,
+        *,
+        fingerprint: Mapping[str, Any] | None = None,
+        supervisor: str = "",
+    ) -> NodeConfig:
+        """Return what a spec says."""
+        given = {"supervisor": supervisor} if supervisor else {}
+        return cls(
+            cluster_id=cluster_id,
+            region=spec.region,
+            role_env=dict(spec.environment),
+            imds_poll_s=spec.interruption.imds_poll,
+            lease_ttl_s=spec.lifetime.lease_ttl,
+            lease_check_s=spec.lifetime.lease_ttl / 10,
+            lifetime_s=spec.lifetime.max,
+            drain_s=spec.interruption.drain,
+            first_hour=spec.interruption.first_hour,
+            workers_per_node=spec.workers.per_node,
+            fingerprint=dict(fingerprint or {}),
+            **given,
+        )
+
+    def to_json(self) -> bytes:
+        """Return the text of the object."""
+        return json.dumps(dataclasses.asdict(self), indent=1).encode()
+
+
+def tags_of(
+    spec: AwsSpotSpec, cluster_id: str, *, expires_at: float, role: str = "node"
+) -> dict[str, str]:
+    """Return the tags of everything that is made for a cluster, from the first request on."""
+    return {
+        CLUSTER_TAG: cluster_id,
+        "etrain:pool": KIND,
+        "etrain:owner": spec.owner or getpass.getuser(),
+        "etrain:expires": str(int(expires_at)),
+        "etrain:role": role,
+        # Where the rest of it lies, for whoever reaps it with nothing but credentials.
+        "etrain:home": spec.home(cluster_id),
+    }
+
+
+def put_node_files(
+    bucket: Bucket, cluster_id: str, config: NodeConfig, tls_dir: Path, *, with_head: bool = False
+) -> None:
+    """Put what nodes read into the bucket; keys as in ``reference`` of the agent.
+
+    Raises:
+        PoolError: If the bucket does not take it.
+    """
+    folder = f"clusters/{cluster_id}"
+    try:
+        for name in NODE_TLS:
+            bucket.put(f"{folder}/tls/{name}", (tls_dir / name).read_bytes(), "storing a key")
+        for name in HEAD_TLS if with_head else ():
+            data = (tls_dir / name).read_bytes()
+            bucket.put(f"{folder}/tls-head/{name}", data, "storing a key")
+        bucket.put(f"{folder}/config.json", config.to_json(), "storing the nodes' configuration")
+    except CheckpointError as exc:
+        raise PoolError(
+            f"the nodes' files cannot be stored: {exc}. {NOTHING} `%etrain pools policy` prints "
+            "what the role or user needs."
+        ) from exc
+
+
+def user_data(spec: AwsSpotSpec, cluster_id: str, *, role: str = "node") -> str:
+    """Return the script that a node runs first.
+
+    Its first line turns the machine off if all else fails: an agent that serves arms the timer
+    anew for the lifetime.
+
+    Raises:
+        PoolError: If it is too long for EC2.
+    """
+    minutes = max(1, round(spec.lifetime.boot / 60))
+    lines = [
+        "#!/bin/bash",
+        f"shutdown -h +{minutes}",
+        f"export AWS_DEFAULT_REGION={spec.region} ETRAIN_ROLE={role}",
+    ]
+    if spec.image.archive:
+        url = shlex.quote(spec.image.archive)
+        lines.append(f"aws s3 cp --only-show-errors {url} - | tar -xzf - -C /")
+    lines += spec.image.setup
+    lines.append(f"{spec.image.python} -m {AGENT} {shlex.quote(spec.home(cluster_id))}")
+    # An agent that cannot even be started costs no more than the boot.
+    lines.append("shutdown -h now")
+    text = "\n".join(lines) + "\n"
+    size = len(text.encode())
+    if size > MOST_USER_DATA:
+        raise PoolError(
+            f"the script that starts a node has {size} bytes, EC2 takes {MOST_USER_DATA}. "
+            f"{NOTHING} Put what image.setup does into image.archive."
+        )
+    if "PRIVATE KEY" in text:
+        raise PoolError(
+            f"image.setup holds a private key, which every process of a node could read. {NOTHING} "
+            "Put it into the bucket or a secret store, and read it with the node's role."
+        )
+    return text
+
+
+def find_image(clients: Clients, spec: AwsSpotSpec) -> tuple[str, str]:
+    """Return the id of the image and the name of its root device.
+
+    Raises:
+        PoolError: If there is no such image, or AWS does not tell.
+    """
+    named = spec.image.ami
+    try:
+        ami = named
+        if named.startswith("ssm:"):
+            name = named.removeprefix("ssm:")
+            ami = clients.ssm.get_parameter(Name=name)["Parameter"]["Value"]
+        images = clients.ec2.describe_images(ImageIds=[ami])["Images"]
+        if not images:
+            error = {"Error": {"Code": "InvalidAMIID.NotFound", "Message": ""}}
+            raise ClientError(error, "DescribeImages")
+        return ami, images[0].get("RootDeviceName") or "/dev/xvda"
+    except ClientError as exc:
+        raise pool_error(f"image.ami={named} cannot be used", exc, NOTHING) from exc
+
+
+def make_template(
+    clients: Clients,
+    spec: AwsSpotSpec,
+    cluster_id: str,
+    network: Network,
+    tags: Mapping[str, str],
+    *,
+    role: str = "node",
+) -> str:
+    """Return the id of the cluster's launch template, made if it is not there.
+
+    Raises:
+        PoolError: If EC2 does not take it.
+    """
+    name = f"etrain-{cluster_id}" + ("" if role == "node" else f"-{role}")
+    ami, root = find_image(clients, spec)
+    data = template_data(spec, cluster_id, network, tags, ami=ami, root=root, role=role)
+    try:
+        made = clients.ec2.create_launch_template(
+            LaunchTemplateName=name,
+            LaunchTemplateData=data,
+            TagSpecifications=[{"ResourceType": "launch-template", "Tags": tag_list(tags)}],
+        )
+        return str(made["LaunchTemplate"]["LaunchTemplateId"])
+    except ClientError as exc:
+        if code_of(exc) != "InvalidLaunchTemplateName.AlreadyExistsException":
+            raise pool_error("the launch template cannot be made", exc, NOTHING) from exc
+    found = clients.ec2.describe_launch_templates(LaunchTemplateNames=[name])
+    return str(found["LaunchTemplates"][0]["LaunchTemplateId"])
+
+
+def template_data(
+    spec: AwsSpotSpec,
+    cluster_id: str,
+    network: Network,
+    tags: Mapping[str, str],
+    *,
+    ami: str,
+    root: str,
+    role: str = "node",
+) -> dict[str, Any]:
+    """Return what all machines of a cluster have in common, as EC2 takes it."""
+    script = user_data(spec, cluster_id, role=role).encode()
+    data: dict[str, Any] = {
+        "ImageId": ami,
+        "UserData": base64.b64encode(script).decode(),
+        "InstanceInitiatedShutdownBehavior": "terminate",
+        "IamInstanceProfile": {"Name": spec.iam.instance_profile},
+        # A session's token, and not one hop further: containers and redirected requests get none.
+        "MetadataOptions": {
+            "HttpTokens": "required",
+            "HttpPutResponseHopLimit": 1,
+            "HttpEndpoint": "enabled",
+        },
+        "BlockDeviceMappings": [
+            {
+                "DeviceName": root,
+                "Ebs": {
+                    "VolumeSize": spec.volume.gib,
+                    "VolumeType": spec.volume.type,
+                    "DeleteOnTermination": True,
+                    "Encrypted": True,
+                },
+            }
+        ],
+        "TagSpecifications": [
+            {"ResourceType": kind, "Tags": tag_list(tags)} for kind in ("instance", "volume")
+        ],
+    }
+    if role == "head":
+        data["InstanceType"] = spec.head_type
+    if spec.network.public_ip:
+        # An address can only be asked for with an interface, which then has the group.
+        data["NetworkInterfaces"] = [
+            {
+                "DeviceIndex": 0,
+                "AssociatePublicIpAddress": True,
+                "Groups": [network.security_group],
+                "DeleteOnTermination": True,
+            }
+        ]
+    else:
+        data["SecurityGroupIds"] = [network.security_group]
+    return data

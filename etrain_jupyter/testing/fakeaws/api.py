@@ -1,0 +1,159 @@
+"""The fake cloud as one WSGI application: it sends each request to who answers it.
+
+S3 goes through :class:`~etrain_jupyter.testing.s3_faults.FaultyS3` to moto, EC2 through the actions
+of ``ec2`` to moto, the Pricing API is answered here, and everything else is moto's. Faults and the
+cloud's clock concern all of them.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import time
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime, parsedate_to_datetime
+from typing import Any
+
+from etrain_jupyter.testing.fakeaws.ec2 import Ec2
+from etrain_jupyter.testing.fakeaws.faults import FaultList
+from etrain_jupyter.testing.fakeaws.pricing import get_products
+from etrain_jupyter.testing.fakeaws.wire import (
+    Answer,
+    ApiError,
+    Call,
+    Environ,
+    error_answer,
+    json_answer,
+    read_call,
+)
+from etrain_jupyter.testing.s3_faults import CONTROL, FaultyS3, reset_connection
+
+Wsgi = Callable[..., Iterable[bytes]]
+MAX_SKEW_S = 900
+_MODIFIED = re.compile(rb"(?<=<LastModified>)[^<]+(?=</LastModified>)")
+
+
+class CloudApi:
+    """The application."""
+
+    def __init__(self, moto: Wsgi, ec2: Ec2) -> None:
+        """Put it together.
+
+        Args:
+            moto: Moto's application.
+            ec2: The actions that are ours.
+        """
+        self._moto = moto
+        self._s3 = FaultyS3(moto)
+        self._ec2 = ec2
+        self.faults = FaultList()
+        self.clock_skew_s = 0.0
+        """How far the cloud's clock is ahead of this machine's."""
+
+    def __call__(self, environ: Environ, start_response: Callable[..., Any]) -> Iterable[bytes]:
+        """Answer one request."""
+        if environ["PATH_INFO"].startswith(CONTROL):
+            return self._s3(environ, start_response)
+        body = environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+        environ["wsgi.input"] = io.BytesIO(body)
+        call = read_call(environ, body)
+        chosen = [] if "HTTP_X_ETRAIN_AROUND" in environ else self.faults.choose(call)
+        for fault in chosen:
+            time.sleep(fault.seconds)
+        error = next((fault.error for fault in chosen if fault.error), None)
+        error = error or self._skew_error(environ, call)
+        if error is None and call.service == "s3":
+            # It streams, and has faults of its own.
+            return self._answer_s3(environ, start_response)
+        told = error_answer(call, error) if error is not None else self._answer(call)
+        if any(fault.is_answer_lost for fault in chosen):
+            return reset_connection(environ)
+        status, headers, data = told
+        start_response(status, self._dated(headers))
+        return [data]
+
+    def _answer(self, call: Call) -> Answer:
+        try:
+            if call.service == "ec2":
+                return self._ec2.answer(call, lambda: self._ask_moto(call))
+            if call.service == "pricing":
+                return json_answer(get_products(json.loads(call.body), self._ec2.market))
+            return self._ask_moto(call)
+        except ApiError as exc:
+            return error_answer(call, exc)
+
+    def _ask_moto(self, call: Call) -> Answer:
+        call.environ["wsgi.input"] = io.BytesIO(call.body)
+        told: dict[str, Any] = {}
+
+        def start(status: str, headers: list[tuple[str, str]], exc_info: Any = None) -> None:
+            told.update(status=status, headers=headers)
+
+        data = b"".join(self._moto(call.environ, start))
+        is_page = any(
+            name.lower() == "content-type" and value.startswith("text/html")
+            for name, value in told["headers"]
+        )
+        if told["status"].startswith("5") and (is_page or b"<!doctype html" in data[:200].lower()):
+            # Moto answers with a page for people what it does not have.
+            raise ApiError(
+                "InvalidAction", f"The action {call.action} is not part of the fake cloud."
+            )
+        return told["status"], told["headers"], data
+
+    # The clock ----------------------------------------------------------------------------------
+
+    def _dated(self, headers: list[tuple[str, str]]) -> list[tuple[str, str]]:
+        """Put the cloud's time into an answer."""
+        now = datetime.now(UTC) + timedelta(seconds=self.clock_skew_s)
+        kept = [(name, value) for name, value in headers if name.lower() != "date"]
+        return [*kept, ("Date", format_datetime(now, usegmt=True))]
+
+    def _skew_error(self, environ: Environ, call: Call) -> ApiError | None:
+        """Refuse what was signed by a clock that is too far from the cloud's, as AWS does."""
+        signed = environ.get("HTTP_X_AMZ_DATE", "")
+        if not self.clock_skew_s or not signed:
+            return None
+        at = datetime.strptime(signed, "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC).timestamp()
+        if abs(time.time() + self.clock_skew_s - at) <= MAX_SKEW_S:
+            return None
+        code = "RequestTimeTooSkewed" if call.service == "s3" else "RequestExpired"
+        return ApiError(
+            code, "The difference between the request time and the current time is too large."
+        )
+
+    def _answer_s3(self, environ: Environ, start_response: Callable[..., Any]) -> Iterable[bytes]:
+        shift = timedelta(seconds=self.clock_skew_s)
+        is_listing = False
+
+        def start(status: str, headers: list[tuple[str, str]], exc_info: Any = None) -> Any:
+            nonlocal is_listing
+            is_listing = any(
+                name.lower() == "content-type" and "xml" in value for name, value in headers
+            )
+            shown = [
+                (name, format_datetime(parsedate_to_datetime(value) + shift, usegmt=True))
+                if name.lower() == "last-modified"
+                else (name, value)
+                for name, value in headers
+            ]
+            return start_response(status, self._dated(shown))
+
+        data = self._s3(environ, start)
+        if not shift or not is_listing:
+            return data
+        return [_MODIFIED.sub(lambda found: _shifted(found.group(), shift), b"".join(data))]
+
+
+def _shifted(text: bytes, shift: timedelta) -> bytes:
+    """Move an instant of a listing; the text keeps its length.
+
+    >>> _shifted(b"2026-01-01T00:00:00.000Z", timedelta(seconds=90))
+    b'2026-01-01T00:01:30.000Z'
+    """
+    at = datetime.fromisoformat(text.decode().replace("Z", "+00:00")) + shift
+    shown = at.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S")
+    fraction = b".000" if b"." in text else b""
+    return shown.encode() + fraction + b"Z"

@@ -1,0 +1,357 @@
+"""All that the fake cloud reads and changes inside moto: instances, templates, roles, permissions.
+
+The other modules know nothing of moto's classes. Everything here is done under ``lock``.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC
+from typing import Any
+from urllib.parse import parse_qsl
+
+from moto import settings
+from moto.core.authorization import ActionAuthenticatorMixin
+from moto.core.exceptions import ServiceException
+from moto.core.request import EnvironHeaders
+from moto.ec2.models import ec2_backends
+from moto.ec2.models.instances import MetadataOptions, StateReason
+from moto.iam.access_control import IAMRequest
+from moto.iam.models import iam_backends
+from moto.sts.models import sts_backends
+from werkzeug.exceptions import HTTPException
+
+from etrain_jupyter.testing.fakeaws.imds import timestamp
+from etrain_jupyter.testing.fakeaws.market import Lifecycle, Pool
+from etrain_jupyter.testing.fakeaws.wire import ApiError, Call
+
+ACCOUNT = "123456789012"
+SPOT_TAKEN = "Server.SpotInstanceTermination"
+HOST_FAILED = "Server.InternalError"
+GUEST_SHUTDOWN = "Client.InstanceInitiatedShutdown"
+USER_SHUTDOWN = "Client.UserInitiatedShutdown"
+_MESSAGES = {
+    SPOT_TAKEN: "Spot instance termination",
+    HOST_FAILED: "Internal error on launch",
+    GUEST_SHUTDOWN: "Instance initiated shutdown",
+    USER_SHUTDOWN: "User initiated shutdown",
+}
+TEMPLATE_TAG = "aws:ec2launchtemplate:"
+
+
+@dataclass(frozen=True, kw_only=True)
+class InstanceFacts:
+    """What EC2 knows of an instance when it starts."""
+
+    instance_id: str
+    pool: Pool
+    lifecycle: Lifecycle
+    region: str
+    image: str
+    launched_at: float
+    user_data: str
+    role: str
+    """The role of its instance profile; empty for none."""
+    tags: Mapping[str, str] = field(default_factory=dict)
+    shows_tags: bool = False
+    """Whether it may read them itself."""
+    stops: bool = False
+    """Whether a shutdown from inside stops it only, so that its disk is charged on."""
+    disk_gb: int = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchOrder:
+    """One machine that a fleet starts."""
+
+    region: str
+    template_id: str
+    version: str
+    pool: Pool
+    lifecycle: Lifecycle
+    subnet: str | None = None
+    tags: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Tags by kind of resource, beside those of the template."""
+
+
+class Backend:
+    """Moto's state, for the harness."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self._credentials: dict[str, tuple[float, str]] = {}
+        self.role_ttl_s = 3600
+
+    # Instances ----------------------------------------------------------------------------------
+
+    def instances(self) -> Iterator[Any]:
+        """Yield moto's instances of all regions that were used."""
+        for backend in list(ec2_backends[ACCOUNT].values()):
+            for reservation in list(backend.reservations.values()):
+                yield from list(reservation.instances)
+
+    def find(self, instance_id: str) -> Any:
+        """Return moto's instance.
+
+        Raises:
+            ApiError: If there is none.
+        """
+        for instance in self.instances():
+            if instance.id == instance_id:
+                return instance
+        raise ApiError(
+            "InvalidInstanceID.NotFound", f"The instance ID '{instance_id}' does not exist"
+        )
+
+    def states(self) -> dict[str, str]:
+        """Return the state of every instance."""
+        return {instance.id: instance.state for instance in self.instances()}
+
+    def template(self, region: str, specification: Mapping[str, Any]) -> Any:
+        """Return the version of a launch template that a request names.
+
+        Raises:
+            ApiError: If there is none.
+        """
+        ec2 = ec2_backends[ACCOUNT][region]
+        try:
+            if specification.get("LaunchTemplateId"):
+                template = ec2.get_launch_template(specification["LaunchTemplateId"])
+            else:
+                template = ec2.get_launch_template_by_name(specification["LaunchTemplateName"])
+            return template.get_version(specification.get("Version", "$Default"))
+        except KeyError:
+            raise ApiError(
+                "InvalidLaunchTemplateId.NotFound",
+                f"The specified launch template, {dict(specification)}, does not exist.",
+            ) from None
+        except ServiceException as exc:
+            raise ApiError(exc.code, exc.message) from None
+
+    def zone_of(self, region: str, subnet: str | None) -> str:
+        """Return the zone of a subnet.
+
+        Raises:
+            ApiError: If there is no such subnet.
+        """
+        if subnet is None:
+            return f"{region}a"
+        try:
+            return str(ec2_backends[ACCOUNT][region].get_subnet(subnet).availability_zone)
+        except ServiceException as exc:
+            raise ApiError(exc.code, exc.message) from None
+
+    def check_image(self, region: str, image: str) -> None:
+        """Refuse an image that does not exist."""
+        if image not in ec2_backends[ACCOUNT][region].amis:
+            raise ApiError("InvalidAMIID.NotFound", f"The image id '[{image}]' does not exist")
+
+    def launch(self, order: LaunchOrder) -> str:
+        """Make an instance from a launch template; return its id."""
+        ec2 = ec2_backends[ACCOUNT][order.region]
+        reference = {"LaunchTemplateId": order.template_id, "Version": order.version}
+        data = ec2.get_launch_template(order.template_id).get_version(order.version).data
+        tags = {"instance": {}, "volume": _template_tags(data, "volume")}
+        for kind, more in order.tags.items():
+            tags[kind] = {**tags.get(kind, {}), **more}
+        words: dict[str, Any] = {
+            "instance_type": order.pool.instance_type,
+            "is_instance_type_default": False,
+            "launch_template": reference,
+            "placement": None if order.subnet else order.pool.zone,
+            "region_name": order.region,
+            "subnet_id": order.subnet,
+            "tags": tags,
+        }
+        if order.lifecycle == "spot":
+            words["instance_market_options"] = "spot"
+        if data.get("BlockDeviceMappings"):
+            words["block_device_mappings"] = data["BlockDeviceMappings"]
+        try:
+            made = ec2.run_instances("", 1, None, [], **words)
+        except ServiceException as exc:
+            raise ApiError(exc.code, exc.message) from None
+        return str(made.instances[0].id)
+
+    def prepare(self, instance_id: str, address: str) -> InstanceFacts:
+        """Give a new instance its address, and from its template what moto leaves out.
+
+        It is pending afterwards.
+        """
+        instance = self.find(instance_id)
+        instance.nics[0].private_ip_address = address
+        state = instance.instance_state
+        state.name, state.code = "pending", 0
+        tags = {tag["key"]: tag["value"] for tag in instance.get_tags()}
+        data: dict[str, Any] = {}
+        if f"{TEMPLATE_TAG}id" in tags:
+            template = ec2_backends[ACCOUNT][instance.region_name].get_launch_template(
+                tags[f"{TEMPLATE_TAG}id"]
+            )
+            data = template.get_version(tags[f"{TEMPLATE_TAG}version"]).data
+        if data.get("InstanceInitiatedShutdownBehavior"):
+            instance.instance_initiated_shutdown_behavior = data[
+                "InstanceInitiatedShutdownBehavior"
+            ]
+        if data.get("MetadataOptions"):
+            instance.metadata_options = MetadataOptions(data["MetadataOptions"])
+        if (data.get("InstanceMarketOptions") or {}).get("MarketType") == "spot":
+            instance.lifecycle = "spot"
+        role = self._take_profile(instance, data.get("IamInstanceProfile") or {})
+        return self._facts(instance, tags, role)
+
+    def _take_profile(self, instance: Any, of_template: Mapping[str, Any]) -> str:
+        """Associate the profile of the template; return the role of the profile."""
+        iam = iam_backends[ACCOUNT]["aws"]
+        held = instance.ec2_backend.iam_instance_profile_associations.get(instance.id)
+        if held is not None:
+            profile = held.iam_instance_profile
+        else:
+            name = of_template.get("Name") or str(of_template.get("Arn", "")).rpartition("/")[2]
+            if not name:
+                return ""
+            try:
+                profile = iam.get_instance_profile(name)
+            except ServiceException:
+                return ""
+            instance.ec2_backend.associate_iam_instance_profile(
+                instance_id=instance.id, iam_instance_profile_name=name
+            )
+        return str(profile.roles[0].name) if profile.roles else ""
+
+    def _facts(self, instance: Any, tags: Mapping[str, str], role: str) -> InstanceFacts:
+        lifecycle: Lifecycle = "spot" if instance.lifecycle == "spot" else "on-demand"
+        volumes = [block for _, block in instance.get_block_device_mapping]
+        sizes = [int(instance.ec2_backend.volumes[block.volume_id].size or 8) for block in volumes]
+        return InstanceFacts(
+            instance_id=instance.id,
+            pool=Pool(instance.instance_type, instance.availability_zone),
+            lifecycle=lifecycle,
+            region=instance.region_name,
+            image=instance.image_id or "",
+            launched_at=instance.launch_time.replace(tzinfo=UTC).timestamp(),
+            user_data=_decoded(instance.user_data),
+            role=role,
+            tags=tags,
+            shows_tags=instance.metadata_options.instance_metadata_tags == "enabled",
+            stops=instance.instance_initiated_shutdown_behavior == "stop"
+            and lifecycle == "on-demand",
+            disk_gb=sum(sizes),
+        )
+
+    def set_running(self, instance_id: str) -> None:
+        """Let it run."""
+        instance = self.find(instance_id)
+        if instance.state == "pending":
+            state = instance.instance_state
+            state.name, state.code = "running", 16
+
+    def set_ended(self, instance_id: str, code: str, *, is_stopped: bool = False) -> None:
+        """Let it be terminated, or stopped, for a reason."""
+        instance = self.find(instance_id)
+        if is_stopped:
+            instance.stop()
+        elif instance.state != "terminated":
+            instance.terminate()
+        instance.state_reason = StateReason(f"{code}: {_MESSAGES[code]}", code)
+
+    # Roles and permissions ----------------------------------------------------------------------
+
+    def role_credentials(self, role: str, session: str) -> str:
+        """Return credentials of a role as the metadata service tells them."""
+        expires_at, document = self._credentials.get(session, (0.0, ""))
+        # EC2 has new ones ready five minutes before the old ones end.
+        if expires_at - time.time() > min(300, self.role_ttl_s / 2):
+            return document
+        with self.lock:
+            made = sts_backends[ACCOUNT]["aws"].assume_role(
+                region_name="us-east-1",
+                role_session_name=session,
+                role_arn=f"arn:aws:iam::{ACCOUNT}:role/{role}",
+                policy="",
+                duration=self.role_ttl_s,
+                external_id="",
+            )
+        expires_at = time.time() + self.role_ttl_s
+        told = {
+            "Code": "Success",
+            "LastUpdated": timestamp(time.time()),
+            "Type": "AWS-HMAC",
+            "AccessKeyId": made.access_key_id,
+            "SecretAccessKey": made.secret_access_key,
+            "Token": made.session_token,
+            "Expiration": timestamp(expires_at),
+        }
+        self._credentials[session] = (expires_at, json.dumps(told))
+        return self._credentials[session][1]
+
+    def is_enforcing(self) -> bool:
+        """Tell whether signatures and policies are checked."""
+        return bool(ActionAuthenticatorMixin.request_count >= settings.INITIAL_NO_AUTH_ACTION_COUNT)
+
+    def enforce(self, is_on: bool) -> None:
+        """Check signatures and policies from now on, or no more."""
+        settings.INITIAL_NO_AUTH_ACTION_COUNT = 0.0 if is_on else float("inf")
+        ActionAuthenticatorMixin.request_count = 0
+
+    def check_permitted(self, call: Call, *actions: str) -> None:
+        """Refuse what the caller's policies do not allow, for actions that moto does not see.
+
+        Args:
+            call: The request, whose signature is checked.
+            actions: What it needs, as ``CreateFleet`` or ``iam:PassRole``.
+
+        Raises:
+            ApiError: If it is refused.
+        """
+        if not self.is_enforcing():
+            return
+        headers = dict(EnvironHeaders(call.environ))
+        path = call.environ["PATH_INFO"]
+        data = dict(parse_qsl(call.body.decode("latin-1")))
+        for place, action in enumerate(actions):
+            try:
+                request = IAMRequest(
+                    account_id=ACCOUNT,
+                    method=call.environ["REQUEST_METHOD"],
+                    path=path,
+                    data=data,
+                    body=call.body,
+                    headers=headers,
+                    action=action.rpartition(":")[2],
+                )
+                if place == 0:
+                    request.check_signature()
+                if ":" in action:
+                    request._action = action  # of another service than the one that is asked
+                request.check_action_permitted("*")
+            except (ServiceException, HTTPException) as exc:
+                is_unknown = getattr(exc, "error_type", "") == "AuthFailure"
+                raise ApiError(
+                    "AuthFailure" if is_unknown else "UnauthorizedOperation",
+                    f"You are not authorized to perform this operation ({action}).",
+                ) from None
+
+
+def _template_tags(data: Mapping[str, Any], kind: str) -> dict[str, str]:
+    specifications: Sequence[Mapping[str, Any]] = data.get("TagSpecifications") or []
+    return {
+        tag["Key"]: tag["Value"]
+        for specification in specifications
+        if specification.get("ResourceType") == kind
+        for tag in specification.get("Tags") or specification.get("Tag") or []
+    }
+
+
+def _decoded(user_data: Any) -> str:
+    """Return user data as text; moto keeps it in a class of its own, as base64."""
+    if not user_data:
+        return ""
+    try:
+        return str(user_data.decode())
+    except (AttributeError, ValueError):
+        return str(user_data)

@@ -1,0 +1,113 @@
+"""What the machines really cost, by EC2's rules. Pure.
+
+By the second, at the spot price then in force, a minute at least; nothing for a spot machine that
+EC2 itself takes in its first hour; the disk for as long as it exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from etrain_jupyter.testing.fakeaws.market import Lifecycle, Market, Pool
+
+LEAST_S = 60.0
+FIRST_HOUR_S = 3600.0
+DISK_USD_PER_GB_H = 0.08 / 730
+"""gp3: eight cents a GB and month, a month being 730 hours."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    """One machine, from its launch to its end."""
+
+    instance_id: str
+    pool: Pool
+    lifecycle: Lifecycle
+    launched_at: float
+    ended_at: float | None = None
+    disk_ended_at: float | None = None
+    """A machine that was only stopped keeps its disk."""
+    reason: str = ""
+    disk_gb: int = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class BillRow:
+    """What one machine cost until now."""
+
+    instance_id: str
+    instance_type: str
+    zone: str
+    lifecycle: Lifecycle
+    seconds: float
+    compute_usd: float
+    """After the waiver."""
+    waived_usd: float
+    disk_usd: float
+    on_demand_usd: float
+    """What the same time would have cost on demand, without the waiver."""
+    is_alive: bool
+    reason: str
+
+    @property
+    def usd(self) -> float:
+        """All of it."""
+        return self.compute_usd + self.disk_usd
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bill:
+    """What all machines cost until now."""
+
+    rows: tuple[BillRow, ...]
+
+    @property
+    def usd(self) -> float:
+        """All of it."""
+        return sum(row.usd for row in self.rows)
+
+    @property
+    def compute_usd(self) -> float:
+        """Without disks."""
+        return sum(row.compute_usd for row in self.rows)
+
+    @property
+    def num_alive(self) -> int:
+        """How many machines still cost."""
+        return sum(row.is_alive for row in self.rows)
+
+
+def is_waived(lifecycle: Lifecycle, reason: str, seconds: float) -> bool:
+    """Tell whether EC2 charges nothing: it took a spot machine in its first hour."""
+    return (
+        lifecycle == "spot" and reason.startswith("Server.SpotInstance") and seconds < FIRST_HOUR_S
+    )
+
+
+def make_bill(usages: Iterable[Usage], market: Market, now: float) -> Bill:
+    """Charge machines as of an instant."""
+    return Bill(rows=tuple(_row(usage, market, now) for usage in usages))
+
+
+def _row(usage: Usage, market: Market, now: float) -> BillRow:
+    end = now if usage.ended_at is None else usage.ended_at
+    seconds = max(0.0, end - usage.launched_at)
+    charged_to = usage.launched_at + max(seconds, LEAST_S)
+    usd = market.charge_usd(usage.pool, usage.lifecycle, usage.launched_at, charged_to)
+    free = usage.ended_at is not None and is_waived(usage.lifecycle, usage.reason, seconds)
+    disk_end = now if usage.disk_ended_at is None else usage.disk_ended_at
+    disk_s = max(LEAST_S, disk_end - usage.launched_at)
+    return BillRow(
+        instance_id=usage.instance_id,
+        instance_type=usage.pool.instance_type,
+        zone=usage.pool.zone,
+        lifecycle=usage.lifecycle,
+        seconds=seconds,
+        compute_usd=0.0 if free else usd,
+        waived_usd=usd if free else 0.0,
+        disk_usd=disk_s / 3600 * usage.disk_gb * DISK_USD_PER_GB_H,
+        on_demand_usd=market.charge_usd(usage.pool, "on-demand", usage.launched_at, charged_to),
+        is_alive=usage.ended_at is None,
+        reason=usage.reason,
+    )

@@ -1,0 +1,257 @@
+"""What a test asks of the fake cloud's process: each public method is a verb, with JSON both ways.
+
+``POST /_fakeaws/VERB`` with the arguments as JSON. The other side is ``cloud.FakeAws``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from moto.moto_api._internal.models import moto_api_backend
+
+from etrain_jupyter.testing.fakeaws import account
+from etrain_jupyter.testing.fakeaws.api import CloudApi, Wsgi
+from etrain_jupyter.testing.fakeaws.backend import Backend
+from etrain_jupyter.testing.fakeaws.bill import make_bill
+from etrain_jupyter.testing.fakeaws.ec2 import Ec2
+from etrain_jupyter.testing.fakeaws.faults import ApiFault
+from etrain_jupyter.testing.fakeaws.hypervisor import ENDED_STATES, Hypervisor
+from etrain_jupyter.testing.fakeaws.machine import processes_of
+from etrain_jupyter.testing.fakeaws.market import Market, Pool
+
+CONTROL = "/_fakeaws/"
+
+
+class Control:
+    """The verbs."""
+
+    def __init__(
+        self,
+        *,
+        backend: Backend,
+        hypervisor: Hypervisor,
+        ec2: Ec2,
+        api: CloudApi,
+        zones: list[str],
+        variables: Mapping[str, str],
+    ) -> None:
+        """Take what is controlled.
+
+        Args:
+            backend: Moto's state.
+            hypervisor: The machines.
+            ec2: The actions that are ours.
+            api: The application.
+            zones: Where a new market has capacity.
+            variables: More variables of the instances' environment, after a reset too.
+        """
+        self._backend = backend
+        self._hypervisor = hypervisor
+        self._ec2 = ec2
+        self._api = api
+        self._zones = zones
+        self._variables = dict(variables)
+        self.reset()
+
+    def reset(self) -> None:
+        """Make everything as new: no instances, no objects, the default market, no faults."""
+        self._hypervisor.forget()
+        with self._backend.lock:
+            moto_api_backend.reset()
+            market = Market.default(self._zones)
+            self._ec2.reset(market)
+            self._hypervisor.market = market
+            self._hypervisor.variables = dict(self._variables)
+            self._backend.role_ttl_s = 3600
+            self._backend.enforce(False)
+        self._api.faults.set(())
+        self._api.clock_skew_s = 0.0
+
+    # The market ---------------------------------------------------------------------------------
+
+    def set_market(self, pools: list[dict[str, Any]], on_demand: list[dict[str, Any]]) -> None:
+        """Replace the market by these pools and on-demand offers."""
+        with self._backend.lock:
+            market = Market()
+            for offer in pools:
+                pool = Pool(offer["instance_type"], offer["zone"])
+                market.set_pool(
+                    pool,
+                    at=time.time(),
+                    capacity=offer.get("capacity"),
+                    price_usd=offer.get("price_usd"),
+                )
+            for offer in on_demand:
+                market.set_on_demand(
+                    offer["instance_type"],
+                    price_usd=offer.get("price_usd"),
+                    capacity=offer.get("capacity"),
+                )
+            for usage in self._hypervisor.usages():
+                if usage.ended_at is None:
+                    market.take(usage.instance_id, usage.pool, usage.lifecycle)
+            self._ec2.market = self._hypervisor.market = market
+
+    def change_pools(
+        self,
+        instance_type: str,
+        zone: str,
+        capacity: int | None = None,
+        price_usd: float | None = None,
+    ) -> None:
+        """Change the pools of a type and a zone; empty stands for all."""
+        with self._backend.lock:
+            market = self._ec2.market
+            chosen = [
+                pool
+                for pool in market.pools()
+                if instance_type in ("", pool.instance_type) and zone in ("", pool.zone)
+            ]
+            if not chosen and instance_type and zone:
+                chosen = [Pool(instance_type, zone)]
+            if not chosen:
+                raise ValueError(f"the market has no pool with {instance_type=} and {zone=}")
+            for pool in chosen:
+                market.set_pool(pool, at=time.time(), capacity=capacity, price_usd=price_usd)
+
+    def change_on_demand(
+        self, instance_type: str, capacity: int | None = None, price_usd: float | None = None
+    ) -> None:
+        """Change the on-demand offer of a type; empty stands for all."""
+        with self._backend.lock:
+            market = self._ec2.market
+            for name in [instance_type] if instance_type else market.on_demand_types():
+                market.set_on_demand(name, capacity=capacity, price_usd=price_usd)
+
+    # Faults -------------------------------------------------------------------------------------
+
+    def set_faults(self, faults: list[dict[str, Any]]) -> None:
+        """Let these go wrong from now on, and nothing else."""
+        self._api.faults.set(tuple(ApiFault(**fault) for fault in faults))
+
+    def calls(self) -> dict[str, int]:
+        """Return how often each action was asked for since the faults were set."""
+        return self._api.faults.calls()
+
+    def set_lag(self, seconds: float) -> None:
+        """Leave instances that are younger out of lists."""
+        self._ec2.lag_s = seconds
+
+    def set_clock_skew(self, seconds: float) -> None:
+        """Set the cloud's clock ahead of this machine's."""
+        self._api.clock_skew_s = seconds
+
+    def break_imds(self, instance_id: str, how: str) -> None:
+        """Let a metadata service fail; ``expire-tokens`` ends its tokens once."""
+        imds = self._hypervisor.imds(instance_id)
+        if how == "expire-tokens":
+            imds.expire_tokens()
+        else:
+            imds.break_(how)
+
+    def set_boot(self, seconds: float) -> None:
+        """Set how long new instances are pending."""
+        self._hypervisor.boot_s = seconds
+
+    def set_variables(self, variables: dict[str, str]) -> None:
+        """Set more variables of the environment of instances that are started from now on."""
+        self._hypervisor.variables = {**self._variables, **variables}
+
+    # Instances ----------------------------------------------------------------------------------
+
+    def preempt(
+        self, instance_id: str, notice_s: float, rebalance_s: float | None, silent: bool
+    ) -> None:
+        """Take an instance back."""
+        self._hypervisor.preempt(
+            instance_id, notice_s=notice_s, rebalance_s=rebalance_s, silent=silent
+        )
+
+    def recommend_rebalance(self, instance_id: str) -> None:
+        """Tell an instance that it is at elevated risk."""
+        self._hypervisor.recommend_rebalance(instance_id)
+
+    def instances(self) -> list[dict[str, Any]]:
+        """Return all instances there were."""
+        with self._backend.lock:
+            return [asdict(record) for record in self._hypervisor.records()]
+
+    def console(self, instance_id: str) -> str:
+        """Return what an instance printed."""
+        return self._hypervisor.console(instance_id).decode(errors="replace")
+
+    def imds_requests(self, instance_id: str) -> list[str]:
+        """Return what an instance asked its metadata service."""
+        asked: list[str] = self._hypervisor.imds(instance_id).requests()
+        return asked
+
+    def bill(self) -> list[dict[str, Any]]:
+        """Return what each instance cost."""
+        with self._backend.lock:
+            bill = make_bill(self._hypervisor.usages(), self._ec2.market, time.time())
+        return [asdict(row) for row in bill.rows]
+
+    # The account --------------------------------------------------------------------------------
+
+    def make_account(
+        self, region: str, bucket: str, role: str, role_policy: dict[str, Any] | None
+    ) -> dict[str, str]:
+        """Make what a cluster needs."""
+        return account.make_account(
+            self._backend, region=region, bucket=bucket, role=role, role_policy=role_policy
+        )
+
+    def make_user(self, name: str, policies: list[dict[str, Any]]) -> dict[str, str]:
+        """Make a user; return its credentials."""
+        return account.make_user(self._backend, name=name, policies=policies)
+
+    def enforce_iam(self, is_on: bool) -> None:
+        """Check signatures and policies, or not."""
+        self._backend.enforce(is_on)
+
+    def set_role_ttl(self, seconds: int) -> None:
+        """Set how long credentials of roles live that are given from now on."""
+        self._backend.role_ttl_s = seconds
+
+    def leftovers(self, cluster: str, prefix: str) -> dict[str, list[str]]:
+        """Return what is left, also of processes of instances that have ended."""
+        self._hypervisor.wait_quiet()
+        found = account.find_leftovers(self._backend, cluster=cluster, prefix=prefix)
+        with self._backend.lock:
+            records = self._hypervisor.records()
+        ended = [one.instance_id for one in records if one.state in ENDED_STATES]
+        alive = [str(process.pid) for process in processes_of(*ended)] if ended else []
+        if alive:
+            found["processes"] = alive
+        return found
+
+
+def with_control(app: Wsgi, control: Control) -> Wsgi:
+    """Return an application that answers the verbs, and leaves the rest to another one."""
+
+    def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        path: str = environ["PATH_INFO"]
+        if not path.startswith(CONTROL):
+            return app(environ, start_response)
+        body = environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+        verb = path.removeprefix(CONTROL)
+        status = "200 OK"
+        try:
+            if verb.startswith("_") or not hasattr(Control, verb):
+                raise ValueError(f"the fake cloud does not know {verb!r}")
+            told = getattr(control, verb)(**json.loads(body or b"{}"))
+        except Exception as exc:  # the test gets it
+            if not isinstance(exc, ValueError):
+                print(f"fakeaws: {verb} failed: {exc!r}", file=sys.stderr, flush=True)
+            status, told = "400 Bad Request", f"{exc}" or repr(exc)
+        data = json.dumps(told).encode()
+        headers = [("Content-Type", "application/json"), ("Content-Length", str(len(data)))]
+        start_response(status, headers)
+        return [data]
+
+    return answer

@@ -1,0 +1,104 @@
+"""What a ``CreateFleet`` request says, and how its parts are answered. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from etrain_jupyter.testing.fakeaws.market import Candidate, Demand, Lifecycle, Refusal
+from etrain_jupyter.testing.fakeaws.wire import listed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Override:
+    """One line of a fleet request: a pool, and the template that it is started from."""
+
+    template: Any
+    subnet: str | None
+    candidate: Candidate
+
+
+def read_demands(query: dict[str, Any]) -> list[Demand]:
+    """Return the on-demand and the spot part of a fleet request, as far as they are wanted."""
+    capacity = query["TargetCapacitySpecification"]
+    total = float(capacity["TotalTargetCapacity"])
+    targets: dict[Lifecycle, float] = {
+        "on-demand": float(capacity.get("OnDemandTargetCapacity", 0)),
+        "spot": float(capacity.get("SpotTargetCapacity", 0)),
+    }
+    default: Literal["spot", "on-demand"] = (
+        "spot" if capacity.get("DefaultTargetCapacityType") == "spot" else "on-demand"
+    )
+    targets[default] += max(0.0, total - sum(targets.values()))
+    demands = []
+    for lifecycle, name in (("on-demand", "OnDemandOptions"), ("spot", "SpotOptions")):
+        options = query.get(name) or {}
+        if not targets[lifecycle]:  # type: ignore[index]
+            continue
+        demands.append(
+            Demand(
+                lifecycle=lifecycle,  # type: ignore[arg-type]
+                target=targets[lifecycle],  # type: ignore[index]
+                strategy=options.get("AllocationStrategy", "lowest-price"),
+                num_pools=int(options.get("InstancePoolsToUseCount", 1)),
+                is_single_type=options.get("SingleInstanceType") == "true",
+                is_single_zone=options.get("SingleAvailabilityZone") == "true",
+                min_target=float(options.get("MinTargetCapacity", 0)),
+            )
+        )
+    return demands
+
+
+def read_tags(query: dict[str, Any]) -> dict[str, dict[str, str]]:
+    """Return the tags of a request by kind of resource."""
+    found: dict[str, dict[str, str]] = {}
+    for one in listed(query, "TagSpecification", "TagSpecifications"):
+        tags = {tag["Key"]: tag.get("Value", "") for tag in listed(one, "Tag", "Tags")}
+        found.setdefault(one.get("ResourceType", ""), {}).update(tags)
+    return found
+
+
+def describe(one: Override) -> dict[str, Any]:
+    """Write which override an instance, or an error, is of."""
+    pool = one.candidate.pool
+    return {
+        "launchTemplateSpecification": {
+            "launchTemplateId": one.template.template.id,
+            "version": str(one.template.number),
+        },
+        "overrides": {
+            "instanceType": pool.instance_type,
+            "subnetId": one.subnet,
+            "availabilityZone": pool.zone,
+            "weightedCapacity": one.candidate.weight,
+        },
+    }
+
+
+def refusal_entry(refusal: Refusal, overrides: list[Override]) -> dict[str, Any]:
+    """Write why the market gave nothing, or less."""
+    place = refusal.candidate.place if refusal.candidate is not None else 0
+    return error_entry(overrides[place], refusal.lifecycle, refusal.code, refusal.message)
+
+
+def error_entry(one: Override, lifecycle: Lifecycle, code: str, message: str) -> dict[str, Any]:
+    """Write what went wrong with an override."""
+    return {
+        "launchTemplateAndOverrides": describe(one),
+        "lifecycle": lifecycle,
+        "errorCode": code,
+        "errorMessage": message,
+    }
+
+
+def merged(launched: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Put instances of one override and lifecycle into one entry, as EC2 does."""
+    entries: list[dict[str, Any]] = []
+    for one in launched:
+        for entry in entries:
+            if all(entry[name] == one[name] for name in one if name != "instanceIds"):
+                entry["instanceIds"] += one["instanceIds"]
+                break
+        else:
+            entries.append(one)
+    return entries

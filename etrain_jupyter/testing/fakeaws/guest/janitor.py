@@ -1,0 +1,45 @@
+"""Removes what a harness made on this machine, however the harness ended.
+
+``python janitor.py FOLDER [BRIDGE]``: waits until its standard input ends, gives the instances a
+moment to end by themselves (each has a line of its own to the harness), then removes the bridge and
+the folder. Instances' namespaces end with their processes.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+MAX_WAIT_S = 15.0
+
+
+def has_processes(folder: str) -> bool:
+    """Tell whether a process runs in the folder."""
+    for name in os.listdir("/proc"):
+        if name.isdecimal() and int(name) != os.getpid():
+            try:
+                where = os.readlink(f"/proc/{name}/cwd")
+            except OSError:
+                continue
+            if where == folder or where.startswith(f"{folder}/"):
+                return True
+    return False
+
+
+def main() -> None:
+    """Wait, and remove."""
+    folder, *bridges = sys.argv[1:]
+    sys.stdin.buffer.read()
+    ends_at = time.monotonic() + MAX_WAIT_S
+    while has_processes(folder) and time.monotonic() < ends_at:
+        time.sleep(0.05)
+    for bridge in bridges:
+        subprocess.run(["ip", "link", "del", bridge], capture_output=True, check=False)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,296 @@
+"""The life of every instance: started when EC2 has it, ended by whoever may end it, and charged.
+
+Ends come from EC2 (``TerminateInstances``), from inside (``shutdown``), from the market (a spot
+interruption, with or without notice) and from a machine that broke.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from etrain_jupyter.testing.fakeaws.backend import (
+    GUEST_SHUTDOWN,
+    HOST_FAILED,
+    SPOT_TAKEN,
+    USER_SHUTDOWN,
+    Backend,
+    InstanceFacts,
+)
+from etrain_jupyter.testing.fakeaws.bill import Usage
+from etrain_jupyter.testing.fakeaws.machine import Machine
+from etrain_jupyter.testing.fakeaws.market import Market
+from etrain_jupyter.testing.fakeaws.networks import Network
+from etrain_jupyter.testing.fakeaws.power import PowerOrder, PowerSwitch
+from etrain_jupyter.testing.fakeaws.records import InstanceRecord
+
+ENDED_STATES = ("terminated", "shutting-down", "stopped", "stopping")
+
+
+@dataclass
+class _Guest:
+    machine: Machine
+    usage: Usage
+    ended: threading.Event = field(default_factory=threading.Event)
+    timer: threading.Timer | None = None
+
+
+class Hypervisor:
+    """Runs machines."""
+
+    def __init__(
+        self, *, backend: Backend, network: Network, folder: Path, minute_s: float, boot_s: float
+    ) -> None:
+        """Listen for the power switches.
+
+        Args:
+            backend: Moto's instances.
+            network: What connects the machines.
+            folder: Where the machines have their files.
+            minute_s: How long the minute of ``shutdown -h +1`` is.
+            boot_s: How long a machine is pending.
+        """
+        self.endpoint = ""
+        self.variables: dict[str, str] = {}
+        self.market: Market | None = None
+        self.boot_s = boot_s
+        self.minute_s = minute_s
+        self._backend = backend
+        self._network = network
+        self._folder = folder
+        self._guests: dict[str, _Guest] = {}
+        self._threads: list[threading.Thread] = []
+        self._switch = PowerSwitch(folder, self._on_order)
+
+    # Starting -----------------------------------------------------------------------------------
+
+    def sync(self) -> None:
+        """Start what is new in EC2 and end what was terminated there; called under the lock."""
+        for instance_id, state in self._backend.states().items():
+            guest = self._guests.get(instance_id)
+            if guest is None and state not in ENDED_STATES:
+                self._adopt(instance_id)
+            elif guest is not None and state in ENDED_STATES:
+                # Whoever terminated it waits for no machine: EC2 answers at once.
+                self._end_soon(guest, USER_SHUTDOWN, is_stopped=state.startswith("stop"))
+                if state == "terminated" and guest.usage.disk_ended_at is None:
+                    # It was stopped before: until now its disk cost.
+                    guest.usage = replace(guest.usage, disk_ended_at=time.time())
+
+    def _adopt(self, instance_id: str) -> None:
+        address = self._network.allocate()
+        facts = self._backend.prepare(instance_id, address)
+        machine = Machine(facts, address, self._network, self._folder)
+        usage = Usage(
+            instance_id=instance_id,
+            pool=facts.pool,
+            lifecycle=facts.lifecycle,
+            launched_at=facts.launched_at,
+            disk_gb=facts.disk_gb,
+        )
+        guest = self._guests[instance_id] = _Guest(machine=machine, usage=usage)
+        if self.market is not None:
+            self.market.take(instance_id, facts.pool, facts.lifecycle)
+        self._run(f"boot {instance_id}", self._boot, guest, facts)
+
+    def _boot(self, guest: _Guest, facts: InstanceFacts) -> None:
+        if guest.ended.wait(self.boot_s):
+            return
+        with self._backend.lock:
+            if guest.ended.is_set():
+                return
+            self._backend.set_running(facts.instance_id)
+        try:
+            guest.machine.start(
+                endpoint=self.endpoint,
+                variables=self.variables,
+                credentials=lambda: self._backend.role_credentials(facts.role, facts.instance_id),
+            )
+        except (OSError, RuntimeError) as exc:
+            print(f"fakeaws: {facts.instance_id} did not start: {exc}", file=sys.stderr, flush=True)
+        guest.machine.on_end()
+        # Its first process is gone though nobody switched it off: the host has failed.
+        self._end(guest, HOST_FAILED)
+
+    # Ending -------------------------------------------------------------------------------------
+
+    def _end_soon(self, guest: _Guest, code: str, *, is_stopped: bool = False) -> None:
+        if self._mark_ended(guest, code, is_stopped=is_stopped):
+            self._run(f"off {guest.usage.instance_id}", self._switch_off, guest)
+
+    def _end(self, guest: _Guest, code: str, *, is_stopped: bool = False) -> None:
+        with self._backend.lock:
+            is_first = self._mark_ended(guest, code, is_stopped=is_stopped)
+        if is_first:
+            self._switch_off(guest)
+
+    def _mark_ended(self, guest: _Guest, code: str, *, is_stopped: bool) -> bool:
+        """Write down that it ended, in EC2 and on the bill; under the lock. False if it had."""
+        if guest.ended.is_set():
+            return False
+        guest.ended.set()
+        if guest.timer is not None:
+            guest.timer.cancel()
+        instance_id = guest.usage.instance_id
+        now = time.time()
+        guest.usage = replace(
+            guest.usage, ended_at=now, disk_ended_at=None if is_stopped else now, reason=code
+        )
+        self._backend.set_ended(instance_id, code, is_stopped=is_stopped)
+        if self.market is not None:
+            # Others have what EC2 takes back; it is no longer for us.
+            self.market.give_back(instance_id, is_lost=code == SPOT_TAKEN)
+        return True
+
+    def _switch_off(self, guest: _Guest) -> None:
+        guest.machine.power_off()
+        self._network.release(guest.machine.address)
+
+    def _on_order(self, instance_id: str, order: PowerOrder) -> str:
+        """Carry out a ``shutdown`` from inside."""
+        guest = self._guests.get(instance_id)
+        if guest is None or guest.ended.is_set():
+            return ""
+        is_stopped = guest.machine.facts.stops
+        if order.minutes == 0:
+            # Not on this thread: the command that asks is one of those that end.
+            self._run(f"off {instance_id}", self._end_from_inside, guest, is_stopped)
+            return ""
+        with self._backend.lock:
+            if guest.timer is not None:
+                guest.timer.cancel()
+                guest.timer = None
+            if order.minutes is None:
+                return ""
+            guest.timer = threading.Timer(
+                order.minutes * self.minute_s, self._end_from_inside, (guest, is_stopped)
+            )
+            guest.timer.daemon = True
+            guest.timer.start()
+        at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(time.time() + order.minutes * 60))
+        return f"Shutdown scheduled for {at}, use 'shutdown -c' to cancel."
+
+    def _end_from_inside(self, guest: _Guest, is_stopped: bool) -> None:
+        self._end(guest, GUEST_SHUTDOWN, is_stopped=is_stopped)
+
+    # What a test does to them --------------------------------------------------------------------
+
+    def preempt(
+        self, instance_id: str, *, notice_s: float, rebalance_s: float | None, silent: bool
+    ) -> None:
+        """Take a machine back, in the background; see ``FakeAws.preempt``."""
+        guest = self._alive(instance_id)
+        is_spot = guest.usage.lifecycle == "spot"
+        if not is_spot and not silent:
+            raise ValueError(
+                f"{instance_id} is on-demand: EC2 gives no notice to it. Use silent=True for a "
+                "host that fails."
+            )
+        code = SPOT_TAKEN if is_spot else HOST_FAILED
+        if silent:
+            self._end(guest, code)
+            return
+        self._run(f"preempt {instance_id}", self._interrupt, guest, notice_s, rebalance_s)
+
+    def _interrupt(self, guest: _Guest, notice_s: float, rebalance_s: float | None) -> None:
+        imds = guest.machine.imds
+        if imds is None:  # it is pending still
+            self._end(guest, SPOT_TAKEN)
+            return
+        if rebalance_s is not None:
+            imds.recommend_rebalance()
+            if guest.ended.wait(rebalance_s):
+                return
+        imds.interrupt(time.time() + notice_s)
+        if not guest.ended.wait(notice_s):
+            self._end(guest, SPOT_TAKEN)
+
+    def recommend_rebalance(self, instance_id: str) -> None:
+        """Say that a machine is at elevated risk, and do nothing."""
+        self.imds(instance_id).recommend_rebalance()
+
+    def imds(self, instance_id: str) -> Any:
+        """Return a machine's metadata service."""
+        imds = self._alive(instance_id).machine.imds
+        if imds is None:
+            raise ValueError(f"{instance_id} is pending: it has no metadata service yet")
+        return imds
+
+    def _alive(self, instance_id: str) -> _Guest:
+        guest = self._guests.get(instance_id)
+        if guest is None or guest.ended.is_set():
+            alive = [name for name, one in self._guests.items() if not one.ended.is_set()]
+            raise ValueError(f"no instance {instance_id} runs; there are {alive}")
+        return guest
+
+    # What is read -------------------------------------------------------------------------------
+
+    def console(self, instance_id: str) -> bytes:
+        """Return what an instance printed."""
+        guest = self._guests.get(instance_id)
+        return b"" if guest is None else guest.machine.console()
+
+    def usages(self) -> list[Usage]:
+        """Return every machine there ever was."""
+        return [guest.usage for guest in list(self._guests.values())]
+
+    def records(self) -> list[InstanceRecord]:
+        """Return every instance, oldest first; call under the lock."""
+        states = self._backend.states()
+        return [
+            InstanceRecord(
+                instance_id=name,
+                instance_type=guest.usage.pool.instance_type,
+                zone=guest.usage.pool.zone,
+                lifecycle=guest.usage.lifecycle,
+                address=guest.machine.address,
+                state=states.get(name, "terminated"),
+                reason=guest.usage.reason,
+                launched_at=guest.usage.launched_at,
+                ended_at=guest.usage.ended_at,
+                tags=dict(guest.machine.facts.tags),
+                pid=guest.machine.pid,
+            )
+            for name, guest in list(self._guests.items())
+        ]
+
+    # The end ------------------------------------------------------------------------------------
+
+    def forget(self) -> None:
+        """Switch everything off and forget it."""
+        with self._backend.lock:
+            guests = list(self._guests.values())
+            for guest in guests:
+                guest.ended.set()
+                if guest.timer is not None:
+                    guest.timer.cancel()
+        for guest in guests:
+            self._switch_off(guest)
+        self.wait_quiet()
+        self._guests.clear()
+
+    def wait_quiet(self) -> None:
+        """Wait until what was begun to start or end has done so; preemptions are not waited for."""
+        for thread in list(self._threads):
+            if thread.name.startswith(("off", "boot")) and not self._is_booted(thread):
+                thread.join(60)
+
+    def _is_booted(self, thread: threading.Thread) -> bool:
+        kind, _, instance_id = thread.name.partition(" ")
+        guest = self._guests.get(instance_id)
+        return kind == "boot" and guest is not None and not guest.ended.is_set()
+
+    def close(self) -> None:
+        """Switch everything off and listen no more."""
+        self.forget()
+        self._switch.close()
+
+    def _run(self, name: str, work: Any, *words: Any) -> None:
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        thread = threading.Thread(target=work, args=words, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()

@@ -1,0 +1,209 @@
+"""One machine: a process tree that runs an instance's user-data, with its metadata and its console.
+
+``ETRAIN_FAKEAWS_INSTANCE`` in the environment of a process says to which instance it belongs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+import etrain_jupyter
+from etrain_jupyter.testing.fakeaws.backend import ACCOUNT, InstanceFacts
+from etrain_jupyter.testing.fakeaws.imds import ImdsServer, Page, instance_pages
+from etrain_jupyter.testing.fakeaws.networks import Network
+
+MARKER = "ETRAIN_FAKEAWS_INSTANCE"
+_GUEST = Path(__file__).parent / "guest"
+_SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_MAX_END_S = 20.0
+
+
+def python_script(name: str, *words: str) -> list[str]:
+    """Return the command that runs one of the guest's scripts."""
+    return [sys.executable, "-I", "-S", str(_GUEST / f"{name}.py"), *words]
+
+
+class Machine:
+    """Made switched off; ``start`` and ``power_off`` are called once."""
+
+    def __init__(self, facts: InstanceFacts, address: str, network: Network, folder: Path) -> None:
+        """Describe it.
+
+        Args:
+            facts: What it is.
+            address: Its private address.
+            network: What connects it.
+            folder: The harness's folder; the machine's own is made below it.
+        """
+        self.facts = facts
+        self.address = address
+        self.imds: ImdsServer | None = None
+        self._network = network
+        self._harness_folder = folder
+        self._folder = folder / facts.instance_id
+        self._folder.mkdir()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_off = False
+        self._lock = threading.Lock()
+        """Guards the switch."""
+
+    @property
+    def pid(self) -> int | None:
+        """The process that the harness started, while it runs."""
+        process = self._process
+        return process.pid if process is not None and process.poll() is None else None
+
+    def console(self) -> bytes:
+        """Return what it printed."""
+        with suppress(FileNotFoundError):
+            return (self._folder / "console.log").read_bytes()
+        return b""
+
+    def start(
+        self, *, endpoint: str, variables: Mapping[str, str], credentials: Callable[[], str]
+    ) -> None:
+        """Run its user-data.
+
+        Args:
+            endpoint: Where it reaches the cloud's services.
+            variables: More variables of its environment.
+            credentials: Returns the credentials of its role, if it has one.
+        """
+        with self._lock:
+            if self._is_off:
+                return
+            with (self._folder / "console.log").open("ab") as console:
+                self._process = subprocess.Popen(
+                    self._network.wrap(python_script("init")),
+                    stdin=subprocess.PIPE,
+                    stdout=console,
+                    stderr=console,
+                    env={"PATH": _SYSTEM_PATH, MARKER: self.facts.instance_id},
+                    cwd=self._folder,
+                    start_new_session=True,
+                )
+            listener = self._network.plug(self._process.pid, self.address)
+            self.imds = ImdsServer(self._pages(), listener=listener)
+            if self.facts.role:
+                self.imds.set_role(self.facts.role, credentials)
+            environment = self._environment(endpoint, variables)
+            order = {
+                "command": self._command(),
+                "environment": environment,
+                "folder": str(self._folder),
+            }
+            assert self._process.stdin is not None
+            self._process.stdin.write(json.dumps(order).encode() + b"\n")
+            self._process.stdin.flush()
+
+    def _command(self) -> list[str]:
+        """Write its user-data to a file, and return what runs it."""
+        text = self.facts.user_data
+        if not text.startswith("#!"):
+            return ["true"]  # cloud-init runs scripts only
+        script = self._folder / "user-data"
+        script.write_text(text)
+        script.chmod(0o755)
+        # Not the file itself: a script that is executed while another thread of the harness
+        # starts a process may be "busy".
+        return [*shlex.split(text.splitlines()[0][2:]), str(script)]
+
+    def _environment(self, endpoint: str, variables: Mapping[str, str]) -> dict[str, str]:
+        commands = self._folder / "bin"
+        commands.mkdir()
+        shutdown = commands / "shutdown"
+        words = python_script("shutdown", str(self._harness_folder), self.facts.instance_id)
+        shutdown.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
+        shutdown.chmod(0o755)
+        home = self._folder / "home"
+        home.mkdir()
+        environment = {
+            "AWS_ENDPOINT_URL": endpoint,
+            "HOME": str(home),
+            "LANG": "C.UTF-8",
+            "OMP_NUM_THREADS": "1",
+            "PATH": f"{commands}:{Path(sys.executable).parent}:{_SYSTEM_PATH}",
+            "PYTHONPATH": str(Path(etrain_jupyter.__file__).parents[1]),
+            "PYTHONUNBUFFERED": "1",
+            "TMPDIR": str(home),
+            **variables,
+            MARKER: self.facts.instance_id,
+        }
+        if self._network.mode == "loopback" and self.imds is not None:
+            environment["AWS_EC2_METADATA_SERVICE_ENDPOINT"] = self.imds.url
+        return environment
+
+    def _pages(self) -> dict[str, Page]:
+        facts = self.facts
+        return instance_pages(
+            instance_id=facts.instance_id,
+            instance_type=facts.pool.instance_type,
+            zone=facts.pool.zone,
+            lifecycle=facts.lifecycle,
+            address=self.address,
+            ami=facts.image,
+            account=ACCOUNT,
+            launched_at=facts.launched_at,
+            tags=facts.tags if facts.shows_tags else None,
+            user_data=facts.user_data or None,
+        )
+
+    def power_off(self) -> None:
+        """Pull its plug: first the network, then everything that it runs. Does it once."""
+        with self._lock:
+            if self._is_off:
+                return
+            self._is_off = True
+        if self._process is not None:
+            self._network.pull(self.address)
+            self._kill(self._process)
+        if self.imds is not None:
+            self.imds.close()
+
+    def _kill(self, process: subprocess.Popen[bytes]) -> None:
+        was_alive = process.poll() is None
+        if was_alive and self._network.mode == "namespaces":
+            # The first process of a process table takes all others with it.
+            with suppress(psutil.NoSuchProcess):
+                for first in psutil.Process(process.pid).children():
+                    first.kill()
+        assert process.stdin is not None
+        with suppress(OSError):
+            process.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_MAX_END_S)
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+            was_alive = False
+        if not was_alive:
+            # It did not end its processes itself: somebody killed it, or it hung.
+            for one in processes_of(self.facts.instance_id):
+                with suppress(psutil.NoSuchProcess):
+                    one.kill()
+
+    def on_end(self) -> None:
+        """Wait until it is off, by whatever cause."""
+        if self._process is not None:
+            self._process.wait()
+
+
+def processes_of(*instance_ids: str) -> list[psutil.Process]:
+    """Return the processes of instances, told by the marker in their environment."""
+    wanted = {f"{MARKER}={instance_id}".encode() for instance_id in instance_ids}
+    found = []
+    for process in psutil.process_iter():
+        with suppress(OSError), open(f"/proc/{process.pid}/environ", "rb") as file:
+            if process.pid != os.getpid() and wanted & set(file.read().split(b"\0")):
+                found.append(process)
+    return found

@@ -1,0 +1,298 @@
+"""Where the machines of the fake cloud have their addresses: a network of namespaces, or loopback.
+
+In ``namespaces``, each machine has a network and a process table of its own, joined by a bridge; a
+machine that loses power says no more good-bye to its peers than one on EC2. That needs root and
+``ip`` (Debian package iproute2). In ``loopback``, machines are processes of this one with an
+address each below 127.0.0.0/8, and their connections are closed when they end. A namespace has no
+name: it ends with the last process in it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Literal, Protocol
+
+Mode = Literal["namespaces", "loopback"]
+PREFIX = "etfake"
+"""How the names of bridges begin; the harness's process id follows."""
+IMDS_ADDRESS = ("169.254.169.254", 80)
+_CLONE_NEWNET = 0x40000000
+_MAX_HOSTS = 250
+
+
+def why_no_namespaces() -> str:
+    """Say why this machine cannot have networks of namespaces; empty if it can."""
+    if not (shutil.which("ip") and shutil.which("unshare") and shutil.which("nsenter")):
+        return "needs `ip`, `unshare` and `nsenter` (Debian packages iproute2 and util-linux)"
+    if os.geteuid():
+        return "needs root, to make network namespaces"
+    tried = ["unshare", "--net", "--pid", "--fork", "--mount-proc", "true"]
+    if subprocess.run(tried, capture_output=True, check=False).returncode:
+        return "this machine does not allow network namespaces"
+    return ""
+
+
+class Network(Protocol):
+    """Addresses and cables."""
+
+    mode: Mode
+    host_address: str
+    """Where instances reach this machine."""
+    bridge: str
+    """The name of its bridge, empty for none."""
+
+    def allocate(self) -> str:
+        """Return the address of a new machine."""
+
+    def release(self, address: str) -> None:
+        """Take an address back."""
+
+    def wrap(self, command: list[str]) -> list[str]:
+        """Return the command that starts a machine's first process."""
+
+    def plug(self, pid: int, address: str) -> socket.socket:
+        """Connect a machine; return where its metadata service listens."""
+
+    def pull(self, address: str) -> None:
+        """Cut the cable: from now on nothing that it sends arrives, nor the other way."""
+
+    def close(self) -> None:
+        """Remove what is left."""
+
+
+class _Addresses:
+    """Hands out the last number of an address; one that came back is used again last."""
+
+    def __init__(self, prefix: str, first: int) -> None:
+        self._prefix = prefix
+        self._free = [f"{prefix}.{number}" for number in range(first, first + _MAX_HOSTS - 10)]
+        self._lock = threading.Lock()
+
+    def take(self) -> str:
+        with self._lock:
+            if not self._free:
+                raise RuntimeError(f"all addresses of {self._prefix}.0/24 are in use")
+            return self._free.pop(0)
+
+    def put_back(self, address: str) -> None:
+        with self._lock:
+            if address.startswith(f"{self._prefix}.") and address not in self._free:
+                self._free.append(address)
+
+
+class LoopbackNetwork:
+    """Addresses below 127.0.0.0/8; the harness's process id keeps harnesses apart."""
+
+    mode: Mode = "loopback"
+    host_address = "127.0.0.1"
+    bridge = ""
+
+    def __init__(self) -> None:
+        pid = os.getpid()
+        self._addresses = _Addresses(f"127.{64 + (pid >> 8) % 64}.{pid % 256}", 1)
+
+    def allocate(self) -> str:
+        """Return the address of a new machine."""
+        return self._addresses.take()
+
+    def release(self, address: str) -> None:
+        """Take an address back."""
+        self._addresses.put_back(address)
+
+    def wrap(self, command: list[str]) -> list[str]:
+        """Return the command as it is."""
+        return command
+
+    def plug(self, pid: int, address: str) -> socket.socket:
+        """Return a listener on a free port."""
+        return socket.create_server(("127.0.0.1", 0), backlog=64)
+
+    def pull(self, address: str) -> None:
+        """Do nothing: there is no cable."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class NamespaceNetwork:
+    """A bridge of this process, and a cable to each machine."""
+
+    mode: Mode = "namespaces"
+
+    def __init__(self) -> None:
+        remove_dead_bridges()
+        self.bridge = f"{PREFIX}{os.getpid()}"
+        _ip(["link", "add", self.bridge, "type", "bridge"])
+        try:
+            self._prefix = self._take_prefix()
+            _ip(["link", "set", self.bridge, "up"])
+        except BaseException:
+            self.close()
+            raise
+        self.host_address = f"{self._prefix}.1"
+        self._addresses = _Addresses(self._prefix, 10)
+
+    def _take_prefix(self) -> str:
+        """Take a network that no other interface of this machine has."""
+        for number in range(256):
+            prefix = f"10.214.{(os.getpid() + number) % 256}"
+            if prefix in set(_prefixes()):
+                continue
+            _ip(["addr", "add", f"{prefix}.1/24", "dev", self.bridge])
+            # Another harness may have chosen the same at the same moment.
+            if list(_prefixes()).count(prefix) == 1:
+                return prefix
+            _ip(["addr", "del", f"{prefix}.1/24", "dev", self.bridge])
+        raise RuntimeError("no network 10.214.x.0/24 is free on this machine")
+
+    def allocate(self) -> str:
+        """Return the address of a new machine."""
+        return self._addresses.take()
+
+    def release(self, address: str) -> None:
+        """Take an address back."""
+        self._addresses.put_back(address)
+
+    def wrap(self, command: list[str]) -> list[str]:
+        """Return the command in a network and a process table of its own."""
+        return ["unshare", "--net", "--pid", "--fork", "--kill-child", "--mount-proc", *command]
+
+    def plug(self, pid: int, address: str) -> socket.socket:
+        """Lay the cable, and give the machine its own address and that of the metadata service."""
+        path = f"/proc/{pid}/ns/net"
+        _wait_for_own_namespace(path)
+        cable = self._cable(address)
+        octets = [int(octet) for octet in address.split(".")]
+        # A hardware address of its own for each address: one that is used again meets no stale
+        # entry in the neighbours' tables.
+        hardware = ":".join(["02", "ac", *(f"{octet:02x}" for octet in octets)])
+        _ip_batch(
+            f"link add {cable} type veth peer name eth0 netns {pid}",
+            f"link set {cable} master {self.bridge} up",
+        )
+        _ip_batch(
+            f"link set eth0 address {hardware}",
+            "link set lo up",
+            f"addr add {address}/24 dev eth0",
+            "link set eth0 up",
+            f"addr add {IMDS_ADDRESS[0]}/32 dev lo",
+            inside=path,
+        )
+        return _listen_inside(path, IMDS_ADDRESS)
+
+    def _cable(self, address: str) -> str:
+        # 15 characters at most; the process id has seven digits at most.
+        return f"etc{os.getpid()}n{address.rpartition('.')[2]}"
+
+    def pull(self, address: str) -> None:
+        """Take the cable's near end down."""
+        with suppress(subprocess.CalledProcessError):
+            _ip(["link", "set", self._cable(address), "down"])
+
+    def close(self) -> None:
+        """Remove the bridge."""
+        subprocess.run(["ip", "link", "del", self.bridge], capture_output=True, check=False)
+
+
+def remove_dead_bridges() -> list[str]:
+    """Remove the bridges of harnesses that are no more; return their names."""
+    removed = []
+    for name in list(_interfaces()):
+        pid = name.removeprefix(PREFIX)
+        if not name.startswith(PREFIX) or not pid.isdecimal() or _is_harness(int(pid)):
+            continue
+        subprocess.run(["ip", "link", "del", name], capture_output=True, check=False)
+        removed.append(name)
+    return removed
+
+
+def _is_harness(pid: int) -> bool:
+    with suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
+        return b"fakeaws" in file.read() or pid == os.getpid()
+    return False
+
+
+def _interfaces() -> Iterator[str]:
+    yield from (name for _, name in socket.if_nameindex())
+
+
+def _prefixes() -> Iterator[str]:
+    """Yield the first three numbers of every address of this machine."""
+    told = subprocess.run(["ip", "-j", "-4", "addr"], capture_output=True, check=True).stdout
+    for interface in json.loads(told):
+        for one in interface.get("addr_info", []):
+            yield one["local"].rpartition(".")[0]
+
+
+def _ip(words: list[str]) -> None:
+    done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"`ip {' '.join(words)}` failed: {done.stderr.strip()}")
+
+
+def _ip_batch(*lines: str, inside: str = "") -> None:
+    """Run several commands of ``ip`` in one process, in the namespace of a path."""
+    command = ["ip", "-batch", "-"]
+    if inside:
+        command = ["nsenter", f"--net={inside}", *command]
+    told = "\n".join(lines)
+    done = subprocess.run(command, input=told, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"`ip -batch` failed: {done.stderr.strip()}; it was told\n{told}")
+
+
+def _wait_for_own_namespace(path: str) -> None:
+    ours = os.readlink("/proc/self/ns/net")
+    ends_at = time.monotonic() + 60
+    while os.readlink(path) == ours:
+        if time.monotonic() > ends_at:
+            raise RuntimeError("a machine got no network namespace within 60 s")
+        time.sleep(0.002)
+
+
+def _listen_inside(path: str, address: tuple[str, int]) -> socket.socket:
+    """Return a listening socket of another network namespace."""
+    made: list[socket.socket | OSError] = []
+
+    def make() -> None:
+        # The change of namespace is this thread's, and ends with it.
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            libc = ctypes.CDLL(None, use_errno=True)
+            if libc.setns(handle, _CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), "setns")
+            made.append(socket.create_server(address, backlog=64))
+        except OSError as exc:
+            made.append(exc)
+        finally:
+            os.close(handle)
+
+    thread = threading.Thread(target=make, name="namespace")
+    thread.start()
+    thread.join()
+    if isinstance(made[0], OSError):
+        raise made[0]
+    return made[0]
+
+
+def make_network(mode: Literal["auto", "namespaces", "loopback"]) -> Network:
+    """Return the network of a mode; ``auto`` takes namespaces where they can be had.
+
+    Raises:
+        RuntimeError: If namespaces are asked for and cannot be had.
+    """
+    reason = "" if mode == "loopback" else why_no_namespaces()
+    if mode == "namespaces" and reason:
+        raise RuntimeError(f"fakeaws in mode 'namespaces' {reason}. Use mode='loopback'.")
+    if mode == "loopback" or reason:
+        return LoopbackNetwork()
+    return NamespaceNetwork()

@@ -1,0 +1,101 @@
+"""What instances ask their power switch: the words of ``shutdown``, and who listens for them."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import socketserver
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from etrain_jupyter.testing.fakeaws.guest.shutdown import SOCKET
+
+
+@dataclass(frozen=True, kw_only=True)
+class PowerOrder:
+    """What a ``shutdown`` command asks for."""
+
+    minutes: int | None
+    """In how many minutes the machine goes off; None cancels that."""
+
+
+def read_words(words: list[str]) -> PowerOrder:
+    """Understand the words of shutdown(8), as far as a machine that only goes off needs.
+
+    Raises:
+        ValueError: With what the command prints.
+
+    >>> read_words(["-h", "+15"])
+    PowerOrder(minutes=15)
+    >>> read_words(["-c"]), read_words(["-P", "now", "the", "end"])
+    (PowerOrder(minutes=None), PowerOrder(minutes=0))
+    """
+    flags = [word for word in words if word.startswith("-")]
+    rest = [word for word in words if not word.startswith("-")]
+    known = {"-h", "-P", "-H", "-c", "--poweroff", "--halt", "--no-wall"}
+    for flag in flags:
+        if flag not in known:
+            raise ValueError(f"shutdown: a fake instance does not know the option {flag}")
+    if "-c" in flags:
+        return PowerOrder(minutes=None)
+    when = rest[0] if rest else "+1"
+    if when == "now":
+        return PowerOrder(minutes=0)
+    if not re.fullmatch(r"\+?\d+", when):
+        raise ValueError(f"Failed to parse time specification: {when}")
+    return PowerOrder(minutes=int(when))
+
+
+class PowerSwitch:
+    """Listens in a folder for the ``shutdown`` commands of all instances, in threads."""
+
+    def __init__(self, folder: Path, on_order: Callable[[str, PowerOrder], str]) -> None:
+        """Listen.
+
+        Args:
+            folder: Where the socket is.
+            on_order: Carries out an instance's order; returns what the command prints.
+        """
+        self._server = _Server(folder, on_order)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.05,), name="power", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Listen no more."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
+    daemon_threads = True
+    request_queue_size = 64
+
+    def __init__(self, folder: Path, on_order: Callable[[str, PowerOrder], str]) -> None:
+        self.on_order = on_order
+        super().__init__(str(folder / SOCKET), _Handler)
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Print nothing: the machine went off while it asked."""
+
+
+class _Handler(socketserver.StreamRequestHandler):
+    request: socket.socket
+
+    def handle(self) -> None:
+        told = json.loads(self.rfile.readline())
+        status = 0
+        try:
+            order = read_words(told["words"])
+            text = cast(_Server, self.server).on_order(told["instance"], order)
+        except ValueError as exc:
+            text, status = str(exc), 1
+        with suppress(OSError):
+            self.wfile.write(json.dumps({"text": text, "status": status}).encode() + b"\n")

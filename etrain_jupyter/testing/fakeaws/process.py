@@ -1,0 +1,103 @@
+"""The process of the fake cloud: ``python -m etrain_jupyter.testing.fakeaws.process SETTINGS``.
+
+It prints one line of JSON when it listens, serves until its standard input ends, and then switches
+all instances off. A janitor removes its network and its folder if it is killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+from etrain_jupyter.testing.fakeaws.machine import python_script
+from etrain_jupyter.testing.fakeaws.networks import Network, make_network
+from etrain_jupyter.testing.fakeaws.settings import Settings
+
+
+def main(word: str) -> None:
+    """Serve."""
+    settings = Settings(**json.loads(word))
+    network = make_network(settings.mode)
+    folder = Path(tempfile.mkdtemp(prefix="etrain-fakeaws-"))
+    words = [str(folder), *([network.bridge] if network.bridge else [])]
+    janitor = subprocess.Popen(
+        python_script("janitor", *words), stdin=subprocess.PIPE, start_new_session=True, cwd="/"
+    )
+    try:
+        _serve(settings, network, folder)
+    finally:
+        network.close()
+        assert janitor.stdin is not None
+        janitor.stdin.close()
+        janitor.wait(30)
+    # Threads of connections that are open still are no reason to stay.
+    os._exit(0)
+
+
+def _serve(settings: Settings, network: Network, folder: Path) -> None:
+    os.environ.setdefault("AWS_EC2_METADATA_DISABLED", "true")
+    from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+    from werkzeug.serving import WSGIRequestHandler, make_server
+
+    from etrain_jupyter.testing.fakeaws.api import CloudApi
+    from etrain_jupyter.testing.fakeaws.backend import Backend
+    from etrain_jupyter.testing.fakeaws.control import Control, with_control
+    from etrain_jupyter.testing.fakeaws.ec2 import Ec2
+    from etrain_jupyter.testing.fakeaws.hypervisor import Hypervisor
+    from etrain_jupyter.testing.fakeaws.market import Market
+
+    class Handler(WSGIRequestHandler):
+        protocol_version = "HTTP/1.1"  # else every upload waits a second for "100 Continue"
+
+        def log(self, *_: Any) -> None:
+            """Print nothing."""
+
+    backend = Backend()
+    hypervisor = Hypervisor(
+        backend=backend,
+        network=network,
+        folder=folder,
+        minute_s=settings.minute_s,
+        boot_s=settings.boot_s,
+    )
+    ec2 = Ec2(backend, Market(), hypervisor)
+    api = CloudApi(DomainDispatcherApplication(create_backend_app), ec2)
+    control = Control(
+        backend=backend,
+        hypervisor=hypervisor,
+        ec2=ec2,
+        api=api,
+        zones=[f"{settings.region}{letter}" for letter in "abc"],
+        variables=settings.variables,
+    )
+    app = with_control(api, control)
+    server = make_server("127.0.0.1", 0, app, threaded=True, request_handler=Handler)
+    port = server.server_port
+    servers = [server]
+    if network.host_address != "127.0.0.1":
+        servers.append(
+            make_server(network.host_address, port, app, threaded=True, request_handler=Handler)
+        )
+    hypervisor.endpoint = f"http://{network.host_address}:{port}"
+    for number, one in enumerate(servers):
+        threading.Thread(target=one.serve_forever, name=f"serve-{number}", daemon=True).start()
+    told = {
+        "port": port,
+        "mode": network.mode,
+        "host_address": network.host_address,
+        "bridge": network.bridge,
+        "folder": str(folder),
+    }
+    print(json.dumps(told), flush=True)
+    sys.stdin.read()
+    hypervisor.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,196 @@
+"""How AWS's services are asked and how they answer: queries, XML, JSON, errors.
+
+Pure: bytes in, values out, and back.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import parse_qsl
+from xml.sax.saxutils import escape
+
+Environ = dict[str, Any]
+Answer = tuple[str, list[tuple[str, str]], bytes]
+"""Status line, headers, body."""
+
+EC2_NAMESPACE = "http://ec2.amazonaws.com/doc/2016-11-15/"
+_STATUS = {
+    200: "200 OK",
+    400: "400 Bad Request",
+    401: "401 Unauthorized",
+    403: "403 Forbidden",
+    404: "404 Not Found",
+    500: "500 Internal Server Error",
+    503: "503 Service Unavailable",
+}
+_STATUS_OF_CODE = {
+    "AuthFailure": 401,
+    "AccessDenied": 403,
+    "InsufficientInstanceCapacity": 500,
+    "InternalError": 500,
+    "InternalFailure": 500,
+    "RequestLimitExceeded": 503,
+    "RequestTimeTooSkewed": 403,
+    "ServiceUnavailable": 503,
+    "SlowDown": 503,
+    "UnauthorizedOperation": 403,
+    "Unavailable": 503,
+}
+
+
+class ApiError(Exception):
+    """What a service answers instead of a result."""
+
+    def __init__(self, code: str, message: str, status: int = 0) -> None:
+        super().__init__(f"{code}: {message}")
+        self.code = code
+        self.message = message
+        self.status = status or _STATUS_OF_CODE.get(code, 400)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One request to one service."""
+
+    service: str
+    region: str
+    action: str
+    """As in the API reference; for S3, the method."""
+    access_key: str
+    body: bytes
+    environ: Environ
+
+    @property
+    def line(self) -> str:
+        """What faults are matched with."""
+        path = f"{self.environ['REQUEST_METHOD']} {self.environ['PATH_INFO']}"
+        return f"{path} {self.access_key} {self.body[:4000].decode('latin-1')}"
+
+
+def read_call(environ: Environ, body: bytes) -> Call:
+    """Tell who asks which service for what.
+
+    The service and the region are in the scope of the signature, as in
+    ``Credential=AKIA.../20260101/us-east-1/ec2/aws4_request``.
+    """
+    scope = environ.get("HTTP_AUTHORIZATION", "").partition("Credential=")[2].partition(",")[0]
+    parts = scope.split("/")
+    access_key, region, service = parts[0], "", ""
+    if len(parts) >= 5:
+        region, service = parts[-3], parts[-2]
+    target = environ.get("HTTP_X_AMZ_TARGET", "")
+    if target:
+        action = target.rpartition(".")[2]
+    elif service == "s3":
+        action = environ["REQUEST_METHOD"]
+    else:
+        action = dict(parse_qsl(body[:200_000].decode("latin-1"))).get("Action", "")
+    return Call(
+        service=service,
+        region=region or "us-east-1",
+        action=action,
+        access_key=access_key,
+        body=body,
+        environ=environ,
+    )
+
+
+def nested(body: bytes) -> dict[str, Any]:
+    """Return a query's parameters as dictionaries and lists.
+
+    >>> nested(b"Action=X&Tag.1.Key=a&Tag.2.Key=b&Spot.Price=1")
+    {'Action': 'X', 'Tag': [{'Key': 'a'}, {'Key': 'b'}], 'Spot': {'Price': '1'}}
+    """
+    root: dict[str, Any] = {}
+    for name, value in parse_qsl(body.decode(), keep_blank_values=True):
+        *parents, last = name.split(".")
+        place = root
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[last] = value
+    return {name: _lists(value) for name, value in root.items()}
+
+
+def _lists(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    if value and all(name.isdecimal() for name in value):
+        return [_lists(value[name]) for name in sorted(value, key=int)]
+    return {name: _lists(inner) for name, inner in value.items()}
+
+
+def listed(query: Mapping[str, Any], *names: str) -> list[Any]:
+    """Return a list parameter, under any of its names; one value counts as a list of one."""
+    for name in names:
+        value = query.get(name)
+        if value not in (None, ""):
+            return value if isinstance(value, list) else [value]
+    return []
+
+
+def xml(value: Any, tag: str) -> str:
+    """Write a value as an element; a list becomes ``item`` elements, None nothing.
+
+    >>> xml({"ok": True, "names": ["a&b"], "none": None}, "answer")
+    '<answer><ok>true</ok><names><item>a&amp;b</item></names></answer>'
+    """
+    if value is None:
+        return ""
+    if isinstance(value, Mapping):
+        inner = "".join(xml(part, name) for name, part in value.items())
+    elif isinstance(value, list | tuple):
+        inner = "".join(xml(part, "item") for part in value)
+    elif isinstance(value, bool):
+        inner = str(value).lower()
+    else:
+        inner = escape(str(value))
+    return f"<{tag}>{inner}</{tag}>"
+
+
+def ec2_answer(action: str, result: Mapping[str, Any]) -> Answer:
+    """Write EC2's answer to an action."""
+    inner = "".join(xml(part, name) for name, part in result.items())
+    tag = f"{action}Response"
+    text = (
+        f'<?xml version="1.0" encoding="UTF-8"?><{tag} xmlns="{EC2_NAMESPACE}">'
+        f"<requestId>{uuid.uuid4()}</requestId>{inner}</{tag}>"
+    )
+    return answer(200, text.encode(), "text/xml")
+
+
+def json_answer(result: Any, status: int = 200) -> Answer:
+    """Write an answer of the JSON services."""
+    return answer(status, json.dumps(result).encode(), "application/x-amz-json-1.1")
+
+
+def error_answer(call: Call, error: ApiError) -> Answer:
+    """Write an error as the service does that was asked."""
+    code, message = escape(error.code), escape(error.message)
+    request_id = uuid.uuid4()
+    if "HTTP_X_AMZ_TARGET" in call.environ:
+        return json_answer({"__type": error.code, "message": error.message}, error.status)
+    inner = f"<Code>{code}</Code><Message>{message}</Message>"
+    if call.service == "ec2":
+        text = (
+            f"<Response><Errors><Error>{inner}</Error></Errors>"
+            f"<RequestID>{request_id}</RequestID></Response>"
+        )
+    elif call.service == "s3":
+        text = f"<Error>{inner}<RequestId>{request_id}</RequestId></Error>"
+    else:
+        text = (
+            f"<ErrorResponse><Error>{inner}</Error>"
+            f"<RequestId>{request_id}</RequestId></ErrorResponse>"
+        )
+    is_head = call.environ["REQUEST_METHOD"] == "HEAD"
+    return answer(error.status, b"" if is_head else text.encode(), "text/xml")
+
+
+def answer(status: int, body: bytes, content_type: str) -> Answer:
+    """Put an answer together."""
+    headers = [("Content-Type", content_type), ("Content-Length", str(len(body)))]
+    return _STATUS.get(status, f"{status} Status"), headers, body
