@@ -72,6 +72,8 @@ class LocalNodes:
         on_end: Called with the name of a worker that has ended.
     """
 
+    replaces_early = False
+
     def __init__(
         self,
         slots: Sequence[Slot],
