@@ -1,0 +1,316 @@
+"""The metadata service (IMDSv2) of one instance, with its faults.
+
+::
+
+    pages = instance_pages(instance_id="i-1", zone="us-east-1a", lifecycle="spot")
+    with ImdsServer(pages) as imds:
+        os.environ["AWS_EC2_METADATA_SERVICE_ENDPOINT"] = imds.url
+        imds.recommend_rebalance()
+        imds.interrupt(at=time.time() + 120)
+        imds.break_("hang")
+
+On EC2 it listens on 169.254.169.254; here it does where the instance has a network of its own, and
+on a port of the loopback interface where it has not. Every request needs a token, as with
+``HttpTokens=required``.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from datetime import UTC, datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import TracebackType
+from typing import Any, Literal, Self, cast, get_args
+from urllib.parse import unquote
+
+Page = str | Callable[[], str | None]
+"""The text at a path, or what returns it; None is answered with 404."""
+Broken = Literal["", "500", "hang", "expired"]
+"""How the service fails from now on: not at all; with errors; without an answer; with tokens that
+have ended by the time they are used."""
+
+MAX_TOKEN_S = 21600
+MAX_HANG_S = 60.0
+_TOKEN = "X-aws-ec2-metadata-token"
+_TTL = f"{_TOKEN}-ttl-seconds"
+
+
+def timestamp(at: float) -> str:
+    """Write an instant as AWS does, in whole seconds.
+
+    >>> timestamp(1767225600.9)
+    '2026-01-01T00:00:00Z'
+    """
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def instance_pages(
+    *,
+    instance_id: str,
+    instance_type: str = "g5.xlarge",
+    zone: str = "us-east-1a",
+    lifecycle: Literal["spot", "on-demand"] = "spot",
+    address: str = "127.0.0.1",
+    ami: str = "ami-00000000",
+    account: str = "123456789012",
+    launched_at: float | None = None,
+    tags: Mapping[str, str] | None = None,
+    user_data: str | None = None,
+) -> dict[str, Page]:
+    """Return what an instance may read about itself, by path below ``/latest/``.
+
+    Args:
+        instance_id: Its id.
+        instance_type: Its type.
+        zone: Its availability zone; the region is the zone without its letter.
+        lifecycle: How it is paid.
+        address: Its private address.
+        ami: The image that it runs.
+        account: Whose it is.
+        launched_at: When it was started; now, if not given.
+        tags: Its tags, which it sees with ``InstanceMetadataTags=enabled``; None hides them.
+        user_data: What it runs at boot.
+    """
+    region = zone[:-1]
+    identity = {
+        "accountId": account,
+        "architecture": "x86_64",
+        "availabilityZone": zone,
+        "imageId": ami,
+        "instanceId": instance_id,
+        "instanceType": instance_type,
+        "pendingTime": timestamp(time.time() if launched_at is None else launched_at),
+        "privateIp": address,
+        "region": region,
+        "version": "2017-09-30",
+    }
+    pages: dict[str, Page] = {
+        "meta-data/ami-id": ami,
+        "meta-data/instance-id": instance_id,
+        "meta-data/instance-life-cycle": lifecycle,
+        "meta-data/instance-type": instance_type,
+        "meta-data/local-ipv4": address,
+        "meta-data/placement/availability-zone": zone,
+        "meta-data/placement/region": region,
+        "dynamic/instance-identity/document": json.dumps(identity),
+    }
+    if user_data is not None:
+        pages["user-data"] = user_data
+    for key, value in (tags or {}).items():
+        pages[f"meta-data/tags/instance/{key}"] = value
+    return pages
+
+
+class ImdsServer:
+    """The service, in threads of this process."""
+
+    def __init__(
+        self, pages: Mapping[str, Page] | None = None, *, listener: socket.socket | None = None
+    ) -> None:
+        """Start it.
+
+        Args:
+            pages: What it tells, by path below ``/latest/``.
+            listener: A listening socket, as one of another network namespace; else a port of
+                127.0.0.1 is taken.
+        """
+        self._lock = threading.Lock()
+        """Guards the four below."""
+        self._pages: dict[str, Page] = dict(pages or {})
+        self._tokens: dict[str, float] = {}
+        self._asked: list[str] = []
+        self._broken: Broken = ""
+        self._mended = threading.Event()
+        self._mended.set()
+        self._server = _Server(listener, self)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.05,), name="imds", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        """What ``AWS_EC2_METADATA_SERVICE_ENDPOINT`` is set to."""
+        host, port = self._server.socket.getsockname()[:2]
+        return f"http://{host}:{port}"
+
+    def set(self, path: str, page: Page | None) -> None:
+        """Tell this at a path below ``/latest/`` from now on; None removes it."""
+        with self._lock:
+            if page is None:
+                self._pages.pop(path, None)
+            else:
+                self._pages[path] = page
+
+    def recommend_rebalance(self, at: float | None = None) -> None:
+        """Say that the instance is at elevated risk, as of an instant (now)."""
+        noticed = json.dumps({"noticeTime": timestamp(time.time() if at is None else at)})
+        self.set("meta-data/events/recommendations/rebalance", noticed)
+
+    def interrupt(self, at: float) -> None:
+        """Say that EC2 takes the instance back at an instant (seconds since the epoch)."""
+        action = json.dumps({"action": "terminate", "time": timestamp(at)})
+        self.set("meta-data/spot/instance-action", action)
+        self.set("meta-data/spot/termination-time", timestamp(at))
+
+    def set_role(self, role: str, credentials: Callable[[], str]) -> None:
+        """Give the instance a role, and what returns the role's credentials as JSON."""
+        self.set(f"meta-data/iam/security-credentials/{role}", credentials)
+        self.set("meta-data/iam/security-credentials", role)
+
+    def break_(self, how: Broken) -> None:
+        """Fail like this from now on; ``""`` mends it."""
+        if how not in get_args(Broken):
+            raise ValueError(f"a metadata service breaks as one of {get_args(Broken)}, not {how!r}")
+        with self._lock:
+            self._broken = how
+        if how == "hang":
+            self._mended.clear()
+        else:
+            self._mended.set()
+
+    def expire_tokens(self) -> None:
+        """End every token that it gave, once; new ones are good."""
+        with self._lock:
+            self._tokens.clear()
+
+    def requests(self) -> list[str]:
+        """Return the paths that were asked for with a good token, oldest first."""
+        with self._lock:
+            return list(self._asked)
+
+    def close(self) -> None:
+        """End it, and its open connections."""
+        self._mended.set()
+        self._server.shutdown()
+        self._server.close_all()
+        self._thread.join()
+
+    def __enter__(self) -> Self:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """End it."""
+        self.close()
+
+    def give_token(self, ttl_s: int) -> str:
+        """Return a new token (for the handler of requests)."""
+        token = secrets.token_urlsafe(40)
+        with self._lock:
+            self._tokens[token] = time.monotonic() + ttl_s
+        return token
+
+    def is_good(self, token: str | None) -> bool:
+        """Tell whether a token may read (for the handler of requests)."""
+        with self._lock:
+            ends_at = self._tokens.get(token or "", 0.0)
+            return self._broken != "expired" and time.monotonic() < ends_at
+
+    def fails_now(self) -> bool:
+        """Wait while the service hangs; tell whether it answers with an error."""
+        self._mended.wait(MAX_HANG_S)
+        with self._lock:
+            return self._broken == "500"
+
+    def read(self, path: str) -> str | None:
+        """Return a page, or a listing of what is below a path, or None."""
+        with self._lock:
+            self._asked.append(path)
+            page = self._pages.get(path)
+            known = sorted(self._pages)
+        if page is not None:
+            return page if isinstance(page, str) else page()
+        folder = f"{path}/" if path else ""
+        below = [key.removeprefix(folder) for key in known if key.startswith(folder)]
+        names = {rest.split("/")[0] + ("/" if "/" in rest else "") for rest in below}
+        return "\n".join(sorted(names)) if names else None
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, listener: socket.socket | None, imds: ImdsServer) -> None:
+        self.imds = imds
+        self._open: set[socket.socket] = set()
+        super().__init__(("127.0.0.1", 0), _Handler, bind_and_activate=listener is None)
+        if listener is not None:
+            self.socket.close()
+            self.socket = listener
+
+    def server_bind(self) -> None:
+        # Not HTTPServer's, which asks the name service for the machine's name.
+        self.socket.bind(self.server_address)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self._open.add(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        self._open.discard(request)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print nothing when a client goes away in the middle of an answer."""
+
+    def close_all(self) -> None:
+        self.server_close()
+        for connection in list(self._open):
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    timeout = 60
+
+    def do_PUT(self) -> None:
+        imds = cast(_Server, self.server).imds
+        if imds.fails_now():
+            return self._answer(500)
+        if self.path != "/latest/api/token":
+            return self._answer(404)
+        if self.headers.get("X-Forwarded-For"):
+            return self._answer(403)  # somebody asks through a proxy
+        ttl = self.headers.get(_TTL, "")
+        if not ttl.isdecimal() or not 1 <= int(ttl) <= MAX_TOKEN_S:
+            return self._answer(400)
+        return self._answer(200, imds.give_token(int(ttl)), {_TTL: ttl})
+
+    def do_GET(self) -> None:
+        imds = cast(_Server, self.server).imds
+        if imds.fails_now():
+            return self._answer(500)
+        if not imds.is_good(self.headers.get(_TOKEN)):
+            return self._answer(401)
+        path = unquote(self.path.partition("?")[0])
+        if not f"{path}/".startswith("/latest/"):
+            return self._answer(404)
+        text = imds.read(path.removeprefix("/latest").strip("/"))
+        return self._answer(404) if text is None else self._answer(200, text)
+
+    def _answer(
+        self, status: int, text: str = "", headers: Mapping[str, str] | None = None
+    ) -> None:
+        body = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "text/plain")
+        self.send_header("Content-Length", str(len(body)))
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        """Print nothing."""

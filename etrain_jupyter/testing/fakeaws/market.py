@@ -1,0 +1,344 @@
+"""Which machines there are and what they cost: a market, and how a fleet takes from it.
+
+Pure: instants are arguments, nothing is started here. A *pool* is an instance type in a zone; its
+spot capacity and price are set by whoever plays the market. On-demand machines have a price and a
+capacity by type.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+Lifecycle = Literal["spot", "on-demand"]
+NO_CAPACITY = "InsufficientInstanceCapacity"
+UNFULFILLABLE = "UnfulfillableCapacity"
+PRICE_TOO_LOW = "SpotMaxPriceTooLow"
+BEFORE = -1e12
+"""When a price began that was not set by a test: long before any."""
+
+DEFAULT_ON_DEMAND_USD = {
+    "c5.xlarge": 0.17,
+    "g4dn.12xlarge": 3.912,
+    "g4dn.xlarge": 0.526,
+    "g5.xlarge": 1.006,
+    "g5.2xlarge": 1.212,
+    "g6.xlarge": 0.8048,
+    "m5.large": 0.096,
+    "m5.xlarge": 0.192,
+    "p4d.24xlarge": 21.9576,
+    "t3.medium": 0.0416,
+    "t3.small": 0.0208,
+}
+"""Prices of a market that nobody has set: Linux, us-east-1, list prices rounded. Only the harness
+charges them."""
+DEFAULT_CAPACITY = 20
+
+
+class Pool(NamedTuple):
+    """An instance type in a zone."""
+
+    instance_type: str
+    zone: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A pool that a fleet request names."""
+
+    pool: Pool
+    place: int = 0
+    """Which of the request's overrides it is."""
+    weight: float = 1.0
+    """How many units of the target one machine is."""
+    max_price_usd: float | None = None
+    priority: float = 0.0
+    """The lower, the sooner, for strategies that look at it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demand:
+    """The part of a fleet request that concerns one lifecycle."""
+
+    lifecycle: Lifecycle
+    target: float
+    """Units wanted; may be exceeded by less than one machine."""
+    strategy: str = "lowest-price"
+    num_pools: int = 1
+    """Over how many pools ``lowest-price`` spreads."""
+    is_single_type: bool = False
+    is_single_zone: bool = False
+    min_target: float = 0.0
+    """Fewer units than this, and nothing is launched."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """Why a pool, or the whole request (no candidate), gave less than was asked for."""
+
+    lifecycle: Lifecycle
+    code: str
+    candidate: Candidate | None = None
+
+    @property
+    def message(self) -> str:
+        """What EC2 says with it."""
+        if self.code == NO_CAPACITY and self.candidate is not None:
+            instance_type, zone = self.candidate.pool
+            return (
+                f"We currently do not have sufficient {instance_type} capacity in the "
+                f"Availability Zone you requested ({zone}). Our system will be working on "
+                "provisioning additional capacity."
+            )
+        if self.code == PRICE_TOO_LOW:
+            return (
+                "Your Spot request price is lower than the minimum required Spot request "
+                "fulfillment price."
+            )
+        return "Unable to fulfill capacity due to your request configuration."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a fleet request gets: one candidate a machine, and why not more."""
+
+    launches: tuple[Candidate, ...] = ()
+    refusals: tuple[Refusal, ...] = ()
+
+
+@dataclass
+class _Offer:
+    capacity: int = 0
+    starts: list[float] = field(default_factory=list)
+    prices: list[float] = field(default_factory=list)
+
+
+class Market:
+    """Capacity and prices, and who holds what. Not for several threads at once."""
+
+    def __init__(self) -> None:
+        self._offers: dict[Pool, _Offer] = {}
+        self._on_demand_usd: dict[str, float] = {}
+        self._on_demand_capacity: dict[str, int] = {}
+        self._taken: dict[str, tuple[Pool, Lifecycle]] = {}
+
+    @classmethod
+    def default(cls, zones: Iterable[str]) -> Market:
+        """Return one with room for the usual types in some zones."""
+        market = cls()
+        names = list(zones)
+        for instance_type, usd in DEFAULT_ON_DEMAND_USD.items():
+            market.set_on_demand(instance_type, price_usd=usd)
+            for place, zone in enumerate(names):
+                price = round(usd * (0.35 + 0.03 * place), 4)
+                pool = Pool(instance_type, zone)
+                market.set_pool(pool, at=BEFORE, capacity=DEFAULT_CAPACITY, price_usd=price)
+        return market
+
+    def set_pool(
+        self, pool: Pool, *, at: float, capacity: int | None = None, price_usd: float | None = None
+    ) -> None:
+        """Set a pool's spot capacity (machines in use included), and its price from ``at`` on."""
+        if (capacity or 0) < 0 or (price_usd or 0.0) < 0:
+            raise ValueError(f"{capacity=} and {price_usd=} of {pool} must be >= 0")
+        offer = self._offers.setdefault(pool, _Offer())
+        if capacity is not None:
+            offer.capacity = capacity
+        if price_usd is not None:
+            if offer.starts and at < offer.starts[-1]:
+                raise ValueError(f"{pool} has a price of a later instant already")
+            offer.starts.append(at if offer.starts else BEFORE)
+            offer.prices.append(price_usd)
+
+    def set_on_demand(
+        self, instance_type: str, *, price_usd: float | None = None, capacity: int | None = None
+    ) -> None:
+        """Set what a type costs on demand and how many there are in all zones together."""
+        if price_usd is not None:
+            self._on_demand_usd[instance_type] = price_usd
+        if capacity is not None:
+            self._on_demand_capacity[instance_type] = capacity
+
+    def pools(self) -> list[Pool]:
+        """Return the pools, in order."""
+        return sorted(self._offers)
+
+    def take(self, instance_id: str, pool: Pool, lifecycle: Lifecycle) -> None:
+        """Count a machine as used."""
+        self._taken[instance_id] = (pool, lifecycle)
+
+    def give_back(self, instance_id: str, *, is_lost: bool = False) -> None:
+        """Count it no more; ``is_lost`` takes its spot capacity away with it: others use it."""
+        pool, lifecycle = self._taken.pop(instance_id, (None, None))
+        if pool is not None and is_lost and lifecycle == "spot" and pool in self._offers:
+            self._offers[pool].capacity = max(0, self._offers[pool].capacity - 1)
+
+    def free(self, pool: Pool, lifecycle: Lifecycle) -> int:
+        """Return how many more machines can be started."""
+        if lifecycle == "spot":
+            offer = self._offers.get(pool)
+            if offer is None or not offer.prices:
+                return 0
+            return max(0, offer.capacity - self._num_taken(pool, lifecycle))
+        if pool.instance_type not in self._on_demand_usd:
+            return 0
+        capacity = self._on_demand_capacity.get(pool.instance_type, 1_000_000)
+        return max(0, capacity - self._num_taken(pool, lifecycle))
+
+    def _num_taken(self, pool: Pool, lifecycle: Lifecycle) -> int:
+        # On-demand capacity is counted by type.
+        return sum(
+            kind == lifecycle
+            and (held == pool if kind == "spot" else held.instance_type == pool.instance_type)
+            for held, kind in self._taken.values()
+        )
+
+    def on_demand_usd(self, instance_type: str) -> float | None:
+        """Return what an hour of a type costs on demand."""
+        return self._on_demand_usd.get(instance_type)
+
+    def on_demand_types(self) -> list[str]:
+        """Return the types that have an on-demand price."""
+        return sorted(self._on_demand_usd)
+
+    def history(self, pool: Pool) -> list[tuple[float, float]]:
+        """Return a pool's (start, price) pairs, oldest first."""
+        offer = self._offers.get(pool, _Offer())
+        return list(zip(offer.starts, offer.prices, strict=True))
+
+    def spot_usd(self, pool: Pool, at: float) -> float | None:
+        """Return what an hour cost at an instant."""
+        offer = self._offers.get(pool)
+        if offer is None or not offer.prices:
+            return None
+        return offer.prices[max(0, bisect_right(offer.starts, at) - 1)]
+
+    def charge_usd(self, pool: Pool, lifecycle: Lifecycle, start: float, end: float) -> float:
+        """Return what a machine cost between two instants, at the prices then in force."""
+        if lifecycle == "on-demand":
+            return (end - start) / 3600 * (self.on_demand_usd(pool.instance_type) or 0.0)
+        total = 0.0
+        entries = self.history(pool)
+        ends = [at for at, _ in entries[1:]] + [float("inf")]
+        for (at, usd), until in zip(entries, ends, strict=True):
+            total += max(0.0, min(until, end) - max(at, start)) / 3600 * usd
+        return total
+
+    def score(self, pools: Iterable[Pool], units: int) -> int:
+        """Return how likely a target is to be met by these pools together, from 1 to 10."""
+        room = sum(self.free(pool, "spot") for pool in pools)
+        return max(1, min(10, round(10 * room / max(1, 2 * units))))
+
+    def plan(self, candidates: Sequence[Candidate], demand: Demand, at: float) -> Plan:
+        """Choose machines for a demand. Nothing is taken yet."""
+        groups = _groups(candidates, demand)
+        chosen = [self._fill(group, demand, at) for group in groups]
+        # Of several zones or types, the one that gives the most, then the cheapest.
+        best = min(
+            chosen,
+            key=lambda got: (-min(_units(got), demand.target), self._usd(got, demand, at)),
+            default=[],
+        )
+        refusals = []
+        if _units(best) < demand.target:
+            refusals = [self._refusal(candidate, demand, at) for candidate in candidates]
+        if _units(best) < demand.min_target:
+            best = []
+            refusals = [Refusal(lifecycle=demand.lifecycle, code=UNFULFILLABLE), *refusals]
+        return Plan(launches=tuple(best), refusals=tuple(refusals))
+
+    def _fill(self, group: Sequence[Candidate], demand: Demand, at: float) -> list[Candidate]:
+        got: list[Candidate] = []
+        while _units(got) < demand.target:
+            room = [candidate for candidate in group if self._room(candidate, got, demand, at) > 0]
+            if not room:
+                break
+            got.append(min(room, key=self._order(demand, got, at)))
+        return got
+
+    def _room(
+        self, candidate: Candidate, got: Sequence[Candidate], demand: Demand, at: float
+    ) -> int:
+        if demand.lifecycle == "spot" and self._is_too_dear(candidate, at):
+            return 0
+        same = sum(
+            one.pool == candidate.pool
+            if demand.lifecycle == "spot"
+            else one.pool.instance_type == candidate.pool.instance_type
+            for one in got
+        )
+        return self.free(candidate.pool, demand.lifecycle) - same
+
+    def _is_too_dear(self, candidate: Candidate, at: float) -> bool:
+        usd = self.spot_usd(candidate.pool, at)
+        return (
+            usd is not None
+            and candidate.max_price_usd is not None
+            and (candidate.max_price_usd < usd)
+        )
+
+    def _order(
+        self, demand: Demand, got: Sequence[Candidate], at: float
+    ) -> Callable[[Candidate], tuple[float, ...]]:
+        """Return what sorts the candidates that have room, the best first."""
+
+        def usd(candidate: Candidate) -> float:
+            return self._hourly_usd(candidate, demand, at) / candidate.weight
+
+        def room(candidate: Candidate) -> int:
+            return self._room(candidate, got, demand, at)
+
+        def used(candidate: Candidate) -> int:
+            return sum(one.pool == candidate.pool for one in got)
+
+        def is_new(candidate: Candidate) -> bool:
+            """Tell whether it would be one pool more than ``lowest-price`` may spread over."""
+            num_used = len({one.pool for one in got})
+            return used(candidate) == 0 and num_used >= demand.num_pools
+
+        match demand.strategy:
+            case "price-capacity-optimized":
+                # Deep pools first, then cheap ones; beyond eight machines, depth tells nothing.
+                return lambda one: (usd(one) / (1 + 0.25 * min(room(one), 8)), one.place)
+            case "capacity-optimized":
+                return lambda one: (-room(one), usd(one), one.place)
+            case "capacity-optimized-prioritized" | "prioritized":
+                return lambda one: (one.priority, -room(one), one.place)
+            case "diversified":
+                return lambda one: (used(one), usd(one), one.place)
+            case _:
+                return lambda one: (is_new(one), used(one) * (demand.num_pools > 1), usd(one))
+
+    def _hourly_usd(self, candidate: Candidate, demand: Demand, at: float) -> float:
+        if demand.lifecycle == "spot":
+            return self.spot_usd(candidate.pool, at) or 0.0
+        return self.on_demand_usd(candidate.pool.instance_type) or 0.0
+
+    def _usd(self, got: Sequence[Candidate], demand: Demand, at: float) -> float:
+        return sum(self._hourly_usd(candidate, demand, at) for candidate in got)
+
+    def _refusal(self, candidate: Candidate, demand: Demand, at: float) -> Refusal:
+        is_too_dear = demand.lifecycle == "spot" and self._is_too_dear(candidate, at)
+        return Refusal(
+            lifecycle=demand.lifecycle,
+            code=PRICE_TOO_LOW if is_too_dear else NO_CAPACITY,
+            candidate=candidate,
+        )
+
+
+def _units(got: Iterable[Candidate]) -> float:
+    return sum(candidate.weight for candidate in got)
+
+
+def _groups(candidates: Sequence[Candidate], demand: Demand) -> list[list[Candidate]]:
+    """Return the candidates that may be mixed: by zone, by type, by both or all together."""
+    groups: dict[tuple[str, str], list[Candidate]] = {}
+    for candidate in candidates:
+        key = (
+            candidate.pool.instance_type if demand.is_single_type else "",
+            candidate.pool.zone if demand.is_single_zone else "",
+        )
+        groups.setdefault(key, []).append(candidate)
+    return list(groups.values())
