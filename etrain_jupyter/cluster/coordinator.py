@@ -20,6 +20,7 @@ from etrain_jupyter.cluster.job_records import JobRecords
 from etrain_jupyter.cluster.mirrored_log import open_run
 from etrain_jupyter.cluster.money import Money
 from etrain_jupyter.cluster.nodes import NodeCost, NodeSource
+from etrain_jupyter.cluster.notices import Notices
 from etrain_jupyter.cluster.order import Order
 from etrain_jupyter.cluster.reports import Message
 from etrain_jupyter.cluster.requests import RequestError, Requests, UnknownJobError
@@ -71,7 +72,8 @@ class Coordinator(SchedulerPlugin):
         self._hang_s = float(os.environ.get("ETRAIN_HANG_S", HANG_S))
         self._workers = Roster(silence_s=silence_s, tick_s=TICK_S)
         self._sharing = Sharing(nodes, self._workers, self._active)
-        self._injector = Injector(nodes, self._workers, self._allocate)
+        self._notices = Notices(self._workers, self._active, self._allocate)
+        self._injector = Injector(nodes, self._workers, self._notices)
         self._requests = Requests(
             nodes=nodes, roster=self._workers, injector=self._injector, allocate=self._allocate
         )
@@ -243,7 +245,7 @@ class Coordinator(SchedulerPlugin):
             self._returning.hold(message, worker)  # its job is not complete yet
             return
         else:
-            self._take_numbered(message, known)
+            self._take_held(message, known)
         self._after_change()
 
     def _greet(self, message: Message, worker: str, now: float) -> None:
@@ -253,6 +255,7 @@ class Coordinator(SchedulerPlugin):
             device=message["device"],
             pid=message["pid"],
             incarnation=message["incarnation"],
+            fingerprint=message.get("fingerprint", {}),
         )
         if not self._workers.greet(facts, now):
             return
@@ -262,6 +265,13 @@ class Coordinator(SchedulerPlugin):
         else:
             self._dismiss_strangers(facts.name, standings)
             self._allocate()
+
+    def _take_held(self, message: Message, worker: WorkerFacts) -> None:
+        """Take a message that waits while workers are coming back."""
+        if message["op"] == "notice":
+            self._notices.take(message, worker)
+        else:
+            self._take_numbered(message, worker)
 
     def _take_numbered(self, message: Message, worker: WorkerFacts) -> None:
         """Take a message of a trainer, unless the scheduler before has."""
@@ -299,23 +309,14 @@ class Coordinator(SchedulerPlugin):
         self._returning = None
         for job in returning.jobs:
             job.adopt(returning.standings, away_s=max(0.0, now - returning.died_at))
-        self._notice_again(returning.notices)
+        self._notices.recall(returning.notices, returning.at_risk)
         for message, worker in returning.held:
             known = self._workers.hear(worker, now)
             if known is not None:
-                self._take_numbered(message, known)
+                self._take_held(message, known)
         for worker, standings in returning.by_worker.items():
             self._dismiss_strangers(worker, standings)
         self._allocate()
-
-    def _notice_again(self, notices: Mapping[str, float]) -> None:
-        """Remember which machines will be taken."""
-        for worker, deadline in notices.items():
-            facts = self._workers.get(worker)
-            if facts is not None:
-                facts.leaves_at = deadline
-                for job in self._active():
-                    job.handle(s.WorkerNoticed(worker=worker, deadline=deadline))
 
     def _dismiss_strangers(self, worker: str, standings: Mapping[str, Any]) -> None:
         """Let those trainers of a worker end that no job here knows."""

@@ -26,8 +26,8 @@ class NodeSource(Protocol):
     """Starts and ends workers. Called on the scheduler's event loop; no method blocks."""
 
     replaces_early: bool
-    """Whether a worker that will be taken is replaced at once, since the newcomer's start does not
-    slow the others down: machines do so, processes that share one do not."""
+    """Whether a worker whose machine will be taken, or is likely to be, is replaced at once and not
+    when it is released: so it is where the newcomer gets a machine of its own."""
 
     def want(self, count: int, *, reason: str) -> None:
         """Have ``count`` workers, or as many as the pool can: starts those that are missing."""
@@ -53,7 +53,7 @@ class NodeSource(Protocol):
 class NoNodes:
     """For clusters whose workers somebody else starts and ends."""
 
-    replaces_early = False
+    replaces_early = True
 
     def want(self, count: int, *, reason: str) -> None:
         """Do nothing."""

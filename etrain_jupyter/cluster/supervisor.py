@@ -16,7 +16,9 @@ from distributed.comm.addressing import get_address_host
 from distributed.comm.core import CommClosedError
 
 from etrain_jupyter.cluster.outbox import Outbox, Standing
+from etrain_jupyter.cluster.own_notices import OwnNotices
 from etrain_jupyter.cluster.trainer_process import TrainerProcess
+from etrain_jupyter.node.fingerprint import read_fingerprint
 from etrain_jupyter.ranks.control.channel import Message
 
 logger = logging.getLogger("etrain.supervisor")
@@ -72,6 +74,7 @@ class Supervisor(WorkerPlugin):
         self._closing = False
         self._is_connected = False
         self._outbox = Outbox()
+        self._notices = OwnNotices(self._send)
         self._standings: dict[str, Standing] = {}
         """Of the trainers that run, and of those whose end nobody has heard of."""
         self._may_read = asyncio.Event()
@@ -83,6 +86,7 @@ class Supervisor(WorkerPlugin):
         self._worker = worker
         worker.stream_handlers["etrain_order"] = self._take_order
         self._is_connected = True
+        self._notices.start()
         self._say_hello()
         for message in self._outbox.unheard():
             self._send(message)
@@ -93,7 +97,9 @@ class Supervisor(WorkerPlugin):
     def _say_hello(self) -> None:
         facts = {"device": self._device, "pid": os.getpid(), "incarnation": self._incarnation}
         trainers = {name: known.to_dict() for name, known in self._standings.items()}
-        self._send({"op": "supervisor", **facts, "trainers": trainers})
+        versions = {"fingerprint": read_fingerprint()}
+        self._send({"op": "supervisor", **facts, **versions, "trainers": trainers})
+        self._notices.tell_again()
 
     async def teardown(self, worker: Worker) -> None:
         """Kill whatever trainers are left, unless only the connection ends."""
@@ -103,6 +109,7 @@ class Supervisor(WorkerPlugin):
         self._closing = True
         for task in self._tasks:
             task.cancel()
+        await self._notices.stop()
         running = [*self._trainers.values(), *self._ending, *([self._spare] if self._spare else [])]
         for trainer in running:
             trainer.kill("its worker is closing")

@@ -242,7 +242,7 @@ class GuestCoordinator(Coordinator):
         jobs = [job for job in self._active() if job.state.of_worker(worker) is not None]
         if jobs:
             # Its job leaves it at a step boundary first.
-            self._injector.give_notice(jobs[0], worker, drain_s)
+            self._injector.give_notice(worker, drain_s)
             return {}
         if facts is not None:
             facts.leaves_at = time.time() + drain_s  # no job gets it any more

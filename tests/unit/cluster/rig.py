@@ -25,6 +25,8 @@ PLAN = {
 class Nodes:
     """A node source that only remembers."""
 
+    replaces_early = False
+
     def __init__(self) -> None:
         self.killed: list[str] = []
         self.released: list[str] = []
@@ -70,12 +72,12 @@ class Rig:
         self.coordinator = Coordinator(self.nodes, cluster_id="c", on_shutdown=lambda: None)
         self.coordinator._scheduler = SimpleNamespace(workers={}, stream_comms=self.streams)
 
-    def hello(self, *names: str, incarnation: int = 0) -> None:
+    def hello(self, *names: str, incarnation: int = 0, **more: Any) -> None:
         for name in names:
             self.coordinator._scheduler.workers[f"tls://{name}"] = SimpleNamespace(name=name)
             self.streams.setdefault(f"tls://{name}", Stream())
             values = {"device": "cpu", "pid": 1, "incarnation": incarnation}
-            self.say(name, {"op": "supervisor", **values})
+            self.say(name, {"op": "supervisor", **values, **more})
 
     def say(self, worker: str, message: dict[str, Any]) -> None:
         self.coordinator._take_report(message, f"tls://{worker}")

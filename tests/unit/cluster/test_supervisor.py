@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import os
 import signal
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from etrain_jupyter.cluster import supervisor as supervisor_module
 from etrain_jupyter.cluster.outbox import Outbox
 from etrain_jupyter.cluster.supervisor import Supervisor
+from etrain_jupyter.node.fingerprint import read_fingerprint
 from etrain_jupyter.ranks.control.progress import TrainerProgress
 
 
@@ -107,7 +109,7 @@ async def rig(monkeypatch):
 async def test_beats_tell_how_far_the_trainers_are(rig):
     assert rig.said("supervisor") == [
         {"op": "supervisor", "device": "cpu", "pid": rig.said("supervisor")[0]["pid"]}
-        | {"incarnation": 0, "trainers": {}}
+        | {"incarnation": 0, "trainers": {}, "fingerprint": read_fingerprint()}
     ]
     trainer = await rig.start("j/w1/1")
     await rig.until(lambda: rig.said("beat")[-1]["trainers"])
@@ -261,3 +263,17 @@ async def test_orders_after_the_end_are_not_taken(rig):
     rig.order("start", trainer="t1")
     await asyncio.sleep(0.01)
     assert len(FakeTrainer.made) == made
+
+
+async def test_notice_is_told_at_once_and_again_to_the_next_coordinator(rig):
+    supervisor = rig.supervisor
+    supervisor.outlives_scheduler = True
+    os.kill(os.getpid(), signal.SIGUSR1)
+    await rig.until(lambda: rig.said("notice"))
+    await supervisor.teardown(rig.worker)
+
+    after = Rig()
+    await supervisor.setup(after.worker)
+    assert [m["op"] for m in after.reports[:2]] == ["supervisor", "notice"]
+    assert after.reports[1]["deadline"] == rig.said("notice")[0]["deadline"]
+    supervisor.outlives_scheduler = False
