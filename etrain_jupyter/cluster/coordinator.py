@@ -72,7 +72,7 @@ class Coordinator(SchedulerPlugin):
         self._hang_s = float(os.environ.get("ETRAIN_HANG_S", HANG_S))
         self._workers = Roster(silence_s=silence_s, tick_s=TICK_S)
         self._sharing = Sharing(nodes, self._workers, self._active)
-        self._notices = Notices(self._workers, self._active, self._allocate)
+        self._notices = Notices(self._workers, self._active, self._allocate, nodes)
         self._injector = Injector(nodes, self._workers, self._notices)
         self._requests = Requests(
             nodes=nodes, roster=self._workers, injector=self._injector, allocate=self._allocate
@@ -172,6 +172,12 @@ class Coordinator(SchedulerPlugin):
         """Take in what the nodes have cost by now, for the logs of the jobs."""
         if self._returning is None:
             self._money.take(costs, self._active())
+
+    def take_notice(self, worker: str, leaves_at: float) -> None:
+        """Take in that the pool itself will end a worker's machine, and when (epoch seconds)."""
+        facts = self._workers.get(worker)
+        if facts is not None:
+            self._notices.interrupt(facts, leaves_at=leaves_at)
 
     def warn(self, text: str) -> None:
         """Let whoever watches a job know."""

@@ -20,6 +20,8 @@ class NodeCost:
     on_demand_usd: float
     """What the same hours would have cost without spot prices."""
     is_alive: bool
+    hours: float = 0.0
+    """How long it has been there."""
 
 
 class NodeSource(Protocol):
@@ -49,6 +51,16 @@ class NodeSource(Protocol):
         """End a worker with SIGKILL: a fault on purpose."""
         ...
 
+    def note_notice(self, worker: str, *, kind: str, deadline: float = 0.0) -> None:
+        """Hear what a worker's machine was told: another one may come besides.
+
+        Args:
+            worker: Its name.
+            kind: ``rebalance`` or ``interruption``.
+            deadline: When the machine is taken, in seconds since the epoch; 0.0 if unknown.
+        """
+        ...
+
 
 class NoNodes:
     """For clusters whose workers somebody else starts and ends."""
@@ -70,4 +82,7 @@ class NoNodes:
         """Do nothing."""
 
     def kill(self, worker: str) -> None:
+        """Do nothing."""
+
+    def note_notice(self, worker: str, *, kind: str, deadline: float = 0.0) -> None:
         """Do nothing."""

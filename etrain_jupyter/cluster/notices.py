@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from etrain_jupyter.cluster.nodes import NodeSource
 from etrain_jupyter.cluster.roster import Roster, WorkerFacts
 from etrain_jupyter.elastic import stimuli as s
 from etrain_jupyter.events import types as events
@@ -26,6 +27,7 @@ class Notices:
         roster: The workers.
         active: Returns the jobs that have not ended.
         allocate: Shares the workers anew.
+        nodes: Hears of it before it is asked for others.
     """
 
     def __init__(
@@ -33,7 +35,9 @@ class Notices:
         roster: Roster,
         active: Callable[[], list[HostedJob]],
         allocate: Callable[[], None],
+        nodes: NodeSource,
     ) -> None:
+        self._nodes = nodes
         self._roster = roster
         self._active = active
         self._allocate = allocate
@@ -51,6 +55,7 @@ class Notices:
         if worker.leaves_at and worker.leaves_at < leaves_at + SAME_S:
             return  # no notice takes an earlier one back
         worker.leaves_at = leaves_at
+        self._nodes.note_notice(worker.name, kind=INTERRUPTION, deadline=leaves_at)
         for job in self._jobs_on(worker.name):
             job.log(events.PreemptionNoticed, worker=worker.name, deadline=leaves_at)
             job.handle(s.WorkerNoticed(worker=worker.name, deadline=leaves_at))
@@ -61,6 +66,7 @@ class Notices:
         if worker.at_risk or worker.leaves_at:
             return
         worker.at_risk = True
+        self._nodes.note_notice(worker.name, kind=REBALANCE)
         for job in self._jobs_on(worker.name):
             job.log(events.RebalanceRecommended, worker=worker.name)
             for member in job.state.in_phase("ranked"):
@@ -73,10 +79,12 @@ class Notices:
             facts = self._roster.get(name)
             if facts is not None:
                 facts.at_risk = True
+                self._nodes.note_notice(name, kind=REBALANCE)
         for name, deadline in notices.items():
             facts = self._roster.get(name)
             if facts is not None:
                 facts.leaves_at = deadline
+                self._nodes.note_notice(name, kind=INTERRUPTION, deadline=deadline)
                 for job in self._active():
                     job.handle(s.WorkerNoticed(worker=name, deadline=deadline))
 

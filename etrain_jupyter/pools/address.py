@@ -171,6 +171,10 @@ class AddressPool:
         """Ask Dask to retire a worker, after our jobs have left it; nobody replaces it."""
         ask(self._address, "etrain_pool_release", worker=node_id, drain_s=drain_s)
 
+    def price(self, max_workers: int) -> str:
+        """Return that nobody knows here."""
+        return "not known here: the cluster is somebody else's"
+
     def cost(self) -> CostReport:
         """Return zeros: what these machines cost is between their owner and whoever pays."""
         return CostReport()

@@ -132,6 +132,10 @@ class Pool(Protocol):
         """End a node gently, within ``drain_s`` seconds. Demand brings another one."""
         ...
 
+    def price(self, max_workers: int) -> str:
+        """Return what that many workers can cost at worst, in words, before anything is started."""
+        ...
+
     def cost(self) -> CostReport:
         """Return what the nodes cost so far."""
         ...

@@ -30,6 +30,7 @@ class Nodes:
     def __init__(self) -> None:
         self.killed: list[str] = []
         self.released: list[str] = []
+        self.noticed: list[tuple[str, str]] = []
         self.wanted = 0
         self.most: int | None = None
 
@@ -47,6 +48,9 @@ class Nodes:
 
     def kill(self, worker: str) -> None:
         self.killed.append(worker)
+
+    def note_notice(self, worker: str, *, kind: str, deadline: float = 0.0) -> None:
+        self.noticed.append((worker, kind))
 
 
 class Stream:
