@@ -19,6 +19,7 @@ from typing import Any
 import boto3
 from botocore.config import Config
 from botocore.exceptions import ClientError
+from botocore.parsers import ResponseParserError
 
 from etrain_jupyter.checkpoints.s3_bucket import Bucket, S3Limits
 from etrain_jupyter.checkpoints.s3_words import code_of
@@ -263,7 +264,7 @@ def placement_scores(ec2: Any, types: Sequence[str], count: int, region: str) ->
             SingleAvailabilityZone=True,
             RegionNames=[region],
         )
-    except AwsErrors:
+    except (*AwsErrors, ResponseParserError):
         return {}  # It only ranks zones, and may not be allowed.
     scores = answer.get("SpotPlacementScores", ())
     return {names.get(s.get("AvailabilityZoneId", ""), ""): int(s["Score"]) for s in scores}

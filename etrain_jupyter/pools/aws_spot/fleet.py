@@ -8,6 +8,7 @@ There are never more workers than ``max_workers``, whatever EC2 lists and howeve
 
 from __future__ import annotations
 
+from etrain_jupyter.pools.aws_spot.ledger import LEAST_S
 from etrain_jupyter.pools.aws_spot.memory import VISIBLE_S, LaunchRequest, Memory
 from etrain_jupyter.pools.aws_spot.placement import (
     Offer,
@@ -188,8 +189,9 @@ def _room_usd(rules: Rules, view: View, count: Count) -> float | None:
     if rules.max_hourly is not None:
         rooms.append(rules.max_hourly - rate)
     if rules.max_total is not None:
-        # They must be able to stop in time, too.
-        rooms.append((rules.max_total - view.spent_usd) / (rules.reserve_s / 3600) - rate)
+        # They must be able to stop in time, too, and a minute is charged in any case.
+        least_s = max(rules.reserve_s, LEAST_S)
+        rooms.append((rules.max_total - view.spent_usd) / (least_s / 3600) - rate)
     return max(0.0, min(rooms)) if rooms else None
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 LEAST_S = 60.0
-"""EC2 charges a minute at least."""
+"""EC2 charges a minute at least, for disks too."""
 FIRST_HOUR_S = 3600.0
 TAKEN_BY_EC2 = "Server.SpotInstance"
 """How the reason of a machine's end begins if EC2 took it back."""
@@ -141,7 +141,7 @@ def charge_of(row: Row, prices: PriceBook, now: float) -> Charge:
     if row.lifecycle == "spot":
         spot = prices.spot_between(row.type, row.zone, begin, charged_end)
         machine = spot if spot is not None else on_demand
-    disk = row.volume_gib * prices.volume_gib_month / HOURS_OF_MONTH * (end - begin) / 3600
+    disk = row.volume_gib * prices.volume_gib_month / HOURS_OF_MONTH * (charged_end - begin) / 3600
     waived = (machine or 0.0) if row.is_waived else 0.0
     spent = (machine or 0.0) - waived + disk
     return Charge(

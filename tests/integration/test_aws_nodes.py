@@ -1,0 +1,357 @@
+"""The control plane of ``aws-spot`` against the fake cloud, with stand-ins for who joins."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from etrain_jupyter.errors import PoolError
+from etrain_jupyter.pools.aws_spot.ec2 import Clients
+from etrain_jupyter.pools.aws_spot.nodes import AwsNodes
+from etrain_jupyter.pools.aws_spot.spec import AwsSpotSpec
+from etrain_jupyter.pools.state_dir import ClusterDir, LocalSettings
+from etrain_jupyter.pools.tls import mint_certificates, write_certificates
+from etrain_jupyter.testing.fakeaws import ApiFault, FakeAws
+from etrain_jupyter.testing.fakeaws.fixtures import point_boto_at
+
+pytestmark = pytest.mark.aws
+PATIENCE_S = 90.0
+STAYS = "sleep 3600"
+"""What a node runs instead of its agent."""
+
+
+@pytest.fixture(scope="module")
+def machines() -> Iterator[FakeAws]:
+    """One cloud whose machines are processes on the loopback interface."""
+    with FakeAws("loopback") as cloud:
+        yield cloud
+
+
+@pytest.fixture
+def cloud(machines: FakeAws, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeAws]:
+    machines.reset()
+    point_boto_at(machines, monkeypatch, tmp_path)
+    machines.make_account()
+    yield machines
+    machines.set_faults()
+    machines.set_lag(0)
+    assert machines.leftovers() == {}
+
+
+def make_spec(cloud: FakeAws, **keys: Any) -> AwsSpotSpec:
+    account = cloud.make_account()
+    usual: dict[str, Any] = {
+        "region": cloud.region,
+        "bucket": account.bucket,
+        "workers": {"max": 4},
+        "capacity": {"types": ["g5.xlarge", "g6.xlarge"]},
+        "image": {"ami": account.image, "python": sys.executable, "setup": [STAYS]},
+        "iam": {"instance_profile": account.instance_profile},
+        "lifetime": {"linger": "0.2 s", "lease_ttl": "8 s"},
+        "interruption": {"drain": "1 s"},
+        "tick": "0.2 s",
+    }
+    return AwsSpotSpec.parse(usual | keys)
+
+
+@dataclasses.dataclass
+class Head:
+    """What stands in for the scheduler and the coordinator."""
+
+    cloud: FakeAws
+    nodes: AwsNodes
+    connected: set[str] = dataclasses.field(default_factory=set)
+    busy: set[str] = dataclasses.field(default_factory=set)
+    gone: dict[str, str] = dataclasses.field(default_factory=dict)
+    warnings: list[str] = dataclasses.field(default_factory=list)
+    halts: list[str] = dataclasses.field(default_factory=list)
+    is_serving: bool = True
+    """Whether machines join as soon as they are listed."""
+
+    async def until(self, is_true: Callable[[], object]) -> None:
+        loop = asyncio.get_running_loop()
+        ends_at = loop.time() + PATIENCE_S
+        while not is_true():
+            assert loop.time() < ends_at, (self.nodes.nodes(), self.warnings, self.halts)
+            if self.is_serving:
+                self.connected |= {node["worker"] for node in self.nodes.nodes()} - set(self.gone)
+            self.nodes.reap()
+            await asyncio.sleep(0.05)
+
+    def running(self) -> list[str]:
+        return [node["worker"] for node in self.nodes.nodes() if node["state"] == "running"]
+
+    def launched(self) -> list[str]:
+        return [one.instance_id for one in self.cloud.instances()]
+
+    def living(self) -> list[str]:
+        return [one.instance_id for one in self.cloud.instances("pending", "running")]
+
+
+@pytest.fixture
+def cluster_dir(tmp_path: Path) -> ClusterDir:
+    (tmp_path / "state").mkdir()
+    made = ClusterDir.create(tmp_path / "state", LocalSettings())
+    write_certificates(made.tls, mint_certificates(made.cluster_id))
+    return made
+
+
+def make_head(cloud: FakeAws, cluster_dir: ClusterDir, spec: AwsSpotSpec) -> Head:
+    head: Head
+    nodes = AwsNodes(
+        cluster_dir,
+        spec,
+        is_connected=lambda worker: worker in head.connected,
+        on_gone=lambda worker, why: head.gone.update({worker: why}),
+        on_warning=lambda text: head.warnings.append(text),
+        on_halt=lambda text: head.halts.append(text),
+    )
+    nodes.is_busy = lambda worker: worker in head.busy
+    head = Head(cloud=cloud, nodes=nodes)
+    return head
+
+
+@pytest_asyncio.fixture
+async def open_head(cloud: FakeAws, cluster_dir: ClusterDir) -> AsyncIterator[Any]:
+    """Give a function that starts a head; all are closed at the end."""
+    made: list[Head] = []
+
+    async def start(**keys: Any) -> Head:
+        head = make_head(cloud, cluster_dir, make_spec(cloud, **keys))
+        made.append(head)
+        await head.nodes.start("tls://127.0.0.1:1")
+        return head
+
+    yield start
+    for head in made:
+        await head.nodes.close(grace_s=0.0)
+
+
+async def test_lists_that_lag_bring_no_machine_twice(open_head: Any, cloud: FakeAws) -> None:
+    cloud.set_lag(6)
+    head = await open_head()
+    head.nodes.want(2, reason="test")
+    await head.until(lambda: len(head.running()) == 2)
+
+    assert len(head.launched()) == 2
+    assert cloud.calls()["ec2.CreateFleet"] == 1
+
+
+async def test_throttling_and_lost_answers_bring_no_machine_twice(
+    open_head: Any, cloud: FakeAws
+) -> None:
+    head = await open_head()
+    cloud.set_faults(
+        ApiFault(action="CreateFleet", code="RequestLimitExceeded", count=2),
+        ApiFault(action="CreateFleet", is_answer_lost=True, skip=2, count=1),
+        ApiFault(action="DescribeInstances", code="InternalError", skip=3, count=1),
+    )
+    head.nodes.want(2, reason="test")
+    await head.until(lambda: len(head.running()) == 2)
+
+    assert len(head.launched()) == 2
+
+
+async def test_without_capacity_it_waits_says_so_and_then_pays_for_on_demand(
+    open_head: Any, cloud: FakeAws
+) -> None:
+    cloud.set_capacity(0)
+    keys = {"types": ["g5.xlarge"], "on_demand": {"after": "1 s", "max": 1}}
+    head = await open_head(capacity=keys)
+    head.nodes.want(2, reason="test")
+    await head.until(head.running)
+    await head.until(lambda: head.warnings)
+
+    (node,) = head.nodes.nodes()
+    assert (node["lifecycle"], node["price_usd_per_h"]) == ("on-demand", 1.006)
+    assert "EC2 has had no capacity for 1 workers" in head.warnings[0]
+
+
+async def test_nodes_that_never_boot_stop_the_buying(open_head: Any, cloud: FakeAws) -> None:
+    account = cloud.make_account()
+    broken = {"ami": account.image, "setup": ["echo no such driver", "shutdown -h now"]}
+    head = await open_head(image=broken)
+    head.is_serving = False
+    head.nodes.want(1, reason="test")
+    await head.until(lambda: head.halts)
+
+    assert "3 nodes in a row never said hello" in head.halts[0]
+    assert "no such driver" in head.halts[0]
+    assert len(head.launched()) == 3
+
+
+async def test_dead_machine_is_told_at_once_and_replaced(open_head: Any, cloud: FakeAws) -> None:
+    head = await open_head()
+    head.nodes.want(2, reason="test")
+    await head.until(lambda: len(head.running()) == 2)
+    (first, second) = head.running()
+    cloud.preempt(first, silent=True)
+    await head.until(lambda: first in head.gone)
+
+    assert "EC2 took the spot machine back" in head.gone[first]
+    await head.until(lambda: len(head.running()) == 2)
+    assert second in head.running()
+    costs = {cost.node_id: cost for cost in head.nodes.costs()}
+    assert (costs[first].spent_usd < 0.001, costs[first].is_alive) == (True, False)
+    assert costs[second].on_demand_usd > costs[second].spent_usd > 0.001
+
+
+async def test_noticed_machine_gets_a_replacement_beyond_max_and_is_left_to_ec2(
+    open_head: Any, cloud: FakeAws
+) -> None:
+    head = await open_head(workers={"max": 2})
+    head.nodes.want(5, reason="test")
+    await head.until(lambda: len(head.running()) == 2)
+    old = head.running()[0]
+    cloud.preempt(old, notice_s=8)
+    head.nodes.note_notice(old, kind="interruption", deadline=cloud.instances()[0].launched_at + 30)
+    await head.until(lambda: len(head.running()) == 3)
+    head.nodes.release(old, drain_s=1.0)
+    await head.until(lambda: old in head.gone)
+
+    assert "EC2 took the spot machine back" in head.gone[old]
+    assert len(head.living()) == 2
+    cost = next(cost for cost in head.nodes.costs() if cost.node_id == old)
+    assert cost.spent_usd < 0.001
+
+
+async def test_released_and_surplus_machines_end_when_no_job_uses_them(
+    open_head: Any, cloud: FakeAws
+) -> None:
+    head = await open_head()
+    head.nodes.want(3, reason="test")
+    await head.until(lambda: len(head.running()) == 3)
+    one, two, three = head.running()
+    head.busy = {one, two}
+    head.nodes.want(2, reason="test")
+    await head.until(lambda: head.living() == [one, two])
+    head.nodes.release(one, drain_s=1000.0)
+    await head.until(lambda: len(head.living()) == 3)  # the next one is here before it leaves
+    assert one in head.living()
+    head.busy = {two}
+    await head.until(lambda: {one, three} <= set(head.gone))
+
+    assert head.gone[three] == head.gone[one] == "released"
+    head.nodes.kill(two)
+    await head.until(lambda: two in head.gone)
+
+
+async def test_budget_is_not_exceeded_and_ends_the_machines(
+    open_head: Any, cloud: FakeAws, cluster_dir: ClusterDir
+) -> None:
+    cloud.set_price(36.0)
+    # Each of them costs 0.60 at least: a minute.
+    head = await open_head(budget={"max_total": 1.21})
+    head.nodes.want(4, reason="test")
+    await head.until(lambda: head.halts)
+    await head.until(lambda: not head.living())
+
+    assert "budget.max_total=1.21" in head.halts[0]
+    assert len(head.launched()) == 2
+    assert cloud.bill().usd <= 1.21
+
+
+async def test_next_head_adopts_what_the_one_before_has_left(
+    open_head: Any, cloud: FakeAws, cluster_dir: ClusterDir
+) -> None:
+    first = await open_head()
+    first.nodes.want(2, reason="test")
+    await first.until(lambda: len(first.running()) == 2)
+    old = first.running()
+    await asyncio.to_thread(first.nodes._reconciler.stop)  # as SIGKILL does, without farewell
+    second = await open_head()
+    second.nodes.want(2, reason="test")
+    await second.until(lambda: second.running() == old)
+    second.nodes.want(3, reason="test")
+    await second.until(lambda: len(second.running()) == 3)
+
+    assert len(second.launched()) == 3
+    assert {cost.node_id for cost in second.nodes.costs()} >= set(old)
+    bucket = Clients(make_spec(cloud)).bucket
+    home = f"clusters/{cluster_dir.cluster_id}"
+    lease = json.loads(bucket.get(f"{home}/lease.json", "test") or b"")
+    assert (lease["num_lives"], lease["scheduler"]) == (2, "tls://127.0.0.1:1")
+
+
+async def test_two_clusters_leave_each_other_alone(
+    open_head: Any, cloud: FakeAws, tmp_path: Path
+) -> None:
+    one = await open_head()
+    (tmp_path / "other").mkdir()
+    other_dir = ClusterDir.create(tmp_path / "other", LocalSettings())
+    write_certificates(other_dir.tls, mint_certificates(other_dir.cluster_id))
+    two = make_head(cloud, other_dir, make_spec(cloud))
+    await two.nodes.start("tls://127.0.0.1:2")
+    for head in (one, two):
+        head.nodes.want(1, reason="test")
+    await one.until(one.running)
+    await two.until(two.running)
+    await two.nodes.close(grace_s=0.0)
+
+    assert one.living() == one.running()
+    assert cloud.leftovers(other_dir.cluster_id) == {}
+
+
+async def test_ledger_agrees_with_the_bill_and_outlives_the_cluster(
+    cloud: FakeAws, cluster_dir: ClusterDir
+) -> None:
+    spec = make_spec(cloud)
+    head = make_head(cloud, cluster_dir, spec)
+    await head.nodes.start("tls://127.0.0.1:1")
+    head.nodes.want(2, reason="test")
+    await head.until(lambda: len(head.running()) == 2)
+    cloud.preempt(head.running()[0], silent=True)
+    await head.until(lambda: len(head.gone) == 1)
+    await head.until(lambda: len(head.running()) == 2)
+    await head.nodes.close(grace_s=0.0)
+
+    bill = cloud.bill()
+    kept = Clients(spec).bucket.get(f"ledgers/{cluster_dir.cluster_id}.json", "test")
+    told = json.loads(kept or b"")
+    assert {row["id"] for row in told["rows"]} == {row.instance_id for row in bill.rows}
+    assert all(row["ended_at"] for row in told["rows"])
+    assert told["spent_usd"] - told["volumes_usd"] == pytest.approx(bill.compute_usd, rel=0.05)
+    assert told["waived_usd"] > 0
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (ApiFault(service="", code="ExpiredToken"), "credentials have expired"),
+        (ApiFault(code="UnauthorizedOperation"), "pools policy"),
+        (ApiFault(action="DescribeImages", code="InvalidAMIID.NotFound"), "Correct image.ami"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.code,
+)
+async def test_what_aws_refuses_is_told_before_anything_is_launched(
+    cloud: FakeAws, cluster_dir: ClusterDir, fault: ApiFault, words: str
+) -> None:
+    head = make_head(cloud, cluster_dir, make_spec(cloud))
+    cloud.set_faults(fault)
+    with pytest.raises(PoolError, match=words) as caught:
+        await head.nodes.start("tls://127.0.0.1:1")
+    cloud.set_faults()
+    await head.nodes.close(grace_s=0.0)
+
+    assert "Nothing was launched." in str(caught.value)
+    assert head.launched() == []
+
+
+async def test_profile_that_is_not_there_halts_with_what_to_do(
+    open_head: Any, cloud: FakeAws
+) -> None:
+    head = await open_head()
+    cloud.set_faults(ApiFault(action="CreateFleet", code="InvalidIamInstanceProfileName.NotFound"))
+    head.nodes.want(1, reason="test")
+    await head.until(lambda: head.warnings)
+
+    assert "Make it with what `%etrain pools policy` prints" in head.warnings[0]
+    assert head.launched() == []
