@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 CONNECT_S = 15
 """How long to try to reach the scheduler, which runs already when a worker starts."""
+RECONNECT_S = 5
+"""How long to try the same scheduler once more: another one may be somewhere else by then."""
 CLOSE_S = 5.0
 
 DISMISSED_S = 2.0
@@ -145,7 +147,7 @@ class WorkerLife:
             await self._supervisor.teardown(worker)
         await worker.close(timeout=CLOSE_S, executor_wait=False, reason="asked to end")
 
-    async def _connect(self) -> Any:
+    async def _connect(self, timeout_s: int = CONNECT_S) -> Any:
         from distributed import Worker
 
         options = self._options
@@ -158,7 +160,7 @@ class WorkerLife:
             nthreads=1,
             memory_limit=0,
             local_directory=str(options.scratch),
-            death_timeout=CONNECT_S,
+            death_timeout=timeout_s,
             plugins=(self._supervisor,),
         )
         await worker
@@ -189,7 +191,7 @@ class WorkerLife:
                 self._address = record.address
                 # Dask wraps what goes wrong while a worker starts; the scheduler may die again.
                 with contextlib.suppress(OSError, TimeoutError, RuntimeError):
-                    worker = await self._connect()
+                    worker = await self._connect(CONNECT_S if is_next else RECONNECT_S)
                     self._num_lives = record.num_lives
                     return worker
             elif self._finder.is_remote or (record.is_serving and away_s > DISMISSED_S):

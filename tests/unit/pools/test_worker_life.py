@@ -72,7 +72,7 @@ class Life(WorkerLife):
     async def _teardown(self, worker: object) -> None:
         self.torn_down += 1
 
-    async def _connect(self) -> Worker:
+    async def _connect(self, timeout_s: int = 15) -> Worker:
         self.tried.append(self._address)
         if not self.plan:
             signal.raise_signal(signal.SIGTERM)
