@@ -49,6 +49,8 @@ class Account:
     role_arn: str
     image: str
     """The id of an AMI. Whatever it is, an instance has the programs of this machine."""
+    image_parameter: str
+    """The SSM parameter that has it."""
 
 
 class FakeAws:
