@@ -1,24 +1,34 @@
-"""For tests of the fake cloud: a launch template and a fleet request with boto3."""
+"""For tests of the fake cloud: launch templates, fleets and instances with boto3."""
 
 from __future__ import annotations
 
 import base64
+import functools
+import os
+import socket
 from typing import Any
 
 import boto3
 from botocore.config import Config
 
 from etrain_jupyter.testing.fakeaws import FakeAws
+from etrain_jupyter.testing.fakeaws.networks import CABLE, PREFIX
 
-SLEEP = "#!/bin/bash\nexec sleep 1000\n"
+HELLO = "#!/bin/bash\necho hello\nexec sleep 1000\n"
 TAGS = [{"Key": "etrain:cluster", "Value": "c-1"}]
 
 
 def client(service: str) -> Any:
     """A client that tries once, with what the environment says now."""
+    names = ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+    return _client(service, *(os.environ[name] for name in names))
+
+
+@functools.cache  # making one takes a tenth of a second
+def _client(service: str, url: str, key: str, secret: str) -> Any:
     once = Config(retries={"mode": "standard", "total_max_attempts": 1})
-    # Not boto3.client: the session behind that keeps the first credentials that it finds.
-    return boto3.Session().client(service, region_name="us-east-1", config=once)
+    session = boto3.Session(key, secret, region_name="us-east-1")
+    return session.client(service, endpoint_url=url, config=once)
 
 
 def ec2() -> Any:
@@ -26,7 +36,7 @@ def ec2() -> Any:
     return client("ec2")
 
 
-def make_template(cloud: FakeAws, user_data: str = SLEEP, **data: Any) -> str:
+def make_template(cloud: FakeAws, user_data: str = HELLO, **data: Any) -> str:
     """Make a launch template as our pool's; return its id."""
     account = cloud.make_account()
     template = {
@@ -105,3 +115,21 @@ def described() -> dict[str, dict[str, Any]]:
         for reservation in page["Reservations"]
         for one in reservation["Instances"]
     }
+
+
+def links_of(pid: int) -> list[str]:
+    """The bridge and the cables of a harness."""
+    names = [name for _, name in socket.if_nameindex()]
+    return [name for name in names if name == f"{PREFIX}{pid}" or name.startswith(f"{CABLE}{pid}n")]
+
+
+def launch(cloud: FakeAws, user_data: str = HELLO, **words: int) -> str:
+    """Start one instance; return its id."""
+    (instance_id,) = ids_of(create_fleet(make_template(cloud, user_data), **words))
+    return instance_id
+
+
+def wait_for_text(cloud: FakeAws, instance_id: str, text: str) -> str:
+    """Wait until it printed this; return all that it printed."""
+    cloud.wait_until(lambda: text in cloud.console(instance_id))
+    return cloud.console(instance_id)

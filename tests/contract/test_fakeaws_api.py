@@ -22,6 +22,12 @@ from tests.contract.fleets import (
 )
 
 
+@pytest.fixture(autouse=True)
+def nothing_boots(fresh_cloud: FakeAws) -> None:
+    """These tests look at answers: no instance need run."""
+    fresh_cloud.set_boot(1000)
+
+
 def code_of(caught: pytest.ExceptionInfo[ClientError]) -> str:
     return str(caught.value.response["Error"]["Code"])
 

@@ -6,28 +6,31 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from etrain_jupyter.testing.fakeaws import FakeAws
 from etrain_jupyter.testing.fakeaws.fixtures import point_boto_at
-from etrain_jupyter.testing.fakeaws.networks import (
-    PREFIX,
-    remove_dead_bridges,
-    why_no_namespaces,
+from etrain_jupyter.testing.fakeaws.networks import why_no_namespaces
+from tests.contract.fleets import (
+    client,
+    create_fleet,
+    described,
+    ec2,
+    ids_of,
+    launch,
+    links_of,
+    make_template,
+    wait_for_text,
 )
-from tests.contract.fleets import client, create_fleet, described, ec2, ids_of, make_template
 
 NO_NAMESPACES = why_no_namespaces()
 needs_namespaces = pytest.mark.skipif(bool(NO_NAMESPACES), reason=NO_NAMESPACES)
 
-HELLO = "#!/bin/bash\necho hello\nexec sleep 1000\n"
 WHO_AM_I = f"""#!/bin/bash
 exec {sys.executable} - <<'END'
 import json, os, urllib.request, boto3
@@ -69,16 +72,6 @@ def either(
     assert cloud.leftovers() == {}
 
 
-def launch(cloud: FakeAws, user_data: str = HELLO, **words: int) -> str:
-    (instance_id,) = ids_of(create_fleet(make_template(cloud, user_data), **words))
-    return instance_id
-
-
-def wait_for_text(cloud: FakeAws, instance_id: str, text: str) -> str:
-    cloud.wait_until(lambda: text in cloud.console(instance_id))
-    return cloud.console(instance_id)
-
-
 def wait_for_end(cloud: FakeAws, instance_id: str) -> str:
     """Wait until it is terminated; return why."""
     cloud.wait_until(lambda: described()[instance_id]["State"]["Name"] == "terminated")
@@ -99,6 +92,35 @@ def test_an_instance_runs_its_user_data_and_acts_with_its_role(either: FakeAws) 
     assert set(told["given"]) - {endpoint} == {"AWS_ENDPOINT_URL"}
     assert either.s3.read("etrain-bucket", "from-the-node") == b"1"
     client("s3").delete_object(Bucket="etrain-bucket", Key="from-the-node")
+
+
+def test_a_role_may_do_what_its_policy_allows_and_no_more(either: FakeAws) -> None:
+    arn = "arn:aws:s3:::etrain-bucket/nodes/*"
+    statement = {"Effect": "Allow", "Action": "s3:PutObject", "Resource": arn}
+    policy = {"Version": "2012-10-17", "Statement": [statement]}
+    script = (
+        f"#!/bin/bash\nexec {sys.executable} - <<'END'\n"
+        "import boto3\n"
+        "s3 = boto3.client('s3', region_name='us-east-1')\n"
+        "for key in ('nodes/1', 'lease.json'):\n"
+        "    try:\n"
+        "        s3.put_object(Bucket='etrain-bucket', Key=key, Body=b'1')\n"
+        "        print('may', key, flush=True)\n"
+        "    except Exception as exc:\n"
+        "        print('may not', key, exc, flush=True)\n"
+        "END\n"
+    )
+    template = make_template(either, script)
+    either.make_account(role_policy=policy)
+    (instance_id,) = ids_of(create_fleet(template))
+    either.enforce_iam()
+
+    told = wait_for_text(either, instance_id, "lease.json")
+
+    either.enforce_iam(False)
+    assert "may nodes/1" in told
+    assert "may not lease.json" in told
+    assert "AccessDenied" in told
 
 
 def test_what_an_instance_printed_is_its_console_output(either: FakeAws) -> None:
@@ -171,9 +193,9 @@ def test_an_interruption_is_told_ahead_and_kept(either: FakeAws) -> None:
         "END\n"
     )
     instance_id = launch(either, watch)
-    either.wait_until(
-        lambda: "meta-data/events/recommendations/rebalance" in either.imds_requests(instance_id)
-    )
+    path = "meta-data/events/recommendations/rebalance"
+    either.wait_until(lambda: described()[instance_id]["State"]["Name"] == "running")
+    either.wait_until(lambda: path in either.imds_requests(instance_id))
     before = time.time()
 
     either.preempt(instance_id, notice_s=3, rebalance_s=1)
@@ -301,95 +323,6 @@ def test_a_machine_without_power_closes_no_connection(cloud: FakeAws) -> None:
             connection.settimeout(0.5)
             with pytest.raises(TimeoutError):
                 connection.recv(1)
+    assert links_of(cloud.pid) == [cloud.bridge]
     for one in ec2().describe_launch_templates()["LaunchTemplates"]:
         ec2().delete_launch_template(LaunchTemplateId=one["LaunchTemplateId"])
-
-
-HOLDER = """
-import sys, time
-from etrain_jupyter.testing.fakeaws import FakeAws
-cloud = FakeAws(sys.argv[1])
-print(cloud.pid, cloud.folder, cloud.bridge, cloud.url, flush=True)
-time.sleep(1000)
-"""
-
-
-@pytest.mark.parametrize("mode", ["loopback", pytest.param("namespaces", marks=needs_namespaces)])
-@pytest.mark.parametrize("victim", ["harness", "holder"])
-def test_nothing_is_left_when_it_is_killed(
-    mode: str, victim: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, mode], stdout=subprocess.PIPE, text=True
-    )
-    assert holder.stdout is not None
-    words = holder.stdout.readline().rstrip("\n").split(" ")
-    pid, folder, bridge, url = int(words[0]), Path(words[1]), words[2], words[3]
-    try:
-        beside = FakeAws("loopback")
-        with beside:
-            marks = _start_instance_at(url, beside, monkeypatch, tmp_path)
-            assert marks
-
-            os.kill(pid if victim == "harness" else holder.pid, signal.SIGKILL)
-
-            _wait(lambda: (not folder.exists() and not psutil.pid_exists(pid)) or _is_zombie(pid))
-            _wait(lambda: not any(psutil.pid_exists(one) for one in marks))
-            _wait(lambda: not bridge or not Path(f"/sys/class/net/{bridge}").exists())
-            _wait(lambda: not folder.exists())
-            # The other one is as it was.
-            assert beside.instances() == []
-    finally:
-        holder.kill()
-        holder.wait()
-        holder.stdout.close()
-
-
-def _start_instance_at(
-    url: str, face: FakeAws, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> list[int]:
-    """Start an instance with children in the cloud of another process; return its processes."""
-    monkeypatch.setattr(face, "url", url)
-    point_boto_at(face, monkeypatch, tmp_path)
-    instance_id = launch(face, "#!/bin/bash\nsetsid sleep 1005 &\necho hello\nsleep 1006\n")
-    wait_for_text(face, instance_id, "hello")
-    (record,) = face.instances()
-    monkeypatch.undo()
-    assert record.pid is not None
-    first = psutil.Process(record.pid)
-    return [first.pid, *(one.pid for one in first.children(recursive=True))]
-
-
-def _is_zombie(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return True
-
-
-def _wait(is_true: object) -> None:
-    assert callable(is_true)
-    ends_at = time.monotonic() + 90
-    while not is_true():
-        assert time.monotonic() < ends_at
-        time.sleep(0.05)
-
-
-@needs_namespaces
-def test_a_bridge_that_a_dead_harness_left_is_removed_by_the_next() -> None:
-    done = subprocess.Popen([sys.executable, "-c", ""])
-    done.wait()
-    bridge = f"{PREFIX}{done.pid}"
-    subprocess.run(["ip", "link", "add", bridge, "type", "bridge"], check=True)
-
-    removed = remove_dead_bridges()
-
-    assert bridge in removed
-    assert not Path(f"/sys/class/net/{bridge}").exists()
-
-
-@pytest.mark.skipif(not NO_NAMESPACES, reason="this machine can make namespaces")
-def test_namespaces_that_cannot_be_had_are_refused(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(RuntimeError, match="did not start"):
-        FakeAws("namespaces")
-    assert "Use mode='loopback'" in capfd.readouterr().err

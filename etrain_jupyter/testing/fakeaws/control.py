@@ -56,6 +56,7 @@ class Control:
         self._api = api
         self._zones = zones
         self._variables = dict(variables)
+        self._boot_s = hypervisor.boot_s
         self.reset()
 
     def reset(self) -> None:
@@ -67,6 +68,7 @@ class Control:
             self._ec2.reset(market)
             self._hypervisor.market = market
             self._hypervisor.variables = dict(self._variables)
+            self._hypervisor.boot_s = self._boot_s
             self._backend.role_ttl_s = 3600
             self._backend.enforce(False)
         self._api.faults.set(())

@@ -100,10 +100,6 @@ class Hypervisor:
     def _boot(self, guest: _Guest, facts: InstanceFacts) -> None:
         if guest.ended.wait(self.boot_s):
             return
-        with self._backend.lock:
-            if guest.ended.is_set():
-                return
-            self._backend.set_running(facts.instance_id)
         try:
             guest.machine.start(
                 endpoint=self.endpoint,
@@ -112,6 +108,12 @@ class Hypervisor:
             )
         except (OSError, RuntimeError) as exc:
             print(f"fakeaws: {facts.instance_id} did not start: {exc}", file=sys.stderr, flush=True)
+            self._end(guest, HOST_FAILED)
+            return
+        with self._backend.lock:
+            # Not earlier: who sees that it runs may want to reach its metadata service.
+            if not guest.ended.is_set():
+                self._backend.set_running(facts.instance_id)
         guest.machine.on_end()
         # Its first process is gone though nobody switched it off: the host has failed.
         self._end(guest, HOST_FAILED)
