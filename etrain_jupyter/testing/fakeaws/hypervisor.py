@@ -22,7 +22,7 @@ from etrain_jupyter.testing.fakeaws.backend import (
     InstanceFacts,
 )
 from etrain_jupyter.testing.fakeaws.bill import Usage
-from etrain_jupyter.testing.fakeaws.machine import Machine
+from etrain_jupyter.testing.fakeaws.machine import Machine, processes_of
 from etrain_jupyter.testing.fakeaws.market import Market
 from etrain_jupyter.testing.fakeaws.networks import Network
 from etrain_jupyter.testing.fakeaws.power import PowerOrder, PowerSwitch
@@ -260,6 +260,16 @@ class Hypervisor:
             for name, guest in list(self._guests.items())
         ]
 
+    def find_strays(self) -> dict[str, list[str]]:
+        """Return what is left of machines that are off: processes and cables, by kind."""
+        self.wait_quiet()
+        guests = list(self._guests.values())
+        off = [one.usage.instance_id for one in guests if one.ended.is_set()]
+        processes = [str(process.pid) for process in processes_of(*off)] if off else []
+        in_use = {one.machine.address for one in guests if not one.ended.is_set()}
+        found = {"processes": processes, "cables": self._network.stray_cables(in_use)}
+        return {kind: names for kind, names in found.items() if names}
+
     # The end ------------------------------------------------------------------------------------
 
     def forget(self) -> None:
@@ -276,7 +286,7 @@ class Hypervisor:
         self._guests.clear()
 
     def wait_quiet(self) -> None:
-        """Wait until what was begun to start or end has done so; preemptions are not waited for."""
+        """Wait until machines that were switched off are off; preemptions are not waited for."""
         for thread in list(self._threads):
             if thread.name.startswith(("off", "boot")) and not self._is_booted(thread):
                 thread.join(60)

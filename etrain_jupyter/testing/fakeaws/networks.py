@@ -68,6 +68,9 @@ class Network(Protocol):
     def pull(self, address: str) -> None:
         """Cut the cable: from now on nothing that it sends arrives, nor the other way."""
 
+    def stray_cables(self, in_use: set[str]) -> list[str]:
+        """Return the cables that are of none of these addresses."""
+
     def close(self) -> None:
         """Remove what is left."""
 
@@ -121,6 +124,10 @@ class LoopbackNetwork:
 
     def pull(self, address: str) -> None:
         """Do nothing: there is no cable."""
+
+    def stray_cables(self, in_use: set[str]) -> list[str]:
+        """Return nothing."""
+        return []
 
     def close(self) -> None:
         """Do nothing."""
@@ -204,6 +211,13 @@ class NamespaceNetwork:
         """Take the cable's near end down."""
         with suppress(RuntimeError):
             _ip(["link", "set", self._cable(address), "down"])
+
+    def stray_cables(self, in_use: set[str]) -> list[str]:
+        """Return the cables that are of none of these addresses."""
+        known = {self._cable(address) for address in in_use}
+        names = [name for _, name in socket.if_nameindex()]
+        ours = [name for name in names if name.startswith(f"{CABLE}{os.getpid()}n")]
+        return [name for name in ours if name not in known]
 
     def close(self) -> None:
         """Remove the bridge."""
