@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-import time
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -182,7 +181,6 @@ class AddressPool:
             What is still there of ours.
         """
         self._check()
-        begin = time.monotonic()
         try:
             if not self._ask_dask(self._is_there):
                 return Leftovers()
@@ -191,10 +189,7 @@ class AddressPool:
         except PoolError as exc:
             if ENDED in str(exc):
                 return Leftovers()  # their scheduler has ended, and our part with it
-            took_s = time.monotonic() - begin
-            return Leftovers(
-                processes=(f"our part of {self._address.address}: {exc} [{took_s:.0f} s]",)
-            )
+            return Leftovers(processes=(f"our part of {self._address.address}: {exc}",))
 
     # --- checks that need no network ---
 
@@ -308,6 +303,11 @@ class AddressPool:
         from etrain_jupyter.pools.guest_worker import look_here
 
         found = await client.run(look_here, on_error="return")
+        if not found:
+            self._say_once(
+                f"{self._address.address} has no worker now. Whoever made it starts them; jobs "
+                "wait until some are there."
+            )
         words = unfit_workers(self._address.address, found, here)
         if not words:
             return
