@@ -120,13 +120,15 @@ class AddressPool:
         Raises:
             ConfigError: If its keys are not what they should be, with the place of the fault.
         """
-        return cls._of(entry.read_as(AddressSpec))
+        return cls._of(entry.read_as(AddressSpec), folder=entry.file.parent)
 
     @classmethod
-    def _of(cls, spec: AddressSpec) -> AddressPool:
+    def _of(cls, spec: AddressSpec, folder: Path = Path()) -> AddressPool:
+        """Return the pool; relative paths begin in ``folder``, where its file is."""
         if spec.tls is None:
             return cls(spec.address)
-        tls = {"ca": spec.tls.ca, "cert": spec.tls.cert, "key": spec.tls.key}
+        files = {"ca": spec.tls.ca, "cert": spec.tls.cert, "key": spec.tls.key}
+        tls = {kind: str(folder / Path(path).expanduser()) for kind, path in files.items()}
         return cls(spec.address, tls=tls, min_version=spec.tls.min_version)
 
     def up(self) -> SchedulerAddress:
