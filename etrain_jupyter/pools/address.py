@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-import time
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -121,13 +120,15 @@ class AddressPool:
         Raises:
             ConfigError: If its keys are not what they should be, with the place of the fault.
         """
-        return cls._of(entry.read_as(AddressSpec))
+        return cls._of(entry.read_as(AddressSpec), folder=entry.file.parent)
 
     @classmethod
-    def _of(cls, spec: AddressSpec) -> AddressPool:
+    def _of(cls, spec: AddressSpec, folder: Path = Path()) -> AddressPool:
+        """Return the pool; relative paths begin in ``folder``, where its file is."""
         if spec.tls is None:
             return cls(spec.address)
-        tls = {"ca": spec.tls.ca, "cert": spec.tls.cert, "key": spec.tls.key}
+        files = {"ca": spec.tls.ca, "cert": spec.tls.cert, "key": spec.tls.key}
+        tls = {kind: str(folder / Path(path).expanduser()) for kind, path in files.items()}
         return cls(spec.address, tls=tls, min_version=spec.tls.min_version)
 
     def up(self) -> SchedulerAddress:
@@ -186,7 +187,6 @@ class AddressPool:
             What is still there of ours.
         """
         self._check()
-        begin = time.monotonic()
         try:
             if not self._ask_dask(self._is_there):
                 return Leftovers()
@@ -195,10 +195,7 @@ class AddressPool:
         except PoolError as exc:
             if ENDED in str(exc):
                 return Leftovers()  # their scheduler has ended, and our part with it
-            took_s = time.monotonic() - begin
-            return Leftovers(
-                processes=(f"our part of {self._address.address}: {exc} [{took_s:.0f} s]",)
-            )
+            return Leftovers(processes=(f"our part of {self._address.address}: {exc}",))
 
     # --- checks that need no network ---
 
@@ -312,6 +309,11 @@ class AddressPool:
         from etrain_jupyter.pools.guest_worker import look_here
 
         found = await client.run(look_here, on_error="return")
+        if not found:
+            self._say_once(
+                f"{self._address.address} has no worker now. Whoever made it starts them; jobs "
+                "wait until some are there."
+            )
         words = unfit_workers(self._address.address, found, here)
         if not words:
             return

@@ -46,10 +46,17 @@ async def unreachable(address: str, exc: BaseException) -> str:
         cause = cause.__cause__
     is_tls = address.startswith("tls://")
     text = f"{exc} {cause}"
-    if await _is_refused(address):
+    try:
+        await _probe(address)
+    except ConnectionRefusedError:
         return (
             f"{ENDED} {address}. Nothing was done. Start the scheduler there, or correct the "
             "address: `dask scheduler` prints it."
+        )
+    except (OSError, TimeoutError) as failure:
+        return (
+            f"{address} cannot be reached from this machine ({_short(failure)}). Nothing was done. "
+            "Correct the address, or ask who runs it whether its port is open to you."
         )
     if isinstance(cause, ssl.SSLCertVerificationError) or "CERTIFICATE_VERIFY" in text:
         return (
@@ -73,17 +80,20 @@ async def unreachable(address: str, exc: BaseException) -> str:
     )
 
 
-async def _is_refused(address: str) -> bool:
+async def _probe(address: str) -> None:
+    """Open a connection and close it again.
+
+    Raises:
+        ConnectionRefusedError: If nobody listens there.
+        OSError: If the machine is not found or not reached.
+        TimeoutError: If it does not answer.
+    """
     host, _, port = address.partition("://")[2].rpartition(":")
-    try:
-        async with asyncio.timeout(PROBE_S):
-            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
-    except (OSError, TimeoutError):
-        return True
+    async with asyncio.timeout(PROBE_S):
+        _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
     writer.close()
     with contextlib.suppress(OSError):
         await writer.wait_closed()
-    return False
 
 
 def _short(exc: BaseException) -> str:

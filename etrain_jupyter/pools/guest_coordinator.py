@@ -115,6 +115,16 @@ class GuestCoordinator(Coordinator):
             if not self._active() and not self._unacknowledged:
                 self._rest()
 
+    def tick(self) -> None:
+        """Do what is due; with jobs, the scheduler is not idle although it has no tasks."""
+        super().tick()
+        if self._active():
+            self._scheduler.idle_since = None
+
+    def valid_workers_downscaling(self, scheduler: Scheduler, workers: list[Any]) -> list[Any]:
+        """Return whom Dask may close by itself: ranks are no tasks that it could see."""
+        return [state for state in workers if not self.is_busy(str(state.name))]
+
     def _wake(self) -> None:
         if self._work.is_set():
             return

@@ -236,11 +236,10 @@ def test_other_version_there_is_refused(
 # --- TLS ---
 
 
-@pytest.fixture
-def certificates(tmp_path: Path) -> Path:
-    """Make the certificates of somebody else's authority, as their administrator would."""
-    write_certificates(tmp_path / "theirs", mint_certificates("theirs"))
-    return tmp_path / "theirs"
+def make_certificates(folder: Path) -> Path:
+    """Make the certificates of an authority, as an administrator would."""
+    write_certificates(folder, mint_certificates(folder.name))
+    return folder
 
 
 def files_of(folder: Path, role: str = "client") -> dict[str, str]:
@@ -252,15 +251,16 @@ def files_of(folder: Path, role: str = "client") -> dict[str, str]:
 
 
 def test_cluster_with_certificates_of_its_own_trains_and_lets_nobody_else_in(
-    tmp_path: Path, runs: Path, certificates: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    certificates = make_certificates(tmp_path / "theirs")
+    make_certificates(tmp_path / "strangers")
     options = {
         "ca-file": str(certificates / "ca.pem"),
         # Dask's workers are servers and clients of each other by one certificate.
         "cert": str(certificates / "worker.pem"),
         "key": str(certificates / "worker.key"),
     }
-    write_certificates(tmp_path / "strangers", mint_certificates("strangers"))
     with running(DaskCluster(tmp_path / "dask", tls=options)) as cluster:
         cluster.start_worker("--protocol", "tls")
         pool = AddressPool.from_spec(
@@ -289,3 +289,35 @@ def test_cluster_with_certificates_of_its_own_trains_and_lets_nobody_else_in(
         assert attach(job.id).workers()[0]["address"].startswith("tls://")
         assert pool.down(timeout_s=60.0) == Leftovers()
         assert job.wait(timeout=PATIENCE_S) == "stopped"
+
+
+# --- a scheduler that is not there ---
+
+
+def test_address_where_nobody_answers_is_told_apart_and_has_nothing_of_ours(
+    cluster: DaskCluster, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    AddressPool(cluster.address, say=said.append).up()
+    assert said == [
+        f"{cluster.address} has no worker now. Whoever made it starts them; jobs wait until some "
+        "are there."
+    ]
+    monkeypatch.setattr("etrain_jupyter.pools.address.CONNECT_S", 1.0)
+    tls = AddressPool.from_spec(
+        {
+            "address": cluster.address.replace("tcp", "tls"),
+            "tls": files_of(make_certificates(runs.parent / "ours")),
+        }
+    )
+    with pytest.raises(PoolError, match=r"does not speak TLS.*Write tcp://"):
+        tls.up()
+
+    cluster.kill("scheduler")
+    pool = AddressPool(cluster.address)
+    with pytest.raises(PoolError, match=r"nobody listens at tcp://.*Start the scheduler there"):
+        pool.up()
+    assert pool.down(timeout_s=5.0) == Leftovers()
+    with pytest.raises(PoolError, match="cannot be reached from this machine"):
+        AddressPool("tcp://no-such-host.invalid:8786").up()
+    assert AddressPool("tcp://no-such-host.invalid:8786").down(timeout_s=5.0).processes

@@ -94,11 +94,32 @@ def test_job_goes_on_when_a_queued_worker_is_killed_and_jobqueue_brings_another(
     after = until(lambda: len(f := pids()) == 2 and f[victim] != pid and f, "its replacement")
     assert after.keys() == before.keys()
     await_steps(job, world_size=2)
+
+    # Dask's adaptive mode sees no tasks, but it must not take a worker amid a step.
     queued.keep(1)
+    await_steps(job, world_size=2)
+    job.scale(min=1, max=1)
+    until(lambda: len(pool.nodes()) == 1, "the end of the worker that is free now")
     await_steps(job, world_size=1)
+    assert [e.worker for e in job.events() if isinstance(e, WorkerLost)] == [victim]
 
     assert pool.down(timeout_s=60.0) == Leftovers()
     assert job.wait(timeout=PATIENCE_S) == "stopped"
     assert_invariants(job.events())
     assert job.audit().ok
     assert queued.process.poll() is None, "it is not ours to end"
+
+
+def test_script_that_the_manual_asks_for_hands_slurms_signal_to_the_worker() -> None:
+    from dask_jobqueue.slurm import SLURMJob
+
+    text = (ROOT / "docs" / "pools.md").read_text(encoding="utf-8")
+    call = text.partition("cluster = SLURMCluster(")[2].partition("scheduler_options=")[0]
+    options = eval(f"dict({call})", {"sys": sys})
+    script = SLURMJob(scheduler="tcp://head:8786", name="w", **options).job_script()
+
+    *_, command = script.strip().splitlines()
+    assert "#SBATCH --signal=B:USR1@120" in script
+    # What the shell becomes is the worker itself: no shell and no nanny in between.
+    assert command.startswith(f"exec {sys.executable} -m distributed.cli.dask_worker tcp://head:")
+    assert command.split().index("--no-nanny") > command.split().index("--nanny")

@@ -110,3 +110,17 @@ def test_unfit_workers_are_told_with_what_they_lack_and_the_command_that_mends_i
     )
     assert unfit_workers("tcp://lab:1", {"a": found["a"]}, HERE) is None
     assert unfit_workers("tcp://lab:1", {}, HERE) is None
+
+
+def test_relative_paths_of_a_pools_file_begin_beside_it(tmp_path: Path) -> None:
+    class Entry:
+        file = tmp_path / "pools.yaml"
+
+        def read_as(self, section: Any) -> Any:
+            tls = {"ca": "ca.pem", "cert": "/abs/me.pem", "key": "~/me.key"}
+            return section.model_validate({"address": "tls://lab:1", "tls": tls})
+
+    with pytest.raises(PoolError) as caught:
+        AddressPool.from_entry(Entry()).up()  # type: ignore[arg-type]
+    files = (tmp_path / "ca.pem", Path("/abs/me.pem"), Path.home() / "me.key")
+    assert str(caught.value).startswith(", ".join(map(str, files)) + " is not there")

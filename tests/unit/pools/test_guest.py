@@ -101,6 +101,23 @@ async def test_silence_while_nothing_runs_is_held_against_nobody(rig):
     assert [w.name for w in rig.coordinator._workers] == ["w1"]
 
 
+async def test_scheduler_does_not_end_as_idle_nor_close_busy_workers_while_a_job_trains(rig):
+    await rig.start("w1")
+    rig.hello("unused")
+    rig.scheduler.idle_since = 1.0
+    rig.tick()
+    assert rig.scheduler.idle_since is None
+    workers = list(rig.scheduler.workers.values())
+    may_close = rig.coordinator.valid_workers_downscaling(rig.scheduler, workers)
+    assert [state.name for state in may_close] == ["unused"]
+
+    rig.job.handle(s.StopAsked(now=True))
+    rig.scheduler.idle_since = 1.0
+    rig.tick()
+    assert rig.scheduler.idle_since == 1.0
+    assert rig.coordinator.valid_workers_downscaling(rig.scheduler, workers) == workers
+
+
 async def test_report_that_cannot_be_taken_in_does_not_reach_dask(rig, caplog):
     rig.say("stranger", {"op": "supervisor"})
     assert "could not be taken in" in caplog.text
