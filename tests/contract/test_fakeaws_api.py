@@ -394,10 +394,9 @@ def test_policies_are_enforced_when_told(
     fresh_cloud: FakeAws, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     template = make_template(fresh_cloud)
-    fleets = ("ec2:CreateFleet", "ec2:RunInstances", "ec2:DescribeInstances", "iam:PassRole")
-    may = fresh_cloud.make_user(
-        "may", allow(*fleets), allow("s3:PutObject", resource="arn:aws:s3:::etrain-bucket/ok/*")
-    )
+    fleets = ("ec2:CreateFleet", "ec2:RunInstances", "ec2:CreateTags", "iam:PassRole")
+    put = allow("s3:PutObject", resource="arn:aws:s3:::etrain-bucket/ok/*")
+    may = fresh_cloud.make_user("may", allow(*fleets, "ec2:DescribeInstances"), put)
     may_not = fresh_cloud.make_user("may-not", allow("ec2:CreateFleet", "ec2:DescribeInstances"))
     bucket = fresh_cloud.make_account().bucket
     fresh_cloud.enforce_iam()
@@ -408,6 +407,8 @@ def test_policies_are_enforced_when_told(
         monkeypatch.setenv(name, value)
     with pytest.raises(ClientError) as refused:
         ec2().create_fleet(**fleet_request(template))
+    with pytest.raises(ClientError) as denied:
+        ec2().describe_volumes()
     for name, value in may.items():
         monkeypatch.setenv(name, value)
     got = create_fleet(template)
@@ -418,6 +419,8 @@ def test_policies_are_enforced_when_told(
 
     assert (code_of(stranger), code_of(refused)) == ("AuthFailure", "UnauthorizedOperation")
     assert "RunInstances" in str(refused.value)
+    assert code_of(denied) == "UnauthorizedOperation"
+    assert fresh_cloud.s3.list_keys(bucket) == ["ok/a"]
     assert list(described()) == ids_of(got)
     assert code_of(elsewhere) == "AccessDenied"
 
