@@ -43,6 +43,7 @@ class _Guest:
     """Nothing of it is left on this machine."""
     switching: threading.Lock = field(default_factory=threading.Lock)
     timer: threading.Timer | None = None
+    off_at: float | None = None
 
 
 class Hypervisor:
@@ -173,15 +174,15 @@ class Hypervisor:
         with self._backend.lock:
             if guest.timer is not None:
                 guest.timer.cancel()
-                guest.timer = None
+                guest.timer = guest.off_at = None
             if order.minutes is None:
                 return ""
-            guest.timer = threading.Timer(
-                order.minutes * self.minute_s, self._end_from_inside, (guest, is_stopped)
-            )
+            left_s = order.minutes * self.minute_s
+            guest.off_at = time.time() + left_s
+            guest.timer = threading.Timer(left_s, self._end_from_inside, (guest, is_stopped))
             guest.timer.daemon = True
             guest.timer.start()
-        at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(time.time() + order.minutes * 60))
+        at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(guest.off_at))
         return f"Shutdown scheduled for {at}, use 'shutdown -c' to cancel."
 
     def _end_from_inside(self, guest: _Guest, is_stopped: bool) -> None:
@@ -264,6 +265,7 @@ class Hypervisor:
                 ended_at=guest.usage.ended_at,
                 tags=dict(guest.machine.facts.tags),
                 pid=guest.machine.pid,
+                off_at=guest.off_at,
             )
             for name, guest in list(self._guests.items())
         ]
