@@ -218,7 +218,7 @@ def test_an_interruption_is_told_ahead_and_kept(either: FakeAws) -> None:
     either.wait_until(lambda: path in either.imds_requests(instance_id))
     before = time.time()
 
-    either.preempt(instance_id, notice_s=3, rebalance_s=1)
+    either.preempt(instance_id, notice_s=5, rebalance_s=1)
 
     assert wait_for_end(either, instance_id) == "Server.SpotInstanceTermination"
     lines = either.console(instance_id).splitlines()
@@ -228,7 +228,7 @@ def test_an_interruption_is_told_ahead_and_kept(either: FakeAws) -> None:
     ]
     (record,) = either.instances()
     assert record.ended_at is not None
-    assert record.ended_at - before >= 4
+    assert record.ended_at - before >= 6
 
 
 def test_a_silent_end_takes_the_capacity_with_it(either: FakeAws) -> None:
