@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -92,6 +93,8 @@ class FakeAws:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            # A profile or an endpoint of this machine's is none of its business.
+            env={name: value for name, value in os.environ.items() if name[:4] != "AWS_"},
         )
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
