@@ -300,3 +300,36 @@ def add_export(parser: argparse.ArgumentParser) -> None:
 def add_cluster(parser: argparse.ArgumentParser) -> None:
     """Which cluster."""
     parser.add_argument("cluster", nargs="?", help="a cluster's id; by default every one of yours")
+
+
+def add_all(parser: argparse.ArgumentParser) -> None:
+    """Whether to look on EC2, too."""
+    text = "what there is on EC2 of anybody's clusters, too: with age and price"
+    parser.add_argument("--all", action="store_true", help=text)
+    _add_region(parser)
+
+
+def add_pool(parser: argparse.ArgumentParser) -> None:
+    """Which pool, and how many workers of it."""
+    parser.add_argument("pool", nargs="?", default="local", help="its name; by default local")
+    text = "have at least N workers, whether or not a job needs them"
+    parser.add_argument("-w", "--workers", type=int, metavar="N", help=text)
+
+
+def add_pools(parser: argparse.ArgumentParser) -> None:
+    """Whether to list pools, or to print what one needs."""
+    parser.add_argument("what", nargs="?", metavar="policy", help="print IAM policies")
+    parser.add_argument("pool", nargs="?", help="of this pool; by default of the only one")
+
+
+def add_reap(parser: argparse.ArgumentParser) -> None:
+    """What to remove."""
+    parser.add_argument("cluster", nargs="?", help="its id; by default all that have expired")
+    text = "those too that have not expired: whoever uses them loses their machines"
+    parser.add_argument("--all", action="store_true", help=text)
+    _add_region(parser)
+
+
+def _add_region(parser: argparse.ArgumentParser) -> None:
+    text = "look there too, besides the regions of pools.yaml"
+    parser.add_argument("--region", metavar="NAME", help=text)

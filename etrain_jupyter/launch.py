@@ -39,6 +39,7 @@ __all__ = [
     "open_panel",
     "plan_cell",
     "plan_job",
+    "price_of",
     "resume",
     "show",
     "submit",
@@ -82,6 +83,15 @@ def plan_cell(body: str, notebook: Mapping[str, Any], flags: Mapping[str, Any], 
     """Check a cell; ``flags`` of its first ``line`` win over its body."""
     parsed = parse_cell(body, namespace=notebook, overrides=flags, first_line=line)
     return plan_job(parsed, notebook, cell=body)
+
+
+def price_of(plan: Plan) -> str:
+    """Return what a job can cost at worst, in words; asks whoever knows the prices.
+
+    Raises:
+        PoolError: If the prices cannot be had.
+    """
+    return get_pool(plan.config.pool).price(plan.config.max_workers())
 
 
 def submit(plan: Plan, *, faults: Sequence[Mapping[str, Any]] = ()) -> TrainingJob:

@@ -170,7 +170,7 @@ def describe_plan(plan: launch.Plan) -> str:
         "length": f"{length} of batch {_batch_of(config)}",
         "workers": f"{config.workers.min} to {config.max_workers()} of pool {config.pool}",
         "captured": f"{_bytes(size)}: {captured}" if captured else "nothing",
-        "price": "nothing, this is your own machine",
+        "price": launch.price_of(plan),
     }
     table = [f"  {name:<10}{text}" for name, text in lines.items()]
     return "\n".join(["The cell is a valid job. Nothing was submitted (--dry-run).", *table])

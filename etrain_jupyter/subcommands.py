@@ -20,6 +20,7 @@ from etrain_jupyter.command_line import (
     TRAINER_FAULTS,
     HelpRequested,
     Parser,
+    add_all,
     add_bounds,
     add_chances,
     add_cluster,
@@ -32,6 +33,9 @@ from etrain_jupyter.command_line import (
     add_now,
     add_number,
     add_out,
+    add_pool,
+    add_pools,
+    add_reap,
     add_resume,
     add_timeout,
     add_verify,
@@ -57,7 +61,7 @@ from etrain_jupyter.job.training_job import TrainingJob
 from etrain_jupyter.log_lines import follow_lines, log_lines
 from etrain_jupyter.pools import clusters
 
-LATER = ("cost", "diagnose", "plan", "reap", "up")
+LATER = ("diagnose", "plan")
 """Sub-commands of the contract that this version does not have."""
 
 
@@ -157,14 +161,15 @@ def overview(prog: str) -> str:
 
 
 def _list(surface: Surface, args: argparse.Namespace) -> str:
+    machines = f"\n\n{clusters.describe_aws(region=args.region)}" if args.all else ""
     records = surface.store.records()
     if not records:
-        return f"No jobs in {surface.store}."
+        return f"No jobs in {surface.store}.{machines}"
     table: list[tuple[str, ...]] = [("JOB", "STATUS", "STEP", "WORKERS", "SUBMITTED")]
     table += [_row(surface.store, record) for record in records[: args.number]]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in table]
-    return "\n".join(lines)
+    return "\n".join(lines) + machines
 
 
 def _row(store: RunStore, record: JobRecord) -> tuple[str, ...]:
@@ -346,8 +351,24 @@ def _doctor(surface: Surface, args: argparse.Namespace) -> str:
     return "\n".join(map(str, examine(surface.store)))
 
 
+def _cost(surface: Surface, args: argparse.Namespace) -> str:
+    job = surface.find(args.job)
+    return f"{job.id} is {job.status}\n{job.cost()}"
+
+
 def _pools(surface: Surface, args: argparse.Namespace) -> str:
-    return clusters.describe_pools()
+    if args.what is None:
+        return clusters.describe_pools()
+    one_of("pools", args.what, ("policy",))
+    return clusters.policies(args.pool)
+
+
+def _up(surface: Surface, args: argparse.Namespace) -> str:
+    return clusters.bring_up(args.pool, num_workers=args.workers)
+
+
+def _reap(surface: Surface, args: argparse.Namespace) -> str:
+    return clusters.reap(args.cluster, all_clusters=args.all, region=args.region)
 
 
 def _down(surface: Surface, args: argparse.Namespace) -> str:
@@ -360,7 +381,7 @@ SUBCOMMANDS: tuple[Subcommand, ...] = (
         summary="list the jobs, the newest first",
         example="ls -n 10",
         run=_list,
-        arguments=(add_number,),
+        arguments=(add_number, add_all),
     ),
     Subcommand(
         name="show", summary="show a job", example="show digits", run=_show, arguments=(add_job,)
@@ -451,6 +472,13 @@ SUBCOMMANDS: tuple[Subcommand, ...] = (
         arguments=(add_job, add_chances),
     ),
     Subcommand(
+        name="cost",
+        summary="what a job has cost: spent, saved, wasted by interruptions",
+        example="cost digits",
+        run=_cost,
+        arguments=(add_job,),
+    ),
+    Subcommand(
         name="audit",
         summary="prove from the log that each sample was trained once an epoch",
         example="audit digits",
@@ -472,13 +500,33 @@ SUBCOMMANDS: tuple[Subcommand, ...] = (
         arguments=(add_job,),
     ),
     Subcommand(name="template", summary="print a commented body", run=_template),
-    Subcommand(name="pools", summary="list the pools and their clusters", run=_pools),
+    Subcommand(
+        name="pools",
+        summary="list the pools and their clusters, or print the IAM policies of one",
+        example="pools policy spot-p3",
+        run=_pools,
+        arguments=(add_pools,),
+    ),
+    Subcommand(
+        name="up",
+        summary="bring a pool up before a job needs it",
+        example="up spot-p3 --workers 4",
+        run=_up,
+        arguments=(add_pool,),
+    ),
     Subcommand(
         name="down",
         summary="end clusters that we started",
         example="down",
         run=_down,
         arguments=(add_cluster,),
+    ),
+    Subcommand(
+        name="reap",
+        summary="remove what dead clusters left on EC2, by its tags",
+        example="reap --all",
+        run=_reap,
+        arguments=(add_reap,),
     ),
     Subcommand(name="doctor", summary="what is wrong here, and how to mend it", run=_doctor),
 )

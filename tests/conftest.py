@@ -1,4 +1,4 @@
-"""For all tests: examples of hypothesis have no time limit, and who asks gets an S3 of its own."""
+"""For all tests: examples of hypothesis have no time limit; who asks gets an S3, or a cloud."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import settings
 
+from etrain_jupyter.testing.fakeaws.fixtures import *  # noqa: F403
 from etrain_jupyter.testing.s3_server import S3Server
 
 settings.register_profile("etrain", deadline=None)  # a shared machine is slow at times

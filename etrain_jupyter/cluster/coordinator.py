@@ -20,6 +20,7 @@ from etrain_jupyter.cluster.job_records import JobRecords
 from etrain_jupyter.cluster.mirrored_log import open_run
 from etrain_jupyter.cluster.money import Money
 from etrain_jupyter.cluster.nodes import NodeCost, NodeSource
+from etrain_jupyter.cluster.notices import Notices
 from etrain_jupyter.cluster.order import Order
 from etrain_jupyter.cluster.reports import Message
 from etrain_jupyter.cluster.requests import RequestError, Requests, UnknownJobError
@@ -56,17 +57,23 @@ class Coordinator(SchedulerPlugin):
     name = "etrain-coordinator"
 
     def __init__(
-        self, nodes: NodeSource, *, cluster_id: str, on_shutdown: Callable[[], None]
+        self,
+        nodes: NodeSource,
+        *,
+        cluster_id: str,
+        on_shutdown: Callable[[], None],
+        silence_s: float = SILENCE_S,
     ) -> None:
         self._nodes = nodes
         self._cluster_id = cluster_id
         self._on_shutdown = on_shutdown
         self._jobs: dict[str, HostedJob] = {}
-        silence_s = float(os.environ.get("ETRAIN_SILENCE_S", SILENCE_S))
+        silence_s = float(os.environ.get("ETRAIN_SILENCE_S", silence_s))
         self._hang_s = float(os.environ.get("ETRAIN_HANG_S", HANG_S))
         self._workers = Roster(silence_s=silence_s, tick_s=TICK_S)
         self._sharing = Sharing(nodes, self._workers, self._active)
-        self._injector = Injector(nodes, self._workers, self._allocate)
+        self._notices = Notices(self._workers, self._active, self._allocate, nodes)
+        self._injector = Injector(nodes, self._workers, self._notices)
         self._requests = Requests(
             nodes=nodes, roster=self._workers, injector=self._injector, allocate=self._allocate
         )
@@ -116,7 +123,12 @@ class Coordinator(SchedulerPlugin):
         """Register it with a scheduler that may not have started yet."""
         self._scheduler = scheduler
         scheduler.stream_handlers["etrain_report"] = self._take_report
-        handlers: dict[str, Handler] = {
+        for name, handler in self._handlers().items():
+            scheduler.handlers[f"etrain_{name}"] = _answering(handler)
+
+    def _handlers(self) -> dict[str, Handler]:
+        """Return what may be called, without the prefix that all of it has."""
+        return {
             "submit": self._submit,
             "jobs": self._jobs_list,
             "events": self._events,
@@ -125,8 +137,6 @@ class Coordinator(SchedulerPlugin):
             "describe": self._describe,
             "down": self._down,
         }
-        for name, handler in handlers.items():
-            scheduler.handlers[f"etrain_{name}"] = _answering(handler)
 
     async def close(self) -> None:
         """Stop ticking, and let what has ended be uploaded; the scheduler is closing."""
@@ -162,6 +172,12 @@ class Coordinator(SchedulerPlugin):
         """Take in what the nodes have cost by now, for the logs of the jobs."""
         if self._returning is None:
             self._money.take(costs, self._active())
+
+    def take_notice(self, worker: str, leaves_at: float) -> None:
+        """Take in that the pool itself will end a worker's machine, and when (epoch seconds)."""
+        facts = self._workers.get(worker)
+        if facts is not None:
+            self._notices.interrupt(facts, leaves_at=leaves_at)
 
     def warn(self, text: str) -> None:
         """Let whoever watches a job know."""
@@ -235,7 +251,7 @@ class Coordinator(SchedulerPlugin):
             self._returning.hold(message, worker)  # its job is not complete yet
             return
         else:
-            self._take_numbered(message, known)
+            self._take_held(message, known)
         self._after_change()
 
     def _greet(self, message: Message, worker: str, now: float) -> None:
@@ -245,6 +261,7 @@ class Coordinator(SchedulerPlugin):
             device=message["device"],
             pid=message["pid"],
             incarnation=message["incarnation"],
+            fingerprint=message.get("fingerprint", {}),
         )
         if not self._workers.greet(facts, now):
             return
@@ -254,6 +271,13 @@ class Coordinator(SchedulerPlugin):
         else:
             self._dismiss_strangers(facts.name, standings)
             self._allocate()
+
+    def _take_held(self, message: Message, worker: WorkerFacts) -> None:
+        """Take a message that waits while workers are coming back."""
+        if message["op"] == "notice":
+            self._notices.take(message, worker)
+        else:
+            self._take_numbered(message, worker)
 
     def _take_numbered(self, message: Message, worker: WorkerFacts) -> None:
         """Take a message of a trainer, unless the scheduler before has."""
@@ -291,23 +315,14 @@ class Coordinator(SchedulerPlugin):
         self._returning = None
         for job in returning.jobs:
             job.adopt(returning.standings, away_s=max(0.0, now - returning.died_at))
-        self._notice_again(returning.notices)
+        self._notices.recall(returning.notices, returning.at_risk)
         for message, worker in returning.held:
             known = self._workers.hear(worker, now)
             if known is not None:
-                self._take_numbered(message, known)
+                self._take_held(message, known)
         for worker, standings in returning.by_worker.items():
             self._dismiss_strangers(worker, standings)
         self._allocate()
-
-    def _notice_again(self, notices: Mapping[str, float]) -> None:
-        """Remember which machines will be taken."""
-        for worker, deadline in notices.items():
-            facts = self._workers.get(worker)
-            if facts is not None:
-                facts.leaves_at = deadline
-                for job in self._active():
-                    job.handle(s.WorkerNoticed(worker=worker, deadline=deadline))
 
     def _dismiss_strangers(self, worker: str, standings: Mapping[str, Any]) -> None:
         """Let those trainers of a worker end that no job here knows."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 from etrain_jupyter.cluster.nodes import NodeSource
+from etrain_jupyter.cluster.notices import Notices
 from etrain_jupyter.cluster.roster import Roster
-from etrain_jupyter.elastic import stimuli as s
 from etrain_jupyter.elastic.chaos import Chaos
 from etrain_jupyter.events import types as events
 
@@ -100,13 +100,13 @@ class Injector:
     Args:
         nodes: Kills workers.
         roster: Knows them.
-        allocate: Shares the workers anew.
+        notices: Announces that machines will be taken.
     """
 
-    def __init__(self, nodes: NodeSource, roster: Roster, allocate: Callable[[], None]) -> None:
+    def __init__(self, nodes: NodeSource, roster: Roster, notices: Notices) -> None:
         self._nodes = nodes
         self._roster = roster
-        self._allocate = allocate
+        self._notices = notices
         self._chaos: dict[str, Chaos] = {}
 
     def inject(self, job: HostedJob, worker: str, kind: str, *, notice_s: float) -> None:
@@ -118,7 +118,7 @@ class Injector:
         job.log(events.FaultInjected, worker=worker, fault=kind, step=job.state.step)
         order = {"op": "fault", "trainer": member.trainer, "kind": kind}
         if kind == "notice":
-            self.give_notice(job, worker, notice_s)
+            self.give_notice(worker, notice_s)
         elif kind in ("worker", "kill_worker"):
             self._nodes.kill(worker)
             # Where somebody else starts the workers, only they themselves can do it.
@@ -127,18 +127,11 @@ class Injector:
             job.trainers[member.trainer].is_injected = kind in FATAL
             job.tell(worker, order)
 
-    def give_notice(self, job: HostedJob, worker: str, notice_s: float) -> None:
+    def give_notice(self, worker: str, notice_s: float) -> None:
         """Announce that a worker's machine will be taken."""
         facts = self._roster.get(worker)
-        if facts is None:
-            return
-        leaves_at = time.time() + notice_s
-        if facts.leaves_at and facts.leaves_at <= leaves_at:
-            return  # no notice takes an earlier one back
-        facts.leaves_at = leaves_at
-        job.log(events.PreemptionNoticed, worker=worker, deadline=facts.leaves_at)
-        job.handle(s.WorkerNoticed(worker=worker, deadline=facts.leaves_at))
-        self._allocate()
+        if facts is not None:
+            self._notices.interrupt(facts, leaves_at=time.time() + notice_s)
 
     def commit_planned(self, job: HostedJob) -> None:
         """Let those faults of the plan happen whose step is committed."""

@@ -20,14 +20,16 @@ class NodeCost:
     on_demand_usd: float
     """What the same hours would have cost without spot prices."""
     is_alive: bool
+    hours: float = 0.0
+    """How long it has been there."""
 
 
 class NodeSource(Protocol):
     """Starts and ends workers. Called on the scheduler's event loop; no method blocks."""
 
     replaces_early: bool
-    """Whether a worker that will be taken is replaced at once, since the newcomer's start does not
-    slow the others down: machines do so, processes that share one do not."""
+    """Whether a worker whose machine will be taken, or is likely to be, is replaced at once and not
+    when it is released: so it is where the newcomer gets a machine of its own."""
 
     def want(self, count: int, *, reason: str) -> None:
         """Have ``count`` workers, or as many as the pool can: starts those that are missing."""
@@ -49,11 +51,21 @@ class NodeSource(Protocol):
         """End a worker with SIGKILL: a fault on purpose."""
         ...
 
+    def note_notice(self, worker: str, *, kind: str, deadline: float = 0.0) -> None:
+        """Hear what a worker's machine was told: another one may come besides.
+
+        Args:
+            worker: Its name.
+            kind: ``rebalance`` or ``interruption``.
+            deadline: When the machine is taken, in seconds since the epoch; 0.0 if unknown.
+        """
+        ...
+
 
 class NoNodes:
     """For clusters whose workers somebody else starts and ends."""
 
-    replaces_early = False
+    replaces_early = True
 
     def want(self, count: int, *, reason: str) -> None:
         """Do nothing."""
@@ -70,4 +82,7 @@ class NoNodes:
         """Do nothing."""
 
     def kill(self, worker: str) -> None:
+        """Do nothing."""
+
+    def note_notice(self, worker: str, *, kind: str, deadline: float = 0.0) -> None:
         """Do nothing."""

@@ -42,6 +42,9 @@ class Order:
     log_end: int | None = None
     """Of a job in a bucket that goes on: its newest event when nobody was found to train it; None
     to go on whoever does."""
+    fingerprint: dict[str, str] = field(default_factory=dict)
+    """What is installed where the notebook runs, see ``node.fingerprint``; empty if it does not
+    tell."""
     faults: list[dict[str, Any]] = field(default_factory=list)
     """Faults on purpose, see ``deliberate``."""
 

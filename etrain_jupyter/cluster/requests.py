@@ -142,7 +142,7 @@ class Requests:
 
     def _preempt(self, job: HostedJob, worker: str | None = None, notice_s: float = 120.0) -> str:
         facts = self._victim(job, worker)
-        self._injector.give_notice(job, facts.name, notice_s)
+        self._injector.give_notice(facts.name, notice_s)
         alone = "alone with the state, it waits until that is taken over or saved"
         return f"{facts.name} has {notice_s:g} s; it leaves at the next step boundary; {alone}"
 

@@ -31,6 +31,8 @@ class Returning:
         recalled = [job.recalled for job in jobs if job.recalled is not None]
         self.notices = {w: at for known in recalled for w, at in known.notices.items()}
         """Workers whose machines will be taken, and when."""
+        self.at_risk = {worker for known in recalled for worker in known.at_risk}
+        """Workers whose machines are likely to be taken."""
         self._expected = {worker for known in recalled for worker in known.trainers}
         self._deadline = time.monotonic() + RETURN_S
 

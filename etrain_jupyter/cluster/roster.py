@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from etrain_jupyter.elastic.silence import Hearing
 
@@ -20,6 +20,12 @@ class WorkerFacts:
     """How often its supervisor was reset."""
     leaves_at: float = 0.0
     """When its machine will be taken; 0 if nothing is known of that."""
+    at_risk: bool = False
+    """Whether its machine is likely to be taken."""
+    is_released: bool = False
+    """Whether it was handed back to the pool."""
+    fingerprint: dict[str, str] = field(default_factory=dict)
+    """What is installed there, see ``node.fingerprint``; empty if it does not tell."""
 
 
 class Roster:

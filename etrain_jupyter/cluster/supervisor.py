@@ -16,7 +16,9 @@ from distributed.comm.addressing import get_address_host
 from distributed.comm.core import CommClosedError
 
 from etrain_jupyter.cluster.outbox import Outbox, Standing
+from etrain_jupyter.cluster.own_notices import OwnNotices
 from etrain_jupyter.cluster.trainer_process import TrainerProcess
+from etrain_jupyter.node.fingerprint import read_fingerprint
 from etrain_jupyter.ranks.control.channel import Message
 
 logger = logging.getLogger("etrain.supervisor")
@@ -47,6 +49,11 @@ class Supervisor(WorkerPlugin):
 
     It shares its process with nothing that computes, so that a trainer which holds the GIL or
     hangs does not make the machine look dead.
+
+    Args:
+        device: Where its trainers compute, as torch says it.
+        rests: Whether it costs nothing until the coordinator wakes it: no spare, no sign of life.
+            For workers that somebody else uses as well.
     """
 
     name = "etrain-supervisor"
@@ -55,8 +62,10 @@ class Supervisor(WorkerPlugin):
     """Whether the trainers are kept when a connection ends, because this process will have another
     one; set by whoever sees to that."""
 
-    def __init__(self, *, device: str = "cpu") -> None:
+    def __init__(self, *, device: str = "cpu", rests: bool = False) -> None:
         self._device = device
+        self._is_awake = not rests
+        self._beating: asyncio.Task[None] | None = None
         self._trainers: dict[str, TrainerProcess] = {}
         self._ending: set[TrainerProcess] = set()
         self._spare: TrainerProcess | None = None
@@ -65,6 +74,7 @@ class Supervisor(WorkerPlugin):
         self._closing = False
         self._is_connected = False
         self._outbox = Outbox()
+        self._notices = OwnNotices(self._send)
         self._standings: dict[str, Standing] = {}
         """Of the trainers that run, and of those whose end nobody has heard of."""
         self._may_read = asyncio.Event()
@@ -76,16 +86,20 @@ class Supervisor(WorkerPlugin):
         self._worker = worker
         worker.stream_handlers["etrain_order"] = self._take_order
         self._is_connected = True
+        self._notices.start()
         self._say_hello()
         for message in self._outbox.unheard():
             self._send(message)
-        self._go(self._beat(worker))
-        await self._start_spare()
+        if self._is_awake:
+            self._beating = self._go(self._beat(worker))
+            await self._start_spare()
 
     def _say_hello(self) -> None:
         facts = {"device": self._device, "pid": os.getpid(), "incarnation": self._incarnation}
         trainers = {name: known.to_dict() for name, known in self._standings.items()}
-        self._send({"op": "supervisor", **facts, "trainers": trainers})
+        versions = {"fingerprint": read_fingerprint()}
+        self._send({"op": "supervisor", **facts, **versions, "trainers": trainers})
+        self._notices.tell_again()
 
     async def teardown(self, worker: Worker) -> None:
         """Kill whatever trainers are left, unless only the connection ends."""
@@ -95,6 +109,7 @@ class Supervisor(WorkerPlugin):
         self._closing = True
         for task in self._tasks:
             task.cancel()
+        await self._notices.stop()
         running = [*self._trainers.values(), *self._ending, *([self._spare] if self._spare else [])]
         for trainer in running:
             trainer.kill("its worker is closing")
@@ -104,9 +119,14 @@ class Supervisor(WorkerPlugin):
     # --- orders ---
 
     def _take_order(self, message: Message) -> None:
+        if self._closing:
+            return  # the worker goes on without us, and orders may have been under way
         op = message["op"]
         if op == "ack":
             self._take_acknowledgement(message["n"])
+            return
+        if op in ("wake", "rest"):
+            self._wake() if op == "wake" else self._rest()
             return
         if op == "start":
             self._go(self._start_trainer(message))
@@ -134,6 +154,23 @@ class Supervisor(WorkerPlugin):
                 # It ends by itself, perhaps after a checkpoint; its end is no news any more.
                 self._ending.add(self._trainers.pop(trainer.name))
                 self._go(self._kill_later(trainer))
+
+    def _wake(self) -> None:
+        """Beat, and warm up a spare once the trainers that are ordered now have begun."""
+        if not self._is_awake:
+            self._is_awake = True
+            self._beating = self._go(self._beat(self._worker))
+            self._go(self._start_spare(SPARE_DELAY_S))
+
+    def _rest(self) -> None:
+        """Cost nothing until somebody has a job again."""
+        self._is_awake = False
+        if self._beating is not None:
+            self._beating.cancel()
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            self._ending.add(spare)
+            spare.kill("nobody needs it")
 
     def _take_acknowledgement(self, number: int) -> None:
         self._outbox.acknowledge(number)
@@ -194,7 +231,7 @@ class Supervisor(WorkerPlugin):
 
     async def _start_spare(self, delay_s: float = 0.0) -> None:
         await asyncio.sleep(delay_s)
-        if self._spare is None and not self._closing:
+        if self._spare is None and self._is_awake and not self._closing:
             self._spare = self._new_trainer()
             await self._spare.start()
 
@@ -255,10 +292,11 @@ class Supervisor(WorkerPlugin):
         except CommClosedError:
             self._is_connected = False  # the worker is about to close, or to connect anew
 
-    def _go(self, work: Any) -> None:
-        task = asyncio.get_running_loop().create_task(work)
+    def _go(self, work: Any) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
 
 def _commit_fault(trainer: TrainerProcess, kind: str) -> None:

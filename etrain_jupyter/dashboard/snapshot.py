@@ -41,6 +41,7 @@ from etrain_jupyter.events.types import (
     LogLine,
     PreemptionNoticed,
     RankTimed,
+    RebalanceRecommended,
     StepCompleted,
     StepUndone,
     UserErrorRaised,
@@ -362,6 +363,10 @@ class JobView:
         self._workers.mark(event.worker, "leaving", "preemption", self._num_steps)
         self._facts["num_preempted"] += 1
         self._mark(event, "notice", f"{event.worker} to be preempted in {seconds(left_s)}")
+
+    @_fold.register
+    def _(self, event: RebalanceRecommended) -> None:
+        self._mark(event, "notice", f"{event.worker} likely to be preempted")
 
     @_fold.register
     def _(self, event: FaultInjected) -> None:

@@ -27,6 +27,7 @@ from etrain_jupyter.events.types import (
     LossNotFinite,
     PreemptionNoticed,
     RankTimed,
+    RebalanceRecommended,
     SchedulerRestarted,
     StepCompleted,
     StepUndone,
@@ -185,6 +186,14 @@ def _(event: LossNotFinite) -> Line:
 def _(event: PreemptionNoticed) -> Line:
     left = seconds(max(0.0, event.deadline - event.time))
     return Line(text=f"{event.worker} will be preempted in {left}", level="warning")
+
+
+@describe.register
+def _(event: RebalanceRecommended) -> Line:
+    return Line(
+        text=f"{event.worker} is likely to be preempted; it trains on, and a checkpoint is saved",
+        level="warning",
+    )
 
 
 @describe.register

@@ -15,6 +15,8 @@ class Claim:
     max_workers: int
     held: tuple[str, ...] = ()
     """Workers that it has now, those that it would rather keep first (rank order)."""
+    unfit: frozenset[str] = frozenset()
+    """Workers that cannot work for it."""
 
 
 def allocate(claims: Sequence[Claim], workers: Sequence[str]) -> dict[str, tuple[str, ...]]:
@@ -29,7 +31,8 @@ def allocate(claims: Sequence[Claim], workers: Sequence[str]) -> dict[str, tuple
         workers: Names of all workers that may be used.
 
     Returns:
-        Job id to its workers; every worker stands in at most one job.
+        Job id to its workers; every worker stands in at most one job. A job may get fewer than its
+        share if others hold the only workers that can work for it.
 
     >>> allocate([Claim(job_id="a", min_workers=1, max_workers=4, held=("w1", "w2")),
     ...           Claim(job_id="b", min_workers=1, max_workers=2)], ["w1", "w2"])
@@ -39,7 +42,8 @@ def allocate(claims: Sequence[Claim], workers: Sequence[str]) -> dict[str, tuple
     shares = {claim.job_id: 0 for claim in claims}
     for bound in ("min_workers", "max_workers"):
         for claim in claims:
-            more = min(free, max(0, getattr(claim, bound) - shares[claim.job_id]))
+            bounded = min(getattr(claim, bound), sum(name not in claim.unfit for name in workers))
+            more = min(free, max(0, bounded - shares[claim.job_id]))
             shares[claim.job_id] += more
             free -= more
     return _pick(claims, workers, shares)
@@ -51,12 +55,14 @@ def _pick(
     usable = set(workers)
     kept: dict[str, tuple[str, ...]] = {}
     for claim in claims:
-        held = tuple(name for name in claim.held if name in usable)[: shares[claim.job_id]]
+        fit = usable - claim.unfit
+        held = tuple(name for name in claim.held if name in fit)[: shares[claim.job_id]]
         kept[claim.job_id] = held
         usable -= set(held)
-    spare = [name for name in workers if name in usable]
-    for claim in claims:
+    # Those that few workers fit choose first.
+    for claim in sorted(claims, key=lambda claim: -len(claim.unfit & usable)):
         missing = shares[claim.job_id] - len(kept[claim.job_id])
+        spare = [name for name in workers if name in usable and name not in claim.unfit]
         kept[claim.job_id] += tuple(spare[:missing])
-        spare = spare[missing:]
+        usable -= set(spare[:missing])
     return kept

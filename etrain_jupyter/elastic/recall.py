@@ -41,6 +41,8 @@ class Recalled:
     """The generation that has told of an early end; 0 if none has."""
     notices: dict[str, float] = field(default_factory=dict)
     """Workers whose machines will be taken, and when."""
+    at_risk: set[str] = field(default_factory=set)
+    """Workers whose machines are likely to be taken."""
     _num_started: int = 0
 
     @property
@@ -70,8 +72,11 @@ class Recalled:
             case events.WorkerLost() | events.WorkerLeft():
                 self.trainers.pop(event.worker, None)
                 self.notices.pop(event.worker, None)
+                self.at_risk.discard(event.worker)
             case events.PreemptionNoticed():
                 self.notices[event.worker] = event.deadline
+            case events.RebalanceRecommended():
+                self.at_risk.add(event.worker)
             case events.GenerationFormed():
                 self.ranks, self.is_ready = tuple(event.ranks), False
             case events.GenerationReady():
@@ -84,7 +89,7 @@ class Recalled:
 
     def _begin_anew(self) -> None:
         """Another life of the job: nobody of the one before is left."""
-        self.trainers, self.notices, self.ranks = {}, {}, ()
+        self.trainers, self.notices, self.at_risk, self.ranks = {}, {}, set(), ()
         self.is_ready, self.bounds, self.plan, self.ended_early_in = False, None, {}, 0
 
 

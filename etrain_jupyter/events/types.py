@@ -350,6 +350,13 @@ class PreemptionNoticed(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RebalanceRecommended(Event):
+    """A worker was told that its machine is likely to be taken; it trains on."""
+
+    worker: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class WorkerLeft(Event):
     """A worker left at a step boundary, nothing lost."""
 

@@ -23,6 +23,7 @@ from etrain_jupyter.job.run_store import (
 )
 from etrain_jupyter.job.store_link import StoreLink
 from etrain_jupyter.job.training_job import TrainingJob
+from etrain_jupyter.node.fingerprint import read_fingerprint
 
 if TYPE_CHECKING:
     from etrain_jupyter.bundle.capture import Bundle
@@ -81,6 +82,7 @@ def submit_job(
         "cwd": os.getcwd(),
         "min_workers": config.workers.min,
         "max_workers": config.max_workers(),
+        "fingerprint": read_fingerprint(),
     }
     if record.place:
         order["place"] = record.place

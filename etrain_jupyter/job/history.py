@@ -19,6 +19,7 @@ from etrain_jupyter.events.types import (
     TERMINAL_STATUSES,
     BestReached,
     CheckpointCommitted,
+    CostUpdated,
     EvalCompleted,
     Event,
     GenerationFormed,
@@ -27,6 +28,7 @@ from etrain_jupyter.events.types import (
     JobResumed,
     JobStatusChanged,
     JobSubmitted,
+    PreemptionNoticed,
     StepCompleted,
     UserErrorRaised,
     WorkerLeft,
@@ -67,6 +69,14 @@ class LatestValues:
         """For how long training stood still for each checkpoint, by step."""
         self.best: list[BestReached] = []
         """The best evaluations in the order in which they were reached, the very best last."""
+        self.cost: CostUpdated | None = None
+        """What the job has cost, as it was told last; None where its pool knows no prices."""
+        self.num_preempted = 0
+        """Workers whose machines were announced to be taken."""
+        self.num_lost = 0
+        """Workers that went without a word."""
+        self.samples = 0
+        """Samples trained so far, repeated epochs included."""
         self.user_error: UserErrorRaised | None = None
         self.started_at = math.nan
         self.changed_at = math.nan
@@ -103,7 +113,12 @@ class LatestValues:
                 self.generation, self.world_size = event.generation, event.world_size
                 self.step = event.step
                 self._ranks = frozenset(event.ranks)
+            case CostUpdated():
+                self.cost = event
+            case PreemptionNoticed():
+                self.num_preempted += 1
             case WorkerLost() | WorkerLeft():
+                self.num_lost += isinstance(event, WorkerLost)
                 self._ranks = self._ranks and self._ranks - {event.worker}
                 self._count_if_paused()
             case JobRestored():
@@ -153,6 +168,8 @@ class LatestValues:
     def _take_values(self, event: StepCompleted) -> None:
         self.step, self.epoch = event.step, event.epoch
         if self._plan is not None:
+            num_train = self._plan.num_train_samples
+            self.samples = event.epoch * num_train + event.first + event.samples
             self.total_steps = self._plan.total_steps_after(event)
         # Whoever sees only the end of a log knows from here how many there are.
         self.world_size = event.world_size

@@ -42,6 +42,10 @@ class UnreachableError(JobLostError):
     """No connection to the cluster's head, which may live all the same: stopped, or cut off."""
 
 
+class NoCoordinatorError(JobLostError, PoolError):
+    """A scheduler answers, but has none of our machinery: it holds no job, and takes none."""
+
+
 class NoAnswerError(PoolError):
     """The scheduler did not answer in time; what it was asked for may still happen."""
 
@@ -270,9 +274,10 @@ def wait_interruptibly(future: Future[T], timeout: float | None = None) -> T:
 def _checked(answer: Any, op: str) -> Answer:
     """Return the answer; raise the error that it tells of."""
     if not isinstance(answer, dict):
-        raise PoolError(
+        # That of somebody else, which was started again and knows nothing of us any more.
+        raise NoCoordinatorError(
             f"the scheduler answered {op} with {type(answer).__name__}: it runs no etrain "
-            "coordinator, or another version of it. %etrain down and run the cell again."
+            "coordinator, or no longer. %etrain resume lets a job go on from its newest checkpoint."
         )
     if "error" not in answer:
         return answer

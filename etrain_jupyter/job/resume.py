@@ -35,6 +35,7 @@ from etrain_jupyter.events.types import (
 from etrain_jupyter.job.link import open_link
 from etrain_jupyter.job.run_store import JobRecord, RunStore, absolute_paths, store_of
 from etrain_jupyter.job.store_link import refresh_log
+from etrain_jupyter.node.fingerprint import read_fingerprint
 
 if TYPE_CHECKING:
     from etrain_jupyter.bundle.capture import Bundle
@@ -320,6 +321,7 @@ def _submit(
         "cwd": _folder_of(written),
         "min_workers": coming.config.workers.min,
         "max_workers": coming.config.max_workers(),
+        "fingerprint": read_fingerprint(),
         "resumes": True,
         "differs": coming.differs,
         "is_forced": is_forced,

@@ -24,6 +24,7 @@ from etrain_jupyter.events.blocks import Events
 from etrain_jupyter.events.phases import phases_of
 from etrain_jupyter.events.segments import read_log
 from etrain_jupyter.events.types import TERMINAL_STATUSES
+from etrain_jupyter.job.cost import JobCost, cost_of
 from etrain_jupyter.job.feed import Feed, Listener
 from etrain_jupyter.job.history import LatestValues, peek_log
 from etrain_jupyter.job.interrupts import Interrupts
@@ -225,6 +226,13 @@ class TrainingJob(JobRequests):
         except (OSError, EtrainError):
             events = Events()
         return audit_log(events or self.events())
+
+    def cost(self) -> JobCost:
+        """Return what the job has cost so far: spent, saved against on-demand, wasted.
+
+        ``is_known`` is False where the pool has no prices, as on your own machine.
+        """
+        return cost_of(self._latest())
 
     # --- waiting --------------------------------------------------------------------------------
 

@@ -33,6 +33,11 @@ def ask(
             f"{op} within {timeout_s:g} s ({exc or type(exc).__name__}). Nothing was changed. "
             "Try again; `%etrain doctor` says more, and `%etrain down` ends the cluster."
         ) from exc
+    if not isinstance(answer, dict):
+        raise PoolError(
+            f"the scheduler at {address.address} runs no etrain coordinator, or no longer. Nothing "
+            "was changed. A cell with %%etrain distributed puts one there."
+        )
     if "error" in answer:
         raise PoolError(str(answer.get("message") or answer["error"]))
     return answer

@@ -19,7 +19,16 @@ class SchedulerAddress:
     state_dir: str = ""
     """Folder with what is known of the cluster on this machine; empty if somebody else made it."""
     tls_dir: str = ""
-    """Folder with the certificates; empty for a scheduler without TLS."""
+    """Folder with the certificates that we made; empty for a scheduler without."""
+    tls_ca: str = ""
+    """Of a scheduler that somebody else made: file with the authority that signed its certificate.
+    It and the two below are read where they lie and copied nowhere."""
+    tls_cert: str = ""
+    """File with the certificate that we show there."""
+    tls_key: str = ""
+    """File with its key."""
+    tls_min_version: str = ""
+    """Oldest TLS that is spoken there, ``1.2`` or ``1.3``; empty for Dask's default."""
 
     def security(self, role: str = "client") -> Any:
         """Return the ``distributed.Security`` of a role: ``scheduler``, ``worker`` or ``client``.
@@ -27,8 +36,11 @@ class SchedulerAddress:
         Raises:
             FileNotFoundError: If the certificates are gone, as they are once the cluster has ended.
         """
-        from etrain_jupyter.pools.tls import read_security
+        from etrain_jupyter.pools.tls import read_foreign_security, read_security
 
+        if self.tls_ca:
+            files = (self.tls_ca, self.tls_cert, self.tls_key)
+            return read_foreign_security(*files, min_version=self.tls_min_version)
         return read_security(self.tls_dir, role)
 
     def connection_args(self, role: str = "client") -> dict[str, Any]:
@@ -37,7 +49,7 @@ class SchedulerAddress:
         Raises:
             FileNotFoundError: If the certificates are gone, as they are once the cluster has ended.
         """
-        if not self.tls_dir:
+        if not self.tls_dir and not self.tls_ca:
             return {}
         args: dict[str, Any] = self.security(role).get_connection_args(role)
         return args
@@ -66,7 +78,7 @@ class Node:
     zone: str = ""
     """Where it is; empty if that has no meaning."""
     lifecycle: str = "local"
-    """``local``, ``on-demand`` or ``spot``."""
+    """``local``, ``on-demand``, ``spot``, or ``existing`` for what somebody else has started."""
     price_usd_per_h: float = 0.0
     """What it costs."""
     pid: int = 0
@@ -118,6 +130,10 @@ class Pool(Protocol):
 
     def release(self, node_id: str, *, drain_s: float) -> None:
         """End a node gently, within ``drain_s`` seconds. Demand brings another one."""
+        ...
+
+    def price(self, max_workers: int) -> str:
+        """Return what that many workers can cost at worst, in words, before anything is started."""
         ...
 
     def cost(self) -> CostReport:

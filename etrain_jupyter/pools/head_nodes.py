@@ -26,6 +26,9 @@ class HeadFacts:
     """To be told of a worker whose machine is gone, and why: its connection may stand for long."""
     on_warning: Callable[[str], None]
     """To be told what whoever watches a job should know."""
+    on_notice: Callable[[str, float], None]
+    """To be told of a worker whose machine will be ended though a job uses it, and when, in seconds
+    since the epoch."""
     on_halt: Callable[[str], None]
     """To be told that there will be no more workers, and why: the jobs save and stop."""
 
@@ -36,8 +39,12 @@ class HeadNodes(NodeSource, Protocol):
     is_busy: Callable[[str], bool] | None
     """Tells whether a job uses a worker; None if nobody knows."""
 
-    def start(self, scheduler_address: str) -> None:
-        """Begin, now that the scheduler listens."""
+    async def start(self, scheduler_address: str) -> None:
+        """Begin, now that the scheduler listens.
+
+        Raises:
+            PoolError: If what it needs cannot be had.
+        """
         ...
 
     def hold(self, count: int, *, reason: str) -> None:

@@ -42,6 +42,10 @@ class LocalPool(DetachedPool):
         """Remove what dead clusters left: their workers have ended with their keepers."""
         remove_stale(root)
 
+    def price(self, max_workers: int) -> str:
+        """Return that there is none."""
+        return "nothing, this is your own machine"
+
     def cost(self) -> CostReport:
         """Return zeros: your own machine is free."""
         return CostReport()

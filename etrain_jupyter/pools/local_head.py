@@ -85,6 +85,7 @@ class Head:
                 is_connected=lambda name: name in self.scheduler.aliases,
                 on_gone=self._lose,
                 on_warning=lambda text: self.coordinator.warn(text),
+                on_notice=lambda worker, at: self.coordinator.take_notice(worker, at),
                 on_halt=lambda why: self.coordinator.halt(why),
             )
         )
@@ -113,7 +114,7 @@ class Head:
             "etrain_pool_kill": self._kill,
         }
         await self.scheduler
-        self.nodes.start(self.scheduler.address)
+        await self.nodes.start(self.scheduler.address)
         self._cluster.publish(
             self.scheduler.address, keeper=self._life.keeper, num_lives=self._life.number
         )
@@ -140,6 +141,11 @@ class Head:
             with contextlib.suppress(OSError):  # somebody removed the folder: we are about to end
                 write_load(self._cluster, load)
                 self._load = load
+
+    @property
+    def ends_soon(self) -> bool:
+        """Whether its workers are processes of this machine; machines elsewhere take minutes."""
+        return not self.nodes.replaces_early
 
     def _tell_costs(self) -> None:
         """Let the coordinator tell the jobs what their workers cost."""
@@ -249,9 +255,10 @@ async def run_head(cluster: ClusterDir, life: Life, lock_fd: int, ready_fd: int)
             tell_launcher(ready_fd, READY)
         await head.serve()
         with contextlib.ExitStack() as stack:
-            with contextlib.suppress(TimeoutError):  # else another cluster is starting
-                root = cluster.path.parent
-                stack.enter_context(start_lock(root, cluster.lock_key, timeout_s=1.0))
+            if head.ends_soon:  # else a new cluster need not wait for the end of this one
+                with contextlib.suppress(TimeoutError):  # else another cluster is starting
+                    root = cluster.path.parent
+                    stack.enter_context(start_lock(root, cluster.lock_key, timeout_s=1.0))
             await head.close()
     except BaseException:
         if not cluster.is_published():  # else the next head adopts them

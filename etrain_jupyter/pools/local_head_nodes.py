@@ -44,7 +44,7 @@ class LocalHeadNodes(LocalNodes):
             num_held=self._records.num_held(),
         )
 
-    def start(self, scheduler_address: str) -> None:
+    async def start(self, scheduler_address: str) -> None:
         """Let workers know where the scheduler listens."""
         self._scheduler_address = scheduler_address
 

@@ -172,6 +172,9 @@ class LocalNodes:
             process.is_end_wanted = True
             _signal(process.popen, signal.SIGKILL)
 
+    def note_notice(self, worker: str, *, kind: str, deadline: float = 0.0) -> None:
+        """Do nothing: there are slots, and no more."""
+
     def reap(self) -> None:
         """Take note of workers that have ended.
 

@@ -140,6 +140,37 @@ def read_security(tls_dir: str | Path, role: str) -> Any:
     )
 
 
+def read_foreign_security(ca: str, cert: str, key: str, *, min_version: str = "") -> Any:
+    """Return the ``distributed.Security`` by which we reach a cluster that somebody else made.
+
+    Args:
+        ca: File with the authority that signed its certificates.
+        cert: File with the certificate that we show.
+        key: File with its key.
+        min_version: ``1.2`` or ``1.3``; empty for Dask's default.
+
+    Raises:
+        FileNotFoundError: If a file is not there.
+    """
+    from distributed.security import Security
+
+    for path in (ca, cert, key):
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"{path} is not there")
+    oldest = {"1.2": ssl.TLSVersion.TLSv1_2, "1.3": ssl.TLSVersion.TLSv1_3}.get(min_version)
+    secure: Any = Security
+    return secure(
+        require_encryption=True,
+        tls_ca_file=ca,
+        **({"tls_min_version": oldest} if oldest else {}),
+        **{
+            f"tls_{role}_{kind}": path
+            for role in ROLES
+            for kind, path in (("cert", cert), ("key", key))
+        },
+    )
+
+
 def check_listen(host: str, security: Any) -> None:
     """Refuse to open a port that others can reach without TLS.
 

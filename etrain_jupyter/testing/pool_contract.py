@@ -9,6 +9,10 @@
 
 Each call gives a new object, as another process of the same user would make it. The suite takes the
 cluster down after each test and sees to it that nothing is left.
+
+A pool that only uses what somebody else has started sets ``starts_nodes`` and ``owns_cluster`` to
+False and overrides ``bring_nodes``: the same tests then hold it to that, that what it has not
+started it does not replace, and does not end.
 """
 
 from __future__ import annotations
@@ -28,6 +32,12 @@ class PoolContract:
     patience_s = 60.0
     """How long a node may take to come or go. Nothing sleeps that long if all is well."""
 
+    starts_nodes = True
+    """Whether the pool brings nodes by itself; False where somebody else does."""
+
+    owns_cluster = True
+    """Whether ``down`` ends the cluster; False where it was there before ``up``."""
+
     @pytest.fixture
     def make_pool(self) -> Callable[[], Pool]:
         """Return what makes a pool object; yours."""
@@ -40,6 +50,11 @@ class PoolContract:
         pool.up()
         yield pool
         assert not pool.down(timeout_s=self.patience_s)
+
+    def bring_nodes(self, pool: Pool, count: int) -> None:
+        """See to it that there will be that many nodes; yours where ``starts_nodes`` is False."""
+        assert self.starts_nodes, "override bring_nodes"
+        pool.want(count, reason="contract")
 
     def test_up_again_finds_the_same_cluster(
         self, pool: Pool, make_pool: Callable[[], Pool]
@@ -59,16 +74,24 @@ class PoolContract:
         finally:
             assert not pools[0].down(timeout_s=self.patience_s)
 
-    def test_wanted_nodes_come_and_a_released_one_is_replaced(self, pool: Pool) -> None:
+    def test_nodes_come_and_a_released_one_leaves_and_is_replaced_by_whom_starts_them(
+        self, pool: Pool
+    ) -> None:
         """Demand is met, by nodes whose ids are never used again."""
-        pool.want(2, reason="contract")
+        self.bring_nodes(pool, 2)
         first, second = self.await_nodes(pool, lambda nodes: _num_running(nodes) == 2)
 
         pool.release(first.id, drain_s=5.0)
+        left = 2 if self.starts_nodes else 1
         after = self.await_nodes(
             pool,
-            lambda nodes: _num_running(nodes) == 2 and first.id not in {node.id for node in nodes},
+            lambda nodes: (
+                _num_running(nodes) == left and first.id not in {node.id for node in nodes}
+            ),
         )
+        if not self.starts_nodes:
+            self.bring_nodes(pool, 1)
+            after = self.await_nodes(pool, lambda nodes: _num_running(nodes) == 2)
 
         assert second.id in {node.id for node in after}
         assert {first.id, second.id} < {first.id, *(node.id for node in after)}
@@ -94,16 +117,19 @@ class PoolContract:
         assert cost.spent_usd == 0.0
         assert cost.on_demand_usd == 0.0
 
-    def test_down_from_elsewhere_ends_everything_and_up_starts_afresh(
+    def test_down_from_elsewhere_ends_what_is_the_pools_and_up_starts_afresh(
         self, pool: Pool, make_pool: Callable[[], Pool]
     ) -> None:
         """Whoever knows the cluster can end it, whatever it is doing, and twice is no error."""
         old = pool.up()
-        pool.want(1, reason="contract")
+        self.bring_nodes(pool, 1)
 
         assert make_pool().down(timeout_s=self.patience_s) == Leftovers()
         assert make_pool().down(timeout_s=self.patience_s) == Leftovers()
-        assert pool.up().cluster_id != old.cluster_id
+        again = pool.up()
+        assert (again.cluster_id != old.cluster_id) == self.owns_cluster
+        if not self.owns_cluster:
+            self.await_nodes(pool, lambda nodes: _num_running(nodes) == 1)
 
     def await_nodes(self, pool: Pool, is_so: Callable[[list[Node]], bool]) -> list[Node]:
         """Return the nodes as soon as something holds of them; fail if it does not in time."""

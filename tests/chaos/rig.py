@@ -105,6 +105,8 @@ class RigScheduler:
 class Rig:
     """A cluster of up to ``slots`` workers; also the node source of its coordinator."""
 
+    replaces_early = False
+
     def __init__(self, zygote: Zygote, folder: Path, *, slots: int = 4) -> None:
         self.scheduler = RigScheduler()
         self.coordinator = Coordinator(self, cluster_id="rig", on_shutdown=lambda: None)
@@ -171,6 +173,9 @@ class Rig:
     def release(self, worker: str, *, drain_s: float) -> None:
         """End a worker gently."""
         self.kill(worker)
+
+    def note_notice(self, worker: str, *, kind: str, deadline: float = 0.0) -> None:
+        """Do nothing: there are slots, and no more."""
 
     def kill(self, worker: str) -> None:
         """End a worker and all that belongs to it."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from etrain_jupyter.pools.address import AddressPool
+from etrain_jupyter.pools.base import Pool
 from etrain_jupyter.pools.local import LocalPool
 from etrain_jupyter.pools.state_dir import LocalSettings
 from etrain_jupyter.testing.pool_contract import PoolContract
+from tests.integration.dask_cluster import DaskCluster
 from tests.unit.pools import standins
 
 
@@ -21,3 +24,28 @@ class TestLocalPool(PoolContract):
             idle_s=60, coordinator=standins.COORDINATOR, supervisor=standins.SUPERVISOR
         )
         return lambda: LocalPool(settings=settings)
+
+
+@pytest.fixture(scope="module")
+def scheduler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaskCluster]:
+    cluster = DaskCluster(tmp_path_factory.mktemp("dask"))
+    yield cluster
+    assert cluster.is_alive("scheduler"), "it is not ours to end"
+    cluster.close()
+
+
+class TestAddressPool(PoolContract):
+    """A scheduler that is there for the whole module; each test begins without workers."""
+
+    starts_nodes = False
+    owns_cluster = False
+
+    @pytest.fixture
+    def make_pool(self, scheduler: DaskCluster) -> Iterator[Callable[[], AddressPool]]:
+        self.scheduler = scheduler
+        yield lambda: AddressPool(scheduler.address)
+        scheduler.end_workers()
+
+    def bring_nodes(self, pool: Pool, count: int) -> None:
+        for _ in range(count):
+            self.scheduler.start_worker()

@@ -31,6 +31,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"job", "dashboard"}),
     frozenset({"pools"}),
     frozenset({"cluster"}),
+    frozenset({"node"}),
     frozenset({"ranks"}),
     frozenset({"runs"}),
     frozenset({"bundle", "checkpoints", "elastic"}),

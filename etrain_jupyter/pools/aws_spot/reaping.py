@@ -273,3 +273,22 @@ def reap(
 def clients_for(spec: AwsSpotSpec, region: str) -> Clients:
     """Return clients like a spec's, but of another region."""
     return Clients(spec.model_copy(update={"region": region}))
+
+
+def remove_found(
+    spec: AwsSpotSpec, found: Sequence[Tagged], *, timeout_s: float = 120.0
+) -> Leftovers:
+    """Remove one cluster of which something was found; its tags say which bucket it has.
+
+    Args:
+        spec: Region, profile and endpoint.
+        found: What was found of it.
+        timeout_s: How long to go on.
+    """
+    [cluster_id] = {one.cluster_id for one in found}
+    home = next((one.home for one in found if one.home), "")
+    if home:
+        bucket, key = split_s3_url(home)
+        prefix = key.removesuffix(f"clusters/{cluster_id}")
+        spec = spec.model_copy(update={"bucket": bucket, "prefix": prefix})
+    return remove(Clients(spec), spec.region, cluster_id, timeout_s=timeout_s, home=home)

@@ -322,6 +322,8 @@ class AwsSpotSpec(Section):
     """Of ~/.aws; None for what the environment says."""
     head: Literal["notebook", "on-demand"] = "notebook"
     """Where the scheduler runs: on this machine, which nodes must reach, or on one of its own."""
+    head_host: str | None = None
+    """Address of this machine at which nodes reach its scheduler; None to find it out."""
     head_type: str = "t3.medium"
     """Type of the machine for ``head: on-demand``."""
     workers: WorkersSpec = WorkersSpec()

@@ -9,10 +9,12 @@ from moto.core.exceptions import ServiceException
 from moto.ec2.models import ec2_backends
 from moto.iam.models import iam_backends
 from moto.s3.models import s3_backends
+from moto.ssm.models import ssm_backends
 
 from etrain_jupyter.testing.fakeaws.backend import ACCOUNT, Backend
 
 CLUSTER_TAG = "etrain:cluster"
+IMAGE_PARAMETER = "/etrain/node-image"
 _LIVE = ("pending", "running", "stopping", "stopped")
 _TRUST = {
     "Version": "2012-10-17",
@@ -53,6 +55,19 @@ def make_account(
         name = "etrain-node-image"
         images = [ami.id for ami in ec2.amis.values() if ami.name == name]
         image = images[0] if images else str(ec2.register_image(name, "made by fakeaws").id)
+        ssm_backends[ACCOUNT][region].put_parameter(
+            name=IMAGE_PARAMETER,
+            description="",
+            value=image,
+            parameter_type="String",
+            allowed_pattern="",
+            keyid="",
+            overwrite=True,
+            tags=[],
+            data_type="text",
+            tier="Standard",
+            policies=None,
+        )
     return {
         "account_id": ACCOUNT,
         "region": region,
@@ -61,6 +76,7 @@ def make_account(
         "instance_profile": role,
         "role_arn": f"arn:aws:iam::{ACCOUNT}:role/{role}",
         "image": image,
+        "image_parameter": IMAGE_PARAMETER,
     }
 
 

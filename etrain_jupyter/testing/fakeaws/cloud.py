@@ -49,6 +49,8 @@ class Account:
     role_arn: str
     image: str
     """The id of an AMI. Whatever it is, an instance has the programs of this machine."""
+    image_parameter: str
+    """The SSM parameter that has it."""
 
 
 class FakeAws:
@@ -311,7 +313,7 @@ class FakeAws:
         """Return what is still there by kind, nothing if all is gone.
 
         Instances that are not terminated, volumes, launch templates, security groups, objects below
-        the prefix, and processes of instances that have ended.
+        the prefix; and processes and network cables of instances that have ended.
 
         Args:
             cluster: The value of the tag ``etrain:cluster``; empty for any, with or without it.

@@ -20,8 +20,7 @@ from etrain_jupyter.testing.fakeaws.backend import Backend
 from etrain_jupyter.testing.fakeaws.bill import make_bill
 from etrain_jupyter.testing.fakeaws.ec2 import Ec2
 from etrain_jupyter.testing.fakeaws.faults import ApiFault
-from etrain_jupyter.testing.fakeaws.hypervisor import ENDED_STATES, Hypervisor
-from etrain_jupyter.testing.fakeaws.machine import processes_of
+from etrain_jupyter.testing.fakeaws.hypervisor import Hypervisor
 from etrain_jupyter.testing.fakeaws.market import Market, Pool
 
 CONTROL = "/_fakeaws/"
@@ -56,6 +55,7 @@ class Control:
         self._api = api
         self._zones = zones
         self._variables = dict(variables)
+        self._boot_s = hypervisor.boot_s
         self.reset()
 
     def reset(self) -> None:
@@ -67,6 +67,7 @@ class Control:
             self._ec2.reset(market)
             self._hypervisor.market = market
             self._hypervisor.variables = dict(self._variables)
+            self._hypervisor.boot_s = self._boot_s
             self._backend.role_ttl_s = 3600
             self._backend.enforce(False)
         self._api.faults.set(())
@@ -219,16 +220,12 @@ class Control:
         self._backend.role_ttl_s = seconds
 
     def leftovers(self, cluster: str, prefix: str) -> dict[str, list[str]]:
-        """Return what is left, also of processes of instances that have ended."""
-        self._hypervisor.wait_quiet()
-        found = account.find_leftovers(self._backend, cluster=cluster, prefix=prefix)
-        with self._backend.lock:
-            records = self._hypervisor.records()
-        ended = [one.instance_id for one in records if one.state in ENDED_STATES]
-        alive = [str(process.pid) for process in processes_of(*ended)] if ended else []
-        if alive:
-            found["processes"] = alive
-        return found
+        """Return what is left, also on this machine of instances that have ended."""
+        strays = self._hypervisor.find_strays()
+        return {
+            **account.find_leftovers(self._backend, cluster=cluster, prefix=prefix),
+            **strays,
+        }
 
 
 def with_control(app: Wsgi, control: Control) -> Wsgi:

@@ -22,7 +22,7 @@ from etrain_jupyter.testing.fakeaws.backend import (
     InstanceFacts,
 )
 from etrain_jupyter.testing.fakeaws.bill import Usage
-from etrain_jupyter.testing.fakeaws.machine import Machine
+from etrain_jupyter.testing.fakeaws.machine import Machine, processes_of
 from etrain_jupyter.testing.fakeaws.market import Market
 from etrain_jupyter.testing.fakeaws.networks import Network
 from etrain_jupyter.testing.fakeaws.power import PowerOrder, PowerSwitch
@@ -100,10 +100,6 @@ class Hypervisor:
     def _boot(self, guest: _Guest, facts: InstanceFacts) -> None:
         if guest.ended.wait(self.boot_s):
             return
-        with self._backend.lock:
-            if guest.ended.is_set():
-                return
-            self._backend.set_running(facts.instance_id)
         try:
             guest.machine.start(
                 endpoint=self.endpoint,
@@ -112,6 +108,12 @@ class Hypervisor:
             )
         except (OSError, RuntimeError) as exc:
             print(f"fakeaws: {facts.instance_id} did not start: {exc}", file=sys.stderr, flush=True)
+            self._end(guest, HOST_FAILED)
+            return
+        with self._backend.lock:
+            # Not earlier: who sees that it runs may want to reach its metadata service.
+            if not guest.ended.is_set():
+                self._backend.set_running(facts.instance_id)
         guest.machine.on_end()
         # Its first process is gone though nobody switched it off: the host has failed.
         self._end(guest, HOST_FAILED)
@@ -258,6 +260,16 @@ class Hypervisor:
             for name, guest in list(self._guests.items())
         ]
 
+    def find_strays(self) -> dict[str, list[str]]:
+        """Return what is left of machines that are off: processes and cables, by kind."""
+        self.wait_quiet()
+        guests = list(self._guests.values())
+        off = [one.usage.instance_id for one in guests if one.ended.is_set()]
+        processes = [str(process.pid) for process in processes_of(*off)] if off else []
+        in_use = {one.machine.address for one in guests if not one.ended.is_set()}
+        found = {"processes": processes, "cables": self._network.stray_cables(in_use)}
+        return {kind: names for kind, names in found.items() if names}
+
     # The end ------------------------------------------------------------------------------------
 
     def forget(self) -> None:
@@ -274,7 +286,7 @@ class Hypervisor:
         self._guests.clear()
 
     def wait_quiet(self) -> None:
-        """Wait until what was begun to start or end has done so; preemptions are not waited for."""
+        """Wait until machines that were switched off are off; preemptions are not waited for."""
         for thread in list(self._threads):
             if thread.name.startswith(("off", "boot")) and not self._is_booted(thread):
                 thread.join(60)

@@ -82,12 +82,12 @@ class Machine:
         with self._lock:
             if self._is_off:
                 return
-            with (self._folder / "console.log").open("ab") as console:
+            with (self._folder / "host.log").open("ab") as log:
                 self._process = subprocess.Popen(
                     self._network.wrap(python_script("init")),
                     stdin=subprocess.PIPE,
-                    stdout=console,
-                    stderr=console,
+                    stdout=log,
+                    stderr=log,
                     env={"PATH": _SYSTEM_PATH, MARKER: self.facts.instance_id},
                     cwd=self._folder,
                     start_new_session=True,
@@ -101,6 +101,7 @@ class Machine:
                 "command": self._command(),
                 "environment": environment,
                 "folder": str(self._folder),
+                "console": str(self._folder / "console.log"),
             }
             assert self._process.stdin is not None
             self._process.stdin.write(json.dumps(order).encode() + b"\n")

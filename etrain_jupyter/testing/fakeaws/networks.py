@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -24,6 +25,8 @@ from typing import Literal, Protocol
 Mode = Literal["namespaces", "loopback"]
 PREFIX = "etfake"
 """How the names of bridges begin; the harness's process id follows."""
+CABLE = "etc"
+"""How the names of cables begin; the harness's process id and ``n`` follow, and a number."""
 IMDS_ADDRESS = ("169.254.169.254", 80)
 _CLONE_NEWNET = 0x40000000
 _MAX_HOSTS = 250
@@ -64,6 +67,9 @@ class Network(Protocol):
 
     def pull(self, address: str) -> None:
         """Cut the cable: from now on nothing that it sends arrives, nor the other way."""
+
+    def stray_cables(self, in_use: set[str]) -> list[str]:
+        """Return the cables that are of none of these addresses."""
 
     def close(self) -> None:
         """Remove what is left."""
@@ -119,6 +125,10 @@ class LoopbackNetwork:
     def pull(self, address: str) -> None:
         """Do nothing: there is no cable."""
 
+    def stray_cables(self, in_use: set[str]) -> list[str]:
+        """Return nothing."""
+        return []
+
     def close(self) -> None:
         """Do nothing."""
 
@@ -129,7 +139,7 @@ class NamespaceNetwork:
     mode: Mode = "namespaces"
 
     def __init__(self) -> None:
-        remove_dead_bridges()
+        remove_dead_links()
         self.bridge = f"{PREFIX}{os.getpid()}"
         _ip(["link", "add", self.bridge, "type", "bridge"])
         try:
@@ -159,7 +169,11 @@ class NamespaceNetwork:
         return self._addresses.take()
 
     def release(self, address: str) -> None:
-        """Take an address back."""
+        """Take an address back, and the cable away.
+
+        Connections that were never closed keep an empty namespace for minutes, and it its cable.
+        """
+        _remove_link(self._cable(address))
         self._addresses.put_back(address)
 
     def wrap(self, command: list[str]) -> list[str]:
@@ -191,38 +205,44 @@ class NamespaceNetwork:
 
     def _cable(self, address: str) -> str:
         # 15 characters at most; the process id has seven digits at most.
-        return f"etc{os.getpid()}n{address.rpartition('.')[2]}"
+        return f"{CABLE}{os.getpid()}n{address.rpartition('.')[2]}"
 
     def pull(self, address: str) -> None:
         """Take the cable's near end down."""
-        with suppress(subprocess.CalledProcessError):
+        with suppress(RuntimeError):
             _ip(["link", "set", self._cable(address), "down"])
+
+    def stray_cables(self, in_use: set[str]) -> list[str]:
+        """Return the cables that are of none of these addresses."""
+        known = {self._cable(address) for address in in_use}
+        names = [name for _, name in socket.if_nameindex()]
+        ours = [name for name in names if name.startswith(f"{CABLE}{os.getpid()}n")]
+        return [name for name in ours if name not in known]
 
     def close(self) -> None:
         """Remove the bridge."""
-        subprocess.run(["ip", "link", "del", self.bridge], capture_output=True, check=False)
+        _remove_link(self.bridge)
 
 
-def remove_dead_bridges() -> list[str]:
-    """Remove the bridges of harnesses that are no more; return their names."""
+def remove_dead_links() -> list[str]:
+    """Remove the bridges and cables of harnesses that are no more; return their names."""
     removed = []
-    for name in list(_interfaces()):
-        pid = name.removeprefix(PREFIX)
-        if not name.startswith(PREFIX) or not pid.isdecimal() or _is_harness(int(pid)):
-            continue
-        subprocess.run(["ip", "link", "del", name], capture_output=True, check=False)
-        removed.append(name)
+    for _, name in socket.if_nameindex():
+        found = re.fullmatch(rf"(?:{PREFIX}|{CABLE})(\d+)(?:n\d+)?", name)
+        if found is not None and not _is_harness(int(found[1])):
+            _remove_link(name)
+            removed.append(name)
     return removed
+
+
+def _remove_link(name: str) -> None:
+    subprocess.run(["ip", "link", "del", name], capture_output=True, check=False)
 
 
 def _is_harness(pid: int) -> bool:
     with suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
         return b"fakeaws" in file.read() or pid == os.getpid()
     return False
-
-
-def _interfaces() -> Iterator[str]:
-    yield from (name for _, name in socket.if_nameindex())
 
 
 def _prefixes() -> Iterator[str]:

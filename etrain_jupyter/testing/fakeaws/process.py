@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from etrain_jupyter.testing.fakeaws.machine import python_script
-from etrain_jupyter.testing.fakeaws.networks import Network, make_network
+from etrain_jupyter.testing.fakeaws.networks import CABLE, Network, make_network
 from etrain_jupyter.testing.fakeaws.settings import Settings
 
 
@@ -25,7 +25,9 @@ def main(word: str) -> None:
     settings = Settings(**json.loads(word))
     network = make_network(settings.mode)
     folder = Path(tempfile.mkdtemp(prefix="etrain-fakeaws-"))
-    words = [str(folder), *([network.bridge] if network.bridge else [])]
+    words = [str(folder)]
+    if network.bridge:
+        words += [network.bridge, f"{CABLE}{os.getpid()}n"]
     janitor = subprocess.Popen(
         python_script("janitor", *words), stdin=subprocess.PIPE, start_new_session=True, cwd="/"
     )
@@ -57,6 +59,10 @@ def _serve(settings: Settings, network: Network, folder: Path) -> None:
 
         def log(self, *_: Any) -> None:
             """Print nothing."""
+
+        def send_response(self, code: int, message: str | None = None) -> None:
+            """Send no date: the application does, by the cloud's clock."""
+            self.send_response_only(code, message)
 
     backend = Backend()
     hypervisor = Hypervisor(

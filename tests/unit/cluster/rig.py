@@ -25,9 +25,12 @@ PLAN = {
 class Nodes:
     """A node source that only remembers."""
 
+    replaces_early = False
+
     def __init__(self) -> None:
         self.killed: list[str] = []
         self.released: list[str] = []
+        self.noticed: list[tuple[str, str]] = []
         self.wanted = 0
         self.most: int | None = None
 
@@ -45,6 +48,9 @@ class Nodes:
 
     def kill(self, worker: str) -> None:
         self.killed.append(worker)
+
+    def note_notice(self, worker: str, *, kind: str, deadline: float = 0.0) -> None:
+        self.noticed.append((worker, kind))
 
 
 class Stream:
@@ -70,12 +76,12 @@ class Rig:
         self.coordinator = Coordinator(self.nodes, cluster_id="c", on_shutdown=lambda: None)
         self.coordinator._scheduler = SimpleNamespace(workers={}, stream_comms=self.streams)
 
-    def hello(self, *names: str, incarnation: int = 0) -> None:
+    def hello(self, *names: str, incarnation: int = 0, **more: Any) -> None:
         for name in names:
             self.coordinator._scheduler.workers[f"tls://{name}"] = SimpleNamespace(name=name)
             self.streams.setdefault(f"tls://{name}", Stream())
             values = {"device": "cpu", "pid": 1, "incarnation": incarnation}
-            self.say(name, {"op": "supervisor", **values})
+            self.say(name, {"op": "supervisor", **values, **more})
 
     def say(self, worker: str, message: dict[str, Any]) -> None:
         self.coordinator._take_report(message, f"tls://{worker}")

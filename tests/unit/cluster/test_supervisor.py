@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import os
 import signal
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from etrain_jupyter.cluster import supervisor as supervisor_module
 from etrain_jupyter.cluster.outbox import Outbox
 from etrain_jupyter.cluster.supervisor import Supervisor
+from etrain_jupyter.node.fingerprint import read_fingerprint
 from etrain_jupyter.ranks.control.progress import TrainerProgress
 
 
@@ -107,7 +109,7 @@ async def rig(monkeypatch):
 async def test_beats_tell_how_far_the_trainers_are(rig):
     assert rig.said("supervisor") == [
         {"op": "supervisor", "device": "cpu", "pid": rig.said("supervisor")[0]["pid"]}
-        | {"incarnation": 0, "trainers": {}}
+        | {"incarnation": 0, "trainers": {}, "fingerprint": read_fingerprint()}
     ]
     trainer = await rig.start("j/w1/1")
     await rig.until(lambda: rig.said("beat")[-1]["trainers"])
@@ -221,3 +223,57 @@ async def test_trainers_are_not_read_while_too_much_is_unheard(rig):
     rig.order("ack", n=2)
     assert trainer.may_read.is_set()
     assert [m["text"] for m in rig.said("log")] == ["0", "1"]
+
+
+# --- a guest among others ---
+
+
+async def test_resting_supervisor_costs_nothing_until_it_is_woken(rig, monkeypatch):
+    monkeypatch.setattr(supervisor_module, "SPARE_DELAY_S", 0.0)
+    FakeTrainer.made = []
+    guest = Rig()
+    guest.supervisor = Supervisor(device="cpu", rests=True)
+    await guest.supervisor.setup(guest.worker)
+    await asyncio.sleep(0.05)
+    assert [report["op"] for report in guest.reports] == ["supervisor"]
+    assert FakeTrainer.made == []
+
+    guest.order("wake")
+    guest.order("wake")
+    await guest.until(lambda: len(guest.said("beat")) > 2)
+    (spare,) = FakeTrainer.made
+
+    guest.order("rest")
+    await asyncio.sleep(0.05)
+    num_beats = len(guest.said("beat"))
+    await asyncio.sleep(0.05)
+    assert len(guest.said("beat")) == num_beats
+    assert spare.did == ["killed: nobody needs it"]
+    assert FakeTrainer.made == [spare], "it was not replaced"
+
+    guest.order("wake")
+    await guest.until(lambda: len(FakeTrainer.made) == 2)
+    await guest.supervisor.teardown(guest.worker)
+
+
+async def test_orders_after_the_end_are_not_taken(rig):
+    await rig.supervisor.setup(rig.worker)
+    await rig.supervisor.teardown(rig.worker)
+    made = len(FakeTrainer.made)
+    rig.order("start", trainer="t1")
+    await asyncio.sleep(0.01)
+    assert len(FakeTrainer.made) == made
+
+
+async def test_notice_is_told_at_once_and_again_to_the_next_coordinator(rig):
+    supervisor = rig.supervisor
+    supervisor.outlives_scheduler = True
+    os.kill(os.getpid(), signal.SIGUSR1)
+    await rig.until(lambda: rig.said("notice"))
+    await supervisor.teardown(rig.worker)
+
+    after = Rig()
+    await supervisor.setup(after.worker)
+    assert [m["op"] for m in after.reports[:2]] == ["supervisor", "notice"]
+    assert after.reports[1]["deadline"] == rig.said("notice")[0]["deadline"]
+    supervisor.outlives_scheduler = False

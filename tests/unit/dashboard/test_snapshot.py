@@ -122,6 +122,23 @@ def test_a_noticed_worker_goes_on_training_until_it_leaves() -> None:
     assert state_of(view_of(until(t.WorkerLeft)).snapshot(), "w2") == ("left", None)
 
 
+def test_a_worker_at_risk_trains_on_and_is_listed_and_marked() -> None:
+    script = Script(num_steps=60)
+    events = [*script.begin(), *script.form(["w0"], "start"), *script.complete(1)]
+    before = state_of(view_of(events).snapshot(), "w0")
+    events.append(script.make(t.RebalanceRecommended, worker="w0"))
+
+    snapshot = view_of(events).snapshot()
+
+    assert state_of(snapshot, "w0") == before
+    assert snapshot["events"][-1]["text"] == (
+        "w0 is likely to be preempted; it trains on, and a checkpoint is saved"
+    )
+    assert [(m["kind"], m["text"]) for m in snapshot["markers"] if m["kind"] == "notice"] == [
+        ("notice", "w0 likely to be preempted")
+    ]
+
+
 def test_a_fault_on_purpose_is_listed_and_marked() -> None:
     script = Script(num_steps=60)
     events = [*script.begin(), *script.form(["w0"], "start"), *script.complete(1)]

@@ -36,3 +36,19 @@ def test_every_worker_belongs_to_at_most_one_job_and_no_job_exceeds_its_maximum(
     assert all(len(shares[c.job_id]) <= c.max_workers for c in claims)
     wanted = sum(c.max_workers for c in claims)
     assert len(given_out) == min(count, wanted)
+
+
+def test_workers_that_do_not_fit_a_job_go_to_another_one():
+    claims = [
+        Claim(job_id="a", min_workers=1, max_workers=4, held=("w1",), unfit=frozenset({"w1"})),
+        claim("b", 1, 4),
+    ]
+    assert allocate(claims, ["w1", "w2"]) == {"a": ("w2",), "b": ("w1",)}
+
+
+def test_job_that_no_worker_fits_takes_nothing_from_the_others():
+    claims = [
+        Claim(job_id="a", min_workers=2, max_workers=4, unfit=frozenset({"w1", "w2"})),
+        claim("b", 1, 2),
+    ]
+    assert allocate(claims, ["w1", "w2"]) == {"a": (), "b": ("w1", "w2")}

@@ -17,6 +17,7 @@ from etrain_jupyter.job import held_jobs
 from etrain_jupyter.job.held_jobs import attach, name_of_model, submit_job
 from etrain_jupyter.job.run_store import RunStore
 from etrain_jupyter.job.training_job import TrainingJob
+from etrain_jupyter.node.fingerprint import read_fingerprint
 from etrain_jupyter.pools import SchedulerAddress
 
 ADDRESS = SchedulerAddress(address="tls://127.0.0.1:1", cluster_id="local-1", state_dir="/s")
@@ -80,6 +81,7 @@ def test_submitted_job_is_in_the_store_and_at_the_coordinator(
         "cwd": str(Path.cwd()),
         "min_workers": 1,
         "max_workers": 3,
+        "fingerprint": read_fingerprint(),
     }
     assert TrainConfig.model_validate(record["config"]).model == "nets.small:Net"
 

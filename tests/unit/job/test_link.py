@@ -99,8 +99,9 @@ def test_scheduler_that_does_not_know_the_job_means_that_it_is_lost(link: Cluste
 
 
 def test_answer_that_is_none_of_ours_is_refused(link: ClusterLink) -> None:
-    with pytest.raises(PoolError, match="runs no etrain coordinator"):
+    with pytest.raises(PoolError, match="runs no etrain coordinator") as caught:
         link.call("nonsense")
+    assert isinstance(caught.value, JobLostError), "it holds no job, whichever that is"
 
 
 def test_silent_scheduler_is_given_up_after_the_timeout_and_can_be_asked_again(

@@ -75,6 +75,9 @@ class Supervisor(WorkerPlugin):
     def __init__(self, *, device: str) -> None:
         self.device = device
 
+    async def teardown(self, worker: Any) -> None:
+        pass
+
 
 class FailingSupervisor(Supervisor):
     async def setup(self, worker: Any) -> None:

@@ -1,9 +1,9 @@
 """The first process of a fake instance. It starts the user-data, takes in orphans, and ends all.
 
-It reads one line of JSON, ``{"command": [...], "environment": {...}, "folder": "..."}``, and runs
-it. From then on its standard input is its power: when that ends, because the harness cut it or
-died, it kills every process of the machine and then itself. As on EC2, the machine runs on when the
-user-data has ended.
+It reads one line of JSON, ``{"command": [...], "environment": {...}, "folder": "...",
+"console": "..."}``, and runs it, with what it prints in the file ``console``. From then on its
+standard input is its power: when that ends, because the harness cut it or died, it kills every
+process of the machine and then itself. As on EC2, the machine runs on when the user-data has ended.
 """
 
 from __future__ import annotations
@@ -72,17 +72,20 @@ def main() -> None:
     if not line:
         return
     order = json.loads(line)
-    try:
-        subprocess.Popen(
-            order["command"],
-            cwd=order["folder"],
-            env=order["environment"],
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            preexec_fn=restore_signals,
-        )
-    except OSError as exc:
-        print(f"cloud-init: the user-data did not start: {exc}", flush=True)
+    with open(order["console"], "ab") as console:
+        try:
+            subprocess.Popen(
+                order["command"],
+                cwd=order["folder"],
+                env=order["environment"],
+                stdin=subprocess.DEVNULL,
+                stdout=console,
+                stderr=console,
+                start_new_session=True,
+                preexec_fn=restore_signals,
+            )
+        except OSError as exc:
+            console.write(f"cloud-init: the user-data did not start: {exc}\n".encode())
     while not select.select([sys.stdin], [], [], 0.5)[0]:
         reap()
     kill_all()

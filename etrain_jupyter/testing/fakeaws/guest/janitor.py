@@ -1,14 +1,16 @@
 """Removes what a harness made on this machine, however the harness ended.
 
-``python janitor.py FOLDER [BRIDGE]``: waits until its standard input ends, gives the instances a
-moment to end by themselves (each has a line of its own to the harness), then removes the bridge and
-the folder. Instances' namespaces end with their processes.
+``python janitor.py FOLDER [BRIDGE CABLES]``: waits until its standard input ends, gives the
+instances a moment to end by themselves (each has a line of its own to the harness), then removes
+the bridge, the cables (all whose names begin like that) and the folder. Instances' namespaces end
+with their processes.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -31,13 +33,14 @@ def has_processes(folder: str) -> bool:
 
 def main() -> None:
     """Wait, and remove."""
-    folder, *bridges = sys.argv[1:]
+    folder, *names = sys.argv[1:]
     sys.stdin.buffer.read()
     ends_at = time.monotonic() + MAX_WAIT_S
     while has_processes(folder) and time.monotonic() < ends_at:
         time.sleep(0.05)
-    for bridge in bridges:
-        subprocess.run(["ip", "link", "del", bridge], capture_output=True, check=False)
+    for _, link in socket.if_nameindex() if names else []:
+        if link == names[0] or link.startswith(names[1]):
+            subprocess.run(["ip", "link", "del", link], capture_output=True, check=False)
     shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -1,0 +1,113 @@
+"""Which versions run here, and whether a notebook's objects and orders fit them.
+
+The notebook's objects travel by value: functions as byte code, which is that of one minor version
+of Python, and modules as torch pickles them.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from etrain_jupyter import __version__
+
+PROTOCOL = 1
+"""Of the messages between kernel, coordinator, supervisor and trainer: raised with each change that
+an older one would not understand."""
+
+PROTOCOL_KEY = "protocol"
+NAMES = {
+    PROTOCOL_KEY: "protocol",
+    "etrain": "etrain-jupyter",
+    "python": "Python",
+    "torch": "torch",
+    "numpy": "numpy",
+    "cloudpickle": "cloudpickle",
+    "distributed": "distributed",
+}
+MUST_FIT = (PROTOCOL_KEY, "etrain", "python", "torch")
+"""Where another minor version is refused; of the rest it is worth a warning."""
+
+Fingerprint = Mapping[str, str]
+"""Version by key of ``NAMES``; empty where a package is not installed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """How two environments differ, in words."""
+
+    wrong: tuple[str, ...] = ()
+    """What does not fit."""
+    notes: tuple[str, ...] = ()
+    """What is merely different."""
+    remedies: tuple[str, ...] = ()
+    """What to install where they were compared, for each that is wrong."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the one can do the other's work."""
+        return not self.wrong
+
+
+def read_fingerprint() -> dict[str, str]:
+    """Return the versions that are installed here; imports none of the packages."""
+    known = {
+        PROTOCOL_KEY: str(PROTOCOL),
+        "etrain": __version__,
+        "python": platform.python_version(),
+    }
+    return known | {name: _version_of(name) for name in NAMES if name not in known}
+
+
+def compare(theirs: Fingerprint, ours: Fingerprint, *, at: str, here: str) -> Comparison:
+    """Say how a worker differs from what it shall work for; what one of them lacks is left out.
+
+    Args:
+        theirs: The worker's.
+        ours: The notebook's.
+        at: What to call the worker.
+        here: What to call the notebook.
+
+    >>> compare({"python": "3.11.2"}, {"python": "3.12.4"}, at="w1", here="this notebook").wrong
+    ('Python 3.11.2 on w1, 3.12.4 in this notebook',)
+    """
+    wrong, notes, remedies = [], [], []
+    for key, name in NAMES.items():
+        one, other = theirs.get(key), ours.get(key)
+        if one is None or not other or _release(one) == _release(other):
+            continue
+        words = f"{name} {one} on {at}, {other} in {here}"
+        if not one:
+            words = f"no {name} on {at}, {other} in {here}"
+        if key in MUST_FIT and _minor(one) != _minor(other):
+            wrong.append(words)
+            remedies.append(_remedy(key, other))
+        else:
+            notes.append(words)
+    return Comparison(wrong=tuple(wrong), notes=tuple(notes), remedies=tuple(remedies))
+
+
+def _remedy(key: str, version: str) -> str:
+    if key == PROTOCOL_KEY:
+        return "the same version of etrain-jupyter"
+    if key == "python":
+        return f"Python {'.'.join(_minor(version))}"
+    return f"{NAMES[key]}=={_release(version)}"
+
+
+def _release(version: str) -> str:
+    """Return a version without what it was built for: CPU and GPU builds of torch fit together."""
+    return version.partition("+")[0]
+
+
+def _minor(version: str) -> tuple[str, ...]:
+    return tuple(_release(version).split(".")[:2])
+
+
+def _version_of(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""

@@ -1,0 +1,184 @@
+"""The pool ``aws-spot``, as a kernel or a terminal has it: its head runs on this machine.
+
+What is here owns nothing. The head's keeper owns the cluster on this side, EC2's tags and the
+bucket say what belongs to it on the other; either can be found again without the other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from etrain_jupyter.errors import PoolError
+from etrain_jupyter.pools.asking import ask
+from etrain_jupyter.pools.aws_spot.spec import AwsSpotSpec
+from etrain_jupyter.pools.base import CostReport, Leftovers, SchedulerAddress
+from etrain_jupyter.pools.detached import DetachedPool, end_cluster_here
+from etrain_jupyter.pools.state_dir import (
+    ClusterDir,
+    LocalSettings,
+    cluster_dirs,
+    environment_key,
+    state_root,
+)
+
+if TYPE_CHECKING:
+    from etrain_jupyter.pools.aws_spot.ec2 import Clients
+    from etrain_jupyter.pools.catalog import PoolEntry
+
+NODES = "etrain_jupyter.pools.aws_spot.head:make_nodes"
+
+
+class AwsSpotPool(DetachedPool):
+    """Spot machines of EC2.
+
+    Args:
+        name: What a cell calls it.
+        spec: What ``pools.yaml`` says of it.
+        cluster_id: Bind the object to that cluster, instead of the living one of the pool.
+        change: Changes how the head behaves; for tests.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        spec: AwsSpotSpec,
+        *,
+        cluster_id: str | None = None,
+        change: Callable[[LocalSettings], LocalSettings] = lambda settings: settings,
+    ) -> None:
+        super().__init__(name=name, prefix=_prefix_of(name, spec), cluster_id=cluster_id)
+        self.spec = spec
+        self._change = change
+
+    @classmethod
+    def from_entry(cls, entry: PoolEntry) -> AwsSpotPool:
+        """Return the pool of an entry of ``pools.yaml``; nothing is asked yet.
+
+        Raises:
+            ConfigError: If its keys are not what they should be, with the place of the fault.
+        """
+        return cls(entry.name, entry.read_as(AwsSpotSpec))
+
+    @classmethod
+    def of_cluster(cls, cluster: ClusterDir) -> AwsSpotPool:
+        """Return the pool of a cluster whose head is or was on this machine."""
+        settings = cluster.settings()
+        spec = AwsSpotSpec.from_json(json.dumps(settings.spec))
+        return cls(settings.pool, spec, cluster_id=cluster.cluster_id)
+
+    def up(self) -> SchedulerAddress:
+        """Find the pool's cluster, take over one whose head died here, or start one.
+
+        Raises:
+            PoolError: If it does not start, or AWS refuses what it needs.
+        """
+        return super().up()
+
+    def settings(self) -> LocalSettings:
+        """Return how the head of a cluster that has to be started shall behave.
+
+        Raises:
+            PoolError: If AWS refuses what it needs.
+        """
+        from etrain_jupyter.pools.aws_spot.check import check_account, find_head_host
+
+        clients = self._clients()
+        check_account(clients, self.spec)
+        return self._change(
+            LocalSettings(
+                idle_s=self.spec.lifetime.idle,
+                linger_s=self.spec.lifetime.linger,
+                pool=self.name,
+                prefix=self._prefix,
+                host=find_head_host(clients, self.spec),
+                nodes=NODES,
+                spec=json.loads(self.spec.to_json()),
+            )
+        )
+
+    def prepare_start(self, root: Path) -> ClusterDir | None:
+        """Return the folder of a cluster whose head died, to be taken over with its machines.
+
+        What died before it had a scheduler has no jobs and is removed, also on EC2.
+        """
+        for cluster in cluster_dirs(root):
+            if cluster.prefix != self._prefix:
+                continue
+            if (record := cluster.record()) is not None:
+                if record.is_here:
+                    return cluster
+                continue  # on another machine that shares the folder
+            self.of_cluster(cluster).down()
+        return None
+
+    def price(self, max_workers: int) -> str:
+        """Return what that many workers can cost at worst, in words; asks AWS for its prices.
+
+        Raises:
+            PoolError: If AWS cannot be asked.
+        """
+        from etrain_jupyter.pools.aws_spot.worst_case import price_in_words
+
+        return price_in_words(self._clients(), self.spec, min(max_workers, self.spec.workers.max))
+
+    def cost(self) -> CostReport:
+        """Return what the machines of the living cluster have cost so far."""
+        costs = ask(self._address(), "etrain_pool_costs")["costs"]
+        return CostReport(
+            spent_usd=sum(one["spent_usd"] for one in costs),
+            on_demand_usd=sum(one["on_demand_usd"] for one in costs),
+            node_hours=sum(one["hours"] for one in costs),
+        )
+
+    def down(self, *, timeout_s: float = 120.0) -> Leftovers:
+        """End the cluster here, then whatever EC2 and the bucket have of it.
+
+        Returns:
+            What is still there; empty when all is well, also if there was no cluster.
+
+        Raises:
+            PoolError: If AWS cannot be asked.
+        """
+        from etrain_jupyter.pools.aws_spot.reaping import find_tagged, remove
+
+        clients, region = self._clients(), self.spec.region
+        ours = [cluster for cluster in cluster_dirs() if self._is_ours(cluster)]
+        ends = [end_cluster_here(cluster, min(20.0, timeout_s)) for cluster in ours]
+        tagged = {one.cluster_id for one in find_tagged(clients, region)}
+        found = {one for one in tagged if self._has_id(one)} | {one.cluster_id for one in ours}
+        for one in sorted(found):
+            home = self.spec.home(one)
+            ends.append(remove(clients, region, one, timeout_s=timeout_s, home=home))
+        return Leftovers(
+            processes=tuple(process for end in ends for process in end.processes),
+            files=tuple(file for end in ends for file in end.files),
+        )
+
+    def _has_id(self, cluster_id: str) -> bool:
+        if self._cluster_id is not None:
+            return cluster_id == self._cluster_id
+        return cluster_id.rpartition("-")[0] == self._prefix
+
+    def _clients(self) -> Clients:
+        try:
+            from etrain_jupyter.pools.aws_spot.ec2 import Clients
+        except ModuleNotFoundError as exc:
+            raise PoolError(
+                f"pool {self.name!r} needs boto3 ({exc}). Nothing was started. "
+                "%pip install 'etrain-jupyter[aws]' and restart the kernel."
+            ) from exc
+        return Clients(self.spec)
+
+
+def _prefix_of(name: str, spec: AwsSpotSpec) -> str:
+    """Return what the ids of a pool's clusters begin with.
+
+    Two pools of one name in two notebooks' folders are two pools, unless they are in one place.
+    """
+    places = (spec.region, spec.bucket, spec.prefix, state_root(), environment_key())
+    text = "\n".join(map(str, (name, *places)))
+    return f"aws-{hashlib.sha256(text.encode()).hexdigest()[:6]}"

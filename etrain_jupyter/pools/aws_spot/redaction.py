@@ -1,0 +1,48 @@
+"""Keeps credentials out of what a node writes.
+
+Its log is the machine's console, which whoever may describe instances can read.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+
+HIDDEN = "[hidden]"
+
+_SECRETS = re.compile(
+    r"""
+    -----BEGIN[ ][A-Z ]*PRIVATE[ ]KEY-----.*?(?:-----END[ ][A-Z ]*PRIVATE[ ]KEY-----|\Z)
+    | \b(?:AKIA|ASIA)[A-Z0-9]{8,}
+    | (?:X-Amz-(?:Signature|Credential|Security-Token)=)[^&\s"']+
+    | (?:Signature=)[0-9a-f]{16,}
+    | (?:[\w-]*(?:token|secret)[\w-]*["']?\s*[:=]\s*["']?)[^\s"',;&}]+
+    """,
+    re.VERBOSE | re.DOTALL | re.IGNORECASE,
+)
+
+
+def redact(text: str) -> str:
+    """Return a text with what may be a credential taken out.
+
+    >>> redact("GET /k?X-Amz-Signature=0f3a9c of AKIAIOSFODNN7EXAMPLE")
+    'GET /k?[hidden] of [hidden]'
+    """
+    return _SECRETS.sub(HIDDEN, text)
+
+
+class _Redacting(logging.Formatter):
+    """Formats as another one does, tracebacks included, and takes out what may be a credential."""
+
+    def __init__(self, inner: logging.Formatter) -> None:
+        super().__init__()
+        self._inner = inner
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redact(self._inner.format(record))
+
+
+def redact_logs() -> None:
+    """Let all handlers of this process's log write redacted texts; call it after making them."""
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(_Redacting(handler.formatter or logging.Formatter()))

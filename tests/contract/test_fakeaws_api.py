@@ -1,0 +1,429 @@
+"""What the fake cloud answers to boto3: what AWS would, as far as a spot cluster needs it."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+from botocore.exceptions import ClientError, ConnectionClosedError
+
+from etrain_jupyter.testing.fakeaws import ApiFault, FakeAws
+from etrain_jupyter.testing.s3_faults import S3Fault
+from tests.contract.fleets import (
+    client,
+    create_fleet,
+    described,
+    ec2,
+    fleet_request,
+    ids_of,
+    make_template,
+)
+
+
+@pytest.fixture(autouse=True)
+def nothing_boots(fresh_cloud: FakeAws) -> None:
+    """These tests look at answers: no instance need run."""
+    fresh_cloud.set_boot(1000)
+
+
+def code_of(caught: pytest.ExceptionInfo[ClientError]) -> str:
+    return str(caught.value.response["Error"]["Code"])
+
+
+def pool(name: str, zone: str, capacity: int, price_usd: float) -> dict[str, Any]:
+    return {"instance_type": name, "zone": zone, "capacity": capacity, "price_usd": price_usd}
+
+
+def test_a_fleet_gets_what_there_is_and_an_error_for_each_pool_that_is_empty(
+    fresh_cloud: FakeAws,
+) -> None:
+    fresh_cloud.set_market([pool("g5.xlarge", "us-east-1a", 1, 0.3)])
+
+    got = create_fleet(make_template(fresh_cloud), 3)
+
+    assert len(ids_of(got)) == 1
+    assert got["Instances"][0]["Lifecycle"] == "spot"
+    chosen = got["Instances"][0]["LaunchTemplateAndOverrides"]["Overrides"]
+    assert (chosen["InstanceType"], chosen["AvailabilityZone"]) == ("g5.xlarge", "us-east-1a")
+    refused = [
+        (
+            one["ErrorCode"],
+            one["LaunchTemplateAndOverrides"]["Overrides"]["InstanceType"],
+            one["LaunchTemplateAndOverrides"]["Overrides"]["AvailabilityZone"],
+        )
+        for one in got["Errors"]
+    ]
+    assert refused == [
+        ("InsufficientInstanceCapacity", name, zone)
+        for name in ("g5.xlarge", "g6.xlarge")
+        for zone in ("us-east-1a", "us-east-1b")
+    ]
+
+
+def test_no_capacity_anywhere_is_an_answer_with_errors_and_no_instance(
+    fresh_cloud: FakeAws,
+) -> None:
+    template = make_template(fresh_cloud)
+    fresh_cloud.set_capacity(0)
+
+    got = create_fleet(template, 2)
+
+    assert (ids_of(got), len(got["Errors"])) == ([], 4)
+
+
+def test_one_zone_and_the_least_target_are_kept(fresh_cloud: FakeAws) -> None:
+    fresh_cloud.set_market(
+        [pool("g5.xlarge", "us-east-1a", 1, 0.1), pool("g6.xlarge", "us-east-1b", 2, 0.9)]
+    )
+    template = make_template(fresh_cloud)
+    options = {"AllocationStrategy": "lowest-price", "SingleAvailabilityZone": True}
+
+    too_many = create_fleet(template, 4, SpotOptions={**options, "MinTargetCapacity": 3})
+    two = create_fleet(template, 2, SpotOptions=options)
+
+    assert ids_of(too_many) == []
+    assert too_many["Errors"][0]["ErrorCode"] == "UnfulfillableCapacity"
+    zones = {described()[name]["Placement"]["AvailabilityZone"] for name in ids_of(two)}
+    assert (len(ids_of(two)), zones) == (2, {"us-east-1b"})
+
+
+def test_on_demand_and_spot_come_in_one_call_with_the_tags_of_both_places(
+    fresh_cloud: FakeAws,
+) -> None:
+    more = [{"Key": "etrain:role", "Value": "node"}]
+    got = create_fleet(
+        make_template(fresh_cloud),
+        1,
+        num_on_demand=1,
+        TagSpecifications=[{"ResourceType": "instance", "Tags": more}],
+    )
+
+    lifecycles = {one["Lifecycle"]: one["InstanceIds"][0] for one in got["Instances"]}
+    spot = described()[lifecycles["spot"]]
+    tags = {tag["Key"]: tag["Value"] for tag in spot["Tags"]}
+    volumes = ec2().describe_volumes(Filters=[{"Name": "tag:etrain:cluster", "Values": ["c-1"]}])
+    assert (tags["etrain:cluster"], tags["etrain:role"]) == ("c-1", "node")
+    assert spot["InstanceLifecycle"] == "spot"
+    assert "InstanceLifecycle" not in described()[lifecycles["on-demand"]]
+    assert spot["IamInstanceProfile"]["Arn"].endswith("instance-profile/etrain-node")
+    assert spot["MetadataOptions"]["HttpTokens"] == "required"
+    assert len(volumes["Volumes"]) == 2
+
+
+def test_a_weight_counts_as_so_many_units(fresh_cloud: FakeAws) -> None:
+    heavy = [
+        {"InstanceType": "g5.xlarge", "AvailabilityZone": "us-east-1a", "WeightedCapacity": 4.0}
+    ]
+
+    got = create_fleet(make_template(fresh_cloud), 8, overrides=heavy)
+
+    assert len(ids_of(got)) == 2
+
+
+def test_the_same_client_token_gives_the_same_machines(fresh_cloud: FakeAws) -> None:
+    template = make_template(fresh_cloud)
+
+    first = create_fleet(template, 2, ClientToken="c-1-7")
+    again = create_fleet(template, 2, ClientToken="c-1-7")
+
+    assert ids_of(first) == ids_of(again)
+    assert len(described()) == 2
+    with pytest.raises(ClientError) as caught:
+        create_fleet(template, 3, ClientToken="c-1-7")
+    assert code_of(caught) == "IdempotentParameterMismatch"
+
+
+def test_the_same_client_token_runs_the_same_instance(fresh_cloud: FakeAws) -> None:
+    image = fresh_cloud.make_account().image
+    words = {"ImageId": image, "InstanceType": "m5.large", "MinCount": 1, "MaxCount": 1}
+
+    runs = [ec2().run_instances(ClientToken="head-1", **words) for _ in range(2)]
+
+    assert len({run["Instances"][0]["InstanceId"] for run in runs}) == 1
+    assert len(described()) == 1
+
+
+def test_an_answer_that_was_lost_is_given_again_to_the_same_token(fresh_cloud: FakeAws) -> None:
+    template = make_template(fresh_cloud)
+    fresh_cloud.set_faults(ApiFault(action="CreateFleet", is_answer_lost=True, count=1))
+    with pytest.raises(ConnectionClosedError):
+        create_fleet(template, ClientToken="c-1-8")
+
+    got = create_fleet(template, ClientToken="c-1-8")
+
+    assert list(described()) == ids_of(got)
+
+
+def test_faults_meet_one_action_so_many_times(fresh_cloud: FakeAws) -> None:
+    template = make_template(fresh_cloud)
+    fresh_cloud.set_faults(
+        ApiFault(action="CreateFleet", code="RequestLimitExceeded", count=2),
+        ApiFault(action="CreateFleet", code="InternalError", skip=2, count=1),
+    )
+
+    codes = []
+    for _ in range(3):
+        with pytest.raises(ClientError) as caught:
+            create_fleet(template)
+        metadata = caught.value.response["ResponseMetadata"]
+        codes.append((code_of(caught), metadata["HTTPStatusCode"]))
+
+    assert codes == [("RequestLimitExceeded", 503)] * 2 + [("InternalError", 500)]
+    assert len(ids_of(create_fleet(template))) == 1
+    assert fresh_cloud.calls()["ec2.CreateFleet"] == 4
+
+
+@pytest.mark.parametrize(
+    ("service", "action", "code"),
+    [
+        ("ec2", "describe_instances", "UnauthorizedOperation"),
+        ("ec2", "describe_instances", "AuthFailure"),
+        ("sts", "get_caller_identity", "ExpiredToken"),
+        ("ssm", "describe_parameters", "ThrottlingException"),
+        ("s3", "list_buckets", "ExpiredToken"),
+    ],
+)
+def test_every_service_answers_errors_in_its_own_words(
+    fresh_cloud: FakeAws, service: str, action: str, code: str
+) -> None:
+    fresh_cloud.set_faults(ApiFault(service=service, code=code))
+
+    with pytest.raises(ClientError) as caught:
+        getattr(client(service), action)()
+
+    assert code_of(caught) == code
+
+
+def test_the_faults_of_s3_are_there_in_the_same_process(fresh_cloud: FakeAws) -> None:
+    bucket = fresh_cloud.make_account().bucket
+    s3 = client("s3")
+    fresh_cloud.set_faults(S3Fault(kind="slow_down", match="/lease.json", count=1))
+
+    with pytest.raises(ClientError) as caught:
+        s3.put_object(Bucket=bucket, Key="a/lease.json", Body=b"1")
+    s3.put_object(Bucket=bucket, Key="a/lease.json", Body=b"2")
+
+    assert code_of(caught) == "SlowDown"
+    assert fresh_cloud.s3.read(bucket, "a/lease.json") == b"2"
+    with pytest.raises(ClientError) as caught:
+        s3.put_object(Bucket=bucket, Key="a/lease.json", Body=b"3", IfNoneMatch="*")
+    assert code_of(caught) == "PreconditionFailed"
+
+
+def test_an_image_that_does_not_exist_is_named(fresh_cloud: FakeAws) -> None:
+    words = {"ImageId": "ami-0badbad", "InstanceType": "m5.large", "MinCount": 1, "MaxCount": 1}
+    with pytest.raises(ClientError) as caught:
+        ec2().run_instances(**words)
+    assert code_of(caught) == "InvalidAMIID.NotFound"
+
+    got = create_fleet(make_template(fresh_cloud, ImageId="ami-0badbad"))
+
+    assert ids_of(got) == []
+    assert {one["ErrorCode"] for one in got["Errors"]} == {"InvalidAMIID.NotFound"}
+
+
+def test_images_can_be_found_by_parameter(fresh_cloud: FakeAws) -> None:
+    account = fresh_cloud.make_account()
+    ssm = client("ssm")
+    public = "/aws/service/ami-amazon-linux-latest/al2023-ami-kernel-default-x86_64"
+
+    own = ssm.get_parameter(Name=account.image_parameter)["Parameter"]["Value"]
+    theirs = ssm.get_parameter(Name=public)["Parameter"]["Value"]
+
+    assert own == account.image
+    ran = ec2().run_instances(ImageId=theirs, InstanceType="m5.large", MinCount=1, MaxCount=1)
+    assert ran["Instances"][0]["ImageId"] == theirs
+
+
+def test_run_instances_is_refused_without_capacity(fresh_cloud: FakeAws) -> None:
+    image = fresh_cloud.make_account().image
+    fresh_cloud.set_on_demand(instance_type="m5.large", capacity=1)
+    words = {"ImageId": image, "InstanceType": "m5.large", "MinCount": 1, "MaxCount": 1}
+    ec2().run_instances(**words)
+
+    with pytest.raises(ClientError) as caught:
+        ec2().run_instances(**words)
+
+    assert code_of(caught) == "InsufficientInstanceCapacity"
+    assert caught.value.response["ResponseMetadata"]["HTTPStatusCode"] == 500
+
+
+def test_the_price_history_follows_the_market(fresh_cloud: FakeAws) -> None:
+    words: dict[str, Any] = {
+        "InstanceTypes": ["g5.xlarge"],
+        "AvailabilityZone": "us-east-1a",
+        "ProductDescriptions": ["Linux/UNIX"],
+    }
+    before = ec2().describe_spot_price_history(**words)["SpotPriceHistory"]
+    fresh_cloud.set_price(0.77, instance_type="g5.xlarge", zone="us-east-1a")
+
+    both = ec2().describe_spot_price_history(**words)["SpotPriceHistory"]
+    in_force = ec2().describe_spot_price_history(StartTime=time.time() + 1, **words)
+
+    assert [row["SpotPrice"] for row in both] == ["0.770000", before[0]["SpotPrice"]]
+    assert [row["SpotPrice"] for row in in_force["SpotPriceHistory"]] == ["0.770000"]
+
+
+def test_placement_scores_tell_where_there_is_room(fresh_cloud: FakeAws) -> None:
+    names = ["g4dn.xlarge", "g5.xlarge", "g6.xlarge"]
+    fresh_cloud.set_capacity(0, zone="us-east-1b")
+
+    answer = ec2().get_spot_placement_scores(
+        InstanceTypes=names,
+        TargetCapacity=4,
+        SingleAvailabilityZone=True,
+        RegionNames=["us-east-1"],
+    )
+
+    scores = {one["AvailabilityZoneId"]: one["Score"] for one in answer["SpotPlacementScores"]}
+    zones = {one["ZoneName"]: one["ZoneId"] for one in _zones()}
+    assert scores[zones["us-east-1a"]] == 10
+    assert scores[zones["us-east-1b"]] == 1
+
+
+def _zones() -> list[dict[str, Any]]:
+    zones: list[dict[str, Any]] = ec2().describe_availability_zones()["AvailabilityZones"]
+    return zones
+
+
+def test_on_demand_rates_come_from_the_pricing_api(fresh_cloud: FakeAws) -> None:
+    fresh_cloud.set_on_demand(instance_type="g5.xlarge", price_usd=1.25)
+    wanted = {
+        "instanceType": "g5.xlarge",
+        "regionCode": "us-east-1",
+        "operatingSystem": "Linux",
+        "preInstalledSw": "NA",
+        "tenancy": "Shared",
+        "capacitystatus": "Used",
+    }
+    filters = [
+        {"Type": "TERM_MATCH", "Field": name, "Value": value} for name, value in wanted.items()
+    ]
+
+    answer = client("pricing").get_products(ServiceCode="AmazonEC2", Filters=filters)
+
+    product = json.loads(answer["PriceList"][0])
+    (term,) = product["terms"]["OnDemand"].values()
+    (rate,) = term["priceDimensions"].values()
+    assert len(answer["PriceList"]) == 1
+    assert (float(rate["pricePerUnit"]["USD"]), rate["unit"]) == (1.25, "Hrs")
+    assert product["publicationDate"] == "2026-01-01T00:00:00Z"
+
+
+def test_new_instances_are_not_listed_for_a_while(fresh_cloud: FakeAws) -> None:
+    template = make_template(fresh_cloud)
+    create_fleet(template)
+    (old,) = described()
+    fresh_cloud.set_lag(1000)
+    (young,) = ids_of(create_fleet(template))
+
+    fresh_cloud.set_lag(1000)
+    hidden = set(described())
+    with pytest.raises(ClientError) as caught:
+        ec2().describe_instances(InstanceIds=[young])
+    fresh_cloud.set_lag(0)
+
+    assert code_of(caught) == "InvalidInstanceID.NotFound"
+    assert young not in hidden
+    assert set(described()) == {old, young}
+
+
+def test_the_clock_of_s3_may_be_ahead_and_an_age_by_it_is_right(fresh_cloud: FakeAws) -> None:
+    bucket = fresh_cloud.make_account().bucket
+    fresh_cloud.set_clock_skew(600)
+    s3 = client("s3")
+    s3.put_object(Bucket=bucket, Key="lease.json", Body=b"1")
+
+    head = s3.head_object(Bucket=bucket, Key="lease.json")
+    (shown,) = s3.list_objects_v2(Bucket=bucket)["Contents"]
+
+    told = head["ResponseMetadata"]["HTTPHeaders"]["date"]
+    at = time.mktime(time.strptime(told, "%a, %d %b %Y %H:%M:%S GMT")) - time.timezone
+    assert 590 < at - time.time() < 610
+    assert 0 <= at - head["LastModified"].timestamp() < 100
+    assert abs(shown["LastModified"].timestamp() - head["LastModified"].timestamp()) <= 1
+
+
+def test_a_clock_that_is_far_off_is_refused(fresh_cloud: FakeAws) -> None:
+    fresh_cloud.set_clock_skew(3600)
+
+    with pytest.raises(ClientError) as of_s3:
+        client("s3").list_buckets()
+    with pytest.raises(ClientError) as of_ec2:
+        ec2().describe_instances()
+
+    assert (code_of(of_s3), code_of(of_ec2)) == ("RequestTimeTooSkewed", "RequestExpired")
+
+
+def test_instance_types_tell_their_gpus_and_whether_they_encrypt(fresh_cloud: FakeAws) -> None:
+    names = ["g4dn.12xlarge", "t3.medium"]
+    told = ec2().describe_instance_types(InstanceTypes=names)["InstanceTypes"]
+
+    types = {one["InstanceType"]: one for one in told}
+
+    assert types["g4dn.12xlarge"]["GpuInfo"]["Gpus"][0]["Count"] == 4
+    assert types["g4dn.12xlarge"]["NetworkInfo"]["EncryptionInTransitSupported"] is True
+    assert "GpuInfo" not in types["t3.medium"]
+
+
+def test_an_action_that_is_missing_here_is_an_error_that_boto_understands(
+    fresh_cloud: FakeAws,
+) -> None:
+    with pytest.raises(ClientError) as caught:
+        ec2().describe_capacity_reservations()
+
+    assert code_of(caught) == "InvalidAction"
+
+
+def test_a_dry_run_launches_nothing(fresh_cloud: FakeAws) -> None:
+    with pytest.raises(ClientError) as caught:
+        create_fleet(make_template(fresh_cloud), DryRun=True)
+
+    assert code_of(caught) == "DryRunOperation"
+    assert described() == {}
+
+
+def allow(*actions: str, resource: str = "*") -> dict[str, Any]:
+    statement = {"Effect": "Allow", "Action": list(actions), "Resource": resource}
+    return {"Version": "2012-10-17", "Statement": [statement]}
+
+
+def test_policies_are_enforced_when_told(
+    fresh_cloud: FakeAws, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = make_template(fresh_cloud)
+    fleets = ("ec2:CreateFleet", "ec2:RunInstances", "ec2:DescribeInstances", "iam:PassRole")
+    may = fresh_cloud.make_user(
+        "may", allow(*fleets), allow("s3:PutObject", resource="arn:aws:s3:::etrain-bucket/ok/*")
+    )
+    may_not = fresh_cloud.make_user("may-not", allow("ec2:CreateFleet", "ec2:DescribeInstances"))
+    bucket = fresh_cloud.make_account().bucket
+    fresh_cloud.enforce_iam()
+
+    with pytest.raises(ClientError) as stranger:
+        ec2().describe_instances()
+    for name, value in may_not.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ClientError) as refused:
+        ec2().create_fleet(**fleet_request(template))
+    for name, value in may.items():
+        monkeypatch.setenv(name, value)
+    got = create_fleet(template)
+    s3 = client("s3")
+    s3.put_object(Bucket=bucket, Key="ok/a", Body=b"1")
+    with pytest.raises(ClientError) as elsewhere:
+        s3.put_object(Bucket=bucket, Key="other/a", Body=b"1")
+
+    assert (code_of(stranger), code_of(refused)) == ("AuthFailure", "UnauthorizedOperation")
+    assert "RunInstances" in str(refused.value)
+    assert list(described()) == ids_of(got)
+    assert code_of(elsewhere) == "AccessDenied"
+
+
+def test_a_wrong_word_from_a_test_is_an_error(fresh_cloud: FakeAws) -> None:
+    with pytest.raises(ValueError, match="no instance i-0 runs"):
+        fresh_cloud.preempt("i-0")
+    with pytest.raises(ValueError, match=r"no pool with instance_type='g5\.huge'"):
+        fresh_cloud.set_capacity(1, instance_type="g5.huge")

@@ -1,0 +1,328 @@
+"""The life of an instance of the fake cloud: it runs, is told, ends and is charged as on EC2."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from etrain_jupyter.testing.fakeaws import FakeAws
+from etrain_jupyter.testing.fakeaws.fixtures import point_boto_at
+from etrain_jupyter.testing.fakeaws.networks import why_no_namespaces
+from tests.contract.fleets import (
+    client,
+    create_fleet,
+    described,
+    ec2,
+    ids_of,
+    launch,
+    links_of,
+    make_template,
+    wait_for_text,
+)
+
+NO_NAMESPACES = why_no_namespaces()
+needs_namespaces = pytest.mark.skipif(bool(NO_NAMESPACES), reason=NO_NAMESPACES)
+
+WHO_AM_I = f"""#!/bin/bash
+exec {sys.executable} - <<'END'
+import json, os, urllib.request, boto3
+base = os.environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT", "http://169.254.169.254")
+def ask(path, method="GET", **headers):
+    request = urllib.request.Request(base + "/latest/" + path, headers=headers, method=method)
+    return urllib.request.urlopen(request, timeout=30).read().decode()
+token = ask("api/token", "PUT", **{{"X-aws-ec2-metadata-token-ttl-seconds": "60"}})
+def tell(path):
+    return ask("meta-data/" + path, **{{"X-aws-ec2-metadata-token": token}})
+region = tell("placement/region")
+arn = boto3.client("sts", region_name=region).get_caller_identity()["Arn"]
+s3 = boto3.client("s3", region_name=region)
+s3.put_object(Bucket="etrain-bucket", Key="from-the-node", Body=b"1")
+print(json.dumps({{
+    "id": tell("instance-id"), "ip": tell("local-ipv4"), "life": tell("instance-life-cycle"),
+    "cluster": tell("tags/instance/etrain:cluster"), "region": region, "arn": arn,
+    "given": sorted(name for name in os.environ if name.startswith("AWS_")),
+}}), flush=True)
+END
+"""
+
+
+@pytest.fixture(params=["loopback", pytest.param("namespaces", marks=needs_namespaces)])
+def either(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[FakeAws]:
+    """A cloud of each mode, as new, with nothing left afterwards."""
+    loopback = request.param == "loopback"
+    name = "loopback_cloud_process" if loopback else "cloud_process"
+    cloud: FakeAws = request.getfixturevalue(name)
+    cloud.reset()
+    point_boto_at(cloud, monkeypatch, tmp_path)
+    yield cloud
+    for one in cloud.instances("pending", "running", "stopped"):
+        ec2().terminate_instances(InstanceIds=[one.instance_id])
+    for one in ec2().describe_launch_templates()["LaunchTemplates"]:
+        ec2().delete_launch_template(LaunchTemplateId=one["LaunchTemplateId"])
+    assert cloud.leftovers() == {}
+
+
+def wait_for_end(cloud: FakeAws, instance_id: str) -> str:
+    """Wait until it is terminated; return why."""
+    cloud.wait_until(lambda: described()[instance_id]["State"]["Name"] == "terminated")
+    return str(described()[instance_id]["StateReason"]["Code"])
+
+
+def test_an_instance_runs_its_user_data_and_acts_with_its_role(either: FakeAws) -> None:
+    instance_id = launch(either, WHO_AM_I)
+
+    told = json.loads(wait_for_text(either, instance_id, "}").strip().splitlines()[-1])
+
+    shown = described()[instance_id]
+    assert (told["id"], told["life"], told["region"]) == (instance_id, "spot", "us-east-1")
+    assert told["ip"] == shown["PrivateIpAddress"]
+    assert told["cluster"] == "c-1"
+    assert told["arn"].endswith(f"assumed-role/etrain-node/{instance_id}")
+    endpoint = "AWS_EC2_METADATA_SERVICE_ENDPOINT"
+    assert set(told["given"]) - {endpoint} == {"AWS_ENDPOINT_URL"}
+    assert either.s3.read("etrain-bucket", "from-the-node") == b"1"
+    client("s3").delete_object(Bucket="etrain-bucket", Key="from-the-node")
+
+
+def test_a_role_may_do_what_its_policy_allows_and_no_more(either: FakeAws) -> None:
+    arn = "arn:aws:s3:::etrain-bucket/nodes/*"
+    statement = {"Effect": "Allow", "Action": "s3:PutObject", "Resource": arn}
+    policy = {"Version": "2012-10-17", "Statement": [statement]}
+    script = (
+        f"#!/bin/bash\nexec {sys.executable} - <<'END'\n"
+        "import boto3\n"
+        "s3 = boto3.client('s3', region_name='us-east-1')\n"
+        "for key in ('nodes/1', 'lease.json'):\n"
+        "    try:\n"
+        "        s3.put_object(Bucket='etrain-bucket', Key=key, Body=b'1')\n"
+        "        print('may', key, flush=True)\n"
+        "    except Exception as exc:\n"
+        "        print('may not', key, exc, flush=True)\n"
+        "END\n"
+    )
+    template = make_template(either, script)
+    either.make_account(role_policy=policy)
+    (instance_id,) = ids_of(create_fleet(template))
+    either.enforce_iam()
+
+    told = wait_for_text(either, instance_id, "lease.json")
+
+    either.enforce_iam(False)
+    assert "may nodes/1" in told
+    assert "may not lease.json" in told
+    assert "AccessDenied" in told
+
+
+def test_what_an_instance_printed_is_its_console_output(either: FakeAws) -> None:
+    instance_id = launch(either, "#!/bin/sh\necho no such python >&2\nexit 1\n")
+    wait_for_text(either, instance_id, "no such python")
+
+    told = ec2().get_console_output(InstanceId=instance_id)
+
+    assert told["Output"] == "no such python\n"
+    # A user-data that failed is no reason for EC2 to end the machine.
+    assert described()[instance_id]["State"]["Name"] == "running"
+
+
+def test_a_shutdown_from_inside_terminates_it(either: FakeAws) -> None:
+    instance_id = launch(either, "#!/bin/bash\nshutdown -h now\nsleep 1000\n")
+
+    assert wait_for_end(either, instance_id) == "Client.InstanceInitiatedShutdown"
+
+
+def test_a_timer_goes_off_unless_it_is_cancelled(either: FakeAws) -> None:
+    # A minute of this cloud is a second.
+    kept = launch(either, "#!/bin/bash\nshutdown -h +2; shutdown -c; echo kept; sleep 1000\n")
+    ended = launch(either, "#!/bin/bash\nshutdown -h +2\necho armed\n")
+    wait_for_text(either, kept, "kept")
+
+    assert wait_for_end(either, ended) == "Client.InstanceInitiatedShutdown"
+    assert "Shutdown scheduled for" in either.console(ended)
+    assert described()[kept]["State"]["Name"] == "running"
+
+
+def test_without_the_behaviour_terminate_a_shutdown_leaves_a_disk_that_costs(
+    either: FakeAws,
+) -> None:
+    script = "#!/bin/bash\nshutdown -h now\n"
+    template = make_template(either, script, InstanceInitiatedShutdownBehavior="stop")
+    (instance_id,) = ids_of(create_fleet(template, 0, num_on_demand=1))
+
+    either.wait_until(lambda: described()[instance_id]["State"]["Name"] == "stopped")
+
+    assert list(either.leftovers("c-1")) == ["instances", "volumes"]
+
+
+def test_terminating_ends_every_process_of_it_and_no_other(either: FakeAws) -> None:
+    script = "#!/bin/bash\nsetsid sleep 1001 &\nnohup sleep 1002 &\ndisown -a\necho hello\n"
+    other, instance_id = launch(either), launch(either, script)
+    wait_for_text(either, instance_id, "hello")
+    wait_for_text(either, other, "hello")
+
+    ec2().terminate_instances(InstanceIds=[instance_id])
+    reason = wait_for_end(either, instance_id)
+
+    assert "processes" not in either.leftovers()
+    assert reason == "Client.UserInitiatedShutdown"
+    assert either.leftovers()["instances"] == [other]
+    assert [one.pid is None for one in either.instances()] == [False, True]
+
+
+def test_an_interruption_is_told_ahead_and_kept(either: FakeAws) -> None:
+    watch = WHO_AM_I.split("region =")[0] + (
+        "import time, urllib.error\n"
+        "for path in ('events/recommendations/rebalance', 'spot/instance-action'):\n"
+        "    while True:\n"
+        "        try:\n"
+        "            print(path, tell(path), flush=True)\n"
+        "            break\n"
+        "        except urllib.error.HTTPError as exc:\n"
+        "            assert exc.code == 404\n"
+        "            time.sleep(0.05)\n"
+        "time.sleep(1000)\n"
+        "END\n"
+    )
+    instance_id = launch(either, watch)
+    path = "meta-data/events/recommendations/rebalance"
+    either.wait_until(lambda: described()[instance_id]["State"]["Name"] == "running")
+    either.wait_until(lambda: path in either.imds_requests(instance_id))
+    before = time.time()
+
+    either.preempt(instance_id, notice_s=3, rebalance_s=1)
+
+    assert wait_for_end(either, instance_id) == "Server.SpotInstanceTermination"
+    lines = either.console(instance_id).splitlines()
+    assert [line.split()[0] for line in lines] == [
+        "events/recommendations/rebalance",
+        "spot/instance-action",
+    ]
+    (record,) = either.instances()
+    assert record.ended_at is not None
+    assert record.ended_at - before >= 4
+
+
+def test_a_silent_end_takes_the_capacity_with_it(either: FakeAws) -> None:
+    zone = {"instance_type": "g5.xlarge", "zone": "us-east-1a", "capacity": 1, "price_usd": 0.3}
+    either.set_market([zone])
+    instance_id = launch(either)
+    wait_for_text(either, instance_id, "hello")
+
+    either.preempt(instance_id, silent=True)
+
+    assert described()[instance_id]["StateReason"]["Code"] == "Server.SpotInstanceTermination"
+    assert ids_of(create_fleet(make_template(either))) == []
+
+
+def test_an_on_demand_instance_gets_no_notice_but_its_host_may_fail(either: FakeAws) -> None:
+    instance_id = launch(either, num_spot=0, num_on_demand=1)
+    wait_for_text(either, instance_id, "hello")
+
+    with pytest.raises(ValueError, match="on-demand: EC2 gives no notice"):
+        either.preempt(instance_id, notice_s=10)
+    either.preempt(instance_id, silent=True)
+
+    assert described()[instance_id]["StateReason"]["Code"] == "Server.InternalError"
+
+
+def test_a_pending_instance_that_is_terminated_never_runs(either: FakeAws) -> None:
+    either.set_boot(1000)
+    instance_id = launch(either)
+    pending = described()[instance_id]["State"]["Name"]
+
+    ec2().terminate_instances(InstanceIds=[instance_id])
+    wait_for_end(either, instance_id)
+    either.set_boot(0)
+
+    assert pending == "pending"
+    assert either.console(instance_id) == ""
+
+
+def test_the_bill_charges_a_minute_at_least_and_waives_what_ec2_took(either: FakeAws) -> None:
+    either.set_price(3.6)
+    either.set_on_demand(price_usd=7.2)
+    taken, ended = launch(either), launch(either)
+    dear = launch(either, num_spot=0, num_on_demand=1)
+    for instance_id in (taken, ended, dear):
+        wait_for_text(either, instance_id, "hello")
+
+    either.preempt(taken, silent=True)
+    ec2().terminate_instances(InstanceIds=[ended, dear])
+    wait_for_end(either, ended)
+    rows = {row.instance_id: row for row in either.bill().rows}
+
+    assert (rows[taken].compute_usd, round(rows[taken].waived_usd, 6)) == (0.0, 0.06)
+    assert round(rows[ended].compute_usd, 6) == 0.06
+    assert round(rows[dear].compute_usd, 6) == 0.12
+    assert round(rows[ended].on_demand_usd, 6) == 0.12
+    assert all(row.disk_usd > 0 for row in rows.values())
+    assert either.bill().num_alive == 0
+
+
+def test_a_killed_first_process_is_a_failed_host_and_leaves_nothing(either: FakeAws) -> None:
+    instance_id = launch(either, "#!/bin/bash\nsetsid sleep 1003 &\necho hello\nsleep 1004\n")
+    wait_for_text(either, instance_id, "hello")
+    (record,) = either.instances()
+    assert record.pid is not None
+
+    os.kill(record.pid, signal.SIGKILL)
+
+    assert wait_for_end(either, instance_id) == "Server.InternalError"
+    either.wait_until(lambda: "processes" not in either.leftovers())
+
+
+def test_instances_reach_this_machine_and_each_other(either: FakeAws) -> None:
+    serve = (
+        f"#!/bin/bash\nexec {sys.executable} - <<'END'\n"
+        "import os, socket\n"
+        "listener = socket.create_server((os.environ['WHERE'], 8786))\n"
+        "print('serving', flush=True)\n"
+        "while True:\n    listener.accept()[0].close()\nEND\n"
+    )
+    with socket.create_server((either.host_address, 0)) as here:
+        port = here.getsockname()[1]
+        # The address is told when it is known; the first instance asks its metadata.
+        first = launch(either, serve.replace("os.environ['WHERE']", "''"))
+        wait_for_text(either, first, "serving")
+        address = described()[first]["PrivateIpAddress"]
+        reach = (
+            "#!/bin/bash\n"
+            f"exec 3<>/dev/tcp/{either.host_address}/{port} && echo host\n"
+            f"exec 4<>/dev/tcp/{address}/8786 && echo peer\n"
+        )
+        second = launch(either, reach)
+        wait_for_text(either, second, "peer")
+
+        assert "host\n" in either.console(second)
+
+
+@needs_namespaces
+def test_a_machine_without_power_closes_no_connection(cloud: FakeAws) -> None:
+    with socket.create_server((cloud.host_address, 0)) as here:
+        port = here.getsockname()[1]
+        instance_id = launch(
+            cloud,
+            f"#!/bin/bash\nexec 3<>/dev/tcp/{cloud.host_address}/{port}\necho up >&3\nsleep 1000\n",
+        )
+        connection, _ = here.accept()
+        with connection:
+            assert connection.recv(3) == b"up\n"
+
+            cloud.preempt(instance_id, silent=True)
+
+            assert cloud.instances()[0].pid is None
+            connection.settimeout(0.5)
+            with pytest.raises(TimeoutError):
+                connection.recv(1)
+    assert links_of(cloud.pid) == [cloud.bridge]
+    for one in ec2().describe_launch_templates()["LaunchTemplates"]:
+        ec2().delete_launch_template(LaunchTemplateId=one["LaunchTemplateId"])

@@ -1,0 +1,113 @@
+"""However the fake cloud ends, nothing of it is left on this machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from etrain_jupyter.testing.fakeaws import FakeAws, networks
+from etrain_jupyter.testing.fakeaws.fixtures import point_boto_at
+from tests.contract.fleets import launch, links_of, wait_for_text
+
+NO_NAMESPACES = networks.why_no_namespaces()
+needs_namespaces = pytest.mark.skipif(bool(NO_NAMESPACES), reason=NO_NAMESPACES)
+
+HOLDER = """
+import sys, time
+from etrain_jupyter.testing.fakeaws import FakeAws
+cloud = FakeAws(sys.argv[1])
+print(cloud.pid, cloud.folder, cloud.url, flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("mode", ["loopback", pytest.param("namespaces", marks=needs_namespaces)])
+@pytest.mark.parametrize("victim", ["harness", "holder"])
+def test_nothing_is_left_when_it_is_killed(
+    mode: str, victim: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, mode], stdout=subprocess.PIPE, text=True
+    )
+    assert holder.stdout is not None
+    words = holder.stdout.readline().split()
+    pid, folder, url = int(words[0]), Path(words[1]), words[2]
+    try:
+        beside = FakeAws("loopback")
+        with beside:
+            marks = _start_instance_at(url, beside, monkeypatch, tmp_path)
+            assert marks
+
+            os.kill(pid if victim == "harness" else holder.pid, signal.SIGKILL)
+
+            _wait(lambda: (not folder.exists() and not psutil.pid_exists(pid)) or _is_zombie(pid))
+            _wait(lambda: not any(psutil.pid_exists(one) for one in marks))
+            _wait(lambda: not links_of(pid))
+            _wait(lambda: not folder.exists())
+            # The other one is as it was.
+            assert beside.instances() == []
+    finally:
+        holder.kill()
+        holder.wait()
+        holder.stdout.close()
+
+
+def _start_instance_at(
+    url: str, face: FakeAws, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> list[int]:
+    """Start an instance with children in the cloud of another process; return its processes."""
+    monkeypatch.setattr(face, "url", url)
+    point_boto_at(face, monkeypatch, tmp_path)
+    instance_id = launch(face, "#!/bin/bash\nsetsid sleep 1005 &\necho hello\nsleep 1006\n")
+    wait_for_text(face, instance_id, "hello")
+    (record,) = face.instances()
+    monkeypatch.undo()
+    assert record.pid is not None
+    first = psutil.Process(record.pid)
+    return [first.pid, *(one.pid for one in first.children(recursive=True))]
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
+def _wait(is_true: object) -> None:
+    assert callable(is_true)
+    ends_at = time.monotonic() + 90
+    while not is_true():
+        assert time.monotonic() < ends_at
+        time.sleep(0.05)
+
+
+@needs_namespaces
+def test_a_bridge_that_a_dead_harness_left_is_removed_by_the_next() -> None:
+    done = subprocess.Popen([sys.executable, "-c", ""])
+    done.wait()
+    bridge = f"{networks.PREFIX}{done.pid}"
+    assert not links_of(done.pid)
+    subprocess.run(["ip", "link", "add", bridge, "type", "bridge"], check=True)
+
+    removed = networks.remove_dead_links()
+
+    assert bridge in removed
+    assert not Path(f"/sys/class/net/{bridge}").exists()
+
+
+def test_namespaces_that_cannot_be_had_are_refused_or_done_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(networks, "why_no_namespaces", lambda: "needs a wizard")
+
+    with pytest.raises(RuntimeError, match=r"needs a wizard\. Use mode='loopback'"):
+        networks.make_network("namespaces")
+    assert networks.make_network("auto").mode == "loopback"

@@ -1,0 +1,245 @@
+"""A machine for the agent of a node: a metadata service, S3, and a `shutdown` that only writes.
+
+The agent is a real process with a search path that holds nothing else, so that it cannot reach the
+real command of the machine that runs the tests.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from etrain_jupyter.node.fingerprint import read_fingerprint
+from etrain_jupyter.pools.aws_spot.node_config import NodeConfig
+from etrain_jupyter.pools.tls import mint_certificates
+from etrain_jupyter.testing.fakeaws.imds import ImdsServer, instance_pages
+from etrain_jupyter.testing.s3_server import S3Server
+from tests.unit.pools.standins import SUPERVISOR
+
+ROOT = Path(__file__).parents[2]
+PATIENCE_S = 90.0
+CLUSTER = "c1"
+FOLDER = f"etrain/clusters/{CLUSTER}"
+MARK = "ETRAIN_TEST_MACHINE"
+NOBODY = "tls://127.0.0.1:1"
+"""A scheduler that never answers: a worker tries for a while, and lives."""
+
+SHUTDOWN = """#!/bin/sh
+echo "$@" >> "$ETRAIN_TEST_SHUTDOWNS"
+"""
+
+SCHEDULER = """if True:
+    import asyncio, sys
+    from pathlib import Path
+    from distributed import Scheduler
+    from etrain_jupyter.pools.tls import configure_dask, read_security, without_http
+
+    async def read_line():
+        return (await asyncio.to_thread(sys.stdin.readline)).strip()
+
+    async def serve():
+        tls, scratch = sys.argv[1:]
+        configure_dask(Path(scratch))
+        security = read_security(tls, "scheduler")
+        options = {"host": "127.0.0.1", "port": 0, "protocol": "tls", "dashboard": False}
+        scheduler = without_http(Scheduler)(security=security, **options)
+        await scheduler
+        print(scheduler.address, flush=True)
+        while line := await read_line():
+            if line.startswith("dismiss "):
+                address = scheduler.aliases[line.removeprefix("dismiss ")]
+                await scheduler.remove_worker(address, stimulus_id="test")
+            print(*sorted(scheduler.aliases), flush=True)
+
+    asyncio.run(serve())
+"""
+
+
+class RemoteScheduler:
+    """A Dask scheduler in a process of its own, told what to do on its standard input."""
+
+    def __init__(self, folder: Path) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", SCHEDULER, str(folder / "tls"), str(folder / "scheduler")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+        assert self._process.stdout is not None
+        self.address = self._process.stdout.readline().strip()
+        assert self.address
+
+    def _ask(self, words: str) -> list[str]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(f"{words}\n")
+        self._process.stdin.flush()
+        return self._process.stdout.readline().split()
+
+    def workers(self) -> list[str]:
+        """Return the names of the workers that are connected."""
+        return self._ask("workers")
+
+    def dismiss(self, name: str) -> None:
+        """Let a worker end, as a pool does that releases it."""
+        self._ask(f"dismiss {name}")
+
+    def kill(self) -> None:
+        """End it with SIGKILL."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+class Machine:
+    """One instance, from its launch to its end."""
+
+    def __init__(self, folder: Path, s3: S3Server, bucket: str, **identity: Any) -> None:
+        self.folder, self._s3, self._bucket = folder, s3, bucket
+        self.imds = ImdsServer(instance_pages(instance_id="i-1", **identity))
+        self._shutdowns = folder / "shutdowns"
+        (folder / "bin").mkdir()
+        command = folder / "bin" / "shutdown"
+        command.write_text(SHUTDOWN)
+        command.chmod(0o755)
+        self.config = NodeConfig(
+            cluster_id=CLUSTER,
+            region="us-east-1",
+            imds_poll_s=0.1,
+            lease_ttl_s=3600.0,
+            lease_check_s=0.2,
+            fingerprint=read_fingerprint(),
+            supervisor=SUPERVISOR,
+        )
+        (folder / "tls").mkdir()
+        for name, text in mint_certificates(CLUSTER).items():
+            (folder / "tls" / name).write_text(text)
+            self.put(f"tls/{name}", text.encode())
+        self.renew_lease(NOBODY)
+        self.process: subprocess.Popen[bytes] | None = None
+
+    # --- what others do ---
+
+    def put(self, name: str, data: bytes) -> None:
+        """Make an object of the cluster."""
+        self._s3.write(self._bucket, f"{FOLDER}/{name}", data)
+
+    def remove(self, name: str) -> None:
+        """Remove an object of the cluster."""
+        self._s3.remove(self._bucket, f"{FOLDER}/{name}")
+
+    def renew_lease(self, scheduler: str, num_lives: int = 1) -> None:
+        """Do as the head does."""
+        lease = {"scheduler": scheduler, "num_lives": num_lives, "renewals": 1}
+        self.put("lease.json", json.dumps(lease).encode())
+
+    def configure(self, **values: Any) -> None:
+        """Change what ``config.json`` says."""
+        self.config = dataclasses.replace(self.config, **values)
+
+    def start(self, **environment: str) -> None:
+        """Run the user-data's last line."""
+        self.put("config.json", json.dumps(dataclasses.asdict(self.config)).encode())
+        kept = {
+            key: value
+            for key, value in os.environ.items()
+            if key not in ("AWS_EC2_METADATA_DISABLED", "ETRAIN_NOTICES")
+        }
+        with open(self.folder / "console", "wb") as log:
+            self.process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "etrain_jupyter.pools.aws_spot.agent"),
+                    f"s3://{self._bucket}/{FOLDER}",
+                ],
+                env={
+                    **kept,
+                    "PATH": str(self.folder / "bin"),
+                    "ETRAIN_TEST_SHUTDOWNS": str(self._shutdowns),
+                    "AWS_EC2_METADATA_SERVICE_ENDPOINT": self.imds.url,
+                    "ETRAIN_NODE_DIR": str(self.folder / "node"),
+                    MARK: str(self.folder),
+                    **environment,
+                },
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+
+    def terminate(self) -> None:
+        """Send the agent SIGTERM."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGTERM)
+
+    # --- what can be seen ---
+
+    def console(self) -> str:
+        """Return what the machine has written."""
+        return (self.folder / "console").read_text(errors="replace")
+
+    def shutdowns(self) -> list[str]:
+        """Return how `shutdown` was called."""
+        return self._shutdowns.read_text().splitlines() if self._shutdowns.exists() else []
+
+    @property
+    def is_off(self) -> bool:
+        """Whether the machine was told to turn off at once."""
+        return "-h now" in self.shutdowns()
+
+    def report(self) -> dict[str, Any]:
+        """Return what the node says of itself; empty if it has not said anything."""
+        name = f"{FOLDER}/nodes/i-1.json"
+        if name not in self._s3.list_keys(self._bucket, f"{FOLDER}/nodes/"):
+            return {}
+        told: dict[str, Any] = json.loads(self._s3.read(self._bucket, name))
+        return told
+
+    def processes(self) -> list[psutil.Process]:
+        """Return the processes of the machine but the agent's own."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if (
+                    process.environ().get(MARK) == str(self.folder)
+                    and process.status() != psutil.STATUS_ZOMBIE
+                    and (self.process is None or process.pid != self.process.pid)
+                ):
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+    def until(self, is_so: Callable[[], Any]) -> None:
+        """Wait for something."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not is_so():
+            assert time.monotonic() < deadline, self.console()
+            time.sleep(0.05)
+
+    def until_off(self) -> str:
+        """Wait until the agent has turned the machine off and ended; return the console."""
+        assert self.process is not None
+        self.until(lambda: self.is_off)
+        assert self.process.wait(PATIENCE_S) == 0
+        return self.console()
+
+    def close(self) -> None:
+        """Cut the power, and see that nothing is left."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        self.until(lambda: not self.processes())
+        self.imds.close()

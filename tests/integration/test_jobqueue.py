@@ -1,0 +1,125 @@
+"""Training on workers that dask-jobqueue has queued, by its own stand-in for a batch system."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from etrain_jupyter.events.types import WorkerLost
+from etrain_jupyter.pools.address import AddressPool
+from etrain_jupyter.pools.base import Leftovers
+from etrain_jupyter.testing.invariants import assert_invariants
+from tests.integration.dask_cluster import ROOT
+from tests.integration.slow_jobs import PATIENCE_S, await_steps, submit, until
+
+pytestmark = pytest.mark.timeout(300)
+pytest.importorskip("dask_jobqueue", reason="dask-jobqueue is in the extra `test`")
+
+
+@dataclass
+class QueuedCluster:
+    process: subprocess.Popen[str]
+    address: str
+
+    def keep(self, num_workers: int) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{num_workers}\n")
+        self.process.stdin.flush()
+
+
+@pytest.fixture
+def queued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[QueuedCluster]:
+    monkeypatch.setenv("ETRAIN_RUNS", str(tmp_path / "runs"))
+    paths = (str(ROOT), os.environ.get("PYTHONPATH", ""))
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "DASK_DISTRIBUTED__DEPLOY__LOST_WORKER_TIMEOUT": "1s",
+    }
+    module = "tests.integration.jobqueue_cluster"
+    with (tmp_path / "jobqueue.log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, str(tmp_path / "scratch")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            cwd=ROOT,
+            env=environment,
+        )
+    assert process.stdout is not None
+    with process:
+        try:
+            address = process.stdout.readline().strip()
+            assert address.startswith("tcp://"), (tmp_path / "jobqueue.log").read_text()
+            yield QueuedCluster(process, address)
+        finally:
+            assert process.stdin is not None
+            process.stdin.close()
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def test_job_goes_on_when_a_queued_worker_is_killed_and_jobqueue_brings_another(
+    queued: QueuedCluster,
+) -> None:
+    pool = AddressPool(queued.address)
+    pool.up()
+    queued.keep(2)
+    job = submit(queued.address)
+    await_steps(job, world_size=2)
+
+    def pids() -> dict[str, Any]:
+        return {node.id: node.pid for node in pool.nodes() if node.state == "running"}
+
+    before = until(lambda: len(found := pids()) == 2 and found, "two workers")
+    victim, pid = next(iter(before.items()))
+    os.kill(pid, signal.SIGKILL)
+    lost = until(lambda: [e.worker for e in job.events() if isinstance(e, WorkerLost)], "a loss")
+    assert lost == [victim]
+
+    # jobqueue calls the one that it queues in its place by the same name.
+    after = until(lambda: len(f := pids()) == 2 and f[victim] != pid and f, "its replacement")
+    assert after.keys() == before.keys()
+    await_steps(job, world_size=2)
+
+    # Dask's adaptive mode sees no tasks, but it must not take a worker amid a step.
+    queued.keep(1)
+    await_steps(job, world_size=2)
+    job.scale(min=1, max=1)
+    until(lambda: len(pool.nodes()) == 1, "the end of the worker that is free now")
+    await_steps(job, world_size=1)
+    assert [e.worker for e in job.events() if isinstance(e, WorkerLost)] == [victim]
+
+    assert pool.down(timeout_s=60.0) == Leftovers()
+    assert job.wait(timeout=PATIENCE_S) == "stopped"
+    assert_invariants(job.events())
+    assert job.audit().ok
+    assert queued.process.poll() is None, "it is not ours to end"
+
+
+def test_script_that_the_manual_asks_for_hands_slurms_signal_to_the_worker() -> None:
+    from dask_jobqueue.slurm import SLURMJob
+
+    text = (ROOT / "docs" / "pools.md").read_text(encoding="utf-8")
+    call = text.partition("cluster = SLURMCluster(")[2].partition("scheduler_options=")[0]
+    options = eval(f"dict({call})", {"sys": sys})
+    script = SLURMJob(scheduler="tcp://head:8786", name="w", **options).job_script()
+
+    *_, command = script.strip().splitlines()
+    assert "#SBATCH --signal=B:USR1@120" in script
+    # What the shell becomes is the worker itself: no shell and no nanny in between.
+    assert command.startswith(f"exec {sys.executable} -m distributed.cli.dask_worker tcp://head:")
+    assert command.split().index("--no-nanny") > command.split().index("--nanny")

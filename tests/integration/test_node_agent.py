@@ -1,0 +1,260 @@
+"""The agent of a node, with real workers: how it serves, and each reason to turn itself off."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from etrain_jupyter.testing.s3_faults import S3Fault
+from etrain_jupyter.testing.s3_server import S3Server
+from tests.integration.node_machine import NOBODY, Machine, RemoteScheduler
+
+Launch = Callable[..., Machine]
+
+SECRET = "wJalrXUtnFEMIK7MDENGbPxRfiCYEXAMPLEKEY"
+ROLE = {
+    "Code": "Success",
+    "Type": "AWS-HMAC",
+    "AccessKeyId": "ASIAIOSFODNN7EXAMPLE",
+    "SecretAccessKey": SECRET,
+    "Token": f"token{SECRET}",
+    "Expiration": "2099-01-01T00:00:00Z",
+}
+
+
+@pytest.fixture
+def launch(
+    tmp_path: Path, s3_server: S3Server, s3_bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Launch]:
+    """Launch a machine that is gone afterwards, whatever happens."""
+    monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
+    machines: list[Machine] = []
+
+    def make(**identity: Any) -> Machine:
+        machines.append(Machine(tmp_path, s3_server, s3_bucket, **identity))
+        return machines[-1]
+
+    yield make
+    s3_server.set_faults()
+    for machine in machines:
+        machine.close()
+
+
+@pytest.fixture
+def scheduler(tmp_path: Path) -> Iterator[Callable[[], RemoteScheduler]]:
+    """Start schedulers of the machine's cluster."""
+    started: list[RemoteScheduler] = []
+
+    def start() -> RemoteScheduler:
+        started.append(RemoteScheduler(tmp_path))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.kill()
+
+
+def test_node_serves_with_its_role_follows_the_scheduler_and_ends_with_its_workers(
+    launch: Launch, scheduler: Callable[[], RemoteScheduler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    machine = launch(launched_at=time.time() - 600)
+    machine.imds.set_role("etrain-node", lambda: json.dumps(ROLE))
+    first = scheduler()
+    machine.renew_lease(first.address)
+    machine.configure(workers_per_node=2, lifetime_s=3600.0)
+    machine.start()
+
+    machine.until(lambda: first.workers() == ["i-1:0", "i-1:1"])
+    machine.until(lambda: machine.report().get("state") == "ready")
+    assert machine.shutdowns() == ["-c", "-h +50"]
+    report = machine.report()
+    assert (report["zone"], report["lifecycle"]) == ("us-east-1a", "spot")
+    assert report["fingerprint"] == machine.config.fingerprint
+    assert (machine.folder / "node").stat().st_mode & 0o777 == 0o700
+
+    # Tokens end, and the head dies: neither ends the workers.
+    machine.imds.expire_tokens()
+    workers = sorted(process.pid for process in machine.processes())
+    first.kill()
+    second = scheduler()
+    machine.renew_lease(second.address, num_lives=2)
+    machine.until(lambda: second.workers() == ["i-1:0", "i-1:1"])
+    assert sorted(process.pid for process in machine.processes()) == workers
+
+    second.dismiss("i-1:0")
+    machine.until(lambda: "worker i-1:0 has ended with exit code 0" in machine.console())
+    assert not machine.is_off
+    second.dismiss("i-1:1")
+    console = machine.until_off()
+    assert "turning off: all workers have ended (i-1:0: exit code 0, i-1:1: exit code 0)" in console
+    machine.until(lambda: machine.report()["state"] == "ended")
+    assert "all workers have ended" in machine.report()["error"]
+    assert not (machine.folder / "node").exists()
+    for secret in (SECRET, "ASIAIOSFODNN7EXAMPLE", "PRIVATE KEY"):
+        assert secret not in console
+
+
+def test_node_without_a_lease_that_is_renewed_turns_off(launch: Launch) -> None:
+    machine = launch()
+    machine.configure(lease_ttl_s=3.0)
+    machine.start()
+    assert "s old; it holds for 3 s" in machine.until_off()
+    # The launcher is gone: the timer of the boot, which nobody has armed anew, was not needed.
+    assert machine.shutdowns() == ["-h now"]
+
+
+def test_node_whose_lease_was_removed_turns_off(launch: Launch) -> None:
+    machine = launch()
+    machine.start()
+    machine.until(machine.processes)
+    machine.remove("lease.json")
+    assert "there is no lease" in machine.until_off()
+
+
+@pytest.mark.parametrize("kind", ["reset", "deny"])
+def test_node_that_cannot_reach_s3_turns_off(
+    launch: Launch, s3_server: S3Server, kind: Any
+) -> None:
+    machine = launch()
+    machine.configure(lease_ttl_s=8.0)
+    machine.renew_lease(NOBODY)
+    machine.start()
+    machine.until(machine.processes)
+    machine.renew_lease(NOBODY)
+    s3_server.set_faults(S3Fault(kind=kind))
+    assert "turning off: nothing was heard of the lease for" in machine.until_off()
+
+
+def test_credentials_that_have_expired_are_fetched_again(
+    launch: Launch, s3_server: S3Server
+) -> None:
+    machine = launch()
+    s3_server.set_faults(S3Fault(kind="expire", every=2))
+    machine.configure(lease_check_s=0.05)
+    machine.start()
+    machine.until(lambda: s3_server.counts().get("expire", 0) >= 8)
+    assert not machine.is_off
+    assert machine.processes()
+
+
+def test_node_of_another_environment_refuses_and_turns_off(launch: Launch) -> None:
+    machine = launch()
+    kernel = {**machine.config.fingerprint, "python": "3.1.0", "torch": "1.2.0+cu130"}
+    machine.configure(fingerprint=kernel)
+    machine.start()
+    console = machine.until_off()
+    report = machine.report()
+    assert report["state"] == "refused"
+    assert "on i-1, 3.1.0 in the notebook" in report["error"]
+    assert "on i-1, 1.2.0+cu130 in the notebook" in report["error"]
+    assert "Install Python 3.1 and torch==1.2.0 in the image" in report["error"]
+    assert report["error"] in console
+    assert "started as process" not in console
+
+
+def test_metadata_service_that_hangs_at_the_start_only_delays(launch: Launch) -> None:
+    machine = launch()
+    machine.imds.break_("hang")
+    machine.start()
+    machine.until(lambda: "the metadata service cannot be read yet" in machine.console())
+    machine.imds.break_("")
+    machine.until(machine.processes)
+    assert not machine.is_off
+
+
+def test_lifetime_ends_whatever_goes_on(launch: Launch) -> None:
+    machine = launch(launched_at=time.time() - 1000)
+    machine.configure(lifetime_s=1008.0)
+    machine.start()
+    assert "turning off: its lifetime of 1008 s is over" in machine.until_off()
+
+
+def test_worker_that_crashes_ends_the_machine(launch: Launch) -> None:
+    machine = launch()
+    machine.configure(supervisor="no_such_module:Supervisor")
+    machine.start()
+    assert "all workers have ended (i-1: exit code 1)" in machine.until_off()
+    machine.until(lambda: machine.report()["state"] == "ended")
+
+
+def test_spot_machine_that_ec2_takes_in_its_first_hour_waits_for_it(
+    launch: Launch, scheduler: Callable[[], RemoteScheduler]
+) -> None:
+    machine = launch(launched_at=time.time() - 60)
+    there = scheduler()
+    machine.renew_lease(there.address)
+    machine.start()
+    machine.until(lambda: there.workers() == ["i-1"])
+    machine.imds.interrupt(time.time() + 100)
+    machine.until(lambda: "notice of this machine: interruption" in machine.console())
+    there.dismiss("i-1")
+    machine.until(lambda: "EC2 takes this machine in" in machine.console())
+    assert not machine.is_off
+    machine.terminate()
+    assert "and EC2 has not taken this machine as it said" in machine.until_off()
+
+
+@pytest.mark.parametrize(
+    ("identity", "first_hour"),
+    [
+        ({"launched_at": time.time() - 7200}, "wait-for-ec2"),
+        ({"lifecycle": "on-demand"}, "wait-for-ec2"),
+        ({}, "power-off"),
+    ],
+    ids=["old", "on-demand", "by choice"],
+)
+def test_noticed_machine_that_is_charged_all_the_same_turns_off_at_once(
+    launch: Launch,
+    scheduler: Callable[[], RemoteScheduler],
+    identity: dict[str, Any],
+    first_hour: str,
+) -> None:
+    machine = launch(**identity)
+    there = scheduler()
+    machine.renew_lease(there.address)
+    machine.configure(first_hour=first_hour)
+    machine.start()
+    machine.until(lambda: there.workers() == ["i-1"])
+    machine.imds.interrupt(time.time() + 100)
+    machine.until(lambda: "notice of this machine: interruption" in machine.console())
+    there.dismiss("i-1")
+    assert "turning off: all workers have ended (i-1: exit code 0)\n" in machine.until_off()
+
+
+def test_agent_that_is_asked_to_end_ends_its_workers_first(
+    launch: Launch, scheduler: Callable[[], RemoteScheduler]
+) -> None:
+    machine = launch()
+    there = scheduler()
+    machine.renew_lease(there.address)
+    machine.start()
+    machine.until(lambda: there.workers() == ["i-1"])
+    machine.terminate()
+    console = machine.until_off()
+    ended = console.index("worker i-1 has ended with exit code 0")
+    assert ended < console.index("turning off: the agent was asked to end")
+
+
+def test_workers_end_with_an_agent_that_is_killed(launch: Launch) -> None:
+    machine = launch()
+    machine.start()
+    machine.until(machine.processes)
+    assert machine.process is not None
+    machine.process.kill()
+    machine.process.wait()
+    machine.until(lambda: not machine.processes())
+    # The system's own timer ends the machine then.
+    assert machine.shutdowns() == []
+
+
+def test_role_that_this_version_does_not_know_turns_the_machine_off(launch: Launch) -> None:
+    machine = launch()
+    machine.start(ETRAIN_ROLE="librarian")
+    assert "ETRAIN_ROLE=librarian is unknown to this version" in machine.until_off()
