@@ -115,6 +115,7 @@ class Head:
         }
         await self.scheduler
         await self.nodes.start(self.scheduler.address)
+        self._tell_costs()  # what there is until now no job of ours has spent
         self._cluster.publish(
             self.scheduler.address, keeper=self._life.keeper, num_lives=self._life.number
         )

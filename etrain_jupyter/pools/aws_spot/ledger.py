@@ -134,7 +134,8 @@ def charge_of(row: Row, prices: PriceBook, now: float) -> Charge:
     """
     begin = row.launched_at
     end = max(begin, now if row.ended_at is None else row.ended_at)
-    charged_end = max(end, begin + LEAST_S)
+    # A machine that runs has cost what it ran; one that ended in its first minute, that minute.
+    charged_end = end if row.ended_at is None else max(end, begin + LEAST_S)
     full = prices.on_demand.get(row.type)
     on_demand = None if full is None else (charged_end - begin) / 3600 * full
     machine = on_demand

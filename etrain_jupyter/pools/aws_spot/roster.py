@@ -220,6 +220,7 @@ def snapshot_of(
             spent_usd=charges[row.id].spent,
             on_demand_usd=charges[row.id].on_demand,
             is_alive=row.ended_at is None,
+            hours=charges[row.id].hours,
         )
         for row in ledger.rows.values()
     )
