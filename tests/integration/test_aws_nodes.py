@@ -172,7 +172,7 @@ async def test_without_capacity_it_waits_says_so_and_then_pays_for_on_demand(
 
     (node,) = head.nodes.nodes()
     assert (node["lifecycle"], node["price_usd_per_h"]) == ("on-demand", 1.006)
-    assert "EC2 has had no capacity for 1 workers" in head.warnings[0]
+    assert "EC2 has had no capacity for 1 worker for" in head.warnings[0]
 
 
 async def test_nodes_that_never_boot_stop_the_buying(open_head: Any, cloud: FakeAws) -> None:
@@ -211,16 +211,96 @@ async def test_noticed_machine_gets_a_replacement_beyond_max_and_is_left_to_ec2(
     head.nodes.want(5, reason="test")
     await head.until(lambda: len(head.running()) == 2)
     old = head.running()[0]
-    cloud.preempt(old, notice_s=8)
-    head.nodes.note_notice(old, kind="interruption", deadline=cloud.instances()[0].launched_at + 30)
+    deadline = cloud.instances()[0].launched_at + 1000
+    head.nodes.note_notice(old, kind="interruption", deadline=deadline)
     await head.until(lambda: len(head.running()) == 3)
-    head.nodes.release(old, drain_s=1.0)
+    cloud.set_faults()  # counts begin anew
+    head.nodes.release(old, drain_s=0.0)
+    await head.until(lambda: cloud.calls().get("ec2.DescribeInstances", 0) >= 5)
+    assert len(head.living()) == 3
+    cloud.preempt(old, silent=True)
     await head.until(lambda: old in head.gone)
 
     assert "EC2 took the spot machine back" in head.gone[old]
     assert len(head.living()) == 2
     cost = next(cost for cost in head.nodes.costs() if cost.node_id == old)
     assert cost.spent_usd < 0.001
+
+
+async def test_machine_that_is_told_to_power_off_is_not_left_to_ec2(
+    open_head: Any, cloud: FakeAws
+) -> None:
+    head = await open_head(interruption={"drain": "1 s", "first_hour": "power-off"})
+    head.nodes.want(1, reason="test")
+    await head.until(head.running)
+    (old,) = head.running()
+    head.nodes.note_notice(
+        old, kind="interruption", deadline=cloud.instances()[0].launched_at + 1000
+    )
+    head.nodes.release(old, drain_s=1.0)
+    await head.until(lambda: old in head.gone)
+
+    assert head.gone[old] == "released"
+
+
+async def test_node_that_refuses_is_ended_with_its_reason(open_head: Any, cloud: FakeAws) -> None:
+    head = await open_head(lifetime={"max_boot_failures": 2, "linger": "0.2 s"})
+    head.is_serving = False
+    head.nodes.want(1, reason="test")
+    bucket = Clients(make_spec(cloud)).bucket
+    home = f"clusters/{head.nodes._dir.cluster_id}/nodes"
+    refused: set[str] = set()
+
+    def refuse() -> bool:
+        for one in set(head.living()) - refused:
+            told = json.dumps({"state": "refused", "error": "torch 2.6 there, 2.7 here"})
+            bucket.put(f"{home}/{one}.json", told.encode(), "test")
+            refused.add(one)
+        return bool(head.halts)
+
+    await head.until(refuse)
+
+    assert "torch 2.6 there, 2.7 here" in head.warnings[0]
+    assert "2 nodes in a row never said hello" in head.halts[0]
+    assert len(head.launched()) == 2
+    await head.until(lambda: not head.living())
+
+
+async def test_prices_that_rise_above_max_hourly_give_notice_to_the_jobs(
+    open_head: Any, cloud: FakeAws
+) -> None:
+    cloud.set_price(0.5)
+    keys = {"max_hourly": 1.1}
+    head = await open_head(budget=keys, lifetime={"lease_ttl": "8 s", "linger": "0.2 s"})
+    notices: dict[str, float] = {}
+    head.nodes.on_notice = lambda worker, deadline: notices.update({worker: deadline})
+    head.nodes.want(4, reason="test")
+    await head.until(lambda: len(head.running()) == 2)
+    head.busy = set(head.running())
+    thread = head.nodes._reconciler
+    assert thread is not None
+    cloud.set_price(0.8)
+    thread._prices.fetched_at = 1.0  # as if prices were old
+    await head.until(lambda: len(head.gone) == 1)
+
+    assert set(head.gone) == set(notices)
+    assert len(head.launched()) == 2
+    assert any("prices have risen" in text for text in head.warnings)
+
+
+async def test_lease_is_renewed_and_says_where_the_head_is(open_head: Any, cloud: FakeAws) -> None:
+    head = await open_head(lifetime={"lease_ttl": "2 s"})
+    bucket = Clients(make_spec(cloud)).bucket
+    key = f"clusters/{head.nodes._dir.cluster_id}/lease.json"
+
+    def lease() -> dict[str, Any]:
+        told: dict[str, Any] = json.loads(bucket.get(key, "test") or b"{}")
+        return told
+
+    await head.until(lambda: lease()["renewals"] >= 3)
+
+    assert lease()["num_lives"] == 1
+    assert lease()["scheduler"] == "tls://127.0.0.1:1"
 
 
 async def test_released_and_surplus_machines_end_when_no_job_uses_them(
@@ -232,7 +312,7 @@ async def test_released_and_surplus_machines_end_when_no_job_uses_them(
     one, two, three = head.running()
     head.busy = {one, two}
     head.nodes.want(2, reason="test")
-    await head.until(lambda: head.living() == [one, two])
+    await head.until(lambda: set(head.living()) == {one, two})
     head.nodes.release(one, drain_s=1000.0)
     await head.until(lambda: len(head.living()) == 3)  # the next one is here before it leaves
     assert one in head.living()

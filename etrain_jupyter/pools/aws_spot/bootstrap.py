@@ -12,7 +12,6 @@ import getpass
 import json
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from etrain_jupyter.errors import CheckpointError, PoolError
 from etrain_jupyter.pools.aws_spot.aws_words import pool_error
 from etrain_jupyter.pools.aws_spot.ec2 import CLUSTER_TAG, Clients, tag_list
 from etrain_jupyter.pools.aws_spot.network import NOTHING, Network
+from etrain_jupyter.pools.aws_spot.node_config import NodeConfig
 from etrain_jupyter.pools.aws_spot.spec import KIND, AwsSpotSpec
 
 AGENT = "etrain_jupyter.pools.aws_spot.agent"
@@ -33,56 +33,29 @@ NODE_TLS = ("ca.pem", "worker.pem", "worker.key")
 HEAD_TLS = ("ca.pem", "scheduler.pem", "scheduler.key", "client.pem", "client.key")
 
 
-@dataclass(frozen=True, kw_only=True)
-class NodeConfig:
-    """``config.json``: what the agent of a node is told."""
-
-    cluster_id: str
-    region: str
-    role_env: Mapping[str, str] = field(default_factory=dict)
-    """Variables for workers."""
-    imds_poll_s: float = 2.0
-    lease_ttl_s: float = 300.0
-    lease_check_s: float = 30.0
-    lifetime_s: float = 43_200.0
-    drain_s: float = 90.0
-    first_hour: str = "wait-for-ec2"
-    """``wait-for-ec2`` or ``power-off``."""
-    workers_per_node: int = 0
-    """0 is one a GPU, or one where there is none."""
-    fingerprint: Mapping[str, Any] = field(default_factory=dict)
-    """The kernel's environment, which the node's must match."""
-    supervisor: str = "etrain_jupyter.cluster.supervisor:Supervisor"
-
-    @classmethod
-    def of(
-        cls,
-        spec: AwsSpotSpec,
-        cluster_id: str,
-        *,
-        fingerprint: Mapping[str, Any] | None = None,
-        supervisor: str = "",
-    ) -> NodeConfig:
-        """Return what a spec says."""
-        given = {"supervisor": supervisor} if supervisor else {}
-        return cls(
-            cluster_id=cluster_id,
-            region=spec.region,
-            role_env=dict(spec.environment),
-            imds_poll_s=spec.interruption.imds_poll,
-            lease_ttl_s=spec.lifetime.lease_ttl,
-            lease_check_s=spec.lifetime.lease_ttl / 10,
-            lifetime_s=spec.lifetime.max,
-            drain_s=spec.interruption.drain,
-            first_hour=spec.interruption.first_hour,
-            workers_per_node=spec.workers.per_node,
-            fingerprint=dict(fingerprint or {}),
-            **given,
-        )
-
-    def to_json(self) -> bytes:
-        """Return the text of the object."""
-        return json.dumps(dataclasses.asdict(self), indent=1).encode()
+def config_of(
+    spec: AwsSpotSpec,
+    cluster_id: str,
+    *,
+    fingerprint: Mapping[str, str] | None = None,
+    supervisor: str = "",
+) -> NodeConfig:
+    """Return what the agents of a cluster are told."""
+    given = {"supervisor": supervisor} if supervisor else {}
+    return NodeConfig(
+        cluster_id=cluster_id,
+        region=spec.region,
+        role_env=dict(spec.environment),
+        imds_poll_s=spec.interruption.imds_poll,
+        lease_ttl_s=spec.lifetime.lease_ttl,
+        lease_check_s=spec.lifetime.lease_ttl / 10,
+        lifetime_s=spec.lifetime.max,
+        drain_s=spec.interruption.drain,
+        first_hour=spec.interruption.first_hour,
+        workers_per_node=spec.workers.per_node,
+        fingerprint=dict(fingerprint or {}),
+        **given,
+    )
 
 
 def tags_of(
@@ -115,7 +88,8 @@ def put_node_files(
         for name in HEAD_TLS if with_head else ():
             data = (tls_dir / name).read_bytes()
             bucket.put(f"{folder}/tls-head/{name}", data, "storing a key")
-        bucket.put(f"{folder}/config.json", config.to_json(), "storing the nodes' configuration")
+        data = json.dumps(dataclasses.asdict(config), indent=1).encode()
+        bucket.put(f"{folder}/config.json", data, "storing the nodes' configuration")
     except CheckpointError as exc:
         raise PoolError(
             f"the nodes' files cannot be stored: {exc}. {NOTHING} `%etrain pools policy` prints "

@@ -210,6 +210,7 @@ def _no_money(rules: Rules, view: View, num_nodes: int, num_fit: int) -> str:
 
 def _no_capacity(memory: Memory, rules: Rules, view: View, missing: int, short_s: float) -> str:
     pools = len(view.offers)
+    workers = "1 worker" if missing == 1 else f"{missing} workers"
     until = [one.until for one in memory.back_offs.values() if one.until > view.now]
     again = f"The next attempt is in {min(until) - view.now:.0f} s. " if until else ""
     advice = (
@@ -218,6 +219,6 @@ def _no_capacity(memory: Memory, rules: Rules, view: View, missing: int, short_s
         else "Add types or zones to capacity, or set capacity.on_demand.max"
     )
     return (
-        f"EC2 has had no capacity for {missing} workers for {short_s:.0f} s, in none of {pools} "
+        f"EC2 has had no capacity for {workers} for {short_s:.0f} s, in none of {pools} "
         f"pairs of type and zone. {again}{advice}."
     )

@@ -221,16 +221,19 @@ def worst_case(
     lifetime_s: float,
     volume_gib: float = 0.0,
     volume_gib_month: float = 0.08,
+    head_usd: float = 0.0,
     max_hourly: float | None = None,
     max_total: float | None = None,
 ) -> WorstCase:
     """Return the most that ``num_nodes`` machines cost, if all are the dearest and none ends early.
 
+    ``head_usd`` is what the head costs an hour, if it is a machine of its own.
+
     >>> worst_case(num_nodes=4, dearest_usd=0.5, lifetime_s=7200, max_total=3.0).total
     3.0
     """
     disk = volume_gib * volume_gib_month / HOURS_OF_MONTH
-    hourly = num_nodes * (dearest_usd + disk)
+    hourly = num_nodes * (dearest_usd + disk) + (head_usd + disk if head_usd else 0.0)
     capped_hourly = hourly if max_hourly is None else min(hourly, max_hourly)
     total = capped_hourly * lifetime_s / 3600
     return WorstCase(

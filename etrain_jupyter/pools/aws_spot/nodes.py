@@ -11,7 +11,7 @@ from typing import Any
 
 from etrain_jupyter.cluster.nodes import NodeCost
 from etrain_jupyter.errors import CheckpointError, PoolError
-from etrain_jupyter.pools.aws_spot.bootstrap import NodeConfig
+from etrain_jupyter.pools.aws_spot.bootstrap import config_of
 from etrain_jupyter.pools.aws_spot.ec2 import Clients
 from etrain_jupyter.pools.aws_spot.orders import Notice, Orders, Reports, Snapshot, node_of
 from etrain_jupyter.pools.aws_spot.reaping import remove
@@ -54,7 +54,7 @@ class AwsNodes:
         on_warning: Callable[[str], None],
         on_halt: Callable[[str], None],
         clients: Clients | None = None,
-        fingerprint: Mapping[str, Any] | None = None,
+        fingerprint: Mapping[str, str] | None = None,
     ) -> None:
         self.is_busy: Callable[[str], bool] | None = None
         """Tells whether a job uses a worker; None if nobody knows."""
@@ -84,7 +84,7 @@ class AwsNodes:
             PoolError: If AWS does not let us.
         """
         self._loop = asyncio.get_running_loop()
-        config = NodeConfig.of(
+        config = config_of(
             self._spec,
             self._dir.cluster_id,
             fingerprint=self._fingerprint,

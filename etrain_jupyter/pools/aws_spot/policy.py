@@ -98,6 +98,12 @@ def launcher_policy(
             },
         ),
         _allow(
+            "PutOffExpiry",
+            ["ec2:CreateTags"],
+            ours,
+            _OURS | {"ForAllValues:StringEquals": {"aws:TagKeys": ["etrain:expires"]}},
+        ),
+        _allow(
             "EndWhatIsOurs",
             [
                 "ec2:TerminateInstances",

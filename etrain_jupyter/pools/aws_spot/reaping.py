@@ -28,6 +28,7 @@ from etrain_jupyter.pools.aws_spot.spec import AwsSpotSpec
 from etrain_jupyter.pools.base import Leftovers
 
 LOOK_S = 0.5
+MAX_LOOK_S = 5.0
 NUM_CLEAN_LOOKS = 2
 """So often in a row EC2 must list no machine: its lists are late."""
 
@@ -172,6 +173,7 @@ def remove(
     first = find_tagged(clients, region, cluster_id=cluster_id)
     home = home or next((one.home for one in first if one.home), "")
     left = _end_machines(clients.ec2, cluster_id, deadline, pause)
+    wait_s = LOOK_S
     while True:
         others = [
             one
@@ -181,7 +183,8 @@ def remove(
         stuck = [words for one in others if (words := _delete(clients.ec2, one))]
         if not stuck or time.monotonic() > deadline:
             break
-        pause(LOOK_S)  # a group is in use until its machines are gone
+        pause(wait_s)  # a group is in use until its machines are gone, which takes minutes
+        wait_s = min(2 * wait_s, MAX_LOOK_S)
     return Leftovers(
         processes=tuple(left), files=(*stuck, *_remove_objects(clients, home, cluster_id))
     )

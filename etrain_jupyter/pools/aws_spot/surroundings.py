@@ -11,7 +11,6 @@ from typing import Any
 from etrain_jupyter.errors import PoolError
 from etrain_jupyter.pools.aws_spot.aws_words import AwsErrors, pool_error
 from etrain_jupyter.pools.aws_spot.bootstrap import (
-    NodeConfig,
     make_template,
     put_node_files,
     tags_of,
@@ -24,6 +23,7 @@ from etrain_jupyter.pools.aws_spot.ec2 import (
 )
 from etrain_jupyter.pools.aws_spot.ledger import PriceBook
 from etrain_jupyter.pools.aws_spot.network import NOTHING, Network, find_subnets, open_network
+from etrain_jupyter.pools.aws_spot.node_config import NodeConfig
 from etrain_jupyter.pools.aws_spot.placement import Offer
 from etrain_jupyter.pools.aws_spot.spec import AwsSpotSpec
 

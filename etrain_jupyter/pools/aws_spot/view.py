@@ -188,8 +188,7 @@ def count_workers(memory: Memory, view: View, gone: set[str]) -> Count:
 
 
 def dearest_usd(offers: Sequence[Offer], rules: Rules) -> float:
-    """Return the most that one machine can cost an hour, with on-demand where that may come."""
-    prices = [offer.spot_usd for offer in offers]
-    if rules.most_on_demand:
-        prices += [offer.on_demand_usd for offer in offers]
-    return max((usd for usd in prices if usd is not None), default=0.0)
+    """Return the most that one worker can cost an hour, on demand too where that may come."""
+    lives = ("spot", "on-demand") if rules.most_on_demand else ("spot",)
+    prices = [(offer.usd(life), offer.workers) for offer in offers for life in lives]
+    return max((usd / workers for usd, workers in prices if usd is not None), default=0.0)

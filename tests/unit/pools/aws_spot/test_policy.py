@@ -57,11 +57,14 @@ def test_one_role_can_be_passed_to_ec2_only(spec: AwsSpotSpec) -> None:
     assert own["Condition"] == {"StringEquals": {"iam:PassedToService": "ec2.amazonaws.com"}}
 
 
-def test_tags_can_be_set_only_while_something_is_made(spec: AwsSpotSpec) -> None:
+def test_tags_can_be_set_only_while_something_is_made_but_for_its_expiry(spec: AwsSpotSpec) -> None:
     own = statements(launcher_policy(spec))["TagWhatIsMade"]
 
     assert own["Action"] == ["ec2:CreateTags"]
     assert "RunInstances" in own["Condition"]["StringEquals"]["ec2:CreateAction"]
+    later = statements(launcher_policy(spec))["PutOffExpiry"]["Condition"]
+    assert later["ForAllValues:StringEquals"] == {"aws:TagKeys": ["etrain:expires"]}
+    assert "aws:ResourceTag/etrain:cluster" in later["StringLike"]
 
 
 def test_head_cannot_change_the_frame_of_a_cluster(spec: AwsSpotSpec) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from etrain_jupyter.errors import PoolError
 from etrain_jupyter.pools.aws_spot.bootstrap import (
-    NodeConfig,
+    config_of,
     make_template,
     put_node_files,
     tags_of,
@@ -168,7 +168,7 @@ def test_unknown_image_is_refused(clients: Clients, spec: AwsSpotSpec) -> None:
 def test_nodes_find_their_files_but_no_key_of_others(
     clients: Clients, spec: AwsSpotSpec, tls_dir: Path
 ) -> None:
-    config = NodeConfig.of(spec, "c1", fingerprint={"python": "3.11"})
+    config = config_of(spec, "c1", fingerprint={"python": "3.11"})
     put_node_files(clients.bucket, "c1", config, tls_dir)
 
     assert clients.bucket.keys("clusters/c1", "list") == [
@@ -189,7 +189,7 @@ def test_bucket_that_is_not_there_is_told(
     clients: Clients, spec: AwsSpotSpec, tls_dir: Path
 ) -> None:
     elsewhere = Clients(change(spec, bucket="other-bucket"))
-    config = NodeConfig.of(spec, "c1")
+    config = config_of(spec, "c1")
 
     with pytest.raises(PoolError, match="there is no such bucket"):
         put_node_files(elsewhere.bucket, "c1", config, tls_dir)
@@ -260,7 +260,7 @@ def test_spot_history_is_sorted_by_pool() -> None:
 def test_everything_of_a_cluster_is_found_and_removed_by_its_tag(
     clients: Clients, spec: AwsSpotSpec, tls_dir: Path
 ) -> None:
-    put_node_files(clients.bucket, "c1", NodeConfig.of(spec, "c1"), tls_dir)
+    put_node_files(clients.bucket, "c1", config_of(spec, "c1"), tls_dir)
     clients.bucket.put("ledgers/c1.json", b"{}", "ledger")
     nodes = {launch(clients, set_up(clients, spec)) for _ in range(2)}
     other = launch(clients, set_up(clients, spec, "c2"))
