@@ -67,9 +67,10 @@ def _load_of(cluster: ClusterDir) -> dict[str, Any] | None:
         return None  # it is starting or ending; %etrain doctor tells what is wrong with it
     now = time.time()
     idle_s = 0.0 if load.idle_since is None else max(0.0, now - load.idle_since)
-    left_s = cluster.settings().idle_s - idle_s
+    settings = cluster.settings()
+    left_s = settings.idle_s - idle_s
     return {
-        "pool": "local",
+        "pool": settings.pool,
         "cluster_id": cluster.cluster_id,
         "workers": load.workers,
         "idle_s": idle_s,

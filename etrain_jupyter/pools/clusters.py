@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 from etrain_jupyter.errors import ConfigError, PoolError
 from etrain_jupyter.pools import local
+from etrain_jupyter.pools.asking import ask
 from etrain_jupyter.pools.base import Leftovers, Pool
 from etrain_jupyter.pools.catalog import PoolEntry, files, read_catalog
 from etrain_jupyter.pools.local import LocalPool
 from etrain_jupyter.pools.registry import get_pool
-from etrain_jupyter.pools.state_dir import ClusterDir, cluster_dirs
+from etrain_jupyter.pools.state_dir import ClusterDir, ClusterRecord, cluster_dirs
 
 if TYPE_CHECKING:
     from etrain_jupyter.pools.aws_spot.reaping import Tagged
@@ -23,12 +24,44 @@ AWS = "aws-spot"
 
 def describe_pools() -> str:
     """Return the pools and their living clusters, for `%etrain pools`."""
-    lines = ["local: processes on this machine", local.describe()]
+    pools = {"local": "processes on this machine"}
     for entry in read_catalog().values():
-        lines.append(f"{entry.name}: {entry.kind}{_place_of(entry)} ({entry.file})")
-    if len(lines) == 2:
+        pools[entry.name] = f"{entry.kind}{_place_of(entry)} ({entry.file})"
+    clusters: dict[str, list[str]] = {}
+    for cluster in cluster_dirs():
+        record = cluster.record()
+        if record is None:
+            continue  # it starts or ends
+        if record.is_alive:
+            words = f"at {record.address}: {_state_of(cluster, record)}"
+        elif record.is_here and cluster.cluster_id.startswith("aws-"):
+            words = "its head has died: the pool's next job takes it over, %etrain down ends it"
+        else:
+            continue
+        clusters.setdefault(cluster.settings().pool, []).append(f"  {cluster.cluster_id} {words}")
+    lines = []
+    for name in [*pools, *(name for name in clusters if name not in pools)]:
+        lines.append(f"{name}: {pools.get(name, 'its pools.yaml is in another folder')}")
+        lines += clusters.get(name, ["  no cluster is up"])
+    if len(pools) == 1:
         lines.append(f"other pools have names in {' or '.join(map(str, files()))}")
     return "\n".join(lines)
+
+
+def _state_of(cluster: ClusterDir, record: ClusterRecord) -> str:
+    """Return how many workers and jobs a cluster has, and its money where it costs any."""
+    address = cluster.address(record)
+    try:
+        state = local.load_in_words(ask(address, "etrain_describe", timeout_s=3.0))
+        costs = ask(address, "etrain_pool_costs", timeout_s=3.0)["costs"]
+        nodes = ask(address, "etrain_pool_nodes", timeout_s=3.0)["nodes"]
+    except PoolError as exc:
+        return str(exc)
+    if not costs:
+        return state
+    rate = sum(node.get("price_usd_per_h", 0.0) for node in nodes)
+    spent = sum(cost["spent_usd"] for cost in costs)
+    return f"{state}; {len(nodes)} on EC2 for ${rate:.3g} an hour, ${spent:.3g} spent"
 
 
 def _place_of(entry: PoolEntry) -> str:

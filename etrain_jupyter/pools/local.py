@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from etrain_jupyter.errors import PoolError
-from etrain_jupyter.pools.asking import ask
 from etrain_jupyter.pools.base import CostReport, SchedulerAddress
 from etrain_jupyter.pools.detached import DetachedPool
 from etrain_jupyter.pools.state_dir import (
@@ -15,7 +13,6 @@ from etrain_jupyter.pools.state_dir import (
     cluster_dirs,
     local_prefix,
     remove_stale,
-    state_root,
 )
 
 
@@ -78,15 +75,3 @@ def load_in_words(facts: Mapping[str, Any]) -> str:
     if not num_jobs:
         return f"{workers}, no job, idle for {facts['idle_s']:.0f} s"
     return f"{workers}, {num_jobs} job" + ("" if num_jobs == 1 else "s")
-
-
-def describe() -> str:
-    """Return one line for each living cluster, for `%etrain pools`."""
-    lines = []
-    for address in find_clusters():
-        try:
-            state = load_in_words(ask(address, "etrain_describe", timeout_s=3.0))
-        except PoolError as exc:
-            state = str(exc)
-        lines.append(f"{address.cluster_id} at {address.address}: {state}")
-    return "\n".join(lines) or f"no cluster is up (state directory: {state_root()})"

@@ -110,6 +110,11 @@ class PoolContract:
 
         assert pool.nodes() == []
 
+    def test_price_is_said_before_anything_is_started(self, pool: Pool) -> None:
+        """Whoever asks what it may cost starts nothing by that."""
+        assert pool.price(2).strip()
+        assert pool.nodes() == []
+
     def test_cost_of_nothing_is_nothing(self, pool: Pool) -> None:
         """No node, no bill."""
         cost = pool.cost()

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from etrain_jupyter.pools.address import AddressPool
+from etrain_jupyter.pools.aws_spot.pool import AwsSpotPool
+from etrain_jupyter.pools.aws_spot.spec import AwsSpotSpec
 from etrain_jupyter.pools.base import Pool
 from etrain_jupyter.pools.local import LocalPool
 from etrain_jupyter.pools.state_dir import LocalSettings
+from etrain_jupyter.testing.fakeaws import FakeAws
 from etrain_jupyter.testing.pool_contract import PoolContract
 from tests.integration.dask_cluster import DaskCluster
 from tests.unit.pools import standins
@@ -49,3 +53,28 @@ class TestAddressPool(PoolContract):
     def bring_nodes(self, pool: Pool, count: int) -> None:
         for _ in range(count):
             self.scheduler.start_worker()
+
+
+class TestAwsSpotPool(PoolContract):
+    """Machines of the fake cloud, with a head, agents and workers as on EC2."""
+
+    @pytest.fixture
+    def make_pool(
+        self, cloud: FakeAws, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> Callable[[], AwsSpotPool]:
+        monkeypatch.setenv("ETRAIN_STATE", str(tmp_path / "state"))
+        account = cloud.make_account()
+        spec = AwsSpotSpec.parse(
+            {
+                "region": account.region,
+                "bucket": account.bucket,
+                "head_host": cloud.host_address,
+                "workers": {"max": 3},
+                "tick": "1 s",
+                "capacity": {"types": ["g5.xlarge", "g6.xlarge"]},
+                "image": {"ami": account.image, "python": sys.executable},
+                # A minute of these machines is a second.
+                "lifetime": {"lease_ttl": "30 s", "boot": "60 min"},
+            }
+        )
+        return lambda: AwsSpotPool("spot", spec)

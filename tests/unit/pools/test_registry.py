@@ -30,7 +30,7 @@ def test_an_unknown_pool_is_answered_with_the_nearest_name() -> None:
 
 
 def test_without_clusters_there_is_nothing_to_list_or_to_end(state: Path) -> None:
-    assert f"no cluster is up (state directory: {state})" in clusters.describe_pools()
+    assert "local: processes on this machine\n  no cluster is up" in clusters.describe_pools()
     assert clusters.down() == "No cluster is up."
     with pytest.raises(PoolError, match="no cluster 'local-1-2' is up"):
         clusters.down("local-1-2")
