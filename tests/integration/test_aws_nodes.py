@@ -400,6 +400,9 @@ async def test_ledger_agrees_with_the_bill_and_outlives_the_cluster(
     assert all(row["ended_at"] for row in told["rows"])
     assert told["spent_usd"] - told["volumes_usd"] == pytest.approx(bill.compute_usd, rel=0.05)
     assert told["waived_usd"] > 0
+    # What the head last shows of it is the same.
+    assert sum(cost.spent_usd for cost in head.nodes.costs()) == pytest.approx(told["spent_usd"])
+    assert not any(cost.is_alive for cost in head.nodes.costs())
 
 
 @pytest.mark.parametrize(

@@ -155,6 +155,7 @@ class Reconciler:
         now = time.time()
         try:
             self._note_money(list_instances(self._clients.ec2, cluster_id=self._id), now)
+            self._publish(now)
             self._keep_ledger(now)
         except Troubles as exc:
             logger.warning("the ledger of %s was not closed: %s", self._id, exc)
@@ -251,7 +252,7 @@ class Reconciler:
             wanted=max(orders.wanted, self._spec.workers.min),
             machines=tuple(machines),
             offers=self._around.offers(self._spec, book, self._scores, now),
-            spent_usd=self._ledger.total(book, now).spent,
+            spent_usd=self._ledger.committed(book, now),
             rate_usd=self._ledger.rate(book, now),
         )
 
@@ -281,7 +282,7 @@ class Reconciler:
                 why_halted(
                     self._memory,
                     self._rules,
-                    spent_usd=self._ledger.total(book, now).spent,
+                    spent_usd=self._ledger.committed(book, now),
                     rate_usd=self._ledger.rate(book, now),
                     detail=self._detail,
                 )
