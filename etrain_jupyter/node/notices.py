@@ -65,6 +65,10 @@ class NoticeWatch:
         """Begin to look."""
         self._thread.start()
 
+    def look_now(self) -> None:
+        """Look for an interruption on the caller's thread, which also tells of it."""
+        self._look(INTERRUPTION, INTERRUPTION_PATH)
+
     def stop(self, timeout_s: float = 5.0) -> None:
         """Look no more; returns at once while the service hangs for longer than ``timeout_s``."""
         self._end.set()

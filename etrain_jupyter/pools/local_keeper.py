@@ -140,7 +140,8 @@ class Keeper:
 
     def run(self) -> bool:
         """Return when the cluster shall end: whether it did so in order."""
-        died_at, num_lives = 0.0, 0
+        died_at, num_lives = self._cluster.last_life()
+        num_taken_over = num_lives
         while not self._children.is_end_wanted:
             num_lives += 1
             pid = self._start(num_lives, died_at)
@@ -150,7 +151,7 @@ class Keeper:
                 return True
             if code == 0:
                 return True
-            if code == START_FAILED and num_lives == 1:
+            if code == START_FAILED and num_lives == num_taken_over + 1:
                 return False  # it has told the launcher, who removes everything
             if not self._cluster.is_published():
                 return True  # it was about to end

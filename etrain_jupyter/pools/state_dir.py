@@ -235,6 +235,18 @@ class ClusterDir:
         """Whether the record is there."""
         return (self.path / "cluster.json").is_file()
 
+    def last_life(self) -> tuple[float, int]:
+        """Return when the last scheduler was last known to live, and how many there have been.
+
+        0.0 and 0 for a new cluster. One that is taken over has a record, and died with its keeper.
+        """
+        record = self.record()
+        if record is None:
+            return 0.0, 0
+        # It notes whatever it hears from its workers.
+        signs = [path.stat().st_mtime for path in self.jobs.rglob("*") if path.is_file()]
+        return max(signs, default=record.started_at), record.num_lives
+
     def address(self, record: ClusterRecord) -> SchedulerAddress:
         """Return where the scheduler listens, and with which certificates."""
         return SchedulerAddress(

@@ -135,7 +135,9 @@ class WorkerLife:
     async def run(self) -> None:
         """Serve until no scheduler comes back or somebody asks for the end."""
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._stop.set)
-        worker = await self._connect()
+        worker = await self._connect_first()
+        if worker is None:
+            return
         while not await self._is_end_of(worker):
             next_one = await self._reconnect(is_dismissed=worker.close_reason in DISMISSALS)
             if next_one is None:
@@ -146,6 +148,21 @@ class WorkerLife:
             await worker.finished()
             await self._supervisor.teardown(worker)
         await worker.close(timeout=CLOSE_S, executor_wait=False, reason="asked to end")
+
+    async def _connect_first(self) -> Any | None:
+        """Connect to the scheduler that runs already; one elsewhere may just be starting again."""
+        deadline = time.monotonic() + self._finder.away_s
+        while True:
+            try:
+                return await self._connect()
+            except (OSError, TimeoutError, RuntimeError) as exc:
+                is_final = not self._finder.is_remote or time.monotonic() >= deadline
+                if is_final or not is_of_network(exc):
+                    raise
+            if self._stop.is_set() or (record := self._finder.look()) is None:
+                return None
+            logger.warning("the scheduler at %s cannot be reached yet", self._address)
+            self._address, self._num_lives = record.address, record.num_lives
 
     async def _connect(self, timeout_s: int = CONNECT_S) -> Any:
         from distributed import Worker
@@ -202,6 +219,14 @@ class WorkerLife:
                 "no scheduler came within %g s: this worker ends, with its trainers", limit_s
             )
         return None
+
+
+def is_of_network(error: BaseException) -> bool:
+    """Tell whether a worker failed to start because nobody answered, and not by itself."""
+    from distributed.comm.core import CommClosedError
+
+    kinds = (TimeoutError, ConnectionError, CommClosedError)
+    return isinstance(error, kinds) or isinstance(error.__cause__, kinds)
 
 
 def noting_its_end(server: type[Any]) -> type[Any]:

@@ -31,6 +31,11 @@ from etrain_jupyter.testing.s3_faults import AROUND, CONTROL, FaultyS3, S3Fault
 REGION = "us-east-1"
 
 
+def without_clusters() -> dict[str, str]:
+    """Return this process's variables without ours: a server belongs to no cluster of a test."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("ETRAIN_")}
+
+
 class S3Endpoint:
     """An S3 with faults, as seen from the test, wherever it runs."""
 
@@ -99,6 +104,7 @@ class S3Server(S3Endpoint):
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            env=without_clusters(),
         )
         assert self._process.stdout is not None
         line = self._process.stdout.readline()

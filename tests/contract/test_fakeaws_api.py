@@ -32,96 +32,6 @@ def code_of(caught: pytest.ExceptionInfo[ClientError]) -> str:
     return str(caught.value.response["Error"]["Code"])
 
 
-def pool(name: str, zone: str, capacity: int, price_usd: float) -> dict[str, Any]:
-    return {"instance_type": name, "zone": zone, "capacity": capacity, "price_usd": price_usd}
-
-
-def test_a_fleet_gets_what_there_is_and_an_error_for_each_pool_that_is_empty(
-    fresh_cloud: FakeAws,
-) -> None:
-    fresh_cloud.set_market([pool("g5.xlarge", "us-east-1a", 1, 0.3)])
-
-    got = create_fleet(make_template(fresh_cloud), 3)
-
-    assert len(ids_of(got)) == 1
-    assert got["Instances"][0]["Lifecycle"] == "spot"
-    chosen = got["Instances"][0]["LaunchTemplateAndOverrides"]["Overrides"]
-    assert (chosen["InstanceType"], chosen["AvailabilityZone"]) == ("g5.xlarge", "us-east-1a")
-    refused = [
-        (
-            one["ErrorCode"],
-            one["LaunchTemplateAndOverrides"]["Overrides"]["InstanceType"],
-            one["LaunchTemplateAndOverrides"]["Overrides"]["AvailabilityZone"],
-        )
-        for one in got["Errors"]
-    ]
-    assert refused == [
-        ("InsufficientInstanceCapacity", name, zone)
-        for name in ("g5.xlarge", "g6.xlarge")
-        for zone in ("us-east-1a", "us-east-1b")
-    ]
-
-
-def test_no_capacity_anywhere_is_an_answer_with_errors_and_no_instance(
-    fresh_cloud: FakeAws,
-) -> None:
-    template = make_template(fresh_cloud)
-    fresh_cloud.set_capacity(0)
-
-    got = create_fleet(template, 2)
-
-    assert (ids_of(got), len(got["Errors"])) == ([], 4)
-
-
-def test_one_zone_and_the_least_target_are_kept(fresh_cloud: FakeAws) -> None:
-    fresh_cloud.set_market(
-        [pool("g5.xlarge", "us-east-1a", 1, 0.1), pool("g6.xlarge", "us-east-1b", 2, 0.9)]
-    )
-    template = make_template(fresh_cloud)
-    options = {"AllocationStrategy": "lowest-price", "SingleAvailabilityZone": True}
-
-    too_many = create_fleet(template, 4, SpotOptions={**options, "MinTargetCapacity": 3})
-    two = create_fleet(template, 2, SpotOptions=options)
-
-    assert ids_of(too_many) == []
-    assert too_many["Errors"][0]["ErrorCode"] == "UnfulfillableCapacity"
-    zones = {described()[name]["Placement"]["AvailabilityZone"] for name in ids_of(two)}
-    assert (len(ids_of(two)), zones) == (2, {"us-east-1b"})
-
-
-def test_on_demand_and_spot_come_in_one_call_with_the_tags_of_both_places(
-    fresh_cloud: FakeAws,
-) -> None:
-    more = [{"Key": "etrain:role", "Value": "node"}]
-    got = create_fleet(
-        make_template(fresh_cloud),
-        1,
-        num_on_demand=1,
-        TagSpecifications=[{"ResourceType": "instance", "Tags": more}],
-    )
-
-    lifecycles = {one["Lifecycle"]: one["InstanceIds"][0] for one in got["Instances"]}
-    spot = described()[lifecycles["spot"]]
-    tags = {tag["Key"]: tag["Value"] for tag in spot["Tags"]}
-    volumes = ec2().describe_volumes(Filters=[{"Name": "tag:etrain:cluster", "Values": ["c-1"]}])
-    assert (tags["etrain:cluster"], tags["etrain:role"]) == ("c-1", "node")
-    assert spot["InstanceLifecycle"] == "spot"
-    assert "InstanceLifecycle" not in described()[lifecycles["on-demand"]]
-    assert spot["IamInstanceProfile"]["Arn"].endswith("instance-profile/etrain-node")
-    assert spot["MetadataOptions"]["HttpTokens"] == "required"
-    assert len(volumes["Volumes"]) == 2
-
-
-def test_a_weight_counts_as_so_many_units(fresh_cloud: FakeAws) -> None:
-    heavy = [
-        {"InstanceType": "g5.xlarge", "AvailabilityZone": "us-east-1a", "WeightedCapacity": 4.0}
-    ]
-
-    got = create_fleet(make_template(fresh_cloud), 8, overrides=heavy)
-
-    assert len(ids_of(got)) == 2
-
-
 def test_the_same_client_token_gives_the_same_machines(fresh_cloud: FakeAws) -> None:
     template = make_template(fresh_cloud)
 
@@ -341,7 +251,7 @@ def test_the_clock_of_s3_may_be_ahead_and_an_age_by_it_is_right(fresh_cloud: Fak
 
     told = head["ResponseMetadata"]["HTTPHeaders"]["date"]
     at = time.mktime(time.strptime(told, "%a, %d %b %Y %H:%M:%S GMT")) - time.timezone
-    assert 590 < at - time.time() < 610
+    assert 500 < at - time.time() <= 601
     assert 0 <= at - head["LastModified"].timestamp() < 100
     assert abs(shown["LastModified"].timestamp() - head["LastModified"].timestamp()) <= 1
 
@@ -394,10 +304,9 @@ def test_policies_are_enforced_when_told(
     fresh_cloud: FakeAws, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     template = make_template(fresh_cloud)
-    fleets = ("ec2:CreateFleet", "ec2:RunInstances", "ec2:DescribeInstances", "iam:PassRole")
-    may = fresh_cloud.make_user(
-        "may", allow(*fleets), allow("s3:PutObject", resource="arn:aws:s3:::etrain-bucket/ok/*")
-    )
+    fleets = ("ec2:CreateFleet", "ec2:RunInstances", "ec2:CreateTags", "iam:PassRole")
+    put = allow("s3:PutObject", resource="arn:aws:s3:::etrain-bucket/ok/*")
+    may = fresh_cloud.make_user("may", allow(*fleets, "ec2:DescribeInstances"), put)
     may_not = fresh_cloud.make_user("may-not", allow("ec2:CreateFleet", "ec2:DescribeInstances"))
     bucket = fresh_cloud.make_account().bucket
     fresh_cloud.enforce_iam()
@@ -408,6 +317,8 @@ def test_policies_are_enforced_when_told(
         monkeypatch.setenv(name, value)
     with pytest.raises(ClientError) as refused:
         ec2().create_fleet(**fleet_request(template))
+    with pytest.raises(ClientError) as denied:
+        ec2().describe_volumes()
     for name, value in may.items():
         monkeypatch.setenv(name, value)
     got = create_fleet(template)
@@ -418,6 +329,8 @@ def test_policies_are_enforced_when_told(
 
     assert (code_of(stranger), code_of(refused)) == ("AuthFailure", "UnauthorizedOperation")
     assert "RunInstances" in str(refused.value)
+    assert code_of(denied) == "UnauthorizedOperation"
+    assert fresh_cloud.s3.list_keys(bucket) == ["ok/a"]
     assert list(described()) == ids_of(got)
     assert code_of(elsewhere) == "AccessDenied"
 

@@ -135,20 +135,40 @@ def test_what_an_instance_printed_is_its_console_output(either: FakeAws) -> None
 
 
 def test_a_shutdown_from_inside_terminates_it(either: FakeAws) -> None:
-    instance_id = launch(either, "#!/bin/bash\nshutdown -h now\nsleep 1000\n")
+    words = ("shutdown -h now", "poweroff -f", "systemctl poweroff --force")
+    ended = [launch(either, f"#!/bin/bash\n{command}\nsleep 1000\n") for command in words]
 
-    assert wait_for_end(either, instance_id) == "Client.InstanceInitiatedShutdown"
+    for instance_id in ended:
+        assert wait_for_end(either, instance_id) == "Client.InstanceInitiatedShutdown"
+
+
+def test_commands_of_this_machine_are_not_those_of_an_instance(either: FakeAws) -> None:
+    instance_id = launch(
+        either, "#!/bin/bash\nreboot\nsystemctl stop x\nshutdown -r now\necho on\n"
+    )
+
+    told = wait_for_text(either, instance_id, "on\n")
+
+    assert told.count("not in a fake instance") == 2
+    assert "does not know the option -r" in told
+    assert described()[instance_id]["State"]["Name"] == "running"
 
 
 def test_a_timer_goes_off_unless_it_is_cancelled(either: FakeAws) -> None:
     # A minute of this cloud is a second.
-    kept = launch(either, "#!/bin/bash\nshutdown -h +2; shutdown -c; echo kept; sleep 1000\n")
-    ended = launch(either, "#!/bin/bash\nshutdown -h +2\necho armed\n")
+    armed = launch(either, "#!/bin/bash\nshutdown -h +900; shutdown -h +1000; echo armed\n")
+    kept = launch(either, "#!/bin/bash\nshutdown -h +1000; shutdown -c; echo kept\n")
+    ended = launch(either, "#!/bin/bash\nshutdown -h +1\n")
+    wait_for_text(either, armed, "armed")
     wait_for_text(either, kept, "kept")
 
     assert wait_for_end(either, ended) == "Client.InstanceInitiatedShutdown"
-    assert "Shutdown scheduled for" in either.console(ended)
-    assert described()[kept]["State"]["Name"] == "running"
+    assert either.console(armed).count("Shutdown scheduled for") == 2
+    records = {one.instance_id: one for one in either.instances()}
+    off_at = records[armed].off_at
+    assert off_at is not None
+    assert 900 < off_at - records[armed].launched_at <= 1100
+    assert (records[kept].off_at, records[kept].state) == (None, "running")
 
 
 def test_without_the_behaviour_terminate_a_shutdown_leaves_a_disk_that_costs(
@@ -198,7 +218,7 @@ def test_an_interruption_is_told_ahead_and_kept(either: FakeAws) -> None:
     either.wait_until(lambda: path in either.imds_requests(instance_id))
     before = time.time()
 
-    either.preempt(instance_id, notice_s=3, rebalance_s=1)
+    either.preempt(instance_id, notice_s=5, rebalance_s=1)
 
     assert wait_for_end(either, instance_id) == "Server.SpotInstanceTermination"
     lines = either.console(instance_id).splitlines()
@@ -208,7 +228,7 @@ def test_an_interruption_is_told_ahead_and_kept(either: FakeAws) -> None:
     ]
     (record,) = either.instances()
     assert record.ended_at is not None
-    assert record.ended_at - before >= 4
+    assert record.ended_at - before >= 6
 
 
 def test_a_silent_end_takes_the_capacity_with_it(either: FakeAws) -> None:

@@ -19,11 +19,14 @@ from tests.contract.fleets import launch, links_of, wait_for_text
 NO_NAMESPACES = networks.why_no_namespaces()
 needs_namespaces = pytest.mark.skipif(bool(NO_NAMESPACES), reason=NO_NAMESPACES)
 
+# Its fork has all its pipes, as a pool of processes in a notebook does.
 HOLDER = """
-import sys, time
+import os, sys, time
 from etrain_jupyter.testing.fakeaws import FakeAws
 cloud = FakeAws(sys.argv[1])
-print(cloud.pid, cloud.folder, cloud.url, flush=True)
+fork = os.fork()
+if fork:
+    print(cloud.pid, fork, cloud.folder, cloud.url, flush=True)
 time.sleep(1000)
 """
 
@@ -38,7 +41,7 @@ def test_nothing_is_left_when_it_is_killed(
     )
     assert holder.stdout is not None
     words = holder.stdout.readline().split()
-    pid, folder, url = int(words[0]), Path(words[1]), words[2]
+    pid, fork, folder, url = int(words[0]), int(words[1]), Path(words[2]), words[3]
     try:
         beside = FakeAws("loopback")
         with beside:
@@ -54,6 +57,7 @@ def test_nothing_is_left_when_it_is_killed(
             # The other one is as it was.
             assert beside.instances() == []
     finally:
+        os.kill(fork, signal.SIGKILL)
         holder.kill()
         holder.wait()
         holder.stdout.close()

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -107,9 +107,21 @@ class RemoteScheduler:
 class Machine:
     """One instance, from its launch to its end."""
 
-    def __init__(self, folder: Path, s3: S3Server, bucket: str, **identity: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        s3: S3Server,
+        bucket: str,
+        *,
+        instance_id: str = "i-1",
+        certificates: Mapping[str, str] | None = None,
+        **identity: Any,
+    ) -> None:
+        """Prepare it; ``certificates`` are those of its cluster, if others belong to that too."""
+        folder.mkdir(exist_ok=True)
         self.folder, self._s3, self._bucket = folder, s3, bucket
-        self.imds = ImdsServer(instance_pages(instance_id="i-1", **identity))
+        self.instance_id = instance_id
+        self.imds = ImdsServer(instance_pages(instance_id=instance_id, **identity))
         self._shutdowns = folder / "shutdowns"
         (folder / "bin").mkdir()
         command = folder / "bin" / "shutdown"
@@ -125,7 +137,7 @@ class Machine:
             supervisor=SUPERVISOR,
         )
         (folder / "tls").mkdir()
-        for name, text in mint_certificates(CLUSTER).items():
+        for name, text in (certificates or mint_certificates(CLUSTER)).items():
             (folder / "tls" / name).write_text(text)
             self.put(f"tls/{name}", text.encode())
         self.renew_lease(NOBODY)
@@ -201,7 +213,7 @@ class Machine:
 
     def report(self) -> dict[str, Any]:
         """Return what the node says of itself; empty if it has not said anything."""
-        name = f"{FOLDER}/nodes/i-1.json"
+        name = f"{FOLDER}/nodes/{self.instance_id}.json"
         if name not in self._s3.list_keys(self._bucket, f"{FOLDER}/nodes/"):
             return {}
         told: dict[str, Any] = json.loads(self._s3.read(self._bucket, name))

@@ -110,6 +110,24 @@ def test_node_without_a_lease_that_is_renewed_turns_off(launch: Launch) -> None:
     assert machine.shutdowns() == ["-h now"]
 
 
+def test_node_that_serves_a_living_scheduler_turns_off_without_a_lease(
+    launch: Launch, scheduler: Callable[[], RemoteScheduler]
+) -> None:
+    machine = launch()
+    there = scheduler()
+    machine.configure(lease_ttl_s=4.0)
+
+    def serves() -> bool:
+        machine.renew_lease(there.address)
+        return there.workers() == ["i-1"] and machine.report().get("state") == "ready"
+
+    machine.renew_lease(there.address)
+    machine.start()
+    machine.until(serves)
+    assert "s old; it holds for 4 s" in machine.until_off()
+    machine.until(lambda: there.workers() == [])
+
+
 def test_node_whose_lease_was_removed_turns_off(launch: Launch) -> None:
     machine = launch()
     machine.start()

@@ -85,6 +85,7 @@ class Agent:
         self._children = Children()
         self._inbox: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._watches: list[NoticeWatch | LeaseWatch] = []
+        self._notices: NoticeWatch
         self._lease: LeaseWatch | None = None
         self._reports: NodeReports | None = None
         self._is_asked_to_end = False
@@ -141,9 +142,10 @@ class Agent:
         self._reports = NodeReports(self._store, me, fingerprint)
         self._reports.say("booting")
         self._check(fingerprint)
-        watch = NoticeWatch(self._imds, self._on_notice, poll_s=self._config.imds_poll_s)
-        self._watches.append(watch)
-        watch.start()
+        poll_s = self._config.imds_poll_s
+        self._notices = NoticeWatch(self._imds, self._on_notice, poll_s=poll_s)
+        self._watches.append(self._notices)
+        self._notices.start()
         prepare_folder(self._folder)
         write_certificates(self._folder / TLS, self._insist("the certificates", self._read_tls))
         self._insist("the lease", self._read_lease)
@@ -303,6 +305,9 @@ class Agent:
         codes = self._children.codes()
         told = ", ".join(f"{name}: exit code {code}" for name, code in codes.items())
         why = f"all workers have ended ({told})"
+        if self._notice is None:
+            # The workers look for themselves, and may have gone before our watch has seen why.
+            self._notices.look_now()
         self._take_messages(0.0)
         if self._notice is None or not self._is_free(self._notice):
             return why

@@ -72,6 +72,7 @@ class AwsNodes:
         self._killing: set[str] = set()
         self._noticed: dict[str, Notice] = {}
         self._reconciler: Reconciler | None = None
+        self._has_adopted = False
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def start(self, scheduler_address: str) -> None:
@@ -100,6 +101,7 @@ class AwsNodes:
             await asyncio.to_thread(self._reconciler.adopt, scheduler_address)
         except CheckpointError as exc:
             raise PoolError(f"the lease of the cluster cannot be taken: {exc}") from exc
+        self._has_adopted = True
         self._give_orders()
         self._reconciler.start()
 
@@ -118,9 +120,9 @@ class AwsNodes:
         self._held = count
         self._give_orders(wake=True)
 
-    def capacity(self) -> int:
-        """Return how many workers there can ever be."""
-        return self._spec.workers.max
+    def capacity(self) -> int | None:
+        """Return how many workers there can ever be; None until it is known who is there."""
+        return self._spec.workers.max if self._has_adopted else None
 
     def note_notice(self, worker: str, *, kind: str, deadline: float = 0.0) -> None:
         """Note what EC2 has told a worker's machine: another one may come besides, beyond ``max``.

@@ -101,6 +101,11 @@ class CloudApi:
             raise ApiError(
                 "InvalidAction", f"The action {call.action} is not part of the fake cloud."
             ) from None
+        if call.service == "ec2" and b"<Code>AccessDenied</Code>" in data:
+            raise ApiError(
+                "UnauthorizedOperation",
+                f"You are not authorized to perform this operation ({call.action}).",
+            )
         return told["status"], told["headers"], data
 
     # The clock ----------------------------------------------------------------------------------

@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -92,6 +93,12 @@ class FakeAws:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            # A profile or an endpoint of this machine's is none of its business, nor are clusters.
+            env={
+                name: value
+                for name, value in os.environ.items()
+                if not name.startswith(("AWS_", "ETRAIN_"))
+            },
         )
         assert self._process.stdout is not None
         line = self._process.stdout.readline()

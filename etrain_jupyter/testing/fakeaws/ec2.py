@@ -128,10 +128,7 @@ class Ec2:
             )
         overrides = list(self._overrides(call.region, configs))
         tags = read_tags(query)
-        needs = ["CreateFleet", "RunInstances"] + ["CreateTags"] * bool(tags)
-        if any((one.template.data or {}).get("IamInstanceProfile") for one in overrides):
-            needs.append("iam:PassRole")
-        self._backend.check_permitted(call, *needs)
+        self._backend.check_permitted(call, *_needs(tags, [one.template for one in overrides]))
         if query.get("DryRun") == "true":
             raise ApiError(
                 "DryRunOperation", "Request would have succeeded, but DryRun flag is set.", 412
@@ -324,6 +321,16 @@ class Ec2:
             if reservations is not None and (inner is None or not len(inner)):
                 reservations.remove(one)
         return answer(200, ET.tostring(root), "text/xml")
+
+
+def _needs(tags: dict[str, Any], templates: list[Any]) -> list[str]:
+    """Return the actions that who asks for a fleet must be allowed."""
+    needs = ["CreateFleet", "RunInstances"]
+    if tags or any(one.data.get("TagSpecifications") for one in templates):
+        needs.append("CreateTags")
+    if any(one.data.get("IamInstanceProfile") for one in templates):
+        needs.append("iam:PassRole")
+    return needs
 
 
 def _price_rows(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from etrain_jupyter.testing.fakeaws.networks import Network
 from etrain_jupyter.testing.fakeaws.power import PowerOrder, PowerSwitch
 from etrain_jupyter.testing.fakeaws.records import InstanceRecord
 
+MAX_OFF_S = 60.0
 ENDED_STATES = ("terminated", "shutting-down", "stopped", "stopping")
 
 
@@ -36,7 +38,12 @@ class _Guest:
     machine: Machine
     usage: Usage
     ended: threading.Event = field(default_factory=threading.Event)
+    """EC2 knows that it ended."""
+    off: threading.Event = field(default_factory=threading.Event)
+    """Nothing of it is left on this machine."""
+    switching: threading.Lock = field(default_factory=threading.Lock)
     timer: threading.Timer | None = None
+    off_at: float | None = None
 
 
 class Hypervisor:
@@ -63,7 +70,6 @@ class Hypervisor:
         self._network = network
         self._folder = folder
         self._guests: dict[str, _Guest] = {}
-        self._threads: list[threading.Thread] = []
         self._switch = PowerSwitch(folder, self._on_order)
 
     # Starting -----------------------------------------------------------------------------------
@@ -149,8 +155,11 @@ class Hypervisor:
         return True
 
     def _switch_off(self, guest: _Guest) -> None:
-        guest.machine.power_off()
-        self._network.release(guest.machine.address)
+        with guest.switching:
+            if not guest.off.is_set():
+                guest.machine.power_off()
+                self._network.release(guest.machine.address)
+                guest.off.set()
 
     def _on_order(self, instance_id: str, order: PowerOrder) -> str:
         """Carry out a ``shutdown`` from inside."""
@@ -165,15 +174,15 @@ class Hypervisor:
         with self._backend.lock:
             if guest.timer is not None:
                 guest.timer.cancel()
-                guest.timer = None
+                guest.timer = guest.off_at = None
             if order.minutes is None:
                 return ""
-            guest.timer = threading.Timer(
-                order.minutes * self.minute_s, self._end_from_inside, (guest, is_stopped)
-            )
+            left_s = order.minutes * self.minute_s
+            guest.off_at = time.time() + left_s
+            guest.timer = threading.Timer(left_s, self._end_from_inside, (guest, is_stopped))
             guest.timer.daemon = True
             guest.timer.start()
-        at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(time.time() + order.minutes * 60))
+        at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(guest.off_at))
         return f"Shutdown scheduled for {at}, use 'shutdown -c' to cancel."
 
     def _end_from_inside(self, guest: _Guest, is_stopped: bool) -> None:
@@ -256,6 +265,7 @@ class Hypervisor:
                 ended_at=guest.usage.ended_at,
                 tags=dict(guest.machine.facts.tags),
                 pid=guest.machine.pid,
+                off_at=guest.off_at,
             )
             for name, guest in list(self._guests.items())
         ]
@@ -282,27 +292,18 @@ class Hypervisor:
                     guest.timer.cancel()
         for guest in guests:
             self._switch_off(guest)
-        self.wait_quiet()
         self._guests.clear()
 
     def wait_quiet(self) -> None:
-        """Wait until machines that were switched off are off; preemptions are not waited for."""
-        for thread in list(self._threads):
-            if thread.name.startswith(("off", "boot")) and not self._is_booted(thread):
-                thread.join(60)
-
-    def _is_booted(self, thread: threading.Thread) -> bool:
-        kind, _, instance_id = thread.name.partition(" ")
-        guest = self._guests.get(instance_id)
-        return kind == "boot" and guest is not None and not guest.ended.is_set()
+        """Wait until machines that have ended are off; interruptions are not waited for."""
+        for guest in list(self._guests.values()):
+            if guest.ended.is_set():
+                guest.off.wait(MAX_OFF_S)
 
     def close(self) -> None:
         """Switch everything off and listen no more."""
         self.forget()
         self._switch.close()
 
-    def _run(self, name: str, work: Any, *words: Any) -> None:
-        self._threads = [thread for thread in self._threads if thread.is_alive()]
-        thread = threading.Thread(target=work, args=words, name=name, daemon=True)
-        self._threads.append(thread)
-        thread.start()
+    def _run(self, name: str, work: Callable[..., None], *words: Any) -> None:
+        threading.Thread(target=work, args=words, name=name, daemon=True).start()

@@ -120,12 +120,7 @@ class Machine:
         return [*shlex.split(text.splitlines()[0][2:]), str(script)]
 
     def _environment(self, endpoint: str, variables: Mapping[str, str]) -> dict[str, str]:
-        commands = self._folder / "bin"
-        commands.mkdir()
-        shutdown = commands / "shutdown"
-        words = python_script("shutdown", str(self._harness_folder), self.facts.instance_id)
-        shutdown.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
-        shutdown.chmod(0o755)
+        commands = self._write_commands()
         home = self._folder / "home"
         home.mkdir()
         environment = {
@@ -143,6 +138,27 @@ class Machine:
         if self._network.mode == "loopback" and self.imds is not None:
             environment["AWS_EC2_METADATA_SERVICE_ENDPOINT"] = self.imds.url
         return environment
+
+    def _write_commands(self) -> Path:
+        """Write the commands that must never be those of this machine; return their folder."""
+        folder = self._folder / "bin"
+        folder.mkdir()
+        words = python_script("shutdown", str(self._harness_folder), self.facts.instance_id)
+        switch = shlex.join(words)
+        off = f"exec {switch} -h now"
+        refuse = 'echo "$0: not in a fake instance" >&2; exit 1'
+        scripts = {
+            "halt": off,
+            "poweroff": off,
+            "reboot": refuse,
+            "shutdown": f'exec {switch} "$@"',
+            "systemctl": f'case " $* " in *" poweroff "*|*" halt "*) {off};; esac; {refuse}',
+        }
+        for name, text in scripts.items():
+            script = folder / name
+            script.write_text(f"#!/bin/sh\n{text}\n")
+            script.chmod(0o755)
+        return folder
 
     def _pages(self) -> dict[str, Page]:
         facts = self.facts

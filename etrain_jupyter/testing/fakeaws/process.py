@@ -1,13 +1,14 @@
 """The process of the fake cloud: ``python -m etrain_jupyter.testing.fakeaws.process SETTINGS``.
 
-It prints one line of JSON when it listens, serves until its standard input ends, and then switches
-all instances off. A janitor removes its network and its folder if it is killed.
+It prints one line of JSON when it listens, serves until its standard input or its parent ends, and
+then switches all instances off. A janitor removes its network and its folder if it is killed.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import select
 import subprocess
 import sys
 import tempfile
@@ -101,8 +102,15 @@ def _serve(settings: Settings, network: Network, folder: Path) -> None:
         "folder": str(folder),
     }
     print(json.dumps(told), flush=True)
-    sys.stdin.read()
+    wait_for_end(os.getppid())
     hypervisor.close()
+
+
+def wait_for_end(parent: int) -> None:
+    """Wait until standard input ends, or the parent: a fork of it may hold the other end open."""
+    while os.getppid() == parent:
+        if select.select([sys.stdin], [], [], 0.2)[0] and not os.read(sys.stdin.fileno(), 1024):
+            return
 
 
 if __name__ == "__main__":

@@ -24,3 +24,5 @@ class InstanceRecord:
     tags: Mapping[str, str] = field(default_factory=dict)
     pid: int | None = None
     """The first process, while it runs."""
+    off_at: float | None = None
+    """When the timer of its ``shutdown -h +N`` turns it off; None for no timer."""

@@ -115,6 +115,17 @@ def test_whoever_cannot_take_a_notice_does_not_end_the_watch():
         watch.stop()
 
 
+def test_somebody_may_look_at_once():
+    told: queue.Queue = queue.Queue()
+    with ImdsServer() as server:
+        watch = NoticeWatch(Imds(server.url), told.put, poll_s=1000.0)
+        watch.look_now()
+        assert told.empty()
+        server.interrupt(time.time() + 100)
+        watch.look_now()
+        assert told.get_nowait().kind == INTERRUPTION
+
+
 def test_clock_of_this_machine_does_not_move_the_deadline(monkeypatch):
     told: queue.Queue = queue.Queue()
     real = time.time

@@ -95,6 +95,35 @@ async def test_cut_connection_to_a_remote_scheduler_is_made_again_to_the_same_on
     assert life.tried == ["tls://a:1"] * 4
 
 
+def wrapped(cause: Exception) -> RuntimeError:
+    """Return what Dask makes of it."""
+    error = RuntimeError("Worker failed to start.")
+    error.__cause__ = cause
+    return error
+
+
+async def test_remote_scheduler_that_just_starts_again_is_waited_for_and_followed():
+    finder = Finder(Record(), is_remote=True)
+    life = Life(finder, wrapped(ConnectionError()), TimeoutError("3 s"), Worker(DISMISSED))
+    finder.record = Record("tls://b:2", num_lives=2)
+    await life.run()
+    assert life.tried == ["tls://a:1", "tls://b:2", "tls://b:2"]
+
+
+@pytest.mark.parametrize("cause", [ValueError("a bad day"), FileNotFoundError("no such file")])
+async def test_supervisor_that_fails_ends_the_worker_at_once_wherever_it_is(cause):
+    life = Life(Finder(Record(), is_remote=True), wrapped(cause))
+    with pytest.raises(RuntimeError):
+        await life.run()
+    assert len(life.tried) == 1
+
+
+async def test_local_scheduler_that_cannot_be_reached_ends_the_worker_at_once():
+    life = Life(Finder(Record(), is_remote=False), wrapped(ConnectionError()))
+    with pytest.raises(RuntimeError):
+        await life.run()
+
+
 async def test_remote_scheduler_that_lives_elsewhere_now_is_found_there():
     finder = Finder(Record(), is_remote=True)
     life = Life(finder, Worker(CUT))

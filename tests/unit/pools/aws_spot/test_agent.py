@@ -43,6 +43,16 @@ class Workers:
         self.signals.append(number)
 
 
+class Watch:
+    """A watch of notices that finds something when it is asked to look."""
+
+    def __init__(self) -> None:
+        self.find = lambda: None
+
+    def look_now(self) -> None:
+        self.find()
+
+
 @pytest.fixture
 def agent(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "LOOK_S", 0.01)
@@ -53,6 +63,7 @@ def agent(tmp_path, monkeypatch):
     made._identity, made._known_at = ME, time.monotonic()
     made._config = NodeConfig(cluster_id="c", region="us-east-1", lifetime_s=4000.0, drain_s=90.0)
     made._ends_at = time.monotonic() + 1000.0
+    made._notices = Watch()
     return made
 
 
@@ -95,6 +106,13 @@ def test_machine_waits_no_longer_than_any_notice_is(agent, monkeypatch):
     monkeypatch.setattr(module, "TAKEN_S", 0.01)
     monkeypatch.setattr(module, "LONGEST_NOTICE_S", 0.01)
     agent._on_notice(Notice(kind=INTERRUPTION, deadline=time.time() + 2000.0))
+    assert "EC2 has not taken this machine as it said" in agent._after_workers()
+
+
+def test_notice_that_only_the_workers_have_seen_is_looked_for(agent, monkeypatch):
+    monkeypatch.setattr(module, "TAKEN_S", 0.01)
+    notice = Notice(kind=INTERRUPTION, deadline=time.time())
+    agent._notices.find = lambda: agent._on_notice(notice)
     assert "EC2 has not taken this machine as it said" in agent._after_workers()
 
 
