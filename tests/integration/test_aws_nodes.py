@@ -201,7 +201,7 @@ async def test_dead_machine_is_told_at_once_and_replaced(open_head: Any, cloud: 
     assert second in head.running()
     costs = {cost.node_id: cost for cost in head.nodes.costs()}
     assert (costs[first].spent_usd < 0.001, costs[first].is_alive) == (True, False)
-    assert costs[second].on_demand_usd > costs[second].spent_usd > 0.001
+    assert costs[second].on_demand_usd > costs[second].spent_usd > 0.0
 
 
 async def test_noticed_machine_gets_a_replacement_beyond_max_and_is_left_to_ec2(
