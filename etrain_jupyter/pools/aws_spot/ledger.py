@@ -183,6 +183,17 @@ class Ledger:
         """Return what all of them have cost."""
         return sum(self.charges(prices, now).values(), Charge())
 
+    def committed(self, prices: PriceBook, now: float) -> float:
+        """Return US dollars that are owed even if everything ended now: first minutes count whole.
+
+        A budget that went by ``total`` would be exceeded by machines that have just been launched.
+        """
+        rows = [
+            row if row.ended_at is not None else dataclasses.replace(row, ended_at=now)
+            for row in self.rows.values()
+        ]
+        return sum(charge_of(row, prices, now).spent for row in rows)
+
     def rate(self, prices: PriceBook, now: float) -> float:
         """Return US dollars an hour of those that run, disks included."""
         living = [row for row in self.rows.values() if row.ended_at is None]

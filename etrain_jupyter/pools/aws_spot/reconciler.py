@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from botocore.exceptions import ClientError
@@ -33,11 +33,17 @@ from etrain_jupyter.pools.aws_spot.ec2 import (
 )
 from etrain_jupyter.pools.aws_spot.fleet import decide
 from etrain_jupyter.pools.aws_spot.fleet_words import why_halted
-from etrain_jupyter.pools.aws_spot.ledger import FIRST_HOUR_S, Ledger, Row
+from etrain_jupyter.pools.aws_spot.ledger import Ledger
 from etrain_jupyter.pools.aws_spot.memory import LaunchRequest, Memory
 from etrain_jupyter.pools.aws_spot.orders import Orders, Reports, Snapshot, worker_names
 from etrain_jupyter.pools.aws_spot.prices import Prices
-from etrain_jupyter.pools.aws_spot.roster import Member, Roster, snapshot_of
+from etrain_jupyter.pools.aws_spot.roster import (
+    Member,
+    Roster,
+    is_left_to_ec2,
+    rows_of,
+    snapshot_of,
+)
 from etrain_jupyter.pools.aws_spot.spec import AwsSpotSpec
 from etrain_jupyter.pools.aws_spot.surroundings import (
     AFTER_LIFE_S,
@@ -54,8 +60,6 @@ KEEP_S = 60.0
 SCORES_S = 600.0
 SAY_AGAIN_S = 600.0
 """The same warning is repeated after that time if it still holds."""
-TAKEN_LATE_S = 120.0
-"""A machine that EC2 announced to take, and did not so long after, is ended by us."""
 MEMORY_FILE = "fleet.json"
 Troubles = (*AwsErrors, ResponseParserError, CheckpointError, PoolError)
 
@@ -155,6 +159,7 @@ class Reconciler:
         now = time.time()
         try:
             self._note_money(list_instances(self._clients.ec2, cluster_id=self._id), now)
+            self._publish(now)
             self._keep_ledger(now)
         except Troubles as exc:
             logger.warning("the ledger of %s was not closed: %s", self._id, exc)
@@ -191,7 +196,6 @@ class Reconciler:
             now=now,
         )
         members = self._members(instances)
-        self._note_money(instances, now)
         self._memory = self._roster.look(
             members,
             orders,
@@ -199,6 +203,7 @@ class Reconciler:
             self._rules.max_boot_failures,
             now,
         )
+        self._note_money(instances, now)
         self._publish(now)
         self._roster.tell_gone()
         self._detail = self._roster.last_failure or self._detail
@@ -251,7 +256,7 @@ class Reconciler:
             wanted=max(orders.wanted, self._spec.workers.min),
             machines=tuple(machines),
             offers=self._around.offers(self._spec, book, self._scores, now),
-            spent_usd=self._ledger.total(book, now).spent,
+            spent_usd=self._ledger.committed(book, now),
             rate_usd=self._ledger.rate(book, now),
         )
 
@@ -281,7 +286,7 @@ class Reconciler:
                 why_halted(
                     self._memory,
                     self._rules,
-                    spent_usd=self._ledger.total(book, now).spent,
+                    spent_usd=self._ledger.committed(book, now),
                     rate_usd=self._ledger.rate(book, now),
                     detail=self._detail,
                 )
@@ -295,24 +300,14 @@ class Reconciler:
             if id in self._roster.ending or id in orders.killing:
                 due.add(id)
             elif id in leaving and (id not in orders.busy or now >= leaving[id]):
-                if self._is_left_to_ec2(member.instance, orders, now):
+                notice = orders.noticed.get(id)
+                if self._spec.interruption.first_hour == "wait-for-ec2" and is_left_to_ec2(
+                    member.instance, notice, now
+                ):
                     continue
                 self._roster.ending[id] = "released"
                 due.add(id)
         return due
-
-    def _is_left_to_ec2(self, one: Instance, orders: Orders, now: float) -> bool:
-        """Whether EC2 takes it in its first hour anyway, for which nothing is charged."""
-        notice = orders.noticed.get(one.id)
-        if notice is None or notice.kind != "interruption":
-            return False
-        ends_at = notice.deadline or now
-        return (
-            self._spec.interruption.first_hour == "wait-for-ec2"
-            and one.lifecycle == "spot"
-            and ends_at - one.launched_at < FIRST_HOUR_S
-            and now < ends_at + TAKEN_LATE_S
-        )
 
     def _look_up(self, ids: Sequence[str], now: float) -> None:
         """Ask for machines that EC2 acknowledged and never listed; end those that it denies."""
@@ -382,29 +377,13 @@ class Reconciler:
             )
 
     def _note_money(self, instances: Sequence[Instance], now: float) -> None:
-        rows = []
-        listed = {one.id for one in instances}
-        for one in instances:
-            is_head = one.tags.get("etrain:role") == "head"
-            rows.append(
-                Row(
-                    id=one.id,
-                    type=one.type,
-                    zone=one.zone,
-                    lifecycle=one.lifecycle,
-                    launched_at=one.launched_at,
-                    ended_at=None if one.is_living else one.ended_at or now,
-                    reason="" if one.is_living else one.reason,
-                    volume_gib=float(self._spec.volume.gib),
-                    role="head" if is_head else "node",
-                )
-            )
-        # EC2 forgets machines an hour after their end.
-        rows += [
-            replace(row, ended_at=now)
-            for row in self._ledger.rows.values()
-            if row.ended_at is None and row.id not in listed
-        ]
+        rows = rows_of(
+            instances,
+            self._ledger,
+            now,
+            volume_gib=self._spec.volume.gib,
+            living=() if self._is_closing else self._roster.members,
+        )
         self._ledger = self._ledger.with_rows(rows)
 
     def _keep_ledger(self, now: float) -> None:

@@ -10,15 +10,25 @@ from etrain_jupyter.errors import CheckpointError
 from etrain_jupyter.pools.aws_spot.cluster_files import ClusterFiles, NodeState
 from etrain_jupyter.pools.aws_spot.ec2 import Clients, Instance, console_tail, list_instances
 from etrain_jupyter.pools.aws_spot.fleet_words import boot_failure, why_gone
-from etrain_jupyter.pools.aws_spot.ledger import TAKEN_BY_EC2, Ledger, PriceBook
+from etrain_jupyter.pools.aws_spot.ledger import (
+    FIRST_HOUR_S,
+    TAKEN_BY_EC2,
+    Ledger,
+    PriceBook,
+    Row,
+)
 from etrain_jupyter.pools.aws_spot.memory import Memory
 from etrain_jupyter.pools.aws_spot.orders import (
     NodeFacts,
+    Notice,
     Orders,
     Reports,
     Snapshot,
     worker_names,
 )
+
+TAKEN_LATE_S = 120.0
+"""A machine that EC2 announced to take, and did not so long after, is ended by us."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,3 +242,48 @@ def snapshot_of(
         prices=prices,
         halted=halted,
     )
+
+
+def rows_of(
+    instances: Sequence[Instance],
+    ledger: Ledger,
+    now: float,
+    *,
+    volume_gib: int,
+    living: Iterable[str] = (),
+) -> list[Row]:
+    """Return what the ledger should know: what EC2 lists, and the end of what it lists no more.
+
+    Args:
+        instances: What EC2 lists.
+        ledger: What is known.
+        now: The instant.
+        volume_gib: Of a node's disk.
+        living: Machines that a list may lack, but that EC2 has when asked by name.
+    """
+    listed = {one.id for one in instances} | set(living)
+    rows = [
+        Row(
+            id=one.id,
+            type=one.type,
+            zone=one.zone,
+            lifecycle=one.lifecycle,
+            launched_at=one.launched_at,
+            ended_at=None if one.is_living else one.ended_at or now,
+            reason="" if one.is_living else one.reason,
+            volume_gib=float(volume_gib),
+            role=one.tags.get("etrain:role", "node"),
+        )
+        for one in instances
+    ]
+    # EC2 forgets machines an hour after their end.
+    gone = [row for row in ledger.rows.values() if row.ended_at is None and row.id not in listed]
+    return [*rows, *(replace(row, ended_at=now) for row in gone)]
+
+
+def is_left_to_ec2(one: Instance, notice: Notice | None, now: float) -> bool:
+    """Tell whether EC2 takes a machine in its first hour anyway, for which nothing is charged."""
+    if notice is None or notice.kind != "interruption" or one.lifecycle != "spot":
+        return False
+    ends_at = notice.deadline or now
+    return ends_at - one.launched_at < FIRST_HOUR_S and now < ends_at + TAKEN_LATE_S

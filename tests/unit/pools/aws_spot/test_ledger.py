@@ -105,6 +105,14 @@ def test_rate_counts_what_runs_now() -> None:
     assert ledger.rate(BOOK, T + 1801) == pytest.approx(0.72 + 0.1)
 
 
+def test_budgets_count_the_whole_first_minute_of_machines_that_run() -> None:
+    ledger = Ledger().with_rows([ROW])
+
+    assert ledger.total(BOOK, T + 6).spent == pytest.approx(0.36 * 6 / 3600)
+    assert ledger.committed(BOOK, T + 6) == pytest.approx(0.36 * 60 / 3600)
+    assert ledger.committed(BOOK, T + 600) == pytest.approx(ledger.total(BOOK, T + 600).spent)
+
+
 def test_an_end_stays_when_a_late_list_shows_the_machine_again() -> None:
     ended = dataclasses.replace(ROW, ended_at=T + 50)
     with_reason = dataclasses.replace(ROW, ended_at=T + 90, reason=TAKEN)
