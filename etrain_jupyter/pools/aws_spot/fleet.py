@@ -141,6 +141,8 @@ def _launch(
         same, num_nodes = best_size(candidates, lifecycle, number, most)
         room = _room_usd(rules, view, count)
         fit, num_fit = within_budget(same, lifecycle, num_nodes, room, disk_usd=rules.disk_usd)
+        if not num_fit and not count.num and _is_spent(rules, view, same, lifecycle):
+            return memory.halt("budget", view.now), None
         if num_fit < num_nodes:
             warnings.append(_no_money(rules, view, num_nodes, num_fit))
         if num_fit:
@@ -184,15 +186,29 @@ def _candidates(
 
 def _room_usd(rules: Rules, view: View, count: Count) -> float | None:
     """Return the US dollars an hour that new machines may cost; None without a budget."""
-    rate = view.rate_usd + count.coming_usd
     rooms = []
     if rules.max_hourly is not None:
-        rooms.append(rules.max_hourly - rate)
+        rooms.append(rules.max_hourly - view.rate_usd - count.coming_usd)
     if rules.max_total is not None:
-        # They must be able to stop in time, too, and a minute is charged in any case.
-        least_s = max(rules.reserve_s, LEAST_S)
-        rooms.append((rules.max_total - view.spent_usd) / (least_s / 3600) - rate)
+        rooms.append(_total_room_usd(rules.max_total, rules, view) - count.coming_usd)
     return max(0.0, min(rooms)) if rooms else None
+
+
+def _total_room_usd(max_total: float, rules: Rules, view: View) -> float:
+    """Return the US dollars an hour that new machines may cost without being what ends all.
+
+    They owe a minute at once, and then all machines must have the money to stop in time.
+    """
+    left_usd = max_total - view.spent_usd - view.rate_usd * rules.reserve_s / 3600
+    return left_usd / ((LEAST_S + rules.reserve_s) / 3600)
+
+
+def _is_spent(rules: Rules, view: View, offers: list[Offer], lifecycle: str) -> bool:
+    """Whether what is left of ``max_total`` does not pay for a single machine."""
+    if rules.max_total is None:
+        return False
+    room = max(0.0, _total_room_usd(rules.max_total, rules, view))
+    return not within_budget(offers, lifecycle, 1, room, disk_usd=rules.disk_usd)[1]
 
 
 def _no_money(rules: Rules, view: View, num_nodes: int, num_fit: int) -> str:

@@ -326,6 +326,31 @@ def test_prices_that_rise_release_the_dearest() -> None:
     assert look(rules=rules, wanted=2, machines=left, rate_usd=1.16).releases == ()
 
 
+def test_no_node_is_launched_that_would_end_the_money_for_all_of_them() -> None:
+    """It owes a minute at once, and then all must have the money to stop."""
+    offers = (Offer(type="g6.xlarge", zone=A, spot_usd=60.0, on_demand_usd=60.0),)
+    rules = dataclasses.replace(RULES, max_total=10.0, reserve_s=120.0)
+    facts: dict[str, Any] = {"machines": machines(1), "rate_usd": 60.0, "offers": offers}
+
+    decision = look(rules=rules, spent_usd=5.5, **facts)
+    assert decision.launches == ()
+    assert decision.memory.halted == ""
+    assert "The budget lets in 0 of 1 more nodes" in decision.warnings[0]
+    assert only(look(rules=rules, spent_usd=4.5, **facts)).num_nodes == 1
+
+
+def test_money_that_pays_for_no_node_halts_when_none_is_left() -> None:
+    """Else a job would wait for ever."""
+    offers = (Offer(type="g6.xlarge", zone=A, spot_usd=60.0, on_demand_usd=60.0),)
+    rules = dataclasses.replace(RULES, max_total=10.0, reserve_s=120.0)
+
+    broke = look(rules=rules, spent_usd=7.5, offers=offers)
+    assert (broke.memory.halted, broke.launches) == ("budget", ())
+    assert look(rules=rules, spent_usd=6.5, offers=offers).memory.halted == ""
+    dear = dataclasses.replace(rules, max_hourly=50.0)
+    assert look(rules=dear, spent_usd=0.0, offers=offers).memory.halted == ""
+
+
 def test_max_total_halts_while_there_is_money_to_stop() -> None:
     rules = dataclasses.replace(RULES, max_total=10.0, reserve_s=120.0)
     busy = machines(2, is_busy=True)
