@@ -21,7 +21,7 @@ import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
-from etrain_jupyter.pools import registry
+from etrain_jupyter.pools import clusters
 
 
 def main() -> int:
@@ -56,7 +56,7 @@ def run(source: Path, output: Path, timeout_s: int) -> int:
             failure = run_cells(client)
     finally:
         # Nothing stays behind, also after a cell that failed or an interrupt.
-        registry.down()
+        clusters.down()
         nbformat.write(notebook, executed)  # type: ignore[no-untyped-call]
     verdict = f"FAILED: {failure}" if failure else "Every cell ran and every check held"
     print(f"\n{verdict} ({time.monotonic() - begin:.0f} s).\nExecuted notebook: {executed}")

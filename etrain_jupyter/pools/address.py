@@ -172,6 +172,10 @@ class AddressPool:
         """Ask Dask to retire a worker, after our jobs have left it; nobody replaces it."""
         ask(self._address, "etrain_pool_release", worker=node_id, drain_s=drain_s)
 
+    def shared_place(self) -> str:
+        """Return nothing: its workers see the same folders, which `up` sees to."""
+        return ""
+
     def price(self, max_workers: int) -> str:
         """Return that nobody knows here."""
         return "not known here: the cluster is somebody else's"

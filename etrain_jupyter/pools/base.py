@@ -132,6 +132,13 @@ class Pool(Protocol):
         """End a node gently, within ``drain_s`` seconds. Demand brings another one."""
         ...
 
+    def shared_place(self) -> str:
+        """Return the URL of a place that its workers reach, for checkpoints.
+
+        Empty where they see the folders of this machine.
+        """
+        ...
+
     def price(self, max_workers: int) -> str:
         """Return what that many workers can cost at worst, in words, before anything is started."""
         ...

@@ -115,6 +115,10 @@ class AwsSpotPool(DetachedPool):
             self.of_cluster(cluster).down()
         return None
 
+    def shared_place(self) -> str:
+        """Return a folder of the pool's bucket, which its nodes' role may write."""
+        return f"s3://{self.spec.bucket}/{self.spec.prefix}runs"
+
     def price(self, max_workers: int) -> str:
         """Return what that many workers can cost at worst, in words; asks AWS for its prices.
 
