@@ -249,12 +249,15 @@ def policies(name: str | None = None) -> str:
         )
     spec = entries[name].read_as(AwsSpotSpec)
     parts = {
-        "For you, or the role of the machine that starts clusters": policy.launcher_policy(spec),
+        "For you, or the role of the machine that starts clusters": policy.launcher_policy(
+            spec, head_role=spec.iam.head_profile if spec.head == "on-demand" else ""
+        ),
         f"For the role of instance profile {spec.iam.instance_profile}": policy.node_policy(spec),
         "Who may take that role (its trust policy)": policy.trust_policy(),
     }
     if spec.head == "on-demand":
-        parts["For the role of an on-demand head"] = policy.head_policy(spec)
+        title = f"For the role of instance profile {spec.iam.head_profile}, an on-demand head's"
+        parts[title] = policy.head_policy(spec)
     return "\n\n".join(f"# {title}\n{json.dumps(part, indent=2)}" for title, part in parts.items())
 
 

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from etrain_jupyter.pools.aws_spot.ec2 import Clients
     from etrain_jupyter.pools.catalog import PoolEntry
 
+HEAD_ELSEWHERE = "elsewhere"
+"""Host of a cluster, in the folder that this machine has of it, whose head has one of its own."""
 NODES = "etrain_jupyter.pools.aws_spot.head:make_nodes"
 
 
@@ -61,14 +63,16 @@ class AwsSpotPool(DetachedPool):
         Raises:
             ConfigError: If its keys are not what they should be, with the place of the fault.
         """
-        return cls(entry.name, entry.read_as(AwsSpotSpec))
+        return _class_of(spec := entry.read_as(AwsSpotSpec))(entry.name, spec)
 
     @classmethod
     def of_cluster(cls, cluster: ClusterDir) -> AwsSpotPool:
         """Return the pool of a cluster whose head is or was on this machine."""
         settings = cluster.settings()
         spec = AwsSpotSpec.from_json(json.dumps(settings.spec))
-        return cls(settings.pool, spec, cluster_id=cluster.cluster_id)
+        is_remote = settings.host == HEAD_ELSEWHERE
+        spec = spec.model_copy(update={"head": "on-demand"}) if is_remote else spec
+        return _class_of(spec)(settings.pool, spec, cluster_id=cluster.cluster_id)
 
     def up(self) -> SchedulerAddress:
         """Find the pool's cluster, take over one whose head died here, or start one.
@@ -176,6 +180,14 @@ class AwsSpotPool(DetachedPool):
                 "%pip install 'etrain-jupyter[aws]' and restart the kernel."
             ) from exc
         return Clients(self.spec)
+
+
+def _class_of(spec: AwsSpotSpec) -> type[AwsSpotPool]:
+    if spec.head == "notebook":
+        return AwsSpotPool
+    from etrain_jupyter.pools.aws_spot.remote_pool import AwsRemotePool
+
+    return AwsRemotePool
 
 
 def _prefix_of(name: str, spec: AwsSpotSpec) -> str:
