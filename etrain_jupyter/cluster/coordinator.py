@@ -189,7 +189,8 @@ class Coordinator(SchedulerPlugin):
         if self._halted:
             return
         self._halted = why
-        self.warn(f"{why}. The job saves a checkpoint and stops; %etrain resume goes on from it")
+        what = "The job saves a checkpoint and stops; %etrain resume goes on from it"
+        self.warn(f"{why.rstrip('.')}. {what}.")
         for job in self._active():
             job.handle(s.StopAsked(now=False))
         self._after_change()

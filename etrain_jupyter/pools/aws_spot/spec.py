@@ -192,6 +192,7 @@ class BudgetSpec(Section):
     max_total: Usd | None = None
     """US dollars over the cluster's life."""
     on_exceed: Literal["checkpoint-and-stop"] = "checkpoint-and-stop"
+    """What is done shortly before ``max_total`` is spent. There is no other choice yet."""
 
 
 class LifetimeSpec(Section):
@@ -306,7 +307,9 @@ class VolumeSpec(Section):
     """The disk of a node."""
 
     gib: Annotated[int, Field(ge=1)] = 80
+    """Its size; an image says how much it needs at least."""
     type: Literal["gp3", "gp2"] = "gp3"
+    """As EC2 calls it. It is encrypted, and goes with its machine."""
 
 
 class AwsSpotSpec(Section):
