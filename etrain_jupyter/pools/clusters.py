@@ -12,7 +12,7 @@ from etrain_jupyter.pools.asking import ask
 from etrain_jupyter.pools.base import Leftovers, Pool
 from etrain_jupyter.pools.catalog import PoolEntry, files, read_catalog
 from etrain_jupyter.pools.local import LocalPool
-from etrain_jupyter.pools.registry import get_pool
+from etrain_jupyter.pools.registry import get_pool, pool_names
 from etrain_jupyter.pools.state_dir import ClusterDir, ClusterRecord, cluster_dirs
 
 if TYPE_CHECKING:
@@ -74,12 +74,15 @@ def down(cluster: str | None = None, *, timeout_s: float = 10.0) -> str:
     """End one cluster whose head is here, or all of this user's; say what was done.
 
     Args:
-        cluster: Its id; None for all, with what dead ones left.
+        cluster: Its id, or the name of a pool for all of that one's; on an existing Dask scheduler
+            only what is ours ends. None for all clusters, with what dead ones left.
         timeout_s: For the processes of each; machines of EC2 get two minutes.
 
     Raises:
         PoolError: If there is no cluster of that id, or something is left.
     """
+    if cluster is not None and ("://" in cluster or cluster in pool_names()):
+        return _told({cluster: get_pool(cluster).down(timeout_s=max(120.0, timeout_s))}, "")
     ids = local.find_remains()
     if cluster is not None and cluster not in ids:
         raise PoolError(
@@ -134,7 +137,11 @@ def describe_aws(*, region: str | None = None) -> str:
         return "No pool of kind aws-spot is configured; --region NAME looks in a region."
     lines = []
     for spec in specs:
-        found = _find(spec)
+        try:
+            found = _find(spec)
+        except PoolError as exc:
+            lines.append(f"{spec.region}: {exc}")
+            continue
         lines += [_line_of(one) for one in found]
         if not found:
             lines.append(f"{spec.region}: nothing")
