@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from etrain_jupyter.pools.aws_spot.spec import AwsSpotSpec
 
 AWS = "aws-spot"
+AWS_DOWN_S = 240.0
+"""Machines take a minute or two to end, and only then lets EC2 their security group go."""
 
 
 def describe_pools() -> str:
@@ -82,7 +84,7 @@ def down(cluster: str | None = None, *, timeout_s: float = 10.0) -> str:
         PoolError: If there is no cluster of that id, or something is left.
     """
     if cluster is not None and ("://" in cluster or cluster in pool_names()):
-        return _told({cluster: get_pool(cluster).down(timeout_s=max(120.0, timeout_s))}, "")
+        return _told({cluster: get_pool(cluster).down(timeout_s=max(AWS_DOWN_S, timeout_s))}, "")
     ids = local.find_remains()
     if cluster is not None and cluster not in ids:
         raise PoolError(
@@ -94,7 +96,7 @@ def down(cluster: str | None = None, *, timeout_s: float = 10.0) -> str:
     for one in ids if cluster is None else [cluster]:
         pool = _pool_of(here[one])
         is_local = isinstance(pool, LocalPool)
-        ends[one] = pool.down(timeout_s=timeout_s if is_local else max(120.0, timeout_s))
+        ends[one] = pool.down(timeout_s=timeout_s if is_local else max(AWS_DOWN_S, timeout_s))
     return _told(ends, "No cluster is up.")
 
 

@@ -107,15 +107,19 @@ class AwsSpotPool(DetachedPool):
     def prepare_start(self, root: Path) -> ClusterDir | None:
         """Return the folder of a cluster whose head died, to be taken over with its machines.
 
-        What died before it had a scheduler has no jobs and is removed, also on EC2.
+        One that has none any more is removed: its jobs would begin to train again, and to cost,
+        when nobody thinks of them. ``resume`` brings them back.
         """
+        from etrain_jupyter.pools.aws_spot.ec2 import LIVING, list_instances
+
         for cluster in cluster_dirs(root):
-            if cluster.prefix != self._prefix:
-                continue
-            if (record := cluster.record()) is not None:
-                if record.is_here:
-                    return cluster
-                continue  # on another machine that shares the folder
+            record = cluster.record()
+            if cluster.prefix != self._prefix or (record is not None and not record.is_here):
+                continue  # of another pool, or of another machine that shares the folder
+            if record is not None and list_instances(
+                self._clients().ec2, cluster_id=cluster.cluster_id, states=LIVING
+            ):
+                return cluster
             self.of_cluster(cluster).down()
         return None
 
@@ -142,7 +146,7 @@ class AwsSpotPool(DetachedPool):
             node_hours=sum(one["hours"] for one in costs),
         )
 
-    def down(self, *, timeout_s: float = 120.0) -> Leftovers:
+    def down(self, *, timeout_s: float = 240.0) -> Leftovers:
         """End the cluster here, then whatever EC2 and the bucket have of it.
 
         Returns:

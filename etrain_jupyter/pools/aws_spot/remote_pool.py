@@ -64,7 +64,7 @@ class AwsRemotePool(AwsSpotPool):
             )
         )
 
-    def down(self, *, timeout_s: float = 120.0) -> Leftovers:
+    def down(self, *, timeout_s: float = 240.0) -> Leftovers:
         """End the cluster: its head first, then whatever EC2 and the bucket have of it."""
         for cluster in filter(self._is_ours, cluster_dirs()):
             if (address := _address_of(cluster)) is not None and _answers(address):
