@@ -70,8 +70,6 @@ class AwsSpotPool(DetachedPool):
         """Return the pool of a cluster whose head is or was on this machine."""
         settings = cluster.settings()
         spec = AwsSpotSpec.from_json(json.dumps(settings.spec))
-        is_remote = settings.host == HEAD_ELSEWHERE
-        spec = spec.model_copy(update={"head": "on-demand"}) if is_remote else spec
         return _class_of(spec)(settings.pool, spec, cluster_id=cluster.cluster_id)
 
     def up(self) -> SchedulerAddress:
@@ -92,6 +90,7 @@ class AwsSpotPool(DetachedPool):
 
         clients = self._clients()
         check_account(clients, self.spec)
+        self._say_price()
         return self._change(
             LocalSettings(
                 idle_s=self.spec.lifetime.idle,
@@ -103,6 +102,10 @@ class AwsSpotPool(DetachedPool):
                 spec=json.loads(self.spec.to_json()),
             )
         )
+
+    def _say_price(self) -> None:
+        """Say what it can cost at worst, before anything is launched."""
+        print(f"etrain: pool {self.name} costs {self.price(self.spec.workers.max)}")
 
     def prepare_start(self, root: Path) -> ClusterDir | None:
         """Return the folder of a cluster whose head died, to be taken over with its machines.

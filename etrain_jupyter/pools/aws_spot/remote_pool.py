@@ -50,7 +50,8 @@ class AwsRemotePool(AwsSpotPool):
         if self.spec.head_tunnel == "ssm":
             find_command()
         check_account(self._clients(), self.spec)
-        spec = self.spec.model_copy(update={"head": "notebook", "profile": None})
+        self._say_price()
+        spec = self.spec
         return self._change(
             LocalSettings(
                 idle_s=spec.lifetime.idle,
@@ -178,6 +179,9 @@ class AwsRemotePool(AwsSpotPool):
         name, spec = cluster.cluster_id, self.spec
         config = config_of(spec, name, fingerprint=read_fingerprint())
         put_node_files(clients.bucket, name, config, cluster.tls, with_head=True)
+        # There it is at home, with the credentials of its role.
+        own = spec.model_copy(update={"head": "notebook", "profile": None})
+        settings = dataclasses.replace(settings, spec=json.loads(own.to_json()))
         text = json.dumps(dataclasses.asdict(settings)).encode()
         clients.bucket.put(f"clusters/{name}/{SETTINGS}", text, "storing the head's settings")
         expires_at = time.time() + spec.lifetime.max + 3600
