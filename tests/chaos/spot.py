@@ -41,7 +41,27 @@ PATIENCE_S = 100.0
 ROOT = Path(__file__).parents[2]
 SLOW = Path(tempfile.mkdtemp()) / "slow"
 """While this file is there, steps take time, but leave the processor to the others."""
+ETRAIN = """
+import sys, time
+now = time.time
+time.time = lambda: now() + {}
+from etrain_jupyter.cli import main
+sys.exit(main())
+"""
 TERMINAL = ("finished", "stopped", "failed")
+
+LONG = (
+    pytest.mark.slow,
+    pytest.mark.skipif("ETRAIN_SPOT" not in os.environ, reason="takes minutes: make endurance"),
+)
+"""For scenarios that other layers show in part: the suite has its time."""
+
+
+def long(scenario: Callable[..., None]) -> Callable[..., None]:
+    """Have a scenario in ``make endurance`` only."""
+    for mark in LONG:
+        scenario = mark(scenario)
+    return scenario
 
 
 def make_data() -> tuple[torch.Tensor, torch.Tensor]:
@@ -126,10 +146,23 @@ class Spot:
         self.until(lambda: job.world_size == workers and job.step >= 3, f"{workers} workers", job)
         return job
 
-    def run(self, *words: str, environment: Mapping[str, str] | None = None, cwd: Path) -> str:
-        """Run ``etrain`` in another process to its end; return what it printed."""
+    def run(
+        self,
+        *words: str,
+        environment: Mapping[str, str] | None = None,
+        cwd: Path,
+        days_later: float = 0.0,
+    ) -> str:
+        """Run ``etrain`` in another process to its end; return what it printed.
+
+        Args:
+            words: After ``etrain``.
+            environment: More variables.
+            cwd: Where.
+            days_later: How far its clock is ahead.
+        """
         done = subprocess.run(
-            [sys.executable, "-m", "etrain_jupyter.cli", *words],
+            [sys.executable, "-c", ETRAIN.format(24 * 3600 * days_later), *words],
             env={**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})},
             cwd=cwd,
             capture_output=True,
@@ -257,6 +290,15 @@ def trainers(job: TrainingJob) -> dict[str, int]:
     """Return the trainer's process of each worker, as the last generation has them."""
     last = events(job, GenerationFormed)[-1]
     return dict(zip(last.ranks, last.trainer_pids, strict=True))
+
+
+def open_cloud() -> FakeAws:
+    """Start a cloud whose machines' timers run 60 times as fast as said.
+
+    ``ETRAIN_SPOT_MODE=loopback`` has the tests run as they do without root.
+    """
+    mode: Any = os.environ.get("ETRAIN_SPOT_MODE", "auto")
+    return FakeAws(mode, minute_s=1.0)
 
 
 def open_spot(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,25 +21,9 @@ from etrain_jupyter.events.types import (
 from etrain_jupyter.job.training_job import TrainingJob
 from etrain_jupyter.testing.fakeaws import FakeAws
 from etrain_jupyter.testing.s3_faults import S3Fault
-from tests.chaos.spot import PATIENCE_S, Spot, events, open_spot, trainers
+from tests.chaos.spot import PATIENCE_S, Spot, events, long, open_spot, trainers
 
 pytestmark = [pytest.mark.aws, pytest.mark.timeout(240)]
-
-
-@pytest.fixture(scope="module")
-def machines() -> Iterator[FakeAws]:
-    with FakeAws(minute_s=1.0) as cloud:
-        yield cloud
-
-
-@pytest.fixture
-def spot(
-    machines: FakeAws,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
-) -> Iterator[Spot]:
-    yield from open_spot(machines, monkeypatch, tmp_path, request.node.name)
 
 
 def assert_nothing_lost(job: TrainingJob) -> None:
@@ -166,6 +149,7 @@ def test_notice_to_the_worker_that_saves_loses_neither_step_nor_checkpoint(
     spot.check_money()
 
 
+@long
 def test_notices_get_through_a_metadata_service_that_fails(spot: Spot) -> None:
     spot.configure(workers={"max": 3})
     job = spot.train(3)
