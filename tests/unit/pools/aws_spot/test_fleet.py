@@ -293,6 +293,19 @@ def test_without_a_max_on_demand_is_never_used() -> None:
     assert "capacity.on_demand.max" in decision.warnings[0]
 
 
+def test_missing_capacity_is_told_at_once_with_what_was_tried_and_what_comes_next() -> None:
+    first = look(wanted=4)
+    rules = dataclasses.replace(RULES, on_shortage="shrink", on_demand_after_s=90.0)
+    memory = after(first, refused(only(first)))
+    memory = after(second := look(memory, wanted=4, rules=rules), refused(only(second)))
+    (text,) = look(memory, wanted=4, rules=rules, now=T + 5).warnings
+
+    assert "EC2 has no capacity for 4 workers since 5 s" in text
+    assert "of g5.xlarge, g6.xlarge in us-east-1a, us-east-1b" in text
+    assert "The next attempt is in 10 s" in text
+    assert "capacity.on_demand.max to pay in full after 90 s" in text
+
+
 def test_max_hourly_counts_the_dearest_that_may_come() -> None:
     rules = dataclasses.replace(RULES, max_hourly=1.2)
     decision = look(rules=rules, wanted=4)
