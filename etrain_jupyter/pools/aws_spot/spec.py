@@ -286,6 +286,8 @@ class IamSpec(Section):
 
     instance_profile: str = "etrain-node"
     """Name of an instance profile; ``%etrain pools policy`` prints what its role may do."""
+    head_profile: str = "etrain-head"
+    """The same of the machine of ``head: on-demand``, which launches the others."""
 
 
 class InterruptionSpec(Section):
@@ -327,6 +329,8 @@ class AwsSpotSpec(Section):
     """Where the scheduler runs: on this machine, which nodes must reach, or on one of its own."""
     head_host: str | None = None
     """Address of this machine at which nodes reach its scheduler; None to find it out."""
+    head_tunnel: Literal["none", "ssm"] = "none"
+    """How the machine of ``head: on-demand`` is reached: directly, or by Session Manager."""
     head_type: str = "t3.medium"
     """Type of the machine for ``head: on-demand``."""
     workers: WorkersSpec = WorkersSpec()
