@@ -20,10 +20,11 @@ from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.dashboard.browser import cell_numbers, has_front_end
 from etrain_jupyter.dashboard.link import link
 from etrain_jupyter.dashboard.widget import Dashboard
+from etrain_jupyter.errors import ConfigError
 from etrain_jupyter.events.tensorboard import require_tensorboard
 from etrain_jupyter.job.held_jobs import attach, hold, jobs, submit_job
 from etrain_jupyter.job.resume import Wish
-from etrain_jupyter.job.run_store import open_runs
+from etrain_jupyter.job.run_store import ROOT_VARIABLE, open_runs
 from etrain_jupyter.job.screen import Screen
 from etrain_jupyter.job.training_job import TrainingJob
 from etrain_jupyter.pools import Pool, get_pool
@@ -121,7 +122,15 @@ def submit(plan: Plan, *, faults: Sequence[Mapping[str, Any]] = ()) -> TrainingJ
     for warning in plan.bundle.warnings:
         print(f"etrain: {warning}")
     open_runs().check_writable()  # before anything is started
-    address = get_pool(plan.config.pool).up()
+    pool = get_pool(plan.config.pool)
+    if pool.is_head_elsewhere and not is_remote(str(open_runs())):
+        raise ConfigError(
+            f"the scheduler of pool {plan.config.pool} has a machine of its own (head: on-demand), "
+            f"which does not see {open_runs()}. Nothing was started",
+            hint=f"set {ROOT_VARIABLE}={pool.shared_place()} and restart the kernel, or begin it "
+            "with that: then jobs lie in the bucket",
+        )
+    address = pool.up()
     return submit_job(plan.config, plan.bundle, address=address, cell=plan.cell, faults=faults)
 
 

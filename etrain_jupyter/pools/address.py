@@ -77,6 +77,8 @@ class AddressPool:
         say: Told, once a process, what a person should know; prints by default.
     """
 
+    is_head_elsewhere = False
+
     def __init__(
         self,
         address: str,

@@ -116,6 +116,9 @@ class Leftovers:
 class Pool(Protocol):
     """Where workers come from: one file and one registry line a kind, one suite for all."""
 
+    is_head_elsewhere: bool
+    """Whether its scheduler sees no folder of this machine: jobs must lie in a bucket."""
+
     def up(self) -> SchedulerAddress:
         """Find the cluster or start it; return once its scheduler answers."""
         ...

@@ -51,6 +51,8 @@ class DetachedPool:
         cluster_id: Bind the object to that cluster, instead of the living one of the pool.
     """
 
+    is_head_elsewhere = False
+
     def __init__(self, *, name: str, prefix: str, cluster_id: str | None = None) -> None:
         self.name = name
         self._prefix = prefix
@@ -161,7 +163,7 @@ class DetachedPool:
                 if address is not None:
                     return address
                 orphan = self.prepare_start(root)
-                return _start_cluster(root, settings, lock_fd, orphan)
+                return start_cluster(root, settings, lock_fd, orphan)
         except TimeoutError as exc:
             raise PoolError(
                 f"{exc} for {START_S:g} s: another kernel is starting a cluster and does not get "
@@ -196,7 +198,7 @@ def _answers(cluster: ClusterDir, record: ClusterRecord) -> bool:
         return False
 
 
-def _start_cluster(
+def start_cluster(
     root: Path, settings: LocalSettings, lock_fd: int, orphan: ClusterDir | None
 ) -> SchedulerAddress:
     """Start a head and wait until it serves; remove everything if it does not.

@@ -194,9 +194,11 @@ class Head:
         Kernels and workers find a new address by themselves, but sooner an old one.
         """
         record = self._cluster.record()
-        if record is None:
+        port = self._settings.port
+        if record is not None:
+            port = int(record.address.rpartition(":")[2])
+        if not port:
             return 0
-        port = int(record.address.rpartition(":")[2])
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:

@@ -1,4 +1,4 @@
-"""The rig as a fixture: one zygote for the session, a cluster for each test."""
+"""The rig as a fixture: one zygote for the session, a cluster for each test; and spot clusters."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from etrain_jupyter.testing.fakeaws import FakeAws
 from tests.chaos.forks import Zygote
 from tests.chaos.rig import Rig, make_rig
+from tests.chaos.spot import Spot, open_cloud, open_spot
 
 MEMORY = Path("/dev/shm")
 
@@ -52,3 +54,21 @@ async def rig(zygote: Zygote, folder: Path, limits: None) -> AsyncIterator[Rig]:
     """Give a cluster of up to four workers."""
     async with make_rig(zygote, folder) as made:
         yield made
+
+
+@pytest.fixture(scope="module")
+def spot_cloud() -> Iterator[FakeAws]:
+    """Give one cloud for a file, where machines have networks of their own if that can be had."""
+    with open_cloud() as cloud:
+        yield cloud
+
+
+@pytest.fixture
+def spot(
+    spot_cloud: FakeAws,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> Iterator[Spot]:
+    """Give a user's folder in that cloud, as new; nothing may be left afterwards."""
+    yield from open_spot(spot_cloud, monkeypatch, tmp_path, request.node.name)

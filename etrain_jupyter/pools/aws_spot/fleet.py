@@ -190,8 +190,8 @@ def _room_usd(rules: Rules, view: View, count: Count) -> float | None:
     if rules.max_hourly is not None:
         rooms.append(rules.max_hourly - rate)
     if rules.max_total is not None:
-        # They must be able to stop in time, too, and a minute is charged in any case.
-        least_s = max(rules.reserve_s, LEAST_S)
+        # A minute is charged in any case, and they must be able to stop in time after it.
+        least_s = LEAST_S + rules.reserve_s
         rooms.append((rules.max_total - view.spent_usd) / (least_s / 3600) - rate)
     return max(0.0, min(rooms)) if rooms else None
 

@@ -218,9 +218,8 @@ def test_job_whose_checkpoints_other_machines_cannot_read_is_not_begun_anew_ther
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = make()
-    (tmp_path / "pools.yaml").write_text(
-        "spot: {kind: aws-spot, region: us-east-1, bucket: mine}\n"
-    )
+    entry = "spot: {kind: aws-spot, region: us-east-1, bucket: mine}\n"
+    (tmp_path / "pools.yaml").write_text(entry)
     monkeypatch.setenv("ETRAIN_POOLS", str(tmp_path / "pools.yaml"))
 
     with pytest.raises(ConfigError, match="that the machines of pool spot do not see") as caught:

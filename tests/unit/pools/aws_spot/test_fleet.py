@@ -354,6 +354,28 @@ def test_max_total_halts_while_there_is_money_to_stop() -> None:
     assert len(idle.releases) == 2
 
 
+@pytest.mark.parametrize("max_total", [0.01, 0.015, 0.018, 0.03])
+def test_machine_whose_first_minute_would_halt_the_cluster_is_not_launched(
+    max_total: float,
+) -> None:
+    rules = dataclasses.replace(RULES, max_total=max_total, reserve_s=120.0)
+
+    asked = look(rules=rules, wanted=1)
+
+    # What is owed as soon as it is there: a minute, at the dearest price that may be taken.
+    usd = 0.40 + rules.disk_usd
+    listed = look(
+        after(asked, granted(asked.launches[0], "i-0")) if asked.launches else asked.memory,
+        rules=rules,
+        wanted=1,
+        machines=machines(1, is_ready=False) if asked.launches else (),
+        spent_usd=usd / 60 if asked.launches else 0.0,
+        rate_usd=usd if asked.launches else 0.0,
+    )
+    assert bool(asked.launches) == (max_total > 0.025)
+    assert listed.memory.halted == ""
+
+
 def test_nodes_that_never_say_hello_are_ended_and_halt_the_launches() -> None:
     mute = machines(2, is_ready=False)
     decision = look(machines=mute, now=T + 901)
