@@ -38,6 +38,8 @@ from etrain_jupyter.pools.state_dir import (
 
 START_S = 60.0
 """How long a start may take. Usual is 1 s, but a machine's first import of everything is slow."""
+OWN_WORDS = f"{PoolError.__name__}: "
+"""Before what a head says in words of ours, which need no log beside them."""
 
 
 class DetachedPool:
@@ -284,10 +286,12 @@ def _await_ready(cluster: ClusterDir, pipe: IO[bytes]) -> None:
         chunk = pipe.read(4096)
         heard += chunk or b"it died\n"
     if heard != READY:
+        words = heard.decode(errors="replace").strip()
+        if words.startswith(OWN_WORDS):
+            raise PoolError(f"the cluster did not start: {words.removeprefix(OWN_WORDS)}")
         raise PoolError(
-            f"the cluster did not start: {heard.decode(errors='replace').strip()}. Nothing is left "
-            "of it here. `%etrain doctor` checks the installation; the end of its log:\n"
-            f"{cluster.log_tail()}"
+            f"the cluster did not start: {words}. Nothing is left of it here. `%etrain doctor` "
+            f"checks the installation; the end of its log:\n{cluster.log_tail()}"
         )
 
 
