@@ -5,6 +5,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+NOTEBOOK ?= 01_quickstart
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.etrain-installed
 FRONT_END := $(wildcard labextension/src/* labextension/style/* labextension/schema/* \
@@ -31,8 +32,8 @@ $(INSTALLED): pyproject.toml hatch_build.py constraints.txt $(FRONT_END)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
 	@touch $@
 
-demo: $(INSTALLED) ## Run the quickstart notebook without a browser and print what it found
-	$(BIN)/python notebooks/run.py notebooks/01_quickstart.ipynb --output .demo
+demo: $(INSTALLED) ## Run the quickstart notebook without a browser (NOTEBOOK=04_spot_cluster: a simulated EC2)
+	$(BIN)/python notebooks/run.py notebooks/$(NOTEBOOK).ipynb --output .demo
 
 lab: $(INSTALLED) ## Open JupyterLab on the notebooks (ARGS="--no-browser --port 8890" and the like)
 	$(BIN)/python -m jupyterlab --ServerApp.root_dir=notebooks $(ARGS)

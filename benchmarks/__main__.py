@@ -18,6 +18,7 @@ from benchmarks import (
     recovery,
     report,
     reproducible,
+    spot,
     steady,
     stream,
 )
@@ -32,6 +33,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "checkpoint": checkpoint,
     "stream": stream,
     "dashboard": dashboard,
+    "spot": spot,
 }
 
 

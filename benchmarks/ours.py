@@ -18,7 +18,7 @@ import etrain_jupyter
 from benchmarks.workloads import GLOBAL_BATCH_SIZE, LEARNING_RATE, MOMENTUM
 from etrain_jupyter import TrainingJob
 from etrain_jupyter.events.types import TERMINAL_STATUSES, StepCompleted
-from etrain_jupyter.pools import registry
+from etrain_jupyter.pools import clusters
 
 ROOT = Path(__file__).parents[1]
 NAME = "etrain-jupyter"
@@ -49,7 +49,7 @@ def cluster() -> Iterator[None]:
     try:
         yield
     finally:
-        registry.down()
+        clusters.down()
 
 
 def submit(

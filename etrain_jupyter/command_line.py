@@ -299,7 +299,8 @@ def add_export(parser: argparse.ArgumentParser) -> None:
 
 def add_cluster(parser: argparse.ArgumentParser) -> None:
     """Which cluster."""
-    parser.add_argument("cluster", nargs="?", help="a cluster's id; by default every one of yours")
+    text = "a cluster's id, or a pool for all of that one's; by default every one of yours"
+    parser.add_argument("cluster", nargs="?", help=text)
 
 
 def add_all(parser: argparse.ArgumentParser) -> None:

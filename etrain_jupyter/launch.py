@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,15 +20,17 @@ from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.dashboard.browser import cell_numbers, has_front_end
 from etrain_jupyter.dashboard.link import link
 from etrain_jupyter.dashboard.widget import Dashboard
+from etrain_jupyter.errors import ConfigError
 from etrain_jupyter.events.tensorboard import require_tensorboard
 from etrain_jupyter.job.held_jobs import attach, hold, jobs, submit_job
 from etrain_jupyter.job.resume import Wish
-from etrain_jupyter.job.run_store import open_runs
+from etrain_jupyter.job.run_store import ROOT_VARIABLE, open_runs
 from etrain_jupyter.job.screen import Screen
 from etrain_jupyter.job.training_job import TrainingJob
-from etrain_jupyter.pools import get_pool
+from etrain_jupyter.pools import Pool, get_pool
 from etrain_jupyter.pools.catalog import advice_on
 from etrain_jupyter.pools.registry import pool_names
+from etrain_jupyter.runs.place import is_remote
 from etrain_jupyter.surroundings import look_around
 
 __all__ = [
@@ -59,24 +62,44 @@ def plan_job(parsed: ParsedJob, notebook: Mapping[str, Any], *, cell: str = "") 
     """Check what a job names, and capture it by value."""
     if parsed.config.log.tensorboard:
         require_tensorboard()
-    check_pool(parsed)
+    pool = check_pool(parsed)
+    parsed = dataclasses.replace(parsed, config=with_shared_checkpoints(parsed.config, pool))
     names = parsed.namespace(notebook)
     check_references(parsed.config, names, source=parsed.source)
     bundle = capture_bundle(parsed.config.references(), names, cell_numbers=cell_numbers())
     return Plan(config=parsed.config, bundle=bundle, cell=cell)
 
 
-def check_pool(parsed: ParsedJob) -> None:
-    """Refuse a pool that there is not, or whose entry in ``pools.yaml`` is wrong.
+def check_pool(parsed: ParsedJob) -> Pool:
+    """Return the pool that a cell names; nothing is started yet.
 
     Raises:
-        ConfigError: With its place in the cell or in the file.
+        ConfigError: If there is none, or its entry in ``pools.yaml`` is wrong, with the place.
     """
     name, known = parsed.config.pool, pool_names()
     if name not in known and "://" not in name:
         message = f"there is no pool '{name}'; known are {', '.join(known)}"
         raise parsed.source.error(("pool",), message, hint=advice_on(name, known))
-    get_pool(name)
+    return get_pool(name)
+
+
+def with_shared_checkpoints(config: TrainConfig, pool: Pool) -> TrainConfig:
+    """Let checkpoints go where all workers reach them, unless the cell says where.
+
+    The run folder is this machine's, or in a bucket; machines elsewhere see the latter only.
+    """
+    place = pool.shared_place()
+    if not place or is_remote(str(open_runs())):
+        return config
+    if config.checkpoint.to is None:
+        checkpoint = config.checkpoint.model_copy(update={"to": place})
+        return config.model_copy(update={"checkpoint": checkpoint})
+    if "://" not in config.checkpoint.to:
+        print(
+            f"etrain: checkpoint.to is the folder {config.checkpoint.to}: all machines of pool "
+            f"{config.pool} must share that disk. Without the key they go to {place}."
+        )
+    return config
 
 
 def plan_cell(body: str, notebook: Mapping[str, Any], flags: Mapping[str, Any], line: str) -> Plan:
@@ -99,7 +122,15 @@ def submit(plan: Plan, *, faults: Sequence[Mapping[str, Any]] = ()) -> TrainingJ
     for warning in plan.bundle.warnings:
         print(f"etrain: {warning}")
     open_runs().check_writable()  # before anything is started
-    address = get_pool(plan.config.pool).up()
+    pool = get_pool(plan.config.pool)
+    if pool.is_head_elsewhere and not is_remote(str(open_runs())):
+        raise ConfigError(
+            f"the scheduler of pool {plan.config.pool} has a machine of its own (head: on-demand), "
+            f"which does not see {open_runs()}. Nothing was started",
+            hint=f"set {ROOT_VARIABLE}={pool.shared_place()} and restart the kernel, or begin it "
+            "with that: then jobs lie in the bucket",
+        )
+    address = pool.up()
     return submit_job(plan.config, plan.bundle, address=address, cell=plan.cell, faults=faults)
 
 

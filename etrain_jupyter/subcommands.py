@@ -348,7 +348,8 @@ def _template(surface: Surface, args: argparse.Namespace) -> str:
 
 
 def _doctor(surface: Surface, args: argparse.Namespace) -> str:
-    return "\n".join(map(str, examine(surface.store)))
+    found = examine(surface.store, with_ec2=args.all, region=args.region)
+    return "\n".join(map(str, found))
 
 
 def _cost(surface: Surface, args: argparse.Namespace) -> str:
@@ -528,5 +529,11 @@ SUBCOMMANDS: tuple[Subcommand, ...] = (
         run=_reap,
         arguments=(add_reap,),
     ),
-    Subcommand(name="doctor", summary="what is wrong here, and how to mend it", run=_doctor),
+    Subcommand(
+        name="doctor",
+        summary="what is wrong here, and how to mend it",
+        example="doctor --all",
+        run=_doctor,
+        arguments=(add_all,),
+    ),
 )

@@ -20,8 +20,12 @@ from typing import Any
 import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+from nbformat.v4 import new_code_cell
 
-from etrain_jupyter.pools import registry
+from etrain_jupyter.errors import EtrainError
+from etrain_jupyter.pools import clusters
+
+DOWN = "from etrain_jupyter.pools import clusters\nclusters.down()"
 
 
 def main() -> int:
@@ -53,14 +57,40 @@ def run(source: Path, output: Path, timeout_s: int) -> int:
     begin = time.monotonic()
     try:
         with client.setup_kernel():
-            failure = run_cells(client)
+            try:
+                failure = run_cells(client)
+            finally:
+                # Also after a cell that failed: only the kernel knows a cloud of its own.
+                end_from_kernel(client)
     finally:
-        # Nothing stays behind, also after a cell that failed or an interrupt.
-        registry.down()
+        # Nothing stays behind, also after a kernel that died or an interrupt.
+        left = end_clusters()
         nbformat.write(notebook, executed)  # type: ignore[no-untyped-call]
+    failure = failure or left
     verdict = f"FAILED: {failure}" if failure else "Every cell ran and every check held"
     print(f"\n{verdict} ({time.monotonic() - begin:.0f} s).\nExecuted notebook: {executed}")
     return 1 if failure else 0
+
+
+def end_from_kernel(client: NotebookClient) -> None:
+    """End what the notebook has started, in a cell that is not kept."""
+    cells = client.nb.cells
+    cells.append(new_code_cell(DOWN))  # type: ignore[no-untyped-call]
+    try:
+        client.execute_cell(cells[-1], len(cells) - 1)
+    except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
+        print(f"\nThe clusters could not be ended from the notebook: {error}")
+    finally:
+        cells.pop()
+
+
+def end_clusters() -> str:
+    """End what the notebook has started; return what could not be ended, or an empty string."""
+    try:
+        clusters.down()
+    except EtrainError as exc:
+        return str(exc)
+    return ""
 
 
 def run_cells(client: NotebookClient) -> str:

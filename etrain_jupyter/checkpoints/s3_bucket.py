@@ -40,6 +40,7 @@ MOST_CHUNKS = 10_000
 """Of one multipart upload, which is S3's own limit."""
 
 _MISSING = frozenset({"404", "NoSuchKey", "NoSuchUpload", "NotFound"})
+_DENIED = frozenset({"403", "AccessDenied"})
 _TAKEN = frozenset({"412", "PreconditionFailed"})
 _TRANSIENT = frozenset(
     {
@@ -144,7 +145,12 @@ class Bucket:
 
     def head(self, key: str, what: str) -> dict[str, Any] | None:
         """Return what S3 knows of an object; None if it is not there."""
-        return self._if_there(what, "head_object", Key=key, ChecksumMode="ENABLED")
+        try:
+            return self._if_there(what, "head_object", Key=key, ChecksumMode="ENABLED")
+        except CheckpointError as exc:
+            if self._is_absent(key, what, exc):
+                return None
+            raise
 
     def get(self, key: str, what: str) -> bytes | None:
         """Return a small object; None if it is not there."""
@@ -158,6 +164,10 @@ class Bucket:
             return self._attempt(what, fetch)
         except _NotThereError:
             return None
+        except CheckpointError as exc:
+            if self._is_absent(key, what, exc):
+                return None
+            raise
 
     def put_if_absent(self, key: str, data: bytes, what: str, *, token: str = "") -> bool:
         """Store an object whose key is free; return False if it is not.
@@ -391,6 +401,23 @@ class Bucket:
             return self._attempt(what, lambda: self._request(operation, **arguments))
         except _NotThereError:
             return None
+
+    def _is_absent(self, key: str, what: str, exc: CheckpointError) -> bool:
+        """Tell whether access was denied only because there is no such object.
+
+        S3 says so to a role that may not list the whole bucket, which none of ours needs to.
+        """
+        if exc.__cause__ is None or code_of(exc.__cause__) not in _DENIED:
+            return False
+        try:
+            pages = self._pages(what, "list_objects_v2", self._full(key))
+            return all(
+                item["Key"] != self._full(key)
+                for page in pages
+                for item in page.get("Contents", ())
+            )
+        except CheckpointError:
+            return False
 
     def _attempt(self, what: str, act: Callable[[], T]) -> T:
         """Do something, again if that may help, until the bounds are reached."""

@@ -110,6 +110,7 @@ class Coordinator(SchedulerPlugin):
                 logger.exception("job %s could not be taken over", order.job_id)
                 continue
             job.before_end = self._money.tell_last
+            job.describe_worker = self._machine_of
             self._jobs[order.job_id] = job
         recalled = [job for job in self._active() if job.recalled is not None]
         self._returning = Returning(died_at, recalled) if recalled else None
@@ -189,7 +190,8 @@ class Coordinator(SchedulerPlugin):
         if self._halted:
             return
         self._halted = why
-        self.warn(f"{why}. The job saves a checkpoint and stops; %etrain resume goes on from it")
+        what = "The job saves a checkpoint and stops; %etrain resume goes on from it"
+        self.warn(f"{why.rstrip('.')}. {what}.")
         for job in self._active():
             job.handle(s.StopAsked(now=False))
         self._after_change()
@@ -399,6 +401,7 @@ class Coordinator(SchedulerPlugin):
             self._records.remove(order.job_id)
             raise
         hosted.before_end = self._money.tell_last
+        hosted.describe_worker = self._machine_of
         self._jobs[order.job_id] = hosted
         self._allocate()
         return {"job_id": order.job_id}
@@ -424,12 +427,27 @@ class Coordinator(SchedulerPlugin):
         if loop.time() >= self._told_at.get(job_id, -math.inf) + COALESCE_S:
             self._told_at[job_id] = loop.time()
 
+    def _machine_of(self, worker: str) -> dict[str, Any]:
+        """Return what is known of a worker's machine, as ``WorkerJoined`` has it."""
+        facts = self._workers.get(worker)
+        node: dict[str, Any] = next((n for n in self._nodes.nodes() if n["worker"] == worker), {})
+        machine: dict[str, Any] = {"device": facts.device} if facts else {}
+        if node.get("zone"):
+            machine |= {
+                "machine": node["type"],
+                "zone": node["zone"],
+                "lifecycle": node["lifecycle"],
+                "usd_per_h": node["price_usd_per_h"],
+            }
+        return machine
+
     async def _workers_of(self, job_id: str) -> dict[str, Any]:
         records = self._job(job_id).members()
         for record in records:
             facts = self._workers.get(record["worker"])
             record["address"] = facts.address if facts else ""
             record["pid"] = facts.pid if facts else 0
+            record |= self._machine_of(record["worker"]) | {"device": record["device"]}
         return {"workers": records}
 
     async def _describe(self) -> dict[str, Any]:

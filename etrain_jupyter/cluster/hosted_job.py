@@ -80,6 +80,8 @@ class HostedJob:
     """What ``checkpoint.every: auto`` follows from."""
     cost_before: JobCost = field(default_factory=JobCost, init=False)
     """What a job had cost that was resumed, or whose scheduler died."""
+    describe_worker: Callable[[str], dict[str, Any]] = field(default=lambda worker: {}, init=False)
+    """Returns what is known of a worker's machine, as ``WorkerJoined`` has it."""
     before_end: Callable[[HostedJob], None] = field(default=lambda job: None, init=False)
     """Called before the log is told of its end: nothing can follow that."""
 
@@ -282,7 +284,8 @@ class HostedJob:
     def _start(self, command: c.StartTrainer) -> None:
         self.trainers[command.trainer] = TrainerFacts(command.worker, time.time())
         order = self.order
-        self.log(events.WorkerJoined, worker=command.worker)
+        facts = self.describe_worker(command.worker)
+        self.log(events.WorkerJoined, worker=command.worker, **facts)
         self.tell(
             command.worker,
             {

@@ -154,13 +154,21 @@ def _worker_row(worker: Mapping[str, Any]) -> str:
         rank,
         worker["worker"],
         state,
-        worker["device"],
+        _machine_of(worker),
         f"{split['samples_per_s']:,.0f}" if split else "",
         _shares(split) if split else "",
         worker["waits_for"],
         f"{worker['steps']:,}",
     )
     return "<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in cells) + "</tr>"
+
+
+def _machine_of(worker: Mapping[str, Any]) -> str:
+    """Return type, price and zone of a machine where the pool knows them, else the device."""
+    if not worker["machine"]:
+        return str(worker["device"])
+    price = "" if worker["usd_per_h"] is None else f" ${worker['usd_per_h']:.2f}/h"
+    return f"{worker['machine']}{price} {worker['zone']}"
 
 
 def _shares(split: Mapping[str, Any]) -> str:

@@ -20,6 +20,12 @@ class WorkerRow:
     worker: str
     device: str = ""
     address: str = ""
+    machine: str = ""
+    """Type of its machine, and where and how it was had; empty where the pool knows none."""
+    zone: str = ""
+    lifecycle: str = ""
+    usd_per_h: float | None = None
+    """What it cost an hour when it joined."""
     state: str = "starting"
     """``starting``, ``warm``, ``training``, ``waiting`` (for a pause to end), ``leaving``,
     ``left``, ``lost`` or ``done``.
@@ -45,7 +51,15 @@ class WorkerTable:
     def join(self, event: WorkerJoined) -> None:
         """A worker was given to the job, perhaps not for the first time."""
         before = self._rows.pop(event.worker, None)
-        row = WorkerRow(worker=event.worker, device=event.device, address=event.address)
+        row = WorkerRow(
+            worker=event.worker,
+            device=event.device,
+            address=event.address,
+            machine=event.machine,
+            zone=event.zone,
+            lifecycle=event.lifecycle,
+            usd_per_h=event.usd_per_h,
+        )
         row.steps_before = before.steps_before if before else 0
         row.timing = before.timing if before else None
         self._rows[event.worker] = row
@@ -147,6 +161,10 @@ class WorkerTable:
             "state": row.state,
             "note": row.note,
             "device": row.device,
+            "machine": row.machine,
+            "zone": row.zone,
+            "lifecycle": row.lifecycle,
+            "usd_per_h": row.usd_per_h,
             "trainer_pid": row.trainer_pid,
             "steps": row.steps_before + current,
             "split": split_of(row.timing),

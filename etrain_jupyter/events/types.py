@@ -163,6 +163,13 @@ class WorkerJoined(Event):
     """The worker's name, unique in the cluster's life."""
     address: str = ""
     device: str = "cpu"
+    machine: str = ""
+    """Type of its machine, for example ``g5.xlarge``; empty where the pool knows none."""
+    zone: str = ""
+    lifecycle: str = ""
+    """``spot`` or ``on-demand``; empty where the pool knows no prices."""
+    usd_per_h: float | None = None
+    """Its share of what the machine cost an hour when it joined; None if nobody knows."""
 
 
 @dataclass(frozen=True, kw_only=True)

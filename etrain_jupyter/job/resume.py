@@ -98,7 +98,9 @@ def resume_job(job: TrainingJob, wish: Wish, *, address: SchedulerAddress | None
         if address is None:
             from etrain_jupyter.pools import get_pool
 
-            address = get_pool(coming.config.pool).up()
+            pool = get_pool(coming.config.pool)
+            _check_reach(coming, pool.shared_place())
+            address = pool.up()
         here = replace(coming.record, cluster=address.to_dict(), host=platform.node())
         coming = replace(coming, record=here)
         extra = {} if wish.is_forced or end is None else {"log_end": end}
@@ -106,6 +108,23 @@ def resume_job(job: TrainingJob, wish: Wish, *, address: SchedulerAddress | None
         job.follow_again(coming.record, open_link(address))
     begins = _where_it_begins(coming.record)
     return f"job {job.id} goes on on cluster {address.cluster_id}, {begins}"
+
+
+def _check_reach(coming: _Next, place: str) -> None:
+    """Refuse to go on where the job's checkpoints cannot be read: it would begin anew.
+
+    Args:
+        coming: What goes on.
+        place: What the pool's workers reach; empty if this machine's folders.
+    """
+    record = coming.record
+    if place and not record.place and coming.config.checkpoint.to is None:
+        raise ConfigError(
+            f"the checkpoints of job {record.job_id} are in {record.checkpoints}, a folder of this "
+            f"machine that the machines of pool {record.pool} do not see. Nothing was done",
+            hint=f"resume it on pool local; a job that shall move begins with checkpoint: {{to: "
+            f"{place}}}",
+        )
 
 
 def _check_nobody_trains(job: TrainingJob, wish: Wish) -> None:

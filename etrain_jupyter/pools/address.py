@@ -77,6 +77,8 @@ class AddressPool:
         say: Told, once a process, what a person should know; prints by default.
     """
 
+    is_head_elsewhere = False
+
     def __init__(
         self,
         address: str,
@@ -171,6 +173,10 @@ class AddressPool:
     def release(self, node_id: str, *, drain_s: float) -> None:
         """Ask Dask to retire a worker, after our jobs have left it; nobody replaces it."""
         ask(self._address, "etrain_pool_release", worker=node_id, drain_s=drain_s)
+
+    def shared_place(self) -> str:
+        """Return nothing: its workers see the same folders, which `up` sees to."""
+        return ""
 
     def price(self, max_workers: int) -> str:
         """Return that nobody knows here."""

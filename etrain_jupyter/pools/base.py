@@ -116,6 +116,9 @@ class Leftovers:
 class Pool(Protocol):
     """Where workers come from: one file and one registry line a kind, one suite for all."""
 
+    is_head_elsewhere: bool
+    """Whether its scheduler sees no folder of this machine: jobs must lie in a bucket."""
+
     def up(self) -> SchedulerAddress:
         """Find the cluster or start it; return once its scheduler answers."""
         ...
@@ -130,6 +133,13 @@ class Pool(Protocol):
 
     def release(self, node_id: str, *, drain_s: float) -> None:
         """End a node gently, within ``drain_s`` seconds. Demand brings another one."""
+        ...
+
+    def shared_place(self) -> str:
+        """Return the URL of a place that its workers reach, for checkpoints.
+
+        Empty where they see the folders of this machine.
+        """
         ...
 
     def price(self, max_workers: int) -> str:

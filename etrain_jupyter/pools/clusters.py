@@ -12,7 +12,7 @@ from etrain_jupyter.pools.asking import ask
 from etrain_jupyter.pools.base import Leftovers, Pool
 from etrain_jupyter.pools.catalog import PoolEntry, files, read_catalog
 from etrain_jupyter.pools.local import LocalPool
-from etrain_jupyter.pools.registry import get_pool
+from etrain_jupyter.pools.registry import get_pool, pool_names
 from etrain_jupyter.pools.state_dir import ClusterDir, ClusterRecord, cluster_dirs
 
 if TYPE_CHECKING:
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from etrain_jupyter.pools.aws_spot.spec import AwsSpotSpec
 
 AWS = "aws-spot"
+AWS_DOWN_S = 240.0
+"""Machines take a minute or two to end, and only then lets EC2 their security group go."""
 
 
 def describe_pools() -> str:
@@ -74,12 +76,15 @@ def down(cluster: str | None = None, *, timeout_s: float = 10.0) -> str:
     """End one cluster whose head is here, or all of this user's; say what was done.
 
     Args:
-        cluster: Its id; None for all, with what dead ones left.
+        cluster: Its id, or the name of a pool for all of that one's; on an existing Dask scheduler
+            only what is ours ends. None for all clusters, with what dead ones left.
         timeout_s: For the processes of each; machines of EC2 get two minutes.
 
     Raises:
         PoolError: If there is no cluster of that id, or something is left.
     """
+    if cluster is not None and ("://" in cluster or cluster in pool_names()):
+        return _told({cluster: get_pool(cluster).down(timeout_s=max(AWS_DOWN_S, timeout_s))}, "")
     ids = local.find_remains()
     if cluster is not None and cluster not in ids:
         raise PoolError(
@@ -91,7 +96,7 @@ def down(cluster: str | None = None, *, timeout_s: float = 10.0) -> str:
     for one in ids if cluster is None else [cluster]:
         pool = _pool_of(here[one])
         is_local = isinstance(pool, LocalPool)
-        ends[one] = pool.down(timeout_s=timeout_s if is_local else max(120.0, timeout_s))
+        ends[one] = pool.down(timeout_s=timeout_s if is_local else max(AWS_DOWN_S, timeout_s))
     return _told(ends, "No cluster is up.")
 
 
@@ -134,7 +139,11 @@ def describe_aws(*, region: str | None = None) -> str:
         return "No pool of kind aws-spot is configured; --region NAME looks in a region."
     lines = []
     for spec in specs:
-        found = _find(spec)
+        try:
+            found = _find(spec)
+        except PoolError as exc:
+            lines.append(f"{spec.region}: {exc}")
+            continue
         lines += [_line_of(one) for one in found]
         if not found:
             lines.append(f"{spec.region}: nothing")
@@ -249,12 +258,15 @@ def policies(name: str | None = None) -> str:
         )
     spec = entries[name].read_as(AwsSpotSpec)
     parts = {
-        "For you, or the role of the machine that starts clusters": policy.launcher_policy(spec),
+        "For you, or the role of the machine that starts clusters": policy.launcher_policy(
+            spec, head_role=spec.iam.head_profile if spec.head == "on-demand" else ""
+        ),
         f"For the role of instance profile {spec.iam.instance_profile}": policy.node_policy(spec),
         "Who may take that role (its trust policy)": policy.trust_policy(),
     }
     if spec.head == "on-demand":
-        parts["For the role of an on-demand head"] = policy.head_policy(spec)
+        title = f"For the role of instance profile {spec.iam.head_profile}, an on-demand head's"
+        parts[title] = policy.head_policy(spec)
     return "\n\n".join(f"# {title}\n{json.dumps(part, indent=2)}" for title, part in parts.items())
 
 

@@ -38,6 +38,8 @@ from etrain_jupyter.pools.state_dir import (
 
 START_S = 60.0
 """How long a start may take. Usual is 1 s, but a machine's first import of everything is slow."""
+OWN_WORDS = f"{PoolError.__name__}: "
+"""Before what a head says in words of ours, which need no log beside them."""
 
 
 class DetachedPool:
@@ -48,6 +50,8 @@ class DetachedPool:
         prefix: What the ids of its clusters begin with.
         cluster_id: Bind the object to that cluster, instead of the living one of the pool.
     """
+
+    is_head_elsewhere = False
 
     def __init__(self, *, name: str, prefix: str, cluster_id: str | None = None) -> None:
         self.name = name
@@ -159,7 +163,7 @@ class DetachedPool:
                 if address is not None:
                     return address
                 orphan = self.prepare_start(root)
-                return _start_cluster(root, settings, lock_fd, orphan)
+                return start_cluster(root, settings, lock_fd, orphan)
         except TimeoutError as exc:
             raise PoolError(
                 f"{exc} for {START_S:g} s: another kernel is starting a cluster and does not get "
@@ -194,7 +198,7 @@ def _answers(cluster: ClusterDir, record: ClusterRecord) -> bool:
         return False
 
 
-def _start_cluster(
+def start_cluster(
     root: Path, settings: LocalSettings, lock_fd: int, orphan: ClusterDir | None
 ) -> SchedulerAddress:
     """Start a head and wait until it serves; remove everything if it does not.
@@ -282,10 +286,12 @@ def _await_ready(cluster: ClusterDir, pipe: IO[bytes]) -> None:
         chunk = pipe.read(4096)
         heard += chunk or b"it died\n"
     if heard != READY:
+        words = heard.decode(errors="replace").strip()
+        if words.startswith(OWN_WORDS):
+            raise PoolError(f"the cluster did not start: {words.removeprefix(OWN_WORDS)}")
         raise PoolError(
-            f"the cluster did not start: {heard.decode(errors='replace').strip()}. Nothing is left "
-            "of it here. `%etrain doctor` checks the installation; the end of its log:\n"
-            f"{cluster.log_tail()}"
+            f"the cluster did not start: {words}. Nothing is left of it here. `%etrain doctor` "
+            f"checks the installation; the end of its log:\n{cluster.log_tail()}"
         )
 
 

@@ -39,6 +39,10 @@ class LocalPool(DetachedPool):
         """Remove what dead clusters left: their workers have ended with their keepers."""
         remove_stale(root)
 
+    def shared_place(self) -> str:
+        """Return nothing: its workers see this machine's folders."""
+        return ""
+
     def price(self, max_workers: int) -> str:
         """Return that there is none."""
         return "nothing, this is your own machine"

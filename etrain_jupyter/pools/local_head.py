@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from etrain_jupyter.errors import PoolError
 from etrain_jupyter.pools.head_nodes import HeadFacts, HeadNodes
 from etrain_jupyter.pools.lifeline import die_with_parent
 from etrain_jupyter.pools.load import Load, write_load
@@ -193,9 +194,11 @@ class Head:
         Kernels and workers find a new address by themselves, but sooner an old one.
         """
         record = self._cluster.record()
-        if record is None:
+        port = self._settings.port
+        if record is not None:
+            port = int(record.address.rpartition(":")[2])
+        if not port:
             return 0
-        port = int(record.address.rpartition(":")[2])
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -275,8 +278,13 @@ def tell_launcher(ready_fd: int, words: bytes) -> None:
 
 
 def root_of(error: BaseException) -> str:
-    """Return the first cause of an error in one line: Dask wraps what a plugin raises."""
+    """Return the first cause of an error in one line: Dask wraps what a plugin raises.
+
+    An error of ours says already what caused it, and what to do.
+    """
     while (cause := error.__cause__ or error.__context__) is not None:
+        if isinstance(error, PoolError):
+            break
         error = cause
     return f"{type(error).__name__}: {error}".replace("\n", " ")
 

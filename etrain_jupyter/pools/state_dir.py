@@ -78,6 +78,8 @@ class LocalSettings:
     """What the cluster's id begins with; by default that of this environment's local pool."""
     host: str = "127.0.0.1"
     """Where its scheduler listens."""
+    port: int = 0
+    """At which port, if that is free; 0 for any."""
     nodes: str = "etrain_jupyter.pools.local_head_nodes:LocalHeadNodes"
     """What starts and ends its workers, made by the head: see ``head_nodes``."""
     spec: dict[str, Any] = field(default_factory=dict)
@@ -185,7 +187,13 @@ class ClusterDir:
     @classmethod
     def create(cls, root: Path, settings: LocalSettings) -> ClusterDir:
         """Make the folder of a new cluster."""
-        new = cls(root / f"{settings.prefix or local_prefix()}-{secrets.token_hex(3)}")
+        name = f"{settings.prefix or local_prefix()}-{secrets.token_hex(3)}"
+        return cls.make(root / name, settings)
+
+    @classmethod
+    def make(cls, path: Path, settings: LocalSettings) -> ClusterDir:
+        """Make the folder of a cluster that has an id."""
+        new = cls(path)
         new.path.mkdir(mode=0o700)
         new.log("head").parent.mkdir(mode=0o700)
         new.scratch.mkdir(mode=0o700)

@@ -9,6 +9,10 @@ export interface IWorker {
   state: string;
   note: string;
   device: string;
+  machine: string;
+  zone: string;
+  lifecycle: string;
+  usd_per_h: number | null;
   trainer_pid: number | null;
   steps: number;
   waits_for: string;
@@ -119,6 +123,10 @@ function asWorker(w: Raw): IWorker {
     state: text(w.state),
     note: text(w.note),
     device: text(w.device),
+    machine: text(w.machine),
+    zone: text(w.zone),
+    lifecycle: text(w.lifecycle),
+    usd_per_h: finiteOrNull(w.usd_per_h),
     trainer_pid: finiteOrNull(w.trainer_pid),
     steps: finite(w.steps),
     waits_for: text(w.waits_for),

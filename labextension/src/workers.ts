@@ -47,6 +47,7 @@ export class Workers {
 
   draw(snapshot: ISnapshot, whyNoPreemption: string): void {
     const { workers } = snapshot;
+    this.element.classList.toggle('etrain-with-machines', workers.some(worker => worker.machine));
     reconcile(
       this.body,
       workers.slice(0, MAX_ROWS),
@@ -116,7 +117,7 @@ function fill(row: HTMLElement, worker: IWorker, whyNoPreemption: string): void 
     0: worker.rank === null ? '' : String(worker.rank),
     1: worker.worker,
     2: state,
-    3: worker.device,
+    3: machineOf(worker),
     4: worker.split && isStepping ? format.count(worker.split.samples_per_s) : format.NONE,
     6: worker.waits_for || (isThere ? format.NONE : ''),
     7: format.count(worker.steps)
@@ -129,12 +130,22 @@ function fill(row: HTMLElement, worker: IWorker, whyNoPreemption: string): void 
   if (worker.trainer_pid !== null) {
     (row.children[1] as HTMLElement).title = `${worker.worker} on ${worker.device}, process ${worker.trainer_pid}`;
   }
+  if (worker.machine) {
+    const price = worker.usd_per_h === null ? '' : `, ${format.money(worker.usd_per_h)} an hour when it joined`;
+    (row.children[3] as HTMLElement).title = `${worker.device} of ${worker.machine} in ${worker.zone}, ${worker.lifecycle}${price}`;
+  }
   fillSplit(row.children[5].firstElementChild as HTMLElement, worker, isThere);
   const button = row.children[8].firstElementChild as HTMLElement;
   button.hidden = worker.state !== 'training';
   button.setAttribute('aria-disabled', String(!!whyNoPreemption));
   button.setAttribute('aria-label', `Preempt ${worker.worker}`);
   button.title = whyNoPreemption || `Take ${worker.worker} away with a notice`;
+}
+
+/** The type and the price of the worker's machine where its pool knows them, else its device. */
+function machineOf(worker: IWorker): string {
+  const price = worker.usd_per_h === null ? '' : ` ${format.money(worker.usd_per_h)}/h`;
+  return worker.machine ? `${worker.machine}${price}` : worker.device;
 }
 
 function fillSplit(bar: HTMLElement, worker: IWorker, isThere: boolean): void {

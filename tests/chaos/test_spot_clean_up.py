@@ -231,7 +231,7 @@ def test_head_and_kernel_killed_while_launching_leave_what_the_next_up_adopts(
     spot.check_money()
 
 
-@pytest.mark.parametrize("stage", stages("before the template", "nodes boot"))
+@pytest.mark.parametrize("stage", stages("before the template"))
 def test_head_and_kernel_killed_while_launching_leave_nothing_that_reap_does_not_find(
     spot: Spot, stage: str, tmp_path: Path
 ) -> None:

@@ -115,3 +115,52 @@ def test_namespaces_that_cannot_be_had_are_refused_or_done_without(
     with pytest.raises(RuntimeError, match=r"needs a wizard\. Use mode='loopback'"):
         networks.make_network("namespaces")
     assert networks.make_network("auto").mode == "loopback"
+
+
+def test_heads_end_too_when_a_kernel_is_killed_with_its_group() -> None:
+    """Jupyter interrupts and kills the group of a kernel that it started."""
+    kernel = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, "loopback"],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert kernel.stdout is not None
+    pid, _, folder, url = kernel.stdout.readline().split()
+    marks = {"ETRAIN_CLUSTER_ID": "aws-1-a", "AWS_ENDPOINT_URL": url}
+    head = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(1000)"],
+        env=os.environ | marks,
+        start_new_session=True,
+    )
+    try:
+        os.killpg(kernel.pid, signal.SIGINT)
+        os.killpg(kernel.pid, signal.SIGKILL)
+
+        assert head.wait(20) == -signal.SIGKILL
+        _wait(lambda: not Path(folder).exists())
+        _wait(lambda: not psutil.pid_exists(int(pid)) or _is_zombie(int(pid)))
+    finally:
+        kernel.stdout.close()
+        kernel.wait()
+        head.kill()
+        head.wait()
+
+
+def test_heads_that_live_on_a_cloud_end_with_it_and_others_do_not() -> None:
+    sleeper = [sys.executable, "-c", "import time; time.sleep(1000)"]
+    with FakeAws("loopback") as cloud:
+        marks = {"ETRAIN_CLUSTER_ID": "aws-1-a", "AWS_ENDPOINT_URL": cloud.url}
+        others = [
+            os.environ | {**marks, "AWS_ENDPOINT_URL": cloud.url + "1"},
+            os.environ | {"AWS_ENDPOINT_URL": cloud.url},  # a notebook
+        ]
+        head = subprocess.Popen(sleeper, env=os.environ | marks)
+        beside = [subprocess.Popen(sleeper, env=environment) for environment in others]
+    try:
+        assert head.wait(20) == -signal.SIGKILL
+        assert [process.poll() for process in beside] == [None, None]
+    finally:
+        for process in (head, *beside):
+            process.kill()
+            process.wait()

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-NEEDED = ("nbclient", "ipykernel", "sklearn", "pandas")
+NEEDED = ("nbclient", "ipykernel", "sklearn", "pandas", "boto3", "moto", "flask", "flask_cors")
 LIMIT_S = 600
 
 

@@ -325,7 +325,14 @@ class Agent:
         return is_spot and self._config.first_hour == "wait-for-ec2" and age_s < FIRST_HOUR_S
 
 
-AGENTS: dict[str, Callable[[str, Path], Agent]] = {"node": Agent}
+def make_head(url: str, folder: Path) -> Agent:
+    """Return the agent of a head; a node need not load what that has."""
+    from etrain_jupyter.pools.aws_spot.head_agent import HeadAgent
+
+    return HeadAgent(url, folder)
+
+
+AGENTS: dict[str, Callable[[str, Path], Agent]] = {"node": Agent, "head": make_head}
 """What a machine may be, by ``ETRAIN_ROLE``."""
 
 

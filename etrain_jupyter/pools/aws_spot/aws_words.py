@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from typing import Literal
 
-from botocore.exceptions import BotoCoreError, ClientError
+from botocore.exceptions import (
+    BotoCoreError,
+    ClientError,
+    EndpointConnectionError,
+    ProfileNotFound,
+)
 
-from etrain_jupyter.checkpoints.s3_words import code_of, is_of_credentials, words_of
+from etrain_jupyter.checkpoints.s3_words import code_of, is_of_credentials, place_of, words_of
 from etrain_jupyter.errors import PoolError
 
 Kind = Literal["capacity", "quota", "unsupported", "transient", "credentials", "fatal"]
@@ -128,6 +133,17 @@ def words_of_error(exc: BaseException) -> str:
     if isinstance(exc, ClientError):
         message = str(exc.response.get("Error", {}).get("Message", ""))
         return words_of_code(code_of(exc), message)
+    if isinstance(exc, ProfileNotFound):
+        return (
+            f"there is no profile {exc.kwargs.get('profile', '')!r} in ~/.aws on this machine. Add "
+            "it, or correct profile in pools.yaml or AWS_PROFILE (ProfileNotFound)"
+        )
+    if isinstance(exc, EndpointConnectionError):
+        return (
+            f"{place_of(exc.kwargs.get('endpoint_url', ''))} cannot be reached. Look at the "
+            "network, at region and endpoint_url in pools.yaml, and at AWS_ENDPOINT_URL "
+            "(EndpointConnectionError)"
+        )
     return words_of(exc, setting="bucket")
 
 

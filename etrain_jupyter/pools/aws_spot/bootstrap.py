@@ -30,6 +30,8 @@ AGENT = "etrain_jupyter.pools.aws_spot.agent"
 MOST_USER_DATA = 16_384
 """Bytes that EC2 takes; ours has a few hundred, and what ``image.setup`` adds."""
 NODE_TLS = ("ca.pem", "worker.pem", "worker.key")
+SETTINGS = "settings.json"
+"""Of a cluster whose head has a machine of its own: how it shall behave."""
 HEAD_TLS = ("ca.pem", "scheduler.pem", "scheduler.key", "client.pem", "client.key")
 
 
@@ -202,7 +204,9 @@ def template_data(
         "ImageId": ami,
         "UserData": base64.b64encode(script).decode(),
         "InstanceInitiatedShutdownBehavior": "terminate",
-        "IamInstanceProfile": {"Name": spec.iam.instance_profile},
+        "IamInstanceProfile": {
+            "Name": spec.iam.head_profile if role == "head" else spec.iam.instance_profile
+        },
         # A session's token, and not one hop further: containers and redirected requests get none.
         "MetadataOptions": {
             "HttpTokens": "required",

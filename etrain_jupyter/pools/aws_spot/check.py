@@ -27,7 +27,8 @@ def check_account(clients: Clients, spec: AwsSpotSpec) -> None:
     except (ClientError, BotoCoreError) as exc:
         raise pool_error(f"EC2 in {spec.region} cannot be used", exc, NOTHING) from exc
     try:
-        clients.bucket.head("clusters/none", "looking at the bucket")
+        # A list: what looks for one object is answered the same whether or not there is a bucket.
+        clients.bucket.keys("clusters/none", "looking at the bucket")
     except CheckpointError as exc:
         raise PoolError(
             f"the bucket {spec.bucket} cannot be used: {exc}. {NOTHING} Name another one in "

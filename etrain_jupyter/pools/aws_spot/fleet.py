@@ -146,6 +146,8 @@ def _launch(
         if num_fit < num_nodes:
             warnings.append(_no_money(rules, view, num_nodes, num_fit))
         if num_fit:
+            if (lifecycle, num_base <= 0) == ("on-demand", True):
+                warnings.append(_full_price(rules, fit[0].type, num_fit, short_s))
             request = LaunchRequest(
                 token=f"{rules.cluster_id}-{memory.life}-{memory.seq + 1}",
                 lifecycle=lifecycle,
@@ -155,8 +157,7 @@ def _launch(
             )
             return memory, request
         return memory, None
-    if short_s >= rules.on_demand_after_s:
-        warnings.append(_no_capacity(memory, rules, view, missing, short_s))
+    warnings.append(_no_capacity(memory, rules, view, missing, short_s))
     return memory, None
 
 
@@ -225,16 +226,33 @@ def _no_money(rules: Rules, view: View, num_nodes: int, num_fit: int) -> str:
 
 
 def _no_capacity(memory: Memory, rules: Rules, view: View, missing: int, short_s: float) -> str:
-    pools = len(view.offers)
     workers = "1 worker" if missing == 1 else f"{missing} workers"
-    until = [one.until for one in memory.back_offs.values() if one.until > view.now]
-    again = f"The next attempt is in {min(until) - view.now:.0f} s. " if until else ""
-    advice = (
-        "Add types or zones to capacity"
-        if rules.most_on_demand
-        else "Add types or zones to capacity, or set capacity.on_demand.max"
-    )
+    since = f" since {short_s:.0f} s" if short_s >= 1 else " now"
+    refused = {key: one for key, one in memory.back_offs.items() if one.until > view.now}
+    where = ""
+    if refused:
+        types = sorted({type for type, _, _ in refused})
+        zones = sorted({zone for _, zone, _ in refused})
+        wait_s = min(one.until for one in refused.values()) - view.now
+        where = (
+            f", of {', '.join(types)} in {', '.join(zones)}. The next attempt is in {wait_s:.0f} s"
+        )
+    after = f"after {rules.on_demand_after_s:g} s of it"
+    if rules.most_on_demand:
+        more = (
+            f"At most {rules.most_on_demand} come on demand {after}. Add types or zones to capacity"
+        )
+    else:
+        more = (
+            f"Add types or zones to capacity, or set capacity.on_demand.max to pay in full {after}"
+        )
+    return f"EC2 has no capacity for {workers}{since}{where}. Training goes on when it has. {more}."
+
+
+def _full_price(rules: Rules, type: str, num_nodes: int, short_s: float) -> str:
+    nodes = "1 node" if num_nodes == 1 else f"{num_nodes} nodes"
     return (
-        f"EC2 has had no capacity for {workers} for {short_s:.0f} s, in none of {pools} "
-        f"pairs of type and zone. {again}{advice}."
+        f"EC2 has had no spot capacity since {short_s:.0f} s: {nodes} of {type} asked for on "
+        f"demand, at the full price (capacity.on_demand: after {rules.on_demand_after_s:g} s, max "
+        f"{rules.most_on_demand})."
     )

@@ -36,10 +36,10 @@ def why_halted(
     """Return why nothing is launched any more, and what to do."""
     if memory.halted == "budget":
         return (
-            f"The budget is nearly spent: {spent_usd:.2f} of budget.max_total="
-            f"{rules.max_total or 0:g} US dollars, at {rate_usd:.2f} an hour, with "
-            f"{rules.reserve_s:g} s kept for stopping. No node is launched any more; jobs save a "
-            "checkpoint and stop. Raise budget.max_total in pools.yaml, and resume them."
+            f"The budget is nearly spent: {spent_usd:.3g} of budget.max_total="
+            f"{rules.max_total or 0:g} US dollars, at {rate_usd:.3g} an hour, with "
+            f"{rules.reserve_s:g} s kept for stopping. No node is launched any more. Raise "
+            "budget.max_total in pools.yaml to go on there."
         )
     if memory.halted == "boot":
         return (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -203,6 +204,7 @@ class AwsNodes:
                 self._dir.cluster_id,
                 timeout_s=max(grace_s, CLOSE_S),
                 home=self._spec.home(self._dir.cluster_id),
+                spares_head=os.environ.get("ETRAIN_ROLE") == "head",
             )
             if left:
                 logger.warning("left of cluster %s: %s", self._dir.cluster_id, left)

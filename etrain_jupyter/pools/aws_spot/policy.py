@@ -132,6 +132,7 @@ def launcher_policy(
                 }
             },
         ),
+        *_sessions(spec, arn, account),
         _allow("ReadImageName", ["ssm:GetParameter"], [_images_of(spec)]),
         _allow(
             "UsePrefix",
@@ -197,6 +198,20 @@ def node_policy(
         archive = spec.image.archive.removeprefix("s3://")
         statements.append(_allow("ReadArchive", ["s3:GetObject"], [f"arn:aws:s3:::{archive}"]))
     return _policy(*statements)
+
+
+def _sessions(spec: AwsSpotSpec, arn: str, account: str) -> list[Policy]:
+    """Return what port forwards to an on-demand head need, where they are used."""
+    if spec.head_tunnel != "ssm":
+        return []
+    document = f"arn:aws:ssm:{spec.region}::document/AWS-StartPortForwardingSession"
+    own = "arn:aws:ssm:*:*:session/${aws:username}-*"
+    tagged = {"StringLike": {"ssm:resourceTag/etrain:role": "head"}}
+    return [
+        _allow("ForwardToHead", ["ssm:StartSession"], [f"{arn}:{account}:instance/*"], tagged),
+        _allow("ForwardPorts", ["ssm:StartSession"], [document]),
+        _allow("EndOwnForwards", ["ssm:TerminateSession"], [own]),
+    ]
 
 
 def trust_policy() -> Policy:

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from etrain_jupyter.pools.aws_spot.ec2 import Clients
     from etrain_jupyter.pools.catalog import PoolEntry
 
+HEAD_ELSEWHERE = "elsewhere"
+"""Host of a cluster, in the folder that this machine has of it, whose head has one of its own."""
 NODES = "etrain_jupyter.pools.aws_spot.head:make_nodes"
 
 
@@ -61,14 +63,14 @@ class AwsSpotPool(DetachedPool):
         Raises:
             ConfigError: If its keys are not what they should be, with the place of the fault.
         """
-        return cls(entry.name, entry.read_as(AwsSpotSpec))
+        return _class_of(spec := entry.read_as(AwsSpotSpec))(entry.name, spec)
 
     @classmethod
     def of_cluster(cls, cluster: ClusterDir) -> AwsSpotPool:
         """Return the pool of a cluster whose head is or was on this machine."""
         settings = cluster.settings()
         spec = AwsSpotSpec.from_json(json.dumps(settings.spec))
-        return cls(settings.pool, spec, cluster_id=cluster.cluster_id)
+        return _class_of(spec)(settings.pool, spec, cluster_id=cluster.cluster_id)
 
     def up(self) -> SchedulerAddress:
         """Find the pool's cluster, take over one whose head died here, or start one.
@@ -88,6 +90,7 @@ class AwsSpotPool(DetachedPool):
 
         clients = self._clients()
         check_account(clients, self.spec)
+        self._say_price()
         return self._change(
             LocalSettings(
                 idle_s=self.spec.lifetime.idle,
@@ -100,20 +103,32 @@ class AwsSpotPool(DetachedPool):
             )
         )
 
+    def _say_price(self) -> None:
+        """Say what it can cost at worst, before anything is launched."""
+        print(f"etrain: pool {self.name} costs {self.price(self.spec.workers.max)}")
+
     def prepare_start(self, root: Path) -> ClusterDir | None:
         """Return the folder of a cluster whose head died, to be taken over with its machines.
 
-        What died before it had a scheduler has no jobs and is removed, also on EC2.
+        One that has none any more is removed: its jobs would begin to train again, and to cost,
+        when nobody thinks of them. ``resume`` brings them back.
         """
+        from etrain_jupyter.pools.aws_spot.ec2 import LIVING, list_instances
+
         for cluster in cluster_dirs(root):
-            if cluster.prefix != self._prefix:
-                continue
-            if (record := cluster.record()) is not None:
-                if record.is_here:
-                    return cluster
-                continue  # on another machine that shares the folder
+            record = cluster.record()
+            if cluster.prefix != self._prefix or (record is not None and not record.is_here):
+                continue  # of another pool, or of another machine that shares the folder
+            if record is not None and list_instances(
+                self._clients().ec2, cluster_id=cluster.cluster_id, states=LIVING
+            ):
+                return cluster
             self.of_cluster(cluster).down()
         return None
+
+    def shared_place(self) -> str:
+        """Return a folder of the pool's bucket, which its nodes' role may write."""
+        return f"s3://{self.spec.bucket}/{self.spec.prefix}runs"
 
     def price(self, max_workers: int) -> str:
         """Return what that many workers can cost at worst, in words; asks AWS for its prices.
@@ -134,7 +149,7 @@ class AwsSpotPool(DetachedPool):
             node_hours=sum(one["hours"] for one in costs),
         )
 
-    def down(self, *, timeout_s: float = 120.0) -> Leftovers:
+    def down(self, *, timeout_s: float = 240.0) -> Leftovers:
         """End the cluster here, then whatever EC2 and the bucket have of it.
 
         Returns:
@@ -172,6 +187,14 @@ class AwsSpotPool(DetachedPool):
                 "%pip install 'etrain-jupyter[aws]' and restart the kernel."
             ) from exc
         return Clients(self.spec)
+
+
+def _class_of(spec: AwsSpotSpec) -> type[AwsSpotPool]:
+    if spec.head == "notebook":
+        return AwsSpotPool
+    from etrain_jupyter.pools.aws_spot.remote_pool import AwsRemotePool
+
+    return AwsRemotePool
 
 
 def _prefix_of(name: str, spec: AwsSpotSpec) -> str:

@@ -51,8 +51,15 @@ class Tagged:
     owner: str = ""
     home: str = ""
     """URL of the cluster's objects."""
+    role: str = ""
+    """``node`` or ``head``."""
     usd_per_h: float | None = None
     """None if nobody knows; 0.0 for what costs nothing."""
+
+    @property
+    def is_of_head(self) -> bool:
+        """Whether the head cannot remove it while its machine runs."""
+        return self.role == "head" or self.kind == "security-group"
 
     @property
     def is_expired(self) -> bool:
@@ -143,6 +150,7 @@ def _tagged(*, tags: dict[str, str], **facts: Any) -> Tagged:
         expires_at=float(expires) if expires.isdigit() else 0.0,
         owner=tags.get("etrain:owner", ""),
         home=tags.get("etrain:home", ""),
+        role=tags.get("etrain:role", ""),
         **facts,
     )
 
@@ -154,6 +162,7 @@ def remove(
     *,
     timeout_s: float = 120.0,
     home: str = "",
+    spares_head: bool = False,
     pause: Callable[[float], Any] = time.sleep,
 ) -> Leftovers:
     """Remove everything of one cluster but its ledger; say what would not go.
@@ -164,6 +173,8 @@ def remove(
         cluster_id: Which.
         timeout_s: How long to go on.
         home: URL of its objects, if no tag is left that says so.
+        spares_head: Leave the head's machine alone, which is this one, with its template and the
+            security group that it is in.
         pause: Waits between two looks.
 
     Raises:
@@ -172,13 +183,13 @@ def remove(
     deadline = time.monotonic() + timeout_s
     first = find_tagged(clients, region, cluster_id=cluster_id)
     home = home or next((one.home for one in first if one.home), "")
-    left = _end_machines(clients.ec2, cluster_id, deadline, pause)
+    left = _end_machines(clients.ec2, cluster_id, deadline, pause, spares_head=spares_head)
     wait_s = LOOK_S
     while True:
         others = [
             one
             for one in find_tagged(clients, region, cluster_id=cluster_id)
-            if one.kind != "instance"
+            if one.kind != "instance" and not (spares_head and one.is_of_head)
         ]
         stuck = [words for one in others if (words := _delete(clients.ec2, one))]
         if not stuck or time.monotonic() > deadline:
@@ -191,11 +202,18 @@ def remove(
 
 
 def _end_machines(
-    ec2: Any, cluster_id: str, deadline: float, pause: Callable[[float], Any]
+    ec2: Any,
+    cluster_id: str,
+    deadline: float,
+    pause: Callable[[float], Any],
+    *,
+    spares_head: bool,
 ) -> list[str]:
     clean, last = 0, ""
     while True:
         living = list_instances(ec2, cluster_id=cluster_id, states=LIVING)
+        if spares_head:
+            living = [one for one in living if one.tags.get("etrain:role") != "head"]
         clean = 0 if living else clean + 1
         if clean >= NUM_CLEAN_LOOKS:
             return []

@@ -192,6 +192,7 @@ class BudgetSpec(Section):
     max_total: Usd | None = None
     """US dollars over the cluster's life."""
     on_exceed: Literal["checkpoint-and-stop"] = "checkpoint-and-stop"
+    """What is done shortly before ``max_total`` is spent. There is no other choice yet."""
 
 
 class LifetimeSpec(Section):
@@ -285,6 +286,8 @@ class IamSpec(Section):
 
     instance_profile: str = "etrain-node"
     """Name of an instance profile; ``%etrain pools policy`` prints what its role may do."""
+    head_profile: str = "etrain-head"
+    """The same of the machine of ``head: on-demand``, which launches the others."""
 
 
 class InterruptionSpec(Section):
@@ -304,7 +307,9 @@ class VolumeSpec(Section):
     """The disk of a node."""
 
     gib: Annotated[int, Field(ge=1)] = 80
+    """Its size; an image says how much it needs at least."""
     type: Literal["gp3", "gp2"] = "gp3"
+    """As EC2 calls it. It is encrypted, and goes with its machine."""
 
 
 class AwsSpotSpec(Section):
@@ -324,6 +329,8 @@ class AwsSpotSpec(Section):
     """Where the scheduler runs: on this machine, which nodes must reach, or on one of its own."""
     head_host: str | None = None
     """Address of this machine at which nodes reach its scheduler; None to find it out."""
+    head_tunnel: Literal["none", "ssm"] = "none"
+    """How the machine of ``head: on-demand`` is reached: directly, or by Session Manager."""
     head_type: str = "t3.medium"
     """Type of the machine for ``head: on-demand``."""
     workers: WorkersSpec = WorkersSpec()

@@ -93,6 +93,8 @@ class FakeAws:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            # Jupyter interrupts and kills the whole group of a kernel. It must end in order.
+            start_new_session=True,
             # A profile or an endpoint of this machine's is none of its business, nor are clusters.
             env={
                 name: value

@@ -1,11 +1,13 @@
 """The process of the fake cloud: ``python -m etrain_jupyter.testing.fakeaws.process SETTINGS``.
 
-It prints one line of JSON when it listens, serves until its standard input or its parent ends, and
-then switches all instances off. A janitor removes its network and its folder if it is killed.
+It prints one line of JSON when it listens, serves until its standard input or its parent ends, then
+ends the clusters' heads that live on it, and switches all instances off. A janitor removes its
+network and its folder if it is killed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -19,6 +21,9 @@ from typing import Any
 from etrain_jupyter.testing.fakeaws.machine import python_script
 from etrain_jupyter.testing.fakeaws.networks import CABLE, Network, make_network
 from etrain_jupyter.testing.fakeaws.settings import Settings
+
+END_S = 5.0
+"""How long to try to end what lives on the cloud."""
 
 
 def main(word: str) -> None:
@@ -103,7 +108,36 @@ def _serve(settings: Settings, network: Network, folder: Path) -> None:
     }
     print(json.dumps(told), flush=True)
     wait_for_end(os.getppid())
+    end_heads_at(hypervisor.endpoint)
     hypervisor.close()
+
+
+def end_heads_at(endpoint: str) -> None:
+    """SIGKILL the heads on this machine whose cloud is that one: what they live on goes.
+
+    A head outlives its notebook, as it should where the cloud is real.
+    """
+    import psutil
+
+    from etrain_jupyter.pools.state_dir import MARKER, wait_until
+
+    def kill_again() -> bool:
+        # Again, because a keeper may have started a head since the last look.
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                is_other = process.uids().real != os.getuid()
+                if is_other or process.status() == psutil.STATUS_ZOMBIE:
+                    continue
+                known = process.environ()
+                if MARKER in known and known.get("AWS_ENDPOINT_URL") == endpoint:
+                    found.append(process)
+        for process in found:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        return not found
+
+    wait_until(kill_again, timeout_s=END_S)
 
 
 def wait_for_end(parent: int) -> None:

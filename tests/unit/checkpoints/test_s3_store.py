@@ -160,6 +160,24 @@ def test_missing_bucket_and_dead_endpoint_are_explained(
         S3Store("s3://no-such").list_steps()
 
 
+@pytest.mark.parametrize("read", ["get", "head"])
+def test_denied_access_to_what_is_not_there_is_no_error(
+    s3_server: S3Server, s3_bucket: str, read: str
+) -> None:
+    # S3 answers so to a role that may not list the whole bucket; it may list its own folder.
+    bucket = S3Store(f"s3://{s3_bucket}")._bucket
+    bucket.put("there.json", b"x", "test")
+    s3_server.set_faults(S3Fault(kind="deny", match=".json?"))
+
+    assert getattr(bucket, read)("absent.json", "test") is None
+    with pytest.raises(CheckpointError, match="access denied"):
+        getattr(bucket, read)("there.json", "test")
+
+    s3_server.set_faults(S3Fault(kind="deny"))
+    with pytest.raises(CheckpointError, match="access denied"):
+        getattr(bucket, read)("absent.json", "test")
+
+
 def test_server_that_never_answers_is_given_up(
     s3_server: S3Server, s3_bucket: str, no_pauses: None
 ) -> None:

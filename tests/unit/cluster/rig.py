@@ -33,6 +33,7 @@ class Nodes:
         self.noticed: list[tuple[str, str]] = []
         self.wanted = 0
         self.most: int | None = None
+        self.records: list[dict[str, Any]] = []
 
     def want(self, count: int, *, reason: str) -> None:
         self.wanted = count
@@ -41,7 +42,7 @@ class Nodes:
         return self.most
 
     def nodes(self) -> list[dict[str, Any]]:
-        return []
+        return self.records
 
     def release(self, worker: str, *, drain_s: float) -> None:
         self.released.append(worker)

@@ -54,6 +54,23 @@ async def test_news_after_a_pause_are_told_at_once_and_then_several_together(rig
     assert [event["step"] for event in told] == [2, 3]
 
 
+async def test_workers_are_told_with_the_machines_that_the_pool_knows(rig):
+    machine = {"type": "g5.xlarge", "zone": "us-east-1a", "lifecycle": "spot"}
+    rig.nodes.records = [{"worker": "w1", "price_usd_per_h": 0.25, "device": "cuda:0", **machine}]
+
+    await rig.start("w1", "w2")
+
+    joined = [
+        e for e in (await rig.coordinator._events("j"))["events"] if e["event"] == "WorkerJoined"
+    ]
+    facts = [(e["machine"], e["zone"], e["lifecycle"], e["usd_per_h"]) for e in joined]
+    known = ("g5.xlarge", "us-east-1a", "spot", 0.25)
+    assert facts == [known, ("", "", "", None)]
+    records = (await rig.coordinator._workers_of("j"))["workers"]
+    assert [record.get("machine") for record in records] == ["g5.xlarge", None]
+    assert records[0]["usd_per_h"] == 0.25
+
+
 # --- silence ---
 
 

@@ -63,6 +63,19 @@ def test_names_and_messages_are_text_never_markup() -> None:
     assert "<img" not in html
 
 
+def test_worker_is_told_with_its_machine_where_the_pool_knows_it() -> None:
+    script = Script()
+    machine = {"machine": "g5.xlarge", "zone": "us-east-1a", "lifecycle": "spot"}
+    events = list(script.begin())
+    events.append(script.make(t.WorkerJoined, worker="i-1", usd_per_h=0.25, **machine))
+    events.append(script.make(t.WorkerJoined, worker="w9", device="cuda:1"))
+
+    html = html_of(view_of(events))
+
+    assert "<td>g5.xlarge $0.25/h us-east-1a</td>" in html
+    assert "<td>cuda:1</td>" in html
+
+
 def test_the_line_of_text_names_what_matters() -> None:
     text = render_text(view_of(list(Script(num_steps=60).events())).snapshot())
 

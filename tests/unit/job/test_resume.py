@@ -214,6 +214,19 @@ def test_refused_job_is_left_as_it_was(make: Make, coordinator: Coordinator) -> 
     assert job.status == "stopped"
 
 
+def test_job_whose_checkpoints_other_machines_cannot_read_is_not_begun_anew_there(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make()
+    entry = "spot: {kind: aws-spot, region: us-east-1, bucket: mine}\n"
+    (tmp_path / "pools.yaml").write_text(entry)
+    monkeypatch.setenv("ETRAIN_POOLS", str(tmp_path / "pools.yaml"))
+
+    with pytest.raises(ConfigError, match="that the machines of pool spot do not see") as caught:
+        resume_job(job, Wish(values={"pool": "spot"}))
+    assert "checkpoint: {to: s3://mine/etrain/runs}" in caught.value.hint
+
+
 def test_finished_job_needs_more_to_do(make: Make, coordinator: Coordinator) -> None:
     job = make(PLANNED, status="finished")
 

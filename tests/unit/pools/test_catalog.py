@@ -144,3 +144,29 @@ def test_a_cell_with_an_unknown_pool_points_at_it() -> None:
         "      |       ^^^^^^^",
         "  did you mean 'spot-p3'?",
     ]
+
+
+SPOT = "spot: {kind: aws-spot, region: us-east-1, bucket: mine}\n"
+
+
+def checkpoints_of(body: str) -> str | None:
+    config = parse_cell(f"model: Net\ndata: {{train: d}}\nloss: f\n{body}", namespace={}).config
+    return launch.with_shared_checkpoints(config, get_pool(config.pool)).checkpoint.to
+
+
+def test_machines_elsewhere_keep_checkpoints_where_all_of_them_reach_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(SPOT)
+    monkeypatch.delenv("ETRAIN_RUNS", raising=False)
+
+    assert checkpoints_of("pool: local\n") is None
+    assert checkpoints_of("pool: spot\n") == "s3://mine/etrain/runs"
+    assert checkpoints_of("pool: spot\ncheckpoint: {to: s3://my-bucket/c}\n") == "s3://my-bucket/c"
+    assert capsys.readouterr().out == ""
+
+    assert checkpoints_of("pool: spot\ncheckpoint: {to: /mnt/efs}\n") == "/mnt/efs"
+    assert "must share that disk" in capsys.readouterr().out
+
+    monkeypatch.setenv("ETRAIN_RUNS", "s3://my-runs/here")
+    assert checkpoints_of("pool: spot\n") is None

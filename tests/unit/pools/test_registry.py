@@ -36,6 +36,10 @@ def test_without_clusters_there_is_nothing_to_list_or_to_end(state: Path) -> Non
         clusters.down("local-1-2")
 
 
+def test_a_pool_may_be_ended_by_its_name() -> None:
+    assert clusters.down("local") == "local has ended"
+
+
 def test_asking_nodes_of_no_cluster_says_how_to_get_one() -> None:
     with pytest.raises(PoolError, match="no local cluster is up"):
         get_pool("local").nodes()

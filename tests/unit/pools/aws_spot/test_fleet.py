@@ -293,6 +293,19 @@ def test_without_a_max_on_demand_is_never_used() -> None:
     assert "capacity.on_demand.max" in decision.warnings[0]
 
 
+def test_missing_capacity_is_told_at_once_with_what_was_tried_and_what_comes_next() -> None:
+    first = look(wanted=4)
+    rules = dataclasses.replace(RULES, on_shortage="shrink", on_demand_after_s=90.0)
+    memory = after(first, refused(only(first)))
+    memory = after(second := look(memory, wanted=4, rules=rules), refused(only(second)))
+    (text,) = look(memory, wanted=4, rules=rules, now=T + 5).warnings
+
+    assert "EC2 has no capacity for 4 workers since 5 s" in text
+    assert "of g5.xlarge, g6.xlarge in us-east-1a, us-east-1b" in text
+    assert "The next attempt is in 10 s" in text
+    assert "capacity.on_demand.max to pay in full after 90 s" in text
+
+
 def test_max_hourly_counts_the_dearest_that_may_come() -> None:
     rules = dataclasses.replace(RULES, max_hourly=1.2)
     decision = look(rules=rules, wanted=4)
@@ -364,6 +377,29 @@ def test_max_total_halts_while_there_is_money_to_stop() -> None:
     assert later.launches == ()
     idle = look(halted.memory, rules=rules, machines=machines(2), now=T + 5, wanted=9)
     assert len(idle.releases) == 2
+
+
+@pytest.mark.parametrize("max_total", [0.01, 0.015, 0.018, 0.03])
+def test_machine_whose_first_minute_would_halt_the_cluster_is_not_launched(
+    max_total: float,
+) -> None:
+    rules = dataclasses.replace(RULES, max_total=max_total, reserve_s=120.0)
+
+    asked = look(rules=rules, wanted=1)
+
+    # What is owed as soon as it is there: a minute, at the dearest price that may be taken.
+    usd = 0.40 + rules.disk_usd
+    listed = look(
+        after(asked, granted(asked.launches[0], "i-0")) if asked.launches else asked.memory,
+        rules=rules,
+        wanted=1,
+        machines=machines(1, is_ready=False) if asked.launches else (),
+        spent_usd=usd / 60 if asked.launches else 0.0,
+        rate_usd=usd if asked.launches else 0.0,
+    )
+    assert bool(asked.launches) == (max_total > 0.025)
+    # What pays for no machine at all says so at once.
+    assert listed.memory.halted == ("" if asked.launches else "budget")
 
 
 def test_nodes_that_never_say_hello_are_ended_and_halt_the_launches() -> None:

@@ -1,0 +1,112 @@
+"""A day of a spot market in minutes: what is trained, and what it costs?
+
+The real system (head, agents, trainers, reconciler, ledger) against the fake cloud, which plays a
+day of ``spot_trace``: machines are taken in bulks, capacity is gone for minutes or hours, prices
+move. The same day once more under a policy that replaces nothing (``control``): from the first
+fleet on there is no room for another machine.
+
+``goodput`` is the steps of the day by those that the same cluster makes in that time undisturbed,
+which is measured just before the day. What the day's scale does not shorten: machines boot, notices
+are given and the pool backs off in our seconds, each of which is minutes of the day. So this is a
+harder day than the one it follows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report
+from benchmarks.spot_cloud import ZONES, run_day
+from benchmarks.spot_trace import HOUR_S, make_day
+
+ARMS = {"replaced": True, "control": False}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what can be chosen on the command line."""
+    parser.add_argument("--rounds", type=int, default=1, help="of both policies (default 1)")
+    parser.add_argument("--seed", type=int, default=1, help="which day (default 1)")
+    parser.add_argument("--workers", type=int, default=4, help="most of them (default 4)")
+    parser.add_argument("--hours", type=float, help="of the day (default 24; quick: 6)")
+    parser.add_argument("--minutes", type=float, help="it takes (default 6; quick: 1.5)")
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Play the same days under both policies, in turns."""
+    hours = options.hours or (6.0 if options.quick else 24.0)
+    day_s = 60 * (options.minutes or (1.5 if options.quick else 6.0))
+    scale = hours * HOUR_S / day_s
+    rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in ARMS}
+    for number in range(options.rounds):
+        day = make_day(
+            seed=options.seed + number, zones=ZONES, num_nodes=options.workers, hours=hours
+        )
+        for name in sorted(ARMS, reverse=number % 2 == 0):
+            with tempfile.TemporaryDirectory(prefix="etrain-bench-") as folder:
+                found = run_day(
+                    day,
+                    folder=Path(folder),
+                    replaces=ARMS[name],
+                    num_nodes=options.workers,
+                    day_s=day_s,
+                    calm_s=min(30.0, day_s / 4),
+                    scale=scale,
+                )
+            rounds[name].append(found)
+            print(f"spot, round {number + 1}, {name}: goodput {found['goodput']:.3f}", flush=True)
+    return {
+        "benchmark": "spot",
+        "policies": {name: {**medians(done), "rounds": done} for name, done in rounds.items()},
+        "hours": hours,
+        "scale": scale,
+        "seed": options.seed,
+        "workers": options.workers,
+        "days": [
+            [vars(one) for one in make_day(seed=seed, zones=ZONES, num_nodes=4, hours=hours)]
+            for seed in range(options.seed, options.seed + options.rounds)
+        ],
+    }
+
+
+def medians(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the median of every figure."""
+    numbers = [name for name, value in rounds[0].items() if isinstance(value, int | float)]
+    return {name: statistics.median(done[name] for done in rounds) for name in numbers}
+
+
+def table_of(result: dict[str, Any]) -> str:
+    """Return the table for the reader."""
+    words = (
+        ("goodput", "goodput", "{:.2f}"),
+        ("steps", "useful_steps", "{:.0f}"),
+        ("committed by executed", "committed_by_executed", "{:.4f}"),
+        ("steps wasted", "wasted_steps", "{:.0f}"),
+        ("machines taken", "num_preemptions", "{:.0f}"),
+        ("machines launched", "num_launched", "{:.0f}"),
+        ("mean world size", "mean_world_size", "{:.2f}"),
+        ("time without any worker", "share_without_worker", "{:.0%}"),
+        ("samples lost", "samples_lost", "{:.0f}"),
+        ("samples repeated", "samples_repeated", "{:.0f}"),
+        ("spent, ledger, USD", "spent_usd_ledger", "{:.4f}"),
+        ("spent, bill, USD", "spent_usd_bill", "{:.4f}"),
+        ("ledger by bill", "ledger_by_bill", "{:.3f}"),
+        ("saved of on demand", "saved_share", "{:.0%}"),
+        ("the day: spent, USD", "day_spent_usd", "{:.2f}"),
+        ("the day: the same hours on demand, USD", "day_on_demand_usd", "{:.2f}"),
+        ("the day: saved", "day_saved_share", "{:.0%}"),
+        ("the day: all machines on demand, USD", "full_price_usd", "{:.2f}"),
+        ("a step, by its price on demand", "usd_a_step_by_full_price", "{:.2f}"),
+    )
+    rows = []
+    for title, name, form in words:
+        found = [policy[name] for policy in result["policies"].values()]
+        rows.append((title, *("-" if one is None else form.format(one) for one in found)))
+    about = (
+        f"{result['hours']:g} h of seed {result['seed']}, {result['scale']:.0f} s of the day in "
+        f"one; {result['workers']} workers at most."
+    )
+    return f"{about}\n\n{report.table(('', *result['policies']), rows)}"

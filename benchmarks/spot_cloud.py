@@ -1,0 +1,256 @@
+"""One day of ``spot`` on the real system: a fake cloud plays it while a real job trains."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import etrain_jupyter
+from benchmarks import ours
+from benchmarks.spot_money import day_usd, money_of
+from benchmarks.spot_trace import Change
+from etrain_jupyter import TrainingJob
+from etrain_jupyter.pools import clusters
+from etrain_jupyter.testing.fakeaws import FakeAws
+
+TYPE = "g6.xlarge"
+ON_DEMAND_USD = 0.8048
+SPOT_USD = 0.2817
+ZONES = ("us-east-1a", "us-east-1b")
+NOTICE_S, REBALANCE_S = 8.0, 4.0
+"""They stand for two minutes, and for what is before; no notice is as short as the scale says."""
+PATIENCE_S = 240.0
+LOOK_S = 0.1
+
+POOLS = """
+spot:
+  kind: aws-spot
+  region: {region}
+  bucket: {bucket}
+  head_host: {host}
+  workers: {{max: {max_workers}}}
+  tick: 1 s
+  capacity: {{types: [{type}], zones: [{zones}], placement: spread}}
+  image: {{ami: {image}, python: {python}}}
+  environment: {{PYTHONPATH: "{path}", OMP_NUM_THREADS: "1"}}
+  lifetime: {{lease_ttl: 30 s, boot: 120 min, idle: 10 min, linger: 5 s}}
+  interruption: {{imds_poll: 1 s, drain: 5 s}}
+"""
+
+
+@dataclass
+class Player:
+    """Brings a day's changes to the cloud, and looks at the job meanwhile.
+
+    Args:
+        cloud: Where.
+        zones: Which zones there are.
+        num_nodes: Room in each zone when the day begins.
+        replaces: Whether new machines can be had; if not, none comes for those that go.
+    """
+
+    cloud: FakeAws
+    zones: Sequence[str]
+    num_nodes: int
+    replaces: bool
+    ending: set[str] = field(default_factory=set)
+    num_preempted: dict[str, int] = field(default_factory=dict)
+
+    def living(self, zone: str) -> list[str]:
+        """Return the machines of a zone, the oldest first."""
+        records = self.cloud.instances("pending", "running")
+        return [one.instance_id for one in records if one.zone == zone]
+
+    def begin(self) -> None:
+        """Take away all room that is not in use, if machines are not replaced."""
+        if not self.replaces:
+            for zone in self.zones:
+                self.cloud.set_capacity(len(self.living(zone)), zone=zone)
+
+    def apply(self, change: Change) -> None:
+        """Bring one change."""
+        if change.price_factor is not None:
+            self.cloud.set_price(round(SPOT_USD * change.price_factor, 4), zone=change.zone)
+        if change.capacity is None:
+            return
+        living = self.living(change.zone)
+        leaving = self.ending & set(living)
+        staying = [one for one in living if one not in leaving]
+        victims = staying[change.capacity :]
+        if self.replaces:
+            # Whoever is taken takes its room along when it ends.
+            room = max(change.capacity, len(staying)) if victims else change.capacity
+            self.cloud.set_capacity(room + len(leaving), zone=change.zone)
+        for victim in victims:
+            self.cloud.preempt(
+                victim,
+                notice_s=NOTICE_S,
+                rebalance_s=REBALANCE_S if change.way == "rebalance" else None,
+                silent=change.way == "silent",
+            )
+            self.ending.add(victim)
+            self.num_preempted[change.way] = self.num_preempted.get(change.way, 0) + 1
+
+
+def run_day(
+    day: Sequence[Change],
+    *,
+    folder: Path,
+    replaces: bool,
+    num_nodes: int,
+    day_s: float,
+    calm_s: float,
+    scale: float,
+) -> dict[str, Any]:
+    """Train through a day, after a while without any disturbance; return what came of it.
+
+    Args:
+        day: Its changes, in seconds of the day.
+        folder: For ``pools.yaml``.
+        replaces: False for the control: no machine comes for those that go.
+        num_nodes: Most workers.
+        day_s: How long the day takes here.
+        calm_s: How long the undisturbed cluster is watched.
+        scale: Seconds of the day in one of ours.
+    """
+    with FakeAws(minute_s=1.0) as cloud, pointed_at(cloud, folder, num_nodes), ours.cluster():
+        job = submit(num_nodes)
+        ours.wait_for(lambda: ours.settled_steps(job, num_nodes, 40), PATIENCE_S, "all", job)
+        begin, first = time.time(), job.step
+        watch(job, begin + calm_s)
+        calm_rate = (job.step - first) / (time.time() - begin)
+        player = Player(cloud=cloud, zones=ZONES, num_nodes=num_nodes, replaces=replaces)
+        player.begin()
+        before = cloud.bill()
+        began_at, first = time.time(), job.step
+        sizes: list[tuple[float, int]] = []
+        for change in day:
+            sizes += watch(job, began_at + change.at_s / scale)
+            player.apply(change)
+        sizes += watch(job, began_at + day_s)
+        took_s, last = time.time() - began_at, job.step
+        day_money = day_usd(before, cloud.bill(), scale)
+        job.stop(now=True)
+        job.wait(timeout=PATIENCE_S)
+        audit, cost = job.audit(), job.cost()
+        if not audit.ok:
+            raise RuntimeError(f"the audit found what must not be: {audit}")
+        clusters.down()
+        bill, ledger = cloud.bill(), ledger_of(cloud)
+        left = cloud.leftovers()
+    if left:
+        raise RuntimeError(f"left in the cloud: {left}")
+    undisturbed = calm_rate * took_s
+    return {
+        "goodput": (last - first) / undisturbed,
+        "useful_steps": last - first,
+        "undisturbed_steps": undisturbed,
+        "undisturbed_steps_per_s": calm_rate,
+        "committed_by_executed": audit.steps_committed / audit.steps_executed,
+        "wasted_steps": audit.steps_undone + audit.steps_rolled_back,
+        "num_preemptions": sum(player.num_preempted.values()),
+        "num_preemptions_by_way": player.num_preempted,
+        "num_launched": len(bill.rows),
+        "mean_world_size": mean_size(sizes),
+        "share_without_worker": sum(s for s, size in sizes if not size) / took_s,
+        "samples_lost": sum(epoch.missing for epoch in audit.epochs),
+        "samples_repeated": sum(epoch.repeated for epoch in audit.epochs),
+        "day_s": took_s,
+        "job_cost": vars(cost),
+        **money_of(
+            ledger,
+            bill,
+            day=day_money,
+            full_price_usd=num_nodes * ON_DEMAND_USD * took_s * scale / 3600,
+            share_done=(last - first) / undisturbed,
+        ),
+    }
+
+
+def ledger_of(cloud: FakeAws) -> dict[str, Any]:
+    """Return what the pool keeps of the only cluster there was."""
+    bucket = cloud.make_account().bucket
+    (key,) = cloud.s3.list_keys(bucket, "etrain/ledgers/")
+    told: dict[str, Any] = json.loads(cloud.s3.read(bucket, key))
+    return told
+
+
+def submit(num_nodes: int) -> TrainingJob:
+    """Start the job."""
+    return etrain_jupyter.distributed(
+        {
+            "name": "bench-spot",
+            "model": "benchmarks.spot_work:build_model",
+            "data": {"train": "benchmarks.spot_work:make_points"},
+            "loss": "benchmarks.spot_work:slow_loss",
+            "optimizer": {"name": "SGD", "lr": 0.01},
+            "batch": {"global": 8 * num_nodes},
+            "steps": ours.NEVER,
+            "workers": {"min": 1, "max": num_nodes},
+            "pool": "spot",
+        }
+    )
+
+
+def watch(job: TrainingJob, until: float) -> list[tuple[float, int]]:
+    """Wait for an instant; return how long the job had how many workers."""
+    found = []
+    seen = time.time()
+    while (now := time.time()) < until:
+        time.sleep(min(LOOK_S, until - now))
+        job.raise_for_status()
+        found.append((time.time() - seen, job.world_size))
+        seen = time.time()
+    return found
+
+
+def mean_size(sizes: Sequence[tuple[float, int]]) -> float:
+    """Return the mean number of workers over time.
+
+    >>> mean_size([(1.0, 4), (3.0, 0)])
+    1.0
+    """
+    return sum(s * size for s, size in sizes) / max(1e-9, sum(s for s, _ in sizes))
+
+
+@contextlib.contextmanager
+def pointed_at(cloud: FakeAws, folder: Path, num_nodes: int) -> Iterator[None]:
+    """Let boto3 and the pool ``spot`` find this cloud."""
+    account = cloud.make_account()
+    cloud.set_market(
+        [
+            {"instance_type": TYPE, "zone": zone, "capacity": num_nodes, "price_usd": SPOT_USD}
+            for zone in ZONES
+        ],
+        [{"instance_type": TYPE, "price_usd": ON_DEMAND_USD}],
+    )
+    file = folder / "pools.yaml"
+    file.write_text(
+        POOLS.format(
+            region=account.region,
+            bucket=account.bucket,
+            host=cloud.host_address,
+            max_workers=num_nodes,
+            type=TYPE,
+            zones=", ".join(ZONES),
+            image=account.image,
+            python=sys.executable,
+            path=os.environ["PYTHONPATH"],
+        )
+    )
+    before = dict(os.environ)
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        del os.environ[name]
+    os.environ.update(cloud.environment, ETRAIN_POOLS=str(file))
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

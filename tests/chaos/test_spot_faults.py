@@ -1,0 +1,339 @@
+"""A whole life of a spot cluster with the rights that we hand out and no more, in bad weather.
+
+One real cluster for all checks: its launcher is a user with the launcher's policy, its nodes have
+the role's, and IAM is enforced. EC2 has no capacity at first; then a node's metadata service hangs,
+the launcher's credentials expire and are renewed in the shared file, and a node is taken.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import etrain_jupyter
+from etrain_jupyter import TrainingJob
+from etrain_jupyter.events import types as events
+from etrain_jupyter.job.audit.report import AuditReport
+from etrain_jupyter.pools import clusters, get_pool
+from etrain_jupyter.pools.aws_spot.policy import launcher_policy, node_policy
+from etrain_jupyter.pools.aws_spot.spec import AwsSpotSpec
+from etrain_jupyter.testing.fakeaws import ApiFault, FakeAws
+from etrain_jupyter.testing.fakeaws.fixtures import point_boto_at
+
+pytestmark = [pytest.mark.aws, pytest.mark.timeout(400)]
+
+PATIENCE_S = 150.0
+ROOT = Path(__file__).parents[2]
+KEYS = "[default]\naws_access_key_id = {AWS_ACCESS_KEY_ID}\n" + (
+    "aws_secret_access_key = {AWS_SECRET_ACCESS_KEY}\n"
+)
+
+
+@dataclass
+class Life:
+    """What was seen."""
+
+    waiting: str = ""
+    """The job's status while there was no capacity."""
+    told: list[str] = field(default_factory=list)
+    """What its log said until training began."""
+    rights: dict[str, str] = field(default_factory=dict)
+    """What a node was answered, by what it tried."""
+    steps_hanging: int = 0
+    """Made while a metadata service hung."""
+    expired: str = ""
+    """What the log said of the credentials."""
+    steps_expired: int = 0
+    """Made while they had expired."""
+    lost_then: int = 0
+    """Workers lost until then."""
+    noticed: str = ""
+    """Who was taken with a notice afterwards."""
+    replaced_by: int = 0
+    """Machines that came for it."""
+    audit: AuditReport | None = None
+    checkpoints: list[str] = field(default_factory=list)
+    """Their manifests in the bucket."""
+    leftovers: dict[str, list[str]] = field(default_factory=dict)
+
+
+def make_data(bucket: str, cluster_id: str, region: str, image: str) -> Callable[[], Any]:
+    """Return the training data; whoever makes them tries what a node must not do, first."""
+
+    def try_rights() -> dict[str, str]:
+        import boto3
+        from botocore.config import Config
+        from botocore.exceptions import ClientError
+
+        def client(service: str) -> Any:
+            return boto3.client(service, region_name=region, config=Config(retries={}))
+
+        s3, ec2 = client("s3"), client("ec2")
+        home, runs = f"etrain/clusters/{cluster_id}", "etrain/runs/rights"
+
+        def put(key: str) -> Callable[[], Any]:
+            return lambda: s3.put_object(Bucket=bucket, Key=key, Body=b"x")
+
+        def get(key: str) -> Callable[[], Any]:
+            return lambda: s3.get_object(Bucket=bucket, Key=key)
+
+        tries: dict[str, Callable[[], Any]] = {
+            "write a checkpoint": put(f"{runs}/part"),
+            "read the lease": get(f"{home}/lease.json"),
+            "renew the lease": put(f"{home}/lease.json"),
+            "replace a key": put(f"{home}/tls/worker.key"),
+            "change the configuration": put(f"{home}/config.json"),
+            "remove a key": lambda: s3.delete_object(Bucket=bucket, Key=f"{home}/tls/ca.pem"),
+            "read the keys of a head": get(f"{home}/tls-head/client.key"),
+            "read another cluster's key": get("etrain/clusters/other/tls/worker.key"),
+            "change the ledger": put(f"etrain/ledgers/{cluster_id}.json"),
+            "read something else": get("payroll.csv"),
+            "see machines": lambda: ec2.describe_instances(),
+            "end machines": lambda: ec2.terminate_instances(InstanceIds=["i-0123456789abcdef0"]),
+            "launch a machine": lambda: ec2.run_instances(
+                ImageId=image, InstanceType="t3.small", MinCount=1, MaxCount=1
+            ),
+            "tag machines": lambda: ec2.create_tags(
+                Resources=["i-0123456789abcdef0"], Tags=[{"Key": "etrain:cluster", "Value": "x"}]
+            ),
+            "see roles": lambda: client("iam").list_roles(),
+            "read a parameter": lambda: client("ssm").get_parameter(Name="/etrain/node-image"),
+        }
+        answers = {}
+        for what, act in tries.items():
+            try:
+                act()
+                answers[what] = "allowed"
+            except ClientError as exc:
+                answers[what] = exc.response["Error"]["Code"]
+        s3.put_object(Bucket=bucket, Key=f"{runs}/answers.json", Body=json.dumps(answers).encode())
+        return answers
+
+    def make() -> tuple[torch.Tensor, torch.Tensor]:
+        try_rights()
+        points = torch.randn(960, 8, generator=torch.Generator().manual_seed(3))
+        return points, (points.sum(1) > 0).long()
+
+    return make
+
+
+def slow_loss(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    time.sleep(0.05)
+    return F.cross_entropy(outputs, labels)
+
+
+@pytest.fixture(scope="module")
+def life(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Life]:
+    """Live it once; each test looks at a part of it."""
+    folder = tmp_path_factory.mktemp("spot")
+    with pytest.MonkeyPatch.context() as patch, FakeAws(minute_s=1.0) as cloud:
+        point_boto_at(cloud, patch, folder)
+        for name in ("STATE", "RUNS"):
+            patch.setenv(f"ETRAIN_{name}", str(folder / name.lower()))
+        patch.setenv("ETRAIN_POOLS", str(folder / "pools.yaml"))
+        patch.setenv("OMP_NUM_THREADS", "1")
+        keys = make_pool(cloud, folder)
+        spec = AwsSpotSpec.parse(keys)
+        cloud.make_account(role_policy=as_moto_checks(node_policy(spec)))
+        launcher = as_moto_checks(launcher_policy(spec))
+
+        def sign_in() -> str:
+            user = cloud.make_user("launcher", launcher)
+            (folder / "aws_credentials").write_text(KEYS.format(**user))
+            return user["AWS_ACCESS_KEY_ID"]
+
+        first_key = sign_in()
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            patch.delenv(name)
+        for key in ("etrain/clusters/other/tls/worker.key", "payroll.csv"):
+            cloud.s3.write(keys["bucket"], key, b"secret")
+        cloud.enforce_iam()
+        seen = Life()
+        try:
+            live(cloud, keys, seen, first_key=first_key, sign_in=sign_in)
+        finally:
+            cloud.set_faults()
+            clusters.down()
+            seen.leftovers = cloud.leftovers()
+            seen.leftovers.pop("objects", None) if seen.leftovers.get("objects") == [
+                f"s3://{keys['bucket']}/etrain/clusters/other/tls/worker.key"
+            ] else None
+        yield seen
+
+
+def as_moto_checks(policy: dict[str, Any]) -> dict[str, Any]:
+    """Leave of a policy what moto can check: actions, and the resources of S3.
+
+    Conditions, and the resources of all other services, are what tests/unit/pools/aws_spot/
+    test_policy.py looks at.
+    """
+    statements = []
+    for statement in policy["Statement"]:
+        kept = {key: value for key, value in statement.items() if key != "Condition"}
+        if not any(action.startswith("s3:") for action in statement["Action"]):
+            kept["Resource"] = ["*"]
+        statements.append(kept)
+    return policy | {"Statement": statements}
+
+
+def make_pool(cloud: FakeAws, folder: Path) -> dict[str, Any]:
+    account = cloud.make_account()
+    keys: dict[str, Any] = {
+        "region": account.region,
+        "bucket": account.bucket,
+        "head_host": cloud.host_address,
+        "workers": {"max": 2},
+        "tick": "1 s",
+        "capacity": {"types": ["g6.xlarge"], "zones": ["us-east-1a"]},
+        "image": {"ami": account.image, "python": sys.executable},
+        "environment": {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        "lifetime": {"lease_ttl": "30 s", "boot": "120 min", "idle": "300 s", "linger": "5 s"},
+        "interruption": {"imds_poll": "1 s", "drain": "5 s"},
+    }
+    (folder / "pools.yaml").write_text(json.dumps({"spot": {"kind": "aws-spot", **keys}}))
+    return keys
+
+
+def live(
+    cloud: FakeAws,
+    keys: dict[str, Any],
+    seen: Life,
+    *,
+    first_key: str,
+    sign_in: Callable[[], str],
+) -> None:
+    cloud.set_capacity(0)
+    address = get_pool("spot").up()
+    job = etrain_jupyter.distributed(
+        {
+            "model": lambda: nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 2)),
+            "data": {
+                "train": make_data(
+                    keys["bucket"], address.cluster_id, keys["region"], keys["image"]["ami"]
+                )
+            },
+            "loss": slow_loss,
+            "batch": {"global": 16},
+            "steps": 1_000_000,
+            "workers": {"min": 1, "max": 2},
+            "checkpoint": {"every": "20 steps"},
+            "pool": "spot",
+        }
+    )
+
+    def lines() -> list[str]:
+        return [event.text for event in job.events() if isinstance(event, events.LogLine)]
+
+    def until(is_true: Callable[[], Any], what: str) -> Any:
+        ends_at = time.monotonic() + PATIENCE_S
+        while not (found := is_true()):
+            job.raise_for_status()
+            assert time.monotonic() < ends_at, (what, str(job), lines(), cloud.instances())
+            time.sleep(0.05)
+        return found
+
+    until(lambda: any("no capacity" in line for line in lines()), "told that there is none")
+    seen.waiting, seen.told = job.status, lines()
+    cloud.set_capacity(4)
+    until(lambda: job.world_size == 2 and job.step > 5, "two train")
+    found = "etrain/runs/rights/answers.json"
+    until(lambda: found in cloud.s3.list_keys(keys["bucket"], "etrain/runs/rights"), "rights tried")
+    seen.rights = json.loads(cloud.s3.read(keys["bucket"], found))
+
+    victim = cloud.instances("running")[0].instance_id
+    seen.steps_hanging = hang(cloud, job, victim, until)
+    cloud.set_faults(ApiFault(service="", code="ExpiredToken", match=first_key))
+    seen.expired = until(
+        lambda: next((line for line in lines() if "credentials" in line), ""), "expired"
+    )
+    first = job.step
+    until(lambda: job.step > first + 10, "training on")
+    seen.steps_expired = job.step - first
+    seen.lost_then = sum(isinstance(event, events.WorkerLost) for event in job.events())
+    sign_in()
+
+    num_before = len(cloud.instances())
+    cloud.preempt(victim, notice_s=15, rebalance_s=2)
+    until(lambda: len(cloud.instances()) > num_before, "another machine")
+    until(lambda: victim not in {worker["worker"] for worker in job.workers()}, "its leave")
+    until(lambda: job.world_size == 2, "two again")
+    seen.noticed = next(
+        (event.worker for event in job.events() if isinstance(event, events.PreemptionNoticed)), ""
+    )
+    seen.replaced_by = len(cloud.instances()) - num_before
+    assert seen.noticed == victim
+    job.stop()
+    job.wait(timeout=PATIENCE_S)
+    seen.audit = job.audit()
+    stored = cloud.s3.list_keys(keys["bucket"], "etrain/runs/")
+    seen.checkpoints = [key for key in stored if "/manifests/" in key]
+
+
+def hang(cloud: FakeAws, job: TrainingJob, node: str, until: Callable[..., Any]) -> int:
+    """Let a node's metadata service hang for some of its looks; return the steps made meanwhile."""
+    cloud.break_imds(node, "hang")
+    first, asked = job.step, len(cloud.imds_requests(node))
+    until(lambda: job.step > first + 20, "training beside a service that hangs")
+    cloud.break_imds(node, "")
+    until(lambda: len(cloud.imds_requests(node)) > asked + 1, "looks at the service again")
+    return job.step - first
+
+
+def test_without_capacity_the_job_waits_and_says_what_is_tried_next(life: Life) -> None:
+    (text,) = [line for line in life.told if "no capacity" in line]
+
+    assert life.waiting == "waiting"
+    assert "no capacity for" in text
+    assert "of g6.xlarge in us-east-1a" in text
+    assert "The next attempt is in" in text
+    assert "Training goes on when it has" in text
+
+
+def test_launcher_policy_suffices_from_launch_to_down(life: Life) -> None:
+    assert life.replaced_by == 1
+    assert life.leftovers == {}
+
+
+def test_node_policy_suffices_for_checkpoints_in_the_bucket(life: Life) -> None:
+    assert life.rights["write a checkpoint"] == "allowed"
+    assert life.rights["read the lease"] == "allowed"
+    assert life.checkpoints
+
+
+def test_node_may_do_nothing_else(life: Life) -> None:
+    allowed = {what for what, answer in life.rights.items() if answer == "allowed"}
+
+    # One role serves all clusters of a pool; node_policy(cluster_id=...) narrows it to one.
+    assert allowed == {"write a checkpoint", "read the lease", "read another cluster's key"}
+    denied = {answer for answer in life.rights.values() if answer != "allowed"}
+    assert denied <= {"AccessDenied", "UnauthorizedOperation", "403"}
+    assert len(life.rights) == 16
+
+
+def test_metadata_service_that_hangs_holds_nothing_up(life: Life) -> None:
+    assert life.steps_hanging > 20
+    assert life.noticed
+
+
+def test_job_trains_on_with_expired_credentials_and_its_log_says_what_to_do(life: Life) -> None:
+    assert "the credentials have expired" in life.expired
+    assert "aws sso login" in life.expired
+    assert "Nodes run on" in life.expired
+    assert life.steps_expired > 10
+    assert life.lost_then == 0
+
+
+def test_every_sample_was_trained_once(life: Life) -> None:
+    assert life.audit is not None
+    assert life.audit.ok, str(life.audit)
+    assert life.audit.steps_rolled_back == 0

@@ -1,0 +1,284 @@
+"""What goes wrong between a spot cluster and AWS: what the system does, and what a user reads."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from etrain_jupyter.errors import PoolError
+from etrain_jupyter.pools.aws_spot.pool import AwsSpotPool
+from etrain_jupyter.testing.fakeaws import ApiFault, FakeAws
+from tests.integration.aws_head import *  # noqa: F403
+from tests.integration.aws_head import PATIENCE_S, make_spec
+
+pytestmark = pytest.mark.aws
+
+LAUNCHING = (
+    "DescribeInstanceTypes",
+    "DescribeSubnets",
+    "CreateSecurityGroup",
+    "DescribeImages",
+    "CreateLaunchTemplate",
+    "DescribeInstances",
+    "DescribeSpotPriceHistory",
+    "CreateFleet",
+)
+"""What EC2 is asked for on the way to a machine."""
+
+
+# --- before anything is launched, in the cell ---
+
+
+@pytest.mark.parametrize(
+    ("fault", "keys", "words"),
+    [
+        (
+            ApiFault(service="", code="AuthFailure"),
+            {},
+            ("does not know these credentials", "~/.aws"),
+        ),
+        (
+            ApiFault(service="", code="ExpiredToken"),
+            {},
+            ("the credentials have expired", "aws sso login"),
+        ),
+        (
+            ApiFault(code="UnauthorizedOperation"),
+            {},
+            ("AWS does not allow it", "%etrain pools policy"),
+        ),
+        (
+            ApiFault(action="CreateSecurityGroup", code="UnauthorizedOperation"),
+            {},
+            ("the network of us-east-1", "AWS does not allow it", "%etrain pools policy"),
+        ),
+        (None, {"image": {"ami": "ami-0123456789abcdef0"}}, ("no such image", "image.ami")),
+        (
+            None,
+            {"image": {"ami": "ssm:/no/such/parameter"}},
+            ("ssm:/no/such/parameter", "Correct image.ami"),
+        ),
+        (None, {"bucket": "no-such-bucket"}, ("no-such-bucket", "Name another one in pools.yaml")),
+        (
+            None,
+            {"network": {"subnets": ["subnet-0a1b2c3d"]}},
+            ("no such subnet", "Correct network.subnets"),
+        ),
+        (
+            None,
+            {"endpoint_url": "http://127.0.0.1:9"},
+            ("http://127.0.0.1:9", "Nothing was launched"),
+        ),
+        (None, {"profile": "nobody"}, ("nobody", "Nothing was launched")),
+    ],
+    ids=[
+        "wrong-credentials",
+        "expired-credentials",
+        "not-allowed",
+        "not-allowed-later",
+        "no-image",
+        "no-parameter",
+        "no-bucket",
+        "no-subnet",
+        "no-endpoint",
+        "no-profile",
+    ],
+)
+def test_cell_says_what_is_wrong_and_nothing_is_left(
+    cloud: FakeAws,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: ApiFault | None,
+    keys: dict[str, Any],
+    words: tuple[str, ...],
+) -> None:
+    monkeypatch.setenv("ETRAIN_STATE", str(tmp_path / "state"))
+    spec = make_spec(cloud, **keys)
+    if fault is not None:
+        cloud.set_faults(fault)
+
+    with pytest.raises(PoolError, match="Nothing was launched") as caught:
+        AwsSpotPool("spot", spec).up()
+
+    for word in words:
+        assert word in str(caught.value), str(caught.value)
+    assert "Traceback" not in str(caught.value)
+    assert cloud.instances() == []
+    assert [found for found in (tmp_path / "state").glob("*") if found.is_dir()] == []
+
+
+# --- while machines are launched ---
+
+
+@pytest.mark.parametrize("code", ["RequestLimitExceeded", "InternalError", "Unavailable"])
+async def test_trouble_with_every_request_delays_the_nodes_and_no_more(
+    open_head: Any, cloud: FakeAws, code: str
+) -> None:
+    # Beside throttling boto3 slows all that it asks down, for longer with each error.
+    count = 1 if code == "RequestLimitExceeded" else 2
+    cloud.set_faults(*(ApiFault(action=action, code=code, count=count) for action in LAUNCHING))
+    head = await open_head()
+    head.nodes.want(2, reason="test")
+    await head.until(lambda: len(head.running()) == 2)
+
+    asked = cloud.calls()
+    assert [action for action in LAUNCHING if asked[f"ec2.{action}"] <= count] == []
+    assert len(head.launched()) == 2
+    assert (head.gone, head.halts) == ({}, [])
+
+
+async def test_ec2_that_does_not_answer_for_long_leaves_the_nodes_alone_and_says_so(
+    open_head: Any, cloud: FakeAws
+) -> None:
+    head = await open_head()
+    head.nodes.want(1, reason="test")
+    await head.until(head.running)
+    cloud.set_faults(ApiFault(code="Unavailable"))
+    head.nodes.want(2, reason="test")
+    await head.until(lambda: head.warnings)
+
+    assert "EC2 cannot be asked" in head.warnings[0]
+    assert "Nodes run on; it is tried again" in head.warnings[0]
+    assert (len(head.living()), head.gone, head.halts) == (1, {}, [])
+
+    cloud.set_faults()
+    await head.until(lambda: len(head.running()) == 2)
+    assert len(head.launched()) == 2
+
+
+async def test_launch_that_is_throttled_for_long_is_one_launch_and_is_told(
+    open_head: Any, cloud: FakeAws
+) -> None:
+    head = await open_head()
+    cloud.set_faults(ApiFault(action="CreateFleet", code="RequestLimitExceeded"))
+    head.nodes.want(2, reason="test")
+    await head.until(lambda: head.warnings)
+
+    assert "not answered a request for 2 nodes" in head.warnings[0]
+    cloud.set_faults()
+    await head.until(lambda: len(head.running()) == 2)
+    assert len(head.launched()) == 2
+
+
+async def test_no_capacity_anywhere_is_told_at_once_with_what_comes_next(
+    open_head: Any, cloud: FakeAws
+) -> None:
+    cloud.set_capacity(0)
+    head = await open_head(capacity={"types": ["g5.xlarge", "g6.xlarge"]})
+    head.nodes.want(2, reason="test")
+    await head.until(lambda: head.warnings)
+
+    (text,) = head.warnings
+    assert "no capacity for 2 workers" in text
+    assert "g5.xlarge" in text
+    assert "g6.xlarge" in text
+    assert "The next attempt is in 1" in text  # fifteen seconds, less what has passed
+    assert "Training goes on when it has" in text
+    assert "capacity.on_demand.max" in text
+    assert (head.launched(), head.halts) == ([], [])
+
+
+async def test_capacity_that_comes_is_taken(
+    open_head: Any, cloud: FakeAws, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("etrain_jupyter.pools.aws_spot.memory.FIRST_BACK_OFF_S", 0.5)
+    cloud.set_capacity(0)
+    head = await open_head(capacity={"types": ["g5.xlarge"], "zones": ["us-east-1a"]})
+    head.nodes.want(1, reason="test")
+    await head.until(lambda: head.warnings)
+    cloud.set_capacity(1)
+    await head.until(head.running)
+
+    assert len(head.launched()) == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("MaxSpotInstanceCountExceeded", ("quota of spot", "Service Quotas", "L-3819A6DF")),
+        ("VcpuLimitExceeded", ("quota of on-demand vCPUs", "Service Quotas")),
+        ("UnauthorizedOperation", ("does not allow it", "%etrain pools policy")),
+        ("InvalidAMIID.NotFound", ("no such image", "Correct image.ami")),
+    ],
+)
+async def test_refused_launch_is_told_with_what_to_do(
+    open_head: Any, cloud: FakeAws, code: str, words: tuple[str, ...]
+) -> None:
+    head = await open_head()
+    cloud.set_faults(ApiFault(action="CreateFleet", code=code))
+    head.nodes.want(1, reason="test")
+    await head.until(lambda: head.warnings)
+
+    for word in (*words, code):
+        assert word in head.warnings[0], head.warnings[0]
+    assert head.launched() == []
+
+
+async def test_launches_that_are_never_allowed_end_the_trying(
+    open_head: Any, cloud: FakeAws, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("etrain_jupyter.pools.aws_spot.memory.FIRST_BACK_OFF_S", 0.1)
+    head = await open_head()
+    cloud.set_faults(ApiFault(action="CreateFleet", code="UnauthorizedOperation"))
+    head.nodes.want(1, reason="test")
+    await head.until(lambda: head.halts)
+
+    assert "refused 3 launches in a row. No more are tried." in head.halts[0]
+    assert "%etrain pools policy" in head.halts[0]
+    assert cloud.calls()["ec2.CreateFleet"] == 3
+
+
+# --- while they run ---
+
+
+async def test_credentials_that_expire_are_told_and_read_again_when_renewed(
+    open_head: Any, cloud: FakeAws, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "aws_credentials"  # where the fixture points boto3
+    keys = "[default]\naws_access_key_id = {}\naws_secret_access_key = testing\n"
+    file.write_text(keys.format("AKIAOLD"))
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    head = await open_head()
+    head.nodes.want(1, reason="test")
+    await head.until(head.running)
+
+    cloud.set_faults(ApiFault(service="", code="ExpiredToken", match="AKIAOLD"))
+    await head.until(lambda: any("credentials have expired" in text for text in head.warnings))
+    told = next(text for text in head.warnings if "credentials have expired" in text)
+    assert "Nodes run on" in told
+    assert "aws sso login" in told
+    assert (len(head.living()), head.gone, head.halts) == (1, {}, [])
+
+    file.write_text(keys.format("AKIANEW"))
+    renewals = head.nodes._reconciler._renewals
+    head.nodes.want(2, reason="test")
+    await head.until(lambda: len(head.running()) == 2)
+    await head.until(lambda: head.nodes._reconciler._renewals > renewals + 1)
+    assert head.gone == {}
+
+
+@pytest.mark.parametrize("skew_s", [600, -600])
+async def test_clock_of_aws_ten_minutes_off_neither_ends_nor_keeps_nodes(
+    open_head: Any, cloud: FakeAws, skew_s: float
+) -> None:
+    cloud.set_clock_skew(skew_s)
+    head = await open_head(image={"ami": cloud.make_account().image, "python": sys.executable})
+    head.nodes.want(1, reason="test")
+    await head.until(head.running)
+    (node,) = head.launched()
+    await asyncio.to_thread(
+        cloud.wait_until, lambda: "the scheduler is at" in cloud.console(node), within_s=PATIENCE_S
+    )
+    renewals = head.nodes._reconciler._renewals
+    # Renewed every quarter of the time that it holds.
+    await head.until(lambda: head.nodes._reconciler._renewals >= renewals + 5)
+    assert head.living() == [node]
+
+    await asyncio.to_thread(head.nodes._reconciler.stop)
+    await asyncio.to_thread(cloud.wait_until, lambda: not head.living(), within_s=PATIENCE_S)
+    assert "the lease is" in cloud.console(node)
