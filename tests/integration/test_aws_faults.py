@@ -250,7 +250,8 @@ async def test_credentials_that_expire_are_told_and_read_again_when_renewed(
     cloud.set_faults(ApiFault(service="", code="ExpiredToken", match="AKIAOLD"))
     await head.until(lambda: any("credentials have expired" in text for text in head.warnings))
     told = next(text for text in head.warnings if "credentials have expired" in text)
-    assert "Nodes run on" in told
+    assert "Nodes run on, but not for long" in told
+    assert "8 s after the last renewal they end themselves" in told
     assert "aws sso login" in told
     assert (len(head.living()), head.gone, head.halts) == (1, {}, [])
 
@@ -259,6 +260,7 @@ async def test_credentials_that_expire_are_told_and_read_again_when_renewed(
     head.nodes.want(2, reason="test")
     await head.until(lambda: len(head.running()) == 2)
     await head.until(lambda: head.nodes._reconciler._renewals > renewals + 1)
+    assert any("EC2 answers again" in text for text in head.warnings)
     assert head.gone == {}
 
 

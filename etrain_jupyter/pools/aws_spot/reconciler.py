@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from botocore.exceptions import ClientError
 from botocore.parsers import ResponseParserError
 
 from etrain_jupyter.errors import CheckpointError, PoolError
@@ -115,6 +114,7 @@ class Reconciler:
         self._renewals = 0
         self._detail = ""
         self._has_halted = False
+        self._is_troubled = False
         self._timers = Timers(
             lease=Renewal(every_s=spec.lifetime.lease_ttl / 4),
             tags=Renewal(every_s=spec.lifetime.max / 4, last=time.time()),
@@ -170,6 +170,7 @@ class Reconciler:
         while not self._is_closing:
             try:
                 self._tick()
+                self._calm()
             except Troubles as exc:
                 self._explain(exc)
             except Exception:  # the top of the thread: machines must not be left to themselves
@@ -180,9 +181,20 @@ class Reconciler:
 
     def _explain(self, exc: Exception) -> None:
         words = str(exc) if isinstance(exc, EtrainWords) else words_of_error(exc)
-        if isinstance(exc, ClientError) and kind_of(exc) == "credentials":
+        fate = "Nodes run on; it is tried again soon."
+        if kind_of(exc.__cause__ or exc) == "credentials":
             self._clients.forget()
-        self._warn("aws", f"EC2 cannot be asked: {words}. Nodes run on; it is tried again soon.")
+            fate = (
+                "Nodes run on, but not for long: without credentials the lease is not renewed, and "
+                f"{self._spec.lifetime.lease_ttl:g} s after the last renewal they end themselves."
+            )
+        self._is_troubled |= self._warn("aws", f"EC2 cannot be asked: {words}. {fate}")
+
+    def _calm(self) -> None:
+        """Say that what was told of EC2 is over."""
+        if self._is_troubled:
+            self._is_troubled = False
+            self._reports.warning("EC2 answers again. Nodes are launched and ended as before.")
 
     def _tick(self) -> None:
         now = time.time()
@@ -416,12 +428,15 @@ class Reconciler:
         tags = tag_list({"etrain:expires": expires})
         self._clients.ec2.create_tags(Resources=ids, Tags=tags)
 
-    def _warn(self, key: str, text: str) -> None:
+    def _warn(self, key: str, text: str) -> bool:
+        """Tell the jobs something, unless it was told not long ago; return whether it was."""
         now = time.time()
-        if now - self._said.get(key, float("-inf")) >= SAY_AGAIN_S:
-            self._said[key] = now
-            logger.warning("%s", text)
-            self._reports.warning(text)
+        if now - self._said.get(key, float("-inf")) < SAY_AGAIN_S:
+            return False
+        self._said[key] = now
+        logger.warning("%s", text)
+        self._reports.warning(text)
+        return True
 
 
 EtrainWords = (CheckpointError, PoolError)
