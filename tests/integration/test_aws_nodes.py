@@ -212,6 +212,7 @@ async def test_released_and_surplus_machines_end_when_no_job_uses_them(
     await head.until(lambda: two in head.gone)
 
 
+@pytest.mark.timeout(240)  # a minute is owed for each machine at once, and only then the cost grows
 async def test_budget_is_not_exceeded_and_ends_the_machines(
     open_head: Any, cloud: FakeAws, cluster_dir: ClusterDir
 ) -> None:
