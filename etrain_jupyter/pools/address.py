@@ -255,16 +255,19 @@ class AddressPool:
             import distributed
 
             make: Any = distributed.Client
+            # Made before it is awaited: one that does not connect must be closed, too.
+            client = make(
+                self._address.address,
+                security=self._address.security() if self._address.tls_ca else None,
+                timeout=CONNECT_S,
+                asynchronous=True,
+                set_as_default=False,
+                name="etrain",
+            )
             try:
-                client = await make(
-                    self._address.address,
-                    security=self._address.security() if self._address.tls_ca else None,
-                    timeout=CONNECT_S,
-                    asynchronous=True,
-                    set_as_default=False,
-                    name="etrain",
-                )
+                await client
             except (OSError, TimeoutError, ValueError) as exc:
+                await client.close()
                 raise PoolError(await unreachable(self._address.address, exc)) from exc
             try:
                 async with asyncio.timeout(INSTALL_S):

@@ -64,7 +64,9 @@ async def unreachable(address: str, exc: BaseException) -> str:
             f"({_short(cause)}). Nothing was sent there. Name the ca.pem of that cluster in "
             "pools.yaml; if it is the right one, another machine may answer at that address."
         )
-    if is_tls and ("WRONG_VERSION_NUMBER" in text or "record layer" in text):
+    # The greeting of a scheduler without TLS may come before ours: tornado says that otherwise.
+    others = ("WRONG_VERSION_NUMBER", "record layer", "cannot convert to SSL")
+    if is_tls and any(words in text for words in others):
         return (
             f"{address} does not speak TLS. Nothing was sent there. Write tcp:// if that is how "
             "it is meant to be, or start it with certificates."

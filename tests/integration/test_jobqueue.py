@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -20,8 +21,23 @@ from etrain_jupyter.testing.invariants import assert_invariants
 from tests.integration.dask_cluster import ROOT
 from tests.integration.slow_jobs import PATIENCE_S, await_steps, submit, until
 
-pytestmark = pytest.mark.timeout(300)
-pytest.importorskip("dask_jobqueue", reason="dask-jobqueue is in the extra `test`")
+# Not `importorskip`: its import takes over SIGINT of the process, and here that of the other tests.
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(
+        importlib.util.find_spec("dask_jobqueue") is None,
+        reason="dask-jobqueue is in the extra `test`",
+    ),
+]
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """Keep what the import of dask-jobqueue takes over from the tests that follow."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @dataclass

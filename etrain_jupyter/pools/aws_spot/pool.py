@@ -6,8 +6,10 @@ bucket say what belongs to it on the other; either can be found again without th
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,6 +33,9 @@ if TYPE_CHECKING:
 
 HEAD_ELSEWHERE = "elsewhere"
 """Host of a cluster, in the folder that this machine has of it, whose head has one of its own."""
+FLEET_FILE = "fleet.json"
+"""Written before each launch, see ``reconciler``."""
+UNLISTED_S = 180.0
 NODES = "etrain_jupyter.pools.aws_spot.head:make_nodes"
 
 
@@ -119,8 +124,9 @@ class AwsSpotPool(DetachedPool):
             record = cluster.record()
             if cluster.prefix != self._prefix or (record is not None and not record.is_here):
                 continue  # of another pool, or of another machine that shares the folder
-            if record is not None and list_instances(
-                self._clients().ec2, cluster_id=cluster.cluster_id, states=LIVING
+            if record is not None and (
+                _has_just_launched(cluster)
+                or list_instances(self._clients().ec2, cluster_id=cluster.cluster_id, states=LIVING)
             ):
                 return cluster
             self.of_cluster(cluster).down()
@@ -187,6 +193,13 @@ class AwsSpotPool(DetachedPool):
                 "%pip install 'etrain-jupyter[aws]' and restart the kernel."
             ) from exc
         return Clients(self.spec)
+
+
+def _has_just_launched(cluster: ClusterDir) -> bool:
+    """Whether EC2 may have machines of it that it does not list yet."""
+    with contextlib.suppress(FileNotFoundError):
+        return time.time() - (cluster.path / FLEET_FILE).stat().st_mtime < UNLISTED_S
+    return False
 
 
 def _class_of(spec: AwsSpotSpec) -> type[AwsSpotPool]:
