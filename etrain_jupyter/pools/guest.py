@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -52,14 +53,27 @@ class GuestSupervisor(WorkerPlugin):
             await self._supervisor.teardown(worker)
 
 
+_sending = threading.Lock()
+"""Guards the next one."""
+_num_sending = 0
+"""How many are inside ``sent_as_code`` now: two kernels' threads may be."""
+
+
 @contextlib.contextmanager
 def sent_as_code() -> Iterator[None]:
     """Let Dask send what this module defines with its code while this lasts."""
+    global _num_sending
     import cloudpickle
 
     here = sys.modules[__name__]
-    cloudpickle.register_pickle_by_value(here)
+    with _sending:
+        _num_sending += 1
+        if _num_sending == 1:
+            cloudpickle.register_pickle_by_value(here)
     try:
         yield
     finally:
-        cloudpickle.unregister_pickle_by_value(here)
+        with _sending:
+            _num_sending -= 1
+            if _num_sending == 0:
+                cloudpickle.unregister_pickle_by_value(here)
