@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -105,6 +105,15 @@ class Leftovers:
     """One text a process or machine, with its id first."""
     files: tuple[str, ...] = ()
     """Paths or URLs."""
+
+    @classmethod
+    def of_all(cls, ends: Iterable[Leftovers]) -> Leftovers:
+        """Return what several ends have left, as one."""
+        known = tuple(ends)
+        return cls(
+            processes=tuple(process for end in known for process in end.processes),
+            files=tuple(file for end in known for file in end.files),
+        )
 
     def __bool__(self) -> bool:
         return bool(self.processes or self.files)

@@ -186,7 +186,7 @@ def reap(
         ConfigError: If nobody has said where to look.
         PoolError: If something is left, or AWS cannot be asked.
     """
-    from etrain_jupyter.pools.aws_spot.reaping import remove_found
+    from etrain_jupyter.pools.aws_spot.reaping import by_cluster, is_meant, remove_found
 
     specs = aws_specs(region)
     if not specs:
@@ -197,13 +197,8 @@ def reap(
     ends: dict[str, Leftovers] = {}
     spared: set[str] = set()
     for spec in specs:
-        found = _find(spec)
-        for one in sorted({item.cluster_id for item in found}):
-            own = [item for item in found if item.cluster_id == one]
-            is_meant = one == cluster or (
-                cluster is None and (all_clusters or all(item.is_expired for item in own))
-            )
-            if is_meant:
+        for one, own in by_cluster(_find(spec)).items():
+            if is_meant(own, cluster_id=cluster or "", all_clusters=all_clusters):
                 ends[one] = remove_found(spec, own, timeout_s=timeout_s)
             else:
                 spared.add(one)

@@ -113,10 +113,7 @@ class DetachedPool:
         """
         ours = [cluster for cluster in cluster_dirs() if self._is_ours(cluster)]
         ends = [end_cluster_here(cluster, timeout_s) for cluster in ours]
-        return Leftovers(
-            processes=tuple(process for end in ends for process in end.processes),
-            files=tuple(file for end in ends for file in end.files),
-        )
+        return Leftovers.of_all(ends)
 
     def settings(self) -> LocalSettings:
         """Return how a cluster that has to be started shall behave."""

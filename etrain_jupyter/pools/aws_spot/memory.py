@@ -20,6 +20,9 @@ VISIBLE_S = 120.0
 MAX_REFUSALS = 3
 """A request that is refused so often in a row, for reasons that do not pass, is given up."""
 
+MEMORY_FILE = "fleet.json"
+"""Where it lies in the cluster's folder, written before each launch."""
+
 PoolKey = tuple[str, str, str]
 """Type, zone and lifecycle: what has capacity or has none."""
 

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 
 from etrain_jupyter.errors import PoolError
 from etrain_jupyter.pools.asking import ask
+from etrain_jupyter.pools.aws_spot.memory import MEMORY_FILE
 from etrain_jupyter.pools.aws_spot.spec import AwsSpotSpec
-from etrain_jupyter.pools.base import CostReport, Leftovers, SchedulerAddress
+from etrain_jupyter.pools.base import CostReport, Leftovers
 from etrain_jupyter.pools.detached import DetachedPool, end_cluster_here
 from etrain_jupyter.pools.state_dir import (
     ClusterDir,
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
 
 HEAD_ELSEWHERE = "elsewhere"
 """Host of a cluster, in the folder that this machine has of it, whose head has one of its own."""
-FLEET_FILE = "fleet.json"
-"""Written before each launch, see ``reconciler``."""
 UNLISTED_S = 180.0
 NODES = "etrain_jupyter.pools.aws_spot.head:make_nodes"
 
@@ -76,14 +75,6 @@ class AwsSpotPool(DetachedPool):
         settings = cluster.settings()
         spec = AwsSpotSpec.from_json(json.dumps(settings.spec))
         return _class_of(spec)(settings.pool, spec, cluster_id=cluster.cluster_id)
-
-    def up(self) -> SchedulerAddress:
-        """Find the pool's cluster, take over one whose head died here, or start one.
-
-        Raises:
-            PoolError: If it does not start, or AWS refuses what it needs.
-        """
-        return super().up()
 
     def settings(self) -> LocalSettings:
         """Return how the head of a cluster that has to be started shall behave.
@@ -174,10 +165,7 @@ class AwsSpotPool(DetachedPool):
         for one in sorted(found):
             home = self.spec.home(one)
             ends.append(remove(clients, region, one, timeout_s=timeout_s, home=home))
-        return Leftovers(
-            processes=tuple(process for end in ends for process in end.processes),
-            files=tuple(file for end in ends for file in end.files),
-        )
+        return Leftovers.of_all(ends)
 
     def _has_id(self, cluster_id: str) -> bool:
         if self._cluster_id is not None:
@@ -198,7 +186,7 @@ class AwsSpotPool(DetachedPool):
 def _has_just_launched(cluster: ClusterDir) -> bool:
     """Whether EC2 may have machines of it that it does not list yet."""
     with contextlib.suppress(FileNotFoundError):
-        return time.time() - (cluster.path / FLEET_FILE).stat().st_mtime < UNLISTED_S
+        return time.time() - (cluster.path / MEMORY_FILE).stat().st_mtime < UNLISTED_S
     return False
 
 

@@ -283,17 +283,29 @@ def reap(
     for region in regions:
         clients = clients_of(region)
         found = find_tagged(clients, region, cluster_id=cluster_id)
-        for one in sorted({one.cluster_id for one in found}):
-            own = [item for item in found if item.cluster_id == one]
-            if not (all_clusters or cluster_id or all(item.is_expired for item in own)):
-                continue
-            done[one] = remove(clients, region, one, timeout_s=timeout_s)
+        for one, own in by_cluster(found).items():
+            if is_meant(own, cluster_id=cluster_id, all_clusters=all_clusters):
+                done[one] = remove(clients, region, one, timeout_s=timeout_s)
     return done
 
 
-def clients_for(spec: AwsSpotSpec, region: str) -> Clients:
-    """Return clients like a spec's, but of another region."""
-    return Clients(spec.model_copy(update={"region": region}))
+def by_cluster(found: Sequence[Tagged]) -> dict[str, list[Tagged]]:
+    """Return what was found of each cluster, by its id."""
+    ids = sorted({one.cluster_id for one in found})
+    return {name: [one for one in found if one.cluster_id == name] for name in ids}
+
+
+def is_meant(own: Sequence[Tagged], *, cluster_id: str, all_clusters: bool) -> bool:
+    """Whether a cluster shall be removed.
+
+    Args:
+        own: What was found of it.
+        cluster_id: Only that one, expired or not; empty for any.
+        all_clusters: Those too that have not expired.
+    """
+    if cluster_id:
+        return own[0].cluster_id == cluster_id
+    return all_clusters or all(one.is_expired for one in own)
 
 
 def remove_found(

@@ -33,7 +33,7 @@ from etrain_jupyter.pools.aws_spot.ec2 import (
 from etrain_jupyter.pools.aws_spot.fleet import decide
 from etrain_jupyter.pools.aws_spot.fleet_words import why_halted
 from etrain_jupyter.pools.aws_spot.ledger import Ledger
-from etrain_jupyter.pools.aws_spot.memory import LaunchRequest, Memory
+from etrain_jupyter.pools.aws_spot.memory import MEMORY_FILE, LaunchRequest, Memory
 from etrain_jupyter.pools.aws_spot.orders import Orders, Reports, Snapshot, worker_names
 from etrain_jupyter.pools.aws_spot.prices import Prices
 from etrain_jupyter.pools.aws_spot.roster import (
@@ -59,7 +59,6 @@ KEEP_S = 60.0
 SCORES_S = 600.0
 SAY_AGAIN_S = 600.0
 """The same warning is repeated after that time if it still holds."""
-MEMORY_FILE = "fleet.json"
 Troubles = (*AwsErrors, ResponseParserError, CheckpointError, PoolError)
 
 

@@ -68,6 +68,18 @@ Names = Annotated[
 ]
 
 
+def _auto_or_list(value: Any, what: str, example: str) -> Any:
+    """Return auto, or a tuple of names; refuse anything else, a single name too."""
+    if value == "auto":
+        return value
+    if isinstance(value, list | tuple):
+        return tuple(value)
+    raise fault(
+        f"{{key}} must be auto or a list of {what}, not {in_words(value)}",
+        hint=f"write for example {example}",
+    )
+
+
 class WorkersSpec(Section):
     """How many workers there are; one a GPU."""
 
@@ -166,12 +178,7 @@ class CapacitySpec(Section):
     @field_validator("zones", mode="before")
     @classmethod
     def _list_or_auto(cls, value: Any) -> Any:
-        if value == "auto" or isinstance(value, list | tuple):
-            return tuple(value) if value != "auto" else value
-        raise fault(
-            f"{{key}} must be auto or a list of zones, not {in_words(value)}",
-            hint="write for example [us-east-1a, us-east-1b]",
-        )
+        return _auto_or_list(value, "zones", "[us-east-1a, us-east-1b]")
 
     @field_validator("placement", mode="before")
     @classmethod
@@ -273,12 +280,7 @@ class NetworkSpec(Section):
     @field_validator("subnets", mode="before")
     @classmethod
     def _list_or_auto(cls, value: Any) -> Any:
-        if value == "auto" or isinstance(value, list | tuple):
-            return tuple(value) if value != "auto" else value
-        raise fault(
-            f"{{key}} must be auto or a list of subnets, not {in_words(value)}",
-            hint="write for example [subnet-0a1b2c3d]",
-        )
+        return _auto_or_list(value, "subnets", "[subnet-0a1b2c3d]")
 
 
 class IamSpec(Section):
