@@ -91,6 +91,9 @@ def open_slots(cluster: ClusterDir) -> list[Slot]:
     if path.exists():
         return [Slot(**facts) for facts in json.loads(path.read_text())]
     gpus = finish_gpu_query(start_gpu_query(), timeout_s=GPU_QUERY_S)
-    slots = make_slots(gpus, max_cpu_slots=cluster.settings().max_cpu_slots)
+    settings = cluster.settings()
+    slots = make_slots(
+        gpus, max_cpu_slots=settings.max_cpu_slots, workers_per_gpu=settings.workers_per_gpu
+    )
     write_private(path, json.dumps([asdict(slot) for slot in slots]))
     return slots

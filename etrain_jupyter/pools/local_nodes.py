@@ -307,21 +307,43 @@ def _signal(popen: subprocess.Popen[bytes] | AdoptedProcess, number: signal.Sign
         popen.send_signal(number)
 
 
-def make_slots(gpus: Sequence[tuple[str, str]], *, max_cpu_slots: int) -> list[Slot]:
-    """Return one slot a GPU, or CPU slots if there is none.
+def make_slots(
+    gpus: Sequence[tuple[str, str]], *, max_cpu_slots: int, workers_per_gpu: int = 1
+) -> list[Slot]:
+    """Return ``workers_per_gpu`` slots for each GPU, or CPU slots if there is no GPU.
 
     Args:
         gpus: Identifier and name of each GPU.
         max_cpu_slots: Number of slots without GPUs. They cost nothing until a worker is wanted.
+        workers_per_gpu: Slots on each GPU. The first slots are on different GPUs, so that workers
+            share one only when there are more workers than GPUs.
     """
     if gpus:
+        num_slots = len(gpus) * workers_per_gpu
+        threads = str(max(1, num_usable_cores() // num_slots))
         return [
-            Slot(index=i, device="cuda:0", type=name, environment={"CUDA_VISIBLE_DEVICES": uuid})
-            for i, (uuid, name) in enumerate(gpus)
+            Slot(
+                index=index,
+                device="cuda:0",
+                type=name if workers_per_gpu == 1 else f"{name}, shared",
+                environment={
+                    "CUDA_VISIBLE_DEVICES": uuid,
+                    # By default torch starts a thread per core in every process: eight trainers
+                    # on one machine would run eight times as many threads as there are cores.
+                    "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
+                },
+            )
+            for index, (uuid, name) in enumerate(list(gpus) * workers_per_gpu)
         ]
     # Slots share the cores: with torch's default of a thread a core, they would fight for them.
     alone = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return [Slot(index=i, environment=alone) for i in range(max_cpu_slots)]
+
+
+def num_usable_cores() -> int:
+    """Return the number of cores that this process may run on; containers often restrict it."""
+    usable = getattr(os, "sched_getaffinity", None)  # not everywhere
+    return len(usable(0)) if usable is not None else os.cpu_count() or 1
 
 
 def start_gpu_query() -> subprocess.Popen[str] | None:

@@ -70,6 +70,9 @@ class LocalSettings:
     """Workers that nobody wants any more are kept that long, warm for the next job."""
     max_cpu_slots: int = 8
     """Most workers on a machine without GPUs."""
+    workers_per_gpu: int = 1
+    """Most workers that share one GPU. Above 1, they exchange gradients by gloo through host
+    memory, because NCCL refuses two ranks on one GPU: useful for tests, rarely for speed."""
     coordinator: str = "etrain_jupyter.cluster.coordinator:Coordinator"
     supervisor: str = "etrain_jupyter.cluster.supervisor:Supervisor"
     pool: str = "local"
@@ -87,24 +90,40 @@ class LocalSettings:
 
     @classmethod
     def from_environment(cls) -> LocalSettings:
-        """Return the defaults, with ``ETRAIN_IDLE_S`` if that is set.
+        """Return the defaults, with ``ETRAIN_IDLE_S`` and ``ETRAIN_WORKERS_PER_GPU`` if set.
 
         Raises:
-            PoolError: If it is no positive number.
+            PoolError: If one of them is not a positive number.
         """
-        text = os.environ.get("ETRAIN_IDLE_S")
-        if text is None:
-            return cls()
-        try:
-            idle_s = float(text)
-        except ValueError:
-            idle_s = 0.0
-        if not idle_s > 0:
-            raise PoolError(
-                f"ETRAIN_IDLE_S={text!r} is no number of seconds above 0. No cluster was started. "
-                "Set it to 900, for example, or to inf for a cluster that only `%etrain down` ends."
-            )
-        return cls(idle_s=idle_s)
+        settings = cls()
+        if (text := os.environ.get("ETRAIN_IDLE_S")) is not None:
+            settings = dataclasses.replace(settings, idle_s=_parse_idle_s(text))
+        if (text := os.environ.get("ETRAIN_WORKERS_PER_GPU")) is not None:
+            workers_per_gpu = _parse_workers_per_gpu(text)
+            settings = dataclasses.replace(settings, workers_per_gpu=workers_per_gpu)
+        return settings
+
+
+def _parse_idle_s(text: str) -> float:
+    try:
+        idle_s = float(text)
+    except ValueError:
+        idle_s = 0.0
+    if not idle_s > 0:
+        raise PoolError(
+            f"ETRAIN_IDLE_S={text!r} is no number of seconds above 0. No cluster was started. "
+            "Set it to 900, for example, or to inf for a cluster that only `%etrain down` ends."
+        )
+    return idle_s
+
+
+def _parse_workers_per_gpu(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise PoolError(
+            f"ETRAIN_WORKERS_PER_GPU={text!r} is not a whole number of at least 1. No cluster was "
+            "started. Set it to 2, for example, or unset it for one worker per GPU."
+        )
+    return int(text)
 
 
 @dataclass(frozen=True, kw_only=True)

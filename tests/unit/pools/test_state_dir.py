@@ -166,6 +166,23 @@ def test_the_idle_time_comes_from_the_environment(monkeypatch: pytest.MonkeyPatc
     )
 
 
+@pytest.mark.parametrize("text", ["two", "0", "-1", "1.5", ""])
+def test_a_number_of_workers_per_gpu_below_one_is_refused(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ETRAIN_WORKERS_PER_GPU", text)
+
+    with pytest.raises(PoolError, match=f"ETRAIN_WORKERS_PER_GPU='{text}'"):
+        LocalSettings.from_environment()
+
+
+def test_the_number_of_workers_per_gpu_comes_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("ETRAIN_WORKERS_PER_GPU", "4")
+    assert LocalSettings.from_environment() == LocalSettings(workers_per_gpu=4)
+
+
 def test_environments_of_another_python_or_version_have_clusters_of_their_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
