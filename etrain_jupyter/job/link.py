@@ -118,9 +118,12 @@ class ClusterLink:
             _run_in_loop(self._release())
 
     async def _ask(self, op: str, timeout: float, arguments: dict[str, Any]) -> Answer:
+        from etrain_jupyter.pools.peers import plain_values_only
+
         self._num_in_flight += 1
         try:
-            return await self._answer(op, timeout, arguments)
+            with plain_values_only():
+                return await self._answer(op, timeout, arguments)
         finally:
             self._num_in_flight -= 1
             if self._is_released and not self._num_in_flight:

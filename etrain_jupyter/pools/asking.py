@@ -48,13 +48,16 @@ async def _exchange(
 ) -> dict[str, Any]:
     from distributed import core
 
+    from etrain_jupyter.pools.peers import plain_values_only
+
     rpc: Any = core.rpc
-    async with asyncio.timeout(timeout_s):
-        scheduler = rpc(
-            address.address, timeout=timeout_s, connection_args=address.connection_args()
-        )
-        try:
-            answer: dict[str, Any] = await getattr(scheduler, op)(**arguments)
-            return answer
-        finally:
-            await scheduler.close_rpc()
+    with plain_values_only():
+        async with asyncio.timeout(timeout_s):
+            scheduler = rpc(
+                address.address, timeout=timeout_s, connection_args=address.connection_args()
+            )
+            try:
+                answer: dict[str, Any] = await getattr(scheduler, op)(**arguments)
+                return answer
+            finally:
+                await scheduler.close_rpc()

@@ -51,8 +51,10 @@ class SchedulerAddress:
         """
         if not self.tls_dir and not self.tls_ca:
             return {}
+        from etrain_jupyter.pools.peers import pinned_to_scheduler
+
         args: dict[str, Any] = self.security(role).get_connection_args(role)
-        return args
+        return pinned_to_scheduler(args) if self.tls_dir else args
 
     def to_dict(self) -> dict[str, str]:
         """Return the JSON form, which a run's ``job.json`` keeps under ``cluster``."""

@@ -24,6 +24,7 @@ from etrain_jupyter.pools.head_nodes import HeadFacts, HeadNodes
 from etrain_jupyter.pools.lifeline import die_with_parent
 from etrain_jupyter.pools.load import Load, write_load
 from etrain_jupyter.pools.local_worker import load_factory, log_to_stderr
+from etrain_jupyter.pools.peers import WORKER_REQUESTS, restricted
 from etrain_jupyter.pools.state_dir import (
     READY,
     START_FAILED,
@@ -179,7 +180,7 @@ class Head:
 
         security = read_security(self._cluster.tls, "scheduler")
         check_listen(self._settings.host, security)
-        return without_http(Scheduler)(
+        return restricted(without_http(Scheduler), worker_may=WORKER_REQUESTS)(
             host=self._settings.host,
             port=self._port(),
             protocol="tls",

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from etrain_jupyter.pools.lifeline import die_with_keeper
+from etrain_jupyter.pools.peers import restricted
 from etrain_jupyter.pools.tls import configure_dask, read_security, without_http
 
 logger = logging.getLogger(__name__)
@@ -168,7 +169,7 @@ class WorkerLife:
         from distributed import Worker
 
         options = self._options
-        worker = noting_its_end(without_http(Worker))(
+        worker = noting_its_end(restricted(without_http(Worker)))(
             self._address,
             name=options.name,
             host=options.host,

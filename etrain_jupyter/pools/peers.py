@@ -1,0 +1,190 @@
+"""Restrict what a Dask peer may send: plain values only, and only the requests of its role.
+
+Dask trusts every peer that completes the TLS handshake: the holder of any certificate of the
+cluster may call ``run_function`` on the scheduler, and any message may contain a pickle. For a
+cluster with machines elsewhere that is too much: code on one worker machine would become code of
+the notebook's user, who runs the scheduler. Three rules prevent that:
+
+* **Plain values.** Messages are decoded as msgpack and nothing else. A pickle is refused, and an
+  object that Dask has serialized stays opaque. Our processes exchange no objects.
+* **Roles.** The certificate that the peer shows says what it is. A worker may register, send
+  heartbeats and report; it may not call what the kernel calls. Workers talk to the scheduler only,
+  so a worker accepts no connection from another one.
+* **Names.** The kernel accepts a scheduler's certificate only from the server that it connects to,
+  see ``pinned_to_scheduler``.
+
+A foreign scheduler (pool kind ``address``) is Dask's own and cannot be restricted. The kernel
+decodes only plain values in what such a scheduler answers, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+WORKER_REQUESTS = frozenset(
+    {
+        # Requests of a Dask worker that runs no tasks.
+        "register-worker",
+        "heartbeat_worker",
+        "identity",
+        "retire_workers",
+        "unregister",
+        "close",
+        # Messages on the stream that its registration opens.
+        "close-stream",
+        "keep-alive",
+        "log-event",
+        "worker-status-change",
+        "etrain_report",
+    }
+)
+"""What a peer with a worker's certificate may send to the scheduler."""
+
+_plain_only: contextvars.ContextVar[bool] = contextvars.ContextVar("plain_only", default=False)
+_is_process_plain = False
+_dask_loads: Callable[..., Any] | None = None
+
+
+class RefusedMessageError(ConnectionError):
+    """A peer sent what it may not; the connection is closed."""
+
+
+class Opaque:
+    """Stands for an object that somebody serialized: it is neither read nor passed on."""
+
+
+def read_plain_values_only() -> None:
+    """Refuse pickles in every Dask message that this process receives from now on."""
+    global _is_process_plain
+    _install()
+    _is_process_plain = True
+
+
+@contextlib.contextmanager
+def plain_values_only() -> Iterator[None]:
+    """Refuse pickles in the messages that are received in this context.
+
+    For a process with other uses of Dask, such as a notebook kernel.
+    """
+    _install()
+    token = _plain_only.set(True)
+    try:
+        yield
+    finally:
+        _plain_only.reset(token)
+
+
+def _install() -> None:
+    """Put our decoder in front of Dask's, once; Dask has no setting for it."""
+    global _dask_loads
+    if _dask_loads is None:
+        import distributed.protocol
+
+        protocol: Any = distributed.protocol
+        _dask_loads, protocol.loads = protocol.loads, _loads
+
+
+def _loads(frames: Any, deserialize: bool = True, deserializers: Any = None) -> Any:
+    if not (_is_process_plain or _plain_only.get()):
+        assert _dask_loads is not None
+        return _dask_loads(frames, deserialize=deserialize, deserializers=deserializers)
+    return decode_plain(frames)
+
+
+def decode_plain(frames: Any) -> Any:
+    """Decode a Dask message without executing anything.
+
+    Args:
+        frames: The message as Dask's ``comm`` reads it: msgpack first, then serialized objects.
+
+    Raises:
+        RefusedMessageError: If the message contains a pickle.
+    """
+    import distributed.protocol.core
+
+    core: Any = distributed.protocol.core
+    return core.msgpack.loads(
+        frames[0], object_hook=_decode_object, use_list=False, **core.msgpack_opts
+    )
+
+
+def _decode_object(value: dict[str, Any]) -> Any:
+    if "__Pickled__" in value:
+        raise RefusedMessageError("a peer sent a pickled object, which was not unpickled")
+    if "__Serialized__" in value:
+        return Opaque()
+    if "__Set__" in value:
+        return set(value["as-list"])
+    if "__Enum__" in value:
+        from distributed.core import Status
+
+        return Status[str(value["name"])]  # the only one that our processes send
+    return value
+
+
+def restricted(server: type[Any], *, worker_may: frozenset[str] = frozenset()) -> type[Any]:
+    """Return a subclass of a Dask ``Scheduler`` or ``Worker`` that holds its peers to their roles.
+
+    Args:
+        server: The class.
+        worker_may: The requests that a peer with a worker's certificate may send; every other role
+            of the cluster may send all requests.
+    """
+    read_plain_values_only()
+
+    def handle_comm(self: Any, comm: Any) -> Any:
+        role = role_of(comm)
+        if role not in ("scheduler", "client"):
+            _limit(comm, role, worker_may if role == "worker" else frozenset())
+        return server.handle_comm(self, comm)
+
+    return type(server.__name__, (server,), {"handle_comm": handle_comm})
+
+
+def role_of(comm: Any) -> str:
+    """Return the role in the certificate of a connection's peer; empty without a certificate."""
+    stream = getattr(comm, "stream", None)
+    get_certificate = getattr(getattr(stream, "socket", None), "getpeercert", None)
+    certificate = get_certificate() if get_certificate is not None else None
+    if not certificate:
+        return ""
+    names = dict(pair for part in certificate.get("subject", ()) for pair in part)
+    return str(names.get("commonName", ""))
+
+
+def _limit(comm: Any, role: str, allowed: frozenset[str]) -> None:
+    """Let a connection deliver these requests only; any other one closes it."""
+    read = comm.read
+
+    async def read_allowed(deserializers: Any = None) -> Any:
+        message = await read(deserializers)
+        for part in message if isinstance(message, list | tuple) else (message,):
+            operation = part.get("op") if isinstance(part, dict) else None
+            if isinstance(part, dict) and operation not in allowed:
+                who = f"a peer with the certificate of a {role}" if role else "an unknown peer"
+                text = f"{who} at {comm.peer_address} may not send {str(operation)[:80]!r}"
+                logger.warning("%s: its connection is closed", text)
+                comm.abort()
+                raise RefusedMessageError(text)
+        return message
+
+    comm.read = read_allowed
+
+
+def pinned_to_scheduler(connection_args: dict[str, Any]) -> dict[str, Any]:
+    """Return connection arguments by which TLS accepts only a scheduler's certificate.
+
+    All certificates of a cluster have one authority. Without this, a machine with a worker's
+    certificate could answer in the scheduler's place.
+
+    Args:
+        connection_args: Those of a cluster that we made; its certificates name their role.
+    """
+    connection_args["ssl_context"].check_hostname = True
+    return connection_args | {"server_hostname": "scheduler"}
