@@ -96,11 +96,17 @@ class Feed:
         self._ask_at = self._linger_until = 0.0
         self._log_size = -1
         self._contact = Contact()
+        self._log_trouble = ""
 
     @property
     def trouble(self) -> str:
         """Why the coordinator cannot be asked just now; empty while it answers."""
         return self._contact.trouble
+
+    @property
+    def log_trouble(self) -> str:
+        """Why the coordinator cannot write the job's log just now; empty while it can."""
+        return "" if self.ended.is_set() else self._log_trouble
 
     def start(self) -> None:
         """Begin to follow; a second call does nothing."""
@@ -232,17 +238,21 @@ class Feed:
 
     def _handle_answer(self, future: Future[Answer]) -> None:
         try:
-            news = [event_from_dict(data) for data in future.result()["events"]]
+            answer = future.result()
+            news = [event_from_dict(data) for data in answer["events"]]
         except (EtrainError, CancelledError, KeyError, TypeError) as exc:
             self._fail(exc)
             return
         if not self._take(news) and news:
             self._fail(EtrainError(f"event {self._last_seq() + 1} is missing in the answer"))
             return
-        if self._contact.succeed(time.time()):
+        was_silent = self._contact.succeed(time.time())
+        before, self._log_trouble = self._log_trouble, str(answer.get("trouble", ""))
+        if was_silent or self._log_trouble != before:
             if not self._is_terminal:
-                self._say_aside([self._status_now("")])
-            self._aside = []
+                self._say_aside([self._status_now(self._log_trouble)])
+            if not self._log_trouble:
+                self._aside = []
         if len(news) < BATCH:
             self.caught_up.set()
         if self._is_terminal:

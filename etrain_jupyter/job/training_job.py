@@ -127,10 +127,11 @@ class TrainingJob(JobRequests):
     def reason(self) -> str:
         """Why it has this status, where that needs saying: waiting for whom, failed by what.
 
-        While its scheduler cannot be reached, that is said here, and the status is the last known.
+        While its scheduler cannot be reached, or cannot write the job's log because the disk is
+        full, that is said here, and the status is the last known.
         """
         view = self._latest()
-        return self._feed.lost or self._feed.trouble or view.reason
+        return self._feed.lost or self._feed.trouble or self._feed.log_trouble or view.reason
 
     @property
     def lost(self) -> str:
@@ -280,13 +281,16 @@ class TrainingJob(JobRequests):
         self.was_interrupted |= interrupts.were_any
 
     def _say_trouble(self, said: str) -> str:
-        """Print what became of the line to the scheduler since ``said``; return what holds now."""
-        trouble = self._feed.trouble
-        if trouble and trouble != said:
+        """Print what is wrong since ``said``, or that it is over; return what is wrong now."""
+        feed = self._feed
+        kind = "scheduler" if feed.trouble else "log" if feed.log_trouble else ""
+        if kind and kind != said:
+            trouble = feed.trouble or feed.log_trouble
             print(f"etrain: {self.id} was {self._view.status}; {trouble}. The wait goes on.")
-        elif said and not trouble and not self._feed.ended.is_set():
-            print(f"etrain: the scheduler of {self.id} answers again.")
-        return trouble
+        elif said and not kind and not feed.ended.is_set():
+            is_back = "answers" if said == "scheduler" else "is written"
+            print(f"etrain: the {said} of {self.id} {is_back} again.")
+        return kind
 
     def result(self) -> dict[str, Any]:
         """Block until the job has ended and return a summary.
