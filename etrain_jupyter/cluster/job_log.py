@@ -164,12 +164,11 @@ class JobLog:
             "missing"
         )
         logger.warning("%s: %s", self._path, text)
-        if self._is_closing:
+        common: dict[str, Any] = {"job_id": newest.job_id, "generation": newest.generation}
+        line = events.LogLine(**common, time=time.time(), level="warning", worker="", text=text)
+        self.append([line])
+        if self._is_closing and not self._waiting:
             self._shut()
-        else:
-            common: dict[str, Any] = {"job_id": newest.job_id, "generation": newest.generation}
-            line = events.LogLine(**common, time=time.time(), level="warning", worker="", text=text)
-            self.append([line])
 
     def _write(self, facts: list[events.Event]) -> None:
         self._recent.extend(event.to_dict() for event in self._log.append(facts))

@@ -80,6 +80,8 @@ class Feed:
         self.job_id = job_id
         self.caught_up = threading.Event()
         self.ended = threading.Event()
+        self._answered = threading.Event()
+        """Set once the first question was answered, or failed, or was waited for long enough."""
         self.lost = ""
         self.num_listener_errors = 0
         self.last_listener_error: Exception | None = None
@@ -139,6 +141,12 @@ class Feed:
             return self.caught_up.is_set()
         return self.caught_up.wait(timeout)
 
+    def wait_until_answered(self, timeout: float) -> None:
+        """Wait for the coordinator's first answer, once: only it knows its trouble with the log."""
+        if threading.current_thread() is not self._thread and not self.ended.is_set():
+            self._answered.wait(timeout)
+            self._answered.set()
+
     def events(self) -> Events:
         """Return everything that has come so far."""
         return self._events.copy()
@@ -158,6 +166,7 @@ class Feed:
             self._say_aside([self._make_farewell(self.lost)])
             self.caught_up.set()
             self.ended.set()
+            self._answered.set()
             self._serve_the_rest()
 
     def _serve_the_rest(self) -> None:
@@ -202,6 +211,7 @@ class Feed:
                 continue
         self.caught_up.set()
         self.ended.set()
+        self._answered.set()
         if self._link is not None:
             self._link.release()
 
@@ -237,6 +247,10 @@ class Feed:
             message.has_history.set()
 
     def _handle_answer(self, future: Future[Answer]) -> None:
+        self._take_answer(future)
+        self._answered.set()
+
+    def _take_answer(self, future: Future[Answer]) -> None:
         try:
             answer = future.result()
             news = [event_from_dict(data) for data in answer["events"]]

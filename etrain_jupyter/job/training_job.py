@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     from etrain_jupyter.job.resume import Wish
 
 CATCH_UP_S = 10.0
+"""Longest wait for the history when a property is read first, in seconds."""
+ANSWER_S = 1.0
+"""Longest wait for the coordinator's first answer, where only it knows, in seconds."""
 
 Model = TypeVar("Model")
 
@@ -48,7 +51,9 @@ class TrainingJob(JobRequests):
     """A job that somebody submitted.
 
     It follows the job's events from the first question on; ``await job`` and ``job.wait()`` block
-    until it has ended.
+    until it has ended. The first question waits until the job's history was read, from its folder
+    where this machine has it, else from its cluster or bucket: 10 s at most (``CATCH_UP_S``), while
+    these do not answer.
 
     Args:
         record: What the run store says of it.
@@ -131,6 +136,7 @@ class TrainingJob(JobRequests):
         full, that is said here, and the status is the last known.
         """
         view = self._latest()
+        self._feed.wait_until_answered(ANSWER_S)
         return self._feed.lost or self._feed.trouble or self._feed.log_trouble or view.reason
 
     @property

@@ -72,6 +72,10 @@ def _refuse(self: Defects, job: HostedJob | None, doing: str, exc: Exception) ->
     raise exc
 
 
+TAKE_DEFECT = Defects.take
+"""What the product does with a defect."""
+
+
 class Rig:
     """One coordinator, its workers, and a clock that the test moves."""
 
@@ -83,11 +87,16 @@ class Rig:
         # Of another epoch, so that an instant of the wrong clock shows.
         monkeypatch.setattr(clock, "now", lambda: self.now + 500_000.0)
         monkeypatch.setattr(Defects, "take", _refuse)
+        self._monkeypatch = monkeypatch
         self.folder = folder
         self.nodes = Nodes()
         self.streams: dict[str, Stream] = {}
         self.coordinator = Coordinator(self.nodes, cluster_id="c", on_shutdown=lambda: None)
         self.coordinator._scheduler = SimpleNamespace(workers={}, stream_comms=self.streams)
+
+    def survive_defects(self) -> None:
+        """Let the coordinator do with a defect what the product does."""
+        self._monkeypatch.setattr(Defects, "take", TAKE_DEFECT)
 
     def hello(self, *names: str, incarnation: int = 0, **more: Any) -> None:
         for name in names:

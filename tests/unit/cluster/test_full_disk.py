@@ -170,6 +170,7 @@ async def test_end_of_a_job_is_told_once_it_is_on_the_disk(
     assert not (tmp_path / "jobs" / "j").exists()
     statuses = [e.status for e in on_disk(rig) if isinstance(e, events.JobStatusChanged)]
     assert statuses[-1] == "stopped"
+    assert "could not be written" in getattr(on_disk(rig)[-1], "text", "")
     EventLog(rig.job.order.log_path).close()  # nobody holds it any more
 
 
