@@ -14,6 +14,9 @@ from typing import Any
 
 from distributed import Scheduler, SchedulerPlugin
 
+from etrain_jupyter.cluster import clock
+from etrain_jupyter.cluster.acknowledgements import Acknowledgements
+from etrain_jupyter.cluster.defects import Defects
 from etrain_jupyter.cluster.deliberate import Injector
 from etrain_jupyter.cluster.hosted_job import HostedJob
 from etrain_jupyter.cluster.job_records import JobRecords
@@ -80,11 +83,12 @@ class Coordinator(SchedulerPlugin):
         self._money = Money()
         self._halted = ""
         """Why there will be no more workers; empty if there will."""
+        self._defects = Defects()
         self._records = JobRecords(None)
+        self._acknowledgements = Acknowledgements(self._records)
         self._returning: Returning | None = None
         """The trainers of the scheduler before, while they are waited for."""
-        self._unacknowledged: dict[str, int] = {}
-        """Workers from which something was heard since the last tick, and its number."""
+        self._ticked_at: float | None = None
         self._told_at: dict[str, float] = {}
         """When news of a job was told, by the event loop's clock."""
         self._idle_since = time.monotonic()
@@ -102,18 +106,24 @@ class Coordinator(SchedulerPlugin):
             died_at: When it died, in seconds since the epoch; 0.0 if there was none.
         """
         self._records = JobRecords(folder)
+        self._acknowledgements = Acknowledgements(self._records)
         for order, wishes in self._records.load():
             try:
-                job = HostedJob(order=order, tell=self._tell, hang_s=self._hang_s, recalls=wishes)
+                job = self._host(order, recalls=wishes)
             except Exception:
                 # One that cannot go on must not keep the others from it, nor the scheduler.
                 logger.exception("job %s could not be taken over", order.job_id)
                 continue
-            job.before_end = self._money.tell_last
-            job.describe_worker = self._machine_of
             self._jobs[order.job_id] = job
         recalled = [job for job in self._active() if job.recalled is not None]
         self._returning = Returning(died_at, recalled) if recalled else None
+
+    def _host(self, order: Order, **more: Any) -> HostedJob:
+        job = HostedJob(order=order, tell=self._tell, hang_s=self._hang_s, **more)
+        job.before_end = self._money.tell_last
+        job.describe_worker = self._machine_of
+        job.defects = self._defects
+        return job
 
     async def start(self, scheduler: Scheduler) -> None:
         """Register what the kernel and the supervisors may call."""
@@ -147,25 +157,48 @@ class Coordinator(SchedulerPlugin):
                 await self._ticker
         deadline = time.monotonic() + LAST_UPLOADS_S
         while any(job.is_uploading for job in self._jobs.values()) and time.monotonic() < deadline:
+            self._write_logs()
             await asyncio.sleep(COALESCE_S)
+        for job in self._jobs.values():
+            if job.is_log_behind:
+                job.abandon_log()
 
     async def _tick_often(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            self.tick()
+            with self._defects.watch(None, "a tick"):
+                self.tick()
 
     def tick(self) -> None:
         """Do what is due because time has passed."""
-        now = time.time()
+        now = clock.now()
+        self._write_logs()
         self._acknowledge()
         asleep_s = self._workers.tick(now)
-        self._bring_back(now)
+        with self._defects.watch(None, "taking jobs over"):
+            self._bring_back(now)
         self._give_up_silent(now)
+        passed_s = now - self._ticked_at if self._ticked_at is not None else 0.0
+        self._ticked_at = now
         for job in self._active() if self._returning is None else ():
-            job.handle(s.Tick(asleep_s=asleep_s))
-            self._injector.tick(job)
+            with self._defects.watch(job, "a tick"):
+                # Trainers that wait until the log can be written do not hang.
+                is_stuck = self._is_stuck(job)
+                job.handle(s.Tick(asleep_s=passed_s if is_stuck and not asleep_s else asleep_s))
+                self._injector.tick(job)
         self._after_change()
         self._sharing.hand_back_noticed()
+
+    def _write_logs(self) -> None:
+        """Write the events that disks did not accept before."""
+        for job in self._jobs.values():
+            with self._defects.watch(job, "writing the log"):
+                job.retry_log()
+
+    def _is_stuck(self, job: HostedJob) -> bool:
+        """Whether a trainer of the job waits because its supervisor can keep no more messages."""
+        facts = [self._workers.get(member.worker) for member in job.state.members.values()]
+        return any(known is not None and known.is_stuck for known in facts)
 
     # --- what the pool tells ---
 
@@ -178,7 +211,7 @@ class Coordinator(SchedulerPlugin):
         """Take in that the pool itself will end a worker's machine, and when (epoch seconds)."""
         facts = self._workers.get(worker)
         if facts is not None:
-            self._notices.interrupt(facts, leaves_at=leaves_at)
+            self._notices.interrupt(facts, left_s=leaves_at - time.time())
 
     def warn(self, text: str) -> None:
         """Let whoever watches a job know."""
@@ -218,7 +251,7 @@ class Coordinator(SchedulerPlugin):
         facts = self._workers.remove(worker)
         if facts is not None:
             self._records.forget_worker(facts.name)
-            self._unacknowledged.pop(facts.name, None)
+            self._acknowledgements.forget(facts.name)
             cause = "preempted" if facts.leaves_at else f"worker process {facts.pid} is gone"
             self._lose(facts, cause)
 
@@ -237,8 +270,21 @@ class Coordinator(SchedulerPlugin):
         self._allocate()
 
     def _take_report(self, message: Message, worker: str) -> None:
-        """Take a message of a supervisor; ``worker`` is its address."""
-        now = time.time()
+        """Take a message of a supervisor; ``worker`` is its address.
+
+        Dask would close the connection upon an exception, and the worker would end itself.
+        """
+        with self._defects.watch(
+            self._job_of(message), f"taking {message.get('op')!r} of {worker}"
+        ):
+            self._take(message, worker)
+
+    def _job_of(self, message: Message) -> HostedJob | None:
+        """Return the job whose trainer a message comes from, if it says so."""
+        return self._jobs.get(str(message.get("trainer", "")).partition("/")[0])
+
+    def _take(self, message: Message, worker: str) -> None:
+        now = clock.now()
         if message["op"] == "supervisor":
             self._greet(message, worker, now)
             return
@@ -246,6 +292,7 @@ class Coordinator(SchedulerPlugin):
         if known is None:
             self._reset(worker)
         elif message["op"] == "beat":
+            known.is_stuck = message.get("is_stuck", False)
             for trainer, page in message["trainers"].items():
                 for job in self._jobs_of(trainer, known):
                     job.take_progress(trainer, page)
@@ -284,22 +331,21 @@ class Coordinator(SchedulerPlugin):
     def _take_numbered(self, message: Message, worker: WorkerFacts) -> None:
         """Take a message of a trainer, unless the scheduler before has."""
         number = message.get("n", 0)
-        heard = self._records.heard(worker.name)
-        if number and number <= heard:
-            self._unacknowledged[worker.name] = heard
+        if number and not self._acknowledgements.is_new(worker.name, number):
             return
-        for job in self._jobs_of(message["trainer"], worker):
-            job.take_report(message["trainer"], message)
-            self._injector.commit_planned(job)
-        if number:
-            # Its facts are in the log: whoever comes after us must not take it once more.
-            self._records.note_heard(worker.name, number)
-            self._unacknowledged[worker.name] = number
+        jobs = self._jobs_of(message["trainer"], worker)
+        try:
+            for job in jobs:
+                job.take_report(message["trainer"], message)
+                self._injector.commit_planned(job)
+        finally:
+            # Also one that we fail to take: it would fail again each time.
+            if number:
+                self._acknowledgements.take(worker.name, number, jobs)
 
     def _acknowledge(self) -> None:
         """Tell the supervisors what they need not keep any more."""
-        told, self._unacknowledged = self._unacknowledged, {}
-        for worker, number in told.items():
+        for worker, number in self._acknowledgements.collect().items():
             self._tell(worker, {"op": "ack", "n": number})
 
     # --- after the death of the scheduler before ---
@@ -316,12 +362,14 @@ class Coordinator(SchedulerPlugin):
             return
         self._returning = None
         for job in returning.jobs:
-            job.adopt(returning.standings, away_s=max(0.0, now - returning.died_at))
+            with self._defects.watch(job, "adopting its trainers"):
+                job.adopt(returning.standings, away_s=max(0.0, time.time() - returning.died_at))
         self._notices.recall(returning.notices, returning.at_risk)
         for message, worker in returning.held:
             known = self._workers.hear(worker, now)
             if known is not None:
-                self._take_held(message, known)
+                with self._defects.watch(self._job_of(message), f"taking {message.get('op')!r}"):
+                    self._take_held(message, known)
         for worker, standings in returning.by_worker.items():
             self._dismiss_strangers(worker, standings)
         self._allocate()
@@ -362,14 +410,16 @@ class Coordinator(SchedulerPlugin):
 
     def _after_change(self) -> None:
         """Let go what is not needed any more."""
-        ended = [job for job in self._jobs.values() if job.state.is_ended and job.order.bundle]
+        ended = [job for job in self._jobs.values() if job.state.is_ended and not job.is_let_go]
         for job in ended:
-            job.order.bundle = b""
-            self._records.remove(job.order.job_id)
-            job.trainers.clear()
+            job.let_go()
             self._money.end(job)
             self._injector.end_chaos(job)
             self._idle_since = time.monotonic()
+        for job in [job for job in self._jobs.values() if job.has_told_its_end and job.is_recorded]:
+            # Until then, the next scheduler would have to find out how it ended.
+            job.is_recorded = False
+            self._records.remove(job.order.job_id)
         for job in self._active():
             self._records.note(job.order.job_id, job.wishes)
         # A job that was about to end, and goes on after all, has no workers to ask for.
@@ -390,21 +440,34 @@ class Coordinator(SchedulerPlugin):
         if self._halted:
             raise RequestError(f"{self._halted}. Nothing was submitted. %etrain down ends the pool")
         self._requests.check_capacity(order.min_workers, "Nothing was submitted")
+        try:
+            hosted = await self._open(order)
+        except OSError as exc:
+            raise RequestError(
+                f"{exc.filename or order.run_dir} cannot be written: {exc.strerror or exc}. "
+                "Nothing was submitted. Free space there, or set ETRAIN_RUNS to a folder on another disk "
+                "and restart the kernel"
+            ) from exc
+        self._jobs[order.job_id] = hosted
+        self._allocate()
+        return {"job_id": order.job_id}
+
+    async def _open(self, order: Order) -> HostedJob:
+        """Write down a job that is submitted, and open its log.
+
+        Raises:
+            OSError: If a disk refuses that.
+        """
         order.run_dir.mkdir(parents=True, exist_ok=True)
         opened = await asyncio.to_thread(open_run, order) if order.place else None
         if not order.resumes:
             (order.run_dir / "bundle").write_bytes(order.bundle)
-        self._records.add(order)
         try:
-            hosted = HostedJob(order=order, tell=self._tell, hang_s=self._hang_s, opened=opened)
+            self._records.add(order)
+            return self._host(order, opened=opened)
         except BaseException:
             self._records.remove(order.job_id)
             raise
-        hosted.before_end = self._money.tell_last
-        hosted.describe_worker = self._machine_of
-        self._jobs[order.job_id] = hosted
-        self._allocate()
-        return {"job_id": order.job_id}
 
     async def _jobs_list(self) -> dict[str, Any]:
         return {"jobs": [job.summary() for job in self._jobs.values()]}
@@ -418,7 +481,11 @@ class Coordinator(SchedulerPlugin):
                 await asyncio.wait_for(job.changed.wait(), min(wait_s, 60.0))
         if wait_s and job.last_seq - since < limit:
             await self._pace(job_id)
-        return {"events": job.events_since(since, limit), "status": job.state.status}
+        trouble = job.log_trouble
+        if trouble and self._is_stuck(job):
+            trouble += "; training waits for that"
+        told = {"status": job.state.status, "trouble": trouble}
+        return {"events": job.events_since(since, limit), **told}
 
     async def _pace(self, job_id: str) -> None:
         """Wait until news of a job may be told again; whoever asks meanwhile is told with it."""
@@ -475,8 +542,14 @@ class Coordinator(SchedulerPlugin):
                 "workers to come back. Nothing was done, and training goes on. Try again in a "
                 "moment."
             )
+        num_before = self._defects.num_seen
         message = self._requests.do(job, request, args or {})
         self._after_change()
+        if self._defects.num_seen > num_before:
+            raise RequestError(
+                f"{request} met a defect of etrain-jupyter and may be incomplete: "
+                f"{self._defects.newest}. The traceback is in the scheduler's log"
+            )
         return {"message": message}
 
     def _job(self, job_id: str) -> HostedJob:

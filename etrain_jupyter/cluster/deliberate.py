@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
+from etrain_jupyter.cluster import clock
 from etrain_jupyter.cluster.nodes import NodeSource
 from etrain_jupyter.cluster.notices import Notices
 from etrain_jupyter.cluster.roster import Roster
@@ -131,7 +131,7 @@ class Injector:
         """Announce that a worker's machine will be taken."""
         facts = self._roster.get(worker)
         if facts is not None:
-            self._notices.interrupt(facts, leaves_at=time.time() + notice_s)
+            self._notices.interrupt(facts, left_s=notice_s)
 
     def commit_planned(self, job: HostedJob) -> None:
         """Let those faults of the plan happen whose step is committed."""
@@ -163,7 +163,7 @@ class Injector:
         chaos = self._chaos.get(job.order.job_id)
         if chaos is None:
             return
-        now = time.time()
+        now = clock.now()
         if job.state.is_ended or chaos.is_over(now):
             self.end_chaos(job)
             return

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from etrain_jupyter.cluster import clock
+from etrain_jupyter.cluster.defects import Defects
 from etrain_jupyter.cluster.deliberate import PlannedFaults
 from etrain_jupyter.cluster.job_log import JobLog
 from etrain_jupyter.cluster.job_records import Wishes
@@ -84,6 +86,12 @@ class HostedJob:
     """Returns what is known of a worker's machine, as ``WorkerJoined`` has it."""
     before_end: Callable[[HostedJob], None] = field(default=lambda job: None, init=False)
     """Called before the log is told of its end: nothing can follow that."""
+    defects: Defects = field(default_factory=Defects, init=False)
+    """Takes the exceptions of our own code."""
+    is_let_go: bool = field(default=False, init=False)
+    """Whether what an ended job does not need any more was freed."""
+    is_recorded: bool = field(default=True, init=False)
+    """Whether the next scheduler would find its record."""
 
     def __post_init__(self) -> None:
         order = self.order
@@ -99,10 +107,11 @@ class HostedJob:
         try:
             if self.recalls is None or not self._log.last_seq:
                 self._begin()
+                self._log.check()
             else:
                 self._recall(self.recalls)
         except BaseException:
-            self._log.close()  # somebody else may try
+            self._log.abandon()  # somebody else may try
             raise
 
     def _open_log(self) -> JobLog:
@@ -133,6 +142,7 @@ class HostedJob:
         self.state = state_after(past, self.state)
         self.starts, self.num_samples_before = past.starts, past.num_train_samples
         self.evidence, self.cost_before = past.evidence, past.cost
+        self.evidence.shift(clock.from_wall(0.0))
         self.evaluated_step, self.best_told = past.evaluated_step, past.best
         self.step_clock.logged_step = past.step
 
@@ -140,6 +150,8 @@ class HostedJob:
         """Stand where the coordinator stood that died; the trainers are looked for later."""
         log = read_events(self.order.log_path)
         past, self.recalled = past_from(log, self.order), recall(log)
+        if self.recalled.last_step_at:
+            self.recalled.last_step_at = clock.from_wall(self.recalled.last_step_at)
         self._go_on_from(past)
         self.state = state_of_recalled(self.state, self.recalled, wishes, past=past)
         self.plan, self.step_clock.step_s = self.recalled.plan, self.recalled.step_s
@@ -224,13 +236,13 @@ class HostedJob:
     def _append(self, facts: list[events.Event]) -> None:
         self._log.append(facts)
         for event in facts:
-            self.evidence.fold(event)
+            self.evidence.fold(event, clock.now())
 
     def review_pace(self) -> None:
         """Choose anew how often ``checkpoint.every: auto`` saves; tell all if that changes it."""
         if not self.order.is_paced or self.state.outcome:
             return
-        choice = self.evidence.review(time.time())
+        choice = self.evidence.review(clock.now())
         if choice is None:
             return
         told = dataclasses.asdict(choice)
@@ -243,7 +255,7 @@ class HostedJob:
         choice = self.evidence.choice
         if choice is None:
             return {}
-        age_s = 0.0 if restore else self.evidence.age_s(time.time())
+        age_s = 0.0 if restore else self.evidence.age_s(clock.now())
         return {"interval_s": choice.interval_s, "age_s": age_s}
 
     def events_since(self, seq: int, limit: int) -> list[dict[str, Any]]:
@@ -266,6 +278,30 @@ class HostedJob:
         return self.state.is_ended and self._log.is_uploading
 
     @property
+    def is_log_behind(self) -> bool:
+        """Whether events are only in memory, because the disk does not accept them."""
+        return self._log.is_behind
+
+    @property
+    def log_trouble(self) -> str:
+        """Why events are only in memory, and what to do about it; empty if none are."""
+        return self._log.trouble
+
+    def retry_log(self) -> None:
+        """Write the events that the disk did not accept before."""
+        self._log.retry()
+
+    def abandon_log(self) -> None:
+        """Close the log without them: the process ends."""
+        self._log.abandon()
+
+    def let_go(self) -> None:
+        """Free what an ended job does not need any more."""
+        self.is_let_go = True
+        self.order.bundle = b""
+        self.trainers.clear()
+
+    @property
     def changed(self) -> asyncio.Event:
         """Set with the next event."""
         return self._log.changed
@@ -273,16 +309,22 @@ class HostedJob:
     # --- the state machine ---
 
     def handle(self, stimulus: s.Stimulus) -> None:
-        """Let the state machine decide, and do what it says."""
+        """Let the state machine decide, and do what it says.
+
+        The state is the new one before its commands are carried out, so each of them is, also if
+        one before it raises.
+        """
         was_ended = self.state.is_ended
-        self.state, commands = handle(self.state, stimulus, time.time())
-        for command in commands:
-            _CARRY_OUT[type(command)](self, command)
+        with self.defects.watch(self, f"deciding on {type(stimulus).__name__}"):
+            self.state, commands = handle(self.state, stimulus, clock.now(), wall=time.time())
+            for command in commands:
+                with self.defects.watch(self, f"carrying out {type(command).__name__}"):
+                    _CARRY_OUT[type(command)](self, command)
         if self.state.is_ended and not was_ended:
             self._log.close()
 
     def _start(self, command: c.StartTrainer) -> None:
-        self.trainers[command.trainer] = TrainerFacts(command.worker, time.time())
+        self.trainers[command.trainer] = TrainerFacts(command.worker, clock.now())
         order = self.order
         facts = self.describe_worker(command.worker)
         self.log(events.WorkerJoined, worker=command.worker, **facts)
@@ -364,7 +406,8 @@ class HostedJob:
             pids = [by_worker.get(worker, 0) for worker in event.ranks]
             event = dataclasses.replace(event, trainer_pids=pids)
         if isinstance(event, events.JobStatusChanged) and event.status in events.TERMINAL_STATUSES:
-            self.before_end(self)
+            with self.defects.watch(self, "adding up its costs"):
+                self.before_end(self)
         self._append([event])
         if isinstance(event, events.GenerationFormed):
             self.review_pace()

@@ -57,6 +57,8 @@ class JobRecords:
         self._noted: dict[str, Wishes] = {}
         self._heard: dict[str, int] = {}
         self._files: dict[str, int] = {}
+        self._is_refused = False
+        """Whether the disk has refused the newest note."""
 
     def add(self, order: Order) -> None:
         """Write down a job that is being submitted."""
@@ -71,9 +73,10 @@ class JobRecords:
         self._note(order.job_id, Wishes())
 
     def note(self, job_id: str, wishes: Wishes) -> None:
-        """Write down what is asked of a job, if that is news."""
+        """Write down what is asked of a job, if that is news; a full disk is tried again."""
         if self._folder is not None and self._noted.get(job_id) != wishes:
-            self._note(job_id, wishes)
+            with self._warning():
+                self._note(job_id, wishes)
 
     def _note(self, job_id: str, wishes: Wishes) -> None:
         assert self._folder is not None
@@ -117,11 +120,24 @@ class JobRecords:
         self._heard[worker] = number
         if self._folder is None:
             return
-        if worker not in self._files:
-            folder = self._folder / HEARD
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._files[worker] = os.open(folder / worker, os.O_WRONLY | os.O_CREAT, 0o600)
-        os.pwrite(self._files[worker], number.to_bytes(8, "little"), 0)
+        with self._warning():
+            if worker not in self._files:
+                folder = self._folder / HEARD
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                self._files[worker] = os.open(folder / worker, os.O_WRONLY | os.O_CREAT, 0o600)
+            os.pwrite(self._files[worker], number.to_bytes(8, "little"), 0)
+
+    @contextlib.contextmanager
+    def _warning(self) -> Iterator[None]:
+        """Let a disk that refuses a note end nothing: only a later scheduler would read it."""
+        try:
+            yield
+        except OSError as exc:
+            if not self._is_refused:
+                logger.warning("%s cannot be written: %s", self._folder, exc)
+            self._is_refused = True
+        else:
+            self._is_refused = False
 
     def forget_worker(self, worker: str) -> None:
         """Close and remove the note of a worker that is gone; its name is never used again."""

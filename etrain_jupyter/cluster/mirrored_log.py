@@ -119,23 +119,24 @@ class MirroredLog(JobLog):
     @property
     def last_seq(self) -> int:
         """Sequence number of the newest event that may be told."""
-        return self._withheld - 1 if self._withheld else super().last_seq
+        newest = super().last_seq
+        return min(newest, self._withheld - 1) if self._withheld else newest
 
     @property
     def is_uploading(self) -> bool:
         """Whether the bucket does not have everything yet, and may get it."""
-        return not self._mirror.is_done.is_set()
+        return self.is_behind or not self._mirror.is_done.is_set()
 
     @property
     def is_told(self) -> bool:
         """Whether everything that was appended may be told."""
-        return not self._withheld
+        return not self._withheld and super().is_told
 
     def append(self, facts: list[events.Event]) -> None:
         """Append facts here; hold the job's end back, and upload it at once."""
         ends = [
             place
-            for place, fact in enumerate(facts, start=super().last_seq + 1)
+            for place, fact in enumerate(facts, start=self.next_seq)
             if isinstance(fact, events.JobStatusChanged) and fact.status in events.TERMINAL_STATUSES
         ]
         if ends and not self._withheld and self.is_uploading:
@@ -176,6 +177,9 @@ class MirroredLog(JobLog):
     def _finish(self) -> None:
         self._is_open = False
         super().close()
+
+    def _shut(self) -> None:
+        super()._shut()
         self._mirror.finish()
 
     # --- what the mirror says ---
@@ -186,10 +190,10 @@ class MirroredLog(JobLog):
 
     def _tell_trouble(self, why: str) -> None:
         if why:
-            self._troubled_at = time.time()
+            self._troubled_at = time.monotonic()
             self._say("warning", f"{why}. Training and the log go on here; it is tried again")
         else:
-            out_s = time.time() - self._troubled_at
+            out_s = time.monotonic() - self._troubled_at
             self._say("info", f"The run store has the whole log again after {out_s:.0f} s")
 
     def _fence(self, why: str) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import time
+import math
 from collections.abc import Sequence
 
+from etrain_jupyter.cluster import clock
 from etrain_jupyter.cluster.hosted_job import HostedJob
 from etrain_jupyter.cluster.nodes import NodeCost
 from etrain_jupyter.elastic.job_costs import JobCost, JobCosts
@@ -37,7 +38,7 @@ class Money:
             if job.order.job_id not in self._told:
                 past = job.cost_before
                 self._costs.begin(job.order.job_id, past, has_trained=job.state.step > 0)
-                self._told[job.order.job_id] = (0.0, past)
+                self._told[job.order.job_id] = (-math.inf, past)
         ranks = {worker: job.order.job_id for job in jobs for worker in job.ranks()}
         self._costs.take(nodes, ranks=ranks, active=[job.order.job_id for job in jobs])
         if self._has_prices:
@@ -55,18 +56,20 @@ class Money:
 
     def tell_last(self, job: HostedJob) -> None:
         """Tell the log of a job that is about to end."""
-        if self._has_prices and self._told.get(job.order.job_id, (0.0, None))[1] != self.of(job):
+        if self._has_prices and self._told.get(job.order.job_id, (-math.inf, None))[1] != self.of(
+            job
+        ):
             self._log(job, self.of(job))
 
     def _tell(self, job: HostedJob) -> None:
         told_at, told = self._told[job.order.job_id]
         cost = self.of(job)
         change = abs(cost.spent_usd - told.spent_usd)
-        if time.time() - told_at >= TELL_EVERY_S and change > LEAST_CHANGE * told.spent_usd:
+        if clock.now() - told_at >= TELL_EVERY_S and change > LEAST_CHANGE * told.spent_usd:
             self._log(job, cost)
 
     def _log(self, job: HostedJob, cost: JobCost) -> None:
-        self._told[job.order.job_id] = (time.time(), cost)
+        self._told[job.order.job_id] = (clock.now(), cost)
         job.log(
             events.CostUpdated,
             spent_usd=cost.spent_usd,

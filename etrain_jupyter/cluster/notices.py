@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from etrain_jupyter.cluster import clock
 from etrain_jupyter.cluster.nodes import NodeSource
 from etrain_jupyter.cluster.roster import Roster, WorkerFacts
 from etrain_jupyter.elastic import stimuli as s
@@ -45,19 +46,19 @@ class Notices:
     def take(self, message: Message, worker: WorkerFacts) -> None:
         """Take what a supervisor has heard of its machine; it may say so again and again."""
         if message["kind"] == INTERRUPTION:
-            left_s = message.get("left_s", message["deadline"] - time.time())
-            self.interrupt(worker, leaves_at=time.time() + left_s)
+            self.interrupt(worker, left_s=message.get("left_s", message["deadline"] - time.time()))
         elif message["kind"] == REBALANCE:
             self._note_risk(worker)
 
-    def interrupt(self, worker: WorkerFacts, *, leaves_at: float) -> None:
-        """Announce that a worker's machine will be taken."""
+    def interrupt(self, worker: WorkerFacts, *, left_s: float) -> None:
+        """Announce that a worker's machine will be taken ``left_s`` seconds from now."""
+        leaves_at, deadline = clock.now() + left_s, time.time() + left_s
         if worker.leaves_at and worker.leaves_at < leaves_at + SAME_S:
             return  # no notice takes an earlier one back
         worker.leaves_at = leaves_at
-        self._nodes.note_notice(worker.name, kind=INTERRUPTION, deadline=leaves_at)
+        self._nodes.note_notice(worker.name, kind=INTERRUPTION, deadline=deadline)
         for job in self._jobs_on(worker.name):
-            job.log(events.PreemptionNoticed, worker=worker.name, deadline=leaves_at)
+            job.log(events.PreemptionNoticed, worker=worker.name, deadline=deadline)
             job.handle(s.WorkerNoticed(worker=worker.name, deadline=leaves_at))
         self._allocate()
 
@@ -74,7 +75,7 @@ class Notices:
         self._allocate()
 
     def recall(self, notices: Mapping[str, float], at_risk: Collection[str]) -> None:
-        """Remember what the logs of the scheduler before tell of machines."""
+        """Remember what the logs of the scheduler before tell of machines, in wall time."""
         for name in at_risk:
             facts = self._roster.get(name)
             if facts is not None:
@@ -83,10 +84,10 @@ class Notices:
         for name, deadline in notices.items():
             facts = self._roster.get(name)
             if facts is not None:
-                facts.leaves_at = deadline
+                facts.leaves_at = clock.from_wall(deadline)
                 self._nodes.note_notice(name, kind=INTERRUPTION, deadline=deadline)
                 for job in self._active():
-                    job.handle(s.WorkerNoticed(worker=name, deadline=deadline))
+                    job.handle(s.WorkerNoticed(worker=name, deadline=facts.leaves_at))
 
     def _jobs_on(self, worker: str) -> Iterator[HostedJob]:
         for job in self._active():

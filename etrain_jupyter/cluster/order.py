@@ -92,6 +92,7 @@ class TrainerFacts:
 
     worker: str
     started_at: float
+    """By the coordinator's clock."""
     pid: int = 0
     device: str = ""
     gpu: str = ""

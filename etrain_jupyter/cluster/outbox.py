@@ -15,12 +15,17 @@ from etrain_jupyter.ranks.control.channel import Message
 MOST_UNHEARD = 20_000
 """Messages that are kept. Beyond that nobody reads what trainers say, so that they wait."""
 
+MOST_RECORDS = 100_000
+"""Step records in them that are kept: a message of a fast job has many."""
+
 
 class Outbox:
     """Numbers messages and keeps them until they are acknowledged."""
 
-    def __init__(self, most: int = MOST_UNHEARD) -> None:
+    def __init__(self, most: int = MOST_UNHEARD, most_records: int = MOST_RECORDS) -> None:
         self._most = most
+        self._most_records = most_records
+        self._num_records = 0
         self._newest = 0
         self._unheard: deque[Message] = deque()
 
@@ -32,19 +37,20 @@ class Outbox:
     @property
     def is_full(self) -> bool:
         """Whether no more should be said for now; what is said all the same is kept, too."""
-        return len(self._unheard) >= self._most
+        return len(self._unheard) >= self._most or self._num_records >= self._most_records
 
     def put(self, message: Message) -> Message:
         """Return the message with its number, and keep it."""
         self._newest += 1
         numbered = {**message, "n": self._newest}
         self._unheard.append(numbered)
+        self._num_records += len(message.get("records", ()))
         return numbered
 
     def acknowledge(self, number: int) -> None:
         """Forget what was taken in: all messages up to this one."""
         while self._unheard and self._unheard[0]["n"] <= number:
-            self._unheard.popleft()
+            self._num_records -= len(self._unheard.popleft().get("records", ()))
 
     def unheard(self) -> list[Message]:
         """Return what nobody has acknowledged, in order."""
@@ -56,6 +62,7 @@ class Standing:
     """What the next coordinator has to know of a trainer, from what it was told and has said."""
 
     started_at: float
+    """In seconds since the epoch: another process may read it."""
     pid: int = 0
     generation: int = 0
     """The newest that it was told to form; 0 if none."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from etrain_jupyter.bundle.restore import read_cells
+from etrain_jupyter.cluster import clock
 from etrain_jupyter.cluster.deliberate import FATAL
 from etrain_jupyter.cluster.last_words import last_words
 from etrain_jupyter.cluster.order import TrainerFacts
@@ -72,7 +73,7 @@ def _on_hello(job: HostedJob, trainer: str, facts: TrainerFacts, message: Messag
         )
         _fail(job, trainer, text)
         return
-    warm_s = time.time() - facts.started_at
+    warm_s = clock.now() - facts.started_at
     job.log(events.WorkerWarmed, worker=facts.worker, trainer_pid=facts.pid, warm_s=warm_s)
     job.handle(s.TrainerWarm(trainer=trainer, warm_s=message["warm_s"]))
 
@@ -153,9 +154,9 @@ def _on_steps(job: HostedJob, _: str, __: TrainerFacts, message: Message) -> Non
 
 
 def _here(told_at: float) -> float:
-    """Return an instant by this machine's clock, if the other's seems to be the same, else now."""
-    now = time.time()
-    return told_at if now - MAX_DELAY_S < told_at <= now else now
+    """Return an instant by the coordinator's clock; now if the other machine's seems to differ."""
+    age_s = time.time() - told_at
+    return clock.now() - (age_s if 0 <= age_s < MAX_DELAY_S else 0.0)
 
 
 def _on_eval(job: HostedJob, _: str, __: TrainerFacts, message: Message) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+from etrain_jupyter.cluster import clock
 from etrain_jupyter.cluster.deliberate import Injector
 from etrain_jupyter.cluster.hosted_job import HostedJob
 from etrain_jupyter.cluster.nodes import NodeSource
@@ -173,7 +173,7 @@ class Requests:
             was_on = self._injector.end_chaos(job)
             return "no more faults by chance" if was_on else "there was no chaos"
         seed = random.randrange(2**31) if seed is None else seed
-        now = time.time()
+        now = clock.now()
         mode = "notice" if mode == "preempt" else mode
         try:
             chaos = Chaos(mtbf_s=mtbf_s, mode=mode, seed=seed, now=now, duration_s=duration_s)
@@ -217,7 +217,7 @@ class Requests:
 def _standstill(job: HostedJob) -> str:
     """Warn that the next step boundary may never come."""
     state = job.state
-    quiet_s = time.time() - state.last_step_at
+    quiet_s = clock.now() - state.last_step_at
     usual_s = max(STANDSTILL_S, 10 * state.step_s)
     if state.phase not in ("running", "changing") or not state.last_step_at or quiet_s < usual_s:
         return ""

@@ -19,9 +19,12 @@ class WorkerFacts:
     incarnation: int = 0
     """How often its supervisor was reset."""
     leaves_at: float = 0.0
-    """When its machine will be taken; 0 if nothing is known of that."""
+    """When its machine will be taken, by the coordinator's clock; 0 if nothing is known of that."""
     at_risk: bool = False
     """Whether its machine is likely to be taken."""
+    is_stuck: bool = False
+    """Whether its supervisor can keep no more messages: it does not read what its trainers send,
+    and they wait."""
     is_released: bool = False
     """Whether it was handed back to the pool."""
     fingerprint: dict[str, str] = field(default_factory=dict)

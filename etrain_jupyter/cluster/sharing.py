@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
+from etrain_jupyter.cluster import clock
 from etrain_jupyter.cluster.fitness import Fitness
 from etrain_jupyter.cluster.hosted_job import HostedJob
 from etrain_jupyter.cluster.nodes import NodeSource
@@ -81,7 +81,7 @@ class Sharing:
         is_changing = any(
             j.state.phase == "running" and not j.state.is_ready for j in self._active()
         )
-        now = time.time()
+        now = clock.now()
         for facts in self._workers:
             if not facts.leaves_at:
                 continue

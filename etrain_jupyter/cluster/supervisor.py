@@ -121,6 +121,13 @@ class Supervisor(WorkerPlugin):
     def _take_order(self, message: Message) -> None:
         if self._closing:
             return  # the worker goes on without us, and orders may have been under way
+        try:
+            self._carry_out(message)
+        except Exception:
+            # Dask would close the connection, and end all trainers with it.
+            logger.exception("the order %r could not be carried out", message.get("op"))
+
+    def _carry_out(self, message: Message) -> None:
         op = message["op"]
         if op == "ack":
             self._take_acknowledgement(message["n"])
@@ -225,15 +232,24 @@ class Supervisor(WorkerPlugin):
         host = get_address_host(self._worker.address)
         trainer.send({**order, "host": host})
         if is_new:
-            await trainer.start()
+            try:
+                await trainer.start()
+            except OSError as exc:  # no memory, no process or no file descriptor is left
+                logger.exception("trainer %s could not be started", trainer.name)
+                self._on_exit(trainer, f"its process could not be started: {exc}")
+                return
         self._report({"op": "started", "trainer": trainer.name, "pid": trainer.pid})
         self._go(self._start_spare(SPARE_DELAY_S))
 
     async def _start_spare(self, delay_s: float = 0.0) -> None:
         await asyncio.sleep(delay_s)
         if self._spare is None and self._is_awake and not self._closing:
-            self._spare = self._new_trainer()
-            await self._spare.start()
+            self._spare = spare = self._new_trainer()
+            try:
+                await spare.start()
+            except OSError as exc:
+                logger.error("no spare trainer could be started: %s", exc)
+                self._on_exit(spare, str(exc))  # which tries again later
 
     def _new_trainer(self) -> TrainerProcess:
         return TrainerProcess(
@@ -244,7 +260,13 @@ class Supervisor(WorkerPlugin):
 
     async def _beat(self, worker: Worker) -> None:
         while self._is_connected and self._worker is worker:
-            self._send({"op": "beat", "trainers": dict(self._pages())})
+            try:
+                pages = dict(self._pages())
+            except Exception:
+                # Without a beat the coordinator would give this worker up.
+                logger.exception("the trainers' progress could not be read")
+                pages = {}
+            self._send({"op": "beat", "trainers": pages, "is_stuck": self._outbox.is_full})
             await asyncio.sleep(BEAT_S)
 
     def _pages(self) -> Iterator[tuple[str, Message]]:
@@ -295,8 +317,13 @@ class Supervisor(WorkerPlugin):
     def _go(self, work: Any) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._note_end)
         return task
+
+    def _note_end(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("%r failed", task.get_coro(), exc_info=error)
 
 
 def _commit_fault(trainer: TrainerProcess, kind: str) -> None:

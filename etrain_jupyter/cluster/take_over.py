@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from etrain_jupyter.checkpoints import open_store
+from etrain_jupyter.cluster import clock
 from etrain_jupyter.cluster.job_records import Wishes
 from etrain_jupyter.cluster.order import Order, TrainerFacts
 from etrain_jupyter.elastic import stimuli as s
@@ -107,7 +108,9 @@ def find_trainers(
             warm_s=hello.get("warm_s", 0.0),
             progress=(known["progress"][0], known["progress"][1]),
         )
-        facts = TrainerFacts(worker, known["started_at"], pid=hello.get("pid", known["pid"]))
+        facts = TrainerFacts(
+            worker, clock.from_wall(known["started_at"]), pid=hello.get("pid", known["pid"])
+        )
         facts.device, facts.gpu = hello.get("device", ""), hello.get("gpu", "")
         if is_of_job(found, state):
             yield found, facts

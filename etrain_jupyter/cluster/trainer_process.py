@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import os
 import signal
 import socket
@@ -16,6 +18,8 @@ import psutil
 from etrain_jupyter.events.types import STACKS_ASKED
 from etrain_jupyter.ranks.control.channel import FrameDecoder, Message, encode
 from etrain_jupyter.ranks.control.progress import ProgressPage, TrainerProgress
+
+logger = logging.getLogger("etrain.supervisor")
 
 MAX_LINES_PER_S = 50
 """Printed lines that are passed on; what exceeds it is counted and left out."""
@@ -56,22 +60,14 @@ class TrainerProcess:
 
     async def start(self) -> None:
         """Spawn the process; it imports torch and waits for a job."""
-        ours, theirs = socket.socketpair()
-        environment = {**os.environ, "ETRAIN_SUPERVISOR_PID": str(os.getpid())}
-        self._page = page = ProgressPage.create()
-        with theirs:
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                *("-u", "-X", "faulthandler", "-m", "etrain_jupyter.ranks.main"),
-                *(str(theirs.fileno()), str(page.fd)),
-                pass_fds=[theirs.fileno(), page.fd],
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                env=environment,
-                start_new_session=True,  # an interrupt of the notebook must not reach it
-                limit=1 << 20,
-            )
+        with contextlib.ExitStack() as undo:
+            ours, theirs = socket.socketpair()
+            undo.callback(ours.close)
+            with theirs:
+                self._page = page = ProgressPage.create()
+                undo.callback(self._close_page)
+                self._process = await self._spawn(theirs, page)
+            undo.pop_all()
         self.pid = self._process.pid
         if self._killed_because:  # meanwhile
             self._process.kill()
@@ -86,6 +82,27 @@ class TrainerProcess:
             if stream
         ]
         self._tasks.append(asyncio.create_task(self._read_messages(reader)))
+
+    async def _spawn(
+        self, channel: socket.socket, page: ProgressPage
+    ) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-u", "-X", "faulthandler", "-m", "etrain_jupyter.ranks.main"),
+            *(str(channel.fileno()), str(page.fd)),
+            pass_fds=[channel.fileno(), page.fd],
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env={**os.environ, "ETRAIN_SUPERVISOR_PID": str(os.getpid())},
+            start_new_session=True,  # an interrupt of the notebook must not reach it
+            limit=1 << 20,
+        )
+
+    def _close_page(self) -> None:
+        if self._page is not None:
+            self._page.close()
+            self._page = None
 
     def send(self, message: Message) -> None:
         """Pass a message to the trainer; one that is starting gets it when it reads."""
@@ -145,9 +162,14 @@ class TrainerProcess:
 
     async def _read_messages(self, reader: asyncio.StreamReader) -> None:
         decoder = FrameDecoder()
-        while await self._is_read() and (data := await _read(reader)):
-            for message in decoder.feed(data):
-                self._on_message(self, message)
+        try:
+            while await self._is_read() and (data := await _read(reader)):
+                for message in decoder.feed(data):
+                    self._on_message(self, message)
+        except Exception as exc:
+            # Bytes that are no message, or a defect of ours: nobody could follow it any more.
+            logger.exception("what trainer %d sends cannot be read", self.pid)
+            self.kill(f"what it sends cannot be read: {type(exc).__name__}: {exc}")
         code = await self._exit_code()
         cause = self._cause_of_end(code)
         for task in self._tasks[:2]:
@@ -159,9 +181,7 @@ class TrainerProcess:
         if self._writer is not None:
             self._writer.close()
         self._close_pipes()
-        if self._page is not None:
-            self._page.close()
-            self._page = None
+        self._close_page()
         self._on_exit(self, cause)
 
     async def _is_read(self) -> bool:
@@ -201,6 +221,15 @@ class TrainerProcess:
         return f"trainer {self.pid} exited with code {code}"
 
     async def _read_lines(self, stream: asyncio.StreamReader, level: str) -> None:
+        try:
+            await self._pass_lines(stream, level)
+        except Exception:
+            # It may not stop to be read: the trainer would wait for that when the pipe is full.
+            logger.exception("a line of trainer %d could not be passed on", self.pid)
+            while await _read(stream):
+                pass
+
+    async def _pass_lines(self, stream: asyncio.StreamReader, level: str) -> None:
         window, count, left_out = 0.0, 0, 0
         while await self._is_read() and (line := await _read_line(stream)):
             now = time.monotonic()

@@ -39,12 +39,27 @@ class Evidence:
         """When the newest durable state was the present one; at first, when training began."""
         self._is_resuming = False
 
-    def fold(self, event: t.Event) -> None:
-        """Take one event of the log in."""
+    def fold(self, event: t.Event, at: float | None = None) -> None:
+        """Take one event of the log in.
+
+        Args:
+            event: The event.
+            at: When it happened, by the clock of ``review``; None to take the event's wall time,
+                for a log that is read: ``shift`` moves all of it to that clock.
+        """
+        at = event.time if at is None else at
         take = _TAKE.get(type(event))
         if take is not None:
-            take(self, event)
-        self._newest_at = event.time
+            take(self, event, at)
+        self._newest_at = at
+
+    def shift(self, by_s: float) -> None:
+        """Move all instants, which are those of another clock."""
+        self._newest_at += by_s
+        if self._began_at is not None:
+            self._began_at += by_s
+        if self._saved_at is not None:
+            self._saved_at += by_s
 
     def review(self, now: float) -> Choice | None:
         """Choose anew; return the interval if it is another one than what holds.
@@ -85,31 +100,31 @@ class Evidence:
 
     # --- events ---
 
-    def _on_formed(self, event: t.GenerationFormed) -> None:
-        self._stop_clock(event.time)
+    def _on_formed(self, event: t.GenerationFormed, at: float) -> None:
+        self._stop_clock(at)
         self._seen = dataclasses.replace(self._seen, num_holders=max(1, event.world_size))
-        self._began_at = event.time
+        self._began_at = at
         if self._saved_at is None:
-            self._saved_at = event.time
+            self._saved_at = at
 
-    def _on_status(self, event: t.JobStatusChanged) -> None:
+    def _on_status(self, event: t.JobStatusChanged, at: float) -> None:
         if event.status != "running":
-            self._stop_clock(event.time)
+            self._stop_clock(at)
 
-    def _on_lost(self, event: t.WorkerLost) -> None:
+    def _on_lost(self, event: t.WorkerLost, _: float) -> None:
         self._seen = dataclasses.replace(self._seen, num_lost=self._seen.num_lost + 1)
 
-    def _on_left(self, event: t.WorkerLeft) -> None:
+    def _on_left(self, event: t.WorkerLeft, _: float) -> None:
         if event.reason == "preempted":
             self._seen = dataclasses.replace(self._seen, num_lost=self._seen.num_lost + 1)
 
-    def _on_restored(self, event: t.JobRestored) -> None:
+    def _on_restored(self, event: t.JobRestored, at: float) -> None:
         if not self._is_resuming:  # else it was counted, or somebody had ended the job
             self._count_all_lost()
         self._is_resuming = False
-        self._saved_at = event.time  # nothing was trained since
+        self._saved_at = at  # nothing was trained since
 
-    def _on_resumed(self, event: t.JobResumed) -> None:
+    def _on_resumed(self, event: t.JobResumed, _: float) -> None:
         self._stop_clock(self._newest_at)
         self._is_resuming = True
         self._saved_at = None
@@ -119,12 +134,12 @@ class Evidence:
     def _count_all_lost(self) -> None:
         self._seen = dataclasses.replace(self._seen, num_all_lost=self._seen.num_all_lost + 1)
 
-    def _on_committed(self, event: t.CheckpointCommitted) -> None:
+    def _on_committed(self, event: t.CheckpointCommitted, at: float) -> None:
         cost_s = event.stall_s + event.slowed_s
         self._costs.append(Costs(cost_s=cost_s, duration_s=event.duration_s))
-        self._saved_at = event.time - event.duration_s
+        self._saved_at = at - event.duration_s
 
-    def _on_chosen(self, event: t.CheckpointIntervalChosen) -> None:
+    def _on_chosen(self, event: t.CheckpointIntervalChosen, _: float) -> None:
         self.choice = Choice(
             interval_s=event.interval_s,
             cost_s=event.cost_s,

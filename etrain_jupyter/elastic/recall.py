@@ -37,6 +37,7 @@ class Recalled:
     reason: str = ""
     step_s: float = 0.0
     last_step_at: float = 0.0
+    """In wall time, as all instants here; 0.0 before the first step."""
     ended_early_in: int = 0
     """The generation that has told of an early end; 0 if none has."""
     notices: dict[str, float] = field(default_factory=dict)

@@ -48,20 +48,23 @@ SAVES_PER_LEAD = 1.5
 """Time is kept for the last one as if it took so many times as long as the newest ones."""
 
 
-def handle(state: JobState, stimulus: s.Stimulus, now: float) -> tuple[JobState, list[Command]]:
+def handle(
+    state: JobState, stimulus: s.Stimulus, now: float, *, wall: float | None = None
+) -> tuple[JobState, list[Command]]:
     """Take one thing that happened and say what is to be done.
 
     Args:
         state: The job as it was.
         stimulus: What happened.
-        now: Seconds since the epoch.
+        now: Seconds by a clock that nobody sets. All instants in the state and in stimuli are its.
+        wall: Seconds since the epoch, for the events; None stands for ``now``.
 
     Returns:
         The job as it is now, and the commands to carry out in this order.
     """
     if state.is_ended:
         return state, []
-    turn = Turn(state, now)
+    turn = Turn(state, now, now if wall is None else wall)
     _TAKE[type(stimulus)](turn, stimulus)
     if not turn.state.is_ended:
         advance(turn)

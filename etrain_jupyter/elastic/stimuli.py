@@ -26,7 +26,7 @@ class WorkerNoticed:
 
     worker: str
     deadline: float = math.inf
-    """When it will be taken, in seconds since the epoch; infinite if nobody knows."""
+    """When it will be taken, by the clock of the state machine; infinite if nobody knows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,7 +220,7 @@ class Tick:
 
     asleep_s: float = 0.0
     """Of it, what the coordinator itself slept through: nobody could be heard meanwhile, so that
-    nobody's silence or standstill counts. Negative if the clock was set back."""
+    nobody's silence or standstill counts."""
 
 
 Stimulus = (

@@ -20,9 +20,11 @@ from etrain_jupyter.events import types as events
 class Turn:
     """One call of ``handle``: the state as it changes, and the commands so far."""
 
-    def __init__(self, state: JobState, now: float) -> None:
+    def __init__(self, state: JobState, now: float, wall: float) -> None:
         self.state = state
         self.now = now
+        self.wall = wall
+        """Seconds since the epoch, for the log only: the wall clock may be set at any time."""
         self.commands: list[Command] = []
 
     def set(self, **changes: Any) -> None:
@@ -42,7 +44,7 @@ class Turn:
     def publish(self, kind: Callable[..., events.Event], **values: Any) -> None:
         """Add a fact for the log."""
         state = self.state
-        fact = kind(job_id=state.job_id, time=self.now, generation=state.generation, **values)
+        fact = kind(job_id=state.job_id, time=self.wall, generation=state.generation, **values)
         self.do(Publish(event=fact))
 
     def log(self, text: str, *, level: str = "warning", worker: str = "") -> None:

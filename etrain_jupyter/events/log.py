@@ -13,6 +13,7 @@ in groups. Nobody is told of an event before ``append`` has returned. Long logs 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -21,7 +22,7 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from etrain_jupyter.errors import EtrainError
 from etrain_jupyter.events.types import (
@@ -99,6 +100,8 @@ class EventLog:
         except BaseException:
             os.close(self._file)
             raise
+        self._is_torn = False
+        """Whether bytes may follow the last whole line, because they could not be cut off."""
         self._synced_at = clock()
         self._is_synced = True
 
@@ -110,17 +113,29 @@ class EventLog:
     def append(self, events: Iterable[Event]) -> list[Event]:
         """Write events with one call and return them with their sequence numbers.
 
+        Text that UTF-8 cannot encode (file names may contain such text) is escaped.
+
         Raises:
             OSError: If the disk refused them; then the log is as it was before.
         """
         numbered = [event.with_seq(self._last_seq + i) for i, event in enumerate(events, start=1)]
         if not numbered:
             return []
-        data = "".join(_encode(event.to_dict()) + "\n" for event in numbered).encode()
-        self._write(data)
+        try:
+            data = _lines_of(numbered)
+        except UnicodeEncodeError:
+            numbered = [event_from_dict(readable(event.to_dict())) for event in numbered]
+            data = _lines_of(numbered)
+        size = self._size
+        try:
+            self._write(data)
+            if self._is_sync_due(numbered):
+                self.sync()
+        except OSError:
+            # Half a line would corrupt the next one, and lines whose sync failed are not durable.
+            self._cut(size)
+            raise
         self._last_seq += len(numbered)
-        if self._is_sync_due(numbered):
-            self.sync()
         return numbered
 
     def sync(self) -> None:
@@ -140,22 +155,45 @@ class EventLog:
             self._file = -1
 
     def _write(self, data: bytes) -> None:
-        try:
-            written = os.write(self._file, data)
-            while written < len(data):
-                written += os.write(self._file, data[written:])
-        except OSError:
-            # Half a line would make garbage of the next one.
+        if self._is_torn:
             os.ftruncate(self._file, self._size)
-            raise
+            self._is_torn = False
+        written = 0
+        while written < len(data):
+            written += os.write(self._file, data[written:])
         self._size += len(data)
         self._is_synced = False
+
+    def _cut(self, size: int) -> None:
+        self._size, self._is_torn = size, True
+        with contextlib.suppress(OSError):  # the next write tries again
+            os.ftruncate(self._file, size)
+            self._is_torn = False
 
     def _is_sync_due(self, events: list[Event]) -> bool:
         if any(isinstance(event, DURABLE) for event in events):
             return True
         limit = self._fsync_every_s
         return limit is not None and self._clock() - self._synced_at >= limit
+
+
+def readable(value: Any) -> Any:
+    r"""Return ``value`` with the surrogates in its texts escaped, which UTF-8 cannot encode.
+
+    >>> readable({"text": "caf\\udce9"})
+    {'text': 'caf\\\\udce9'}
+    """
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, dict):
+        return {readable(key): readable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [readable(item) for item in value]
+    return value
+
+
+def _lines_of(events: list[Event]) -> bytes:
+    return "".join(_encode(event.to_dict()) + "\n" for event in events).encode()
 
 
 class LogReader:

@@ -80,6 +80,8 @@ class Feed:
         self.job_id = job_id
         self.caught_up = threading.Event()
         self.ended = threading.Event()
+        self._answered = threading.Event()
+        """Set once the first question was answered, or failed, or was waited for long enough."""
         self.lost = ""
         self.num_listener_errors = 0
         self.last_listener_error: Exception | None = None
@@ -96,11 +98,17 @@ class Feed:
         self._ask_at = self._linger_until = 0.0
         self._log_size = -1
         self._contact = Contact()
+        self._log_trouble = ""
 
     @property
     def trouble(self) -> str:
         """Why the coordinator cannot be asked just now; empty while it answers."""
         return self._contact.trouble
+
+    @property
+    def log_trouble(self) -> str:
+        """Why the coordinator cannot write the job's log just now; empty while it can."""
+        return "" if self.ended.is_set() else self._log_trouble
 
     def start(self) -> None:
         """Begin to follow; a second call does nothing."""
@@ -133,6 +141,12 @@ class Feed:
             return self.caught_up.is_set()
         return self.caught_up.wait(timeout)
 
+    def wait_until_answered(self, timeout: float) -> None:
+        """Wait for the coordinator's first answer, once: only it knows its trouble with the log."""
+        if threading.current_thread() is not self._thread and not self.ended.is_set():
+            self._answered.wait(timeout)
+            self._answered.set()
+
     def events(self) -> Events:
         """Return everything that has come so far."""
         return self._events.copy()
@@ -152,6 +166,7 @@ class Feed:
             self._say_aside([self._make_farewell(self.lost)])
             self.caught_up.set()
             self.ended.set()
+            self._answered.set()
             self._serve_the_rest()
 
     def _serve_the_rest(self) -> None:
@@ -196,6 +211,7 @@ class Feed:
                 continue
         self.caught_up.set()
         self.ended.set()
+        self._answered.set()
         if self._link is not None:
             self._link.release()
 
@@ -231,18 +247,26 @@ class Feed:
             message.has_history.set()
 
     def _handle_answer(self, future: Future[Answer]) -> None:
+        self._take_answer(future)
+        self._answered.set()
+
+    def _take_answer(self, future: Future[Answer]) -> None:
         try:
-            news = [event_from_dict(data) for data in future.result()["events"]]
+            answer = future.result()
+            news = [event_from_dict(data) for data in answer["events"]]
         except (EtrainError, CancelledError, KeyError, TypeError) as exc:
             self._fail(exc)
             return
         if not self._take(news) and news:
             self._fail(EtrainError(f"event {self._last_seq() + 1} is missing in the answer"))
             return
-        if self._contact.succeed(time.time()):
+        was_silent = self._contact.succeed(time.time())
+        before, self._log_trouble = self._log_trouble, str(answer.get("trouble", ""))
+        if was_silent or self._log_trouble != before:
             if not self._is_terminal:
-                self._say_aside([self._status_now("")])
-            self._aside = []
+                self._say_aside([self._status_now(self._log_trouble)])
+            if not self._log_trouble:
+                self._aside = []
         if len(news) < BATCH:
             self.caught_up.set()
         if self._is_terminal:

@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     from etrain_jupyter.job.resume import Wish
 
 CATCH_UP_S = 10.0
+"""Longest wait for the history when a property is read first, in seconds."""
+ANSWER_S = 1.0
+"""Longest wait for the coordinator's first answer, where only it knows, in seconds."""
 
 Model = TypeVar("Model")
 
@@ -48,7 +51,9 @@ class TrainingJob(JobRequests):
     """A job that somebody submitted.
 
     It follows the job's events from the first question on; ``await job`` and ``job.wait()`` block
-    until it has ended.
+    until it has ended. The first question waits until the job's history was read, from its folder
+    where this machine has it, else from its cluster or bucket: 10 s at most (``CATCH_UP_S``), while
+    these do not answer.
 
     Args:
         record: What the run store says of it.
@@ -127,10 +132,12 @@ class TrainingJob(JobRequests):
     def reason(self) -> str:
         """Why it has this status, where that needs saying: waiting for whom, failed by what.
 
-        While its scheduler cannot be reached, that is said here, and the status is the last known.
+        While its scheduler cannot be reached, or cannot write the job's log because the disk is
+        full, that is said here, and the status is the last known.
         """
         view = self._latest()
-        return self._feed.lost or self._feed.trouble or view.reason
+        self._feed.wait_until_answered(ANSWER_S)
+        return self._feed.lost or self._feed.trouble or self._feed.log_trouble or view.reason
 
     @property
     def lost(self) -> str:
@@ -280,13 +287,16 @@ class TrainingJob(JobRequests):
         self.was_interrupted |= interrupts.were_any
 
     def _say_trouble(self, said: str) -> str:
-        """Print what became of the line to the scheduler since ``said``; return what holds now."""
-        trouble = self._feed.trouble
-        if trouble and trouble != said:
+        """Print what is wrong since ``said``, or that it is over; return what is wrong now."""
+        feed = self._feed
+        kind = "scheduler" if feed.trouble else "log" if feed.log_trouble else ""
+        if kind and kind != said:
+            trouble = feed.trouble or feed.log_trouble
             print(f"etrain: {self.id} was {self._view.status}; {trouble}. The wait goes on.")
-        elif said and not trouble and not self._feed.ended.is_set():
-            print(f"etrain: the scheduler of {self.id} answers again.")
-        return trouble
+        elif said and not kind and not feed.ended.is_set():
+            is_back = "answers" if said == "scheduler" else "is written"
+            print(f"etrain: the {said} of {self.id} {is_back} again.")
+        return kind
 
     def result(self) -> dict[str, Any]:
         """Block until the job has ended and return a summary.

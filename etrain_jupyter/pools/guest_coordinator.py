@@ -16,6 +16,7 @@ from distributed import Scheduler
 from distributed.comm.addressing import get_address_host
 
 from etrain_jupyter import __version__
+from etrain_jupyter.cluster import clock
 from etrain_jupyter.cluster.coordinator import TICK_S, Coordinator, Handler
 from etrain_jupyter.cluster.hosted_job import HostedJob
 from etrain_jupyter.cluster.nodes import NoNodes
@@ -111,8 +112,10 @@ class GuestCoordinator(Coordinator):
         while True:
             await self._work.wait()
             await asyncio.sleep(TICK_S)
-            self.tick()
-            if not self._active() and not self._unacknowledged:
+            with self._defects.watch(None, "a tick"):
+                self.tick()
+            is_behind = any(job.is_log_behind for job in self._jobs.values())
+            if not (self._active() or is_behind) and self._acknowledgements.is_empty:
                 self._rest()
 
     def tick(self) -> None:
@@ -129,7 +132,7 @@ class GuestCoordinator(Coordinator):
         if self._work.is_set():
             return
         self._work.set()
-        now = time.time()
+        now = clock.now()
         self._workers.tick(now)
         for facts in self._workers:
             self._workers.hear(facts.address, now)  # it had no reason to say anything
@@ -141,13 +144,6 @@ class GuestCoordinator(Coordinator):
             self._tell(facts.name, {"op": "rest"})
 
     # --- workers ---
-
-    def _take_report(self, message: Message, worker: str) -> None:
-        try:
-            super()._take_report(message, worker)
-        except Exception:
-            # Dask would close the connection, and take the worker from everybody.
-            logger.exception("a report of %s could not be taken in", worker)
 
     def _greet(self, message: Message, worker: str, now: float) -> None:
         super()._greet(message, worker, now)
@@ -255,7 +251,7 @@ class GuestCoordinator(Coordinator):
             self._injector.give_notice(worker, drain_s)
             return {}
         if facts is not None:
-            facts.leaves_at = time.time() + drain_s  # no job gets it any more
+            facts.leaves_at = clock.now() + drain_s  # no job gets it any more
         self._guests.release(worker, drain_s=drain_s)
         return {}
 

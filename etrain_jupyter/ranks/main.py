@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import io
 import os
 import signal
 import socket
@@ -45,6 +46,10 @@ def main() -> None:
     """Wait as a spare, then train."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the supervisor's business
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # A file name that UTF-8 cannot encode is no reason to end; a notebook prints it, too.
+            stream.reconfigure(errors="backslashreplace")
     page = open_page(int(sys.argv[2]))
     descriptor = int(sys.argv[1])
     os.set_inheritable(descriptor, False)  # loader processes must not keep the channel open

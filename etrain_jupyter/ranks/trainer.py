@@ -10,6 +10,7 @@ import queue
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 
 from etrain_jupyter.bundle.restore import OpenBundle, open_bundle
@@ -69,9 +70,17 @@ class Trainer:
     # --- control thread ---
 
     def read_commands(self) -> None:
-        """Read the channel until the supervisor is gone, then end the process with it."""
-        for message in self._channel.messages():
-            self._take(message)
+        """Read the channel until the supervisor is gone, then end the process with it.
+
+        It ends too if an order cannot be taken: a trainer that hears nothing would hang for ever.
+        """
+        try:
+            for message in self._channel.messages():
+                self._take(message)
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
         os._exit(0)
 
     def _take(self, message: Message) -> None:

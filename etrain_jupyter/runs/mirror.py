@@ -101,7 +101,7 @@ class Mirror:
             logger.error("%s", exc)
             self._on_fenced(str(exc))
         except Exception as exc:
-            # A mistake of ours, or this machine's disk: the job goes on, its log is here.
+            # A mistake of ours: the job goes on, its log is here.
             logger.exception("the log is not uploaded any more")
             self._on_trouble(f"{type(exc).__name__}: {exc}")
         finally:
@@ -130,7 +130,7 @@ class Mirror:
                 num_failures, pause_s = 0, FLUSH_S
             except FencedError:
                 raise
-            except RunStoreError as exc:
+            except (RunStoreError, OSError) as exc:  # OSError: this machine's disk
                 num_failures += 1
                 pause_s = min(RETRY_MOST_S, RETRY_S * 2 ** min(num_failures - 1, 8))
                 if not self.trouble:

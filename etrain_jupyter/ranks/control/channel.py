@@ -20,8 +20,12 @@ Message = dict[str, Any]
 
 
 def encode(message: Message) -> bytes:
-    """Return one frame: four bytes of length, then msgpack."""
-    body: bytes = msgpack.packb(message, use_bin_type=True)
+    """Return one frame: four bytes of length, then msgpack.
+
+    Texts of users may contain what UTF-8 cannot encode, such as a file name with a lone surrogate;
+    it is escaped.
+    """
+    body: bytes = msgpack.packb(message, use_bin_type=True, unicode_errors="backslashreplace")
     return _LENGTH.pack(len(body)) + body
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 import threading
+import traceback
 from collections import deque
 from typing import Any
 
@@ -91,6 +94,18 @@ class Reporter:
         self._thread.join()
 
     def _flush_often(self) -> None:
+        """Send what waits, in a thread; end the process if that fails by a defect of ours.
+
+        Without this thread steps would be missing from the log, and nobody would know.
+        """
+        try:
+            self._flush_until_ended()
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
+
+    def _flush_until_ended(self) -> None:
         while not self._ended.is_set():
             self._has_news.wait()
             self._has_news.clear()

@@ -8,7 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from etrain_jupyter.bundle.restore import HEADER
+from etrain_jupyter.cluster import clock
 from etrain_jupyter.cluster.coordinator import Coordinator
+from etrain_jupyter.cluster.defects import Defects
 from etrain_jupyter.cluster.hosted_job import HostedJob
 from etrain_jupyter.events.types import Event, event_from_dict
 
@@ -65,17 +67,36 @@ class Stream:
         self.orders.append(envelope["message"])
 
 
+def _refuse(self: Defects, job: HostedJob | None, doing: str, exc: Exception) -> None:
+    """Let a test fail over a defect, which the product survives."""
+    raise exc
+
+
+TAKE_DEFECT = Defects.take
+"""What the product does with a defect."""
+
+
 class Rig:
     """One coordinator, its workers, and a clock that the test moves."""
 
     def __init__(self, folder: Path, monkeypatch: Any) -> None:
         self.now = 1000.0
-        monkeypatch.setattr(time, "time", lambda: self.now)
+        self.wall_ahead_s = 0.0
+        """How far the wall clock was set ahead, or back."""
+        monkeypatch.setattr(time, "time", lambda: self.now + self.wall_ahead_s)
+        # Of another epoch, so that an instant of the wrong clock shows.
+        monkeypatch.setattr(clock, "now", lambda: self.now + 500_000.0)
+        monkeypatch.setattr(Defects, "take", _refuse)
+        self._monkeypatch = monkeypatch
         self.folder = folder
         self.nodes = Nodes()
         self.streams: dict[str, Stream] = {}
         self.coordinator = Coordinator(self.nodes, cluster_id="c", on_shutdown=lambda: None)
         self.coordinator._scheduler = SimpleNamespace(workers={}, stream_comms=self.streams)
+
+    def survive_defects(self) -> None:
+        """Let the coordinator do with a defect what the product does."""
+        self._monkeypatch.setattr(Defects, "take", TAKE_DEFECT)
 
     def hello(self, *names: str, incarnation: int = 0, **more: Any) -> None:
         for name in names:

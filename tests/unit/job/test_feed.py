@@ -421,3 +421,43 @@ def test_listeners_learn_that_following_failed(log: EventLog) -> None:
     assert isinstance(heard[-1], JobStatusChanged)
     assert (heard[-1].status, heard[-1].reason) == ("failed", feed.lost)
     assert feed.ended.is_set()
+
+
+# --- a coordinator that cannot write the log (review R1) ---
+
+
+def running() -> Event:
+    return JobStatusChanged(job_id="j", time=1.0, status="running")
+
+
+def test_trouble_with_the_log_is_the_reason_for_whoever_listens_until_it_is_over(
+    log: EventLog,
+) -> None:
+    log.append([running()])
+    link, reasons = FakeLink(), []
+    feed = Feed("j", log.path, link, fold=lambda events: None)
+    feed.subscribe(lambda batch: reasons.append([getattr(e, "reason", "") for e in batch]))
+
+    for trouble in ("", "the disk is full", "the disk is full", ""):
+        _, question = link.questions.get(timeout=10)
+        question.set_result({"events": [], "trouble": trouble})
+    _, last = link.questions.get(timeout=10)
+
+    assert reasons == [[""], ["the disk is full"], [""]]
+    assert feed.log_trouble == ""
+    last.set_result({"events": [end(2).to_dict()]})
+    assert feed.ended.wait(10)
+    feed.close()
+
+
+def test_first_look_at_a_job_hears_of_trouble_with_its_log(log: EventLog) -> None:
+    log.append([running()])
+    link = FakeLink()
+    feed = Feed("j", log.path, link, fold=lambda events: None)
+    feed.start()
+    assert feed.wait_until_caught_up(10)
+    _, question = link.questions.get(timeout=10)
+    question.set_result({"events": [], "trouble": "the disk is full"})
+    feed.wait_until_answered(10)
+    assert feed.log_trouble == "the disk is full"
+    feed.close()
