@@ -10,11 +10,15 @@ Three facts (measured, see ``benchmarks/README.md``) shape this file:
   operation is left to time out.
 * The constructor of ``ProcessGroupGloo`` may block without any time-out, so it runs in a thread
   that can be abandoned.
+
+gloo takes whoever connects first, so no tensor is sent before ``authentication`` has found that
+every connection is one between two ranks.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -28,6 +32,7 @@ from etrain_jupyter.ranks.gradients.cuda_buckets import (
     moment_of_device,
     sum_through_host,
 )
+from etrain_jupyter.ranks.group.authentication import authenticate, give_up, raise_if_flooded
 from etrain_jupyter.ranks.group.backends import (
     GLOO,
     NCCL,
@@ -43,6 +48,9 @@ from etrain_jupyter.ranks.group.pending import Pending, Waiters, error_of, first
 from etrain_jupyter.ranks.group.rendezvous import FORM_TIMEOUT_S, BroadcastStore, CommunicationError
 
 __all__ = ["BroadcastStore", "CommunicationError", "Pending", "RankGroup"]
+
+WATCH_EVERY_S = 0.02
+"""How often a rank counts the connections of strangers while it connects."""
 
 
 class RankGroup:
@@ -121,22 +129,42 @@ class RankGroup:
             target=self._build, args=(self._device, box, ready), daemon=True, name="etrain-form"
         )
         builder.start()
-        ready.wait(FORM_TIMEOUT_S)
-        self._waiters.forget(token)
+        try:
+            self._watch_strangers(self._device, ready)
+        finally:
+            self._waiters.forget(token)
         if "backend" not in box:
             raise self._waiters.fail(str(box.get("error", "no connection in time")))
         self._gloo = box.pop("backend")
         self.raise_if_failed()
 
+    def _watch_strangers(self, device: GlooDevice, ready: threading.Event) -> None:
+        """Wait until the connections are made, or until there are far too many."""
+        deadline = time.monotonic() + FORM_TIMEOUT_S
+        while not ready.wait(WATCH_EVERY_S) and time.monotonic() < deadline:
+            try:
+                raise_if_flooded(device)
+            except CommunicationError as exc:
+                raise self._waiters.fail(str(exc)) from exc
+
     def _build(self, device: GlooDevice, box: dict[str, Any], ready: threading.Event) -> None:
         try:
-            gloo = connect_gloo(self._store, self.rank, self.world_size, device)
+            gloo = self._connect_gloo(device)
             if self._has_nccl:
                 self._connect_nccl(self._store, self.rank, self.world_size, self._keep_nccl)
             box["backend"] = gloo
         except Exception as exc:
             box["error"] = exc
         ready.set()
+
+    def _connect_gloo(self, device: GlooDevice) -> Any:
+        try:
+            gloo = connect_gloo(self._store, self.rank, self.world_size, device)
+        except RuntimeError as exc:
+            give_up(self._store, self.rank, exc)
+            raise
+        authenticate(device, self._store, rank=self.rank, world_size=self.world_size)
+        return gloo
 
     def _keep_nccl(self, backend: Any) -> None:
         with self._lock:
