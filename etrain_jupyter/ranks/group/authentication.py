@@ -89,7 +89,7 @@ def raise_if_flooded(device: GlooDevice) -> None:
         return
     device.seal()
     waiting = [each.pair for each in device.connections() if not each.is_claimed]
-    described = _list_ends(waiting)
+    described = list_ends(waiting)
     raise UnknownPeerError(
         f"unknown processes have opened {num_waiting} connections to this rank's port ({described})"
     )
@@ -117,13 +117,13 @@ def _describe(device: GlooDevice, rank: int, unknown: Sequence[Pair]) -> str:
     went = [pair for pair in unknown if pair[0][1] != port]
     parts = []
     if came:
-        parts.append(f"rank {rank}, port {port}: a connection from {_list_ends(came)}")
+        parts.append(f"rank {rank}, port {port}: a connection from {list_ends(came)}")
     if went:
-        parts.append(f"rank {rank}: its connection to {_list_ends(went)} ends at no rank")
+        parts.append(f"rank {rank}: its connection to {list_ends(went)} ends at no rank")
     return "; ".join(parts)
 
 
-def _list_ends(pairs: Sequence[Pair]) -> str:
+def list_ends(pairs: Sequence[Pair]) -> str:
     """Name the far ends of connections, with their users where they are on this machine."""
     named = []
     for pair in pairs[:MAX_DESCRIBED]:

@@ -66,6 +66,14 @@ class GlooDevice:
         return sum(bool(events & _ONESHOT) for _, events in self._sockets())
 
     @contextlib.contextmanager
+    def socket_at(self, fd: int, pair: Pair) -> Iterator[socket.socket]:
+        """Give the socket of a connection. Raises ``OSError`` if the descriptor is another's."""
+        with _socket_of(fd) as connection:
+            if pair_of(connection) != pair:
+                raise OSError(f"descriptor {fd} is another connection's now")
+            yield connection
+
+    @contextlib.contextmanager
     def listener(self) -> Iterator[socket.socket]:
         """Give the listening socket. Raises CommunicationError if there is none."""
         for fd, _ in self._sockets():
@@ -112,9 +120,9 @@ class GlooDevice:
     def _sockets(self) -> list[tuple[int, int]]:
         if self._epoll is None:
             raise CommunicationError(
-                "who is connected to this rank cannot be checked: /proc/self/fdinfo does not list "
-                f"gloo's sockets (platform {sys.platform}). Tensors are exchanged only over checked "
-                "connections. Train with one worker here, or on Linux with /proc mounted."
+                "cannot check who is connected to this rank: /proc/self/fdinfo does not list the "
+                f"sockets of gloo (platform {sys.platform}). Ranks exchange tensors only over "
+                "checked connections. Train with one worker, or on Linux with /proc mounted."
             )
         return _watched(self._epoll)
 

@@ -32,6 +32,7 @@ from etrain_jupyter.ranks.gradients.cuda_buckets import (
     moment_of_device,
     sum_through_host,
 )
+from etrain_jupyter.ranks.group.admission import ADMIT_EVERY_S, Admission, make_held_device
 from etrain_jupyter.ranks.group.authentication import authenticate, give_up, raise_if_flooded
 from etrain_jupyter.ranks.group.backends import (
     GLOO,
@@ -64,6 +65,8 @@ class RankGroup:
         host: The address that other machines reach this one by.
         backend: ``gloo``; or ``nccl``, for ranks with a GPU each: gradients on the GPU then go by
             NCCL, and everything else by gloo as ever.
+        is_guarded: Whether strangers are expected, so that ``admission`` keeps them out. All ranks
+            of a generation say the same.
         progress: Where each collective that begins is counted.
         connect_nccl: Stands for the real thing in tests.
     """
@@ -77,6 +80,7 @@ class RankGroup:
         store: BroadcastStore,
         host: str,
         backend: str = GLOO,
+        is_guarded: bool = False,
         progress: ProgressPage | None = None,
         connect_nccl: ConnectNccl = connect_nccl,
     ) -> None:
@@ -86,6 +90,7 @@ class RankGroup:
         self._store = store
         self._host = host
         self._has_nccl = backend == NCCL
+        self._is_guarded = is_guarded
         self._progress = progress
         self._connect_nccl = connect_nccl
         self._device: GlooDevice | None = None
@@ -121,7 +126,7 @@ class RankGroup:
     def connect(self) -> None:
         """Connect with the other ranks. Raises CommunicationError if that fails or is aborted."""
         self.raise_if_failed()
-        self._device = GlooDevice(self._host)
+        self._device = self._make_device()
         box: dict[str, Any] = {}
         ready = threading.Event()
         token = self._waiters.register(ready.set)
@@ -129,27 +134,44 @@ class RankGroup:
             target=self._build, args=(self._device, box, ready), daemon=True, name="etrain-form"
         )
         builder.start()
-        try:
-            self._watch_strangers(self._device, ready)
-        finally:
-            self._waiters.forget(token)
+        self._watch_strangers(self._device, box, ready)
+        self._waiters.forget(token)
         if "backend" not in box:
             raise self._waiters.fail(str(box.get("error", "no connection in time")))
         self._gloo = box.pop("backend")
         self.raise_if_failed()
 
-    def _watch_strangers(self, device: GlooDevice, ready: threading.Event) -> None:
-        """Wait until the connections are made, or until there are far too many."""
+    def _make_device(self) -> GlooDevice:
+        if not self._is_guarded:
+            return GlooDevice(self._host)
+        try:
+            return make_held_device(self._host)
+        except CommunicationError as exc:
+            raise self._waiters.fail(str(exc)) from exc
+
+    def _watch_strangers(
+        self, device: GlooDevice, box: dict[str, Any], ready: threading.Event
+    ) -> None:
+        """Wait until ``ready``. Until gloo has connected, keep strangers from exhausting it."""
         deadline = time.monotonic() + FORM_TIMEOUT_S
-        while not ready.wait(WATCH_EVERY_S) and time.monotonic() < deadline:
-            try:
+        every_s, admission = WATCH_EVERY_S, None
+        try:
+            if self._is_guarded:
+                size = self.world_size
+                admission = Admission(device, self._store, rank=self.rank, world_size=size)
+                every_s = ADMIT_EVERY_S
+            while not (ready.wait(every_s) or box or time.monotonic() > deadline):
                 raise_if_flooded(device)
-            except CommunicationError as exc:
-                raise self._waiters.fail(str(exc)) from exc
+                if admission is not None:
+                    admission.admit()
+        except CommunicationError as exc:
+            raise self._waiters.fail(str(exc)) from exc
+        ready.wait(max(0.0, deadline - time.monotonic()))
 
     def _build(self, device: GlooDevice, box: dict[str, Any], ready: threading.Event) -> None:
         try:
             gloo = self._connect_gloo(device)
+            box["is_authenticated"] = True
             if self._has_nccl:
                 self._connect_nccl(self._store, self.rank, self.world_size, self._keep_nccl)
             box["backend"] = gloo

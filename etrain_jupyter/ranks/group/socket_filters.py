@@ -10,7 +10,7 @@ _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
 _NOTHING = [(0x06, 0, 0, 0)]  # ret #0
 _ONLY_A_NUMBER = [  # no end of stream, and no more than 8 bytes in a packet
     (0x30, 0, 0, 13),  # ldb [13]: the flags of the TCP header
-    (0x45, 8, 0, 1),  # jset #FIN, drop (jumps count from the next instruction)
+    (0x45, 8, 0, 5),  # jset #FIN|RST, drop (jumps count from the next instruction)
     (0x30, 0, 0, 12),  # ldb [12]: the length of the header, in words, times 16
     (0x74, 0, 0, 4),  # rsh #4
     (0x64, 0, 0, 2),  # lsh #2
