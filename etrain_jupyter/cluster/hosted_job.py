@@ -371,6 +371,7 @@ class HostedJob:
                     "restore": command.restore,
                     "logged_step": min(self.step_clock.logged_step, command.step),
                     "backend": backend,
+                    "is_guarded": command.is_guarded,
                     "faults": self.planned.of_rank(rank, len(command.trainers)),
                     "log_end": self.step_clock.logged_step,
                     "starts": list(self.starts),

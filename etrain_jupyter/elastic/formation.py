@@ -35,6 +35,11 @@ ADMISSION_GRACE_S = 1.0
 MAX_FAULTS = 3
 """Faults in a row at one place (before the first step, or in one step) that count as the user's."""
 
+GUARDED_S = 600.0
+"""How long after a failed attempt to form the ranks admit only connections that they announce to
+each other. It costs some ms a generation, and lets a job form while strangers connect to its ports.
+"""
+
 
 def advance(turn: Turn) -> None:
     """Do what is due in the state that the stimulus has led to."""
@@ -329,6 +334,7 @@ def _form(turn: Turn, members: list[Member]) -> None:
             behind=behind,
             step=step,
             restore=restore,
+            is_guarded=turn.state.form_at > 0.0 and turn.now < turn.state.form_at + GUARDED_S,
         )
     )
     turn.publish(

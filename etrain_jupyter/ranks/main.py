@@ -6,10 +6,12 @@ job.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import io
 import os
+import resource
 import signal
 import socket
 import sys
@@ -20,6 +22,9 @@ from etrain_jupyter.ranks.control.progress import ProgressPage, start_pulse
 
 _PR_SET_PDEATHSIG = 1
 
+MAX_DESCRIPTORS = 2**20
+"""Enough. Without an end, programs that close every possible descriptor would take minutes."""
+
 
 def die_with_parent() -> None:
     """Ask Linux to kill this process with its supervisor; elsewhere the closed channel does."""
@@ -29,6 +34,17 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent and os.getppid() != parent:
         os._exit(0)  # it died before we asked
+
+
+def raise_descriptor_limit() -> None:
+    """Allow as many open files as this user may have: gloo ends the process at the limit.
+
+    Strangers that connect to a rank's port while it forms use one descriptor each.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    with contextlib.suppress(ValueError, OSError):  # some systems allow less than they say
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 def open_page(descriptor: int) -> ProgressPage:
@@ -45,6 +61,7 @@ def open_page(descriptor: int) -> ProgressPage:
 def main() -> None:
     """Wait as a spare, then train."""
     die_with_parent()
+    raise_descriptor_limit()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the supervisor's business
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

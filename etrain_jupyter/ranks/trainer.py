@@ -123,6 +123,7 @@ class Trainer:
             store=self._store,
             host=self._order["host"],
             backend=message.get("backend", GLOO),
+            is_guarded=message.get("is_guarded", False),
             progress=self._page,
         )
         return self._group

@@ -10,11 +10,15 @@ Three facts (measured, see ``benchmarks/README.md``) shape this file:
   operation is left to time out.
 * The constructor of ``ProcessGroupGloo`` may block without any time-out, so it runs in a thread
   that can be abandoned.
+
+gloo takes whoever connects first, so no tensor is sent before ``authentication`` has found that
+every connection is one between two ranks.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -28,6 +32,8 @@ from etrain_jupyter.ranks.gradients.cuda_buckets import (
     moment_of_device,
     sum_through_host,
 )
+from etrain_jupyter.ranks.group.admission import ADMIT_EVERY_S, Admission, make_held_device
+from etrain_jupyter.ranks.group.authentication import authenticate, give_up, raise_if_flooded
 from etrain_jupyter.ranks.group.backends import (
     GLOO,
     NCCL,
@@ -44,6 +50,9 @@ from etrain_jupyter.ranks.group.rendezvous import FORM_TIMEOUT_S, BroadcastStore
 
 __all__ = ["BroadcastStore", "CommunicationError", "Pending", "RankGroup"]
 
+WATCH_EVERY_S = 0.02
+"""How often a rank counts the connections of strangers while it connects."""
+
 
 class RankGroup:
     """The process group of one rank in one generation, abortable from another thread.
@@ -56,6 +65,8 @@ class RankGroup:
         host: The address that other machines reach this one by.
         backend: ``gloo``; or ``nccl``, for ranks with a GPU each: gradients on the GPU then go by
             NCCL, and everything else by gloo as ever.
+        is_guarded: Whether strangers are expected, so that ``admission`` keeps them out. All ranks
+            of a generation say the same.
         progress: Where each collective that begins is counted.
         connect_nccl: Stands for the real thing in tests.
     """
@@ -69,6 +80,7 @@ class RankGroup:
         store: BroadcastStore,
         host: str,
         backend: str = GLOO,
+        is_guarded: bool = False,
         progress: ProgressPage | None = None,
         connect_nccl: ConnectNccl = connect_nccl,
     ) -> None:
@@ -78,6 +90,7 @@ class RankGroup:
         self._store = store
         self._host = host
         self._has_nccl = backend == NCCL
+        self._is_guarded = is_guarded
         self._progress = progress
         self._connect_nccl = connect_nccl
         self._device: GlooDevice | None = None
@@ -113,7 +126,7 @@ class RankGroup:
     def connect(self) -> None:
         """Connect with the other ranks. Raises CommunicationError if that fails or is aborted."""
         self.raise_if_failed()
-        self._device = GlooDevice(self._host)
+        self._device = self._make_device()
         box: dict[str, Any] = {}
         ready = threading.Event()
         token = self._waiters.register(ready.set)
@@ -121,22 +134,59 @@ class RankGroup:
             target=self._build, args=(self._device, box, ready), daemon=True, name="etrain-form"
         )
         builder.start()
-        ready.wait(FORM_TIMEOUT_S)
+        self._watch_strangers(self._device, box, ready)
         self._waiters.forget(token)
         if "backend" not in box:
             raise self._waiters.fail(str(box.get("error", "no connection in time")))
         self._gloo = box.pop("backend")
         self.raise_if_failed()
 
+    def _make_device(self) -> GlooDevice:
+        if not self._is_guarded:
+            return GlooDevice(self._host)
+        try:
+            return make_held_device(self._host)
+        except CommunicationError as exc:
+            raise self._waiters.fail(str(exc)) from exc
+
+    def _watch_strangers(
+        self, device: GlooDevice, box: dict[str, Any], ready: threading.Event
+    ) -> None:
+        """Wait until ``ready``. Until gloo has connected, keep strangers from exhausting it."""
+        deadline = time.monotonic() + FORM_TIMEOUT_S
+        every_s, admission = WATCH_EVERY_S, None
+        try:
+            if self._is_guarded:
+                size = self.world_size
+                admission = Admission(device, self._store, rank=self.rank, world_size=size)
+                every_s = ADMIT_EVERY_S
+            while not (ready.wait(every_s) or box or time.monotonic() > deadline):
+                raise_if_flooded(device)
+                if admission is not None:
+                    admission.admit()
+        except CommunicationError as exc:
+            raise self._waiters.fail(str(exc)) from exc
+        ready.wait(max(0.0, deadline - time.monotonic()))
+
     def _build(self, device: GlooDevice, box: dict[str, Any], ready: threading.Event) -> None:
         try:
-            gloo = connect_gloo(self._store, self.rank, self.world_size, device)
+            gloo = self._connect_gloo(device)
+            box["is_authenticated"] = True
             if self._has_nccl:
                 self._connect_nccl(self._store, self.rank, self.world_size, self._keep_nccl)
             box["backend"] = gloo
         except Exception as exc:
             box["error"] = exc
         ready.set()
+
+    def _connect_gloo(self, device: GlooDevice) -> Any:
+        try:
+            gloo = connect_gloo(self._store, self.rank, self.world_size, device)
+        except RuntimeError as exc:
+            give_up(self._store, self.rank, exc)
+            raise
+        authenticate(device, self._store, rank=self.rank, world_size=self.world_size)
+        return gloo
 
     def _keep_nccl(self, backend: Any) -> None:
         with self._lock:

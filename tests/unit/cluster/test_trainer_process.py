@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 
 import psutil
 import pytest
@@ -189,3 +191,19 @@ async def test_trainer_that_is_killed_while_it_starts_does_not_live_on(script):
     trainer.kill("nobody wants it any more")
     await starting
     assert await asyncio.wait_for(over, 20) == "nobody wants it any more"
+
+
+def test_trainer_may_open_as_many_files_as_its_user():
+    # Review S3: strangers' connections use descriptors, and gloo ends the process at the limit.
+    code = """
+import resource
+from etrain_jupyter.ranks.main import MAX_DESCRIPTORS, raise_descriptor_limit
+
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+raise_descriptor_limit()
+soft, after = resource.getrlimit(resource.RLIMIT_NOFILE)
+most = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+assert (soft, after) == (most, hard), (soft, after, hard)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from etrain_jupyter.elastic import commands as c
 from etrain_jupyter.elastic import stimuli as s
-from etrain_jupyter.elastic.formation import ADMISSION_GRACE_S
+from etrain_jupyter.elastic.formation import ADMISSION_GRACE_S, GUARDED_S
 from etrain_jupyter.events import types as events
 from tests.unit.elastic.story import Story
 
@@ -526,3 +526,16 @@ def test_rank_that_saw_the_others_leave_before_it_had_the_loss_has_undone_the_sa
     story.tell(s.TrainerReported(trainer=story.trainer("w2"), **failed))
     assert [e.step for e in story.found(events.LossNotFinite)] == [7]
     assert not story.found(events.StepUndone, ever=True)
+
+
+def test_generations_after_one_that_did_not_form_are_guarded_against_strangers_for_a_while():
+    # Review S3. Guarding costs some ms, so it is not done without a reason.
+    story = Story().tell(s.WorkersAssigned(workers=("w1", "w2"))).warm("w1", "w2")
+    story.report("w1", step=-1, why="failed").report("w2", step=-1, why="failed")
+    first, second = story.found(c.FormGeneration, ever=True)
+    assert (first.is_guarded, second.is_guarded) == (False, True)
+    story.formed().lose("w1").report("w2", step=3, why="failed")
+    assert story.found(c.FormGeneration, ever=True)[-1].is_guarded
+    story.warm("w1").wait(GUARDED_S).report("w2", step=9)
+    assert story.ranks() == ["w2", "w1"]
+    assert not story.found(c.FormGeneration)[0].is_guarded

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from etrain_jupyter.ranks.group.authentication import authenticate
 from etrain_jupyter.ranks.group.gloo_device import GlooDevice
 from etrain_jupyter.ranks.group.process_group import BroadcastStore, RankGroup
 
@@ -34,7 +35,10 @@ class Peer:
         options._threads = 2
         # A group under test may well break meanwhile.
         with contextlib.suppress(RuntimeError):
-            self.backend = dist.ProcessGroupGloo(self._store, self._rank, self._world_size, options)
+            backend = dist.ProcessGroupGloo(self._store, self._rank, self._world_size, options)
+            size = self._world_size
+            authenticate(self.device, self._store, rank=self._rank, world_size=size)
+            self.backend = backend
 
     def all_reduce(self, tensor) -> None:
         self.backend.allreduce([tensor]).wait()

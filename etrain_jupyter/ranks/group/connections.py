@@ -1,0 +1,117 @@
+"""Compare the ends of connections: does every two ranks have one, listed from both ends?"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+End = tuple[str, int]
+"""Address and port."""
+
+Pair = tuple[End, End]
+"""The two ends of a connection, as ``getsockname`` and ``getpeername`` give them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mismatch:
+    """How the connections that the ranks list differ from one between every two of them."""
+
+    unknown: tuple[tuple[int, Pair], ...]
+    """Connections that no other rank lists from the other end, and the rank that lists each."""
+    ranks: tuple[int, ...]
+    """Ranks that are not connected with every other rank exactly once."""
+
+
+def find_mismatch(listed: Mapping[int, Sequence[Pair]]) -> Mismatch | None:
+    """Return how the connections differ from what they have to be; None if they do not.
+
+    The socket of a stranger, or of a relay, has an end that no rank lists.
+
+    >>> a, b, c = ("h", 1), ("h", 2), ("h", 3)
+    >>> find_mismatch({0: [(a, b)], 1: [(b, a)]})
+    >>> find_mismatch({0: [(a, c)], 1: [(b, a)]}).ranks
+    (0, 1)
+    """
+    rank_of = {pair: rank for rank, pairs in listed.items() for pair in pairs}
+    unknown, wrong = [], []
+    for rank, pairs in listed.items():
+        peers = [rank_of.get((far, near)) for near, far in pairs]
+        unknown += [
+            (rank, pair)
+            for pair, peer in zip(pairs, peers, strict=True)
+            if peer is None or peer == rank
+        ]
+        others = sorted(set(listed) - {rank})
+        if sorted(-1 if peer is None else peer for peer in peers) != others:
+            wrong.append(rank)
+    if not wrong:
+        return None
+    return Mismatch(unknown=tuple(unknown), ranks=tuple(wrong))
+
+
+def pair_of(connection: socket.socket) -> Pair:
+    """Return both ends of a connection. Raises ``OSError`` if it has none."""
+    return _end(connection.getsockname()), _end(connection.getpeername())
+
+
+def _end(address: tuple[str, int]) -> End:
+    """Write an end as its peer does: each machine names a link-local address's interface itself."""
+    host = address[0].partition("%")[0]
+    return host.removeprefix("::ffff:"), int(address[1])
+
+
+def encode(pairs: Sequence[Pair]) -> list[list[list[object]]]:
+    """Return what JSON can hold."""
+    return [[list(near), list(far)] for near, far in pairs]
+
+
+def decode(values: object) -> list[Pair]:
+    """Undo ``encode``."""
+    assert isinstance(values, list)
+    return [((a, int(b)), (c, int(d))) for (a, b), (c, d) in values]
+
+
+def words_of(end: End) -> str:
+    """Return ``address:port``.
+
+    >>> words_of(("::1", 80))
+    '[::1]:80'
+    """
+    host, port = end
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def find_uid(pair: Pair) -> int | None:
+    """Return the user of the process at the far end, if it runs on this machine and still has it.
+
+    Args:
+        pair: As this end sees it: ``(near, far)``.
+    """
+    near, far = pair
+    for file, is_ipv6 in (("/proc/net/tcp", False), ("/proc/net/tcp6", True)):
+        try:
+            wanted = [_as_listed(far, is_ipv6), _as_listed(near, is_ipv6)]
+            with open(file) as table:
+                rows = [line.split() for line in table]
+        except (OSError, ValueError):
+            continue
+        for row in rows:
+            if row[1:3] == wanted and row[9] != "0":  # a closed one has no owner: inode 0, uid 0
+                return int(row[7])
+    return None
+
+
+def _as_listed(end: End, is_ipv6: bool) -> str:
+    """Write an end as the kernel's tables do: words of 32 bits in the machine's byte order."""
+    host, port = end
+    address = ipaddress.ip_address(host)
+    if is_ipv6 and address.version == 4:
+        address = ipaddress.ip_address(f"::ffff:{host}")
+    if not is_ipv6 and address.version == 6:
+        raise ValueError(f"{host} is an IPv6 address")
+    packed = address.packed
+    words = struct.unpack(f"={len(packed) // 4}I", packed)
+    return "".join(f"{word:08X}" for word in words) + f":{port:04X}"
