@@ -28,7 +28,6 @@ from etrain_jupyter.cluster.take_over import (
 )
 from etrain_jupyter.elastic import commands as c
 from etrain_jupyter.elastic import stimuli as s
-from etrain_jupyter.elastic.backend import choose_backend
 from etrain_jupyter.elastic.checkpoint_evidence import Evidence
 from etrain_jupyter.elastic.checkpoint_interval import words_of
 from etrain_jupyter.elastic.job_costs import JobCost
@@ -101,6 +100,7 @@ class HostedJob:
             max_workers=order.max_workers,
             hang_s=self.hang_s,
             pauses_on_nan=order.config.get("on_nan_loss") == "pause",
+            backend=order.config.get("backend") or "auto",
         )
         self.planned = PlannedFaults(order.faults)
         self._log = self._open_log()
@@ -188,6 +188,7 @@ class HostedJob:
                 lost=lost,
                 world_size=len(recalled.ranks),
                 is_ready=recalled.is_ready,
+                backend=recalled.backend,
             )
         )
         for found, _ in pairs:
@@ -357,8 +358,6 @@ class HostedJob:
 
     def _form(self, command: c.FormGeneration) -> None:
         self.step_clock.ranks = command.trainers
-        facts = [self.trainers[trainer] for trainer in command.trainers]
-        backend = choose_backend([(known.device, known.gpu) for known in facts])
         for rank, trainer in enumerate(command.trainers):
             self.send(
                 trainer,
@@ -370,7 +369,7 @@ class HostedJob:
                     "behind": list(command.behind),
                     "restore": command.restore,
                     "logged_step": min(self.step_clock.logged_step, command.step),
-                    "backend": backend,
+                    "backend": command.backend,
                     "is_guarded": command.is_guarded,
                     "faults": self.planned.of_rank(rank, len(command.trainers)),
                     "log_end": self.step_clock.logged_step,

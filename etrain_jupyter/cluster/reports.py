@@ -75,7 +75,9 @@ def _on_hello(job: HostedJob, trainer: str, facts: TrainerFacts, message: Messag
         return
     warm_s = clock.now() - facts.started_at
     job.log(events.WorkerWarmed, worker=facts.worker, trainer_pid=facts.pid, warm_s=warm_s)
-    job.handle(s.TrainerWarm(trainer=trainer, warm_s=message["warm_s"]))
+    job.handle(
+        s.TrainerWarm(trainer=trainer, warm_s=message["warm_s"], device=facts.device, gpu=facts.gpu)
+    )
 
 
 def _lengths(plan: Mapping[str, Any]) -> tuple[int, int]:
@@ -135,6 +137,9 @@ def _on_report(job: HostedJob, trainer: str, _: TrainerFacts, message: Message) 
             why=message["why"],
             undone=message["undone"],
             ending=ended_early["reason"] if ended_early else "",
+            error=message.get("error", ""),
+            backend=message.get("backend", ""),
+            is_excused=message.get("is_excused", False),
         )
     )
 

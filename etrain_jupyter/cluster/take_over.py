@@ -106,6 +106,8 @@ def find_trainers(
             and (known["left"] is None or known["generation"] == state.generation),
             is_warm=bool(hello),
             warm_s=hello.get("warm_s", 0.0),
+            device=hello.get("device", ""),
+            gpu=hello.get("gpu", ""),
             progress=(known["progress"][0], known["progress"][1]),
         )
         facts = TrainerFacts(

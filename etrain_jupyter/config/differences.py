@@ -17,7 +17,7 @@ FREE = frozenset(
     (
         *("name", "pool", "workers", "log", "eval", "early_stopping", "on_nan_loss", "metrics"),
         *("checkpoint.every", "checkpoint.keep", "checkpoint.best", "data.num_workers", "compile"),
-        *("epochs", "steps", "batch.micro"),
+        *("epochs", "steps", "batch.micro", "backend"),
     )
 )
 """Keys, with all that stands below them, that change nothing of what a step computes."""

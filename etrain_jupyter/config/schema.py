@@ -251,6 +251,8 @@ class BatchConfig(Section):
 
 COMPRESSIONS = ("none", "bf16", "fp16", "powersgd")
 
+BACKENDS = ("auto", "nccl", "gloo")
+
 RULES = ("none", "linear", "sqrt", "adascale")
 
 
@@ -472,6 +474,8 @@ class TrainConfig(Section):
     """Whether each worker prepares the model by torch.compile before it joins the others."""
     compression: Literal["none", "bf16", "fp16", "powersgd"] = "none"
     """How gradients travel between workers: none, bf16, fp16 or powersgd; for slow networks."""
+    backend: Literal["auto", "nccl", "gloo"] = "auto"
+    """What gradients travel by: auto is NCCL where each worker has a GPU, else gloo; nccl, gloo."""
     clip_grad_norm: Annotated[float | None, Field(gt=0, allow_inf_nan=False, examples=[1.0])] = None
     """Largest norm of the gradient; a longer one is scaled down; none by default."""
     reproducible: Annotated[ReproducibleConfig | None, Field(examples=[False])] = None
@@ -562,6 +566,12 @@ class TrainConfig(Section):
         if value is None:
             return "none"
         return check_word(value, COMPRESSIONS, usual="compression: bf16")
+
+    @field_validator("backend", mode="before")
+    @classmethod
+    def _known_backend(cls, value: Any) -> Any:
+        word = value.lower() if isinstance(value, str) else value
+        return check_word(word, BACKENDS, usual="backend: auto")
 
     @field_validator("pool")
     @classmethod

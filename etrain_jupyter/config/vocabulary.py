@@ -175,7 +175,7 @@ _ANSWERS: dict[str, str] = {
     "shuffle": _SHUFFLED,
     "job_name run_name experiment_name": "here it is 'name', or --name on the first line",
     "deterministic": "here it is 'reproducible: true'",
-    "backend": "gloo or NCCL is chosen by the workers' devices: remove the line",
+    "process_group_backend distributed_backend dist_backend": "here it is 'backend: auto'",
     "entrypoint hyperparameters searcher": "a job is one model and its data, named by 'model' and "
     "'data': "
     "remove the line",

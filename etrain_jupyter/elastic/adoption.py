@@ -33,6 +33,7 @@ def take_found(turn: Turn, stimulus: s.TrainersFound) -> None:
         enter_phase(turn, "gathering")
         return
     turn.set(world_size=stimulus.world_size, is_ready=stimulus.is_ready, whys=())
+    turn.set(used_backend=stimulus.backend, first_step=turn.state.step, ready_at=turn.now)
     enter_phase(turn, "running")
     if len(ranked) < stimulus.world_size:
         turn.set(has_lost=bool(stimulus.lost))
@@ -58,6 +59,8 @@ def _member_of(turn: Turn, found: s.Found, is_ready: bool) -> Member:
         trainer=found.trainer,
         worker=found.worker,
         order=int(found.trainer.rpartition("/")[2]),
+        device=found.device,
+        gpu=found.gpu,
         phase=phase,
         since=turn.now,
         progress=found.progress,

@@ -1,8 +1,52 @@
-"""What the ranks of a generation talk through."""
+"""Choose the backend that sums a generation's gradients: NCCL or gloo.
+
+Also the wording for users: what NCCL said, and what usually fixes it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+AUTO, NCCL, GLOO = "auto", "nccl", "gloo"
+
+MOST_WORDS = 300
+"""Characters of NCCL's message in a status; the log has the whole text."""
+
+_UNKNOWN_REMEDY = "NCCL_DEBUG=INFO in the workers' environment logs what NCCL does"
+
+_REMEDIES = (
+    (
+        ("/dev/shm", "shared memory", "no space left on device"),
+        "give the container more shared memory (docker run --shm-size=1g), or set "
+        "NCCL_SHM_DISABLE=1 in the workers' environment",
+    ),
+    (
+        ("duplicate gpu", "invalid usage"),
+        "NCCL needs a GPU of its own for every rank: check CUDA_VISIBLE_DEVICES of the workers",
+    ),
+    (
+        ("driver version", "cuda driver", "cudadriver"),
+        "update the NVIDIA driver, or install the build of torch for the driver's CUDA version",
+    ),
+    (
+        ("ibv_", "infiniband", "net/ib", "roce"),
+        "set NCCL_IB_DISABLE=1 in the workers' environment, which uses TCP instead of InfiniBand",
+    ),
+    (
+        ("nvls", "multicast"),
+        "set NCCL_NVLS_ENABLE=0 in the workers' environment",
+    ),
+    (
+        ("peer access", "peer mapping", "p2p", "cuipc", "cudaipc"),
+        "set NCCL_P2P_DISABLE=1 in the workers' environment",
+    ),
+    (
+        ("socket", "bootstrap", "interface", "connection refused", "timed out", "no route"),
+        "set NCCL_SOCKET_IFNAME in the workers' environment to the network interface that "
+        "connects the machines (ip addr lists them), and open its ports between them",
+    ),
+)
+"""Words in NCCL's message, in lower case, and what fixes it; the first that fits counts."""
 
 
 def choose_backend(devices: Sequence[tuple[str, str]]) -> str:
@@ -20,4 +64,56 @@ def choose_backend(devices: Sequence[tuple[str, str]]) -> str:
     'gloo'
     """
     gpus = [gpu for device, gpu in devices if device.startswith("cuda") and gpu]
-    return "nccl" if devices and len(gpus) == len(set(gpus)) == len(devices) else "gloo"
+    return NCCL if devices and len(gpus) == len(set(gpus)) == len(devices) else GLOO
+
+
+def why_no_nccl(devices: Sequence[tuple[str, str, str]]) -> str:
+    """Explain why NCCL cannot connect these ranks; empty if it can.
+
+    Args:
+        devices: Of each rank, its worker, and the device and GPU as in ``choose_backend``.
+
+    >>> why_no_nccl([("w1", "cuda:0", "GPU-1f"), ("w2", "cpu", "")])
+    'w2 trains on cpu'
+    >>> why_no_nccl([("w1", "cuda:0", "GPU-1f"), ("w2", "cuda:0", "GPU-1f")])
+    'w1 and w2 share one GPU (GPU-1f)'
+    """
+    owners: dict[str, str] = {}
+    for worker, device, gpu in devices:
+        if not device.startswith("cuda"):
+            return f"{worker} trains on {device or 'an unknown device'}"
+        if not gpu:
+            return f"the GPU of {worker} has no identifier"
+        if gpu in owners:
+            return f"{owners[gpu]} and {worker} share one GPU ({gpu})"
+        owners[gpu] = worker
+    return ""
+
+
+def nccl_words(text: str) -> str:
+    r"""Shorten NCCL's message to the kind of error and its own last words.
+
+    >>> nccl_words("NCCL error in: a.cpp:77, unhandled system error, NCCL version 2.27.3\n"
+    ...     "ncclSystemError: System call failed.\nLast error:\nNo space left on device")
+    'ncclSystemError: No space left on device'
+    """
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    kinds = [line.partition(":")[0] for line in lines if line.startswith("nccl") and ":" in line]
+    last: list[str] = []
+    if "Last error:" in lines:
+        last = lines[lines.index("Last error:") + 1 :]
+    words = f"{kinds[0]}: {' '.join(last)}" if kinds and last else " ".join(lines)
+    return words if len(words) <= MOST_WORDS else f"{words[: MOST_WORDS - 3]}..."
+
+
+def remedy_for(text: str) -> str:
+    """Return what usually fixes an error of NCCL with this message.
+
+    >>> remedy_for("Bootstrap : no socket interface found").partition(" in ")[0]
+    'set NCCL_SOCKET_IFNAME'
+    """
+    lower = text.lower()
+    for words, remedy in _REMEDIES:
+        if any(word in lower for word in words):
+            return remedy
+    return _UNKNOWN_REMEDY

@@ -43,6 +43,8 @@ class FormGeneration:
     """The step that rank 0 stands at."""
     restore: bool
     """Nobody holds state any more: rank 0 loads the newest checkpoint first."""
+    backend: str
+    """The backend that sums its gradients, ``nccl`` or ``gloo``."""
     is_guarded: bool = False
     """Whether the ranks admit only announced connections, which takes them longer."""
 

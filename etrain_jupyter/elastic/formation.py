@@ -11,7 +11,12 @@ from etrain_jupyter.elastic.commands import (
     AskForCheckpoint,
     FormGeneration,
 )
-from etrain_jupyter.elastic.health import wait_after
+from etrain_jupyter.elastic.connecting import (
+    backend_for,
+    count_failed_form,
+    why_gloo,
+    why_retrying,
+)
 from etrain_jupyter.elastic.membership import JobState, Member, Saving, UserError
 from etrain_jupyter.elastic.saving import (
     close_job,
@@ -135,7 +140,7 @@ def _settle(turn: Turn) -> None:
     """Nobody steps: form the next generation, wait, or end."""
     _settle_nan_loss(turn)
     publish_undone(turn)
-    _count_failed_form(turn)
+    count_failed_form(turn)
     if turn.state.outcome:
         close_job(turn)
         if turn.state.outcome:
@@ -158,8 +163,7 @@ def _settle(turn: Turn) -> None:
         turn.set_status("waiting", _why_it_saves(turn.state))
     elif turn.now < state.form_at:
         enter_phase(turn, "gathering")
-        text = f"generation {state.generation} did not form although no worker was lost"
-        turn.set_status("waiting", f"{text}; it is tried again")
+        turn.set_status("waiting", why_retrying(state))
     elif state.phase != "gathering" or _is_worth_forming(turn):
         _form(turn, members)
 
@@ -229,15 +233,6 @@ def _why_it_saves(state: JobState) -> str:
     going = ", ".join(m.worker for m in newest_holders(state))
     failure = f"; the last attempt failed ({state.saving.error})" if state.saving.error else ""
     return f"step {state.step} is saved before {going} is taken{failure}"
-
-
-def _count_failed_form(turn: Turn) -> None:
-    """Let a generation wait that keeps breaking before its first step: it may be the network."""
-    state = turn.state
-    if state.phase != "collecting" or state.is_ready or state.has_lost:
-        return
-    num_failed = state.failed_forms + 1
-    turn.set(failed_forms=num_failed, form_at=turn.now + wait_after(num_failed - 1))
 
 
 def _why_too_few(state: JobState, num_here: int) -> str:
@@ -313,6 +308,8 @@ def _form(turn: Turn, members: list[Member]) -> None:
     if newest == s.NO_PROGRESS:
         behind = tuple(range(1, len(ranks)))
     step = max(0, turn.state.saved_step if restore else newest[0])
+    backend = backend_for(turn, ranks)
+    is_other_backend = backend != turn.state.used_backend
     # Where nobody was lost, the connections between the ranks were.
     told = turn.state.whys or ("start",)
     whys = ["broken" if why == "lost" and not turn.state.has_lost else why for why in told]
@@ -321,7 +318,8 @@ def _form(turn: Turn, members: list[Member]) -> None:
         saving=Saving(),
         # Nobody goes back to what this generation has not come through; see ``lineage``.
         saved_steps=tuple(saved for saved in turn.state.saved_steps if saved <= step),
-        **{"is_restoring": restore, "is_ready": False, "has_lost": False},
+        **{"is_restoring": restore, "is_ready": False, "has_lost": False, "breaks": ()},
+        **{"used_backend": backend, "first_step": step},
         lost=_still_missing(turn.state, len(ranks)),
         undone=(),
     )
@@ -334,6 +332,7 @@ def _form(turn: Turn, members: list[Member]) -> None:
             behind=behind,
             step=step,
             restore=restore,
+            backend=backend,
             is_guarded=turn.state.form_at > 0.0 and turn.now < turn.state.form_at + GUARDED_S,
         )
     )
@@ -344,7 +343,11 @@ def _form(turn: Turn, members: list[Member]) -> None:
         ranks=[m.worker for m in ranks],
         behind=list(behind),
         step=step,
+        backend=backend,
         stall_s=turn.now - turn.state.last_step_at if turn.state.last_step_at else 0.0,
     )
     enter_phase(turn, "running")
-    turn.set_status("running")
+    slow = why_gloo(turn.state)
+    if slow and is_other_backend:
+        turn.log(slow)
+    turn.set_status("running", slow)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from etrain_jupyter.elastic.failed_forms import NO_FAILED_FORMS, Break, FailedForms
 from etrain_jupyter.elastic.health import Health
 from etrain_jupyter.elastic.nan_loss import NanLoss
 from etrain_jupyter.elastic.stimuli import NO_PROGRESS, Progress, ProgressSeen
@@ -35,6 +36,10 @@ class Member:
     worker: str
     order: int
     """Counts the job's trainers: older ones get the lower ranks."""
+    device: str = ""
+    """As torch names it; empty until it is warm."""
+    gpu: str = ""
+    """The GPU's identifier; empty without one."""
     phase: MemberPhase = "starting"
     """``starting`` until warm; ``ranked`` in the living generation;
     ``reported`` between two of them."""
@@ -125,8 +130,18 @@ class JobState:
     """Ranks of the newest generation when it was formed."""
     is_restoring: bool = False
     """Whether the newest generation began with a checkpoint."""
-    failed_forms: int = 0
-    """Generations in a row that broke before all ranks stepped, although nobody was lost."""
+    backend: str = "auto"
+    """What the cell says: ``auto``, ``nccl`` or ``gloo``."""
+    used_backend: str = "gloo"
+    """The backend that sums the gradients of the newest generation."""
+    first_step: int = 0
+    """The step that the newest generation began with."""
+    ready_at: float = 0.0
+    """When all its ranks had formed; see ``is_ready``."""
+    breaks: tuple[Break, ...] = ()
+    """Its ranks' reports that it broke."""
+    failed_forms: FailedForms = NO_FAILED_FORMS
+    """Generations in a row that broke although no worker was lost."""
     form_at: float = 0.0
     """When the next one may be tried."""
     is_ready: bool = False

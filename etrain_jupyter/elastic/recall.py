@@ -28,6 +28,8 @@ class Recalled:
     """Workers of the newest generation in rank order."""
     is_ready: bool = False
     """Whether all ranks of it have stepped."""
+    backend: str = "gloo"
+    """The backend that sums its gradients."""
     has_trained: bool = False
     bounds: tuple[int, int] | None = None
     """Fewest and most workers, if somebody has changed them."""
@@ -80,6 +82,7 @@ class Recalled:
                 self.at_risk.add(event.worker)
             case events.GenerationFormed():
                 self.ranks, self.is_ready = tuple(event.ranks), False
+                self.backend = event.backend or self.backend
             case events.GenerationReady():
                 self.is_ready = self.has_trained = True
             case events.StepCompleted():

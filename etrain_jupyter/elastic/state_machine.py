@@ -21,6 +21,8 @@ from typing import Any
 from etrain_jupyter.elastic import stimuli as s
 from etrain_jupyter.elastic.adoption import take_found
 from etrain_jupyter.elastic.commands import Command
+from etrain_jupyter.elastic.connecting import why_not_with_nccl
+from etrain_jupyter.elastic.failed_forms import Break
 from etrain_jupyter.elastic.formation import advance
 from etrain_jupyter.elastic.losses import do_without, take_trainer_lost, take_worker_gone
 from etrain_jupyter.elastic.membership import JobState, Member, UserError
@@ -98,9 +100,20 @@ def _take_noticed(turn: Turn, stimulus: s.WorkerNoticed) -> None:
 
 def _take_warm(turn: Turn, stimulus: s.TrainerWarm) -> None:
     member = turn.state.members.get(stimulus.trainer)
-    if member is not None and member.phase == "starting":
-        turn.set_member(member, phase="warm")
-        turn.set(warm_faults=0, warm_s=max(turn.state.warm_s, stimulus.warm_s))
+    if member is None or member.phase != "starting":
+        return
+    turn.set_member(member, phase="warm", device=stimulus.device, gpu=stimulus.gpu)
+    turn.set(warm_faults=0, warm_s=max(turn.state.warm_s, stimulus.warm_s))
+    why = why_not_with_nccl(turn.state)
+    if why:
+        seen = s.UserErrorSeen(
+            trainer=stimulus.trainer,
+            generation=0,
+            progress=s.NO_PROGRESS,
+            error=why,
+            traceback="",
+        )
+        _take_user_error(turn, seen)
 
 
 def _take_formed(turn: Turn, stimulus: s.TrainerFormed) -> None:
@@ -109,14 +122,14 @@ def _take_formed(turn: Turn, stimulus: s.TrainerFormed) -> None:
         return
     if turn.state.is_restoring and not any(m.formed for m in turn.state.in_phase("ranked")):
         known = tuple(saved for saved in turn.state.saved_steps if saved <= stimulus.step)
-        turn.set(step=stimulus.step, saved_steps=known)
+        turn.set(step=stimulus.step, first_step=stimulus.step, saved_steps=known)
     times = (stimulus.connect_s, stimulus.sync_s, stimulus.wrap_s)
     since = member.steps_since or turn.now
     turn.set_member(member, formed=True, steps_since=since, form_times=times)
     ranks = [m for m in turn.state.in_phase("ranked", "reported") if m.formed]
     if len(ranks) == turn.state.world_size:
         slowest = [max(m.form_times[part] for m in ranks) for part in range(3)]
-        turn.set(is_ready=True, has_trained=True, failed_forms=0)
+        turn.set(is_ready=True, ready_at=turn.now, has_trained=True)
         turn.publish(
             events.GenerationReady,
             world_size=len(ranks),
@@ -137,6 +150,13 @@ def _take_reported(turn: Turn, stimulus: s.TrainerReported) -> None:
         if turn.state.phase == "running":
             enter_phase(turn, "changing")
     elif stimulus.why == "failed":
+        told = Break(
+            worker=member.worker,
+            error=stimulus.error,
+            backend=stimulus.backend,
+            is_excused=stimulus.is_excused,
+        )
+        turn.set(breaks=(*turn.state.breaks, told))
         begin_collecting(turn)
     elif turn.state.phase == "running":
         enter_phase(turn, "changing")

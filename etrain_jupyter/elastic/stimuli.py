@@ -45,6 +45,10 @@ class TrainerWarm:
     trainer: str
     warm_s: float = 0.0
     """How long it took to build all and run one pass; 0 if nobody knows."""
+    device: str = ""
+    """What it trains on, as torch names it."""
+    gpu: str = ""
+    """The GPU's identifier; empty without one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +80,12 @@ class TrainerReported:
     undone: bool = False
     ending: str = ""
     """Why nothing is left to train, if that is so before the planned end."""
+    error: str = ""
+    """If ``failed``, the text of the failure; empty if this rank only saw the abort."""
+    backend: str = ""
+    """The backend that the failure came from, ``nccl`` or ``gloo``; empty if unknown."""
+    is_excused: bool = False
+    """The failure says nothing about the connections: memory ran out, or a fault was injected."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,6 +207,8 @@ class Found:
     """Whether it has neither reported from that one nor failed in it."""
     is_warm: bool = False
     warm_s: float = 0.0
+    device: str = ""
+    gpu: str = ""
     progress: Progress = NO_PROGRESS
     """As it reported last; inside a generation it may be further by now."""
 
@@ -212,6 +224,8 @@ class TrainersFound:
     """Ranks of the newest generation when it was formed."""
     is_ready: bool = False
     """Whether all of them had stepped in it."""
+    backend: str = "gloo"
+    """The backend that sums its gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -200,6 +200,8 @@ class GenerationFormed(Event):
     """Ranks that must receive the state of rank 0 before they hold any."""
     step: int = 0
     """The newest committed step, from which all go on."""
+    backend: str = ""
+    """``nccl`` or ``gloo``, whichever sums the gradients; empty in logs of older versions."""
     stall_s: float = 0.0
     """Seconds from the end of the previous generation's last step, as the coordinator saw it."""
 

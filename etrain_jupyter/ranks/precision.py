@@ -87,6 +87,14 @@ class Precision:
         self._scaler.update()
         return self._scaler.get_scale() >= before
 
+    def undo(self) -> None:
+        """Forget that the gradients of an undone step were unscaled; the loss scale stays.
+
+        Else the scaler, which is reset by its ``update`` alone, refuses to unscale the next step.
+        """
+        if self._scaler is not None:
+            self._scaler._per_optimizer_states.clear()
+
     @property
     def loss_scale(self) -> float:
         """The present scale; 1.0 without one."""

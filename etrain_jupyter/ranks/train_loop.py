@@ -364,6 +364,7 @@ class TrainLoop:
     def _undo(self, step: Step) -> None:
         self._moving.put_back(step.buffers_before)
         self._forget_gradients()
+        self.workload.precision.undo()
 
     def _forget_gradients(self) -> None:
         self.workload.optimizer.zero_grad(set_to_none=True)

@@ -23,16 +23,25 @@ from etrain_jupyter.ranks.control.faults import Faults
 from etrain_jupyter.ranks.control.progress import ProgressPage
 from etrain_jupyter.ranks.control.reporter import Reporter
 from etrain_jupyter.ranks.devices import choose_device, facts_of
-from etrain_jupyter.ranks.group.backends import GLOO
-from etrain_jupyter.ranks.group.process_group import BroadcastStore, CommunicationError, RankGroup
+from etrain_jupyter.ranks.group.backends import GLOO, NCCL
+from etrain_jupyter.ranks.group.pending import text_of
+from etrain_jupyter.ranks.group.process_group import (
+    ABORTED,
+    BroadcastStore,
+    CommunicationError,
+    RankGroup,
+)
 from etrain_jupyter.ranks.micro_batch import hint_for_memory, is_out_of_memory
 from etrain_jupyter.ranks.schedule import WorkPlan
 from etrain_jupyter.ranks.state.capture import put_state, take_state
 from etrain_jupyter.ranks.state.checkpointer import Checkpointer
 from etrain_jupyter.ranks.state.packing import Tensors
 from etrain_jupyter.ranks.state.transfer import Transferred, receive_state, send_state
-from etrain_jupyter.ranks.train_loop import TrainLoop
+from etrain_jupyter.ranks.train_loop import OUT_OF_MEMORY, TrainLoop
 from etrain_jupyter.ranks.workload import build_workload
+
+DISCONNECTED = "disconnected on purpose"
+"""Why a generation fails whose connections an injected fault has closed."""
 
 # The first optimizer would load it, which takes seconds: a spare has the time to.
 importlib.import_module("torch._dynamo")
@@ -235,12 +244,13 @@ class Trainer:
         assert self._loop is not None
         self._loop.in_step = False
         self._is_busy = True
+        failure: Message = {}
         try:
             why = self._step_through(message, group)
-        except CommunicationError:
+        except CommunicationError as exc:
             if self._loop.update.is_torn and self._loop.step and group.world_size == 1:
                 raise  # nobody has the weights any more: as if this process had died
-            why = "failed"
+            why, failure = "failed", failure_of(group, exc)
             self._let_go_of_torn_state()
         except BaseException as exc:
             # A collective that breaks inside the backward pass can come out as any exception.
@@ -251,12 +261,12 @@ class Trainer:
                 self._let_go_of_torn_state()
                 self._tell_user_error(exc, generation=group.generation)
                 return
-            why = "failed"
+            why, failure = "failed", failure_of(group, exc)
         self._close(group)
         undone, self._loop.in_step = self._loop.in_step, False
         self._is_busy = False
         self._beat(phase="idle")
-        report = {"progress": list(self._progress()), "why": why, "undone": undone}
+        report = {"progress": list(self._progress()), "why": why, "undone": undone, **failure}
         if why == "nan" and self._loop.undone_loss is not None:
             report |= self._loop.undone_loss._asdict()
         if why == "done":
@@ -279,7 +289,7 @@ class Trainer:
         if self._page is not None:
             self._page.begin(group.generation)
         self._faults.renew(message.get("faults", ()))
-        self._faults.disconnect = lambda: group.abort("disconnected on purpose")
+        self._faults.disconnect = lambda: group.abort(DISCONNECTED)
         clock = [time.monotonic()]
         # A newcomer has made no step: a plan means the one that the generation goes on from.
         step = max(self._loop.step, message["logged_step"])
@@ -413,3 +423,14 @@ class Trainer:
                 "traceback": text,
             }
         )
+
+
+def failure_of(group: RankGroup, exc: BaseException) -> Message:
+    """Return what a report says of the failure that broke a generation."""
+    if group.failure in (OUT_OF_MEMORY, DISCONNECTED):
+        return {"error": group.failure, "is_excused": True}
+    if group.failure == ABORTED:
+        return {}
+    error = group.failure or text_of(exc)
+    backend = group.failed_backend or (NCCL if "NCCL" in error else GLOO)
+    return {"error": error, "backend": backend}

@@ -7,7 +7,13 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from typing import Any
 
+from etrain_jupyter.ranks.group.backends import GLOO
 from etrain_jupyter.ranks.group.rendezvous import CommunicationError
+
+MOST_TEXT = 2000
+"""Characters of an exception's text that a report carries at most."""
+
+_CPP_TRACE = "\nException raised from "
 
 
 class Waiters:
@@ -19,10 +25,13 @@ class Waiters:
         self._num_registered = 0
         self.failure = ""
         """Why the generation cannot go on; empty while it can."""
+        self.failed_backend = ""
+        """The backend that failed, ``gloo`` or ``nccl``; empty after an abort."""
 
-    def fail(self, why: str) -> CommunicationError:
+    def fail(self, why: str, *, backend: str = "") -> CommunicationError:
         """Keep the first reason, and return it as what is to be raised."""
-        self.failure = self.failure or why
+        if not self.failure:
+            self.failure, self.failed_backend = why, backend
         return CommunicationError(self.failure)
 
     def register(self, wake: Callable[[], None]) -> int:
@@ -74,7 +83,7 @@ class Pending:
             raise self._waiters.fail("aborted")
         error = error_of(self._future)
         if error is not None:
-            raise self._waiters.fail(first_line(error)) from error
+            raise self._waiters.fail(text_of(error), backend=GLOO) from error
 
 
 def error_of(future: Any) -> BaseException | None:
@@ -89,6 +98,10 @@ def error_of(future: Any) -> BaseException | None:
     return None
 
 
-def first_line(exc: BaseException) -> str:
-    """Return the first line of an exception's text, or its type."""
-    return str(exc).strip().splitlines()[0] if str(exc).strip() else type(exc).__name__
+def text_of(exc: BaseException) -> str:
+    """Return an exception's text for a report, or its type: bounded, and without a C++ trace.
+
+    NCCL's own words come last, after ``Last error:``, so that the first line is not enough.
+    """
+    text = str(exc).partition(_CPP_TRACE)[0].strip() or type(exc).__name__
+    return text.encode("utf-8", "backslashreplace").decode()[:MOST_TEXT]

@@ -45,10 +45,13 @@ from etrain_jupyter.ranks.group.backends import (
 )
 from etrain_jupyter.ranks.group.exchange import Exchange
 from etrain_jupyter.ranks.group.gloo_device import GlooDevice
-from etrain_jupyter.ranks.group.pending import Pending, Waiters, error_of, first_line
+from etrain_jupyter.ranks.group.pending import Pending, Waiters, error_of, text_of
 from etrain_jupyter.ranks.group.rendezvous import FORM_TIMEOUT_S, BroadcastStore, CommunicationError
 
-__all__ = ["BroadcastStore", "CommunicationError", "Pending", "RankGroup"]
+ABORTED = "aborted"
+"""Why a generation fails that the coordinator has aborted: somebody else knows more."""
+
+__all__ = ["ABORTED", "BroadcastStore", "CommunicationError", "Pending", "RankGroup"]
 
 WATCH_EVERY_S = 0.02
 """How often a rank counts the connections of strangers while it connects."""
@@ -109,6 +112,11 @@ class RankGroup:
         """Why the generation cannot go on; empty while it can."""
         return self._waiters.failure
 
+    @property
+    def failed_backend(self) -> str:
+        """The backend that made it fail, ``gloo`` or ``nccl``; empty after an abort."""
+        return self._waiters.failed_backend
+
     # --- life ---
 
     def form(self) -> None:
@@ -127,7 +135,7 @@ class RankGroup:
         """Connect with the other ranks. Raises CommunicationError if that fails or is aborted."""
         self.raise_if_failed()
         self._device = self._make_device()
-        box: dict[str, Any] = {}
+        box: dict[str, Any] = {"stage": GLOO}
         ready = threading.Event()
         token = self._waiters.register(ready.set)
         builder = threading.Thread(
@@ -137,7 +145,10 @@ class RankGroup:
         self._watch_strangers(self._device, box, ready)
         self._waiters.forget(token)
         if "backend" not in box:
-            raise self._waiters.fail(str(box.get("error", "no connection in time")))
+            error = box.get("error")
+            stage = box["stage"]
+            why = text_of(error) if error is not None else f"no connection by {stage} in time"
+            raise self._waiters.fail(why, backend=stage)
         self._gloo = box.pop("backend")
         self.raise_if_failed()
 
@@ -147,7 +158,7 @@ class RankGroup:
         try:
             return make_held_device(self._host)
         except CommunicationError as exc:
-            raise self._waiters.fail(str(exc)) from exc
+            raise self._waiters.fail(str(exc), backend=GLOO) from exc
 
     def _watch_strangers(
         self, device: GlooDevice, box: dict[str, Any], ready: threading.Event
@@ -160,12 +171,14 @@ class RankGroup:
                 size = self.world_size
                 admission = Admission(device, self._store, rank=self.rank, world_size=size)
                 every_s = ADMIT_EVERY_S
-            while not (ready.wait(every_s) or box or time.monotonic() > deadline):
+            while not (ready.wait(every_s) or "is_authenticated" in box):
+                if time.monotonic() > deadline:
+                    break
                 raise_if_flooded(device)
                 if admission is not None:
                     admission.admit()
         except CommunicationError as exc:
-            raise self._waiters.fail(str(exc)) from exc
+            raise self._waiters.fail(str(exc), backend=GLOO) from exc
         ready.wait(max(0.0, deadline - time.monotonic()))
 
     def _build(self, device: GlooDevice, box: dict[str, Any], ready: threading.Event) -> None:
@@ -173,6 +186,7 @@ class RankGroup:
             gloo = self._connect_gloo(device)
             box["is_authenticated"] = True
             if self._has_nccl:
+                box["stage"] = NCCL
                 self._connect_nccl(self._store, self.rank, self.world_size, self._keep_nccl)
             box["backend"] = gloo
         except Exception as exc:
@@ -195,7 +209,7 @@ class RankGroup:
         if is_late:
             raise CommunicationError(self.failure)
 
-    def abort(self, why: str = "aborted") -> None:
+    def abort(self, why: str = ABORTED) -> None:
         """Break the collectives of this rank and of its peers. Safe from any thread."""
         self._waiters.fail(why)
         self._store.abort()
@@ -280,7 +294,7 @@ class RankGroup:
         try:
             return collective(*args, async_op=True)
         except RuntimeError as exc:
-            raise self._waiters.fail(first_line(exc)) from exc
+            raise self._waiters.fail(text_of(exc), backend=GLOO) from exc
 
     def wait_for(self, collective: Callable[[], object]) -> None:
         """Do a collective that torch waits for itself; only an abort's broken connections end it.
@@ -293,7 +307,7 @@ class RankGroup:
         try:
             collective()
         except RuntimeError as exc:
-            raise self._waiters.fail(first_line(exc)) from exc
+            raise self._waiters.fail(text_of(exc), backend=GLOO) from exc
 
     def _count(self) -> None:
         if self._progress is not None:
@@ -388,7 +402,7 @@ class RankGroup:
             self._waiters.forget(token)
             error = error_of(future)
             if error is not None:
-                self._waiters.fail(first_line(error))
+                self._waiters.fail(text_of(error), backend=GLOO)
             complete()
 
         future.add_done_callback(completed)
@@ -414,12 +428,12 @@ class RankGroup:
         try:
             future = nccl.allreduce([buffer]).get_future()
         except RuntimeError as exc:
-            raise self._waiters.fail(first_line(exc)) from exc
+            raise self._waiters.fail(text_of(exc), backend=NCCL) from exc
 
         def read(future: torch.futures.Future[Any]) -> torch.Tensor:
             error = error_of(future)
             if error is not None:
-                self._waiters.fail(first_line(error))
+                self._waiters.fail(text_of(error), backend=NCCL)
             return buffer
 
         return future.then(read)  # type: ignore[no-any-return]

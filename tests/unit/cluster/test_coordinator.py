@@ -472,3 +472,20 @@ async def test_reproducible_job_is_not_scaled_beyond_its_shards(rig):
     assert rig.job.state is before
     rig.coordinator._requests.do(rig.job, "scale", {"max": 4})
     assert rig.job.state.max_workers == 4
+
+
+async def test_failure_that_a_rank_reports_is_in_the_log_and_the_next_generation_uses_gloo(rig):
+    # Review G2
+    rig.hello("w1", "w2")
+    await rig.submit(max_workers=2, config={"backend": "auto"})
+    for worker in ("w1", "w2"):
+        rig.warm(worker, device="cuda:0", gpu=worker)
+    for _ in range(2):
+        failed = {"progress": [-1, 0], "why": "failed", "undone": False}
+        rig.tell("w1", "report", **failed, error="ncclSystemError: /dev/shm", backend="nccl")
+        rig.tell("w2", "report", **failed)
+        rig.now += 2
+        rig.coordinator.tick()
+    assert [form["backend"] for form in rig.told("w1", "form")] == ["nccl", "nccl", "gloo"]
+    assert any("ncclSystemError" in line.text for line in rig.events(events.LogLine))
+    assert "gloo" in rig.job.state.reason

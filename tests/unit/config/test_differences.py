@@ -34,6 +34,7 @@ def config(**changes: Any) -> TrainConfig:
         {"early_stopping": {"metric": "loss", "patience": 3}},
         {"eval": "10 steps"},
         {"on_nan_loss": "pause"},
+        {"backend": "gloo"},
         {"metrics": {"accuracy": "accuracy", "f1": "f1"}},
         {"data": {"train": "train_set", "eval": "eval_set", "num_workers": 2}},
         {"batch": {"global": 32, "micro": 4}},
@@ -78,6 +79,7 @@ def test_what_makes_another_curve_says_so(changes: dict[str, Any], line: str) ->
 def test_every_key_that_is_not_known_to_be_harmless_matters() -> None:
     harmless = {"name", "pool", "workers", "log", "eval_every", "early_stopping", "on_nan_loss"}
     harmless |= {"metrics", "compile", "epochs", "steps", "checkpoint", "batch", "data"}
+    harmless |= {"backend"}
     known = {"model", "loss", "step", "weight", "optimizer", "schedule", "scaling", "precision"}
     known |= {"compression", "clip_grad_norm", "reproducible", "seed"}
 

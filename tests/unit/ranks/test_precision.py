@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from etrain_jupyter.ranks.group.process_group import CommunicationError
 from etrain_jupyter.ranks.precision import Precision
 from etrain_jupyter.ranks.references import WorkloadError
 from tests.unit.ranks.plain_loop import DTYPES, train_plainly
-from tests.unit.ranks.test_train_loop import PLAIN, Names, Net, make_loop
+from tests.unit.ranks.test_train_loop import BATCH, PLAIN, Names, Net, make_loop
 from tests.unit.ranks.test_train_loop import run as run_loop
 
 
@@ -49,6 +50,27 @@ def test_overflow_skips_the_step_halves_the_scale_and_is_told():
     assert len(told) == len(skipped)
     assert told[0].startswith(f"step {skipped[0]}: gradients overflowed in fp16")
     assert loop.workload.precision.loss_scale == 65536.0 / 2 ** len(skipped)
+
+
+def test_memory_that_runs_out_in_an_update_does_not_break_the_next_step_of_fp16(monkeypatch):
+    # Review G5: "unscale_() has already been called", as an error of the notebook.
+    loop, _ = make_loop(precision="fp16", batch={"global": BATCH, "micro": "auto"}, steps=4)
+    optimizer, once = loop.workload.optimizer, []
+    step = optimizer.step
+
+    def run_out(*args, **keys):
+        if not once:
+            once.append(True)
+            raise torch.OutOfMemoryError("no memory for the first moments")
+        return step(*args, **keys)
+
+    monkeypatch.setattr(optimizer, "step", run_out)
+    with pytest.raises(CommunicationError, match="out of memory"):
+        run_loop(loop)
+    loop.update.is_torn = loop.in_step = False  # nothing was written yet
+    assert run_loop(loop) == "done"
+    assert loop.step == 4
+    assert loop.workload.precision.loss_scale == 65536.0
 
 
 def test_scale_goes_where_the_weights_go():

@@ -134,6 +134,29 @@ def test_sum_that_cannot_be_started_is_found_before_the_update(nccl):
             group.settle()
 
 
+# Review G2: only "a collective failed" was left of what NCCL had said.
+
+
+def test_nccl_that_cannot_connect_leaves_its_whole_message(nccl):
+    text = "NCCL error in: a.cpp:7\nncclSystemError: failed.\nLast error:\nno space on /dev/shm"
+
+    def refuse(store: Any, rank: int, world_size: int, keep: Any) -> None:
+        raise RuntimeError(f"{text}\nException raised from create at b.cpp:9 (most recent call)")
+
+    groups: list[Any] = []
+    with pytest.raises(CommunicationError, match="dev/shm"):  # noqa: SIM117
+        with connected(backend=NCCL, connect_nccl=refuse, on_made=groups.append):
+            pass
+    assert (groups[0].failure, groups[0].failed_backend) == (text, "nccl")
+
+
+def test_sum_that_breaks_in_mid_run_leaves_nccls_whole_message(nccl):
+    with by_nccl(nccl) as (group, _):
+        nccl.error = "ncclRemoteError: a call failed.\nLast error:\npeer closed the connection"
+        group.ddp_hook(Bucket(torch.ones(2))).wait()
+        assert (group.failure, group.failed_backend) == (nccl.error, "nccl")
+
+
 def test_nccl_that_is_made_after_the_abort_is_not_used(nccl):
     def connect_late(store: Any, rank: int, world_size: int, keep: Any) -> None:
         groups[0].abort("too late")
