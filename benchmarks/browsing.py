@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 def missing() -> str:
     """Return what this machine lacks for a browser, or an empty string."""
-    from tests.browser.conftest import missing as missing_for_tests
+    from tests.capabilities import why_missing
 
-    return missing_for_tests()
+    return why_missing("browser")
 
 
 @contextlib.contextmanager
@@ -26,7 +26,8 @@ def open_page() -> Iterator[Page]:
     """Yield an empty page."""
     from playwright.sync_api import sync_playwright
 
-    from tests.browser.lab import CHROMIUM_ARGUMENTS, find_chromium
+    from tests.browser.lab import CHROMIUM_ARGUMENTS
+    from tests.capabilities import find_chromium
 
     with tempfile.TemporaryDirectory() as profile, sync_playwright() as playwright:
         context = playwright.chromium.launch_persistent_context(

@@ -17,6 +17,8 @@ from etrain_jupyter.testing.s3_server import S3Server
 settings.register_profile("etrain", deadline=None)  # a shared machine is slow at times
 settings.load_profile("etrain")
 
+pytest_plugins = ("pytester", "tests.plugins.run_report")
+
 _numbers = itertools.count(1)
 
 PROCESSES = ("browser", "chaos", "contract", "integration", "notebooks")

@@ -1,39 +1,23 @@
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.capabilities import find_chromium, skip_without
+
 if TYPE_CHECKING:
     from playwright.sync_api import BrowserContext, Page
 
     from tests.browser.lab import Lab, Notebook
 
-REPOSITORY = Path(__file__).parents[2]
-BUILT = REPOSITORY / "etrain_jupyter" / "labextension" / "package.json"
-
-
-def missing() -> str:
-    """Return what this machine lacks for the tests of this folder, or an empty string."""
-    for module in ("playwright", "jupyterlab"):
-        if importlib.util.find_spec(module) is None:
-            return f"{module} is not installed: pip install 'etrain-jupyter[test]'"
-    from tests.browser.lab import find_chromium
-
-    if find_chromium() is None:
-        return "Chromium is not installed: apt-get install chromium, or set ETRAIN_CHROMIUM"
-    return "" if BUILT.exists() else "the front end is not built: pip install -e . with Node.js"
-
 
 @pytest.fixture(scope="session")
 def ready() -> None:
     """Skip where something is missing."""
-    reason = missing()
-    if reason:
-        pytest.skip(reason)
+    skip_without("browser")
 
 
 @pytest.fixture(scope="session")
@@ -61,7 +45,7 @@ def browser(ready: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[B
     """Chromium for one module: while it is open, asyncio tests elsewhere could not run."""
     from playwright.sync_api import sync_playwright
 
-    from tests.browser.lab import CHROMIUM_ARGUMENTS, find_chromium
+    from tests.browser.lab import CHROMIUM_ARGUMENTS
 
     with sync_playwright() as playwright:
         context = playwright.chromium.launch_persistent_context(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -43,12 +42,6 @@ c.LabApp.extension_manager = "readonly"
 """
 QUIET_SETTINGS = '{"fetchNews": "false", "checkForUpdates": false}'
 START_LIMIT_S = 60
-
-
-def find_chromium() -> str | None:
-    """Return the path of Chromium; the variable ETRAIN_CHROMIUM comes first."""
-    named = os.environ.get("ETRAIN_CHROMIUM")
-    return named or shutil.which("chromium") or shutil.which("chromium-browser")
 
 
 class Lab:

@@ -10,29 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
-
 NETWORK = "10.213.77"
 """Of a private range; the bridge has the address ``.1``."""
-
-
-def needs_namespaces() -> pytest.MarkDecorator:
-    """Skip, with the reason, where this machine does not let us make network namespaces."""
-    reason = ""
-    if not shutil.which("ip"):
-        reason = "needs `ip` (Debian package iproute2)"
-    elif os.geteuid():
-        reason = "needs root, to make network namespaces"
-    elif subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False).returncode:
-        reason = "this machine does not allow network namespaces"
-    return pytest.mark.skipif(bool(reason), reason=reason)
 
 
 def ip(*words: str) -> None:

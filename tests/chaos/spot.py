@@ -36,6 +36,7 @@ from etrain_jupyter.testing.fakeaws import FakeAws
 from etrain_jupyter.testing.fakeaws.fixtures import point_boto_at
 from etrain_jupyter.testing.fakeaws.records import InstanceRecord
 from etrain_jupyter.testing.invariants import assert_invariants
+from tests.capabilities import only_in_endurance
 
 PATIENCE_S = 100.0
 ROOT = Path(__file__).parents[2]
@@ -50,10 +51,7 @@ sys.exit(main())
 """
 TERMINAL = ("finished", "stopped", "failed")
 
-LONG = (
-    pytest.mark.slow,
-    pytest.mark.skipif("ETRAIN_SPOT" not in os.environ, reason="takes minutes: make endurance"),
-)
+LONG = (pytest.mark.slow, only_in_endurance("ETRAIN_SPOT"))
 """For scenarios that other layers show in part: the suite has its time."""
 
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 import functools
 import gzip
 import itertools
-import os
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,6 +32,7 @@ import torch
 from torch import nn
 
 from etrain_jupyter.elastic.ledger import cursor_at, epoch_order
+from tests.capabilities import only_in_endurance
 from tests.chaos.digits import (
     Pair,
     Run,
@@ -52,7 +52,7 @@ RAMP = 105
 """What follows from a momentum of 0.9 for a rate that grows twelve times."""
 OTHER_SEEDS = [
     pytest.mark.slow,
-    pytest.mark.skipif("ETRAIN_ALL_SEEDS" not in os.environ, reason="minutes: make endurance"),
+    only_in_endurance("ETRAIN_ALL_SEEDS"),
 ]
 SEEDS = [
     pytest.param(range(2), id="seeds 0-1"),
@@ -178,7 +178,7 @@ def mnist() -> tuple[Pair, Pair]:
     """Return 8,000 digits to train on and 2,000 to test."""
     found = [folder / MNIST for folder in Path(__file__).parents if (folder / MNIST).is_dir()]
     if not found:
-        pytest.skip(f"needs the 10,000 digits of MNIST's test half in {MNIST}")
+        pytest.skip(f"data: needs the 10,000 digits of MNIST's test half in {MNIST}")
     images, labels = (
         np.frombuffer(gzip.decompress((found[0] / name).read_bytes()), np.uint8, offset=offset)
         for name, offset in (("t10k-images-idx3-ubyte.gz", 16), ("t10k-labels-idx1-ubyte.gz", 8))

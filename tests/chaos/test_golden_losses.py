@@ -52,14 +52,12 @@ def matrices() -> nn.Module:
 
 def lamb(parameters: Any, **options: Any) -> torch.optim.Optimizer:
     """Return LAMB of the paper: decay inside the trust ratio, no bias correction."""
-    package = pytest.importorskip("pytorch_optimizer", reason="needs the extra 'optim'")
+    package = pytest.importorskip("pytorch_optimizer")
     return package.Lamb(parameters, weight_decouple=False, adam_debias=True, **options)
 
 
 def lars(parameters: Any, **options: Any) -> torch.optim.Optimizer:
-    return pytest.importorskip("pytorch_optimizer", reason="needs the extra 'optim'").LARS(
-        parameters, **options
-    )
+    return pytest.importorskip("pytorch_optimizer").LARS(parameters, **options)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import re
-import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from etrain_jupyter.events.types import (
 )
 from etrain_jupyter.testing import FaultPlan
 from etrain_jupyter.testing.invariants import assert_invariants
+from tests.capabilities import needs
 from tests.chaos.rig import Rig
 from tests.chaos.workload import Net, body
 
@@ -183,7 +183,7 @@ def note(path: str, count: int) -> None:
         file.write(f"{os.getpid()} {count}\n")
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler: inductor needs g++")
+@needs("compiler")
 async def test_compiled_job_loses_a_rank_and_takes_a_newcomer_that_compiles_while_others_step(
     rig: Rig, folder: Path
 ) -> None:

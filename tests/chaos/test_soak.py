@@ -15,6 +15,7 @@ import pytest
 from etrain_jupyter.cluster import job_log
 from etrain_jupyter.events.types import GenerationFormed, WorkerLost
 from etrain_jupyter.testing.invariants import assert_invariants
+from tests.capabilities import only_in_endurance
 from tests.chaos.forks import Zygote
 from tests.chaos.rig import RigJob, make_rig
 from tests.chaos.workload import body
@@ -48,7 +49,7 @@ async def test_sixty_generations_leave_nothing_behind(
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.skipif("ETRAIN_SOAK" not in os.environ, reason="takes minutes: make endurance")
+@only_in_endurance("ETRAIN_SOAK")
 async def test_a_thousand_generations_leave_nothing_behind(
     zygote: Zygote, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

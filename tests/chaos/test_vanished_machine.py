@@ -28,9 +28,10 @@ from etrain_jupyter.job.training_job import TrainingJob
 from etrain_jupyter.pools import SchedulerAddress
 from etrain_jupyter.pools.tls import mint_certificates, write_certificates
 from etrain_jupyter.testing.invariants import assert_invariants
-from tests.chaos.machines import Machine, needs_namespaces, network
+from tests.capabilities import needs
+from tests.chaos.machines import Machine, network
 
-pytestmark = [needs_namespaces(), pytest.mark.timeout(300)]
+pytestmark = [needs("namespaces"), pytest.mark.timeout(300)]
 
 PATIENCE_S = 120.0
 SILENCE_S = 3.0

@@ -15,7 +15,7 @@ import pytest
 
 from etrain_jupyter.testing.fakeaws import FakeAws
 from etrain_jupyter.testing.fakeaws.fixtures import point_boto_at
-from etrain_jupyter.testing.fakeaws.networks import why_no_namespaces
+from tests.capabilities import needs
 from tests.contract.fleets import (
     client,
     create_fleet,
@@ -28,8 +28,7 @@ from tests.contract.fleets import (
     wait_for_text,
 )
 
-NO_NAMESPACES = why_no_namespaces()
-needs_namespaces = pytest.mark.skipif(bool(NO_NAMESPACES), reason=NO_NAMESPACES)
+needs_namespaces = needs("namespaces")
 
 WHO_AM_I = f"""#!/bin/bash
 exec {sys.executable} - <<'END'

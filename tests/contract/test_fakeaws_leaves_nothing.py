@@ -14,10 +14,10 @@ import pytest
 
 from etrain_jupyter.testing.fakeaws import FakeAws, networks
 from etrain_jupyter.testing.fakeaws.fixtures import point_boto_at
+from tests.capabilities import needs
 from tests.contract.fleets import launch, links_of, wait_for_text
 
-NO_NAMESPACES = networks.why_no_namespaces()
-needs_namespaces = pytest.mark.skipif(bool(NO_NAMESPACES), reason=NO_NAMESPACES)
+needs_namespaces = needs("namespaces")
 
 # Its fork has all its pipes, as a pool of processes in a notebook does.
 HOLDER = """

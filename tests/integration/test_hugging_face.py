@@ -11,9 +11,7 @@ from torch.utils.data import Dataset
 
 from tests.integration.conftest import PATIENCE_S
 
-transformers: Any = pytest.importorskip(
-    "transformers", reason="needs transformers: pip install -e '.[test]'"
-)
+transformers: Any = pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.timeout(400)
 

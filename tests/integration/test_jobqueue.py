@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.skipif(
         importlib.util.find_spec("dask_jobqueue") is None,
-        reason="dask-jobqueue is in the extra `test`",
+        reason="libraries: dask-jobqueue is in the extra `test`",
     ),
 ]
 

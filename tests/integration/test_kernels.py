@@ -113,7 +113,9 @@ def notebook(version: str, tmp_path: Path) -> Iterator[FrontEnd]:
         install = [sys.executable, "-m", "pip", "install", "--no-deps", "--target", paths[0]]
         done = subprocess.run([*install, *wanted], capture_output=True, text=True, check=False)
         if done.returncode:
-            pytest.skip(f"pip cannot install ipykernel {version}: {done.stderr.strip()[-300:]}")
+            pytest.skip(
+                f"network: pip cannot install ipykernel {version}: {done.stderr.strip()[-300:]}"
+            )
     notebook = FrontEnd(tmp_path, {"PYTHONPATH": ":".join(paths)})
     yield notebook
     notebook.close()

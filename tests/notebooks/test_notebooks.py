@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -10,15 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.capabilities import skip_without
+
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-NEEDED = ("nbclient", "ipykernel", "sklearn", "pandas", "boto3", "moto", "flask", "flask_cors")
 LIMIT_S = 600
-
-
-def missing_modules() -> list[str]:
-    """The libraries of the extra ``test`` that a notebook needs and that are not here."""
-    return [name for name in NEEDED if importlib.util.find_spec(name) is None]
 
 
 def warnings_in(executed: Path) -> list[str]:
@@ -31,8 +26,8 @@ def warnings_in(executed: Path) -> list[str]:
 @pytest.mark.timeout(LIMIT_S + 60)
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
 def test_notebook_runs_to_its_end_and_leaves_no_output_behind(path: Path, tmp_path: Path) -> None:
-    if missing := missing_modules():
-        pytest.skip(f"needs {', '.join(missing)}: pip install -e '.[test]'")
+    for capability in ("libraries", "moto"):
+        skip_without(capability)
     before = path.read_bytes()
     run = [sys.executable, str(ROOT / "notebooks" / "run.py"), str(path), "--output", str(tmp_path)]
 

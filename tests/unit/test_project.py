@@ -39,7 +39,7 @@ def project_files() -> list[Path]:
     git = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     done = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        pytest.skip(f"not a git checkout: {done.stderr.strip()}")
+        pytest.skip(f"platform: not a git checkout: {done.stderr.strip()}")
     return [ROOT / name for name in done.stdout.split("\0") if name and (ROOT / name).is_file()]
 
 

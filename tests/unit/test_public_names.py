@@ -58,6 +58,6 @@ def test_unknown_name_is_an_attribute_error() -> None:
 def test_version_is_the_projects() -> None:
     project = Path(etrain_jupyter.__file__).parents[1] / "pyproject.toml"
     if not project.is_file():
-        pytest.skip("installed without its source tree")
+        pytest.skip("platform: installed without its source tree")
 
     assert etrain_jupyter.__version__ == tomllib.loads(project.read_text())["project"]["version"]

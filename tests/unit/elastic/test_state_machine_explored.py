@@ -182,7 +182,7 @@ def test_no_order_of_events_breaks_a_job():
 
 @pytest.mark.slow
 @pytest.mark.timeout(0)
-@pytest.mark.skipif(not MANY, reason=f"set {VARIABLE} to the number of schedules, say 10000")
+@pytest.mark.skipif(not MANY, reason=f"endurance: set {VARIABLE} to the number of schedules")
 def test_no_order_of_events_breaks_a_job_in_very_many_schedules():
     many = settings(max_examples=MANY, database=None, print_blob=True, **COMMON)
     run_state_machine_as_test(Explored, settings=many)
@@ -205,7 +205,7 @@ def test_no_schedule_of_chance_breaks_a_job(first_seed):
 
 @pytest.mark.slow
 @pytest.mark.timeout(0)
-@pytest.mark.skipif(not MANY, reason=f"set {VARIABLE} to the number of schedules, say 10000")
+@pytest.mark.skipif(not MANY, reason=f"endurance: set {VARIABLE} to the number of schedules")
 def test_no_schedule_of_chance_breaks_a_job_in_very_many():
     first_seed = random.SystemRandom().randrange(10**9)
     explore(range(first_seed, first_seed + MANY))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -16,11 +15,10 @@ from torch._inductor import config as inductor_config
 
 from etrain_jupyter.ranks import compiled
 from etrain_jupyter.ranks.state.capture import digest_of
+from tests.capabilities import needs
 from tests.unit.ranks.test_train_loop import Names, Net, make_loop, run
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-
-HAS_COMPILER = shutil.which("g++") is not None
 
 
 @pytest.fixture(autouse=True)
@@ -207,7 +205,7 @@ def test_thread_gives_signs_of_life_while_it_is_compiled(monkeypatch):
     assert "etrain-compile" not in {t.name for t in threading.enumerate()}
 
 
-@pytest.mark.skipif(not HAS_COMPILER, reason="no C++ compiler: inductor needs g++")
+@needs("compiler")
 def test_inductor_compiles_and_trains_to_nearly_the_same_loss():
     torch.manual_seed(0)
     names = Names(model=lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)))

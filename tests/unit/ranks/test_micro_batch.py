@@ -306,7 +306,7 @@ REAL = """
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="limits address space, as Linux does")
+@pytest.mark.skipif(sys.platform != "linux", reason="platform: limits address space, as Linux does")
 def test_real_lack_of_memory_on_a_cpu_is_survived() -> None:
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(REAL)], capture_output=True, text=True, timeout=300

@@ -1,0 +1,113 @@
+"""Capabilities that some tests need, and the one way to skip a test where they are missing.
+
+The reason of every skip begins with the name of its group, ``browser: Chromium is not installed``.
+``tests/plugins/run_report.py`` counts skips by group, and fails the run if ``ETRAIN_REQUIRE`` names
+the group: ``.ci/run`` sets that variable to what the machine should have.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FRONT_END = ROOT / "labextension"
+BUILT = ROOT / "etrain_jupyter" / "labextension" / "package.json"
+
+CLOUD_LIBRARIES = ("boto3", "moto", "flask", "flask_cors")
+"""Libraries of the fake cloud."""
+OTHER_LIBRARIES = (
+    *("dask_jobqueue", "nbclient", "pandas", "pytorch_optimizer", "sklearn"),
+    *("tensorboard", "torchmetrics", "transformers"),
+)
+"""Libraries of the extra ``test`` that some tests skip without."""
+
+
+def find_chromium() -> str | None:
+    """Return the path of Chromium; the variable ETRAIN_CHROMIUM comes first."""
+    named = os.environ.get("ETRAIN_CHROMIUM")
+    return named or shutil.which("chromium") or shutil.which("chromium-browser")
+
+
+def _why_no_browser() -> str:
+    for module in ("playwright", "jupyterlab"):
+        if importlib.util.find_spec(module) is None:
+            return f"{module} is not installed: pip install 'etrain-jupyter[test]'"
+    if find_chromium() is None:
+        return "Chromium is not installed: apt-get install chromium, or set ETRAIN_CHROMIUM"
+    return "" if BUILT.exists() else "the front end is not built: pip install -e . with Node.js"
+
+
+def _why_no_node() -> str:
+    if shutil.which("node") is None:
+        return "Node.js is not installed"
+    is_ready = (FRONT_END / "node_modules" / "esbuild").exists()
+    return "" if is_ready else "the front end's packages are not installed: jlpm install"
+
+
+def _why_no_namespaces() -> str:
+    from etrain_jupyter.testing.fakeaws.networks import why_no_namespaces
+
+    return why_no_namespaces()
+
+
+def _why_no_compiler() -> str:
+    return "" if shutil.which("g++") else "no C++ compiler: inductor needs g++"
+
+
+def _why_no_modules(*names: str) -> str:
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    return f"needs {', '.join(missing)}: pip install 'etrain-jupyter[test]'" if missing else ""
+
+
+CAPABILITIES: dict[str, Callable[[], str]] = {
+    "browser": _why_no_browser,
+    "compiler": _why_no_compiler,
+    "libraries": functools.partial(_why_no_modules, *OTHER_LIBRARIES),
+    "moto": functools.partial(_why_no_modules, *CLOUD_LIBRARIES),
+    "namespaces": _why_no_namespaces,
+    "node": _why_no_node,
+}
+"""What a machine may be required to have; each function returns why it is missing, or nothing."""
+
+OTHER_GROUPS = {
+    "data": "needs a data set that is not in the repository",
+    "endurance": "takes minutes: make endurance",
+    "gpu": "needs CUDA devices",
+    "network": "needs packages of an older version",
+    "platform": "needs another operating system, or a git checkout",
+}
+"""Other reasons to skip a test, which no machine is required to remove."""
+
+MARKERS = {"aws": "moto", "browser": "browser", "gpu": "gpu", "slow": "endurance"}
+"""The group of a skip whose reason names none, by the marker of the test."""
+
+
+@functools.cache
+def why_missing(capability: str) -> str:
+    """Return why this machine lacks a capability; empty if it has it."""
+    return CAPABILITIES[capability]()
+
+
+def needs(capability: str) -> pytest.MarkDecorator:
+    """Skip a test where a capability is missing, with the reason."""
+    why = why_missing(capability)
+    return pytest.mark.skipif(bool(why), reason=f"{capability}: {why}")
+
+
+def skip_without(capability: str) -> None:
+    """Skip the running test, or the module that is imported, where a capability is missing."""
+    if why := why_missing(capability):
+        pytest.skip(f"{capability}: {why}", allow_module_level=True)
+
+
+def only_in_endurance(variable: str) -> pytest.MarkDecorator:
+    """Skip a test that takes minutes, unless ``make endurance`` has set its variable."""
+    reason = f"endurance: {OTHER_GROUPS['endurance']}"
+    return pytest.mark.skipif(variable not in os.environ, reason=reason)
