@@ -4,8 +4,8 @@ PyYAML implements YAML 1.1, in which ``3e-4`` is a text, ``no`` is false, ``12:3
 ``017`` is 15 and a key
 that is given twice silently counts once. Its parser is used up to the nodes, which know their
 places; the meaning of
-scalars is that of the core schema of YAML 1.2. One tag is known, ``!py``: a Python expression over
-the notebook's names.
+scalars is that of the core schema of YAML 1.2. Cells have one tag, ``!py``: a Python expression
+over the notebook's names. Files have none.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from etrain_jupyter.config.source_map import (
 from etrain_jupyter.errors import CellError
 
 PY_TAG = "!py"
+MOST_VALUES = 50_000
+"""More than any cell or file of ours holds, and little enough to be read in a second."""
 _CORE = "tag:yaml.org,2002:"
 _ADVICE = (
     (
@@ -98,27 +100,60 @@ def load_body(
         CellError: If it is no YAML, holds a key twice, another tag than ``!py``, or ``!py`` fails.
     """
     lines = (first_line or "%%etrain", *LINE_BREAK.split(body))
+    return _load(body, lines, first_line_number=2, namespace=namespace)
+
+
+def load_file(text: str) -> tuple[Any, SourceMap]:
+    """Read a whole file: values only, since somebody else may have written it.
+
+    Returns:
+        Plain data (None for an empty file), and where its parts stand.
+
+    Raises:
+        CellError: If it is no YAML, holds a key twice or any tag, ``!py`` included.
+    """
+    lines = tuple(LINE_BREAK.split(text))
+    return _load(text, lines, first_line_number=1, namespace=None)
+
+
+def _load(
+    body: str,
+    lines: tuple[str, ...],
+    *,
+    first_line_number: int,
+    namespace: Mapping[str, Any] | None,
+) -> tuple[Any, SourceMap]:
+    """Read a text that begins on line ``first_line_number`` of ``lines``."""
     try:
         node = _Loader(body).get_single_node()
+        reader = _NodeReader(body, lines, first_line_number, namespace)
+        data = reader.read(node, ()) if node is not None else None
     except ReaderError as exc:
-        raise _unreadable(exc, body, lines) from exc
+        raise _unreadable(exc, body, lines, first_line_number) from exc
     except yaml.MarkedYAMLError as exc:
-        raise _syntax_error(exc, lines) from exc
+        raise _syntax_error(exc, lines, first_line_number) from exc
     except RecursionError:
         raise SourceMap(lines=lines).error_at(
-            Span(line=2, column=1), "this is nested too deeply to be read"
+            Span(line=first_line_number, column=1), "this is nested too deeply to be read"
         ) from None
-    reader = _NodeReader(body, lines, namespace)
-    data = reader.read(node, ()) if node is not None else None
     return data, dataclasses.replace(reader.source, computed=frozenset(reader.computed))
 
 
 class _NodeReader:
     """Turns nodes into plain data and remembers where they stood."""
 
-    def __init__(self, body: str, lines: tuple[str, ...], namespace: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        body: str,
+        lines: tuple[str, ...],
+        first_line_number: int,
+        namespace: Mapping[str, Any] | None,
+    ) -> None:
+        """``namespace``: names for ``!py``; None refuses the tag."""
         self._body = body
+        self._first = first_line_number
         self._namespace = namespace
+        self._num_read = 0
         self._keys: dict[Path, Span] = {}
         self._values: dict[Path, Span] = {}
         self._open: set[int] = set()
@@ -128,6 +163,10 @@ class _NodeReader:
     def read(self, node: yaml.Node, path: Path) -> Any:
         """Return the value of a node, and note its place under ``path``."""
         self._values[path] = self._span(node)
+        self._num_read += 1
+        if self._num_read > MOST_VALUES:
+            # Some hundred bytes of aliases of aliases unfold to more than any memory holds.
+            raise self._error(node, f"the text holds more than {MOST_VALUES:,} values", path)
         if id(node) in self._open:
             raise self._error(node, "this alias stands inside the value that it repeats", path)
         self._open.add(id(node))
@@ -139,6 +178,8 @@ class _NodeReader:
     def _value(self, node: yaml.Node, path: Path) -> Any:
         if isinstance(node, yaml.ScalarNode):
             return self._scalar(node, path)
+        if node.tag == PY_TAG and self._namespace is None:
+            raise self._py_in_file(node, path)
         if node.tag == PY_TAG:
             raise self._error(
                 node,
@@ -188,6 +229,8 @@ class _NodeReader:
             raise self._error(node, f"'{text[:40]}' cannot be read as !!{kind}", path) from exc
 
     def _evaluate(self, node: yaml.ScalarNode, text: str, path: Path) -> Any:
+        if self._namespace is None:
+            raise self._py_in_file(node, path)
         if not text.strip():
             raise self._error(
                 node, "!py without an expression", path, "write !py name_in_the_notebook"
@@ -210,9 +253,15 @@ class _NodeReader:
             message = f"!py {text} raised {type(exc).__name__}: {exc}"
             raise self._error(node, message, path) from exc
 
+    def _py_in_file(self, node: yaml.Node, path: Path) -> CellError:
+        message = "!py is not evaluated in a file: a file holds values only"
+        return self._error(node, message, path, "write the value itself; !py works in cells only")
+
     def _unknown_tag(self, node: yaml.Node, path: Path) -> CellError:
         tag = node.tag.replace(_CORE, "!!")
         hint = "the one tag here is !py; put quotes around a text that begins with '!'"
+        if self._namespace is None:
+            hint = "a file takes no tags; put quotes around a text that begins with '!'"
         return self._error(node, f"unknown tag '{tag}'", path, hint)
 
     def _error(self, node: yaml.Node, message: str, path: Path, hint: str = "") -> CellError:
@@ -223,10 +272,10 @@ class _NodeReader:
         if end.line == start.line:
             length = end.column - start.column
         else:
-            text = self.source.text_of(start.line + 2)
+            text = self.source.text_of(start.line + self._first)
             length = len(text.split(" #")[0].rstrip()) - start.column
-        # The body begins on line 2 of the cell, and marks count from 0.
-        return Span(line=start.line + 2, column=start.column + 1, length=max(1, length))
+        # Marks count from 0.
+        return Span(line=start.line + self._first, column=start.column + 1, length=max(1, length))
 
     def _inside(self, node: yaml.ScalarNode, text: str, offset: int) -> Span:
         span = self._span(node)
@@ -262,9 +311,11 @@ def _core_value(kind: str, text: str) -> Any:
     return int(text, base)
 
 
-def _unreadable(exc: ReaderError, body: str, lines: tuple[str, ...]) -> CellError:
+def _unreadable(
+    exc: ReaderError, body: str, lines: tuple[str, ...], first_line_number: int
+) -> CellError:
     before = LINE_BREAK.split(body[: exc.position])
-    span = Span(line=len(before) + 1, column=len(before[-1]) + 1)
+    span = Span(line=len(before) - 1 + first_line_number, column=len(before[-1]) + 1)
     code = exc.character if isinstance(exc.character, int) else ord(exc.character)
     message = f"the character U+{code:04X} may not stand in a cell"
     return SourceMap(lines=lines).error_at(
@@ -272,19 +323,23 @@ def _unreadable(exc: ReaderError, body: str, lines: tuple[str, ...]) -> CellErro
     )
 
 
-def _syntax_error(exc: yaml.MarkedYAMLError, lines: tuple[str, ...]) -> CellError:
+def _syntax_error(
+    exc: yaml.MarkedYAMLError, lines: tuple[str, ...], first_line_number: int
+) -> CellError:
     mark = exc.problem_mark or exc.context_mark
     problem = exc.problem or exc.context or "this is no YAML"
     described = f"{exc.context}, {problem}" if exc.context and exc.context != problem else problem
     hint = next((advice for sign, advice in _ADVICE if sign in described), "")
     if mark is None:
-        return SourceMap(lines=lines).error_at(Span(line=2, column=1), problem, hint=hint)
-    line, column = mark.line + 2, mark.column + 1
+        start = Span(line=first_line_number, column=1)
+        return SourceMap(lines=lines).error_at(start, problem, hint=hint)
+    line, column = mark.line + first_line_number, mark.column + 1
     at_end = line > len(lines) or not lines[line - 1].strip() or "unexpected end" in problem
     if at_end and exc.context_mark is not None:
         # The fault shows at the end of the body, or on an empty line: point at where it began.
-        line, column = exc.context_mark.line + 2, exc.context_mark.column + 1
-    if "mapping values" in problem and _lacks_colon(lines, line - 1):
+        line = exc.context_mark.line + first_line_number
+        column = exc.context_mark.column + 1
+    if "mapping values" in problem and _lacks_colon(lines, line - 1, first_line_number):
         line, column, problem = line - 1, 1, "this line has no ':'"
         hint = "write 'key: value', with a space after the colon"
     return SourceMap(lines=lines).error_at(
@@ -292,8 +347,8 @@ def _syntax_error(exc: yaml.MarkedYAMLError, lines: tuple[str, ...]) -> CellErro
     )
 
 
-def _lacks_colon(lines: tuple[str, ...], line: int) -> bool:
+def _lacks_colon(lines: tuple[str, ...], line: int, first: int) -> bool:
     """Tell whether a line reads on into the next one, which was meant as a line of its own."""
     text, following = lines[line - 1], lines[line]
     same_column = len(text) - len(text.lstrip()) == len(following) - len(following.lstrip())
-    return line > 1 and same_column and bool(text.strip()) and ":" not in text
+    return line >= first and same_column and bool(text.strip()) and ":" not in text

@@ -11,11 +11,11 @@
       address: tls://10.0.3.7:8786
 
 It is looked for in the notebook's folder, then in the user's own; a name of the nearer file wins.
+The notebook's folder may be a stranger's clone: the file holds values, and nothing in it is run.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,12 +25,14 @@ from typing import Any, TypeVar
 from etrain_jupyter.config.cell import parse_section
 from etrain_jupyter.config.fields import Section
 from etrain_jupyter.config.source_map import NOWHERE, SourceMap, did_you_mean, in_words
-from etrain_jupyter.config.yaml_nodes import load_body
+from etrain_jupyter.config.yaml_nodes import load_file
 from etrain_jupyter.errors import CellError, ConfigError
+from etrain_jupyter.untrusted import read_regular
 
 FILE = "pools.yaml"
 FILE_VARIABLE = "ETRAIN_POOLS"
 """Names another file, which is then the only one."""
+MOST_BYTES = 1_000_000
 
 S = TypeVar("S", bound=Section)
 
@@ -111,7 +113,7 @@ def read_catalog() -> dict[str, PoolEntry]:
 
 def _read(file: Path) -> list[PoolEntry]:
     try:
-        text = file.read_text(encoding="utf-8")
+        text = read_regular(file, most_bytes=MOST_BYTES, follow=True).decode("utf-8")
     except FileNotFoundError:
         return []
     except (OSError, UnicodeDecodeError) as exc:
@@ -119,13 +121,10 @@ def _read(file: Path) -> list[PoolEntry]:
             f"{file} cannot be read ({exc}). Nothing was started",
             hint=f"mend it, or name another file in {FILE_VARIABLE}",
         ) from exc
-    # The reader takes the text for what follows the first line of a cell.
     try:
-        data, source = load_body(text, namespace={})
+        data, source = load_file(text)
     except CellError as exc:
-        exc.line -= 1
         raise PoolsFileError(exc, file) from None
-    source = _without_first_line(source)
     if data is None:
         return []
     if not isinstance(data, Mapping):
@@ -154,17 +153,6 @@ def _at_place(
 ) -> ConfigError:
     error = source.error(path, message, hint=hint, at_key=True)
     return PoolsFileError(error, file) if isinstance(error, CellError) else error
-
-
-def _without_first_line(source: SourceMap) -> SourceMap:
-    """Forget the line that stands for a cell's first one."""
-
-    def up(spans: Mapping[Any, Any]) -> dict[Any, Any]:
-        return {p: dataclasses.replace(span, line=span.line - 1) for p, span in spans.items()}
-
-    return dataclasses.replace(
-        source, lines=source.lines[1:], keys=up(source.keys), values=up(source.values)
-    )
 
 
 def advice_on(name: str, known: list[str]) -> str:

@@ -37,10 +37,11 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"bundle", "checkpoints", "elastic"}),
     frozenset({"events", "config"}),
     frozenset({"errors", "__version__"}),
+    frozenset({"untrusted"}),
 )
 # Stricter than its layer.
 ONLY: dict[str, frozenset[str]] = {
-    "dashboard": frozenset({"events", "config", "errors", "__version__"}),
+    "dashboard": frozenset({"events", "config", "errors", "__version__", "untrusted"}),
 }
 # IPython looks for the extension's loader in the package itself.
 ALSO: dict[str, frozenset[str]] = {"__init__": frozenset({"magics"})}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
 import pytest
 from pydantic import Field
 
-from etrain_jupyter import launch
+from etrain_jupyter import cli, launch
 from etrain_jupyter.config import parse_cell
 from etrain_jupyter.config.fields import Section
 from etrain_jupyter.errors import CellError, ConfigError
@@ -120,6 +121,78 @@ def test_a_file_that_is_no_list_of_pools_is_refused(text: str, message: str) -> 
     with pytest.raises(ConfigError, match=message) as caught:
         read_catalog()
     assert "pools.yaml" in caught.value.render()[0]
+
+
+PWN = "__import__('pathlib').Path('ran').touch()"
+
+
+@pytest.mark.parametrize("tag", ["!py", "!other", "!!python/object/apply:os.system"])
+def test_no_tag_of_a_file_is_evaluated(tag: str) -> None:
+    """Review S1."""
+    write(f'a: {{kind: address}}\nb:\n  kind: address\n  address: {tag} "{PWN}"\n')
+
+    with pytest.raises(PoolsFileError) as caught:
+        read_catalog()
+
+    lines = caught.value.render()
+    assert lines[0].startswith(f"etrain: {Path('pools.yaml').absolute()}, line 4, column 12: ")
+    assert not Path("ran").exists()
+    if tag.startswith("!py"):
+        assert "!py is not evaluated in a file" in lines[0]
+        assert lines[-1] == "  write the value itself; !py works in cells only"
+
+
+@pytest.mark.parametrize(
+    "words", ["pools", "pools policy a", "doctor", "ls --all", "down a", "up a", "reap"]
+)
+def test_no_command_runs_code_of_a_file(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Review S1."""
+    monkeypatch.setenv("ETRAIN_STATE", str(tmp_path / "state"))
+    write(f'a:\n  kind: !py "{PWN}"\n')
+
+    cli.main(words.split())
+
+    told = capsys.readouterr()
+    assert "!py is not evaluated in a file" in told.out + told.err
+    assert not Path("ran").exists()
+
+
+def test_completion_reads_a_file_without_running_it(tmp_path: Path) -> None:
+    """Review S1: what Tab asks for."""
+    write(f'a: !py "{PWN}"\n')
+
+    with pytest.raises(ConfigError):
+        pool_names()  # completion then offers 'local' alone
+    assert not Path("ran").exists()
+
+
+def test_what_would_never_end_is_refused(tmp_path: Path) -> None:
+    os.mkfifo("pools.yaml")
+    with pytest.raises(ConfigError, match="not a regular file"):
+        read_catalog()
+
+    Path("pools.yaml").unlink()
+    write("#" * 1_000_001)
+    with pytest.raises(ConfigError, match="more than 1,000,000 bytes"):
+        read_catalog()
+
+
+def test_aliases_of_aliases_do_not_fill_the_memory() -> None:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
+    write("\n".join(lines))
+
+    with pytest.raises(ConfigError, match="more than 50,000 values"):
+        read_catalog()
+
+
+def test_a_file_may_be_a_link(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("a: {kind: address}\n")
+    Path("pools.yaml").symlink_to(tmp_path / "mine.yaml")
+
+    assert pool_names() == ["local", "a"]
 
 
 def test_a_pool_of_no_known_kind_is_answered_with_the_nearest() -> None:
