@@ -39,6 +39,11 @@ class CheckpointStore(Protocol):
         """Whether each machine has a line of its own to it, so that several write faster."""
         ...
 
+    @property
+    def notice(self) -> str:
+        """What the last ``prune`` left over and why, for the job's log; empty if it did all."""
+        ...
+
     def begin(self, step: int) -> str:
         """Return the key of a folder for this step's parts that nobody else has ever been given."""
         ...

@@ -43,6 +43,7 @@ class LocalStore:
     """
 
     is_remote = False
+    notice = ""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root).absolute()

@@ -29,10 +29,11 @@ from etrain_jupyter.checkpoints.manifest import (
     step_of_manifest,
 )
 from etrain_jupyter.checkpoints.retention import choose_folders_to_remove
-from etrain_jupyter.checkpoints.s3_bucket import Bucket, S3Limits, Stored
+from etrain_jupyter.checkpoints.s3_bucket import AccessDeniedError, Bucket, S3Limits, Stored
 from etrain_jupyter.config.store_url import split_s3_url
 from etrain_jupyter.errors import CheckpointError
 
+_POLICY = "docs/checkpoints.md has the policy"
 CLAIM = ".begun"
 """The object by which a folder of parts is taken."""
 
@@ -54,6 +55,8 @@ class S3Store:
         """Verified copies of parts that somebody still holds."""
         self._is_conditional = False
         """Whether the endpoint was seen to refuse a key that is taken."""
+        self.notice = ""
+        self._may_not_list_uploads = False
 
     def __repr__(self) -> str:
         return f"S3Store({str(self._bucket)!r})"
@@ -186,26 +189,63 @@ class S3Store:
         return path
 
     def prune(self, keep_steps: Collection[int]) -> list[str]:
-        """Remove other checkpoints, manifest first, leftovers and uploads that nobody completed."""
+        """Remove other checkpoints, manifest first, leftovers and uploads that nobody completed.
+
+        The uploads come last: a role that may not list them must not keep the parts for ever.
+        ``notice`` says then what is left over.
+        """
         what = "old checkpoints cannot be removed"
         listed = self.list_steps()
         kept = [step for step in listed if step in keep_steps]
         removed = [manifest_key(step) for step in listed if step not in keep_steps]
         for key in removed:
             self._bucket.delete(key, what)
-        keys = self._bucket.keys(PARTS_FOLDER, what)
-        uploads = self._bucket.uploads(PARTS_FOLDER, what)
-        names = {_folder_of(key) for key in [*keys, *(key for key, _ in uploads)]}
-        used = used_folders(self, kept, names)
         dropped = set(listed) - set(kept)
-        unused = choose_folders_to_remove(names, kept=kept, dropped=dropped, used=used)
-        for key, upload in uploads:
-            if _folder_of(key) in used.union(unused):
-                self._bucket.abort(key, upload, what)
+        keys = self._bucket.keys(PARTS_FOLDER, what)
+        used, unused = self._sort_folders({_folder_of(key) for key in keys}, kept, dropped)
         for key in keys:
             if _folder_of(key) in unused:
                 self._bucket.delete(key, what)
-        return removed + [f"{PARTS_FOLDER}/{name}" for name in unused]
+        folders = set(unused) | self._abort_uploads(kept, dropped)
+        return removed + [f"{PARTS_FOLDER}/{name}" for name in sorted(folders)]
+
+    def _sort_folders(
+        self, names: Collection[str], kept: Collection[int], dropped: Collection[int]
+    ) -> tuple[set[str], list[str]]:
+        """Return the folders that manifests need, and those that nobody needs any more."""
+        used = used_folders(self, kept, names)
+        return used, choose_folders_to_remove(names, kept=kept, dropped=dropped, used=used)
+
+    def _abort_uploads(self, kept: Collection[int], dropped: Collection[int]) -> set[str]:
+        """Abort the multipart uploads that nobody will complete; return their unused folders.
+
+        Nothing is raised: all else was removed before. A role that is denied this is not asked
+        again.
+        """
+        if self._may_not_list_uploads:
+            return set()
+        what = "uploads that a crash left unfinished cannot be removed"
+        try:
+            uploads = self._bucket.uploads(PARTS_FOLDER, what)
+            names = {_folder_of(key) for key, _ in uploads}
+            used, unused = self._sort_folders(names, kept, dropped) if names else (set(), [])
+            for key, upload in uploads:
+                if _folder_of(key) in used.union(unused):
+                    self._bucket.abort(key, upload, what)
+        except AccessDeniedError:
+            self._may_not_list_uploads = True
+            self.notice = (
+                f"{what} in {self}: the role lacks s3:ListBucketMultipartUploads on the bucket, "
+                f"or s3:AbortMultipartUpload on its objects ({_POLICY}). Old checkpoints were "
+                "removed all the same. Allow both, or let a lifecycle rule "
+                "AbortIncompleteMultipartUpload remove those uploads"
+            )
+            return set()
+        except CheckpointError as exc:
+            self.notice = f"{exc}. Old checkpoints were removed all the same"
+            return set()
+        self.notice = ""
+        return set(unused)
 
 
 def _folder_of(key: str) -> str:

@@ -435,9 +435,8 @@ class Bucket:
                     self._client = None  # the next one reads the files again
                 is_last = attempt == self.limits.num_attempts or time.monotonic() > deadline
                 if is_last or not _may_help_again(exc):
-                    raise CheckpointError(
-                        f"{what} in {self}: {words_of(exc, setting=self._setting)}"
-                    ) from exc
+                    kind = AccessDeniedError if code in _DENIED else CheckpointError
+                    raise kind(f"{what} in {self}: {words_of(exc, setting=self._setting)}") from exc
             time.sleep(random.uniform(0, 0.2 * 2**attempt))
         raise AssertionError("unreachable")
 
@@ -463,6 +462,10 @@ class Bucket:
 
     def _below(self, key: str) -> str:
         return key[len(self.prefix) + 1 :] if self.prefix else key
+
+
+class AccessDeniedError(CheckpointError):
+    """S3 does not let us."""
 
 
 class _NotThereError(CheckpointError):

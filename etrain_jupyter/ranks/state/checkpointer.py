@@ -442,12 +442,12 @@ class Checkpointer:
         """Remove old checkpoints; the new one is durable, whether that succeeds or not."""
         try:
             self._remove_old(generation)
+            complaint = self._store.notice
         except CheckpointError as exc:
-            if str(exc) != self._complaint:
-                self._complaint = str(exc)
-                self._send({"op": "log", "level": "warning", "text": f"{exc}. Training goes on"})
-        else:
-            self._complaint = ""
+            complaint = str(exc)
+        if complaint and complaint != self._complaint:
+            self._send({"op": "log", "level": "warning", "text": f"{complaint}. Training goes on"})
+        self._complaint = complaint
 
     def _remove_old(self, generation: int) -> None:
         """Remove old checkpoints: not the best one, and none once a later generation writes."""

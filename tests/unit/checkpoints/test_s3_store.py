@@ -88,6 +88,37 @@ def test_upload_that_a_crash_left_goes_with_the_next_clean_up(
     assert [key for key, _ in open_uploads(store)] == ["checkpoints/step_00000009/big"]
 
 
+def test_old_parts_go_though_uploads_may_not_be_listed_and_that_is_said_once(
+    s3_server: S3Server, s3_bucket: str
+) -> None:
+    """Review R3: a role without ListBucketMultipartUploads kept every part for ever."""
+    store = S3Store(f"s3://{s3_bucket}")
+    s3_server.set_faults(S3Fault(kind="deny", match="?uploads"))
+    for step in (1, 2, 3):
+        store.commit(save(store, step))
+        store.prune([step])
+    keys = s3_server.list_keys(s3_bucket)
+    assert keys
+    assert all("step_00000003" in key for key in keys)
+    assert "s3:ListBucketMultipartUploads" in store.notice
+    assert s3_server.counts()["deny"] == 1  # it is not asked again
+
+
+def test_old_parts_go_though_uploads_cannot_be_listed_now(
+    s3_server: S3Server, s3_bucket: str, no_pauses: None
+) -> None:
+    """Review R3: another trouble than a refusal stops nothing either, and is tried again."""
+    store = S3Store(f"s3://{s3_bucket}")
+    store.commit(save(store, 1))
+    store.commit(save(store, 2))
+    s3_server.set_faults(S3Fault(kind="internal_error", match="?uploads"))
+    assert "checkpoints/step_00000001" in store.prune([2])
+    assert "Old checkpoints were removed all the same" in store.notice
+    s3_server.set_faults()
+    store.prune([2])
+    assert store.notice == ""
+
+
 def test_part_that_s3_does_not_vouch_for_is_read_back(
     s3_server: S3Server, s3_bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

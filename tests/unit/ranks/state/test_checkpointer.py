@@ -425,6 +425,22 @@ def test_checkpoint_counts_though_old_ones_cannot_be_removed(tmp_path):
     assert warning == "old checkpoints cannot be removed: access denied. Training goes on"
 
 
+class TidyStore(LocalStore):
+    """Removes what is old, and something is left over."""
+
+    notice = "uploads cannot be listed"
+
+
+def test_what_a_clean_up_left_over_is_said_once(tmp_path):
+    """Review R3: the removal worked, and the job's log has what it could not do."""
+    saver = Saver(tmp_path, starts=[0])
+    saver.checkpointer._store = TidyStore(tmp_path)
+    for step in (1, 2, 3):
+        saver.save(step=step, generation=1)
+    [warning] = [message["text"] for message in saver.told if message["op"] == "log"]
+    assert warning == "uploads cannot be listed. Training goes on"
+
+
 class Payload:
     """Makes a file when it is unpickled."""
 
