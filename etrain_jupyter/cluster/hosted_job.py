@@ -17,6 +17,7 @@ from etrain_jupyter.cluster.job_log import JobLog
 from etrain_jupyter.cluster.job_records import Wishes
 from etrain_jupyter.cluster.mirrored_log import MirroredLog, OpenedRun
 from etrain_jupyter.cluster.order import Order, TrainerFacts
+from etrain_jupyter.cluster.printed_lines import BURST, PER_S, PrintedLines
 from etrain_jupyter.cluster.reports import Message, take_report
 from etrain_jupyter.cluster.steps import StepClock
 from etrain_jupyter.cluster.take_over import (
@@ -85,6 +86,8 @@ class HostedJob:
     """Returns what is known of a worker's machine, as ``WorkerJoined`` has it."""
     before_end: Callable[[HostedJob], None] = field(default=lambda job: None, init=False)
     """Called before the log is told of its end: nothing can follow that."""
+    printed: PrintedLines = field(default_factory=PrintedLines, init=False)
+    """Decides which printed lines are logged."""
     defects: Defects = field(default_factory=Defects, init=False)
     """Takes the exceptions of our own code."""
     is_let_go: bool = field(default=False, init=False)
@@ -238,6 +241,16 @@ class HostedJob:
         self._log.append(facts)
         for event in facts:
             self.evidence.fold(event, clock.now())
+
+    def report_dropped_lines(self, *, is_last: bool = False) -> None:
+        """Log how many printed lines were not logged, from time to time."""
+        num = self.printed.report(clock.now(), is_last=is_last)
+        if num:
+            text = (
+                f"... {num:,} printed {'line' if num == 1 else 'lines'} dropped: after the first "
+                f"{BURST:,}, a job's log takes {PER_S:g} per second on average"
+            )
+            self.log(events.LogLine, level="warning", worker="", text=text)
 
     def review_pace(self) -> None:
         """Choose anew how often ``checkpoint.every: auto`` saves; tell all if that changes it."""
@@ -406,8 +419,9 @@ class HostedJob:
             pids = [by_worker.get(worker, 0) for worker in event.ranks]
             event = dataclasses.replace(event, trainer_pids=pids)
         if isinstance(event, events.JobStatusChanged) and event.status in events.TERMINAL_STATUSES:
-            with self.defects.watch(self, "adding up its costs"):
+            with self.defects.watch(self, "adding up what there was"):
                 self.before_end(self)
+                self.report_dropped_lines(is_last=True)
         self._append([event])
         if isinstance(event, events.GenerationFormed):
             self.review_pace()

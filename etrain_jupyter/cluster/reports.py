@@ -225,6 +225,9 @@ def _on_user_error(job: HostedJob, trainer: str, _: TrainerFacts, message: Messa
 
 def _on_log(job: HostedJob, _: str, facts: TrainerFacts, message: Message) -> None:
     facts.last_lines.append(message["text"])
+    if message.get("is_printed") and not job.printed.take(clock.now()):
+        return
+    job.report_dropped_lines()
     job.log(events.LogLine, level=message["level"], worker=facts.worker, text=message["text"])
 
 

@@ -237,21 +237,25 @@ class TrainerProcess:
                 if left_out:
                     self._tell_line(level, f"... {left_out} more lines left out")
                 window, count, left_out = now, 0, 0
-            if self._num_free_lines:
+            is_free = self._num_free_lines > 0
+            if is_free:
                 self._num_free_lines -= 1
             else:
                 count += 1
             if count > MAX_LINES_PER_S:
                 left_out += 1
             else:
-                self._tell_line(level, line.decode(errors="replace").rstrip()[:2000])
+                text = line.decode(errors="replace").rstrip()[:2000]
+                self._tell_line(level, text, is_printed=not is_free)
 
     def say(self, level: str, text: str) -> None:
         """Log a line about it."""
         self._tell_line(level, text)
 
-    def _tell_line(self, level: str, text: str) -> None:
+    def _tell_line(self, level: str, text: str, *, is_printed: bool = False) -> None:
         message: dict[str, Any] = {"op": "log", "level": level, "text": text}
+        if is_printed:
+            message["is_printed"] = True  # the job's log takes a bounded number of these
         self._on_message(self, message)
 
 

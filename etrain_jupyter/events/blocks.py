@@ -29,6 +29,13 @@ _APART = frozenset({"job_id", "seq", "metrics"})
 
 _DTYPES: dict[str, Any] = {"int": np.int64, "float": np.float64, "bool": np.bool_}
 _INT_TYPES = (np.int8, np.int16, np.int32, np.int64)
+FORGOTTEN = "..."
+"""The text of a log line that is not kept in memory; the job's log has it."""
+
+_LOG_LINE = b'{"event":"LogLine"'
+_FORGOTTEN_BEGIN = b"{ "
+"""How a line begins whose text was forgotten: it is none of those to be forgotten."""
+
 _FEW_ROWS = 8
 """A run of fewer rows is cheaper as events than as columns."""
 
@@ -68,6 +75,21 @@ class Block:
         """The newest event's place in the log."""
         return self.first_seq + self.num_events - 1
 
+    @functools.cached_property
+    def num_lines(self) -> int:
+        """How many log lines it has whose texts were not forgotten."""
+        return sum(map(_is_log_line, self.others))
+
+    def without_texts(self) -> Block:
+        """Return it without the texts of its log lines, which take most of its memory then."""
+        if not self.num_lines:
+            return self
+        first = next(line for line in self.others if _is_log_line(line))
+        values = json.loads(first) | {"worker": "", "text": FORGOTTEN, "seq": 0}
+        stub = _FORGOTTEN_BEGIN + encode_json(values)[1:].encode("utf-8", "surrogatepass")
+        others = tuple(stub if _is_log_line(line) else line for line in self.others)
+        return dataclasses.replace(self, others=others)
+
     def events(self, start: int = 0, stop: int | None = None) -> Iterator[Event]:
         """Rebuild the events from place ``start`` to before ``stop``."""
         stop = self.num_events if stop is None else min(stop, self.num_events)
@@ -80,7 +102,7 @@ class Block:
                 yield next(steps)
                 row, due = row + 1, next(places, stop)
             else:
-                yield event_from_dict(json.loads(self.others[place - row]))
+                yield self._other(place - row, row)
 
     def runs(self) -> Iterator[Event | StepRun]:
         """Return the same, with steps that follow on each other and differ little in one piece."""
@@ -89,11 +111,16 @@ class Block:
         for end in [*bounds, len(self.places)]:
             if row < end:
                 before = int(self.places[row]) - row  # others that come before this run
-                yield from map(_decode, self.others[other:before])
+                yield from (self._other(number, row) for number in range(other, before))
                 other = before
                 yield from self._run(row, end)
             row = end
-        yield from map(_decode, self.others[other:])
+        yield from (self._other(number, row) for number in range(other, len(self.others)))
+
+    def _other(self, number: int, num_steps: int) -> Event:
+        """Rebuild one of ``others``, which has so many steps before it."""
+        event = event_from_dict(json.loads(self.others[number]))
+        return event if event.seq else event.with_seq(self.first_seq + number + num_steps)
 
     def _run(self, start: int, end: int) -> Iterator[Event | StepRun]:
         if end - start < _FEW_ROWS:
@@ -236,8 +263,8 @@ def empty_columns() -> dict[str, Column]:
     return {name: np.empty(0, _DTYPES[kind.__name__]) for name, kind in step_columns().items()}
 
 
-def _decode(line: bytes) -> Event:
-    return event_from_dict(json.loads(line))
+def _is_log_line(line: bytes) -> bool:
+    return line.startswith(_LOG_LINE)
 
 
 def _fits(event: StepCompleted) -> bool:
@@ -284,6 +311,8 @@ class Events(Sequence[Event]):
         """How many events lie before each block."""
         self._num_packed = 0
         self._tail: list[Event] = []
+        self._num_searched = 0
+        """Blocks in which ``forget_lines`` has looked."""
         self._lock = threading.Lock()
         self.extend(events)
 
@@ -317,6 +346,21 @@ class Events(Sequence[Event]):
                 self._push(pack(self._tail))
                 self._tail = []
             self._push(block)
+
+    def forget_lines(self, keep: int) -> None:
+        """Forget the texts of log lines, but for the newest blocks with ``keep`` of them or more.
+
+        Such a line takes 8 bytes then instead of 250.
+        """
+        with self._lock:
+            if len(self._blocks) == self._num_searched:
+                return
+            blocks, num_lines = list(self._blocks), 0
+            for number in reversed(range(len(blocks))):
+                if num_lines >= keep:
+                    blocks[number] = blocks[number].without_texts()
+                num_lines += blocks[number].num_lines
+            self._blocks, self._num_searched = tuple(blocks), len(blocks)
 
     def runs(self) -> Iterator[Event | StepRun]:
         """Return all of them, steps in runs where they lie in blocks."""

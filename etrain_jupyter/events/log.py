@@ -181,7 +181,7 @@ def readable(value: Any) -> Any:
     r"""Return ``value`` with the surrogates in its texts escaped, which UTF-8 cannot encode.
 
     >>> readable({"text": "caf\\udce9"})
-    {'text': 'caf\\\\udce9'}
+    {'text': 'caf\\udce9'}
     """
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode()

@@ -36,6 +36,8 @@ POLL_S = 10.0
 """How long one question waits at the coordinator for something to happen."""
 BATCH = 5_000
 """Most events of one answer."""
+KEEP_LINES = 50_000
+"""Log lines whose texts are kept in memory; older ones are in the log."""
 LINGER_S = 2.0
 """How long to go on listening after the job's end for what its workers still say."""
 AFTERWARDS_S = 0.3
@@ -352,6 +354,7 @@ class Feed:
         if not fresh:
             return fresh
         self._events.extend(fresh)
+        self._events.forget_lines(KEEP_LINES)
         self._contact.seen_at = self._contact.seen_at or fresh[-1].time
         self._fold(fresh)
         statuses = [e for e in runs_of(fresh) if isinstance(e, JobStatusChanged)]

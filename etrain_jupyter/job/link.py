@@ -67,9 +67,10 @@ class ClusterLink:
     """A line to one scheduler.
 
     Args:
-        address: The scheduler's, for example ``tls://127.0.0.1:40231``. connection_args: Returns
-        the keyword arguments for ``distributed.core.rpc`` (the TLS context). It is called
-            when the first connection is made, since it reads the cluster's certificates.
+        address: The scheduler's, for example ``tls://127.0.0.1:40231``.
+        connection_args: Returns the keyword arguments for ``distributed.core.rpc`` (the TLS
+            context). It is called when the first connection is made, since it reads the cluster's
+            certificates.
         has_ended: Tells whether the cluster is known to have ended; asked when it does not answer.
         locate: Returns where its scheduler listens now; empty while there is none, because it has
             died and another one is being started. Asked before each new connection.
@@ -137,6 +138,13 @@ class ClusterLink:
             answer = await asyncio.wait_for(self._exchange(op, arguments), timeout)
         except EtrainError:
             raise
+        except UnicodeEncodeError as exc:
+            start = max(0, exc.start - 40)
+            raise PoolError(
+                f"{ascii(exc.object[start : exc.end + 40])} cannot be sent to the scheduler: UTF-8 "
+                "cannot encode it. Nothing was sent. Rename the file or folder, or the key, that "
+                "is called so."
+            ) from exc
         except TimeoutError as exc:
             # A head that was stopped may have been killed since.
             self._has_failed = True

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 CATCH_UP_S = 10.0
 """Longest wait for the history when a property is read first, in seconds."""
-ANSWER_S = 1.0
+ANSWER_S = 5.0
 """Longest wait for the coordinator's first answer, where only it knows, in seconds."""
 
 Model = TypeVar("Model")

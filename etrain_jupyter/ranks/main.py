@@ -58,15 +58,19 @@ def open_page(descriptor: int) -> ProgressPage:
     return page
 
 
+def print_any_text() -> None:
+    """Escape what cannot be encoded, as in a file name that is not UTF-8: a notebook prints it."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
 def main() -> None:
     """Wait as a spare, then train."""
     die_with_parent()
     raise_descriptor_limit()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the supervisor's business
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            # A file name that UTF-8 cannot encode is no reason to end; a notebook prints it, too.
-            stream.reconfigure(errors="backslashreplace")
+    print_any_text()
     page = open_page(int(sys.argv[2]))
     descriptor = int(sys.argv[1])
     os.set_inheritable(descriptor, False)  # loader processes must not keep the channel open

@@ -305,3 +305,22 @@ async def test_evaluation_or_metric_that_is_nan_fails_nothing(rig: Rig) -> None:
     assert_invariants(log)
     warnings = [e.text for e in found(log, LogLine) if e.level == "warning"]
     assert warnings == ["step 29: the loss of the evaluation is nan; training goes on"]
+
+
+class Unreadable(nn.Module):
+    """Fails with a file name that is not UTF-8, as ``os.listdir`` returns it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        raise ValueError("bad file data/caf\udce9.png")
+
+
+async def test_error_with_a_file_name_that_is_not_utf8_reaches_the_user(rig: Rig) -> None:
+    """Review R4: the trainer died over it, and the user read of three dead trainers."""
+    job = await rig.submit(body(model=Unreadable))
+    log = await job.end()
+
+    [error] = [event for event in log if isinstance(event, UserErrorRaised)]
+    assert error.error == "ValueError: bad file data/caf\\udce9.png"
+    assert "caf\\udce9.png" in error.traceback
+    assert not [event for event in log if isinstance(event, WorkerLost)]

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from etrain_jupyter.cluster.printed_lines import PrintedLines
+from etrain_jupyter.elastic import stimuli as s
 from etrain_jupyter.elastic.lineage import NOT_BEGUN
 from etrain_jupyter.events import types as events
 from tests.unit.cluster.rig import PLAN, Rig
@@ -248,3 +250,26 @@ async def test_early_end_that_every_rank_tells_is_logged_once(rig):
 
     assert [e.step for e in rig.events(events.EarlyStopped)] == [6]
     assert rig.job.state.ending == "early stopping: enough"
+
+
+# --- printed lines (review R9) ---
+
+
+async def test_printed_lines_of_a_job_are_bounded_and_the_rest_is_counted(rig):
+    await rig.start("w1", "w2")
+    rig.job.printed = PrintedLines(burst=5, per_s=2.0)
+    for number in range(10):
+        for worker in ("w1", "w2"):
+            rig.tell(worker, "log", level="info", text=f"line {number}", is_printed=True)
+    rig.tell("w1", "log", level="warning", text="its stacks")
+    rig.now += 1.0
+    for number in range(11):
+        rig.tell("w1", "log", level="info", text=f"late {number}", is_printed=True)
+    assert list(rig.job.trainers[rig.trainer("w1")].last_lines)[-1] == "late 10"
+    rig.job.handle(s.StopAsked(now=True))
+
+    texts = [event.text for event in rig.events(events.LogLine)]
+    assert texts[:5] == ["line 0", "line 0", "line 1", "line 1", "line 2"]
+    dropped = "dropped: after the first 20,000, a job's log takes 5 per second on average"
+    assert texts[5:7] == [f"... 15 printed lines {dropped}", "its stacks"]
+    assert texts[7:] == ["late 0", "late 1", f"... 9 printed lines {dropped}"]

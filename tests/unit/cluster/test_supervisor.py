@@ -277,3 +277,64 @@ async def test_notice_is_told_at_once_and_again_to_the_next_coordinator(rig):
     assert [m["op"] for m in after.reports[:2]] == ["supervisor", "notice"]
     assert after.reports[1]["deadline"] == rig.said("notice")[0]["deadline"]
     supervisor.outlives_scheduler = False
+
+
+# --- silent endings (review R2) ---
+
+
+async def test_trainer_whose_process_cannot_be_started_is_told_to_have_ended(rig, monkeypatch):
+    """The coordinator waited for it for ever."""
+    await rig.until(lambda: rig.supervisor._spare is not None)
+    spare = rig.supervisor._spare
+
+    async def fail(self):
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(FakeTrainer, "start", fail)
+    monkeypatch.setattr(supervisor_module, "SPARE_DELAY_S", 3600.0)
+    await rig.start("j/w1/1")  # the spare, which runs already
+    assert spare.name == "j/w1/1"
+    rig.order("start", trainer="j/w1/2")
+    await rig.until(lambda: rig.said("exited"))
+
+    [told] = rig.said("exited")
+    assert told["trainer"] == "j/w1/2"
+    assert told["cause"] == (
+        "its process could not be started: [Errno 12] Cannot allocate memory"
+    )
+
+
+async def test_order_that_cannot_be_carried_out_leaves_the_connection_alone(rig):
+    rig.order("start")  # without a name
+    rig.order("tell", trainer=None)
+    trainer = await rig.start("j/w1/1")
+    rig.order("tell", trainer=trainer.name)
+    rig.order("tell", trainer=trainer.name, message={"op": "checkpoint"})
+    assert trainer.did[-1] == "checkpoint"
+
+
+async def test_supervisor_beats_on_if_the_progress_cannot_be_read(rig, monkeypatch):
+    """Without beats the worker was given up after 10 s."""
+    trainer = await rig.start("j/w1/1")
+
+    def fail():
+        raise ValueError("a mistake")
+
+    monkeypatch.setattr(trainer, "progress", fail)
+    rig.reports.clear()
+    await rig.until(lambda: len(rig.said("beat")) > 2)
+    assert rig.said("beat")[-1]["trainers"] == {}
+    monkeypatch.undo()
+
+
+async def test_beats_tell_that_no_more_can_be_kept(rig, monkeypatch):
+    monkeypatch.setattr(rig.supervisor, "_outbox", Outbox(most=1))
+    trainer = await rig.start("j/w1/1")
+    assert not trainer.may_read.is_set()
+    rig.reports.clear()
+    await rig.until(lambda: rig.said("beat"))
+    assert rig.said("beat")[-1]["is_stuck"]
+    rig.order("ack", n=rig.supervisor._outbox.newest)
+    rig.reports.clear()
+    await rig.until(lambda: rig.said("beat"))
+    assert not rig.said("beat")[-1]["is_stuck"]

@@ -207,3 +207,33 @@ most = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESC
 assert (soft, after) == (most, hard), (soft, after, hard)
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+async def test_text_that_cannot_be_encoded_is_printed_escaped(script):
+    """Review R4: printing a file name that is not UTF-8 ended the trainer."""
+    script(
+        "from etrain_jupyter.ranks.main import print_any_text\n"
+        "print_any_text()\nprint('caf\\udce9', flush=True)"
+    )
+
+    async def nothing(trainer, lines):
+        pass
+
+    lines, cause = await run(nothing)
+    assert lines == ["caf\\udce9"]
+    assert "exited with code 0" in cause
+
+
+async def test_trainer_whose_messages_cannot_be_read_is_ended_and_its_end_is_told(script):
+    """The task that reads them ended silently, and nobody heard of the trainer any more."""
+    script(
+        "import socket, time\n"
+        "socket.socket(fileno=FD).sendall(bytes([0, 0, 0, 1, 0xc1]))\n"
+        "time.sleep(60)"
+    )
+
+    async def nothing(trainer, lines):
+        pass
+
+    _, cause = await run(nothing)
+    assert cause.startswith("what it sends cannot be read: ")

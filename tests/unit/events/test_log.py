@@ -347,3 +347,19 @@ def test_two_hundred_thousand_steps_replay_in_seconds(path: Path) -> None:
     assert time.process_time() - before < 10
     assert len(events) == 200_000
     assert events[-1].seq == 200_000
+
+
+def test_text_that_utf8_cannot_encode_is_escaped(path: Path) -> None:
+    """Review R4: a file name that is not UTF-8 made the log refuse the event."""
+    log = EventLog(path)
+    step = StepCompleted(
+        **{"job_id": "job", "time": 1.0, "step": 1, "epoch": 0, "first": 0, "samples": 1},
+        **{"sample_checksum": 1, "loss": 1.0, "lr": 0.1, "world_size": 1, "samples_per_s": 1.0},
+        metrics={"caf\udce9": 0.5},
+    )
+    kept = log.append([line("bad file caf\udce9"), step])
+    log.close()
+    read = read_events(path)
+    assert read == kept
+    assert texts(read[:1]) == ["bad file caf\\udce9"]
+    assert read[1].metrics == {"caf\\udce9": 0.5}

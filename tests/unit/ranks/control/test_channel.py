@@ -37,3 +37,11 @@ def test_second_reader_gets_what_the_first_has_not_taken():
         channel = Channel(theirs)
         assert next(iter(channel.messages())) == {"op": "start"}
         assert list(channel.messages()) == [{"op": "form"}]
+
+
+def test_text_that_utf8_cannot_encode_is_escaped():
+    """Review R4: a file name that is not UTF-8, in an error, ended the trainer that reported it."""
+    message = {"op": "user_error", "error": "bad file caf\udce9", "metrics": {"caf\udce9": 1.0}}
+    [received] = FrameDecoder().feed(encode(message))
+    assert received["error"] == "bad file caf\\udce9"
+    assert received["metrics"] == {"caf\\udce9": 1.0}
