@@ -1,7 +1,8 @@
-"""The rig as a fixture: one zygote for the session, a cluster for each test; and spot clusters."""
+"""The rig as a fixture: a cluster for each test, one zygote for the session; and spot clusters."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -12,11 +13,14 @@ import pytest
 import pytest_asyncio
 
 from etrain_jupyter.testing.fakeaws import FakeAws
-from tests.chaos.forks import Zygote
+from tests.chaos.forks import THREADS, Zygote
 from tests.chaos.rig import Rig, make_rig
 from tests.chaos.spot import Spot, open_cloud, open_spot
+from tests.chaos.trainers import Spawned, Trainers
 
 MEMORY = Path("/dev/shm")
+LOCAL_WORKER = {**dict.fromkeys(THREADS, "1"), "CUDA_VISIBLE_DEVICES": ""}
+"""What a local pool sets for a worker without a GPU."""
 
 MakeRig = Callable[..., AbstractAsyncContextManager[Rig]]
 
@@ -39,8 +43,8 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture
 def limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a rank that hangs be found after some seconds, not after half a minute."""
-    monkeypatch.setenv("ETRAIN_HANG_S", "3")
+    """Let a forked rank that hangs be found after some seconds, not after half a minute."""
+    monkeypatch.setenv("ETRAIN_HANG_S", str(Zygote.limits.hang_s))
 
 
 @pytest.fixture
@@ -49,10 +53,24 @@ def make() -> MakeRig:
     return make_rig
 
 
+@pytest.fixture
+def trainers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Trainers:
+    """Give what starts a test's trainers: as the product does, unless it is marked ``forked``."""
+    marker = request.node.get_closest_marker("forked")
+    if marker and (marker.kwargs.get("always") or "ETRAIN_SPAWN" not in os.environ):
+        found: Trainers = request.getfixturevalue("zygote")
+    else:
+        found = Spawned()
+        for name, value in LOCAL_WORKER.items():
+            monkeypatch.setenv(name, value)
+    monkeypatch.setenv("ETRAIN_HANG_S", str(found.limits.hang_s))
+    return found
+
+
 @pytest_asyncio.fixture
-async def rig(zygote: Zygote, folder: Path, limits: None) -> AsyncIterator[Rig]:
+async def rig(trainers: Trainers, folder: Path) -> AsyncIterator[Rig]:
     """Give a cluster of up to four workers."""
-    async with make_rig(zygote, folder) as made:
+    async with make_rig(trainers, folder) as made:
         yield made
 
 

@@ -1,4 +1,10 @@
-"""Trainers forked from a zygote, in place of what ``create_subprocess_exec`` would start."""
+"""Trainers forked from a zygote, in place of what ``create_subprocess_exec`` would start.
+
+A forked trainer is there after 50 ms and costs no imports, where a spawned one costs 3 s of
+processor time. It differs from the product's: its command line and ``ranks.main.main`` are not
+used, the zygote is its parent, it never waits as a warm spare that still imports, and its limits
+are shorter.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +21,8 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from tests.chaos.trainers import Limits
 
 ROOT = Path(__file__).parents[2]
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -66,15 +74,30 @@ class ForkedProcess:
 
 
 class Zygote:
-    """The process that forks, as seen from the test's process. One loop at a time uses it."""
+    """The process that forks, as seen from the test's process. One loop at a time uses it.
 
-    def __init__(self) -> None:
+    Args:
+        keep_records: How many records a rank keeps; the product's number if it is None.
+        collective_timeout_s: After how long a collective times out; the product's if it is None.
+    """
+
+    # Nothing is slow here that would need much patience, and a newcomer imports nothing.
+    limits = Limits(hang_s=3.0, beat_s=0.25, restore_patience=2, warm_up_patience=2)
+    warms_up = False
+
+    def __init__(
+        self, *, keep_records: int | None = None, collective_timeout_s: float | None = None
+    ) -> None:
+        changes = {"keep_records": keep_records, "collective_timeout_s": collective_timeout_s}
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **dict.fromkeys(THREADS, "1")}
         environment["ETRAIN_SUPERVISOR_PID"] = str(os.getpid())
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-u", "-m", "tests.chaos.zygote", str(theirs.fileno())],
+                [
+                    *(sys.executable, "-u", "-m", "tests.chaos.zygote"),
+                    *(str(theirs.fileno()), json.dumps(changes)),
+                ],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=environment,
@@ -89,8 +112,11 @@ class Zygote:
         """Let the running loop hear of forks and ends."""
         asyncio.get_running_loop().add_reader(self._socket, self._read)
 
-    def detach(self) -> None:
-        """Let go of the running loop."""
+    async def detach(self) -> None:
+        """End what is left, and let go of the running loop."""
+        for process in list(self.living.values()):
+            process.kill()
+            await asyncio.wait_for(process.ended.wait(), 10)
         asyncio.get_running_loop().remove_reader(self._socket)
 
     def close(self) -> None:

@@ -1,11 +1,11 @@
 """A whole cluster in one event loop: everything is real but Dask's connections and process starts.
 
 The coordinator, the supervisors and what they say to each other, the trainer processes, gloo
-between them, and the signals that end or stop them are the product's. Two things are replaced. The
-messages that Dask would carry are handed over within this process (through msgpack, as on the
-wire). And trainers are forked from a process that has imported torch (``tests/chaos/zygote.py``),
-where the product spawns them: a trainer is there after 50 ms instead of 4 s, which is what makes
-hundreds of schedules affordable.
+between them, and the signals that end or stop them are the product's. The messages that Dask would
+carry are handed over within this process (through msgpack, as on the wire). Trainers are spawned by
+the supervisors, with their warm spares, as in the product (``Spawned``), or forked from a process
+that has imported torch (``Zygote``): then a trainer is there after 50 ms instead of 4 s, which is
+what makes hundreds of schedules affordable.
 """
 
 from __future__ import annotations
@@ -33,14 +33,28 @@ from etrain_jupyter.config import parse_mapping
 from etrain_jupyter.elastic import stalls
 from etrain_jupyter.events.log import read_events
 from etrain_jupyter.events.types import Event
-from tests.chaos.forks import ForkedProcess, Zygote
+from tests.chaos.trainers import Process, Trainers
 
-PATIENCE_S = 60.0
+PATIENCE_S = 150.0
+"""Longest wait for anything: the machine may be busy, and spawned trainers import for seconds."""
 START_S = 0.02
 """How long a new worker takes to be there: a machine that is waiting to be used."""
 
 Message = dict[str, Any]
 _HERE: contextvars.ContextVar[RigWorker] = contextvars.ContextVar("worker")
+
+
+class RigSupervisor(Supervisor):
+    """The product's, which also knows when its first spare has imported everything."""
+
+    def __init__(self) -> None:
+        super().__init__(device="cpu")
+        self.has_warm_spare = asyncio.Event()
+
+    def _on_message(self, trainer: TrainerProcess, message: Message) -> None:
+        if message["op"] == "spare":
+            self.has_warm_spare.set()
+        super()._on_message(trainer, message)
 
 
 class RigWorker:
@@ -51,8 +65,8 @@ class RigWorker:
         self.address = f"tcp://127.0.0.1:{10_000 + number}"
         self.stream_handlers: dict[str, Callable[..., Any]] = {}
         self.batched_stream = self
-        self.supervisor = Supervisor(device="cpu")
-        self.processes: list[ForkedProcess] = []
+        self.supervisor = RigSupervisor()
+        self.processes: list[Process] = []
         self.starting: list[asyncio.Task[Any]] = []
         self.is_gone = False
         self._rig = rig
@@ -75,14 +89,19 @@ class RigWorker:
         rig = self._rig
         rig.deliver(message, self, rig.scheduler.stream_handlers, {"worker": self.address})
 
+    def kill_processes(self) -> None:
+        """Kill what it started, as the end of a machine would."""
+        for process in self.processes:
+            if process.returncode is None:
+                process.kill()
+
     async def close(self) -> None:
         """End with everything that belongs to it."""
         self.is_gone = True
         starting = [task for task in self.starting if not task.done()]
         if starting:
             await asyncio.wait(starting)  # one that is broken off would leave a socket open
-        for process in self.processes:
-            process.kill()
+        self.kill_processes()
         await self.supervisor.teardown(self)  # type: ignore[arg-type]
 
 
@@ -113,11 +132,11 @@ class Rig:
 
     replaces_early = False
 
-    def __init__(self, zygote: Zygote, folder: Path, *, slots: int = 4) -> None:
+    def __init__(self, folder: Path, *, slots: int = 4, warms_up: bool = False) -> None:
         self.scheduler = RigScheduler()
         self.coordinator = Coordinator(self, cluster_id="rig", on_shutdown=lambda: None)
         self.slots = slots
-        self._zygote = zygote
+        self._warms_up = warms_up
         self._folder = folder
         self._workers: dict[str, RigWorker] = {}
         self._numbers = itertools.count()
@@ -204,8 +223,7 @@ class Rig:
             await worker.start()
 
     async def _end(self, worker: RigWorker) -> None:
-        for process in worker.processes:
-            process.kill()
+        worker.kill_processes()
         self.scheduler.stream_comms.pop(worker.address, None)
         self.coordinator.remove_worker(self.scheduler, worker.address)
         self.scheduler.workers.pop(worker.address, None)
@@ -216,6 +234,8 @@ class Rig:
     async def submit(self, keys: Mapping[str, Any], *, faults: Sequence[Message] = ()) -> RigJob:
         """Submit a job as ``job.held_jobs`` does."""
         plan = plan_of(keys)
+        if self._warms_up:
+            await self._warm_up(plan.config.max_workers() or self.slots)
         number = next(self._num_jobs)
         order = {
             "job_id": f"job-{number}",
@@ -231,6 +251,12 @@ class Rig:
         }
         await self.ask("submit", job=order)
         return RigJob(self, order["job_id"], folder=self._folder)
+
+    async def _warm_up(self, count: int) -> None:
+        """Start workers and wait for their spares, as in a cluster that is there already."""
+        self.want(count, reason="a job is about to come")
+        for worker in list(self._workers.values()):
+            await asyncio.wait_for(worker.supervisor.has_warm_spare.wait(), PATIENCE_S)
 
     async def resume(self, job: RigJob, keys: Mapping[str, Any], **values: Any) -> RigJob:
         """Resume a job of this rig or of one that has crashed, as ``job.resume`` does."""
@@ -366,37 +392,34 @@ class RigJob:
 
 
 @asynccontextmanager
-async def make_rig(zygote: Zygote, folder: Path, *, slots: int = 4) -> AsyncIterator[Rig]:
+async def make_rig(trainers: Trainers, folder: Path, *, slots: int = 4) -> AsyncIterator[Rig]:
     """Give a cluster; afterwards every process that it started must be gone."""
-    rig = Rig(zygote, folder, slots=slots)
-    zygote.attach()
+    rig = Rig(folder, slots=slots, warms_up=trainers.warms_up)
+    trainers.attach()
 
-    async def start_process(*words: str, **options: Any) -> ForkedProcess:
+    async def start_process(*words: str, **options: Any) -> Process:
         worker, task = _HERE.get(), asyncio.current_task()
         assert task is not None
         worker.starting.append(task)
-        process = await zygote.start_process(*words, **options)
+        process = await trainers.start_process(*words, **options)
         worker.processes.append(process)
         return process
 
+    limits = trainers.limits
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(asyncio, "create_subprocess_exec", start_process)
-        # With limits as short as the tests' the news must be as fresh.
-        patch.setattr(supervisor, "BEAT_S", 0.25)
         patch.setattr(supervisor, "_commit_fault", _commit_fault)
-        # Nothing is slow here that would need much patience.
-        patch.setattr(stalls, "RESTORE_PATIENCE", 2)
-        patch.setattr(stalls, "WARM_UP_PATIENCE", 2)
+        patch.setattr(supervisor, "BEAT_S", limits.beat_s)
+        patch.setattr(stalls, "RESTORE_PATIENCE", limits.restore_patience)
+        patch.setattr(stalls, "WARM_UP_PATIENCE", limits.warm_up_patience)
         try:
             await rig.coordinator.start(rig.scheduler)  # type: ignore[arg-type]
             yield rig
         finally:
-            await rig.close()
-            left = list(zygote.living.values())
-            for process in left:
-                process.kill()
-                await asyncio.wait_for(process.ended.wait(), 10)
-            zygote.detach()
+            try:
+                await rig.close()
+            finally:
+                await trainers.detach()
 
 
 _commit_fault_of_trainer = supervisor._commit_fault

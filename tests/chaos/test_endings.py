@@ -34,6 +34,8 @@ from etrain_jupyter.testing.invariants import assert_invariants
 from tests.chaos.rig import Rig, RigJob
 from tests.chaos.workload import STEPS_PER_EPOCH, Net, body
 
+pytestmark = pytest.mark.timeout(300)  # spawned trainers import for seconds
+
 PATH = (0.5, 0.6, 0.9, 0.7, 0.8, 0.75, 0.7, 0.65)
 """What each evaluation gives, from the first on; the third is the best."""
 EVAL_STEPS = 10
@@ -79,6 +81,13 @@ STOP = {"early_stopping": {"metric": "score", "mode": "max", "patience": 3}}
 BEST_STEP, STOP_STEP = 30, 60
 
 
+def forked_but(plans: dict[str, FaultPlan], spawned: str) -> list[Any]:
+    """Return a parameter for each plan; one of them is played on spawned trainers."""
+    return [
+        pytest.param(name, marks=() if name == spawned else pytest.mark.forked) for name in plans
+    ]
+
+
 def found(log: list[Event], kind: type[Event]) -> list[Any]:
     return [event for event in log if isinstance(event, kind)]
 
@@ -107,7 +116,7 @@ KILLS = {
 }
 
 
-@pytest.mark.parametrize("name", KILLS)
+@pytest.mark.parametrize("name", forked_but(KILLS, "two die around it"))
 async def test_best_weights_survive_whoever_dies_around_them(rig: Rig, name: str) -> None:
     job = await rig.submit(scripted(**BEST), faults=KILLS[name].to_list())
     log = await job.end()
@@ -152,7 +161,7 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("name", ENDS)
+@pytest.mark.parametrize("name", forked_but(ENDS, "all but one die before it"))
 async def test_job_ends_early_at_the_same_step_whoever_dies(rig: Rig, name: str) -> None:
     job = await rig.submit(scripted(**STOP), faults=ENDS[name].to_list())
     log = await job.end()
@@ -171,6 +180,7 @@ async def test_job_ends_early_at_the_same_step_whoever_dies(rig: Rig, name: str)
     assert "one cut short: the job ended early" in audit_log(log).verdict
 
 
+@pytest.mark.forked
 async def test_newcomers_and_restored_ranks_know_how_long_nothing_has_improved(rig: Rig) -> None:
     plan = FaultPlan()
     for rank in range(4):  # all of them: what is known must come out of a checkpoint
@@ -187,6 +197,7 @@ async def test_newcomers_and_restored_ranks_know_how_long_nothing_has_improved(r
 NAN_STEP = 17
 
 
+@pytest.mark.forked
 async def test_loss_that_is_nan_fails_the_job_after_the_last_good_step(rig: Rig) -> None:
     plan = FaultPlan().nan_loss(rank=2, step=NAN_STEP)
     job = await rig.submit(body(workers={"min": 4, "max": 4}), faults=plan.to_list())
@@ -228,6 +239,7 @@ async def test_loss_that_is_nan_pauses_the_job_and_resume_tries_the_step_again(r
     assert found(log, StepUndone) == found(log, WorkerLost) == []
 
 
+@pytest.mark.forked
 async def test_job_that_a_nan_has_paused_can_be_stopped_with_a_checkpoint(rig: Rig) -> None:
     plan = FaultPlan().nan_loss(rank=0, step=NAN_STEP)
     job = await rig.submit(body(on_nan_loss="pause"), faults=plan.to_list())
@@ -240,6 +252,7 @@ async def test_job_that_a_nan_has_paused_can_be_stopped_with_a_checkpoint(rig: R
     assert [e.step for e in found(log, CheckpointCommitted)][-1] == NAN_STEP - 1
 
 
+@pytest.mark.forked
 @pytest.mark.parametrize("reproducible", [False, True])
 async def test_sample_that_makes_the_loss_infinite_is_found_on_every_retry(
     rig: Rig, reproducible: bool
@@ -274,6 +287,7 @@ def poisoned_data() -> tuple[torch.Tensor, torch.Tensor]:
     return x, y
 
 
+@pytest.mark.forked
 async def test_rank_that_dies_as_the_loss_is_nan_does_not_hide_it(rig: Rig) -> None:
     plan = FaultPlan().nan_loss(rank=1, step=NAN_STEP).kill(rank=3, step=NAN_STEP, at="all_reduce")
     keys = {"on_nan_loss": "pause", "workers": {"min": 1, "max": 4}}
@@ -295,6 +309,7 @@ def nan_metric(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return torch.full((len(target),), math.nan)
 
 
+@pytest.mark.forked
 async def test_evaluation_or_metric_that_is_nan_fails_nothing(rig: Rig) -> None:
     job = await rig.submit(
         body(loss=bad_without_grad, metrics={"bad": nan_metric}, model=Net, epochs=1)

@@ -25,6 +25,8 @@ from etrain_jupyter.testing.invariants import assert_invariants
 from tests.chaos.rig import Rig, RigJob
 from tests.chaos.workload import STEPS_PER_EPOCH, body
 
+pytestmark = pytest.mark.timeout(300)  # spawned trainers import for seconds
+
 NUM_STEPS = 3 * STEPS_PER_EPOCH
 AT = 12
 """The step in which the first fault comes: the first epoch is not over, nothing is saved yet."""
@@ -47,6 +49,17 @@ class Row:
     stacks: str = ""
     """What the culprit's logged stacks must name, where there are any."""
     keys: dict[str, Any] = field(default_factory=dict)
+    spawned: bool = False
+    """Whether the suite plays it on spawned trainers: one row for each way to die or to hang. The
+    others on forked ones, except with ``ETRAIN_SPAWN``."""
+    quick: bool = False
+    """Whether a newcomer must be there before the job's 87 steps are over: always forked."""
+
+    @property
+    def param(self) -> Any:
+        """The row as a parameter of a test."""
+        marks = () if self.spawned else pytest.mark.forked(always=self.quick)
+        return pytest.param(self, id=self.name.replace(" ", "-"), marks=marks)
 
 
 def plan(*, ranks: tuple[int, ...] = (1,), kind: str = "kill", at: str = "") -> FaultPlan:
@@ -63,30 +76,38 @@ FIRST = FaultPlan().kill(rank=3, step=AT)
 
 TABLE = (
     Row(name="SIGKILL before the forward pass", plan=plan(at="forward"), causes="SIGKILL"),
-    Row(name="SIGKILL while the averages are under way", plan=plan(), causes="SIGKILL"),
+    Row(
+        name="SIGKILL while the averages are under way",
+        plan=plan(),
+        causes="SIGKILL",
+        spawned=True,
+    ),
     Row(name="SIGKILL before the update", plan=plan(at="commit"), causes="SIGKILL"),
     Row(name="SIGKILL in the evaluation", plan=plan(at="eval"), causes="SIGKILL", undoes=False),
-    Row(name="segfault", plan=plan(kind="segfault"), causes="SIGSEGV"),
-    Row(name="os._exit", plan=plan(kind="exit"), causes="exited with code 7"),
+    Row(name="segfault", plan=plan(kind="segfault"), causes="SIGSEGV", spawned=True),
+    Row(name="os._exit", plan=plan(kind="exit"), causes="exited with code 7", spawned=True),
     Row(
         name="exception in the framework",
         plan=plan(kind="error"),
         causes="exited with code 1",
         stacks="DeliberateError",
+        spawned=True,
     ),
-    Row(name="SIGSTOP", plan=plan(kind="stop"), causes="SIGSTOP"),
+    Row(name="SIGSTOP", plan=plan(kind="stop"), causes="SIGSTOP", spawned=True),
     Row(name="SIGSTOP of rank 0", plan=plan(kind="stop", ranks=(0,)), causes="SIGSTOP"),
     Row(
         name="GIL held for ever",
         plan=plan(kind="hold_gil"),
         causes="held the GIL",
         stacks="_hold_gil",
+        spawned=True,
     ),
     Row(
         name="main thread hangs before the others' collective",
         plan=plan(kind="hang", at="forward"),
         causes="no progress",
         stacks="_hang",
+        spawned=True,
     ),
     Row(
         name="main thread hangs before the exchange of a generation's second step",
@@ -100,8 +121,12 @@ TABLE = (
         plan=FaultPlan().kill(rank=3, step=2),
         causes="SIGKILL",
     ),
-    Row(name="its connections break", plan=plan(kind="disconnect"), lost=0),
-    Row(name="its whole worker is killed", plan=FaultPlan().kill_worker(rank=1, step=AT)),
+    Row(name="its connections break", plan=plan(kind="disconnect"), lost=0, spawned=True),
+    Row(
+        name="its whole worker is killed",
+        plan=FaultPlan().kill_worker(rank=1, step=AT),
+        spawned=True,
+    ),
     Row(name="rank 0 is killed", plan=plan(ranks=(0,)), causes="SIGKILL"),
     Row(name="two at once", plan=plan(ranks=(1, 2)), lost=2, causes="SIGKILL"),
     Row(name="every rank but one", plan=plan(ranks=(0, 1, 2)), lost=3, causes="SIGKILL"),
@@ -112,6 +137,7 @@ TABLE = (
         lost=4,
         causes="SIGKILL",
         restored=True,
+        spawned=True,
     ),
     Row(
         name="two that hang in different ways",
@@ -131,12 +157,14 @@ TABLE = (
     ),
     Row(
         name="death of a newcomer during its admission",
+        quick=True,
         plan=FIRST.kill(rank=3, step=AT - 1, at="sync"),
         lost=2,
         causes="SIGKILL",
     ),
     Row(
         name="death of rank 0 while it hands its state to a newcomer",
+        quick=True,
         plan=FIRST.kill(rank=0, step=AT - 1, at="sync"),
         lost=2,
         causes="SIGKILL",
@@ -150,6 +178,7 @@ TABLE = (
     ),
     Row(
         name="death of a newcomer before it is warm",
+        quick=True,
         # Trainers are counted from 0: the fifth is the one in the place of the first lost.
         plan=FIRST.kill(rank=4, step=0, at="warm"),
         lost=2,
@@ -157,6 +186,7 @@ TABLE = (
     ),
     Row(
         name="flapping worker",
+        quick=True,
         plan=FIRST.kill(rank=3, step=AT + 1).kill(rank=3, step=AT + 2).kill(rank=3, step=AT + 3),
         lost=4,
         causes="SIGKILL",
@@ -165,7 +195,7 @@ TABLE = (
 )
 
 
-@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name.replace(" ", "-"))
+@pytest.mark.parametrize("row", [row.param for row in TABLE])
 async def test_fault_costs_what_it_may_and_harms_nobody_else(rig: Rig, row: Row) -> None:
     job = await start(rig, row.plan, **row.keys)
     log = await job.end()
@@ -235,6 +265,7 @@ async def test_notice_to_all_that_hold_the_state_saves_it_before_they_go(rig: Ri
     assert len(found(log, StepCompleted)) == NUM_STEPS
 
 
+@pytest.mark.forked
 async def test_notice_during_a_form_is_kept_until_the_next_step_boundary(rig: Rig) -> None:
     job = await start(rig, FIRST)
     formed = await job.until(lambda: [e for e in job.found(GenerationFormed) if e.step >= AT - 1])
@@ -249,6 +280,7 @@ async def test_notice_during_a_form_is_kept_until_the_next_step_boundary(rig: Ri
     assert noticed in {e.worker for e in found(log, WorkerLeft)}
 
 
+@pytest.mark.forked
 async def test_machine_that_is_taken_before_its_notice_is_over_costs_one_step(rig: Rig) -> None:
     job = await start(rig, FaultPlan())
     await job.until(lambda: job.step >= AT)
@@ -277,6 +309,7 @@ async def test_below_min_the_job_waits_says_why_and_goes_on_by_itself(rig: Rig) 
     assert_others_kept_their_process(log, {e.worker for e in found(log, WorkerLost)})
 
 
+@pytest.mark.forked
 @pytest.mark.parametrize(
     ("kind", "words"),
     [

@@ -32,6 +32,7 @@ class TaggedRight(MulticlassAccuracy):
         super().update(output.transpose(1, 2), target)
 
 
+@pytest.mark.forked
 async def test_losses_of_a_job_that_loses_a_worker_are_the_means_over_all_tokens(rig: Rig) -> None:
     plan = FaultPlan().kill(rank=1, step=5, at="all_reduce")
     keys = {

@@ -28,6 +28,8 @@ from tests.capabilities import needs
 from tests.chaos.rig import Rig
 from tests.chaos.workload import Net, body
 
+pytestmark = pytest.mark.timeout(300)  # spawned trainers import for seconds
+
 BATCH = 32
 STEPS_PER_EPOCH = 8  # the last of 6 samples
 AUTO = {"batch": {"global": BATCH, "micro": "auto"}, "workers": {"min": 2, "max": 2}}
@@ -64,6 +66,7 @@ def number_of_process(folder: str) -> int:
     raise AssertionError("that many processes?")
 
 
+@pytest.mark.forked
 async def test_workers_with_different_memory_find_different_sizes_and_train_together(
     rig: Rig, folder: Path
 ) -> None:
@@ -114,6 +117,7 @@ class ShortInStep(torch.optim.SGD):
         super().step()
 
 
+@pytest.mark.forked
 @pytest.mark.parametrize(
     ("num_workers", "num_short", "at"), [(1, 1, 12), (2, 1, 12), (1, 1, 1), (2, 2, 1)]
 )
@@ -138,6 +142,7 @@ async def test_update_that_runs_out_of_memory_leaves_no_half_updated_weights(
         assert sum(e.num_undone for e in found(log, JobRestored)) == 0
 
 
+@pytest.mark.forked
 async def test_without_auto_a_lack_of_memory_is_the_cells_and_the_error_says_what_helps(
     rig: Rig, folder: Path
 ) -> None:
@@ -150,6 +155,7 @@ async def test_without_auto_a_lack_of_memory_is_the_cells_and_the_error_says_wha
     assert "write batch: {micro: auto}" in job.hosted.state.reason
 
 
+@pytest.mark.forked
 async def test_model_of_which_not_one_sample_fits_fails_before_training(
     rig: Rig, folder: Path
 ) -> None:
@@ -183,6 +189,7 @@ def note(path: str, count: int) -> None:
         file.write(f"{os.getpid()} {count}\n")
 
 
+@pytest.mark.forked
 @needs("compiler")
 async def test_compiled_job_loses_a_rank_and_takes_a_newcomer_that_compiles_while_others_step(
     rig: Rig, folder: Path

@@ -27,7 +27,10 @@ from etrain_jupyter.events.types import (
 from etrain_jupyter.job.audit import audit_log
 from etrain_jupyter.testing.invariants import assert_invariants
 from tests.chaos.rig import Rig
+from tests.chaos.trainers import Trainers
 from tests.chaos.workload import STEPS_PER_EPOCH, Net, body
+
+pytestmark = pytest.mark.timeout(300)  # spawned trainers import for seconds
 
 MakeRig = Callable[..., AbstractAsyncContextManager[Rig]]
 SAME_BITS = {"reproducible": {"shards": 4}}
@@ -46,7 +49,7 @@ def curve(job: Any) -> dict[int, float]:
     return {event.step: event.loss for event in job.found(StepCompleted)}
 
 
-@pytest.mark.asyncio
+@pytest.mark.forked
 async def test_resume_with_another_world_size_gives_the_bits_of_an_undisturbed_run(
     rig: Rig,
 ) -> None:
@@ -71,12 +74,11 @@ async def test_resume_with_another_world_size_gives_the_bits_of_an_undisturbed_r
     assert_invariants(log)
 
 
-@pytest.mark.asyncio
 async def test_job_goes_on_after_all_its_workers_and_its_coordinator_died(
-    zygote: Any, folder: Path, limits: None, make: MakeRig
+    trainers: Trainers, folder: Path, make: MakeRig
 ) -> None:
     keys = body(**SAME_BITS, checkpoint={"every": "10 steps"}, workers={"min": 1, "max": 2})
-    async with make(zygote, folder) as first:
+    async with make(trainers, folder) as first:
         undisturbed = await first.submit(keys)
         await undisturbed.end()
         expected = digest(undisturbed)
@@ -85,7 +87,7 @@ async def test_job_goes_on_after_all_its_workers_and_its_coordinator_died(
         first.crash(job)
     generation = max(e.generation for e in job.events())
 
-    async with make(zygote, folder) as second:
+    async with make(trainers, folder) as second:
         job = await second.resume(job, keys)
         log = await job.end()
 
@@ -97,7 +99,7 @@ async def test_job_goes_on_after_all_its_workers_and_its_coordinator_died(
         assert_invariants(log)
 
 
-@pytest.mark.asyncio
+@pytest.mark.forked
 async def test_finished_job_goes_on_with_more_epochs(rig: Rig) -> None:
     job = await rig.submit(body(epochs=1))
     await job.end()
@@ -115,16 +117,16 @@ async def test_finished_job_goes_on_with_more_epochs(rig: Rig) -> None:
     ]
 
 
-@pytest.mark.asyncio
+@pytest.mark.forked
 async def test_job_without_a_checkpoint_begins_anew_in_the_same_log(
-    zygote: Any, folder: Path, limits: None, make: MakeRig
+    trainers: Trainers, folder: Path, make: MakeRig
 ) -> None:
-    async with make(zygote, folder) as first:
+    async with make(trainers, folder) as first:
         job = await first.submit(body(epochs=1))
         await job.until(lambda: job.step >= 5)
         first.crash(job)
 
-    async with make(zygote, folder) as second:
+    async with make(trainers, folder) as second:
         job = await second.resume(job, body(epochs=1))
         log = await job.end()
 
@@ -155,7 +157,7 @@ class Mended(Broken):
         return Net.forward(self, x)
 
 
-@pytest.mark.asyncio
+@pytest.mark.forked
 async def test_failed_job_goes_on_with_mended_code(rig: Rig) -> None:
     one = {"workers": {"min": 1, "max": 1}}
     job = await rig.submit(body(model=Broken, **one))
@@ -180,7 +182,7 @@ class Wider(nn.Module):
         return self.layers(x)
 
 
-@pytest.mark.asyncio
+@pytest.mark.forked
 async def test_another_model_fails_clearly_and_loses_nothing(rig: Rig) -> None:
     job = await rig.submit(body(epochs=1))
     await job.end()
@@ -203,7 +205,7 @@ def fewer() -> tuple[torch.Tensor, torch.Tensor]:
     return x, (x.sum(dim=1) > 0).long()
 
 
-@pytest.mark.asyncio
+@pytest.mark.forked
 async def test_data_of_another_length_needs_force(rig: Rig) -> None:
     job = await rig.submit(body(epochs=1))
     await job.end()
@@ -221,7 +223,7 @@ async def test_data_of_another_length_needs_force(rig: Rig) -> None:
     assert report.ok, str(report)
 
 
-@pytest.mark.asyncio
+@pytest.mark.forked
 async def test_another_optimizer_begins_anew_and_says_so(rig: Rig) -> None:
     job = await rig.submit(body(epochs=1, loss=F.cross_entropy))
     await job.end()

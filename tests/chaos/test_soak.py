@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,9 +21,12 @@ from tests.chaos.forks import Zygote
 from tests.chaos.rig import RigJob, make_rig
 from tests.chaos.workload import body
 
-SETTLE_S = 30.0
-"""How long what a generation leaves to threads in the background may take to be gone: a little more
-than the time-out of a collective, which is 20 s in the rig's trainers."""
+COLLECTIVE_TIMEOUT_S = 20.0
+"""Of these trainers; half an hour in the product. Until then gloo keeps a thread for some sends."""
+SETTLE_S = COLLECTIVE_TIMEOUT_S + 10
+"""How long what a generation leaves to threads in the background may take to be gone."""
+KEEP_RECORDS = 500
+"""Records that these ranks keep, so that this memory is full early on; 10,000 in the product."""
 
 GROWTH_BYTES = 8 << 20
 """What may be there in the end that was not after a fifth of the way: allocators and caches fill in
@@ -38,6 +42,14 @@ class Size:
     threads: int
     descriptors: int
     memory: int
+
+
+@pytest.fixture(scope="module")
+def zygote() -> Iterator[Zygote]:
+    """Give one whose trainers are full, and settle, sooner than the product's."""
+    made = Zygote(keep_records=KEEP_RECORDS, collective_timeout_s=COLLECTIVE_TIMEOUT_S)
+    yield made
+    made.close()
 
 
 @pytest.mark.timeout(180)

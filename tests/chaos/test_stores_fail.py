@@ -33,6 +33,8 @@ from etrain_jupyter.testing.s3_server import S3Server
 from tests.chaos.rig import Rig, RigJob
 from tests.chaos.workload import Net, body
 
+pytestmark = pytest.mark.timeout(300)  # spawned trainers import for seconds
+
 
 @pytest.fixture
 def limits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,6 +58,7 @@ def found(log: list[Event], kind: type[Event]) -> list[Any]:
     return [event for event in log if isinstance(event, kind)]
 
 
+@pytest.mark.forked
 async def test_acknowledged_checkpoints_in_s3_survive_whoever_dies_while_saving(
     rig: Rig, s3_server: S3Server, s3_bucket: str
 ) -> None:
@@ -97,6 +100,7 @@ def net_that_is_spread(environment: dict[str, str]) -> nn.Module:
     return net_with(environment)
 
 
+@pytest.mark.forked
 async def test_ranks_that_write_a_checkpoint_together_may_die_over_it(
     rig: Rig, s3_server: S3Server, s3_bucket: str
 ) -> None:
@@ -154,6 +158,7 @@ def record_of(job: RigJob) -> JobRecord:
     )
 
 
+@pytest.mark.forked
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
@@ -207,6 +212,7 @@ async def test_job_trains_on_while_nothing_can_be_written_and_saves_again_afterw
     await assert_trains_on(job, failing, "File too large")
 
 
+@pytest.mark.forked
 async def test_job_trains_on_while_its_folder_cannot_be_used_and_saves_again_afterwards(
     rig: Rig, tmp_path: Path
 ) -> None:

@@ -1,11 +1,12 @@
-"""A process that has imported everything and forks trainers: ``python -m tests.chaos.zygote FD``.
+"""A process that has imported everything and forks trainers.
 
 The product spawns trainers, which costs seconds of imports each; hundreds of schedules on real
 processes are affordable only if that is paid once. What a fork must not copy is kept out of the
 zygote: it has one thread, no CUDA, and has computed nothing.
 
-It reads requests from a socket (four descriptors: channel, progress page, stdout, stderr) and
-answers ``{"forked": pid}``; it tells ``{"exited": pid, "code": n}`` of each trainer's end.
+``python -m tests.chaos.zygote FD CHANGES``: CHANGES are ``Zygote``'s arguments in JSON. It reads
+requests from a socket (four descriptors: channel, progress page, stdout, stderr) and answers
+``{"forked": pid}``; it tells ``{"exited": pid, "code": n}`` of each trainer's end.
 """
 
 from __future__ import annotations
@@ -35,12 +36,16 @@ def main() -> None:
     from etrain_jupyter.ranks.group import backends
     from etrain_jupyter.ranks.main import die_with_parent
 
-    # Two things that grow by design up to a bound, which a test should not have to wait for: the
-    # records that a rank keeps, and threads that gloo lets go of at its time-out only (a send that
-    # its own thread was about to make when the connection broke is told to nobody).
+    # Two things that grow by design up to a bound, which the test of growth should not have to
+    # wait for: the records that a rank keeps, and threads that gloo lets go of at its time-out
+    # only (a send that its own thread was about to make when the connection broke is told to
+    # nobody). All other tests keep the product's values.
+    changes = json.loads(sys.argv[2])
     assert reporter.KEEP_RECORDS, backends.COLLECTIVE_TIMEOUT
-    reporter.KEEP_RECORDS = 500
-    backends.COLLECTIVE_TIMEOUT = timedelta(seconds=20)
+    if changes["keep_records"] is not None:
+        reporter.KEEP_RECORDS = changes["keep_records"]
+    if changes["collective_timeout_s"] is not None:
+        backends.COLLECTIVE_TIMEOUT = timedelta(seconds=changes["collective_timeout_s"])
     die_with_parent()
     torch.set_num_threads(1)
     assert len(os.listdir("/proc/self/task")) == 1, "a fork copies one thread only"

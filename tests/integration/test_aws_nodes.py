@@ -53,13 +53,13 @@ async def test_without_capacity_it_waits_says_so_and_then_pays_for_on_demand(
     head = await open_head(capacity=keys)
     head.nodes.want(2, reason="test")
     await head.until(head.running)
-    await head.until(lambda: head.warnings)
+    # On a busy machine the second is over before the first answer: then the words come after.
+    await head.until(lambda: any("EC2 has no capacity for" in text for text in head.warnings))
 
     (node,) = head.nodes.nodes()
     assert (node["lifecycle"], node["price_usd_per_h"]) == ("on-demand", 1.006)
-    assert "EC2 has no capacity for 2 workers now" in head.warnings[0]
-    assert "At most 1 come on demand after 1 s of it" in head.warnings[0]
-    told = " ".join(head.warnings[1:])
+    told = " ".join(head.warnings)
+    assert "At most 1 come on demand after 1 s of it" in told
     assert "1 node of g5.xlarge asked for on demand, at the full price" in told
 
 
