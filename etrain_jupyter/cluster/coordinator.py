@@ -15,6 +15,7 @@ from typing import Any
 from distributed import Scheduler, SchedulerPlugin
 
 from etrain_jupyter.cluster.deliberate import Injector
+from etrain_jupyter.cluster.head_bundles import HeadBundles
 from etrain_jupyter.cluster.hosted_job import HostedJob
 from etrain_jupyter.cluster.job_records import JobRecords
 from etrain_jupyter.cluster.mirrored_log import open_run
@@ -81,6 +82,7 @@ class Coordinator(SchedulerPlugin):
         self._halted = ""
         """Why there will be no more workers; empty if there will."""
         self._records = JobRecords(None)
+        self._bundles = HeadBundles(lambda: (job.order for job in self._active()))
         self._returning: Returning | None = None
         """The trainers of the scheduler before, while they are waited for."""
         self._unacknowledged: dict[str, int] = {}
@@ -131,6 +133,8 @@ class Coordinator(SchedulerPlugin):
         """Return what may be called, without the prefix that all of it has."""
         return {
             "submit": self._submit,
+            "put_bundle": self._put_bundle,
+            "bundle": self._read_bundle,
             "jobs": self._jobs_list,
             "events": self._events,
             "request": self._request,
@@ -145,6 +149,7 @@ class Coordinator(SchedulerPlugin):
             self._ticker.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._ticker
+        self._bundles.close()
         deadline = time.monotonic() + LAST_UPLOADS_S
         while any(job.is_uploading for job in self._jobs.values()) and time.monotonic() < deadline:
             await asyncio.sleep(COALESCE_S)
@@ -362,9 +367,10 @@ class Coordinator(SchedulerPlugin):
 
     def _after_change(self) -> None:
         """Let go what is not needed any more."""
-        ended = [job for job in self._jobs.values() if job.state.is_ended and job.order.bundle]
+        ended = [job for job in self._jobs.values() if job.state.is_ended and not job.is_put_away]
         for job in ended:
-            job.order.bundle = b""
+            job.is_put_away = True
+            self._forget_bundle(job.order.bundle_digest)
             self._records.remove(job.order.job_id)
             job.trainers.clear()
             self._money.end(job)
@@ -375,6 +381,12 @@ class Coordinator(SchedulerPlugin):
         # A job that was about to end, and goes on after all, has no workers to ask for.
         if ended or any(not j.state.assigned and not j.state.outcome for j in self._active()):
             self._allocate()
+
+    def _forget_bundle(self, digest: str) -> None:
+        """Let the workers remove a bundle, unless another job uses the same."""
+        if all(job.order.bundle_digest != digest for job in self._active()):
+            for facts in self._workers:
+                self._tell(facts.name, {"op": "forget_bundle", "digest": digest})
 
     # --- what the kernel may call ---
 
@@ -390,10 +402,10 @@ class Coordinator(SchedulerPlugin):
         if self._halted:
             raise RequestError(f"{self._halted}. Nothing was submitted. %etrain down ends the pool")
         self._requests.check_capacity(order.min_workers, "Nothing was submitted")
+        if not await self._bundles.is_here(order):
+            return {"wants_bundle": True}
         order.run_dir.mkdir(parents=True, exist_ok=True)
         opened = await asyncio.to_thread(open_run, order) if order.place else None
-        if not order.resumes:
-            (order.run_dir / "bundle").write_bytes(order.bundle)
         self._records.add(order)
         try:
             hosted = HostedJob(order=order, tell=self._tell, hang_s=self._hang_s, opened=opened)
@@ -405,6 +417,13 @@ class Coordinator(SchedulerPlugin):
         self._jobs[order.job_id] = hosted
         self._allocate()
         return {"job_id": order.job_id}
+
+    async def _put_bundle(self, job: dict[str, Any], offset: int, data: bytes) -> dict[str, Any]:
+        await self._bundles.put(Order.from_message(job), offset, data)
+        return {}
+
+    async def _read_bundle(self, digest: str, offset: int) -> dict[str, Any]:
+        return {"data": await self._bundles.read(digest, offset)}
 
     async def _jobs_list(self) -> dict[str, Any]:
         return {"jobs": [job.summary() for job in self._jobs.values()]}

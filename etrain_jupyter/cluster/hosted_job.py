@@ -82,6 +82,8 @@ class HostedJob:
     """What a job had cost that was resumed, or whose scheduler died."""
     describe_worker: Callable[[str], dict[str, Any]] = field(default=lambda worker: {}, init=False)
     """Returns what is known of a worker's machine, as ``WorkerJoined`` has it."""
+    is_put_away: bool = field(default=False, init=False)
+    """Whether it has ended and the coordinator keeps nothing for it any more."""
     before_end: Callable[[HostedJob], None] = field(default=lambda job: None, init=False)
     """Called before the log is told of its end: nothing can follow that."""
 
@@ -293,7 +295,11 @@ class HostedJob:
                 "trainer": command.trainer,
                 "job_id": order.job_id,
                 "config": order.config,
-                "bundle": order.bundle,
+                "bundle": {
+                    "digest": order.bundle_digest,
+                    "size": order.bundle_size,
+                    "path": str(order.bundle_path),
+                },
                 "cwd": order.cwd,
                 "checkpoints": order.checkpoints,
                 "faults": self.planned.of_newcomer(command.trainer, among=self.state.members),
