@@ -18,6 +18,7 @@ from etrain_jupyter.cluster import clock
 from etrain_jupyter.cluster.acknowledgements import Acknowledgements
 from etrain_jupyter.cluster.defects import Defects
 from etrain_jupyter.cluster.deliberate import Injector
+from etrain_jupyter.cluster.head_bundles import HeadBundles
 from etrain_jupyter.cluster.hosted_job import HostedJob
 from etrain_jupyter.cluster.job_records import JobRecords
 from etrain_jupyter.cluster.mirrored_log import open_run
@@ -86,6 +87,7 @@ class Coordinator(SchedulerPlugin):
         self._defects = Defects()
         self._records = JobRecords(None)
         self._acknowledgements = Acknowledgements(self._records)
+        self._bundles = HeadBundles(lambda: (job.order for job in self._active()))
         self._returning: Returning | None = None
         """The trainers of the scheduler before, while they are waited for."""
         self._ticked_at: float | None = None
@@ -141,6 +143,8 @@ class Coordinator(SchedulerPlugin):
         """Return what may be called, without the prefix that all of it has."""
         return {
             "submit": self._submit,
+            "put_bundle": self._put_bundle,
+            "bundle": self._read_bundle,
             "jobs": self._jobs_list,
             "events": self._events,
             "request": self._request,
@@ -155,6 +159,7 @@ class Coordinator(SchedulerPlugin):
             self._ticker.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._ticker
+        self._bundles.close()
         deadline = time.monotonic() + LAST_UPLOADS_S
         while any(job.is_uploading for job in self._jobs.values()) and time.monotonic() < deadline:
             self._write_logs()
@@ -413,6 +418,7 @@ class Coordinator(SchedulerPlugin):
         ended = [job for job in self._jobs.values() if job.state.is_ended and not job.is_let_go]
         for job in ended:
             job.let_go()
+            self._forget_bundle(job.order.bundle_digest)
             self._money.end(job)
             self._injector.end_chaos(job)
             self._idle_since = time.monotonic()
@@ -425,6 +431,12 @@ class Coordinator(SchedulerPlugin):
         # A job that was about to end, and goes on after all, has no workers to ask for.
         if ended or any(not j.state.assigned and not j.state.outcome for j in self._active()):
             self._allocate()
+
+    def _forget_bundle(self, digest: str) -> None:
+        """Let the workers remove a bundle, unless another job uses the same."""
+        if all(job.order.bundle_digest != digest for job in self._active()):
+            for facts in self._workers:
+                self._tell(facts.name, {"op": "forget_bundle", "digest": digest})
 
     # --- what the kernel may call ---
 
@@ -440,6 +452,8 @@ class Coordinator(SchedulerPlugin):
         if self._halted:
             raise RequestError(f"{self._halted}. Nothing was submitted. %etrain down ends the pool")
         self._requests.check_capacity(order.min_workers, "Nothing was submitted")
+        if not await self._bundles.is_here(order):
+            return {"wants_bundle": True}
         try:
             hosted = await self._open(order)
         except OSError as exc:
@@ -460,14 +474,19 @@ class Coordinator(SchedulerPlugin):
         """
         order.run_dir.mkdir(parents=True, exist_ok=True)
         opened = await asyncio.to_thread(open_run, order) if order.place else None
-        if not order.resumes:
-            (order.run_dir / "bundle").write_bytes(order.bundle)
         try:
             self._records.add(order)
             return self._host(order, opened=opened)
         except BaseException:
             self._records.remove(order.job_id)
             raise
+
+    async def _put_bundle(self, job: dict[str, Any], offset: int, data: bytes) -> dict[str, Any]:
+        await self._bundles.put(Order.from_message(job), offset, data)
+        return {}
+
+    async def _read_bundle(self, digest: str, offset: int) -> dict[str, Any]:
+        return {"data": await self._bundles.read(digest, offset)}
 
     async def _jobs_list(self) -> dict[str, Any]:
         return {"jobs": [job.summary() for job in self._jobs.values()]}

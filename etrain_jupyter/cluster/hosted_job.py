@@ -312,7 +312,6 @@ class HostedJob:
     def let_go(self) -> None:
         """Free what an ended job does not need any more."""
         self.is_let_go = True
-        self.order.bundle = b""
         self.trainers.clear()
 
     @property
@@ -349,7 +348,11 @@ class HostedJob:
                 "trainer": command.trainer,
                 "job_id": order.job_id,
                 "config": order.config,
-                "bundle": order.bundle,
+                "bundle": {
+                    "digest": order.bundle_digest,
+                    "size": order.bundle_size,
+                    "path": str(order.bundle_path),
+                },
                 "cwd": order.cwd,
                 "checkpoints": order.checkpoints,
                 "faults": self.planned.of_newcomer(command.trainer, among=self.state.members),

@@ -4,7 +4,7 @@
 
     jobs/
     ├── digits-1a2b3c4d/
-    │   ├── order        what was submitted, without the notebook's objects: the run folder has them
+    │   ├── order        what was submitted; the notebook's objects are in the run folder
     │   └── wishes       what somebody has asked for since, as far as no log has it yet
     └── heard/w1         the number of the newest message that was taken in from each supervisor
 
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import logging
 import os
 import shutil
@@ -67,8 +66,7 @@ class JobRecords:
         folder = self._folder / order.job_id
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         values = {f.name: getattr(order, f.name) for f in dataclasses.fields(order)}
-        digest = hashlib.sha256(values.pop("bundle")).hexdigest()
-        values |= {"run_dir": str(order.run_dir), "digest": digest}
+        values["run_dir"] = str(order.run_dir)
         _replace(folder / "order", msgpack.packb(values))
         self._note(order.job_id, Wishes())
 
@@ -158,13 +156,10 @@ def _replace(path: Path, data: bytes) -> None:
 
 
 def _order_from(values: dict[str, Any]) -> Order:
-    digest = values.pop("digest")
-    run_dir = Path(values.pop("run_dir"))
-    for path in run_dir.glob("bundle*"):
-        data = path.read_bytes()
-        if hashlib.sha256(data).hexdigest() == digest:
-            return Order(**values, run_dir=run_dir, bundle=data)
-    raise ValueError(f"the notebook's objects are not in {run_dir}")
+    order = Order(**{**values, "run_dir": Path(values["run_dir"])})
+    if order.bundle_path.stat().st_size != order.bundle_size:
+        raise ValueError(f"{order.bundle_path} is not what was submitted")
+    return order
 
 
 def _wishes_from(values: dict[str, Any]) -> Wishes:

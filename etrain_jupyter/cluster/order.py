@@ -26,7 +26,12 @@ class Order:
     run_dir: Path
     """Its folder; of a job that lies in a bucket, this machine's copy."""
     config: dict[str, Any]
-    bundle: bytes
+    bundle_digest: str
+    """SHA-256 of the notebook's objects, hexadecimal."""
+    bundle_size: int
+    """Their bytes."""
+    bundle_file: str = "bundle"
+    """Name of the file with them in the run folder."""
     pool: str = "local"
     cwd: str = ""
     min_workers: int = 1
@@ -52,6 +57,11 @@ class Order:
     def log_path(self) -> Path:
         """Its durable log, in the folder of this machine."""
         return self.run_dir / LOG_FILE
+
+    @property
+    def bundle_path(self) -> Path:
+        """The file with the notebook's objects, on this machine."""
+        return self.run_dir / self.bundle_file
 
     @property
     def checkpoints(self) -> str:

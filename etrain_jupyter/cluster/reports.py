@@ -8,12 +8,14 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from etrain_jupyter.bundle.restore import read_cells
+from etrain_jupyter.bundle.sources import CellSource
 from etrain_jupyter.cluster import clock
 from etrain_jupyter.cluster.deliberate import FATAL
 from etrain_jupyter.cluster.last_words import last_words
 from etrain_jupyter.cluster.order import TrainerFacts
 from etrain_jupyter.elastic import stimuli as s
 from etrain_jupyter.elastic.lineage import is_of_job
+from etrain_jupyter.errors import BundleError
 from etrain_jupyter.events import types as events
 
 if TYPE_CHECKING:
@@ -232,7 +234,7 @@ def _on_log(job: HostedJob, _: str, facts: TrainerFacts, message: Message) -> No
 
 
 def _on_exited(job: HostedJob, trainer: str, facts: TrainerFacts, message: Message) -> None:
-    words = last_words(facts.worker, facts.last_lines, read_cells(job.order.bundle))
+    words = last_words(facts.worker, facts.last_lines, _cells_of(job))
     lost = s.TrainerLost(
         trainer=trainer,
         cause=message["cause"],
@@ -240,6 +242,14 @@ def _on_exited(job: HostedJob, trainer: str, facts: TrainerFacts, message: Messa
         injected=facts.is_injected,
     )
     job.handle(lost)
+
+
+def _cells_of(job: HostedJob) -> dict[str, CellSource]:
+    """Return the notebook's cells; none if its objects cannot be read any more."""
+    try:
+        return read_cells(job.order.bundle_path)
+    except (OSError, BundleError):
+        return {}
 
 
 def _on_fault_fired(job: HostedJob, _: str, facts: TrainerFacts, message: Message) -> None:

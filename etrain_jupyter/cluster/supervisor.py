@@ -15,6 +15,7 @@ from distributed import Worker, WorkerPlugin
 from distributed.comm.addressing import get_address_host
 from distributed.comm.core import CommClosedError
 
+from etrain_jupyter.cluster.machine_bundles import BundleFetchError, MachineBundles, folder_of
 from etrain_jupyter.cluster.outbox import Outbox, Standing
 from etrain_jupyter.cluster.own_notices import OwnNotices
 from etrain_jupyter.cluster.trainer_process import TrainerProcess
@@ -39,6 +40,12 @@ BEAT_S = 1.0
 
 FROZEN_S = 1.5
 """From which age of a trainer's pulse on the system is asked what has become of its process."""
+
+FETCH_S = 30.0
+"""Timeout in seconds of one piece of a bundle."""
+
+FETCH_PATIENCE_S = 90.0
+"""How long a piece is asked for again; longer than a scheduler takes to be started again."""
 
 BY_SIGNAL = {"stop": signal.SIGSTOP, "segfault": signal.SIGSEGV}
 """Faults on purpose that need no help of the trainer; the others it commits itself."""
@@ -75,6 +82,7 @@ class Supervisor(WorkerPlugin):
         self._is_connected = False
         self._outbox = Outbox()
         self._notices = OwnNotices(self._send)
+        self._bundles = MachineBundles(self._fetch_bundle)
         self._standings: dict[str, Standing] = {}
         """Of the trainers that run, and of those whose end nobody has heard of."""
         self._may_read = asyncio.Event()
@@ -86,6 +94,7 @@ class Supervisor(WorkerPlugin):
         self._worker = worker
         worker.stream_handlers["etrain_order"] = self._take_order
         self._is_connected = True
+        self._bundles.begin(folder_of(worker.local_directory))
         self._notices.start()
         self._say_hello()
         for message in self._outbox.unheard():
@@ -115,6 +124,7 @@ class Supervisor(WorkerPlugin):
             trainer.kill("its worker is closing")
         for trainer in running:
             await trainer.wait()
+        self._bundles.release_all()
 
     # --- orders ---
 
@@ -137,6 +147,9 @@ class Supervisor(WorkerPlugin):
             return
         if op == "start":
             self._go(self._start_trainer(message))
+            return
+        if op == "forget_bundle":
+            self._bundles.release(message["digest"])
             return
         if op == "reset":
             if message["incarnation"] == self._incarnation:
@@ -205,6 +218,7 @@ class Supervisor(WorkerPlugin):
             trainer.kill("its worker was given up")
         for trainer in ending:
             await trainer.wait()
+        self._bundles.release_all()
         self._say_hello()
 
     async def _kill_later(self, trainer: TrainerProcess) -> None:
@@ -229,8 +243,6 @@ class Supervisor(WorkerPlugin):
         self._standings[trainer.name] = Standing(started_at=time.time(), pid=trainer.pid)
         # Known before it runs: orders that come meanwhile wait for it, a kill is carried out.
         self._trainers[trainer.name] = trainer
-        host = get_address_host(self._worker.address)
-        trainer.send({**order, "host": host})
         if is_new:
             try:
                 await trainer.start()
@@ -238,8 +250,39 @@ class Supervisor(WorkerPlugin):
                 logger.exception("trainer %s could not be started", trainer.name)
                 self._on_exit(trainer, f"its process could not be started: {exc}")
                 return
+        try:
+            path = await self._bundles.get(order["bundle"])
+        except BundleFetchError as exc:
+            trainer.kill(str(exc))
+            return
+        if self._trainers.get(trainer.name) is not trainer:
+            trainer.kill("it was let go before it began")
+            return
+        host = get_address_host(self._worker.address)
+        bundle = {"path": str(path), "digest": order["bundle"]["digest"]}
+        trainer.send({**order, "bundle": bundle, "host": host})
         self._report({"op": "started", "trainer": trainer.name, "pid": trainer.pid})
         self._go(self._start_spare(SPARE_DELAY_S))
+
+    async def _fetch_bundle(self, digest: str, offset: int) -> bytes:
+        """Return the next piece of a bundle; a scheduler that has died is waited for."""
+        deadline = time.monotonic() + FETCH_PATIENCE_S
+        while True:
+            try:
+                asked = self._worker.scheduler.etrain_bundle(digest=digest, offset=offset)
+                answer = await asyncio.wait_for(asked, FETCH_S)
+                break
+            except (OSError, TimeoutError) as exc:
+                if time.monotonic() >= deadline:
+                    raise BundleFetchError(
+                        f"the scheduler did not send the job's bundle: nothing came for "
+                        f"{FETCH_PATIENCE_S:.0f} s ({type(exc).__name__}: {exc})"
+                    ) from exc
+            await asyncio.sleep(BEAT_S)
+        if "error" in answer:
+            raise BundleFetchError(str(answer["message"]))
+        data: bytes = answer["data"]
+        return data
 
     async def _start_spare(self, delay_s: float = 0.0) -> None:
         await asyncio.sleep(delay_s)

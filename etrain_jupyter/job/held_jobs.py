@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from etrain_jupyter import __version__
 from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.errors import PoolError
+from etrain_jupyter.job.handover import bundle_facts, hand_over
 from etrain_jupyter.job.link import Link, link_to, open_link
 from etrain_jupyter.job.run_store import (
     JobRecord,
@@ -28,9 +29,6 @@ from etrain_jupyter.node.fingerprint import read_fingerprint
 if TYPE_CHECKING:
     from etrain_jupyter.bundle.capture import Bundle
     from etrain_jupyter.pools import SchedulerAddress
-
-SUBMIT_S = 120.0
-"""A bundle may be large, and the scheduler may be busy."""
 
 _held: dict[Path, TrainingJob] = {}
 """By folder."""
@@ -69,7 +67,7 @@ def submit_job(
             "cwd": os.getcwd(),
             "host": platform.node(),
         },
-        bundle=bundle.data,
+        bundle=bundle,
     )
     link = open_link(address)
     order = {
@@ -77,7 +75,7 @@ def submit_job(
         "name": record.name,
         "run_dir": str(record.folder),
         "config": record.config,
-        "bundle": bundle.data,
+        **bundle_facts(record),
         "pool": record.pool,
         "cwd": os.getcwd(),
         "min_workers": config.workers.min,
@@ -89,7 +87,7 @@ def submit_job(
     if faults:
         order["faults"] = [dict(fault) for fault in faults]
     try:
-        link.call("etrain_submit", timeout=SUBMIT_S, job=order)
+        hand_over(link, order, record.bundle_path)
     except PoolError:
         store.discard(record)
         raise

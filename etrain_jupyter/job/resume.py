@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from pydantic import ValidationError
 
 from etrain_jupyter import __version__
 from etrain_jupyter.bundle.code_table import compare_code
+from etrain_jupyter.bundle.files import has_digest
 from etrain_jupyter.bundle.restore import open_bundle
 from etrain_jupyter.checkpoints import open_store
 from etrain_jupyter.config.differences import Difference, compare_configs, with_values
@@ -32,6 +32,7 @@ from etrain_jupyter.events.types import (
     JobStatusChanged,
     StepCompleted,
 )
+from etrain_jupyter.job.handover import bundle_facts, hand_over
 from etrain_jupyter.job.link import open_link
 from etrain_jupyter.job.run_store import JobRecord, RunStore, absolute_paths, store_of
 from etrain_jupyter.job.store_link import refresh_log
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from etrain_jupyter.job.training_job import TrainingJob
     from etrain_jupyter.pools import SchedulerAddress
 
-SUBMIT_S = 120.0
 FORCE = "type --force to go on all the same"
 
 
@@ -71,7 +71,8 @@ class _Next:
 
     record: JobRecord
     config: TrainConfig
-    bundle: bytes
+    bundle: Bundle | None
+    """Other objects of the notebook; None keeps those that the job has."""
     differs: list[str]
 
 
@@ -209,7 +210,7 @@ def _prepare(store: RunStore, known: JobRecord, wish: Wish, log: Sequence[Event]
     stored = _stored_bundle(store, known, is_needed=wish.bundle is None)
     found = compare_configs(old, new)
     if wish.bundle is not None:
-        found += _compare_bundles(stored, wish.bundle.data)
+        found += _compare_bundles(stored, wish.bundle)
     matters = [difference for difference in found if difference.why]
     if matters and not wish.is_forced:
         lines = "".join(f"\n  {one}\n      {one.why}" for one in matters)
@@ -218,46 +219,46 @@ def _prepare(store: RunStore, known: JobRecord, wish: Wish, log: Sequence[Event]
             hint=f"change it back, or {FORCE}",
         )
     _check_work_is_left(known, old, new, log)
-    data = wish.bundle.data if wish.bundle is not None else stored
     record = replace(
         known,
         pool=new.pool,
         config=new.model_dump(mode="json"),
         version=__version__,
         cell=wish.cell or known.cell,
-        bundle_digest=hashlib.sha256(data).hexdigest(),
+        bundle_digest=wish.bundle.digest if wish.bundle is not None else known.bundle_digest,
     )
-    return _Next(record=record, config=new, bundle=data, differs=[str(one) for one in found])
+    differs = [str(one) for one in found]
+    return _Next(record=record, config=new, bundle=wish.bundle, differs=differs)
 
 
-def _stored_bundle(store: RunStore, record: JobRecord, *, is_needed: bool) -> bytes:
-    """Return the objects that the job was submitted with.
+def _stored_bundle(store: RunStore, record: JobRecord, *, is_needed: bool) -> Path | None:
+    """Return the file with the objects that the job was submitted with.
 
     Raises:
         BundleError: If they are not there, or are not those any more, and are needed.
     """
     try:
-        data = store.fetch_bundle(record)
+        path = store.fetch_bundle(record)
     except (OSError, RunStoreError) as exc:
         if not is_needed:
-            return b""
+            return None
         raise BundleError(
             f"the notebook's objects of job {record.job_id} cannot be read ({exc}). Run its cell "
             f"with %%etrain distributed --resume {record.job_id}, which brings them along."
         ) from exc
-    if is_needed and hashlib.sha256(data).hexdigest() != record.bundle_digest:
+    if is_needed and not has_digest(path, record.bundle_digest):
         raise BundleError(
             f"{record.bundle_path} is not what job {record.job_id} was submitted with. Run its "
             f"cell with %%etrain distributed --resume {record.job_id} --force."
         )
-    return data
+    return path
 
 
-def _compare_bundles(old: bytes, new: bytes) -> list[Difference]:
+def _compare_bundles(old: Path | None, new: Bundle) -> list[Difference]:
     """Return what is another one in the code and in the data that come with the cell."""
-    later = open_bundle(new)
+    later = open_bundle(new.header)
     try:
-        earlier = open_bundle(old)
+        earlier = open_bundle(b"" if old is None else old)
         tables = earlier.code, later.code
     except BundleError as exc:
         return [Difference(key="code", old="not readable", new="this code", why=str(exc))]
@@ -335,7 +336,7 @@ def _submit(
         "name": known.name,
         "run_dir": str(known.folder),
         "config": written.config,
-        "bundle": coming.bundle,
+        **bundle_facts(written),
         "pool": written.pool,
         "cwd": _folder_of(written),
         "min_workers": coming.config.workers.min,
@@ -349,7 +350,7 @@ def _submit(
     }
     link = open_link(address)
     try:
-        link.call("etrain_submit", timeout=SUBMIT_S, job=order)
+        hand_over(link, order, written.bundle_path)
     except PoolError:
         store.rewrite(known)
         if written.bundle_file != known.bundle_file:

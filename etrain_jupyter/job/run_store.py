@@ -23,14 +23,18 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from etrain_jupyter.bundle.files import has_digest, write_bundle
 from etrain_jupyter.checkpoints import place_of_job
 from etrain_jupyter.errors import ConfigError, EtrainError, JobNotFoundError
 from etrain_jupyter.events.log import LOG_FILE
 from etrain_jupyter.job.history import peek_log
 from etrain_jupyter.job.link import link_to
 from etrain_jupyter.runs.place import is_remote
+
+if TYPE_CHECKING:
+    from etrain_jupyter.bundle.capture import Bundle
 
 RECORD_FILE = "job.json"
 BUNDLE_FILE = "bundle"
@@ -165,13 +169,14 @@ class RunStore:
     def check_writable(self) -> None:
         """Refuse a store in which no job could be made; a folder is made when it is needed."""
 
-    def fetch_bundle(self, record: JobRecord) -> bytes:
-        """Return the notebook's objects of a job.
+    def fetch_bundle(self, record: JobRecord) -> Path:
+        """Return the file with the notebook's objects of a job, on this machine.
 
         Raises:
-            OSError: If they cannot be read.
+            OSError: If it is not there.
         """
-        return record.bundle_path.read_bytes()
+        record.bundle_path.stat()
+        return record.bundle_path
 
     def remove_bundle(self, record: JobRecord) -> None:
         """Remove a bundle that no record names any more."""
@@ -202,13 +207,13 @@ class RunStore:
         )
 
     def create(
-        self, record: Mapping[str, Any], *, bundle: bytes = b"", job_id: str = ""
+        self, record: Mapping[str, Any], *, bundle: Bundle | bytes = b"", job_id: str = ""
     ) -> JobRecord:
         """Make a job's folder with ``job.json`` and the bundle in it, all at once or not at all.
 
         Args:
             record: The fields of ``JobRecord`` but the id and the folder.
-            bundle: The notebook's objects as bytes.
+            bundle: The notebook's objects.
             job_id: The id, if it has been given out already.
 
         Raises:
@@ -220,7 +225,7 @@ class RunStore:
         hidden = self.root / f".{job_id}.{secrets.token_hex(4)}"
         hidden.mkdir(parents=True)
         try:
-            (hidden / BUNDLE_FILE).write_bytes(bundle)
+            write_bundle(hidden / BUNDLE_FILE, bundle)
             _write_durably(hidden / RECORD_FILE, json.dumps(made.to_dict(), indent=1))
             if folder.exists():
                 raise FileExistsError(f"there is a job {job_id} in {self.root} already")
@@ -230,7 +235,7 @@ class RunStore:
             raise
         return made
 
-    def rewrite(self, record: JobRecord, *, bundle: bytes | None = None) -> JobRecord:
+    def rewrite(self, record: JobRecord, *, bundle: Bundle | bytes | None = None) -> JobRecord:
         """Replace a job's ``job.json``; another bundle goes into another file, before it.
 
         Returns:
@@ -240,8 +245,8 @@ class RunStore:
             OSError: If the folder cannot be written to; then all is as it was.
         """
         name = f"{BUNDLE_FILE}-{record.bundle_digest[:12]}"
-        if bundle is not None and not _has_bytes(record.bundle_path, bundle):
-            replace_file(record.folder / name, bundle)
+        if bundle is not None and not has_digest(record.bundle_path, record.bundle_digest):
+            _replace_bundle(record.folder / name, bundle)
             record = replace(record, bundle_file=name)
         replace_file(record.folder / RECORD_FILE, json.dumps(record.to_dict(), indent=1).encode())
         return record
@@ -309,11 +314,13 @@ def record_from(data: bytes, folder: Path, place: str = "") -> JobRecord | None:
         return None
 
 
-def _has_bytes(path: Path, data: bytes) -> bool:
+def _replace_bundle(path: Path, bundle: Bundle | bytes) -> None:
+    hidden = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        return path.read_bytes() == data
-    except OSError:
-        return False
+        write_bundle(hidden, bundle)
+        hidden.replace(path)
+    finally:
+        hidden.unlink(missing_ok=True)
 
 
 def replace_file(path: Path, data: bytes) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
+import secrets
 import shutil
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from etrain_jupyter.bundle.files import has_digest
 from etrain_jupyter.errors import RunStoreError
 from etrain_jupyter.events.types import TERMINAL_STATUSES
 from etrain_jupyter.job.run_store import (
@@ -19,13 +21,15 @@ from etrain_jupyter.job.run_store import (
     Standing,
     new_job_id,
     record_from,
-    replace_file,
 )
 from etrain_jupyter.runs.chain import Chain
 from etrain_jupyter.runs.mirror import SILENT_S
 from etrain_jupyter.runs.objects import RunObjects
 from etrain_jupyter.runs.place import check_root, spool_of_root
 from etrain_jupyter.runs.uploads import ALIVE
+
+if TYPE_CHECKING:
+    from etrain_jupyter.bundle.capture import Bundle
 
 FETCH_THREADS = 8
 
@@ -52,14 +56,14 @@ class S3RunStore(RunStore):
         self._objects.check_writable()
 
     def create(
-        self, record: Mapping[str, Any], *, bundle: bytes = b"", job_id: str = ""
+        self, record: Mapping[str, Any], *, bundle: Bundle | bytes = b"", job_id: str = ""
     ) -> JobRecord:
         """Make a job: its folder here, then its bundle there, and ``job.json`` last."""
         job_id = job_id or new_job_id(str(record["name"]))
         values = {**record, "place": f"{self.url}/{job_id}"}
         made = super().create(values, bundle=bundle, job_id=job_id)
         try:
-            self._objects.put(f"{job_id}/{BUNDLE_FILE}", bundle)
+            self._objects.put_file(f"{job_id}/{BUNDLE_FILE}", made.bundle_path)
             data = _json_of(made)
             key = f"{job_id}/{RECORD_FILE}"
             if not self._objects.put_if_absent(key, data) and self._objects.get(key) != data:
@@ -69,12 +73,12 @@ class S3RunStore(RunStore):
             raise
         return made
 
-    def rewrite(self, record: JobRecord, *, bundle: bytes | None = None) -> JobRecord:
+    def rewrite(self, record: JobRecord, *, bundle: Bundle | bytes | None = None) -> JobRecord:
         """Replace ``job.json`` there and here; another bundle goes there before it."""
         record.folder.mkdir(parents=True, exist_ok=True)
         written = super().rewrite(record, bundle=bundle)
         if bundle is not None and written.bundle_file != record.bundle_file:
-            self._objects.put(f"{record.job_id}/{written.bundle_file}", bundle)
+            self._objects.put_file(f"{record.job_id}/{written.bundle_file}", written.bundle_path)
         self._objects.put(f"{record.job_id}/{RECORD_FILE}", _json_of(written))
         return written
 
@@ -100,21 +104,21 @@ class S3RunStore(RunStore):
         record = record_from(data, self.root / job_id, f"{self.url}/{job_id}")
         return record if record is not None and record.job_id == job_id else None
 
-    def fetch_bundle(self, record: JobRecord) -> bytes:
-        """Return the notebook's objects, and keep a copy of them here."""
-        try:
-            data = record.bundle_path.read_bytes()
-            if hashlib.sha256(data).hexdigest() == record.bundle_digest:
-                return data
-        except OSError:
-            pass
+    def fetch_bundle(self, record: JobRecord) -> Path:
+        """Return the file with the notebook's objects; a copy of them is kept here."""
+        path = record.bundle_path
+        if has_digest(path, record.bundle_digest):
+            return path
         key = f"{record.job_id}/{record.bundle_file}"
-        found = self._objects.get(key)
-        if found is None:
-            raise FileNotFoundError(f"{self}/{key} is not there")
         record.folder.mkdir(parents=True, exist_ok=True)
-        replace_file(record.bundle_path, found)
-        return found
+        hidden = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        try:
+            if not self._objects.get_file(key, hidden):
+                raise FileNotFoundError(f"{self}/{key} is not there")
+            hidden.replace(path)
+        finally:
+            hidden.unlink(missing_ok=True)
+        return path
 
     def remove_bundle(self, record: JobRecord) -> None:
         """Remove a bundle that no record names any more, there and here."""

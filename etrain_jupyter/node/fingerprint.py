@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from etrain_jupyter import __version__
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Of the messages between kernel, coordinator, supervisor and trainer: raised with each change that
 an older one would not understand."""
 

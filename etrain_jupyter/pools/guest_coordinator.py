@@ -174,6 +174,8 @@ class GuestCoordinator(Coordinator):
             await self._check_folder(str(job["run_dir"]))
         self._wake()
         answer = await super()._submit(job)
+        if job["job_id"] not in self._jobs:
+            return answer  # its bundle comes first
         for name, why in self._unfit.items():
             _say_unfit(self._jobs[job["job_id"]], name, why)
         return answer

@@ -36,6 +36,8 @@ WORKER_REQUESTS = frozenset(
         "retire_workers",
         "unregister",
         "close",
+        # Pieces of the bundles of active jobs.
+        "etrain_bundle",
         # Messages on the stream that its registration opens.
         "close-stream",
         "keep-alive",

@@ -33,7 +33,7 @@ from etrain_jupyter.ranks.objective.measures import Means
 from etrain_jupyter.ranks.rank_times import RankTimes
 from etrain_jupyter.ranks.schedule import Every, Mark, WorkPlan
 from etrain_jupyter.ranks.seeds import seed_of
-from etrain_jupyter.ranks.state.capture import digest_of
+from etrain_jupyter.ranks.state.background_digest import BackgroundDigest
 from etrain_jupyter.ranks.state.moving_buffers import MovingBuffers
 from etrain_jupyter.ranks.state.weights_print import WeightsPrint
 from etrain_jupyter.ranks.update import Update
@@ -93,6 +93,7 @@ class TrainLoop:
         self.judge = Judge(config)
         workload.extras = {**workload.extras, **self.judge.extras}
         self._print = WeightsPrint(workload.model)
+        self._digest = BackgroundDigest(self._beat, lambda text: self._log("warning", text))
         self._eval_every = Every(config.eval_every, plan)
         self._committed_at = 0.0
         self._watch = Stopwatch(workload.device)
@@ -212,17 +213,17 @@ class TrainLoop:
                 self._call(self.after_eval, group)
             while True:
                 if self._is_eval_due() and not self._evaluate(group):
-                    return "planned"
+                    return self._leave("planned")
                 if self.is_done:
                     self._times.tell()
-                    return "done"
+                    return self._leave("done")
                 is_pending = self._train_step(group, gradients, batches)
                 self._end_step(group, is_pending=is_pending)
                 if is_pending:
-                    return "planned"
+                    return self._leave("planned")
         except NonFiniteLossError as exc:
             self.undone_loss, self.in_step = exc.told, False
-            return "nan"
+            return self._leave("nan")
         except Exception as exc:
             if not self.micro.give_way(exc):
                 raise
@@ -394,9 +395,16 @@ class TrainLoop:
 
     def _tell_digest(self, group: RankGroup) -> None:
         """At the end of each epoch and of the job, tell the weights' digest: ranks must agree."""
-        digest = digest_of(self.workload.model)
-        values = {"step": self.step, "rank": group.rank, "digest": digest}
-        self._send({"op": "weights", "generation": group.generation, **values})
+        told = {"op": "weights", "generation": group.generation}
+        told |= {"step": self.step, "rank": group.rank}
+        self._digest.begin(
+            self.workload.model, lambda digest: self._send({**told, "digest": digest})
+        )
+
+    def _leave(self, why: str) -> str:
+        """End the generation: a digest that is told later would not count."""
+        self._digest.finish()
+        return why
 
     # --- evaluation ---
 

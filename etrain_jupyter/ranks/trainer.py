@@ -166,7 +166,8 @@ class Trainer:
         started = time.monotonic()
         self._config = TrainConfig.model_validate(self._order["config"])
         self._enter_folder()
-        self._bundle = open_bundle(self._order["bundle"])
+        told = self._order["bundle"]
+        self._bundle = open_bundle(Path(told["path"]), digest=told["digest"])
         self._bundle.install_sources()
         self._build()
         # Trainers are numbered in the order in which the job starts them.

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from email.utils import parsedate_to_datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from etrain_jupyter.config.store_url import split_s3_url
@@ -21,7 +22,7 @@ PROBE = ".etrain-runs"
 
 
 class RunObjects:
-    """Reads and writes whole small objects. Nothing is asked before the first method needs it.
+    """Reads and writes whole objects. Nothing is asked before the first method needs it.
 
     Args:
         url: ``s3://bucket/prefix``, of a run store or of one job in it.
@@ -67,6 +68,25 @@ class RunObjects:
         """Make or replace an object."""
         with _as_run_store():
             self._bucket.put(key, data, f"{key} cannot be written")
+
+    def put_file(self, key: str, path: Path) -> None:
+        """Make or replace an object with the bytes of a file, of which few are in memory at once."""
+        what, size = f"{key} cannot be written", path.stat().st_size
+        with _as_run_store():
+            if size <= self._bucket.limits.chunk_bytes:
+                self._bucket.put(key, path.read_bytes(), what)
+            else:
+                self._bucket.delete(key, what)
+                self._bucket.upload(key, path, size, what)
+
+    def get_file(self, key: str, path: Path) -> bool:
+        """Write an object to a new file; return False if it is not there."""
+        what = f"{key} cannot be read"
+        with _as_run_store():
+            known = self._bucket.head(key, what)
+            if known is not None:
+                self._bucket.download(key, known["ContentLength"], path, what)
+            return known is not None
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
         """Make an object whose key is free; return False if it is not.

@@ -87,7 +87,7 @@ class RunStoreContract:
         found = place.open("there").find("digits-1")
         assert found.to_dict() == made.to_dict()
         assert found.config == {"epochs": 3}
-        assert place.open("there").fetch_bundle(found) == BUNDLE
+        assert place.open("there").fetch_bundle(found).read_bytes() == BUNDLE
 
     def test_newest_job_comes_first_and_names_find_the_newest(self, store: RunStore) -> None:
         """Of several jobs of one name, the last one is meant."""
@@ -114,8 +114,8 @@ class RunStoreContract:
         written = store.rewrite(later, bundle=b"new")
         elsewhere = place.open("there")
         assert elsewhere.find("digits-1").to_dict() == written.to_dict()
-        assert elsewhere.fetch_bundle(elsewhere.find("digits-1")) == b"new"
-        assert elsewhere.fetch_bundle(made) == BUNDLE
+        assert elsewhere.fetch_bundle(elsewhere.find("digits-1")).read_bytes() == b"new"
+        assert elsewhere.fetch_bundle(made).read_bytes() == BUNDLE
         store.remove_bundle(made)
         assert "digits-1/bundle" not in place.list_keys()
         assert f"digits-1/{written.bundle_file}" in place.list_keys()

@@ -63,6 +63,7 @@ class RigWorker:
     def __init__(self, rig: Rig, name: str, number: int) -> None:
         self.name = name
         self.address = f"tcp://127.0.0.1:{10_000 + number}"
+        self.local_directory = str(rig._folder / name)
         self.stream_handlers: dict[str, Callable[..., Any]] = {}
         self.batched_stream = self
         self.supervisor = RigSupervisor()
@@ -242,7 +243,7 @@ class Rig:
             "name": "job",
             "run_dir": str(self._folder / f"job-{number}"),
             "config": plan.config.model_dump(mode="json"),
-            "bundle": plan.bundle.data,
+            **self._put_bundle(plan, f"job-{number}"),
             "pool": "rig",
             "cwd": "",
             "min_workers": plan.config.workers.min,
@@ -266,7 +267,7 @@ class Rig:
             "name": "job",
             "run_dir": str(self._folder / job.id),
             "config": plan.config.model_dump(mode="json"),
-            "bundle": plan.bundle.data,
+            **self._put_bundle(plan, job.id),
             "pool": "rig",
             "cwd": "",
             "min_workers": plan.config.workers.min,
@@ -276,6 +277,13 @@ class Rig:
         }
         await self.ask("submit", job=order)
         return RigJob(self, job.id, folder=self._folder)
+
+    def _put_bundle(self, plan: Any, job_id: str) -> Message:
+        """Write a job's bundle as the kernel does; return what its order says of it."""
+        folder = self._folder / job_id
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "bundle").write_bytes(data := plan.bundle.data)
+        return {"bundle_digest": plan.bundle.digest, "bundle_size": len(data)}
 
     def crash(self, job: RigJob) -> None:
         """Let the scheduler's process die, as far as a job can tell; then close this rig.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from etrain_jupyter.ranks.state.packing import StateError, Tensors, pack, unpack
+from etrain_jupyter.ranks.state.pieces import PIECE_BYTES
 
 MODEL, BUFFER, MODULE, OPTIMIZER, EXTRA = "model.", "buffer.", "module.", "optimizer.", "extra."
 
@@ -269,12 +270,31 @@ def _of_first_format(header: dict[str, Any], tensors: Tensors) -> dict[str, Any]
 
 def digest_of(model: nn.Module) -> str:
     """Return the SHA-256 of all parameters and buffers, in the order of ``state_dict``."""
+    return digest_of_tensors(named_tensors(model).items())
+
+
+def named_tensors(model: nn.Module) -> Tensors:
+    """Return the tensors of a model's ``state_dict``, in its order; they are the living ones."""
+    state = model.state_dict()
+    return {name: t.detach() for name, t in state.items() if isinstance(t, torch.Tensor)}
+
+
+def digest_of_tensors(
+    named: Iterable[tuple[str, torch.Tensor]], progress: Callable[[], None] = lambda: None
+) -> str:
+    """Return the SHA-256 of names and values, in this order.
+
+    Args:
+        named: The tensors; those of a device are copied one at a time.
+        progress: Called after each piece.
+    """
     digest = hashlib.sha256()
-    for name, value in model.state_dict().items():
-        if isinstance(value, torch.Tensor):
-            flat = value.detach().cpu().contiguous().reshape(-1)
-            digest.update(name.encode())
-            digest.update(flat.view(torch.uint8).numpy().tobytes())
+    for name, value in named:
+        flat = value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        digest.update(name.encode())
+        for start in range(0, len(flat), PIECE_BYTES):
+            digest.update(flat[start : start + PIECE_BYTES])
+            progress()
     return digest.hexdigest()
 
 

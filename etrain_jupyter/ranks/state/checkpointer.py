@@ -131,7 +131,7 @@ class Checkpointer:
         """Of the copy that was made last."""
         self._num_written = 0
         """Of the one in flight."""
-        self._helper = Helper(store, self._beat_for_piece)
+        self._helper = Helper(store, self._beat_for_piece, self._beat)
 
     def begin(self, group: RankGroup, board: BroadcastStore) -> None:
         """Begin a generation."""
@@ -295,7 +295,7 @@ class Checkpointer:
         with self._lock:
             spare, self._spare = self._spare, {}
         files = files_of(tensors, num_shards=num_shards)
-        staged = stage(files, spare, {MODEL_PART: {"format": "pt"}})
+        staged = stage(files, spare, {MODEL_PART: {"format": "pt"}}, beat=self._beat)
         self._num_bytes = sum(len(file.data) for file in staged.values())
         self.pace.restart()
         copy = _Copy(
@@ -489,6 +489,11 @@ class Checkpointer:
 
     def _is_of_job(self, generation: int, step: int) -> bool:
         return is_of_job(generation=generation, step=step, starts=self.starts)
+
+    def _beat(self) -> None:
+        """Send a heartbeat, in the main thread."""
+        if self._loop.page is not None:
+            self._loop.page.beat()
 
     def _beat_for_piece(self, num_bytes: int) -> None:
         self._num_written += num_bytes

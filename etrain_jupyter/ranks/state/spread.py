@@ -146,9 +146,15 @@ class Spread:
 class Helper:
     """The thread in which a rank other than 0 writes its part, one checkpoint at a time."""
 
-    def __init__(self, store: CheckpointStore, progress: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        store: CheckpointStore,
+        progress: Callable[[int], None],
+        beat: Callable[[], None] = lambda: None,
+    ) -> None:
         self._store = store
         self._progress = progress
+        self._beat = beat
         self.thread: threading.Thread | None = None
         self._spare: dict[str, StagedFile] = {}
 
@@ -166,7 +172,7 @@ class Helper:
         if name is None or self.is_busy:
             return
         files = files_of(tensors, num_shards=num_shards_of(spread.world_size))
-        self._spare = stage({name: files[name]}, self._spare)
+        self._spare = stage({name: files[name]}, self._spare, beat=self._beat)
         self.thread = threading.Thread(
             target=spread.help,
             args=(self._store, step, self._spare[name]),

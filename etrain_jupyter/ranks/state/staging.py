@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
+from etrain_jupyter.ranks.compiled import signs_of_life
 from etrain_jupyter.ranks.state.packing import StateError, Tensors
+from etrain_jupyter.ranks.state.pieces import copy_in_pieces
 
 _ALIGNMENT = 8
 """Of the first tensor; larger element types come first, so that all are aligned."""
@@ -72,10 +74,10 @@ class StagedFile:
         is_pinned = any(value.is_cuda for value in tensors.values())
         return self._form == _form_of(tensors) and self._is_pinned == is_pinned
 
-    def take(self, tensors: Tensors) -> None:
+    def take(self, tensors: Tensors, beat: Callable[[], None] = lambda: None) -> None:
         """Copy the tensors here; those of a device are there once it was synchronized."""
         for name, value in tensors.items():
-            self._views[name].copy_(value.detach(), non_blocking=True)
+            copy_in_pieces(self._views[name], value.detach(), beat, non_blocking=True)
 
     @property
     def data(self) -> memoryview:
@@ -88,6 +90,8 @@ def stage(
     tensors_of: Mapping[str, Tensors],
     spare: Mapping[str, StagedFile],
     metadata_of: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
+    *,
+    beat: Callable[[], None] = lambda: None,
 ) -> dict[str, StagedFile]:
     """Return copies of tensors, file by file, which training does not touch any more.
 
@@ -95,6 +99,7 @@ def stage(
         tensors_of: What goes into each file.
         spare: Files of an earlier copy that nobody needs: those that fit are written over.
         metadata_of: For the headers.
+        beat: Sends a heartbeat; called after each piece, since new memory is slow.
 
     Raises:
         StateError: If a tensor's type is none that a file can have.
@@ -103,8 +108,9 @@ def stage(
     for name, tensors in tensors_of.items():
         file = spare.get(name)
         if file is None or not file.fits(tensors):
-            file = StagedFile(tensors, metadata_of.get(name, _NO_METADATA))
-        file.take(tensors)
+            with signs_of_life(beat):  # a device's counterpart is allocated in one long call
+                file = StagedFile(tensors, metadata_of.get(name, _NO_METADATA))
+        file.take(tensors, beat)
         files[name] = file
     if any(value.is_cuda for tensors in tensors_of.values() for value in tensors.values()):
         torch.cuda.synchronize()

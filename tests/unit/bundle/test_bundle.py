@@ -111,7 +111,7 @@ def test_large_object_is_worth_a_word(monkeypatch):
     monkeypatch.setattr(capture, "LARGE_BYTES", 1000)
     bundle = capture_bundle({"data.train": "x"}, {"x": b"0" * 5000})
     [warning] = bundle.warnings
-    assert "'x' is 0 MB and travels to every worker" in warning
+    assert "'x' (0 MB) will be sent to every machine" in warning
     assert bundle.sizes["x"] > 5000
 
 

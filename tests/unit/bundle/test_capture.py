@@ -374,6 +374,6 @@ def test_a_large_object_gets_a_warning_with_a_remedy(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(capture, "LARGE_BYTES", 3_000_000)
     bundle = capture_bundle({"d": "(big, small)"}, {"big": bytes(5 << 20), "small": bytes(10)})
     assert bundle.warnings == (
-        "'big' is 5 MB and travels to every worker. Name a function that builds or loads it there "
-        "instead.",
+        "'big' (5 MB) will be sent to every machine that trains. To avoid that, name a function "
+        "that builds or loads it there.",
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,8 +14,10 @@ from etrain_jupyter.cluster.coordinator import Coordinator
 from etrain_jupyter.cluster.defects import Defects
 from etrain_jupyter.cluster.hosted_job import HostedJob
 from etrain_jupyter.events.types import Event, event_from_dict
+from etrain_jupyter.runs.place import spool_of
 
 NO_CELLS = b'{"cells": {}}'
+BUNDLE = HEADER.pack(len(NO_CELLS)) + NO_CELLS
 PLAN = {
     "num_train_samples": 64,
     "num_eval_samples": 0,
@@ -22,6 +25,14 @@ PLAN = {
     "steps_per_epoch": 4,
     "total_steps": 8,
 }
+
+
+def put_bundle(order: dict[str, Any], data: bytes = BUNDLE) -> dict[str, Any]:
+    """Write a job's bundle as the kernel does; return what the order says of it."""
+    folder = spool_of(order["place"]) if order.get("place") else Path(order["run_dir"])
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "bundle").write_bytes(data)
+    return {"bundle_digest": hashlib.sha256(data).hexdigest(), "bundle_size": len(data)}
 
 
 class Nodes:
@@ -110,12 +121,13 @@ class Rig:
 
     async def submit(self, *, min_workers: int = 1, max_workers: int = 4, **values: Any) -> None:
         order = {
-            **{"job_id": "j", "name": "job", "run_dir": str(self.folder / "j")},
-            **{"config": {}, "bundle": HEADER.pack(len(NO_CELLS)) + NO_CELLS},
+            **{"job_id": "j", "name": "job", "run_dir": str(self.folder / "j"), "config": {}},
             **{"min_workers": min_workers, "max_workers": max_workers},
+            **values,
         }
-        answer = await self.coordinator._submit({**order, **values})
-        assert answer == {"job_id": "j"}
+        order |= put_bundle(order)
+        answer = await self.coordinator._submit(order)
+        assert answer == {"job_id": order["job_id"]}
 
     @property
     def job(self) -> HostedJob:

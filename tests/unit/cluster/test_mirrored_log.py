@@ -22,7 +22,7 @@ from etrain_jupyter.runs.place import spool_of
 from etrain_jupyter.runs.uploads import ALIVE, claim
 from etrain_jupyter.testing.s3_faults import S3Fault
 from etrain_jupyter.testing.s3_server import S3Server
-from tests.unit.cluster.rig import Rig
+from tests.unit.cluster.rig import Rig, put_bundle
 
 
 @pytest.fixture(autouse=True)
@@ -198,7 +198,8 @@ async def test_copy_that_somebody_else_writes_is_refused(
     monkeypatch.setattr(mirrored_log, "LOCK_S", 0.0)
     await rig.start("w1", place=place)
     other = Coordinator(rig.nodes, cluster_id="d", on_shutdown=lambda: None)
-    order = {"job_id": "j", "name": "j", "run_dir": "/x", "config": {}, "bundle": b""}
+    order = {"job_id": "j", "name": "j", "run_dir": "/x", "config": {}}
+    order |= put_bundle({**order, "place": place})
     with pytest.raises(FencedError, match="written or uploaded by another process"):
         await other._submit({**order, "place": place, "resumes": True})
 

@@ -8,6 +8,7 @@ import pytest
 
 from etrain_jupyter.cluster.returning import Returning
 from etrain_jupyter.events import types as events
+from etrain_jupyter.node.fingerprint import PROTOCOL
 from tests.unit.cluster.rig import Rig
 
 
@@ -166,7 +167,7 @@ async def test_next_coordinator_knows_who_is_at_risk_and_tells_it_once(
 
 # --- versions ---
 
-KERNEL = {"protocol": "1", "etrain": "0.1.0", "python": "3.12.4", "torch": "2.13.0"}
+KERNEL = {"protocol": str(PROTOCOL), "etrain": "0.1.0", "python": "3.12.4", "torch": "2.13.0"}
 
 
 def warnings(rig) -> list[str]:
@@ -206,10 +207,7 @@ async def test_worker_that_does_not_fit_one_job_works_for_another(rig):
     await rig.submit(max_workers=1, fingerprint=KERNEL)
     old = {**KERNEL, "python": "3.11.2"}
     rig.hello("w1", fingerprint=old)
-    values = {"name": "old", "run_dir": str(rig.folder / "k"), "config": {}}
-    bundle = rig.job.order.bundle
-    order = {**values, "job_id": "k", "bundle": bundle, "fingerprint": old}
-    await rig.coordinator._submit(order)
+    await rig.submit(job_id="k", name="old", run_dir=str(rig.folder / "k"), fingerprint=old)
     assert rig.job.state.members == {}
     other = rig.coordinator._jobs["k"]
     assert [m.worker for m in other.state.members.values()] == ["w1"]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import hashlib
 import itertools
 import os
 import signal
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +19,9 @@ from etrain_jupyter.cluster.outbox import Outbox
 from etrain_jupyter.cluster.supervisor import Supervisor
 from etrain_jupyter.node.fingerprint import read_fingerprint
 from etrain_jupyter.ranks.control.progress import TrainerProgress
+
+
+BUNDLE = bytes(range(256)) * 10
 
 
 class FakeTrainer:
@@ -70,13 +75,36 @@ class FakeTrainer:
 class Rig:
     """A supervisor on a worker without a network."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
         self.reports: list[dict[str, Any]] = []
+        self.asked: list[int] = []
+        """Offsets in the bundle that the scheduler was asked for."""
         stream = SimpleNamespace(send=lambda envelope: self.reports.append(envelope["message"]))
         self.worker = SimpleNamespace(
-            stream_handlers={}, batched_stream=stream, address="tls://127.0.0.1:1"
+            stream_handlers={},
+            batched_stream=stream,
+            address="tls://127.0.0.1:1",
+            local_directory=str(folder / "worker-1"),
+            scheduler=SimpleNamespace(etrain_bundle=self.etrain_bundle),
         )
+        self.folder = folder
         self.supervisor = Supervisor(device="cpu")
+
+    async def etrain_bundle(self, *, digest: str, offset: int) -> dict[str, Any]:
+        self.asked.append(offset)
+        return await self.answer(digest, offset)
+
+    async def answer(self, digest: str, offset: int) -> dict[str, Any]:
+        return {"data": BUNDLE[offset : offset + 1000]}
+
+    def bundle_in(self, folder: Path) -> dict[str, Any]:
+        """Return what an order says of a bundle, whose file is in this folder."""
+        (folder / "bundle").write_bytes(BUNDLE)
+        return self.bundle_elsewhere() | {"path": str(folder / "bundle")}
+
+    def bundle_elsewhere(self) -> dict[str, Any]:
+        digest = hashlib.sha256(BUNDLE).hexdigest()
+        return {"digest": digest, "size": len(BUNDLE), "path": "/not/here/bundle"}
 
     def order(self, op: str, **values: Any) -> None:
         self.worker.stream_handlers["etrain_order"]({"op": op, **values})
@@ -90,17 +118,17 @@ class Rig:
                 await asyncio.sleep(0.005)
 
     async def start(self, name: str) -> FakeTrainer:
-        self.order("start", trainer=name)
+        self.order("start", trainer=name, bundle=self.bundle_in(self.folder))
         await self.until(lambda: any(m["trainer"] == name for m in self.said("started")))
         return next(trainer for trainer in FakeTrainer.made if trainer.name == name)
 
 
 @pytest.fixture
-async def rig(monkeypatch):
+async def rig(monkeypatch, tmp_path):
     FakeTrainer.made = []
     monkeypatch.setattr(supervisor_module, "TrainerProcess", FakeTrainer)
     monkeypatch.setattr(supervisor_module, "BEAT_S", 0.01)
-    found = Rig()
+    found = Rig(tmp_path)
     await found.supervisor.setup(found.worker)
     yield found
     await found.supervisor.teardown(found.worker)
@@ -206,7 +234,7 @@ async def test_trainers_outlive_a_scheduler_and_what_it_missed_is_told_to_the_ne
     assert rig.said("steps") == []
     assert not any(str(did).startswith("killed") for did in trainer.did)
 
-    after = Rig()
+    after = Rig(rig.folder)
     await supervisor.setup(after.worker)
     assert [m["op"] for m in after.reports[:2]] == ["supervisor", "steps"]
     standing = after.reports[0]["trainers"]["j/w1/1"]
@@ -228,10 +256,10 @@ async def test_trainers_are_not_read_while_too_much_is_unheard(rig):
 # --- a guest among others ---
 
 
-async def test_resting_supervisor_costs_nothing_until_it_is_woken(rig, monkeypatch):
+async def test_resting_supervisor_costs_nothing_until_it_is_woken(rig, monkeypatch, tmp_path):
     monkeypatch.setattr(supervisor_module, "SPARE_DELAY_S", 0.0)
     FakeTrainer.made = []
-    guest = Rig()
+    guest = Rig(tmp_path)
     guest.supervisor = Supervisor(device="cpu", rests=True)
     await guest.supervisor.setup(guest.worker)
     await asyncio.sleep(0.05)
@@ -272,7 +300,7 @@ async def test_notice_is_told_at_once_and_again_to_the_next_coordinator(rig):
     await rig.until(lambda: rig.said("notice"))
     await supervisor.teardown(rig.worker)
 
-    after = Rig()
+    after = Rig(rig.folder)
     await supervisor.setup(after.worker)
     assert [m["op"] for m in after.reports[:2]] == ["supervisor", "notice"]
     assert after.reports[1]["deadline"] == rig.said("notice")[0]["deadline"]

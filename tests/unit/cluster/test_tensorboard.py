@@ -24,7 +24,8 @@ def followed(monkeypatch: pytest.MonkeyPatch) -> Followed:
 
 
 def host(run_dir: Path, **log: Any) -> HostedJob:
-    order = Order(job_id="job-1", name="job", run_dir=run_dir, config={"log": log}, bundle=b"")
+    objects = {"bundle_digest": "", "bundle_size": 0}
+    order = Order(job_id="job-1", name="job", run_dir=run_dir, config={"log": log}, **objects)
     return HostedJob(order=order, tell=lambda worker, message: None)
 
 

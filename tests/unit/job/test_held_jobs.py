@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import json
 from concurrent.futures import Future
 from pathlib import Path
@@ -20,6 +21,7 @@ from etrain_jupyter.job.training_job import TrainingJob
 from etrain_jupyter.node.fingerprint import read_fingerprint
 from etrain_jupyter.pools import SchedulerAddress
 
+DIGEST = hashlib.sha256(b"objects").hexdigest()
 ADDRESS = SchedulerAddress(address="tls://127.0.0.1:1", cluster_id="local-1", state_dir="/s")
 
 
@@ -58,7 +60,7 @@ def orders(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 def submit(store: RunStore, **keys: Any) -> TrainingJob:
     values = {"model": "nets.small:Net", "data": {"train": "d"}, "loss": "f"} | keys
     config = TrainConfig.model_validate(values)
-    bundle = Bundle(digest="d1", data=b"objects", sizes={})
+    bundle = Bundle(digest=DIGEST, parts=(memoryview(b"objects"),), sizes={})
     return submit_job(config, bundle, address=ADDRESS, store=store, cell="model: x")
 
 
@@ -69,14 +71,16 @@ def test_submitted_job_is_in_the_store_and_at_the_coordinator(
 
     record = json.loads((tmp_path / job.id / "job.json").read_text())
     assert record["cluster"] == ADDRESS.to_dict()
-    assert (record["cell"], record["bundle_digest"]) == ("model: x", "d1")
+    assert (record["cell"], record["bundle_digest"]) == ("model: x", DIGEST)
     assert record["version"] == __version__
     assert orders[0] == {
         "job_id": job.id,
         "name": "net",
         "run_dir": str(tmp_path / job.id),
         "config": record["config"],
-        "bundle": b"objects",
+        "bundle_digest": DIGEST,
+        "bundle_size": 7,
+        "bundle_file": "bundle",
         "pool": "local",
         "cwd": str(Path.cwd()),
         "min_workers": 1,

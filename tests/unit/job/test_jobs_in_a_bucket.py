@@ -145,7 +145,7 @@ def test_store_that_cannot_be_written_is_told_before_anything_is_started(
 ) -> None:
     monkeypatch.setattr(launch, "get_pool", lambda name: pytest.fail("a pool was asked for"))
     config = TrainConfig.model_validate({"model": "f", "data": {"train": "d"}, "loss": "f"})
-    plan = launch.Plan(config=config, bundle=Bundle(digest="d", data=b"", sizes={}))
+    plan = launch.Plan(config=config, bundle=Bundle(digest="d", parts=(), sizes={}))
     s3_server.set_faults(S3Fault(kind=fault))
     with pytest.raises(RunStoreError) as caught:
         launch.submit(plan)

@@ -154,7 +154,7 @@ def test_ended_job_is_handed_over_as_it_was(make: Make, coordinator: Coordinator
     assert said == "job j goes on on cluster local-2, from the checkpoint of step 4"
     [order] = coordinator.orders
     assert (order["resumes"], order["job_id"], order["max_workers"]) == (True, "j", 3)
-    assert order["bundle"] == bundle().data
+    assert (order["bundle_digest"], order["bundle_file"]) == (bundle().digest, "bundle")
     assert order["differs"] == ["workers.max: none -> 3"]
     assert order["cwd"] == job.record.cwd
     known = record_of(job)

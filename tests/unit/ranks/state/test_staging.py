@@ -7,6 +7,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load
 
+from etrain_jupyter.ranks.state import pieces
 from etrain_jupyter.ranks.state.packing import StateError
 from etrain_jupyter.ranks.state.staging import StagedFile, stage
 
@@ -51,6 +52,24 @@ def test_copy_is_contiguous_and_training_does_not_touch_it():
     files = stage({"a": {"x": living}}, {})
     living.zero_()
     assert load(bytes(files["a"].data))["x"].tolist() == [[0, 3], [1, 4], [2, 5]]
+
+
+def test_copy_of_a_large_tensor_is_made_in_pieces_with_heartbeats(monkeypatch):
+    """Review R5: a copy that takes longer than a rank may be silent is no hang."""
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 1000)
+    living = {
+        "flat": torch.randn(10_000),
+        "turned": torch.randn(70, 40).t(),
+        "images": torch.randn(4, 3, 16, 16).contiguous(memory_format=torch.channels_last),
+        "scalar": torch.tensor(3.0),
+    }
+    beats = []
+
+    files = stage({"a": living}, {}, beat=lambda: beats.append(1))
+
+    assert len(beats) >= 40 + 10 + 3 + 1
+    for name, value in load(bytes(files["a"].data)).items():
+        assert torch.equal(value, living[name])
 
 
 def test_memory_of_an_earlier_copy_is_written_over_where_it_fits():

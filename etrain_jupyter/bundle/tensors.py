@@ -1,0 +1,280 @@
+"""Tensors in a bundle: a view travels as its own elements, and memory that is shared stays shared.
+
+torch pickles the whole storage of each tensor. Here a tensor is pickled as a place in a storage;
+which bytes of the storages are needed is known when everything has been pickled:
+
+============================  =================================================================
+tensors of one storage        what travels
+============================  =================================================================
+ranges that do not meet       each range, once
+ranges that overlap or touch  their union, once: the tensors share memory on the rank too
+sparse columns of a table     the elements of each column, if no two tensors share an element
+============================  =================================================================
+
+Never imports torch: where there is a tensor, there is torch already.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from etrain_jupyter.errors import BundleError
+
+ALIGNMENT = 64
+"""Of each range in its storage and in the file, so that a tensor is as aligned as it was."""
+
+Spec = tuple[int, int, tuple[int, ...], tuple[int, ...], int]
+"""A view: storage, first byte, shape, strides in elements, bytes of an element."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _View:
+    spec: Spec
+    owner: str
+    """The captured name that it was met in first."""
+    number: int
+    """How many views of its storage were met before."""
+
+    @property
+    def start(self) -> int:
+        return self.spec[1]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its own elements."""
+        return math.prod(self.spec[2]) * self.spec[4]
+
+    @property
+    def stop(self) -> int:
+        """The end of its last element in the storage."""
+        _, start, shape, strides, itemsize = self.spec
+        last = sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
+        return start + (last + 1) * itemsize
+
+
+@dataclass(kw_only=True)
+class TensorTable:
+    """Where a bundle has the elements of its tensors. Positions count from the payload's start."""
+
+    ranges: dict[int, list[tuple[int, int, int]]] = field(default_factory=dict)
+    """By storage: first byte, end, and position, in order."""
+    packed: dict[Spec, int] = field(default_factory=dict)
+    """Position of the views whose elements were collected."""
+
+
+class TensorRecorder:
+    """Notes the tensors that a pickler meets, and finds the bytes that have to travel."""
+
+    def __init__(self) -> None:
+        self.owner = ""
+        """The captured name that is being pickled."""
+        self.sizes: dict[str, int] = defaultdict(int)
+        """Bytes that each name added; filled by ``collect``."""
+        self._keys: dict[tuple[int, int], int] = {}
+        self._storages: list[Any] = []
+        self._views: list[dict[Spec, _View]] = []
+
+    def reduce(self, tensor: Any) -> tuple[Any, ...]:
+        """Return how a tensor is pickled: as torch says, with a place instead of its storage."""
+        torch = sys.modules["torch"]
+        plain = torch._utils._rebuild_tensor_v2
+        reduced: tuple[Any, ...] = tensor.__reduce_ex__(4)
+        function, args = reduced[:2]
+        if function is plain and _is_in_memory(args[0]):
+            return rebuild_tensor, self._place(*args)
+        # A subclass, or one with attributes of its own.
+        is_typed = function is torch._tensor._rebuild_from_type_v2
+        if is_typed and args[0] is plain and _is_in_memory(args[2][0]):
+            return function, (rebuild_tensor, args[1], self._place(*args[2]), *args[3:])
+        return reduced  # sparse, quantized, without data: made of other tensors, or small
+
+    def _place(
+        self, storage: Any, offset: int, shape: Any, strides: Any, *rest: Any
+    ) -> tuple[Any, ...]:
+        dtype, memory = storage.dtype, storage._untyped_storage
+        shape, strides = tuple(shape), tuple(strides)
+        if not math.prod(shape):
+            return dtype, -1, 0, shape, strides, *rest
+        # Two storages may be one memory: ``from_numpy`` makes another one each time.
+        place = (memory.data_ptr(), memory.nbytes())
+        key = self._keys.setdefault(place, len(self._storages))
+        if key == len(self._storages):
+            self._storages.append(memory)
+            self._views.append({})
+        spec = (key, offset * dtype.itemsize, shape, strides, dtype.itemsize)
+        views = self._views[key]
+        if spec not in views:
+            views[spec] = _View(spec=spec, owner=self.owner, number=len(views))
+        return dtype, key, offset, shape, strides, *rest
+
+    def collect(self, position: int) -> tuple[TensorTable, list[tuple[int, memoryview]]]:
+        """Return where everything goes, and the bytes with their positions, from ``position`` on.
+
+        The bytes are the notebook's own memory, but for those of sparse columns.
+        """
+        table = TensorTable()
+        pieces: list[tuple[int, memoryview]] = []
+        for key, views in enumerate(self._views):
+            memory = self._storages[key]
+            ranges: list[tuple[int, int, int]] = []
+            for group in _groups(list(views.values())):
+                start = group[0].start // ALIGNMENT * ALIGNMENT
+                stop = max(view.stop for view in group)
+                if _are_sparse(group, start, stop):
+                    for view in group:
+                        data = _elements(memory, view)
+                        position = align(position)
+                        table.packed[view.spec] = position
+                        self.sizes[view.owner] += len(data)
+                        pieces.append((position, data))
+                        position += len(data)
+                    continue
+                position = align(position)
+                ranges.append((start, stop, position))
+                pieces.append((position, _range(memory, start, stop)))
+                position += stop - start
+                self._count(group)
+            if ranges:
+                table.ranges[key] = ranges
+        return table, pieces
+
+    def _count(self, group: list[_View]) -> None:
+        """Add to each name what no earlier one has of this range."""
+        covered: list[tuple[int, int]] = []
+        for view in sorted(group, key=lambda view: view.number):
+            self.sizes[view.owner] += _cover(covered, view.start, view.stop)
+
+
+def align(position: int) -> int:
+    """Return the next position at which a range may begin."""
+    return -(-position // ALIGNMENT) * ALIGNMENT
+
+
+def rebuild_tensor(*_: Any) -> Any:
+    """Stand for ``TensorReader.rebuild``, which a bundle's unpickler calls instead."""
+    raise BundleError("a tensor of a bundle can only be read by open_bundle().")
+
+
+class TensorReader:
+    """Makes the tensors of a bundle, on its bytes and without a copy.
+
+    Args:
+        payload: Writable memory, which the tensors keep.
+        table: Where they are.
+    """
+
+    def __init__(self, payload: memoryview, table: TensorTable) -> None:
+        self._payload = payload
+        self._table = table
+        self._starts = {key: [r[0] for r in ranges] for key, ranges in table.ranges.items()}
+        self._made: dict[int, Any] = {}
+        """Storages by position."""
+
+    def rebuild(
+        self, dtype: Any, key: int, offset: int, shape: Any, strides: Any, *rest: Any
+    ) -> Any:
+        """Return one tensor. Its type comes first, so that unpickling it has imported torch."""
+        itemsize = dtype.itemsize
+        start, first = 0, offset * itemsize
+        spec = (key, first, tuple(shape), tuple(strides), itemsize)
+        if key < 0:
+            memory = sys.modules["torch"].UntypedStorage(0)
+        elif (position := self._table.packed.get(spec)) is not None:
+            memory = self._storage(position, math.prod(shape) * itemsize)
+            start, strides = first, _dense_strides(shape)
+        else:
+            number = bisect.bisect_right(self._starts[key], first) - 1
+            start, stop, position = self._table.ranges[key][number]
+            memory = self._storage(position, stop - start)
+        torch = sys.modules["torch"]
+        storage = torch.storage.TypedStorage(wrap_storage=memory, dtype=dtype, _internal=True)
+        place = (first - start) // itemsize
+        return torch._utils._rebuild_tensor_v2(storage, place, shape, strides, *rest)
+
+    def _storage(self, position: int, num_bytes: int) -> Any:
+        if position not in self._made:
+            torch = sys.modules["torch"]
+            data = self._payload[position : position + num_bytes]
+            self._made[position] = torch.frombuffer(data, dtype=torch.uint8).untyped_storage()
+        return self._made[position]
+
+
+def _is_in_memory(storage: Any) -> bool:
+    memory = getattr(storage, "_untyped_storage", None)
+    return memory is not None and str(memory.device) == "cpu"
+
+
+def _groups(views: list[_View]) -> Iterator[list[_View]]:
+    """Yield the views whose ranges overlap or touch, by where they begin."""
+    group: list[_View] = []
+    stop = -1
+    for view in sorted(views, key=lambda view: (view.start, view.stop)):
+        # Ranges begin at aligned places: those that are nearer than that would be sent twice.
+        if group and view.start // ALIGNMENT * ALIGNMENT > stop:
+            yield group
+            group = []
+        group.append(view)
+        stop = max(stop, view.stop) if len(group) > 1 else view.stop
+    if group:
+        yield group
+
+
+def _are_sparse(group: list[_View], start: int, stop: int) -> bool:
+    """Whether a range is mostly between the elements of its views, none of which is in two."""
+    needed = sum(view.num_bytes for view in group)
+    if 2 * needed > stop - start:
+        return False
+    unit = math.gcd(*(view.spec[4] for view in group), *(view.start for view in group), start)
+    torch = sys.modules["torch"]
+    marks = torch.zeros((stop - start) // unit, dtype=torch.bool)
+    for view in group:
+        _, first, shape, strides, itemsize = view.spec
+        width = itemsize // unit
+        try:
+            marks.as_strided(
+                (*shape, width), (*(step * width for step in strides), 1), (first - start) // unit
+            ).fill_(True)
+        except RuntimeError:  # one of its own elements is in two places
+            return False
+    return int(marks.sum()) * unit == needed
+
+
+def _elements(memory: Any, view: _View) -> memoryview:
+    """Return a copy of the elements of a view, in the order of its indices."""
+    torch = sys.modules["torch"]
+    _, first, shape, strides, itemsize = view.spec
+    whole = torch.empty(0, dtype=torch.uint8).set_(memory, 0, (memory.nbytes(),), (1,))
+    byte_strides = (*(step * itemsize for step in strides), 1)
+    own = whole.as_strided((*shape, itemsize), byte_strides, first).contiguous()
+    return memoryview(own.reshape(-1).numpy())
+
+
+def _range(memory: Any, start: int, stop: int) -> memoryview:
+    torch = sys.modules["torch"]
+    part = torch.empty(0, dtype=torch.uint8).set_(memory, start, (stop - start,), (1,))
+    return memoryview(part.numpy())
+
+
+def _dense_strides(shape: Any) -> tuple[int, ...]:
+    strides, step = [], 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= max(n, 1)
+    return tuple(reversed(strides))
+
+
+def _cover(covered: list[tuple[int, int]], start: int, stop: int) -> int:
+    """Add a range to disjoint ranges in order; return how many bytes it adds."""
+    first = bisect.bisect_left(covered, start, key=lambda r: r[1])
+    last = bisect.bisect_right(covered, stop, key=lambda r: r[0])
+    touched = covered[first:last]
+    begin = min([start, *(r[0] for r in touched[:1])])
+    end = max([stop, *(r[1] for r in touched[-1:])])
+    covered[first:last] = [(begin, end)]
+    return end - begin - sum(b - a for a, b in touched)

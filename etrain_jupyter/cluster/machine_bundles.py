@@ -1,0 +1,186 @@
+"""Bundles on a worker's machine: one file each, however many supervisors and trainers use it.
+
+A supervisor that sees the job's folder lets its trainers read the file there. Any other one gets
+the file from the scheduler. Whoever uses it holds a shared lock on ``DIGEST.lock`` beside it;
+whoever holds that lock exclusively may write or remove the file::
+
+    etrain-bundles-1000/         0700, in Dask's folder for temporary files
+    ├── 0f3a....lock             locked by each supervisor that uses the file
+    ├── 0f3a....                 0600, complete
+    └── 91bc....part             being written
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+LOOK_S = 0.05
+"""How often to look whether another supervisor has got the file."""
+
+Fetch = Callable[[str, int], Awaitable[bytes]]
+"""Returns the bytes of a bundle from an offset on; empty at its end."""
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+class BundleFetchError(Exception):
+    """A bundle cannot be had on this machine; the message says why and what to do."""
+
+
+def folder_of(local_directory: str) -> Path:
+    """Return where the bundles of a machine are, of which this is one worker's own folder."""
+    return Path(local_directory).parent / f"etrain-bundles-{os.getuid()}"
+
+
+class MachineBundles:
+    """What one supervisor uses of its machine's bundles.
+
+    Args:
+        fetch: Gets pieces from the scheduler.
+    """
+
+    def __init__(self, fetch: Fetch) -> None:
+        self._fetch = fetch
+        self._folder = Path()
+        self._locks: dict[str, int] = {}
+        """Open lock files, by digest."""
+        self._getting = asyncio.Lock()
+
+    def begin(self, folder: Path) -> None:
+        """Use a folder, and remove what nobody uses there: its users were killed."""
+        if folder == self._folder:
+            return
+        self._folder = folder
+        for lock in folder.glob("*.lock"):
+            with contextlib.suppress(OSError):
+                _remove_unused(lock, os.open(lock, os.O_RDWR))
+
+    async def get(self, bundle: Mapping[str, Any]) -> Path:
+        """Return the file with a bundle, which stays there until it is released.
+
+        Args:
+            bundle: ``digest``, ``size`` in bytes, and the ``path`` in the job's folder.
+
+        Raises:
+            BundleFetchError: If it cannot be had.
+        """
+        shared, digest = Path(bundle["path"]), str(bundle["digest"])
+        if _size_of(shared) == bundle["size"]:
+            return shared  # whoever opens it compares the digest
+        if not _DIGEST.fullmatch(digest):
+            raise BundleFetchError(f"{digest!r} is no SHA-256")
+        path = self._folder / digest
+        async with self._getting:
+            if digest not in self._locks:
+                self._locks[digest] = await self._get(path, bundle["size"])
+        return path
+
+    def release(self, digest: str) -> None:
+        """Let a bundle go; the last one of the machine removes it."""
+        descriptor = self._locks.pop(digest, None)
+        if descriptor is not None:
+            with contextlib.suppress(OSError):
+                _remove_unused(self._folder / f"{digest}.lock", descriptor)
+
+    def release_all(self) -> None:
+        """Let all of them go."""
+        for digest in list(self._locks):
+            self.release(digest)
+
+    async def _get(self, path: Path, size: int) -> int:
+        """Wait for the file or write it; return the lock that keeps it there."""
+        lock = path.with_suffix(".lock")
+        while True:
+            try:
+                self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
+            except OSError as exc:
+                raise self._not_stored(size, exc) from exc
+            is_kept = False
+            try:
+                if _is_locked(descriptor, fcntl.LOCK_EX) and _is_file_of(lock, descriptor):
+                    if not path.exists():
+                        await self._write(path, size)
+                    # Not one step: somebody may remove the file before the second lock.
+                    is_kept = _is_locked(descriptor, fcntl.LOCK_SH)
+                elif _is_locked(descriptor, fcntl.LOCK_SH):
+                    is_kept = True
+                is_kept = is_kept and path.exists() and _is_file_of(lock, descriptor)
+                if is_kept:
+                    return descriptor
+            finally:
+                if not is_kept:
+                    os.close(descriptor)
+            await asyncio.sleep(LOOK_S)
+
+    async def _write(self, path: Path, size: int) -> None:
+        draft, digest = path.with_suffix(".part"), hashlib.sha256()
+
+        def put(file: BinaryIO, data: bytes) -> None:
+            digest.update(data)
+            file.write(data)
+
+        try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+            with os.fdopen(os.open(draft, flags, 0o600), "wb") as file:
+                offset = 0
+                while offset < size and (data := await self._fetch(path.name, offset)):
+                    await asyncio.to_thread(put, file, data)
+                    offset += len(data)
+            if digest.hexdigest() != path.name:
+                raise BundleFetchError(
+                    f"the {offset} bytes that came of bundle {path.name[:12]} are not its {size}"
+                )
+            draft.replace(path)
+        except OSError as exc:
+            raise self._not_stored(size, exc) from exc
+        finally:
+            draft.unlink(missing_ok=True)
+
+    def _not_stored(self, size: int, exc: OSError) -> BundleFetchError:
+        return BundleFetchError(
+            f"the job's bundle ({size / 2**20:.0f} MB) cannot be stored in {self._folder}: "
+            f"{exc.strerror or exc}. Make room there, or name a function that loads the data on "
+            "the workers"
+        )
+
+
+def _remove_unused(lock: Path, descriptor: int) -> None:
+    """Remove a bundle and its lock file if nobody else uses it; close the lock file."""
+    try:
+        if _is_locked(descriptor, fcntl.LOCK_EX) and _is_file_of(lock, descriptor):
+            for name in (lock.with_suffix(""), lock.with_suffix(".part"), lock):
+                name.unlink(missing_ok=True)
+    finally:
+        os.close(descriptor)
+
+
+def _is_locked(descriptor: int, kind: int) -> bool:
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_file_of(path: Path, descriptor: int) -> bool:
+    """Whether an open file still has its name: another supervisor may have removed it."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except OSError:
+        return False
+
+
+def _size_of(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return -1
