@@ -19,7 +19,7 @@ from etrain_jupyter.cluster.requests import RequestError
 from etrain_jupyter.elastic import commands as c
 from etrain_jupyter.elastic import stimuli as s
 from etrain_jupyter.events import types as events
-from tests.unit.cluster.rig import Rig
+from tests.unit.cluster.rig import Rig, put_bundle
 
 
 @pytest.fixture
@@ -38,8 +38,9 @@ def errors(rig: Rig) -> list[str]:
 
 
 async def submit_another(rig: Rig) -> HostedJob:
-    order = {"job_id": "k", "name": "k", "run_dir": str(rig.folder / "k"), "config": {}}
-    await rig.coordinator._submit({**order, "bundle": b"", "max_workers": 1})
+    order: dict[str, Any] = {"job_id": "k", "name": "k", "run_dir": str(rig.folder / "k"), "config": {}}
+    order |= put_bundle(order)
+    await rig.coordinator._submit({**order, "max_workers": 1})
     return rig.coordinator._jobs["k"]
 
 

@@ -20,7 +20,6 @@ from etrain_jupyter.cluster.supervisor import Supervisor
 from etrain_jupyter.node.fingerprint import read_fingerprint
 from etrain_jupyter.ranks.control.progress import TrainerProgress
 
-
 BUNDLE = bytes(range(256)) * 10
 
 
