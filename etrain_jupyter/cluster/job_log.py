@@ -148,10 +148,20 @@ class JobLog:
             except OSError as exc:
                 self._refusal = exc
                 return
+            except (TypeError, ValueError):
+                # One is no JSON. It is found by itself, so that it does not hold up the others.
+                self._write_singly(batch)
             for _ in batch:
                 self._waiting.popleft()
             if not self._waiting:
                 self._recover(batch[-1])
+
+    def _write_singly(self, batch: list[events.Event]) -> None:
+        for event in batch:
+            try:
+                self._write([event])
+            except (OSError, TypeError, ValueError):
+                logger.exception("%s: an event is lost: %r", self._path, event)
 
     def _recover(self, newest: events.Event) -> None:
         refusal, self._refusal = self._refusal, None
@@ -173,7 +183,10 @@ class JobLog:
     def _write(self, facts: list[events.Event]) -> None:
         self._recent.extend(event.to_dict() for event in self._log.append(facts))
         self._announce()
-        self._compactor.look(self._log.last_seq)
+        try:
+            self._compactor.look(self._log.last_seq)
+        except RuntimeError as exc:  # no thread can be started; the log is whole without
+            logger.warning("%s: its segments are not written: %s", self._path, exc)
 
     def _announce(self) -> None:
         """Wake who waits for news."""

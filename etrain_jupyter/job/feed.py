@@ -256,7 +256,7 @@ class Feed:
         try:
             answer = future.result()
             news = [event_from_dict(data) for data in answer["events"]]
-        except (EtrainError, CancelledError, KeyError, TypeError) as exc:
+        except (EtrainError, OSError, ValueError, CancelledError, KeyError, TypeError) as exc:
             self._fail(exc)
             return
         if not self._take(news) and news:

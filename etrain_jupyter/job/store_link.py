@@ -127,6 +127,6 @@ def try_refresh_log(record: JobRecord) -> str:
     """Do so if it can be done; return why it could not."""
     try:
         refresh_log(record)
-    except RunStoreError as exc:
+    except (RunStoreError, OSError) as exc:  # OSError: the disk of this machine's copy
         return str(exc)
     return ""

@@ -128,9 +128,12 @@ class Head:
         while not (self._stop.is_set() or self._is_closed() or self._is_idle()):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), min(1.0, self._settings.idle_s / 4))
-            self.nodes.reap()
-            self._note_load()
-            self._tell_costs()
+            for do in (self.nodes.reap, self._note_load, self._tell_costs):
+                try:
+                    do()
+                except Exception:
+                    # It would end the scheduler, and five of these the cluster.
+                    logger.exception("%s failed", do.__name__)
 
     def _note_load(self) -> None:
         """Write down how busy the cluster is, if that has changed."""

@@ -144,7 +144,14 @@ class Keeper:
         num_taken_over = num_lives
         while not self._children.is_end_wanted:
             num_lives += 1
-            pid = self._start(num_lives, died_at)
+            try:
+                pid = self._start(num_lives, died_at)
+            except OSError as exc:
+                if num_lives == num_taken_over + 1:
+                    raise  # nobody has a job here yet; the launcher hears of it
+                if not self._may_retry(exc):
+                    return False
+                continue
             code = self._children.wait_for(pid)
             if code is None:
                 self._end_scheduler(pid)
@@ -166,6 +173,16 @@ class Keeper:
                 *(pid, code, delay_s),
             )
             self._children.pause(delay_s)
+        return True
+
+    def _may_retry(self, exc: OSError) -> bool:
+        """Wait after a start that the system refused; False if there were too many."""
+        logger.error("the next scheduler could not be started: %s", exc)
+        delay_s = self._restarts.after_death(time.monotonic())
+        if delay_s is None:
+            self._give_up(START_FAILED)
+            return False
+        self._children.pause(delay_s)
         return True
 
     def _end_scheduler(self, pid: int) -> None:

@@ -236,7 +236,14 @@ class LocalNodes:
         for slot in free[:count]:
             self._num_named += 1
             name = f"w{self._num_named}"
-            popen = self._spawn(name, slot)
+            try:
+                popen = self._spawn(name, slot)
+            except OSError as exc:  # no memory, no process or no file descriptor is left
+                logger.error("worker %s could not be started: %s", name, exc)
+                self._back_off(lived_s=0.0)
+                wait_s = self._retry_at - time.monotonic()
+                self._call_later("retry", max(wait_s, FIRST_BACK_OFF_S), self._reconcile)
+                return
             self._processes[name] = WorkerProcess(
                 name=name, slot=slot, popen=popen, started_at=time.monotonic()
             )
@@ -267,13 +274,18 @@ class LocalNodes:
             logger.info("worker %s ended as asked (exit code %s)", process.name, code)
             return
         lived_s = time.monotonic() - process.started_at
-        self._num_failures = 1 if lived_s >= HEALTHY_S else self._num_failures + 1
-        delay_s = back_off_s(self._num_failures)
-        self._retry_at = time.monotonic() + delay_s
+        delay_s = self._back_off(lived_s)
         logger.warning(
             "worker %s died by itself after %.1f s (exit code %s); the next may start in %.1f s",
             *(process.name, lived_s, code, delay_s),
         )
+
+    def _back_off(self, lived_s: float) -> float:
+        """Count a failure; return how long nothing is started because of it."""
+        self._num_failures = 1 if lived_s >= HEALTHY_S else self._num_failures + 1
+        delay_s = back_off_s(self._num_failures)
+        self._retry_at = time.monotonic() + delay_s
+        return delay_s
 
     def _call_later(self, name: str, delay_s: float, do: Callable[[], None]) -> None:
         """Do something later, in place of what was planned under that name."""

@@ -7,6 +7,7 @@ import itertools
 import json
 import threading
 import time
+import traceback
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -353,6 +354,11 @@ class Checkpointer:
             manifest = self._commit(copy, writers)
         except CheckpointError as exc:
             self._take_failure(copy, exc)
+            return False
+        except Exception as exc:
+            # A defect of ours or of the store's: whoever waits for this checkpoint has to hear.
+            traceback.print_exc()
+            self._take_failure(copy, CheckpointError(f"{type(exc).__name__}: {exc}"))
             return False
         facts = {
             "step": copy.step,

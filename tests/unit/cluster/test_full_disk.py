@@ -234,6 +234,17 @@ async def test_next_scheduler_takes_what_was_only_in_memory_from_the_supervisors
     assert texts == ["before", "meanwhile"]
 
 
+async def test_event_that_is_no_json_holds_up_no_other(rig: Rig, disk: Disk) -> None:
+    await rig.start("w1")
+    disk.is_full = True
+    rig.commit("w1", 1)
+    rig.job.log(events.LogLine, level="info", worker="", text=object())
+    rig.commit("w1", 2)
+    disk.is_full = False
+    rig.tick()
+    assert steps_of(on_disk(rig)) == [1, 2]
+
+
 def test_supervisor_keeps_a_bounded_number_of_step_records() -> None:
     outbox = Outbox(most=100, most_records=10)
     for _ in range(3):

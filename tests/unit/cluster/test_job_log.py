@@ -64,3 +64,23 @@ async def test_old_events_are_read_on_from_where_the_last_piece_ended(
     assert got == list(range(1, 31))
     assert skipped == [0]
     log.close()
+
+
+async def test_log_of_an_ended_job_is_read_from_the_disk_and_takes_no_memory(
+    tmp_path: Path,
+) -> None:
+    """Review R7: 20,000 events of every ended job stayed in the scheduler."""
+    log = JobLog(tmp_path / "events.jsonl")
+    log.append([line(str(n)) for n in range(1, 31)])
+    assert len(log._recent) == 30
+    first = log.since(0, 10)
+    log.close()
+
+    assert (len(log._recent), len(log._readers)) == (0, 0)
+    got = list(first)
+    while news := log.since(len(got), 8):
+        got += news
+    assert [event["seq"] for event in got] == list(range(1, 31))
+    assert got[10:][0]["text"] == "11"
+    log.append([line("late")])  # no error: the job has ended
+    assert log.since(30, 8) == []

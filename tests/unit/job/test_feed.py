@@ -461,3 +461,13 @@ def test_first_look_at_a_job_hears_of_trouble_with_its_log(log: EventLog) -> Non
     feed.wait_until_answered(10)
     assert feed.log_trouble == "the disk is full"
     feed.close()
+
+
+def test_copy_of_a_log_that_cannot_be_written_here_is_tried_again(tmp_path: Path) -> None:
+    """Review R2: a full disk of the watching machine ended the feed, and the job looked lost."""
+    full = OSError(28, "No space left on device")
+    link = FakeLink(full, full, full, [line(1), end(2)], [])
+    feed, recorder = follow(link, tmp_path / "none")
+    assert feed.ended.wait(10)
+    assert feed.lost == ""
+    assert [seq for seq in recorder.seqs if seq] == [1, 2]

@@ -38,7 +38,8 @@ _made: list[TrainingJob] = []
 
 
 @pytest.fixture(autouse=True)
-def _stop_following() -> Iterator[None]:
+def _stop_following(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(training_job, "ANSWER_S", 0.05)
     yield
     while _made:
         _made.pop()._feed.close()

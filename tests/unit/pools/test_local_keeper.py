@@ -112,3 +112,19 @@ def test_a_wish_to_end_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     assert sent == [(1001, signal.SIGTERM)]
     assert bench.children.ended == [1001]
+
+
+def test_scheduler_that_the_system_cannot_start_again_is_tried_again(tmp_path: Path) -> None:
+    """Review R2: the keeper ended, and with it all jobs, over one fork that failed."""
+    bench = Bench(tmp_path, [-signal.SIGKILL, 0])
+    start, refusals = bench.keeper._start, [OSError(11, "Resource temporarily unavailable")]
+
+    def start_sometimes(num_lives: int, died_at: float) -> int:
+        if num_lives == 2 and refusals:
+            raise refusals.pop()
+        return start(num_lives, died_at)
+
+    bench.keeper._start = start_sometimes
+    assert bench.keeper.run()
+    assert [lives for lives, _ in bench.started] == [1, 3]
+    assert bench.children.pauses == [0.0, 0.5]

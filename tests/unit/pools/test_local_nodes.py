@@ -365,3 +365,21 @@ def test_what_torch_was_built_for_is_read_and_not_imported(
     monkeypatch.syspath_prepend(tmp_path)
 
     assert torch_has_cuda() is expected
+
+
+async def test_worker_that_the_system_cannot_start_is_tried_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Review R2: the exception ended the scheduler, or the tick of a job that wanted workers."""
+    monkeypatch.setattr(local_nodes, "FIRST_BACK_OFF_S", 0.01)
+    spawn, refusals = bench.nodes._spawn, [OSError(12, "Cannot allocate memory")] * 3
+
+    def spawn_sometimes(name: str, slot: Slot) -> subprocess.Popen[bytes]:
+        if refusals:
+            raise refusals.pop()
+        return spawn(name, slot)
+
+    bench.nodes._spawn = spawn_sometimes
+    bench.nodes.want(2, reason="test")
+    assert bench.names == []
+    await until(lambda: len(bench.names) == 2)

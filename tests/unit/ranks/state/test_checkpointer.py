@@ -563,3 +563,18 @@ def test_trainer_that_ends_says_that_it_waits_for_its_checkpoint(tmp_path, monke
     store.may_write.set()
     closing.join()
     assert store.list_steps() == [1]
+
+
+def test_defect_while_a_checkpoint_is_written_is_told(tmp_path, monkeypatch):
+    """Review R2: the writing thread ended silently, and the coordinator waited for minutes."""
+    saver = Saver(tmp_path, starts=[0])
+
+    def fail(*_):
+        raise ZeroDivisionError("a mistake")
+
+    monkeypatch.setattr(saver.checkpointer, "_commit", fail)
+    told = saver.save(step=2, generation=1)
+    assert (told["op"], told["step"]) == ("checkpoint_failed", 2)
+    assert told["error"] == "ZeroDivisionError: a mistake"
+    monkeypatch.undo()
+    assert saver.save(step=4, generation=1)["op"] == "checkpoint_committed"
