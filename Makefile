@@ -38,12 +38,13 @@ demo: $(INSTALLED) ## Run the quickstart notebook without a browser (NOTEBOOK=04
 lab: $(INSTALLED) ## Open JupyterLab on the notebooks (ARGS="--no-browser --port 8890" and the like)
 	$(BIN)/python -m jupyterlab --ServerApp.root_dir=notebooks $(ARGS)
 
-test: $(INSTALLED) ## Run the tests (ARGS="-k ledger" and the like); those that need chromium skip without it
+test: $(INSTALLED) ## Run the tests (ARGS="-k ledger" and the like); the end says what was skipped and rerun
 	$(if $(ARGS),$(BIN)/python -m pytest $(ARGS),$(ALL_TESTS))
 
 endurance: $(INSTALLED) ## The long tests of the engine: 500 schedules of faults, 1,000 re-forms, 100 kills, spot (an hour)
 	ETRAIN_CHAOS_SCHEDULES=500 ETRAIN_SCHEDULES=10000 ETRAIN_SOAK=1 ETRAIN_ALL_SEEDS=1 ETRAIN_TORTURE=50 ETRAIN_SPOT=1 \
 	  $(BIN)/python -m pytest -p no:rerunfailures tests/chaos tests/unit/elastic -m slow $(ARGS)
+	ETRAIN_SPAWN=1 $(BIN)/python -m pytest -p no:rerunfailures tests/chaos/test_faults.py tests/chaos/test_endings.py $(ARGS)
 
 lint: $(INSTALLED) ## Style, types and the import rules
 	$(BIN)/ruff check .

@@ -26,7 +26,7 @@ PROCESSES = ("browser", "chaos", "contract", "integration", "notebooks")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let such a test begin again once; the summary names it (R), so that it gets mended.
+    """Let such a test begin again once; the run's last lines name it, so that it gets fixed.
 
     Some 400 tests depend on when the system lets which process run. Pure logic has no excuse, and
     the long runs that look for what happens rarely (``make endurance``) take no second try.

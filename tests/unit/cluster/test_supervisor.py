@@ -188,9 +188,15 @@ async def test_supervisor_that_was_given_up_ends_its_trainers_and_comes_back_as_
 
 
 async def test_order_for_a_trainer_that_is_gone_is_dropped(rig):
+    trainer = await rig.start("j/w1/1")
+    did, num_reports = list(trainer.did), len(rig.reports)
     rig.order("kill", trainer="nobody", why="", stacks=True)
     rig.order("tell", trainer="nobody", message={"op": "release"})
     rig.order("fault", trainer="nobody", kind="kill")
+    rig.order("kill", trainer="j/w1/1", why="last", stacks=False)
+    await rig.until(lambda: rig.said("exited"))
+    assert trainer.did == [*did, "killed: last"]
+    assert [m["op"] for m in rig.reports[num_reports:] if m["op"] != "beat"] == ["exited"]
 
 
 async def test_released_trainer_may_go_on_as_long_as_its_checkpoint_does(rig, monkeypatch):

@@ -152,11 +152,13 @@ def test_fault_fires_once_at_its_step_or_a_later_one() -> None:
 
 
 def test_plan_is_renewed_and_kinds_of_the_coordinator_are_left_to_it() -> None:
-    faults = Faults([planned("error")], lambda _: None)
+    told: list[Any] = []
+    faults = Faults([planned("error")], told.append)
 
     faults.renew([planned("notice"), planned("kill_worker")])
 
     faults.at("forward", rank=0, step=5)
+    assert told == []
 
 
 def test_hang_that_is_ordered_by_hand_waits_for_the_main_thread() -> None:
