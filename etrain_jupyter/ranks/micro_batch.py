@@ -141,7 +141,9 @@ def is_out_of_memory(exc: BaseException) -> bool:
     """Return whether a device's memory, or that of the CPU, ran out, as torch says it."""
     if isinstance(exc, torch.OutOfMemoryError):
         return True
-    # The CPU's allocator has no class of its own.
+    # What CUDA allocates without torch's allocator, and the CPU's, have no class of their own.
+    if isinstance(exc, RuntimeError) and "CUDA error: out of memory" in str(exc):
+        return True
     is_ours = isinstance(exc, RuntimeError) and "DefaultCPUAllocator" in str(exc)
     return is_ours and any(words in str(exc) for words in ("allocate memory", "enough memory"))
 

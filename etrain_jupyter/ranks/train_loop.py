@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.elastic import ledger
 from etrain_jupyter.elastic.stimuli import Progress
+from etrain_jupyter.ranks.control.device_errors import device_error_in
 from etrain_jupyter.ranks.control.faults import NO_FAULTS, Faults
 from etrain_jupyter.ranks.control.progress import ProgressPage
 from etrain_jupyter.ranks.data import Delivered, Share
@@ -203,6 +204,7 @@ class TrainLoop:
         batches = self.workload.train.batches(self._shares(group, gradients))
         self._committed_at = time.perf_counter()
         self._times.begin(group)
+        is_device_broken = False
         if group.rank == 0 and not self.step and self.update.rates.warning:
             self._log("warning", self.update.rates.warning)
         try:
@@ -225,7 +227,8 @@ class TrainLoop:
             self.undone_loss, self.in_step = exc.told, False
             return self._leave("nan")
         except Exception as exc:
-            if not self.micro.give_way(exc):
+            is_device_broken = device_error_in(exc) is not None
+            if is_device_broken or not self.micro.give_way(exc):
                 raise
             text = words_of_shrinking(
                 self.step,
@@ -238,7 +241,8 @@ class TrainLoop:
             group.abort(OUT_OF_MEMORY)  # the others wait for this rank's part of the step
             raise CommunicationError(OUT_OF_MEMORY) from None
         finally:
-            gradients.close()
+            if not is_device_broken:
+                gradients.close()
 
     def _end_step(self, group: RankGroup, *, is_pending: bool) -> None:
         is_boundary = self.plan.is_boundary(self.position)
@@ -305,8 +309,9 @@ class TrainLoop:
             means = self.workload.measures.means(step.header.means())
             with self._watch.updating():
                 is_updated = self.update.make(step, position=self.position, weight=means.weight)
-        except BaseException:
-            self._undo(step)
+        except BaseException as exc:
+            if device_error_in(exc) is None:  # else nothing can be copied any more
+                self._undo(step)
             raise
         model = self.workload.model
         self._forget_gradients()

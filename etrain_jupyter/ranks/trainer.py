@@ -19,6 +19,12 @@ from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.elastic.stimuli import NO_PROGRESS
 from etrain_jupyter.ranks.control.blame import is_broken_exchange, is_our_defect
 from etrain_jupyter.ranks.control.channel import Channel, Message
+from etrain_jupyter.ranks.control.device_errors import (
+    code_of_pass,
+    device_error_in,
+    hint_for_device,
+    is_of_machine,
+)
 from etrain_jupyter.ranks.control.faults import Faults
 from etrain_jupyter.ranks.control.progress import ProgressPage
 from etrain_jupyter.ranks.control.reporter import Reporter
@@ -45,6 +51,10 @@ DISCONNECTED = "disconnected on purpose"
 
 # The first optimizer would load it, which takes seconds: a spare has the time to.
 importlib.import_module("torch._dynamo")
+
+
+class BrokenDeviceError(Exception):
+    """CUDA is unusable in this process, and the coordinator knows why: the process must end."""
 
 
 class Trainer:
@@ -140,11 +150,16 @@ class Trainer:
     # --- main thread ---
 
     def run(self) -> None:
-        """Do what the coordinator asks for until it releases this trainer."""
+        """Do what the coordinator asks for until it releases this trainer, or its GPU breaks."""
+        with contextlib.suppress(BrokenDeviceError):
+            self._run()
+
+    def _run(self) -> None:
         threading.Thread(target=self.read_commands, name="etrain-control", daemon=True).start()
         try:
             self._warm_up()
         except BaseException as exc:
+            self._end_if_device_broke(exc)
             if is_our_defect(exc):
                 raise
             self._tell_user_error(exc, generation=0)
@@ -249,11 +264,13 @@ class Trainer:
         try:
             why = self._step_through(message, group)
         except CommunicationError as exc:
+            self._end_if_device_broke(exc, group)
             if self._loop.update.is_torn and self._loop.step and group.world_size == 1:
                 raise  # nobody has the weights any more: as if this process had died
             why, failure = "failed", failure_of(group, exc)
             self._let_go_of_torn_state()
         except BaseException as exc:
+            self._end_if_device_broke(exc, group)
             # A collective that breaks inside the backward pass can come out as any exception.
             if not group.failure and not is_broken_exchange(exc):
                 if is_our_defect(exc):
@@ -273,6 +290,28 @@ class Trainer:
         if why == "done":
             report["ended_early"] = self._loop.judge.end_record()
         self._tell({"op": "report", "generation": group.generation, **report})
+
+    def _end_if_device_broke(self, exc: BaseException, group: RankGroup | None = None) -> None:
+        """Report a CUDA error and end the process; no call of CUDA would succeed any more.
+
+        So nothing is undone, saved or closed, and this rank has no state. What it reports comes
+        first: the end of the process breaks the collectives of the others.
+
+        Raises:
+            BrokenDeviceError: The notebook's code broke it. The job fails with that error.
+            BaseException: The machine broke it: ``exc``. The others go on without this trainer.
+        """
+        error = device_error_in(exc)
+        if error is None:
+            return
+        self._has_state = False
+        has_peers = group is not None and group.world_size > 1
+        if is_of_machine(error, has_peers=has_peers):
+            text = f"the GPU failed, and this trainer ends: {str(error).partition(chr(10))[0]}"
+            self._tell({"op": "log", "level": "error", "text": text})
+            raise exc
+        self._tell_user_error(error, generation=group.generation if group is not None else 0)
+        raise BrokenDeviceError from None
 
     def _close(self, group: RankGroup) -> None:
         group.close()
@@ -415,6 +454,9 @@ class Trainer:
             if is_out_of_memory(exc):
                 summary += f"; {hint_for_memory(self._config)}"
             text = self._bundle.format_user_traceback(exc) if self._bundle is not None else ""
+            if device_error_in(exc) is not None:
+                summary += f". {hint_for_device(exc)}"
+                text = f"{text}\n\n{self._where_device_broke()}".strip()
         self._tell(
             {
                 "op": "user_error",
@@ -424,6 +466,15 @@ class Trainer:
                 "traceback": text,
             }
         )
+
+    def _where_device_broke(self) -> str:
+        """Return the code that was running on the GPU, as far as it is known."""
+        if self._loop is None or self._bundle is None:
+            return ""
+        workload = self._loop.workload
+        functions = [*workload.objective.functions, type(workload.model).forward]
+        lines = code_of_pass(functions, self._bundle.cells)
+        return f"The GPU was running the pass that begins in\n{lines}" if lines else ""
 
 
 def failure_of(group: RankGroup, exc: BaseException) -> Message:

@@ -8,7 +8,7 @@ and the loss is found there whatever kind of object the model's output is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from torch import nn
@@ -31,6 +31,9 @@ class Passed(NamedTuple):
 class Objective(Protocol):
     """A way to come from a batch to a loss."""
 
+    functions: Sequence[Callable[..., Any]]
+    """The notebook's functions that it calls, apart from the model."""
+
     def __call__(self, model: nn.Module, batch: Any) -> Passed:
         """Put a batch through the model."""
         ...
@@ -45,6 +48,7 @@ class LossOfOutput:
 
     def __init__(self, loss: Callable[[Any, Any], Any] | None) -> None:
         self._loss = loss
+        self.functions: Sequence[Callable[..., Any]] = [loss] if loss is not None else []
 
     def __call__(self, model: nn.Module, batch: Any) -> Passed:
         """Call the model with what it takes of the batch."""
@@ -83,6 +87,7 @@ class StepFunction:
 
     def __init__(self, step: Callable[[nn.Module, Any], Any]) -> None:
         self._step = step
+        self.functions: Sequence[Callable[..., Any]] = [step]
 
     def __call__(self, model: nn.Module, batch: Any) -> Passed:
         """Call it with the model itself, all of whose methods it may use."""

@@ -63,6 +63,7 @@ def test_search_stops_at_once_where_everything_fits_and_says_if_nothing_does() -
         (RuntimeError(CPU_MESSAGE), True),
         (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 9"), True),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be"), True),
         (RuntimeError("out of memory"), False),
         (MemoryError(), False),
         (ValueError(CPU_MESSAGE), False),
