@@ -202,7 +202,7 @@ class S3Store:
             self._bucket.delete(key, what)
         dropped = set(listed) - set(kept)
         keys = self._bucket.keys(PARTS_FOLDER, what)
-        used, unused = self._sort_folders({_folder_of(key) for key in keys}, kept, dropped)
+        _, unused = self._sort_folders({_folder_of(key) for key in keys}, kept, dropped)
         for key in keys:
             if _folder_of(key) in unused:
                 self._bucket.delete(key, what)

@@ -31,6 +31,8 @@ from botocore.exceptions import (
 )
 from urllib3.exceptions import HTTPError
 
+from etrain_jupyter.checkpoints.bucket_owners import VARIABLE as OWNERS
+from etrain_jupyter.checkpoints.bucket_owners import expected_owner
 from etrain_jupyter.checkpoints.s3_words import code_of, is_of_credentials, place_of, words_of
 from etrain_jupyter.errors import CheckpointError
 
@@ -127,9 +129,12 @@ class Bucket:
         *,
         setting: str = "checkpoint.to",
         make_client: Callable[[Config], Any] | None = None,
+        owner: Callable[[], str] | None = None,
     ) -> None:
         self._make_client = make_client or _client_of_environment
         """Makes the client, anew when its credentials have expired."""
+        self._owner = owner or (lambda: expected_owner(name))
+        """Returns the account that the bucket must belong to; empty for any."""
         self.name = name
         self.prefix = prefix
         self.limits = limits
@@ -262,6 +267,7 @@ class Bucket:
                     Bucket=self.name,
                     Prefix=prefix,
                     PaginationConfig={"PageSize": self.limits.page_size},
+                    **self._owned(),
                     **arguments,
                 )
             )
@@ -436,14 +442,43 @@ class Bucket:
                 is_last = attempt == self.limits.num_attempts or time.monotonic() > deadline
                 if is_last or not _may_help_again(exc):
                     kind = AccessDeniedError if code in _DENIED else CheckpointError
-                    raise kind(f"{what} in {self}: {words_of(exc, setting=self._setting)}") from exc
+                    raise kind(f"{what} in {self}: {self._words_of(exc)}") from exc
             time.sleep(random.uniform(0, 0.2 * 2**attempt))
         raise AssertionError("unreachable")
 
     def _request(self, operation: str, *, Key: str, **arguments: Any) -> dict[str, Any]:
         call = getattr(self._connect(), operation)
-        answer: dict[str, Any] = call(Bucket=self.name, Key=self._full(Key), **arguments)
+        place = {"Bucket": self.name, "Key": self._full(Key), **self._owned()}
+        answer: dict[str, Any] = call(**place, **arguments)
         return answer
+
+    def _owned(self) -> dict[str, str]:
+        """Return the argument that has S3 refuse a request if the bucket is somebody else's."""
+        owner = self._owner()
+        return {"ExpectedBucketOwner": owner} if owner else {}
+
+    def _words_of(self, exc: Exception) -> str:
+        """Return what went wrong; S3 says no more than "access denied" of a wrong owner."""
+        words = words_of(exc, setting=self._setting)
+        if code_of(exc) not in _DENIED or not (owner := self._owned().get("ExpectedBucketOwner")):
+            return words
+        if not self._is_open_without_owner():
+            return f"{words}. If the role may do it, the bucket is not one of account {owner}"
+        return (
+            f"the bucket does not belong to account {owner}, but to another one: it may have been "
+            "deleted and made again by a stranger. Nothing of it was used. If it is meant, name "
+            f"its account: {OWNERS}={self.name}=ACCOUNT, or bucket_owner in pools.yaml for the "
+            "bucket of a pool"
+        )
+
+    def _is_open_without_owner(self) -> bool:
+        """Tell whether the same place can be listed if no owner is expected."""
+        try:
+            folder = f"{self.prefix}/" if self.prefix else ""
+            self._connect().list_objects_v2(Bucket=self.name, Prefix=folder, MaxKeys=1)
+        except (BotoCoreError, ClientError, HTTPError, OSError):
+            return False
+        return True
 
     def _connect(self) -> Any:
         with self._lock:

@@ -1,7 +1,7 @@
 """Faults of S3 as data, and a WSGI application in front of another one that commits them.
 
-It also does what S3 does and moto does not: it compares the checksum of what is uploaded, and lets
-one of several conditional writes win.
+It also does what S3 does and moto does not: it compares the checksum of what is uploaded, refuses a
+request that expects another owner of the bucket, and lets one of several conditional writes win.
 """
 
 from __future__ import annotations
@@ -36,6 +36,10 @@ Kind = Literal[
     "ignore_conditions",
 ]
 CONTROL = "/_etrain/"
+OWNER = "123456789012"
+"""The account that owns all buckets: moto's."""
+NO_OWNER = "no expected owner"
+"""Counted: requests that any owner of the bucket would serve."""
 AROUND = "X-Etrain-Around"
 """A request with this header meets no fault."""
 
@@ -98,7 +102,8 @@ class FaultyS3:
         line = f"{environ['REQUEST_METHOD']} {environ['PATH_INFO']}?{query} {signer}"
         kinds: dict[str, float] = {}
         if "HTTP_X_ETRAIN_AROUND" not in environ:
-            kinds = self._choose(line, operation_of(environ["REQUEST_METHOD"], query))
+            operation = operation_of(environ["REQUEST_METHOD"], query)
+            kinds = self._choose(line, operation, "HTTP_X_AMZ_EXPECTED_BUCKET_OWNER" in environ)
         for kind, seconds in kinds.items():
             if kind == "slow":
                 time.sleep(seconds)
@@ -120,6 +125,8 @@ class FaultyS3:
                 return _refusal(environ, status, code)
         if "spoil_upload" in kinds and body:
             body = _spoiled(body)
+        if environ.get("HTTP_X_AMZ_EXPECTED_BUCKET_OWNER", OWNER) != OWNER:
+            return _refusal(environ, "403 Forbidden", "AccessDenied")
         told = environ.get("HTTP_X_AMZ_CHECKSUM_SHA256")
         if told and told != base64.b64encode(hashlib.sha256(body).digest()).decode():
             return _refusal(environ, "400 Bad Request", "BadDigest")
@@ -135,10 +142,12 @@ class FaultyS3:
             data = b"".join(self._app(environ, start))
         return answer["status"], answer["headers"], data
 
-    def _choose(self, line: str, operation: str) -> dict[str, float]:
+    def _choose(self, line: str, operation: str, has_owner: bool) -> dict[str, float]:
         """Count a request and return what goes wrong with it."""
         with self._lock:
             self._counts[operation] += 1
+            if not has_owner:
+                self._counts[NO_OWNER] += 1
             chosen: dict[str, float] = {}
             for fault in self._faults:
                 if fault.match not in line:

@@ -23,12 +23,14 @@ from etrain_jupyter.node.fingerprint import read_fingerprint
 from etrain_jupyter.pools.aws_spot.node_config import NodeConfig
 from etrain_jupyter.pools.tls import mint_certificates
 from etrain_jupyter.testing.fakeaws.imds import ImdsServer, instance_pages
+from etrain_jupyter.testing.s3_faults import OWNER
 from etrain_jupyter.testing.s3_server import S3Server
 from tests.unit.pools.standins import SUPERVISOR
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 90.0
 CLUSTER = "c1"
+KEYS = "keys/0123"
 FOLDER = f"etrain/clusters/{CLUSTER}"
 MARK = "ETRAIN_TEST_MACHINE"
 NOBODY = "tls://127.0.0.1:1"
@@ -139,7 +141,7 @@ class Machine:
         (folder / "tls").mkdir()
         for name, text in (certificates or mint_certificates(CLUSTER)).items():
             (folder / "tls" / name).write_text(text)
-            self.put(f"tls/{name}", text.encode())
+            self.put(f"{KEYS}/{name}", text.encode())
         self.renew_lease(NOBODY)
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -174,7 +176,7 @@ class Machine:
             self.process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "etrain_jupyter.pools.aws_spot.agent"),
-                    f"s3://{self._bucket}/{FOLDER}",
+                    *(f"s3://{self._bucket}/{FOLDER}", "--keys", KEYS, "--owner", OWNER),
                 ],
                 env={
                     **kept,

@@ -23,6 +23,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from etrain_jupyter.checkpoints.bucket_owners import VARIABLE as OWNERS
+from etrain_jupyter.checkpoints.bucket_owners import with_owner
+from etrain_jupyter.config.store_url import S3
 from etrain_jupyter.node.fingerprint import compare, read_fingerprint
 from etrain_jupyter.node.imds import Identity, Imds
 from etrain_jupyter.node.notices import INTERRUPTION, Notice, NoticeWatch
@@ -76,10 +79,13 @@ class Agent:
     Args:
         url: Where the cluster's objects are.
         folder: For certificates and Dask; removed at the end.
+        keys: Folder of the certificates, below ``url``.
+        owner: Account that the bucket must belong to; empty for any.
     """
 
-    def __init__(self, url: str, folder: Path) -> None:
+    def __init__(self, url: str, folder: Path, *, keys: str, owner: str = "") -> None:
         self._url = url
+        self._keys, self._owner = keys, owner
         self._folder = folder
         self._imds = Imds()
         self._children = Children()
@@ -135,7 +141,7 @@ class Agent:
         me = self._identity
         facts = (me.instance_id, me.type, me.zone, me.lifecycle)
         logger.info("this is %s, %s in %s, %s", *facts)
-        self._store = NodeStore(self._url, region=me.region)
+        self._store = NodeStore(self._url, region=me.region, owner=self._owner)
         self._config = self._insist("config.json", self._read_config)
         self._ends_at = self._known_at + self._config.lifetime_s - max(0.0, me.age_s)
         fingerprint = read_fingerprint()
@@ -178,7 +184,7 @@ class Agent:
         return NodeConfig.from_json(self._read("config.json"))
 
     def _read_tls(self) -> dict[str, str]:
-        return {name: self._read(f"tls/{name}").decode() for name in TLS_FILES}
+        return {name: self._read(f"{self._keys}/{name}").decode() for name in TLS_FILES}
 
     def _read_lease(self) -> None:
         lease = json.loads(self._read(LEASE))
@@ -225,6 +231,11 @@ class Agent:
         logger.info("the scheduler is at %s (number %s)", news["scheduler"], news["num_lives"])
         write_private(self._folder / SCHEDULER_FILE, json.dumps(news))
 
+    def _owners(self) -> str:
+        """Return who must own which bucket: ours, and what the pool's ``environment`` says."""
+        bucket = self._url.removeprefix(S3).partition("/")[0]
+        return with_owner(self._config.role_env.get(OWNERS, ""), bucket, self._owner)
+
     def _start_workers(self) -> None:
         config, me = self._config, self._identity
         slots = slots_of_machine(config.workers_per_node)
@@ -241,6 +252,7 @@ class Agent:
             environment = {
                 "AWS_DEFAULT_REGION": me.region,
                 **config.role_env,
+                OWNERS: self._owners(),
                 MARKER: config.cluster_id,
                 "ETRAIN_NOTICES": "imds",
                 "ETRAIN_NOTICE_POLL_S": str(config.imds_poll_s),
@@ -325,14 +337,14 @@ class Agent:
         return is_spot and self._config.first_hour == "wait-for-ec2" and age_s < FIRST_HOUR_S
 
 
-def make_head(url: str, folder: Path) -> Agent:
+def make_head(url: str, folder: Path, *, keys: str, owner: str = "") -> Agent:
     """Return the agent of a head; a node need not load what that has."""
     from etrain_jupyter.pools.aws_spot.head_agent import HeadAgent
 
-    return HeadAgent(url, folder)
+    return HeadAgent(url, folder, keys=keys, owner=owner)
 
 
-AGENTS: dict[str, Callable[[str, Path], Agent]] = {"node": Agent, "head": make_head}
+AGENTS: dict[str, Callable[..., Agent]] = {"node": Agent, "head": make_head}
 """What a machine may be, by ``ETRAIN_ROLE``."""
 
 
@@ -340,7 +352,9 @@ def main(words: Sequence[str] | None = None) -> None:
     """Run until the machine is off."""
     parser = argparse.ArgumentParser(prog="etrain-agent")
     parser.add_argument("url", help="where the cluster's objects are: s3://bucket/prefix")
-    url = parser.parse_args(words).url
+    parser.add_argument("--keys", required=True, help="folder of the certificates, below the url")
+    parser.add_argument("--owner", default="", help="account that the bucket must belong to")
+    told = parser.parse_args(words)
     log_to_stderr()
     redact_logs()
     # boto3 would ask for the role's credentials through a proxy.
@@ -348,7 +362,7 @@ def main(words: Sequence[str] | None = None) -> None:
     os.environ["NO_PROXY"] = ",".join(filter(None, (known, "169.254.169.254")))
     folder = os.environ.get("ETRAIN_NODE_DIR") or tempfile.mkdtemp(prefix="etrain-node-")
     role = os.environ.get("ETRAIN_ROLE", "node")
-    agent = AGENTS.get(role, Agent)(url, Path(folder))
+    agent = AGENTS.get(role, Agent)(told.url, Path(folder), keys=told.keys, owner=told.owner)
     signal.signal(signal.SIGTERM, agent.ask_to_end)
     why = f"ETRAIN_ROLE={role} is unknown to this version" if role not in AGENTS else agent.run()
     is_off = agent.turn_off(why)

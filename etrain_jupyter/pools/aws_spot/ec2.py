@@ -21,13 +21,16 @@ from botocore.config import Config
 from botocore.exceptions import ClientError
 from botocore.parsers import ResponseParserError
 
+from etrain_jupyter.checkpoints.bucket_owners import expect_owner, expected_owner, named_owner
 from etrain_jupyter.checkpoints.s3_bucket import Bucket, S3Limits
-from etrain_jupyter.checkpoints.s3_words import code_of
+from etrain_jupyter.checkpoints.s3_words import code_of, is_of_credentials
+from etrain_jupyter.errors import CheckpointError
 from etrain_jupyter.pools.aws_spot.aws_words import (
     AwsErrors,
     kind_of,
     kind_of_code,
     words_of_code,
+    words_of_error,
 )
 from etrain_jupyter.pools.aws_spot.memory import Ack, Answer, LaunchRequest, Refusal
 from etrain_jupyter.pools.aws_spot.spec import AwsSpotSpec, GpuSpec
@@ -88,6 +91,7 @@ class Clients:
         self._lock = threading.RLock()
         self._made: dict[str, Any] = {}
         self._session: Any = None
+        self._own_account = ""
 
     @property
     def ec2(self) -> Any:
@@ -122,9 +126,49 @@ class Clients:
                     S3_LIMITS,
                     setting="bucket",
                     make_client=self._s3,
+                    owner=self.bucket_owner,
                 )
             made: Bucket = self._made["bucket"]
             return made
+
+    def bucket_at(self, name: str) -> Bucket:
+        """Return all of a bucket, which need not be the spec's."""
+        owner = self.bucket_owner if name == self._spec.bucket else None
+        return Bucket(
+            name, "", S3_LIMITS, setting="image.archive", make_client=self._s3, owner=owner
+        )
+
+    def bucket_owner(self) -> str:
+        """Return the account that the bucket must belong to; empty for any.
+
+        Unless it is named, it is the account of our credentials, which is asked for once.
+
+        Raises:
+            CheckpointError: If it cannot be asked for, with what to write instead.
+            ClientError: If the credentials are not valid.
+        """
+        bucket = self._spec.bucket
+        owner = named_owner(bucket) or self._spec.bucket_owner or self._account()
+        expect_owner(bucket, owner)  # also of a run store, and of checkpoints, in that bucket
+        return expected_owner(bucket)
+
+    def _account(self) -> str:
+        with self._lock:
+            if not self._own_account:
+                try:
+                    told = self._client("sts", {"mode": "standard", "total_max_attempts": 3})
+                    self._own_account = str(told.get_caller_identity()["Account"])
+                except AwsErrors as exc:
+                    if is_of_credentials(exc):
+                        raise
+                    raise CheckpointError(
+                        f"the account of these credentials cannot be asked for (STS: "
+                        f"{words_of_error(exc)}), so it is not known whose bucket "
+                        f"{self._spec.bucket} must be. Nothing was asked of it. Write "
+                        "bucket_owner: '111122223333', the bucket's account, for this pool in "
+                        "pools.yaml"
+                    ) from exc
+            return self._own_account
 
     def forget(self) -> None:
         """Read the credentials again: those that were given have expired."""
@@ -303,7 +347,8 @@ def create_fleet(
         template_id: The cluster's launch template.
         subnets: By zone.
         allocation: How EC2 chooses among the overrides.
-        tags: Of the fleet; the machines' own are in the template.
+        tags: Of the fleet, of machines and of their disks. The template has them, too, but what a
+            role may launch depends on the tags that the request itself has.
         pause: Waits between tries.
     """
     number = request.num_nodes
@@ -329,7 +374,10 @@ def create_fleet(
             "SpotTargetCapacity": number if is_spot else 0,
             "DefaultTargetCapacityType": request.lifecycle,
         },
-        "TagSpecifications": [{"ResourceType": "fleet", "Tags": tag_list(tags)}],
+        "TagSpecifications": [
+            {"ResourceType": kind, "Tags": tag_list(tags)}
+            for kind in ("fleet", "instance", "volume")
+        ],
     }
     if is_spot:
         arguments["SpotOptions"] = {"AllocationStrategy": allocation}

@@ -33,7 +33,7 @@ def decide(memory: Memory, rules: Rules, view: View) -> Decision:
         view: What EC2 lists and what is wanted.
     """
     now = view.now
-    warnings: list[str] = []
+    warnings: list[tuple[str, str]] = []
     lookups = tuple(ack.id for ack in memory.acks if now - ack.at > VISIBLE_S)
     memory = _forget_old_requests(memory, view)
     if rules.max_total is not None and not memory.halted:
@@ -124,7 +124,7 @@ def _launch(
     count: Count,
     missing: int,
     ceiling: int,
-    warnings: list[str],
+    warnings: list[tuple[str, str]],
 ) -> tuple[Memory, LaunchRequest | None]:
     """Return what to ask for next: one lifecycle and one size at a time."""
     num_base = min(missing, rules.on_demand_base - count.num_on_demand)
@@ -144,10 +144,11 @@ def _launch(
         if not num_fit and not count.num and _is_spent(rules, view, same, lifecycle):
             return memory.halt("budget", view.now), None
         if num_fit < num_nodes:
-            warnings.append(_no_money(rules, view, num_nodes, num_fit))
+            warnings.append(("no money", _no_money(rules, view, num_nodes, num_fit)))
         if num_fit:
             if (lifecycle, num_base <= 0) == ("on-demand", True):
-                warnings.append(_full_price(rules, fit[0].type, num_fit, short_s))
+                text = _full_price(rules, fit[0].type, num_fit, short_s)
+                warnings.append(("full price", text))
             request = LaunchRequest(
                 token=f"{rules.cluster_id}-{memory.life}-{memory.seq + 1}",
                 lifecycle=lifecycle,
@@ -157,7 +158,7 @@ def _launch(
             )
             return memory, request
         return memory, None
-    warnings.append(_no_capacity(memory, rules, view, missing, short_s))
+    warnings.append(("no capacity", _no_capacity(memory, rules, view, missing, short_s)))
     return memory, None
 
 

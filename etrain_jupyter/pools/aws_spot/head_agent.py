@@ -13,6 +13,7 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
+from etrain_jupyter.checkpoints.bucket_owners import VARIABLE as OWNERS
 from etrain_jupyter.errors import PoolError
 from etrain_jupyter.node.fingerprint import read_fingerprint
 from etrain_jupyter.pools.aws_spot.agent import LOOK_S, Agent, AgentError, AskedToEndError
@@ -38,7 +39,7 @@ class HeadAgent(Agent):
         self._identity = self._insist("the metadata service", self._imds.identity)
         self._known_at = time.monotonic()
         me = self._identity
-        self._store = NodeStore(self._url, region=me.region)
+        self._store = NodeStore(self._url, region=me.region, owner=self._owner)
         self._config: NodeConfig = self._insist("config.json", self._read_config)
         self._ends_at = self._known_at + self._config.lifetime_s - max(0.0, me.age_s)
         fingerprint = read_fingerprint()
@@ -47,6 +48,7 @@ class HeadAgent(Agent):
         self._check(fingerprint)
         os.environ["ETRAIN_STATE"] = str(self._folder / "state")
         os.environ.setdefault("AWS_DEFAULT_REGION", me.region)
+        os.environ[OWNERS] = self._owners()
         self._cluster = self._make_folder()
         with start_lock(self._cluster.path.parent, self._cluster.lock_key, timeout_s=5.0) as lock:
             settings = self._cluster.settings()
@@ -73,7 +75,7 @@ class HeadAgent(Agent):
 
     def _read_keys(self) -> dict[str, str]:
         places = {name: f"tls-head/{name}" for name in HEAD_TLS}
-        places |= {name: f"tls/{name}" for name in NODE_TLS}
+        places |= {name: f"{self._keys}/{name}" for name in NODE_TLS}
         return {name: self._read(place).decode() for name, place in places.items()}
 
     def _serve(self) -> str:

@@ -101,7 +101,8 @@ def make_security_group(ec2: Any, vpc_id: str, cluster_id: str, tags: Mapping[st
         {"Name": "group-name", "Values": [name]},
     ]
     for known in _pages(ec2, "describe_security_groups", "SecurityGroups", Filters=ours):
-        _let_members_in(ec2, known["GroupId"])
+        if not _lets_members_in(known):
+            _let_members_in(ec2, known["GroupId"])
         return str(known["GroupId"])
     made: str = ec2.create_security_group(
         GroupName=name,
@@ -111,6 +112,15 @@ def make_security_group(ec2: Any, vpc_id: str, cluster_id: str, tags: Mapping[st
     )["GroupId"]
     _let_members_in(ec2, made)
     return made
+
+
+def _lets_members_in(group: Mapping[str, Any]) -> bool:
+    """Whether the rule is there; an on-demand head may use the group, but not change it."""
+    return any(
+        rule.get("IpProtocol") == "-1" and pair.get("GroupId") == group["GroupId"]
+        for rule in group.get("IpPermissions", ())
+        for pair in rule.get("UserIdGroupPairs", ())
+    )
 
 
 def _let_members_in(ec2: Any, group: str) -> None:

@@ -44,12 +44,14 @@ class NodeStore:
     Args:
         url: ``s3://bucket/prefix``.
         region: The bucket's region.
+        owner: The account that the bucket must belong to; empty for any.
     """
 
-    def __init__(self, url: str, *, region: str) -> None:
+    def __init__(self, url: str, *, region: str, owner: str = "") -> None:
         self._bucket, _, prefix = url.removeprefix("s3://").partition("/")
         self._prefix = prefix.rstrip("/")
         self._region = region
+        self._owned = {"ExpectedBucketOwner": owner} if owner else {}
         self._lock = threading.Lock()
         self._client = self._connect()
 
@@ -77,7 +79,7 @@ class NodeStore:
         except ClientError as exc:
             if _code_of(exc) in MISSING:
                 return None
-            raise StoreError(f"{name}: {_code_of(exc)}") from exc
+            raise StoreError(f"{name}: {self._words_of(exc)}") from exc
         except (BotoCoreError, OSError) as exc:
             raise StoreError(f"{name}: {type(exc).__name__}: {exc}") from exc
         told = answer["ResponseMetadata"]["HTTPHeaders"].get("date", "")
@@ -96,22 +98,29 @@ class NodeStore:
         try:
             self._ask("put_object", Key=self._key(name), Body=data)
         except ClientError as exc:
-            raise StoreError(f"{name}: {_code_of(exc)}") from exc
+            raise StoreError(f"{name}: {self._words_of(exc)}") from exc
         except (BotoCoreError, OSError) as exc:
             raise StoreError(f"{name}: {type(exc).__name__}: {exc}") from exc
+
+    def _words_of(self, exc: ClientError) -> str:
+        code = _code_of(exc)
+        owner = self._owned.get("ExpectedBucketOwner")
+        if code != "AccessDenied" or owner is None:
+            return code
+        return f"{code}: the role may not, or s3://{self._bucket} is not of account {owner}"
 
     def _ask(self, operation: str, **arguments: Any) -> Any:
         """Ask once, and once more with new credentials if ours have expired."""
         client = self._client
         try:
-            return getattr(client, operation)(Bucket=self._bucket, **arguments)
+            return getattr(client, operation)(Bucket=self._bucket, **self._owned, **arguments)
         except ClientError as exc:
             if _code_of(exc) not in OLD_CREDENTIALS:
                 raise
         with self._lock:
             if self._client is client:
                 self._client = self._connect()
-        return getattr(self._client, operation)(Bucket=self._bucket, **arguments)
+        return getattr(self._client, operation)(Bucket=self._bucket, **self._owned, **arguments)
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{name}" if self._prefix else name

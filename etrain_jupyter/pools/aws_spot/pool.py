@@ -131,11 +131,14 @@ class AwsSpotPool(DetachedPool):
         """Return what that many workers can cost at worst, in words; asks AWS for its prices.
 
         Raises:
-            PoolError: If AWS cannot be asked.
+            PoolError: If AWS cannot be asked, or nodes would unpack what nobody vouches for.
         """
+        from etrain_jupyter.pools.aws_spot.check import check_archive
         from etrain_jupyter.pools.aws_spot.worst_case import price_in_words
 
-        return price_in_words(self._clients(), self.spec, min(max_workers, self.spec.workers.max))
+        clients = self._clients()
+        check_archive(clients, self.spec)
+        return price_in_words(clients, self.spec, min(max_workers, self.spec.workers.max))
 
     def cost(self) -> CostReport:
         """Return what the machines of the living cluster have cost so far."""

@@ -288,8 +288,8 @@ class Reconciler:
         for request in decision.launches:
             if not self._is_closing:
                 self._launch(request)
-        for text in decision.warnings:
-            self._warn(text.split(":")[0].split(" for ")[0], text)
+        for kind, text in decision.warnings:
+            self._warn(kind, text)
         if self._memory.halted and not self._has_halted:
             self._has_halted = True
             book = self._prices.book

@@ -163,6 +163,7 @@ class AwsRemotePool(AwsSpotPool):
 
     def _launch(self, clients: Clients, cluster: ClusterDir, settings: LocalSettings) -> str:
         """Put what the head needs into the bucket, and launch its machine; return its id."""
+        from etrain_jupyter.checkpoints.bucket_owners import ANY
         from etrain_jupyter.node.fingerprint import read_fingerprint
         from etrain_jupyter.pools.aws_spot.aws_words import words_of_code
         from etrain_jupyter.pools.aws_spot.bootstrap import (
@@ -178,9 +179,10 @@ class AwsRemotePool(AwsSpotPool):
 
         name, spec = cluster.cluster_id, self.spec
         config = config_of(spec, name, fingerprint=read_fingerprint())
-        put_node_files(clients.bucket, name, config, cluster.tls, with_head=True)
+        boot = put_node_files(clients, name, config, cluster.tls, with_head=True)
         # There it is at home, with the credentials of its role.
-        own = spec.model_copy(update={"head": "notebook", "profile": None})
+        home = {"head": "notebook", "profile": None, "bucket_owner": boot.owner or ANY}
+        own = spec.model_copy(update=home)
         settings = dataclasses.replace(settings, spec=json.loads(own.to_json()))
         text = json.dumps(dataclasses.asdict(settings)).encode()
         clients.bucket.put(f"clusters/{name}/{SETTINGS}", text, "storing the head's settings")
@@ -188,7 +190,8 @@ class AwsRemotePool(AwsSpotPool):
         frame = tags_of(spec, name, expires_at=expires_at)
         network = open_network(clients.ec2, spec, name, frame)
         tags = tags_of(spec, name, expires_at=expires_at, role="head")
-        template = make_template(clients, spec, name, network, tags, role="head")
+        make_template(clients, spec, name, network, frame, boot)  # the head may make none
+        template = make_template(clients, spec, name, network, tags, boot, role="head")
         request = LaunchRequest(
             token=f"{name}-head",
             lifecycle="on-demand",
@@ -202,7 +205,7 @@ class AwsRemotePool(AwsSpotPool):
             template_id=template,
             subnets=network.subnets,
             allocation="",
-            tags=frame,
+            tags=tags,
         )
         if answer is None:
             raise PoolError(

@@ -230,6 +230,8 @@ class ImageSpec(Section):
     """Lines of a shell that run first, as root."""
     archive: str | None = None
     """``s3://bucket/key`` of a .tar.gz that is unpacked at ``/``, for example an environment."""
+    archive_sha256: str | None = None
+    """Its SHA-256, which `sha256sum environment.tar.gz` prints; nodes unpack nothing else."""
 
     @field_validator("ami", mode="after")
     @classmethod
@@ -255,6 +257,27 @@ class ImageSpec(Section):
         except ValueError as exc:
             raise fault(f"{{key}} {exc}", hint="write s3://my-bucket/environment.tar.gz") from None
         return value
+
+    @field_validator("archive_sha256", mode="before")
+    @classmethod
+    def _like_a_digest(cls, value: Any) -> Any:
+        if value is None or (isinstance(value, str) and re.fullmatch(r"[0-9a-fA-F]{64}", value)):
+            return value.lower() if value else value
+        raise fault(
+            f"{{key}} must be a SHA-256, 64 hexadecimal digits, not {in_words(value)}",
+            hint="write what `sha256sum environment.tar.gz` prints, in quotes",
+        )
+
+    @model_validator(mode="after")
+    def _digest_of_something(self) -> Self:
+        if self.archive_sha256 and not self.archive:
+            raise fault(
+                "image.archive_sha256 is the digest of nothing: there is no image.archive",
+                hint="name the archive, or remove the digest",
+                path=("archive_sha256",),
+                at_key=True,
+            )
+        return self
 
     @field_validator("python", mode="after")
     @classmethod
@@ -323,6 +346,9 @@ class AwsSpotSpec(Section):
     """Where nodes find their configuration and the head keeps its lease and ledger."""
     prefix: str = "etrain/"
     """Below which everything of ours in the bucket lies."""
+    bucket_owner: str | None = None
+    """Account (12 digits) that the bucket must belong to; None for the account of the credentials,
+    `any` for no check."""
     endpoint_url: str | None = None
     """Another place than AWS, for tests."""
     profile: str | None = None
@@ -408,6 +434,18 @@ class AwsSpotSpec(Section):
         except ValueError as exc:
             raise fault(f"{{key}} '{value}' {exc}") from None
         return f"{prefix}/" if prefix else ""
+
+    @field_validator("bucket_owner", mode="before")
+    @classmethod
+    def _like_an_account(cls, value: Any) -> Any:
+        # Twelve digits without quotes are a number in YAML; a leading 0 would be lost.
+        text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+        if value is None or (isinstance(text, str) and re.fullmatch(r"any|\d{12}", text)):
+            return text
+        raise fault(
+            f"{{key}} must be the 12 digits of an account, or any, not {in_words(value)}",
+            hint="write bucket_owner: '111122223333'",
+        )
 
     @field_validator("head", mode="before")
     @classmethod

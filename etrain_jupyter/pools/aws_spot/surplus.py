@@ -7,7 +7,9 @@ from etrain_jupyter.pools.aws_spot.placement import usable
 from etrain_jupyter.pools.aws_spot.view import Count, Machine, Rules, View
 
 
-def too_dear(count: Count, rules: Rules, view: View, warnings: list[str]) -> list[tuple[str, str]]:
+def too_dear(
+    count: Count, rules: Rules, view: View, warnings: list[tuple[str, str]]
+) -> list[tuple[str, str]]:
     """Let the dearest go until the rest is within ``max_hourly``; prices have risen."""
     prices = {(offer.type, offer.zone): offer for offer in view.offers}
     rate, ends = view.rate_usd, []
@@ -27,11 +29,12 @@ def too_dear(count: Count, rules: Rules, view: View, warnings: list[str]) -> lis
     if not ends:
         return []
     count.staying = [m for m in count.staying if m not in ends]
-    warnings.append(
+    text = (
         f"The nodes cost {view.rate_usd:.2f} US dollars an hour, more than budget.max_hourly="
         f"{limit:g}: prices have risen. {len(ends)} of them are released. Raise the budget in "
         "pools.yaml to keep more."
     )
+    warnings.append(("too dear", text))
     return [(machine.id, "above budget.max_hourly") for machine in ends]
 
 

@@ -131,9 +131,9 @@ def set_up(
     tags = tags_of(spec, cluster_id, expires_at=time.time() + spec.lifetime.max + AFTER_LIFE_S)
     try:
         with_head = spec.head == "on-demand"
-        put_node_files(clients.bucket, cluster_id, config, tls_dir, with_head=with_head)
+        boot = put_node_files(clients, cluster_id, config, tls_dir, with_head=with_head)
         network = open_network(clients.ec2, spec, cluster_id, tags)
-        template = make_template(clients, spec, cluster_id, network, tags)
+        template = make_template(clients, spec, cluster_id, network, tags, boot)
     except AwsErrors as exc:
         raise pool_error(f"cluster {cluster_id} cannot be set up", exc, NOTHING) from exc
     return Surroundings(

@@ -108,7 +108,8 @@ class Decision:
     """Machines to be ended at once, and why."""
     lookups: tuple[str, ...] = ()
     """Machines to ask EC2 for one by one: it should have listed them long ago."""
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[tuple[str, str], ...] = ()
+    """Kind and text of each. One kind is not repeated often, however its figures change."""
 
 
 @dataclass

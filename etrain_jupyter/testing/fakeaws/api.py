@@ -64,7 +64,7 @@ class CloudApi:
         for fault in chosen:
             time.sleep(fault.seconds)
         error = next((fault.error for fault in chosen if fault.error), None)
-        error = error or self._skew_error(environ, call)
+        error = error or self._skew_error(environ, call) or self._permission_error(call)
         if error is None and call.service == "s3":
             # It streams, and has faults of its own.
             return self._answer_s3(environ, start_response)
@@ -74,6 +74,13 @@ class CloudApi:
         status, headers, data = told
         start_response(status, self._dated(headers))
         return [data]
+
+    def _permission_error(self, call: Call) -> ApiError | None:
+        try:
+            self._ec2.check_permitted(call)
+        except ApiError as exc:
+            return exc
+        return None
 
     def _answer(self, call: Call) -> Answer:
         try:
@@ -101,11 +108,6 @@ class CloudApi:
             raise ApiError(
                 "InvalidAction", f"The action {call.action} is not part of the fake cloud."
             ) from None
-        if call.service == "ec2" and b"<Code>AccessDenied</Code>" in data:
-            raise ApiError(
-                "UnauthorizedOperation",
-                f"You are not authorized to perform this operation ({call.action}).",
-            )
         return told["status"], told["headers"], data
 
     # The clock ----------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from etrain_jupyter.testing.fakeaws.bill import Bill, BillRow
 from etrain_jupyter.testing.fakeaws.faults import ApiFault
 from etrain_jupyter.testing.fakeaws.records import InstanceRecord
 from etrain_jupyter.testing.fakeaws.settings import Settings
+from etrain_jupyter.testing.iam import Request
 from etrain_jupyter.testing.s3_faults import S3Fault
 from etrain_jupyter.testing.s3_server import S3Endpoint
 
@@ -162,8 +163,18 @@ class FakeAws:
         return told
 
     def enforce_iam(self, is_on: bool = True) -> None:
-        """Check signatures and policies from now on: only users and roles made here may act."""
+        """Check signatures and policies from now on: only users and roles made here may act.
+
+        Policies are evaluated with their resources and conditions, see ``testing.iam``.
+        """
         self._ask("enforce_iam", is_on=is_on)
+
+    def permissions(self) -> list[tuple[Request, bool]]:
+        """Return what IAM was asked since ``enforce_iam``, and whether it was allowed."""
+        return [
+            (Request(action, resource, context), is_permitted)
+            for action, resource, context, is_permitted in self._ask("permissions")
+        ]
 
     def set_role_ttl(self, seconds: int) -> None:
         """Set how long credentials of roles live that are given from now on."""

@@ -215,6 +215,11 @@ class Control:
         """Check signatures and policies, or not."""
         self._backend.enforce(is_on)
 
+    def permissions(self) -> list[list[Any]]:
+        """Return what IAM was asked since permissions are checked: each thing once."""
+        asked = list(self._backend.asked.values())
+        return [[r.action, r.resource, dict(r.context), ok] for r, ok in asked]
+
     def set_role_ttl(self, seconds: int) -> None:
         """Set how long credentials of roles live that are given from now on."""
         self._backend.role_ttl_s = seconds

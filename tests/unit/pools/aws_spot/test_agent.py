@@ -57,7 +57,7 @@ class Watch:
 def agent(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "LOOK_S", 0.01)
     monkeypatch.setattr(module, "BOOT_RETRY_S", 0.01)
-    made = Agent("s3://b/p", tmp_path)
+    made = Agent("s3://b/p", tmp_path, keys="keys/x")
     made._children.end(0.0)
     made._children = Workers()
     made._identity, made._known_at = ME, time.monotonic()

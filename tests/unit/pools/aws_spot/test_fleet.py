@@ -289,8 +289,8 @@ def test_without_a_max_on_demand_is_never_used() -> None:
         for request in decision.launches:
             assert request.lifecycle == "spot"
             memory = memory.sent(request, T).answered(request, refused(request), T + seconds)
-    assert "no capacity for 4 workers" in decision.warnings[0]
-    assert "capacity.on_demand.max" in decision.warnings[0]
+    assert "no capacity for 4 workers" in decision.warnings[0][1]
+    assert "capacity.on_demand.max" in decision.warnings[0][1]
 
 
 def test_missing_capacity_is_told_at_once_with_what_was_tried_and_what_comes_next() -> None:
@@ -298,7 +298,7 @@ def test_missing_capacity_is_told_at_once_with_what_was_tried_and_what_comes_nex
     rules = dataclasses.replace(RULES, on_shortage="shrink", on_demand_after_s=90.0)
     memory = after(first, refused(only(first)))
     memory = after(second := look(memory, wanted=4, rules=rules), refused(only(second)))
-    (text,) = look(memory, wanted=4, rules=rules, now=T + 5).warnings
+    ((_, text),) = look(memory, wanted=4, rules=rules, now=T + 5).warnings
 
     assert "EC2 has no capacity for 4 workers since 5 s" in text
     assert "of g5.xlarge, g6.xlarge in us-east-1a, us-east-1b" in text
@@ -306,12 +306,30 @@ def test_missing_capacity_is_told_at_once_with_what_was_tried_and_what_comes_nex
     assert "capacity.on_demand.max to pay in full after 90 s" in text
 
 
+def test_warning_keeps_its_kind_while_its_figures_change() -> None:
+    """The full price was told anew every tick: its text, which names the seconds, was the kind."""
+    rules = dataclasses.replace(RULES, on_demand_after_s=60.0, most_on_demand=4)
+    first = look(wanted=4, rules=rules)
+    memory = after(first, refused(only(first)))
+    told: dict[str, set[str]] = {}
+    for seconds in range(1, 400, 7):
+        decision = look(memory, wanted=4, rules=rules, now=T + seconds)
+        memory = decision.memory
+        for request in decision.launches:
+            memory = memory.sent(request, T).answered(request, refused(request), T + seconds)
+        for kind, text in decision.warnings:
+            told.setdefault(kind, set()).add(text)
+
+    assert set(told) == {"no capacity", "full price"}
+    assert all(len(texts) > 1 for texts in told.values())
+
+
 def test_max_hourly_counts_the_dearest_that_may_come() -> None:
     rules = dataclasses.replace(RULES, max_hourly=1.2)
     decision = look(rules=rules, wanted=4)
 
     assert only(decision).num_nodes == 3
-    assert "lets in 3 of 4 more nodes" in decision.warnings[0]
+    assert "lets in 3 of 4 more nodes" in decision.warnings[0][1]
     # At 0.85 both types let two in, and the cheap one alone no more than that.
     assert only(look(rules=dataclasses.replace(RULES, max_hourly=0.85), wanted=4)).num_nodes == 2
     # At 0.78 only the cheap one lets two in.
@@ -348,7 +366,7 @@ def test_no_node_is_launched_that_would_end_the_money_for_all_of_them() -> None:
     decision = look(rules=rules, spent_usd=5.5, **facts)
     assert decision.launches == ()
     assert decision.memory.halted == ""
-    assert "The budget lets in 0 of 1 more nodes" in decision.warnings[0]
+    assert "The budget lets in 0 of 1 more nodes" in decision.warnings[0][1]
     assert only(look(rules=rules, spent_usd=4.5, **facts)).num_nodes == 1
 
 

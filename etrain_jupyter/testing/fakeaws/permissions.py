@@ -1,0 +1,262 @@
+"""What AWS asks IAM for one API call: an action, a resource and its condition keys, for each.
+
+Pure but for two look-ups: tags of what is there, and launch templates. A launch alone is some ten
+requests: of the fleet, of each machine with its type, its disk, its interface, its image, subnet,
+group and template, of the tags, and of the role that is passed. All of them must be allowed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import parse_qsl, unquote
+
+from etrain_jupyter.testing.condition_keys import is_supported, kind_of
+from etrain_jupyter.testing.fakeaws.fleets import read_tags
+from etrain_jupyter.testing.fakeaws.wire import Call, listed, nested
+from etrain_jupyter.testing.iam import Request
+
+IDS = {
+    "TerminateInstances": ("instance", "InstanceId"),
+    "StopInstances": ("instance", "InstanceId"),
+    "GetConsoleOutput": ("instance", "InstanceId"),
+    "DeleteLaunchTemplate": ("launch-template", "LaunchTemplateId"),
+    "DeleteVolume": ("volume", "VolumeId"),
+    "DeleteSecurityGroup": ("security-group", "GroupId"),
+    "AuthorizeSecurityGroupIngress": ("security-group", "GroupId"),
+}
+"""Actions on what is there: the type of the resource, and the parameter that names it."""
+KINDS = {"i": "instance", "lt": "launch-template", "sg": "security-group", "vol": "volume"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """What an account has, as far as permissions depend on it."""
+
+    account: str
+    tags_of: Callable[[str], Mapping[str, str]]
+    """Of a resource, by its id."""
+    template: Callable[[Mapping[str, Any]], tuple[str, Mapping[str, Any]]]
+    """Id and data of the launch template that a request names."""
+    role_of: Callable[[str], str]
+    """The role of an instance profile."""
+    owner_of: Callable[[str], str]
+    """``amazon`` or an account, of an image."""
+
+
+def requests_of(call: Call, world: World) -> list[Request]:
+    """Return what must be allowed for a call."""
+    if call.service == "s3":
+        found = [_of_s3(call)]
+    elif call.service == "ec2":
+        found = list(_Ec2Call(call, world).requests())
+    elif (call.service, call.action) == ("ssm", "GetParameter"):
+        found = [Request("ssm:GetParameter", _parameter(call, world))]
+    elif call.service == "sts":
+        found = []  # GetCallerIdentity needs no permission
+    else:
+        found = [Request(f"{call.service}:{call.action}", "*")]
+    return [_as_aws_has_it(one) for one in found]
+
+
+def _as_aws_has_it(request: Request) -> Request:
+    """Leave out the condition keys that AWS does not have for that action and resource."""
+    kind = kind_of(request.resource)
+    known = {k: v for k, v in request.context.items() if is_supported(request.action, kind, k)}
+    return Request(request.action, request.resource, known)
+
+
+def _parameter(call: Call, world: World) -> str:
+    name = str(json_of(call).get("Name", "")).lstrip("/")
+    account = "" if name.startswith("aws/") else world.account
+    return f"arn:aws:ssm:{call.region}:{account}:parameter/{name}"
+
+
+def json_of(call: Call) -> dict[str, Any]:
+    """Return the body of a call to a service that speaks JSON."""
+    told: dict[str, Any] = json.loads(call.body or b"{}")
+    return told
+
+
+# ------------------------------------------------------------------------------------------- S3
+
+
+def _of_s3(call: Call) -> Request:
+    path = unquote(str(call.environ.get("PATH_INFO", ""))).lstrip("/")
+    bucket, _, key = path.partition("/")
+    query = dict(parse_qsl(str(call.environ.get("QUERY_STRING", "")), keep_blank_values=True))
+    arn = f"arn:aws:s3:::{bucket}"
+    method = str(call.environ["REQUEST_METHOD"])
+    if not bucket:
+        return Request("s3:ListAllMyBuckets", "*")
+    if not key:
+        return _of_bucket(method, arn, query)
+    match method:
+        case "GET" if "uploadId" in query:
+            action = "s3:ListMultipartUploadParts"
+        case "GET" | "HEAD":
+            action = "s3:GetObject"
+        case "DELETE":
+            action = "s3:AbortMultipartUpload" if "uploadId" in query else "s3:DeleteObject"
+        case _:
+            action = "s3:PutObject"
+    return Request(action, f"{arn}/{key}")
+
+
+def _of_bucket(method: str, arn: str, query: Mapping[str, str]) -> Request:
+    if method == "PUT":
+        return Request("s3:CreateBucket", arn)
+    if "uploads" in query:
+        return Request("s3:ListBucketMultipartUploads", arn, {"s3:prefix": query.get("prefix", "")})
+    if method not in ("GET", "HEAD"):
+        return Request(f"s3:{method}Bucket", arn)
+    names = ("prefix", "delimiter", "max-keys")
+    return Request("s3:ListBucket", arn, {f"s3:{k}": query[k] for k in names if k in query})
+
+
+# ------------------------------------------------------------------------------------------ EC2
+
+
+class _Ec2Call:
+    def __init__(self, call: Call, world: World) -> None:
+        self._call, self._world = call, world
+        self._query = nested(call.body)
+        self._tags = read_tags(self._query)
+
+    def requests(self) -> Iterator[Request]:
+        action = self._call.action
+        if action == "CreateFleet":
+            yield from self._fleet()
+        elif action == "RunInstances":
+            yield from self._run(self._query, self._query.get("LaunchTemplate"), self._tags)
+        elif action in ("CreateLaunchTemplate", "CreateSecurityGroup"):
+            yield from self._made()
+        elif action == "CreateTags":
+            yield from self._tagged()
+        elif action in IDS:
+            kind, parameter = IDS[action]
+            for id in listed(self._query, parameter) or ["unknown"]:
+                yield self._ask(action, kind, id, self._there(id))
+        else:
+            yield Request(f"ec2:{action}", "*")
+
+    def _ask(self, action: str, kind: str, id: str, context: Mapping[str, Any]) -> Request:
+        account = "" if kind in ("image", "snapshot") else self._world.account
+        arn = f"arn:aws:ec2:{self._call.region}:{account}:{kind}/{id}"
+        return Request(f"ec2:{action}", arn, {k: v for k, v in context.items() if v})
+
+    def _there(self, id: str) -> dict[str, Any]:
+        return {f"aws:ResourceTag/{k}": v for k, v in self._world.tags_of(id).items()}
+
+    def _made(self) -> Iterator[Request]:
+        action = self._call.action
+        kind = "launch-template" if action == "CreateLaunchTemplate" else "security-group"
+        tags = self._tags.get(kind, {})
+        yield self._ask(action, kind, "new", _asked(tags))
+        if kind == "security-group":
+            vpc = str(self._query.get("VpcId", "vpc-default"))
+            yield self._ask(action, "vpc", vpc, self._there(vpc))
+        yield from self._tags_at(action, kind, tags)
+
+    def _tags_at(self, action: str, kind: str, tags: Mapping[str, str]) -> Iterator[Request]:
+        """Yield what tags need that are set while something is made."""
+        if tags:
+            yield self._ask("CreateTags", kind, "new", {**_asked(tags), "ec2:CreateAction": action})
+
+    def _tagged(self) -> Iterator[Request]:
+        tags = {one["Key"]: one.get("Value", "") for one in listed(self._query, "Tag")}
+        for id in listed(self._query, "ResourceId"):
+            kind = KINDS.get(id.partition("-")[0], "unknown")
+            yield self._ask("CreateTags", kind, id, {**_asked(tags), **self._there(id)})
+
+    def _fleet(self) -> Iterator[Request]:
+        yield self._ask("CreateFleet", "fleet", "new", _asked(self._tags.get("fleet", {})))
+        yield from self._tags_at("CreateFleet", "fleet", self._tags.get("fleet", {}))
+        for config in listed(self._query, "LaunchTemplateConfigs"):
+            named = config["LaunchTemplateSpecification"]
+            id, data = self._world.template(named)
+            yield self._ask("CreateFleet", "launch-template", id, self._there(id))
+            for override in config.get("Overrides") or [{}]:
+                type = override.get("InstanceType") or data.get("InstanceType", "")
+                for kind in ("instance", "volume"):
+                    context = {**_asked(self._tags.get(kind, {})), "ec2:InstanceType": type}
+                    yield self._ask("CreateFleet", kind, "new", context)
+                subnet = str(override.get("SubnetId", "subnet-default"))
+                yield self._ask("CreateFleet", "subnet", subnet, {"ec2:SubnetID": subnet})
+                # EC2 launches in the name of who asked.
+                yield from self._run(override, named, self._tags)
+        capacity = self._query.get("TargetCapacitySpecification") or {}
+        if capacity.get("DefaultTargetCapacityType") == "spot":
+            yield self._ask("RunInstances", "spot-instances-request", "new", {})
+
+    def _run(
+        self,
+        asked: Mapping[str, Any],
+        named: Mapping[str, Any] | None,
+        tags: Mapping[str, Mapping[str, str]],
+    ) -> Iterator[Request]:
+        """Yield what one kind of machine needs, of a fleet or of ``RunInstances``."""
+        id, data = self._world.template(named) if named else ("", {})
+        region, account = self._call.region, self._world.account
+        frame = {
+            "ec2:LaunchTemplate": id and f"arn:aws:ec2:{region}:{account}:launch-template/{id}"
+        }
+        of_template = _tags_of_template(data)
+        tags = {kind: {**of_template.get(kind, {}), **tags.get(kind, {})} for kind in _LAUNCHED}
+        profile = str(
+            (asked.get("IamInstanceProfile") or data.get("IamInstanceProfile") or {}).get(
+                "Name", ""
+            )
+        )
+        metadata = {**(data.get("MetadataOptions") or {}), **(asked.get("MetadataOptions") or {})}
+        machine = {
+            **frame,
+            **_asked(tags["instance"]),
+            "ec2:InstanceType": asked.get("InstanceType") or data.get("InstanceType", ""),
+            "ec2:MetadataHttpTokens": metadata.get("HttpTokens", "optional"),
+            "ec2:InstanceProfile": profile and f"arn:aws:iam::{account}:instance-profile/{profile}",
+        }
+        yield self._ask("RunInstances", "instance", "new", machine)
+        yield self._ask("RunInstances", "volume", "new", {**frame, **_asked(tags["volume"])})
+        yield self._ask("RunInstances", "network-interface", "new", frame)
+        image = str(asked.get("ImageId") or data.get("ImageId", ""))
+        facts = {"ec2:Owner": self._world.owner_of(image), "ec2:ImageID": image}
+        yield self._ask("RunInstances", "image", image, {**frame, **facts})
+        yield self._ask("RunInstances", "snapshot", "snap-of-image", frame)
+        subnet = str(asked.get("SubnetId", "subnet-default"))
+        yield self._ask("RunInstances", "subnet", subnet, {**frame, "ec2:SubnetID": subnet})
+        for group in _groups(asked) or _groups(data):
+            yield self._ask(
+                "RunInstances", "security-group", group, {**frame, **self._there(group)}
+            )
+        if id:
+            yield self._ask("RunInstances", "launch-template", id, {**frame, **self._there(id)})
+        for kind in _LAUNCHED:
+            yield from self._tags_at("RunInstances", kind, tags[kind])
+        if profile:
+            role = f"arn:aws:iam::{account}:role/{self._world.role_of(profile)}"
+            yield Request("iam:PassRole", role, {"iam:PassedToService": "ec2.amazonaws.com"})
+
+
+_LAUNCHED = ("instance", "volume")
+
+
+def _asked(tags: Mapping[str, str]) -> dict[str, Any]:
+    return {f"aws:RequestTag/{k}": v for k, v in tags.items()} | {"aws:TagKeys": list(tags)}
+
+
+def _tags_of_template(data: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    found: dict[str, dict[str, str]] = {}
+    for one in data.get("TagSpecifications") or []:
+        tags = {tag["Key"]: tag["Value"] for tag in one.get("Tags") or one.get("Tag") or []}
+        found.setdefault(str(one.get("ResourceType")), {}).update(tags)
+    return found
+
+
+def _groups(data: Mapping[str, Any]) -> list[str]:
+    interfaces = data.get("NetworkInterfaces") or data.get("NetworkInterface") or []
+    of_interfaces = [group for one in interfaces for group in one.get("Groups") or []]
+    own = data.get("SecurityGroupIds") or data.get("SecurityGroupId") or []
+    return [str(group) for group in [*own, *of_interfaces]]

@@ -1,0 +1,139 @@
+"""Evaluate IAM policies: actions, resources and conditions, for tests of what a role may do.
+
+Moto ignores conditions, so a policy that relies on them needs this. It covers identity policies
+(users and roles) with the elements that ours have, and raises ``ValueError`` for all others: a
+policy that this module cannot evaluate must not look as if it had been checked.
+
+::
+
+    request = Request("s3:GetObject", "arn:aws:s3:::bucket/key", {})
+    assert is_allowed([policy], request)
+
+Rules, from the IAM user guide ("Policy evaluation logic", "IAM JSON policy elements"):
+
+- A request is allowed if a statement allows it and none denies it.
+- All operators of a condition must hold, and all keys of an operator. Of the values of one key, any
+  one may match.
+- A key that the request does not have matches nothing. ``...IfExists`` and ``ForAllValues:`` hold
+  then; ``Null: true`` asks for exactly that.
+- ``*`` and ``?`` are wildcards in actions, resources, ``StringLike`` and ``ArnLike``. ``*`` goes
+  across ``/``; in an ARN it does not go across ``:``, but in the resource's own part.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import operator
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+ContextValue = str | Sequence[str]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What IAM is asked for one resource of one API call."""
+
+    action: str
+    """``service:Action``."""
+    resource: str
+    """An ARN, or ``*`` for actions that have none."""
+    context: Mapping[str, ContextValue] = field(default_factory=dict)
+    """Condition keys and their values; names do not depend on case."""
+
+    def __str__(self) -> str:
+        return f"{self.action} on {self.resource} with {dict(self.context)}"
+
+
+def is_allowed(policies: Iterable[Mapping[str, Any]], request: Request) -> bool:
+    """Tell whether these policies together allow a request."""
+    effects = {
+        statement["Effect"]
+        for policy in policies
+        for statement in statements_of(policy)
+        if _applies(statement, request)
+    }
+    return "Allow" in effects and "Deny" not in effects
+
+
+def statements_of(policy: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the statements of a policy, which may have one without a list."""
+    found = policy["Statement"]
+    statements: list[Mapping[str, Any]] = found if isinstance(found, list) else [found]
+    for one in statements:
+        unknown = set(one) - {"Sid", "Effect", "Action", "Resource", "Condition"}
+        if unknown or one.get("Effect") not in ("Allow", "Deny"):
+            raise ValueError(f"this evaluator does not know {unknown or one.get('Effect')}: {one}")
+    return statements
+
+
+def _applies(statement: Mapping[str, Any], request: Request) -> bool:
+    return (
+        any(matches(a.lower(), request.action.lower()) for a in listed(statement["Action"]))
+        and any(arn_matches(r, request.resource) for r in listed(statement["Resource"]))
+        and _holds(statement.get("Condition", {}), request.context)
+    )
+
+
+def _holds(condition: Mapping[str, Mapping[str, Any]], context: Mapping[str, ContextValue]) -> bool:
+    known = {name.lower(): listed(value) for name, value in context.items()}
+    return all(
+        _operator_holds(operator, listed(wanted), known.get(key.lower(), []))
+        for operator, keys in condition.items()
+        for key, wanted in keys.items()
+    )
+
+
+def _operator_holds(operator: str, wanted: list[str], values: list[str]) -> bool:
+    """Evaluate ``StringEquals`` and the like for one key; ``values`` is empty if it is absent."""
+    quantifier, _, name = operator.rpartition(":")
+    if name == "Null":
+        return any((word == "true") == (not values) for word in wanted)
+    if name.endswith("IfExists") and not values:
+        return True
+    test = _OPERATORS.get(name.removesuffix("IfExists"))
+    if test is None or quantifier not in ("", "ForAllValues", "ForAnyValue"):
+        raise ValueError(f"this evaluator does not know the operator {operator}")
+    hits = [any(test(word, value) for word in wanted) for value in values]
+    if quantifier == "ForAllValues":
+        return all(hits)
+    if not quantifier and len(values) > 1:
+        raise ValueError(f"{operator} is for keys of one value, not for {values}")
+    return any(hits)
+
+
+def matches(pattern: str, text: str) -> bool:
+    """Compare with a pattern that may have ``*`` and ``?``."""
+    literal = pattern.replace("[", "[[]")  # IAM has no character sets
+    return re.fullmatch(fnmatch.translate(literal), text) is not None
+
+
+def arn_matches(pattern: str, arn: str) -> bool:
+    """Compare ARNs part by part, so that a wildcard stays in its part; ``*`` alone is any.
+
+    >>> arn_matches("arn:aws:ec2:us-east-1:*:instance/*", "arn:aws:ec2:us-east-1:1:instance/i-1")
+    True
+    >>> arn_matches("arn:aws:ec2:*:instance/*", "arn:aws:ec2:us-east-1:1:instance/i-1")
+    False
+    """
+    if pattern == "*":
+        return True
+    parts, found = pattern.split(":", 5), arn.split(":", 5)
+    return len(parts) == len(found) and all(map(matches, parts, found))
+
+
+def listed(value: Any) -> list[str]:
+    """Return a list of texts, whatever of both was written."""
+    return [value] if isinstance(value, str) else [str(one) for one in value]
+
+
+_OPERATORS: dict[str, Callable[[str, str], bool]] = {
+    "StringEquals": operator.eq,
+    "StringLike": matches,
+    "ArnEquals": arn_matches,
+    "ArnLike": arn_matches,
+    "Bool": lambda wanted, value: wanted.lower() == value.lower(),
+}
+"""What one wanted value and one value of the request must be to each other."""
