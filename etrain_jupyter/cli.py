@@ -19,6 +19,7 @@ from etrain_jupyter.errors import ConfigError, EtrainError
 from etrain_jupyter.job.run_store import ROOT_VARIABLE, open_runs
 from etrain_jupyter.job.training_job import TrainingJob
 from etrain_jupyter.subcommands import find_subcommand, run_line
+from etrain_jupyter.untrusted import plain_line, plain_text
 
 
 class Terminal:
@@ -36,12 +37,13 @@ class Terminal:
         status = f"{job.status} ({job.reason})" if job.reason else job.status
         values = {"job": job.id, "status": status, "step": job.step, "workers": job.world_size}
         lines = [f"{name:<16}{value}" for name, value in values.items()]
-        lines += [f"{name:<16}{value:.5g}" for name, value in job.metrics.items()]
-        return "\n".join([*lines, f"{'folder':<16}{job.record.where}"])
+        lines += [f"{plain_line(name):<16}{value:.5g}" for name, value in job.metrics.items()]
+        lines += [f"{'folder':<16}{job.record.where}"]
+        return "\n".join([*lines, f"{'note':<16}{job.note}"] if job.note else lines)
 
     def say(self, line: str) -> None:
         """Print one line at once."""
-        print(_in_terminal_words(line), flush=True)
+        print(plain_text(_in_terminal_words(line)), flush=True)
 
     def open_tensorboard(self, folder: Path) -> str:
         """Return nothing: a terminal shows no page."""
@@ -58,14 +60,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _refuse_notebook_only(words)
         text = run_line(Terminal(root), words, prog="etrain")
         if text or words[:1] != ["logs"]:
-            print(text if words[:1] == ["logs"] else _in_terminal_words(text))
+            print(plain_text(text if words[:1] == ["logs"] else _in_terminal_words(text)))
     except BrokenPipeError:
         # `etrain ls | head`: nobody reads any more, which is no failure.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         return 130
     except EtrainError as exc:
-        print(_in_terminal_words("\n".join(exc.render())), file=sys.stderr)
+        print(plain_text(_in_terminal_words("\n".join(exc.render()))), file=sys.stderr)
         return 2 if isinstance(exc, ConfigError) else 1
     return 0
 

@@ -138,6 +138,7 @@ def distributed_parser() -> Parser:
     text = "let this job go on from its last checkpoint, with this cell's code and values"
     add("--resume", metavar="JOB", help=text)
     add_force(parser)
+    add_trust(parser)
     return parser
 
 
@@ -212,12 +213,19 @@ def add_resume(parser: argparse.ArgumentParser) -> None:
     add("--epochs", type=float, metavar="N", help="how many epochs all in all")
     add("--steps", type=int, metavar="N", help="how many steps all in all, instead")
     add_force(parser)
+    add_trust(parser)
 
 
 def add_force(parser: argparse.ArgumentParser) -> None:
     """Whether differences matter."""
     text = "go on although what differs makes the rest of the curve another one"
     parser.add_argument("--force", action="store_true", help=text)
+
+
+def add_trust(parser: argparse.ArgumentParser) -> None:
+    """Whether somebody else's code may run."""
+    text = "run the job although somebody else may have submitted it"
+    parser.add_argument("--trust", action="store_true", help=text)
 
 
 def add_worker(parser: argparse.ArgumentParser) -> None:

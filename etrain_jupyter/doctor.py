@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from etrain_jupyter import __version__
 from etrain_jupyter.errors import ConfigError, EtrainError
-from etrain_jupyter.job.link import link_to
+from etrain_jupyter.job.link import open_link
 from etrain_jupyter.job.run_store import ROOT_VARIABLE, RunStore
 from etrain_jupyter.pools.catalog import PoolEntry, files, read_catalog
 from etrain_jupyter.pools.clusters import AWS, aws_specs
@@ -294,17 +294,16 @@ def _check_clusters() -> list[Finding]:
             what = f"cluster {cluster.cluster_id} has ended or is starting"
             findings.append(Finding(state="note", what=what, remedy="%etrain down clears it away"))
             continue
-        link = link_to(cluster.address(record).to_dict())
+        link = open_link(cluster.address(record))
         try:
-            facts = link.call("etrain_describe", timeout=5.0) if link else {}
+            facts = link.call("etrain_describe", timeout=5.0)
             what = f"cluster {cluster.cluster_id}: {facts.get('workers', 0)} workers, "
             findings.append(Finding(state="ok", what=f"{what}{facts.get('jobs', 0)} jobs"))
         except EtrainError as exc:
             what = f"cluster {cluster.cluster_id} does not answer ({exc})"
             findings.append(Finding(state="wrong", what=what, remedy="%etrain down ends it"))
         finally:
-            if link is not None:
-                link.release()
+            link.release()
     return findings or [Finding(state="ok", what="no cluster is running")]
 
 

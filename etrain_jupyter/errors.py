@@ -11,6 +11,7 @@
     ├── JobNotFoundError (LookupError)   no job of that name or id in the run store
     ├── JobFailedError (RuntimeError)    a job ended as failed; carries the user's traceback
     ├── JobLostError (RuntimeError)      the cluster of a job is gone
+    ├── UntrustedJobError (RuntimeError) somebody else may have submitted the job that is to go on
     ├── RunStoreError (RuntimeError)     the bucket with the jobs cannot be read or written
     │   └── FencedError                  ... since somebody else goes on with the job
     └── CheckpointError (RuntimeError)   no checkpoint that verifies
@@ -153,6 +154,10 @@ class JobFailedError(EtrainError, RuntimeError):
 
 class JobLostError(EtrainError, RuntimeError):
     """The cluster that ran a job is gone; what it committed is still in the run folder."""
+
+
+class UntrustedJobError(EtrainError, RuntimeError):
+    """To go on with this job would run code that somebody else may have put into the run store."""
 
 
 class RunStoreError(EtrainError, RuntimeError):

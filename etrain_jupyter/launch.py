@@ -134,11 +134,19 @@ def submit(plan: Plan, *, faults: Sequence[Mapping[str, Any]] = ()) -> TrainingJ
     return submit_job(plan.config, plan.bundle, address=address, cell=plan.cell, faults=faults)
 
 
-def resume(job: TrainingJob, plan: Plan, *, is_forced: bool = False) -> str:
+def resume(
+    job: TrainingJob, plan: Plan, *, is_forced: bool = False, is_trusted: bool = False
+) -> str:
     """Let an ended job go on with a cell's code and values; say from where."""
     for warning in plan.bundle.warnings:
         print(f"etrain: {warning}")
-    wish = Wish(config=plan.config, bundle=plan.bundle, cell=plan.cell, is_forced=is_forced)
+    wish = Wish(
+        config=plan.config,
+        bundle=plan.bundle,
+        cell=plan.cell,
+        is_forced=is_forced,
+        is_trusted=is_trusted,
+    )
     return job.resume_as(wish)
 
 

@@ -40,7 +40,7 @@ def log_lines(events: Iterable[Event]) -> list[str]:
 
 
 def _line_of(event: Event) -> str:
-    clock = datetime.fromtimestamp(event.time).strftime("%H:%M:%S")
+    clock = _clock_of(event)
     match event:
         case LogLine():
             return f"{clock} {event.level:<7} {event.worker or 'coordinator'}: {event.text}"
@@ -79,6 +79,14 @@ def follow_lines(job: TrainingJob, store: RunStore, *, number: int) -> Iterator[
             job.subscribe(news.put)
 
 
+def _clock_of(event: Event) -> str:
+    """Return the time of day; a log that somebody else has made may hold what is none."""
+    try:
+        return datetime.fromtimestamp(event.time).strftime("%H:%M:%S")
+    except (ValueError, OverflowError, OSError):
+        return "??:??:??"
+
+
 class _Follower:
     """Makes lines of events that come in batches, each once."""
 
@@ -101,7 +109,7 @@ class _Follower:
 
     def _line_of_course(self, event: Event) -> str:
         """Return a line about how the job goes on; empty for what is left out."""
-        clock = datetime.fromtimestamp(event.time).strftime("%H:%M:%S")
+        clock = _clock_of(event)
         if isinstance(event, JobResumed):
             return f"{clock} info    job: resumed after step {event.step}"
         if isinstance(event, JobStatusChanged):

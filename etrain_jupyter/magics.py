@@ -8,6 +8,7 @@ traceback.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
 import shlex
 from pathlib import Path
@@ -30,6 +31,7 @@ from etrain_jupyter.errors import ConfigError, EtrainError
 from etrain_jupyter.job.run_store import RunStore, open_runs
 from etrain_jupyter.job.training_job import TrainingJob
 from etrain_jupyter.subcommands import find_subcommand, overview, run_line, wait_for
+from etrain_jupyter.untrusted import plain_text
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -52,10 +54,11 @@ class EtrainMagics(Magics):
             text = self._run_line(line) if cell is None else self._run_cell(line, cell)
         except EtrainError as exc:
             # IPython asks the exception itself for its lines; here the cell is plain to see.
-            vars(exc)["_render_traceback_"] = exc.render
+            lines = list(map(plain_text, exc.render()))
+            vars(exc)["_render_traceback_"] = lambda: lines
             raise
         if text:
-            print(text)
+            print(plain_text(text))
 
     def find(self, name_or_id: str | None) -> TrainingJob:
         """Return the job of that name or id; the latest without one."""
@@ -65,11 +68,11 @@ class EtrainMagics(Magics):
         """Show a job's dashboard here and bind the job to ``variable``."""
         self._bind(variable, job)
         launch.show(job)
-        return ""
+        return f"etrain: {job.note}" if job.note else ""
 
     def say(self, line: str) -> None:
         """Print one line at once."""
-        print(line, flush=True)
+        print(plain_text(line), flush=True)
 
     def open_tensorboard(self, folder: Path) -> str:
         """Open TensorBoard under the cell, with the magic that it brings."""
@@ -99,11 +102,15 @@ class EtrainMagics(Magics):
             return help_on_cell()
         if options.out and not options.out.isidentifier():
             raise ConfigError(f"--out {options.out}: that is no name for a variable")
+        for flag in ("force", "trust"):
+            if getattr(options, flag) and not options.resume:
+                raise ConfigError(f"--{flag} goes with --resume", hint=f"--resume JOB --{flag}")
         given = {"name": options.name, "pool": options.pool}
         flags = {key: value for key, value in given.items() if value is not None}
         plan = launch.plan_cell(body, self._names(), flags, f"%%etrain {line}".rstrip())
-        if options.force and not options.resume:
-            raise ConfigError("--force goes with --resume", hint="--resume JOB --force")
+        if options.out and plan.config.name is None and not options.resume:
+            named = plan.config.model_copy(update={"name": options.out})
+            plan = dataclasses.replace(plan, config=named)
         if options.dry_run:
             return describe_plan(plan)
         job = self._resume(plan, options) if options.resume else launch.submit(plan)
@@ -118,7 +125,7 @@ class EtrainMagics(Magics):
 
     def _resume(self, plan: launch.Plan, options: argparse.Namespace) -> TrainingJob:
         job = self.find(options.resume)
-        print(launch.resume(job, plan, is_forced=options.force))
+        print(launch.resume(job, plan, is_forced=options.force, is_trusted=options.trust))
         return job
 
     def _refuse_cell(self, words: list[str]) -> str:
@@ -145,9 +152,16 @@ def split_line(line: str) -> list[str]:
 
     Raises:
         ConfigError: If a quotation is not closed.
+
+    >>> split_line("resume 'digits #2' --steps 10  # twice as long")
+    ['resume', 'digits #2', '--steps', '10']
     """
+    # A quotation is passed over as a whole, so that a # in it begins no comment.
+    words = r"""(?:'[^']*'|"(?:\\.|[^"\\])*"|\\.|[^\s'"\\])"""
+    code = re.match(rf"(?:\s*(?!#){words}+)*", line)
+    rest = line[code.end() :].lstrip() if code else line
     try:
-        return shlex.split(re.sub(r"(^|\s)#.*$", "", line))
+        return shlex.split(code[0] if code and rest.startswith("#") else line)
     except ValueError as exc:
         raise ConfigError(f"the line cannot be read ({exc})", hint=f"line: {line}") from exc
 

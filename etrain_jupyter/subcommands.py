@@ -55,12 +55,15 @@ from etrain_jupyter.events.types import (
     TERMINAL_STATUSES,
 )
 from etrain_jupyter.job.export import FORMATS
-from etrain_jupyter.job.run_store import JobRecord, RunStore
+from etrain_jupyter.job.run_store import JobRecord, Listing, RunStore
 from etrain_jupyter.job.store_link import refresh_log
 from etrain_jupyter.job.training_job import TrainingJob
 from etrain_jupyter.log_lines import follow_lines, log_lines
 from etrain_jupyter.pools import clusters
+from etrain_jupyter.untrusted import plain_line
 
+MOST_NAMED = 10
+"""Folders that ``ls`` names as unreadable."""
 LATER = ("diagnose", "plan")
 """Sub-commands of the contract that this version does not have."""
 
@@ -162,7 +165,9 @@ def overview(prog: str) -> str:
 
 def _list(surface: Surface, args: argparse.Namespace) -> str:
     machines = f"\n\n{clusters.describe_aws(region=args.region)}" if args.all else ""
-    records = surface.store.records()
+    listing = surface.store.scan()
+    records = listing.jobs
+    machines = _unreadable(listing) + machines
     if not records:
         return f"No jobs in {surface.store}.{machines}"
     table: list[tuple[str, ...]] = [("JOB", "STATUS", "STEP", "WORKERS", "SUBMITTED")]
@@ -172,13 +177,22 @@ def _list(surface: Surface, args: argparse.Namespace) -> str:
     return "\n".join(lines) + machines
 
 
+def _unreadable(listing: Listing) -> str:
+    """Return lines about what looks like a job and is none that can be used."""
+    if not listing.problems:
+        return ""
+    named = [f"  {plain_line(name, 60)}: {why}" for name, why in listing.problems.items()]
+    more = [f"  and {len(named) - MOST_NAMED} more"] if len(named) > MOST_NAMED else []
+    return "\n".join(["\n\nNot listed, since they cannot be used:", *named[:MOST_NAMED], *more])
+
+
 def _row(store: RunStore, record: JobRecord) -> tuple[str, ...]:
     """Return how a job stands, without asking its cluster."""
     known = store.standing(record)
     has_none = known.is_gone or known.status in TERMINAL_STATUSES
     return (
         record.job_id,
-        "failed (its cluster has ended)" if known.is_gone else known.status,
+        "failed (its cluster has ended)" if known.is_gone else plain_line(known.status, 40),
         f"{known.step}/{known.total_steps}" if known.total_steps else str(known.step),
         "-" if has_none else str(known.world_size),
         datetime.fromtimestamp(record.created).strftime("%Y-%m-%d %H:%M"),
@@ -199,6 +213,8 @@ def _wait(surface: Surface, args: argparse.Namespace) -> str:
 
 def wait_for(job: TrainingJob, timeout: float | None = None) -> str:
     """Block until a job has ended; all but success is an error, so that "Run All" stops."""
+    if job.note:
+        print(f"etrain: {job.note}", flush=True)
     status = job.wait(timeout)
     if job.screen is not None:
         job.screen.settle()
@@ -231,6 +247,7 @@ def _resume(surface: Surface, args: argparse.Namespace) -> str:
         epochs=args.epochs,
         steps=args.steps,
         force=args.force,
+        trust=args.trust,
     )
 
 

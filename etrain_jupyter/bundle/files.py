@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from etrain_jupyter.bundle.restore import digest_of_file
 from etrain_jupyter.errors import BundleError
+from etrain_jupyter.untrusted import open_regular
 
 if TYPE_CHECKING:
     from etrain_jupyter.bundle.capture import Bundle
@@ -43,6 +44,6 @@ def has_digest(path: Path, digest: str, *, size: int | None = None) -> bool:
     try:
         if size is not None and path.stat().st_size != size:
             return False
-        return digest_of_file(path.open("rb")) == digest
+        return digest_of_file(open_regular(path)) == digest
     except OSError:
         return False

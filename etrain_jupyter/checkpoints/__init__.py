@@ -22,6 +22,7 @@ from etrain_jupyter.checkpoints.local import LocalStore
 from etrain_jupyter.checkpoints.manifest import Manifest, Part, manifest_key
 from etrain_jupyter.checkpoints.retention import choose_steps_to_keep
 from etrain_jupyter.errors import CheckpointError, ConfigError
+from etrain_jupyter.untrusted import check_job_id
 
 __all__ = [
     "CheckpointStore",
@@ -88,9 +89,13 @@ _STORES: dict[str, Callable[[str], CheckpointStore]] = {"file": _open_folder, "s
 def place_of_job(to: str, job_id: str) -> str:
     """Return a job's own place below ``checkpoint.to``, which several jobs may share.
 
+    Raises:
+        ValueError: If that is no job's id.
+
     >>> place_of_job("s3://bucket/runs/", "digits-0a1b2c3d")
     's3://bucket/runs/digits-0a1b2c3d'
     """
+    check_job_id(job_id)
     if "://" in to:
         return f"{to.rstrip('/')}/{job_id}"
     return str(Path(to).expanduser() / job_id)

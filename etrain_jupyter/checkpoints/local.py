@@ -33,6 +33,9 @@ from etrain_jupyter.checkpoints.manifest import (
 )
 from etrain_jupyter.checkpoints.retention import choose_folders_to_remove
 from etrain_jupyter.errors import CheckpointError
+from etrain_jupyter.untrusted import read_regular
+
+_MOST_MANIFEST_BYTES = 64_000_000
 
 
 class LocalStore:
@@ -59,6 +62,7 @@ class LocalStore:
         attempt = 0
         with self._explained(f"{step_name(step)} cannot be begun"):
             (self.root / PARTS_FOLDER).mkdir(parents=True, exist_ok=True)
+            self._refuse_links()
             while True:
                 key = folder_key(step, attempt)
                 try:
@@ -115,7 +119,7 @@ class LocalStore:
     def read_manifest(self, step: int) -> Manifest:
         """Return a step's manifest."""
         try:
-            text = (self.root / manifest_key(step)).read_bytes()
+            text = read_regular(self.root / manifest_key(step), most_bytes=_MOST_MANIFEST_BYTES)
         except OSError as exc:
             raise CheckpointError(
                 f"{step_name(step)}: its manifest cannot be read ({exc.strerror})"
@@ -130,6 +134,7 @@ class LocalStore:
 
     def prune(self, keep_steps: Collection[int]) -> list[str]:
         """Remove other checkpoints, manifest first, and leftovers older than the newest kept."""
+        self._refuse_links()
         listed = self.list_steps()
         kept = [step for step in listed if step in keep_steps]
         with self._explained("old checkpoints cannot be removed"):
@@ -152,6 +157,20 @@ class LocalStore:
             step = step_of_folder(name[1:].rpartition(".")[0]) if name.startswith(".") else None
             if step is not None and step < before:
                 (self.root / MANIFESTS_FOLDER / name).unlink(missing_ok=True)
+
+    def _refuse_links(self) -> None:
+        """Refuse to write or remove anything in a folder that is somewhere else.
+
+        Raises:
+            CheckpointError: If one of the two is a link.
+        """
+        for name in (PARTS_FOLDER, MANIFESTS_FOLDER):
+            if (self.root / name).is_symlink():
+                raise CheckpointError(
+                    f"{self.root / name} is a link, which is not followed: nothing was written or "
+                    "removed there. To keep checkpoints on another disk set checkpoint: {to: "
+                    "FOLDER} in the cell"
+                )
 
     def _check_is_there(self, part: Part) -> None:
         try:

@@ -18,6 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from etrain_jupyter.errors import CheckpointError
+from etrain_jupyter.untrusted import open_regular
 
 PARTS_FOLDER = "checkpoints"
 MANIFESTS_FOLDER = "manifests"
@@ -82,7 +83,7 @@ def parse_manifest(text: str | bytes, *, step: int) -> Manifest:
         body: dict[str, Any] = json.loads(text)
         digest = body.pop("digest")
         version = body.pop("version")
-    except (ValueError, KeyError, TypeError, AttributeError) as exc:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
         raise CheckpointError(f"{name}: its manifest is cut short or no manifest") from exc
     if version != FORMAT_VERSION:
         raise CheckpointError(
@@ -135,7 +136,7 @@ def check_file(part: Part, path: Path) -> None:
 
 def sha256_of(path: Path) -> str:
     """Return the SHA-256 of a file, in hexadecimal digits."""
-    with path.open("rb") as file:
+    with open_regular(path, follow=True) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

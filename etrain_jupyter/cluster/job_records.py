@@ -27,6 +27,7 @@ from typing import Any
 import msgpack
 
 from etrain_jupyter.cluster.order import Order
+from etrain_jupyter.untrusted import check_job_id
 
 logger = logging.getLogger("etrain.coordinator")
 
@@ -63,7 +64,7 @@ class JobRecords:
         """Write down a job that is being submitted."""
         if self._folder is None:
             return
-        folder = self._folder / order.job_id
+        folder = self._folder / check_job_id(order.job_id)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         values = {f.name: getattr(order, f.name) for f in dataclasses.fields(order)}
         values["run_dir"] = str(order.run_dir)
@@ -79,14 +80,14 @@ class JobRecords:
     def _note(self, job_id: str, wishes: Wishes) -> None:
         assert self._folder is not None
         packed = msgpack.packb(dataclasses.asdict(wishes))
-        _replace(self._folder / job_id / "wishes", packed)
+        _replace(self._folder / check_job_id(job_id) / "wishes", packed)
         self._noted[job_id] = wishes
 
     def remove(self, job_id: str) -> None:
         """Forget a job that has ended."""
         self._noted.pop(job_id, None)
         if self._folder is not None:
-            shutil.rmtree(self._folder / job_id, ignore_errors=True)
+            shutil.rmtree(self._folder / check_job_id(job_id), ignore_errors=True)
 
     def load(self) -> Iterator[tuple[Order, Wishes]]:
         """Yield the jobs that had not ended, with their objects; what is damaged is left out."""
@@ -95,6 +96,8 @@ class JobRecords:
             try:
                 order = _order_from(msgpack.unpackb(path.read_bytes()))
                 wishes = _wishes_from(msgpack.unpackb((path.parent / "wishes").read_bytes()))
+                if order.job_id != path.parent.name:
+                    raise ValueError(f"it says that it is of job {order.job_id!r}")
             except (OSError, ValueError, TypeError, KeyError) as exc:
                 logger.error("the record of job %s cannot be read: %s", path.parent.name, exc)
                 continue

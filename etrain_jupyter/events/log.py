@@ -17,8 +17,10 @@ import contextlib
 import errno
 import fcntl
 import json
+import math
 import mmap
 import os
+import stat
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -38,6 +40,7 @@ from etrain_jupyter.events.types import (
     UserErrorRaised,
     event_from_dict,
 )
+from etrain_jupyter.untrusted import open_regular
 
 LOG_FILE = "events.jsonl"
 """Its name in the folder of a job."""
@@ -61,7 +64,13 @@ collector walk over hundreds of thousands of dicts again and again."""
 
 _READ_BYTES = 1024 * 1024
 
-_DAMAGE = (ValueError, KeyError, TypeError, AttributeError)
+_LONGEST_LINE = 64 * 1024 * 1024
+"""No event is as long; without an end a file would be read into memory as a whole."""
+
+_OPEN_FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+"""A link or a named pipe under the log's name is refused, never written to."""
+
+_DAMAGE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 """What parsing something that is not an event raises."""
 
 _encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
@@ -92,8 +101,10 @@ class EventLog:
         self._fsync_every_s = fsync_every_s
         self._clock = clock
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        self._file = os.open(self.path, _OPEN_FLAGS, 0o600)
         try:
+            if not stat.S_ISREG(os.fstat(self._file).st_mode):
+                raise EtrainError(f"{self.path} is not a regular file. Nothing was written to it.")
             _lock(self._file, self.path)
             self._size, self._last_seq = _cut_torn_tail(self._file, self.path)
             _fsync_folder(self.path.parent)
@@ -236,9 +247,9 @@ class LogReader:
 
     def _take_lines(self, limit: int | None) -> list[bytes]:
         try:
-            with self.path.open("rb") as file:
+            with open_regular(self.path) as file:
                 file.seek(self._offset)
-                data = file.read() if limit is None else _read_lines(file, limit)
+                data = _read_lines(file, math.inf if limit is None else limit, self.path)
         except FileNotFoundError:
             return []
         lines = data[: data.rfind(b"\n") + 1].split(b"\n")[:-1][:limit]
@@ -247,12 +258,21 @@ class LogReader:
         return lines
 
 
-def _read_lines(file: BinaryIO, limit: int) -> bytes:
-    """Read at least ``limit`` lines, if there are as many: not the whole of a long log."""
+def _read_lines(file: BinaryIO, limit: float, path: Path) -> bytes:
+    """Read at least ``limit`` lines, if there are as many: not the whole of a long log.
+
+    Raises:
+        EtrainError: If a line has no end.
+    """
     pieces: list[bytes] = []
+    length = 0
     while limit > 0 and (piece := file.read(_READ_BYTES)):
         pieces.append(piece)
-        limit -= piece.count(b"\n")
+        num_lines = piece.count(b"\n")
+        limit -= num_lines
+        length = length + len(piece) if not num_lines else 0
+        if length > _LONGEST_LINE:
+            raise EtrainError(f"{path} is not the log of a job: it has a line without an end.")
     return b"".join(pieces)
 
 

@@ -31,6 +31,7 @@ from etrain_jupyter.errors import EtrainError
 from etrain_jupyter.events.blocks import Block, Events, pack, step_columns
 from etrain_jupyter.events.log import LogReader, parse_lines
 from etrain_jupyter.events.types import Event, StepCompleted
+from etrain_jupyter.untrusted import open_regular
 
 EVENTS_PER_SEGMENT = 20_000
 """A log's end that is in no segment is shorter than this: some tenths of a second to read."""
@@ -38,7 +39,10 @@ FORMAT = 1
 _READ_EVENTS = 5_000
 _LEFT_AFTER_S = 3600.0
 """A segment is written in a second: whoever takes so long is dead."""
-_UNREADABLE = (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error)
+_UNREADABLE = (
+    *(OSError, ValueError, KeyError, TypeError, EOFError, AttributeError, IndexError),
+    *(MemoryError, OverflowError, RecursionError, zipfile.BadZipFile, zlib.error),
+)
 """What opening and reading a damaged segment raises."""
 
 
@@ -167,7 +171,10 @@ def _tidy(folder: Path) -> None:
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     """Open a segment; numpy leaves a file open that is none."""
-    with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+    with open_regular(path) as file, np.load(file, allow_pickle=False) as arrays:
+        # Ours are never compressed: what is may unfold to any size.
+        if any(one.compress_type != zipfile.ZIP_STORED for one in arrays.zip.infolist()):
+            raise ValueError(f"{path} is compressed")
         yield arrays
 
 
@@ -230,8 +237,8 @@ def _block_in(file: Any) -> Block:
 
 def _is_in_log(place: Place, log_path: Path) -> bool:
     """Tell whether a log has these lines, by the last one of them."""
-    with log_path.open("rb") as file:
-        start = max(place.begin, place.end - _LONGEST_LOOK)
+    with open_regular(log_path) as file:
+        start = max(0, place.begin, place.end - _LONGEST_LOOK)
         file.seek(start)
         data = file.read(place.end - start)
     if len(data) < place.end - start or not data.endswith(b"\n"):

@@ -506,20 +506,76 @@ def event_from_dict(data: Mapping[str, Any]) -> Event:
 
     Fields that this version does not know are dropped, and kinds that it does not know become
     ``UnknownEvent``, so that an older kernel can show a newer job.
+
+    Raises:
+        TypeError: If a value is of another type than its field: a log may be anybody's, and what
+            is folded and drawn relies on the types.
+        KeyError: If it does not say of which kind it is.
     """
     values = dict(data)
     name = values.pop("event")
     kind = Event.kinds.get(name)
     if kind is None:
         common = {k: values[k] for k in ("job_id", "time", "generation", "seq") if k in values}
+        _check_types("UnknownEvent", {"name": name, **common})
         return UnknownEvent(name=name, data=values, **common)
     known = _field_names(name)
     if values.keys() == known:
+        _check_types(name, values)
         # What ``__init__`` would do in three times the time: a log may have 200,000 lines.
         event: Event = object.__new__(kind)
         vars(event).update(values)
         return event
-    return kind(**{key: value for key, value in values.items() if key in known})
+    values = {key: value for key, value in values.items() if key in known}
+    _check_types(name, values)
+    return kind(**values)
+
+
+def _check_types(kind: str, values: Mapping[str, Any]) -> None:
+    """Refuse values of other types than the fields of a kind.
+
+    Raises:
+        TypeError: For the first one.
+    """
+    for name, items in _fields_with_items(kind, tuple(values), tuple(map(type, values.values()))):
+        value = values[name]
+        inner = value.values() if isinstance(value, dict) else value
+        if not all(isinstance(item, items) for item in inner):
+            raise TypeError(f"{name} of {kind} holds something else than it should")
+
+
+@functools.lru_cache(maxsize=4096)
+def _fields_with_items(
+    kind: str, names: tuple[str, ...], types: tuple[type, ...]
+) -> tuple[tuple[str, tuple[type, ...]], ...]:
+    """Check the types of the values themselves; return the fields whose items are to be checked.
+
+    Nearly all events of a kind have the same types, so that this runs a few times a log.
+    """
+    annotations = {f.name: str(f.type) for f in dataclasses.fields(Event.kinds[kind])}
+    found = []
+    for name, kind_of_value in zip(names, types, strict=True):
+        fitting, items = _TYPES[annotations[name]]
+        if not issubclass(kind_of_value, fitting):
+            raise TypeError(f"{name} of {kind} is {kind_of_value.__name__}")
+        if items:
+            found.append((name, items))
+    return tuple(found)
+
+
+_NUMBER: tuple[type, ...] = (int, float)
+_TYPES: dict[str, tuple[tuple[type, ...], tuple[type, ...]]] = {
+    "int": (_NUMBER, ()),
+    "float": (_NUMBER, ()),
+    "bool": (_NUMBER, ()),
+    "float | None": ((*_NUMBER, type(None)), ()),
+    "str": ((str,), ()),
+    "list[str]": ((list, tuple), (str,)),
+    "list[int]": ((list, tuple), _NUMBER),
+    "dict[str, float]": ((dict,), _NUMBER),
+    "dict[str, Any]": ((dict,), ()),
+}
+"""Annotation of a field: the types that a value may have, and those of its items."""
 
 
 @functools.cache

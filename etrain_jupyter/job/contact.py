@@ -6,6 +6,7 @@ its process can tell. So silence is no verdict: it is said, and asked again for 
 
 from __future__ import annotations
 
+import contextlib
 from datetime import datetime
 
 from etrain_jupyter.errors import JobLostError
@@ -49,9 +50,14 @@ class Contact:
         self._num_denials = self._num_denials + 1 if is_denial else 0
         if self.trouble or self.num_failures < SAY_AFTER:
             return False
-        seen = datetime.fromtimestamp(self.seen_at).strftime("last seen %H:%M:%S, ")
-        self.trouble = f"{_what_failed(exc)}, {seen if self.seen_at else ''}asking again"
+        self.trouble = f"{_what_failed(exc)}, {self._seen()}asking again"
         return True
+
+    def _seen(self) -> str:
+        with contextlib.suppress(ValueError, OverflowError, OSError):  # the log's time may be none
+            if self.seen_at:
+                return datetime.fromtimestamp(self.seen_at).strftime("last seen %H:%M:%S, ")
+        return ""
 
     def is_final(self, exc: BaseException) -> bool:
         """Tell whether ``exc``, which was noted, means that no question will be answered again."""

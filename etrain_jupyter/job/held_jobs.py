@@ -14,7 +14,7 @@ from etrain_jupyter import __version__
 from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.errors import PoolError
 from etrain_jupyter.job.handover import bundle_facts, hand_over
-from etrain_jupyter.job.link import Link, link_to, open_link
+from etrain_jupyter.job.link import Link, open_link
 from etrain_jupyter.job.run_store import (
     JobRecord,
     RunStore,
@@ -24,7 +24,9 @@ from etrain_jupyter.job.run_store import (
 )
 from etrain_jupyter.job.store_link import StoreLink
 from etrain_jupyter.job.training_job import TrainingJob
+from etrain_jupyter.job.whereabouts import find_cluster
 from etrain_jupyter.node.fingerprint import read_fingerprint
+from etrain_jupyter.pools.own_clusters import note_scheduler
 
 if TYPE_CHECKING:
     from etrain_jupyter.bundle.capture import Bundle
@@ -91,6 +93,7 @@ def submit_job(
     except PoolError:
         store.discard(record)
         raise
+    note_scheduler(address)
     return _remember(TrainingJob(record, link))
 
 
@@ -130,12 +133,14 @@ def hold(record: JobRecord) -> TrainingJob:
 
 
 def link_of(record: JobRecord) -> Link | None:
-    """Return what tells a job's events: its cluster, or the bucket where that is out of reach.
+    """Return what tells a job's events: its cluster if it is this user's, else the run store.
 
     None if the cluster is known to have ended.
     """
-    is_elsewhere = bool(record.cluster.get("state_dir")) and record.host != platform.node()
-    return StoreLink(record) if record.place and is_elsewhere else link_to(record.cluster)
+    known = find_cluster(record.cluster, record.host)
+    if known.has_ended:
+        return None
+    return StoreLink(record, why=known.why) if known.address is None else open_link(known.address)
 
 
 def name_of_model(expression: str) -> str:

@@ -37,9 +37,12 @@ from etrain_jupyter.events.types import (
     event_from_dict,
 )
 from etrain_jupyter.job.columns import STEP_COLUMNS, History
+from etrain_jupyter.untrusted import open_regular
 
 __all__ = ["STEP_COLUMNS", "History", "LatestValues", "peek_log"]
 
+NOT_FOLDABLE = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError)
+"""What comes of events with values that no event has: of a log that somebody else may have made."""
 PEEK_BYTES = 64 * 1024
 PEEK_MOST_BYTES = 4 * 1024 * 1024
 """How far to look back for a step or a status behind what was printed."""
@@ -188,10 +191,10 @@ def peek_log(path: Path) -> LatestValues:
     """
     view = LatestValues()
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             view.add(_events_in(file.read(PEEK_BYTES)))
             _add_tail(view, _tail_of(file))
-    except OSError:
+    except (OSError, *NOT_FOLDABLE):
         pass
     return view
 
@@ -223,6 +226,6 @@ def _events_in(data: bytes) -> list[Event]:
     for line in data.splitlines():
         try:
             events.append(event_from_dict(json.loads(line)))
-        except (ValueError, KeyError, TypeError):
+        except (*NOT_FOLDABLE, RecursionError):
             continue
     return events

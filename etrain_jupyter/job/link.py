@@ -13,7 +13,7 @@ import atexit
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -216,20 +216,13 @@ class ClusterLink:
                 await closing.close_rpc()
 
 
-def link_to(cluster: Mapping[str, str]) -> ClusterLink | None:
-    """Return a line to the cluster that a job was given to; None if it is known to have ended.
+def open_link(address: SchedulerAddress) -> ClusterLink:
+    """Return a line to a cluster of this user's; nothing is asked yet.
 
     Args:
-        cluster: What ``job.json`` says of it: ``SchedulerAddress.to_dict()``.
+        address: From a pool or from ``own_clusters``. Answers are unpickled, so an address that
+            somebody else has written down would let that one run code here.
     """
-    from etrain_jupyter.pools.base import SchedulerAddress
-
-    address = SchedulerAddress.from_dict(cluster) if cluster.get("address") else None
-    return None if address is None or _has_ended(address) else open_link(address)
-
-
-def open_link(address: SchedulerAddress) -> ClusterLink:
-    """Return a line to a cluster; nothing is asked yet."""
     return ClusterLink(
         address.address,
         address.connection_args,

@@ -45,6 +45,11 @@ class JobRequests(ABC):
     def status(self) -> str:
         """One of submitted, waiting, running, paused, finished, stopped, failed."""
 
+    @property
+    @abstractmethod
+    def note(self) -> str:
+        """Why only its log is followed from here; empty where its cluster can be asked."""
+
     def pause(self) -> str:
         """Let the ranks wait after their next step, with their state."""
         return self.request("pause")
@@ -58,6 +63,7 @@ class JobRequests(ABC):
         epochs: float | None = None,
         steps: int | None = None,
         force: bool = False,
+        trust: bool = False,
     ) -> str:
         """Go on after ``pause``, or after the end of the job or of its cluster.
 
@@ -70,19 +76,22 @@ class JobRequests(ABC):
             epochs: Times through the training data, all in all.
             steps: Steps all in all, instead.
             force: Go on even if what differs changes the curve.
+            trust: Go on even if somebody else submitted the job: its code runs as you.
 
         Raises:
             ConfigError: If that does not fit the job, or nothing is left to train.
+            UntrustedJobError: If you did not submit it, as far as this machine knows.
             EtrainError: If it is being trained.
         """
         given = {"pool": pool, "min": min, "max": max, "epochs": epochs, "steps": steps}
         values = {key: value for key, value in given.items() if value is not None}
         is_over = self.status in TERMINAL_STATUSES or self._feed.lost or self._feed.trouble
-        if not is_over and not values:
+        is_log_only = bool(self.note) and not self.record.place
+        if not is_over and not is_log_only and not values:
             return self.request("resume")
         from etrain_jupyter.job.resume import Wish
 
-        return self.resume_as(Wish(values=values, is_forced=force))
+        return self.resume_as(Wish(values=values, is_forced=force, is_trusted=trust))
 
     @abstractmethod
     def resume_as(self, wish: Wish) -> str:

@@ -21,7 +21,14 @@ from etrain_jupyter.checkpoints import open_store
 from etrain_jupyter.config.differences import Difference, compare_configs, with_values
 from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.elastic.ledger import total_steps
-from etrain_jupyter.errors import BundleError, ConfigError, EtrainError, PoolError, RunStoreError
+from etrain_jupyter.errors import (
+    BundleError,
+    ConfigError,
+    EtrainError,
+    PoolError,
+    RunStoreError,
+    UntrustedJobError,
+)
 from etrain_jupyter.events.segments import read_log
 from etrain_jupyter.events.types import (
     TERMINAL_STATUSES,
@@ -37,6 +44,8 @@ from etrain_jupyter.job.link import open_link
 from etrain_jupyter.job.run_store import JobRecord, RunStore, absolute_paths, store_of
 from etrain_jupyter.job.store_link import refresh_log
 from etrain_jupyter.node.fingerprint import read_fingerprint
+from etrain_jupyter.pools.own_clusters import note_scheduler
+from etrain_jupyter.untrusted import plain_line
 
 if TYPE_CHECKING:
     from etrain_jupyter.bundle.capture import Bundle
@@ -63,6 +72,8 @@ class Wish:
     """Its text."""
     is_forced: bool = False
     """Whether to go on whatever differs."""
+    is_trusted: bool = False
+    """Whether to run what somebody else submitted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,15 +96,18 @@ def resume_job(job: TrainingJob, wish: Wish, *, address: SchedulerAddress | None
         address: Its next cluster; without it that of the job's pool, which is brought up.
 
     Raises:
+        UntrustedJobError: If somebody else may have submitted it.
         EtrainError: If somebody may be training it.
         ConfigError: If something differs that matters, or nothing is left to train.
         PoolError: If no cluster takes it; then all is as it was before.
     """
-    _check_nobody_trains(job, wish)
     store = store_of(job.record)
+    _check_trusted(store.find(job.id), wish)
+    _check_nobody_trains(job, wish)
     store.check_takeable(job.record)
     with _alone(job.record):
         known = store.find(job.id)
+        _check_trusted(known, wish)
         end = _end_of_log(job)
         coming = _prepare(store, known, wish, job.events())
         if address is None:
@@ -105,10 +119,30 @@ def resume_job(job: TrainingJob, wish: Wish, *, address: SchedulerAddress | None
         here = replace(coming.record, cluster=address.to_dict(), host=platform.node())
         coming = replace(coming, record=here)
         extra = {} if wish.is_forced or end is None else {"log_end": end}
-        _submit(store, known, coming, address, is_forced=wish.is_forced, extra=extra)
-        job.follow_again(coming.record, open_link(address))
-    begins = _where_it_begins(coming.record)
+        written = _submit(store, known, coming, address, is_forced=wish.is_forced, extra=extra)
+        note_scheduler(address)
+        job.follow_again(written, open_link(address))
+    begins = _where_it_begins(written)
     return f"job {job.id} goes on on cluster {address.cluster_id}, {begins}"
+
+
+def _check_trusted(record: JobRecord, wish: Wish) -> None:
+    """Refuse to run what this user did not submit: its bundle, in its folder, on its pool.
+
+    Raises:
+        UntrustedJobError: Unless the user says that it may run.
+    """
+    if record.is_own or wish.is_trusted:
+        return
+    host = f" ({plain_line(record.host, 60)} is named in it)" if record.host else ""
+    raise UntrustedJobError(
+        f"job {record.job_id} in {store_of(record)} was not submitted by you on this machine"
+        f"{host}, or its record has been changed since. Resuming it runs the code stored with it, "
+        f"as you, on the pool that it names ({plain_line(record.pool, 60)}). Nothing was run and "
+        "nothing was connected to. If the job is yours, from another machine or an older version, "
+        "or you trust everybody who can write to that run store, type "
+        f"%etrain resume {record.job_id} --trust once: from then on it counts as yours here."
+    )
 
 
 def _check_reach(coming: _Next, place: str) -> None:
@@ -132,6 +166,14 @@ def _check_nobody_trains(job: TrainingJob, wish: Wish) -> None:
     status, reason = job.status, job.reason
     if job.lost or status in TERMINAL_STATUSES:
         return
+    if job.note and not job.record.place:
+        if wish.is_forced:
+            return
+        raise EtrainError(
+            f"job {job.id} was {status} at step {job.step} when its log was written last, and may "
+            f"still be training: {job.note} Two would spoil each other's work, so nothing was "
+            "done. If you know that its cluster is gone, type --force."
+        )
     if not job.is_reachable:
         if wish.is_forced:
             return
@@ -323,8 +365,11 @@ def _submit(
     *,
     is_forced: bool,
     extra: Mapping[str, int],
-) -> None:
+) -> JobRecord:
     """Write down where the job goes on and hand it over; put all back if it is refused.
+
+    Returns:
+        The record as it was written.
 
     Raises:
         PoolError: If the coordinator refuses.
@@ -352,7 +397,7 @@ def _submit(
     try:
         hand_over(link, order, written.bundle_path)
     except PoolError:
-        store.rewrite(known)
+        store.rewrite(known, is_signed=False)
         if written.bundle_file != known.bundle_file:
             store.remove_bundle(written)
         raise
@@ -360,6 +405,7 @@ def _submit(
         link.release()
     if written.bundle_file != known.bundle_file:
         store.remove_bundle(known)
+    return written
 
 
 def _folder_of(record: JobRecord) -> str:

@@ -9,13 +9,17 @@
                     checkpoints/    with manifests/
 
 A folder is made under a hidden name and then renamed, so that whoever lists the store sees whole
-jobs only.
+jobs only. It is its owner's alone (0700): a bundle holds the notebook's objects by value.
+
+A store may be shared or a stranger's. What is read here is checked once, in ``record_from``, and
+trusted afterwards as data: it is never a path, an address or code.
 """
 
 from __future__ import annotations
 
 import difflib
 import json
+import math
 import os
 import re
 import secrets
@@ -30,8 +34,16 @@ from etrain_jupyter.checkpoints import place_of_job
 from etrain_jupyter.errors import ConfigError, EtrainError, JobNotFoundError
 from etrain_jupyter.events.log import LOG_FILE
 from etrain_jupyter.job.history import peek_log
-from etrain_jupyter.job.link import link_to
+from etrain_jupyter.job.ownership import is_signed, sign
+from etrain_jupyter.job.whereabouts import has_ended
 from etrain_jupyter.runs.place import is_remote
+from etrain_jupyter.untrusted import (
+    check_job_id,
+    is_job_id,
+    open_regular,
+    plain_line,
+    read_regular,
+)
 
 if TYPE_CHECKING:
     from etrain_jupyter.bundle.capture import Bundle
@@ -41,6 +53,11 @@ BUNDLE_FILE = "bundle"
 ROOT_VARIABLE = "ETRAIN_RUNS"
 DEFAULT_ROOT = "etrain-runs"
 LONGEST_NAME = 40
+MOST_RECORD_BYTES = 16_000_000
+"""Of a ``job.json``; what is larger than a cell and its configuration is none of ours."""
+LATEST_TIME = 253_370_764_800.0
+"""The year 9999: what is later is no date."""
+_BUNDLE_NAME = re.compile(r"bundle(-[A-Za-z0-9]{1,64})?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +87,13 @@ class JobRecord:
     """The machine from which it was submitted or resumed last; empty in older records."""
     place: str = ""
     """URL of the job's place in a bucket, of which ``folder`` is this machine's copy then."""
+    signature: str = ""
+    """Proof that this user's kernel wrote it, see ``ownership``; empty in older records."""
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this user submitted or resumed it, with the key that is here."""
+        return is_signed(self.to_dict(), self.signature)
 
     @property
     def bundle_path(self) -> Path:
@@ -107,6 +131,21 @@ class Standing:
     world_size: int = 0
     is_gone: bool = False
     """Whether nobody trains it although it has not ended."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listing:
+    """What is in a run store."""
+
+    jobs: list[JobRecord] = field(default_factory=list)
+    """The newest first."""
+    problems: dict[str, str] = field(default_factory=dict)
+    """Name of a folder that looks like a job: why it is none that can be used."""
+
+    def sorted(self) -> Listing:
+        """Return it in order."""
+        jobs = sorted(self.jobs, key=lambda record: (record.created, record.job_id), reverse=True)
+        return Listing(jobs=jobs, problems=dict(sorted(self.problems.items())))
 
 
 def open_runs(root: str | os.PathLike[str] | None = None) -> RunStore:
@@ -175,8 +214,8 @@ class RunStore:
         Raises:
             OSError: If it is not there.
         """
-        record.bundle_path.stat()
-        return record.bundle_path
+        with open_regular(record.bundle_path):
+            return record.bundle_path
 
     def remove_bundle(self, record: JobRecord) -> None:
         """Remove a bundle that no record names any more."""
@@ -203,7 +242,7 @@ class RunStore:
             step=latest.step,
             total_steps=latest.total_steps,
             world_size=latest.world_size,
-            is_gone=not latest.is_terminal and link_to(record.cluster) is None,
+            is_gone=not latest.is_terminal and has_ended(record.cluster, record.host),
         )
 
     def create(
@@ -219,14 +258,16 @@ class RunStore:
         Raises:
             FileExistsError: If there is such a job.
         """
-        job_id = job_id or new_job_id(str(record["name"]))
+        job_id = check_job_id(job_id) if job_id else new_job_id(str(record["name"]))
         folder = self.root / job_id
         made = JobRecord(**{**record, "job_id": job_id, "folder": folder})
         hidden = self.root / f".{job_id}.{secrets.token_hex(4)}"
-        hidden.mkdir(parents=True)
+        hidden.mkdir(mode=0o700, parents=True)
         try:
+            made = replace(made, signature=sign(made.to_dict()))
+            data = json.dumps(made.to_dict(), indent=1)
             write_bundle(hidden / BUNDLE_FILE, bundle)
-            _write_durably(hidden / RECORD_FILE, json.dumps(made.to_dict(), indent=1))
+            _write_new(hidden / RECORD_FILE, data.encode())
             if folder.exists():
                 raise FileExistsError(f"there is a job {job_id} in {self.root} already")
             hidden.rename(folder)
@@ -235,8 +276,19 @@ class RunStore:
             raise
         return made
 
-    def rewrite(self, record: JobRecord, *, bundle: Bundle | bytes | None = None) -> JobRecord:
+    def rewrite(
+        self,
+        record: JobRecord,
+        *,
+        bundle: Bundle | bytes | None = None,
+        is_signed: bool = True,
+    ) -> JobRecord:
         """Replace a job's ``job.json``; another bundle goes into another file, before it.
+
+        Args:
+            record: What it shall say.
+            bundle: The notebook's objects, if they may have changed.
+            is_signed: Whether this user stands for it from now on; else it is written as it is.
 
         Returns:
             The record as it was written.
@@ -248,6 +300,8 @@ class RunStore:
         if bundle is not None and not has_digest(record.bundle_path, record.bundle_digest):
             _replace_bundle(record.folder / name, bundle)
             record = replace(record, bundle_file=name)
+        if is_signed:
+            record = replace(record, signature=sign(record.to_dict()))
         replace_file(record.folder / RECORD_FILE, json.dumps(record.to_dict(), indent=1).encode())
         return record
 
@@ -257,10 +311,18 @@ class RunStore:
             shutil.rmtree(record.folder, ignore_errors=True)
 
     def records(self) -> list[JobRecord]:
-        """Return every job, the newest first; folders that hold no readable job are passed over."""
-        found = [_record_in(path.parent) for path in self.root.glob(f"[!.]*/{RECORD_FILE}")]
-        jobs = [record for record in found if record is not None]
-        return sorted(jobs, key=lambda record: (record.created, record.job_id), reverse=True)
+        """Return every job, the newest first; what is no readable job is passed over."""
+        return self.scan().jobs
+
+    def scan(self) -> Listing:
+        """Return every job, the newest first, and what looks like one and cannot be read."""
+        found = Listing()
+        for path in self.root.glob(f"[!.]*/{RECORD_FILE}"):
+            try:
+                found.jobs.append(read_record(path.parent))
+            except ValueError as exc:
+                found.problems[path.parent.name] = str(exc)
+        return found.sorted()
 
     def find(self, name_or_id: str) -> JobRecord:
         """Return the job of that id, else the newest of that name, else the one whose id begins so.
@@ -296,22 +358,79 @@ class RunStore:
         return jobs[0]
 
 
-def _record_in(folder: Path) -> JobRecord | None:
-    """Return the job in a folder; None if it is no job of ours, whatever the reason."""
+def read_record(folder: Path) -> JobRecord:
+    """Return the job in a folder.
+
+    Raises:
+        ValueError: If it is none of ours, with the reason.
+    """
     try:
-        return record_from((folder / RECORD_FILE).read_bytes(), folder)
-    except OSError:
-        return None
+        data = read_regular(folder / RECORD_FILE, most_bytes=MOST_RECORD_BYTES)
+    except OSError as exc:
+        raise ValueError(f"{RECORD_FILE} cannot be read: {exc.strerror or exc}") from exc
+    return record_from(data, folder)
 
 
-def record_from(data: bytes, folder: Path, place: str = "") -> JobRecord | None:
-    """Return the job that a ``job.json`` tells of; None if it is none."""
+def record_from(data: bytes, folder: Path, place: str = "") -> JobRecord:
+    """Return the job that a ``job.json`` tells of; whoever can write to the store may have made it.
+
+    Raises:
+        ValueError: If it is none, with the reason.
+    """
     try:
         values = json.loads(data)
-        known = {k: values[k] for k in JobRecord.__dataclass_fields__ if k in values}
-        return JobRecord(**{**known, "folder": folder, "place": place})
-    except (ValueError, TypeError, KeyError):
-        return None
+    except (ValueError, RecursionError) as exc:
+        raise ValueError(f"{RECORD_FILE} is no JSON") from exc
+    if not isinstance(values, dict):
+        raise ValueError(f"{RECORD_FILE} is no group of keys")
+    known = {k: values[k] for k in JobRecord.__dataclass_fields__ if k in values}
+    _check_types({**_SAMPLE, **known})
+    if not is_job_id(known.get("job_id")) or known["job_id"] != folder.name:
+        raise ValueError(
+            f"it says that it is job {plain_line(str(known.get('job_id')), 60)!r}, which is not "
+            "the name of its folder"
+        )
+    if not _BUNDLE_NAME.fullmatch(known.get("bundle_file", BUNDLE_FILE)):
+        raise ValueError("bundle_file is not the name of a bundle")
+    name = known["name"] if is_job_id(known["name"]) else safe_name(known["name"])
+    return JobRecord(**{**known, "name": name, "folder": folder, "place": place})
+
+
+_SAMPLE: dict[str, Any] = {"job_id": None, "name": None, "created": None}
+"""What every record has."""
+
+
+def _check_types(values: Mapping[str, Any]) -> None:
+    """Refuse a record whose values are of other types than they should be.
+
+    Raises:
+        ValueError: For the first one.
+    """
+    for name, value in values.items():
+        if name == "created":
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            fits = is_number and math.isfinite(value) and 0 <= value < LATEST_TIME
+        elif name == "cluster":
+            fits = isinstance(value, dict) and all(isinstance(v, str) for v in value.values())
+        elif name == "config":
+            fits = isinstance(value, dict) and _is_config(value)
+        else:
+            fits = isinstance(value, str) or name in ("folder", "place")
+        if not fits:
+            raise ValueError(f"{name} is not what it should be: {plain_line(repr(value), 60)}")
+
+
+def _is_config(config: Mapping[str, Any]) -> bool:
+    """Tell whether the parts of a configuration that are read without its class have their types.
+
+    An older or newer version's may be otherwise; who resumes it has it checked as a whole.
+    """
+    checkpoint, log = config.get("checkpoint") or {}, config.get("log") or {}
+    if not isinstance(checkpoint, dict) or not isinstance(log, dict):
+        return False
+    to, best = checkpoint.get("to"), checkpoint.get("best") or {}
+    is_rule = isinstance(best, dict) and (not best or best.get("mode") in ("min", "max"))
+    return isinstance(to, str | None) and is_rule
 
 
 def _replace_bundle(path: Path, bundle: Bundle | bytes) -> None:
@@ -327,10 +446,7 @@ def replace_file(path: Path, data: bytes) -> None:
     """Write a file so that whoever reads it finds the old bytes or the new ones, never a part."""
     hidden = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        with hidden.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        _write_new(hidden, data)
         hidden.replace(path)
     except BaseException:
         hidden.unlink(missing_ok=True)
@@ -346,10 +462,10 @@ def absolute_paths(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def _write_durably(path: Path, text: str) -> None:
-    """Write a file so that it is whole on the disk before the folder's rename makes it visible."""
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
+def _write_new(path: Path, data: bytes) -> None:
+    """Write a file of mode 0600 that is whole on the disk before a rename makes it visible."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(data)
         file.flush()
         os.fsync(file.fileno())
 

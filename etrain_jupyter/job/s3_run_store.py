@@ -17,6 +17,7 @@ from etrain_jupyter.job.run_store import (
     BUNDLE_FILE,
     RECORD_FILE,
     JobRecord,
+    Listing,
     RunStore,
     Standing,
     new_job_id,
@@ -27,6 +28,7 @@ from etrain_jupyter.runs.mirror import SILENT_S
 from etrain_jupyter.runs.objects import RunObjects
 from etrain_jupyter.runs.place import check_root, spool_of_root
 from etrain_jupyter.runs.uploads import ALIVE
+from etrain_jupyter.untrusted import is_job_id
 
 if TYPE_CHECKING:
     from etrain_jupyter.bundle.capture import Bundle
@@ -73,10 +75,16 @@ class S3RunStore(RunStore):
             raise
         return made
 
-    def rewrite(self, record: JobRecord, *, bundle: Bundle | bytes | None = None) -> JobRecord:
+    def rewrite(
+        self,
+        record: JobRecord,
+        *,
+        bundle: Bundle | bytes | None = None,
+        is_signed: bool = True,
+    ) -> JobRecord:
         """Replace ``job.json`` there and here; another bundle goes there before it."""
-        record.folder.mkdir(parents=True, exist_ok=True)
-        written = super().rewrite(record, bundle=bundle)
+        record.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        written = super().rewrite(record, bundle=bundle, is_signed=is_signed)
         if bundle is not None and written.bundle_file != record.bundle_file:
             self._objects.put_file(f"{record.job_id}/{written.bundle_file}", written.bundle_path)
         self._objects.put(f"{record.job_id}/{RECORD_FILE}", _json_of(written))
@@ -90,19 +98,28 @@ class S3RunStore(RunStore):
             self._objects.delete(f"{record.job_id}/{name}")
         super().discard(record)
 
-    def records(self) -> list[JobRecord]:
-        """Return every job, the newest first; what is no readable job is passed over."""
+    def scan(self) -> Listing:
+        """Return every job, the newest first, and what looks like one and cannot be read."""
+        found = Listing()
+        names = self._objects.folders()
         with ThreadPoolExecutor(FETCH_THREADS, thread_name_prefix="etrain-runs") as pool:
-            found = pool.map(self._read_record, self._objects.folders())
-            jobs = [record for record in found if record is not None]
-        return sorted(jobs, key=lambda record: (record.created, record.job_id), reverse=True)
+            for name, record in zip(names, pool.map(self._read_record, names), strict=True):
+                if isinstance(record, ValueError):
+                    found.problems[name] = str(record)
+                elif record is not None:
+                    found.jobs.append(record)
+        return found.sorted()
 
-    def _read_record(self, job_id: str) -> JobRecord | None:
-        data = self._objects.get(f"{job_id}/{RECORD_FILE}")
+    def _read_record(self, name: str) -> JobRecord | ValueError | None:
+        if not is_job_id(name):
+            return None  # a name of a folder of ours on this machine, too: see `JobRecord.folder`
+        data = self._objects.get(f"{name}/{RECORD_FILE}")
         if data is None:
             return None
-        record = record_from(data, self.root / job_id, f"{self.url}/{job_id}")
-        return record if record is not None and record.job_id == job_id else None
+        try:
+            return record_from(data, self.root / name, f"{self.url}/{name}")
+        except ValueError as exc:
+            return exc
 
     def fetch_bundle(self, record: JobRecord) -> Path:
         """Return the file with the notebook's objects; a copy of them is kept here."""
@@ -110,7 +127,7 @@ class S3RunStore(RunStore):
         if has_digest(path, record.bundle_digest):
             return path
         key = f"{record.job_id}/{record.bundle_file}"
-        record.folder.mkdir(parents=True, exist_ok=True)
+        record.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         hidden = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         try:
             if not self._objects.get_file(key, hidden):
@@ -128,7 +145,7 @@ class S3RunStore(RunStore):
     def check_takeable(self, record: JobRecord) -> None:
         """Refuse a job with which nobody here could go on."""
         self.check_writable()
-        record.folder.mkdir(parents=True, exist_ok=True)
+        record.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         super().check_takeable(record)
 
     def standing(self, record: JobRecord) -> Standing:
@@ -138,17 +155,23 @@ class S3RunStore(RunStore):
         except RunStoreError:
             return Standing(status="unknown")
         told, age_s = found or ({}, SILENT_S + 1)
-        status = str(told.get("status", "submitted"))
+        status = str(told.get("status", "submitted"))[:40]
         return Standing(
             status=status,
-            step=int(told.get("step", 0)),
-            total_steps=int(told.get("total_steps", 0)),
-            world_size=int(told.get("world_size", 0)),
+            step=_number_in(told, "step"),
+            total_steps=_number_in(told, "total_steps"),
+            world_size=_number_in(told, "world_size"),
             is_gone=status not in TERMINAL_STATUSES and age_s > SILENT_S,
         )
 
     def _job(self, record: JobRecord) -> RunObjects:
         return RunObjects(f"{self.url}/{record.job_id}")
+
+
+def _number_in(told: Mapping[str, Any], name: str) -> int:
+    """Return a count that a node may have written; 0 for what is none."""
+    value = told.get(name)
+    return value if isinstance(value, int) and 0 <= value < 1 << 62 else 0
 
 
 def _json_of(record: JobRecord) -> bytes:

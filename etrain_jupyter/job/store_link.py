@@ -1,15 +1,17 @@
-"""A line to a job whose cluster cannot be asked from here: its log is read in the bucket.
+"""A line to a job whose cluster cannot be asked from here: its log is read in the run store.
 
-It answers the one question that a feed asks, what has happened since, by looking at the bucket
-every ``POLL_S``. Whether the coordinator lives it knows from ``alive.json``.
+It answers the one question that a feed asks, what has happened since, by looking at the log every
+``POLL_S``. Whether the coordinator lives it knows from ``alive.json`` in a bucket; of a folder it
+does not know, so that a job goes on being followed until its log has an end.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 from etrain_jupyter.errors import RunStoreError
 from etrain_jupyter.events.log import LogReader
@@ -21,18 +23,26 @@ from etrain_jupyter.runs.mirror import SILENT_S
 from etrain_jupyter.runs.objects import RunObjects
 from etrain_jupyter.runs.uploads import ALIVE
 
+T = TypeVar("T")
+
 POLL_S = 1.5
 LOOK_FOR_LIFE_S = 5.0
 """How often it is looked whether the coordinator still lives, while nothing comes."""
 
 
 class StoreLink:
-    """Reads a job's log where no cluster can be asked; see ``link.Link``."""
+    """Reads a job's log where no cluster can be asked; see ``link.Link``.
 
-    def __init__(self, record: JobRecord) -> None:
+    Args:
+        record: The job.
+        why: Why its cluster cannot be asked, in words for a person.
+    """
+
+    def __init__(self, record: JobRecord, *, why: str = "") -> None:
+        self.why = why
         self._record = record
-        self._objects = RunObjects(record.place)
-        self._copy = LogCopy(Chain(self._objects), record.log_path)
+        self._objects = RunObjects(record.place) if record.place else None
+        self._copy = LogCopy(Chain(self._objects), record.log_path) if self._objects else None
         self._reader: tuple[int, LogReader] | None = None
         self._life_seen_at = 0.0
         self._is_released = threading.Event()
@@ -48,9 +58,10 @@ class StoreLink:
             refused: Future[Answer] = Future()
             refused.set_exception(
                 UnreachableError(
-                    f"job {self._record.job_id} is run by a cluster of {self._record.host}, which "
-                    "cannot be asked from here. Nothing was done; type it there. Its log can be "
-                    "followed from here"
+                    f"job {self._record.job_id} is run by a cluster of "
+                    f"{self._record.host or 'another machine'}, which cannot be asked from here. "
+                    "Nothing was done; type it there. Its log can be followed from here"
+                    + (f": {self.why}" if self.why else "")
                 )
             )
             return refused
@@ -72,7 +83,8 @@ class StoreLink:
     def _look(self, since: int, wait_s: float, limit: int) -> Answer:
         deadline = time.monotonic() + wait_s
         while True:
-            self._copy.refresh()
+            if self._copy is not None:
+                self._copy.refresh()
             events = self._read(since, limit)
             if not events:
                 self._look_for_life(since)
@@ -83,13 +95,28 @@ class StoreLink:
     def _read(self, since: int, limit: int) -> list[dict[str, Any]]:
         if self._reader is None or self._reader[0] != since:
             reader = LogReader(self._record.log_path)
-            if reader.skip(since) < since:
+            if self._lines(lambda: reader.skip(since)) < since:
                 return []
             self._reader = (since, reader)
-        found = self._reader[1].read(limit)
+        reader = self._reader[1]
+        found = self._lines(lambda: reader.read(limit))
         if found:
             self._reader = (found[-1].seq, self._reader[1])
         return [event.to_dict() for event in found]
+
+    def _lines(self, read: Callable[[], T]) -> T:
+        """Return what is read of the log.
+
+        Raises:
+            UnreachableError: If its file cannot be read, or is none.
+        """
+        try:
+            return read()
+        except OSError as exc:
+            raise UnreachableError(
+                f"the log of job {self._record.job_id} cannot be read "
+                f"({exc.strerror or exc}: {self._record.log_path})"
+            ) from exc
 
     def _look_for_life(self, since: int) -> None:
         """Find out whether anybody writes the log.
@@ -97,7 +124,7 @@ class StoreLink:
         Raises:
             ClusterEndedError: If nobody has for too long.
         """
-        if time.monotonic() - self._life_seen_at < LOOK_FOR_LIFE_S:
+        if self._objects is None or time.monotonic() - self._life_seen_at < LOOK_FOR_LIFE_S:
             return
         found = self._objects.get_aged(ALIVE)
         told, age_s = found or ({}, time.time() - self._record.created)

@@ -32,7 +32,7 @@ from etrain_jupyter.job.link import SLICE_S, Link
 from etrain_jupyter.job.requests import REQUEST_S, JobRequests
 from etrain_jupyter.job.run_store import JobRecord
 from etrain_jupyter.job.screen import Screen, table_of
-from etrain_jupyter.job.store_link import refresh_log, try_refresh_log
+from etrain_jupyter.job.store_link import StoreLink, refresh_log, try_refresh_log
 from etrain_jupyter.job.weights import find_saved, list_saved, load_weights, put_weights
 
 if TYPE_CHECKING:
@@ -103,6 +103,11 @@ class TrainingJob(JobRequests):
         """Whether the job's scheduler answers, as far as is known."""
         self._latest()
         return not self._feed.trouble
+
+    @property
+    def note(self) -> str:
+        """Why only its log is followed from here; empty where its cluster can be asked."""
+        return self._link.why if isinstance(self._link, StoreLink) else ""
 
     def resume_as(self, wish: Wish) -> str:
         """Let the job go on that has ended, or whose cluster has; see ``resume``."""

@@ -113,8 +113,11 @@ def _judged_in(store: CheckpointStore, manifest: Manifest | None) -> dict[int, f
 
 
 def _judged(state_file: Path) -> dict[int, float]:
-    state = json.loads(state_file.read_text())
-    return {step: value for step, value in (state["extras"].get("judge") or NOTHING)["best"]}
+    try:
+        state = json.loads(state_file.read_text())
+        return {step: value for step, value in (state["extras"].get("judge") or NOTHING)["best"]}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
+        raise CheckpointError(f"{STATE_PART} is not what a trainer writes ({exc})") from exc
 
 
 def _best_rule(record: JobRecord) -> dict[str, Any]:

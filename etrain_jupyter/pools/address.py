@@ -100,6 +100,11 @@ class AddressPool:
             tls_min_version=min_version,
         )
 
+    @property
+    def address(self) -> SchedulerAddress:
+        """Where it is, and what lets us in; its id is known once somebody has asked."""
+        return self._address
+
     @classmethod
     def from_spec(cls, values: Mapping[str, Any]) -> AddressPool:
         """Return the pool that ``address`` and ``tls`` of a file describe.

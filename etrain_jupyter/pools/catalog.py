@@ -92,10 +92,17 @@ class PoolEntry:
 
 def files() -> list[Path]:
     """Return where pools are looked for, the nearest first."""
+    if os.environ.get(FILE_VARIABLE):
+        return [own_file()]
+    return [Path.cwd() / FILE, own_file()]
+
+
+def own_file() -> Path:
+    """Return the file that the user has chosen; that of the working folder may be a stranger's."""
     if own := os.environ.get(FILE_VARIABLE):
-        return [Path(own).expanduser().absolute()]
+        return Path(own).expanduser().absolute()
     config = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
-    return [Path.cwd() / FILE, Path(config) / "etrain" / FILE]
+    return Path(config) / "etrain" / FILE
 
 
 def read_catalog() -> dict[str, PoolEntry]:
@@ -109,6 +116,15 @@ def read_catalog() -> dict[str, PoolEntry]:
         for entry in _read(file):
             found.setdefault(entry.name, entry)
     return found
+
+
+def read_own_catalog() -> dict[str, PoolEntry]:
+    """Return the pools of the user's own file, by name.
+
+    Raises:
+        ConfigError: If it is not what it should be, with the place of the fault.
+    """
+    return {entry.name: entry for entry in _read(own_file())}
 
 
 def _read(file: Path) -> list[PoolEntry]:

@@ -45,11 +45,16 @@ def check_root(url: str) -> str:
     return f"{S3}{bucket}/{prefix}".rstrip("/")
 
 
-def spool_root(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return where this machine's copies are: they must survive a restart of it."""
+def private_root(environment: Mapping[str, str] = os.environ) -> Path:
+    """Return the folder for what only this user may write, and a restart must not remove."""
     own = environment.get("ETRAIN_STATE")
     state = Path(own).expanduser() if own else Path.home() / ".local" / "state" / "etrain"
-    return state.absolute() / "runs"
+    return state.absolute()
+
+
+def spool_root(environment: Mapping[str, str] = os.environ) -> Path:
+    """Return where this machine's copies are: they must survive a restart of it."""
+    return private_root(environment) / "runs"
 
 
 def spool_of_root(root: str) -> Path:

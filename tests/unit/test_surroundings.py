@@ -41,7 +41,7 @@ def make_job(store: RunStore, name: str, *, status: str, cluster: ClusterDir | N
 def test_jobs_that_run_and_are_not_followed_are_offered(
     store: RunStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_store, "link_to", lambda cluster: object())
+    monkeypatch.setattr(run_store, "has_ended", lambda cluster, host: False)
     running = make_job(store, "running", status="running")
     followed = make_job(store, "followed", status="running")
     make_job(store, "over", status="finished")
@@ -61,7 +61,7 @@ def test_jobs_that_run_and_are_not_followed_are_offered(
 def test_a_job_whose_cluster_has_ended_is_not_offered(
     store: RunStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_store, "link_to", lambda cluster: None)
+    monkeypatch.setattr(run_store, "has_ended", lambda cluster, host: True)
     make_job(store, "orphan", status="running")
 
     assert surroundings.find_others(store, ()) == []

@@ -68,14 +68,14 @@ class AwsRemotePool(AwsSpotPool):
     def down(self, *, timeout_s: float = 240.0) -> Leftovers:
         """End the cluster: its head first, then whatever EC2 and the bucket have of it."""
         for cluster in filter(self._is_ours, cluster_dirs()):
-            if (address := _address_of(cluster)) is not None and _answers(address):
+            if (address := head_address_of(cluster)) is not None and _answers(address):
                 ask(address, "etrain_down", timeout_s=ANSWER_S)
             close_tunnel(cluster)
         return super().down(timeout_s=timeout_s)
 
     def _address(self) -> SchedulerAddress:
         for cluster in filter(self._is_ours, cluster_dirs()):
-            if (address := _address_of(cluster)) is not None:
+            if (address := head_address_of(cluster)) is not None:
                 return address
         raise PoolError(
             f"no cluster of pool {self.name} is known here. Nothing was done. A cell with "
@@ -113,7 +113,7 @@ class AwsRemotePool(AwsSpotPool):
         if self.spec.head_tunnel == "ssm":
             reached_at = open_tunnel(cluster, self.spec, told["instance_id"], PORT)
         write_private(cluster.path / HEAD_FILE, json.dumps({**told, "reached_at": reached_at}))
-        address = _address_of(cluster)
+        address = head_address_of(cluster)
         assert address is not None
         return address
 
@@ -130,7 +130,7 @@ class AwsRemotePool(AwsSpotPool):
                 self._clients().ec2, cluster_id=cluster.cluster_id, states=LIVING
             )
             heads = [one for one in living if one.tags.get("etrain:role") == "head"]
-            address = _address_of(cluster)
+            address = head_address_of(cluster)
             if heads and address is not None:
                 raise PoolError(
                     f"the head of cluster {cluster.cluster_id} runs on {heads[0].id}, but "
@@ -251,7 +251,7 @@ class AwsRemotePool(AwsSpotPool):
             time.sleep(min(1.0, self.spec.tick))
 
 
-def _address_of(cluster: ClusterDir) -> SchedulerAddress | None:
+def head_address_of(cluster: ClusterDir) -> SchedulerAddress | None:
     """Return where a cluster's head is reached, as it is known here; None if it never was."""
     try:
         told = json.loads((cluster.path / HEAD_FILE).read_text())

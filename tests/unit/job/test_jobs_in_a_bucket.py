@@ -262,7 +262,7 @@ def test_job_that_went_on_elsewhere_is_not_resumed(
     asked = {"min_workers": 1, "max_workers": 1}
     coordinator.log(JobResumed(**COMMON, from_status="stopped", step=0, **asked))
     with pytest.raises(EtrainError, match="goes on somewhere else since this notebook looked"):
-        resume_job(here, Wish())
+        resume_job(here, Wish(is_trusted=True))  # it was submitted on another machine
 
 
 def test_lines_are_followed_through_a_resume(

@@ -310,10 +310,10 @@ def test_record_of_an_older_version_is_read(make: Make, coordinator: Coordinator
     job = make()
     path = job.record.folder / "job.json"
     older = json.loads(path.read_text())
-    del older["cwd"], older["bundle_file"]
+    del older["cwd"], older["bundle_file"], older["signature"]
     path.write_text(json.dumps(older))
 
-    go_on(job)
+    go_on(job, is_trusted=True)
 
     assert coordinator.orders[0]["cwd"] == os.getcwd()
 
@@ -331,7 +331,7 @@ def test_job_that_another_kernel_resumed_is_followed_again(
     job = make()
     assert job.wait(timeout=5) == "stopped"
     monkeypatch.setattr(held_jobs, "_held", {job.record.folder: job})
-    monkeypatch.setattr(held_jobs, "link_to", lambda cluster: coordinator)
+    monkeypatch.setattr(held_jobs, "link_of", lambda record: coordinator)
     assert held_jobs.hold(job.record) is job
     assert job.status == "stopped"
     log = EventLog(job.record.log_path)
