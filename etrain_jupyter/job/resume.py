@@ -107,7 +107,7 @@ def resume_job(job: TrainingJob, wish: Wish, *, address: SchedulerAddress | None
         _submit(store, known, coming, address, is_forced=wish.is_forced, extra=extra)
         job.follow_again(coming.record, open_link(address))
     begins = _where_it_begins(coming.record)
-    return f"job {job.id} goes on on cluster {address.cluster_id}, {begins}"
+    return f"resuming job {job.id} on cluster {address.cluster_id}, {begins}"
 
 
 def _check_reach(coming: _Next, place: str) -> None:
