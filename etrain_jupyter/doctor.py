@@ -297,8 +297,10 @@ def _check_clusters() -> list[Finding]:
         link = open_link(cluster.address(record))
         try:
             facts = link.call("etrain_describe", timeout=5.0)
-            what = f"cluster {cluster.cluster_id}: {facts.get('workers', 0)} workers, "
-            findings.append(Finding(state="ok", what=f"{what}{facts.get('jobs', 0)} jobs"))
+            workers = _number_of(facts.get("workers", 0), "worker")
+            jobs = _number_of(facts.get("jobs", 0), "job")
+            what = f"cluster {cluster.cluster_id}: {workers}, {jobs}"
+            findings.append(Finding(state="ok", what=what))
         except EtrainError as exc:
             what = f"cluster {cluster.cluster_id} does not answer ({exc})"
             findings.append(Finding(state="wrong", what=what, remedy="%etrain down ends it"))

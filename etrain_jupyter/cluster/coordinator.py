@@ -459,7 +459,7 @@ class Coordinator(SchedulerPlugin):
         except OSError as exc:
             raise RequestError(
                 f"{exc.filename or order.run_dir} cannot be written: {exc.strerror or exc}. "
-                "Nothing was submitted. Free space there, or set ETRAIN_RUNS to a folder on another disk "
+                "Nothing was submitted. Free space there, or set ETRAIN_RUNS to a folder elsewhere "
                 "and restart the kernel"
             ) from exc
         self._jobs[order.job_id] = hosted

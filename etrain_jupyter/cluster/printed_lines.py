@@ -1,8 +1,8 @@
 """A bound on the printed lines in a job's log: ranks that print in each step would fill a disk.
 
 The first lines of a job are all logged. After that it is a number per second on average, whatever
-the number of its trainers; how many were dropped is logged. Tracebacks of failures are not affected:
-they come with the failure.
+the number of its trainers; how many were dropped is logged. Errors of the notebook's code, and the
+last lines of a trainer that crashes, do not come this way.
 """
 
 from __future__ import annotations

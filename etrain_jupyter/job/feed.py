@@ -38,6 +38,8 @@ BATCH = 5_000
 """Most events of one answer."""
 KEEP_LINES = 50_000
 """Log lines whose texts are kept in memory; older ones are in the log."""
+TROUBLE_EVERY_S = 60.0
+"""How often listeners hear how trouble with the log develops, in seconds."""
 LINGER_S = 2.0
 """How long to go on listening after the job's end for what its workers still say."""
 AFTERWARDS_S = 0.3
@@ -101,6 +103,7 @@ class Feed:
         self._log_size = -1
         self._contact = Contact()
         self._log_trouble = ""
+        self._trouble_told_at = 0.0
 
     @property
     def trouble(self) -> str:
@@ -222,7 +225,8 @@ class Feed:
             return
         # The first question only fetches what is there, and so does the one that finds out whether
         # the coordinator is back; the others wait for news.
-        is_calm = self.caught_up.is_set() and not self._contact.num_failures
+        is_begun = self.caught_up.is_set() and self._answered.is_set()
+        is_calm = is_begun and not self._contact.num_failures
         wait_s = POLL_S if is_calm and not self._is_terminal else 0.0
         self._is_asking = True
         future = self._link.send(
@@ -263,18 +267,24 @@ class Feed:
             self._fail(EtrainError(f"event {self._last_seq() + 1} is missing in the answer"))
             return
         was_silent = self._contact.succeed(time.time())
-        before, self._log_trouble = self._log_trouble, str(answer.get("trouble", ""))
-        if was_silent or self._log_trouble != before:
-            if not self._is_terminal:
-                self._say_aside([self._status_now(self._log_trouble)])
-            if not self._log_trouble:
-                self._aside = []
+        self._take_log_trouble(str(answer.get("trouble", "")), is_due=was_silent)
         if len(news) < BATCH:
             self.caught_up.set()
         if self._is_terminal:
             self.ended.set()
             self._ask_at = time.monotonic() + AFTERWARDS_S
             self._is_over = not news or time.monotonic() > self._linger_until
+
+    def _take_log_trouble(self, trouble: str, *, is_due: bool) -> None:
+        """Tell the listeners when it begins and ends, and from time to time how it is."""
+        before, self._log_trouble = self._log_trouble, trouble
+        has_aged = time.monotonic() - self._trouble_told_at >= TROUBLE_EVERY_S
+        if is_due or bool(trouble) != bool(before) or (trouble != before and has_aged):
+            self._trouble_told_at = time.monotonic()
+            if not self._is_terminal:
+                self._say_aside([self._status_now(trouble)])
+            if not trouble:
+                self._aside = []
 
     def _fail(self, exc: BaseException) -> None:
         """Ask again after a while; give up only a cluster that is known to have ended."""

@@ -141,7 +141,7 @@ class ClusterLink:
         except UnicodeEncodeError as exc:
             start = max(0, exc.start - 40)
             raise PoolError(
-                f"{ascii(exc.object[start : exc.end + 40])} cannot be sent to the scheduler: UTF-8 "
+                f"{exc.object[start : exc.end + 40]!a} cannot be sent to the scheduler: UTF-8 "
                 "cannot encode it. Nothing was sent. Rename the file or folder, or the key, that "
                 "is called so."
             ) from exc

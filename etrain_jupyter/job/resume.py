@@ -123,7 +123,7 @@ def resume_job(job: TrainingJob, wish: Wish, *, address: SchedulerAddress | None
         note_scheduler(address)
         job.follow_again(written, open_link(address))
     begins = _where_it_begins(written)
-    return f"job {job.id} goes on on cluster {address.cluster_id}, {begins}"
+    return f"resuming job {job.id} on cluster {address.cluster_id}, {begins}"
 
 
 def _check_trusted(record: JobRecord, wish: Wish) -> None:

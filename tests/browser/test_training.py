@@ -117,7 +117,7 @@ def test_a_killed_worker_is_seen_and_training_goes_on(
     notebook.job(1).get_by_role("button", name="Resume").click()
     shoot(page, "training-resume-asked")
     notebook.job(1).locator(".etrain-box").get_by_role("button", name="Resume").click()
-    expect(notebook.job(1).locator(".etrain-answer")).to_contain_text("goes on on cluster")
+    expect(notebook.job(1).locator(".etrain-answer")).to_contain_text("on cluster")
     wait_for_step(notebook, 1, stopped_at + 40)
     shoot(page, "training-resumed")
     notebook.run(4)

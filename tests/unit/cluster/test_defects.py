@@ -1,7 +1,7 @@
 """An exception of our own code stops nothing else, and is seen where the job is watched.
 
-Review R2: one exception in a tick ended the ticker, silently and for all jobs; one in a report ended
-the worker that had sent it.
+Review R2: one exception in a tick ended the ticker, silently and for all jobs; one in a report
+ended the worker that had sent it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ async def test_exception_in_the_tick_of_one_job_is_its_own(
 
     assert ticked == [other]
     [text] = errors(rig)
-    assert text.startswith("a tick failed: ZeroDivisionError: a mistake. This is a defect of etrain")
+    assert text.startswith(
+        "a tick failed: ZeroDivisionError: a mistake. This is a defect of etrain"
+    )
     assert not [e for e in other.events_since(0, 100) if e["event"] == "LogLine"]
 
 

@@ -179,7 +179,7 @@ async def test_job_is_refused_while_its_log_cannot_be_begun(
 ) -> None:
     disk.is_full = True
     rig.hello("w1")
-    with pytest.raises(RequestError, match="No space left on device. Nothing was submitted"):
+    with pytest.raises(RequestError, match=r"No space left on device\. Nothing was submitted"):
         await rig.submit()
     disk.is_full = False
     await rig.submit()

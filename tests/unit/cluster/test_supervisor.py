@@ -332,9 +332,7 @@ async def test_trainer_whose_process_cannot_be_started_is_told_to_have_ended(rig
 
     [told] = rig.said("exited")
     assert told["trainer"] == "j/w1/2"
-    assert told["cause"] == (
-        "its process could not be started: [Errno 12] Cannot allocate memory"
-    )
+    assert told["cause"] == ("its process could not be started: [Errno 12] Cannot allocate memory")
 
 
 async def test_order_that_cannot_be_carried_out_leaves_the_connection_alone(rig):

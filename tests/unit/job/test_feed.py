@@ -438,7 +438,7 @@ def test_trouble_with_the_log_is_the_reason_for_whoever_listens_until_it_is_over
     feed = Feed("j", log.path, link, fold=lambda events: None)
     feed.subscribe(lambda batch: reasons.append([getattr(e, "reason", "") for e in batch]))
 
-    for trouble in ("", "the disk is full", "the disk is full", ""):
+    for trouble in ("", "the disk is full", "it is still full", ""):
         _, question = link.questions.get(timeout=10)
         question.set_result({"events": [], "trouble": trouble})
     _, last = link.questions.get(timeout=10)
@@ -456,7 +456,8 @@ def test_first_look_at_a_job_hears_of_trouble_with_its_log(log: EventLog) -> Non
     feed = Feed("j", log.path, link, fold=lambda events: None)
     feed.start()
     assert feed.wait_until_caught_up(10)
-    _, question = link.questions.get(timeout=10)
+    asked, question = link.questions.get(timeout=10)
+    assert asked["wait_s"] == 0.0  # it does not wait for an event, which will not come
     question.set_result({"events": [], "trouble": "the disk is full"})
     feed.wait_until_answered(10)
     assert feed.log_trouble == "the disk is full"

@@ -151,7 +151,7 @@ def test_ended_job_is_handed_over_as_it_was(make: Make, coordinator: Coordinator
 
     said = go_on(job, values={"max": 3})
 
-    assert said == "job j goes on on cluster local-2, from the checkpoint of step 4"
+    assert said == "resuming job j on cluster local-2, from the checkpoint of step 4"
     [order] = coordinator.orders
     assert (order["resumes"], order["job_id"], order["max_workers"]) == (True, "j", 3)
     assert (order["bundle_digest"], order["bundle_file"]) == (bundle().digest, "bundle")
