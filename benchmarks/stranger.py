@@ -3,8 +3,8 @@
     python stranger.py MODE WORLD_SIZE
 
 It asks the kernel for listeners (``sock_diag``, which every user may), and connects at once. On
-each it names the numbers that gloo takes for ranks. Modes: ``place`` keeps the connections and reads
-what comes; ``relay`` passes on what comes to another port's connection; ``flood`` opens 1,500
+each it names the numbers that gloo takes for ranks. Modes: ``place`` keeps the connections, and
+reads what comes; ``relay`` passes on what comes to another port's connection; ``flood`` opens 1,500
 connections to each port. When its standard input ends, it prints its figures as JSON. Imports
 nothing but the standard library: root starts it as another user, who may not read more.
 """

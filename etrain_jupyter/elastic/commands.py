@@ -37,14 +37,14 @@ class FormGeneration:
 
     generation: int
     trainers: tuple[str, ...]
+    is_guarded: bool = False
+    """Whether the ranks admit only announced connections, which takes them longer."""
     behind: tuple[int, ...]
     """Ranks whose state is older than rank 0's: they receive it before the first step."""
     step: int
     """The step that rank 0 stands at."""
     restore: bool
     """Nobody holds state any more: rank 0 loads the newest checkpoint first."""
-    is_guarded: bool = False
-    """Whether the ranks admit only announced connections, which takes them longer."""
 
 
 @dataclass(frozen=True, kw_only=True)

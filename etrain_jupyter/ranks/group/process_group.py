@@ -160,7 +160,9 @@ class RankGroup:
                 size = self.world_size
                 admission = Admission(device, self._store, rank=self.rank, world_size=size)
                 every_s = ADMIT_EVERY_S
-            while not (ready.wait(every_s) or box or time.monotonic() > deadline):
+            while not (ready.wait(every_s) or "is_authenticated" in box):
+                if time.monotonic() > deadline:
+                    break
                 raise_if_flooded(device)
                 if admission is not None:
                     admission.admit()
