@@ -37,6 +37,8 @@ class FormGeneration:
 
     generation: int
     trainers: tuple[str, ...]
+    is_guarded: bool = False
+    """Whether the ranks admit only announced connections, which takes them longer."""
     behind: tuple[int, ...]
     """Ranks whose state is older than rank 0's: they receive it before the first step."""
     step: int
@@ -45,8 +47,6 @@ class FormGeneration:
     """Nobody holds state any more: rank 0 loads the newest checkpoint first."""
     backend: str
     """The backend that sums its gradients, ``nccl`` or ``gloo``."""
-    is_guarded: bool = False
-    """Whether the ranks admit only announced connections, which takes them longer."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -329,11 +329,11 @@ def _form(turn: Turn, members: list[Member]) -> None:
         FormGeneration(
             generation=generation,
             trainers=tuple(m.trainer for m in ranks),
+            is_guarded=turn.state.form_at > 0.0 and turn.now < turn.state.form_at + GUARDED_S,
             behind=behind,
             step=step,
             restore=restore,
             backend=backend,
-            is_guarded=turn.state.form_at > 0.0 and turn.now < turn.state.form_at + GUARDED_S,
         )
     )
     turn.publish(

@@ -15,14 +15,17 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-import struct
 import threading
 import time
 from typing import Any
 
-from etrain_jupyter.ranks.group.authentication import UnknownPeerError, list_ends
+from etrain_jupyter.ranks.group.authentication import (
+    MAX_DESCRIBED,
+    UnknownPeerError,
+    list_ends,
+)
 from etrain_jupyter.ranks.group.connections import Pair, decode, encode
-from etrain_jupyter.ranks.group.gloo_device import GlooDevice
+from etrain_jupyter.ranks.group.gloo_device import Connection, GlooDevice
 from etrain_jupyter.ranks.group.socket_filters import detach_filter, pass_only_a_number
 
 ADMIT_EVERY_S = 0.001
@@ -40,9 +43,6 @@ enlarges the buffer and clamps the window."""
 _SETTLE_S = 0.001
 """Time in which gloo accepts a connection that came before the filter."""
 
-_BACKLOG_OFFSET = 24
-"""In ``struct tcp_info`` of a listener: connections that wait to be accepted."""
-
 
 def make_held_device(host: str) -> GlooDevice:
     """Return a device whose listener is held, and to which no stranger is connected.
@@ -50,17 +50,19 @@ def make_held_device(host: str) -> GlooDevice:
     Raises:
         UnknownPeerError: Strangers had connected to every listener before it was held.
     """
-    for _ in range(MAX_DEVICES):
-        device = GlooDevice(host)
-        if hold(device):
-            return device
-        strangers = [each.pair for each in device.connections()]
-        described = list_ends(strangers)
-        device.shut_down()
-        # gloo's destructor waits for its 10 ms epoll ticks.
-        remains = [device]
-        del device
-        threading.Thread(target=remains.clear, daemon=True, name="etrain-free").start()
+    reached: list[GlooDevice] = []  # not freed meanwhile: a descriptor's number tells the new ones
+    try:
+        for _ in range(MAX_DEVICES):
+            device = GlooDevice(host, on_listening=_hold_back)
+            if hold(device):
+                return device
+            reached.append(device)
+        described = list_ends([each.pair for each in device.connections()][:MAX_DESCRIBED])
+    finally:
+        for each in reached:
+            each.shut_down()
+        # gloo's destructors wait for its 10 ms epoll ticks.
+        threading.Thread(target=reached.clear, daemon=True, name="etrain-free").start()
     raise UnknownPeerError(
         f"an unknown process connects to this job's ports: it reached {MAX_DEVICES} new ports "
         f"within about a millisecond each (the last from {described or 'an address now unknown'})"
@@ -71,15 +73,25 @@ def hold(device: GlooDevice) -> bool:
     """Keep gloo from reading what connections say. Call it before the address is published.
 
     Returns:
-        False if somebody has connected already. Nobody knew the address: use another device.
+        False if gloo may have read what somebody said already. Use another device then.
     """
     with device.listener() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _LOW_WATER)
-        pass_only_a_number(listener)
-        info = listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 128)
+        _hold_back(listener)
     time.sleep(_SETTLE_S)
-    (num_waiting,) = struct.unpack_from("I", info, _BACKLOG_OFFSET)
-    return num_waiting == 0 and not device.connections()
+    return all(_is_held(device, each) for each in device.connections())
+
+
+def _hold_back(listener: socket.socket) -> None:
+    pass_only_a_number(listener)
+    # After the filter: whatever inherits the mark has inherited the filter, too.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _LOW_WATER)
+
+
+def _is_held(device: GlooDevice, connection: Connection) -> bool:
+    """Whether it came when the listener was held back."""
+    with contextlib.suppress(OSError), device.socket_at(connection.fd, connection.pair) as found:
+        return found.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == _LOW_WATER
+    return True  # it has ended
 
 
 class Admission:

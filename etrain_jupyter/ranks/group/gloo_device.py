@@ -11,7 +11,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -35,16 +35,28 @@ class Connection(NamedTuple):
     """Whether gloo uses it for a rank."""
 
 
+OnListening = Callable[[socket.socket], None]
+
+
 class GlooDevice:
     """A gloo device whose epoll descriptor is known, and so the sockets of one generation."""
 
     _making = threading.Lock()
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, *, on_listening: OnListening | None = None) -> None:
+        """Listen.
+
+        Args:
+            host: The address to listen on.
+            on_listening: Called with the listener as soon as possible. It is not called if the
+                listener's descriptor cannot be told at once from those of other threads.
+        """
         with self._making:
-            before = set(_links().values())
+            before, known = set(_links().values()), set(_descriptors())
             # Lazy connections would be made after the ranks have authenticated each other.
             self.device = dist.ProcessGroupGloo.create_device(hostname=host, lazy_init=False)
+            if on_listening is not None:
+                _call_with_listener(on_listening, set(_descriptors()) - known)
             self._epoll = _find_epoll(before)
 
     def connections(self) -> list[Connection]:
@@ -163,6 +175,19 @@ def _socket_of(fd: int) -> socket.socket:
 
 def _is_listening(connection: socket.socket) -> bool:
     return bool(connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def _call_with_listener(act: OnListening, new: set[int]) -> None:
+    for fd in new:
+        with contextlib.suppress(OSError), _socket_of(fd) as connection:
+            if _is_listening(connection):
+                act(connection)
+
+
+def _descriptors() -> list[int]:
+    with contextlib.suppress(OSError):
+        return [int(name) for name in os.listdir(_DESCRIPTORS)]
+    return []
 
 
 def _links() -> dict[int, str]:

@@ -249,7 +249,7 @@ def test_guarded_rank_leaves_a_port_that_a_stranger_has_reached_already(attacker
     class Reached(GlooDevice):
         """Somebody knows the first two ports before they are held."""
 
-        def __init__(self, host: str) -> None:
+        def __init__(self, host: str, **_: Any) -> None:
             super().__init__(host)
             made.append(self)
             if len(made) <= 2:
@@ -262,6 +262,12 @@ def test_guarded_rank_leaves_a_port_that_a_stranger_has_reached_already(attacker
     made.clear()
     with pytest.raises(CommunicationError, match=r"it reached 2 new ports.*from 127\.0\.0\.1:"):
         admission.make_held_device(HOST)
+
+
+def test_stranger_that_comes_when_the_port_is_held_costs_no_other_port(attacker):
+    device = GlooDevice(HOST, on_listening=admission._hold_back)
+    take_places(attacker)(0, device)
+    assert admission.hold(device)
 
 
 def test_nobody_can_connect_once_the_ranks_have(attacker):
@@ -325,7 +331,7 @@ def test_system_that_does_not_list_sockets_is_refused(monkeypatch):
         ranks._attack = lambda *_: None
         errors = ranks.connect()
     assert "cannot check who is connected to this rank: /proc/self/fdinfo" in str(errors[0])
-    assert "Train with one worker here" in str(errors[0])
+    assert "Train with one worker, or on Linux" in str(errors[0])
 
 
 def test_gloo_marks_the_connections_that_have_no_rank(attacker):

@@ -1,0 +1,148 @@
+"""What it costs that ranks authenticate each other: the time to connect, in three ways.
+
+Ranks are processes that form one generation after the other; what they publish passes through this
+process, as it does through the coordinator. ``plain`` connects by gloo alone, as it was before;
+``checked`` is what a job does; ``guarded`` is what it does after a generation did not form. The
+ways take turns, so that they share the machine's moods. Measured is the slowest rank of each
+generation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import statistics
+import threading
+import time
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from benchmarks import report
+
+WAYS = ("plain", "checked", "guarded")
+WORLD_SIZES = (2, 4, 8)
+HOST = "127.0.0.1"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what can be chosen on the command line."""
+    parser.add_argument("--generations", type=int, help="of each way (default 25)")
+    parser.add_argument("--world-size", type=int, action="append", help="default: 2, 4, 8")
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Form generations in every way, in turns."""
+    count = options.generations or (15 if options.quick else 25)
+    sizes = {
+        str(size): measure_size(size, count) for size in options.world_size or list(WORLD_SIZES)
+    }
+    return {"benchmark": "forming", "generations": count, "sizes": sizes}
+
+
+def measure_size(world_size: int, count: int) -> dict[str, Any]:
+    """Return median and p95 of each way at one size."""
+    context = multiprocessing.get_context("spawn")
+    pipes: list[Connection] = []
+    ranks = []
+    for rank in range(world_size):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=serve, args=(rank, world_size, theirs), daemon=True)
+        process.start()
+        pipes.append(ours)
+        ranks.append(process)
+    times: dict[str, list[float]] = {way: [] for way in WAYS}
+    for number in range(-2, count):  # the first ones load libraries
+        for way in WAYS:
+            slowest = form_once(pipes, way)
+            if number >= 0:
+                times[way].append(slowest)
+    for pipe in pipes:
+        pipe.send(None)
+    for process in ranks:
+        process.join(30)
+    for way in WAYS:
+        median = statistics.median(times[way]) * 1e3
+        print(f"forming {way}, {world_size} ranks: {median:.1f} ms", flush=True)
+    return {way: report.median_and_p95(times[way]) for way in WAYS}
+
+
+def form_once(pipes: list[Connection], way: str) -> float:
+    """Have the ranks form one generation, and return how long the slowest took."""
+    for pipe in pipes:
+        pipe.send(("form", way))
+    times: list[float] = []
+    while len(times) < len(pipes):
+        for pipe in wait(pipes, 60):
+            assert isinstance(pipe, Connection)
+            told = pipe.recv()
+            if isinstance(told, float):
+                times.append(told)
+                continue
+            for other in pipes:
+                if other is not pipe:
+                    other.send(told)
+    for pipe in pipes:
+        pipe.send(("close", way))
+        pipe.recv()
+    return max(times)
+
+
+def serve(rank: int, world_size: int, pipe: Connection) -> None:
+    """Be a rank, until the pipe says that it is over."""
+    _serve(rank, world_size, pipe)
+    os._exit(0)  # gloo's threads may still be ending, and a trainer ends like that
+
+
+def _serve(rank: int, world_size: int, pipe: Connection) -> None:
+    import torch
+
+    from etrain_jupyter.ranks.group import process_group
+
+    torch.set_num_threads(1)
+    authenticate = process_group.authenticate
+    sending = threading.Lock()
+
+    def send(told: Any) -> None:
+        with sending:
+            pipe.send(told)
+
+    def form(group: process_group.RankGroup) -> None:
+        start = time.monotonic()
+        group.connect()
+        send(time.monotonic() - start)
+
+    group: Any = None
+    store: Any = None
+    while (told := pipe.recv()) is not None:
+        key, value = told
+        if key == "form":
+            process_group.authenticate = (  # type: ignore[attr-defined]
+                authenticate if value != "plain" else lambda *_, **__: None
+            )
+            store = process_group.BroadcastStore(lambda key, value: send((key, value)))
+            group = process_group.RankGroup(
+                generation=1,
+                rank=rank,
+                world_size=world_size,
+                store=store,
+                host=HOST,
+                is_guarded=value == "guarded",
+            )
+            threading.Thread(target=form, args=(group,), daemon=True).start()
+        elif key == "close":
+            group.close()
+            send(0.0)
+        else:
+            store.put(key, value)
+
+
+def table_of(result: dict[str, Any]) -> str:
+    """Return the table for the reader."""
+    head = ("ranks", *(f"{way}: median, p95" for way in WAYS), "checked adds")
+    rows = []
+    for size, ways in result["sizes"].items():
+        times = [f"{ways[w]['median_s'] * 1e3:.1f}, {ways[w]['p95_s'] * 1e3:.1f}" for w in WAYS]
+        added = (ways["checked"]["median_s"] - ways["plain"]["median_s"]) * 1e3
+        rows.append((size, *times, f"{added:.1f}"))
+    return "Milliseconds until the slowest rank has connected.\n\n" + report.table(head, rows)

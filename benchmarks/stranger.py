@@ -1,0 +1,148 @@
+"""A process that attacks every TCP port which is opened on this machine. See ``strangers``.
+
+    python stranger.py MODE WORLD_SIZE
+
+It asks the kernel for listeners (``sock_diag``, which every user may), and connects at once. On
+each it names the numbers that gloo takes for ranks. Modes: ``place`` keeps the connections, and
+reads what comes; ``relay`` passes on what comes to another port's connection; ``flood`` opens 1,500
+connections to each port. When its standard input ends, it prints its figures as JSON. Imports
+nothing but the standard library: root starts it as another user, who may not read more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import encodings.idna  # noqa: F401  (cannot be imported any more as another user)
+import json
+import os
+import resource
+import selectors
+import socket
+import struct
+import sys
+import time
+
+NOBODY = 65534
+LISTENING = "0A"
+FLOOD = 1500
+PAUSE_S = 0.0002
+_TLS_ALERT = b"\x15\x03"
+
+
+class Stranger:
+    """Connects to what listens, and counts what it gets."""
+
+    def __init__(self, mode: str, world_size: int) -> None:
+        self._mode, self._world_size = mode, world_size
+        self._known: set[tuple[int, int]] = set()
+        self._open = selectors.DefaultSelector()
+        self._targets: list[socket.socket] = []
+        self.figures = dict.fromkeys(("ports", "connections", "bytes", "tls_alerts"), 0)
+
+    def look(self) -> None:
+        """Attack the listeners that are new."""
+        found = {port for family in (socket.AF_INET, socket.AF_INET6) for port in listeners(family)}
+        for port, _ in found - self._known:
+            self._attack(port)
+        self._known = found
+
+    def _attack(self, port: int) -> None:
+        self.figures["ports"] += 1
+        for index in range(FLOOD if self._mode == "flood" else self._world_size):
+            data = b"" if self._mode == "flood" else struct.pack("=Q", index)
+            with contextlib.suppress(OSError):
+                self._connect(port, data)
+        self._targets = self._targets[-2 * self._world_size :]
+
+    def _connect(self, port: int, data: bytes) -> None:
+        connection = socket.socket()
+        connection.setblocking(False)
+        # On loopback it is there at once, or not at all: nobody waits for a sealed listener.
+        connection.connect_ex(("127.0.0.1", port))
+        try:
+            connection.send(data)
+        except OSError:
+            connection.close()
+            return
+        self._open.register(connection, selectors.EVENT_READ)
+        self._targets.append(connection)
+        self.figures["connections"] += 1
+
+    def read(self) -> None:
+        """Count what has come, and relay it."""
+        for key, _ in self._open.select(0):
+            connection = key.fileobj
+            assert isinstance(connection, socket.socket)
+            try:
+                data = connection.recv(1 << 20)
+            except OSError:
+                data = b""
+            if not data:
+                self._open.unregister(connection)
+                connection.close()
+            elif data.startswith(_TLS_ALERT):
+                self.figures["tls_alerts"] += 1
+            else:
+                self.figures["bytes"] += len(data)
+                self._pass_on(connection, data)
+
+    def _pass_on(self, source: socket.socket, data: bytes) -> None:
+        if self._mode != "relay":
+            return
+        with contextlib.suppress(OSError):
+            mine = source.getpeername()
+            others = [t for t in self._targets if t.fileno() >= 0 and t.getpeername() != mine]
+            if others:
+                others[-1].sendall(data)
+
+
+_DIAG = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 4)  # NETLINK_SOCK_DIAG
+_LISTENING, _DUMP, _BY_FAMILY, _DONE = 10, 0x301, 20, 3
+
+
+def listeners(family: int) -> list[tuple[int, int]]:
+    """Return port and inode of every listening TCP socket."""
+    asked = struct.pack("BBBxI", family, socket.IPPROTO_TCP, 0, 1 << _LISTENING) + bytes(48)
+    _DIAG.send(struct.pack("IHHII", 16 + len(asked), _BY_FAMILY, _DUMP, 0, 0) + asked)
+    found = []
+    while True:
+        data = _DIAG.recv(1 << 18)
+        offset = 0
+        while offset < len(data):
+            length, kind = struct.unpack_from("IH", data, offset)
+            if kind == _DONE:
+                return found
+            (port,) = struct.unpack_from("!H", data, offset + 20)
+            (inode,) = struct.unpack_from("I", data, offset + 16 + 68)
+            found.append((port, inode))
+            offset += (length + 3) & ~3
+
+
+def main() -> None:
+    """Attack until standard input ends."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if os.getuid() == 0:
+        with contextlib.suppress(OSError):  # a strong attacker: it never waits for a core
+            os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+        os.setgroups([])
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+    os.set_blocking(sys.stdin.fileno(), False)
+    stranger = Stranger(sys.argv[1], int(sys.argv[2]))
+    print(json.dumps({"uid": os.getuid()}), flush=True)
+    while os.read(sys.stdin.fileno(), 1) if _is_readable() else True:
+        stranger.look()
+        stranger.read()
+        time.sleep(PAUSE_S)
+    print(json.dumps(stranger.figures), flush=True)
+
+
+def _is_readable() -> bool:
+    with selectors.DefaultSelector() as ready:
+        ready.register(sys.stdin, selectors.EVENT_READ)
+        return bool(ready.select(0))
+
+
+if __name__ == "__main__":
+    main()
