@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from collections.abc import Iterator
 
 import pytest
-import threading
-
 import torch
 import torch.nn.functional as F
 from torch import nn
