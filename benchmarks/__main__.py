@@ -10,6 +10,7 @@ from typing import Any
 
 from benchmarks import (
     aggregation,
+    bundle,
     checkpoint,
     churn,
     dashboard,
@@ -34,6 +35,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "reproducible": reproducible,
     "log": log,
     "checkpoint": checkpoint,
+    "bundle": bundle,
     "stream": stream,
     "dashboard": dashboard,
     "spot": spot,

@@ -275,9 +275,7 @@ def _read_header(content: _Content) -> tuple[dict[str, Any], int]:
             (length,) = HEADER.unpack(file.read(HEADER.size))
             header = json.loads(file.read(min(length, content.size)))
     except (struct.error, ValueError) as exc:
-        message = (
-            f"these {content.size} bytes are no bundle, or part of one. Submit the job again."
-        )
+        message = f"these {content.size} bytes are no bundle, or part of one. Submit the job again."
         raise BundleError(message) from exc
     return header, HEADER.size + length
 

@@ -70,7 +70,7 @@ class RunObjects:
             self._bucket.put(key, data, f"{key} cannot be written")
 
     def put_file(self, key: str, path: Path) -> None:
-        """Make or replace an object with the bytes of a file, of which few are in memory at once."""
+        """Make or replace an object with the bytes of a file; a large one is sent in pieces."""
         what, size = f"{key} cannot be written", path.stat().st_size
         with _as_run_store():
             if size <= self._bucket.limits.chunk_bytes:

@@ -81,7 +81,9 @@ class BackgroundDigest:
             copies[name] = copy
         return copies
 
-    def _hash(self, copies: Iterable[tuple[str, torch.Tensor]], tell: Callable[[str], None]) -> None:
+    def _hash(
+        self, copies: Iterable[tuple[str, torch.Tensor]], tell: Callable[[str], None]
+    ) -> None:
         try:
             tell(digest_of_tensors(copies, self._count))
         except OSError:

@@ -290,7 +290,7 @@ def digest_of_tensors(
     """
     digest = hashlib.sha256()
     for name, value in named:
-        flat = value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        flat: Any = value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         digest.update(name.encode())
         for start in range(0, len(flat), PIECE_BYTES):
             digest.update(flat[start : start + PIECE_BYTES])

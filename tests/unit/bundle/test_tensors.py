@@ -1,4 +1,4 @@
-"""Tensors and arrays in a bundle: their own elements, once, sharing what they shared (review R6)."""
+"""Tensors and arrays in a bundle: their own elements, once, shared as before (review R6)."""
 
 from __future__ import annotations
 
@@ -57,7 +57,11 @@ def test_rows_of_a_tensor_in_tuples_are_announced_as_what_they_are() -> None:
     bundle = captured(rows=rows)
     assert 500 * (42 * 4 + 8) <= bundle.sizes["rows"] < 200_000
     back = open_bundle(bundle.data).evaluate("rows")
-    assert all(torch.equal(a, b) for one, two in zip(rows, back, strict=True) for a, b in zip(one, two, strict=True))
+    assert all(
+        torch.equal(a, b)
+        for one, two in zip(rows, back, strict=True)
+        for a, b in zip(one, two, strict=True)
+    )
 
 
 def test_a_data_set_of_views_travels_as_its_own_elements() -> None:
@@ -233,9 +237,7 @@ def test_the_digest_of_data_is_that_of_older_bundles() -> None:
     """A job of an older version is resumed without a word about its data."""
 
     def digest_of(value: Any) -> str:
-        header = json.loads(
-            capture_bundle({"data.train": "d"}, {"d": value}).header[HEADER.size :]
-        )
+        header = json.loads(capture_bundle({"data.train": "d"}, {"d": value}).header[HEADER.size :])
         return str(header["code"]["data"]["d"])
 
     x = torch.arange(6.0).reshape(2, 3)
@@ -268,7 +270,10 @@ def test_any_views_have_their_values_and_share_exactly_what_they_shared(
     chosen: list[Any], dtype: torch.dtype
 ) -> None:
     """Writing through one view shows in the others there as it does here."""
-    bases = [torch.arange(64).reshape(8, 8).to(dtype), torch.arange(64, 128).reshape(8, 8).to(dtype)]
+    bases = [
+        torch.arange(64).reshape(8, 8).to(dtype),
+        torch.arange(64, 128).reshape(8, 8).to(dtype),
+    ]
     here = {}
     for number, (base, rows, columns, is_turned) in enumerate(chosen):
         view = bases[base][rows, columns]

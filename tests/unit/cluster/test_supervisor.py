@@ -369,3 +369,62 @@ async def test_beats_tell_that_no_more_can_be_kept(rig, monkeypatch):
     rig.reports.clear()
     await rig.until(lambda: rig.said("beat"))
     assert not rig.said("beat")[-1]["is_stuck"]
+
+
+# --- bundles (review R6) ---
+
+
+async def test_bundle_of_a_folder_that_is_not_seen_comes_from_the_scheduler(rig):
+    rig.order("start", trainer="a", bundle=rig.bundle_elsewhere())
+    rig.order("start", trainer="b", bundle=rig.bundle_elsewhere())
+    await rig.until(lambda: len(rig.said("started")) == 2)
+    assert rig.asked == [0, 1000, 2000], "once for both"
+    folder = supervisor_module.folder_of(rig.worker.local_directory)
+    assert len(list(folder.iterdir())) == 2
+    rig.order("forget_bundle", digest=rig.bundle_elsewhere()["digest"])
+    assert list(folder.iterdir()) == []
+
+
+async def test_scheduler_that_is_started_again_is_asked_again(rig, monkeypatch):
+    failures = [OSError("connection lost"), TimeoutError()]
+    answer = rig.answer
+
+    async def now_and_then(digest: str, offset: int) -> dict[str, Any]:
+        if failures:
+            raise failures.pop()
+        return await answer(digest, offset)
+
+    rig.answer = now_and_then
+    rig.order("start", trainer="a", bundle=rig.bundle_elsewhere())
+    await rig.until(lambda: rig.said("started"))
+    assert rig.asked == [0, 0, 0, 1000, 2000]
+
+
+async def test_trainer_without_its_bundle_ends_with_the_reason(rig):
+    async def refuse(digest: str, offset: int) -> dict[str, Any]:
+        return {"error": "RequestError", "message": "the bundle is gone. Stop the job"}
+
+    rig.answer = refuse
+    rig.order("start", trainer="a", bundle=rig.bundle_elsewhere())
+    await rig.until(lambda: rig.said("exited"))
+    [exited] = rig.said("exited")
+    assert (exited["trainer"], exited["cause"]) == ("a", "the bundle is gone. Stop the job")
+    assert rig.said("started") == []
+
+
+async def test_trainer_that_is_let_go_while_its_bundle_comes_never_begins(rig):
+    is_released = asyncio.Event()
+    answer = rig.answer
+
+    async def wait(digest: str, offset: int) -> dict[str, Any]:
+        await is_released.wait()
+        return await answer(digest, offset)
+
+    rig.answer = wait
+    rig.order("start", trainer="a", bundle=rig.bundle_elsewhere())
+    await rig.until(lambda: rig.asked)
+    trainer = next(t for t in FakeTrainer.made if t.name == "a")
+    rig.order("tell", trainer="a", message={"op": "release"})
+    is_released.set()
+    await rig.until(lambda: "killed: it was let go before it began" in trainer.did)
+    assert "start" not in trainer.did
