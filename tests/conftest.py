@@ -24,6 +24,8 @@ _numbers = itertools.count(1)
 
 PROCESSES = ("browser", "chaos", "contract", "integration", "notebooks")
 """Folders whose tests wait for real processes on a shared machine."""
+TIMEOUT_S = 300
+"""Of such a test, if it names none: what takes a minute may take several on a busy machine."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -35,6 +37,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.relative_to(Path(__file__).parent).parts[0] in PROCESSES:
             item.add_marker(pytest.mark.flaky(reruns=1))
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(TIMEOUT_S))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -42,12 +42,6 @@ def folder() -> Iterator[Path]:
 
 
 @pytest.fixture
-def limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a forked rank that hangs be found after some seconds, not after half a minute."""
-    monkeypatch.setenv("ETRAIN_HANG_S", str(Zygote.limits.hang_s))
-
-
-@pytest.fixture
 def make() -> MakeRig:
     """Give what makes a cluster, for tests that need several, one after the other."""
     return make_rig
@@ -63,12 +57,17 @@ def trainers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         found = Spawned()
         for name, value in LOCAL_WORKER.items():
             monkeypatch.setenv(name, value)
-    monkeypatch.setenv("ETRAIN_HANG_S", str(found.limits.hang_s))
     return found
 
 
+@pytest.fixture
+def limits(trainers: Trainers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a rank that hangs be found after some seconds, not after half a minute."""
+    monkeypatch.setenv("ETRAIN_HANG_S", str(trainers.limits.hang_s))
+
+
 @pytest_asyncio.fixture
-async def rig(trainers: Trainers, folder: Path) -> AsyncIterator[Rig]:
+async def rig(trainers: Trainers, folder: Path, limits: None) -> AsyncIterator[Rig]:
     """Give a cluster of up to four workers."""
     async with make_rig(trainers, folder) as made:
         yield made

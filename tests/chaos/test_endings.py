@@ -34,8 +34,6 @@ from etrain_jupyter.testing.invariants import assert_invariants
 from tests.chaos.rig import Rig, RigJob
 from tests.chaos.workload import STEPS_PER_EPOCH, Net, body
 
-pytestmark = pytest.mark.timeout(300)  # spawned trainers import for seconds
-
 PATH = (0.5, 0.6, 0.9, 0.7, 0.8, 0.75, 0.7, 0.65)
 """What each evaluation gives, from the first on; the third is the best."""
 EVAL_STEPS = 10

@@ -25,8 +25,6 @@ from etrain_jupyter.testing.invariants import assert_invariants
 from tests.chaos.rig import Rig, RigJob
 from tests.chaos.workload import STEPS_PER_EPOCH, body
 
-pytestmark = pytest.mark.timeout(300)  # spawned trainers import for seconds
-
 NUM_STEPS = 3 * STEPS_PER_EPOCH
 AT = 12
 """The step in which the first fault comes: the first epoch is not over, nothing is saved yet."""

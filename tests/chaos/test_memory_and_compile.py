@@ -28,8 +28,6 @@ from tests.capabilities import needs
 from tests.chaos.rig import Rig
 from tests.chaos.workload import Net, body
 
-pytestmark = pytest.mark.timeout(300)  # spawned trainers import for seconds
-
 BATCH = 32
 STEPS_PER_EPOCH = 8  # the last of 6 samples
 AUTO = {"batch": {"global": BATCH, "micro": "auto"}, "workers": {"min": 2, "max": 2}}

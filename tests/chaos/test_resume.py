@@ -30,8 +30,6 @@ from tests.chaos.rig import Rig
 from tests.chaos.trainers import Trainers
 from tests.chaos.workload import STEPS_PER_EPOCH, Net, body
 
-pytestmark = pytest.mark.timeout(300)  # spawned trainers import for seconds
-
 MakeRig = Callable[..., AbstractAsyncContextManager[Rig]]
 SAME_BITS = {"reproducible": {"shards": 4}}
 
@@ -75,7 +73,7 @@ async def test_resume_with_another_world_size_gives_the_bits_of_an_undisturbed_r
 
 
 async def test_job_goes_on_after_all_its_workers_and_its_coordinator_died(
-    trainers: Trainers, folder: Path, make: MakeRig
+    trainers: Trainers, folder: Path, limits: None, make: MakeRig
 ) -> None:
     keys = body(**SAME_BITS, checkpoint={"every": "10 steps"}, workers={"min": 1, "max": 2})
     async with make(trainers, folder) as first:
@@ -119,7 +117,7 @@ async def test_finished_job_goes_on_with_more_epochs(rig: Rig) -> None:
 
 @pytest.mark.forked
 async def test_job_without_a_checkpoint_begins_anew_in_the_same_log(
-    trainers: Trainers, folder: Path, make: MakeRig
+    trainers: Trainers, folder: Path, limits: None, make: MakeRig
 ) -> None:
     async with make(trainers, folder) as first:
         job = await first.submit(body(epochs=1))

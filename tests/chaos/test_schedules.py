@@ -15,7 +15,7 @@ from tests.chaos.rig import make_rig
 from tests.chaos.schedule import Schedule, play
 from tests.chaos.workload import STEPS_PER_EPOCH, body
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.forked(always=True)]
 
 EPOCHS = 2
 NUM_STEPS = EPOCHS * STEPS_PER_EPOCH

@@ -33,8 +33,6 @@ from etrain_jupyter.testing.s3_server import S3Server
 from tests.chaos.rig import Rig, RigJob
 from tests.chaos.workload import Net, body
 
-pytestmark = pytest.mark.timeout(300)  # spawned trainers import for seconds
-
 
 @pytest.fixture
 def limits(monkeypatch: pytest.MonkeyPatch) -> None:

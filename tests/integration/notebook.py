@@ -13,6 +13,8 @@ from typing import Any
 
 from jupyter_client.manager import KernelManager
 
+PATIENCE_S = 120.0
+"""Longest wait for a kernel, or for a cell's end: the machine may be busy."""
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -40,7 +42,7 @@ class Notebook:
         )
         self._client = self._manager.client()
         self._client.start_channels()
-        self._client.wait_for_ready(timeout=60)
+        self._client.wait_for_ready(timeout=PATIENCE_S)
         self._parts: dict[str, list[str]] = {}
         """What each cell that runs has shown so far."""
 
@@ -59,18 +61,18 @@ class Notebook:
         request = str(self._client.execute(code, store_history=True, stop_on_error=False))
         self._parts[request] = []
         while True:
-            message = self._next_message(timeout=10)
+            message = self._next_message(timeout=PATIENCE_S)
             is_mine = message["parent_header"].get("msg_id") == request
             if is_mine and message["msg_type"] == "execute_input":
                 return request
 
-    def read_until(self, request: str, words: str, timeout: float = 60.0) -> None:
+    def read_until(self, request: str, words: str, timeout: float = PATIENCE_S) -> None:
         """Wait until a cell that runs has shown ``words``."""
         deadline = time.monotonic() + timeout
         while words not in "".join(self._parts[request]):
             self._take(self._next_message(timeout=deadline - time.monotonic()))
 
-    def finish(self, request: str, timeout: float = 60.0) -> Shown:
+    def finish(self, request: str, timeout: float = PATIENCE_S) -> Shown:
         """Wait for a cell's end and return what it showed."""
         started = time.monotonic()
         deadline = started + timeout
@@ -95,16 +97,16 @@ class Notebook:
 
     def _status_of(self, request: str) -> str:
         """Return what "Run All" goes by: the status in the reply."""
-        return str(self._answer(request, timeout=10)["status"])
+        return str(self._answer(request)["status"])
 
-    def _answer(self, request: str, timeout: float = 60) -> dict[str, Any]:
+    def _answer(self, request: str, timeout: float = PATIENCE_S) -> dict[str, Any]:
         while True:
             reply = self._client.get_shell_msg(timeout=timeout)
             if reply["parent_header"].get("msg_id") == request:
                 content: dict[str, Any] = reply["content"]
                 return content
 
-    def run(self, code: str, timeout: float = 60.0) -> Shown:
+    def run(self, code: str, timeout: float = PATIENCE_S) -> Shown:
         """Run a cell to its end."""
         return self.finish(self.send(code), timeout)
 

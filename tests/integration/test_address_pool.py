@@ -25,7 +25,21 @@ from etrain_jupyter.testing.invariants import assert_invariants
 from tests.integration.dask_cluster import ROOT, DaskCluster
 from tests.integration.slow_jobs import BODY, NAMES, PATIENCE_S, await_steps, submit, until
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [
+    pytest.mark.timeout(300),
+    # Dask forgets the plain socket of a connection that does not become TLS.
+    pytest.mark.filterwarnings(
+        "ignore:unclosed <socket:ResourceWarning",
+        "ignore:Exception ignored.*<socket:pytest.PytestUnraisableExceptionWarning",
+    ),
+]
+
+
+@pytest.fixture(autouse=True)
+def forgotten_sockets() -> Iterator[None]:
+    """Let the warning about them come in the test that made them, not in one of another file."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture
@@ -295,10 +309,6 @@ def test_cluster_with_certificates_of_its_own_trains_and_lets_nobody_else_in(
 # --- a scheduler that is not there ---
 
 
-# Dask forgets the plain socket of a connection that does not become TLS.
-@pytest.mark.filterwarnings(
-    "ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
-)
 def test_address_where_nobody_answers_is_told_apart_and_has_nothing_of_ours(
     cluster: DaskCluster, runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -317,7 +327,6 @@ def test_address_where_nobody_answers_is_told_apart_and_has_nothing_of_ours(
     )
     with pytest.raises(PoolError, match=r"does not speak TLS.*Write tcp://"):
         tls.up()
-    gc.collect()  # here, and not in a test that comes later
 
     cluster.kill("scheduler")
     pool = AddressPool(cluster.address)

@@ -167,9 +167,9 @@ def test_training_survives_kill_9_of_the_kernel_and_a_new_one_misses_nothing(des
     assert steps == list(range(1, len(steps) + 1))
     assert len(steps) > len(steps_of(before)) + 20
     live = "first = job.step\nwhile job.step < first + 10: time.sleep(0.02)"
-    assert second.run(live, timeout=20).status == "ok", "the new kernel sees it move"
+    assert second.run(live).status == "ok", "the new kernel sees it move"
 
-    waited = second.run("%etrain wait", timeout=60)
+    waited = second.run("%etrain wait")
     assert (waited.status, "finished, step 800/800" in waited.text) == ("ok", True), waited.text
     assert value(second, "job.history()['step']") == list(range(1, 801))
     loaded = second.run("model = job.load_into(Net())")
@@ -273,7 +273,7 @@ def test_down_in_mid_job_stops_the_job_and_leaves_no_process(desk: Desk) -> None
 
     assert down.returncode == 0, down.stderr
     assert desk.cluster() == []
-    shown = notebook.finish(waiting, timeout=10)
+    shown = notebook.finish(waiting)
     assert shown.status == "error"  # "Run All" must not go on with what was not trained
     assert f"job {job_id} was stopped at step " in shown.text
     assert "stopped" in notebook.run("%etrain show").text
@@ -312,7 +312,7 @@ def test_after_sigkill_of_the_keeper_resume_goes_on_with_the_same_curve(desk: De
     resumed = other.run(f"%etrain resume {job_id} --max 1")
 
     assert (resumed.status, "from the checkpoint of step" in resumed.text) == ("ok", True)
-    waited = notebook.run("%etrain wait survivor", timeout=90)
+    waited = notebook.run("%etrain wait survivor")
     assert (waited.status, "finished, step 240/240" in waited.text) == ("ok", True), waited.text
     assert value(notebook, "job.id") == job_id
     assert value(notebook, "job.history()['step']") == list(range(1, 241))
@@ -325,7 +325,7 @@ def test_after_sigkill_of_the_keeper_resume_goes_on_with_the_same_curve(desk: De
 def test_cell_with_resume_names_what_differs_and_goes_on_with_force(desk: Desk) -> None:
     first = desk.notebook()
     job_id = desk.begin(first, epochs=10_000)
-    assert first.run("%etrain stop\n%etrain wait", timeout=30).status == "error"
+    assert first.run("%etrain stop\n%etrain wait").status == "error"
     stopped_at = value(first, "job.step")
     first.close()
     second = desk.notebook()  # the same code in another kernel is the same code
@@ -341,7 +341,7 @@ def test_cell_with_resume_names_what_differs_and_goes_on_with_force(desk: Desk) 
     went_on = second.run(cell.replace("epochs: 10000", f"steps: {stopped_at + 40}"))
 
     assert went_on.status == "ok", went_on.text
-    waited = second.run("%etrain wait", timeout=60)
+    waited = second.run("%etrain wait")
     assert "finished" in waited.text, waited.text
     assert value(second, "job.step") == stopped_at + 40
     assert "audit ok" in second.run("%etrain audit").text

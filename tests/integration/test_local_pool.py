@@ -30,7 +30,7 @@ from etrain_jupyter.pools.state_dir import (
 from etrain_jupyter.pools.tls import mint_certificates, write_certificates
 from tests.unit.pools import standins
 
-PATIENCE_S = 30.0
+PATIENCE_S = 90.0
 ROOT = Path(__file__).parents[2]
 
 MakePool = Callable[..., LocalPool]
