@@ -148,6 +148,14 @@ def is_out_of_memory(exc: BaseException) -> bool:
     return is_ours and any(words in str(exc) for words in ("allocate memory", "enough memory"))
 
 
+def lack_of_memory_in(exc: BaseException) -> BaseException | None:
+    """Return the lack of memory that led to this exception, of the host or a device; else None."""
+    for link in (exc, exc.__cause__):
+        if link is not None and (isinstance(link, MemoryError) or is_out_of_memory(link)):
+            return link
+    return None
+
+
 def hint_for_memory(config: TrainConfig) -> str:
     """Return what to type where memory ran out and nothing could give way."""
     if config.batch.micro_batch_size == "auto":

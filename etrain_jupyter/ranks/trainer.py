@@ -37,7 +37,12 @@ from etrain_jupyter.ranks.group.process_group import (
     CommunicationError,
     RankGroup,
 )
-from etrain_jupyter.ranks.micro_batch import hint_for_memory, is_out_of_memory
+from etrain_jupyter.ranks.micro_batch import (
+    free_memory,
+    hint_for_memory,
+    is_out_of_memory,
+    lack_of_memory_in,
+)
 from etrain_jupyter.ranks.schedule import WorkPlan
 from etrain_jupyter.ranks.state.capture import put_state, take_state
 from etrain_jupyter.ranks.state.checkpointer import Checkpointer
@@ -83,6 +88,10 @@ class Trainer:
         self._has_state = False
         self._is_fresh = True
         """Whether the weights are still those that the notebook's code gave the model."""
+        self._is_forming = False
+        """Whether it connects, receives or restores, so that no step runs."""
+        self._num_lacks = 0
+        """How often in a row memory ran out while it did so."""
         self._is_busy = True
         """Whether the main thread runs user code; set to False before it says that it is done."""
 
@@ -259,18 +268,20 @@ class Trainer:
         """Take part in one generation, and report where it left this rank."""
         assert self._loop is not None
         self._loop.in_step = False
-        self._is_busy = True
+        self._is_busy = self._is_forming = True
         failure: Message = {}
         try:
             why = self._step_through(message, group)
         except CommunicationError as exc:
             self._end_if_device_broke(exc, group)
+            failure = self._make_room(exc, message, group) or failure_of(group, exc)
             if self._loop.update.is_torn and self._loop.step and group.world_size == 1:
                 raise  # nobody has the weights any more: as if this process had died
-            why, failure = "failed", failure_of(group, exc)
+            why = "failed"
             self._let_go_of_torn_state()
         except BaseException as exc:
             self._end_if_device_broke(exc, group)
+            failure = self._make_room(exc, message, group)
             # A collective that breaks inside the backward pass can come out as any exception.
             if not group.failure and not is_broken_exchange(exc):
                 if is_our_defect(exc):
@@ -279,7 +290,7 @@ class Trainer:
                 self._let_go_of_torn_state()
                 self._tell_user_error(exc, generation=group.generation)
                 return
-            why, failure = "failed", failure_of(group, exc)
+            why, failure = "failed", failure or failure_of(group, exc)
         self._close(group)
         undone, self._loop.in_step = self._loop.in_step, False
         self._is_busy = False
@@ -313,10 +324,46 @@ class Trainer:
         self._tell_user_error(error, generation=group.generation if group is not None else 0)
         raise BrokenDeviceError from None
 
+    def _make_room(self, exc: BaseException, message: Message, group: RankGroup) -> Message:
+        """After a lack of memory while a generation formed: break it, and let go of an old state.
+
+        That is no error of the notebook's, whose code did not run. A rank that is behind becomes a
+        newcomer, to which the next generation sends. Where even that does not fit, its process
+        ends, and the others go on without it.
+
+        Returns:
+            What the report says of it; empty if something else happened.
+
+        Raises:
+            BaseException: ``exc``, if memory ran out here twice in a row.
+        """
+        lack = lack_of_memory_in(exc)
+        if not self._is_forming or lack is None:
+            return {}
+        assert self._loop is not None
+        error = f"{text_of(lack)}; {hint_for_memory(self._config)}"
+        group.abort(error)  # the others wait for this rank
+        if group.rank not in message["behind"] and not message["restore"]:
+            return {"error": error}  # it holds the newest state, and keeps it
+        self._num_lacks += 1
+        if self._num_lacks > 1:
+            text = "memory ran out again while the state was received, and this trainer ends"
+            self._tell({"op": "log", "level": "error", "text": f"{text}: {error}"})
+            raise exc
+        text = "memory ran out while the state was received; it is received again from the start"
+        self._tell({"op": "log", "level": "warning", "text": f"{text}: {error}"})
+        self._let_go_of_state()
+        self._loop.workload.optimizer.state.clear()
+        return {"error": error, "is_excused": True}
+
     def _close(self, group: RankGroup) -> None:
         group.close()
         if self._checkpointer is not None:
             self._checkpointer.leave()
+
+    def _let_go_of_state(self) -> None:
+        """Own no state from now on, nor the weights that the notebook's code gave."""
+        self._has_state = self._is_fresh = False
 
     def _let_go_of_torn_state(self) -> None:
         """An optimizer that raised has moved some weights: nobody may go on from or save them."""
@@ -326,6 +373,8 @@ class Trainer:
 
     def _step_through(self, message: Message, group: RankGroup) -> str:
         assert self._loop is not None
+        if self._num_lacks:
+            free_memory()  # nothing refers to the exception any more
         if self._page is not None:
             self._page.begin(group.generation)
         self._faults.renew(message.get("faults", ()))
@@ -357,7 +406,8 @@ class Trainer:
         self._reporter.begin(
             generation=group.generation, rank=group.rank, logged_step=message["logged_step"]
         )
-        self._is_fresh = False
+        self._is_fresh = self._is_forming = False
+        self._num_lacks = 0
         return self._loop.run(group, gradients)
 
     def _tell_formed(self, group: RankGroup, spans: list[float], moved: Transferred | None) -> None:
@@ -386,11 +436,15 @@ class Trainer:
             header, tensors = self._take_state()
             header["records"] = self._reporter.records_after(message["logged_step"])
             return send_state(group, header, tensors, behind)
-        is_holder = self._has_state
-        if not is_holder:
-            self._is_fresh = False  # until the last byte is here
-        header, tensors, moved = receive_state(group, workload.model, behind, keep=is_holder)
-        self._has_state = False
+        header, tensors, moved = receive_state(
+            group,
+            workload.model,
+            behind,
+            optimizer=workload.optimizer,
+            # If the sender dies, the state of a rank behind may be the newest that is left.
+            keep=self._has_state and group.world_size == 1 + len(behind),
+            on_overwrite=self._let_go_of_state,
+        )
         put_state(workload.model, workload.optimizer, header, tensors, workload.extras)
         self._loop.set_counters(header["counters"])
         self._reporter.adopt(header["records"])

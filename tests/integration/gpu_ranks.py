@@ -61,7 +61,7 @@ class Rank:
         if group.rank == 0:
             send_state(group, *take_state(self.model, self.optimizer), behind)
         else:
-            header, tensors, _ = receive_state(group, self.model, behind)
+            header, tensors, _ = receive_state(group, self.model, behind, optimizer=self.optimizer)
             put_state(self.model, self.optimizer, header, tensors)
 
     def wrap(self, group: RankGroup) -> nn.Module:

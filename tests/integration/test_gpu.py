@@ -10,11 +10,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from etrain_jupyter.ranks.devices import choose_device, facts_of
 from etrain_jupyter.ranks.group.backends import GLOO, NCCL, connect_nccl, end_nccl
+from etrain_jupyter.ranks.group.process_group import RankGroup
 from etrain_jupyter.ranks.group.rendezvous import BroadcastStore
+from etrain_jupyter.ranks.state.capture import digest_of, put_state, take_state
+from etrain_jupyter.ranks.state.transfer import (
+    CHUNK_BYTES,
+    Transferred,
+    receive_state,
+    send_state,
+)
 from tests.integration import gpu_ranks
+from tests.unit.ranks.peers import linked_groups, on_each
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -110,3 +120,41 @@ def test_abort_frees_a_rank_of_nccl_and_it_trains_on(monkeypatch):
     first, second = on_ranks(gpu_ranks.abort, NCCL, monkeypatch, share=False)
     assert first[1] == second[1]
     assert first[3] == "rank 1 is silent"
+
+
+@needs_gpus(1)
+@pytest.mark.parametrize("keep", [True, False])
+def test_survivor_that_is_behind_receives_without_a_second_state_on_its_gpu(keep):
+    # Review G1
+    def stepped(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(8)]).to("cuda")
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(1, 2048, device="cuda")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return model, optimizer
+
+    sender, receiver = stepped(1), stepped(2)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+
+    def part(group: RankGroup) -> Transferred:
+        if group.rank == 0:
+            return send_state(group, *take_state(*sender), [1])
+        header, tensors, moved = receive_state(
+            group, receiver[0], [1], optimizer=receiver[1], keep=keep
+        )
+        put_state(*receiver, header, tensors)
+        return moved
+
+    with linked_groups(2) as groups:
+        _, moved = on_each(groups, part)
+    peak = torch.cuda.max_memory_allocated() - before
+    print(f"state {moved.num_bytes / 1e6:.0f} MB, newly allocated at most {peak / 1e6:.1f} MB")
+    assert moved.num_bytes > 400e6
+    assert peak <= 2 * CHUNK_BYTES
+    assert digest_of(receiver[0]) == digest_of(sender[0])
+    mine, its = (list(optimizer.state.values()) for _, optimizer in (receiver, sender))
+    assert all(torch.equal(a["exp_avg"], b["exp_avg"]) for a, b in zip(mine, its, strict=True))

@@ -162,6 +162,17 @@ def living_tensors(model: nn.Module) -> Tensors:
     return living
 
 
+def own_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
+    """Return the tensors that a newer state can be written into: the model's and the optimizer's.
+
+    An optimizer with a ``state_dict`` of its own may give copies there, and is left out.
+    """
+    own: Tensors = {}
+    if _is_ordinary(optimizer):
+        _take_optimizer(optimizer, own)
+    return own | living_tensors(model)
+
+
 def is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether both read the same elements at the same places."""
     return (

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,8 @@ import torch
 from torch import nn
 
 from etrain_jupyter.ranks.group.process_group import RankGroup
-from etrain_jupyter.ranks.state.capture import BUFFER, living_tensors
+from etrain_jupyter.ranks.micro_batch import memory_of
+from etrain_jupyter.ranks.state.capture import BUFFER, living_tensors, own_tensors
 from etrain_jupyter.ranks.state.packing import StateError, Tensors
 
 CHUNK_BYTES = 4 << 20
@@ -29,6 +30,9 @@ DIRECT_BYTES = 256 << 10
 """A tensor of at least this size is a message of its own, or several."""
 WINDOW = 3
 """Messages that are under way to the next rank, or expected from the one before."""
+
+HOST_SHARE = 0.5
+"""Part of the free host memory that a state may wait in: other ranks of the machine need some."""
 
 _LENGTH_TAG, _HEADER_TAG, _FIRST_TAG = range(1 << 20, (1 << 20) + 3)
 
@@ -165,20 +169,31 @@ def describe(tensors: Tensors) -> tuple[list[Entry], list[torch.Tensor | None]]:
 
 
 def receive_state(
-    group: RankGroup, model: nn.Module, behind: Sequence[int], *, keep: bool = False
+    group: RankGroup,
+    model: nn.Module,
+    behind: Sequence[int],
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    keep: bool = False,
+    on_overwrite: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, Any], Tensors, Transferred]:
-    """Receive into the model's own tensors, and into new ones; pass all on to the next rank.
+    """Receive into this rank's own tensors, and into new ones where it has none; pass all on.
+
+    So the device never holds two states. What has to be kept meanwhile stays on the device, and the
+    newer state waits in host memory, if there is room, until all of it is here.
 
     Args:
         group: The generation's.
         model: The notebook's.
         behind: The ranks of the chain.
-        keep: Receive into new tensors alone, so that a chain that breaks leaves the state that this
-            rank has: it is a step behind, and may be the newest that is left.
+        optimizer: The one of ``model``; its tensors are overwritten, too.
+        keep: Receive into host memory, so that a chain that breaks leaves the state that this rank
+            has: it is a step behind, and may be the newest that is left.
+        on_overwrite: Called before the first of this rank's own tensors changes: it has no state
+            from then on until ``put_state`` is done.
 
     Returns:
-        The header and the tensors for ``put_state``. The model's are overwritten already. Without
-        ``keep`` this rank has no state from the first byte on until ``put_state`` is done.
+        The header and the tensors for ``put_state``. This rank's own are overwritten already.
 
     Raises:
         CommunicationError: If the chain broke.
@@ -194,13 +209,18 @@ def receive_state(
         for n, d, shape, stride, same in told["layout"]
     ]
     host = frozenset(told["header"].get("host", ()))
-    slots = _Slots(entries, model, host, keep=keep)
+    num_bytes = sum(e.num_bytes for e in entries)
+    is_staged = keep and num_bytes <= HOST_SHARE * memory_of(torch.device("cpu")).free
+    slots = _Slots(entries, model, optimizer, host, is_staged=is_staged)
+    if not is_staged:
+        on_overwrite()
     messages = plan_messages([e.num_bytes for e in entries])
     group.start(
         lambda: _relay(group, messages, slots.memory, before, after), is_counted=False
     ).wait()
+    if is_staged:
+        on_overwrite()
     tensors = slots.finish()
-    num_bytes = sum(e.num_bytes for e in entries)
     moved = Transferred(num_bytes=num_bytes, duration_s=time.perf_counter() - started)
     return told["header"], tensors, moved
 
@@ -261,12 +281,21 @@ class _Slots:
     """Where each tensor of the state goes on a receiver."""
 
     def __init__(
-        self, entries: list[Entry], model: nn.Module, host: frozenset[str], *, keep: bool
+        self,
+        entries: list[Entry],
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        host: frozenset[str],
+        *,
+        is_staged: bool,
     ) -> None:
         self._entries = entries
-        self._keep = keep
+        self._is_staged = is_staged
         self._living = living_tensors(model)
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self._own = dict(self._living)
+        if optimizer is not None:
+            self._own = self._writable(entries, own_tensors(model, optimizer), host, device)
         self._received: Tensors = {}
         self.memory: list[torch.Tensor | None] = []
         """The bytes of each tensor, to be written; None if they do not travel."""
@@ -279,15 +308,32 @@ class _Slots:
             self._received[entry.name] = tensor
             self.memory.append(_bytes_of(tensor))
 
+    def _writable(
+        self, entries: list[Entry], own: Tensors, host: frozenset[str], device: torch.device
+    ) -> Tensors:
+        """Return the model's tensors, and those of the optimizer that are as rank 0 has them."""
+        writable = dict(self._living)
+        taken = {tensor.data_ptr() for tensor in writable.values()}
+        for entry in entries:
+            tensor = own.get(entry.name)
+            if tensor is None or entry.name in writable or tensor.data_ptr() in taken:
+                continue
+            at = torch.device("cpu") if entry.name in host else device
+            if tensor.device == at and _is_alike(entry, tensor):
+                writable[entry.name] = tensor
+                taken.add(tensor.data_ptr())
+        return writable
+
     def _slot_of(self, entry: Entry, device: torch.device) -> torch.Tensor:
         living = self._living.get(entry.name)
         if living is not None:
             self._check(entry, living)
-            mine = (living.dtype, list(living.shape), list(living.stride()))
-            is_alike = mine == (entry.dtype, entry.shape, entry.stride) and _is_dense(living)
-            if is_alike and not self._keep:
-                return living.detach()
-        return torch.empty_strided(entry.shape, entry.stride, dtype=entry.dtype, device=device)
+        own = self._own.get(entry.name)
+        if self._is_staged:
+            return new_tensor(entry, torch.device("cpu"))
+        if own is not None and _is_alike(entry, own):
+            return own.detach()
+        return new_tensor(entry, device)
 
     @staticmethod
     def _check(entry: Entry, living: torch.Tensor) -> None:
@@ -305,12 +351,23 @@ class _Slots:
         tensors: Tensors = {}
         for entry in self._entries:
             value = self._received[entry.same_as or entry.name]
-            living = self._living.get(entry.name)
-            is_own = living is not None and list(living.shape) == entry.shape
-            if living is not None and is_own and living.data_ptr() != value.data_ptr():
-                living.copy_(value)
-            tensors[entry.name] = living if living is not None and is_own else value
+            own = self._own.get(entry.name)
+            is_own = own is not None and list(own.shape) == entry.shape
+            if own is not None and is_own and own.data_ptr() != value.data_ptr():
+                own.copy_(value)
+            tensors[entry.name] = own if own is not None and is_own else value
         return tensors
+
+
+def new_tensor(entry: Entry, device: torch.device) -> torch.Tensor:
+    """Allocate the memory of a tensor that this rank has not got."""
+    return torch.empty_strided(entry.shape, entry.stride, dtype=entry.dtype, device=device)
+
+
+def _is_alike(entry: Entry, tensor: torch.Tensor) -> bool:
+    """Whether the entry's bytes can be written into this tensor's memory."""
+    mine = (tensor.dtype, list(tensor.shape), list(tensor.stride()))
+    return mine == (entry.dtype, entry.shape, entry.stride) and _is_dense(tensor)
 
 
 # --- bytes ---

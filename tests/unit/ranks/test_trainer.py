@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 
@@ -9,9 +11,12 @@ from etrain_jupyter.ranks import train_loop, trainer
 from etrain_jupyter.ranks.control.channel import FrameDecoder, encode
 from etrain_jupyter.ranks.gradients import step_header
 from etrain_jupyter.ranks.group.pending import MOST_TEXT, text_of
-from etrain_jupyter.ranks.group.process_group import BroadcastStore, RankGroup
+from etrain_jupyter.ranks.group.process_group import BroadcastStore, CommunicationError, RankGroup
+from etrain_jupyter.ranks.state import transfer
+from etrain_jupyter.ranks.state.capture import take_state
 from etrain_jupyter.ranks.state.checkpointer import Checkpointer
 from etrain_jupyter.ranks.state.moving_buffers import MovingBuffers
+from etrain_jupyter.ranks.state.transfer import send_state
 from etrain_jupyter.ranks.train_loop import OUT_OF_MEMORY
 from etrain_jupyter.ranks.trainer import DISCONNECTED, failure_of
 from tests.unit.ranks.trainer_rig import TrainerRig
@@ -146,3 +151,126 @@ def test_error_of_the_machines_gpu_ends_the_trainer_alone(rigs, monkeypatch):
     assert rig.has_ended()
     assert "ECC" in str(rig.crash)
     assert gpu.calls == ["stack_means"], "CUDA was used again"
+
+
+# Review G1: memory that ran out while the state was received failed the job as the notebook's
+# error, although rank 0 held the newest state.
+
+
+def newest_state(rig: TrainerRig, *, step: int):
+    """What rank 0 sends: the state of a model like the trainer's, at some step."""
+    torch.manual_seed(5)
+    loop = rig.trainer._loop
+    model = torch.nn.Module()
+    model.layer = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    model.layer(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    header, tensors = take_state(model, optimizer)
+    counters = {**loop.counters(), "step": step, "position": 8 * step}
+    return {"counters": counters, "records": [], **header}, tensors
+
+
+def run_out_in(monkeypatch, *, times: int) -> list[str]:
+    """Let so many allocations of the state fail; return what was asked for."""
+    real, asked = transfer.new_tensor, []
+
+    def new_tensor(entry, device):
+        asked.append(entry.name)
+        if len(asked) <= times:
+            raise torch.OutOfMemoryError(f"no memory for {entry.name}")
+        return real(entry, device)
+
+    monkeypatch.setattr(transfer, "new_tensor", new_tensor)
+    return asked
+
+
+def join(rig: TrainerRig, generation: int, *, step: int, is_sent: bool = True):
+    """Let the trainer join as rank 1 and receive; return its next report."""
+    with rig.peers(generation, 2, behind=[1], logged_step=step) as [sender]:
+        with contextlib.suppress(CommunicationError):
+            if is_sent:
+                send_state(sender, *newest_state(rig, step=step), [1])
+            else:
+                sender.abort("rank 0 is lost")
+        return rig.wait_for("formed", "report", "user_error", "log")
+
+
+def test_newcomer_without_memory_is_sent_the_state_again_and_its_process_ends_at_the_second_time(
+    rigs, monkeypatch
+):
+    run_out_in(monkeypatch, times=2)
+    rig = rigs().start()
+    rig.wait_for("hello")
+    assert "received again from the start" in join(rig, 1, step=4)["text"]
+    told = rig.wait_for("report", "user_error")
+    assert (told["op"], told["why"], told["progress"]) == ("report", "failed", [-1, 0])
+    assert told["is_excused"]
+    assert "no memory for" in told["error"]
+    assert "batch: {micro: auto}" in told["error"]
+    assert "this trainer ends" in join(rig, 2, step=4)["text"]
+    assert rig.has_ended()
+    assert isinstance(rig.crash, torch.OutOfMemoryError)
+
+
+def test_survivor_that_is_behind_lets_go_of_its_state_where_memory_runs_out(rigs, monkeypatch):
+    rig = rigs().start()
+    rig.wait_for("hello")
+    rig.form(1)
+    assert rig.wait_for("report")["progress"] == [4, 0]
+    run_out_in(monkeypatch, times=1)
+    assert "received again from the start" in join(rig, 2, step=5)["text"]
+    assert rig.wait_for("report", "user_error")["progress"] == [-1, 0]
+    told = join(rig, 3, step=5)
+    assert (told["op"], told["step"]) == ("formed", 5)
+
+
+def test_survivor_that_is_behind_keeps_its_state_until_the_newer_one_is_here(rigs):
+    rig = rigs().start()
+    rig.wait_for("hello")
+    rig.form(1)
+    rig.wait_for("report")
+    told = join(rig, 2, step=5, is_sent=False)
+    assert (told["op"], told["why"], told["progress"]) == ("report", "failed", [4, 0])
+    told = join(rig, 3, step=5)
+    assert (told["op"], told["step"]) == ("formed", 5)
+
+
+@pytest.mark.parametrize(("world_size", "keep"), [(2, True), (3, False)])
+def test_older_state_is_kept_only_where_nobody_else_holds_the_newest(
+    rigs, monkeypatch, world_size, keep
+):
+    rig = rigs().start()
+    rig.wait_for("hello")
+    rig.form(1)
+    rig.wait_for("report")
+    asked: list[bool] = []
+
+    def receive(*args, keep, on_overwrite, **keys):
+        asked.append(keep)
+        raise CommunicationError("rank 0 is lost")
+
+    monkeypatch.setattr(trainer, "receive_state", receive)
+    with rig.peers(2, world_size, behind=[1], logged_step=5):
+        rig.wait_for("report")
+    assert asked == [keep]
+
+
+def test_holder_of_the_newest_state_keeps_it_where_memory_runs_out_while_it_forms(
+    rigs, monkeypatch
+):
+    rig = rigs().start()
+    rig.wait_for("hello")
+    rig.form(1)
+    rig.wait_for("report")
+
+    def wrap(self, group):
+        raise torch.OutOfMemoryError("no memory for the buckets")
+
+    monkeypatch.setattr(train_loop.TrainLoop, "wrap", wrap)
+    for generation in (2, 3, 4):
+        rig.form(generation)
+        told = rig.wait_for("report", "user_error")
+        assert (told["op"], told["why"], told["progress"]) == ("report", "failed", [4, 0])
+        assert "no memory for the buckets" in told["error"]
+        assert not told.get("is_excused")

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import linecache
 import queue
 import socket
 import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from etrain_jupyter.bundle.capture import capture_bundle
 from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.ranks.control.channel import Channel, FrameDecoder, Message, encode
+from etrain_jupyter.ranks.group.process_group import BroadcastStore, RankGroup
 from etrain_jupyter.ranks.trainer import Trainer
 
 CELL = """\
@@ -74,6 +82,8 @@ class TrainerRig:
         }
         self.trainer = Trainer(ScriptedChannel(its), order)
         self.crash: BaseException | None = None
+        self.stores: list[BroadcastStore] = []
+        """Those of the ranks beside it, in the generation that is being formed."""
         threading.Thread(target=self._listen, daemon=True).start()
         self._main = threading.Thread(target=self._run, daemon=True)
 
@@ -91,6 +101,9 @@ class TrainerRig:
         decoder = FrameDecoder()
         while data := self._socket.recv(1 << 20):
             for message in decoder.feed(data):
+                if message["op"] == "store":
+                    for store in self.stores:
+                        store.put(message["key"], message["value"])
                 self.said.put(message)
 
     def tell(self, op: str, **values: Any) -> None:
@@ -102,6 +115,38 @@ class TrainerRig:
         more = {"backend": "gloo", "faults": [], "log_end": 0, "starts": [], "pace": {}}
         self.tell("form", generation=generation, **{**usual, **more, **values})
 
+    @contextlib.contextmanager
+    def peers(
+        self, generation: int, world_size: int, *, rank: int = 1, **values: Any
+    ) -> Iterator[list[RankGroup]]:
+        """Tell the trainer to form as ``rank``; yield the groups of all others, connected."""
+
+        def publish(key: str, value: bytes) -> None:
+            self.tell("store", generation=generation, key=key, value=value)
+
+        def share(at: int, key: str, value: bytes) -> None:
+            publish(key, value)
+            for other, store in enumerate(self.stores):
+                if other != at:
+                    store.put(key, value)
+
+        self.stores = [BroadcastStore(functools.partial(share, i)) for i in range(world_size - 1)]
+        self.form(generation, rank=rank, world_size=world_size, **values)
+        ranks = [other for other in range(world_size) if other != rank]
+        groups = [
+            RankGroup(
+                generation=generation, rank=r, world_size=world_size, store=store, host="127.0.0.1"
+            )
+            for r, store in zip(ranks, self.stores, strict=True)
+        ]
+        with ThreadPoolExecutor(len(groups)) as threads:
+            list(threads.map(lambda group: group.connect(), groups))
+        try:
+            yield groups
+        finally:
+            for group in groups:
+                group.close()
+
     def wait_for(self, *ops: str) -> Message:
         """Return its next message of these kinds."""
         while (message := self.said.get(timeout=30))["op"] not in ops:
@@ -112,7 +157,16 @@ class TrainerRig:
         self._main.join(30)
         return not self._main.is_alive()
 
+    def _is_working(self) -> bool:
+        return self._main.is_alive() and self.trainer._is_busy
+
     def close(self) -> None:
-        if self._main.is_alive():
+        deadline = time.monotonic() + 10
+        while self._is_working() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        # A busy trainer that is released ends its process, which is this one.
+        if self._main.is_alive() and not self._is_working():
             self.tell("release")
             self._main.join(30)
+        if dist.is_initialized():
+            dist.destroy_process_group()  # of a trainer whose process would have ended
