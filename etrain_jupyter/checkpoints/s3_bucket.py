@@ -29,15 +29,19 @@ from botocore.exceptions import (
     ReadTimeoutError,
     ResponseStreamingError,
 )
+from botocore.parsers import ResponseParserError
 from urllib3.exceptions import HTTPError
 
 from etrain_jupyter.checkpoints.bucket_owners import VARIABLE as OWNERS
 from etrain_jupyter.checkpoints.bucket_owners import expected_owner
+from etrain_jupyter.checkpoints.s3_deadlines import Deadline, current, guard
 from etrain_jupyter.checkpoints.s3_words import code_of, is_of_credentials, place_of, words_of
 from etrain_jupyter.errors import CheckpointError
 
 T = TypeVar("T")
 
+PIECE_BYTES = 64 << 10
+"""Of an answer, after each of which it is known that bytes still come."""
 MOST_CHUNKS = 10_000
 """Of one multipart upload, which is S3's own limit."""
 
@@ -76,6 +80,11 @@ class S3Limits:
     """Keys that one request lists; there are as many requests as it takes."""
     patience_s: float = 60.0
     """After which no further attempt is begun."""
+    deadline_s: float = 60.0
+    """After which an attempt without many bytes is given up: a server may send one byte now and
+    then for ever, and never be late by ``read_timeout_s``."""
+    slowest_bytes_per_s: int = 64 << 10
+    """An attempt that moves bytes may take so much longer as these take at this rate."""
 
 
 def config_of(limits: S3Limits, retries: Mapping[str, Any]) -> Config:
@@ -162,8 +171,7 @@ class Bucket:
 
         def fetch() -> bytes:
             with self._request("get_object", Key=key)["Body"] as body:
-                data: bytes = body.read()
-            return data
+                return self._read_all(body)
 
         try:
             return self._attempt(what, fetch)
@@ -197,7 +205,7 @@ class Bucket:
             )
 
         try:
-            self._attempt(what, put)
+            self._attempt(what, put, num_bytes=len(data))
         except _TakenError:
             return bool(token) and self._is_ours(key, token, what)
         return True
@@ -209,7 +217,11 @@ class Bucket:
     def put(self, key: str, data: bytes, what: str) -> None:
         """Make or replace a small object."""
         told = {"ChecksumAlgorithm": "SHA256", "ChecksumSHA256": _base64_of(data)}
-        self._attempt(what, lambda: self._request("put_object", Key=key, Body=data, **told))
+
+        def put() -> None:
+            self._request("put_object", Key=key, Body=data, **told)
+
+        self._attempt(what, put, num_bytes=len(data))
 
     def get_dated(self, key: str, what: str) -> tuple[bytes, float, str] | None:
         """Return a small object, the instant of its writing and the answer's date, as S3 says."""
@@ -217,7 +229,7 @@ class Bucket:
         def fetch() -> tuple[bytes, float, str]:
             answer = self._request("get_object", Key=key)
             with answer["Body"] as body:
-                data: bytes = body.read()
+                data = self._read_all(body)
             headers = answer["ResponseMetadata"]["HTTPHeaders"]
             return data, answer["LastModified"].timestamp(), headers.get("date", "")
 
@@ -225,6 +237,15 @@ class Bucket:
             return self._attempt(what, fetch)
         except _NotThereError:
             return None
+
+    def _read_all(self, body: Any) -> bytes:
+        """Read an answer whose size nobody knows before; who sends it in time gets more time."""
+        pieces = []
+        while piece := body.read(PIECE_BYTES):
+            pieces.append(piece)
+            if (deadline := current()) is not None:
+                deadline.allow(len(piece) / self.limits.slowest_bytes_per_s)
+        return b"".join(pieces)
 
     def delete(self, key: str, what: str) -> None:
         """Remove an object; it is no error if it is not there."""
@@ -260,6 +281,7 @@ class Bucket:
         self, what: str, operation: str, prefix: str, **arguments: str
     ) -> list[dict[str, Any]]:
         def fetch() -> list[dict[str, Any]]:
+            found = []
             pages = (
                 self._connect()
                 .get_paginator(operation)
@@ -271,7 +293,11 @@ class Bucket:
                     **arguments,
                 )
             )
-            return list(pages)
+            for page in pages:
+                found.append(page)
+                if (deadline := current()) is not None:
+                    deadline.renew()
+            return found
 
         return self._attempt(what, fetch)
 
@@ -374,7 +400,9 @@ class Bucket:
         told = {"UploadId": upload, "PartNumber": number, "ChecksumAlgorithm": "SHA256"}
         told["ChecksumSHA256"] = digest
         answer = self._attempt(
-            what, lambda: self._request("upload_part", Key=key, Body=data, **told)
+            what,
+            lambda: self._request("upload_part", Key=key, Body=data, **told),
+            num_bytes=len(data),
         )
         return {"ETag": answer["ETag"], "PartNumber": number, "ChecksumSHA256": digest}
 
@@ -384,7 +412,10 @@ class Bucket:
         with _new_file(target, what) as file, self._threads() as pool:
 
             def fetch(first: int) -> None:
-                self._attempt(what, lambda: self._fetch_range(key, file, first, size))
+                num_bytes = min(chunk, size - first)
+                self._attempt(
+                    what, lambda: self._fetch_range(key, file, first, size), num_bytes=num_bytes
+                )
 
             _results([pool.submit(fetch, first) for first in range(0, size, chunk)])
 
@@ -425,13 +456,34 @@ class Bucket:
         except CheckpointError:
             return False
 
-    def _attempt(self, what: str, act: Callable[[], T]) -> T:
-        """Do something, again if that may help, until the bounds are reached."""
-        deadline = time.monotonic() + self.limits.patience_s
-        for attempt in range(1, self.limits.num_attempts + 1):
+    def _attempt(self, what: str, act: Callable[[], T], *, num_bytes: int = 0) -> T:
+        """Do something, again if that may help, until the bounds are reached.
+
+        Args:
+            what: What failed, for the message.
+            act: Makes the requests.
+            num_bytes: How many it sends or fetches, if it is known.
+        """
+        limits = self.limits
+        last_begin = time.monotonic() + limits.patience_s
+        most_s = limits.deadline_s + num_bytes / limits.slowest_bytes_per_s
+        for attempt in range(1, limits.num_attempts + 1):
+            deadline = Deadline(most_s)
             try:
-                return act()
-            except (BotoCoreError, ClientError, HTTPError, OSError) as exc:
+                with deadline:
+                    return act()
+            except (
+                BotoCoreError,
+                ClientError,
+                HTTPError,
+                OSError,
+                ResponseParserError,
+            ) as exc:
+                if deadline.is_over:
+                    raise CheckpointError(
+                        f"{what} in {self}: S3 answers so slowly that the request was given up "
+                        f"after {most_s:.0f} s. Look at the network"
+                    ) from exc
                 code = code_of(exc)
                 if code in _MISSING:
                     raise _NotThereError(f"{what} in {self}: it is not there") from exc
@@ -439,7 +491,7 @@ class Bucket:
                     raise _TakenError(f"{what} in {self}: it is there already") from exc
                 if is_of_credentials(exc):
                     self._client = None  # the next one reads the files again
-                is_last = attempt == self.limits.num_attempts or time.monotonic() > deadline
+                is_last = attempt == limits.num_attempts or time.monotonic() > last_begin
                 if is_last or not _may_help_again(exc):
                     kind = AccessDeniedError if code in _DENIED else CheckpointError
                     raise kind(f"{what} in {self}: {self._words_of(exc)}") from exc
@@ -475,7 +527,8 @@ class Bucket:
         """Tell whether the same place can be listed if no owner is expected."""
         try:
             folder = f"{self.prefix}/" if self.prefix else ""
-            self._connect().list_objects_v2(Bucket=self.name, Prefix=folder, MaxKeys=1)
+            with Deadline(self.limits.deadline_s):
+                self._connect().list_objects_v2(Bucket=self.name, Prefix=folder, MaxKeys=1)
         except (BotoCoreError, ClientError, HTTPError, OSError):
             return False
         return True
@@ -485,7 +538,7 @@ class Bucket:
             if self._client is None:
                 core = botocore.session.get_session()
                 retries = {name: _asked_of(core, name) for name in _RETRIES}
-                self._client = self._make_client(config_of(self.limits, retries))
+                self._client = guard(self._make_client(config_of(self.limits, retries)))
             return self._client
 
     def endpoint(self) -> str:

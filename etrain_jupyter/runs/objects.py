@@ -17,6 +17,8 @@ from etrain_jupyter.errors import CheckpointError, RunStoreError
 if TYPE_CHECKING:
     from etrain_jupyter.checkpoints.s3_bucket import Bucket
 
+DEADLINE_S = 20.0
+"""Most time for one request without many bytes, however slowly it is answered."""
 PROBE = ".etrain-runs"
 """An object at the root of each run store: proof that it can be written, and conditionally."""
 
@@ -54,6 +56,7 @@ class RunObjects:
                 num_requests=3 if self._patience_s > 5 else 2,
                 num_attempts=2,
                 patience_s=self._patience_s,
+                deadline_s=DEADLINE_S,
             )
             name, prefix = split_s3_url(self.url)
             self._opened = Bucket(name, prefix, limits, setting="ETRAIN_RUNS")

@@ -38,8 +38,8 @@ Kind = Literal[
 CONTROL = "/_etrain/"
 OWNER = "123456789012"
 """The account that owns all buckets: moto's."""
-NO_OWNER = "no expected owner"
-"""Counted: requests that any owner of the bucket would serve."""
+OWNED = "expected owner"
+"""Counted: requests that no other owner of the bucket would serve."""
 AROUND = "X-Etrain-Around"
 """A request with this header meets no fault."""
 
@@ -146,8 +146,8 @@ class FaultyS3:
         """Count a request and return what goes wrong with it."""
         with self._lock:
             self._counts[operation] += 1
-            if not has_owner:
-                self._counts[NO_OWNER] += 1
+            if has_owner:
+                self._counts[OWNED] += 1
             chosen: dict[str, float] = {}
             for fault in self._faults:
                 if fault.match not in line:

@@ -23,6 +23,7 @@ from botocore.parsers import ResponseParserError
 
 from etrain_jupyter.checkpoints.bucket_owners import expect_owner, expected_owner, named_owner
 from etrain_jupyter.checkpoints.s3_bucket import Bucket, S3Limits
+from etrain_jupyter.checkpoints.s3_deadlines import guard
 from etrain_jupyter.checkpoints.s3_words import code_of, is_of_credentials
 from etrain_jupyter.errors import CheckpointError
 from etrain_jupyter.pools.aws_spot.aws_words import (
@@ -41,7 +42,12 @@ LIVING = ("pending", "running", "stopping", "stopped")
 NUM_LAUNCH_TRIES = 4
 FIRST_PAUSE_S = 0.5
 S3_LIMITS = S3Limits(
-    connect_timeout_s=3.0, read_timeout_s=10.0, num_requests=3, num_attempts=2, patience_s=20.0
+    connect_timeout_s=3.0,
+    read_timeout_s=10.0,
+    num_requests=3,
+    num_attempts=2,
+    patience_s=20.0,
+    deadline_s=20.0,
 )
 """Of the lease and what else the head writes: it must not wait for long."""
 
@@ -195,7 +201,7 @@ class Clients:
         with self._lock:
             name = name or service
             if name not in self._made:
-                self._made[name] = self._open().client(
+                made = self._open().client(
                     service,
                     region_name=region or self._spec.region,
                     endpoint_url=self._spec.endpoint_url,
@@ -206,6 +212,7 @@ class Clients:
                         user_agent_extra="etrain-jupyter",
                     ),
                 )
+                self._made[name] = guard(made)
             return self._made[name]
 
 

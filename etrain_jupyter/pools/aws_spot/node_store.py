@@ -14,9 +14,14 @@ from typing import Any
 import boto3
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
+from urllib3.exceptions import HTTPError
+
+from etrain_jupyter.checkpoints.s3_deadlines import Deadline, guard
 
 CONNECT_S = 3.0
 READ_S = 5.0
+TOTAL_S = 20.0
+"""Most time for one object, which has some kilobytes."""
 NUM_ATTEMPTS = 3
 
 OLD_CREDENTIALS = frozenset(
@@ -65,7 +70,7 @@ class NodeStore:
             user_agent_extra="etrain-jupyter",
         )
         # A session of its own: the default one would keep the credentials that it has found.
-        return boto3.session.Session().client("s3", region_name=self._region, config=config)
+        return guard(boto3.session.Session().client("s3", region_name=self._region, config=config))
 
     def read(self, name: str) -> Found | None:
         """Return an object; None if there is none.
@@ -74,13 +79,14 @@ class NodeStore:
             StoreError: If S3 cannot be asked, or refuses.
         """
         try:
-            answer = self._ask("get_object", Key=self._key(name))
-            data = answer["Body"].read()
+            with Deadline(TOTAL_S):
+                answer = self._ask("get_object", Key=self._key(name))
+                data = answer["Body"].read()
         except ClientError as exc:
             if _code_of(exc) in MISSING:
                 return None
             raise StoreError(f"{name}: {self._words_of(exc)}") from exc
-        except (BotoCoreError, OSError) as exc:
+        except (BotoCoreError, HTTPError, OSError) as exc:
             raise StoreError(f"{name}: {type(exc).__name__}: {exc}") from exc
         told = answer["ResponseMetadata"]["HTTPHeaders"].get("date", "")
         try:
@@ -96,10 +102,11 @@ class NodeStore:
             StoreError: If S3 does not take it.
         """
         try:
-            self._ask("put_object", Key=self._key(name), Body=data)
+            with Deadline(TOTAL_S):
+                self._ask("put_object", Key=self._key(name), Body=data)
         except ClientError as exc:
             raise StoreError(f"{name}: {self._words_of(exc)}") from exc
-        except (BotoCoreError, OSError) as exc:
+        except (BotoCoreError, HTTPError, OSError) as exc:
             raise StoreError(f"{name}: {type(exc).__name__}: {exc}") from exc
 
     def _words_of(self, exc: ClientError) -> str:

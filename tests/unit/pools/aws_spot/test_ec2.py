@@ -6,8 +6,11 @@ import dataclasses
 from typing import Any
 
 import pytest
-from botocore.exceptions import ClientError, EndpointConnectionError
+from botocore.exceptions import ClientError, ConnectTimeoutError, EndpointConnectionError
 
+from etrain_jupyter.checkpoints import bucket_owners
+from etrain_jupyter.checkpoints.bucket_owners import expected_owner
+from etrain_jupyter.errors import CheckpointError
 from etrain_jupyter.pools.aws_spot.aws_words import kind_of, pool_error
 from etrain_jupyter.pools.aws_spot.ec2 import (
     Clients,
@@ -18,7 +21,7 @@ from etrain_jupyter.pools.aws_spot.ec2 import (
     terminate,
 )
 from etrain_jupyter.pools.aws_spot.memory import Answer, LaunchRequest
-from etrain_jupyter.pools.aws_spot.spec import GpuSpec
+from etrain_jupyter.pools.aws_spot.spec import AwsSpotSpec, GpuSpec
 
 A, B = "us-east-1a", "us-east-1b"
 REQUEST = LaunchRequest(
@@ -248,3 +251,65 @@ def test_types_are_known_by_their_gpus(clients: Clients) -> None:
     found = find_gpu_types(clients.ec2, GpuSpec(memory_gib=24, count=1))
     assert "g5.xlarge" in found
     assert not {"g4dn.xlarge", "g5.12xlarge", "t3.small"} & set(found)
+
+
+# --- the bucket's owner ---
+
+
+def account_calls(clients: Clients, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list that gets an entry each time STS is asked."""
+    calls: list[str] = []
+    make = clients._client
+
+    def client(service: str, *words: Any, **named: Any) -> Any:
+        if service == "sts":
+            calls.append(service)
+        return make(service, *words, **named)
+
+    monkeypatch.setattr(clients, "_client", client)
+    return calls
+
+
+def test_owner_of_the_pools_bucket_is_asked_for_once(
+    clients: Clients, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Review S7."""
+    monkeypatch.setattr(bucket_owners, "_learnt", {})
+    calls = account_calls(clients, monkeypatch)
+    for _ in range(3):
+        clients.bucket.put("x", b"1", "test")
+    clients.forget()  # as after credentials have expired
+    assert clients.bucket.get("x", "test") == b"1"
+
+    assert calls == ["sts"]
+    assert expected_owner("my-bucket") == "123456789012"  # of a run store there, too
+
+
+@pytest.mark.parametrize(("named", "expected"), [("111122223333", "111122223333"), ("any", "")])
+def test_owner_that_is_named_is_not_asked_for(
+    clients: Clients,
+    spec: AwsSpotSpec,
+    monkeypatch: pytest.MonkeyPatch,
+    named: str,
+    expected: str,
+) -> None:
+    monkeypatch.setattr(bucket_owners, "_learnt", {})
+    own = Clients(spec.model_copy(update={"bucket_owner": named}))
+    calls = account_calls(own, monkeypatch)
+
+    assert own.bucket_owner() == expected
+    assert calls == []
+
+
+def test_sts_that_does_not_answer_says_which_key_to_write(
+    clients: Clients, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bucket_owners, "_learnt", {})
+
+    class Silent:
+        def get_caller_identity(self) -> Any:
+            raise ConnectTimeoutError(endpoint_url="https://sts.us-east-1.amazonaws.com")
+
+    monkeypatch.setattr(clients, "_client", lambda *words, **named: Silent())
+    with pytest.raises(CheckpointError, match=r"STS: .*Write bucket_owner: '111122223333'"):
+        clients.bucket.get("x", "test")
