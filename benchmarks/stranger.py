@@ -114,7 +114,7 @@ def listeners(family: int) -> list[tuple[int, int]]:
     """Return port and inode of every listening TCP socket."""
     asked = struct.pack("BBBxI", family, socket.IPPROTO_TCP, 0, 1 << _LISTENING) + bytes(48)
     _DIAG.send(struct.pack("IHHII", 16 + len(asked), _BY_FAMILY, _DUMP, 0, 0) + asked)
-    found = []
+    found: list[tuple[int, int]] = []
     while True:
         data = _DIAG.recv(1 << 18)
         offset = 0
