@@ -16,7 +16,7 @@ import statistics
 import threading
 import time
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, cast
 
 from benchmarks import report
 
@@ -73,8 +73,8 @@ def form_once(pipes: list[Connection], way: str) -> float:
         pipe.send(("form", way))
     times: list[float] = []
     while len(times) < len(pipes):
-        for pipe in wait(pipes, 60):
-            assert isinstance(pipe, Connection)
+        for ready in wait(pipes, 60):
+            pipe = cast(Connection, ready)
             told = pipe.recv()
             if isinstance(told, float):
                 times.append(told)
@@ -97,10 +97,10 @@ def serve(rank: int, world_size: int, pipe: Connection) -> None:
 def _serve(rank: int, world_size: int, pipe: Connection) -> None:
     import torch
 
-    from etrain_jupyter.ranks.group import process_group
+    from etrain_jupyter.ranks.group import authentication, process_group
 
     torch.set_num_threads(1)
-    authenticate = process_group.authenticate
+    authenticate = authentication.authenticate
     sending = threading.Lock()
 
     def send(told: Any) -> None:

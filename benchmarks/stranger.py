@@ -25,6 +25,7 @@ import time
 NOBODY = 65534
 LISTENING = "0A"
 FLOOD = 1500
+MAX_HELD = 8 * FLOOD
 PAUSE_S = 0.0002
 _TLS_ALERT = b"\x15\x03"
 
@@ -52,7 +53,12 @@ class Stranger:
             data = b"" if self._mode == "flood" else struct.pack("=Q", index)
             with contextlib.suppress(OSError):
                 self._connect(port, data)
-        self._targets = self._targets[-2 * self._world_size :]
+        if self._mode != "flood":
+            self._targets = self._targets[-2 * self._world_size :]
+            return
+        for old in self._targets[:-MAX_HELD]:
+            self._drop(old)
+        self._targets = self._targets[-MAX_HELD:]
 
     def _connect(self, port: int, data: bytes) -> None:
         connection = socket.socket()
@@ -78,13 +84,17 @@ class Stranger:
             except OSError:
                 data = b""
             if not data:
-                self._open.unregister(connection)
-                connection.close()
+                self._drop(connection)
             elif data.startswith(_TLS_ALERT):
                 self.figures["tls_alerts"] += 1
             else:
                 self.figures["bytes"] += len(data)
                 self._pass_on(connection, data)
+
+    def _drop(self, connection: socket.socket) -> None:
+        if connection.fileno() >= 0:
+            self._open.unregister(connection)
+            connection.close()
 
     def _pass_on(self, source: socket.socket, data: bytes) -> None:
         if self._mode != "relay":
@@ -104,7 +114,7 @@ def listeners(family: int) -> list[tuple[int, int]]:
     """Return port and inode of every listening TCP socket."""
     asked = struct.pack("BBBxI", family, socket.IPPROTO_TCP, 0, 1 << _LISTENING) + bytes(48)
     _DIAG.send(struct.pack("IHHII", 16 + len(asked), _BY_FAMILY, _DUMP, 0, 0) + asked)
-    found = []
+    found: list[tuple[int, int]] = []
     while True:
         data = _DIAG.recv(1 << 18)
         offset = 0
@@ -128,20 +138,15 @@ def main() -> None:
         os.setgroups([])
         os.setgid(NOBODY)
         os.setuid(NOBODY)
-    os.set_blocking(sys.stdin.fileno(), False)
     stranger = Stranger(sys.argv[1], int(sys.argv[2]))
     print(json.dumps({"uid": os.getuid()}), flush=True)
-    while os.read(sys.stdin.fileno(), 1) if _is_readable() else True:
+    end = selectors.DefaultSelector()
+    end.register(sys.stdin, selectors.EVENT_READ)
+    while not end.select(0):
         stranger.look()
         stranger.read()
         time.sleep(PAUSE_S)
     print(json.dumps(stranger.figures), flush=True)
-
-
-def _is_readable() -> bool:
-    with selectors.DefaultSelector() as ready:
-        ready.register(sys.stdin, selectors.EVENT_READ)
-        return bool(ready.select(0))
 
 
 if __name__ == "__main__":

@@ -295,18 +295,20 @@ def test_flood_while_ranks_connect_is_refused_before_it_uses_up_all_descriptors(
     group = RankGroup(
         generation=1, rank=0, world_size=2, store=BroadcastStore(lambda *_: None), host=HOST
     )
-    with ThreadPoolExecutor(1) as rank:
+    with ThreadPoolExecutor(1) as rank, contextlib.ExitStack() as stack:
         forming = rank.submit(group.connect)  # the other rank does not come
+        stack.callback(group.close)
+        stack.callback(group.abort)
         while group._device is None:
             time.sleep(0.001)
         end = end_of(group._device)
         assert attacker.flood(end, 60) > 40
-        with pytest.raises(CommunicationError, match=r"opened \d+ connections .*57? more") as error:
+        with pytest.raises(
+            CommunicationError, match=r"opened \d+ connections .* \d+ more"
+        ) as error:
             forming.result(20)
         assert f"(uid {uid_of_stranger()})" in str(error.value)
         assert attacker.flood(end, 1) == 0
-    group.abort()
-    group.close()
 
 
 def test_rank_that_cannot_connect_lets_the_others_know(monkeypatch):
