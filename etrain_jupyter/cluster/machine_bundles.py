@@ -53,6 +53,9 @@ class MachineBundles:
         self._locks: dict[str, int] = {}
         """Open lock files, by digest."""
         self._getting = asyncio.Lock()
+        """Held while a bundle is fetched or waited for."""
+        self._coming = ""
+        """The digest of that one; empty if it was released meanwhile."""
 
     def begin(self, folder: Path) -> None:
         """Use a folder, and remove what nobody uses there: its users were killed."""
@@ -80,11 +83,17 @@ class MachineBundles:
         path = self._folder / digest
         async with self._getting:
             if digest not in self._locks:
+                self._coming = digest
                 self._locks[digest] = await self._get(path, bundle["size"])
+                if not self._coming:
+                    self.release(digest)
+                    raise BundleFetchError("its job has ended")
         return path
 
     def release(self, digest: str) -> None:
         """Let a bundle go; the last one of the machine removes it."""
+        if digest == self._coming:
+            self._coming = ""
         descriptor = self._locks.pop(digest, None)
         if descriptor is not None:
             with contextlib.suppress(OSError):
@@ -92,7 +101,7 @@ class MachineBundles:
 
     def release_all(self) -> None:
         """Let all of them go."""
-        for digest in list(self._locks):
+        for digest in [*self._locks, self._coming]:
             self.release(digest)
 
     async def _get(self, path: Path, size: int) -> int:
@@ -104,8 +113,8 @@ class MachineBundles:
                 descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
             except OSError as exc:
                 raise self._not_stored(size, exc) from exc
-            is_kept = False
             try:
+                is_kept = False
                 if _is_locked(descriptor, fcntl.LOCK_EX) and _is_file_of(lock, descriptor):
                     if not path.exists():
                         await self._write(path, size)
@@ -116,9 +125,10 @@ class MachineBundles:
                 is_kept = is_kept and path.exists() and _is_file_of(lock, descriptor)
                 if is_kept:
                     return descriptor
-            finally:
-                if not is_kept:
-                    os.close(descriptor)
+            except BaseException:
+                _remove_unused(lock, descriptor)
+                raise
+            os.close(descriptor)
             await asyncio.sleep(LOOK_S)
 
     async def _write(self, path: Path, size: int) -> None:

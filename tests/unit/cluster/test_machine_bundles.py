@@ -94,7 +94,7 @@ async def test_other_bytes_than_those_of_the_digest_are_refused(folder: Path, da
     one = supervisor(folder, Head(data))
     with pytest.raises(BundleFetchError, match=f"the {len(data)} bytes that came of bundle"):
         await one.get(ORDERED)
-    assert [path.suffix for path in folder.iterdir()] == [".lock"]
+    assert list(folder.iterdir()) == []
     again = supervisor(folder, Head())
     assert (await again.get(ORDERED)).read_bytes() == BUNDLE
     again.release_all()
@@ -125,7 +125,22 @@ async def test_fetch_that_is_broken_off_leaves_no_half_file(folder: Path) -> Non
     getting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await getting
-    assert not list(folder.glob("*.part"))
+    assert list(folder.iterdir()) == []
+
+
+async def test_bundle_of_a_job_that_ends_while_it_comes_is_not_kept(folder: Path) -> None:
+    head = Head()
+    head.may_send.clear()
+    one = supervisor(folder, head)
+    getting = asyncio.create_task(one.get(ORDERED))
+    await asyncio.sleep(0.05)
+    one.release(DIGEST)
+    head.may_send.set()
+    with pytest.raises(BundleFetchError, match="its job has ended"):
+        await getting
+    assert list(folder.iterdir()) == []
+    assert (await one.get(ORDERED)).exists()
+    one.release_all()
 
 
 async def test_disk_without_room_is_told_with_what_to_do(

@@ -259,6 +259,20 @@ def test_digest_of_an_earlier_step_is_not_given_for_the_last_one() -> None:
     assert "saved" not in str(audit_log(number(log)))
 
 
+def test_digests_that_come_later_or_never_are_compared_as_far_as_they_go() -> None:
+    """Review R5: they are computed while training goes on; a rank that is killed tells none."""
+    log = [submitted(), planned(), formed(1, 0, ["w0", "w1", "w2"], [1, 2, 3])]
+    log += [*map(completed, range(1, 6)), *hashed(4, ["d4", "d4"]), completed(6), ended("stopped")]
+
+    report = audit_log(number(log))
+
+    assert report.ok
+    assert report.digests_compared == 2
+    others = [replace(e, digest="x") if getattr(e, "rank", 0) == 1 else e for e in log]
+    [problem] = audit_log(number(others)).problems
+    assert "at step 4 the ranks had different weights" in problem
+
+
 def test_lost_sample_is_found_and_named() -> None:
     due = samples_of(6)
     report = audit_changed(replace_step(6, completed(6, trained=np.delete(due, 3))))
