@@ -6,6 +6,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from etrain_jupyter.events import types as t
 
@@ -28,9 +29,9 @@ class Script:
         self.ranks: list[str] = ["w0", "w1"]
         self.noise = random.Random(7)
 
-    def make(self, kind: type[t.Event], **fields: object) -> t.Event:
+    def make(self, kind: type[t.Event], **fields: Any) -> t.Event:
         self.seq += 1
-        common = {"job_id": self.job_id, "time": self.now, "seq": self.seq}
+        common: dict[str, Any] = {"job_id": self.job_id, "time": self.now, "seq": self.seq}
         return kind(**common, generation=self.generation, **fields)
 
     def events(self) -> Iterator[t.Event]:
