@@ -55,6 +55,9 @@ _TRANSIENT = frozenset(
 flight, of which S3 cannot tell yet whether it will win."""
 
 
+_MOST_DATED_BYTES = 1_000_000
+
+
 @dataclass(frozen=True, kw_only=True)
 class S3Limits:
     """How much at once, how long and how often."""
@@ -152,12 +155,12 @@ class Bucket:
                 return None
             raise
 
-    def get(self, key: str, what: str) -> bytes | None:
-        """Return a small object; None if it is not there."""
+    def get(self, key: str, what: str, *, most_bytes: int | None = None) -> bytes | None:
+        """Return a small object, or the beginning of a larger one; None if it is not there."""
 
         def fetch() -> bytes:
             with self._request("get_object", Key=key)["Body"] as body:
-                data: bytes = body.read()
+                data: bytes = body.read(most_bytes)
             return data
 
         try:
@@ -212,7 +215,7 @@ class Bucket:
         def fetch() -> tuple[bytes, float, str]:
             answer = self._request("get_object", Key=key)
             with answer["Body"] as body:
-                data: bytes = body.read()
+                data: bytes = body.read(_MOST_DATED_BYTES)
             headers = answer["ResponseMetadata"]["HTTPHeaders"]
             return data, answer["LastModified"].timestamp(), headers.get("date", "")
 
