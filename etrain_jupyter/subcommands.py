@@ -353,6 +353,8 @@ def _tensorboard(surface: Surface, args: argparse.Namespace) -> str:
     if folder is None or (record.place and not folder.exists()):
         refresh_log(record)
         folder = record.folder / "tensorboard"
+        if folder.is_symlink():
+            raise EtrainError(f"{folder} is a link, which is not followed. Nothing was written.")
         convert(record.log_path, folder)
     command = f"tensorboard --logdir {shlex.quote(str(folder))}"
     how = "" if log.tensorboard else " The files say what the job has done until now."

@@ -8,11 +8,11 @@ what a terminal obeys. This is the bottom layer: it raises ``OSError`` and ``Val
 from __future__ import annotations
 
 import errno
+import io
 import os
 import re
 import stat
 from pathlib import Path
-from typing import BinaryIO
 
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 """What ``new_job_id`` makes and a little more: one name in a path, one word on a command line. The
@@ -64,7 +64,7 @@ def plain_line(text: str, most: int = 200) -> str:
     return line if len(line) <= most else line[: most - 1] + "…"
 
 
-def open_regular(path: str | os.PathLike[str], *, follow: bool = False) -> BinaryIO:
+def open_regular(path: str | os.PathLike[str], *, follow: bool = False) -> io.BufferedReader:
     """Open a file for reading that is a regular one; a named pipe or device would never end.
 
     Args:

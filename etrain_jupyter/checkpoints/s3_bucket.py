@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import math
 import os
 import random
 import threading
@@ -59,6 +60,9 @@ _TRANSIENT = frozenset(
 )
 """What boto3 does not try again: bytes that changed on their way, and another one's write in
 flight, of which S3 cannot tell yet whether it will win."""
+
+
+_MOST_DATED_BYTES = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,12 +170,12 @@ class Bucket:
                 return None
             raise
 
-    def get(self, key: str, what: str) -> bytes | None:
-        """Return a small object; None if it is not there."""
+    def get(self, key: str, what: str, *, most_bytes: int | None = None) -> bytes | None:
+        """Return a small object, or the beginning of a larger one; None if it is not there."""
 
         def fetch() -> bytes:
             with self._request("get_object", Key=key)["Body"] as body:
-                return self._read_all(body)
+                return self._read_all(body, most_bytes)
 
         try:
             return self._attempt(what, fetch)
@@ -229,7 +233,7 @@ class Bucket:
         def fetch() -> tuple[bytes, float, str]:
             answer = self._request("get_object", Key=key)
             with answer["Body"] as body:
-                data = self._read_all(body)
+                data = self._read_all(body, _MOST_DATED_BYTES)
             headers = answer["ResponseMetadata"]["HTTPHeaders"]
             return data, answer["LastModified"].timestamp(), headers.get("date", "")
 
@@ -238,11 +242,17 @@ class Bucket:
         except _NotThereError:
             return None
 
-    def _read_all(self, body: Any) -> bytes:
-        """Read an answer whose size nobody knows before; who sends it in time gets more time."""
-        pieces = []
-        while piece := body.read(PIECE_BYTES):
+    def _read_all(self, body: Any, most_bytes: int | None = None) -> bytes:
+        """Read an answer, or its first bytes; a server that sends in time gets more time.
+
+        Args:
+            body: Of the answer, whose size is unknown.
+            most_bytes: Where to stop; None for its end.
+        """
+        pieces, left = [], math.inf if most_bytes is None else most_bytes
+        while left > 0 and (piece := body.read(int(min(PIECE_BYTES, left)))):
             pieces.append(piece)
+            left -= len(piece)
             if (deadline := current()) is not None:
                 deadline.allow(len(piece) / self.limits.slowest_bytes_per_s)
         return b"".join(pieces)

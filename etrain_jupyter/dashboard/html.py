@@ -16,6 +16,7 @@ import numpy as np
 from etrain_jupyter.dashboard.freshness import trouble_of
 from etrain_jupyter.dashboard.series import Floats, SmallFloats, thin
 from etrain_jupyter.dashboard.words import dollars, number, seconds
+from etrain_jupyter.untrusted import plain_line
 
 Curves = Mapping[str, tuple[Floats, SmallFloats]]
 
@@ -44,7 +45,7 @@ def render_text(snapshot: Mapping[str, Any]) -> str:
         facts.append(trouble)
     if snapshot["eta_s"] is not None:
         facts.append(f"{seconds(snapshot['eta_s'])} left")
-    return f"<etrain job {snapshot['name']!r}: {', '.join(facts)}>"
+    return plain_line(f"<etrain job {snapshot['name']!r}: {', '.join(facts)}>", most=4000)
 
 
 def render_html(snapshot: Mapping[str, Any], curves: Curves) -> str:

@@ -516,7 +516,9 @@ def event_from_dict(data: Mapping[str, Any]) -> Event:
     name = values.pop("event")
     kind = Event.kinds.get(name)
     if kind is None:
-        common = {k: values[k] for k in ("job_id", "time", "generation", "seq") if k in values}
+        common: dict[str, Any] = {
+            k: values[k] for k in ("job_id", "time", "generation", "seq") if k in values
+        }
         _check_types("UnknownEvent", {"name": name, **common})
         return UnknownEvent(name=name, data=values, **common)
     known = _field_names(name)

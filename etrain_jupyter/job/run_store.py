@@ -377,6 +377,8 @@ def record_from(data: bytes, folder: Path, place: str = "") -> JobRecord:
     Raises:
         ValueError: If it is none, with the reason.
     """
+    if len(data) > MOST_RECORD_BYTES:
+        raise ValueError(f"{RECORD_FILE} holds more than {MOST_RECORD_BYTES:,} bytes")
     try:
         values = json.loads(data)
     except (ValueError, RecursionError) as exc:

@@ -15,6 +15,7 @@ from etrain_jupyter.errors import RunStoreError
 from etrain_jupyter.events.types import TERMINAL_STATUSES
 from etrain_jupyter.job.run_store import (
     BUNDLE_FILE,
+    MOST_RECORD_BYTES,
     RECORD_FILE,
     JobRecord,
     Listing,
@@ -113,7 +114,8 @@ class S3RunStore(RunStore):
     def _read_record(self, name: str) -> JobRecord | ValueError | None:
         if not is_job_id(name):
             return None  # a name of a folder of ours on this machine, too: see `JobRecord.folder`
-        data = self._objects.get(f"{name}/{RECORD_FILE}")
+        key = f"{name}/{RECORD_FILE}"
+        data = self._objects.get(key, most_bytes=MOST_RECORD_BYTES + 1)
         if data is None:
             return None
         try:

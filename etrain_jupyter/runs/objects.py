@@ -62,10 +62,10 @@ class RunObjects:
             self._opened = Bucket(name, prefix, limits, setting="ETRAIN_RUNS")
         return self._opened
 
-    def get(self, key: str) -> bytes | None:
-        """Return an object; None if it is not there."""
+    def get(self, key: str, *, most_bytes: int | None = None) -> bytes | None:
+        """Return an object, or the beginning of a larger one; None if it is not there."""
         with _as_run_store():
-            return self._bucket.get(key, f"{key} cannot be read")
+            return self._bucket.get(key, f"{key} cannot be read", most_bytes=most_bytes)
 
     def put(self, key: str, data: bytes) -> None:
         """Make or replace an object."""
@@ -128,7 +128,7 @@ class RunObjects:
         now = parsedate_to_datetime(told_at).timestamp() if told_at else time.time()
         try:
             value = json.loads(data)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
         return (value, max(0.0, now - written_at)) if isinstance(value, dict) else None
 

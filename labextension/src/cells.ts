@@ -1,6 +1,7 @@
 // Cells of notebooks: the one that shows a job, and new ones.
 import { JupyterFrontEnd } from '@jupyterlab/application';
 import { Notebook, NotebookActions, NotebookPanel } from '@jupyterlab/notebook';
+import { showLine } from './jobs';
 import { MIME } from './mime';
 import { Entry, Follower } from './session';
 
@@ -18,7 +19,7 @@ export async function showInNotebook(shell: JupyterFrontEnd.IShell, entry: Entry
   }
   const [{ notebook }] = entry.followers;
   shell.activateById(notebook.id);
-  await addCell(notebook, `%etrain show ${entry.id}`, true);
+  await addCell(notebook, showLine(entry.id), true);
 }
 
 /** Add a cell below the active one, and run it if that is wanted. */

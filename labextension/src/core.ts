@@ -6,7 +6,7 @@ import { make, setText } from './dom';
 import { drawing } from './drawing';
 import { Events } from './events';
 import * as format from './format';
-import { Buffer, ISnapshot, JobData, savedAt } from './protocol';
+import { Buffer, ISnapshot, jobId, JobData, savedAt } from './protocol';
 import { Tiles } from './tiles';
 import { Workers } from './workers';
 
@@ -238,7 +238,7 @@ class JobElement {
   private noteText(s: ISnapshot): string {
     if (this.isGone) {
       const seen = s.updated_at ? ` at ${format.timeOfDay(s.updated_at)}` : '';
-      const lines = `%load_ext etrain_jupyter, then %etrain attach ${s.name}`;
+      const lines = `%load_ext etrain_jupyter, then %etrain attach ${jobId(s.name) || s.job_id}`;
       return `Seen last${seen}; this kernel does not follow it. To follow it: ${lines}`;
     }
     if (s.reason) {

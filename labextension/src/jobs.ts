@@ -1,6 +1,6 @@
 // The jobs of all kernels as one list: what the panel, the status bar and the palette decide from. Nothing here
 // touches the page or JupyterLab. What kernels send is treated as hostile, as in protocol.ts.
-import { asSnapshot, finite, finiteOrNull, ISnapshot, list, object, Raw, text } from './protocol';
+import { asSnapshot, finite, finiteOrNull, ISnapshot, jobId, line, list, object, Raw, text } from './protocol';
 
 export const OVER = new Set(['finished', 'stopped', 'failed']);
 /** A pool may rest for a while between two jobs before that is worth a warning. */
@@ -52,9 +52,9 @@ function asRow(raw: Raw): IRow {
 }
 
 const asOther = (raw: Raw): IOther => ({
-  job_id: text(raw.job_id),
-  name: text(raw.name),
-  status: text(raw.status) || 'unknown',
+  job_id: jobId(raw.job_id),
+  name: line(raw.name),
+  status: line(raw.status) || 'unknown',
   step: finite(raw.step),
   total_steps: finite(raw.total_steps),
   world_size: finite(raw.world_size)
@@ -91,7 +91,7 @@ export class KernelJobs {
     }
     (Array.isArray(message.gone) ? message.gone : []).forEach(id => this.rows.delete(text(id)));
     if (Array.isArray(message.others)) {
-      this.others = list(message.others).map(asOther);
+      this.others = list(message.others).map(asOther).filter(other => other.job_id);
     }
     if (Array.isArray(message.pools)) {
       this.pools = list(message.pools).map(asPool);
@@ -166,6 +166,14 @@ export function merge<F extends IFollower>(followers: readonly F[]): IMerged<F> 
 
 /** Whether something still happens to it, as far as anybody tells. */
 export const isActive = (entry: IEntry<unknown>): boolean => !entry.isGone && !OVER.has(entry.row.snapshot.status);
+
+/** The line of a cell that shows a job. A cell is run, so nothing but the id of a job gets into it. */
+export function showLine(id: unknown): string {
+  if (!jobId(id)) {
+    throw new Error('This is not the id of a job, so no cell was made of it.');
+  }
+  return `%etrain show ${id}`;
+}
 
 /** Whom a command is about: the selected job if it is active, else the only one that is, else the selected one. */
 export function targetOf<F>(entries: readonly IEntry<F>[], selected: string): IEntry<F> | null {

@@ -3,6 +3,7 @@ import { IRenderMime } from '@jupyterlab/rendermime-interfaces';
 import { Widget } from '@lumino/widgets';
 import { IMountedJob, mountJob } from './core';
 import { KernelLink } from './link';
+import { jobId } from './protocol';
 
 export const MIME = 'application/vnd.etrain.job+json';
 /** Before the widget view, whose rank is -10. */
@@ -22,16 +23,16 @@ export class JobOutput extends Widget implements IRenderMime.IRenderer {
   async renderModel(model: IRenderMime.IMimeModel): Promise<void> {
     this.saved = model.data[MIME] ?? {};
     const snapshot = (this.saved as { snapshot?: { job_id?: unknown } }).snapshot;
-    const jobId = String(snapshot?.job_id ?? '');
-    if (this.job && this.jobId === jobId) {
+    const id = jobId(snapshot?.job_id);
+    if (this.job && this.jobId === id) {
       this.job.refresh();
       return;
     }
     this.job?.unmount();
-    this.jobId = jobId;
+    this.jobId = id;
     this.job = mountJob(
       this.node,
-      this.link.source(jobId, () => this.saved)
+      this.link.source(id, () => this.saved)
     );
   }
 

@@ -84,6 +84,17 @@ export const list = (value: unknown): Raw[] => (Array.isArray(value) ? value.sli
 export const text = (value: unknown): string =>
   (typeof value === 'string' ? value : typeof value === 'number' ? String(value) : '').slice(0, MAX_TEXT);
 
+/** What may be the id of a job: one word, in a cell and in a path. The same pattern as in untrusted.py. */
+const JOB_ID = /^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$/;
+/** The id of a job; empty for anything else, which is never made a cell of or sent anywhere. */
+export const jobId = (value: unknown): string => (typeof value === 'string' && JOB_ID.test(value) ? value : '');
+
+const MAX_LINE = 200;
+/** Control characters, and what ends a line or turns the direction of text around. */
+const NOT_IN_A_LINE = /[\u0000-\u001f\u007f-\u009f\u2028\u2029\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]+/g;
+/** A text of one line, for a title or a name. */
+export const line = (value: unknown): string => text(value).slice(0, MAX_LINE).replace(NOT_IN_A_LINE, ' ');
+
 const texted = (value: unknown): string[] => (Array.isArray(value) ? value.slice(0, MAX_ITEMS).map(text) : []);
 
 /** A number; null where there is none. The strings NaN and Infinity stand for what JSON lacks. */
@@ -150,9 +161,9 @@ export function asSnapshot(value: unknown): ISnapshot {
   const error = raw.error ? object(raw.error) : null;
   const progress = finiteOrNull(raw.progress);
   return {
-    job_id: text(raw.job_id),
-    name: text(raw.name),
-    status: text(raw.status) || 'unknown',
+    job_id: jobId(raw.job_id),
+    name: line(raw.name),
+    status: line(raw.status) || 'unknown',
     reason: text(raw.reason),
     started_at: finiteOrNull(raw.started_at),
     updated_at: finite(raw.updated_at),

@@ -3,7 +3,7 @@ import assert from 'node:assert/strict';
 import { test } from 'node:test';
 import { load } from './helpers.mjs';
 
-const { countsOf, idlePools, KernelJobs, merge, targetOf, whyNot } = await load('jobs');
+const { countsOf, idlePools, KernelJobs, merge, showLine, targetOf, whyNot } = await load('jobs');
 const { JobData } = await load('protocol');
 const { curvePath, statusOf } = await load('list');
 
@@ -135,11 +135,34 @@ test('hostile messages break nothing', () => {
   for (const message of [null, 3, 'x', [], { rows: 3, others: 'x', pools: {} }, { rows: [null, 1, { snapshot: 4 }], gone: 7 }]) {
     jobs.take(message);
   }
-  jobs.take({ rows: [{ snapshot: { job_id: '__proto__', step: 1e300 }, loss: { y: ['x', null, 'NaN', 2] } }], pools: [null] });
+  jobs.take({ rows: [{ snapshot: { job_id: 'constructor', step: 1e300 }, loss: { y: ['x', null, 'NaN', 2] } }], pools: [null] });
   const [taken, ...more] = merge([{ jobs }]).entries;
-  assert.deepEqual([taken.id, more], ['__proto__', []]);
+  assert.deepEqual([taken.id, more], ['constructor', []]);
   assert.deepEqual(taken.row.curve, [null, null, null, 2]);
   assert.ok(Number.isFinite(taken.row.snapshot.step));
+});
+
+// Review S4: "Show in ..." makes a cell with the id in it, and runs it.
+const EVIL_IDS = ["x\nopen('PWNED','w')", 'x\n', 'x y', 'x;y', '--help', '.x', '../x', '<b>', '__proto__', 'x\u2028y', 'x'.repeat(65), '', 3, null, {}];
+
+test('nothing but the id of a job gets into a cell that is run', () => {
+  assert.equal(showLine('my.digits_2-00c0ffee'), '%etrain show my.digits_2-00c0ffee');
+  for (const id of EVIL_IDS) {
+    assert.throws(() => showLine(id), /not the id of a job/);
+  }
+});
+
+test('a job whose id is none is neither listed nor offered', () => {
+  const { jobs } = follower('n');
+  jobs.take({ rows: EVIL_IDS.map(id => row(id)), others: EVIL_IDS.map(id => ({ job_id: id, name: 'x' })), pools: [] });
+  assert.deepEqual(merge([{ jobs }]), { entries: [], offers: [] });
+});
+
+test('a name is one line without control characters', () => {
+  const { jobs } = follower('n', row('a', { name: 'a\n%run evil\u202e\u001b[2J' + 'x'.repeat(1e6) }));
+  const { name } = jobs.rows.get('a').snapshot;
+  assert.equal(name.slice(0, 16), 'a %run evil [2Jx');
+  assert.ok(name.length <= 200);
 });
 
 test('the view of a job whose kernel is gone starts from its row', () => {

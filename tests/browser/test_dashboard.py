@@ -280,12 +280,13 @@ row = {"worker": evil, "state": evil, "rank": "x", "steps": float("1e300"), "not
 event = {"seq": 1, "time": 1e300, "text": evil, "level": evil}
 mime = "application/vnd.etrain.job+json"
 for payload in [
-    {"snapshot": {"name": evil, "status": evil, "reason": evil, "workers": [row, None, 3],
+    {"snapshot": {"job_id": evil, "name": evil, "status": evil, "reason": evil,
+                  "workers": [row, None, 3],
                   "events": [event, "x"], "markers": [{"step": 3, "text": evil, "kind": evil}],
                   "loss": "NaN", "metrics": {evil: "Infinity", "__proto__": 3}, "step": -5,
                   "charts": {"metrics": [evil]}, "error": {"traceback": evil}},
      "series": {"loss": {"x": "1 a 3", "y": "<b> 1e308 -"}, "eval.loss": 3}},
-    {}, {"snapshot": 7, "series": []}, [], "text", None,
+    {}, {"snapshot": 7, "series": []}, [], "text", None, {"snapshot": {"job_id": {"toString": 1}}},
 ]:
     publish_display_data({mime: payload, "text/plain": "plain"})
 """

@@ -28,8 +28,8 @@ from etrain_jupyter.events import types as t
 from tests.unit.dashboard.scripted_job import Script, play
 
 asked = []
-def start(name, *, is_shown=False, num_steps=40_000, steps_per_s=100):
-    script = Script(num_steps, time.time(), f"{name}-7f3a")
+def start(name, *, called="", is_shown=False, num_steps=40_000, steps_per_s=100):
+    script = Script(num_steps, time.time(), f"{name}-7f3a", name=called)
     is_over = threading.Event()
     def bring(events):
         if not is_over.is_set():
@@ -59,9 +59,11 @@ def attach(job_id):
 link().panel.serve(
     look=lambda job_ids, is_asked: Surroundings(
         others=tuple(
-            {"job_id": f"{name}-7f3a", "name": name, "status": "running", "step": 40,
+            {"job_id": f"{name}-7f3a", "name": called, "status": "running", "step": 40,
              "total_steps": 900, "world_size": 2}
-            for name in ("elsewhere", "lost", evil)
+            # What is no id of a job is not offered, whatever it is called (Review S4).
+            for name, called in {"elsewhere": "elsewhere", "lost": "lost", "evil": evil,
+                                 evil: "x", "y\\nimport os": "y"}.items()
             if f"{name}-7f3a" not in job_ids
         ),
         pools=({"pool": "local", "cluster_id": "c", "workers": 2, "idle_s": 400.0,
@@ -280,7 +282,9 @@ def test_jobs_elsewhere_are_offered_idle_pools_warned_of_and_names_are_only_text
     page.on("pageerror", lambda error: errors.append(str(error)))
     lab.write_notebook("other.ipynb", SET_UP, "start('elsewhere');")
     yaml = "%%etrain distributed\nmodel: Net()  # comment"
-    notebook = open_notebook("around.ipynb", SET_UP + SURROUNDED, "start(evil);", yaml)
+    notebook = open_notebook(
+        "around.ipynb", SET_UP + SURROUNDED, "start('evil', called=evil);", yaml
+    )
     notebook.run(0)
     panel = show_panel(page)
     panel.get_by_role("button", name="Look for jobs").click()

@@ -133,7 +133,7 @@ def test_job_is_seen_from_another_machine_and_goes_on_there(
     )
     first.vanish()
 
-    said = second.run(known + "job.wait(); print(job.reason); print(job.resume())")
+    said = second.run(known + "job.wait(); print(job.reason); print(job.resume(trust=True))")
 
     assert "has given no sign of life for" in said
     assert " on cluster local-" in said

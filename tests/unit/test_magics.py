@@ -26,7 +26,7 @@ from etrain_jupyter.events.types import (
 from etrain_jupyter.job import held_jobs
 from etrain_jupyter.job.run_store import JobRecord, RunStore
 from etrain_jupyter.job.training_job import TrainingJob
-from etrain_jupyter.magics import give_empty_body
+from etrain_jupyter.magics import give_empty_body, split_line
 from etrain_jupyter.subcommands import LATER, SUBCOMMANDS, Subcommand
 
 BODY = """\
@@ -539,6 +539,87 @@ def test_resume_takes_the_most_workers_under_both_names(
 
     assert is_ok, shown
     assert asked[0]["max"] == 8
+
+
+def test_resume_says_that_a_job_is_trusted_only_if_asked_to(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Review S2."""
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(TrainingJob, "resume", lambda self, **values: asked.append(values) or "")
+    make_job(name="digits")
+
+    for line in ("%etrain resume digits", "%etrain resume digits --trust"):
+        is_ok, shown = run(line)
+        assert is_ok, shown
+
+    assert [values["trust"] for values in asked] == [False, True]
+
+
+def test_cell_that_resumes_a_strangers_job_needs_trust(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Review S2."""
+    asked: list[tuple[bool, bool]] = []
+    monkeypatch.setattr(
+        launch,
+        "resume",
+        lambda job, plan, *, is_forced, is_trusted: asked.append((is_forced, is_trusted)) or "",
+    )
+    monkeypatch.setattr(launch, "show", lambda job: None)
+    make_job(name="digits")
+    run(NOTEBOOK)
+
+    for flags in ("", "--trust", "--trust --force"):
+        is_ok, shown = run(f"%%etrain distributed --resume digits {flags}\n{BODY}")
+        assert is_ok, shown
+
+    assert asked == [(False, False), (False, True), (True, True)]
+
+
+@pytest.mark.parametrize("flag", ["--force", "--trust"])
+def test_flag_that_goes_with_resume_is_refused_before_the_cell_is_checked(
+    run: Run, flag: str
+) -> None:
+    is_ok, shown = run(f"%%etrain distributed {flag}\nno: cell\n")
+
+    assert not is_ok
+    assert f"{flag} goes with --resume" in shown
+
+
+@pytest.mark.parametrize(
+    ("flags", "body", "name"),
+    [
+        ("-o mine", "", "mine"),
+        ("-o mine --name other", "", "other"),
+        ("-o mine", "name: third\n", "third"),
+        ("", "", None),
+    ],
+)
+def test_variable_names_a_job_that_has_no_name(
+    run: Run, submitted: list[launch.Plan], flags: str, body: str, name: str | None
+) -> None:
+    run(NOTEBOOK)
+
+    is_ok, shown = run(f"%%etrain distributed {flags}\n{BODY}{body}")
+
+    assert is_ok, shown
+    assert submitted[0].config.name == name
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("resume 'digits #2' --max 2 # twice", ["resume", "digits #2", "--max", "2"]),
+        ('show "a # b"', ["show", "a # b"]),
+        ("show a#b", ["show", "a#b"]),
+        ("show # don't", ["show"]),
+        ("# nothing", []),
+        ("", []),
+    ],
+)
+def test_number_sign_within_quotes_begins_no_comment(line: str, words: list[str]) -> None:
+    assert split_line(line) == words
 
 
 @pytest.mark.parametrize("command", ["kill", "preempt"])

@@ -20,10 +20,14 @@ class Script:
     Args:
         num_steps: Steps of the job.
         start: The instant of its submission, seconds since the epoch.
-        job_id: The job; its name is the part before the last dash.
+        job_id: The job.
+        name: What it is called; by default the part of the id before the last dash.
     """
 
-    def __init__(self, num_steps: int = 1200, start: float = 1e9, job_id: str = JOB_ID) -> None:
+    def __init__(
+        self, num_steps: int = 1200, start: float = 1e9, job_id: str = JOB_ID, *, name: str = ""
+    ) -> None:
+        self.name = name or job_id.rpartition("-")[0]
         self.num_steps, self.job_id = num_steps, job_id
         self.now, self.seq, self.generation, self.step = start, 0, 0, 0
         self.ranks: list[str] = ["w0", "w1"]
@@ -58,7 +62,7 @@ class Script:
         config = {"metrics": {"accuracy": "accuracy"}, "data": {"train": "a", "eval": "b"}}
         yield self.make(
             t.JobSubmitted,
-            name=self.job_id.rpartition("-")[0] or self.job_id,
+            name=self.name or self.job_id,
             min_workers=1,
             max_workers=4,
             config=config,

@@ -63,6 +63,19 @@ def test_names_and_messages_are_text_never_markup() -> None:
     assert "<img" not in html
 
 
+def test_line_for_a_terminal_is_shown_and_not_obeyed() -> None:
+    """Review S4: what a notebook in a terminal prints of a job."""
+    script = Script(name="\x1b[2Jx")
+    events = list(script.begin())
+    events.append(script.make(t.JobStatusChanged, status="\x1b]0;x\x07failed", reason="a\nb"))
+    view = view_of(events)
+
+    shown = render_text(view.snapshot())
+
+    assert "\\x1b]0;x" in shown
+    assert shown.isprintable()
+
+
 def test_worker_is_told_with_its_machine_where_the_pool_knows_it() -> None:
     script = Script()
     machine = {"machine": "g5.xlarge", "zone": "us-east-1a", "lifecycle": "spot"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from etrain_jupyter.bundle.capture import Bundle
 from etrain_jupyter.cli import main
 from etrain_jupyter.config import TrainConfig
 from etrain_jupyter.doctor import examine
-from etrain_jupyter.errors import ConfigError, EtrainError, RunStoreError
+from etrain_jupyter.errors import ConfigError, EtrainError, JobLostError, RunStoreError
 from etrain_jupyter.events.log import EventLog
 from etrain_jupyter.events.types import (
     Event,
@@ -208,6 +210,43 @@ def test_what_only_the_cluster_can_do_is_refused(
     coordinator.log(*story()[:2], status("running"))
     with pytest.raises(UnreachableError, match="cannot be asked from here"):
         here.pause()
+
+
+def test_looking_at_a_strangers_job_in_a_bucket_connects_to_nothing(runs: str) -> None:
+    """Review S2: every node of a pool could write such a record."""
+    with socket.socket() as trap:
+        trap.bind(("127.0.0.1", 0))
+        trap.listen()
+        trap.setblocking(False)
+        address = f"tcp://127.0.0.1:{trap.getsockname()[1]}"
+        store = S3RunStore(runs)
+        record = create(store)
+        cluster = {"cluster_id": "Scheduler-1", "address": address}
+        store.rewrite(dataclasses.replace(record, cluster=cluster), is_signed=False)
+
+        job = held_jobs.attach("digits-1")
+        assert job.status in ("submitted", "failed")
+        assert "is none that you know" in job.note
+        with pytest.raises((UnreachableError, JobLostError)):
+            job.stop()
+        with pytest.raises(BlockingIOError):
+            trap.accept()
+
+
+def test_record_in_a_bucket_that_is_none_is_named_with_the_reason(runs: str) -> None:
+    """Review S4."""
+    good = create(S3RunStore(runs))
+    objects = RunObjects(runs)
+    objects.put("digits-2/job.json", b'{"job_id": "../../x", "name": "x", "created": 1}')
+    objects.put("digits-3/job.json", b"[" * 100_000)
+    objects.put("digits-4/job.json", b" " * 16_000_001)
+    objects.put("..evil/job.json", b"{}")
+
+    listing = open_runs().scan()
+
+    assert listing.jobs == [good]
+    assert list(listing.problems) == ["digits-2", "digits-3", "digits-4"]
+    assert "more than 16,000,000 bytes" in listing.problems["digits-4"]
 
 
 def test_job_that_no_coordinator_took_up_is_told(here: TrainingJob) -> None:

@@ -12,6 +12,8 @@ from etrain_jupyter.events.log import read_events
 from etrain_jupyter.events.segments import compact, read_log, segments_of
 from etrain_jupyter.events.types import LogLine
 from etrain_jupyter.runs import chain, local_copy, uploads
+from etrain_jupyter.runs.chain import pack_key
+from etrain_jupyter.runs.objects import RunObjects
 from etrain_jupyter.runs.uploads import Uploads, claim
 from etrain_jupyter.testing.s3_faults import S3Fault
 from etrain_jupyter.testing.s3_server import S3Server
@@ -217,6 +219,18 @@ def test_piece_that_is_missing_is_named(machine: Make, s3_server: S3Server, url:
     with pytest.raises(RunStoreError, match=r"event 2 of the log is missing.*from 3 on"):
         there.copy.refresh()
     assert there.lines == here.lines[:1]
+
+
+def test_pack_that_unfolds_without_end_is_refused(
+    machine: Make, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thousandth of what it unfolds to is enough to fill the memory of whoever looks."""
+    monkeypatch.setattr("etrain_jupyter.runs.chain._MOST_PACK_BYTES", 1_000_000)
+    objects = RunObjects(url)
+    objects.put(pack_key(1, 1000), gzip.compress(b"x" * 2_000_000 + b"\n" * 1000))
+
+    with pytest.raises(RunStoreError, match="is not a whole part of a log"):
+        machine("here").chain.read_pack(1, 1000)
 
 
 @pytest.mark.usefixtures("small")
