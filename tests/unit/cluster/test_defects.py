@@ -38,7 +38,12 @@ def errors(rig: Rig) -> list[str]:
 
 
 async def submit_another(rig: Rig) -> HostedJob:
-    order: dict[str, Any] = {"job_id": "k", "name": "k", "run_dir": str(rig.folder / "k"), "config": {}}
+    order: dict[str, Any] = {
+        "job_id": "k",
+        "name": "k",
+        "run_dir": str(rig.folder / "k"),
+        "config": {},
+    }
     order |= put_bundle(order)
     await rig.coordinator._submit({**order, "max_workers": 1})
     return rig.coordinator._jobs["k"]
