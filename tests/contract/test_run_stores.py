@@ -10,6 +10,7 @@ import pytest
 
 from etrain_jupyter.events.log import EventLog
 from etrain_jupyter.events.types import Event
+from etrain_jupyter.job import training_job
 from etrain_jupyter.job.run_store import JobRecord, RunStore
 from etrain_jupyter.job.s3_run_store import S3RunStore
 from etrain_jupyter.runs.chain import Chain
@@ -19,6 +20,12 @@ from etrain_jupyter.runs.uploads import Uploads, claim
 from etrain_jupyter.testing.run_store_contract import RunStoreContract
 from etrain_jupyter.testing.s3_faults import S3Fault
 from etrain_jupyter.testing.s3_server import S3Server
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a job wait for its log as long as a bucket with faults takes on a busy machine."""
+    monkeypatch.setattr(training_job, "CATCH_UP_S", 120.0)
 
 
 class FolderPlace:
