@@ -17,7 +17,15 @@ _NCCL_ENVIRONMENT = {
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
     # A wait returns when the work is queued on the device; waiting for its end is done by an event.
     "TORCH_NCCL_BLOCKING_WAIT": "0",
+    # By default the watchdog throws a CUDA error out of its thread, which ends the process by
+    # SIGABRT before Python has reported whose error it is.
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    # After an error of a peer the watchdog sleeps four times this long, 15 s by default, and holds
+    # a lock that every new collective takes: an abort would wait for it.
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
 }
+"""Set whatever the environment says: with other values a lost peer ends or blocks the survivors.
+Read in torch's sources (``ProcessGroupNCCL.hpp`` of 2.13); not tried on a device yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +45,7 @@ def choose_device() -> torch.device:
     """Return the GPU of this worker's slot, the only one that it sees, or else the CPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    for name, value in _NCCL_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    os.environ.update(_NCCL_ENVIRONMENT)
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     return device

@@ -210,3 +210,6 @@ def test_worker_with_a_gpu_takes_the_one_that_it_sees(monkeypatch):
     assert (facts.name, facts.gpu, facts.memory_bytes) == ("cuda:0", "GPU-1234", 80 << 30)
     # torch's watchdog must not end the process when a peer is lost.
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+    # Review G3: the watchdog ended the process before it could report a CUDA error.
+    assert os.environ["TORCH_NCCL_RETHROW_CUDA_ERRORS"] == "0"
+    assert os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] == "1"
