@@ -181,6 +181,7 @@ async def test_job_is_refused_while_its_log_cannot_be_begun(
     rig.hello("w1")
     with pytest.raises(RequestError, match=r"No space left on device\. Nothing was submitted"):
         await rig.submit()
+    assert not (tmp_path / "j" / "events.jsonl").exists()  # whoever asked removes the rest
     disk.is_full = False
     await rig.submit()
     assert rig.job.state.status == "submitted"
