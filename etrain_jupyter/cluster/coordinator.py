@@ -263,7 +263,8 @@ class Coordinator(SchedulerPlugin):
     def _give_up_silent(self, now: float) -> None:
         """Do without workers whose supervisors are silent, though their connections stand."""
         for facts, silence_s in self._workers.give_up_silent(now):
-            self._nodes.kill(facts.name)
+            with self._defects.watch(None, f"killing {facts.name}"):
+                self._nodes.kill(facts.name)
             self._lose(facts, f"silent for {silence_s:.1f} s", detected_s=silence_s)
 
     def _lose(self, facts: WorkerFacts, cause: str, detected_s: float = 0.0) -> None:
@@ -477,8 +478,10 @@ class Coordinator(SchedulerPlugin):
         try:
             self._records.add(order)
             return self._host(order, opened=opened)
-        except BaseException:
+        except BaseException as exc:
             self._records.remove(order.job_id)
+            if isinstance(exc, OSError) and not order.resumes:
+                order.log_path.unlink(missing_ok=True)  # nothing is in it: there is no such job
             raise
 
     async def _put_bundle(self, job: dict[str, Any], offset: int, data: bytes) -> dict[str, Any]:

@@ -85,7 +85,7 @@ class Feed:
         self.caught_up = threading.Event()
         self.ended = threading.Event()
         self._answered = threading.Event()
-        """Set once the first question was answered, or failed, or was waited for long enough."""
+        """Set once a question was answered, or the silence was told, or waited for long enough."""
         self.lost = ""
         self.num_listener_errors = 0
         self.last_listener_error: Exception | None = None
@@ -254,7 +254,8 @@ class Feed:
 
     def _handle_answer(self, future: Future[Answer]) -> None:
         self._take_answer(future)
-        self._answered.set()
+        if not self._contact.num_failures or self._contact.trouble:
+            self._answered.set()
 
     def _take_answer(self, future: Future[Answer]) -> None:
         try:

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from etrain_jupyter import __version__
 from etrain_jupyter.config.schema import TrainConfig
-from etrain_jupyter.errors import PoolError
+from etrain_jupyter.errors import PoolError, RunStoreError
 from etrain_jupyter.job.handover import bundle_facts, hand_over
 from etrain_jupyter.job.link import Link, open_link
 from etrain_jupyter.job.run_store import (
+    ROOT_VARIABLE,
     JobRecord,
     RunStore,
     absolute_paths,
@@ -52,25 +53,33 @@ def submit_job(
     ``faults`` are faults on purpose, in the wire form of a ``FaultPlan``.
 
     Raises:
+        RunStoreError: If the folder cannot be written.
         PoolError: If the coordinator refuses; then no folder is left.
         JobLostError: If the cluster went away; the folder stays, since the job may have begun.
     """
     store = store or open_runs()
-    record = store.create(
-        {
-            "name": safe_name(config.name or name_of_model(config.model)),
-            "created": time.time(),
-            "pool": config.pool,
-            "cluster": address.to_dict(),
-            "config": absolute_paths(config.model_dump(mode="json")),
-            "bundle_digest": bundle.digest,
-            "cell": cell,
-            "version": __version__,
-            "cwd": os.getcwd(),
-            "host": platform.node(),
-        },
-        bundle=bundle,
-    )
+    try:
+        record = store.create(
+            {
+                "name": safe_name(config.name or name_of_model(config.model)),
+                "created": time.time(),
+                "pool": config.pool,
+                "cluster": address.to_dict(),
+                "config": absolute_paths(config.model_dump(mode="json")),
+                "bundle_digest": bundle.digest,
+                "cell": cell,
+                "version": __version__,
+                "cwd": os.getcwd(),
+                "host": platform.node(),
+            },
+            bundle=bundle,
+        )
+    except OSError as exc:
+        raise RunStoreError(
+            f"the job's folder in {store.root} cannot be written: {exc.strerror or exc}. Nothing "
+            f"was submitted. Free space there, or set {ROOT_VARIABLE} to a folder elsewhere and "
+            "restart the kernel."
+        ) from exc
     link = open_link(address)
     order = {
         "job_id": record.job_id,

@@ -37,7 +37,7 @@ from etrain_jupyter.pools.local import LocalPool
 DISK_BYTES = 2_000_000
 LEFT_BYTES = 150_000
 """What other files leave of the disk for the job's log and checkpoints, at first."""
-STEPS_PER_S = 35
+STEPS_PER_S = 60
 """How much longer the job is for each second; its whole log has to fit the disk."""
 PATIENCE_S = 150.0
 SHOW = "import sys; from etrain_jupyter.cli import main; main(['show', sys.argv[1]])"
@@ -81,7 +81,7 @@ def run(folder: Path, full_s: float) -> dict[str, Any]:
     runs = folder / "runs"
     os.environ |= {"ETRAIN_STATE": str(folder / "state"), "ETRAIN_RUNS": str(runs)}
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    epochs = (1900 + int(STEPS_PER_S * full_s)) // 6
+    epochs = (900 + int(STEPS_PER_S * full_s)) // 6
     job = etrain_jupyter.distributed(BODY | {"epochs": epochs})
     until(lambda: job.step > 20, "training")
     (runs / "others").write_bytes(bytes(max(0, free_bytes(runs) - LEFT_BYTES)))
@@ -89,12 +89,7 @@ def run(folder: Path, full_s: float) -> dict[str, Any]:
     until(lambda: "the log cannot be written" in job.reason, "a full disk")
     step = job.step
     time.sleep(full_s)
-    shown = subprocess.run(
-        [sys.executable, "-c", SHOW, job.id],
-        check=False,
-        capture_output=True,
-        text=True,
-    ).stdout
+    shown = until(lambda: say_why(job.id), "a word of the disk by etrain show")
     meanwhile = {"status": job.status, "reason": job.reason, "step": job.step, "shown": shown}
     num_free = free_bytes(runs)
     after = pids_of(job)
@@ -124,6 +119,16 @@ def run(folder: Path, full_s: float) -> dict[str, Any]:
         "meanwhile": meanwhile,
         "recovered": [text for text in remarks if "could not be written for" in text],
     }
+
+
+def say_why(job_id: str) -> str:
+    """Return what ``etrain show`` prints, once it says why the log is behind.
+
+    On a busy machine it may give up waiting for the scheduler's answer before that comes.
+    """
+    command = [sys.executable, "-c", SHOW, job_id]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    return done.stdout if "cannot be written" in done.stdout else ""
 
 
 def pids_of(job: Any) -> list[list[int]]:

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.conftest import processes_of
+
 pytestmark = pytest.mark.slow
 
 FULL_S = 5.0
@@ -29,14 +31,18 @@ def can_mount() -> bool:
     return subprocess.run(probe, check=False, capture_output=True).returncode == 0
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.skipif(not can_mount(), reason="no file system can be mounted in a name space here")
 def test_job_whose_disk_is_full_for_a_while_finishes_without_losing_a_worker(
     tmp_path: Path,
 ) -> None:
     command = [sys.executable, "-m", "tests.integration.full_disk_job", str(tmp_path), str(FULL_S)]
-    done = subprocess.run(
-        [*UNSHARE, *command], check=False, capture_output=True, text=True, timeout=400
-    )
+    try:
+        done = subprocess.run([*UNSHARE, *command], check=False, capture_output=True, text=True)
+        assert processes_of(tmp_path) == []
+    finally:
+        for process in processes_of(tmp_path):  # of a test that was broken off
+            process.kill()
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +15,7 @@ from etrain_jupyter.cluster import clock
 from etrain_jupyter.cluster.coordinator import Coordinator
 from etrain_jupyter.cluster.defects import Defects
 from etrain_jupyter.cluster.hosted_job import HostedJob
+from etrain_jupyter.events.log import EventLog
 from etrain_jupyter.events.types import Event, event_from_dict
 from etrain_jupyter.runs.place import spool_of
 
@@ -65,6 +68,23 @@ class Nodes:
 
     def note_notice(self, worker: str, *, kind: str, deadline: float = 0.0) -> None:
         self.noticed.append((worker, kind))
+
+
+class Disk:
+    """Refuses to write one log while it is full."""
+
+    def __init__(self, monkeypatch: Any) -> None:
+        self.is_full = False
+        self.error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write = EventLog._write
+
+        def refuse(log: EventLog, data: bytes) -> None:
+            if self.is_full:
+                os.write(log._file, data[: len(data) // 2])  # as a disk that is nearly full
+                raise self.error
+            write(log, data)
+
+        monkeypatch.setattr(EventLog, "_write", refuse)
 
 
 class Stream:

@@ -17,24 +17,7 @@ from etrain_jupyter.cluster.requests import RequestError
 from etrain_jupyter.events import log as log_module
 from etrain_jupyter.events import types as events
 from etrain_jupyter.events.log import EventLog, read_events
-from tests.unit.cluster.rig import Rig
-
-
-class Disk:
-    """Refuses to write one log while it is full."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.is_full = False
-        self.error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        write = EventLog._write
-
-        def refuse(log: EventLog, data: bytes) -> None:
-            if self.is_full:
-                os.write(log._file, data[: len(data) // 2])  # as a disk that is nearly full
-                raise self.error
-            write(log, data)
-
-        monkeypatch.setattr(EventLog, "_write", refuse)
+from tests.unit.cluster.rig import Disk, Rig
 
 
 @pytest.fixture
@@ -181,6 +164,7 @@ async def test_job_is_refused_while_its_log_cannot_be_begun(
     rig.hello("w1")
     with pytest.raises(RequestError, match=r"No space left on device\. Nothing was submitted"):
         await rig.submit()
+    assert not (tmp_path / "j" / "events.jsonl").exists()  # whoever asked removes the rest
     disk.is_full = False
     await rig.submit()
     assert rig.job.state.status == "submitted"

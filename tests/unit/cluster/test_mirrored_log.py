@@ -22,7 +22,7 @@ from etrain_jupyter.runs.place import spool_of
 from etrain_jupyter.runs.uploads import ALIVE, claim
 from etrain_jupyter.testing.s3_faults import S3Fault
 from etrain_jupyter.testing.s3_server import S3Server
-from tests.unit.cluster.rig import Rig, put_bundle
+from tests.unit.cluster.rig import Disk, Rig, put_bundle
 
 
 @pytest.fixture(autouse=True)
@@ -247,3 +247,27 @@ async def test_packs_that_cannot_be_written_hold_up_nothing(
     await until(lambda: rig.job.has_told_its_end and not rig.job.is_uploading)
     [step] = [e for e in seen_elsewhere(tmp_path, place) if isinstance(e, events.StepCompleted)]
     assert step.step == 1
+
+
+async def test_bucket_gets_all_events_though_the_disk_here_was_full_at_the_end(
+    rig: Rig, tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Review R1, for a job of a bucket."""
+    disk = Disk(monkeypatch)
+    await rig.start("w1", place=place)
+    rig.commit("w1", 1)
+    disk.is_full = True
+    rig.commit("w1", 2)
+    await rig.coordinator._request("j", "stop", {"now": True})
+    rig.tick()
+    assert rig.job.state.is_ended
+    assert not rig.job.has_told_its_end
+    assert "cannot be written: No space left on device" in rig.job.log_trouble
+
+    disk.is_full = False
+    rig.tick()
+    await until(lambda: rig.job.has_told_its_end and not rig.job.is_uploading)
+    there = seen_elsewhere(tmp_path, place)
+    assert [e.step for e in there if isinstance(e, events.StepCompleted)] == [1, 2]
+    statuses = [e.status for e in there if isinstance(e, events.JobStatusChanged)]
+    assert statuses[-1] == "stopped"

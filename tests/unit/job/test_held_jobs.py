@@ -11,7 +11,7 @@ import pytest
 from etrain_jupyter import __version__
 from etrain_jupyter.bundle.capture import Bundle
 from etrain_jupyter.config import TrainConfig
-from etrain_jupyter.errors import JobLostError, JobNotFoundError, PoolError
+from etrain_jupyter.errors import JobLostError, JobNotFoundError, PoolError, RunStoreError
 from etrain_jupyter.events.log import EventLog
 from etrain_jupyter.events.types import JobStatusChanged
 from etrain_jupyter.job import held_jobs
@@ -166,3 +166,19 @@ def test_jobs_lists_the_newest_first_and_changes_nothing(
 )
 def test_name_comes_from_the_models_expression(expression: str, name: str) -> None:
     assert name_of_model(expression) == name
+
+
+def test_job_whose_folder_cannot_be_written_is_refused_in_words(
+    tmp_path: Path, orders: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Review R1: a full disk was a bare OSError in the cell."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(RunStore, "create", fail)
+    with pytest.raises(
+        RunStoreError, match=r"No space left on device\. Nothing was submitted\. Free"
+    ):
+        submit(RunStore(tmp_path))
+    assert orders == []

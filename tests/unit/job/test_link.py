@@ -187,5 +187,5 @@ def test_process_with_an_open_call_does_not_wait_for_the_answer(address: str) ->
 
 def test_text_that_utf8_cannot_encode_is_refused_by_name(link: ClusterLink) -> None:
     with pytest.raises(PoolError, match=r"caf.udce9.* cannot be sent .* Nothing was sent"):
-        link.call("echo", run_dir="/home/ann/caf\udce9/etrain-runs/job")
+        link.call("echo", run_dir="/data/caf\udce9/etrain-runs/job")
     assert link.call("echo", number=1) == {"echo": {"number": 1}}
