@@ -103,7 +103,12 @@ class Zygote:
                 env=environment,
                 cwd=ROOT,
             )
-        assert json.loads(self._socket.recv(100)) == {"ready": True}
+        try:
+            assert json.loads(self._socket.recv(100)) == {"ready": True}
+        except BaseException:  # a time-out of the test, too: its imports take long at times
+            self._process.kill()
+            self.close()
+            raise
         self._socket.setblocking(False)
         self._forking: deque[asyncio.Future[ForkedProcess]] = deque()
         self.living: dict[int, ForkedProcess] = {}

@@ -52,7 +52,7 @@ def zygote() -> Iterator[Zygote]:
     made.close()
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)  # its own zygote imports torch first
 async def test_sixty_generations_leave_nothing_behind(
     zygote: Zygote, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
