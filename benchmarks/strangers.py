@@ -4,7 +4,7 @@ A job of four ranks trains while another user's process (uid 65534, where root r
 to every port that is opened, as soon as it is there. Meanwhile a trainer is killed again and again,
 so that the ranks form new generations, and the job is given time to grow back. Three attacks, one
 after the other: ``place`` takes ranks' places, ``relay`` also passes on what it gets, ``flood``
-opens 1,500 connections to each port.
+opens 1,500 connections to each port that is new, which is a rank's.
 
 Everything that listens on this machine is attacked. So it only runs where nothing does yet::
 
