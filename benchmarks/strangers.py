@@ -89,6 +89,7 @@ def measure_attack(mode: str, seconds: float) -> dict[str, Any]:
         **figures,
         "kills": len(kills),
         "lost": sum(isinstance(fact, WorkerLost) for fact in facts),
+        "causes": [fact.cause for fact in facts if isinstance(fact, WorkerLost)],
         "formed": len(ready),
         "refused": len(formed - ready),
         "again": report.median_and_p95(kills),
