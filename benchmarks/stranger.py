@@ -5,7 +5,7 @@
 It asks the kernel for listeners (``sock_diag``, which every user may), and connects at once. On
 each it names the numbers that gloo takes for ranks. Modes: ``place`` keeps the connections, and
 reads what comes; ``relay`` passes on what comes to another port's connection; ``flood`` opens 1,500
-connections to each port. When its standard input ends, it prints its figures as JSON. Imports
+connections to each new port. When its standard input ends, it prints its figures as JSON. Imports
 nothing but the standard library: root starts it as another user, who may not read more.
 """
 
@@ -35,14 +35,15 @@ class Stranger:
 
     def __init__(self, mode: str, world_size: int) -> None:
         self._mode, self._world_size = mode, world_size
-        self._known: set[tuple[int, int]] = set()
+        # A flood of the scheduler's own port only shows how Dask takes it.
+        self._known = find_listeners() if mode == "flood" else set()
         self._open = selectors.DefaultSelector()
         self._targets: list[socket.socket] = []
         self.figures = dict.fromkeys(("ports", "connections", "bytes", "tls_alerts"), 0)
 
     def look(self) -> None:
         """Attack the listeners that are new."""
-        found = {port for family in (socket.AF_INET, socket.AF_INET6) for port in listeners(family)}
+        found = find_listeners()
         for port, _ in found - self._known:
             self._attack(port)
         self._known = found
@@ -110,8 +111,14 @@ _DIAG = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 4)  # NETLINK_SOCK_DIA
 _LISTENING, _DUMP, _BY_FAMILY, _DONE = 10, 0x301, 20, 3
 
 
-def listeners(family: int) -> list[tuple[int, int]]:
+def find_listeners() -> set[tuple[int, int]]:
     """Return port and inode of every listening TCP socket."""
+    families = (socket.AF_INET, socket.AF_INET6)
+    return {listener for family in families for listener in list_listeners(family)}
+
+
+def list_listeners(family: int) -> list[tuple[int, int]]:
+    """Return those of one family."""
     asked = struct.pack("BBBxI", family, socket.IPPROTO_TCP, 0, 1 << _LISTENING) + bytes(48)
     _DIAG.send(struct.pack("IHHII", 16 + len(asked), _BY_FAMILY, _DUMP, 0, 0) + asked)
     found: list[tuple[int, int]] = []

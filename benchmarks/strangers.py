@@ -4,7 +4,7 @@ A job of four ranks trains while another user's process (uid 65534, where root r
 to every port that is opened, as soon as it is there. Meanwhile a trainer is killed again and again,
 so that the ranks form new generations, and the job is given time to grow back. Three attacks, one
 after the other: ``place`` takes ranks' places, ``relay`` also passes on what it gets, ``flood``
-opens 1,500 connections to each port.
+opens 1,500 connections to each port that is new, which is a rank's.
 
 Everything that listens on this machine is attacked. So it only runs where nothing does yet::
 
@@ -89,6 +89,7 @@ def measure_attack(mode: str, seconds: float) -> dict[str, Any]:
         **figures,
         "kills": len(kills),
         "lost": sum(isinstance(fact, WorkerLost) for fact in facts),
+        "causes": [fact.cause for fact in facts if isinstance(fact, WorkerLost)],
         "formed": len(ready),
         "refused": len(formed - ready),
         "again": report.median_and_p95(kills),

@@ -21,6 +21,7 @@ from typing import Any
 
 from etrain_jupyter.ranks.group.authentication import (
     MAX_DESCRIBED,
+    MAX_UNCLAIMED,
     UnknownPeerError,
     list_ends,
 )
@@ -57,14 +58,18 @@ def make_held_device(host: str) -> GlooDevice:
             if hold(device):
                 return device
             reached.append(device)
+            device.seal()
+            if sum(each.num_unclaimed() for each in reached) > MAX_UNCLAIMED:
+                break  # they hold descriptors until they are freed
         described = list_ends([each.pair for each in device.connections()][:MAX_DESCRIBED])
+        num_reached = len(reached)
     finally:
         for each in reached:
             each.shut_down()
         # gloo's destructors wait for its 10 ms epoll ticks.
         threading.Thread(target=reached.clear, daemon=True, name="etrain-free").start()
     raise UnknownPeerError(
-        f"an unknown process connects to this job's ports: it reached {MAX_DEVICES} new ports "
+        f"an unknown process connects to this job's ports: it reached {num_reached} new ports "
         f"within about a millisecond each (the last from {described or 'an address now unknown'})"
     )
 

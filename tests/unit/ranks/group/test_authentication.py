@@ -264,6 +264,23 @@ def test_guarded_rank_leaves_a_port_that_a_stranger_has_reached_already(attacker
         admission.make_held_device(HOST)
 
 
+def test_ports_that_a_flood_has_reached_do_not_use_up_the_descriptors(attacker, monkeypatch):
+    made = []
+
+    class Flooded(GlooDevice):
+        def __init__(self, host: str, **_: Any) -> None:
+            super().__init__(host)
+            made.append(self)
+            attacker.flood(end_of(self), 20)
+            time.sleep(0.05)
+
+    monkeypatch.setattr(admission, "GlooDevice", Flooded)
+    monkeypatch.setattr(admission, "MAX_UNCLAIMED", 30)
+    with pytest.raises(CommunicationError, match="it reached 2 new ports"):
+        admission.make_held_device(HOST)
+    assert len(made) == 2
+
+
 def test_stranger_that_comes_when_the_port_is_held_costs_no_other_port(attacker):
     device = GlooDevice(HOST, on_listening=admission._hold_back)
     take_places(attacker)(0, device)
