@@ -78,7 +78,12 @@ class EtrainMagics(Magics):
         """Open TensorBoard under the cell, with the magic that it brings."""
         assert self.shell is not None, "magics are registered with a shell"
         self.shell.run_line_magic("load_ext", "tensorboard")
-        self.shell.run_line_magic("tensorboard", f"--logdir {shlex.quote(str(folder))}")
+        # Called, not run as a line: IPython would evaluate {expressions} and $names in the path of
+        # the folder, which a stranger's job may have chosen.
+        start = self.shell.find_line_magic("tensorboard")
+        if start is None:
+            raise EtrainError("the extension of tensorboard brings no %tensorboard. Nothing begun.")
+        start(f"--logdir {shlex.quote(str(folder))}")
         return ""
 
     def _run_line(self, line: str) -> str:

@@ -16,6 +16,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Protocol
 
+from pydantic import ValidationError
+
 from etrain_jupyter.command_line import (
     TRAINER_FAULTS,
     HelpRequested,
@@ -348,7 +350,13 @@ def _logs(surface: Surface, args: argparse.Namespace) -> str:
 def _tensorboard(surface: Surface, args: argparse.Namespace) -> str:
     require_tensorboard()
     record = surface.find(args.job).record
-    log = LogConfig.model_validate(record.config.get("log") or {})
+    try:
+        log = LogConfig.model_validate(record.config.get("log") or {})
+    except ValidationError as exc:
+        raise EtrainError(
+            f"the configuration of job {record.job_id} has a group log that this version does not "
+            f"know: {plain_line(str(exc.errors()[0]['msg']))}. Nothing was opened."
+        ) from exc
     folder = log.tensorboard_of(record.job_id, record.folder)
     if folder is None or (record.place and not folder.exists()):
         refresh_log(record)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -817,8 +818,29 @@ def test_tensorboard_opens_under_the_cell(
         return whole(name, line, *rest) if name == "etrain" else None
 
     monkeypatch.setattr(shell, "run_line_magic", call)
+    opened: list[str] = []
+    shell.register_magic_function(opened.append, "line", "tensorboard")
 
     _, said = run("%etrain tensorboard")
 
-    assert called[1:] == [("load_ext", "tensorboard"), ("tensorboard", f"--logdir {folder}")]
+    assert called[1:] == [("load_ext", "tensorboard")]
+    assert opened == [f"--logdir {folder}"]
     assert f"tensorboard --logdir {folder}" in said
+
+
+def test_folder_that_a_stranger_chose_is_not_evaluated(
+    shell: InteractiveShell, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Review S2: IPython evaluates {expressions} in the line of a magic."""
+    pytest.importorskip("tensorboard")
+    evil = "x{open('ran', 'w').write('x')}$HOME"
+    RunStore().create({"name": "digits", "created": 1.0, "config": {"log": {"tensorboard": evil}}})
+    monkeypatch.setattr(shell.extension_manager, "load_extension", lambda name: None)
+    opened: list[str] = []
+    shell.register_magic_function(opened.append, "line", "tensorboard")
+    monkeypatch.chdir(tmp_path)
+
+    run("%etrain tensorboard digits")
+
+    assert not (tmp_path / "ran").exists()
+    assert evil in shlex.split(opened[0])[1]

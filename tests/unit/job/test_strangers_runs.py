@@ -206,6 +206,21 @@ def test_own_cluster_is_found_by_its_id_whatever_else_the_record_says(store: Run
     assert isinstance(link_of(store.find(ID)), StoreLink)
 
 
+def test_head_with_a_machine_of_its_own_is_found_by_its_id(store: RunStore) -> None:
+    """Review S2: what this machine has of such a cluster is its keys and where it is reached."""
+    root = state_root()
+    root.mkdir(mode=0o700)
+    ours = ClusterDir.make(root / "aws-aaaaaa-bbbbbb", LocalSettings())
+    told = {"address": "tls://10.0.0.9:1", "instance_id": "i", "reached_at": "tls://127.0.0.1:8"}
+    (ours.path / "head.json").write_text(json.dumps(told))
+    record = plant(store, cluster={"cluster_id": ours.cluster_id, "address": "tcp://evil:1"})
+
+    link = link_of(record)
+
+    assert isinstance(link, ClusterLink)
+    assert link.address == "tls://127.0.0.1:8"
+
+
 @pytest.mark.parametrize("cluster_id", ["../../x", "local-../../x", "local-a/b", "", "local-\0"])
 def test_id_of_a_cluster_is_never_a_path(cluster_id: str, store: RunStore) -> None:
     """Review S2, S4."""
