@@ -80,7 +80,8 @@ class EtrainMagics(Magics):
         self.shell.run_line_magic("load_ext", "tensorboard")
         # Called, not run as a line: IPython would evaluate {expressions} and $names in the path of
         # the folder, which a stranger's job may have chosen.
-        start = self.shell.find_line_magic("tensorboard")
+        magics: dict[str, Any] = self.shell.magics_manager.magics["line"]
+        start = magics.get("tensorboard")
         if start is None:
             raise EtrainError("the extension of tensorboard brings no %tensorboard. Nothing begun.")
         start(f"--logdir {shlex.quote(str(folder))}")
