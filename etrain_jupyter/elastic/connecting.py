@@ -21,6 +21,10 @@ from etrain_jupyter.elastic.turn import Turn
 _GLOO_REMEDY = (
     "Check that the workers reach each other on every TCP port (firewall, security group)"
 )
+_STRANGER_REMEDY = (
+    "Stop that process, or keep other users and machines away from the workers' ports; then resume "
+    "the job with %etrain resume"
+)
 
 
 def count_failed_form(turn: Turn) -> None:
@@ -108,7 +112,7 @@ def _give_up(turn: Turn, failed: FailedForms) -> None:
         if state.backend == NCCL:
             remedy += "; or write backend: auto, which continues with gloo"
     else:
-        remedy = _GLOO_REMEDY
+        remedy = _STRANGER_REMEDY if "unknown process" in failed.error else _GLOO_REMEDY
     error = f"{what}; the last failed with {failed.error}. {remedy}" if failed.error else what
     workers = tuple(sorted(failed.workers))
     error_of_all = UserError(error=error, traceback="", workers=workers, step=state.step)

@@ -174,6 +174,18 @@ def test_job_whose_ranks_never_connect_fails_with_the_reason(backend, expected):
     assert ("every TCP port" in story.state.reason) == (backend != "nccl")
 
 
+def test_job_that_a_stranger_keeps_from_forming_fails_with_what_to_do_about_it():
+    # Review S3: retries are bounded, and the last word is about the stranger.
+    story = with_gpus("a", "b", backend="gloo")
+    text = "an unknown process connects to this job's ports (rank 0, port 4: uid 65534)"
+    while not story.state.outcome:
+        retry(break_off(story, error=text, backend="gloo"))
+    error = story.state.user_error.error
+    assert text in error
+    assert "Stop that process" in error
+    assert "firewall" not in error
+
+
 def test_job_that_gives_up_saves_the_state_that_its_ranks_hold():
     story = with_gpus("w1", "w2").formed().tell(s.StepsCommitted(step=7, step_s=0.1))
     for _ in range(MAX_FAILED_FORMS):
