@@ -13,6 +13,7 @@ from etrain_jupyter.ranks.gradients import step_header
 from etrain_jupyter.ranks.group.pending import MOST_TEXT, text_of
 from etrain_jupyter.ranks.group.process_group import BroadcastStore, CommunicationError, RankGroup
 from etrain_jupyter.ranks.state import transfer
+from etrain_jupyter.ranks.state.background_digest import BackgroundDigest
 from etrain_jupyter.ranks.state.capture import take_state
 from etrain_jupyter.ranks.state.checkpointer import Checkpointer
 from etrain_jupyter.ranks.state.moving_buffers import MovingBuffers
@@ -88,7 +89,7 @@ class Gpu:
         self.is_broken = False
         self._text = text
         places = [(step_header, "stack_means"), (trainer, "take_state"), (Checkpointer, "save_now")]
-        places += [(train_loop, "digest_of"), (MovingBuffers, "put_back")]
+        places += [(BackgroundDigest, "begin"), (MovingBuffers, "put_back")]
         places += [(MovingBuffers, "moved_since")]
         self.calls: list[str] = []
         for owner, name in places:

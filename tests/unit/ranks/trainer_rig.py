@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from etrain_jupyter.bundle.capture import capture_bundle
+from etrain_jupyter.bundle.files import write_bundle
 from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.ranks.control.channel import Channel, FrameDecoder, Message, encode
 from etrain_jupyter.ranks.group.process_group import BroadcastStore, RankGroup
@@ -74,10 +75,13 @@ class TrainerRig:
         ours, its = socket.socketpair()
         self._socket = ours
         self.said: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        bundle = capture_bundle(references, names, cell_numbers={name: 3})
+        folder.mkdir(parents=True, exist_ok=True)
+        write_bundle(folder / "bundle", bundle)
         order = {
             **{"trainer": "j/w1/1", "job_id": "j", "host": "127.0.0.1", "cwd": ""},
             "config": config.model_dump(mode="json", by_alias=True),
-            "bundle": capture_bundle(references, names, cell_numbers={name: 3}).data,
+            "bundle": {"path": str(folder / "bundle"), "digest": bundle.digest},
             "checkpoints": str(folder),
         }
         self.trainer = Trainer(ScriptedChannel(its), order)
