@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import math
 import os
 import random
 import threading
@@ -174,8 +173,7 @@ class Bucket:
         """Return a small object, or the beginning of a larger one; None if it is not there."""
 
         def fetch() -> bytes:
-            with self._request("get_object", Key=key)["Body"] as body:
-                return self._read_all(body, most_bytes)
+            return self._read_all(self._request("get_object", Key=key), most_bytes)
 
         try:
             return self._attempt(what, fetch)
@@ -232,8 +230,7 @@ class Bucket:
 
         def fetch() -> tuple[bytes, float, str]:
             answer = self._request("get_object", Key=key)
-            with answer["Body"] as body:
-                data = self._read_all(body, _MOST_DATED_BYTES)
+            data = self._read_all(answer, _MOST_DATED_BYTES)
             headers = answer["ResponseMetadata"]["HTTPHeaders"]
             return data, answer["LastModified"].timestamp(), headers.get("date", "")
 
@@ -242,20 +239,28 @@ class Bucket:
         except _NotThereError:
             return None
 
-    def _read_all(self, body: Any, most_bytes: int | None = None) -> bytes:
-        """Read an answer, or its first bytes; a server that sends in time gets more time.
+    def _read_all(self, answer: Mapping[str, Any], most_bytes: int | None = None) -> bytes:
+        """Read an object, or its first bytes; a server that sends in time gets more time.
 
         Args:
-            body: Of the answer, whose size is unknown.
+            answer: That of ``get_object``.
             most_bytes: Where to stop; None for its end.
+
+        Raises:
+            IncompleteReadError: If the connection ended before that. Neither urllib3 nor botocore
+                notices it where an answer is read in pieces.
         """
-        pieces, left = [], math.inf if most_bytes is None else most_bytes
-        while left > 0 and (piece := body.read(int(min(PIECE_BYTES, left)))):
-            pieces.append(piece)
-            left -= len(piece)
-            if (deadline := current()) is not None:
-                deadline.allow(len(piece) / self.limits.slowest_bytes_per_s)
-        return b"".join(pieces)
+        size = int(answer["ContentLength"])
+        size = size if most_bytes is None else min(size, most_bytes)
+        data = bytearray()
+        with answer["Body"] as body:
+            while len(data) < size and (piece := body.read(min(PIECE_BYTES, size - len(data)))):
+                data += piece
+                if (deadline := current()) is not None:
+                    deadline.allow(len(piece) / self.limits.slowest_bytes_per_s)
+        if len(data) < size:
+            raise IncompleteReadError(actual_bytes=len(data), expected_bytes=size)
+        return bytes(data)
 
     def delete(self, key: str, what: str) -> None:
         """Remove an object; it is no error if it is not there."""
@@ -598,7 +603,9 @@ def _asked_of(core: botocore.session.Session, name: str) -> Any:
 def _may_help_again(exc: Exception) -> bool:
     """Whether another attempt may end otherwise; boto3 has tried the rest again already."""
     if isinstance(exc, ClientError):
-        return code_of(exc) in _TRANSIENT
+        # A bare status instead of a code: the answer was cut short. Only HEAD's has no body.
+        is_cut_short = code_of(exc).isdecimal() and not exc.operation_name.startswith("Head")
+        return is_cut_short or code_of(exc) in _TRANSIENT
     if isinstance(exc, BotoCoreError):  # some are an OSError too
         return isinstance(exc, _IN_BODIES)
     return isinstance(exc, HTTPError | _CutShortError | ConnectionError | TimeoutError)

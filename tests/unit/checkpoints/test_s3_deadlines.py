@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import datetime
 import ipaddress
+import os
 import socket
 import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +33,7 @@ from etrain_jupyter.job.s3_run_store import S3RunStore
 from etrain_jupyter.pools.aws_spot import node_store
 from etrain_jupyter.pools.aws_spot.node_store import NodeStore, StoreError
 from etrain_jupyter.runs import objects
+from etrain_jupyter.testing.s3_faults import S3Fault
 from etrain_jupyter.testing.s3_server import S3Server
 
 pytestmark = [
@@ -216,13 +219,18 @@ def test_answer_that_comes_slowly_but_comes_is_read(
     bucket.put("a", data, "test")
     read = bucket._read_all
 
-    def read_slowly(body: Any) -> bytes:
-        class Slow:
-            def read(self, size: int) -> bytes:
-                time.sleep(0.4)
-                return bytes(body.read(size))
+    def read_slowly(answer: dict[str, Any], most_bytes: int | None = None) -> bytes:
+        @contextlib.contextmanager
+        def slow() -> Iterator[Any]:
+            with answer["Body"] as body:
 
-        return read(Slow())
+                def read_later(size: int) -> bytes:
+                    time.sleep(0.4)
+                    return bytes(body.read(size))
+
+                yield SimpleNamespace(read=read_later)
+
+        return read({**answer, "Body": slow()}, most_bytes)
 
     monkeypatch.setattr(bucket, "_read_all", read_slowly)
     assert bucket.get("a", "test") == data
@@ -257,3 +265,29 @@ def test_deadline_of_one_thread_leaves_others_alone() -> None:
     assert (over.is_over, other.is_over) == (True, False)
     for one in (*ours, *theirs):
         one.close()
+
+
+@pytest.mark.parametrize("size", [300, 3000, 200_000])
+def test_object_that_is_cut_short_is_read_again(
+    size: int, s3_server: S3Server, s3_bucket: str, no_pauses: None
+) -> None:
+    """Read in pieces, the half of an object looked like a whole one."""
+    bucket = Bucket(s3_bucket, "p", S3Limits())
+    data = os.urandom(size)
+    bucket.put("a", data, "test")
+    s3_server.set_faults(S3Fault(kind="truncate", every=2))
+    assert [bucket.get("a", "test") == data for _ in range(4)] == [True] * 4
+    assert bucket.get("a", "test", most_bytes=100) == data[:100]
+
+
+def test_refusal_that_is_cut_short_is_no_lack_of_credentials(
+    s3_server: S3Server, s3_bucket: str, no_pauses: None
+) -> None:
+    bucket = Bucket(s3_bucket, "p", S3Limits())
+    s3_server.set_faults(
+        S3Fault(kind="spoil_upload", every=2), S3Fault(kind="truncate", every=2, match="PUT ")
+    )
+    for number in range(4):
+        bucket.put("a", bytes([number]) * 300, "test")
+    s3_server.set_faults()
+    assert bucket.get("a", "test") == b"\x03" * 300

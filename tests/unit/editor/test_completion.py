@@ -85,7 +85,7 @@ def test_an_old_one_of_many_jobs_is_found_by_its_beginning(monkeypatch: pytest.M
 def test_flags_of_a_line_are_those_of_its_parser() -> None:
     assert offered("%%etrain distributed --|") == [
         *("--name", "--out", "--pool", "--wait", "--dry-run", "--quiet", "--resume", "--force"),
-        "--help",
+        *("--trust", "--help"),
     ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -124,12 +125,14 @@ async def test_report_that_cannot_be_taken_in_does_not_reach_dask(rig, caplog):
     assert "taking 'supervisor' of tls://stranger failed: KeyError" in caplog.text
 
 
-async def test_job_whose_folder_a_worker_does_not_see_is_refused(rig):
+async def test_job_whose_folder_a_worker_does_not_see_is_refused(rig, monkeypatch):
     rig.hello("w1", "w2")
     rig.scheduler.blind.add("tls://w2")
     with pytest.raises(RequestError, match=r"is not there for w2: .* ETRAIN_RUNS"):
         await rig.submit()
-    (rig.folder / "j").rmdir()
+    shutil.rmtree(rig.folder / "j")
+    elsewhere = {"bundle_digest": "0" * 64, "bundle_size": 1}
+    monkeypatch.setattr("tests.unit.cluster.rig.put_bundle", lambda order: elsewhere)
     with pytest.raises(RequestError, match="is not there for the scheduler, w2"):
         await rig.submit()
     assert rig.coordinator._jobs == {}

@@ -216,12 +216,11 @@ def test_garbage_does_not_keep_the_ranks_from_forming(attacker, then):
 def test_stranger_that_takes_a_place_and_ends_the_connection_breaks_the_group_at_once(
     attacker, then
 ):
-    began = time.monotonic()
     with attacked(2, take_places(attacker, then=then)) as ranks:
         errors = ranks.connect()
         assert all(isinstance(error, CommunicationError) for error in errors)
+        assert not any("in time" in str(error) for error in errors)
         assert attacker.num_received() == 0
-    assert time.monotonic() - began < authentication.FORM_TIMEOUT_S / 2
 
 
 @pytest.mark.parametrize("then", ["hold", "fin", "rst"])
