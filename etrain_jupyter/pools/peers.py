@@ -33,8 +33,6 @@ WORKER_REQUESTS = frozenset(
         "register-worker",
         "heartbeat_worker",
         "identity",
-        "retire_workers",
-        "unregister",
         "close",
         # Pieces of the bundles of active jobs.
         "etrain_bundle",

@@ -91,7 +91,10 @@ async def test_a_worker_cannot_run_a_function_on_the_scheduler(
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("operation", ["etrain_jobs", "broadcast", "terminate", "restart"])
+@pytest.mark.parametrize(
+    "operation",
+    ["etrain_jobs", "broadcast", "terminate", "restart", "retire_workers", "unregister"],
+)
 async def test_a_worker_cannot_send_what_the_kernel_sends(
     operation: str, scheduler: Any, tls: Path
 ) -> None:
