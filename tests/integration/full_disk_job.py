@@ -13,7 +13,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +32,13 @@ from etrain_jupyter.events.types import (
     WorkerLost,
 )
 from etrain_jupyter.pools.local import LocalPool
+from tests.integration.slow_jobs import PATIENCE_S, until
 
 DISK_BYTES = 2_000_000
 LEFT_BYTES = 150_000
 """What other files leave of the disk for the job's log and checkpoints, at first."""
 STEPS_PER_S = 60
 """How much longer the job is for each second; its whole log has to fit the disk."""
-PATIENCE_S = 150.0
 SHOW = "import sys; from etrain_jupyter.cli import main; main(['show', sys.argv[1]])"
 
 
@@ -62,14 +61,6 @@ BODY: dict[str, Any] = {
     "workers": {"min": 2, "max": 2},
     "checkpoint": {"every": "100 steps"},
 }
-
-
-def until(condition: Callable[[], Any], what: str) -> Any:
-    deadline = time.monotonic() + PATIENCE_S
-    while not (found := condition()):
-        assert time.monotonic() < deadline, f"{what} did not happen in {PATIENCE_S:.0f} s"
-        time.sleep(0.05)
-    return found
 
 
 def free_bytes(folder: Path) -> int:
