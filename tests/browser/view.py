@@ -9,10 +9,10 @@ from typing import Any
 
 from playwright.sync_api import Locator, Page
 
-from etrain_jupyter.dashboard.browser import WIDGET_SCRIPT
-from etrain_jupyter.dashboard.feed import Feed
-from etrain_jupyter.dashboard.snapshot import JobView
-from etrain_jupyter.events import types as t
+from etrain_jupyter.log import events as t
+from etrain_jupyter.notebook.dashboard.browser import WIDGET_SCRIPT
+from etrain_jupyter.notebook.dashboard.feed import Feed
+from etrain_jupyter.notebook.dashboard.snapshot import JobView
 
 # What anywidget would do with our module, and what a test wants to know of the page.
 MOUNT = """

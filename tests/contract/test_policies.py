@@ -14,17 +14,17 @@ import boto3
 import pytest
 from botocore.exceptions import ClientError
 
-from etrain_jupyter.checkpoints import bucket_owners
 from etrain_jupyter.errors import PoolError
-from etrain_jupyter.pools.aws_spot.bootstrap import config_of
-from etrain_jupyter.pools.aws_spot.check import check_account
-from etrain_jupyter.pools.aws_spot.ec2 import Clients, create_fleet, list_instances, tag_list
-from etrain_jupyter.pools.aws_spot.memory import LaunchRequest
-from etrain_jupyter.pools.aws_spot.policy import head_policy, launcher_policy
-from etrain_jupyter.pools.aws_spot.reaping import remove
-from etrain_jupyter.pools.aws_spot.spec import AwsSpotSpec
-from etrain_jupyter.pools.aws_spot.surroundings import Surroundings, set_up
-from etrain_jupyter.pools.tls import mint_certificates, write_certificates
+from etrain_jupyter.pools.ec2.bootstrap import config_of
+from etrain_jupyter.pools.ec2.client.check import check_account
+from etrain_jupyter.pools.ec2.client.policy import head_policy, launcher_policy
+from etrain_jupyter.pools.ec2.ec2_api import Clients, create_fleet, list_instances, tag_list
+from etrain_jupyter.pools.ec2.fleet_state import LaunchRequest
+from etrain_jupyter.pools.ec2.launch_context import Surroundings, set_up
+from etrain_jupyter.pools.ec2.reaping import remove
+from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
+from etrain_jupyter.process.tls import mint_certificates, write_certificates
+from etrain_jupyter.storage.objects import bucket_owners
 from etrain_jupyter.testing.fakeaws import FakeAws
 
 pytestmark = pytest.mark.aws
