@@ -24,7 +24,7 @@ from etrain_jupyter.notebook.dashboard.browser import cell_numbers, has_front_en
 from etrain_jupyter.notebook.dashboard.link import link
 from etrain_jupyter.notebook.dashboard.widget import Dashboard
 from etrain_jupyter.notebook.job.open_jobs import attach, hold, jobs, submit_job
-from etrain_jupyter.notebook.job.resume import Wish
+from etrain_jupyter.notebook.job.resume import ResumeRequest
 from etrain_jupyter.notebook.job.run_store import ROOT_VARIABLE, open_runs
 from etrain_jupyter.notebook.job.screen import Screen
 from etrain_jupyter.notebook.job.training_job import TrainingJob
@@ -140,7 +140,7 @@ def resume(
     """Let an ended job go on with a cell's code and values; say from where."""
     for warning in plan.bundle.warnings:
         print(f"etrain: {warning}")
-    wish = Wish(
+    wish = ResumeRequest(
         config=plan.config,
         bundle=plan.bundle,
         cell=plan.cell,

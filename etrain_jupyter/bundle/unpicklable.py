@@ -23,7 +23,7 @@ _DEFAULT_REMEDY = "Create it inside a function that runs on the worker, or leave
 
 
 @dataclass(frozen=True, kw_only=True)
-class Refusal:
+class Unpicklable:
     """Why an object stays here."""
 
     what: str
@@ -34,28 +34,28 @@ class Refusal:
 class RefusedError(Exception):
     """Ends pickling at an object that must not travel."""
 
-    def __init__(self, refusal: Refusal) -> None:
+    def __init__(self, refusal: Unpicklable) -> None:
         super().__init__(refusal.what)
         self.refusal = refusal
 
 
-def refusal_of(value: Any) -> Refusal | None:
+def refusal_of(value: Any) -> Unpicklable | None:
     """Return why ``value`` itself cannot travel, or None; what it holds is not looked at."""
     if isinstance(value, io.IOBase):
         return _refusal_of_file(value)
     if isinstance(value, socket.socket):
-        return Refusal(what="an open socket", remedy="Connect where it is used, on the worker.")
+        return Unpicklable(what="an open socket", remedy="Connect where it is used, on the worker.")
     if isinstance(value, GeneratorType | CoroutineType | AsyncGeneratorType):
         remedy = "Name the function that makes it, or put what it yields into a list."
-        return Refusal(
+        return Unpicklable(
             what=f"a {type(value).__name__.replace('_', ' ')} that has begun", remedy=remedy
         )
     if isinstance(value, _LOCKS):
-        return Refusal(
+        return Unpicklable(
             what="a lock", remedy="Make it where it is used: ranks are processes of their own."
         )
     if type(value).__name__ in _SHELLS and hasattr(value, "user_ns"):
-        return Refusal(
+        return Unpicklable(
             what="the notebook's own shell", remedy="Code that trains must not use get_ipython()."
         )
     torch = sys.modules.get("torch")
@@ -64,7 +64,7 @@ def refusal_of(value: Any) -> Refusal | None:
     return None
 
 
-def _refusal_of_file(value: io.IOBase) -> Refusal | None:
+def _refusal_of_file(value: io.IOBase) -> Unpicklable | None:
     if isinstance(value, io.BytesIO | io.StringIO) or is_standard_stream(value):
         return None
     name = getattr(value, "name", None)
@@ -74,15 +74,15 @@ def _refusal_of_file(value: io.IOBase) -> Refusal | None:
         "Open it where it is used, for example in __getitem__, or in a function that builds "
         "the data set."
     )
-    return Refusal(what=state + shown, remedy=remedy)
+    return Unpicklable(what=state + shown, remedy=remedy)
 
 
-def _refusal_of_tensor(value: Any) -> Refusal | None:
+def _refusal_of_tensor(value: Any) -> Unpicklable | None:
     device = str(value.device)
     if device.startswith(("cpu", "meta")):
         return None
     shape = tuple(value.shape)
-    return Refusal(
+    return Unpicklable(
         what=f"a tensor of shape {shape} on {device} of this machine",
         remedy="Ship .cpu() of it, or a function that builds it on the worker; the trainer moves "
         "it to its device.",

@@ -64,7 +64,7 @@ class Restarts:
         return 0.0 if num_deaths == 1 else FIRST_BACK_OFF_S * 2.0 ** (num_deaths - 2)
 
 
-class Children:
+class ChildWatch:
     """Waits for children and for the wish to end, on the main thread."""
 
     def __init__(self) -> None:
@@ -130,7 +130,7 @@ class Keeper:
         cluster: ClusterDir,
         start: Callable[[int, float], int],
         *,
-        children: Children,
+        children: ChildWatch,
         restarts: Restarts,
     ) -> None:
         self._cluster = cluster
@@ -285,7 +285,7 @@ def main() -> None:
     cluster = ClusterDir(arguments.state_dir)
     adopt_orphans()
     starter = SchedulerStarter(cluster, arguments.lock_fd, arguments.ready_fd)
-    keeper = Keeper(cluster, starter, children=Children(), restarts=Restarts())
+    keeper = Keeper(cluster, starter, children=ChildWatch(), restarts=Restarts())
     is_in_order = False
     try:
         is_in_order = keeper.run()

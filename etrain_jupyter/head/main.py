@@ -50,7 +50,7 @@ WORKERS_END_S = 4.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Life:
+class SchedulerIncarnation:
     """One of the schedulers that a cluster has had, one after the other."""
 
     keeper: int
@@ -70,7 +70,7 @@ class Head:
         life: Which of the cluster's schedulers it is.
     """
 
-    def __init__(self, cluster: ClusterDir, life: Life) -> None:
+    def __init__(self, cluster: ClusterDir, life: SchedulerIncarnation) -> None:
         self._cluster = cluster
         self._life = life
         self._settings = cluster.settings()
@@ -252,7 +252,9 @@ class Head:
         return {}
 
 
-async def run_head(cluster: ClusterDir, life: Life, lock_fd: int, ready_fd: int) -> None:
+async def run_head(
+    cluster: ClusterDir, life: SchedulerIncarnation, lock_fd: int, ready_fd: int
+) -> None:
     """Start, tell the launcher, serve, and end; the keeper removes what is left."""
     mint(cluster)
     head = Head(cluster, life)
@@ -323,7 +325,7 @@ def main() -> None:
     code = 0
     try:
         configure_dask(cluster.scratch)
-        life = Life(
+        life = SchedulerIncarnation(
             keeper=arguments.keeper,
             lifeline=lifeline,
             number=arguments.num_lives,

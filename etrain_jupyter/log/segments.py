@@ -47,7 +47,7 @@ _UNREADABLE = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class SegmentLocation:
     """Where in a log the lines of a segment are."""
 
     begin: int
@@ -83,7 +83,9 @@ def read_log(path: str | os.PathLike[str], *, since: int = 0) -> Events:
     return events.after(since) if since else events
 
 
-def finished_segments(log_path: Path, *, since: int = 0) -> Iterator[tuple[Block | None, Place]]:
+def finished_segments(
+    log_path: Path, *, since: int = 0
+) -> Iterator[tuple[Block | None, SegmentLocation]]:
     """Yield a log's segments, each with its place, up to the first that is missing or unusable.
 
     Those that hold nothing after ``since`` come without their block.
@@ -125,7 +127,7 @@ def compact(log_path: Path) -> int:
         end = reader.position[0]
         events = parse_lines(lines, log_path, first)
         block = pack(events, _lines_to_keep(lines, events))
-        place = Place(begin=begin, end=end, last_line=zlib.crc32(lines[-1]))
+        place = SegmentLocation(begin=begin, end=end, last_line=zlib.crc32(lines[-1]))
         _write(segments_of(log_path) / _name_of(first), block, place, events)
         num_new += 1
 
@@ -140,7 +142,7 @@ def _lines_to_keep(lines: list[bytes], events: list[Event]) -> dict[int, bytes]:
     }
 
 
-def _write(path: Path, block: Block, place: Place, events: list[Event]) -> None:
+def _write(path: Path, block: Block, place: SegmentLocation, events: list[Event]) -> None:
     """Put a segment where readers look for it once it is proven to say what the lines say."""
     path.parent.mkdir(exist_ok=True)
     _tidy(path.parent)
@@ -184,7 +186,7 @@ def _holds(block: Block, events: list[Event]) -> bool:
     return block.num_events == len(events) and all(repr(one) == repr(two) for one, two in pairs)
 
 
-def _arrays_of(block: Block, place: Place) -> dict[str, Any]:
+def _arrays_of(block: Block, place: SegmentLocation) -> dict[str, Any]:
     facts = {
         "format": FORMAT,
         "job_id": block.job_id,
@@ -212,11 +214,11 @@ def _facts_in(file: Any) -> dict[str, Any]:
     return facts
 
 
-def _place_in(file: Any, first_seq: int) -> Place:
+def _place_in(file: Any, first_seq: int) -> SegmentLocation:
     facts = _facts_in(file)
     if (facts["first_seq"], facts["num_events"]) != (first_seq, EVENTS_PER_SEGMENT):
         raise ValueError(f"it holds {facts['num_events']} events from {facts['first_seq']} on")
-    return Place(begin=facts["begin"], end=facts["end"], last_line=facts["last_line"])
+    return SegmentLocation(begin=facts["begin"], end=facts["end"], last_line=facts["last_line"])
 
 
 def _block_in(file: Any) -> Block:
@@ -235,7 +237,7 @@ def _block_in(file: Any) -> Block:
     )
 
 
-def _is_in_log(place: Place, log_path: Path) -> bool:
+def _is_in_log(place: SegmentLocation, log_path: Path) -> bool:
     """Tell whether a log has these lines, by the last one of them."""
     with open_regular(log_path) as file:
         start = max(0, place.begin, place.end - _LONGEST_LOOK)

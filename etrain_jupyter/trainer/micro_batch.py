@@ -180,7 +180,7 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-class Memory(NamedTuple):
+class DeviceMemory(NamedTuple):
     """What a device has; in bytes."""
 
     free: int
@@ -190,12 +190,12 @@ class Memory(NamedTuple):
         return f"{in_gib(self.free)} of {in_gib(self.total)} free"
 
 
-def memory_of(device: torch.device) -> Memory:
+def memory_of(device: torch.device) -> DeviceMemory:
     """Return what is free on a device: for us as well as for others."""
     if device.type == "cuda":
-        return Memory(*torch.cuda.mem_get_info(device))
+        return DeviceMemory(*torch.cuda.mem_get_info(device))
     found = psutil.virtual_memory()
-    return Memory(found.available, found.total)
+    return DeviceMemory(found.available, found.total)
 
 
 def in_gib(num_bytes: int) -> str:

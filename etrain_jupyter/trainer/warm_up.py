@@ -42,7 +42,7 @@ from etrain_jupyter.trainer.state.running_buffers import MovingBuffers
 from etrain_jupyter.trainer.workload import Workload
 
 
-class Found(NamedTuple):
+class PassEffects(NamedTuple):
     """What a pass does to the model."""
 
     moving: MovingBuffers
@@ -86,7 +86,7 @@ class WarmUp:
         self._before = self._buffers.copy()
         self._has_tried_metrics = False
 
-    def run(self) -> Found:
+    def run(self) -> PassEffects:
         """Try everything.
 
         Raises:
@@ -104,7 +104,7 @@ class WarmUp:
                 self._compile(count)
             if self._micro.is_auto:
                 self._find_micro_batch()
-        return Found(moving, has_unused)
+        return PassEffects(moving, has_unused)
 
     # --- passes ---
 

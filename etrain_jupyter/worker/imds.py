@@ -32,7 +32,7 @@ class ImdsError(OSError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class ImdsResponse:
     """What the service says at one path."""
 
     text: str
@@ -82,7 +82,7 @@ class Imds:
         answer = self.ask(path)
         return None if answer is None else answer.text
 
-    def ask(self, path: str) -> Answer | None:
+    def ask(self, path: str) -> ImdsResponse | None:
         """Do as ``get``, and say when it was answered."""
         for is_last in (False, True):
             token = self._current_token(is_new=is_last)
@@ -118,10 +118,10 @@ class Imds:
                 self._renew_at = time.monotonic() + TOKEN_S - RENEW_S
             return self._token
 
-    def _read(self, request: urllib.request.Request) -> Answer:
+    def _read(self, request: urllib.request.Request) -> ImdsResponse:
         with self._open(request, timeout=self._timeout_s) as answer:
             text = answer.read(MOST_BYTES).decode()
-            return Answer(text=text, at=_instant_of(answer.headers.get("Date")))
+            return ImdsResponse(text=text, at=_instant_of(answer.headers.get("Date")))
 
     def identity(self) -> Identity:
         """Return which machine this is.

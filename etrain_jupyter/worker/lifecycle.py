@@ -93,7 +93,7 @@ class WorkerOptions:
     """Folder for Dask."""
 
 
-class WorkerLife:
+class WorkerLifecycle:
     """One worker process.
 
     Args:
@@ -226,11 +226,11 @@ def noting_its_end(server: type[Any]) -> type[Any]:
     return type(server.__name__, (server,), {"close": close, "close_reason": ""})
 
 
-async def _run(make: Callable[[], WorkerLife]) -> None:
+async def _run(make: Callable[[], WorkerLifecycle]) -> None:
     await make().run()  # made where its event loop runs
 
 
-def run_process(make: Callable[[], WorkerLife], *, scratch: Path) -> None:
+def run_process(make: Callable[[], WorkerLifecycle], *, scratch: Path) -> None:
     """Be a worker process until the end, and leave no thread behind that could keep it.
 
     It never outlives whoever started it: the end of the pipe on its standard input tells it.

@@ -12,7 +12,7 @@ from pathlib import Path
 from etrain_jupyter.process.cluster_dir import ClusterDir, ClusterRecord
 from etrain_jupyter.process.entry import log_to_stderr
 from etrain_jupyter.worker.lifecycle import (
-    WorkerLife,
+    WorkerLifecycle,
     WorkerOptions,
     run_process,
 )
@@ -59,7 +59,7 @@ def main() -> None:
         scratch=cluster.scratch,
     )
     log_to_stderr()
-    run_process(lambda: WorkerLife(options, LocalFinder(cluster)), scratch=cluster.scratch)
+    run_process(lambda: WorkerLifecycle(options, LocalFinder(cluster)), scratch=cluster.scratch)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from etrain_jupyter.wire.notices import INTERRUPTION, REBALANCE
-from etrain_jupyter.worker.imds import Answer, Imds, ImdsError, instant_of_iso
+from etrain_jupyter.worker.imds import Imds, ImdsError, ImdsResponse, instant_of_iso
 
 logger = logging.getLogger("etrain.notices")
 
@@ -106,7 +106,7 @@ class NoticeWatch:
             logger.info("the metadata service tells of this machine's %s again", kind)
 
 
-def _read(kind: str, answer: Answer) -> Notice:
+def _read(kind: str, answer: ImdsResponse) -> Notice:
     """Return the notice in an answer; its deadline by this machine's clock, which may be wrong."""
     told = json.loads(answer.text)
     if kind == REBALANCE:

@@ -58,7 +58,7 @@ class Outbox:
 
 
 @dataclass
-class Standing:
+class TrainerReport:
     """What the next coordinator has to know of a trainer, from what it was told and has said."""
 
     started_at: float

@@ -18,7 +18,7 @@ from distributed.comm.core import CommClosedError
 from etrain_jupyter.wire.channel import Message
 from etrain_jupyter.wire.versions import read_fingerprint
 from etrain_jupyter.worker.bundles import BundleFetchError, MachineBundles, folder_of
-from etrain_jupyter.worker.outbox import Outbox, Standing
+from etrain_jupyter.worker.outbox import Outbox, TrainerReport
 from etrain_jupyter.worker.preemption_watch import OwnNotices
 from etrain_jupyter.worker.trainer_process import TrainerProcess
 
@@ -83,7 +83,7 @@ class Supervisor(WorkerPlugin):
         self._outbox = Outbox()
         self._notices = OwnNotices(self._send)
         self._bundles = MachineBundles(self._fetch_bundle)
-        self._standings: dict[str, Standing] = {}
+        self._standings: dict[str, TrainerReport] = {}
         """Of the trainers that run, and of those whose end nobody has heard of."""
         self._may_read = asyncio.Event()
         """Whether what trainers say is read: no more than can be kept."""
@@ -240,7 +240,7 @@ class Supervisor(WorkerPlugin):
         is_new = trainer is None
         trainer = trainer or self._new_trainer()
         trainer.name = order["trainer"]
-        self._standings[trainer.name] = Standing(started_at=time.time(), pid=trainer.pid)
+        self._standings[trainer.name] = TrainerReport(started_at=time.time(), pid=trainer.pid)
         # Known before it runs: orders that come meanwhile wait for it, a kill is carried out.
         self._trainers[trainer.name] = trainer
         if is_new:

@@ -25,7 +25,7 @@ from etrain_jupyter.log.events import (
 from etrain_jupyter.magics import give_empty_body, split_line
 from etrain_jupyter.notebook.commands.subcommands import LATER, SUBCOMMANDS, Subcommand
 from etrain_jupyter.notebook.dashboard import widget
-from etrain_jupyter.notebook.dashboard.link import Link
+from etrain_jupyter.notebook.dashboard.link import PanelComm
 from etrain_jupyter.notebook.job import open_jobs
 from etrain_jupyter.notebook.job.run_store import JobRecord, RunStore
 from etrain_jupyter.notebook.job.training_job import TrainingJob
@@ -118,7 +118,7 @@ def test_load_ext_registers_and_unload_ext_removes(shell: InteractiveShell) -> N
 def test_loading_in_a_terminal_opens_no_way_to_a_browser(
     shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = Link()
+    made = PanelComm()
     monkeypatch.setattr(launch, "link", lambda: made)
 
     etrain_jupyter.load_ipython_extension(shell)
@@ -129,9 +129,9 @@ def test_loading_in_a_terminal_opens_no_way_to_a_browser(
 @pytest.fixture
 def posted(
     shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch
-) -> tuple[Link, list[dict[str, Any]]]:
+) -> tuple[PanelComm, list[dict[str, Any]]]:
     """Load into a kernel with a front end; return its link and what the latter hears."""
-    made, heard = Link(), list[dict[str, Any]]()
+    made, heard = PanelComm(), list[dict[str, Any]]()
     monkeypatch.setattr(made, "open", lambda: None)
     monkeypatch.setattr(made.panel, "_post", heard.append)
     for module in (launch, widget):
@@ -144,7 +144,7 @@ def posted(
 
 
 def test_the_side_panel_gets_the_template_that_the_magic_prints(
-    posted: tuple[Link, list[dict[str, Any]]], run: Run
+    posted: tuple[PanelComm, list[dict[str, Any]]], run: Run
 ) -> None:
     made, heard = posted
     _, printed = run("%etrain template")
@@ -155,7 +155,7 @@ def test_the_side_panel_gets_the_template_that_the_magic_prints(
 
 
 def test_a_job_attached_from_the_side_panel_is_listed_and_the_latest_stays_the_latest(
-    posted: tuple[Link, list[dict[str, Any]]], run: Run
+    posted: tuple[PanelComm, list[dict[str, Any]]], run: Run
 ) -> None:
     made, heard = posted
     elsewhere, mine = make_job(name="elsewhere"), make_job(name="mine", created=2.0)
@@ -171,7 +171,7 @@ def test_a_job_attached_from_the_side_panel_is_listed_and_the_latest_stays_the_l
 
 
 def test_a_quiet_cell_lists_its_job_and_shows_nothing(
-    posted: tuple[Link, list[dict[str, Any]]], run: Run, submitted: list[launch.Plan]
+    posted: tuple[PanelComm, list[dict[str, Any]]], run: Run, submitted: list[launch.Plan]
 ) -> None:
     made, _ = posted
     run(NOTEBOOK)

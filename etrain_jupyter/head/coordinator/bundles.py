@@ -20,7 +20,7 @@ from pathlib import Path
 
 from etrain_jupyter.bundle.files import CHUNK_BYTES, has_digest
 from etrain_jupyter.head.coordinator.requests import RequestError
-from etrain_jupyter.head.jobs.job_spec import Order
+from etrain_jupyter.head.jobs.job_spec import JobSpec
 
 _NAME = re.compile(r"bundle(-[0-9a-f]{12})?")
 
@@ -32,7 +32,7 @@ class HeadBundles:
         orders: Returns the orders of the jobs that have not ended.
     """
 
-    def __init__(self, orders: Callable[[], Iterable[Order]]) -> None:
+    def __init__(self, orders: Callable[[], Iterable[JobSpec]]) -> None:
         self._orders = orders
         self._drafts: set[Path] = set()
         """Files that a kernel is sending."""
@@ -42,14 +42,14 @@ class HeadBundles:
         for draft in self._drafts:
             draft.unlink(missing_ok=True)
 
-    async def is_here(self, order: Order) -> bool:
+    async def is_here(self, order: JobSpec) -> bool:
         """Whether this process sees a job's bundle, whole."""
         _check_name(order)
         return await asyncio.to_thread(
             has_digest, order.bundle_path, order.bundle_digest, size=order.bundle_size
         )
 
-    async def put(self, order: Order, offset: int, data: bytes) -> None:
+    async def put(self, order: JobSpec, offset: int, data: bytes) -> None:
         """Take a piece of a bundle whose file this process does not see.
 
         Raises:
@@ -91,12 +91,12 @@ class HeadBundles:
             ) from exc
 
 
-def _check_name(order: Order) -> None:
+def _check_name(order: JobSpec) -> None:
     if not _NAME.fullmatch(order.bundle_file):
         raise RequestError(f"{order.bundle_file!r} is no name of a bundle's file")
 
 
-def _write_piece(order: Order, draft: Path, offset: int, data: bytes) -> bool:
+def _write_piece(order: JobSpec, draft: Path, offset: int, data: bytes) -> bool:
     draft.parent.mkdir(parents=True, exist_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if offset == 0 else 0)
     with os.fdopen(os.open(draft, flags, 0o600), "wb") as file:

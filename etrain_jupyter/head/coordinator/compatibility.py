@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from etrain_jupyter.head.coordinator.roster import WorkerFacts
-from etrain_jupyter.head.jobs.job_spec import Order
+from etrain_jupyter.head.jobs.job_spec import JobSpec
 from etrain_jupyter.log import events
 from etrain_jupyter.wire.versions import PROTOCOL, PROTOCOL_KEY, Comparison, compare
 
@@ -35,7 +35,7 @@ class Fitness:
         return found.fits
 
 
-def expected_of(order: Order) -> Mapping[str, str]:
+def expected_of(order: JobSpec) -> Mapping[str, str]:
     """Return what a worker of this job should be: as the notebook, and one that understands us."""
     return {**order.fingerprint, PROTOCOL_KEY: str(PROTOCOL)}
 

@@ -23,12 +23,12 @@ from etrain_jupyter.head.coordinator.nodes import NodeCost, NodeSource
 from etrain_jupyter.head.coordinator.notices import Notices
 from etrain_jupyter.head.coordinator.recovery import Returning
 from etrain_jupyter.head.coordinator.requests import RequestError, Requests, UnknownJobError
-from etrain_jupyter.head.coordinator.roster import Roster, WorkerFacts
+from etrain_jupyter.head.coordinator.roster import WorkerFacts, WorkerRoster
 from etrain_jupyter.head.coordinator.sharing import Sharing
 from etrain_jupyter.head.jobs.costs import Money
 from etrain_jupyter.head.jobs.hosted_job import HostedJob
 from etrain_jupyter.head.jobs.job_records import JobRecords
-from etrain_jupyter.head.jobs.job_spec import Order
+from etrain_jupyter.head.jobs.job_spec import JobSpec
 from etrain_jupyter.head.jobs.mirrored_log import open_run
 from etrain_jupyter.head.jobs.reports import Message
 from etrain_jupyter.log import events
@@ -74,7 +74,7 @@ class Coordinator(SchedulerPlugin):
         self._jobs: dict[str, HostedJob] = {}
         silence_s = float(os.environ.get("ETRAIN_SILENCE_S", silence_s))
         self._hang_s = float(os.environ.get("ETRAIN_HANG_S", HANG_S))
-        self._workers = Roster(silence_s=silence_s, tick_s=TICK_S)
+        self._workers = WorkerRoster(silence_s=silence_s, tick_s=TICK_S)
         self._sharing = Sharing(nodes, self._workers, self._active)
         self._notices = Notices(self._workers, self._active, self._allocate, nodes)
         self._injector = Injector(nodes, self._workers, self._notices)
@@ -120,7 +120,7 @@ class Coordinator(SchedulerPlugin):
         recalled = [job for job in self._active() if job.recalled is not None]
         self._returning = Returning(died_at, recalled) if recalled else None
 
-    def _host(self, order: Order, **more: Any) -> HostedJob:
+    def _host(self, order: JobSpec, **more: Any) -> HostedJob:
         job = HostedJob(order=order, tell=self._tell, hang_s=self._hang_s, **more)
         job.before_end = self._money.tell_last
         job.describe_worker = self._machine_of
@@ -442,7 +442,7 @@ class Coordinator(SchedulerPlugin):
     # --- what the kernel may call ---
 
     async def _submit(self, job: dict[str, Any]) -> dict[str, Any]:
-        order = Order.from_message(job)
+        order = JobSpec.from_message(job)
         known = self._jobs.get(order.job_id)
         if known is not None and not (order.resumes and known.state.is_ended):
             raise RequestError(
@@ -467,7 +467,7 @@ class Coordinator(SchedulerPlugin):
         self._allocate()
         return {"job_id": order.job_id}
 
-    async def _open(self, order: Order) -> HostedJob:
+    async def _open(self, order: JobSpec) -> HostedJob:
         """Write down a job that is submitted, and open its log.
 
         Raises:
@@ -485,7 +485,7 @@ class Coordinator(SchedulerPlugin):
             raise
 
     async def _put_bundle(self, job: dict[str, Any], offset: int, data: bytes) -> dict[str, Any]:
-        await self._bundles.put(Order.from_message(job), offset, data)
+        await self._bundles.put(JobSpec.from_message(job), offset, data)
         return {}
 
     async def _read_bundle(self, digest: str, offset: int) -> dict[str, Any]:

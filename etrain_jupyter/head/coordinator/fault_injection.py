@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from etrain_jupyter.head.coordinator import clock
 from etrain_jupyter.head.coordinator.nodes import NodeSource
 from etrain_jupyter.head.coordinator.notices import Notices
-from etrain_jupyter.head.coordinator.roster import Roster
+from etrain_jupyter.head.coordinator.roster import WorkerRoster
 from etrain_jupyter.log import events
 from etrain_jupyter.rules.policy.chaos import Chaos
 
@@ -103,7 +103,7 @@ class Injector:
         notices: Announces that machines will be taken.
     """
 
-    def __init__(self, nodes: NodeSource, roster: Roster, notices: Notices) -> None:
+    def __init__(self, nodes: NodeSource, roster: WorkerRoster, notices: Notices) -> None:
         self._nodes = nodes
         self._roster = roster
         self._notices = notices

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from etrain_jupyter.head.coordinator import clock
 from etrain_jupyter.head.coordinator.nodes import NodeSource
-from etrain_jupyter.head.coordinator.roster import Roster, WorkerFacts
+from etrain_jupyter.head.coordinator.roster import WorkerFacts, WorkerRoster
 from etrain_jupyter.log import events
 from etrain_jupyter.rules.membership import stimuli as s
 from etrain_jupyter.wire.channel import Message
@@ -33,7 +33,7 @@ class Notices:
 
     def __init__(
         self,
-        roster: Roster,
+        roster: WorkerRoster,
         active: Callable[[], list[HostedJob]],
         allocate: Callable[[], None],
         nodes: NodeSource,

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from etrain_jupyter.head.coordinator import clock
 from etrain_jupyter.head.coordinator.fault_injection import Injector
 from etrain_jupyter.head.coordinator.nodes import NodeSource
-from etrain_jupyter.head.coordinator.roster import Roster, WorkerFacts
+from etrain_jupyter.head.coordinator.roster import WorkerFacts, WorkerRoster
 from etrain_jupyter.head.jobs.hosted_job import HostedJob
 from etrain_jupyter.rules.membership import stimuli as s
 from etrain_jupyter.rules.policy.chaos import FAULT_KINDS, Chaos
@@ -60,7 +60,7 @@ class Requests:
         self,
         *,
         nodes: NodeSource,
-        roster: Roster,
+        roster: WorkerRoster,
         injector: Injector,
         allocate: Callable[[], None],
     ) -> None:

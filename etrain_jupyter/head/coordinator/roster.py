@@ -31,7 +31,7 @@ class WorkerFacts:
     """What is installed there, see ``node.fingerprint``; empty if it does not tell."""
 
 
-class Roster:
+class WorkerRoster:
     """Knows the workers, and fences those that were given up. Time is an argument.
 
     A worker that was silent for too long counts as gone, although its connection may still stand.

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from etrain_jupyter.head.coordinator import clock
 from etrain_jupyter.head.coordinator.compatibility import Fitness
 from etrain_jupyter.head.coordinator.nodes import NodeSource
-from etrain_jupyter.head.coordinator.roster import Roster, WorkerFacts
+from etrain_jupyter.head.coordinator.roster import WorkerFacts, WorkerRoster
 from etrain_jupyter.head.jobs.hosted_job import HostedJob
 from etrain_jupyter.rules.membership import stimuli as s
 from etrain_jupyter.rules.policy.allocation import Claim, allocate
@@ -31,7 +31,7 @@ class Sharing:
     """
 
     def __init__(
-        self, nodes: NodeSource, roster: Roster, active: Callable[[], list[HostedJob]]
+        self, nodes: NodeSource, roster: WorkerRoster, active: Callable[[], list[HostedJob]]
     ) -> None:
         self._nodes = nodes
         self._workers = roster

@@ -9,7 +9,7 @@ from etrain_jupyter.head.coordinator import clock
 from etrain_jupyter.head.coordinator.nodes import NodeCost
 from etrain_jupyter.head.jobs.hosted_job import HostedJob
 from etrain_jupyter.log import events
-from etrain_jupyter.rules.policy.job_costs import JobCost, JobCosts
+from etrain_jupyter.rules.policy.job_costs import JobCosts, RunningCost
 
 TELL_EVERY_S = 10.0
 """How often a job's log is told at most; at the job's end it is told once more."""
@@ -22,7 +22,7 @@ class Money:
 
     def __init__(self) -> None:
         self._costs = JobCosts()
-        self._told: dict[str, tuple[float, JobCost]] = {}
+        self._told: dict[str, tuple[float, RunningCost]] = {}
         """When each job's log was told last, and what."""
         self._has_prices = False
 
@@ -50,7 +50,7 @@ class Money:
         if self._told.pop(job.order.job_id, None):
             self._costs.forget(job.order.job_id)
 
-    def of(self, job: HostedJob) -> JobCost:
+    def of(self, job: HostedJob) -> RunningCost:
         """Return what a job has cost."""
         return self._costs.of(job.order.job_id)
 
@@ -68,7 +68,7 @@ class Money:
         if clock.now() - told_at >= TELL_EVERY_S and change > LEAST_CHANGE * told.spent_usd:
             self._log(job, cost)
 
-    def _log(self, job: HostedJob, cost: JobCost) -> None:
+    def _log(self, job: HostedJob, cost: RunningCost) -> None:
         self._told[job.order.job_id] = (clock.now(), cost)
         job.log(
             events.CostUpdated,

@@ -14,8 +14,8 @@ from etrain_jupyter.head.coordinator import clock
 from etrain_jupyter.head.coordinator.defects import Defects
 from etrain_jupyter.head.coordinator.fault_injection import PlannedFaults
 from etrain_jupyter.head.jobs.job_log import JobLog
-from etrain_jupyter.head.jobs.job_records import Wishes
-from etrain_jupyter.head.jobs.job_spec import Order, TrainerFacts
+from etrain_jupyter.head.jobs.job_records import PendingRequests
+from etrain_jupyter.head.jobs.job_spec import JobSpec, TrainerFacts
 from etrain_jupyter.head.jobs.mirrored_log import MirroredLog, OpenedRun
 from etrain_jupyter.head.jobs.printed_lines import BURST, PER_S, PrintedLines
 from etrain_jupyter.head.jobs.reports import Message, take_report
@@ -36,9 +36,9 @@ from etrain_jupyter.rules.membership.lineage import NOT_BEGUN
 from etrain_jupyter.rules.membership.membership import JobState
 from etrain_jupyter.rules.membership.state_machine import handle
 from etrain_jupyter.rules.policy.checkpoint_interval import words_of
-from etrain_jupyter.rules.policy.job_costs import JobCost
+from etrain_jupyter.rules.policy.job_costs import RunningCost
 from etrain_jupyter.rules.replay.checkpoint_evidence import Evidence
-from etrain_jupyter.rules.replay.recalled_workers import Recalled, recall
+from etrain_jupyter.rules.replay.recalled_workers import RecalledWorkers, recall
 from etrain_jupyter.rules.replay.replay import Past
 
 Tell = Callable[[str, Message], None]
@@ -49,16 +49,16 @@ Tell = Callable[[str, Message], None]
 class HostedJob:
     """Owns a job's state; turns messages into stimuli, and carries out commands."""
 
-    order: Order
+    order: JobSpec
     tell: Tell
     hang_s: float = 30.0
     """How long ranks may stand still, at least."""
     opened: OpenedRun | None = None
     """Of a job that lies in a bucket: this process as the writer of its log."""
-    recalls: Wishes | None = None
+    recalls: PendingRequests | None = None
     """What was asked of a job whose scheduler died, so that its trainers may live; None for one
     that is submitted."""
-    recalled: Recalled | None = field(default=None, init=False)
+    recalled: RecalledWorkers | None = field(default=None, init=False)
     """What its log told, until its trainers were looked for; None for one that is submitted."""
     state: JobState = field(init=False)
     plan: dict[str, Any] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class HostedJob:
     """The generation that has told of an early end; 0 if none has."""
     evidence: Evidence = field(default_factory=Evidence, init=False)
     """What ``checkpoint.every: auto`` follows from."""
-    cost_before: JobCost = field(default_factory=JobCost, init=False)
+    cost_before: RunningCost = field(default_factory=RunningCost, init=False)
     """What a job had cost that was resumed, or whose scheduler died."""
     describe_worker: Callable[[str], dict[str, Any]] = field(default=lambda worker: {}, init=False)
     """Returns what is known of a worker's machine, as ``WorkerJoined`` has it."""
@@ -149,7 +149,7 @@ class HostedJob:
         self.evaluated_step, self.best_told = past.evaluated_step, past.best
         self.step_clock.logged_step = past.step
 
-    def _recall(self, wishes: Wishes) -> None:
+    def _recall(self, wishes: PendingRequests) -> None:
         """Stand where the coordinator stood that died; the trainers are looked for later."""
         log = read_events(self.order.log_path)
         past, self.recalled = past_from(log, self.order), recall(log)
@@ -200,10 +200,10 @@ class HostedJob:
                 self.take_report(found.trainer, left)
 
     @property
-    def wishes(self) -> Wishes:
+    def wishes(self) -> PendingRequests:
         """What somebody has asked for that the log does not tell yet."""
         state = self.state
-        return Wishes(
+        return PendingRequests(
             paused=state.paused,
             pause_reason=state.pause_reason,
             is_stopping=state.outcome == "stopped",

@@ -26,7 +26,7 @@ from typing import Any
 
 import msgpack
 
-from etrain_jupyter.head.jobs.job_spec import Order
+from etrain_jupyter.head.jobs.job_spec import JobSpec
 from etrain_jupyter.untrusted import check_job_id
 
 logger = logging.getLogger("etrain.coordinator")
@@ -35,7 +35,7 @@ HEARD = "heard"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wishes:
+class PendingRequests:
     """What is to become of a job, which its log does not tell before it has come true."""
 
     paused: bool = False
@@ -54,13 +54,13 @@ class JobRecords:
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
-        self._noted: dict[str, Wishes] = {}
+        self._noted: dict[str, PendingRequests] = {}
         self._heard: dict[str, int] = {}
         self._files: dict[str, int] = {}
         self._is_refused = False
         """Whether the disk has refused the newest note."""
 
-    def add(self, order: Order) -> None:
+    def add(self, order: JobSpec) -> None:
         """Write down a job that is being submitted."""
         if self._folder is None:
             return
@@ -69,15 +69,15 @@ class JobRecords:
         values = {f.name: getattr(order, f.name) for f in dataclasses.fields(order)}
         values["run_dir"] = str(order.run_dir)
         _replace(folder / "order", msgpack.packb(values))
-        self._note(order.job_id, Wishes())
+        self._note(order.job_id, PendingRequests())
 
-    def note(self, job_id: str, wishes: Wishes) -> None:
+    def note(self, job_id: str, wishes: PendingRequests) -> None:
         """Write down what is asked of a job, if that is news; a full disk is tried again."""
         if self._folder is not None and self._noted.get(job_id) != wishes:
             with self._warning():
                 self._note(job_id, wishes)
 
-    def _note(self, job_id: str, wishes: Wishes) -> None:
+    def _note(self, job_id: str, wishes: PendingRequests) -> None:
         assert self._folder is not None
         packed = msgpack.packb(dataclasses.asdict(wishes))
         _replace(self._folder / check_job_id(job_id) / "wishes", packed)
@@ -89,7 +89,7 @@ class JobRecords:
         if self._folder is not None:
             shutil.rmtree(self._folder / check_job_id(job_id), ignore_errors=True)
 
-    def load(self) -> Iterator[tuple[Order, Wishes]]:
+    def load(self) -> Iterator[tuple[JobSpec, PendingRequests]]:
         """Yield the jobs that had not ended, with their objects; what is damaged is left out."""
         folders = sorted(self._folder.glob("*/order")) if self._folder is not None else []
         for path in folders:
@@ -158,13 +158,13 @@ def _replace(path: Path, data: bytes) -> None:
     os.replace(draft, path)
 
 
-def _order_from(values: dict[str, Any]) -> Order:
-    order = Order(**{**values, "run_dir": Path(values["run_dir"])})
+def _order_from(values: dict[str, Any]) -> JobSpec:
+    order = JobSpec(**{**values, "run_dir": Path(values["run_dir"])})
     if order.bundle_path.stat().st_size != order.bundle_size:
         raise ValueError(f"{order.bundle_path} is not what was submitted")
     return order
 
 
-def _wishes_from(values: dict[str, Any]) -> Wishes:
+def _wishes_from(values: dict[str, Any]) -> PendingRequests:
     faults = values.pop("faults")
-    return Wishes(**values, faults=None if faults is None else tuple(faults))
+    return PendingRequests(**values, faults=None if faults is None else tuple(faults))

@@ -18,7 +18,7 @@ has up to a hundred, and there are several threads."""
 
 
 @dataclass(kw_only=True)
-class Order:
+class JobSpec:
     """What was submitted."""
 
     job_id: str
@@ -88,7 +88,7 @@ class Order:
         return TrainConfig.model_validate(self.config).num_shards()
 
     @classmethod
-    def from_message(cls, job: dict[str, Any]) -> Order:
+    def from_message(cls, job: dict[str, Any]) -> JobSpec:
         """Return what a kernel sent; a job of a bucket has its folder on this machine."""
         order = cls(**{**job, "run_dir": Path(job["run_dir"])})
         if order.place:

@@ -13,7 +13,7 @@ from typing import Any
 
 from etrain_jupyter.errors import FencedError
 from etrain_jupyter.head.jobs.job_log import JobLog
-from etrain_jupyter.head.jobs.job_spec import Order
+from etrain_jupyter.head.jobs.job_spec import JobSpec
 from etrain_jupyter.log import events
 from etrain_jupyter.storage.bucket_log.chain import Chain
 from etrain_jupyter.storage.bucket_log.local_copy import LogCopy, take_lock
@@ -40,7 +40,7 @@ class OpenedRun:
     uploads: Uploads
 
 
-def open_run(order: Order) -> OpenedRun:
+def open_run(order: JobSpec) -> OpenedRun:
     """Become the writer of a job's log. Asks the bucket: call it where nobody waits.
 
     Raises:
@@ -68,7 +68,7 @@ def open_run(order: Order) -> OpenedRun:
     return OpenedRun(lock=lock, uploads=uploads)
 
 
-def _reopen_run(order: Order) -> OpenedRun:
+def _reopen_run(order: JobSpec) -> OpenedRun:
     """Go on as the writer that wrote from this folder before."""
     # While nobody wrote, a reader may have begun to look whether the bucket has more.
     lock = take_lock(order.run_dir, patience_s=LOCK_S)
@@ -91,7 +91,7 @@ class MirroredLog(JobLog):
     """
 
     def __init__(
-        self, order: Order, opened: OpenedRun | None, on_fenced: Callable[[], None]
+        self, order: JobSpec, opened: OpenedRun | None, on_fenced: Callable[[], None]
     ) -> None:
         self._order = order
         self._on_fenced = on_fenced

@@ -116,7 +116,7 @@ def _on_report(job: HostedJob, trainer: str, _: TrainerFacts, message: Message) 
     generation = message["generation"]
     if message["why"] == "nan":
         job.handle(
-            s.LossNotFinite(
+            s.NonFiniteLoss(
                 trainer=trainer,
                 generation=generation,
                 rank=job.step_clock.ranks.index(trainer),

@@ -9,20 +9,20 @@ from typing import Any
 
 from etrain_jupyter.errors import CheckpointError
 from etrain_jupyter.head.coordinator import clock
-from etrain_jupyter.head.jobs.job_records import Wishes
-from etrain_jupyter.head.jobs.job_spec import Order, TrainerFacts
+from etrain_jupyter.head.jobs.job_records import PendingRequests
+from etrain_jupyter.head.jobs.job_spec import JobSpec, TrainerFacts
 from etrain_jupyter.log.event_log import read_events
 from etrain_jupyter.log.events import Event
 from etrain_jupyter.rules.membership import stimuli as s
 from etrain_jupyter.rules.membership.adoption import is_of_job
 from etrain_jupyter.rules.membership.lineage import NOT_BEGUN
 from etrain_jupyter.rules.membership.membership import JobState
-from etrain_jupyter.rules.replay.recalled_workers import Recalled
+from etrain_jupyter.rules.replay.recalled_workers import RecalledWorkers
 from etrain_jupyter.rules.replay.replay import Past, past_of
 from etrain_jupyter.storage.checkpoints import open_store
 
 
-def read_past(order: Order, log: Path) -> Past:
+def read_past(order: JobSpec, log: Path) -> Past:
     """Return what the log of a job tells, and its checkpoints of generations that the log lost.
 
     A crash of the whole machine may take the last second of the log along, but no checkpoint.
@@ -31,7 +31,7 @@ def read_past(order: Order, log: Path) -> Past:
     return past_from(read_events(log), order)
 
 
-def past_from(log: Sequence[Event], order: Order) -> Past:
+def past_from(log: Sequence[Event], order: JobSpec) -> Past:
     """Return the same from the events of a log."""
     past = past_of(log)
     newest = max(past.generation, _newest_writer(order))
@@ -40,7 +40,7 @@ def past_from(log: Sequence[Event], order: Order) -> Past:
     return past
 
 
-def _newest_writer(order: Order) -> int:
+def _newest_writer(order: JobSpec) -> int:
     """Return the newest generation that has written a checkpoint; 0 without any."""
     store = open_store(order.checkpoints)
     newest = 0
@@ -63,7 +63,7 @@ def state_after(past: Past, fresh: JobState) -> JobState:
 
 
 def state_of_recalled(
-    state: JobState, recalled: Recalled, wishes: Wishes, *, past: Past
+    state: JobState, recalled: RecalledWorkers, wishes: PendingRequests, *, past: Past
 ) -> JobState:
     """Return the state of a job whose trainers may live, from that of one whose have died."""
     low, high = recalled.bounds or (state.min_workers, state.max_workers)
@@ -83,8 +83,8 @@ def state_of_recalled(
 
 
 def find_trainers(
-    recalled: Recalled, state: JobState, standings: Mapping[str, Mapping[str, Any]]
-) -> Iterator[tuple[s.Found, TrainerFacts]]:
+    recalled: RecalledWorkers, state: JobState, standings: Mapping[str, Mapping[str, Any]]
+) -> Iterator[tuple[s.SurvivorFound, TrainerFacts]]:
     """Yield those of the job's trainers that are there, with what they said of themselves.
 
     Args:
@@ -97,7 +97,7 @@ def find_trainers(
         if known is None:
             continue
         hello = known["hello"] or {}
-        found = s.Found(
+        found = s.SurvivorFound(
             trainer=name,
             worker=worker,
             generation=known["generation"],

@@ -26,7 +26,7 @@ Trainer = tuple[str, int]
 
 
 @dataclass(kw_only=True)
-class History:
+class WeightHistory:
     """What led to the newest weights."""
 
     start: int = 0
@@ -40,7 +40,7 @@ class History:
     problems: list[str] = field(default_factory=list)
 
 
-def follow_history(log: Sequence[Event]) -> History:
+def follow_history(log: Sequence[Event]) -> WeightHistory:
     """Tell the steps that led to the newest weights from those that a resume threw away."""
     return _Follower(log).history
 
@@ -49,7 +49,7 @@ class _Follower:
     """Goes through a log once."""
 
     def __init__(self, log: Sequence[Event]) -> None:
-        self.history = History()
+        self.history = WeightHistory()
         self._present: GenerationFormed | None = None
         self._base = 0
         """The step that the present generation goes on from."""

@@ -23,7 +23,7 @@ from etrain_jupyter.rules.samples.ledger import StepRange
 
 
 @dataclass(frozen=True, kw_only=True)
-class Life:
+class Attempt:
     """What the log says between two resumes."""
 
     after: int
@@ -34,7 +34,7 @@ class Life:
     evals: tuple[EvalCompleted, ...]
 
 
-def lives_of(log: Sequence[Event]) -> list[Life]:
+def lives_of(log: Sequence[Event]) -> list[Attempt]:
     """Cut a log at its resumes."""
     parts: list[list[Event]] = [[]]
     for event in log:
@@ -44,9 +44,9 @@ def lives_of(log: Sequence[Event]) -> list[Life]:
     return [_life_of(part) for part in parts]
 
 
-def _life_of(part: Sequence[Event]) -> Life:
+def _life_of(part: Sequence[Event]) -> Attempt:
     asked = next((e for e in part if isinstance(e, JobSubmitted | JobResumed)), None)
-    return Life(
+    return Attempt(
         after=asked.generation if isinstance(asked, JobResumed) else 0,
         seed=int(asked.config.get("seed") or 0) if asked else 0,
         planned=next((e for e in part if isinstance(e, JobPlanned)), None),
@@ -55,7 +55,7 @@ def _life_of(part: Sequence[Event]) -> Life:
 
 
 def check_lives(
-    lives: Sequence[Life], steps: Sequence[StepCompleted], start: int
+    lives: Sequence[Attempt], steps: Sequence[StepCompleted], start: int
 ) -> tuple[tuple[EpochCoverage, ...], list[str]]:
     """Compare what the steps trained with what the ledger orders, life by life.
 
@@ -79,7 +79,7 @@ def check_lives(
 
 
 def _works(
-    lives: Sequence[Life], steps: Sequence[StepCompleted]
+    lives: Sequence[Attempt], steps: Sequence[StepCompleted]
 ) -> list[tuple[Work, list[StepCompleted]]]:
     """Return what was to be trained, and the steps that did; equal rules in a row make one."""
     planned = [life for life in lives if life.planned is not None]

@@ -26,8 +26,8 @@ from etrain_jupyter.log.events import (
     UserErrorRaised,
     WorkerLost,
 )
-from etrain_jupyter.notebook.audit.history import History, follow_history
-from etrain_jupyter.notebook.audit.lives import Life, check_lives, lives_of
+from etrain_jupyter.notebook.audit.history import WeightHistory, follow_history
+from etrain_jupyter.notebook.audit.lives import Attempt, check_lives, lives_of
 from etrain_jupyter.notebook.audit.report import AuditReport
 from etrain_jupyter.notebook.audit.weights import compare_weights
 from etrain_jupyter.rules.samples.ledger import StepRange
@@ -91,7 +91,7 @@ def _check_log(log: Sequence[Event]) -> Iterator[str]:
         yield f"the log has events of {len(job_ids)} jobs: {', '.join(job_ids)}"
 
 
-def _check_plan(lives: Sequence[Life], steps: Sequence[StepCompleted]) -> Iterator[str]:
+def _check_plan(lives: Sequence[Attempt], steps: Sequence[StepCompleted]) -> Iterator[str]:
     if all(life.planned is None for life in lives):
         if steps:
             yield f"{len(steps)} steps were committed, but no plan says what they had to train"
@@ -126,7 +126,7 @@ def _name_steps(first: int, last: int) -> str:
     return f"step {first} is" if first == last else f"steps {first} to {last} are"
 
 
-def _check_losses(log: Sequence[Event], history: History) -> Iterator[str]:
+def _check_losses(log: Sequence[Event], history: WeightHistory) -> Iterator[str]:
     """A planned change undoes no step, and a loss at most the one in flight.
 
     Both are told by generation: steps that were committed before a loss may be logged after it, so

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from etrain_jupyter.log.events import Event, StepCompleted, WeightsHashed
-from etrain_jupyter.notebook.audit.history import History
+from etrain_jupyter.notebook.audit.history import WeightHistory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class WeightsProof:
     """The newest digest and its step, to be compared with another job's; empty without one."""
 
 
-def compare_weights(log: Sequence[Event], history: History) -> WeightsProof:
+def compare_weights(log: Sequence[Event], history: WeightHistory) -> WeightsProof:
     """Compare what the ranks told of their weights, in the steps that count."""
     groups = _digests_by_step(log, history)
     shared = [step for step in history.steps if step.world_size > 1]
@@ -47,7 +47,7 @@ def compare_weights(log: Sequence[Event], history: History) -> WeightsProof:
     )
 
 
-def _check_fingerprints(steps: Sequence[StepCompleted], history: History) -> Iterator[str]:
+def _check_fingerprints(steps: Sequence[StepCompleted], history: WeightHistory) -> Iterator[str]:
     """Name the first step of each generation whose ranks did not agree: the rest follows."""
     told: set[int] = set()
     for step in steps:
@@ -58,7 +58,9 @@ def _check_fingerprints(steps: Sequence[StepCompleted], history: History) -> Ite
             yield f"at step {step.step} the ranks ({names}) told different fingerprints"
 
 
-def _digests_by_step(log: Sequence[Event], history: History) -> dict[int, list[WeightsHashed]]:
+def _digests_by_step(
+    log: Sequence[Event], history: WeightHistory
+) -> dict[int, list[WeightsHashed]]:
     """Return the digests of the steps that count; one that was made again has told others."""
     committed_by = {step.step: step.generation for step in history.steps}
     groups: dict[int, list[WeightsHashed]] = defaultdict(list)
@@ -68,7 +70,7 @@ def _digests_by_step(log: Sequence[Event], history: History) -> dict[int, list[W
     return groups
 
 
-def _check_digests(groups: dict[int, list[WeightsHashed]], history: History) -> Iterator[str]:
+def _check_digests(groups: dict[int, list[WeightsHashed]], history: WeightHistory) -> Iterator[str]:
     for step, hashed in sorted(groups.items()):
         by_digest: dict[str, list[str]] = defaultdict(list)
         for event in hashed:

@@ -12,7 +12,7 @@ from collections.abc import Collection
 from typing import Any
 
 from etrain_jupyter.log.events import TERMINAL_STATUSES
-from etrain_jupyter.notebook.dashboard.side_panel import Surroundings
+from etrain_jupyter.notebook.dashboard.side_panel import OtherJobs
 from etrain_jupyter.notebook.job.run_store import RunStore
 from etrain_jupyter.process.cluster_dir import ClusterDir, cluster_dirs
 from etrain_jupyter.process.machine_load import read_load
@@ -21,7 +21,7 @@ MAX_LOOKED_AT = 50
 """The newest jobs of the run store; that an older one still runs is rare, and each is a read."""
 
 
-def look_around(store: RunStore, followed: Collection[str], *, is_asked: bool) -> Surroundings:
+def look_around(store: RunStore, followed: Collection[str], *, is_asked: bool) -> OtherJobs:
     """Return the jobs that run and that nobody follows here, and the clusters that are up.
 
     Args:
@@ -31,7 +31,7 @@ def look_around(store: RunStore, followed: Collection[str], *, is_asked: bool) -
     """
     is_bucket = str(store) != str(store.root)
     others = None if is_bucket and not is_asked else tuple(find_others(store, followed))
-    return Surroundings(others=others, pools=tuple(find_pools()))
+    return OtherJobs(others=others, pools=tuple(find_pools()))
 
 
 def find_others(store: RunStore, followed: Collection[str]) -> list[dict[str, Any]]:

@@ -30,7 +30,7 @@ MEAN = "mean."
 """How the names of curves of means begin."""
 
 
-class Feed:
+class ViewFeed:
     """Sends a ``JobView`` through one channel, first whole and then what is new.
 
     It brings no news until a view says hello, so a channel that nobody listens to costs nothing.

@@ -22,7 +22,7 @@ MAX_LINKED_JOBS = 32
 SESSION = "session"
 
 
-class Link:
+class PanelComm:
     """The one comm of this kernel that JupyterLab's side of the package listens to.
 
     Attributes:
@@ -99,6 +99,6 @@ class Link:
 
 
 @cache
-def link() -> Link:
+def link() -> PanelComm:
     """Return this kernel's link."""
-    return Link()
+    return PanelComm()

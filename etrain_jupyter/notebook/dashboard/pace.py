@@ -14,7 +14,7 @@ SMOOTH_WINDOW = 15
 """Logged steps whose median throughput is shown."""
 
 
-class Pace:
+class StepRate:
     """Folds when steps and evaluations were done."""
 
     def __init__(self) -> None:

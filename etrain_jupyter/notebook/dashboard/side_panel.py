@@ -23,7 +23,7 @@ WATCHED_S = 120.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Surroundings:
+class OtherJobs:
     """What there is besides the jobs that this kernel follows."""
 
     others: tuple[Mapping[str, Any], ...] | None = ()
@@ -43,7 +43,7 @@ class Listed(Protocol):
         """Return its row, see ``row.row_of``."""
 
 
-Look = Callable[[Collection[str], bool], Surroundings]
+Look = Callable[[Collection[str], bool], OtherJobs]
 """Called with the ids of the followed jobs, and whether a person asked for it just now."""
 
 
@@ -64,7 +64,7 @@ class SidePanel:
         self._jobs: dict[str, Listed] = {}
         self._look: Look | None = None
         self._questions: dict[str, Callable[[Mapping[str, Any]], str]] = {}
-        self._surroundings, self._told_surroundings = Surroundings(), Surroundings()
+        self._surroundings, self._told_surroundings = OtherJobs(), OtherJobs()
         self._told: dict[str, tuple[int, int]] = {}
         self._is_whole_due = self._is_asked = False
         self._watched_until = self._looked_at = float("-inf")

@@ -46,7 +46,7 @@ from etrain_jupyter.notebook.dashboard.entries import Entries, Markers
 from etrain_jupyter.notebook.dashboard.event_text import Line, describe, seconds
 from etrain_jupyter.notebook.dashboard.facts import first_facts, json_able
 from etrain_jupyter.notebook.dashboard.freshness import Freshness
-from etrain_jupyter.notebook.dashboard.pace import Pace
+from etrain_jupyter.notebook.dashboard.pace import StepRate
 from etrain_jupyter.notebook.dashboard.series import Floats, Series, SmallFloats
 from etrain_jupyter.notebook.dashboard.stack_dumps import CellNumbers, StackDumps
 from etrain_jupyter.notebook.dashboard.undone import Undone
@@ -88,7 +88,7 @@ class JobView:
         self._num_samples = 0
         self._entries = Entries()
         self._markers = Markers()
-        self._pace = Pace()
+        self._pace = StepRate()
         self._freshness = Freshness()
         self._plan: JobPlanned | None = None
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from etrain_jupyter.log.events import Event
 from etrain_jupyter.notebook.dashboard import browser
-from etrain_jupyter.notebook.dashboard.feed import Curves, Feed, thin_all
+from etrain_jupyter.notebook.dashboard.feed import Curves, ViewFeed, thin_all
 from etrain_jupyter.notebook.dashboard.html import render_html, render_text
 from etrain_jupyter.notebook.dashboard.link import link
 from etrain_jupyter.notebook.dashboard.row import row_of
@@ -65,8 +65,8 @@ class Dashboard:
         self._outbox: deque[Callable[[], None]] = deque()
         self._sending, self._saving = threading.Lock(), threading.Lock()
         self._saver: threading.Thread | None = None
-        self._widget_feed = Feed(self._send_to_widget)
-        self._link_feed = Feed(self._send_to_link)
+        self._widget_feed = ViewFeed(self._send_to_widget)
+        self._link_feed = ViewFeed(self._send_to_link)
         self.num_errors = 0
         """How often sending to a browser failed; such a failure is counted, never raised."""
 
@@ -281,7 +281,7 @@ class Dashboard:
     def _receive_from_link(self, content: dict[str, Any]) -> None:
         self._receive(self._link_feed, content)
 
-    def _receive(self, feed: Feed, content: dict[str, Any]) -> None:
+    def _receive(self, feed: ViewFeed, content: dict[str, Any]) -> None:
         """Answer a view; runs on a thread of the kernel's."""
         if content.get("kind") == "hello":
             with self._changed:
@@ -295,7 +295,7 @@ class Dashboard:
             self._obey(feed, content)
         self._send_out()
 
-    def _obey(self, feed: Feed, content: dict[str, Any]) -> None:
+    def _obey(self, feed: ViewFeed, content: dict[str, Any]) -> None:
         """Do what a view asks for, and tell it what came of that."""
         request, args = str(content.get("request", "")), dict(content.get("args") or {})
         try:

@@ -22,9 +22,9 @@ from etrain_jupyter.config.keys import (
 from etrain_jupyter.config.vocabulary import NAMED_LR
 from etrain_jupyter.notebook.editor.lines import complete_line, find_magic
 from etrain_jupyter.notebook.editor.names import fitting_attributes, is_module, kind_of, names_for
-from etrain_jupyter.notebook.editor.offers import Facts, Offer, Offers, matching
+from etrain_jupyter.notebook.editor.offers import Completion, Facts, Offers, matching
 from etrain_jupyter.notebook.editor.outline import read_outline
-from etrain_jupyter.notebook.editor.place import Outline, Place
+from etrain_jupyter.notebook.editor.place import CursorContext, Outline
 
 _NAME = re.compile(r"(?:[^\W\d]\w*)?")
 _ATTRIBUTE = re.compile(r"([^\W\d][\w.]*)\.\w*")
@@ -60,17 +60,17 @@ def complete(text: str, cursor: int, facts: Facts) -> Offers | None:
     return _in_cell(_values(place, outline, facts), place, start)
 
 
-def _in_cell(offers: Offers, place: Place, body_start: int) -> Offers:
+def _in_cell(offers: Offers, place: CursorContext, body_start: int) -> Offers:
     """Move offers from the value to its place in the cell."""
     if place.lacks_space:
-        offers = Offers(offers.start, tuple(Offer(f" {o.text}", o.kind) for o in offers.items))
+        offers = Offers(offers.start, tuple(Completion(f" {o.text}", o.kind) for o in offers.items))
     return Offers(body_start + place.start + offers.start, offers.items)
 
 
 # --- keys -----------------------------------------------------------------------------------------
 
 
-def _keys(place: Place, outline: Outline, facts: Facts) -> list[Offer]:
+def _keys(place: CursorContext, outline: Outline, facts: Facts) -> list[Completion]:
     if place.path == METRICS:
         return _metric_keys(place, outline, facts)
     end = "" if place.has_colon else ": "
@@ -86,7 +86,7 @@ def _free_keys(group: KeyPath, outline: Outline) -> list[str]:
     return keys_at(group, outline.given(group), top=top)
 
 
-def _metric_keys(place: Place, outline: Outline, facts: Facts) -> list[Offer]:
+def _metric_keys(place: CursorContext, outline: Outline, facts: Facts) -> list[Completion]:
     """Offer the notebook's functions, each under its own name."""
     given = outline.given(METRICS)
     found = []
@@ -100,7 +100,7 @@ def _metric_keys(place: Place, outline: Outline, facts: Facts) -> list[Offer]:
 # --- values ---------------------------------------------------------------------------------------
 
 
-def _values(place: Place, outline: Outline, facts: Facts) -> Offers:
+def _values(place: CursorContext, outline: Outline, facts: Facts) -> Offers:
     """Return what a value may be; ``start`` is an offset in what is written of it."""
     word, path = place.word, place.path
     if place.is_computed:
@@ -122,7 +122,7 @@ def _values(place: Place, outline: Outline, facts: Facts) -> Offers:
     return found
 
 
-def _words(place: Place, outline: Outline, facts: Facts) -> Iterator[Offer]:
+def _words(place: CursorContext, outline: Outline, facts: Facts) -> Iterator[Completion]:
     word, path = place.word, place.path
     if path == ("pool",):
         known = [pool for pool in facts.pools() if accepts(path, pool)]
@@ -133,10 +133,10 @@ def _words(place: Place, outline: Outline, facts: Facts) -> Iterator[Offer]:
         names = NAMED_LR if path == OPTIMIZER else ()
         yield from matching([*words_of(path), *names], word, "value")
     if not word and group_at(path) is not None:
-        yield from (Offer(f"{{{key}: ", "key") for key in _free_keys(path, outline))
+        yield from (Completion(f"{{{key}: ", "key") for key in _free_keys(path, outline))
     if not word and path == METRICS:
         found = _metric_keys(place, outline, facts)
-        yield from (Offer(f"{{{offer.text}", offer.kind) for offer in found)
+        yield from (Completion(f"{{{offer.text}", offer.kind) for offer in found)
 
 
 def _units(path: KeyPath, word: str) -> Offers | None:
@@ -152,7 +152,7 @@ def _units(path: KeyPath, word: str) -> Offers | None:
     # Between number and unit stands a space, as in the answers of the job.
     lead = "" if space else " "
     start = match.start(3) if space else len(number)
-    items = [Offer(f"{lead}{unit}", "unit") for unit in units if unit.startswith(begun)]
+    items = [Completion(f"{lead}{unit}", "unit") for unit in units if unit.startswith(begun)]
     return Offers(start, tuple(items))
 
 
@@ -190,6 +190,6 @@ def _of_module(path: KeyPath, name: str, begun: str, *, start: int) -> Offers:
     if module is None or name == "__main__":
         return Offers(start)
     names = [n for n in vars(module) if not n.startswith("_") and n.startswith(begun)]
-    offers = [Offer(n, kind_of(vars(module)[n])) for n in names]
+    offers = [Completion(n, kind_of(vars(module)[n])) for n in names]
     fitting = fitting_attributes(path, module, offers)
     return Offers(start, tuple(o for o in fitting if o.kind != "module"))

@@ -20,7 +20,7 @@ from IPython.core.completer import IPCompleter, provisionalcompleter, rectify_co
 from IPython.core.guarded_eval import EvaluationContext, guarded_eval
 
 from etrain_jupyter.errors import EtrainError
-from etrain_jupyter.notebook.editor.offers import Offer, Offers
+from etrain_jupyter.notebook.editor.offers import Completion, Offers
 from etrain_jupyter.notebook.job.known_jobs import list_known_jobs
 from etrain_jupyter.pools.local.pool import find_remains
 from etrain_jupyter.pools.registry import pool_names
@@ -43,7 +43,7 @@ _UNTYPED = (None, "<unknown>")
 _OPEN_CALL = re.compile(r"([^\W\d][\w.]*)\(([^()]*)$")
 
 
-class Recalled:
+class CachedList:
     """A list that is looked up in the background, at most once at a time.
 
     Args:
@@ -89,8 +89,8 @@ class ShellFacts:
 
     def __init__(self, shell: InteractiveShell) -> None:
         self._shell = shell
-        self._jobs = Recalled(list_known_jobs, "etrain-known-jobs")
-        self._clusters = Recalled(find_remains, "etrain-known-clusters")
+        self._jobs = CachedList(list_known_jobs, "etrain-known-jobs")
+        self._clusters = CachedList(find_remains, "etrain-known-clusters")
 
     @property
     def names(self) -> Mapping[str, Any]:
@@ -138,7 +138,7 @@ class ShellFacts:
         # An attribute comes as .name or as owner.name, by the version of IPython.
         owner = code[start : code.rfind(".") + 1]
         items = [
-            Offer(c.text.removeprefix(owner), "name" if c.type in _UNTYPED else str(c.type))
+            Completion(c.text.removeprefix(owner), "name" if c.type in _UNTYPED else str(c.type))
             for c in found
             if c.text not in _UNWANTED and (start < len(code) or c.text not in _BUILTINS)
         ]
@@ -170,4 +170,4 @@ class ShellFacts:
             if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         ]
         items = [f"{n}=" for n in free if n.startswith(word) and n not in given]
-        return Offers(len(code) - len(word), tuple(Offer(text, "param") for text in items))
+        return Offers(len(code) - len(word), tuple(Completion(text, "param") for text in items))

@@ -21,7 +21,7 @@ from etrain_jupyter.notebook.editor.help_texts import (
 )
 from etrain_jupyter.notebook.editor.lines import Magic, find_flag, find_magic, find_place
 from etrain_jupyter.notebook.editor.outline import read_outline
-from etrain_jupyter.notebook.editor.place import Outline, Place
+from etrain_jupyter.notebook.editor.place import CursorContext, Outline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +113,7 @@ def _preformatted(text: str) -> Hint:
 # --- the body -------------------------------------------------------------------------------------
 
 
-def _on_key(place: Place, outline: Outline) -> Hint | None:
+def _on_key(place: CursorContext, outline: Outline) -> Hint | None:
     name = place.name or place.word
     if not name:
         return _on_group(place.path)
@@ -147,7 +147,7 @@ def _on_group(path: KeyPath) -> Hint | None:
     return Hint(plain=plain, markdown=f"**{title}**\n\n{table}")
 
 
-def _on_value(place: Place, outline: Outline, names: Mapping[str, Any]) -> Hint | None:
+def _on_value(place: CursorContext, outline: Outline, names: Mapping[str, Any]) -> Hint | None:
     whole = f"{place.word}{place.rest}".strip()
     own = _of(describe(place.path, optimizer=_optimizer(outline)))
     if place.path in (OPTIMIZER, (*OPTIMIZER, "name")) and whole not in names:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from etrain_jupyter.notebook.commands.arguments import CELL_COMMAND, WORDS, Parser
 from etrain_jupyter.notebook.commands.subcommands import SUBCOMMANDS
 from etrain_jupyter.notebook.editor.help_texts import find_parser
-from etrain_jupyter.notebook.editor.offers import Facts, Offer, Offers, matching
+from etrain_jupyter.notebook.editor.offers import Completion, Facts, Offers, matching
 
 MAX_JOBS = 200
 """More names than anybody reads; IPython itself cuts a list at 500."""
@@ -147,7 +147,7 @@ def _positional(parser: Parser, given: Sequence[str]) -> list[argparse.Action]:
     return rest
 
 
-def _values(argument: argparse.Action, begun: str, facts: Facts) -> list[Offer]:
+def _values(argument: argparse.Action, begun: str, facts: Facts) -> list[Completion]:
     """Return what an argument takes."""
     name = "job" if argument.metavar == "JOB" else argument.dest
     if name == "job":

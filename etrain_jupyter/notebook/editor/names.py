@@ -14,7 +14,7 @@ from typing import Any
 
 from etrain_jupyter.config.keys import KeyPath
 from etrain_jupyter.config.yaml_nodes import visible_names
-from etrain_jupyter.notebook.editor.offers import Offer
+from etrain_jupyter.notebook.editor.offers import Completion
 
 _DATA = (("data", "train"), ("data", "eval"))
 _ROUTINES = (FunctionType, BuiltinFunctionType, MethodType)
@@ -23,7 +23,7 @@ _NUM_ARGUMENTS = {"loss": 2, "metrics": 2, "step": 2, "weight": 1, "optimizer": 
 """With how many arguments a key's function is called; ``data`` stands for ``data.collate``."""
 
 
-def names_for(path: KeyPath, names: Mapping[str, Any]) -> list[Offer]:
+def names_for(path: KeyPath, names: Mapping[str, Any]) -> list[Completion]:
     """Return the notebook's names that fit a key, the likeliest first.
 
     What must be called with arguments ends in ``(``, a module in ``.``.
@@ -73,12 +73,12 @@ def _looks_like_data(kind: type) -> bool:
     return hasattr(kind, "__getitem__") and hasattr(kind, "__len__") and not _is_model(kind)
 
 
-def _offer(path: KeyPath, name: str, value: Any) -> Offer | None:
+def _offer(path: KeyPath, name: str, value: Any) -> Completion | None:
     if is_module(value):
-        return Offer(f"{name}.", "module")
+        return Completion(f"{name}.", "module")
     if not fits(path, value):
         return None
-    return Offer(f"{name}(" if _must_be_called(path, value) else name, kind_of(value))
+    return Completion(f"{name}(" if _must_be_called(path, value) else name, kind_of(value))
 
 
 def kind_of(value: Any) -> str:
@@ -129,7 +129,9 @@ def _rank(path: KeyPath, value: Any) -> int:
     return 1 if kind is value else 0
 
 
-def fitting_attributes(path: KeyPath, owner: ModuleType, offers: Sequence[Offer]) -> list[Offer]:
+def fitting_attributes(
+    path: KeyPath, owner: ModuleType, offers: Sequence[Completion]
+) -> list[Completion]:
     """Return those attributes of a module that fit a key, or that lead on to more."""
     known = vars(owner)
     found = []
@@ -139,5 +141,5 @@ def fitting_attributes(path: KeyPath, owner: ModuleType, offers: Sequence[Offer]
             found.append(offer)
         elif is_module(value) or fits(path, value):
             end = "(" if _must_be_called(path, value) else ""
-            found.append(Offer(f"{offer.text}{end}", kind_of(value)))
+            found.append(Completion(f"{offer.text}{end}", kind_of(value)))
     return found

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 
 @dataclass(frozen=True)
-class Offer:
+class Completion:
     """One completion."""
 
     text: str
@@ -24,7 +24,7 @@ class Offers:
 
     start: int
     """Offset in the cell."""
-    items: tuple[Offer, ...] = ()
+    items: tuple[Completion, ...] = ()
 
 
 class Facts(Protocol):
@@ -47,11 +47,11 @@ class Facts(Protocol):
         """Return what Python offers at the end of an expression; ``start`` is an offset in it."""
 
 
-def matching(words: Iterable[str], begun: str, kind: str) -> list[Offer]:
+def matching(words: Iterable[str], begun: str, kind: str) -> list[Completion]:
     """Return those of ``words`` that go on with what is begun, in any case.
 
     >>> matching(["AdamW", "SGD"], "ad", "value")
     [Offer(text='AdamW', kind='value')]
     """
     begun = begun.casefold()
-    return [Offer(word, kind) for word in words if word.casefold().startswith(begun)]
+    return [Completion(word, kind) for word in words if word.casefold().startswith(begun)]

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from etrain_jupyter.config.keys import KeyPath, opens_group
-from etrain_jupyter.notebook.editor.place import Outline, Place
+from etrain_jupyter.notebook.editor.place import CursorContext, Outline
 
 _QUOTED = r"\"(?:[^\"\\\n]|\\.)*\"|'(?:[^'\n]|'')*'"
 _KEY_LINE = re.compile(rf"((?:{_QUOTED})[ \t]*+|[^\s\"'#\[\]{{}},&*!|>%@`-][^#\n]*?):(?=\s|$)")
@@ -267,7 +267,7 @@ class _Reader:
         end = begin + len(self._text[begin:end].rstrip())
         if begin <= self._at <= end:
             text = self._text[begin:end]
-            self.outline.place = Place(
+            self.outline.place = CursorContext(
                 path=group,
                 is_key=True,
                 start=begin,
@@ -298,7 +298,7 @@ class _Reader:
                 if self._at > end:
                     self.outline.place = None
                     return
-        self.outline.place = Place(
+        self.outline.place = CursorContext(
             path=path,
             is_key=False,
             start=begin,
@@ -320,13 +320,15 @@ class _Reader:
             self.outline.place = None
             return
         rest = "" if before in ("", ",", "}", "]") else before
-        self.outline.place = Place(path=path, is_key=True, start=self._at, word="", rest=rest)
+        self.outline.place = CursorContext(
+            path=path, is_key=True, start=self._at, word="", rest=rest
+        )
 
     def _see_gap(self, column: int, *, before: str = "") -> None:
         """The cursor on a line of its own, or left of one's text."""
         group = self._group_in(column)
         if group is not None:
-            self.outline.place = Place(
+            self.outline.place = CursorContext(
                 path=group, is_key=True, start=self._at, word="", rest=before
             )
         elif column > 0 and self._last_is_open and self._last and not self._opens(self._last):

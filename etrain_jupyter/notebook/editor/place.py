@@ -8,7 +8,7 @@ from etrain_jupyter.config.keys import KeyPath
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class CursorContext:
     """What stands at the cursor: a key, or a value, written as far as the cursor."""
 
     path: KeyPath
@@ -36,7 +36,7 @@ class Place:
 class Outline:
     """What a body says so far."""
 
-    place: Place | None = None
+    place: CursorContext | None = None
     """None in a comment, and where neither a key nor a value can stand."""
     values: dict[KeyPath, str] = field(default_factory=dict)
     """Every key with its value, as far as that is on its line; empty for a group."""

@@ -27,7 +27,7 @@ from etrain_jupyter.log.events import (
 )
 from etrain_jupyter.log.segments import read_log
 from etrain_jupyter.notebook.job.contact import Contact
-from etrain_jupyter.notebook.job.link import Answer, Link
+from etrain_jupyter.notebook.job.link import Answer, JobLink
 
 Listener = Callable[[Sequence[Event]], None]
 """Takes events in order; a long history comes as ``Events``, to be folded by ``runs_of``."""
@@ -54,7 +54,7 @@ class _Newcomer:
     has_history: threading.Event = field(default_factory=threading.Event)
 
 
-class Feed:
+class EventFeed:
     """The events of one job.
 
     Args:
@@ -76,7 +76,7 @@ class Feed:
         self,
         job_id: str,
         log_path: Path,
-        link: Link | None,
+        link: JobLink | None,
         fold: Listener,
         *,
         refresh: Callable[[], object] = lambda: None,

@@ -7,7 +7,7 @@ from typing import Any
 
 from etrain_jupyter.bundle.files import CHUNK_BYTES
 from etrain_jupyter.errors import PoolError
-from etrain_jupyter.notebook.job.link import Link
+from etrain_jupyter.notebook.job.link import JobLink
 from etrain_jupyter.notebook.job.run_store import JobRecord
 
 SUBMIT_S = 120.0
@@ -26,7 +26,7 @@ def bundle_facts(record: JobRecord) -> dict[str, Any]:
     }
 
 
-def hand_over(link: Link, order: dict[str, Any], bundle: Path) -> None:
+def hand_over(link: JobLink, order: dict[str, Any], bundle: Path) -> None:
     """Submit a job. A coordinator elsewhere asks for the bundle, which goes there in pieces.
 
     Raises:

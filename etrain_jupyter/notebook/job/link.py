@@ -50,7 +50,7 @@ class NoAnswerError(PoolError):
     """The scheduler did not answer in time; what it was asked for may still happen."""
 
 
-class Link(Protocol):
+class JobLink(Protocol):
     """What a job needs of its cluster; the tests have one without a network."""
 
     def call(self, op: str, *, timeout: float = 10.0, **arguments: Any) -> Answer:

@@ -14,7 +14,7 @@ from etrain_jupyter import __version__
 from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.errors import PoolError, RunStoreError
 from etrain_jupyter.notebook.job.handover import bundle_facts, hand_over
-from etrain_jupyter.notebook.job.link import Link, open_link
+from etrain_jupyter.notebook.job.link import JobLink, open_link
 from etrain_jupyter.notebook.job.run_store import (
     ROOT_VARIABLE,
     JobRecord,
@@ -141,7 +141,7 @@ def hold(record: JobRecord) -> TrainingJob:
     return job
 
 
-def link_of(record: JobRecord) -> Link | None:
+def link_of(record: JobRecord) -> JobLink | None:
     """Return what tells a job's events: its cluster if it is this user's, else the run store.
 
     None if the cluster is known to have ended.

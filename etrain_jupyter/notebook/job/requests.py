@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from etrain_jupyter.errors import ConfigError, EtrainError, JobLostError, PoolError
 from etrain_jupyter.log.events import TERMINAL_STATUSES
-from etrain_jupyter.notebook.job.feed import Feed
+from etrain_jupyter.notebook.job.feed import EventFeed
 from etrain_jupyter.notebook.job.history import LatestValues
-from etrain_jupyter.notebook.job.link import Link, NoAnswerError
+from etrain_jupyter.notebook.job.link import JobLink, NoAnswerError
 from etrain_jupyter.notebook.job.run_store import JobRecord
 
 if TYPE_CHECKING:
-    from etrain_jupyter.notebook.job.resume import Wish
+    from etrain_jupyter.notebook.job.resume import ResumeRequest
 
 REQUEST_S = 30.0
 """How long the coordinator may take to answer."""
@@ -35,9 +35,9 @@ class JobRequests(ABC):
 
     record: JobRecord
     """What the run store says of it."""
-    _link: Link | None
+    _link: JobLink | None
     """The line to its cluster; None if there is no such cluster any more."""
-    _feed: Feed
+    _feed: EventFeed
     _view: LatestValues
 
     @property
@@ -89,12 +89,12 @@ class JobRequests(ABC):
         is_log_only = bool(self.note) and not self.record.place
         if not is_over and not is_log_only and not values:
             return self.request("resume")
-        from etrain_jupyter.notebook.job.resume import Wish
+        from etrain_jupyter.notebook.job.resume import ResumeRequest
 
-        return self.resume_as(Wish(values=values, is_forced=force, is_trusted=trust))
+        return self.resume_as(ResumeRequest(values=values, is_forced=force, is_trusted=trust))
 
     @abstractmethod
-    def resume_as(self, wish: Wish) -> str:
+    def resume_as(self, wish: ResumeRequest) -> str:
         """Resume an ended job with these wishes."""
 
     def stop(self, now: bool = False) -> str:

@@ -59,7 +59,7 @@ _OTHER_CODE = "code is another one"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wish:
+class ResumeRequest:
     """What shall be otherwise from now on."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -87,7 +87,9 @@ class _Next:
     differs: list[str]
 
 
-def resume_job(job: TrainingJob, wish: Wish, *, address: SchedulerAddress | None = None) -> str:
+def resume_job(
+    job: TrainingJob, wish: ResumeRequest, *, address: SchedulerAddress | None = None
+) -> str:
     """Hand a job that nobody trains to a cluster once more, and say from where it goes on.
 
     Args:
@@ -126,7 +128,7 @@ def resume_job(job: TrainingJob, wish: Wish, *, address: SchedulerAddress | None
     return f"resuming job {job.id} on cluster {address.cluster_id}, {begins}"
 
 
-def _check_trusted(record: JobRecord, wish: Wish) -> None:
+def _check_trusted(record: JobRecord, wish: ResumeRequest) -> None:
     """Refuse to run what this user did not submit: its bundle, in its folder, on its pool.
 
     Raises:
@@ -162,7 +164,7 @@ def _check_reach(coming: _Next, place: str) -> None:
         )
 
 
-def _check_nobody_trains(job: TrainingJob, wish: Wish) -> None:
+def _check_nobody_trains(job: TrainingJob, wish: ResumeRequest) -> None:
     status, reason = job.status, job.reason
     if job.lost or status in TERMINAL_STATUSES:
         return
@@ -231,7 +233,7 @@ def _alone(record: JobRecord) -> Iterator[None]:
         os.close(handle)
 
 
-def _prepare(store: RunStore, known: JobRecord, wish: Wish, log: Sequence[Event]) -> _Next:
+def _prepare(store: RunStore, known: JobRecord, wish: ResumeRequest, log: Sequence[Event]) -> _Next:
     """Return the job as it shall go on.
 
     Raises:

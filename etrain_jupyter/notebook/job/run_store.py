@@ -122,7 +122,7 @@ class JobRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Standing:
+class JobSummary:
     """What a list of jobs says of one."""
 
     status: str
@@ -234,10 +234,10 @@ class RunStore:
                 "into a run store of your own and set ETRAIN_RUNS to that."
             )
 
-    def standing(self, record: JobRecord) -> Standing:
+    def standing(self, record: JobRecord) -> JobSummary:
         """Return how a job stands, without asking its cluster."""
         latest = peek_log(record.log_path)
-        return Standing(
+        return JobSummary(
             status=latest.status,
             step=latest.step,
             total_steps=latest.total_steps,

@@ -18,9 +18,9 @@ from etrain_jupyter.notebook.job.run_store import (
     MOST_RECORD_BYTES,
     RECORD_FILE,
     JobRecord,
+    JobSummary,
     Listing,
     RunStore,
-    Standing,
     new_job_id,
     record_from,
 )
@@ -150,15 +150,15 @@ class S3RunStore(RunStore):
         record.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         super().check_takeable(record)
 
-    def standing(self, record: JobRecord) -> Standing:
+    def standing(self, record: JobRecord) -> JobSummary:
         """Return how a job stands, as its coordinator has told the bucket."""
         try:
             found = self._job(record).get_aged(ALIVE)
         except RunStoreError:
-            return Standing(status="unknown")
+            return JobSummary(status="unknown")
         told, age_s = found or ({}, SILENT_S + 1)
         status = str(told.get("status", "submitted"))[:40]
-        return Standing(
+        return JobSummary(
             status=status,
             step=_number_in(told, "step"),
             total_steps=_number_in(told, "total_steps"),

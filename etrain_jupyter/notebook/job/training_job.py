@@ -25,10 +25,10 @@ from etrain_jupyter.log.events import TERMINAL_STATUSES
 from etrain_jupyter.log.phases import phases_of
 from etrain_jupyter.log.segments import read_log
 from etrain_jupyter.notebook.job.cost import JobCost, cost_of
-from etrain_jupyter.notebook.job.feed import Feed, Listener
+from etrain_jupyter.notebook.job.feed import EventFeed, Listener
 from etrain_jupyter.notebook.job.history import LatestValues, peek_log
 from etrain_jupyter.notebook.job.interrupts import Interrupts
-from etrain_jupyter.notebook.job.link import SLICE_S, Link
+from etrain_jupyter.notebook.job.link import SLICE_S, JobLink
 from etrain_jupyter.notebook.job.requests import REQUEST_S, JobRequests
 from etrain_jupyter.notebook.job.run_store import JobRecord
 from etrain_jupyter.notebook.job.screen import Screen, table_of
@@ -37,7 +37,7 @@ from etrain_jupyter.notebook.job.weights import find_saved, list_saved, load_wei
 
 if TYPE_CHECKING:
     from etrain_jupyter.notebook.audit import AuditReport
-    from etrain_jupyter.notebook.job.resume import Wish
+    from etrain_jupyter.notebook.job.resume import ResumeRequest
 
 CATCH_UP_S = 10.0
 """Longest wait for the history when a property is read first, in seconds."""
@@ -64,7 +64,7 @@ class TrainingJob(JobRequests):
         was_interrupted: Whether the interrupt key stopped it in ``wait``.
     """
 
-    def __init__(self, record: JobRecord, link: Link | None) -> None:
+    def __init__(self, record: JobRecord, link: JobLink | None) -> None:
         self.record = record
         self.screen: Screen | None = None
         self.was_interrupted = False
@@ -72,9 +72,9 @@ class TrainingJob(JobRequests):
         self._view = LatestValues()
         self._feed = self._make_feed()
 
-    def _make_feed(self) -> Feed:
+    def _make_feed(self) -> EventFeed:
         record = self.record
-        return Feed(
+        return EventFeed(
             record.job_id,
             record.log_path,
             self._link,
@@ -82,7 +82,7 @@ class TrainingJob(JobRequests):
             refresh=lambda: try_refresh_log(record),
         )
 
-    def follow_again(self, record: JobRecord, link: Link | None) -> None:
+    def follow_again(self, record: JobRecord, link: JobLink | None) -> None:
         """Follow the job's next life, from the beginning of its log: it was resumed."""
         self._feed.close()
         self.record, self._link, self.was_interrupted = record, link, False
@@ -109,7 +109,7 @@ class TrainingJob(JobRequests):
         """Why only its log is followed from here; empty where its cluster can be asked."""
         return self._link.why if isinstance(self._link, StoreLink) else ""
 
-    def resume_as(self, wish: Wish) -> str:
+    def resume_as(self, wish: ResumeRequest) -> str:
         """Let the job go on that has ended, or whose cluster has; see ``resume``."""
         from etrain_jupyter.notebook.job.resume import resume_job
 

@@ -29,7 +29,7 @@ from etrain_jupyter.pools.ec2.aws_messages import (
     words_of_code,
     words_of_error,
 )
-from etrain_jupyter.pools.ec2.fleet_state import Ack, Answer, LaunchRequest, Refusal
+from etrain_jupyter.pools.ec2.fleet_state import Ack, FleetResult, LaunchFailure, LaunchRequest
 from etrain_jupyter.pools.ec2.spec import AwsSpotSpec, GpuSpec
 from etrain_jupyter.storage.objects.bucket_owners import expect_owner, expected_owner, named_owner
 from etrain_jupyter.storage.objects.s3_bucket import Bucket, S3Limits
@@ -344,7 +344,7 @@ def create_fleet(
     allocation: str,
     tags: Mapping[str, str],
     pause: Callable[[float], Any] = time.sleep,
-) -> Answer | None:
+) -> FleetResult | None:
     """Ask for machines and return what came of it; None if nobody knows.
 
     Args:
@@ -400,11 +400,13 @@ def create_fleet(
             if kind == "credentials":
                 raise
             if kind != "transient":
-                return Answer(refusals=(_refusal("", "", code_of(exc), str(exc)),))
+                return FleetResult(refusals=(_refusal("", "", code_of(exc), str(exc)),))
     return None
 
 
-def _answer(data: Mapping[str, Any], request: LaunchRequest, subnets: Mapping[str, str]) -> Answer:
+def _answer(
+    data: Mapping[str, Any], request: LaunchRequest, subnets: Mapping[str, str]
+) -> FleetResult:
     zones = {subnet: zone for zone, subnet in subnets.items()}
     now = time.time()
 
@@ -429,15 +431,15 @@ def _answer(data: Mapping[str, Any], request: LaunchRequest, subnets: Mapping[st
         _refusal(*place(one), one.get("ErrorCode", ""), one.get("ErrorMessage", ""))
         for one in data.get("Errors", ())
     )
-    return Answer(acks=acks, refusals=refusals)
+    return FleetResult(acks=acks, refusals=refusals)
 
 
-def _refusal(type: str, zone: str, code: str, message: str) -> Refusal:
+def _refusal(type: str, zone: str, code: str, message: str) -> LaunchFailure:
     kind = kind_of_code(code)
     # What will pass is as good as no capacity: the pool is left alone for a while.
     kind = "capacity" if kind in ("transient", "credentials") else kind
     words = words_of_code(code, message)
-    return Refusal(type=type, zone=zone, code=code, message=words, kind=kind)
+    return LaunchFailure(type=type, zone=zone, code=code, message=words, kind=kind)
 
 
 def terminate(ec2: Any, ids: Sequence[str]) -> None:

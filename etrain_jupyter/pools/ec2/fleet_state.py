@@ -63,7 +63,7 @@ class Ack:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Refusal:
+class LaunchFailure:
     """Why one pool, or all of a request's, gave nothing."""
 
     type: str
@@ -76,11 +76,11 @@ class Refusal:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class FleetResult:
     """What came of a request."""
 
     acks: tuple[Ack, ...] = ()
-    refusals: tuple[Refusal, ...] = ()
+    refusals: tuple[LaunchFailure, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,7 @@ class BackOff:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Memory:
+class FleetState:
     """What the rules know besides what EC2 lists."""
 
     life: int = 1
@@ -121,13 +121,13 @@ class Memory:
 
     # --- what is known of requests ---
 
-    def sent(self, request: LaunchRequest, now: float) -> Memory:
+    def sent(self, request: LaunchRequest, now: float) -> FleetState:
         """Note a request before it goes out, for the first time or once more."""
         is_new = all(known.token != request.token for known, _ in self.unanswered)
         rest = tuple(one for one in self.unanswered if one[0].token != request.token)
         return self._with(seq=self.seq + is_new, unanswered=(*rest, (request, now)))
 
-    def answered(self, request: LaunchRequest, answer: Answer, now: float) -> Memory:
+    def answered(self, request: LaunchRequest, answer: FleetResult, now: float) -> FleetState:
         """Note what came of a request: machines that are coming, pools that have none."""
         known = {ack.id for ack in self.acks}
         acks = (*self.acks, *(ack for ack in answer.acks if ack.id not in known))
@@ -136,7 +136,7 @@ class Memory:
             back_offs.pop((ack.type, ack.zone, ack.lifecycle), None)
         refusals = answer.refusals
         if not refusals and not answer.acks:
-            refusals = (Refusal(type="", zone="", code="", message="", kind="capacity"),)
+            refusals = (LaunchFailure(type="", zone="", code="", message="", kind="capacity"),)
         for refusal in refusals:
             for key in _keys_of(refusal, request):
                 back_offs[key] = _longer(self.back_offs.get(key), refusal.kind, now)
@@ -146,29 +146,29 @@ class Memory:
         ).forgot(request)
         return memory.halt("refused", now) if memory.num_refusals >= MAX_REFUSALS else memory
 
-    def forgot(self, request: LaunchRequest) -> Memory:
+    def forgot(self, request: LaunchRequest) -> FleetState:
         """Give up waiting for the answer to a request."""
         rest = tuple(one for one in self.unanswered if one[0].token != request.token)
         return self._with(unanswered=rest)
 
     # --- what is known of machines ---
 
-    def listed(self, ids: Iterable[str]) -> Memory:
+    def listed(self, ids: Iterable[str]) -> FleetState:
         """Note which machines EC2 lists, in whatever state."""
         seen = set(ids)
         return self._with(acks=tuple(ack for ack in self.acks if ack.id not in seen))
 
-    def looked_up(self, found: Iterable[str], missing: Iterable[str], now: float) -> Memory:
+    def looked_up(self, found: Iterable[str], missing: Iterable[str], now: float) -> FleetState:
         """Note what EC2 says of single machines that it should have listed long ago."""
         there, gone = set(found), set(missing)
         acks = (dataclasses.replace(a, at=now) if a.id in there else a for a in self.acks)
         return self._with(acks=tuple(ack for ack in acks if ack.id not in gone))
 
-    def said_hello(self) -> Memory:
+    def said_hello(self) -> FleetState:
         """Note that a node works, so that the image and the rest of the set-up do."""
         return self._with(num_boot_failures=0) if self.num_boot_failures else self
 
-    def failed_to_boot(self, node: str, limit: int, now: float) -> Memory:
+    def failed_to_boot(self, node: str, limit: int, now: float) -> FleetState:
         """Count a node that never said hello; after ``limit`` in a row nothing is launched."""
         if node in self.blamed:
             return self
@@ -176,15 +176,15 @@ class Memory:
         memory = self._with(num_boot_failures=num, blamed=self.blamed | {node})
         return memory.halt("boot", now) if num >= limit else memory
 
-    def halt(self, why: str, now: float) -> Memory:
+    def halt(self, why: str, now: float) -> FleetState:
         """Launch nothing any more; the first reason stays."""
         return self if self.halted else self._with(halted=why, halted_at=now)
 
-    def with_(self, **changes: Any) -> Memory:
+    def with_(self, **changes: Any) -> FleetState:
         """Return it with other values."""
         return self._with(**changes)
 
-    def _with(self, **changes: Any) -> Memory:
+    def _with(self, **changes: Any) -> FleetState:
         return dataclasses.replace(self, **changes)
 
     # --- JSON ---
@@ -217,7 +217,7 @@ class Memory:
         )
 
 
-def _keys_of(refusal: Refusal, request: LaunchRequest) -> tuple[PoolKey, ...]:
+def _keys_of(refusal: LaunchFailure, request: LaunchRequest) -> tuple[PoolKey, ...]:
     if refusal.kind == "quota" or not refusal.type:
         return request.keys
     return tuple(

@@ -32,7 +32,7 @@ AFTER_LIFE_S = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Surroundings:
+class LaunchContext:
     """What launches refer to."""
 
     types: Mapping[str, TypeFacts]
@@ -121,7 +121,7 @@ def set_up(
     cluster_id: str,
     tls_dir: Path,
     config: NodeConfig,
-) -> Surroundings:
+) -> LaunchContext:
     """Make what is missing; blocks.
 
     Raises:
@@ -136,7 +136,7 @@ def set_up(
         template = make_template(clients, spec, cluster_id, network, tags, boot)
     except AwsErrors as exc:
         raise pool_error(f"cluster {cluster_id} cannot be set up", exc, NOTHING) from exc
-    return Surroundings(
+    return LaunchContext(
         types=types,
         subnets=network.subnets,
         network=network,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from etrain_jupyter.pools.ec2.fleet_state import Memory
+from etrain_jupyter.pools.ec2.fleet_state import FleetState
 
 UNKNOWN_SCORE = 5
 
@@ -31,7 +31,12 @@ class Offer:
 
 
 def usable(
-    offers: Sequence[Offer], memory: Memory, lifecycle: str, now: float, *, must_know_price: bool
+    offers: Sequence[Offer],
+    memory: FleetState,
+    lifecycle: str,
+    now: float,
+    *,
+    must_know_price: bool,
 ) -> list[Offer]:
     """Return those that may be asked for: on sale, and not known to have no capacity now."""
     found = []

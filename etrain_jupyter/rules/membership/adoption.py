@@ -42,7 +42,7 @@ def take_found(turn: Turn, stimulus: s.TrainersFound) -> None:
         begin_collecting(turn, RESTARTED)
 
 
-def is_of_job(found: s.Found, state: JobState) -> bool:
+def is_of_job(found: s.SurvivorFound, state: JobState) -> bool:
     """Whether a trainer may be adopted: one that is still inside an older generation was given up.
 
     >>> old = s.Found(trainer="j/w1/1", worker="w1", generation=2, is_inside=True)
@@ -52,7 +52,7 @@ def is_of_job(found: s.Found, state: JobState) -> bool:
     return not found.is_inside or found.generation == state.generation
 
 
-def _member_of(turn: Turn, found: s.Found, is_ready: bool) -> Member:
+def _member_of(turn: Turn, found: s.SurvivorFound, is_ready: bool) -> Member:
     phase = _phase_of(found)
     has_stepped = phase == "ranked" and is_ready
     return Member(
@@ -69,7 +69,7 @@ def _member_of(turn: Turn, found: s.Found, is_ready: bool) -> Member:
     )
 
 
-def _phase_of(found: s.Found) -> MemberPhase:
+def _phase_of(found: s.SurvivorFound) -> MemberPhase:
     if found.is_inside:
         return "ranked"
     if found.progress != s.NO_PROGRESS:

@@ -162,7 +162,7 @@ def _take_reported(turn: Turn, stimulus: s.TrainerReported) -> None:
         enter_phase(turn, "changing")
 
 
-def _take_nan_loss(turn: Turn, stimulus: s.LossNotFinite) -> None:
+def _take_nan_loss(turn: Turn, stimulus: s.NonFiniteLoss) -> None:
     member = turn.state.members.get(stimulus.trainer)
     if member is None or member.phase != "ranked" or stimulus.generation != turn.state.generation:
         return
@@ -255,7 +255,7 @@ _TAKE: dict[type, Callable[[Turn, Any], None]] = {
     s.TrainerWarm: _take_warm,
     s.TrainerFormed: _take_formed,
     s.TrainerReported: _take_reported,
-    s.LossNotFinite: _take_nan_loss,
+    s.NonFiniteLoss: _take_nan_loss,
     s.TrainerLost: take_trainer_lost,
     s.ProgressSeen: take_progress,
     s.UserErrorSeen: _take_user_error,

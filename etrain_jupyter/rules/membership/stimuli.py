@@ -89,7 +89,7 @@ class TrainerReported:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LossNotFinite:
+class NonFiniteLoss:
     """A rank has undone a step whose mean loss is NaN or infinite, and left its generation.
 
     All ranks of the generation do so by themselves, unless they are lost.
@@ -196,7 +196,7 @@ class StopAsked:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class SurvivorFound:
     """A trainer that has outlived the scheduler which started it, as its supervisor knows it."""
 
     trainer: str
@@ -217,7 +217,7 @@ class Found:
 class TrainersFound:
     """Another scheduler has taken the job over, and these of its trainers are there."""
 
-    found: tuple[Found, ...]
+    found: tuple[SurvivorFound, ...]
     lost: tuple[str, ...] = ()
     """Workers that are not there any more, or not with the job's trainer."""
     world_size: int = 0
@@ -244,7 +244,7 @@ Stimulus = (
     | TrainerWarm
     | TrainerFormed
     | TrainerReported
-    | LossNotFinite
+    | NonFiniteLoss
     | TrainerLost
     | ProgressSeen
     | UserErrorSeen

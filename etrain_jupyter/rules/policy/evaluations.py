@@ -19,7 +19,7 @@ KEEP_BEST = 32
 the machine that was saving them, and then the next one counts."""
 
 
-class Evaluated(NamedTuple):
+class EvaluationRecord(NamedTuple):
     """What was measured after a step."""
 
     step: int
@@ -49,8 +49,8 @@ def is_better(value: float, than: float | None, *, mode: Mode, min_delta: float 
 
 
 def add_evaluation(
-    best: Sequence[Evaluated], found: Evaluated, *, mode: Mode
-) -> tuple[Evaluated, ...]:
+    best: Sequence[EvaluationRecord], found: EvaluationRecord, *, mode: Mode
+) -> tuple[EvaluationRecord, ...]:
     """Return the best evaluations, best first, after one more; of equal ones the earlier is better.
 
     >>> known = (Evaluated(20, 0.9), Evaluated(10, 0.7))
@@ -77,7 +77,7 @@ class Trend:
     num_stale: int = 0
     """Evaluations since the last improvement."""
 
-    def after(self, found: Evaluated, *, mode: Mode, min_delta: float) -> Trend:
+    def after(self, found: EvaluationRecord, *, mode: Mode, min_delta: float) -> Trend:
         """Return it after one more evaluation."""
         if is_better(found.value, self.best, mode=mode, min_delta=min_delta):
             return Trend(best=found.value, best_step=found.step, step=found.step)

@@ -38,7 +38,7 @@ class Spent(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobCost:
+class RunningCost:
     """What a job has cost so far."""
 
     spent_usd: float = 0.0
@@ -47,9 +47,9 @@ class JobCost:
     wasted_usd: float = 0.0
     """The part of ``spent_usd`` in which its nodes did not train, after it had trained first."""
 
-    def plus(self, other: JobCost) -> JobCost:
+    def plus(self, other: RunningCost) -> RunningCost:
         """Return the sum."""
-        return JobCost(
+        return RunningCost(
             spent_usd=self.spent_usd + other.spent_usd,
             on_demand_usd=self.on_demand_usd + other.on_demand_usd,
             wasted_usd=self.wasted_usd + other.wasted_usd,
@@ -71,21 +71,21 @@ class JobCosts:
     def __init__(self) -> None:
         self._known: dict[str, tuple[float, float]] | None = None
         """What each node had cost when it was looked at last; None before the first look."""
-        self._paid: dict[str, dict[str, JobCost]] = defaultdict(dict)
+        self._paid: dict[str, dict[str, RunningCost]] = defaultdict(dict)
         """What each job has paid for each node, by node."""
         self._has_trained: set[str] = set()
 
-    def begin(self, job_id: str, cost: JobCost, *, has_trained: bool) -> None:
+    def begin(self, job_id: str, cost: RunningCost, *, has_trained: bool) -> None:
         """Take in what a job has cost before, under another scheduler or on another cluster."""
         self._paid[""][job_id] = cost
         if has_trained:
             self._has_trained.add(job_id)
 
-    def of(self, job_id: str) -> JobCost:
+    def of(self, job_id: str) -> RunningCost:
         """Return what a job has cost."""
-        total = JobCost()
+        total = RunningCost()
         for payers in self._paid.values():
-            total = total.plus(payers.get(job_id, JobCost()))
+            total = total.plus(payers.get(job_id, RunningCost()))
         return total
 
     def forget(self, job_id: str) -> None:
@@ -132,13 +132,13 @@ class JobCosts:
         users = [ranks[worker] for worker in node.workers if worker in ranks]
         payers = users or sorted(active)
         for job_id in payers:
-            share = JobCost(
+            share = RunningCost(
                 spent_usd=spent / len(payers),
                 on_demand_usd=on_demand / len(payers),
                 wasted_usd=0.0 if users or job_id not in self._has_trained else spent / len(payers),
             )
             paid = self._paid[node.node_id]
-            paid[job_id] = paid.get(job_id, JobCost()).plus(share)
+            paid[job_id] = paid.get(job_id, RunningCost()).plus(share)
 
     def _give_back(self, node_id: str, amount_usd: float) -> None:
         """Share a refund in proportion to what each has paid for the node."""
@@ -146,7 +146,7 @@ class JobCosts:
         total = sum(paid.spent_usd for paid in payers.values())
         left = max(0.0, 1.0 - amount_usd / total) if total else 0.0
         for job_id, paid in payers.items():
-            payers[job_id] = JobCost(
+            payers[job_id] = RunningCost(
                 spent_usd=paid.spent_usd * left,
                 on_demand_usd=paid.on_demand_usd,
                 wasted_usd=paid.wasted_usd * left,

@@ -18,7 +18,7 @@ COMMON = frozenset({"job_id", "time", "generation", "seq"})
 
 
 @dataclass(kw_only=True)
-class Recalled:
+class RecalledWorkers:
     """What was so when the log ended."""
 
     job_id: str = ""
@@ -97,9 +97,9 @@ class Recalled:
         self.is_ready, self.bounds, self.plan, self.ended_early_in = False, None, {}, 0
 
 
-def recall(log: Iterable[Event]) -> Recalled:
+def recall(log: Iterable[Event]) -> RecalledWorkers:
     """Fold a log, from its first event on."""
-    recalled = Recalled()
+    recalled = RecalledWorkers()
     for event in log:
         recalled.take(event)
     return recalled

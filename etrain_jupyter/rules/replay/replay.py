@@ -29,7 +29,7 @@ from etrain_jupyter.log.events import (
 )
 from etrain_jupyter.rules.membership.lineage import NOT_BEGUN
 from etrain_jupyter.rules.membership.saving import KEEP_SAVED
-from etrain_jupyter.rules.policy.job_costs import JobCost
+from etrain_jupyter.rules.policy.job_costs import RunningCost
 from etrain_jupyter.rules.replay.checkpoint_evidence import Evidence
 
 
@@ -58,7 +58,7 @@ class Past:
     """Of the newest plan; 0 if there was none."""
     evidence: Evidence = field(default_factory=Evidence)
     """What its checkpoints cost, and how often it was interrupted."""
-    cost: JobCost = field(default_factory=JobCost)
+    cost: RunningCost = field(default_factory=RunningCost)
     """What it has cost so far, as the log was told last."""
 
     @singledispatchmethod
@@ -111,7 +111,7 @@ class Past:
 
     @_fold.register
     def _(self, event: CostUpdated) -> None:
-        self.cost = JobCost(
+        self.cost = RunningCost(
             spent_usd=event.spent_usd,
             on_demand_usd=event.on_demand_usd,
             wasted_usd=event.wasted_usd,

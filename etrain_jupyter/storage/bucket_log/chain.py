@@ -40,7 +40,7 @@ _PACK_KEY = re.compile(r"packs/(\d{12})-(\d{12})\.jsonl\.gz")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class LogObject:
     """What one object of ``log/`` holds."""
 
     first: int
@@ -83,7 +83,7 @@ def columns_key(first: int) -> str:
     return f"events.segments/{first:012d}-{first + EVENTS_PER_SEGMENT - 1:012d}.npz"
 
 
-def parse_piece(data: bytes, first: int, where: str) -> Piece:
+def parse_piece(data: bytes, first: int, where: str) -> LogObject:
     """Return what an object holds.
 
     Raises:
@@ -95,7 +95,7 @@ def parse_piece(data: bytes, first: int, where: str) -> Piece:
         lines = tuple(body.split(b"\n")[:-1])
         digest = hashlib.sha256(body).hexdigest()
         if (head["first"], head["count"], head["sha256"]) == (first, len(lines), digest) and lines:
-            return Piece(first=first, lines=lines, writer=str(head["writer"]))
+            return LogObject(first=first, lines=lines, writer=str(head["writer"]))
     except (ValueError, KeyError, TypeError):
         pass
     raise RunStoreError(
@@ -110,13 +110,13 @@ class Chain:
     def __init__(self, objects: RunObjects) -> None:
         self.objects = objects
 
-    def read_piece(self, first: int) -> Piece | None:
+    def read_piece(self, first: int) -> LogObject | None:
         """Return the object that begins with an event; None if there is none."""
         key = piece_key(first)
         data = self.objects.get(key)
         return None if data is None else parse_piece(data, first, f"{self.objects}/{key}")
 
-    def put_piece(self, piece: Piece) -> Piece:
+    def put_piece(self, piece: LogObject) -> LogObject:
         """Write an object if its key is free; return what is there then, ours or another one's."""
         for _ in range(_RELISTS):
             if self.objects.put_if_absent(piece_key(piece.first), piece.to_bytes()):

@@ -19,7 +19,7 @@ from etrain_jupyter.storage.bucket_log.chain import (
     PACKS,
     PIECE_EVENTS,
     Chain,
-    Piece,
+    LogObject,
     columns_key,
     pack_key,
     piece_key,
@@ -71,7 +71,7 @@ class Uploads:
             self._pending = self._next_lines()
         if not self._pending:
             return False
-        piece = Piece(first=self.seq + 1, lines=tuple(self._pending), writer=self.writer)
+        piece = LogObject(first=self.seq + 1, lines=tuple(self._pending), writer=self.writer)
         found = self.chain.put_piece(piece)
         count = len(found.lines)
         # What we wrote before we were killed may be shorter, and its successors are not ours.
@@ -90,7 +90,7 @@ class Uploads:
         Raises:
             FencedError: If somebody else has gone on with this log; then nothing was written.
         """
-        piece = Piece(first=self.seq + 1, lines=(line,), writer=self.writer)
+        piece = LogObject(first=self.seq + 1, lines=(line,), writer=self.writer)
         found = self.chain.put_piece(piece)
         if found != piece:
             raise FencedError(f"event {piece.first} of {self.chain.objects} is of {found.writer}")
@@ -102,7 +102,7 @@ class Uploads:
         self._take(piece)
         self._reader, self._pending = None, []
 
-    def _take(self, piece: Piece) -> None:
+    def _take(self, piece: LogObject) -> None:
         """Note that a piece of ours is there."""
         for line in _telling(piece.lines):
             with contextlib.suppress(ValueError):

@@ -18,7 +18,7 @@ ALIGN_BYTES = 64
 """Of each gradient within its bucket, as torch itself aligns tensors."""
 
 
-class Bucket:
+class GradientBucket:
     """Sums of the gradients of some parameters of one dtype, each a row of one tensor.
 
     At the end of a row stands a flag for each parameter, which is summed with the rest: it is above
@@ -92,7 +92,7 @@ class Bucket:
             parameter.grad = view if flag else None
 
 
-def make_buckets(parameters: Sequence[torch.nn.Parameter], num_sums: int) -> list[Bucket]:
+def make_buckets(parameters: Sequence[torch.nn.Parameter], num_sums: int) -> list[GradientBucket]:
     """Put parameters into buckets in the order in which backward passes come to them: reversed."""
     filling: dict[torch.dtype, list[torch.nn.Parameter]] = {}
     sizes: dict[torch.dtype, int] = {}
@@ -102,6 +102,6 @@ def make_buckets(parameters: Sequence[torch.nn.Parameter], num_sums: int) -> lis
         filling.setdefault(dtype, []).append(parameter)
         sizes[dtype] = sizes.get(dtype, 0) + parameter.numel() * parameter.element_size()
         if sizes[dtype] >= BUCKET_BYTES:
-            buckets.append(Bucket(filling.pop(dtype), num_sums))
+            buckets.append(GradientBucket(filling.pop(dtype), num_sums))
             sizes[dtype] = 0
-    return buckets + [Bucket(rest, num_sums) for rest in filling.values()]
+    return buckets + [GradientBucket(rest, num_sums) for rest in filling.values()]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from etrain_jupyter.rules.samples.shard_plan import Merge, ShardPass, ShardPlan
-from etrain_jupyter.trainer.gradients.bucket import Bucket
+from etrain_jupyter.trainer.gradients.bucket import GradientBucket
 from etrain_jupyter.trainer.gradients.tree_sum import TreeSum
 from etrain_jupyter.trainer.group.process_group import CommunicationError, Pending, RankGroup
 from etrain_jupyter.trainer.references import WorkloadError
@@ -31,7 +31,7 @@ class BucketSums:
         self,
         group: RankGroup,
         plan: ShardPlan,
-        buckets: list[Bucket],
+        buckets: list[GradientBucket],
         last_merges: Sequence[Merge],
     ) -> None:
         self._group = group
@@ -51,7 +51,7 @@ class BucketSums:
         """Tags that its sums use, from 0."""
         self._add_up = [self._sum_of(bucket, plan) for bucket in buckets]
 
-    def _sum_of(self, bucket: Bucket, plan: ShardPlan) -> Callable[[], None]:
+    def _sum_of(self, bucket: GradientBucket, plan: ShardPlan) -> Callable[[], None]:
         if self._group.world_size == 1:
             return _nothing
         partials = list(bucket.sums_SN[: len(plan.subtrees[self._group.rank])])

@@ -20,7 +20,7 @@ from etrain_jupyter.trainer.seeds import seed_all
 from etrain_jupyter.trainer.workload import Workload
 
 
-class Part(NamedTuple):
+class MicroBatch(NamedTuple):
     """Samples that go through the model in one pass."""
 
     samples: range
@@ -39,7 +39,7 @@ class Gradients(Protocol):
     merges: tuple[Merge, ...]
     """How the slots are added up."""
 
-    def parts(self, span: StepRange) -> list[Part]:
+    def parts(self, span: StepRange) -> list[MicroBatch]:
         """Return this rank's passes of a step, in their order."""
         ...
 
@@ -109,11 +109,11 @@ class Step:
         return self.workload.precision.scale(passed.loss)
 
 
-def split_share(share: range, num_parts: int, *, stream: int) -> list[Part]:
+def split_share(share: range, num_parts: int, *, stream: int) -> list[MicroBatch]:
     """Cut a share into at most ``num_parts`` parts, none of them empty."""
     parts, start = [], share.start
     for number, count in enumerate(batch_plan.share_samples(len(share), num_parts)):
         if count:
-            parts.append(Part(range(start, start + count), stream, number))
+            parts.append(MicroBatch(range(start, start + count), stream, number))
         start += count
     return parts

@@ -11,7 +11,12 @@ from dataclasses import asdict
 from typing import Any
 
 from etrain_jupyter.config.schema import TrainConfig
-from etrain_jupyter.rules.policy.evaluations import Evaluated, Trend, add_evaluation, words_of_end
+from etrain_jupyter.rules.policy.evaluations import (
+    EvaluationRecord,
+    Trend,
+    add_evaluation,
+    words_of_end,
+)
 from etrain_jupyter.trainer.references import WorkloadError
 from etrain_jupyter.trainer.state.capture import Stateful
 
@@ -26,7 +31,7 @@ class Judge:
     def __init__(self, config: TrainConfig) -> None:
         self._asked_best = config.checkpoint.best
         self._asked_end = config.early_stopping
-        self.best: tuple[Evaluated, ...] = ()
+        self.best: tuple[EvaluationRecord, ...] = ()
         self._trend = Trend()
 
     @property
@@ -59,10 +64,10 @@ class Judge:
             values: The means over the evaluation set by name, with ``loss``.
         """
         if self._asked_best is not None:
-            found = Evaluated(step, values[self._asked_best.metric])
+            found = EvaluationRecord(step, values[self._asked_best.metric])
             self.best = add_evaluation(self.best, found, mode=self._asked_best.mode)
         if self._asked_end is not None:
-            found = Evaluated(step, values[self._asked_end.metric])
+            found = EvaluationRecord(step, values[self._asked_end.metric])
             asked = self._asked_end
             self._trend = self._trend.after(found, mode=asked.mode, min_delta=asked.min_delta)
 
@@ -111,6 +116,6 @@ class Judge:
         """Take over what another trainer's evaluations have come to."""
         theirs = state_dict.get("asked", self._asked)  # none in older checkpoints
         if theirs["best"] == self._asked["best"]:
-            self.best = tuple(Evaluated(*known) for known in state_dict["best"])
+            self.best = tuple(EvaluationRecord(*known) for known in state_dict["best"])
         if theirs["trend"] == self._asked["trend"]:
             self._trend = Trend(**state_dict["trend"])

@@ -26,7 +26,7 @@ from etrain_jupyter.trainer.seeds import seed_all, seed_of
 from etrain_jupyter.trainer.workload import Workload
 
 
-class Evaluated(NamedTuple):
+class EvaluationResult(NamedTuple):
     """What an evaluation gave, the same on all ranks."""
 
     num_samples: int
@@ -68,7 +68,7 @@ class Evaluation:
         step: int,
         is_pending: Callable[[], bool],
         at_batch: Callable[[], None],
-    ) -> Evaluated | None:
+    ) -> EvaluationResult | None:
         """Evaluate the present weights; return None if a planned change cut it short.
 
         With every batch the ranks tell each other whether a change is pending, and look at it one
@@ -106,7 +106,7 @@ class Evaluation:
             merge(list(sums_SM), shard_merges(Subtree(0, num_slots)))
         count, *columns = sums_SM[0].tolist()
         means = self._workload.measures.means(columns)
-        return Evaluated(int(count), means.loss, {**means.metrics, **states.compute(group)})
+        return EvaluationResult(int(count), means.loss, {**means.metrics, **states.compute(group)})
 
     def _make_states(self, group: RankGroup) -> SlotStates:
         is_sharded = self._num_shards is not None

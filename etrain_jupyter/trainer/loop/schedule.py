@@ -118,7 +118,7 @@ class Every:
         self._last_at = time.monotonic()
 
 
-class Pace:
+class CheckpointPace:
     """When ``checkpoint.every: auto`` is due: by an interval that the coordinator chooses.
 
     The control thread sets it and the main thread asks; both only read and write single numbers.

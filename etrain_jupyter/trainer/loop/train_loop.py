@@ -25,7 +25,7 @@ from etrain_jupyter.trainer.gradients.step_header import StepHeader
 from etrain_jupyter.trainer.gradients.stopwatch import Stopwatch
 from etrain_jupyter.trainer.group.process_group import CommunicationError, RankGroup
 from etrain_jupyter.trainer.loop.best_tracker import Judge
-from etrain_jupyter.trainer.loop.evaluation import Evaluated, Evaluation
+from etrain_jupyter.trainer.loop.evaluation import Evaluation, EvaluationResult
 from etrain_jupyter.trainer.loop.nan_loss import NonFiniteLoss, NonFiniteLossError, check_loss
 from etrain_jupyter.trainer.loop.rank_times import RankTimes
 from etrain_jupyter.trainer.loop.schedule import Every, Mark, WorkPlan
@@ -445,7 +445,7 @@ class TrainLoop:
         self._call(self.after_eval, group)
         return True
 
-    def _take_eval(self, found: Evaluated, duration_s: float) -> None:
+    def _take_eval(self, found: EvaluationResult, duration_s: float) -> None:
         self.judge.take(self.step, {"loss": found.loss, **found.metrics})
         self._eval_record = {
             "step": self.step,

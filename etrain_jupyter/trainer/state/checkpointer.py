@@ -20,7 +20,7 @@ from etrain_jupyter.storage.checkpoints import Manifest, Part, choose_steps_to_k
 from etrain_jupyter.storage.checkpoints.base import CheckpointStore, open_newest
 from etrain_jupyter.trainer.group.process_group import RankGroup
 from etrain_jupyter.trainer.group.rendezvous import BroadcastStore
-from etrain_jupyter.trainer.loop.schedule import Every, Mark, Pace
+from etrain_jupyter.trainer.loop.schedule import CheckpointPace, Every, Mark
 from etrain_jupyter.trainer.loop.train_loop import Send, TrainLoop
 from etrain_jupyter.trainer.state.capture import take_state
 from etrain_jupyter.trainer.state.checkpoint_metadata import about, config_digest
@@ -122,7 +122,7 @@ class Checkpointer:
         self._is_waited_for = False
         every = config.checkpoint.every
         self._every = Every(every, loop.plan) if every is not None else None
-        self.pace = Pace()
+        self.pace = CheckpointPace()
         """When ``checkpoint.every: auto`` is due."""
         self._slowdown = Slowdown()
         self._was_writing = False

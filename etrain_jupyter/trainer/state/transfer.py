@@ -69,7 +69,7 @@ class Entry:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class TensorChunk:
     """Some bytes of one tensor, within a message."""
 
     index: int
@@ -78,7 +78,7 @@ class Piece:
     stop: int
 
 
-Message = list[Piece]
+Message = list[TensorChunk]
 
 
 def plan_messages(sizes: Sequence[int]) -> list[Message]:
@@ -91,7 +91,7 @@ def plan_messages(sizes: Sequence[int]) -> list[Message]:
         if size >= DIRECT_BYTES:
             for start in range(0, size, CHUNK_BYTES):
                 stop = min(start + CHUNK_BYTES, size)
-                messages.append([Piece(index=index, start=start, stop=stop)])
+                messages.append([TensorChunk(index=index, start=start, stop=stop)])
     pack: Message = []
     filled = 0
     for index, size in enumerate(sizes):
@@ -99,7 +99,7 @@ def plan_messages(sizes: Sequence[int]) -> list[Message]:
             if filled + size > CHUNK_BYTES:
                 messages.append(pack)
                 pack, filled = [], 0
-            pack.append(Piece(index=index, start=0, stop=size))
+            pack.append(TensorChunk(index=index, start=0, stop=size))
             filled += size
     return [*messages, pack] if pack else messages
 
@@ -402,7 +402,7 @@ class _Buffers:
     def _is_direct(self, message: Message) -> bool:
         return len(message) == 1 and not self._tensor(message[0]).is_cuda
 
-    def _tensor(self, piece: Piece) -> torch.Tensor:
+    def _tensor(self, piece: TensorChunk) -> torch.Tensor:
         tensor = self._memory[piece.index]
         assert tensor is not None  # only what travels is planned
         return tensor

@@ -7,7 +7,7 @@ from pathlib import Path
 from etrain_jupyter.log.blocks import FORGOTTEN, Events, runs_of
 from etrain_jupyter.log.events import Event, LogLine, StepCompleted
 from etrain_jupyter.notebook.job import feed as feed_module
-from etrain_jupyter.notebook.job.feed import Feed
+from etrain_jupyter.notebook.job.feed import EventFeed
 
 
 def printed(seq: int) -> Event:
@@ -50,7 +50,7 @@ def test_old_lines_lose_their_texts_and_nothing_else(monkeypatch) -> None:
 def test_feed_forgets_what_the_log_has(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(Events, "PACK_AT", 40)
     monkeypatch.setattr(feed_module, "KEEP_LINES", 50)
-    feed = Feed("j", tmp_path / "none", None, fold=lambda events: None)
+    feed = EventFeed("j", tmp_path / "none", None, fold=lambda events: None)
     for first in range(1, 2000, 10):
         feed._take([printed(seq) for seq in range(first, first + 10)])
     kept = [event for event in feed.events() if event.text != FORGOTTEN]

@@ -13,7 +13,7 @@ import pytest
 
 from etrain_jupyter.pools.ec2.machine.node_worker import SCHEDULER_FILE, FileFinder, parse_arguments
 from etrain_jupyter.worker import lifecycle
-from etrain_jupyter.worker.lifecycle import WorkerLife, WorkerOptions, noting_its_end
+from etrain_jupyter.worker.lifecycle import WorkerLifecycle, WorkerOptions, noting_its_end
 from tests.unit.pools.standins import SUPERVISOR
 
 CUT = "worker-handle-scheduler-connection-broken"
@@ -55,7 +55,7 @@ class Worker:
         self.closed = True
 
 
-class Life(WorkerLife):
+class Life(WorkerLifecycle):
     """Connects to whoever is there: an exception in the plan is one that does not answer."""
 
     def __init__(self, finder: Finder, *plan: Worker | Exception) -> None:

@@ -10,7 +10,7 @@ from etrain_jupyter.pools.ec2.ledger import Charge
 
 
 @dataclass(frozen=True, kw_only=True)
-class Notice:
+class NodeNotice:
     """What EC2 has told a node."""
 
     kind: str
@@ -20,7 +20,7 @@ class Notice:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Orders:
+class DesiredFleet:
     """From the loop: what is wanted, and what the scheduler knows of nodes."""
 
     wanted: int = 0
@@ -33,7 +33,7 @@ class Orders:
     """Nodes to be ended, and when at the latest, in seconds since the epoch."""
     killing: frozenset[str] = frozenset()
     """Nodes to be ended now."""
-    noticed: Mapping[str, Notice] = field(default_factory=dict)
+    noticed: Mapping[str, NodeNotice] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ There are never more workers than ``max_workers``, whatever EC2 lists and howeve
 
 from __future__ import annotations
 
-from etrain_jupyter.pools.ec2.fleet_state import VISIBLE_S, LaunchRequest, Memory
+from etrain_jupyter.pools.ec2.fleet_state import VISIBLE_S, FleetState, LaunchRequest
 from etrain_jupyter.pools.ec2.head.surplus import stranger, surplus, too_dear
 from etrain_jupyter.pools.ec2.head.view import Count, Decision, Rules, View, count_workers
 from etrain_jupyter.pools.ec2.ledger import LEAST_S
@@ -24,7 +24,7 @@ MOVE_AFTER_S = 60.0
 """A zone that could give nothing for so long is left, or others are used besides."""
 
 
-def decide(memory: Memory, rules: Rules, view: View) -> Decision:
+def decide(memory: FleetState, rules: Rules, view: View) -> Decision:
     """Return what to do now, and what to remember.
 
     Args:
@@ -76,7 +76,7 @@ def decide(memory: Memory, rules: Rules, view: View) -> Decision:
     )
 
 
-def _forget_old_requests(memory: Memory, view: View) -> Memory:
+def _forget_old_requests(memory: FleetState, view: View) -> FleetState:
     """Give up requests that nobody needs any more, once what they may have got would be listed."""
     for request, at in memory.unanswered:
         if (memory.halted or view.wanted == 0) and view.now - at > VISIBLE_S:
@@ -84,7 +84,9 @@ def _forget_old_requests(memory: Memory, view: View) -> Memory:
     return memory
 
 
-def _overdue(memory: Memory, rules: Rules, view: View) -> tuple[Memory, list[tuple[str, str]]]:
+def _overdue(
+    memory: FleetState, rules: Rules, view: View
+) -> tuple[FleetState, list[tuple[str, str]]]:
     """Find nodes that never said hello in time; each counts as one that cannot boot."""
     late = [
         m
@@ -98,7 +100,7 @@ def _overdue(memory: Memory, rules: Rules, view: View) -> tuple[Memory, list[tup
 
 
 def _stopping(
-    memory: Memory,
+    memory: FleetState,
     rules: Rules,
     view: View,
     count: Count,
@@ -118,14 +120,14 @@ def _stopping(
 
 
 def _launch(
-    memory: Memory,
+    memory: FleetState,
     rules: Rules,
     view: View,
     count: Count,
     missing: int,
     ceiling: int,
     warnings: list[tuple[str, str]],
-) -> tuple[Memory, LaunchRequest | None]:
+) -> tuple[FleetState, LaunchRequest | None]:
     """Return what to ask for next: one lifecycle and one size at a time."""
     num_base = min(missing, rules.on_demand_base - count.num_on_demand)
     plans = [("on-demand", num_base)] if num_base > 0 else [("spot", missing)]
@@ -163,8 +165,8 @@ def _launch(
 
 
 def _candidates(
-    memory: Memory, rules: Rules, view: View, count: Count, lifecycle: str
-) -> tuple[Memory, list[Offer]]:
+    memory: FleetState, rules: Rules, view: View, count: Count, lifecycle: str
+) -> tuple[FleetState, list[Offer]]:
     """Return the offers that placement allows; the zone of the workers may change."""
     has_budget = rules.max_hourly is not None or rules.max_total is not None
     found = usable(view.offers, memory, lifecycle, view.now, must_know_price=has_budget)
@@ -226,7 +228,7 @@ def _no_money(rules: Rules, view: View, num_nodes: int, num_fit: int) -> str:
     )
 
 
-def _no_capacity(memory: Memory, rules: Rules, view: View, missing: int, short_s: float) -> str:
+def _no_capacity(memory: FleetState, rules: Rules, view: View, missing: int, short_s: float) -> str:
     workers = "1 worker" if missing == 1 else f"{missing} workers"
     since = f" since {short_s:.0f} s" if short_s >= 1 else " now"
     refused = {key: one for key, one in memory.back_offs.items() if one.until > view.now}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from etrain_jupyter.pools.ec2.fleet_state import Memory
+from etrain_jupyter.pools.ec2.fleet_state import FleetState
 from etrain_jupyter.pools.ec2.head.view import Rules
 from etrain_jupyter.pools.ec2.ledger import TAKEN_BY_EC2
 
@@ -31,7 +31,7 @@ def boot_failure(node: str, why: str, error: str, console: str) -> str:
 
 
 def why_halted(
-    memory: Memory, rules: Rules, *, spent_usd: float, rate_usd: float, detail: str
+    memory: FleetState, rules: Rules, *, spent_usd: float, rate_usd: float, detail: str
 ) -> str:
     """Return why nothing is launched any more, and what to do."""
     if memory.halted == "budget":

@@ -14,7 +14,13 @@ from etrain_jupyter.errors import CheckpointError, PoolError
 from etrain_jupyter.head.coordinator.nodes import NodeCost
 from etrain_jupyter.pools.ec2.bootstrap import config_of
 from etrain_jupyter.pools.ec2.ec2_api import Clients
-from etrain_jupyter.pools.ec2.head.desired_fleet import Notice, Orders, Reports, Snapshot, node_of
+from etrain_jupyter.pools.ec2.head.desired_fleet import (
+    DesiredFleet,
+    NodeNotice,
+    Reports,
+    Snapshot,
+    node_of,
+)
 from etrain_jupyter.pools.ec2.head.reconciler import Reconciler
 from etrain_jupyter.pools.ec2.launch_context import set_up
 from etrain_jupyter.pools.ec2.reaping import remove
@@ -71,7 +77,7 @@ class AwsNodes:
         self._held = spec.workers.want if spec.workers.want is not None else spec.workers.min
         self._releasing: dict[str, float] = {}
         self._killing: set[str] = set()
-        self._noticed: dict[str, Notice] = {}
+        self._noticed: dict[str, NodeNotice] = {}
         self._reconciler: Reconciler | None = None
         self._has_adopted = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -136,7 +142,7 @@ class AwsNodes:
         known = self._noticed.get(node_of(worker))
         if kind == "rebalance" and (known or self._spec.interruption.on_rebalance == "ignore"):
             return
-        self._noticed[node_of(worker)] = Notice(kind=kind, deadline=deadline)
+        self._noticed[node_of(worker)] = NodeNotice(kind=kind, deadline=deadline)
         self._give_orders(wake=True)
 
     def release(self, worker: str, *, drain_s: float) -> None:
@@ -227,7 +233,7 @@ class AwsNodes:
             # One that is not listed any more is gone; one that is not listed yet was just noticed.
             if id in living or time.time() < one.deadline
         }
-        thread.orders = Orders(
+        thread.orders = DesiredFleet(
             wanted=max(self._wanted, self._held),
             connected=frozenset(
                 node.id for node in nodes if any(map(self._is_connected, node.workers))

@@ -29,14 +29,19 @@ from etrain_jupyter.pools.ec2.ec2_api import (
     tag_list,
     terminate,
 )
-from etrain_jupyter.pools.ec2.fleet_state import MEMORY_FILE, LaunchRequest, Memory
+from etrain_jupyter.pools.ec2.fleet_state import MEMORY_FILE, FleetState, LaunchRequest
 from etrain_jupyter.pools.ec2.head.cluster_files import ClusterFiles
-from etrain_jupyter.pools.ec2.head.desired_fleet import Orders, Reports, Snapshot, worker_names
+from etrain_jupyter.pools.ec2.head.desired_fleet import (
+    DesiredFleet,
+    Reports,
+    Snapshot,
+    worker_names,
+)
 from etrain_jupyter.pools.ec2.head.fleet import decide
 from etrain_jupyter.pools.ec2.head.fleet_messages import why_halted
 from etrain_jupyter.pools.ec2.head.roster import (
-    Member,
-    Roster,
+    FleetNode,
+    FleetRoster,
     is_left_to_ec2,
     rows_of,
     snapshot_of,
@@ -44,8 +49,8 @@ from etrain_jupyter.pools.ec2.head.roster import (
 from etrain_jupyter.pools.ec2.head.view import Decision, Machine, Rules, View
 from etrain_jupyter.pools.ec2.launch_context import (
     AFTER_LIFE_S,
+    LaunchContext,
     Renewal,
-    Surroundings,
     workers_of,
 )
 from etrain_jupyter.pools.ec2.ledger import Ledger
@@ -59,7 +64,7 @@ KEEP_S = 60.0
 SCORES_S = 600.0
 SAY_AGAIN_S = 600.0
 """The same warning is repeated after that time if it still holds."""
-Troubles = (*AwsErrors, ResponseParserError, CheckpointError, PoolError)
+AWS_FAILURES = (*AwsErrors, ResponseParserError, CheckpointError, PoolError)
 
 
 @dataclass(kw_only=True)
@@ -90,10 +95,10 @@ class Reconciler:
         cluster_id: str,
         clients: Clients,
         folder: Path,
-        around: Surroundings,
+        around: LaunchContext,
         reports: Reports,
     ) -> None:
-        self.orders = Orders()
+        self.orders = DesiredFleet()
         self.snapshot = Snapshot()
         self._spec = spec
         self._id = cluster_id
@@ -104,8 +109,8 @@ class Reconciler:
         self._rules = Rules.of(spec, cluster_id)
         self._files = ClusterFiles(clients.bucket, cluster_id)
         self._prices = Prices(clients=clients, region=spec.region, volume_type=spec.volume.type)
-        self._roster = Roster(self._files, clients, reports)
-        self._memory = Memory()
+        self._roster = FleetRoster(self._files, clients, reports)
+        self._memory = FleetState()
         self._ledger = Ledger()
         self._scores: dict[str, int] = {}
         self._said: dict[str, float] = {}
@@ -133,7 +138,7 @@ class Reconciler:
         self._scheduler = scheduler
         life = self._files.num_lives() + 1
         if self._path.exists():
-            self._memory = Memory.from_dict(json.loads(self._path.read_text()))
+            self._memory = FleetState.from_dict(json.loads(self._path.read_text()))
         self._memory = self._memory.with_(life=life)
         self._ledger = self._files.ledger()
         self._renew_lease(time.time())
@@ -160,7 +165,7 @@ class Reconciler:
             self._note_money(list_instances(self._clients.ec2, cluster_id=self._id), now)
             self._publish(now)
             self._keep_ledger(now)
-        except Troubles as exc:
+        except AWS_FAILURES as exc:
             logger.warning("the ledger of %s was not closed: %s", self._id, exc)
 
     # --- the thread ---
@@ -170,7 +175,7 @@ class Reconciler:
             try:
                 self._tick()
                 self._calm()
-            except Troubles as exc:
+            except AWS_FAILURES as exc:
                 self._explain(exc)
             except Exception:  # the top of the thread: machines must not be left to themselves
                 logger.exception("a look at the machines of %s failed", self._id)
@@ -179,7 +184,7 @@ class Reconciler:
             self._wake.clear()
 
     def _explain(self, exc: Exception) -> None:
-        words = str(exc) if isinstance(exc, EtrainWords) else words_of_error(exc)
+        words = str(exc) if isinstance(exc, SELF_EXPLANATORY) else words_of_error(exc)
         fate = "Nodes run on; it is tried again soon."
         if kind_of(exc.__cause__ or exc) == "credentials":
             self._clients.forget()
@@ -231,7 +236,7 @@ class Reconciler:
         if self._timers.tags.is_due(now):
             self._extend(instances, now)
 
-    def _members(self, instances: Sequence[Instance]) -> list[Member]:
+    def _members(self, instances: Sequence[Instance]) -> list[FleetNode]:
         """Return the nodes of what EC2 lists."""
         found = []
         for one in instances:
@@ -239,10 +244,10 @@ class Reconciler:
                 facts = self._around.types.get(one.type)
                 names = worker_names(one.id, workers_of(self._spec, facts))
                 device = "cuda:0" if facts and facts.gpus else "cpu"
-                found.append(Member(instance=one, workers=names, device=device))
+                found.append(FleetNode(instance=one, workers=names, device=device))
         return found
 
-    def _view(self, orders: Orders, now: float) -> View:
+    def _view(self, orders: DesiredFleet, now: float) -> View:
         machines = []
         for member in self._roster.members.values():
             one = member.instance
@@ -273,7 +278,7 @@ class Reconciler:
 
     # --- acting ---
 
-    def _act(self, decision: Decision, orders: Orders, now: float) -> None:
+    def _act(self, decision: Decision, orders: DesiredFleet, now: float) -> None:
         self._roster.let_go(decision.releases, orders, now, drain_s=self._spec.interruption.drain)
         ends = {id for id, _ in decision.terminations}
         for id, why in decision.terminations:
@@ -303,7 +308,7 @@ class Reconciler:
                 )
             )
 
-    def _due(self, orders: Orders, now: float) -> set[str]:
+    def _due(self, orders: DesiredFleet, now: float) -> set[str]:
         """Return the nodes whose time has come; those that are still listed, again and again."""
         due = set()
         leaving = {**self._roster.leaving, **orders.releasing}
@@ -438,5 +443,5 @@ class Reconciler:
         return True
 
 
-EtrainWords = (CheckpointError, PoolError)
+SELF_EXPLANATORY = (CheckpointError, PoolError)
 """These say already what is to be said."""

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from etrain_jupyter.errors import CheckpointError
 from etrain_jupyter.head.coordinator.nodes import NodeCost
 from etrain_jupyter.pools.ec2.ec2_api import Clients, Instance, console_tail, list_instances
-from etrain_jupyter.pools.ec2.fleet_state import Memory
+from etrain_jupyter.pools.ec2.fleet_state import FleetState
 from etrain_jupyter.pools.ec2.head.cluster_files import ClusterFiles, NodeState
 from etrain_jupyter.pools.ec2.head.desired_fleet import (
+    DesiredFleet,
     NodeFacts,
-    Notice,
-    Orders,
+    NodeNotice,
     Reports,
     Snapshot,
     worker_names,
@@ -32,7 +32,7 @@ TAKEN_LATE_S = 120.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Member:
+class FleetNode:
     """A node that EC2 lists."""
 
     instance: Instance
@@ -41,7 +41,7 @@ class Member:
     device: str
 
 
-class Roster:
+class FleetRoster:
     """Who is there. Used by the reconcile thread only.
 
     Args:
@@ -54,7 +54,7 @@ class Roster:
         self._files = files
         self._clients = clients
         self._reports = reports
-        self.members: dict[str, Member] = {}
+        self.members: dict[str, FleetNode] = {}
         """Those that live."""
         self._known: set[str] | None = None
         """Those that were ever listed; None before the first look."""
@@ -70,12 +70,12 @@ class Roster:
 
     def look(
         self,
-        members: Sequence[Member],
-        orders: Orders,
-        memory: Memory,
+        members: Sequence[FleetNode],
+        orders: DesiredFleet,
+        memory: FleetState,
         max_failures: int,
         now: float,
-    ) -> Memory:
+    ) -> FleetState:
         """Take in what EC2 lists; tell of those that are gone, and count those that never worked.
 
         Args:
@@ -116,8 +116,8 @@ class Roster:
         self._gone.clear()
 
     def _hear(
-        self, id: str, orders: Orders, memory: Memory, max_failures: int, now: float
-    ) -> Memory:
+        self, id: str, orders: DesiredFleet, memory: FleetState, max_failures: int, now: float
+    ) -> FleetState:
         """Look whether a node has said hello, or that it cannot."""
         if id in self.hello or id in self.ending:
             return memory
@@ -131,8 +131,8 @@ class Roster:
         return memory
 
     def _drop(
-        self, member: Member, reason: str, memory: Memory, max_failures: int, now: float
-    ) -> Memory:
+        self, member: FleetNode, reason: str, memory: FleetState, max_failures: int, now: float
+    ) -> FleetState:
         id = member.instance.id
         asked = self.ending.pop(id, "")
         self.leaving.pop(id, None)
@@ -146,8 +146,8 @@ class Roster:
         return self._blame(id, why, told.error if told else "", memory, max_failures, now)
 
     def _blame(
-        self, id: str, why: str, error: str, memory: Memory, max_failures: int, now: float
-    ) -> Memory:
+        self, id: str, why: str, error: str, memory: FleetState, max_failures: int, now: float
+    ) -> FleetState:
         """Count a node that never worked, once, and say what is known of it."""
         if id in memory.blamed:
             return memory
@@ -169,7 +169,7 @@ class Roster:
     def let_go(
         self,
         releases: Iterable[tuple[str, str]],
-        orders: Orders,
+        orders: DesiredFleet,
         now: float,
         *,
         drain_s: float,
@@ -184,7 +184,7 @@ class Roster:
 
 
 def snapshot_of(
-    roster: Roster,
+    roster: FleetRoster,
     ledger: Ledger,
     book: PriceBook,
     now: float,
@@ -281,7 +281,7 @@ def rows_of(
     return [*rows, *(replace(row, ended_at=now) for row in gone)]
 
 
-def is_left_to_ec2(one: Instance, notice: Notice | None, now: float) -> bool:
+def is_left_to_ec2(one: Instance, notice: NodeNotice | None, now: float) -> bool:
     """Tell whether EC2 takes a machine in its first hour anyway, for which nothing is charged."""
     if notice is None or notice.kind != "interruption" or one.lifecycle != "spot":
         return False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from etrain_jupyter.pools.ec2.fleet_state import Memory
+from etrain_jupyter.pools.ec2.fleet_state import FleetState
 from etrain_jupyter.pools.ec2.head.view import Count, Machine, Rules, View
 from etrain_jupyter.pools.ec2.placement import usable
 
@@ -38,7 +38,7 @@ def too_dear(
     return [(machine.id, "above budget.max_hourly") for machine in ends]
 
 
-def surplus(count: Count, memory: Memory, rules: Rules, target: int) -> list[tuple[str, str]]:
+def surplus(count: Count, memory: FleetState, rules: Rules, target: int) -> list[tuple[str, str]]:
     """Pick machines that nobody wants: those not ready, elsewhere, dear, and new first."""
     ends = []
     too_many = count.num_sure - target
@@ -67,7 +67,7 @@ def surplus(count: Count, memory: Memory, rules: Rules, target: int) -> list[tup
     return ends
 
 
-def stranger(memory: Memory, view: View, count: Count) -> list[tuple[str, str]]:
+def stranger(memory: FleetState, view: View, count: Count) -> list[tuple[str, str]]:
     """Let one worker outside the zone go once everybody is there: another one comes in the zone."""
     is_settled = not count.coming and all(m.is_ready for m in count.staying)
     strangers = [m for m in count.staying if m.zone != memory.zone]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from etrain_jupyter.pools.ec2.fleet_state import LaunchRequest, Memory
+from etrain_jupyter.pools.ec2.fleet_state import FleetState, LaunchRequest
 from etrain_jupyter.pools.ec2.ledger import HOURS_OF_MONTH
 from etrain_jupyter.pools.ec2.placement import Offer
 from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
@@ -100,7 +100,7 @@ class View:
 class Decision:
     """What is to be done."""
 
-    memory: Memory
+    memory: FleetState
     launches: tuple[LaunchRequest, ...] = ()
     releases: tuple[tuple[str, str], ...] = ()
     """Machines to be ended once their jobs have left them, and why."""
@@ -161,7 +161,7 @@ class Count:
         return {m.zone for m in self.staying} | {zone for zone, _, _ in self.coming if zone}
 
 
-def count_workers(memory: Memory, view: View, gone: set[str]) -> Count:
+def count_workers(memory: FleetState, view: View, gone: set[str]) -> Count:
     """Count who stays and who is coming.
 
     Args:

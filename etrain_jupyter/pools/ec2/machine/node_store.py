@@ -35,7 +35,7 @@ class StoreError(OSError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class StoredObject:
     """An object."""
 
     data: bytes
@@ -72,7 +72,7 @@ class NodeStore:
         # A session of its own: the default one would keep the credentials that it has found.
         return guard(boto3.session.Session().client("s3", region_name=self._region, config=config))
 
-    def read(self, name: str) -> Found | None:
+    def read(self, name: str) -> StoredObject | None:
         """Return an object; None if there is none.
 
         Raises:
@@ -93,7 +93,7 @@ class NodeStore:
             now = email.utils.parsedate_to_datetime(told)
         except ValueError as exc:
             raise StoreError(f"{name}: S3 does not tell what time it is ({told!r})") from exc
-        return Found(data=data, age_s=(now - answer["LastModified"]).total_seconds())
+        return StoredObject(data=data, age_s=(now - answer["LastModified"]).total_seconds())
 
     def write(self, name: str, data: bytes) -> None:
         """Make or replace an object.

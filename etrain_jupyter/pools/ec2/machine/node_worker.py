@@ -13,7 +13,7 @@ from pathlib import Path
 
 from etrain_jupyter.pools.ec2.machine.redaction import redact_logs
 from etrain_jupyter.process.entry import log_to_stderr
-from etrain_jupyter.worker.lifecycle import WorkerLife, WorkerOptions, run_process
+from etrain_jupyter.worker.lifecycle import WorkerLifecycle, WorkerOptions, run_process
 
 TLS = "tls"
 SCRATCH = "scratch"
@@ -83,7 +83,7 @@ def main() -> None:
     redact_logs()
     serving = folder / f"{SERVING_FILE}-{arguments.name}"
     run_process(
-        lambda: WorkerLife(options, finder, on_serving=serving.touch), scratch=folder / SCRATCH
+        lambda: WorkerLifecycle(options, finder, on_serving=serving.touch), scratch=folder / SCRATCH
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from etrain_jupyter.head.jobs import hosted_job
 from etrain_jupyter.head.jobs.hosted_job import HostedJob
-from etrain_jupyter.head.jobs.job_spec import Order
+from etrain_jupyter.head.jobs.job_spec import JobSpec
 
 Followed = list[tuple[Path, Path, Callable[[str], None]]]
 
@@ -25,7 +25,7 @@ def followed(monkeypatch: pytest.MonkeyPatch) -> Followed:
 
 def host(run_dir: Path, **log: Any) -> HostedJob:
     objects = {"bundle_digest": "", "bundle_size": 0}
-    order = Order(job_id="job-1", name="job", run_dir=run_dir, config={"log": log}, **objects)
+    order = JobSpec(job_id="job-1", name="job", run_dir=run_dir, config={"log": log}, **objects)
     return HostedJob(order=order, tell=lambda worker, message: None)
 
 

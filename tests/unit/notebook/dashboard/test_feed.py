@@ -8,7 +8,7 @@ import pytest
 
 from etrain_jupyter.log import events as t
 from etrain_jupyter.notebook.dashboard.changes import LISTS
-from etrain_jupyter.notebook.dashboard.feed import Feed
+from etrain_jupyter.notebook.dashboard.feed import ViewFeed
 from etrain_jupyter.notebook.dashboard.snapshot import JobView
 from tests.unit.notebook.dashboard.scripted_job import JOB_ID, Script
 
@@ -53,7 +53,7 @@ def some_steps(script: Script, first: int, last: int) -> list[t.Event]:
 
 def test_a_channel_that_nobody_listens_to_brings_no_news() -> None:
     wire, view, script = Wire(), JobView(JOB_ID), Script()
-    feed = Feed(wire.send)
+    feed = ViewFeed(wire.send)
 
     view.add(some_steps(script, 1, 3))
     feed.flush(view)
@@ -64,14 +64,14 @@ def test_a_channel_that_nobody_listens_to_brings_no_news() -> None:
 def test_who_asks_without_a_view_is_answered_all_the_same() -> None:
     wire = Wire()
 
-    Feed(wire.send).say({"kind": "notice", "to": "the palette"})
+    ViewFeed(wire.send).say({"kind": "notice", "to": "the palette"})
 
     assert wire.messages == [{"kind": "notice", "to": "the palette", "seq": 1}]
 
 
 def test_after_a_hello_only_news_is_sent() -> None:
     wire, view, script = Wire(), JobView(JOB_ID), Script()
-    feed = Feed(wire.send)
+    feed = ViewFeed(wire.send)
     view.add(some_steps(script, 1, 3))
 
     feed.greet(view, "me")
@@ -88,7 +88,7 @@ def test_after_a_hello_only_news_is_sent() -> None:
 
 def test_a_second_hello_first_brings_the_others_up_to_date() -> None:
     wire, view, script = Wire(), JobView(JOB_ID), Script()
-    feed = Feed(wire.send)
+    feed = ViewFeed(wire.send)
     feed.greet(view, "first")
     view.add(some_steps(script, 1, 2))
 
@@ -101,7 +101,7 @@ def test_a_second_hello_first_brings_the_others_up_to_date() -> None:
 
 def test_a_rewind_starts_every_view_anew() -> None:
     wire, view, script = Wire(), JobView(JOB_ID), Script()
-    feed = Feed(wire.send)
+    feed = ViewFeed(wire.send)
     view.add(some_steps(script, 1, 9))
     feed.greet(view, "me")
 
@@ -117,7 +117,7 @@ def test_a_million_points_are_thinned_for_a_newcomer() -> None:
     wire, view = Wire(), JobView(JOB_ID)
     view.add(some_steps(Script(num_steps=10_000), 1, 10_000))
 
-    Feed(wire.send).greet(view, "me")
+    ViewFeed(wire.send).greet(view, "me")
 
     rows = {block["name"]: block["rows"] for block in wire.messages[0]["blocks"]}
     assert 3000 < rows["loss"] <= 4002
@@ -129,7 +129,7 @@ def test_a_million_points_are_thinned_for_a_newcomer() -> None:
 def test_a_view_that_zooms_gets_the_points_between_two_steps_and_one_beyond_each() -> None:
     wire, view = Wire(), JobView(JOB_ID)
     view.add(some_steps(Script(num_steps=10_000), 1, 10_000))
-    feed = Feed(wire.send)
+    feed = ViewFeed(wire.send)
     feed.greet(view, "me")
 
     feed.detail(view, "me", 5001, 5003)
@@ -147,7 +147,7 @@ def test_a_zoom_to_very_many_points_is_thinned_too() -> None:
     wire, view = Wire(), JobView(JOB_ID)
     view.add(some_steps(Script(num_steps=10_000), 1, 10_000))
 
-    Feed(wire.send).detail(view, "me", 1000, 9000)
+    ViewFeed(wire.send).detail(view, "me", 1000, 9000)
 
     assert 3000 < len(wire.curves["loss"]) <= 4002
     assert 1000 < len(wire.curves["mean.loss"]) <= 2000
@@ -156,7 +156,7 @@ def test_a_zoom_to_very_many_points_is_thinned_too() -> None:
 @pytest.mark.parametrize("batch", [1, 7])
 def test_what_is_new_in_pieces_makes_the_whole_picture(batch: int) -> None:
     wire, view = Wire(), JobView(JOB_ID)
-    feed = Feed(wire.send)
+    feed = ViewFeed(wire.send)
     feed.greet(view, "me")
     script = Script(num_steps=300)
     events = list(script.events())
@@ -181,7 +181,7 @@ def test_news_of_many_workers_and_events_are_few_bytes() -> None:
     for number in range(20_000):
         line = {"level": "info", "worker": names[number % 200], "text": f"line {number}"}
         view.add([script.make(t.LogLine, **line)])
-    feed = Feed(wire.send)
+    feed = ViewFeed(wire.send)
     feed.greet(view, "me")
 
     view.add([*some_steps(script, 1, 1), script.make(t.LogLine, **line)])
@@ -202,7 +202,7 @@ def test_a_message_that_did_not_get_out_leaves_a_gap_that_a_hello_closes() -> No
             raise OSError("the socket is closed")
         wire.send(content, buffers)
 
-    feed = Feed(send)
+    feed = ViewFeed(send)
     feed.greet(view, "me")
     view.add(some_steps(script, 1, 2))
     is_broken = True

@@ -10,9 +10,9 @@ import pytest
 from etrain_jupyter.log import events as t
 from etrain_jupyter.notebook.dashboard import link as link_module
 from etrain_jupyter.notebook.dashboard import side_panel, widget
-from etrain_jupyter.notebook.dashboard.link import Link
+from etrain_jupyter.notebook.dashboard.link import PanelComm
 from etrain_jupyter.notebook.dashboard.row import MAX_CURVE_POINTS, row_of
-from etrain_jupyter.notebook.dashboard.side_panel import SidePanel, Surroundings
+from etrain_jupyter.notebook.dashboard.side_panel import OtherJobs, SidePanel
 from etrain_jupyter.notebook.dashboard.snapshot import JobView
 from etrain_jupyter.notebook.dashboard.widget import Dashboard
 from tests.unit.notebook.dashboard.scripted_job import Script
@@ -137,12 +137,12 @@ def test_what_else_there_is_is_looked_for_once_and_when_a_person_asks(
     asked: list[tuple[tuple[str, ...], bool]] = []
     looked = threading.Event()
 
-    def look(job_ids: Collection[str], is_asked: bool) -> Surroundings:
+    def look(job_ids: Collection[str], is_asked: bool) -> OtherJobs:
         asked.append((tuple(job_ids), is_asked))
         looked.set()
         if is_asked:
-            return Surroundings(others=None, pools=({"cluster_id": "c", "workers": 2},))
-        return Surroundings(others=({"job_id": "x"},))
+            return OtherJobs(others=None, pools=({"cluster_id": "c", "workers": 2},))
+        return OtherJobs(others=({"job_id": "x"},))
 
     panel.add("a", Job("a"))
     panel.serve(look=look, attach=lambda job_id: "", template=lambda: "")
@@ -159,7 +159,7 @@ def test_what_else_there_is_is_looked_for_once_and_when_a_person_asks(
 def test_looking_that_fails_is_counted_and_does_not_stop_the_rows(
     panel: SidePanel, wire: Wire
 ) -> None:
-    def look(job_ids: Collection[str], is_asked: bool) -> Surroundings:
+    def look(job_ids: Collection[str], is_asked: bool) -> OtherJobs:
         raise OSError("the disk is gone")
 
     job = Job("a")
@@ -180,7 +180,7 @@ def test_questions_are_answered_to_who_asked(panel: SidePanel, wire: Wire) -> No
         raise ValueError(f"there is no job {job_id}")
 
     panel.receive({"ask": "template", "view": "v0"})
-    panel.serve(look=lambda ids, is_asked: Surroundings(), attach=attach, template=lambda: "body")
+    panel.serve(look=lambda ids, is_asked: OtherJobs(), attach=attach, template=lambda: "body")
     panel.receive({"ask": "template", "view": "v1"})
     panel.receive({"ask": "attach", "job_id": "x", "view": "v2"})
 
@@ -253,7 +253,7 @@ def comms(monkeypatch: pytest.MonkeyPatch) -> list[FakeComm]:
 def test_one_comm_serves_jobs_and_panel_and_is_opened_once(
     comms: list[FakeComm], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = Link()
+    made = PanelComm()
     monkeypatch.setattr(widget, "link", lambda: made)
     monkeypatch.setattr(side_panel, "ROWS_EVERY_S", 0.01)
     asked: list[tuple[str, dict[str, Any]]] = []
@@ -286,7 +286,7 @@ def test_one_comm_serves_jobs_and_panel_and_is_opened_once(
 def test_a_link_that_a_front_end_refused_is_opened_again_by_the_next_job(
     comms: list[FakeComm], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = Link()
+    made = PanelComm()
     monkeypatch.setattr(widget, "link", lambda: made)
     made.open()
     comms[0].close({})
@@ -299,7 +299,7 @@ def test_a_link_that_a_front_end_refused_is_opened_again_by_the_next_job(
 def test_the_oldest_of_too_many_jobs_is_listed_no_more(
     comms: list[FakeComm], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = Link()
+    made = PanelComm()
     monkeypatch.setattr(widget, "link", lambda: made)
     monkeypatch.setattr(link_module, "MAX_LINKED_JOBS", 2)
 

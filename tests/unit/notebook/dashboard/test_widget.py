@@ -12,7 +12,7 @@ import pytest
 from nbclient import NotebookClient
 
 from etrain_jupyter.notebook.dashboard import widget
-from etrain_jupyter.notebook.dashboard.link import Link
+from etrain_jupyter.notebook.dashboard.link import PanelComm
 from etrain_jupyter.notebook.dashboard.widget import MIME, Dashboard
 from tests.unit.notebook.dashboard.scripted_job import JOB_ID, Script
 
@@ -132,7 +132,7 @@ def test_a_channel_that_takes_nothing_does_not_hold_up_the_events(
 ) -> None:
     is_held, is_free, sent = threading.Event(), threading.Event(), []
 
-    class StuckLink(Link):
+    class StuckLink(PanelComm):
         def send(self, _job_id: str, _receive: object, content: dict[str, Any], _: object) -> None:
             if sent:
                 is_held.set()
@@ -164,7 +164,7 @@ def test_a_saved_output_that_takes_long_does_not_hold_up_the_messages(
     monkeypatch.setattr(widget, "SAVE_EVERY_S", 0.0)
     is_saving, may_go, sent = threading.Event(), threading.Event(), []
 
-    class Heard(Link):
+    class Heard(PanelComm):
         def send(self, _job_id: str, _receive: object, content: dict[str, Any], _: object) -> None:
             sent.append(content["seq"])
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from etrain_jupyter.notebook.editor.completion import complete
-from etrain_jupyter.notebook.editor.offers import Offer, Offers
+from etrain_jupyter.notebook.editor.offers import Completion, Offers
 
 
 class Net:
@@ -96,7 +96,7 @@ class NotebookFacts:
         self.asked.append(code)
         begun = code[max(map(code.rfind, "(. ")) + 1 :]
         words = dir(operator) if "operator." in code else self.names
-        items = [Offer(w, "variable") for w in words if w.startswith(begun)]
+        items = [Completion(w, "variable") for w in words if w.startswith(begun)]
         return Offers(len(code) - len(begun), tuple(items))
 
 

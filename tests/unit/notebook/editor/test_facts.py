@@ -10,7 +10,7 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
-from etrain_jupyter.notebook.editor.facts import FRESH_S, Recalled, ShellFacts
+from etrain_jupyter.notebook.editor.facts import FRESH_S, CachedList, ShellFacts
 from etrain_jupyter.notebook.job.known_jobs import list_known_jobs
 from etrain_jupyter.notebook.job.run_store import RunStore
 from etrain_jupyter.storage.bucket_log.place import spool_of_root
@@ -134,7 +134,7 @@ def test_what_is_slow_is_not_waited_for_and_known_the_next_time() -> None:
         may_answer.wait()
         return ["digits"]
 
-    recalled = Recalled(look_up, "test-recall", clock)
+    recalled = CachedList(look_up, "test-recall", clock)
     assert recalled.get(patience_s=0.01) == ()
     may_answer.set()
 
@@ -149,7 +149,7 @@ def test_one_look_up_at_a_time_however_often_one_asks() -> None:
         may_answer.wait()
         return []
 
-    recalled = Recalled(look_up, "test-recall", Clock())
+    recalled = CachedList(look_up, "test-recall", Clock())
     for _ in range(5):
         recalled.get(patience_s=0)
     may_answer.set()
@@ -160,7 +160,7 @@ def test_one_look_up_at_a_time_however_often_one_asks() -> None:
 
 def test_an_answer_holds_for_a_moment_and_is_then_looked_up_anew() -> None:
     answers, clock = iter([["a"], ["a", "b"]]), Clock()
-    recalled = Recalled(lambda: next(answers), "test-recall", clock)
+    recalled = CachedList(lambda: next(answers), "test-recall", clock)
 
     assert recalled.get(patience_s=60) == ["a"]
     assert recalled.get(patience_s=60) == ["a"]
@@ -172,7 +172,7 @@ def test_what_cannot_be_looked_up_is_empty() -> None:
     def look_up() -> list[str]:
         raise OSError("no such disk")
 
-    assert Recalled(look_up, "test-recall").get(patience_s=60) == ()
+    assert CachedList(look_up, "test-recall").get(patience_s=60) == ()
 
 
 # --- jobs ---

@@ -15,7 +15,7 @@ from etrain_jupyter.log.event_log import EventLog
 from etrain_jupyter.log.events import Event, JobStatusChanged, LogLine
 from etrain_jupyter.notebook.job import contact
 from etrain_jupyter.notebook.job import feed as feed_module
-from etrain_jupyter.notebook.job.feed import Feed
+from etrain_jupyter.notebook.job.feed import EventFeed
 from etrain_jupyter.notebook.job.link import ClusterEndedError, NoAnswerError, UnreachableError
 
 Answer = dict[str, Any]
@@ -99,9 +99,9 @@ def log(tmp_path: Path) -> Iterator[EventLog]:
     log.close()
 
 
-def follow(link: FakeLink | None, path: Path) -> tuple[Feed, Recorder]:
+def follow(link: FakeLink | None, path: Path) -> tuple[EventFeed, Recorder]:
     recorder = Recorder()
-    feed = Feed("j", path, link, recorder)
+    feed = EventFeed("j", path, link, recorder)
     feed.start()
     return feed, recorder
 
@@ -413,7 +413,7 @@ def test_listeners_learn_that_following_failed(log: EventLog) -> None:
         raise LookupError("no such column")
 
     heard: list[Event] = []
-    feed = Feed("j", log.path, FakeLink(), fail)
+    feed = EventFeed("j", log.path, FakeLink(), fail)
     has_history = feed.subscribe(heard.extend)
 
     assert has_history.wait(5)
@@ -435,7 +435,7 @@ def test_trouble_with_the_log_is_the_reason_for_whoever_listens_until_it_is_over
 ) -> None:
     log.append([running()])
     link, reasons = FakeLink(), []
-    feed = Feed("j", log.path, link, fold=lambda events: None)
+    feed = EventFeed("j", log.path, link, fold=lambda events: None)
     feed.subscribe(lambda batch: reasons.append([getattr(e, "reason", "") for e in batch]))
 
     for trouble in ("", "the disk is full", "it is still full", ""):
@@ -453,7 +453,7 @@ def test_trouble_with_the_log_is_the_reason_for_whoever_listens_until_it_is_over
 def test_first_look_at_a_job_hears_of_trouble_with_its_log(log: EventLog) -> None:
     log.append([running()])
     link = FakeLink()
-    feed = Feed("j", log.path, link, fold=lambda events: None)
+    feed = EventFeed("j", log.path, link, fold=lambda events: None)
     feed.start()
     assert feed.wait_until_caught_up(10)
     asked, question = link.questions.get(timeout=10)

@@ -28,7 +28,7 @@ from etrain_jupyter.notebook.commands.doctor import examine
 from etrain_jupyter.notebook.commands.log_lines import follow_lines
 from etrain_jupyter.notebook.job import open_jobs, store_link
 from etrain_jupyter.notebook.job.link import UnreachableError
-from etrain_jupyter.notebook.job.resume import Wish, resume_job
+from etrain_jupyter.notebook.job.resume import ResumeRequest, resume_job
 from etrain_jupyter.notebook.job.run_store import JobRecord, RunStore, absolute_paths, open_runs
 from etrain_jupyter.notebook.job.s3_run_store import S3RunStore
 from etrain_jupyter.notebook.job.store_link import StoreLink
@@ -301,7 +301,7 @@ def test_job_that_went_on_elsewhere_is_not_resumed(
     asked = {"min_workers": 1, "max_workers": 1}
     coordinator.log(JobResumed(**COMMON, from_status="stopped", step=0, **asked))
     with pytest.raises(EtrainError, match="goes on somewhere else since this notebook looked"):
-        resume_job(here, Wish(is_trusted=True))  # it was submitted on another machine
+        resume_job(here, ResumeRequest(is_trusted=True))  # it was submitted on another machine
 
 
 def test_lines_are_followed_through_a_resume(

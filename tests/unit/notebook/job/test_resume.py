@@ -19,7 +19,7 @@ from etrain_jupyter.errors import BundleError, ConfigError, EtrainError, PoolErr
 from etrain_jupyter.log.event_log import EventLog
 from etrain_jupyter.log.events import EarlyStopped, Event, JobPlanned, JobStatusChanged
 from etrain_jupyter.notebook.job import open_jobs, resume
-from etrain_jupyter.notebook.job.resume import Wish, resume_job
+from etrain_jupyter.notebook.job.resume import ResumeRequest, resume_job
 from etrain_jupyter.notebook.job.run_store import JobRecord, RunStore
 from etrain_jupyter.notebook.job.training_job import TrainingJob
 from etrain_jupyter.pools import SchedulerAddress
@@ -128,7 +128,7 @@ Make = Callable[..., TrainingJob]
 
 
 def go_on(job: TrainingJob, **wish: Any) -> str:
-    return resume_job(job, Wish(**wish), address=ADDRESS)
+    return resume_job(job, ResumeRequest(**wish), address=ADDRESS)
 
 
 def record_of(job: TrainingJob) -> JobRecord:
@@ -223,7 +223,7 @@ def test_job_whose_checkpoints_other_machines_cannot_read_is_not_begun_anew_ther
     monkeypatch.setenv("ETRAIN_POOLS", str(tmp_path / "pools.yaml"))
 
     with pytest.raises(ConfigError, match="that the machines of pool spot do not see") as caught:
-        resume_job(job, Wish(values={"pool": "spot"}))
+        resume_job(job, ResumeRequest(values={"pool": "spot"}))
     assert "checkpoint: {to: s3://mine/etrain/runs}" in caught.value.hint
 
 

@@ -22,7 +22,7 @@ from etrain_jupyter.notebook.job import open_jobs, ownership
 from etrain_jupyter.notebook.job.history import peek_log
 from etrain_jupyter.notebook.job.link import ClusterLink, UnreachableError
 from etrain_jupyter.notebook.job.open_jobs import attach, link_of
-from etrain_jupyter.notebook.job.resume import Wish, resume_job
+from etrain_jupyter.notebook.job.resume import ResumeRequest, resume_job
 from etrain_jupyter.notebook.job.run_store import JobRecord, RunStore
 from etrain_jupyter.notebook.job.store_link import StoreLink
 from etrain_jupyter.pools.own_clusters import note_scheduler
@@ -283,7 +283,7 @@ def test_record_that_somebody_changed_is_not_the_users_own(
 
     assert not store.find(ID).is_own
     with pytest.raises(UntrustedJobError, match=r"Nothing was run.*--trust once"):
-        resume_job(attach("digits"), Wish())
+        resume_job(attach("digits"), ResumeRequest())
 
 
 def test_own_record_under_another_id_is_not_the_users_own(store: RunStore) -> None:

@@ -18,7 +18,7 @@ from etrain_jupyter.pools.ec2.ec2_api import (
     list_instances,
     terminate,
 )
-from etrain_jupyter.pools.ec2.fleet_state import Answer, LaunchRequest
+from etrain_jupyter.pools.ec2.fleet_state import FleetResult, LaunchRequest
 from etrain_jupyter.pools.ec2.spec import AwsSpotSpec, GpuSpec
 from etrain_jupyter.storage.objects import bucket_owners
 from etrain_jupyter.storage.objects.bucket_owners import expected_owner
@@ -57,7 +57,7 @@ class Fleet:
         return answer
 
 
-def ask(client: Fleet, request: LaunchRequest = REQUEST) -> Answer | None:
+def ask(client: Fleet, request: LaunchRequest = REQUEST) -> FleetResult | None:
     return create_fleet(
         client,
         request,

@@ -425,7 +425,7 @@ def test_noticed_worker_leaves_in_time_although_too_few_are_left():
 def nan(story: Story, worker: str, rank: int, step: int, *, is_source: bool = False) -> Story:
     """A rank has undone the step after ``step``, because the ranks' mean loss is NaN."""
     return story.tell(
-        s.LossNotFinite(
+        s.NonFiniteLoss(
             trainer=story.trainer(worker),
             generation=story.state.generation,
             rank=rank,
@@ -492,7 +492,7 @@ def test_loss_of_a_generation_that_is_over_says_nothing():
     before = story.state
     trainer = story.trainer("w1")
     told = {"rank": 0, "progress": (3, 0), "loss": float("nan"), "is_source": True}
-    story.tell(s.LossNotFinite(trainer=trainer, generation=0, **told))
+    story.tell(s.NonFiniteLoss(trainer=trainer, generation=0, **told))
     assert (story.state, story.last) == (before, [])
 
 

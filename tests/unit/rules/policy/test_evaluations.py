@@ -8,7 +8,7 @@ import pytest
 
 from etrain_jupyter.rules.policy.evaluations import (
     KEEP_BEST,
-    Evaluated,
+    EvaluationRecord,
     Trend,
     add_evaluation,
     is_better,
@@ -38,9 +38,9 @@ def test_better_is_more_than_min_delta_in_the_right_direction(
 
 
 def ranked(values, mode="max"):
-    best: tuple[Evaluated, ...] = ()
+    best: tuple[EvaluationRecord, ...] = ()
     for step, value in enumerate(values, start=1):
-        best = add_evaluation(best, Evaluated(step, value), mode=mode)
+        best = add_evaluation(best, EvaluationRecord(step, value), mode=mode)
     return [known.step for known in best]
 
 
@@ -54,9 +54,13 @@ def test_what_is_not_finite_is_never_among_the_best():
 
 
 def test_step_that_is_evaluated_again_counts_as_it_is_now():
-    best = add_evaluation((Evaluated(5, 0.9), Evaluated(3, 0.8)), Evaluated(5, 0.1), mode="max")
-    assert best == (Evaluated(3, 0.8), Evaluated(5, 0.1))
-    assert add_evaluation(best, Evaluated(3, math.nan), mode="max") == (Evaluated(5, 0.1),)
+    best = add_evaluation(
+        (EvaluationRecord(5, 0.9), EvaluationRecord(3, 0.8)), EvaluationRecord(5, 0.1), mode="max"
+    )
+    assert best == (EvaluationRecord(3, 0.8), EvaluationRecord(5, 0.1))
+    assert add_evaluation(best, EvaluationRecord(3, math.nan), mode="max") == (
+        EvaluationRecord(5, 0.1),
+    )
 
 
 def test_only_so_many_are_remembered():
@@ -67,7 +71,7 @@ def test_only_so_many_are_remembered():
 def trend_of(values, *, min_delta=0.0):
     trend = Trend()
     for step, value in enumerate(values, start=1):
-        trend = trend.after(Evaluated(step, value), mode="max", min_delta=min_delta)
+        trend = trend.after(EvaluationRecord(step, value), mode="max", min_delta=min_delta)
     return trend
 
 

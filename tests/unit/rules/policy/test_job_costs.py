@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etrain_jupyter.rules.policy.job_costs import JobCost, JobCosts
+from etrain_jupyter.rules.policy.job_costs import JobCosts, RunningCost
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ def test_a_rank_pays_for_its_node() -> None:
     costs.take([Node("i", 1.0, 3.0)], ranks={"i": "a"}, active=["a", "b"])
     costs.take([Node("i", 1.5, 4.5)], ranks={"i": "b"}, active=["a", "b"])
 
-    assert costs.of("a") == JobCost(spent_usd=1.0, on_demand_usd=3.0)
-    assert costs.of("b") == JobCost(spent_usd=0.5, on_demand_usd=1.5)
+    assert costs.of("a") == RunningCost(spent_usd=1.0, on_demand_usd=3.0)
+    assert costs.of("b") == RunningCost(spent_usd=0.5, on_demand_usd=1.5)
 
 
 def test_a_boot_before_the_first_step_is_no_waste_and_later_it_is() -> None:
@@ -43,7 +43,7 @@ def test_a_boot_before_the_first_step_is_no_waste_and_later_it_is() -> None:
     costs.take([Node("i", 2.0)], ranks={"i": "a"}, active=["a"])
     costs.take([Node("i", 3.0), Node("j", 0.5)], ranks={"i": "a"}, active=["a"])
 
-    assert costs.of("a") == JobCost(spent_usd=3.5, wasted_usd=0.5)
+    assert costs.of("a") == RunningCost(spent_usd=3.5, wasted_usd=0.5)
 
 
 def test_a_refund_goes_back_to_whoever_paid() -> None:
@@ -52,18 +52,18 @@ def test_a_refund_goes_back_to_whoever_paid() -> None:
     costs.take([Node("i", 4.0, 12.0)], ranks={"i": "b"}, active=["a", "b"])
     costs.take([Node("i", 0.0, 12.0)], ranks={}, active=["b"])
 
-    assert costs.of("a") == JobCost(on_demand_usd=9.0)
-    assert costs.of("b") == JobCost(on_demand_usd=3.0)
+    assert costs.of("a") == RunningCost(on_demand_usd=9.0)
+    assert costs.of("b") == RunningCost(on_demand_usd=3.0)
 
 
 def test_what_was_spent_under_another_scheduler_comes_from_the_log() -> None:
     costs = JobCosts()
-    costs.begin("a", JobCost(spent_usd=7.0), has_trained=True)
+    costs.begin("a", RunningCost(spent_usd=7.0), has_trained=True)
     costs.take([Node("i", 5.0)], ranks={"i": "a"}, active=["a"])
-    assert costs.of("a") == JobCost(spent_usd=7.0)
+    assert costs.of("a") == RunningCost(spent_usd=7.0)
 
     costs.take([Node("i", 6.0)], ranks={}, active=["a"])
-    assert costs.of("a") == JobCost(spent_usd=8.0, wasted_usd=1.0)
+    assert costs.of("a") == RunningCost(spent_usd=8.0, wasted_usd=1.0)
 
 
 def test_without_a_job_nobody_pays_and_an_ended_job_is_forgotten() -> None:
@@ -73,7 +73,7 @@ def test_without_a_job_nobody_pays_and_an_ended_job_is_forgotten() -> None:
     assert costs.of("a").spent_usd == 1.0
 
     costs.forget("a")
-    assert costs.of("a") == JobCost()
+    assert costs.of("a") == RunningCost()
 
 
 @given(

@@ -238,7 +238,7 @@ class Job:
     def _on_nan(self, trainer: Trainer, message: Message) -> None:
         self.had_nan = True
         values = {k: message[k] for k in ("generation", "progress", "rank", "is_source")}
-        self.handle(s.LossNotFinite(trainer=trainer.name, loss=float("nan"), **values))
+        self.handle(s.NonFiniteLoss(trainer=trainer.name, loss=float("nan"), **values))
 
     def _on_user_error(self, trainer: Trainer, message: Message) -> None:
         values = {k: message[k] for k in ("generation", "progress")}

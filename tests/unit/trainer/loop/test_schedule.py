@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etrain_jupyter.config.schema import Interval
-from etrain_jupyter.trainer.loop.schedule import Every, Mark, Pace, WorkPlan
+from etrain_jupyter.trainer.loop.schedule import CheckpointPace, Every, Mark, WorkPlan
 
 PLAN = WorkPlan(num_train=70, num_eval=0, global_batch_size=16, steps_per_epoch=5, total_steps=20)
 
@@ -74,7 +74,7 @@ class Clock:
 
 def test_first_checkpoint_of_a_job_is_due_soon_because_it_tells_what_one_costs(monkeypatch):
     clock = Clock(monkeypatch)
-    pace = Pace()
+    pace = CheckpointPace()
     clock.now += 9.9
     assert not pace.is_due()
     clock.now += 0.1
@@ -83,7 +83,7 @@ def test_first_checkpoint_of_a_job_is_due_soon_because_it_tells_what_one_costs(m
 
 def test_new_rank_0_saves_when_the_newest_checkpoint_is_old_whoever_wrote_it(monkeypatch):
     clock = Clock(monkeypatch)
-    pace = Pace()
+    pace = CheckpointPace()
     clock.now += 500  # it has been another rank so far
     pace.adopt({"interval_s": 100.0, "age_s": 40.0})
     assert not pace.is_due()
@@ -93,7 +93,7 @@ def test_new_rank_0_saves_when_the_newest_checkpoint_is_old_whoever_wrote_it(mon
 
 def test_other_interval_counts_from_the_same_checkpoint(monkeypatch):
     clock = Clock(monkeypatch)
-    pace = Pace()
+    pace = CheckpointPace()
     pace.adopt({"interval_s": 100.0, "age_s": 0.0})
     clock.now += 50
     pace.adopt({"interval_s": 50.0})
@@ -104,7 +104,7 @@ def test_other_interval_counts_from_the_same_checkpoint(monkeypatch):
 
 def test_failed_checkpoint_is_tried_again_before_a_long_interval_is_over(monkeypatch):
     clock = Clock(monkeypatch)
-    pace = Pace()
+    pace = CheckpointPace()
     pace.adopt({"interval_s": 600.0, "age_s": 0.0})
     pace.hurry()
     clock.now += 29
@@ -115,7 +115,7 @@ def test_failed_checkpoint_is_tried_again_before_a_long_interval_is_over(monkeyp
 
 def test_failed_checkpoint_is_not_tried_more_often_than_the_interval_says(monkeypatch):
     clock = Clock(monkeypatch)
-    pace = Pace()
+    pace = CheckpointPace()
     pace.hurry()
     clock.now += 9
     assert not pace.is_due()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from etrain_jupyter.trainer.group.process_group import CommunicationError, RankGroup
-from etrain_jupyter.trainer.micro_batch import Memory
+from etrain_jupyter.trainer.micro_batch import DeviceMemory
 from etrain_jupyter.trainer.state import transfer as state_transfer
 from etrain_jupyter.trainer.state.capture import digest_of, own_tensors, put_state, take_state
 from etrain_jupyter.trainer.state.packing import StateError
@@ -311,7 +311,9 @@ def test_state_that_is_kept_waits_in_host_memory_and_goes_into_the_own_tensors(m
 def test_state_is_not_kept_where_the_host_has_no_room_for_a_second_one(monkeypatch):
     sender, receiver = veteran(), veteran()
     step(*sender)
-    monkeypatch.setattr(state_transfer, "memory_of", lambda device: Memory(free=1000, total=2000))
+    monkeypatch.setattr(
+        state_transfer, "memory_of", lambda device: DeviceMemory(free=1000, total=2000)
+    )
     sent = Allocations(monkeypatch, limit=1000)
     receive_from(sender, receiver, keep=True)
     assert sent.num_bytes < 1000

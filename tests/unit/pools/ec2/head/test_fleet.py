@@ -10,10 +10,10 @@ import pytest
 
 from etrain_jupyter.pools.ec2.fleet_state import (
     Ack,
-    Answer,
+    FleetResult,
+    FleetState,
+    LaunchFailure,
     LaunchRequest,
-    Memory,
-    Refusal,
 )
 from etrain_jupyter.pools.ec2.head.fleet import decide
 from etrain_jupyter.pools.ec2.head.view import Decision, Machine, Rules, View
@@ -40,7 +40,7 @@ def machines(num: int, **facts: Any) -> tuple[Machine, ...]:
 
 
 def look(
-    memory: Memory = Memory(),  # noqa: B008
+    memory: FleetState = FleetState(),  # noqa: B008
     *,
     rules: Rules = RULES,
     wanted: int = 2,
@@ -55,26 +55,26 @@ def only(decision: Decision) -> LaunchRequest:
     return decision.launches[0]
 
 
-def refused(request: LaunchRequest, kind: str = "capacity") -> Answer:
-    return Answer(
+def refused(request: LaunchRequest, kind: str = "capacity") -> FleetResult:
+    return FleetResult(
         refusals=tuple(
-            Refusal(type=type, zone=zone, code="ICE", message="", kind=kind)
+            LaunchFailure(type=type, zone=zone, code="ICE", message="", kind=kind)
             for type, zone in request.overrides
         )
     )
 
 
-def granted(request: LaunchRequest, *ids: str, now: float = T) -> Answer:
+def granted(request: LaunchRequest, *ids: str, now: float = T) -> FleetResult:
     type, zone = request.overrides[0]
     life, workers = request.lifecycle, request.workers_each
-    return Answer(
+    return FleetResult(
         acks=tuple(
             Ack(id=id, type=type, zone=zone, lifecycle=life, workers=workers, at=now) for id in ids
         )
     )
 
 
-def after(decision: Decision, answer: Answer, now: float = T) -> Memory:
+def after(decision: Decision, answer: FleetResult, now: float = T) -> FleetState:
     request = only(decision)
     return decision.memory.sent(request, now).answered(request, answer, now)
 
@@ -121,11 +121,11 @@ def test_tokens_differ_between_requests_and_between_heads() -> None:
     memory = after(first, granted(only(first), "i-1"))
 
     assert only(look(memory)).token == "c1-1-2"
-    assert only(look(Memory(life=2))).token == "c1-2-1"
+    assert only(look(FleetState(life=2))).token == "c1-2-1"
 
 
 def test_pool_without_capacity_is_left_alone_for_longer_each_time() -> None:
-    memory, waits, now = Memory(), [], T
+    memory, waits, now = FleetState(), [], T
     for _ in range(7):
         first = look(memory, now=now, offers=OFFERS[:1])
         memory = after(first, refused(only(first)), now)
@@ -141,21 +141,23 @@ def test_pool_without_capacity_is_left_alone_for_longer_each_time() -> None:
 
 def test_unsupported_type_is_not_asked_for_again_within_the_hour() -> None:
     first = look(offers=OFFERS[:2])
-    refusal = Refusal(type="g5.xlarge", zone=A, code="Unsupported", message="", kind="unsupported")
-    memory = after(first, Answer(refusals=(refusal,)))
+    refusal = LaunchFailure(
+        type="g5.xlarge", zone=A, code="Unsupported", message="", kind="unsupported"
+    )
+    memory = after(first, FleetResult(refusals=(refusal,)))
 
     assert only(look(memory, now=T + 3000, offers=OFFERS[:2])).overrides == (("g6.xlarge", A),)
 
 
 def test_quota_stops_all_of_the_request() -> None:
     first = look()
-    memory = after(first, Answer(refusals=refused(only(first), "quota").refusals[:1]))
+    memory = after(first, FleetResult(refusals=refused(only(first), "quota").refusals[:1]))
 
     assert {key[0] for key in memory.back_offs} == {"g5.xlarge", "g6.xlarge"}
 
 
 def test_refusals_that_do_not_pass_halt_after_three() -> None:
-    memory, now = Memory(), T
+    memory, now = FleetState(), T
     for number in range(1, 4):
         first = look(memory, now=now)
         memory = after(first, refused(only(first), "fatal"), now)
@@ -227,14 +229,16 @@ def test_shortage_shrinks_moves_or_spreads() -> None:
 
 def test_after_moving_the_others_follow_one_by_one() -> None:
     both = (machine(1), machine(2, zone=B))
-    moved = Memory(zone=B)
+    moved = FleetState(zone=B)
 
     assert look(moved, machines=both).releases == (("i-1", f"the others are in {B}"),)
     waiting = (machine(1), machine(2, zone=B, is_ready=False))
     assert look(moved, machines=waiting).releases == ()
     assert (
         look(
-            Memory(zone=A), machines=both, rules=dataclasses.replace(RULES, on_shortage="shrink")
+            FleetState(zone=A),
+            machines=both,
+            rules=dataclasses.replace(RULES, on_shortage="shrink"),
         ).releases
         == ()
     )
@@ -433,7 +437,7 @@ def test_nodes_that_never_say_hello_are_ended_and_halt_the_launches() -> None:
 
 
 def test_a_hello_clears_the_count() -> None:
-    memory = Memory().failed_to_boot("i-1", 3, T).failed_to_boot("i-2", 3, T).said_hello()
+    memory = FleetState().failed_to_boot("i-1", 3, T).failed_to_boot("i-2", 3, T).said_hello()
 
     assert memory.failed_to_boot("i-3", 3, T).halted == ""
 
@@ -443,7 +447,7 @@ def test_memory_survives_being_written_down() -> None:
     memory = after(first, refused(only(first))).failed_to_boot("i-3", 3, T)
     memory = memory.sent(only(first), T).with_(acks=granted(only(first), "i-1").acks)
 
-    assert Memory.from_dict(json.loads(json.dumps(memory.to_dict()))) == memory
+    assert FleetState.from_dict(json.loads(json.dumps(memory.to_dict()))) == memory
 
 
 @pytest.mark.parametrize("lifecycle", ["spot", "on-demand"])

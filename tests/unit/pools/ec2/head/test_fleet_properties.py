@@ -10,7 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etrain_jupyter.pools.ec2.fleet_state import Ack, Answer, LaunchRequest, Memory, Refusal
+from etrain_jupyter.pools.ec2.fleet_state import (
+    Ack,
+    FleetResult,
+    FleetState,
+    LaunchFailure,
+    LaunchRequest,
+)
 from etrain_jupyter.pools.ec2.head.fleet import decide
 from etrain_jupyter.pools.ec2.head.view import Machine, Rules, View
 from etrain_jupyter.pools.ec2.placement import Offer
@@ -27,16 +33,16 @@ class Cloud:
     capacity: dict[tuple[str, str], int]
     machines: dict[str, Machine] = field(default_factory=dict)
     listed_at: dict[str, float] = field(default_factory=dict)
-    answers: dict[str, Answer] = field(default_factory=dict)
+    answers: dict[str, FleetResult] = field(default_factory=dict)
 
-    def launch(self, request: LaunchRequest, now: float) -> Answer | None:
+    def launch(self, request: LaunchRequest, now: float) -> FleetResult | None:
         if self.random.random() < 0.2:
             return None  # throttled: nothing was launched
         if request.token not in self.answers:
             self.answers[request.token] = self._fill(request, now)
         return None if self.random.random() < 0.2 else self.answers[request.token]
 
-    def _fill(self, request: LaunchRequest, now: float) -> Answer:
+    def _fill(self, request: LaunchRequest, now: float) -> FleetResult:
         acks = []
         for type, zone in request.overrides:
             while len(acks) < request.num_nodes and self.capacity[type, zone] > 0:
@@ -62,12 +68,12 @@ class Cloud:
                     )
                 )
         if len(acks) == request.num_nodes:
-            return Answer(acks=tuple(acks))
+            return FleetResult(acks=tuple(acks))
         refusals = tuple(
-            Refusal(type=type, zone=zone, code="ICE", message="", kind="capacity")
+            LaunchFailure(type=type, zone=zone, code="ICE", message="", kind="capacity")
             for type, zone in request.overrides
         )
-        return Answer(acks=tuple(acks), refusals=refusals)
+        return FleetResult(acks=tuple(acks), refusals=refusals)
 
     def end(self, id: str) -> None:
         machine = self.machines.pop(id, None)
@@ -93,7 +99,7 @@ def live_through(seed: int, rules: Rules, num_ticks: int, *, counts_unlisted: bo
     chance = random.Random(seed)
     capacity = {(type, zone): chance.randint(0, 3) for type, _ in USD for zone in ZONES}
     cloud = Cloud(chance, capacity)
-    memory, now, wanted = Memory(), 1_000_000.0, 0
+    memory, now, wanted = FleetState(), 1_000_000.0, 0
     spent = 0.0
     for _ in range(num_ticks):
         if chance.random() < 0.2:
@@ -101,7 +107,7 @@ def live_through(seed: int, rules: Rules, num_ticks: int, *, counts_unlisted: bo
         if chance.random() < 0.1 and (alive := cloud.alive()):
             cloud.end(chance.choice(alive).id)
         if chance.random() < 0.1:
-            memory = Memory.from_dict(memory.to_dict())
+            memory = FleetState.from_dict(memory.to_dict())
         price = {key: usd * chance.choice([1.0, 1.0, 1.3]) for key, usd in USD.items()}
         offers = tuple(
             Offer(type=type, zone=zone, workers=workers, spot_usd=usd, on_demand_usd=3 * usd)
@@ -181,7 +187,7 @@ def test_with_capacity_everybody_wanted_comes(seed: int, max_workers: int) -> No
     chance = random.Random(seed)
     cloud = Cloud(chance, {(type, zone): 9 for type, _ in USD for zone in ZONES})
     own = Rules(cluster_id="c", max_workers=max_workers, linger_s=30.0)
-    memory, now = Memory(), 1_000_000.0
+    memory, now = FleetState(), 1_000_000.0
     offers = tuple(
         Offer(type=type, zone=ZONES[0], workers=n, spot_usd=usd) for (type, n), usd in USD.items()
     )

@@ -11,7 +11,7 @@ import pytest
 
 from etrain_jupyter.pools.ec2.machine import lease as module
 from etrain_jupyter.pools.ec2.machine.lease import LeaseRule, LeaseWatch
-from etrain_jupyter.pools.ec2.machine.node_store import Found, StoreError
+from etrain_jupyter.pools.ec2.machine.node_store import StoredObject, StoreError
 
 PATIENCE_S = 60.0
 
@@ -55,7 +55,7 @@ class Store:
     def __init__(self, *answers: Any) -> None:
         self.answers = list(answers)
 
-    def read(self, name: str) -> Found | None:
+    def read(self, name: str) -> StoredObject | None:
         assert name == "lease.json"
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if isinstance(answer, BaseException):
@@ -63,9 +63,9 @@ class Store:
         return answer
 
 
-def found(age_s: float, scheduler: str = "tls://a:1", num_lives: int = 1) -> Found:
+def found(age_s: float, scheduler: str = "tls://a:1", num_lives: int = 1) -> StoredObject:
     told = {"scheduler": scheduler, "num_lives": num_lives, "renewals": 7}
-    return Found(data=json.dumps(told).encode(), age_s=age_s)
+    return StoredObject(data=json.dumps(told).encode(), age_s=age_s)
 
 
 class Watched:
@@ -100,8 +100,8 @@ def test_news_of_the_scheduler_are_told_once():
     [
         StoreError("no route"),
         RuntimeError("a bug"),
-        Found(data=b"{}", age_s=9.0),
-        Found(data=b"nonsense", age_s=9.0),
+        StoredObject(data=b"{}", age_s=9.0),
+        StoredObject(data=b"nonsense", age_s=9.0),
     ],
     ids=["out of reach", "bug", "incomplete", "nonsense"],
 )
