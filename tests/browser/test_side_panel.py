@@ -24,7 +24,7 @@ os.environ.update(ETRAIN_STATE=os.path.abspath("state"), ETRAIN_RUNS=os.path.abs
 from etrain_jupyter.notebook.dashboard.link import link
 from etrain_jupyter.notebook.dashboard.side_panel import OtherJobs
 from etrain_jupyter.notebook.dashboard.widget import Dashboard
-from etrain_jupyter.log import types as t
+from etrain_jupyter.log import events as t
 from tests.unit.notebook.dashboard.scripted_job import Script, play
 
 asked = []

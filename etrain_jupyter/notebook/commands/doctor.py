@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 NEEDED = ("torch", "distributed", "cloudpickle", "safetensors", "pydantic", "ipykernel")
 FOR_THE_SCREEN = ("jupyterlab", "anywidget")
 EXTENSION = "etrain-jupyter"
-WIDGET_SCRIPT = Path(__file__).parent / "static" / "widget.js"
+WIDGET_SCRIPT = Path(__file__).parents[2] / "static" / "widget.js"
 GUIDE = "docs/troubleshooting.md"
 EC2_S = 15.0
 """How long to wait for what EC2 says of a region."""

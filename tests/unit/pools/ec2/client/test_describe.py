@@ -6,7 +6,7 @@ from pathlib import Path
 
 from etrain_jupyter.pools.ec2.client.describe import keys_as_table
 
-DOCS = Path(__file__).parents[4] / "docs" / "pools.md"
+DOCS = Path(__file__).parents[5] / "docs" / "pools.md"
 
 
 def test_document_has_the_table_of_all_keys() -> None:
