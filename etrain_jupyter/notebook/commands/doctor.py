@@ -27,7 +27,8 @@ from etrain_jupyter.notebook.job.run_store import ROOT_VARIABLE, RunStore
 from etrain_jupyter.pools.catalog import PoolEntry, files, read_catalog
 from etrain_jupyter.pools.clusters import AWS, aws_specs
 from etrain_jupyter.pools.registry import make_pool
-from etrain_jupyter.process.cluster_dir import cluster_dirs, state_root
+from etrain_jupyter.process.cluster_dir import cluster_dirs
+from etrain_jupyter.process.state_root import state_root
 from etrain_jupyter.process.tls import mint_certificates, read_security, write_certificates
 
 if TYPE_CHECKING:
