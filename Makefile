@@ -52,11 +52,12 @@ lint: $(INSTALLED) ## Style, types and the import rules
 	$(BIN)/mypy --strict $(TYPED)
 	$(BIN)/python -m pytest -q tests/unit/test_architecture.py
 
-screenshots: $(INSTALLED) ## Take the pictures of the documents anew, in headless Chromium
+screenshots: $(INSTALLED) ## Retake the pictures of the documentation in headless Chromium
 	mkdir -p .demo/shots
 	ETRAIN_SHOTS=$(CURDIR)/.demo/shots $(BIN)/python -m pytest $(addprefix tests/browser/test_, \
 	  training.py side_panel.py completion.py)
 	cd .demo/shots && cp dashboard.png side-panel.png completion.png $(CURDIR)/docs/images/
+	$(BIN)/python -m tests.browser.record_demo docs/images/demo.gif
 
 bench: $(INSTALLED) ## Measure against the peers; tables on the screen, JSON in .demo/ (ARGS="--quick")
 	$(BIN)/python -m benchmarks all --json .demo/benchmarks.json $(ARGS)
