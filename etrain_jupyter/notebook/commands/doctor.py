@@ -39,7 +39,7 @@ NEEDED = ("torch", "distributed", "cloudpickle", "safetensors", "pydantic", "ipy
 FOR_THE_SCREEN = ("jupyterlab", "anywidget")
 EXTENSION = "etrain-jupyter"
 WIDGET_SCRIPT = Path(__file__).parents[2] / "static" / "widget.js"
-GUIDE = "docs/troubleshooting.md"
+GUIDE = "docs/how-to/troubleshoot.md"
 EC2_S = 15.0
 """How long to wait for what EC2 says of a region."""
 MARKS = {"ok": "  ok ", "note": "note ", "wrong": "WRONG"}
@@ -55,7 +55,7 @@ class Finding:
     remedy: str = ""
     """What to do; empty if nothing need be done."""
     topic: str = ""
-    """The section of docs/troubleshooting.md that says more."""
+    """The section of docs/how-to/troubleshoot.md that says more."""
 
     def __str__(self) -> str:
         line = f"{MARKS[self.state]} {self.what}"
