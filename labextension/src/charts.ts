@@ -1,12 +1,13 @@
 // All charts of one view: one range, one cursor, and the bar above them that says how they are drawn.
 import uPlot from 'uplot';
 import { Axis, Unit, UNITS } from './axis';
-import { Chart, IChartSpec, IShared } from './chart';
+import { Chart } from './chart';
 import { keepChoices, readChoices } from './choices';
 import { make, setText } from './dom';
 import { drawing, onDrawing } from './drawing';
 import { key } from './marks';
 import { ISnapshot, JobData } from './protocol';
+import { IChartSpec, IShared } from './spec';
 
 const ASK_AFTER_MS = 120;
 
@@ -22,7 +23,14 @@ function specs({ charts }: ISnapshot, isCompact: boolean): IChartSpec[] {
       canLog: true
     })),
     { title: 'samples/s', train: 'samples_per_s', evaluation: '', fromZero: true },
-    { title: 'workers', train: 'world_size', evaluation: '', fromZero: true, isCount: true, isWorld: true }
+    {
+      title: 'workers',
+      train: 'world_size',
+      evaluation: '',
+      fromZero: true,
+      isCount: true,
+      isWorld: true
+    }
   ];
   return isCompact ? [all[0], ...all.slice(1, -2).slice(0, 1), all[all.length - 1]] : all;
 }
@@ -41,7 +49,8 @@ export class Charts {
   private asked = '';
   private drawnIn = '';
   private timer = 0;
-  private drawSmoothing = () => {};
+  private readonly slider = make('input');
+  private readonly smoothing = make('output');
   private readonly deafen: () => void;
 
   /** `onZoom` hears of the steps that somebody wants to see in detail. */
@@ -137,7 +146,9 @@ export class Charts {
 
   private colours(): string {
     const style = getComputedStyle(this.element);
-    return ['--etrain-train', '--etrain-faint', '--etrain-grid'].map(name => style.getPropertyValue(name)).join();
+    return ['--etrain-train', '--etrain-faint', '--etrain-grid']
+      .map(name => style.getPropertyValue(name))
+      .join();
   }
 
   private arrange(): void {
@@ -180,8 +191,9 @@ export class Charts {
         this.draw();
       };
       this.units.set(unit, input);
-      label.append(input, make('span'));
-      label.lastElementChild!.textContent = unit === 'step' ? 'steps' : unit;
+      const word = make('span');
+      word.textContent = unit === 'step' ? 'steps' : unit;
+      label.append(input, word);
       set.append(label);
     }
     return set;
@@ -189,22 +201,22 @@ export class Charts {
 
   private buildSmoothing(): HTMLElement {
     const label = make('label', 'etrain-smoothing');
-    const slider = make('input');
-    const shown = make('output');
+    const { slider } = this;
     Object.assign(slider, { type: 'range', min: '0', max: '0.99', step: '0.01' });
     slider.oninput = () => {
       this.choices.weight = Number(slider.value);
       keepChoices(this.choices);
       this.draw();
     };
-    this.drawSmoothing = () => {
-      this.shared.weight = this.choices.weight ?? drawing.smoothing;
-      slider.value = String(this.shared.weight);
-      setText(shown, this.shared.weight ? this.shared.weight.toFixed(2) : 'off');
-    };
     this.drawSmoothing();
-    label.append('smoothing', slider, shown);
+    label.append('smoothing', slider, this.smoothing);
     return label;
+  }
+
+  private drawSmoothing(): void {
+    this.shared.weight = this.choices.weight ?? drawing.smoothing;
+    this.slider.value = String(this.shared.weight);
+    setText(this.smoothing, this.shared.weight ? this.shared.weight.toFixed(2) : 'off');
   }
 
   private buildReset(): HTMLElement {
