@@ -46,11 +46,17 @@ endurance: $(INSTALLED) ## The long tests of the engine: 500 schedules of faults
 	  $(BIN)/python -m pytest -p no:rerunfailures tests/chaos tests/unit/elastic -m slow $(ARGS)
 	ETRAIN_SPAWN=1 $(BIN)/python -m pytest -p no:rerunfailures tests/chaos/test_faults.py tests/chaos/test_endings.py $(ARGS)
 
-lint: $(INSTALLED) ## Style, types and the import rules
+lint: $(INSTALLED) ## Style, types and the import rules; with Node.js also ESLint and Prettier
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict $(TYPED)
 	$(BIN)/python -m pytest -q tests/unit/test_architecture.py
+	@if command -v node >/dev/null; then \
+	  cd labextension && PATH="$(abspath $(BIN)):$$PATH" && \
+	  { test -x node_modules/.bin/eslint || jlpm install --immutable; } && jlpm lint:check; \
+	else \
+	  echo "ESLint and Prettier are skipped: Node.js is not installed."; \
+	fi
 
 screenshots: $(INSTALLED) ## Take the pictures of the documents anew, in headless Chromium
 	mkdir -p .demo/shots

@@ -11,10 +11,12 @@ const CURVES = { samples: 'samples', time: 'elapsed_s' };
 export const NEWEST = 1e15;
 const OVER = ['finished', 'stopped', 'failed'];
 
-const ROUND = [1, 2, 5].flatMap(m => Array.from({ length: 15 }, (_, e) => m * 10 ** e)).sort((a, b) => a - b);
-const ROUND_SECONDS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200].concat(
-  [1, 2, 5, 10, 20, 50, 100, 1000].map(days => days * 86400)
-);
+const ROUND = [1, 2, 5]
+  .flatMap(m => Array.from({ length: 15 }, (_, e) => m * 10 ** e))
+  .sort((a, b) => a - b);
+const ROUND_SECONDS = [
+  1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200
+].concat([1, 2, 5, 10, 20, 50, 100, 1000].map(days => days * 86400));
 
 export class Axis {
   /** What a person zoomed to, in this unit; null shows all. */
@@ -85,7 +87,9 @@ export class Axis {
   /** Where a marker stands: it has a time of its own. */
   ofMarker(marker: { step: number; time: number }): number {
     const began = this.data.snapshot.started_at;
-    return this.unit === 'time' && began !== null ? Math.max(0, marker.time - began) : this.ofStep(marker.step);
+    return this.unit === 'time' && began !== null
+      ? Math.max(0, marker.time - began)
+      : this.ofStep(marker.step);
   }
 
   get incrs(): number[] {
@@ -118,7 +122,11 @@ export class Axis {
       return isOver ? Math.max(1, s.step) : roomFor(s.step, s.total_steps);
     }
     const [, y] = this.table();
-    const reached = Math.max(y.length ? y[y.length - 1] : 0, this.unit === 'time' ? elapsedOf(s) : 0, 1);
+    const reached = Math.max(
+      y.length ? y[y.length - 1] : 0,
+      this.unit === 'time' ? elapsedOf(s) : 0,
+      1
+    );
     return isOver ? reached : roomFor(reached, null);
   }
 

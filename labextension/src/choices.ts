@@ -28,12 +28,14 @@ function storeOfBrowser(): Store | null {
 export function readChoices(store: Store | null = storeOfBrowser()): IChoices {
   let kept: Partial<Record<keyof IChoices, unknown>> = {};
   try {
-    kept = Object(JSON.parse(store?.getItem(KEY) ?? '{}'));
+    kept = Object(JSON.parse(store?.getItem(KEY) ?? '{}')) as typeof kept;
   } catch {
     // Not ours, or not allowed: as if there was nothing.
   }
   const { unit, weight, isLog } = kept;
-  const pairs = Array.isArray(isLog) ? isLog.filter(pair => Array.isArray(pair) && typeof pair[0] === 'string') : [];
+  const isPair = (pair: unknown): pair is [string, unknown] =>
+    Array.isArray(pair) && typeof pair[0] === 'string';
+  const pairs = Array.isArray(isLog) ? isLog.filter(isPair) : [];
   return {
     unit: UNITS.find(one => one === unit) ?? null,
     weight: typeof weight === 'number' && weight >= 0 && weight <= 0.99 ? weight : null,
@@ -43,7 +45,10 @@ export function readChoices(store: Store | null = storeOfBrowser()): IChoices {
 
 export function keepChoices(choices: IChoices, store: Store | null = storeOfBrowser()): void {
   try {
-    store?.setItem(KEY, JSON.stringify({ ...choices, isLog: [...choices.isLog].slice(-MOST_TITLES) }));
+    store?.setItem(
+      KEY,
+      JSON.stringify({ ...choices, isLog: [...choices.isLog].slice(-MOST_TITLES) })
+    );
   } catch {
     // Full or forbidden: they hold as long as this view does.
   }

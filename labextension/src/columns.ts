@@ -44,7 +44,9 @@ export class Curve {
     this.x.append(x);
     this.y.append(y);
     if (this.x.length > CAPACITY) {
-      const [fewerX, fewerY] = this.isMean ? average(this, -Infinity, Infinity, CAPACITY / 2) : thin(this, -Infinity, Infinity, CAPACITY / 4);
+      const [fewerX, fewerY] = this.isMean
+        ? average(this, -Infinity, Infinity, CAPACITY / 2)
+        : thin(this, -Infinity, Infinity, CAPACITY / 4);
       this.x.replace(fewerX);
       this.y.replace(fewerY.map(value => value ?? NaN));
     }
@@ -63,7 +65,12 @@ export class Curve {
  * Equal widths, not equal numbers of points: where a curve was thinned before, it has fewer points than where it is new,
  * and as much right to the screen.
  */
-function* stretches(x: Float64Array, start: number, end: number, count: number): Generator<[number, number]> {
+function* stretches(
+  x: Float64Array,
+  start: number,
+  end: number,
+  count: number
+): Generator<[number, number]> {
   const width = end > start ? (x[end - 1] - x[start]) / count : 0;
   let from = start;
   while (from < end) {
@@ -101,7 +108,13 @@ export type Points = [number[], (number | null)[]];
  * One point beyond each end is kept too, so that lines run to the edge. NaN becomes null, which draws a gap. Of stairs
  * the last point is kept as well: it holds until the next one.
  */
-export function thin(curve: Curve, min: number, max: number, buckets: number, isStairs = false): Points {
+export function thin(
+  curve: Curve,
+  min: number,
+  max: number,
+  buckets: number,
+  isStairs = false
+): Points {
   const x = curve.x.view();
   const y = curve.y.view();
   const start = Math.max(0, lowerBound(x, min) - 1);
@@ -141,7 +154,10 @@ export function average(curve: Curve, min: number, max: number, count: number): 
   const end = Math.min(x.length, lowerBound(x, max) + 1);
   const out: Points = [[], []];
   const isFew = end - start <= count;
-  const each = Array.from({ length: isFew ? end - start : 0 }, (_, i) => [start + i, start + i + 1]);
+  const each = Array.from({ length: isFew ? end - start : 0 }, (_, i) => [
+    start + i,
+    start + i + 1
+  ]);
   for (const [from, to] of isFew ? each : stretches(x, start, end, count)) {
     const near = y.subarray(from, to).filter(Number.isFinite);
     out[0].push(x.subarray(from, to).reduce((sum, value) => sum + value, 0) / (to - from));
@@ -167,7 +183,9 @@ export function smooth([x, y]: Points, weight: number, span: number): Points {
     if (value === null) {
       return null;
     }
-    const faded = Number.isNaN(before) ? 0 : Math.pow(weight, (Math.max(0, x[i] - before) / span) * PLACES);
+    const faded = Number.isNaN(before)
+      ? 0
+      : Math.pow(weight, (Math.max(0, x[i] - before) / span) * PLACES);
     before = x[i];
     sum = sum * faded + value;
     weights = weights * faded + 1;

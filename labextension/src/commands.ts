@@ -21,40 +21,67 @@ export const COMMANDS = {
 };
 
 /** Label without a job, and with one. */
-const REQUESTS: Record<string, [command: string, label: string, about: (name: string) => string]> = {
-  pause: [COMMANDS.pause, 'Pause the Job', name => `Pause ${name}`],
-  resume: [COMMANDS.resume, 'Resume the Job', name => `Resume ${name}`],
-  checkpoint: [COMMANDS.checkpoint, 'Save a Checkpoint', name => `Save a Checkpoint of ${name}`],
-  stop: [COMMANDS.stop, 'Stop the Job…', name => `Stop ${name}…`]
-};
+const REQUESTS: Record<string, [command: string, label: string, about: (name: string) => string]> =
+  {
+    pause: [COMMANDS.pause, 'Pause the Job', name => `Pause ${name}`],
+    resume: [COMMANDS.resume, 'Resume the Job', name => `Resume ${name}`],
+    checkpoint: [COMMANDS.checkpoint, 'Save a Checkpoint', name => `Save a Checkpoint of ${name}`],
+    stop: [COMMANDS.stop, 'Stop the Job…', name => `Stop ${name}…`]
+  };
 
-export function addCommands(app: JupyterFrontEnd, session: Session, palette: ICommandPalette | null, panelId: string): void {
+export function addCommands(
+  app: JupyterFrontEnd,
+  session: Session,
+  palette: ICommandPalette | null,
+  panelId: string
+): void {
   const { commands } = app;
   commands.addCommand(COMMANDS.show, {
     label: 'Show Training Jobs',
     caption: 'Open the side panel with the jobs of all open notebooks',
     execute: () => app.shell.activateById(panelId)
   });
-  const inNotebook = (label: string, caption: string, work: (current: Follower) => Promise<void>) => ({
+  const inNotebook = (
+    label: string,
+    caption: string,
+    work: (current: Follower) => Promise<void>
+  ) => ({
     label,
     caption,
     isEnabled: () => session.current() !== null,
-    execute: () => reported(() => work(session.current()!))
+    execute: () =>
+      reported(async () => {
+        const current = session.current();
+        if (current) {
+          await work(current);
+        }
+      })
   });
   commands.addCommand(
     COMMANDS.insert,
-    inNotebook('Insert a Training Cell', 'Add a commented %%etrain cell to start from', async current => {
-      const template = await templateOf(current);
-      if (!current.link.isUp) {
-        await addCell(current.notebook, LOAD, false);
+    inNotebook(
+      'Insert a Training Cell',
+      'Add a commented %%etrain cell to start from',
+      async current => {
+        const template = await templateOf(current);
+        if (!current.link.isUp) {
+          await addCell(current.notebook, LOAD, false);
+        }
+        await addCell(current.notebook, template, false);
       }
-      await addCell(current.notebook, template, false);
-    })
+    )
   );
   commands.addCommand(
     COMMANDS.doctor,
-    inNotebook('Run the Doctor', 'Add a cell that tells what is wrong here and how to mend it, and run it', current =>
-      addCell(current.notebook, current.link.isUp ? '%etrain doctor' : `${LOAD}\n%etrain doctor`, true)
+    inNotebook(
+      'Run the Doctor',
+      'Add a cell that tells what is wrong here and how to mend it, and run it',
+      current =>
+        addCell(
+          current.notebook,
+          current.link.isUp ? '%etrain doctor' : `${LOAD}\n%etrain doctor`,
+          true
+        )
     )
   );
   for (const [request, [command, label, about]] of Object.entries(REQUESTS)) {
@@ -63,7 +90,9 @@ export function addCommands(app: JupyterFrontEnd, session: Session, palette: ICo
         const target = session.target();
         return target ? about(target.row.snapshot.name) : label;
       },
-      caption: () => whyNot(session.target(), request) || 'The job that was opened last, or the only one that is active',
+      caption: () =>
+        whyNot(session.target(), request) ||
+        'The job that was opened last, or the only one that is active',
       isEnabled: () => !whyNot(session.target(), request),
       execute: () => requestOf(session.target(), request)
     });
@@ -74,7 +103,12 @@ export function addCommands(app: JupyterFrontEnd, session: Session, palette: ICo
     // Rows change twice a second; the palette and menus draw anew whenever they hear of a change.
     const target = session.target();
     const reasons = Object.keys(REQUESTS).map(request => whyNot(target, request));
-    const state = JSON.stringify([session.current()?.notebook.id, target?.id, target?.row.snapshot.name, reasons]);
+    const state = JSON.stringify([
+      session.current()?.notebook.id,
+      target?.id,
+      target?.row.snapshot.name,
+      reasons
+    ]);
     if (state !== told) {
       told = state;
       Object.values(COMMANDS).forEach(command => commands.notifyCommandChanged(command));
@@ -85,10 +119,14 @@ export function addCommands(app: JupyterFrontEnd, session: Session, palette: ICo
 /** Follow a job that runs elsewhere, from the kernel of the current notebook if that offers it. */
 export async function attach(session: Session, jobId: string): Promise<void> {
   const { entries, offers } = session.merged;
-  const known = entries.find(entry => entry.id === jobId)?.offers ?? offers.find(offer => offer.other.job_id === jobId)?.offers;
+  const known =
+    entries.find(entry => entry.id === jobId)?.offers ??
+    offers.find(offer => offer.other.job_id === jobId)?.offers;
   await reported(async () => {
     if (!known?.length) {
-      throw new Error('No kernel offers to follow this job any more. Look again with ⟳ in the panel.');
+      throw new Error(
+        'No kernel offers to follow this job any more. Look again with ⟳ in the panel.'
+      );
     }
     await known[0].link.ask({ kind: 'session', ask: 'attach', job_id: jobId });
   });
@@ -104,7 +142,9 @@ async function requestOf(entry: Entry | null, request: string): Promise<void> {
     const { link } = entry.followers[0];
     await reported(async () => {
       const text = await link.ask({ kind: 'request', job_id: entry.id, request, args });
-      Notification.success(text || `${REQUESTS[request][2](entry.row.snapshot.name)}: done.`, { autoClose: SHOWN_MS });
+      Notification.success(text || `${REQUESTS[request][2](entry.row.snapshot.name)}: done.`, {
+        autoClose: SHOWN_MS
+      });
     });
   }
 }

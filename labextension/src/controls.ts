@@ -1,7 +1,7 @@
 // The buttons. What a person asks for is answered right below them; what cannot be undone is asked about first.
-import { make, setText } from './dom';
+import { find, make, setText } from './dom';
 import * as format from './format';
-import { ISnapshot } from './protocol';
+import { asSnapshot, ISnapshot } from './protocol';
 
 export type Send = (request: string, args: Record<string, unknown>) => void;
 
@@ -11,9 +11,17 @@ interface IAction {
   about: string;
 }
 const ACTIONS: Record<string, IAction> = {
-  pause: { label: 'Pause', busy: 'Pausing …', about: 'Let the workers wait after this step, with their state' },
+  pause: {
+    label: 'Pause',
+    busy: 'Pausing …',
+    about: 'Let the workers wait after this step, with their state'
+  },
   resume: { label: 'Resume', busy: 'Resuming …', about: 'Let it go on' },
-  checkpoint: { label: 'Checkpoint', busy: 'Saving …', about: 'Save a checkpoint after this step; training goes on' },
+  checkpoint: {
+    label: 'Checkpoint',
+    busy: 'Saving …',
+    about: 'Save a checkpoint after this step; training goes on'
+  },
   scale: { label: 'Scale', busy: 'Scaling …', about: 'Change how many workers train' },
   preempt: { label: 'Preempt', busy: 'Preempting …', about: 'Take a worker away with a notice' },
   stop: { label: 'Stop', busy: 'Stopping …', about: 'End the job' }
@@ -29,7 +37,7 @@ export class Controls {
   private readonly answer = make('p', 'etrain-answer');
   private readonly form = make('div', 'etrain-form');
   private readonly pending = new Map<string, number>();
-  private snapshot: ISnapshot | null = null;
+  private snapshot = asSnapshot({});
   private isLive = false;
   private isStopping = false;
   private opener: HTMLElement | null = null;
@@ -80,13 +88,13 @@ export class Controls {
 
   /** Why a request cannot be made now; empty where it can. */
   whyNot(request: string): string {
-    if (!this.isLive && !(this.snapshot && isOver(this.snapshot))) {
+    if (!this.isLive && !isOver(this.snapshot)) {
       return 'This kernel does not follow the job.';
     }
     if (!this.isLive) {
       return 'The job is over.';
     }
-    return this.snapshot?.controls[request] ?? '';
+    return this.snapshot.controls[request] ?? '';
   }
 
   /** A button was pressed: say why not, ask for what is missing, or ask the kernel. */
@@ -99,7 +107,7 @@ export class Controls {
       return;
     } else if (request === 'stop') {
       this.askToStop();
-    } else if (request === 'resume' && isOver(this.snapshot!)) {
+    } else if (request === 'resume' && isOver(this.snapshot)) {
       this.askToResume();
     } else if (request === 'preempt') {
       this.askToPreempt(worker);
@@ -116,7 +124,10 @@ export class Controls {
     this.pending.delete(request);
     const isError = level === 'error';
     this.isStopping &&= !(isError && request === 'stop');
-    this.say(level, isError ? `Error: ${text}` : text || `${ACTIONS[request]?.label ?? request} was asked for.`);
+    this.say(
+      level,
+      isError ? `Error: ${text}` : text || `${ACTIONS[request]?.label ?? request} was asked for.`
+    );
   }
 
   private isBusy(request: string): boolean {
@@ -127,7 +138,7 @@ export class Controls {
     this.pending.set(request, Date.now());
     this.isStopping ||= request === 'stop';
     this.send(request, args);
-    this.draw(this.snapshot!, this.isLive);
+    this.draw(this.snapshot, this.isLive);
   }
 
   // The box below the buttons. It lies over what is below it, so that nothing moves.
@@ -162,24 +173,32 @@ export class Controls {
     const text = make('p');
     text.textContent = question;
     const row = make('div', 'etrain-choices');
-    row.append(...parts, this.button('Cancel', () => this.close()));
+    row.append(
+      ...parts,
+      this.button('Cancel', () => this.close())
+    );
     this.form.replaceChildren(text, row);
     this.box.hidden = false;
-    (row.querySelector('input, button') as HTMLElement).focus();
+    find(row, 'input, button').focus();
   }
 
   private askToStop(): void {
     this.open(
-      `Stop ${this.snapshot!.name}?`,
+      `Stop ${this.snapshot.name}?`,
       this.choice('Stop with a checkpoint', 'stop', {}),
-      this.choice(`Stop now: ${stopLoss(this.snapshot!)}`, 'stop', { now: true }, true)
+      this.choice(`Stop now: ${stopLoss(this.snapshot)}`, 'stop', { now: true }, true)
     );
   }
 
   private askToResume(): void {
-    const { name, checkpoint } = this.snapshot!;
-    const where = checkpoint ? `from its checkpoint of step ${format.count(checkpoint.step)}` : 'from its beginning: nothing was saved';
-    this.open(`Resume ${name}? It goes on ${where}; workers are started if there are none.`, this.choice('Resume', 'resume', {}));
+    const { name, checkpoint } = this.snapshot;
+    const where = checkpoint
+      ? `from its checkpoint of step ${format.count(checkpoint.step)}`
+      : 'from its beginning: nothing was saved';
+    this.open(
+      `Resume ${name}? It goes on ${where}; workers are started if there are none.`,
+      this.choice('Resume', 'resume', {})
+    );
   }
 
   private askToPreempt(worker: string): void {
@@ -190,14 +209,17 @@ export class Controls {
   }
 
   private askForBounds(): void {
-    const { min_workers, max_workers } = this.snapshot!;
+    const { min_workers, max_workers } = this.snapshot;
     const least = this.number('at least', min_workers ?? 1);
     const most = this.number('at most', max_workers ?? 1);
     const apply = this.button('Scale', () => {
       const min = Number(least.input.value);
       const max = Number(most.input.value);
       if (!(Number.isInteger(min) && Number.isInteger(max) && 1 <= min && min <= max)) {
-        setText(note, `${least.input.value || 'nothing'} to ${most.input.value || 'nothing'}: write 1 or more, and at most as many`);
+        setText(
+          note,
+          `${least.input.value || 'nothing'} to ${most.input.value || 'nothing'}: write 1 or more, and at most as many`
+        );
         return;
       }
       this.close();
@@ -209,7 +231,12 @@ export class Controls {
     this.open('How many workers?', least.label, most.label, apply, note);
   }
 
-  private choice(label: string, request: string, args: Record<string, unknown>, isHarsh = false): HTMLElement {
+  private choice(
+    label: string,
+    request: string,
+    args: Record<string, unknown>,
+    isHarsh = false
+  ): HTMLElement {
     const button = this.button(label, () => {
       this.close();
       this.ask(request, args);
@@ -229,7 +256,13 @@ export class Controls {
   private number(name: string, value: number): { label: HTMLElement; input: HTMLInputElement } {
     const label = make('label');
     const input = make('input');
-    Object.assign(input, { type: 'number', min: '1', max: '10000', step: '1', value: String(value) });
+    Object.assign(input, {
+      type: 'number',
+      min: '1',
+      max: '10000',
+      step: '1',
+      value: String(value)
+    });
     label.append(`${name} `, input);
     return { label, input };
   }
@@ -237,7 +270,9 @@ export class Controls {
 
 /** What a stop without a checkpoint costs. */
 export function stopLoss({ checkpoint }: ISnapshot): string {
-  return checkpoint ? `all after step ${format.count(checkpoint.step)} is lost` : 'nothing has been saved yet';
+  return checkpoint
+    ? `all after step ${format.count(checkpoint.step)} is lost`
+    : 'nothing has been saved yet';
 }
 
 /** Whether it stands still and the kernel says that it can go on. */

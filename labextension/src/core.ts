@@ -15,7 +15,10 @@ export interface IJobSource {
   /** What the notebook keeps of the job; drawn until the kernel answers, and if it never does. */
   saved(): unknown;
   /** Hear the kernel's messages, and whether there is a way to it. Returns how to stop. */
-  listen(onMessage: (content: unknown, buffers: readonly Buffer[]) => void, onLink: (isUp: boolean) => void): () => void;
+  listen(
+    onMessage: (content: unknown, buffers: readonly Buffer[]) => void,
+    onLink: (isUp: boolean) => void
+  ): () => void;
   /** Send to the kernel; without one, nothing happens. */
   send(content: Record<string, unknown>): void;
 }
@@ -38,7 +41,11 @@ export interface IJobOptions {
   isCompact?: boolean;
 }
 
-export function mountJob(host: HTMLElement, source: IJobSource, options: IJobOptions = {}): IMountedJob {
+export function mountJob(
+  host: HTMLElement,
+  source: IJobSource,
+  options: IJobOptions = {}
+): IMountedJob {
   const view = new JobElement(host, source, options.isCompact ?? false);
   return { refresh: () => view.refresh(), unmount: () => view.unmount() };
 }
@@ -56,7 +63,9 @@ class JobElement {
   private readonly tiles = new Tiles();
   private readonly controls = new Controls((request, args) => this.request(request, args));
   private readonly charts: Charts;
-  private readonly workers = new Workers((worker, opener) => this.controls.press('preempt', opener, worker));
+  private readonly workers = new Workers((worker, opener) =>
+    this.controls.press('preempt', opener, worker)
+  );
   private readonly events = new Events();
   private readonly cleanups: (() => void)[] = [];
   private phase: Phase = 'asking';
@@ -69,7 +78,11 @@ class JobElement {
   private spokenAt = 0;
   private spokenStatus = '';
 
-  constructor(host: HTMLElement, private readonly source: IJobSource, private readonly isCompact: boolean) {
+  constructor(
+    host: HTMLElement,
+    private readonly source: IJobSource,
+    private readonly isCompact: boolean
+  ) {
     this.charts = new Charts(this.data, (first, last) => this.askForDetail(first, last), isCompact);
     this.build();
     host.append(this.root);
@@ -84,7 +97,10 @@ class JobElement {
     observer.observe(this.root);
     // A change of theme changes CSS variables only, which a canvas does not notice.
     const themes = new MutationObserver(() => this.charts.draw());
-    themes.observe(document.body, { attributes: true, attributeFilter: ['class', 'data-jp-theme-name', 'data-jp-theme-light'] });
+    themes.observe(document.body, {
+      attributes: true,
+      attributeFilter: ['class', 'data-jp-theme-name', 'data-jp-theme-light']
+    });
     const clock = window.setInterval(() => this.tick(), 1000);
     this.cleanups.push(() => {
       observer.disconnect();
@@ -211,7 +227,12 @@ class JobElement {
   }
 
   private drawHeader(s: ISnapshot): void {
-    Object.assign(this.root.dataset, { jobId: s.job_id, status: s.status, step: String(s.step), phase: this.phase });
+    Object.assign(this.root.dataset, {
+      jobId: s.job_id,
+      status: s.status,
+      step: String(s.step),
+      phase: this.phase
+    });
     setText(this.name, s.name);
     this.name.title = s.job_id;
     this.pill.dataset.status = this.isGone ? 'gone' : s.status;
@@ -276,13 +297,24 @@ class JobElement {
     const lower = make('div', 'etrain-lower');
     lower.append(...(this.isCompact ? [] : [this.workers.element]), this.events.element);
     this.root.classList.toggle('etrain-compact', this.isCompact);
-    this.root.append(header, this.progress, facts, this.error, this.tiles.element, this.charts.element, lower);
+    this.root.append(
+      header,
+      this.progress,
+      facts,
+      this.error,
+      this.tiles.element,
+      this.charts.element,
+      lower
+    );
   }
 }
 
 function whereabouts(s: ISnapshot): string {
   const steps = s.total_steps === null ? '' : ` of ${format.count(s.total_steps)}`;
   const percent = s.progress === null ? '' : ` · ${Math.floor(s.progress * 100)} %`;
-  const epochs = s.epochs === null ? '' : ` · epoch ${format.count(s.epoch + 1)} of ${format.count(Math.ceil(s.epochs))}`;
+  const epochs =
+    s.epochs === null
+      ? ''
+      : ` · epoch ${format.count(s.epoch + 1)} of ${format.count(Math.ceil(s.epochs))}`;
   return `step ${format.count(s.step)}${steps}${percent}${epochs}`;
 }

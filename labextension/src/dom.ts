@@ -1,11 +1,23 @@
 // Small helpers that touch the page, and only ever put text into it.
 
-export function make<K extends keyof HTMLElementTagNameMap>(tag: K, className = ''): HTMLElementTagNameMap[K] {
+export function make<K extends keyof HTMLElementTagNameMap>(
+  tag: K,
+  className = ''
+): HTMLElementTagNameMap[K] {
   const element = document.createElement(tag);
   if (className) {
     element.className = className;
   }
   return element;
+}
+
+/** Return the first descendant that matches `selector`; it must exist. */
+export function find(parent: Element, selector: string): HTMLElement {
+  const found = parent.querySelector<HTMLElement>(selector);
+  if (!found) {
+    throw new Error(`No element matches ${selector}.`);
+  }
+  return found;
 }
 
 /** A box of fixed height that a keyboard can scroll. */
@@ -33,7 +45,9 @@ export function reconcile<T>(
   create: (item: T) => HTMLElement,
   fill: (element: HTMLElement, item: T) => void
 ): void {
-  const present = new Map([...parent.children].map(child => [(child as HTMLElement).dataset.key, child as HTMLElement]));
+  const present = new Map(
+    [...parent.children].map(child => [(child as HTMLElement).dataset.key, child as HTMLElement])
+  );
   let place = parent.firstElementChild;
   const seen = new Map<string, number>();
   for (const item of items) {

@@ -22,7 +22,10 @@ export function number(value: number | null | undefined): string {
 /** Three significant digits and no zeros behind them: `3e−4`, `0.05`. */
 export function brief(value: number): string {
   const size = Math.abs(value);
-  const text = size && size < 1e-3 ? Number(value.toPrecision(3)).toExponential() : String(Number(value.toPrecision(3)));
+  const text =
+    size && size < 1e-3
+      ? Number(value.toPrecision(3)).toExponential()
+      : String(Number(value.toPrecision(3)));
   return text.replace(/-/g, '−');
 }
 
@@ -36,7 +39,11 @@ export function tick(value: number): string {
   if (value !== 0 && (size < 1e-3 || size >= 1e12)) {
     return value.toExponential(0);
   }
-  return size >= 10000 ? COMPACT.format(value) : size >= 1000 ? GROUPED.format(value) : String(Number(value.toPrecision(4)));
+  return size >= 10000
+    ? COMPACT.format(value)
+    : size >= 1000
+      ? GROUPED.format(value)
+      : String(Number(value.toPrecision(4)));
 }
 
 /** `0:42`, `12:05`, `3:04:09`. */

@@ -28,7 +28,11 @@ const settings: JupyterFrontEndPlugin<ISettings> = {
   activate: (_app: JupyterFrontEnd, registry: ISettingRegistry | null) => {
     const chosen = new Settings();
     // Nobody waits for them: cells and outputs are drawn at once, and again if the settings differ from the defaults.
-    registry && void chosen.follow(registry).catch(reason => console.error(`etrain: the defaults hold, ${reason}`));
+    if (registry) {
+      chosen.follow(registry).catch((reason: unknown) => {
+        console.error('etrain: the defaults hold', reason);
+      });
+    }
     return chosen;
   }
 };
@@ -48,7 +52,9 @@ const highlight: JupyterFrontEndPlugin<void> = {
       name: 'etrain-jupyter:magic',
       factory: ({ inline, model }) =>
         inline || PYTHON.has(model.mimeType)
-          ? EditorExtensionRegistry.createImmutableExtension(magicLanguage(model.sharedModel.getSource(), isWanted, onChange))
+          ? EditorExtensionRegistry.createImmutableExtension(
+              magicLanguage(model.sharedModel.getSource(), isWanted, onChange)
+            )
           : null
     });
   }
@@ -106,7 +112,12 @@ const panel: JupyterFrontEndPlugin<void> = {
 };
 
 /** Open the panel when a first job begins, if that is wanted; the keyboard stays where it is. */
-function openWithFirst(app: JupyterFrontEnd, jobs: Session, chosen: ISettings, widget: JobsPanel): void {
+function openWithFirst(
+  app: JupyterFrontEnd,
+  jobs: Session,
+  chosen: ISettings,
+  widget: JobsPanel
+): void {
   let isDone = false;
   const look = () => {
     if (!isDone && jobs.merged.entries.some(isActive)) {
@@ -135,11 +146,18 @@ const status: JupyterFrontEndPlugin<void> = {
         align: 'left',
         rank: 50,
         isActive: () => item.isActive,
-        activeStateChanged: item.activeChanged as any
+        activeStateChanged: item.activeChanged
       });
     }
   }
 };
 
-const plugins: JupyterFrontEndPlugin<any>[] = [settings, highlight, output, session, panel, status];
+const plugins: JupyterFrontEndPlugin<unknown>[] = [
+  settings,
+  highlight,
+  output,
+  session,
+  panel,
+  status
+];
 export default plugins;

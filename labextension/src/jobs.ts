@@ -1,6 +1,17 @@
 // The jobs of all kernels as one list: what the panel, the status bar and the palette decide from. Nothing here
 // touches the page or JupyterLab. What kernels send is treated as hostile, as in protocol.ts.
-import { asSnapshot, finite, finiteOrNull, ISnapshot, jobId, line, list, object, Raw, text } from './protocol';
+import {
+  asSnapshot,
+  finite,
+  finiteOrNull,
+  ISnapshot,
+  jobId,
+  line,
+  list,
+  object,
+  Raw,
+  text
+} from './protocol';
 
 export const OVER = new Set(['finished', 'stopped', 'failed']);
 /** A pool may rest for a while between two jobs before that is worth a warning. */
@@ -41,8 +52,12 @@ export interface IPool {
 function asRow(raw: Raw): IRow {
   const snapshot = object(raw.snapshot);
   const { x, y } = object(raw.loss);
-  const numbers = (values: unknown) => (Array.isArray(values) ? values : []).slice(0, MOST_POINTS).map(finiteOrNull);
-  const written = (values: unknown) => numbers(values).map(value => value ?? 'NaN').join(' ');
+  const numbers = (values: unknown) =>
+    (Array.isArray(values) ? values : []).slice(0, MOST_POINTS).map(finiteOrNull);
+  const written = (values: unknown) =>
+    numbers(values)
+      .map(value => value ?? 'NaN')
+      .join(' ');
   return {
     snapshot: asSnapshot(snapshot),
     submitted_at: finite(snapshot.submitted_at),
@@ -91,7 +106,9 @@ export class KernelJobs {
     }
     (Array.isArray(message.gone) ? message.gone : []).forEach(id => this.rows.delete(text(id)));
     if (Array.isArray(message.others)) {
-      this.others = list(message.others).map(asOther).filter(other => other.job_id);
+      this.others = list(message.others)
+        .map(asOther)
+        .filter(other => other.job_id);
     }
     if (Array.isArray(message.pools)) {
       this.pools = list(message.pools).map(asPool);
@@ -143,7 +160,8 @@ export function merge<F extends IFollower>(followers: readonly F[]): IMerged<F> 
       entries.set(id, { id, row, followers: [follower], isGone, offers: [] });
     } else if (known.isGone === isGone) {
       known.followers.push(follower);
-      known.row = isGone && row.snapshot.updated_at > known.row.snapshot.updated_at ? row : known.row;
+      known.row =
+        isGone && row.snapshot.updated_at > known.row.snapshot.updated_at ? row : known.row;
     }
   };
   followers.forEach(f => f.jobs.rows.forEach((row, id) => enter(id, row, f, false)));
@@ -160,19 +178,22 @@ export function merge<F extends IFollower>(followers: readonly F[]): IMerged<F> 
       }
     }
   }
-  const newest = (a: IEntry<F>, b: IEntry<F>) => b.row.submitted_at - a.row.submitted_at || (a.id < b.id ? -1 : 1);
+  const newest = (a: IEntry<F>, b: IEntry<F>) =>
+    b.row.submitted_at - a.row.submitted_at || (a.id < b.id ? -1 : 1);
   return { entries: [...entries.values()].sort(newest), offers: [...offers.values()] };
 }
 
 /** Whether something still happens to it, as far as anybody tells. */
-export const isActive = (entry: IEntry<unknown>): boolean => !entry.isGone && !OVER.has(entry.row.snapshot.status);
+export const isActive = (entry: IEntry<unknown>): boolean =>
+  !entry.isGone && !OVER.has(entry.row.snapshot.status);
 
 /** The line of a cell that shows a job. A cell is run, so nothing but the id of a job gets into it. */
 export function showLine(id: unknown): string {
-  if (!jobId(id)) {
+  const checked = jobId(id);
+  if (!checked) {
     throw new Error('This is not the id of a job, so no cell was made of it.');
   }
-  return `%etrain show ${id}`;
+  return `%etrain show ${checked}`;
 }
 
 /** Whom a command is about: the selected job if it is active, else the only one that is, else the selected one. */
@@ -187,7 +208,9 @@ export function whyNot(entry: IEntry<unknown> | null, request: string): string {
   if (!entry) {
     return 'Select a job in the etrain panel.';
   }
-  return entry.isGone ? 'No kernel follows the job.' : entry.row.snapshot.controls[request] ?? 'The kernel does not say.';
+  return entry.isGone
+    ? 'No kernel follows the job.'
+    : (entry.row.snapshot.controls[request] ?? 'The kernel does not say.');
 }
 
 /** The clusters that are up, each once, as they were told of last. */
@@ -202,7 +225,10 @@ export function poolsOf(followers: readonly IFollower[]): IPool[] {
 }
 
 /** Those that are up for nothing, unless a job has come since it was looked. */
-export function idlePools(followers: readonly IFollower[], entries: readonly IEntry<unknown>[]): IPool[] {
+export function idlePools(
+  followers: readonly IFollower[],
+  entries: readonly IEntry<unknown>[]
+): IPool[] {
   const newest = Math.max(...entries.filter(isActive).map(entry => entry.row.submitted_at));
   return poolsOf(followers).filter(pool => pool.idle_s >= IDLE_AFTER_S && newest < pool.time);
 }

@@ -1,10 +1,11 @@
 // The way to a kernel's jobs: one comm a kernel, shared by all outputs of a notebook and by the side panel.
 import { ISessionContext } from '@jupyterlab/apputils';
 import { Kernel, KernelMessage } from '@jupyterlab/services';
+import { JSONObject } from '@lumino/coreutils';
 import { ISignal, Signal } from '@lumino/signaling';
 import { IJobSource } from './core';
 import { IFollower, KernelJobs } from './jobs';
-import { Buffer } from './protocol';
+import { Buffer, text } from './protocol';
 
 const TARGET = 'etrain.jobs';
 /** The kernel tells its jobs for as long as somebody asks; see side_panel.py. */
@@ -60,7 +61,9 @@ export class KernelLink implements IFollower {
     this.comm = null;
     window.clearInterval(this.clock);
     this.jobs.lose();
-    this.waiting.forEach(answer => answer('error', 'The kernel is gone. Nobody knows whether that was done.'));
+    this.waiting.forEach(answer =>
+      answer('error', 'The kernel is gone. Nobody knows whether that was done.')
+    );
     this.waiting.clear();
     this.listeners.forEach(listener => listener.onLink(false));
     this.changes.emit();
@@ -97,7 +100,11 @@ export class KernelLink implements IFollower {
       const timer = window.setTimeout(() => this.answer(view, 'error', late), ANSWER_WITHIN_MS);
       this.waiting.set(view, (level, text) => {
         window.clearTimeout(timer);
-        level === 'error' ? reject(new Error(text)) : resolve(text);
+        if (level === 'error') {
+          reject(new Error(text));
+        } else {
+          resolve(text);
+        }
       });
       this.send({ ...content, view });
     });
@@ -116,7 +123,7 @@ export class KernelLink implements IFollower {
 
   private send(content: Record<string, unknown>): void {
     if (this.comm && !this.comm.isDisposed) {
-      this.comm.send(content as any);
+      this.comm.send(content as JSONObject);
     }
   }
 
@@ -142,7 +149,7 @@ export class KernelLink implements IFollower {
       this.jobs.take(content);
       this.changes.emit();
     } else if (content.kind === 'session' || content.kind === 'notice') {
-      this.answer(String(content.to), String(content.level), String(content.text ?? ''));
+      this.answer(text(content.to), text(content.level), text(content.text));
     }
     this.listeners.forEach(listener => {
       if (listener.jobId === content.job_id) {
@@ -170,7 +177,12 @@ export function linkOf(context: ISessionContext): KernelLink {
   links.set(context, link);
   context.kernelChanged.connect(() => link.replace(context.session?.kernel));
   context.statusChanged.connect((_, status) => {
-    if (status === 'restarting' || status === 'autorestarting' || status === 'dead' || status === 'terminating') {
+    if (
+      status === 'restarting' ||
+      status === 'autorestarting' ||
+      status === 'dead' ||
+      status === 'terminating'
+    ) {
       link.drop();
     }
   });

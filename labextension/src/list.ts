@@ -1,12 +1,12 @@
 // The list of jobs: a row each, always of the same height, with what a person asks most often.
-import { make, reconcile, setText } from './dom';
+import { find, make, reconcile, setText } from './dom';
 import * as format from './format';
 import { IEntry, IFollower, IMerged, IOffer, isActive, OVER } from './jobs';
 import { checkpointTrouble, ISnapshot } from './protocol';
 
 const CURVE_WIDTH = 72;
 const CURVE_HEIGHT = 22;
-const SVG = 'http://www.w3.org/2000/svg';
+export const SVG = 'http://www.w3.org/2000/svg';
 
 /** A notebook that follows jobs. */
 export interface INamed extends IFollower {
@@ -64,7 +64,7 @@ export class List<F extends INamed> {
       e => this.row(e.id),
       (element, e) => {
         this.fillRow(element, e, now);
-        element.querySelector('.etrain-open')!.setAttribute('aria-current', String(e.id === selected));
+        find(element, '.etrain-open').setAttribute('aria-current', String(e.id === selected));
       }
     );
     this.offers.hidden = !offers.length;
@@ -80,12 +80,18 @@ export class List<F extends INamed> {
   /** Put the keyboard on a job, else on the first one. */
   focus(jobId = ''): void {
     const all = [...this.rows.querySelectorAll<HTMLElement>('.etrain-open')];
-    (all.find(open => open.closest('li')!.dataset.key === jobId) ?? all[0])?.focus();
+    const chosen = all.find(open => open.closest('li')?.dataset.key === jobId);
+    (chosen ?? all[0])?.focus();
   }
 
   private explain(isUp: boolean): void {
     const lines = isUp
-      ? ['No job yet.', 'Begin a cell with', '%%etrain distributed', 'or take “Insert a Training Cell” from the command palette.']
+      ? [
+          'No job yet.',
+          'Begin a cell with',
+          '%%etrain distributed',
+          'or take “Insert a Training Cell” from the command palette.'
+        ]
       : ['No open notebook has loaded etrain.', 'Run in one of them', '%load_ext etrain_jupyter'];
     const kinds = ['strong', 'p', 'code', 'p'] as const;
     const signature = lines.join('\n');
@@ -132,7 +138,7 @@ export class List<F extends INamed> {
 
   private fillRow(row: HTMLElement, entry: IEntry<F>, now: number): void {
     const s = entry.row.snapshot;
-    const part = <E extends HTMLElement>(selector: string) => row.querySelector<E>(selector)!;
+    const part = (selector: string) => find(row, selector);
     const status = statusOf(entry);
     row.dataset.status = entry.isGone ? 'gone' : s.status;
     setText(part('.etrain-open'), s.name || entry.id);
@@ -141,15 +147,25 @@ export class List<F extends INamed> {
     pill.dataset.status = status === s.status ? s.status : 'gone';
     pill.title = s.reason;
     setText(pill, status);
-    part<HTMLProgressElement>('.etrain-progress').value = s.progress ?? 0;
+    (part('.etrain-progress') as HTMLProgressElement).value = s.progress ?? 0;
     const steps = s.total_steps === null ? '' : ` of ${format.count(s.total_steps)}`;
     const percent = s.progress === null ? '' : ` · ${Math.floor(s.progress * 100)} %`;
     setText(part('.etrain-where'), `step ${format.count(s.step)}${steps}${percent}`);
-    setText(part('.etrain-left'), isActive(entry) && s.eta_s !== null ? `${format.clock(s.eta_s)} left` : '');
+    setText(
+      part('.etrain-left'),
+      isActive(entry) && s.eta_s !== null ? `${format.clock(s.eta_s)} left` : ''
+    );
     const trouble = checkpointTrouble(s, isActive(entry) ? now : s.updated_at);
-    setFact(part('[data-fact=loss]'), s.loss !== null && Number.isFinite(s.loss) ? format.brief(s.loss) : format.number(s.loss));
+    setFact(
+      part('[data-fact=loss]'),
+      s.loss !== null && Number.isFinite(s.loss) ? format.brief(s.loss) : format.number(s.loss)
+    );
     setFact(part('[data-fact=workers]'), workersOf(s));
-    setFact(part('[data-fact=checkpoint]'), checkpointOf(s, isActive(entry) ? now : null, trouble), trouble);
+    setFact(
+      part('[data-fact=checkpoint]'),
+      checkpointOf(s, isActive(entry) ? now : null, trouble),
+      trouble
+    );
     drawCurve(part('.etrain-spark'), entry.row.curve);
     const names = [...new Set(entry.followers.map(follower => follower.name))];
     const show = part('.etrain-link');
@@ -187,8 +203,8 @@ export class List<F extends INamed> {
     pill.dataset.status = other.status;
     setText(pill, other.status);
     const steps = other.total_steps ? ` of ${format.count(other.total_steps)}` : '';
-    setText(row.querySelector('.etrain-where')!, `step ${format.count(other.step)}${steps}`);
-    const attach = row.querySelector<HTMLElement>('.etrain-link')!;
+    setText(find(row, '.etrain-where'), `step ${format.count(other.step)}${steps}`);
+    const attach = find(row, '.etrain-link');
     attach.title = `Follow it from the kernel of ${offers[0].name}`;
     attach.setAttribute('aria-label', `Attach to ${other.name}`);
   }
@@ -197,10 +213,15 @@ export class List<F extends INamed> {
   private onKey(event: KeyboardEvent): void {
     const all = [...this.rows.querySelectorAll<HTMLElement>('.etrain-open')];
     const at = all.indexOf(document.activeElement as HTMLElement);
-    const places: Record<string, number> = { ArrowDown: at + 1, ArrowUp: at - 1, Home: 0, End: all.length - 1 };
-    const place = places[event.key];
-    if (at >= 0 && place !== undefined && all[place]) {
-      all[place].focus();
+    const places: Record<string, number> = {
+      ArrowDown: at + 1,
+      ArrowUp: at - 1,
+      Home: 0,
+      End: all.length - 1
+    };
+    const next = event.key in places ? all[places[event.key]] : null;
+    if (at >= 0 && next) {
+      next.focus();
       event.preventDefault();
     }
   }
@@ -226,12 +247,15 @@ function checkpointOf(s: ISnapshot, now: number | null, trouble: string): string
   if (!s.checkpoint) {
     return trouble ? `${trouble}, none` : 'none yet';
   }
-  const age = now === null ? `step ${format.count(s.checkpoint.step)}` : `${format.age(now - s.checkpoint.time)} ago`;
+  const age =
+    now === null
+      ? `step ${format.count(s.checkpoint.step)}`
+      : `${format.age(now - s.checkpoint.time)} ago`;
   return trouble ? `${trouble}, ${age}` : age;
 }
 
 function curve(): SVGSVGElement {
-  const svg = document.createElementNS(SVG, 'svg') as SVGSVGElement;
+  const svg = document.createElementNS(SVG, 'svg');
   svg.setAttribute('class', 'etrain-spark');
   svg.setAttribute('viewBox', `0 0 ${CURVE_WIDTH} ${CURVE_HEIGHT}`);
   svg.setAttribute('preserveAspectRatio', 'none');
@@ -242,14 +266,18 @@ function curve(): SVGSVGElement {
 
 function drawCurve(svg: Element, values: (number | null)[]): void {
   const path = curvePath(values, CURVE_WIDTH, CURVE_HEIGHT);
-  const element = svg.firstElementChild!;
-  if (element.getAttribute('d') !== path) {
+  const element = svg.firstElementChild;
+  if (element && element.getAttribute('d') !== path) {
     element.setAttribute('d', path);
   }
 }
 
 /** A small curve as an SVG path: the highest value at the top, gaps where there is no number. */
-export function curvePath(values: readonly (number | null)[], width: number, height: number): string {
+export function curvePath(
+  values: readonly (number | null)[],
+  width: number,
+  height: number
+): string {
   const known = values.filter((value): value is number => value !== null);
   const least = Math.min(...known);
   const span = Math.max(...known) - least || 1;

@@ -19,9 +19,14 @@ export interface IPatch {
 }
 
 export function patched(rows: Row[], key: string, { rows: changed, gone, order }: IPatch): Row[] {
-  const keyOf = (row: Row) => (typeof row[key] === 'object' ? '' : String(row[key])); // an object's own toString may throw
+  const keyOf = (row: Row) => {
+    const value = row[key];
+    return typeof value === 'string' || typeof value === 'number' ? String(value) : '';
+  };
   const byKey = new Map(rows.map(row => [keyOf(row), row]));
   changed.forEach(row => byKey.set(keyOf(row), { ...byKey.get(keyOf(row)), ...row }));
   gone.forEach(name => byKey.delete(name));
-  return order.length ? order.map(name => byKey.get(name)).filter(row => row !== undefined) : [...byKey.values()];
+  return order.length
+    ? order.map(name => byKey.get(name)).filter(row => row !== undefined)
+    : [...byKey.values()];
 }

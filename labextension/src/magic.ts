@@ -17,7 +17,7 @@ const body = yaml as StreamParser<unknown>;
 
 const parser: StreamParser<IState> = {
   name: 'etrain-yaml',
-  startState: unit => ({ isHead: true, numWords: 0, body: body.startState!(unit) }),
+  startState: unit => ({ isHead: true, numWords: 0, body: body.startState?.(unit) }),
   copyState: state => ({
     ...state,
     body: body.copyState ? body.copyState(state.body) : { ...(state.body as object) }
@@ -79,7 +79,11 @@ const language = new LanguageSupport(StreamLanguage.define(parser));
  * Switches the language of one editor by its first line, if that is wanted; `text` is what the cell holds at first.
  * `onChange` hears when what is wanted changes, and returns how to stop that.
  */
-export function magicLanguage(text: string, isWanted: () => boolean, onChange: (hear: () => void) => () => void): Extension {
+export function magicLanguage(
+  text: string,
+  isWanted: () => boolean,
+  onChange: (hear: () => void) => () => void
+): Extension {
   const slot = new Compartment();
   const choose = (isOn: boolean): Extension => (isOn ? Prec.highest(language) : []);
   let isOn = isWanted() && MAGIC.test(text);

@@ -19,14 +19,16 @@ const SHAPES: Record<string, { path: string; isLine?: boolean; word: string }> =
 const UNKNOWN = { path: 'M0-2A2 2 0 1 1-.01-2Z', word: '' };
 /** Where two fall on one spot, the one that stands first here is drawn. */
 const WEIGHTIEST = Object.keys(SHAPES);
-const shapeOf = (kind: string) => (Object.prototype.hasOwnProperty.call(SHAPES, kind) ? SHAPES[kind] : UNKNOWN);
+const shapeOf = (kind: string) =>
+  Object.prototype.hasOwnProperty.call(SHAPES, kind) ? SHAPES[kind] : UNKNOWN;
 const weight = (marker: IMarker) => (WEIGHTIEST.indexOf(marker.kind) + 99) % 99;
 const NEAR_PX = 9;
 const MAX_NAMED = 5;
 const SVG = 'http://www.w3.org/2000/svg';
 
 /** The CSS variable of a kind's colour; of a kind that we do not know, that of faint text. */
-export const colourOf = (kind: string) => (shapeOf(kind) === UNKNOWN ? '--etrain-faint' : `--etrain-${kind}`);
+export const colourOf = (kind: string) =>
+  shapeOf(kind) === UNKNOWN ? '--etrain-faint' : `--etrain-${kind}`;
 /** Lines through every chart are for what changed who trains; a checkpoint changes nothing. */
 export const isMajor = (marker: IMarker) => marker.kind !== 'checkpoint';
 export const isDashed = (kind: string) => kind !== 'lost' && kind !== 'failed';
@@ -40,7 +42,9 @@ export interface IPlace {
 /** Put markers that would cover each other into one place; its first one is the weightiest. */
 export function placesOf(markers: IMarker[], position: (marker: IMarker) => number): IPlace[] {
   const places: IPlace[] = [];
-  const sorted = markers.map(marker => ({ marker, at: position(marker) })).sort((a, b) => a.at - b.at);
+  const sorted = markers
+    .map(marker => ({ marker, at: position(marker) }))
+    .sort((a, b) => a.at - b.at);
   for (const { marker, at } of sorted) {
     const last = places[places.length - 1];
     if (last && at - last.at < NEAR_PX) {
@@ -60,18 +64,31 @@ export function placesOf(markers: IMarker[], position: (marker: IMarker) => numb
 export function namesOf(markers: IMarker[]): string[] {
   const names = markers
     .slice(0, MAX_NAMED)
-    .map(marker => `step ${format.count(marker.step)}, ${format.timeOfDay(marker.time)}: ${marker.text}`);
+    .map(
+      marker =>
+        `step ${format.count(marker.step)}, ${format.timeOfDay(marker.time)}: ${marker.text}`
+    );
   return markers.length > MAX_NAMED ? [...names, `and ${markers.length - MAX_NAMED} more`] : names;
 }
 
-export function drawShape(ctx: CanvasRenderingContext2D, kind: string, x: number, y: number, scale: number): void {
+export function drawShape(
+  ctx: CanvasRenderingContext2D,
+  kind: string,
+  x: number,
+  y: number,
+  scale: number
+): void {
   const { path, isLine } = shapeOf(kind) as { path: string; isLine?: boolean };
   ctx.save();
   ctx.translate(x, y);
   ctx.scale(scale, scale);
   ctx.lineWidth = 1.6;
   const shape = new Path2D(path);
-  isLine ? ctx.stroke(shape) : ctx.fill(shape);
+  if (isLine) {
+    ctx.stroke(shape);
+  } else {
+    ctx.fill(shape);
+  }
   ctx.restore();
 }
 
@@ -94,7 +111,17 @@ export function icon(kind: string): SVGElement {
 /** What the shapes mean. */
 export function key(): HTMLElement {
   const element = make('span', 'etrain-key');
-  for (const kind of ['lost', 'notice', 'left', 'join', 'restored', 'paused', 'resumed', 'failed', 'checkpoint']) {
+  for (const kind of [
+    'lost',
+    'notice',
+    'left',
+    'join',
+    'restored',
+    'paused',
+    'resumed',
+    'failed',
+    'checkpoint'
+  ]) {
     const item = make('span');
     item.append(icon(kind), ` ${shapeOf(kind).word}`);
     element.append(item);
@@ -115,19 +142,24 @@ export class MarkButtons {
   draw(places: IPlace[]): void {
     const shown = places.slice(-80);
     const keyOf = (place: IPlace) => String(place.markers[0].seq);
-    const create = (place: IPlace) => this.create(place);
-    reconcile(this.element, shown, keyOf, create, (element, place) => {
-      element.style.transform = `translateX(${Math.round(place.at) - 7}px)`;
-      setText(element.firstElementChild as HTMLElement, namesOf(place.markers).join('; '));
-      const button = element as HTMLButtonElement & { etrainPlace?: IPlace };
-      button.etrainPlace = place;
-    });
+    reconcile(
+      this.element,
+      shown,
+      keyOf,
+      () => this.create(),
+      (element, place) => {
+        element.style.transform = `translateX(${Math.round(place.at) - 7}px)`;
+        setText(element.firstElementChild as HTMLElement, namesOf(place.markers).join('; '));
+        const button = element as HTMLButtonElement & { etrainPlace?: IPlace };
+        button.etrainPlace = place;
+      }
+    );
     if (!this.element.querySelector('[tabindex="0"]')) {
       (this.element.lastElementChild as HTMLElement | null)?.setAttribute('tabindex', '0');
     }
   }
 
-  private create(_place: IPlace): HTMLElement {
+  private create(): HTMLElement {
     const button = make('button') as HTMLButtonElement & { etrainPlace?: IPlace };
     button.type = 'button';
     button.tabIndex = -1;

@@ -20,13 +20,13 @@ export class JobOutput extends Widget implements IRenderMime.IRenderer {
   }
 
   /** The kernel refreshes the saved output now and then: a mounted view stays and only hears of it. */
-  async renderModel(model: IRenderMime.IMimeModel): Promise<void> {
+  renderModel(model: IRenderMime.IMimeModel): Promise<void> {
     this.saved = model.data[MIME] ?? {};
     const snapshot = (this.saved as { snapshot?: { job_id?: unknown } }).snapshot;
     const id = jobId(snapshot?.job_id);
     if (this.job && this.jobId === id) {
       this.job.refresh();
-      return;
+      return Promise.resolve();
     }
     this.job?.unmount();
     this.jobId = id;
@@ -34,6 +34,7 @@ export class JobOutput extends Widget implements IRenderMime.IRenderer {
       this.node,
       this.link.source(id, () => this.saved)
     );
+    return Promise.resolve();
   }
 
   dispose(): void {

@@ -1,6 +1,5 @@
 // The side panel: the list of all jobs, and the small dashboard of the one that was opened.
 import { LabIcon } from '@jupyterlab/ui-components';
-import { Message } from '@lumino/messaging';
 import { Widget } from '@lumino/widgets';
 import { IMountedJob, mountJob } from './core';
 import { make, setText } from './dom';
@@ -35,13 +34,19 @@ export class JobsPanel extends Widget {
   private readonly detail = make('div', 'etrain-detail');
   private readonly host = make('div', 'etrain-host');
   private readonly goTo = make('button', 'etrain-tool');
+  private readonly backButton = this.button('‹ All jobs', 'Back to the list (Escape)', () =>
+    this.back()
+  );
   private opened = '';
   private mounted: { job: IMountedJob; link: KernelLink } | null = null;
   private drawnAt = 0;
   private timer = 0;
   private clock = 0;
 
-  constructor(private readonly session: Session, private readonly actions: IPanelActions) {
+  constructor(
+    private readonly session: Session,
+    private readonly actions: IPanelActions
+  ) {
     super();
     this.id = 'etrain-jobs';
     this.addClass('etrain-side');
@@ -56,7 +61,7 @@ export class JobsPanel extends Widget {
       attach: id => void actions.attach(id)
     });
     this.build();
-    session.changed.connect(this.schedule, this);
+    session.changed.connect(() => this.schedule(), this);
     this.schedule();
   }
 
@@ -74,22 +79,26 @@ export class JobsPanel extends Widget {
       this.opened = jobId;
       this.session.select(jobId);
       this.draw();
-      this.detail.querySelector<HTMLElement>('.etrain-back')!.focus();
+      this.backButton.focus();
     }
   }
 
-  protected onActivateRequest(_: Message): void {
+  protected onActivateRequest(): void {
     if (!this.node.contains(document.activeElement)) {
-      this.opened ? this.detail.querySelector<HTMLElement>('.etrain-back')!.focus() : this.list.focus(this.session.selected);
+      if (this.opened) {
+        this.backButton.focus();
+      } else {
+        this.list.focus(this.session.selected);
+      }
     }
   }
 
-  protected onAfterShow(_: Message): void {
+  protected onAfterShow(): void {
     this.draw();
     this.clock = window.setInterval(() => this.schedule(), 1000); // ages grow without messages
   }
 
-  protected onAfterHide(_: Message): void {
+  protected onAfterHide(): void {
     window.clearInterval(this.clock);
   }
 
@@ -130,7 +139,10 @@ export class JobsPanel extends Widget {
     setText(this.spoken, heard); // without the workers, who come and go too often to be told aloud
     this.clear.hidden = !this.session.hasLost || !!this.opened;
     this.pools.hidden = !this.session.idle.length;
-    setText(this.pools, this.session.idle.map(pool => `⚠ ${describeIdle(pool, Date.now() / 1000)}`).join('\n'));
+    setText(
+      this.pools,
+      this.session.idle.map(pool => `⚠ ${describeIdle(pool, Date.now() / 1000)}`).join('\n')
+    );
   }
 
   /** Another kernel may tell of the job than the one that did; then it is asked. */
@@ -139,7 +151,10 @@ export class JobsPanel extends Widget {
     if (this.mounted?.link !== link) {
       this.mounted?.job.unmount();
       const saved = () => this.session.find(entry.id)?.row.saved ?? entry.row.saved;
-      this.mounted = { job: mountJob(this.host, link.source(entry.id, saved), { isCompact: true }), link };
+      this.mounted = {
+        job: mountJob(this.host, link.source(entry.id, saved), { isCompact: true }),
+        link
+      };
     }
   }
 
@@ -149,7 +164,9 @@ export class JobsPanel extends Widget {
     this.leave();
     if (this.isVisible) {
       this.draw();
-      hadFocus && this.list.focus(id);
+      if (hadFocus) {
+        this.list.focus(id);
+      }
     }
   }
 
@@ -161,7 +178,9 @@ export class JobsPanel extends Widget {
 
   private showInNotebook(id: string): void {
     const entry = this.session.find(id);
-    entry && void this.actions.show(entry);
+    if (entry) {
+      void this.actions.show(entry);
+    }
   }
 
   private build(): void {
@@ -178,10 +197,9 @@ export class JobsPanel extends Widget {
     this.goTo.type = 'button';
     this.goTo.textContent = 'Show in Notebook';
     this.goTo.onclick = () => this.showInNotebook(this.opened);
-    const back = this.button('‹ All jobs', 'Back to the list (Escape)', () => this.back());
-    back.classList.add('etrain-back');
+    this.backButton.classList.add('etrain-back');
     const bar = make('div', 'etrain-detail-bar');
-    bar.append(back, this.goTo);
+    bar.append(this.backButton, this.goTo);
     this.detail.append(bar, this.host);
     this.detail.onkeydown = event => event.key === 'Escape' && this.back();
     this.node.append(this.head, this.count, this.pools, this.list.element, this.detail);
@@ -200,6 +218,9 @@ export class JobsPanel extends Widget {
 /** What an idle pool costs, and how it ends. */
 export function describeIdle(pool: IPool, now: number): string {
   const passed = Math.max(0, now - pool.time);
-  const left = pool.ends_in_s === null ? 'until %etrain down' : `ends in ${format.age(pool.ends_in_s - passed)}`;
+  const left =
+    pool.ends_in_s === null
+      ? 'until %etrain down'
+      : `ends in ${format.age(pool.ends_in_s - passed)}`;
   return `pool ${pool.pool} is up and idle for ${format.age(pool.idle_s + passed)}: ${format.plural(pool.workers, 'worker')}, ${left}`;
 }

@@ -17,7 +17,12 @@ export interface IWorker {
   steps: number;
   waits_for: string;
   /** What its latest steps took; null until it has told. */
-  split: { step: number; num_steps: number; samples_per_s: number | null; shares: Record<string, number> } | null;
+  split: {
+    step: number;
+    num_steps: number;
+    samples_per_s: number | null;
+    shares: Record<string, number>;
+  } | null;
 }
 export interface IEventLine {
   seq: number;
@@ -79,23 +84,33 @@ const MAX_TEXT = 20000;
 /** Beyond any step, second or byte that there will be, and far from where arithmetic breaks. */
 const MAX_NUMBER = 1e15;
 
-export const object = (value: unknown): Raw => (value && typeof value === 'object' && !Array.isArray(value) ? (value as Raw) : {});
-export const list = (value: unknown): Raw[] => (Array.isArray(value) ? value.slice(0, MAX_ITEMS).map(object) : []);
+export const object = (value: unknown): Raw =>
+  value && typeof value === 'object' && !Array.isArray(value) ? (value as Raw) : {};
+export const list = (value: unknown): Raw[] =>
+  Array.isArray(value) ? value.slice(0, MAX_ITEMS).map(object) : [];
 export const text = (value: unknown): string =>
-  (typeof value === 'string' ? value : typeof value === 'number' ? String(value) : '').slice(0, MAX_TEXT);
+  (typeof value === 'string' ? value : typeof value === 'number' ? String(value) : '').slice(
+    0,
+    MAX_TEXT
+  );
 
 /** What may be the id of a job: one word, in a cell and in a path. The same pattern as in untrusted.py. */
 const JOB_ID = /^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$/;
 /** The id of a job; empty for anything else, which is never made a cell of or sent anywhere. */
-export const jobId = (value: unknown): string => (typeof value === 'string' && JOB_ID.test(value) ? value : '');
+export const jobId = (value: unknown): string =>
+  typeof value === 'string' && JOB_ID.test(value) ? value : '';
 
 const MAX_LINE = 200;
 /** Control characters, and what ends a line or turns the direction of text around. */
-const NOT_IN_A_LINE = /[\u0000-\u001f\u007f-\u009f\u2028\u2029\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]+/g;
+const NOT_IN_A_LINE =
+  // eslint-disable-next-line no-control-regex -- removing them is what it is for
+  /[\u0000-\u001f\u007f-\u009f\u2028\u2029\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]+/g;
 /** A text of one line, for a title or a name. */
-export const line = (value: unknown): string => text(value).slice(0, MAX_LINE).replace(NOT_IN_A_LINE, ' ');
+export const line = (value: unknown): string =>
+  text(value).slice(0, MAX_LINE).replace(NOT_IN_A_LINE, ' ');
 
-const texted = (value: unknown): string[] => (Array.isArray(value) ? value.slice(0, MAX_ITEMS).map(text) : []);
+const texted = (value: unknown): string[] =>
+  Array.isArray(value) ? value.slice(0, MAX_ITEMS).map(text) : [];
 
 /** A number; null where there is none. The strings NaN and Infinity stand for what JSON lacks. */
 function maybe(value: unknown): number | null {
@@ -112,7 +127,7 @@ export const finiteOrNull = (value: unknown): number | null => {
 export const finite = (value: unknown): number => finiteOrNull(value) ?? 0;
 
 function numbers(value: unknown): Record<string, number> {
-  const out: Record<string, number> = Object.create(null);
+  const out = Object.create(null) as Record<string, number>;
   for (const [key, item] of Object.entries(object(value)).slice(0, 50)) {
     const n = maybe(item);
     if (n !== null) {
@@ -123,7 +138,11 @@ function numbers(value: unknown): Record<string, number> {
 }
 
 function texts(value: unknown): Record<string, string> {
-  return Object.fromEntries(Object.entries(object(value)).slice(0, 50).map(([key, item]) => [key, text(item)]));
+  return Object.fromEntries(
+    Object.entries(object(value))
+      .slice(0, 50)
+      .map(([key, item]) => [key, text(item)])
+  );
 }
 
 function asWorker(w: Raw): IWorker {
@@ -177,7 +196,11 @@ export function asSnapshot(value: unknown): ISnapshot {
     loss: maybe(raw.loss),
     lr: maybe(raw.lr),
     metrics: numbers(raw.metrics),
-    eval: evaluated && { step: finite(evaluated.step), loss: maybe(evaluated.loss), metrics: numbers(evaluated.metrics) },
+    eval: evaluated && {
+      step: finite(evaluated.step),
+      loss: maybe(evaluated.loss),
+      metrics: numbers(evaluated.metrics)
+    },
     samples_per_s: maybe(raw.samples_per_s),
     global_batch_size: finiteOrNull(raw.global_batch_size),
     world_size: finite(raw.world_size),
@@ -191,7 +214,11 @@ export function asSnapshot(value: unknown): ISnapshot {
       time: finite(checkpoint.time),
       size_bytes: finite(checkpoint.size_bytes)
     },
-    checkpoint_due: { since: finiteOrNull(due.since), limit_s: finiteOrNull(due.limit_s), failed: text(due.failed) },
+    checkpoint_due: {
+      since: finiteOrNull(due.since),
+      limit_s: finiteOrNull(due.limit_s),
+      failed: text(due.failed)
+    },
     cost: cost && {
       spent_usd: finite(cost.spent_usd),
       saved_usd: finite(cost.saved_usd),
@@ -222,7 +249,8 @@ export function asSnapshot(value: unknown): ISnapshot {
 }
 
 /** When the newest event of a saved picture happened. */
-export const savedAt = (saved: unknown): number => finite(object(object(saved).snapshot).updated_at);
+export const savedAt = (saved: unknown): number =>
+  finite(object(object(saved).snapshot).updated_at);
 
 export type Buffer = ArrayBuffer | ArrayBufferView;
 
@@ -230,7 +258,10 @@ export type Buffer = ArrayBuffer | ArrayBufferView;
 function bytesOf(buffer: Buffer): ArrayBuffer {
   return buffer instanceof ArrayBuffer
     ? buffer
-    : (buffer.buffer.slice(buffer.byteOffset, buffer.byteOffset + buffer.byteLength) as ArrayBuffer);
+    : (buffer.buffer.slice(
+        buffer.byteOffset,
+        buffer.byteOffset + buffer.byteLength
+      ) as ArrayBuffer);
 }
 
 const BYTES_A_ROW = 12;
@@ -238,7 +269,8 @@ const MEAN = 'mean.';
 export type Taken = 'news' | 'detail' | 'gap' | 'nothing';
 
 /** The curves of whose means a smoothed line is drawn; the same rule as `_is_noisy` in feed.py. */
-const isNoisy = (name: string) => name === 'loss' || name === 'samples_per_s' || name.startsWith('metrics.');
+const isNoisy = (name: string) =>
+  name === 'loss' || name === 'samples_per_s' || name.startsWith('metrics.');
 
 /** Curves by name. Where the kernel had no need to thin, the points serve as their own means. */
 class Curves {
@@ -262,17 +294,22 @@ class Curves {
   }
 
   /** Take blocks of a message. */
-  take(blocks: Raw[], buffers: readonly Buffer[]): void {
+  take(blocks: Raw[], buffers: readonly (Buffer | undefined)[]): void {
     const names = new Set(blocks.map(block => text(block.name)));
     blocks.forEach((block, i) => {
       const name = text(block.name);
       const rows = finite(block.rows);
       const buffer = buffers[i];
-      if (!buffer || buffer.byteLength !== rows * BYTES_A_ROW) {
+      if (buffer?.byteLength !== rows * BYTES_A_ROW) {
         return;
       }
       const bytes = bytesOf(buffer);
-      this.add(name, new Float64Array(bytes, 0, rows), new Float32Array(bytes, rows * 8, rows), names);
+      this.add(
+        name,
+        new Float64Array(bytes, 0, rows),
+        new Float32Array(bytes, rows * 8, rows),
+        names
+      );
     });
   }
 
@@ -285,7 +322,12 @@ class Curves {
       const y = written(object(value).y);
       if (x.length === y.length) {
         const rising = rowsThatRise(x);
-        this.add(name, rising.map(i => x[i]), rising.map(i => y[i]), names);
+        this.add(
+          name,
+          rising.map(i => x[i]),
+          rising.map(i => y[i]),
+          names
+        );
       }
     }
   }
@@ -301,7 +343,8 @@ class Curves {
 const MAX_SAVED = 20000;
 
 /** Numbers of a saved curve: one text, since in a list JupyterLab gives each a line of its own. */
-const written = (value: unknown): number[] => (typeof value === 'string' && value ? value.split(' ', MAX_SAVED).map(Number) : []);
+const written = (value: unknown): number[] =>
+  typeof value === 'string' && value ? value.split(' ', MAX_SAVED).map(Number) : [];
 
 function rowsThatRise(x: number[]): number[] {
   let highest = -Infinity;
@@ -355,7 +398,11 @@ export class JobData {
       return 'gap';
     }
     if (message.kind === 'detail' && isMine && this.isSynced) {
-      this.detail = { first: finite(message.first), last: finite(message.last), curves: new Curves() };
+      this.detail = {
+        first: finite(message.first),
+        last: finite(message.last),
+        curves: new Curves()
+      };
       this.detail.curves.take(list(message.blocks), buffers);
       return 'detail';
     }
@@ -385,12 +432,17 @@ export class JobData {
 
   /** Whether the kernel has told all that it knows between two steps. */
   hasDetail(first: number, last: number): boolean {
-    return this.detail !== null && this.detail.first <= first && this.detail.last >= last;
+    return this.detailOf(first, last) !== null;
   }
 
   /** The curve that tells most between two steps. */
   curveIn(name: string, first: number, last: number): Curve | undefined {
-    return this.hasDetail(first, last) ? this.detail!.curves.get(name) : this.curves.get(name);
+    return (this.detailOf(first, last) ?? this.curves).get(name);
+  }
+
+  private detailOf(first: number, last: number): Curves | null {
+    const { detail } = this;
+    return detail && detail.first <= first && detail.last >= last ? detail.curves : null;
   }
 
   /** The curve of means of another one. */
@@ -410,6 +462,7 @@ export function checkpointTrouble(s: ISnapshot, now: number): '' | 'failed' | 'o
   if (failed) {
     return 'failed';
   }
-  const isOverdue = s.status === 'running' && since !== null && limit_s !== null && now - since > limit_s;
+  const isOverdue =
+    s.status === 'running' && since !== null && limit_s !== null && now - since > limit_s;
   return isOverdue ? 'overdue' : '';
 }

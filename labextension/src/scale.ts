@@ -45,7 +45,9 @@ export function splits([low, high]: [number, number], isCount: boolean): number[
   const step = roundStep((high - low) / MAX_TICKS, isCount);
   const first = Math.ceil(low / step);
   const last = Math.floor(high / step);
-  return Array.from({ length: Math.min(20, Math.max(0, last - first + 1)) }, (_, i) => Number(((first + i) * step).toPrecision(12)));
+  return Array.from({ length: Math.min(20, Math.max(0, last - first + 1)) }, (_, i) =>
+    Number(((first + i) * step).toPrecision(12))
+  );
 }
 
 /** The logarithms of round numbers whose logarithms lie in a range. */
@@ -70,6 +72,8 @@ export function logSplits([low, high]: [number, number]): number[] {
 
 function roundStep(rough: number, isCount: boolean): number {
   const power = 10 ** Math.floor(Math.log10(rough || 1));
-  const step = [1, 2, 5, 10].map(factor => factor * power).find(candidate => candidate >= rough * 0.8) ?? rough;
+  const step =
+    [1, 2, 5, 10].map(factor => factor * power).find(candidate => candidate >= rough * 0.8) ??
+    rough;
   return isCount ? Math.max(1, Math.round(step)) : step;
 }

@@ -24,7 +24,10 @@ export class Follower implements IFollower {
 
 export type Entry = IEntry<Follower>;
 
-export const ISession = new Token<Session>('etrain-jupyter:ISession', 'The training jobs of all open notebooks.');
+export const ISession = new Token<Session>(
+  'etrain-jupyter:ISession',
+  'The training jobs of all open notebooks.'
+);
 
 export class Session {
   merged: IMerged<Follower> = { entries: [], offers: [] };
@@ -84,13 +87,15 @@ export class Session {
 
   /** The notebook that a person works in. */
   current(): Follower | null {
-    return this.followers.find(follower => follower.notebook === this.tracker.currentWidget) ?? null;
+    return (
+      this.followers.find(follower => follower.notebook === this.tracker.currentWidget) ?? null
+    );
   }
 
   private add(notebook: NotebookPanel): void {
     const follower = new Follower(notebook);
     this.followers.push(follower);
-    follower.link.changed.connect(this.update, this);
+    follower.link.changed.connect(() => this.update(), this);
     notebook.disposed.connect(() => {
       this.followers = this.followers.filter(other => other !== follower);
       this.update();
@@ -101,7 +106,9 @@ export class Session {
   /** The current notebook comes first: what several follow is asked for there. */
   private update(): void {
     const current = this.current();
-    const inOrder = current ? [current, ...this.followers.filter(follower => follower !== current)] : this.followers;
+    const inOrder = current
+      ? [current, ...this.followers.filter(follower => follower !== current)]
+      : this.followers;
     this.merged = merge(inOrder);
     this.idle = idlePools(inOrder, this.merged.entries);
     this.changes.emit();

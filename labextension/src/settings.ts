@@ -2,7 +2,7 @@
 import { ISettingRegistry } from '@jupyterlab/settingregistry';
 import { Token } from '@lumino/coreutils';
 import { ISignal, Signal } from '@lumino/signaling';
-import { changeDrawing } from './drawing';
+import { changeDrawing, IDrawing } from './drawing';
 
 /** Plugin id, and so the name of schema/settings.json. */
 export const SETTINGS_ID = 'etrain-jupyter:settings';
@@ -18,7 +18,10 @@ export interface ISettings {
   readonly changed: ISignal<ISettings, void>;
 }
 
-export const ISettings = new Token<ISettings>('etrain-jupyter:ISettings', 'What a person chose for etrain.');
+export const ISettings = new Token<ISettings>(
+  'etrain-jupyter:ISettings',
+  'What a person chose for etrain.'
+);
 
 export class Settings implements ISettings {
   choices: IChoices = { highlight: true, statusBar: true, openPanel: false };
@@ -35,8 +38,10 @@ export class Settings implements ISettings {
     this.take(settings.composite);
   }
 
-  private take(values: Record<string, any>): void {
-    const { highlight, statusBar, openPanel, smoothing, logScale, redrawsPerS } = values;
+  private take(values: unknown): void {
+    // JupyterLab has validated them against schema/settings.json, which gives a default for each.
+    const { highlight, statusBar, openPanel, ...drawn } = values as IChoices & IDrawing;
+    const { smoothing, logScale, redrawsPerS } = drawn;
     this.choices = { highlight, statusBar, openPanel };
     changeDrawing({ smoothing, logScale, redrawsPerS });
     this.changes.emit();

@@ -13,18 +13,20 @@ export class Tiles {
   draw(s: ISnapshot, now: number | null): void {
     const tiles = tilesOf(s, now);
     while (this.element.children.length > tiles.length) {
-      this.element.lastChild!.remove();
+      this.element.lastChild?.remove();
     }
     tiles.forEach((tile, i) => fill(this.tile(i), tile, s.checkpoint_due.failed));
   }
 
   private tile(i: number): HTMLElement {
-    if (!this.element.children[i]) {
-      const tile = make('div');
-      tile.append(make('span', 'etrain-label'), make('strong'), make('span', 'etrain-sub'));
-      this.element.append(tile);
+    const present = this.element.children.item(i);
+    if (present) {
+      return present as HTMLElement;
     }
-    return this.element.children[i] as HTMLElement;
+    const tile = make('div');
+    tile.append(make('span', 'etrain-label'), make('strong'), make('span', 'etrain-sub'));
+    this.element.append(tile);
+    return tile;
   }
 }
 
@@ -41,12 +43,25 @@ function tilesOf(s: ISnapshot, now: number | null): Tile[] {
     ['loss', format.number(s.loss), s.eval ? `eval ${format.number(s.eval.loss)}` : ''],
     ...s.charts.metrics.slice(0, 2).map((name): Tile => {
       const evaluated = s.eval?.metrics[name];
-      return [name, format.number(s.metrics[name]), evaluated === undefined ? '' : `eval ${format.number(evaluated)}`];
+      return [
+        name,
+        format.number(s.metrics[name]),
+        evaluated === undefined ? '' : `eval ${format.number(evaluated)}`
+      ];
     }),
     ['samples/s', format.count(s.samples_per_s), ''],
     ['batch', format.count(s.global_batch_size), s.lr === null ? '' : `lr ${format.brief(s.lr)}`],
-    ['workers', String(s.world_size) + (s.max_workers === null ? '' : ` of ${s.max_workers}`), `generation ${s.generation}`],
-    ['checkpoint', s.checkpoint ? `step ${format.count(s.checkpoint.step)}` : format.NONE, age(s, now, trouble), trouble],
+    [
+      'workers',
+      String(s.world_size) + (s.max_workers === null ? '' : ` of ${s.max_workers}`),
+      `generation ${s.generation}`
+    ],
+    [
+      'checkpoint',
+      s.checkpoint ? `step ${format.count(s.checkpoint.step)}` : format.NONE,
+      age(s, now, trouble),
+      trouble
+    ],
     ...(s.cost ? [['cost', format.money(s.cost.spent_usd), apart(s.cost)] as Tile] : []),
     ['faults', String(s.num_lost + s.num_preempted), faults(s)]
   ];
@@ -68,7 +83,8 @@ function age(s: ISnapshot, now: number | null, trouble: string): string {
 
 /** What was saved against on-demand prices, and what preemptions wasted. */
 function apart(cost: NonNullable<ISnapshot['cost']>): string {
-  const told = (usd: number, word: string): string[] => (usd > 0 ? [`${format.money(usd)} ${word}`] : []);
+  const told = (usd: number, word: string): string[] =>
+    usd > 0 ? [`${format.money(usd)} ${word}`] : [];
   return [...told(cost.saved_usd, 'saved'), ...told(cost.wasted_usd, 'wasted')].join(' · ');
 }
 

@@ -25,7 +25,10 @@ function sourceOf(model: Model): IJobSource {
       const hear = (content: unknown, buffers: DataView[]) => onMessage(content, buffers);
       // An event of the Backbone model beneath: the kernel restarted or died.
       const lose = () => onLink(false);
-      const events = model as unknown as { on(name: string, f: () => void): void; off(name: string, f: () => void): void };
+      const events = model as unknown as {
+        on(name: string, f: () => void): void;
+        off(name: string, f: () => void): void;
+      };
       model.on('msg:custom', hear);
       events.on('comm_live_update', lose);
       return () => {

@@ -1,10 +1,20 @@
 // The table of workers: who they are, what they do, where their time goes, what they wait for.
-import { make, reconcile, scrolling, setText } from './dom';
+import { find, make, reconcile, scrolling, setText } from './dom';
 import * as format from './format';
 import { ISnapshot, IWorker } from './protocol';
 
 const MAX_ROWS = 200;
-const TITLES = ['rank', 'worker', 'state', 'device', 'samples/s', 'time goes into', 'waits for', 'steps', ''];
+const TITLES = [
+  'rank',
+  'worker',
+  'state',
+  'device',
+  'samples/s',
+  'time goes into',
+  'waits for',
+  'steps',
+  ''
+];
 const SIGNS: Record<string, string> = {
   starting: '◔',
   warm: '◑',
@@ -47,7 +57,10 @@ export class Workers {
 
   draw(snapshot: ISnapshot, whyNoPreemption: string): void {
     const { workers } = snapshot;
-    this.element.classList.toggle('etrain-with-machines', workers.some(worker => worker.machine));
+    this.element.classList.toggle(
+      'etrain-with-machines',
+      workers.some(worker => worker.machine)
+    );
     reconcile(
       this.body,
       workers.slice(0, MAX_ROWS),
@@ -68,7 +81,7 @@ export class Workers {
       cell.textContent = title;
       row.append(cell);
     }
-    row.lastElementChild!.setAttribute('aria-label', 'requests');
+    row.lastElementChild?.setAttribute('aria-label', 'requests');
     head.append(row);
     return head;
   }
@@ -128,11 +141,14 @@ function fill(row: HTMLElement, worker: IWorker, whyNoPreemption: string): void 
     cell.title = text;
   }
   if (worker.trainer_pid !== null) {
-    (row.children[1] as HTMLElement).title = `${worker.worker} on ${worker.device}, process ${worker.trainer_pid}`;
+    (row.children[1] as HTMLElement).title =
+      `${worker.worker} on ${worker.device}, process ${worker.trainer_pid}`;
   }
   if (worker.machine) {
-    const price = worker.usd_per_h === null ? '' : `, ${format.money(worker.usd_per_h)} an hour when it joined`;
-    (row.children[3] as HTMLElement).title = `${worker.device} of ${worker.machine} in ${worker.zone}, ${worker.lifecycle}${price}`;
+    const price =
+      worker.usd_per_h === null ? '' : `, ${format.money(worker.usd_per_h)} an hour when it joined`;
+    (row.children[3] as HTMLElement).title =
+      `${worker.device} of ${worker.machine} in ${worker.zone}, ${worker.lifecycle}${price}`;
   }
   fillSplit(row.children[5].firstElementChild as HTMLElement, worker, isThere);
   const button = row.children[8].firstElementChild as HTMLElement;
@@ -152,8 +168,9 @@ function fillSplit(bar: HTMLElement, worker: IWorker, isThere: boolean): void {
   const split = isThere ? worker.split : null;
   bar.dataset.empty = String(!split);
   const words = PARTS.map(([name, word]) => {
-    const share = Math.min(1, Math.max(0, split?.shares[name] || 0));
-    (bar.querySelector(`[data-part='${name}']`) as HTMLElement).style.flexGrow = String(share);
+    const told = split?.shares[name] ?? 0;
+    const share = Number.isNaN(told) ? 0 : Math.min(1, Math.max(0, told));
+    find(bar, `[data-part='${name}']`).style.flexGrow = String(share);
     return `${word} ${Math.round(share * 100)} %`;
   });
   const told = split

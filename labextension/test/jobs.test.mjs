@@ -8,10 +8,26 @@ const { JobData } = await load('protocol');
 const { curvePath, statusOf } = await load('list');
 
 const row = (job_id, more = {}) => ({
-  snapshot: { job_id, name: job_id, status: 'running', step: 3, submitted_at: 1, controls: { stop: '' }, ...more },
+  snapshot: {
+    job_id,
+    name: job_id,
+    status: 'running',
+    step: 3,
+    submitted_at: 1,
+    controls: { stop: '' },
+    ...more
+  },
   loss: { x: [1, 2], y: [2, 1] }
 });
-const pool = (more = {}) => ({ pool: 'local', cluster_id: 'c', workers: 2, idle_s: 300, ends_in_s: 600, time: 1000, ...more });
+const pool = (more = {}) => ({
+  pool: 'local',
+  cluster_id: 'c',
+  workers: 2,
+  idle_s: 300,
+  ends_in_s: 600,
+  time: 1000,
+  ...more
+});
 
 function follower(name, ...rows) {
   const jobs = new KernelJobs();
@@ -44,28 +60,49 @@ test('what others and pools there are holds until it is told anew', () => {
 test('a job that two notebooks follow is listed once', () => {
   const [a, b] = [follower('a', row('x')), follower('b', row('x'), row('y', { submitted_at: 2 }))];
   const { entries } = merge([a, b]);
-  assert.deepEqual(entries.map(entry => [entry.id, entry.followers.map(f => f.name)]), [['y', ['b']], ['x', ['a', 'b']]]);
+  assert.deepEqual(
+    entries.map(entry => [entry.id, entry.followers.map(f => f.name)]),
+    [
+      ['y', ['b']],
+      ['x', ['a', 'b']]
+    ]
+  );
 });
 
 test('the newest job comes first, and equal ones keep an order', () => {
   const { entries } = merge([follower('n', row('b'), row('a'), row('new', { submitted_at: 5 }))]);
-  assert.deepEqual(entries.map(entry => entry.id), ['new', 'a', 'b']);
+  assert.deepEqual(
+    entries.map(entry => entry.id),
+    ['new', 'a', 'b']
+  );
 });
 
 test('jobs of a kernel that is gone are last seen, until another kernel tells of them', () => {
-  const [old, other] = [follower('old', row('x'), row('done', { status: 'finished' })), follower('other')];
+  const [old, other] = [
+    follower('old', row('x'), row('done', { status: 'finished' })),
+    follower('other')
+  ];
   old.jobs.lose();
   const [done, x] = merge([old, other]).entries;
-  assert.deepEqual([statusOf(x), x.isGone, statusOf(done)], ['last seen running', true, 'finished']);
+  assert.deepEqual(
+    [statusOf(x), x.isGone, statusOf(done)],
+    ['last seen running', true, 'finished']
+  );
   assert.match(whyNot(x, 'stop'), /No kernel/);
 
   other.jobs.take({ rows: [row('x', { step: 8 })] });
   const again = merge([old, other]).entries.find(entry => entry.id === 'x');
-  assert.deepEqual([again.isGone, again.row.snapshot.step, again.followers.map(f => f.name)], [false, 8, ['other']]);
+  assert.deepEqual(
+    [again.isGone, again.row.snapshot.step, again.followers.map(f => f.name)],
+    [false, 8, ['other']]
+  );
 });
 
 test('of two kernels that are gone, the one that saw more speaks', () => {
-  const [a, b] = [follower('a', row('x', { updated_at: 5, step: 5 })), follower('b', row('x', { updated_at: 9, step: 9 }))];
+  const [a, b] = [
+    follower('a', row('x', { updated_at: 5, step: 5 })),
+    follower('b', row('x', { updated_at: 9, step: 9 }))
+  ];
   a.jobs.lose();
   b.jobs.lose();
   assert.equal(merge([a, b]).entries[0].row.snapshot.step, 9);
@@ -85,8 +122,14 @@ test('a job that runs elsewhere is offered once, and beside its row if it was lo
     jobs.take({ rows: [], others: [{ job_id: 'x' }, { job_id: 'y', name: 'y' }] });
   }
   const { entries, offers } = merge([a, b]);
-  assert.deepEqual(entries.find(entry => entry.id === 'x').offers.map(f => f.name), ['a', 'b']);
-  assert.deepEqual(offers.map(offer => [offer.other.job_id, offer.offers.length]), [['y', 2]]);
+  assert.deepEqual(
+    entries.find(entry => entry.id === 'x').offers.map(f => f.name),
+    ['a', 'b']
+  );
+  assert.deepEqual(
+    offers.map(offer => [offer.other.job_id, offer.offers.length]),
+    [['y', 2]]
+  );
 });
 
 test('commands are about the selected job if it is active, else about the only active one', () => {
@@ -102,7 +145,9 @@ test('commands are about the selected job if it is active, else about the only a
 });
 
 test('a request is refused in the words of the kernel, and one that it does not know is refused', () => {
-  const [entry] = merge([follower('n', row('a', { controls: { stop: '', pause: 'The job is paused.' } }))]).entries;
+  const [entry] = merge([
+    follower('n', row('a', { controls: { stop: '', pause: 'The job is paused.' } }))
+  ]).entries;
   assert.equal(whyNot(entry, 'stop'), '');
   assert.equal(whyNot(entry, 'pause'), 'The job is paused.');
   assert.match(whyNot(entry, 'checkpoint'), /does not say/);
@@ -110,15 +155,28 @@ test('a request is refused in the words of the kernel, and one that it does not 
 });
 
 test('workers are counted of the jobs that are active', () => {
-  const rows = [row('a', { world_size: 3 }), row('b', { world_size: 2 }), row('c', { status: 'finished', world_size: 4 })];
-  assert.deepEqual(countsOf(merge([follower('n', ...rows)]).entries), { jobs: 3, active: 2, workers: 5 });
+  const rows = [
+    row('a', { world_size: 3 }),
+    row('b', { world_size: 2 }),
+    row('c', { status: 'finished', world_size: 4 })
+  ];
+  assert.deepEqual(countsOf(merge([follower('n', ...rows)]).entries), {
+    jobs: 3,
+    active: 2,
+    workers: 5
+  });
 });
 
 test('a pool that rests longer than a minute is idle, and told of once', () => {
   const [a, b] = [follower('a'), follower('b')];
-  a.jobs.take({ pools: [pool(), pool({ cluster_id: 'd', idle_s: 5 }), pool({ cluster_id: 'e', idle_s: 0 })] });
+  a.jobs.take({
+    pools: [pool(), pool({ cluster_id: 'd', idle_s: 5 }), pool({ cluster_id: 'e', idle_s: 0 })]
+  });
   b.jobs.take({ pools: [pool({ time: 1010, workers: 1 })] });
-  assert.deepEqual(idlePools([a, b], []).map(p => [p.cluster_id, p.workers]), [['c', 1]]);
+  assert.deepEqual(
+    idlePools([a, b], []).map(p => [p.cluster_id, p.workers]),
+    [['c', 1]]
+  );
 });
 
 test('a pool is not called idle when a job has come since it was looked', () => {
@@ -132,10 +190,22 @@ test('a pool is not called idle when a job has come since it was looked', () => 
 
 test('hostile messages break nothing', () => {
   const { jobs } = follower('n');
-  for (const message of [null, 3, 'x', [], { rows: 3, others: 'x', pools: {} }, { rows: [null, 1, { snapshot: 4 }], gone: 7 }]) {
+  for (const message of [
+    null,
+    3,
+    'x',
+    [],
+    { rows: 3, others: 'x', pools: {} },
+    { rows: [null, 1, { snapshot: 4 }], gone: 7 }
+  ]) {
     jobs.take(message);
   }
-  jobs.take({ rows: [{ snapshot: { job_id: 'constructor', step: 1e300 }, loss: { y: ['x', null, 'NaN', 2] } }], pools: [null] });
+  jobs.take({
+    rows: [
+      { snapshot: { job_id: 'constructor', step: 1e300 }, loss: { y: ['x', null, 'NaN', 2] } }
+    ],
+    pools: [null]
+  });
   const [taken, ...more] = merge([{ jobs }]).entries;
   assert.deepEqual([taken.id, more], ['constructor', []]);
   assert.deepEqual(taken.row.curve, [null, null, null, 2]);
@@ -143,7 +213,23 @@ test('hostile messages break nothing', () => {
 });
 
 // Review S4: "Show in ..." makes a cell with the id in it, and runs it.
-const EVIL_IDS = ["x\nopen('PWNED','w')", 'x\n', 'x y', 'x;y', '--help', '.x', '../x', '<b>', '__proto__', 'x\u2028y', 'x'.repeat(65), '', 3, null, {}];
+const EVIL_IDS = [
+  "x\nopen('PWNED','w')",
+  'x\n',
+  'x y',
+  'x;y',
+  '--help',
+  '.x',
+  '../x',
+  '<b>',
+  '__proto__',
+  'x\u2028y',
+  'x'.repeat(65),
+  '',
+  3,
+  null,
+  {}
+];
 
 test('nothing but the id of a job gets into a cell that is run', () => {
   assert.equal(showLine('my.digits_2-00c0ffee'), '%etrain show my.digits_2-00c0ffee');
@@ -154,12 +240,19 @@ test('nothing but the id of a job gets into a cell that is run', () => {
 
 test('a job whose id is none is neither listed nor offered', () => {
   const { jobs } = follower('n');
-  jobs.take({ rows: EVIL_IDS.map(id => row(id)), others: EVIL_IDS.map(id => ({ job_id: id, name: 'x' })), pools: [] });
+  jobs.take({
+    rows: EVIL_IDS.map(id => row(id)),
+    others: EVIL_IDS.map(id => ({ job_id: id, name: 'x' })),
+    pools: []
+  });
   assert.deepEqual(merge([{ jobs }]), { entries: [], offers: [] });
 });
 
 test('a name is one line without control characters', () => {
-  const { jobs } = follower('n', row('a', { name: 'a\n%run evil\u202e\u001b[2J' + 'x'.repeat(1e6) }));
+  const { jobs } = follower(
+    'n',
+    row('a', { name: 'a\n%run evil\u202e\u001b[2J' + 'x'.repeat(1e6) })
+  );
   const { name } = jobs.rows.get('a').snapshot;
   assert.equal(name.slice(0, 16), 'a %run evil [2Jx');
   assert.ok(name.length <= 200);

@@ -12,7 +12,10 @@ const format = await load('format');
 
 function curveOf(y) {
   const curve = new Curve();
-  curve.append(Float64Array.from(y, (_, i) => i), Float32Array.from(y));
+  curve.append(
+    Float64Array.from(y, (_, i) => i),
+    Float32Array.from(y)
+  );
   return curve;
 }
 
@@ -23,7 +26,13 @@ function block(x, y) {
   return bytes;
 }
 
-const update = (seq, more = {}) => ({ kind: 'update', seq, snapshot: { step: seq }, blocks: [], ...more });
+const update = (seq, more = {}) => ({
+  kind: 'update',
+  seq,
+  snapshot: { step: seq },
+  blocks: [],
+  ...more
+});
 
 test('thinning keeps the peak and the dip of a long curve', () => {
   const y = new Array(100000).fill(1);
@@ -44,15 +53,24 @@ test('what was thinned before gets as much of the screen as what is new', () => 
   const curve = new Curve();
   const old = Float64Array.from({ length: 1000 }, (_, i) => i * 100);
   const fresh = Float64Array.from({ length: 20000 }, (_, i) => 100000 + i);
-  curve.append(old, Float32Array.from(old, (_, i) => i % 7));
-  curve.append(fresh, Float32Array.from(fresh, (_, i) => i % 7));
+  curve.append(
+    old,
+    Float32Array.from(old, (_, i) => i % 7)
+  );
+  curve.append(
+    fresh,
+    Float32Array.from(fresh, (_, i) => i % 7)
+  );
   const [x] = thin(curve, -Infinity, Infinity, 300);
   assert.ok(x.length <= 602 && x.filter(at => at < 60000).length >= 290);
 });
 
 test('thinned stairs end each stretch on the step that holds', () => {
   const steps = new Curve();
-  steps.append(Float64Array.from({ length: 9000 }, (_, i) => i), Float32Array.from({ length: 9000 }, (_, i) => [1, 9, 4][i % 3]));
+  steps.append(
+    Float64Array.from({ length: 9000 }, (_, i) => i),
+    Float32Array.from({ length: 9000 }, (_, i) => [1, 9, 4][i % 3])
+  );
   const [x, y] = thin(steps, -Infinity, Infinity, 1, true);
   assert.deepEqual([x[x.length - 1], y[y.length - 1]], [8999, 4]);
 });
@@ -63,7 +81,10 @@ test('a loss that is not a number is a gap', () => {
 
 test('the value at a step is that of the last point up to it', () => {
   const curve = curveOf([5, 6, 7]);
-  assert.deepEqual([curve.at(-1), curve.at(1), curve.at(99), curve.at(Infinity)], [undefined, 6, 7, 7]);
+  assert.deepEqual(
+    [curve.at(-1), curve.at(1), curve.at(99), curve.at(Infinity)],
+    [undefined, 6, 7, 7]
+  );
 });
 
 test('the axis leaves room for what comes, but not beyond the end', () => {
@@ -74,9 +95,20 @@ test('the axis leaves room for what comes, but not beyond the end', () => {
 
 test('curves grow block by block once a reset has come', () => {
   const data = new JobData('me');
-  assert.equal(data.take(update(4, { blocks: [{ name: 'loss', rows: 1 }] }), [block([9], [9])]), 'nothing');
-  assert.equal(data.take(update(5, { reset: true, blocks: [{ name: 'loss', rows: 2 }] }), [block([1, 2], [0.5, 0.25])]), 'news');
-  assert.equal(data.take(update(6, { blocks: [{ name: 'loss', rows: 1 }] }), [block([3], [0.125])]), 'news');
+  assert.equal(
+    data.take(update(4, { blocks: [{ name: 'loss', rows: 1 }] }), [block([9], [9])]),
+    'nothing'
+  );
+  assert.equal(
+    data.take(update(5, { reset: true, blocks: [{ name: 'loss', rows: 2 }] }), [
+      block([1, 2], [0.5, 0.25])
+    ]),
+    'news'
+  );
+  assert.equal(
+    data.take(update(6, { blocks: [{ name: 'loss', rows: 1 }] }), [block([3], [0.125])]),
+    'news'
+  );
   assert.deepEqual([...data.curves.get('loss').x.view()], [1, 2, 3]);
   assert.deepEqual([...data.curves.get('loss').y.view()], [0.5, 0.25, 0.125]);
   assert.equal(data.snapshot.step, 6);
@@ -93,7 +125,10 @@ test('a gap asks for a new start and draws nothing wrong until it came', () => {
 test('a start addressed to another view is passed over', () => {
   const data = new JobData('me');
   data.take(update(1, { reset: true }), []);
-  assert.equal(data.take(update(2, { reset: true, to: 'other', snapshot: { step: 77 } }), []), 'nothing');
+  assert.equal(
+    data.take(update(2, { reset: true, to: 'other', snapshot: { step: 77 } }), []),
+    'nothing'
+  );
   assert.equal(data.take(update(3), []), 'news');
   assert.equal(data.snapshot.step, 3);
 });
@@ -111,31 +146,77 @@ test('of lists only what changed in their rows is sent', () => {
   const events = [1, 2, 3].map(id => ({ id, text: `event ${id}` }));
   data.take(update(1, { reset: true, snapshot: { workers, events } }), []);
   const lists = {
-    workers: { rows: [{ worker: 'a', steps: 2 }, { worker: 'b', state: 'lost' }, { worker: 'd', steps: 7 }], order: ['d', 'a', 'b'] },
-    events: { rows: [{ id: 3, text: 'amended' }, { id: 4, text: 'new' }], gone: [1] }
+    workers: {
+      rows: [
+        { worker: 'a', steps: 2 },
+        { worker: 'b', state: 'lost' },
+        { worker: 'd', steps: 7 }
+      ],
+      order: ['d', 'a', 'b']
+    },
+    events: {
+      rows: [
+        { id: 3, text: 'amended' },
+        { id: 4, text: 'new' }
+      ],
+      gone: [1]
+    }
   };
   data.take(update(2, { lists }), []);
   assert.deepEqual(
     data.snapshot.workers.map(w => [w.worker, w.state, w.steps]),
-    [['d', '', 7], ['a', 'training', 2], ['b', 'lost', 1]]
+    [
+      ['d', '', 7],
+      ['a', 'training', 2],
+      ['b', 'lost', 1]
+    ]
   );
-  assert.deepEqual(data.snapshot.events.map(e => e.text), ['event 2', 'amended', 'new']);
-  data.take(update(3, { lists: { events: 'x', workers: { rows: [null, { worker: { toString: 1, valueOf: 1 } }], order: { a: 1 } }, markers: [] } }), []);
+  assert.deepEqual(
+    data.snapshot.events.map(e => e.text),
+    ['event 2', 'amended', 'new']
+  );
+  data.take(
+    update(3, {
+      lists: {
+        events: 'x',
+        workers: { rows: [null, { worker: { toString: 1, valueOf: 1 } }], order: { a: 1 } },
+        markers: []
+      }
+    }),
+    []
+  );
   assert.equal(data.snapshot.events.length, 3);
 });
 
 test('hostile payloads become harmless snapshots', () => {
-  for (const hostile of [null, 7, 'x', [], { events: 'no', workers: [null, 3], markers: {}, metrics: [1] }]) {
+  for (const hostile of [
+    null,
+    7,
+    'x',
+    [],
+    { events: 'no', workers: [null, 3], markers: {}, metrics: [1] }
+  ]) {
     const snapshot = asSnapshot(hostile);
     assert.equal(snapshot.step, 0);
     assert.ok(Array.isArray(snapshot.events));
   }
-  const odd = asSnapshot({ step: NaN, loss: 'NaN', progress: 1e99, metrics: { __proto__: 1, a: {}, b: '-Infinity' } });
+  const odd = asSnapshot({
+    step: NaN,
+    loss: 'NaN',
+    progress: 1e99,
+    metrics: { __proto__: 1, a: {}, b: '-Infinity' }
+  });
   assert.ok(Number.isNaN(odd.loss));
   assert.equal(odd.progress, 1);
   assert.equal(odd.metrics.b, -Infinity);
   assert.equal(odd.metrics.a, undefined);
-  new JobData('me').load({ series: { loss: { x: [1, 'two'], y: [null, {}] }, bad: { x: 1 }, odd: { x: '1 two  -', y: 'nan {} ∞ 1e999' } } });
+  new JobData('me').load({
+    series: {
+      loss: { x: [1, 'two'], y: [null, {}] },
+      bad: { x: 1 },
+      odd: { x: '1 two  -', y: 'nan {} ∞ 1e999' }
+    }
+  });
 });
 
 test('a buffer of the wrong size is left out', () => {
@@ -145,7 +226,13 @@ test('a buffer of the wrong size is left out', () => {
 });
 
 test('numbers read as a person writes them', () => {
-  assert.deepEqual([1.23456, 12345.6, 0.00001, NaN, undefined].map(format.number), ['1.235', '12,346', '1.00e−5', 'NaN', '–']);
+  assert.deepEqual([1.23456, 12345.6, 0.00001, NaN, undefined].map(format.number), [
+    '1.235',
+    '12,346',
+    '1.00e−5',
+    'NaN',
+    '–'
+  ]);
   assert.deepEqual([42, 725, 3661].map(format.clock), ['0:42', '12:05', '1:01:01']);
   assert.deepEqual([3.7, 200, 7300].map(format.age), ['3 s', '3 min', '2 h']);
   assert.deepEqual([812, 1.5e6].map(format.size), ['812 B', '1.5 MB']);
@@ -206,7 +293,13 @@ test('smoothing does not depend on how many points there are', () => {
 function dataOf(steps, elapsed, snapshot = {}) {
   const data = new JobData('me');
   data.load({
-    snapshot: { status: 'running', step: steps[steps.length - 1], started_at: 100, updated_at: 100, ...snapshot },
+    snapshot: {
+      status: 'running',
+      step: steps[steps.length - 1],
+      started_at: 100,
+      updated_at: 100,
+      ...snapshot
+    },
     series: {
       elapsed_s: { x: steps.join(' '), y: elapsed.join(' ') },
       samples: { x: steps.join(' '), y: steps.map(step => step * 64).join(' ') }
@@ -218,8 +311,14 @@ function dataOf(steps, elapsed, snapshot = {}) {
 test('an axis of time stretches where a step took long, and finds the step again', () => {
   const axis = new Axis(dataOf([1, 2, 3, 4], [1, 2, 12, 13]));
   axis.use('time');
-  assert.deepEqual([1, 2, 3, 4].map(step => axis.ofStep(step)), [1, 2, 12, 13]);
-  assert.deepEqual([1, 7, 12.5].map(at => axis.stepAt(at)), [1, 2.5, 3.5]);
+  assert.deepEqual(
+    [1, 2, 3, 4].map(step => axis.ofStep(step)),
+    [1, 2, 12, 13]
+  );
+  assert.deepEqual(
+    [1, 7, 12.5].map(at => axis.stepAt(at)),
+    [1, 2.5, 3.5]
+  );
   assert.equal(axis.ofMarker({ step: 2, time: 109 }), 9);
   axis.use('samples');
   assert.equal(axis.ofStep(3), 192);
@@ -237,8 +336,15 @@ test('a zoom stays on its steps when the axis changes', () => {
 test('the points of a zoom are taken in detail, go on growing, and end with a rewind', () => {
   const data = new JobData('me');
   const blocks = rows => [{ name: 'loss', rows }];
-  data.take(update(1, { reset: true, snapshot: { step: 100 }, blocks: blocks(2) }), [block([1, 100], [9, 1])]);
-  assert.equal(data.take({ kind: 'detail', seq: 2, to: 'me', first: 90, last: 200, blocks: blocks(3) }, [block([98, 99, 100], [3, 2, 1])]), 'detail');
+  data.take(update(1, { reset: true, snapshot: { step: 100 }, blocks: blocks(2) }), [
+    block([1, 100], [9, 1])
+  ]);
+  assert.equal(
+    data.take({ kind: 'detail', seq: 2, to: 'me', first: 90, last: 200, blocks: blocks(3) }, [
+      block([98, 99, 100], [3, 2, 1])
+    ]),
+    'detail'
+  );
   assert.deepEqual([...data.curveIn('loss', 95, 150).x.view()], [98, 99, 100]);
   assert.deepEqual([...data.curveIn('loss', 1, 150).x.view()], [1, 100]);
   data.take(update(3, { blocks: blocks(1), snapshot: { step: 101 } }), [block([101], [0])]);
@@ -250,15 +356,26 @@ test('the points of a zoom are taken in detail, go on growing, and end with a re
 test('detail for another view is passed over, and the next message is no gap', () => {
   const data = new JobData('me');
   data.take(update(1, { reset: true }), []);
-  assert.equal(data.take({ kind: 'detail', seq: 2, to: 'other', first: 0, last: 9, blocks: [] }, []), 'nothing');
+  assert.equal(
+    data.take({ kind: 'detail', seq: 2, to: 'other', first: 0, last: 9, blocks: [] }, []),
+    'nothing'
+  );
   assert.equal(data.take(update(3), []), 'news');
   assert.equal(data.hasDetail(0, 9), false);
 });
 
 test('means are what the kernel sent, or the points themselves', () => {
   const data = new JobData('me');
-  const both = [{ name: 'loss', rows: 2 }, { name: 'mean.loss', rows: 1 }, { name: 'eval.loss', rows: 1 }];
-  data.take(update(1, { reset: true, blocks: both }), [block([1, 2], [0, 4]), block([1.5], [1]), block([2], [3])]);
+  const both = [
+    { name: 'loss', rows: 2 },
+    { name: 'mean.loss', rows: 1 },
+    { name: 'eval.loss', rows: 1 }
+  ];
+  data.take(update(1, { reset: true, blocks: both }), [
+    block([1, 2], [0, 4]),
+    block([1.5], [1]),
+    block([2], [3])
+  ]);
   data.take(update(2, { blocks: [{ name: 'loss', rows: 1 }] }), [block([3], [5])]);
   assert.deepEqual([...data.meansIn('loss', 0, 9).y.view()], [1, 5]);
   assert.equal(data.curves.get('mean.eval.loss'), undefined);
@@ -269,27 +386,48 @@ test('the ticks of a logarithmic scale are round, and few', () => {
   assert.deepEqual(labels([-2, 0.4]), ['0.01', '0.03', '0.1', '0.3', '1']);
   assert.deepEqual(labels([-0.2, 0.2]).length > 2, true);
   assert.ok(labels([-12, 3]).length <= 6);
-  assert.deepEqual(scale.logged([[1, 2, 3], [10, 0, -1]])[1], [1, null, null]);
+  assert.deepEqual(
+    scale.logged([
+      [1, 2, 3],
+      [10, 0, -1]
+    ])[1],
+    [1, null, null]
+  );
   assert.deepEqual(scale.logRange([]), [0, 1]);
 });
 
 test('the ticks of a straight scale are round, and whole for counts', () => {
   assert.deepEqual(scale.splits([0, 1], false), [0, 0.2, 0.4, 0.6, 0.8, 1]);
   assert.deepEqual(scale.splits([0, 1.1], true), [0, 1]);
-  for (const range of [scale.range([1e308, -1e308], false), scale.range([5], false), scale.range([], true)]) {
+  for (const range of [
+    scale.range([1e308, -1e308], false),
+    scale.range([5], false),
+    scale.range([], true)
+  ]) {
     assert.ok(scale.splits(range, false).length <= 20);
   }
 });
 
 test('means are taken over equal stretches of the axis, and of gaps there is none', () => {
   const [x, y] = average(curveOf([1, 3, 5, 7, NaN, NaN, 2, 4]), -Infinity, Infinity, 4);
-  assert.deepEqual([x, y], [[0.5, 2.5, 4.5, 6.5], [2, 6, null, 3]]);
-  assert.deepEqual(average(curveOf([1, 3, 5]), 0.5, 1.5, 9), [[0, 1, 2], [1, 3, 5]]);
+  assert.deepEqual(
+    [x, y],
+    [
+      [0.5, 2.5, 4.5, 6.5],
+      [2, 6, null, 3]
+    ]
+  );
+  assert.deepEqual(average(curveOf([1, 3, 5]), 0.5, 1.5, 9), [
+    [0, 1, 2],
+    [1, 3, 5]
+  ]);
 });
 
 test('a saved curve is read from its text, without points that go backwards', () => {
   const data = new JobData('me');
-  data.load({ series: { loss: { x: '1 2.5 2 7', y: '0.5 nan 3 1e-05' }, short: { x: '1 2', y: '1' } } });
+  data.load({
+    series: { loss: { x: '1 2.5 2 7', y: '0.5 nan 3 1e-05' }, short: { x: '1 2', y: '1' } }
+  });
   assert.deepEqual([...data.curves.get('loss').x.view()], [1, 2.5, 7]);
   const [first, gap, last] = data.curves.get('loss').y.view();
   assert.ok(first === 0.5 && Number.isNaN(gap) && Math.abs(last - 1e-5) < 1e-9);
@@ -298,7 +436,10 @@ test('a saved curve is read from its text, without points that go backwards', ()
 
 test('how a person likes the charts is kept', () => {
   const kept = new Map();
-  const store = { getItem: key => kept.get(key) ?? null, setItem: (key, value) => kept.set(key, value) };
+  const store = {
+    getItem: key => kept.get(key) ?? null,
+    setItem: (key, value) => kept.set(key, value)
+  };
   assert.deepEqual(readChoices(store), { unit: null, weight: null, isLog: new Map() });
   const isLog = new Map(Array.from({ length: 300 }, (_, i) => [`chart ${i}`, i % 2 === 0]));
   keepChoices({ unit: 'time', weight: 0, isLog }, store);
@@ -312,7 +453,16 @@ test('where nothing may be kept, or something else was, nobody has chosen', () =
     throw new Error('denied');
   };
   const stores = [null, { getItem: refuse, setItem: refuse }];
-  for (const odd of ['', 'null', '[]', '7', '"x"', '{', '{"unit":"__proto__","weight":"1e9","isLog":{"a":1}}', '{"weight":2,"isLog":[1,null,[3,true]]}']) {
+  for (const odd of [
+    '',
+    'null',
+    '[]',
+    '7',
+    '"x"',
+    '{',
+    '{"unit":"__proto__","weight":"1e9","isLog":{"a":1}}',
+    '{"weight":2,"isLog":[1,null,[3,true]]}'
+  ]) {
     stores.push({ getItem: () => odd, setItem: refuse });
   }
   for (const store of stores) {

@@ -9,7 +9,9 @@ const schema = JSON.parse(read('../schema/settings.json'));
 const code = read('../src/settings.ts');
 
 test('each schema belongs to a plugin', () => {
-  const ids = [...(code + read('../src/index.ts')).matchAll(/'(etrain-jupyter:[a-z]+)'/g)].map(found => found[1]);
+  const ids = [...(code + read('../src/index.ts')).matchAll(/'(etrain-jupyter:[a-z]+)'/g)].map(
+    found => found[1]
+  );
   for (const file of readdirSync(new URL('../schema', import.meta.url))) {
     assert.ok(ids.includes(`etrain-jupyter:${file.replace('.json', '')}`), file);
   }
@@ -18,9 +20,16 @@ test('each schema belongs to a plugin', () => {
 test('each setting has the default that holds without settings, and none is missing', async () => {
   const { drawing } = await load('drawing');
   const choices = code.match(/choices: IChoices = \{([^}]*)\}/)[1];
-  const others = Object.fromEntries(choices.split(',').map(pair => pair.split(':').map(word => word.trim())));
-  const wanted = { ...drawing, ...Object.fromEntries(Object.entries(others).map(([key, value]) => [key, value === 'true'])) };
-  const defaults = Object.fromEntries(Object.entries(schema.properties).map(([key, value]) => [key, value.default]));
+  const others = Object.fromEntries(
+    choices.split(',').map(pair => pair.split(':').map(word => word.trim()))
+  );
+  const wanted = {
+    ...drawing,
+    ...Object.fromEntries(Object.entries(others).map(([key, value]) => [key, value === 'true']))
+  };
+  const defaults = Object.fromEntries(
+    Object.entries(schema.properties).map(([key, value]) => [key, value.default])
+  );
   assert.deepEqual(defaults, wanted);
 });
 
