@@ -1,8 +1,18 @@
 // The anywidget: for front ends without our extension. Bundled by esbuild to etrain_jupyter/static/widget.js.
 import type { AnyModel } from '@anywidget/types';
 import uplotStyle from 'uplot/dist/uPlot.min.css';
-import style from '../style/job.css';
+import theme from '../style/theme.css';
+import header from '../style/header.css';
+import controls from '../style/controls.css';
+import tiles from '../style/tiles.css';
+import chartBar from '../style/chart_bar.css';
+import chart from '../style/chart.css';
+import workers from '../style/workers.css';
+import events from '../style/events.css';
 import { IJobSource, mountJob } from './core';
+
+// In the order of style/index.css, which is what the JupyterLab extension loads.
+const STYLES = [uplotStyle, theme, header, controls, tiles, chartBar, chart, workers, events];
 
 type Model = AnyModel<{ saved: unknown }>;
 
@@ -12,7 +22,7 @@ function addStyle(element: HTMLElement): void {
   if (!place.querySelector('style[data-etrain]')) {
     const tag = document.createElement('style');
     tag.dataset.etrain = '';
-    tag.textContent = uplotStyle + style;
+    tag.textContent = STYLES.join('\n');
     place.append(tag);
   }
 }
