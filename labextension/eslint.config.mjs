@@ -24,9 +24,9 @@ export default tseslint.config(
     rules: {
       '@typescript-eslint/no-confusing-void-expression': ['error', { ignoreArrowShorthand: true }],
       '@typescript-eslint/restrict-template-expressions': ['error', { allowNumber: true }],
-      // It knows nothing of indices out of range, and calls their checks unnecessary.
+      // It assumes that every array index is in range, so it reports necessary checks.
       '@typescript-eslint/no-unnecessary-condition': 'off',
-      // The convention of JupyterLab's own packages.
+      // JupyterLab's convention.
       '@typescript-eslint/naming-convention': [
         'error',
         { selector: 'interface', format: ['PascalCase'], custom: { regex: '^I[A-Z]', match: true } }

@@ -1,12 +1,15 @@
-// Cells of notebooks: the one that shows a job, and new ones.
+// Find the notebook cell that shows a job, and insert new cells.
 import { JupyterFrontEnd } from '@jupyterlab/application';
 import { Notebook, NotebookActions, NotebookPanel } from '@jupyterlab/notebook';
 import { showLine } from './jobs';
 import { MIME } from './mime';
-import { list, object, text } from './protocol';
 import { Entry, Follower } from './session';
+import { list, object, text } from './untrusted';
 
-/** Go to the cell that shows a job; where there is none, one is made in the notebook that follows it. */
+/**
+ * Scroll to the cell that shows a job. Without one, insert it into a notebook that is attached to
+ * the job.
+ */
 export async function showInNotebook(shell: JupyterFrontEnd.IShell, entry: Entry): Promise<void> {
   for (const { notebook } of entry.followers) {
     const index = cellOf(notebook.content, entry.id);
@@ -23,16 +26,16 @@ export async function showInNotebook(shell: JupyterFrontEnd.IShell, entry: Entry
   await addCell(notebook, showLine(entry.id), true);
 }
 
-/** Add a cell below the active one, and run it if that is wanted. */
+/** Add a cell below the active one, and run it if `isRun`. */
 export async function addCell(
   notebook: NotebookPanel,
   source: string,
   isRun: boolean
 ): Promise<void> {
   const { content, sessionContext } = notebook;
-  content.deselectAll(); // what is run is what is selected
+  content.deselectAll(); // NotebookActions.run runs every selected cell
   const active = content.activeCell?.model;
-  // A notebook that was just made has one empty cell: that is the one to fill.
+  // Fill an empty active cell, such as the only cell of a new notebook.
   if (active?.type !== 'code' || active.sharedModel.getSource().trim()) {
     NotebookActions.insertBelow(content);
   }
@@ -50,21 +53,25 @@ export async function addCell(
   }
 }
 
-/** What makes our magics known to a kernel. */
+/** The line that loads our magics into a kernel. */
 export const LOAD = '%load_ext etrain_jupyter';
 
-/** A commented cell to start from, from the package that the kernel has. */
+/**
+ * Return the commented template of a training cell, from the package that is installed in the
+ * kernel.
+ */
 export async function templateOf({ notebook, link }: Follower): Promise<string> {
   if (link.isUp) {
-    return link.ask({ kind: 'session', ask: 'template' });
+    return link.request({ kind: 'session', ask: 'template' });
   }
   const kernel = notebook.sessionContext.session?.kernel;
   if (!kernel) {
     throw new Error(
-      'This notebook has no kernel. Start one: the template comes from the package that it has.'
+      'This notebook has no kernel. Start one: the template comes from the package installed there.'
     );
   }
-  // Evaluated, not run: it leaves no trace in the notebook's names or history.
+  // A user expression, not executed code: it changes neither the notebook's variables nor its
+  // history.
   const source = "__import__('etrain_jupyter.config', fromlist=['template']).template()";
   const code = `__import__('IPython.display', fromlist=['JSON']).JSON({'text': ${source}})`;
   const future = kernel.requestExecute({
@@ -78,7 +85,7 @@ export async function templateOf({ notebook, link }: Follower): Promise<string> 
   if (found.status !== 'ok') {
     const why = found.ename ? `${text(found.ename)}: ${text(found.evalue)}` : content.status;
     throw new Error(
-      `The kernel has no template (${why}). pip install etrain-jupyter where it runs.`
+      `The kernel cannot provide the template (${why}). Run pip install etrain-jupyter in its environment.`
     );
   }
   const template = object(object(found.data)['application/json']).text;

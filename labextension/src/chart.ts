@@ -87,7 +87,8 @@ export class Chart implements IPlotSource {
     );
     this.y = verticalRange(spec, shared, this.lines, this.x, this.isLog);
     const points = this.lines.map(line => (this.isLog ? scale.logged(line.points) : line.points));
-    // A single line needs no joining. Joining would also merge two points of a staircase at one place.
+    // A single line needs no joining. Joining would also merge two points of a staircase at one
+    // place.
     this.plot.setData(points.length === 1 ? points[0] : uPlot.join(points));
     this.drawLegend();
   }
@@ -140,8 +141,8 @@ export class Chart implements IPlotSource {
     }
   }
 
-  // Cursor and zoom. All charts of a view show the same cursor; only the chart that has the pointer or the focus
-  // reports its position.
+  // Cursor and zoom. All charts of a view show the same cursor; only the chart that has the pointer
+  // or the focus reports its position.
 
   private onCursor(u: uPlot): void {
     const { left = -1 } = u.cursor;

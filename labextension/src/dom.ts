@@ -1,4 +1,4 @@
-// Small helpers that touch the page, and only ever put text into it.
+// Small DOM helpers. They insert text, never markup.
 
 export function make<K extends keyof HTMLElementTagNameMap>(
   tag: K,
@@ -20,7 +20,7 @@ export function find(parent: Element, selector: string): HTMLElement {
   return found;
 }
 
-/** A box of fixed height that a keyboard can scroll. */
+/** Return a box of fixed height that can be scrolled with the keyboard. */
 export function scrolling(className: string, label: string, content: HTMLElement): HTMLElement {
   const box = make('div', `etrain-scroll ${className}`);
   box.tabIndex = 0;
@@ -30,14 +30,14 @@ export function scrolling(className: string, label: string, content: HTMLElement
   return box;
 }
 
-/** Change a text only if it is another one: a selection or a pointer over it stays. */
+/** Set a text if it has changed. An unchanged text keeps its selection and its hover state. */
 export function setText(element: HTMLElement, text: string): void {
   if (element.textContent !== text) {
     element.textContent = text;
   }
 }
 
-/** Make the children of `parent` stand for `items`, and keep those elements that stay. Keys may repeat. */
+/** Create, update, move and remove the children of `parent` to match `items`. Keys may repeat. */
 export function reconcile<T>(
   parent: HTMLElement,
   items: T[],

@@ -1,7 +1,7 @@
-// The list of events, newest first, and what of it is shown.
+// The list of events, newest first, with filters by text and level.
 import { make, reconcile, scrolling, setText } from './dom';
 import * as format from './format';
-import { IEventLine } from './protocol';
+import { IEventLine } from './snapshot';
 
 const LEVELS: [string, string][] = [
   ['all', 'all levels'],
@@ -75,7 +75,7 @@ export class Events {
       isFiltered ? `${shown.length} of ${this.events.length}` : String(this.events.length)
     );
     this.none.hidden = shown.length > 0;
-    setText(this.none, this.events.length ? 'No event matches.' : 'Nothing has happened yet.');
+    setText(this.none, this.events.length ? 'No events match.' : 'No events yet.');
   }
 }
 

@@ -20,7 +20,9 @@ export class Legend {
     private readonly shared: IShared
   ) {}
 
-  /** Show the values at `at`, a value of the axis; Infinity for the newest. Return them as one text. */
+  /**
+   * Show the values at `at`, a value of the axis; Infinity for the newest. Return them as one text.
+   */
   draw(lines: ILine[], at: number): string {
     const items = lines.filter(isListed).map(line => this.itemOf(line, at));
     if (this.element.children.length !== items.length) {

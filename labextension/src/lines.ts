@@ -1,4 +1,5 @@
-// The lines of one chart: read from the job's curves, placed on the axis, smoothed, and split at gaps.
+// The lines of one chart: read from the job's curves, placed on the axis, smoothed, and split at
+// gaps.
 import { average, Curve, lowerBound, Points, smooth, thin } from './columns';
 import * as scale from './scale';
 import { IChartSpec, IShared, Range } from './spec';
@@ -105,7 +106,10 @@ export function verticalRange(
   return isLog ? scale.logRange(values) : scale.range(values, !!spec.fromZero);
 }
 
-/** Return the steps that a rewind discarded. They have no sample count or time, so only the step axis shows them. */
+/**
+ * Return the steps that a rewind discarded. They have no sample count or time, so only the step
+ * axis shows them.
+ */
 function readUndone(name: string, { axis, data }: IShared, maxPoints: number): Points {
   const curve: Curve | undefined = data.curves.get(`undone.${name}`);
   return curve && axis.unit === 'step' ? thin(curve, ...axis.steps(), maxPoints) : NOTHING;
@@ -141,7 +145,8 @@ function readStairs({ axis, data }: IShared): Points {
 /**
  * Convert points of steps to the unit of the axis.
  *
- * Two steps may map to the same value. The plot needs a rising x, so the second one moves up by a billionth.
+ * Two steps may map to the same value. The plot needs a rising x, so the second one moves up by a
+ * billionth.
  */
 function placeOnAxis([x, y]: Points, { axis }: IShared): Points {
   if (axis.unit === 'step') {
@@ -158,7 +163,10 @@ function placeOnAxis([x, y]: Points, { axis }: IShared): Points {
   ];
 }
 
-/** On the time axis, insert a gap where the job was paused or restored, so that no line crosses that time. */
+/**
+ * On the time axis, insert a gap where the job was paused or restored, so that no line crosses that
+ * time.
+ */
 function splitAtBreaks([x, y]: Points, { axis, data }: IShared): Points {
   if (axis.unit !== 'time') {
     return [x, y];

@@ -1,4 +1,5 @@
-// The event markers of one chart: shapes above the plot, lines through it, and the tooltip that names them.
+// The event markers of one chart: shapes above the plot, lines through it, and the tooltip that
+// names them.
 import uPlot from 'uplot';
 import { make } from './dom';
 import {

@@ -1,4 +1,4 @@
-// The side panel: the list of all jobs, and the small dashboard of the one that was opened.
+// The side panel: the list of all jobs, and the compact dashboard of the opened job.
 import { LabIcon } from '@jupyterlab/ui-components';
 import { Widget } from '@lumino/widgets';
 import { IMountedJob, mountJob } from './core';
@@ -16,7 +16,7 @@ export const jobsIcon = new LabIcon({
     'd="M3 3h2v16h16v2H3zM7 5h2c1 6 4 9 12 9v2C11 16 8 12 7 5z"/></svg>'
 });
 
-/** The rows move at most that often; a kernel tells no more, but there may be several. */
+/** Minimum interval between redraws. One kernel reports no more often, but there may be several. */
 const DRAW_EVERY_MS = 500;
 
 export interface IPanelActions {
@@ -28,7 +28,7 @@ export class JobsPanel extends Widget {
   private readonly list: List<Follower>;
   private readonly head = make('header', 'etrain-side-head');
   private readonly count = make('span', 'etrain-tally');
-  private readonly spoken = make('span', 'etrain-spoken');
+  private readonly announcement = make('span', 'etrain-visually-hidden');
   private readonly clear = make('button', 'etrain-tool');
   private readonly pools = make('p', 'etrain-pools');
   private readonly detail = make('div', 'etrain-detail');
@@ -72,7 +72,7 @@ export class JobsPanel extends Widget {
     super.dispose();
   }
 
-  /** Show the small dashboard of a job. */
+  /** Show the compact dashboard of a job. */
   open(jobId: string): void {
     if (this.session.find(jobId)) {
       this.leave();
@@ -95,7 +95,7 @@ export class JobsPanel extends Widget {
 
   protected onAfterShow(): void {
     this.draw();
-    this.clock = window.setInterval(() => this.schedule(), 1000); // ages grow without messages
+    this.clock = window.setInterval(() => this.schedule(), 1000); // ages grow between messages
   }
 
   protected onAfterHide(): void {
@@ -134,9 +134,9 @@ export class JobsPanel extends Widget {
 
   private drawHead(): void {
     const { jobs, active, workers } = countsOf(this.session.merged.entries);
-    const heard = format.plural(jobs, 'job') + (jobs ? `, ${active || 'none'} active` : '');
-    setText(this.count, heard + (active ? `, ${format.plural(workers, 'worker')}` : ''));
-    setText(this.spoken, heard); // without the workers, who come and go too often to be told aloud
+    const summary = format.plural(jobs, 'job') + (jobs ? `, ${active || 'none'} active` : '');
+    setText(this.count, summary + (active ? `, ${format.plural(workers, 'worker')}` : ''));
+    setText(this.announcement, summary); // the number of workers changes too often to be announced
     this.clear.hidden = !this.session.hasLost || !!this.opened;
     this.pools.hidden = !this.session.idle.length;
     setText(
@@ -145,7 +145,7 @@ export class JobsPanel extends Widget {
     );
   }
 
-  /** Another kernel may tell of the job than the one that did; then it is asked. */
+  /** Mount the dashboard; mount it again if a different kernel reports the job now. */
   private drawDetail(entry: Entry): void {
     const { link } = entry.followers[0];
     if (this.mounted?.link !== link) {
@@ -186,14 +186,17 @@ export class JobsPanel extends Widget {
   private build(): void {
     const title = make('h2');
     title.textContent = 'etrain jobs';
-    this.spoken.setAttribute('role', 'status');
-    const look = this.button('⟳', 'Look for jobs that run elsewhere', () => this.session.look());
-    look.setAttribute('aria-label', look.title);
+    this.announcement.setAttribute('role', 'status');
+    const refresh = this.button('⟳', 'Refresh the jobs that run elsewhere', () =>
+      this.session.scan()
+    );
+    refresh.setAttribute('aria-label', refresh.title);
     this.clear.textContent = 'Clear';
     this.clear.type = 'button';
-    this.clear.title = 'Forget the jobs whose kernel is gone; the jobs themselves are not touched';
+    this.clear.title =
+      'Remove jobs of dead kernels from this list. The jobs themselves are not affected.';
     this.clear.onclick = () => this.session.forget();
-    this.head.append(title, this.spoken, this.clear, look);
+    this.head.append(title, this.announcement, this.clear, refresh);
     this.goTo.type = 'button';
     this.goTo.textContent = 'Show in Notebook';
     this.goTo.onclick = () => this.showInNotebook(this.opened);
@@ -215,12 +218,12 @@ export class JobsPanel extends Widget {
   }
 }
 
-/** What an idle pool costs, and how it ends. */
+/** Describe an idle pool: since when, its workers, and when it shuts down. */
 export function describeIdle(pool: IPool, now: number): string {
   const passed = Math.max(0, now - pool.time);
   const left =
     pool.ends_in_s === null
-      ? 'until %etrain down'
-      : `ends in ${format.age(pool.ends_in_s - passed)}`;
+      ? 'runs until %etrain down'
+      : `shuts down in ${format.age(pool.ends_in_s - passed)}`;
   return `pool ${pool.pool} is up and idle for ${format.age(pool.idle_s + passed)}: ${format.plural(pool.workers, 'worker')}, ${left}`;
 }

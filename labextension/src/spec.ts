@@ -1,7 +1,7 @@
 // What one chart shows, and the state that all charts of a view share.
 import uPlot from 'uplot';
 import { Axis } from './axis';
-import { JobData } from './protocol';
+import { JobData } from './job_data';
 
 export type Range = [number, number];
 
@@ -15,7 +15,9 @@ export interface IChartSpec {
   isCount?: boolean;
   /** The vertical axis starts at zero. */
   fromZero?: boolean;
-  /** The chart of the world size: a staircase that fills the width and carries the marker buttons. */
+  /**
+   * The chart of the world size: a staircase that fills the width and carries the marker buttons.
+   */
   isWorld?: boolean;
   /** The chart offers a logarithmic scale. */
   canLog?: boolean;

@@ -1,4 +1,4 @@
-// The status bar: how many jobs run on how many workers, and a pool that is up for nothing.
+// The status bar item: running jobs, their workers, and a warning of idle pools.
 import { ISignal, Signal } from '@lumino/signaling';
 import { Widget } from '@lumino/widgets';
 import { make, setText } from './dom';
@@ -27,7 +27,7 @@ export class JobsStatus extends Widget {
     this.draw();
   }
 
-  /** Whether there is something to show, and whether that is wanted. */
+  /** Whether there is something to show and the settings allow it. */
   get isActive(): boolean {
     const { entries } = this.session.merged;
     return this.settings.choices.statusBar && (entries.length > 0 || this.session.idle.length > 0);
@@ -42,7 +42,7 @@ export class JobsStatus extends Widget {
     const { idle } = this.session;
     const running = active
       ? `${format.plural(active, 'job')}, ${format.plural(workers, 'worker')}`
-      : 'no job runs';
+      : 'no running jobs';
     const warning = idle.map(pool => ` · ⚠ pool ${pool.pool} idle`).join('');
     setText(this.button, `etrain: ${running}${warning}`);
     const now = Date.now() / 1000;

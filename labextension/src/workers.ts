@@ -1,7 +1,7 @@
-// The table of workers: who they are, what they do, where their time goes, what they wait for.
+// The table of workers: rank, state, device, throughput, time split and what each waits for.
 import { find, make, reconcile, scrolling, setText } from './dom';
 import * as format from './format';
-import { ISnapshot, IWorker } from './protocol';
+import { ISnapshot, IWorker } from './snapshot';
 
 const MAX_ROWS = 200;
 const TITLES = [
@@ -38,10 +38,10 @@ export class Workers {
   private readonly body = make('tbody');
   private readonly more = make('p', 'etrain-more');
 
-  /** `onPreempt` hears of the button of a row. */
+  /** `onPreempt` receives the worker whose Preempt button was pressed. */
   constructor(private readonly onPreempt: (worker: string, opener: HTMLElement) => void) {
     const table = make('table');
-    const caption = make('caption', 'etrain-spoken');
+    const caption = make('caption', 'etrain-visually-hidden');
     caption.textContent = 'Workers';
     table.append(caption, this.head(), this.body);
     this.element = make('section', 'etrain-panel');
@@ -124,7 +124,7 @@ function fill(row: HTMLElement, worker: IWorker, whyNoPreemption: string): void 
   row.dataset.state = worker.state;
   row.dataset.worker = worker.worker;
   const state = `${SIGNS[worker.state] ?? '·'} ${worker.state}${worker.note ? `: ${worker.note}` : ''}`;
-  const isThere = !['left', 'lost'].includes(worker.state);
+  const isPresent = !['left', 'lost'].includes(worker.state);
   const isStepping = worker.state === 'training' || worker.state === 'leaving';
   const texts: Record<number, string> = {
     0: worker.rank === null ? '' : String(worker.rank),
@@ -132,7 +132,7 @@ function fill(row: HTMLElement, worker: IWorker, whyNoPreemption: string): void 
     2: state,
     3: machineOf(worker),
     4: worker.split && isStepping ? format.count(worker.split.samples_per_s) : format.NONE,
-    6: worker.waits_for || (isThere ? format.NONE : ''),
+    6: worker.waits_for || (isPresent ? format.NONE : ''),
     7: format.count(worker.steps)
   };
   for (const [i, text] of Object.entries(texts)) {
@@ -146,36 +146,38 @@ function fill(row: HTMLElement, worker: IWorker, whyNoPreemption: string): void 
   }
   if (worker.machine) {
     const price =
-      worker.usd_per_h === null ? '' : `, ${format.money(worker.usd_per_h)} an hour when it joined`;
+      worker.usd_per_h === null
+        ? ''
+        : `, ${format.money(worker.usd_per_h)} per hour when it joined`;
     (row.children[3] as HTMLElement).title =
       `${worker.device} of ${worker.machine} in ${worker.zone}, ${worker.lifecycle}${price}`;
   }
-  fillSplit(row.children[5].firstElementChild as HTMLElement, worker, isThere);
+  fillSplit(row.children[5].firstElementChild as HTMLElement, worker, isPresent);
   const button = row.children[8].firstElementChild as HTMLElement;
   button.hidden = worker.state !== 'training';
   button.setAttribute('aria-disabled', String(!!whyNoPreemption));
   button.setAttribute('aria-label', `Preempt ${worker.worker}`);
-  button.title = whyNoPreemption || `Take ${worker.worker} away with a notice`;
+  button.title = whyNoPreemption || `Preempt ${worker.worker} with a notice`;
 }
 
-/** The type and the price of the worker's machine where its pool knows them, else its device. */
+/** Type and price of the worker's machine if the pool reports them, else its device. */
 function machineOf(worker: IWorker): string {
   const price = worker.usd_per_h === null ? '' : ` ${format.money(worker.usd_per_h)}/h`;
   return worker.machine ? `${worker.machine}${price}` : worker.device;
 }
 
-function fillSplit(bar: HTMLElement, worker: IWorker, isThere: boolean): void {
-  const split = isThere ? worker.split : null;
+function fillSplit(bar: HTMLElement, worker: IWorker, isPresent: boolean): void {
+  const split = isPresent ? worker.split : null;
   bar.dataset.empty = String(!split);
   const words = PARTS.map(([name, word]) => {
-    const told = split?.shares[name] ?? 0;
-    const share = Number.isNaN(told) ? 0 : Math.min(1, Math.max(0, told));
+    const reported = split?.shares[name] ?? 0;
+    const share = Number.isNaN(reported) ? 0 : Math.min(1, Math.max(0, reported));
     find(bar, `[data-part='${name}']`).style.flexGrow = String(share);
     return `${word} ${Math.round(share * 100)} %`;
   });
-  const told = split
-    ? `${words.join(', ')} of ${format.count(split.num_steps)} steps up to ${format.count(split.step)}`
-    : 'not told yet: a worker tells now and then';
-  bar.title = told;
-  bar.setAttribute('aria-label', told);
+  const summary = split
+    ? `${words.join(', ')} (${format.count(split.num_steps)} steps up to step ${format.count(split.step)})`
+    : 'not reported yet';
+  bar.title = summary;
+  bar.setAttribute('aria-label', summary);
 }

@@ -1,10 +1,10 @@
-// The list of jobs: what the panel, the status bar and the palette decide from.
+// The merged list of jobs behind the panel, the status bar and the palette.
 import assert from 'node:assert/strict';
 import { test } from 'node:test';
 import { load } from './helpers.mjs';
 
 const { countsOf, idlePools, KernelJobs, merge, showLine, targetOf, whyNot } = await load('jobs');
-const { JobData } = await load('protocol');
+const { JobData } = await load('job_data');
 const { curvePath, statusOf } = await load('list');
 
 const row = (job_id, more = {}) => ({
@@ -35,20 +35,20 @@ function follower(name, ...rows) {
   return { name, jobs };
 }
 
-test('a message with news changes those rows and no other', () => {
+test('a message changes the rows it contains and no other', () => {
   const { jobs } = follower('n', row('a'), row('b'));
   jobs.take({ rows: [row('b', { step: 9 })], gone: ['a', 'x'] });
   assert.deepEqual([...jobs.rows.keys()], ['b']);
   assert.equal(jobs.rows.get('b').snapshot.step, 9);
 });
 
-test('a whole message replaces what was known', () => {
+test('a whole message replaces all rows', () => {
   const { jobs } = follower('n', row('a'));
   jobs.take({ whole: true, rows: [row('b')] });
   assert.deepEqual([...jobs.rows.keys()], ['b']);
 });
 
-test('what others and pools there are holds until it is told anew', () => {
+test('other jobs and pools stay until the next report', () => {
   const { jobs } = follower('n');
   jobs.take({ rows: [], others: [{ job_id: 'x' }], pools: [pool()] });
   jobs.take({ rows: [row('a')] });
@@ -57,7 +57,7 @@ test('what others and pools there are holds until it is told anew', () => {
   assert.equal(jobs.others.length + jobs.pools.length, 0);
 });
 
-test('a job that two notebooks follow is listed once', () => {
+test('a job that two notebooks are attached to is listed once', () => {
   const [a, b] = [follower('a', row('x')), follower('b', row('x'), row('y', { submitted_at: 2 }))];
   const { entries } = merge([a, b]);
   assert.deepEqual(
@@ -69,7 +69,7 @@ test('a job that two notebooks follow is listed once', () => {
   );
 });
 
-test('the newest job comes first, and equal ones keep an order', () => {
+test('the newest job comes first, and jobs of equal age are sorted by id', () => {
   const { entries } = merge([follower('n', row('b'), row('a'), row('new', { submitted_at: 5 }))]);
   assert.deepEqual(
     entries.map(entry => entry.id),
@@ -77,7 +77,7 @@ test('the newest job comes first, and equal ones keep an order', () => {
   );
 });
 
-test('jobs of a kernel that is gone are last seen, until another kernel tells of them', () => {
+test('jobs of a dead kernel are shown as last seen, until another kernel reports them', () => {
   const [old, other] = [
     follower('old', row('x'), row('done', { status: 'finished' })),
     follower('other')
@@ -98,7 +98,7 @@ test('jobs of a kernel that is gone are last seen, until another kernel tells of
   );
 });
 
-test('of two kernels that are gone, the one that saw more speaks', () => {
+test('of two dead kernels, the newer report is shown', () => {
   const [a, b] = [
     follower('a', row('x', { updated_at: 5, step: 5 })),
     follower('b', row('x', { updated_at: 9, step: 9 }))
@@ -108,14 +108,14 @@ test('of two kernels that are gone, the one that saw more speaks', () => {
   assert.equal(merge([a, b]).entries[0].row.snapshot.step, 9);
 });
 
-test('a new kernel in the same notebook takes a lost job back', () => {
+test('a new kernel in the same notebook reports a lost job again', () => {
   const { jobs } = follower('n', row('x'));
   jobs.lose();
   jobs.take({ whole: true, rows: [row('x')] });
   assert.equal(jobs.lost.size, 0);
 });
 
-test('a job that runs elsewhere is offered once, and beside its row if it was lost', () => {
+test('a job running elsewhere is offered once, and in its own row if its kernel has died', () => {
   const [a, b] = [follower('a', row('x'), row('mine')), follower('b')];
   a.jobs.lose();
   for (const { jobs } of [a, b]) {
@@ -132,7 +132,7 @@ test('a job that runs elsewhere is offered once, and beside its row if it was lo
   );
 });
 
-test('commands are about the selected job if it is active, else about the only active one', () => {
+test('commands apply to the selected job if it is active, else to the only active one', () => {
   const rows = [row('a'), row('b', { status: 'finished' })];
   const { entries } = merge([follower('n', ...rows)]);
   assert.equal(targetOf(entries, '').id, 'a');
@@ -144,17 +144,17 @@ test('commands are about the selected job if it is active, else about the only a
   assert.equal(targetOf([], 'b'), null);
 });
 
-test('a request is refused in the words of the kernel, and one that it does not know is refused', () => {
+test('a request is refused with the reason of the kernel, and so is one that it does not report', () => {
   const [entry] = merge([
     follower('n', row('a', { controls: { stop: '', pause: 'The job is paused.' } }))
   ]).entries;
   assert.equal(whyNot(entry, 'stop'), '');
   assert.equal(whyNot(entry, 'pause'), 'The job is paused.');
-  assert.match(whyNot(entry, 'checkpoint'), /does not say/);
+  assert.match(whyNot(entry, 'checkpoint'), /has not reported/);
   assert.match(whyNot(null, 'stop'), /Select a job/);
 });
 
-test('workers are counted of the jobs that are active', () => {
+test('only workers of active jobs are counted', () => {
   const rows = [
     row('a', { world_size: 3 }),
     row('b', { world_size: 2 }),
@@ -167,7 +167,7 @@ test('workers are counted of the jobs that are active', () => {
   });
 });
 
-test('a pool that rests longer than a minute is idle, and told of once', () => {
+test('a pool without a job for a minute is idle, and listed once', () => {
   const [a, b] = [follower('a'), follower('b')];
   a.jobs.take({
     pools: [pool(), pool({ cluster_id: 'd', idle_s: 5 }), pool({ cluster_id: 'e', idle_s: 0 })]
@@ -179,7 +179,7 @@ test('a pool that rests longer than a minute is idle, and told of once', () => {
   );
 });
 
-test('a pool is not called idle when a job has come since it was looked', () => {
+test('a pool is not idle if a job was submitted after its report', () => {
   const n = follower('n', row('a', { submitted_at: 1001 }));
   n.jobs.take({ pools: [pool()] });
   assert.deepEqual(idlePools([n], merge([n]).entries), []);
@@ -188,7 +188,7 @@ test('a pool is not called idle when a job has come since it was looked', () => 
   assert.equal(idlePools([before], merge([before]).entries).length, 1);
 });
 
-test('hostile messages break nothing', () => {
+test('hostile messages are harmless', () => {
   const { jobs } = follower('n');
   for (const message of [
     null,
@@ -212,7 +212,7 @@ test('hostile messages break nothing', () => {
   assert.ok(Number.isFinite(taken.row.snapshot.step));
 });
 
-// Review S4: "Show in ..." makes a cell with the id in it, and runs it.
+// "Show in ..." runs a cell that contains the job ID.
 const EVIL_IDS = [
   "x\nopen('PWNED','w')",
   'x\n',
@@ -231,14 +231,14 @@ const EVIL_IDS = [
   {}
 ];
 
-test('nothing but the id of a job gets into a cell that is run', () => {
+test('only a valid job ID gets into a cell that is run', () => {
   assert.equal(showLine('my.digits_2-00c0ffee'), '%etrain show my.digits_2-00c0ffee');
   for (const id of EVIL_IDS) {
-    assert.throws(() => showLine(id), /not the id of a job/);
+    assert.throws(() => showLine(id), /Invalid job ID/);
   }
 });
 
-test('a job whose id is none is neither listed nor offered', () => {
+test('a job with an invalid ID is neither listed nor offered', () => {
   const { jobs } = follower('n');
   jobs.take({
     rows: EVIL_IDS.map(id => row(id)),
@@ -258,7 +258,7 @@ test('a name is one line without control characters', () => {
   assert.ok(name.length <= 200);
 });
 
-test('the view of a job whose kernel is gone starts from its row', () => {
+test('the view of a job with a dead kernel starts from its row', () => {
   const { jobs } = follower('n', { ...row('a'), loss: { x: [1, 2, 3], y: [2, null, 1] } });
   const data = new JobData('v');
   data.load(jobs.rows.get('a').saved);
@@ -266,7 +266,7 @@ test('the view of a job whose kernel is gone starts from its row', () => {
   assert.deepEqual([...data.curves.get('loss').y.view()], [2, NaN, 1]);
 });
 
-test('a small curve has its highest value at the top and gaps where there is no number', () => {
+test('a sparkline has its highest value at the top and gaps for null', () => {
   assert.equal(curvePath([2, 1], 10, 12), 'M0.0 1.0L10.0 11.0');
   assert.equal(curvePath([1, null, 1, 1], 30, 12), 'M0.0 11.0M20.0 11.0L30.0 11.0');
   assert.equal(curvePath([], 10, 12), '');

@@ -1,4 +1,4 @@
-// The parts of the view that decide something; run with `jlpm test` or through tests/unit/dashboard.
+// The logic of the front end. Run with `jlpm test`; pytest runs it, too.
 import assert from 'node:assert/strict';
 import { test } from 'node:test';
 import { load } from './helpers.mjs';
@@ -7,7 +7,8 @@ const { average, CAPACITY, Curve, roomFor, smooth, thin } = await load('columns'
 const { Axis } = await load('axis');
 const { keepChoices, readChoices } = await load('choices');
 const scale = await load('scale');
-const { asSnapshot, checkpointTrouble, JobData } = await load('protocol');
+const { asSnapshot, checkpointTrouble } = await load('protocol');
+const { JobData } = await load('job_data');
 const format = await load('format');
 
 function curveOf(y) {
@@ -49,7 +50,7 @@ test('thinning shows every point of a zoomed range and one beyond each end', () 
   assert.deepEqual(x, [9, 10, 11, 12]);
 });
 
-test('what was thinned before gets as much of the screen as what is new', () => {
+test('a part that was thinned before gets the same share of points as a new part', () => {
   const curve = new Curve();
   const old = Float64Array.from({ length: 1000 }, (_, i) => i * 100);
   const fresh = Float64Array.from({ length: 20000 }, (_, i) => 100000 + i);
@@ -65,7 +66,7 @@ test('what was thinned before gets as much of the screen as what is new', () => 
   assert.ok(x.length <= 602 && x.filter(at => at < 60000).length >= 290);
 });
 
-test('thinned stairs end each stretch on the step that holds', () => {
+test('a thinned staircase keeps the last value of each bucket', () => {
   const steps = new Curve();
   steps.append(
     Float64Array.from({ length: 9000 }, (_, i) => i),
@@ -79,7 +80,7 @@ test('a loss that is not a number is a gap', () => {
   assert.deepEqual(thin(curveOf([1, NaN, 2]), 0, 2, 300)[1], [1, null, 2]);
 });
 
-test('the value at a step is that of the last point up to it', () => {
+test('the value at a step is that of the last point at or before it', () => {
   const curve = curveOf([5, 6, 7]);
   assert.deepEqual(
     [curve.at(-1), curve.at(1), curve.at(99), curve.at(Infinity)],
@@ -87,13 +88,13 @@ test('the value at a step is that of the last point up to it', () => {
   );
 });
 
-test('the axis leaves room for what comes, but not beyond the end', () => {
+test('the axis leaves room to grow, but not beyond the end', () => {
   assert.equal(roomFor(100, 120), 120);
   assert.equal(roomFor(0, null), 10);
   assert.ok(roomFor(1000, 1e6) > 1000 && roomFor(1000, 1e6) < 1500);
 });
 
-test('curves grow block by block once a reset has come', () => {
+test('curves grow block by block after a reset', () => {
   const data = new JobData('me');
   assert.equal(
     data.take(update(4, { blocks: [{ name: 'loss', rows: 1 }] }), [block([9], [9])]),
@@ -103,44 +104,44 @@ test('curves grow block by block once a reset has come', () => {
     data.take(update(5, { reset: true, blocks: [{ name: 'loss', rows: 2 }] }), [
       block([1, 2], [0.5, 0.25])
     ]),
-    'news'
+    'update'
   );
   assert.equal(
     data.take(update(6, { blocks: [{ name: 'loss', rows: 1 }] }), [block([3], [0.125])]),
-    'news'
+    'update'
   );
   assert.deepEqual([...data.curves.get('loss').x.view()], [1, 2, 3]);
   assert.deepEqual([...data.curves.get('loss').y.view()], [0.5, 0.25, 0.125]);
   assert.equal(data.snapshot.step, 6);
 });
 
-test('a gap asks for a new start and draws nothing wrong until it came', () => {
+test('after a gap, messages are ignored until a reset', () => {
   const data = new JobData('me');
   data.take(update(1, { reset: true }), []);
   assert.equal(data.take(update(3), []), 'gap');
   assert.equal(data.take(update(4), []), 'nothing');
-  assert.equal(data.take(update(5, { reset: true, to: 'me' }), []), 'news');
+  assert.equal(data.take(update(5, { reset: true, to: 'me' }), []), 'update');
 });
 
-test('a start addressed to another view is passed over', () => {
+test('a reset addressed to another view is ignored', () => {
   const data = new JobData('me');
   data.take(update(1, { reset: true }), []);
   assert.equal(
     data.take(update(2, { reset: true, to: 'other', snapshot: { step: 77 } }), []),
     'nothing'
   );
-  assert.equal(data.take(update(3), []), 'news');
+  assert.equal(data.take(update(3), []), 'update');
   assert.equal(data.snapshot.step, 3);
 });
 
-test('lists that did not change are not sent again and stay', () => {
+test('a list that is not in a message stays', () => {
   const data = new JobData('me');
   data.take(update(1, { reset: true, snapshot: { events: [{ id: 1, text: 'hello' }] } }), []);
   data.take(update(2), []);
   assert.equal(data.snapshot.events[0].text, 'hello');
 });
 
-test('of lists only what changed in their rows is sent', () => {
+test('lists are updated row by row', () => {
   const data = new JobData('me');
   const workers = ['a', 'b', 'c'].map(worker => ({ worker, state: 'training', steps: 1 }));
   const events = [1, 2, 3].map(id => ({ id, text: `event ${id}` }));
@@ -219,13 +220,13 @@ test('hostile payloads become harmless snapshots', () => {
   });
 });
 
-test('a buffer of the wrong size is left out', () => {
+test('a buffer of the wrong size is ignored', () => {
   const data = new JobData('me');
   data.take(update(1, { reset: true, blocks: [{ name: 'loss', rows: 5 }] }), [block([1], [1])]);
   assert.equal(data.curves.has('loss'), false);
 });
 
-test('numbers read as a person writes them', () => {
+test('numbers are formatted for reading', () => {
   assert.deepEqual([1.23456, 12345.6, 0.00001, NaN, undefined].map(format.number), [
     '1.235',
     '12,346',
@@ -264,7 +265,7 @@ test('a curve of a million points stays small and keeps its peak', () => {
   for (const kept of [curve, means]) {
     const x = [...kept.x.view()];
     const gap = Math.max(...x.map((at, i) => (i ? at - x[i - 1] : 0)));
-    assert.ok(gap < 1e6 / 1000, `of a screen's width ${gap / 1e6} has no point`);
+    assert.ok(gap < 1e6 / 1000, `a gap of ${gap / 1e6} of the width has no point`);
   }
   const middle = means.y.view()[100];
   assert.ok(middle > 0.4 && middle < 0.6, `the mean of noise from 0 to 1 is ${middle}`);
@@ -308,7 +309,7 @@ function dataOf(steps, elapsed, snapshot = {}) {
   return data;
 }
 
-test('an axis of time stretches where a step took long, and finds the step again', () => {
+test('the time axis converts steps to times and back', () => {
   const axis = new Axis(dataOf([1, 2, 3, 4], [1, 2, 12, 13]));
   axis.use('time');
   assert.deepEqual(
@@ -333,7 +334,7 @@ test('a zoom stays on its steps when the axis changes', () => {
   assert.deepEqual(axis.zoom, [2, 4]);
 });
 
-test('the points of a zoom are taken in detail, go on growing, and end with a rewind', () => {
+test('details of a zoomed range grow with new points and end with a rewind', () => {
   const data = new JobData('me');
   const blocks = rows => [{ name: 'loss', rows }];
   data.take(update(1, { reset: true, snapshot: { step: 100 }, blocks: blocks(2) }), [
@@ -353,18 +354,18 @@ test('the points of a zoom are taken in detail, go on growing, and end with a re
   assert.equal(data.hasDetail(95, 150), false);
 });
 
-test('detail for another view is passed over, and the next message is no gap', () => {
+test('details for another view are ignored, and the next message is not a gap', () => {
   const data = new JobData('me');
   data.take(update(1, { reset: true }), []);
   assert.equal(
     data.take({ kind: 'detail', seq: 2, to: 'other', first: 0, last: 9, blocks: [] }, []),
     'nothing'
   );
-  assert.equal(data.take(update(3), []), 'news');
+  assert.equal(data.take(update(3), []), 'update');
   assert.equal(data.hasDetail(0, 9), false);
 });
 
-test('means are what the kernel sent, or the points themselves', () => {
+test('means come from the kernel, or else from the points', () => {
   const data = new JobData('me');
   const both = [
     { name: 'loss', rows: 2 },
@@ -396,7 +397,7 @@ test('the ticks of a logarithmic scale are round, and few', () => {
   assert.deepEqual(scale.logRange([]), [0, 1]);
 });
 
-test('the ticks of a straight scale are round, and whole for counts', () => {
+test('the ticks of a linear scale are round, and whole for counts', () => {
   assert.deepEqual(scale.splits([0, 1], false), [0, 0.2, 0.4, 0.6, 0.8, 1]);
   assert.deepEqual(scale.splits([0, 1.1], true), [0, 1]);
   for (const range of [
@@ -408,7 +409,7 @@ test('the ticks of a straight scale are round, and whole for counts', () => {
   }
 });
 
-test('means are taken over equal stretches of the axis, and of gaps there is none', () => {
+test('means cover equal parts of the axis, and a gap has none', () => {
   const [x, y] = average(curveOf([1, 3, 5, 7, NaN, NaN, 2, 4]), -Infinity, Infinity, 4);
   assert.deepEqual(
     [x, y],
@@ -423,7 +424,7 @@ test('means are taken over equal stretches of the axis, and of gaps there is non
   ]);
 });
 
-test('a saved curve is read from its text, without points that go backwards', () => {
+test('a saved curve is parsed from text, without points whose x decreases', () => {
   const data = new JobData('me');
   data.load({
     series: { loss: { x: '1 2.5 2 7', y: '0.5 nan 3 1e-05' }, short: { x: '1 2', y: '1' } }
@@ -434,7 +435,7 @@ test('a saved curve is read from its text, without points that go backwards', ()
   assert.equal(data.curves.get('short'), undefined);
 });
 
-test('how a person likes the charts is kept', () => {
+test('chart preferences are stored', () => {
   const kept = new Map();
   const store = {
     getItem: key => kept.get(key) ?? null,
@@ -448,7 +449,7 @@ test('how a person likes the charts is kept', () => {
   assert.deepEqual([again.isLog.get('chart 298'), again.isLog.get('chart 299')], [true, false]);
 });
 
-test('where nothing may be kept, or something else was, nobody has chosen', () => {
+test('forbidden storage and invalid content give the defaults', () => {
   const refuse = () => {
     throw new Error('denied');
   };
@@ -469,5 +470,5 @@ test('where nothing may be kept, or something else was, nobody has chosen', () =
     assert.deepEqual(readChoices(store), { unit: null, weight: null, isLog: new Map() });
     keepChoices(readChoices(store), store);
   }
-  keepChoices(readChoices()); // node has no window, which is as bad
+  keepChoices(readChoices()); // Node.js has no window
 });

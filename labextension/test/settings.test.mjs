@@ -1,4 +1,4 @@
-// What the settings say is what the code does where there are none.
+// The defaults of the settings' schema are those of the code.
 import assert from 'node:assert/strict';
 import { readdirSync, readFileSync } from 'node:fs';
 import { test } from 'node:test';
@@ -17,7 +17,7 @@ test('each schema belongs to a plugin', () => {
   }
 });
 
-test('each setting has the default that holds without settings, and none is missing', async () => {
+test('each setting has the default of the code, and none is missing', async () => {
   const { drawing } = await load('drawing');
   const choices = code.match(/choices: IChoices = \{([^}]*)\}/)[1];
   const others = Object.fromEntries(
@@ -33,12 +33,12 @@ test('each setting has the default that holds without settings, and none is miss
   assert.deepEqual(defaults, wanted);
 });
 
-test('a change of the drawing is heard, and by nobody who has stopped', async () => {
+test('a listener receives changes until it is removed', async () => {
   const { changeDrawing, drawing, onDrawing } = await load('drawing');
-  const heard = [];
-  const stop = onDrawing(() => heard.push(drawing.smoothing));
+  const received = [];
+  const stop = onDrawing(() => received.push(drawing.smoothing));
   changeDrawing({ smoothing: 0.3 });
   stop();
   changeDrawing({ smoothing: 0.4 });
-  assert.deepEqual(heard, [0.3]);
+  assert.deepEqual(received, [0.3]);
 });
