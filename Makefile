@@ -43,7 +43,7 @@ test: $(INSTALLED) ## Run the tests (ARGS="-k ledger" and the like); the end say
 
 endurance: $(INSTALLED) ## The long tests of the engine: 500 schedules of faults, 1,000 re-forms, 100 kills, spot (an hour)
 	ETRAIN_CHAOS_SCHEDULES=500 ETRAIN_SCHEDULES=10000 ETRAIN_SOAK=1 ETRAIN_ALL_SEEDS=1 ETRAIN_TORTURE=50 ETRAIN_SPOT=1 \
-	  $(BIN)/python -m pytest -p no:rerunfailures tests/chaos tests/unit/elastic -m slow $(ARGS)
+	  $(BIN)/python -m pytest -p no:rerunfailures tests/chaos tests/unit/rules -m slow $(ARGS)
 	ETRAIN_SPAWN=1 $(BIN)/python -m pytest -p no:rerunfailures tests/chaos/test_faults.py tests/chaos/test_endings.py $(ARGS)
 
 lint: $(INSTALLED) ## Style, types and the import rules; with Node.js also ESLint and Prettier

@@ -23,7 +23,7 @@ from torch import nn
 
 import etrain_jupyter
 from benchmarks import ours, report
-from etrain_jupyter.events.types import TERMINAL_STATUSES
+from etrain_jupyter.log.events import TERMINAL_STATUSES
 
 WIDTH = 1000
 BAR = 1.3

@@ -30,7 +30,7 @@ from benchmarks import ours, report
 from benchmarks.peers.run import python_path
 from benchmarks.steady import PEER_TIMEOUT_S, WORLD_SIZE
 from benchmarks.workloads import LARGE_MODELS
-from etrain_jupyter.events.types import CheckpointCommitted
+from etrain_jupyter.log.events import CheckpointCommitted
 from etrain_jupyter.testing.s3_server import S3Server
 
 EVERY = {"mlp": 12, "wide": 6}

@@ -92,7 +92,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def redraw(num_steps: int) -> dict[str, float]:
     """Return milliseconds of an update of a view that holds a job of so many steps."""
     from tests.browser.view import View
-    from tests.unit.dashboard.scripted_job import Script
+    from tests.unit.notebook.dashboard.scripted_job import Script
 
     with browsing.open_page() as page:
         view, script = View(page), Script(num_steps=num_steps + 10**6)
@@ -118,7 +118,7 @@ def redraw(num_steps: int) -> dict[str, float]:
 
 def long_job(num_steps: int) -> dict[str, float]:
     """Return what it costs to look at a job of so many steps in JupyterLab."""
-    from etrain_jupyter.job.run_store import open_runs
+    from etrain_jupyter.notebook.job.run_store import open_runs
     from tests.browser.lab import Notebook
 
     record = open_runs().create({"name": "long", "created": time.time(), "config": {}})

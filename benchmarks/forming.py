@@ -97,7 +97,7 @@ def serve(rank: int, world_size: int, pipe: Connection) -> None:
 def _serve(rank: int, world_size: int, pipe: Connection) -> None:
     import torch
 
-    from etrain_jupyter.ranks.group import authentication, process_group
+    from etrain_jupyter.trainer.group import authentication, process_group
 
     torch.set_num_threads(1)
     authenticate = authentication.authenticate

@@ -21,10 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report
-from etrain_jupyter.dashboard.snapshot import JobView
-from etrain_jupyter.events.log import EventLog, read_events
-from etrain_jupyter.events.segments import compact, read_log, segments_of
-from etrain_jupyter.events.types import (
+from etrain_jupyter.log.event_log import EventLog, read_events
+from etrain_jupyter.log.events import (
     EvalCompleted,
     Event,
     GenerationFormed,
@@ -33,8 +31,10 @@ from etrain_jupyter.events.types import (
     RankTimed,
     StepCompleted,
 )
-from etrain_jupyter.job.audit import audit_log
-from etrain_jupyter.job.history import LatestValues
+from etrain_jupyter.log.segments import compact, read_log, segments_of
+from etrain_jupyter.notebook.audit import audit_log
+from etrain_jupyter.notebook.dashboard.snapshot import JobView
+from etrain_jupyter.notebook.job.history import LatestValues
 
 BAR_S = 2.0
 """Longest ``history()`` of a million steps that is good enough."""

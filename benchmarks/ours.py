@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import etrain_jupyter
 from benchmarks.workloads import GLOBAL_BATCH_SIZE, LEARNING_RATE, MOMENTUM
 from etrain_jupyter import TrainingJob
-from etrain_jupyter.events.types import TERMINAL_STATUSES, StepCompleted
+from etrain_jupyter.log.events import TERMINAL_STATUSES, StepCompleted
 from etrain_jupyter.pools import clusters
 
 ROOT = Path(__file__).parents[1]

@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks import ours, report, timeline
 from etrain_jupyter import TrainingJob
-from etrain_jupyter.events.types import StepCompleted
+from etrain_jupyter.log.events import StepCompleted
 
 GROW_TIMEOUT_S = 180.0
 RECOVER_TIMEOUT_S = 60.0

@@ -24,7 +24,7 @@ from benchmarks import ours, report, timeline
 from benchmarks.peers.run import python_path
 from benchmarks.workloads import GLOBAL_BATCH_SIZE, MODELS
 from etrain_jupyter import TrainingJob
-from etrain_jupyter.events.types import WeightsHashed
+from etrain_jupyter.log.events import WeightsHashed
 
 SHARDS = 8
 WORLD_SIZES = (4, 2, 1)

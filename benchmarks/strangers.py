@@ -29,7 +29,7 @@ from typing import Any
 from benchmarks import ours, report
 from benchmarks.stranger import LISTENING
 from etrain_jupyter import TrainingJob
-from etrain_jupyter.events.types import GenerationFormed, GenerationReady, LogLine, WorkerLost
+from etrain_jupyter.log.events import GenerationFormed, GenerationReady, LogLine, WorkerLost
 
 MODES = ("place", "relay", "flood")
 WORLD_SIZE = 4

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import browsing, ours, report
-from etrain_jupyter.events.types import Event, StepCompleted
+from etrain_jupyter.log.events import Event, StepCompleted
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page

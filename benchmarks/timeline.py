@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from etrain_jupyter.events.types import (
+from etrain_jupyter.log.events import (
     Event,
     GenerationFormed,
     GenerationReady,

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
         NotSupportedYetError,
         PoolError,
     )
-    from etrain_jupyter.job.training_job import TrainingJob
     from etrain_jupyter.launch import attach, distributed, jobs
+    from etrain_jupyter.notebook.job.training_job import TrainingJob
 
 __version__ = "0.1.0"
 
@@ -54,7 +54,7 @@ __all__ = [
 
 _HOMES = {
     "TrainConfig": "etrain_jupyter.config.schema",
-    "TrainingJob": "etrain_jupyter.job.training_job",
+    "TrainingJob": "etrain_jupyter.notebook.job.training_job",
     "attach": "etrain_jupyter.launch",
     "distributed": "etrain_jupyter.launch",
     "jobs": "etrain_jupyter.launch",

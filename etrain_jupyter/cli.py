@@ -16,9 +16,9 @@ from pathlib import Path
 
 from etrain_jupyter import __version__, launch
 from etrain_jupyter.errors import ConfigError, EtrainError
-from etrain_jupyter.job.run_store import ROOT_VARIABLE, open_runs
-from etrain_jupyter.job.training_job import TrainingJob
-from etrain_jupyter.subcommands import find_subcommand, run_line
+from etrain_jupyter.notebook.commands.subcommands import find_subcommand, run_line
+from etrain_jupyter.notebook.job.run_store import ROOT_VARIABLE, open_runs
+from etrain_jupyter.notebook.job.training_job import TrainingJob
 from etrain_jupyter.untrusted import plain_line, plain_text
 
 

@@ -17,21 +17,21 @@ from etrain_jupyter.config import (
     template,
 )
 from etrain_jupyter.config.schema import TrainConfig
-from etrain_jupyter.dashboard.browser import cell_numbers, has_front_end
-from etrain_jupyter.dashboard.link import link
-from etrain_jupyter.dashboard.widget import Dashboard
 from etrain_jupyter.errors import ConfigError
-from etrain_jupyter.events.tensorboard import require_tensorboard
-from etrain_jupyter.job.held_jobs import attach, hold, jobs, submit_job
-from etrain_jupyter.job.resume import Wish
-from etrain_jupyter.job.run_store import ROOT_VARIABLE, open_runs
-from etrain_jupyter.job.screen import Screen
-from etrain_jupyter.job.training_job import TrainingJob
+from etrain_jupyter.log.tensorboard import require_tensorboard
+from etrain_jupyter.notebook.commands.other_jobs import look_around
+from etrain_jupyter.notebook.dashboard.browser import cell_numbers, has_front_end
+from etrain_jupyter.notebook.dashboard.link import link
+from etrain_jupyter.notebook.dashboard.widget import Dashboard
+from etrain_jupyter.notebook.job.open_jobs import attach, hold, jobs, submit_job
+from etrain_jupyter.notebook.job.resume import ResumeRequest
+from etrain_jupyter.notebook.job.run_store import ROOT_VARIABLE, open_runs
+from etrain_jupyter.notebook.job.screen import Screen
+from etrain_jupyter.notebook.job.training_job import TrainingJob
 from etrain_jupyter.pools import Pool, get_pool
 from etrain_jupyter.pools.catalog import advice_on
 from etrain_jupyter.pools.registry import pool_names
-from etrain_jupyter.runs.place import is_remote
-from etrain_jupyter.surroundings import look_around
+from etrain_jupyter.storage.bucket_log.place import is_remote
 
 __all__ = [
     "Plan",
@@ -140,7 +140,7 @@ def resume(
     """Let an ended job go on with a cell's code and values; say from where."""
     for warning in plan.bundle.warnings:
         print(f"etrain: {warning}")
-    wish = Wish(
+    wish = ResumeRequest(
         config=plan.config,
         bundle=plan.bundle,
         cell=plan.cell,

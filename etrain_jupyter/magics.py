@@ -17,20 +17,25 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.magic import Magics, line_cell_magic, magics_class, no_var_expand
 
 from etrain_jupyter import launch
-from etrain_jupyter.command_line import (
+from etrain_jupyter.config.schema import TrainConfig
+from etrain_jupyter.errors import ConfigError, EtrainError
+from etrain_jupyter.notebook.commands.arguments import (
     CELL_COMMAND,
     HelpRequested,
     distributed_parser,
     question_as_help,
 )
-from etrain_jupyter.config.schema import TrainConfig
-from etrain_jupyter.dashboard.browser import has_front_end
-from etrain_jupyter.editor import hooks
-from etrain_jupyter.editor.help_texts import help_on_cell, help_on_magic
-from etrain_jupyter.errors import ConfigError, EtrainError
-from etrain_jupyter.job.run_store import RunStore, open_runs
-from etrain_jupyter.job.training_job import TrainingJob
-from etrain_jupyter.subcommands import find_subcommand, overview, run_line, wait_for
+from etrain_jupyter.notebook.commands.subcommands import (
+    find_subcommand,
+    overview,
+    run_line,
+    wait_for,
+)
+from etrain_jupyter.notebook.dashboard.browser import has_front_end
+from etrain_jupyter.notebook.editor import hooks
+from etrain_jupyter.notebook.editor.help_texts import help_on_cell, help_on_magic
+from etrain_jupyter.notebook.job.run_store import RunStore, open_runs
+from etrain_jupyter.notebook.job.training_job import TrainingJob
 from etrain_jupyter.untrusted import plain_text
 
 if TYPE_CHECKING:

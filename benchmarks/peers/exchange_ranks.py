@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from etrain_jupyter.elastic.shard_plan import ShardPlan, Subtree, plan_shards, shard_merges
-from etrain_jupyter.ranks.gradients.tree_sum import TreeSum, merge
+from etrain_jupyter.rules.samples.shard_plan import ShardPlan, Subtree, plan_shards, shard_merges
+from etrain_jupyter.trainer.gradients.tree_sum import TreeSum, merge
 
 
 class Way(Protocol):

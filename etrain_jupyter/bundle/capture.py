@@ -35,15 +35,15 @@ from typing import Any
 import cloudpickle
 
 from etrain_jupyter.bundle.code_table import tabulate
-from etrain_jupyter.bundle.culprit import (
+from etrain_jupyter.bundle.restore import FORMAT_VERSION, HEADER, fill_module, make_module
+from etrain_jupyter.bundle.sources import collect_sources, defining_cell, is_library
+from etrain_jupyter.bundle.tensors import ALIGNMENT, TensorRecorder, align
+from etrain_jupyter.bundle.unpicklable import (
     RefusedError,
     find_culprit,
     is_standard_stream,
     refusal_of,
 )
-from etrain_jupyter.bundle.restore import FORMAT_VERSION, HEADER, fill_module, make_module
-from etrain_jupyter.bundle.sources import collect_sources, defining_cell, is_library
-from etrain_jupyter.bundle.tensors import ALIGNMENT, TensorRecorder, align
 from etrain_jupyter.config.references import free_names, import_path
 from etrain_jupyter.errors import BundleError
 

@@ -2,69 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
-
-@dataclass(frozen=True, kw_only=True)
-class SchedulerAddress:
-    """Where a cluster's scheduler listens, and what it takes to be let in."""
-
-    address: str
-    """For example ``tls://127.0.0.1:40231``."""
-    cluster_id: str
-    """Unique over all clusters of a user."""
-    state_dir: str = ""
-    """Folder with what is known of the cluster on this machine; empty if somebody else made it."""
-    tls_dir: str = ""
-    """Folder with the certificates that we made; empty for a scheduler without."""
-    tls_ca: str = ""
-    """Of a scheduler that somebody else made: file with the authority that signed its certificate.
-    It and the two below are read where they lie and copied nowhere."""
-    tls_cert: str = ""
-    """File with the certificate that we show there."""
-    tls_key: str = ""
-    """File with its key."""
-    tls_min_version: str = ""
-    """Oldest TLS that is spoken there, ``1.2`` or ``1.3``; empty for Dask's default."""
-
-    def security(self, role: str = "client") -> Any:
-        """Return the ``distributed.Security`` of a role: ``scheduler``, ``worker`` or ``client``.
-
-        Raises:
-            FileNotFoundError: If the certificates are gone, as they are once the cluster has ended.
-        """
-        from etrain_jupyter.pools.tls import read_foreign_security, read_security
-
-        if self.tls_ca:
-            files = (self.tls_ca, self.tls_cert, self.tls_key)
-            return read_foreign_security(*files, min_version=self.tls_min_version)
-        return read_security(self.tls_dir, role)
-
-    def connection_args(self, role: str = "client") -> dict[str, Any]:
-        """Return the keyword arguments for ``distributed.core.rpc(address, connection_args=...)``.
-
-        Raises:
-            FileNotFoundError: If the certificates are gone, as they are once the cluster has ended.
-        """
-        if not self.tls_dir and not self.tls_ca:
-            return {}
-        from etrain_jupyter.pools.peers import pinned_to_scheduler
-
-        args: dict[str, Any] = self.security(role).get_connection_args(role)
-        return pinned_to_scheduler(args) if self.tls_dir else args
-
-    def to_dict(self) -> dict[str, str]:
-        """Return the JSON form, which a run's ``job.json`` keeps under ``cluster``."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, str]) -> SchedulerAddress:
-        """Rebuild from the JSON form; unknown keys are left out."""
-        known = {field.name for field in dataclasses.fields(cls)}
-        return cls(**{key: value for key, value in data.items() if key in known})
+from etrain_jupyter.process.address import SchedulerAddress
 
 
 @dataclass(frozen=True, kw_only=True)

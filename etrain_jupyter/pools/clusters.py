@@ -7,17 +7,16 @@ import time
 from typing import TYPE_CHECKING
 
 from etrain_jupyter.errors import ConfigError, PoolError
-from etrain_jupyter.pools import local
-from etrain_jupyter.pools.asking import ask
 from etrain_jupyter.pools.base import Leftovers, Pool
 from etrain_jupyter.pools.catalog import PoolEntry, files, read_catalog
-from etrain_jupyter.pools.local import LocalPool
+from etrain_jupyter.pools.local.pool import LocalPool, find_remains, load_in_words
 from etrain_jupyter.pools.registry import get_pool, pool_names
-from etrain_jupyter.pools.state_dir import ClusterDir, ClusterRecord, cluster_dirs
+from etrain_jupyter.pools.rpc import ask
+from etrain_jupyter.process.cluster_dir import ClusterDir, ClusterRecord, cluster_dirs
 
 if TYPE_CHECKING:
-    from etrain_jupyter.pools.aws_spot.reaping import Tagged
-    from etrain_jupyter.pools.aws_spot.spec import AwsSpotSpec
+    from etrain_jupyter.pools.ec2.reaping import Tagged
+    from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
 
 AWS = "aws-spot"
 AWS_DOWN_S = 240.0
@@ -54,7 +53,7 @@ def _state_of(cluster: ClusterDir, record: ClusterRecord) -> str:
     """Return how many workers and jobs a cluster has, and its money where it costs any."""
     address = cluster.address(record)
     try:
-        state = local.load_in_words(ask(address, "etrain_describe", timeout_s=3.0))
+        state = load_in_words(ask(address, "etrain_describe", timeout_s=3.0))
         costs = ask(address, "etrain_pool_costs", timeout_s=3.0)["costs"]
         nodes = ask(address, "etrain_pool_nodes", timeout_s=3.0)["nodes"]
     except PoolError as exc:
@@ -85,7 +84,7 @@ def down(cluster: str | None = None, *, timeout_s: float = 10.0) -> str:
     """
     if cluster is not None and ("://" in cluster or cluster in pool_names()):
         return _told({cluster: get_pool(cluster).down(timeout_s=max(AWS_DOWN_S, timeout_s))}, "")
-    ids = local.find_remains()
+    ids = find_remains()
     if cluster is not None and cluster not in ids:
         raise PoolError(
             f"no cluster {cluster!r} is up. Nothing was ended. Up are: {', '.join(ids) or 'none'}. "
@@ -103,7 +102,7 @@ def down(cluster: str | None = None, *, timeout_s: float = 10.0) -> str:
 def _pool_of(cluster: ClusterDir) -> Pool:
     if cluster.cluster_id.startswith("local-"):
         return LocalPool(cluster_id=cluster.cluster_id)
-    from etrain_jupyter.pools.aws_spot.pool import AwsSpotPool
+    from etrain_jupyter.pools.ec2.client.pool import AwsSpotPool
 
     return AwsSpotPool.of_cluster(cluster)
 
@@ -151,8 +150,8 @@ def describe_aws(*, region: str | None = None) -> str:
 
 
 def _find(spec: AwsSpotSpec) -> list[Tagged]:
-    from etrain_jupyter.pools.aws_spot.ec2 import Clients
-    from etrain_jupyter.pools.aws_spot.reaping import find_tagged
+    from etrain_jupyter.pools.ec2.ec2_api import Clients
+    from etrain_jupyter.pools.ec2.reaping import find_tagged
 
     return find_tagged(Clients(spec), spec.region)
 
@@ -186,7 +185,7 @@ def reap(
         ConfigError: If nobody has said where to look.
         PoolError: If something is left, or AWS cannot be asked.
     """
-    from etrain_jupyter.pools.aws_spot.reaping import by_cluster, is_meant, remove_found
+    from etrain_jupyter.pools.ec2.reaping import by_cluster, is_meant, remove_found
 
     specs = aws_specs(region)
     if not specs:
@@ -217,7 +216,7 @@ def aws_specs(region: str | None = None) -> list[AwsSpotSpec]:
     Args:
         region: One more, with the credentials of the environment.
     """
-    from etrain_jupyter.pools.aws_spot.spec import AwsSpotSpec
+    from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
 
     found: dict[tuple[str, str | None, str | None], AwsSpotSpec] = {}
     for entry in read_catalog().values():
@@ -239,8 +238,8 @@ def policies(name: str | None = None) -> str:
     Raises:
         ConfigError: If there is no such pool of kind aws-spot.
     """
-    from etrain_jupyter.pools.aws_spot import policy
-    from etrain_jupyter.pools.aws_spot.spec import AwsSpotSpec
+    from etrain_jupyter.pools.ec2.client import policy
+    from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
 
     entries = {e.name: e for e in read_catalog().values() if e.kind == AWS}
     if name is None and len(entries) == 1:

@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import IO
 
 from etrain_jupyter.errors import PoolError
-from etrain_jupyter.pools.asking import ANSWER_S, ask
-from etrain_jupyter.pools.base import Leftovers, Node, SchedulerAddress
-from etrain_jupyter.pools.state_dir import (
+from etrain_jupyter.pools.base import Leftovers, Node
+from etrain_jupyter.pools.rpc import ANSWER_S, ask
+from etrain_jupyter.process.address import SchedulerAddress
+from etrain_jupyter.process.cluster_dir import (
     MARKER,
     READY,
     ClusterDir,
@@ -232,7 +233,7 @@ def start_cluster(
 def _spawn_keeper(cluster: ClusterDir, lock_fd: int, ready_fd: int) -> None:
     """Start the keeper, which detaches itself: no signal to the kernel's group reaches it."""
     # -P: a file of the notebook's folder must not hide a module.
-    command = [sys.executable, "-P", "-m", "etrain_jupyter.pools.local_keeper", str(cluster.path)]
+    command = [sys.executable, "-P", "-m", "etrain_jupyter.head.keeper", str(cluster.path)]
     log = os.open(cluster.log("head"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     try:
         launched = subprocess.Popen(

@@ -18,10 +18,10 @@ import stat
 from pathlib import Path
 
 from etrain_jupyter.errors import EtrainError
-from etrain_jupyter.pools.base import SchedulerAddress
 from etrain_jupyter.pools.catalog import read_own_catalog
-from etrain_jupyter.pools.state_dir import ClusterDir, state_root
-from etrain_jupyter.runs.place import private_root
+from etrain_jupyter.process.address import SchedulerAddress
+from etrain_jupyter.process.cluster_dir import ClusterDir, state_root
+from etrain_jupyter.storage.bucket_log.place import private_root
 from etrain_jupyter.untrusted import read_regular
 
 NOTES = "schedulers"
@@ -58,7 +58,7 @@ def address_of(cluster: ClusterDir) -> SchedulerAddress | None:
     record = cluster.record()
     if record is not None:
         return None if record.is_here and not record.is_alive else cluster.address(record)
-    from etrain_jupyter.pools.aws_spot.remote_pool import head_address_of
+    from etrain_jupyter.pools.ec2.client.remote_pool import head_address_of
 
     return head_address_of(cluster)
 
@@ -127,7 +127,7 @@ def _note_path(cluster_id: str) -> Path:
 
 
 def _in_own_pools(address: str) -> SchedulerAddress | None:
-    from etrain_jupyter.pools.address import AddressPool
+    from etrain_jupyter.pools.external.pool import AddressPool
 
     with contextlib.suppress(EtrainError):
         for entry in read_own_catalog().values():

@@ -11,12 +11,12 @@ from etrain_jupyter.config.source_map import did_you_mean
 from etrain_jupyter.errors import PoolError
 from etrain_jupyter.pools.base import Pool
 from etrain_jupyter.pools.catalog import PoolEntry, advice_on, read_catalog
-from etrain_jupyter.pools.local import LocalPool
+from etrain_jupyter.pools.local.pool import LocalPool
 
 KINDS: Mapping[str, str] = {
-    "local": "etrain_jupyter.pools.local:LocalPool",
-    "address": "etrain_jupyter.pools.address:AddressPool",
-    "aws-spot": "etrain_jupyter.pools.aws_spot.pool:AwsSpotPool",
+    "local": "etrain_jupyter.pools.local.pool:LocalPool",
+    "address": "etrain_jupyter.pools.external.pool:AddressPool",
+    "aws-spot": "etrain_jupyter.pools.ec2.client.pool:AwsSpotPool",
 }
 """Each kind's class, which is imported when a pool of that kind is asked for."""
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from etrain_jupyter.job.training_job import TrainingJob
+    from etrain_jupyter.notebook.job.training_job import TrainingJob
 
 PLACES = ("forward", "all_reduce", "commit", "form", "sync", "warm", "eval", "evaluated")
 """Where a trainer may be when it happens. In a step: before its forward pass, while its averages

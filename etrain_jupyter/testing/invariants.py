@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from etrain_jupyter.events.types import Event, GenerationFormed, JobResumed, WorkerLeft, WorkerLost
-from etrain_jupyter.job.audit import audit_log
+from etrain_jupyter.log.events import Event, GenerationFormed, JobResumed, WorkerLeft, WorkerLost
+from etrain_jupyter.notebook.audit import audit_log
 
 
 def assert_invariants(log: Iterable[Event]) -> None:

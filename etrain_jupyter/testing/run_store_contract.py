@@ -22,9 +22,9 @@ from typing import Any, Protocol
 import pytest
 
 from etrain_jupyter.errors import EtrainError, JobNotFoundError
-from etrain_jupyter.events.types import Event, JobPlanned, JobStatusChanged, JobSubmitted
-from etrain_jupyter.job.run_store import RECORD_FILE, JobRecord, RunStore
-from etrain_jupyter.job.training_job import TrainingJob
+from etrain_jupyter.log.events import Event, JobPlanned, JobStatusChanged, JobSubmitted
+from etrain_jupyter.notebook.job.run_store import RECORD_FILE, JobRecord, RunStore
+from etrain_jupyter.notebook.job.training_job import TrainingJob
 
 BUNDLE = b"\x00objects\xff" * 100
 _COMMON: dict[str, Any] = {"job_id": "digits-1", "time": 1.0}

@@ -18,7 +18,8 @@ from typing import Protocol
 
 import pytest
 
-from etrain_jupyter.checkpoints import (
+from etrain_jupyter.errors import CheckpointError
+from etrain_jupyter.storage.checkpoints import (
     CheckpointStore,
     Manifest,
     Part,
@@ -26,7 +27,6 @@ from etrain_jupyter.checkpoints import (
     newest_valid,
     open_newest,
 )
-from etrain_jupyter.errors import CheckpointError
 
 _MODEL = bytes(range(256)) * 64
 _STATE = b'{"step": 0}'

@@ -16,8 +16,8 @@ pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
 
 SET_UP = """
 import threading, time
-from etrain_jupyter.dashboard.widget import Dashboard
-from tests.unit.dashboard.scripted_job import Script, play
+from etrain_jupyter.notebook.dashboard.widget import Dashboard
+from tests.unit.notebook.dashboard.scripted_job import Script, play
 
 asked, is_refusing = [], False
 def on_request(request, args):
@@ -227,12 +227,12 @@ def test_nothing_moves_in_the_layout_while_a_job_runs(open_notebook: OpenNoteboo
 
 
 SPY = """
-from etrain_jupyter.dashboard.feed import Feed
-zooms, detail = [], Feed.detail
+from etrain_jupyter.notebook.dashboard.feed import ViewFeed
+zooms, detail = [], ViewFeed.detail
 def spy(feed, view, to, first, last):
     zooms.append((first, last))
     detail(feed, view, to, first, last)
-Feed.detail = spy
+ViewFeed.detail = spy
 """
 
 

@@ -21,11 +21,11 @@ SET_UP = """
 import os, threading, time
 os.environ.update(ETRAIN_STATE=os.path.abspath("state"), ETRAIN_RUNS=os.path.abspath("runs"))
 %load_ext etrain_jupyter
-from etrain_jupyter.dashboard.link import link
-from etrain_jupyter.dashboard.side_panel import Surroundings
-from etrain_jupyter.dashboard.widget import Dashboard
-from etrain_jupyter.events import types as t
-from tests.unit.dashboard.scripted_job import Script, play
+from etrain_jupyter.notebook.dashboard.link import link
+from etrain_jupyter.notebook.dashboard.side_panel import OtherJobs
+from etrain_jupyter.notebook.dashboard.widget import Dashboard
+from etrain_jupyter.log import events as t
+from tests.unit.notebook.dashboard.scripted_job import Script, play
 
 asked = []
 def start(name, *, called="", is_shown=False, num_steps=40_000, steps_per_s=100):
@@ -57,7 +57,7 @@ def attach(job_id):
     start(job_id.rpartition("-")[0])
     return ""
 link().panel.serve(
-    look=lambda job_ids, is_asked: Surroundings(
+    look=lambda job_ids, is_asked: OtherJobs(
         others=tuple(
             {"job_id": f"{name}-7f3a", "name": called, "status": "running", "step": 40,
              "total_steps": 900, "world_size": 2}

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page, expect
 
-from etrain_jupyter.events import types as t
+from etrain_jupyter.log import events as t
 from tests.browser.view import View
-from tests.unit.dashboard.scripted_job import Script
+from tests.unit.notebook.dashboard.scripted_job import Script
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(120)]
 

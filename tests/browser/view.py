@@ -9,10 +9,10 @@ from typing import Any
 
 from playwright.sync_api import Locator, Page
 
-from etrain_jupyter.dashboard.browser import WIDGET_SCRIPT
-from etrain_jupyter.dashboard.feed import Feed
-from etrain_jupyter.dashboard.snapshot import JobView
-from etrain_jupyter.events import types as t
+from etrain_jupyter.log import events as t
+from etrain_jupyter.notebook.dashboard.browser import WIDGET_SCRIPT
+from etrain_jupyter.notebook.dashboard.feed import ViewFeed
+from etrain_jupyter.notebook.dashboard.snapshot import JobView
 
 # What anywidget would do with our module, and what a test wants to know of the page.
 MOUNT = """
@@ -69,7 +69,7 @@ class View:
         page.set_content("<!doctype html><div id='host'></div>")
         page.evaluate(MOUNT, [Path(WIDGET_SCRIPT).read_text(encoding="utf-8"), saved or {}])
         self.job = JobView("digits-7f3a")
-        self.feed = Feed(self.bring)
+        self.feed = ViewFeed(self.bring)
         self.name = str(self.sent("hello")[0]["view"])
         self.root = page.locator(".etrain-job")
 

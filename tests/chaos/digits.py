@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import nn
 
-from etrain_jupyter.checkpoints import open_newest, open_store
-from etrain_jupyter.elastic.ledger import epoch_order
-from etrain_jupyter.events.types import EvalCompleted, Event, StepCompleted
-from etrain_jupyter.ranks.state.capture import load_model_state
+from etrain_jupyter.log.events import EvalCompleted, Event, StepCompleted
+from etrain_jupyter.rules.samples.ledger import epoch_order
+from etrain_jupyter.storage.checkpoints import open_newest, open_store
 from etrain_jupyter.testing.invariants import assert_invariants
+from etrain_jupyter.trainer.state.capture import load_model_state
 from tests.chaos.forks import Zygote
 from tests.chaos.gates import Gated, Gates, Keeper
 from tests.chaos.rig import RigJob, make_rig

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from etrain_jupyter.ranks.train_loop import TrainLoop
+from etrain_jupyter.trainer.loop.train_loop import TrainLoop
 from tests.chaos.rig import RigJob
 
 HEARD_WITHIN_S = 5.0

@@ -11,15 +11,15 @@ import asyncio
 import sys
 from pathlib import Path
 
-from etrain_jupyter.pools.tls import configure_dask, read_security, without_http
+from etrain_jupyter.process.tls import configure_dask, read_security, without_http
 
 
 async def run_scheduler(options: argparse.Namespace) -> None:
     """Serve until this process is ended."""
     from distributed import Scheduler
 
-    from etrain_jupyter.cluster.coordinator import Coordinator
-    from etrain_jupyter.cluster.nodes import NoNodes
+    from etrain_jupyter.head.coordinator.coordinator import Coordinator
+    from etrain_jupyter.head.coordinator.nodes import NoNodes
 
     ended = asyncio.Event()
     coordinator = Coordinator(NoNodes(), cluster_id="machines", on_shutdown=ended.set)
@@ -39,7 +39,7 @@ async def run_worker(options: argparse.Namespace) -> None:
     """Serve until this process is ended or the scheduler is gone."""
     from distributed import Worker
 
-    from etrain_jupyter.cluster.supervisor import Supervisor
+    from etrain_jupyter.worker.supervisor import Supervisor
 
     worker = await without_http(Worker)(
         f"tls://{options.scheduler}:{options.port}",

@@ -24,15 +24,15 @@ import msgpack
 import pytest
 
 from etrain_jupyter import launch
-from etrain_jupyter.cluster import supervisor
-from etrain_jupyter.cluster.coordinator import Coordinator
-from etrain_jupyter.cluster.hosted_job import HostedJob
-from etrain_jupyter.cluster.supervisor import Supervisor
-from etrain_jupyter.cluster.trainer_process import TrainerProcess
 from etrain_jupyter.config import parse_mapping
-from etrain_jupyter.elastic import stalls
-from etrain_jupyter.events.log import read_events
-from etrain_jupyter.events.types import Event
+from etrain_jupyter.head.coordinator.coordinator import Coordinator
+from etrain_jupyter.head.jobs.hosted_job import HostedJob
+from etrain_jupyter.log.event_log import read_events
+from etrain_jupyter.log.events import Event
+from etrain_jupyter.rules.membership import stalls
+from etrain_jupyter.worker import supervisor
+from etrain_jupyter.worker.supervisor import Supervisor
+from etrain_jupyter.worker.trainer_process import TrainerProcess
 from tests.chaos.trainers import Process, Trainers
 
 PATIENCE_S = 150.0

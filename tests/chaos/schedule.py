@@ -6,7 +6,7 @@ import asyncio
 import random
 from dataclasses import dataclass, field
 
-from etrain_jupyter.events.types import LogLine
+from etrain_jupyter.log.events import LogLine
 from etrain_jupyter.testing import FaultPlan
 from etrain_jupyter.testing.fault_plan import AT_A_PLACE, BY_COORDINATOR
 from tests.chaos.rig import Rig, RigJob

@@ -24,14 +24,14 @@ import yaml
 from torch import nn
 
 import etrain_jupyter
-from etrain_jupyter.events.types import Event, GenerationFormed
-from etrain_jupyter.job.training_job import TrainingJob
+from etrain_jupyter.log.events import Event, GenerationFormed
+from etrain_jupyter.notebook.job.training_job import TrainingJob
 from etrain_jupyter.pools import get_pool
-from etrain_jupyter.pools.aws_spot.ec2 import Clients
-from etrain_jupyter.pools.aws_spot.pool import AwsSpotPool
 from etrain_jupyter.pools.base import Leftovers
-from etrain_jupyter.pools.local import LocalPool
-from etrain_jupyter.pools.state_dir import cluster_dirs, processes_of, stamp_of
+from etrain_jupyter.pools.ec2.client.pool import AwsSpotPool
+from etrain_jupyter.pools.ec2.ec2_api import Clients
+from etrain_jupyter.pools.local.pool import LocalPool
+from etrain_jupyter.process.cluster_dir import cluster_dirs, processes_of, stamp_of
 from etrain_jupyter.testing.fakeaws import FakeAws
 from etrain_jupyter.testing.fakeaws.fixtures import point_boto_at
 from etrain_jupyter.testing.fakeaws.records import InstanceRecord

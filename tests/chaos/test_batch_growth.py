@@ -4,9 +4,9 @@ Each worker is a trainer process of its own with a connection to every other, up
 on whatever cores there are: the mathematics knows of their number alone, and small models leave
 the cores time for all. Changes come at a known step (``tests/chaos/gates.py``). The set-ups are
 those of an experiment in plain PyTorch whose findings became the defaults (Lin et al., arXiv
-1904.12043, and ``elastic/scaling.py``); what comes of a change is judged by the loss on the whole
-training set after each step, its highest in the 60 steps after the change by its mean in the 20
-before.
+1904.12043, and ``rules/policy/scaling.py``); what comes of a change is judged by the loss on the
+whole training set after each step, its highest in the 60 steps after the change by its mean in the
+20 before.
 
 In one point the system differs from that experiment: its epochs end with a smaller step, at the
 full rate. That adds noise (a peak of up to 1.7 where the rate is kept), and large batches that
@@ -31,7 +31,7 @@ import pytest
 import torch
 from torch import nn
 
-from etrain_jupyter.elastic.ledger import cursor_at, epoch_order
+from etrain_jupyter.rules.samples.ledger import cursor_at, epoch_order
 from tests.capabilities import only_in_endurance
 from tests.chaos.digits import (
     Pair,

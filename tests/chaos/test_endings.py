@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from etrain_jupyter.checkpoints import LocalStore
-from etrain_jupyter.events.types import (
+from etrain_jupyter.log.events import (
     BestReached,
     CheckpointCommitted,
     EarlyStopped,
@@ -26,9 +25,10 @@ from etrain_jupyter.events.types import (
     UserErrorRaised,
     WorkerLost,
 )
-from etrain_jupyter.job.audit import audit_log
-from etrain_jupyter.job.run_store import JobRecord
-from etrain_jupyter.job.weights import find_saved, load_weights
+from etrain_jupyter.notebook.audit import audit_log
+from etrain_jupyter.notebook.job.run_store import JobRecord
+from etrain_jupyter.notebook.job.weights import find_saved, load_weights
+from etrain_jupyter.storage.checkpoints import LocalStore
 from etrain_jupyter.testing import FaultPlan
 from etrain_jupyter.testing.invariants import assert_invariants
 from tests.chaos.rig import Rig, RigJob

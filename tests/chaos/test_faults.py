@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from etrain_jupyter.events.types import (
+from etrain_jupyter.log.events import (
     Event,
     FaultInjected,
     GenerationFormed,

@@ -1,9 +1,9 @@
 """Every family of optimizers: an elastic run equals a loop written by hand, bit for bit.
 
 The run is ``reproducible``, on real trainer processes that come, go and are killed in mid-run. The
-loop is one process and plain PyTorch (``tests/unit/ranks/plain_loop.py``). Equal are the losses of
-all steps and the SHA-256 of the weights: who changes the arithmetic of a step, of a sum or of what
-newcomers get of an optimizer's state, sees it here.
+loop is one process and plain PyTorch (``tests/unit/trainer/plain_loop.py``). Equal are the losses
+of all steps and the SHA-256 of the weights: who changes the arithmetic of a step, of a sum or of
+what newcomers get of an optimizer's state, sees it here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from etrain_jupyter.events.types import StepCompleted, WeightsHashed, WorkerLost
+from etrain_jupyter.log.events import StepCompleted, WeightsHashed, WorkerLost
 from etrain_jupyter.testing import FaultPlan
 from etrain_jupyter.testing.invariants import assert_invariants
 from tests.chaos.digits import found, gated
@@ -28,7 +28,7 @@ from tests.chaos.forks import Zygote
 from tests.chaos.gates import Gates, Keeper
 from tests.chaos.rig import make_rig
 from tests.chaos.workload import make_data
-from tests.unit.ranks.plain_loop import PlainJob, train_plainly
+from tests.unit.trainer.plain_loop import PlainJob, train_plainly
 
 BATCH, SHARDS, NUM_STEPS = 16, 4, 45  # three epochs; the last step of each has 6 samples
 GATES = (12, 20)

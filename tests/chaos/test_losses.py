@@ -6,11 +6,11 @@ import pytest
 import torch
 from torchmetrics.classification import MulticlassAccuracy
 
-from etrain_jupyter.events.types import EvalCompleted, GenerationFormed, StepCompleted, WorkerLost
+from etrain_jupyter.log.events import EvalCompleted, GenerationFormed, StepCompleted, WorkerLost
 from etrain_jupyter.testing import FaultPlan
 from etrain_jupyter.testing.invariants import assert_invariants
 from tests.chaos.rig import Rig
-from tests.unit.ranks.token_jobs import (
+from tests.unit.trainer.token_jobs import (
     BATCH,
     IGNORED,
     WORDS,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from etrain_jupyter.events.types import (
+from etrain_jupyter.log.events import (
     Event,
     GenerationFormed,
     JobRestored,

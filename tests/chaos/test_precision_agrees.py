@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from etrain_jupyter.ranks.precision import Precision
+from etrain_jupyter.trainer.precision import Precision
 from tests.chaos.digits import Pair, digits, train
 from tests.chaos.forks import Zygote
 

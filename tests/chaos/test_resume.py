@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from etrain_jupyter.checkpoints import LocalStore
-from etrain_jupyter.events.types import (
+from etrain_jupyter.log.events import (
     CheckpointCommitted,
     GenerationFormed,
     JobPlanned,
@@ -24,7 +23,8 @@ from etrain_jupyter.events.types import (
     UserErrorRaised,
     WeightsHashed,
 )
-from etrain_jupyter.job.audit import audit_log
+from etrain_jupyter.notebook.audit import audit_log
+from etrain_jupyter.storage.checkpoints import LocalStore
 from etrain_jupyter.testing.invariants import assert_invariants
 from tests.chaos.rig import Rig
 from tests.chaos.trainers import Trainers

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from etrain_jupyter.events.types import Event, FaultInjected, WeightsHashed, WorkerLost
+from etrain_jupyter.log.events import Event, FaultInjected, WeightsHashed, WorkerLost
 from etrain_jupyter.testing.invariants import assert_invariants
 from tests.chaos.forks import Zygote
 from tests.chaos.rig import make_rig

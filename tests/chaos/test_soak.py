@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from etrain_jupyter.cluster import job_log
-from etrain_jupyter.events.types import GenerationFormed, WorkerLost
+from etrain_jupyter.head.jobs import job_log
+from etrain_jupyter.log.events import GenerationFormed, WorkerLost
 from etrain_jupyter.testing.invariants import assert_invariants
 from tests.capabilities import only_in_endurance
 from tests.chaos.forks import Zygote

@@ -23,11 +23,11 @@ from torch import nn
 
 import etrain_jupyter
 from etrain_jupyter import TrainingJob
-from etrain_jupyter.events import types as events
-from etrain_jupyter.job.audit.report import AuditReport
+from etrain_jupyter.log import events
+from etrain_jupyter.notebook.audit.report import AuditReport
 from etrain_jupyter.pools import clusters, get_pool
-from etrain_jupyter.pools.aws_spot.policy import launcher_policy, node_policy
-from etrain_jupyter.pools.aws_spot.spec import AwsSpotSpec
+from etrain_jupyter.pools.ec2.client.policy import launcher_policy, node_policy
+from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
 from etrain_jupyter.testing.fakeaws import ApiFault, FakeAws
 from etrain_jupyter.testing.fakeaws.fixtures import point_boto_at
 

@@ -8,7 +8,7 @@ import time
 import pytest
 
 import etrain_jupyter
-from etrain_jupyter.events.types import (
+from etrain_jupyter.log.events import (
     CheckpointCommitted,
     GenerationFormed,
     JobRestored,
@@ -18,7 +18,7 @@ from etrain_jupyter.events.types import (
     StepUndone,
     WorkerLost,
 )
-from etrain_jupyter.job.training_job import TrainingJob
+from etrain_jupyter.notebook.job.training_job import TrainingJob
 from etrain_jupyter.pools.base import Leftovers
 from etrain_jupyter.testing.fakeaws import ApiFault, FakeAws
 from tests.chaos.spot import PATIENCE_S, SLOW, Spot, check, events, long, trainers

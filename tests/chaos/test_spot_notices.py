@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from etrain_jupyter.events.types import (
+from etrain_jupyter.log.events import (
     CheckpointCommitted,
     GenerationFormed,
     JobRestored,
@@ -18,7 +18,7 @@ from etrain_jupyter.events.types import (
     WorkerLeft,
     WorkerLost,
 )
-from etrain_jupyter.job.training_job import TrainingJob
+from etrain_jupyter.notebook.job.training_job import TrainingJob
 from etrain_jupyter.testing.fakeaws import FakeAws
 from etrain_jupyter.testing.s3_faults import S3Fault
 from tests.chaos.spot import PATIENCE_S, Spot, events, long, open_spot, trainers

@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from etrain_jupyter.checkpoints import LocalStore, open_newest, open_store
-from etrain_jupyter.events.types import (
+from etrain_jupyter.log.events import (
     CheckpointCommitted,
     CheckpointFailed,
     Event,
@@ -24,12 +23,13 @@ from etrain_jupyter.events.types import (
     StepUndone,
     WorkerLost,
 )
-from etrain_jupyter.job.run_store import JobRecord
-from etrain_jupyter.job.weights import find_saved, load_weights
-from etrain_jupyter.ranks.state import spread
+from etrain_jupyter.notebook.job.run_store import JobRecord
+from etrain_jupyter.notebook.job.weights import find_saved, load_weights
+from etrain_jupyter.storage.checkpoints import LocalStore, open_newest, open_store
 from etrain_jupyter.testing.invariants import assert_invariants
 from etrain_jupyter.testing.s3_faults import S3Fault
 from etrain_jupyter.testing.s3_server import S3Server
+from etrain_jupyter.trainer.state import sharded_write
 from tests.chaos.rig import Rig, RigJob
 from tests.chaos.workload import Net, body
 
@@ -94,7 +94,7 @@ async def test_acknowledged_checkpoints_in_s3_survive_whoever_dies_while_saving(
 
 def net_that_is_spread(environment: dict[str, str]) -> nn.Module:
     """Let the trainers write even this small state together."""
-    spread.SPREAD_BYTES = 1
+    sharded_write.SPREAD_BYTES = 1
     return net_with(environment)
 
 

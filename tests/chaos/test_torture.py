@@ -18,10 +18,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from etrain_jupyter.checkpoints import open_newest, open_store
-from etrain_jupyter.checkpoints.base import CheckpointStore
-from etrain_jupyter.events.log import LogReader
-from etrain_jupyter.events.types import (
+from etrain_jupyter.log.event_log import LogReader
+from etrain_jupyter.log.events import (
     CheckpointCommitted,
     Event,
     GenerationFormed,
@@ -30,6 +28,8 @@ from etrain_jupyter.events.types import (
     WeightsHashed,
     WorkerLost,
 )
+from etrain_jupyter.storage.checkpoints import open_newest, open_store
+from etrain_jupyter.storage.checkpoints.base import CheckpointStore
 from etrain_jupyter.testing.invariants import assert_invariants
 from etrain_jupyter.testing.s3_faults import S3Fault
 from etrain_jupyter.testing.s3_server import S3Server

@@ -21,12 +21,12 @@ from torch import nn
 
 from etrain_jupyter import launch
 from etrain_jupyter.config import parse_mapping
-from etrain_jupyter.events.types import GenerationFormed, WorkerLost
-from etrain_jupyter.job.held_jobs import submit_job
-from etrain_jupyter.job.run_store import RunStore
-from etrain_jupyter.job.training_job import TrainingJob
+from etrain_jupyter.log.events import GenerationFormed, WorkerLost
+from etrain_jupyter.notebook.job.open_jobs import submit_job
+from etrain_jupyter.notebook.job.run_store import RunStore
+from etrain_jupyter.notebook.job.training_job import TrainingJob
 from etrain_jupyter.pools import SchedulerAddress
-from etrain_jupyter.pools.tls import mint_certificates, write_certificates
+from etrain_jupyter.process.tls import mint_certificates, write_certificates
 from etrain_jupyter.testing.invariants import assert_invariants
 from tests.capabilities import needs
 from tests.chaos.machines import Machine, network

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from etrain_jupyter.cluster import supervisor
-from etrain_jupyter.elastic import stalls
+from etrain_jupyter.rules.membership import stalls
+from etrain_jupyter.worker import supervisor
 
 _create_subprocess_exec = asyncio.create_subprocess_exec
 """Of asyncio, before a rig replaces it to learn of its workers' processes."""

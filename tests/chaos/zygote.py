@@ -31,10 +31,10 @@ def main() -> None:
     import torch
     import torch._dynamo  # every optimizer imports it when it is made
 
-    import etrain_jupyter.ranks.trainer  # noqa: F401  (what a trainer imports)
-    from etrain_jupyter.ranks.control import reporter
-    from etrain_jupyter.ranks.group import backends
-    from etrain_jupyter.ranks.main import die_with_parent
+    import etrain_jupyter.trainer.trainer  # noqa: F401  (what a trainer imports)
+    from etrain_jupyter.trainer.control import reporter
+    from etrain_jupyter.trainer.group import backends
+    from etrain_jupyter.trainer.main import die_with_parent
 
     # Two things that grow by design up to a bound, which the test of growth should not have to
     # wait for: the records that a rank keeps, and threads that gloo lets go of at its time-out
@@ -101,8 +101,8 @@ def tell(rig: socket.socket, **words: int) -> None:
 
 def live(fds: list[int], parent: int) -> NoReturn:
     """Be a trainer: what ``ranks.main`` does after its imports."""
-    from etrain_jupyter.ranks import main as trainer
-    from etrain_jupyter.ranks.control.channel import Channel
+    from etrain_jupyter.trainer import main as trainer
+    from etrain_jupyter.wire.channel import Channel
 
     code = 1
     try:

@@ -14,17 +14,17 @@ import boto3
 import pytest
 from botocore.exceptions import ClientError
 
-from etrain_jupyter.checkpoints import bucket_owners
 from etrain_jupyter.errors import PoolError
-from etrain_jupyter.pools.aws_spot.bootstrap import config_of
-from etrain_jupyter.pools.aws_spot.check import check_account
-from etrain_jupyter.pools.aws_spot.ec2 import Clients, create_fleet, list_instances, tag_list
-from etrain_jupyter.pools.aws_spot.memory import LaunchRequest
-from etrain_jupyter.pools.aws_spot.policy import head_policy, launcher_policy
-from etrain_jupyter.pools.aws_spot.reaping import remove
-from etrain_jupyter.pools.aws_spot.spec import AwsSpotSpec
-from etrain_jupyter.pools.aws_spot.surroundings import Surroundings, set_up
-from etrain_jupyter.pools.tls import mint_certificates, write_certificates
+from etrain_jupyter.pools.ec2.bootstrap import config_of
+from etrain_jupyter.pools.ec2.client.check import check_account
+from etrain_jupyter.pools.ec2.client.policy import head_policy, launcher_policy
+from etrain_jupyter.pools.ec2.ec2_api import Clients, create_fleet, list_instances, tag_list
+from etrain_jupyter.pools.ec2.fleet_state import LaunchRequest
+from etrain_jupyter.pools.ec2.launch_context import LaunchContext, set_up
+from etrain_jupyter.pools.ec2.reaping import remove
+from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
+from etrain_jupyter.process.tls import mint_certificates, write_certificates
+from etrain_jupyter.storage.objects import bucket_owners
 from etrain_jupyter.testing.fakeaws import FakeAws
 
 pytestmark = pytest.mark.aws
@@ -69,7 +69,7 @@ def tls(tmp_path: Path) -> Path:
     return tmp_path / "tls"
 
 
-def launch(clients: Clients, spec: AwsSpotSpec, around: Surroundings, type: str) -> Any:
+def launch(clients: Clients, spec: AwsSpotSpec, around: LaunchContext, type: str) -> Any:
     [zone] = sorted(around.subnets)[:1]
     return create_fleet(
         clients.launcher,
@@ -95,7 +95,7 @@ def code_of(act: Callable[[], Any]) -> str:
     return "allowed"
 
 
-def live(clients: Clients, spec: AwsSpotSpec, tls: Path) -> Surroundings:
+def live(clients: Clients, spec: AwsSpotSpec, tls: Path) -> LaunchContext:
     """Set a cluster up, launch a node, keep it and end it; return what it was launched with."""
     around = set_up(clients, spec, ID, tls, config_of(spec, ID))
     answer = launch(clients, spec, around, "g6.xlarge")

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from etrain_jupyter.pools.address import AddressPool
-from etrain_jupyter.pools.aws_spot.pool import AwsSpotPool
-from etrain_jupyter.pools.aws_spot.spec import AwsSpotSpec
 from etrain_jupyter.pools.base import Pool
-from etrain_jupyter.pools.local import LocalPool
-from etrain_jupyter.pools.state_dir import LocalSettings
+from etrain_jupyter.pools.ec2.client.pool import AwsSpotPool
+from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
+from etrain_jupyter.pools.external.pool import AddressPool
+from etrain_jupyter.pools.local.pool import LocalPool
+from etrain_jupyter.process.cluster_dir import LocalSettings
 from etrain_jupyter.testing.fakeaws import FakeAws
 from etrain_jupyter.testing.pool_contract import PoolContract
 from tests.integration.dask_cluster import DaskCluster

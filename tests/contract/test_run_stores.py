@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from etrain_jupyter.events.log import EventLog
-from etrain_jupyter.events.types import Event
-from etrain_jupyter.job import training_job
-from etrain_jupyter.job.run_store import JobRecord, RunStore
-from etrain_jupyter.job.s3_run_store import S3RunStore
-from etrain_jupyter.runs.chain import Chain
-from etrain_jupyter.runs.local_copy import LogCopy
-from etrain_jupyter.runs.objects import RunObjects
-from etrain_jupyter.runs.uploads import Uploads, claim
+from etrain_jupyter.log.event_log import EventLog
+from etrain_jupyter.log.events import Event
+from etrain_jupyter.notebook.job import training_job
+from etrain_jupyter.notebook.job.run_store import JobRecord, RunStore
+from etrain_jupyter.notebook.job.s3_run_store import S3RunStore
+from etrain_jupyter.storage.bucket_log.chain import Chain
+from etrain_jupyter.storage.bucket_log.local_copy import LogCopy
+from etrain_jupyter.storage.bucket_log.objects import RunObjects
+from etrain_jupyter.storage.bucket_log.uploads import Uploads, claim
 from etrain_jupyter.testing.run_store_contract import RunStoreContract
 from etrain_jupyter.testing.s3_faults import S3Fault
 from etrain_jupyter.testing.s3_server import S3Server

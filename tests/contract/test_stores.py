@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from etrain_jupyter.checkpoints import LocalStore
-from etrain_jupyter.checkpoints.s3 import S3Store
+from etrain_jupyter.storage.checkpoints import LocalStore
+from etrain_jupyter.storage.checkpoints.s3 import S3Store
 from etrain_jupyter.testing.s3_faults import S3Fault
 from etrain_jupyter.testing.s3_server import S3Server
 from etrain_jupyter.testing.store_contract import StoreContract

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from etrain_jupyter.pools.aws_spot.nodes import AwsNodes
-from etrain_jupyter.pools.aws_spot.spec import AwsSpotSpec
-from etrain_jupyter.pools.state_dir import ClusterDir, LocalSettings
-from etrain_jupyter.pools.tls import mint_certificates, write_certificates
+from etrain_jupyter.pools.ec2.head.nodes import AwsNodes
+from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
+from etrain_jupyter.process.cluster_dir import ClusterDir, LocalSettings
+from etrain_jupyter.process.tls import mint_certificates, write_certificates
 from etrain_jupyter.testing.fakeaws import FakeAws
 from etrain_jupyter.testing.fakeaws.fixtures import point_boto_at
 

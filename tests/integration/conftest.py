@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 import etrain_jupyter
-from etrain_jupyter.job.training_job import TrainingJob
-from etrain_jupyter.pools.local import LocalPool
+from etrain_jupyter.notebook.job.training_job import TrainingJob
+from etrain_jupyter.pools.local.pool import LocalPool
 
 PATIENCE_S = 150.0
 

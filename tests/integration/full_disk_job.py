@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import etrain_jupyter
-from etrain_jupyter.events.log import read_events
-from etrain_jupyter.events.types import (
+from etrain_jupyter.log.event_log import read_events
+from etrain_jupyter.log.events import (
     CheckpointFailed,
     GenerationFormed,
     JobRestored,
@@ -31,7 +31,7 @@ from etrain_jupyter.events.types import (
     StepUndone,
     WorkerLost,
 )
-from etrain_jupyter.pools.local import LocalPool
+from etrain_jupyter.pools.local.pool import LocalPool
 from tests.integration.slow_jobs import PATIENCE_S, until
 
 DISK_BYTES = 2_000_000

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from etrain_jupyter.ranks.devices import choose_device
-from etrain_jupyter.ranks.group.process_group import CommunicationError, RankGroup
-from etrain_jupyter.ranks.state.capture import digest_of, put_state, take_state
-from etrain_jupyter.ranks.state.transfer import receive_state, send_state
+from etrain_jupyter.trainer.devices import choose_device
+from etrain_jupyter.trainer.group.process_group import CommunicationError, RankGroup
+from etrain_jupyter.trainer.state.capture import digest_of, put_state, take_state
+from etrain_jupyter.trainer.state.transfer import receive_state, send_state
 
 HOST = "127.0.0.1"
 WIDTH = 1024

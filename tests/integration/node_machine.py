@@ -19,12 +19,12 @@ from typing import Any
 
 import psutil
 
-from etrain_jupyter.node.fingerprint import read_fingerprint
-from etrain_jupyter.pools.aws_spot.node_config import NodeConfig
-from etrain_jupyter.pools.tls import mint_certificates
+from etrain_jupyter.pools.ec2.node_config import NodeConfig
+from etrain_jupyter.process.tls import mint_certificates
 from etrain_jupyter.testing.fakeaws.imds import ImdsServer, instance_pages
 from etrain_jupyter.testing.s3_faults import OWNER
 from etrain_jupyter.testing.s3_server import S3Server
+from etrain_jupyter.wire.versions import read_fingerprint
 from tests.unit.pools.standins import SUPERVISOR
 
 ROOT = Path(__file__).parents[2]
@@ -44,7 +44,7 @@ SCHEDULER = """if True:
     import asyncio, sys
     from pathlib import Path
     from distributed import Scheduler
-    from etrain_jupyter.pools.tls import configure_dask, read_security, without_http
+    from etrain_jupyter.process.tls import configure_dask, read_security, without_http
 
     async def read_line():
         return (await asyncio.to_thread(sys.stdin.readline)).strip()
@@ -175,7 +175,7 @@ class Machine:
         with open(self.folder / "console", "wb") as log:
             self.process = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "etrain_jupyter.pools.aws_spot.agent"),
+                    *(sys.executable, "-m", "etrain_jupyter.pools.ec2.machine.agent"),
                     *(f"s3://{self._bucket}/{FOLDER}", "--keys", KEYS, "--owner", OWNER),
                 ],
                 env={

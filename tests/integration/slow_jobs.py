@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from etrain_jupyter import launch
-from etrain_jupyter.job.training_job import TrainingJob
+from etrain_jupyter.notebook.job.training_job import TrainingJob
 
 PATIENCE_S = 150.0
 

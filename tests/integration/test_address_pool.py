@@ -15,12 +15,12 @@ from distributed import Client
 
 from etrain_jupyter import launch
 from etrain_jupyter.errors import PoolError
-from etrain_jupyter.events.types import LogLine, WorkerLost
-from etrain_jupyter.job.held_jobs import attach
-from etrain_jupyter.pools import address as address_module
-from etrain_jupyter.pools.address import AddressPool
+from etrain_jupyter.log.events import LogLine, WorkerLost
+from etrain_jupyter.notebook.job.open_jobs import attach
 from etrain_jupyter.pools.base import Leftovers
-from etrain_jupyter.pools.tls import mint_certificates, write_certificates
+from etrain_jupyter.pools.external import pool as address_module
+from etrain_jupyter.pools.external.pool import AddressPool
+from etrain_jupyter.process.tls import mint_certificates, write_certificates
 from etrain_jupyter.testing.invariants import assert_invariants
 from tests.integration.dask_cluster import ROOT, DaskCluster
 from tests.integration.slow_jobs import BODY, NAMES, PATIENCE_S, await_steps, submit, until
@@ -74,7 +74,7 @@ def test_job_of_a_cell_outlives_a_worker_and_is_followed_from_a_second_kernel(
     # A kernel that knows nothing but the run store, and then asks for the pool itself.
     code = (
         "import etrain_jupyter\n"
-        "from etrain_jupyter.pools.address import AddressPool\n"
+        "from etrain_jupyter.pools.external.pool import AddressPool\n"
         f"job = etrain_jupyter.attach({job.id!r})\n"
         f"up = AddressPool({cluster.address!r}).up()\n"
         "print(job.status, up.cluster_id == job.record.cluster['cluster_id'],\n"
@@ -242,8 +242,8 @@ def test_other_version_there_is_refused(
     cluster.start_worker()
     pool = AddressPool(cluster.address)
     pool.up()
-    monkeypatch.setattr("etrain_jupyter.pools.address.__version__", "9.9.9")
-    monkeypatch.setattr("etrain_jupyter.pools.address_words.__version__", "9.9.9")
+    monkeypatch.setattr("etrain_jupyter.pools.external.pool.__version__", "9.9.9")
+    monkeypatch.setattr("etrain_jupyter.pools.external.messages.__version__", "9.9.9")
     with pytest.raises(PoolError, match=r"has etrain-jupyter 0\.\S+ and a coordinator .* 9\.9\.9"):
         pool.up()
 
@@ -285,7 +285,7 @@ def test_cluster_with_certificates_of_its_own_trains_and_lets_nobody_else_in(
         assert (address.state_dir, address.tls_dir) == ("", "")
         assert address.tls_key == str(certificates / "client.key")
 
-        monkeypatch.setattr("etrain_jupyter.pools.address.CONNECT_S", 3.0)
+        monkeypatch.setattr("etrain_jupyter.pools.external.pool.CONNECT_S", 3.0)
         mixed = files_of(tmp_path / "strangers") | {"ca": str(certificates / "ca.pem")}
         wrong: list[tuple[AddressPool, str]] = [
             (AddressPool(cluster.address, tls=files_of(tmp_path / "strangers")), "not signed by"),
@@ -318,7 +318,7 @@ def test_address_where_nobody_answers_is_told_apart_and_has_nothing_of_ours(
         f"{cluster.address} has no worker now. Whoever made it starts them; jobs wait until some "
         "are there."
     ]
-    monkeypatch.setattr("etrain_jupyter.pools.address.CONNECT_S", 1.0)
+    monkeypatch.setattr("etrain_jupyter.pools.external.pool.CONNECT_S", 1.0)
     tls = AddressPool.from_spec(
         {
             "address": cluster.address.replace("tcp", "tls"),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from etrain_jupyter.errors import PoolError
-from etrain_jupyter.pools.aws_spot.pool import AwsSpotPool
+from etrain_jupyter.pools.ec2.client.pool import AwsSpotPool
 from etrain_jupyter.testing.fakeaws import ApiFault, FakeAws
 from tests.integration.aws_head import *  # noqa: F403
 from tests.integration.aws_head import PATIENCE_S, make_spec
@@ -185,7 +185,7 @@ async def test_no_capacity_anywhere_is_told_at_once_with_what_comes_next(
 async def test_capacity_that_comes_is_taken(
     open_head: Any, cloud: FakeAws, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("etrain_jupyter.pools.aws_spot.memory.FIRST_BACK_OFF_S", 0.5)
+    monkeypatch.setattr("etrain_jupyter.pools.ec2.fleet_state.FIRST_BACK_OFF_S", 0.5)
     cloud.set_capacity(0)
     head = await open_head(capacity={"types": ["g5.xlarge"], "zones": ["us-east-1a"]})
     head.nodes.want(1, reason="test")
@@ -221,7 +221,7 @@ async def test_refused_launch_is_told_with_what_to_do(
 async def test_launches_that_are_never_allowed_end_the_trying(
     open_head: Any, cloud: FakeAws, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("etrain_jupyter.pools.aws_spot.memory.FIRST_BACK_OFF_S", 0.1)
+    monkeypatch.setattr("etrain_jupyter.pools.ec2.fleet_state.FIRST_BACK_OFF_S", 0.1)
     head = await open_head()
     cloud.set_faults(ApiFault(action="CreateFleet", code="UnauthorizedOperation"))
     head.nodes.want(1, reason="test")

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from etrain_jupyter.errors import PoolError
-from etrain_jupyter.pools.aws_spot.ec2 import Clients
-from etrain_jupyter.pools.state_dir import ClusterDir, LocalSettings
-from etrain_jupyter.pools.tls import mint_certificates, write_certificates
+from etrain_jupyter.pools.ec2.ec2_api import Clients
+from etrain_jupyter.process.cluster_dir import ClusterDir, LocalSettings
+from etrain_jupyter.process.tls import mint_certificates, write_certificates
 from etrain_jupyter.testing.fakeaws import ApiFault, FakeAws
 from tests.integration.aws_head import *  # noqa: F403
 from tests.integration.aws_head import make_head, make_spec

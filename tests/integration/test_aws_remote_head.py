@@ -16,10 +16,10 @@ import pytest
 from etrain_jupyter import launch
 from etrain_jupyter.config import parse_mapping
 from etrain_jupyter.errors import ConfigError, PoolError
-from etrain_jupyter.job.training_job import TrainingJob
-from etrain_jupyter.pools.aws_spot.pool import AwsSpotPool
+from etrain_jupyter.notebook.job.training_job import TrainingJob
+from etrain_jupyter.pools.ec2.client.pool import AwsSpotPool
 from etrain_jupyter.pools.registry import get_pool
-from etrain_jupyter.pools.state_dir import cluster_dirs
+from etrain_jupyter.process.cluster_dir import cluster_dirs
 from etrain_jupyter.testing.fakeaws import Account, FakeAws
 from tests.chaos.workload import body
 
@@ -187,7 +187,7 @@ def test_machine_outside_the_network_reaches_its_head_through_a_tunnel(
 def test_tunnel_without_the_command_line_says_what_to_install(
     cloud: FakeAws, make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("etrain_jupyter.pools.aws_spot.tunnel.shutil.which", lambda _: None)
+    monkeypatch.setattr("etrain_jupyter.pools.ec2.client.tunnel.shutil.which", lambda _: None)
     pool = make_pool(head_tunnel="ssm")
 
     with pytest.raises(PoolError, match="needs the AWS command line"):

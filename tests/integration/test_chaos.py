@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from etrain_jupyter.errors import PoolError
-from etrain_jupyter.events.types import FaultInjected, GenerationFormed, WorkerLeft, WorkerLost
-from etrain_jupyter.job.training_job import TrainingJob
+from etrain_jupyter.log.events import FaultInjected, GenerationFormed, WorkerLeft, WorkerLost
+from etrain_jupyter.notebook.job.training_job import TrainingJob
 from etrain_jupyter.testing.invariants import assert_invariants
 from tests.integration.conftest import PATIENCE_S, until
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import Dataset
 
-from etrain_jupyter.events.types import (
+from etrain_jupyter.log.events import (
     TERMINAL_STATUSES,
     CheckpointCommitted,
     GenerationFormed,
@@ -29,9 +29,9 @@ from etrain_jupyter.events.types import (
     WorkerLeft,
     WorkerLost,
 )
-from etrain_jupyter.job.run_store import open_runs
-from etrain_jupyter.job.training_job import TrainingJob
-from etrain_jupyter.surroundings import find_pools, look_around
+from etrain_jupyter.notebook.commands.other_jobs import find_pools, look_around
+from etrain_jupyter.notebook.job.run_store import open_runs
+from etrain_jupyter.notebook.job.training_job import TrainingJob
 from etrain_jupyter.testing.invariants import assert_invariants
 from tests.integration.conftest import until
 

@@ -12,19 +12,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from etrain_jupyter.ranks.devices import choose_device, facts_of
-from etrain_jupyter.ranks.group.backends import GLOO, NCCL, connect_nccl, end_nccl
-from etrain_jupyter.ranks.group.process_group import RankGroup
-from etrain_jupyter.ranks.group.rendezvous import BroadcastStore
-from etrain_jupyter.ranks.state.capture import digest_of, put_state, take_state
-from etrain_jupyter.ranks.state.transfer import (
+from etrain_jupyter.trainer.devices import choose_device, facts_of
+from etrain_jupyter.trainer.group.backends import GLOO, NCCL, connect_nccl, end_nccl
+from etrain_jupyter.trainer.group.process_group import RankGroup
+from etrain_jupyter.trainer.group.rendezvous import BroadcastStore
+from etrain_jupyter.trainer.state.capture import digest_of, put_state, take_state
+from etrain_jupyter.trainer.state.transfer import (
     CHUNK_BYTES,
     Transferred,
     receive_state,
     send_state,
 )
 from tests.integration import gpu_ranks
-from tests.unit.ranks.peers import linked_groups, on_each
+from tests.unit.trainer.peers import linked_groups, on_each
 
 pytestmark = pytest.mark.timeout(300)
 

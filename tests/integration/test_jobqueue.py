@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from etrain_jupyter.events.types import WorkerLost
-from etrain_jupyter.pools.address import AddressPool
+from etrain_jupyter.log.events import WorkerLost
 from etrain_jupyter.pools.base import Leftovers
+from etrain_jupyter.pools.external.pool import AddressPool
 from etrain_jupyter.testing.invariants import assert_invariants
 from tests.integration.dask_cluster import ROOT
 from tests.integration.slow_jobs import PATIENCE_S, await_steps, submit, until

@@ -16,8 +16,8 @@ import psutil
 import pytest
 from nbclient import NotebookClient
 
-from etrain_jupyter.events.log import read_events
-from etrain_jupyter.events.types import Event, GenerationFormed, StepCompleted
+from etrain_jupyter.log.event_log import read_events
+from etrain_jupyter.log.events import Event, GenerationFormed, StepCompleted
 from tests.integration.conftest import processes_of, until
 from tests.integration.notebook import Notebook, Shown
 
@@ -28,7 +28,7 @@ import json, os, time
 import torch, torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
-from etrain_jupyter.job import feed, link, training_job
+from etrain_jupyter.notebook.job import feed, link, training_job
 %load_ext etrain_jupyter
 # No time-out of the kernel's passes within a test: a cell that waits for one does not come back.
 link.CONNECT_S = feed.POLL_S = training_job.CATCH_UP_S = 600.0
@@ -107,7 +107,7 @@ class Desk:
         return [p for p in processes_of(self.folder) if p.pid not in kernels]
 
     def keeper(self) -> psutil.Process:
-        [keeper] = [p for p in self.cluster() if "etrain_jupyter.pools.local_keeper" in p.cmdline()]
+        [keeper] = [p for p in self.cluster() if "etrain_jupyter.head.keeper" in p.cmdline()]
         return keeper
 
     def close(self) -> None:

@@ -24,8 +24,8 @@ from pathlib import Path
 from threading import Event
 %load_ext etrain_jupyter
 from etrain_jupyter import launch
-from tests.unit.dashboard.scripted_job import Script
-from tests.unit.job.fakes import FakeLink, new_job, status
+from tests.unit.notebook.dashboard.scripted_job import Script
+from tests.unit.notebook.job.fakes import FakeLink, new_job, status
 
 class Loud(Event):
     def wait(self, timeout=None):

@@ -16,18 +16,19 @@ import psutil
 import pytest
 
 from etrain_jupyter.errors import PoolError
-from etrain_jupyter.pools.asking import ask
-from etrain_jupyter.pools.base import Leftovers, Node, SchedulerAddress
-from etrain_jupyter.pools.local import LocalPool, find_clusters
-from etrain_jupyter.pools.local_keeper import MOST_DEATHS
-from etrain_jupyter.pools.state_dir import (
+from etrain_jupyter.head.keeper import MOST_DEATHS
+from etrain_jupyter.pools.base import Leftovers, Node
+from etrain_jupyter.pools.local.pool import LocalPool, find_clusters
+from etrain_jupyter.pools.rpc import ask
+from etrain_jupyter.process.address import SchedulerAddress
+from etrain_jupyter.process.cluster_dir import (
     ClusterDir,
     ClusterRecord,
     LocalSettings,
     environment_key,
     wait_until,
 )
-from etrain_jupyter.pools.tls import mint_certificates, write_certificates
+from etrain_jupyter.process.tls import mint_certificates, write_certificates
 from tests.unit.pools import standins
 
 PATIENCE_S = 90.0
@@ -167,8 +168,8 @@ def test_the_cluster_outlives_the_process_that_started_it_and_is_found_again(
 ) -> None:
     code = """if True:
         import json, sys, time
-        from etrain_jupyter.pools.local import LocalPool
-        from etrain_jupyter.pools.state_dir import LocalSettings
+        from etrain_jupyter.pools.local.pool import LocalPool
+        from etrain_jupyter.process.cluster_dir import LocalSettings
         pool = LocalPool(settings=LocalSettings(**json.loads(sys.argv[1])))
         print(json.dumps(pool.up().to_dict()), flush=True)
         time.sleep(600)
@@ -295,8 +296,8 @@ def test_a_launcher_that_is_killed_in_mid_start_leaves_one_cluster_to_the_next(
 ) -> None:
     code = """if True:
         import sys
-        from etrain_jupyter.pools.local import LocalPool
-        from etrain_jupyter.pools.state_dir import LocalSettings
+        from etrain_jupyter.pools.local.pool import LocalPool
+        from etrain_jupyter.process.cluster_dir import LocalSettings
         LocalPool(settings=LocalSettings(coordinator=sys.argv[1])).up()
     """
     with subprocess.Popen(
@@ -443,7 +444,7 @@ def test_trainers_go_with_the_keeper(state: Path) -> None:
     await_running(pool, 1)
 
     def has_spare_trainer() -> bool:
-        return any("etrain_jupyter.ranks.main" in p.cmdline() for p in processes_in(state))
+        return any("etrain_jupyter.trainer.main" in p.cmdline() for p in processes_in(state))
 
     assert wait_until(has_spare_trainer, timeout_s=PATIENCE_S)
     assert not maps_torch(record_of(address).scheduler_pid)

@@ -20,12 +20,12 @@ from torch import nn
 
 from etrain_jupyter import launch
 from etrain_jupyter.config import parse_mapping
-from etrain_jupyter.events import types as events
-from etrain_jupyter.job.held_jobs import submit_job
-from etrain_jupyter.job.run_store import RunStore
-from etrain_jupyter.job.training_job import TrainingJob
+from etrain_jupyter.log import events
+from etrain_jupyter.notebook.job.open_jobs import submit_job
+from etrain_jupyter.notebook.job.run_store import RunStore
+from etrain_jupyter.notebook.job.training_job import TrainingJob
 from etrain_jupyter.pools import SchedulerAddress
-from etrain_jupyter.pools.tls import mint_certificates, write_certificates
+from etrain_jupyter.process.tls import mint_certificates, write_certificates
 from etrain_jupyter.testing.invariants import assert_invariants
 from etrain_jupyter.testing.s3_server import S3Server
 from tests.integration.conftest import until
@@ -75,7 +75,7 @@ def cluster(
         )
         machines.append(machine)
         machine.renew_lease(address)
-        machine.configure(supervisor="etrain_jupyter.cluster.supervisor:Supervisor")
+        machine.configure(supervisor="etrain_jupyter.worker.supervisor:Supervisor")
         machine.start()
         return machine
 

@@ -26,7 +26,7 @@ import json, platform, sys
 platform.node = lambda: {host!r}
 import etrain_jupyter
 from etrain_jupyter import cli
-from etrain_jupyter.job import store_link
+from etrain_jupyter.notebook.job import store_link
 store_link.SILENT_S = 12.0
 store_link.LOOK_FOR_LIFE_S = store_link.POLL_S = 0.5
 """

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from etrain_jupyter.events.log import read_events
-from etrain_jupyter.events.types import (
+from etrain_jupyter.log.event_log import read_events
+from etrain_jupyter.log.events import (
     CheckpointCommitted,
     GenerationFormed,
     JobRestored,
@@ -26,13 +26,13 @@ from etrain_jupyter.events.types import (
     WeightsHashed,
     WorkerLost,
 )
-from etrain_jupyter.job.training_job import TrainingJob
+from etrain_jupyter.notebook.job.training_job import TrainingJob
 from etrain_jupyter.pools.base import Leftovers
-from etrain_jupyter.pools.local import LocalPool
-from etrain_jupyter.pools.state_dir import ClusterRecord, cluster_dirs
-from etrain_jupyter.runs.chain import Chain
-from etrain_jupyter.runs.local_copy import LogCopy
-from etrain_jupyter.runs.objects import RunObjects
+from etrain_jupyter.pools.local.pool import LocalPool
+from etrain_jupyter.process.cluster_dir import ClusterRecord, cluster_dirs
+from etrain_jupyter.storage.bucket_log.chain import Chain
+from etrain_jupyter.storage.bucket_log.local_copy import LogCopy
+from etrain_jupyter.storage.bucket_log.objects import RunObjects
 from etrain_jupyter.testing.invariants import assert_invariants
 from etrain_jupyter.testing.s3_server import S3Server
 from tests.integration.conftest import PATIENCE_S, until

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from etrain_jupyter.events.types import GenerationFormed, WorkerLost
-from etrain_jupyter.job.training_job import TrainingJob
+from etrain_jupyter.log.events import GenerationFormed, WorkerLost
+from etrain_jupyter.notebook.job.training_job import TrainingJob
 from etrain_jupyter.testing.invariants import assert_invariants
 from tests.integration.conftest import processes_of, until
 

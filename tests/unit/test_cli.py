@@ -5,15 +5,15 @@ from pathlib import Path
 import pytest
 
 from etrain_jupyter.cli import main
-from etrain_jupyter.events.log import EventLog
-from etrain_jupyter.events.types import JobStatusChanged, JobSubmitted, StepCompleted
-from etrain_jupyter.job.run_store import RunStore
-from etrain_jupyter.subcommands import SUBCOMMANDS
+from etrain_jupyter.log.event_log import EventLog
+from etrain_jupyter.log.events import JobStatusChanged, JobSubmitted, StepCompleted
+from etrain_jupyter.notebook.commands.subcommands import SUBCOMMANDS
+from etrain_jupyter.notebook.job.run_store import RunStore
 
 
 @pytest.fixture(autouse=True)
 def _no_jobs_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("etrain_jupyter.job.held_jobs._used", {})
+    monkeypatch.setattr("etrain_jupyter.notebook.job.open_jobs._used", {})
 
 
 @pytest.fixture

@@ -11,11 +11,9 @@ from traitlets.config import Config
 
 import etrain_jupyter
 from etrain_jupyter import launch, magics
-from etrain_jupyter.dashboard import widget
-from etrain_jupyter.dashboard.link import Link
 from etrain_jupyter.errors import JobFailedError, PoolError
-from etrain_jupyter.events.log import EventLog
-from etrain_jupyter.events.types import (
+from etrain_jupyter.log.event_log import EventLog
+from etrain_jupyter.log.events import (
     Event,
     FaultInjected,
     JobStatusChanged,
@@ -24,11 +22,13 @@ from etrain_jupyter.events.types import (
     RankTimed,
     WorkerLost,
 )
-from etrain_jupyter.job import held_jobs
-from etrain_jupyter.job.run_store import JobRecord, RunStore
-from etrain_jupyter.job.training_job import TrainingJob
 from etrain_jupyter.magics import give_empty_body, split_line
-from etrain_jupyter.subcommands import LATER, SUBCOMMANDS, Subcommand
+from etrain_jupyter.notebook.commands.subcommands import LATER, SUBCOMMANDS, Subcommand
+from etrain_jupyter.notebook.dashboard import widget
+from etrain_jupyter.notebook.dashboard.link import PanelComm
+from etrain_jupyter.notebook.job import open_jobs
+from etrain_jupyter.notebook.job.run_store import JobRecord, RunStore
+from etrain_jupyter.notebook.job.training_job import TrainingJob
 
 BODY = """\
 model: Net()
@@ -52,7 +52,7 @@ x = "expanded"
 def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[InteractiveShell]:
     monkeypatch.setenv("ETRAIN_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
-    monkeypatch.setattr("etrain_jupyter.job.held_jobs._used", {})
+    monkeypatch.setattr("etrain_jupyter.notebook.job.open_jobs._used", {})
     config = Config()
     config.HistoryManager.enabled = False
     config.InteractiveShell.colors = "nocolor"
@@ -118,7 +118,7 @@ def test_load_ext_registers_and_unload_ext_removes(shell: InteractiveShell) -> N
 def test_loading_in_a_terminal_opens_no_way_to_a_browser(
     shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = Link()
+    made = PanelComm()
     monkeypatch.setattr(launch, "link", lambda: made)
 
     etrain_jupyter.load_ipython_extension(shell)
@@ -129,14 +129,14 @@ def test_loading_in_a_terminal_opens_no_way_to_a_browser(
 @pytest.fixture
 def posted(
     shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch
-) -> tuple[Link, list[dict[str, Any]]]:
+) -> tuple[PanelComm, list[dict[str, Any]]]:
     """Load into a kernel with a front end; return its link and what the latter hears."""
-    made, heard = Link(), list[dict[str, Any]]()
+    made, heard = PanelComm(), list[dict[str, Any]]()
     monkeypatch.setattr(made, "open", lambda: None)
     monkeypatch.setattr(made.panel, "_post", heard.append)
     for module in (launch, widget):
         monkeypatch.setattr(module, "link", lambda: made)
-    monkeypatch.setattr("etrain_jupyter.dashboard.browser.has_front_end", lambda: True)
+    monkeypatch.setattr("etrain_jupyter.notebook.dashboard.browser.has_front_end", lambda: True)
     for module in (launch, magics):
         monkeypatch.setattr(module, "has_front_end", lambda: True)
     etrain_jupyter.load_ipython_extension(shell)
@@ -144,7 +144,7 @@ def posted(
 
 
 def test_the_side_panel_gets_the_template_that_the_magic_prints(
-    posted: tuple[Link, list[dict[str, Any]]], run: Run
+    posted: tuple[PanelComm, list[dict[str, Any]]], run: Run
 ) -> None:
     made, heard = posted
     _, printed = run("%etrain template")
@@ -155,11 +155,11 @@ def test_the_side_panel_gets_the_template_that_the_magic_prints(
 
 
 def test_a_job_attached_from_the_side_panel_is_listed_and_the_latest_stays_the_latest(
-    posted: tuple[Link, list[dict[str, Any]]], run: Run
+    posted: tuple[PanelComm, list[dict[str, Any]]], run: Run
 ) -> None:
     made, heard = posted
     elsewhere, mine = make_job(name="elsewhere"), make_job(name="mine", created=2.0)
-    held_jobs.attach("mine")
+    open_jobs.attach("mine")
 
     made.panel.receive({"ask": "attach", "job_id": elsewhere.id, "view": "v"})
     made.panel.receive({"ask": "attach", "job_id": "nobody", "view": "v"})
@@ -167,11 +167,11 @@ def test_a_job_attached_from_the_side_panel_is_listed_and_the_latest_stays_the_l
     assert heard[0] == {"tell": "answer", "to": "v", "level": "info", "text": ""}
     assert "no job 'nobody'" in heard[1]["text"]
     assert list(made.panel._jobs) == [elsewhere.id]
-    assert held_jobs.attach(None).id == mine.id
+    assert open_jobs.attach(None).id == mine.id
 
 
 def test_a_quiet_cell_lists_its_job_and_shows_nothing(
-    posted: tuple[Link, list[dict[str, Any]]], run: Run, submitted: list[launch.Plan]
+    posted: tuple[PanelComm, list[dict[str, Any]]], run: Run, submitted: list[launch.Plan]
 ) -> None:
     made, _ = posted
     run(NOTEBOOK)
@@ -366,7 +366,8 @@ def test_bare_number_is_seconds_and_units_work_everywhere(
     for name in ("preempt", "chaos"):
         monkeypatch.setattr(TrainingJob, name, note)
     monkeypatch.setattr(
-        "etrain_jupyter.subcommands.wait_for", lambda job, timeout: note(job, timeout=timeout)
+        "etrain_jupyter.notebook.commands.subcommands.wait_for",
+        lambda job, timeout: note(job, timeout=timeout),
     )
 
     assert run(f"%etrain {line}") == (True, "noted\n")

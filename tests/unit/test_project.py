@@ -157,7 +157,9 @@ def test_every_file_that_the_readme_links_to_exists() -> None:
 
 def test_every_sub_command_of_the_readme_exists_and_all_are_there() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    subcommands = importlib.import_module("etrain_jupyter.subcommands").SUBCOMMANDS
+    subcommands = importlib.import_module(
+        "etrain_jupyter.notebook.commands.subcommands"
+    ).SUBCOMMANDS
     shown = set(re.findall(r"(?<!%)%etrain ([a-z]+)", "\n".join(code_of(readme))))
 
     assert shown == {command.name for command in subcommands}

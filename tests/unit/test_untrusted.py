@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from etrain_jupyter.job.run_store import new_job_id
+from etrain_jupyter.notebook.job.run_store import new_job_id
 from etrain_jupyter.untrusted import (
     check_job_id,
     is_job_id,

@@ -31,7 +31,7 @@ from moto.sts.models import sts_backends
 from werkzeug.exceptions import HTTPException
 
 from etrain_jupyter.testing.fakeaws.imds import timestamp
-from etrain_jupyter.testing.fakeaws.market import Lifecycle, Pool
+from etrain_jupyter.testing.fakeaws.market import CapacityPool, Lifecycle
 from etrain_jupyter.testing.fakeaws.permissions import World, requests_of
 from etrain_jupyter.testing.fakeaws.wire import ApiError, Call
 from etrain_jupyter.testing.iam import Request, is_allowed
@@ -56,7 +56,7 @@ class InstanceFacts:
     """What EC2 knows of an instance when it starts."""
 
     instance_id: str
-    pool: Pool
+    pool: CapacityPool
     lifecycle: Lifecycle
     region: str
     image: str
@@ -79,7 +79,7 @@ class LaunchOrder:
     region: str
     template_id: str
     version: str
-    pool: Pool
+    pool: CapacityPool
     lifecycle: Lifecycle
     subnet: str | None = None
     tags: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -240,7 +240,7 @@ class Backend:
         sizes = [int(instance.ec2_backend.volumes[block.volume_id].size or 8) for block in volumes]
         return InstanceFacts(
             instance_id=instance.id,
-            pool=Pool(instance.instance_type, instance.availability_zone),
+            pool=CapacityPool(instance.instance_type, instance.availability_zone),
             lifecycle=lifecycle,
             region=instance.region_name,
             image=instance.image_id or "",

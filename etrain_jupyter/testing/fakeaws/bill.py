@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from etrain_jupyter.testing.fakeaws.market import Lifecycle, Market, Pool
+from etrain_jupyter.testing.fakeaws.market import CapacityPool, Lifecycle, Market
 
 LEAST_S = 60.0
 FIRST_HOUR_S = 3600.0
@@ -22,7 +22,7 @@ class Usage:
     """One machine, from its launch to its end."""
 
     instance_id: str
-    pool: Pool
+    pool: CapacityPool
     lifecycle: Lifecycle
     launched_at: float
     ended_at: float | None = None

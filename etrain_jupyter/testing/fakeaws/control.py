@@ -21,7 +21,7 @@ from etrain_jupyter.testing.fakeaws.bill import make_bill
 from etrain_jupyter.testing.fakeaws.ec2 import Ec2
 from etrain_jupyter.testing.fakeaws.faults import ApiFault
 from etrain_jupyter.testing.fakeaws.hypervisor import Hypervisor
-from etrain_jupyter.testing.fakeaws.market import Market, Pool
+from etrain_jupyter.testing.fakeaws.market import CapacityPool, Market
 
 CONTROL = "/_fakeaws/"
 
@@ -80,7 +80,7 @@ class Control:
         with self._backend.lock:
             market = Market()
             for offer in pools:
-                pool = Pool(offer["instance_type"], offer["zone"])
+                pool = CapacityPool(offer["instance_type"], offer["zone"])
                 market.set_pool(
                     pool,
                     at=time.time(),
@@ -114,7 +114,7 @@ class Control:
                 if instance_type in ("", pool.instance_type) and zone in ("", pool.zone)
             ]
             if not chosen and instance_type and zone:
-                chosen = [Pool(instance_type, zone)]
+                chosen = [CapacityPool(instance_type, zone)]
             if not chosen:
                 raise ValueError(f"the market has no pool with {instance_type=} and {zone=}")
             for pool in chosen:

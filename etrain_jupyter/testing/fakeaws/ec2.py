@@ -28,10 +28,10 @@ from etrain_jupyter.testing.fakeaws.imds import timestamp
 from etrain_jupyter.testing.fakeaws.market import (
     BEFORE,
     Candidate,
+    CapacityPool,
     Lifecycle,
     Market,
-    Pool,
-    Refusal,
+    MarketRefusal,
 )
 from etrain_jupyter.testing.fakeaws.wire import (
     EC2_NAMESPACE,
@@ -165,7 +165,7 @@ class Ec2:
                 zone = override.get("AvailabilityZone") or self._backend.zone_of(region, subnet)
                 price = override.get("MaxPrice")
                 candidate = Candidate(
-                    pool=Pool(override.get("InstanceType") or version.instance_type, zone),
+                    pool=CapacityPool(override.get("InstanceType") or version.instance_type, zone),
                     place=place,
                     weight=float(override.get("WeightedCapacity", 1)),
                     max_price_usd=float(price) if price else None,
@@ -223,13 +223,13 @@ class Ec2:
         zone = (query.get("Placement") or {}).get("AvailabilityZone")
         zone = zone or self._backend.zone_of(call.region, query.get("SubnetId"))
         instance_type = query.get("InstanceType") or data.get("InstanceType") or "m1.small"
-        pool = Pool(instance_type, zone)
+        pool = CapacityPool(instance_type, zone)
         if query.get("DryRun") == "true":
             return
         self._backend.check_image(call.region, image)
         wanted = int(query.get("MinCount", 1))
         if self.market.free(pool, lifecycle) < wanted:
-            refusal = Refusal(
+            refusal = MarketRefusal(
                 lifecycle=lifecycle,
                 code="InsufficientInstanceCapacity",
                 candidate=Candidate(pool=pool),
@@ -328,7 +328,7 @@ class Ec2:
 
 
 def _price_rows(
-    pool: Pool, history: list[tuple[float, float]], since: float | None, until: float | None
+    pool: CapacityPool, history: list[tuple[float, float]], since: float | None, until: float | None
 ) -> list[dict[str, Any]]:
     """Return the entries of a span, and the one that was in force when it began."""
     rows = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from etrain_jupyter.testing.fakeaws.market import Candidate, Demand, Lifecycle, Refusal
+from etrain_jupyter.testing.fakeaws.market import Candidate, Demand, Lifecycle, MarketRefusal
 from etrain_jupyter.testing.fakeaws.wire import listed
 
 
@@ -75,7 +75,7 @@ def describe(one: Override) -> dict[str, Any]:
     }
 
 
-def refusal_entry(refusal: Refusal, overrides: list[Override]) -> dict[str, Any]:
+def refusal_entry(refusal: MarketRefusal, overrides: list[Override]) -> dict[str, Any]:
     """Write why the market gave nothing, or less."""
     place = refusal.candidate.place if refusal.candidate is not None else 0
     return error_entry(overrides[place], refusal.lifecycle, refusal.code, refusal.message)

@@ -23,9 +23,9 @@ from etrain_jupyter.testing.fakeaws.backend import (
     InstanceFacts,
 )
 from etrain_jupyter.testing.fakeaws.bill import Usage
-from etrain_jupyter.testing.fakeaws.machine import Machine, processes_of
+from etrain_jupyter.testing.fakeaws.machine import SimulatedMachine, processes_of
 from etrain_jupyter.testing.fakeaws.market import Market
-from etrain_jupyter.testing.fakeaws.networks import Network
+from etrain_jupyter.testing.fakeaws.networks import SimulatedNetwork
 from etrain_jupyter.testing.fakeaws.power import PowerOrder, PowerSwitch
 from etrain_jupyter.testing.fakeaws.records import InstanceRecord
 
@@ -35,7 +35,7 @@ ENDED_STATES = ("terminated", "shutting-down", "stopped", "stopping")
 
 @dataclass
 class _Guest:
-    machine: Machine
+    machine: SimulatedMachine
     usage: Usage
     ended: threading.Event = field(default_factory=threading.Event)
     """EC2 knows that it ended."""
@@ -50,7 +50,13 @@ class Hypervisor:
     """Runs machines."""
 
     def __init__(
-        self, *, backend: Backend, network: Network, folder: Path, minute_s: float, boot_s: float
+        self,
+        *,
+        backend: Backend,
+        network: SimulatedNetwork,
+        folder: Path,
+        minute_s: float,
+        boot_s: float,
     ) -> None:
         """Listen for the power switches.
 
@@ -90,7 +96,7 @@ class Hypervisor:
     def _adopt(self, instance_id: str) -> None:
         address = self._network.allocate()
         facts = self._backend.prepare(instance_id, address)
-        machine = Machine(facts, address, self._network, self._folder)
+        machine = SimulatedMachine(facts, address, self._network, self._folder)
         usage = Usage(
             instance_id=instance_id,
             pool=facts.pool,

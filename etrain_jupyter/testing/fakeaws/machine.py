@@ -20,7 +20,7 @@ import psutil
 import etrain_jupyter
 from etrain_jupyter.testing.fakeaws.backend import ACCOUNT, InstanceFacts
 from etrain_jupyter.testing.fakeaws.imds import ImdsServer, Page, instance_pages
-from etrain_jupyter.testing.fakeaws.networks import Network
+from etrain_jupyter.testing.fakeaws.networks import SimulatedNetwork
 
 MARKER = "ETRAIN_FAKEAWS_INSTANCE"
 _GUEST = Path(__file__).parent / "guest"
@@ -33,10 +33,12 @@ def python_script(name: str, *words: str) -> list[str]:
     return [sys.executable, "-I", "-S", str(_GUEST / f"{name}.py"), *words]
 
 
-class Machine:
+class SimulatedMachine:
     """Made switched off; ``start`` and ``power_off`` are called once."""
 
-    def __init__(self, facts: InstanceFacts, address: str, network: Network, folder: Path) -> None:
+    def __init__(
+        self, facts: InstanceFacts, address: str, network: SimulatedNetwork, folder: Path
+    ) -> None:
         """Describe it.
 
         Args:

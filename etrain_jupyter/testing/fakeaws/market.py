@@ -37,7 +37,7 @@ charges them."""
 DEFAULT_CAPACITY = 20
 
 
-class Pool(NamedTuple):
+class CapacityPool(NamedTuple):
     """An instance type in a zone."""
 
     instance_type: str
@@ -48,7 +48,7 @@ class Pool(NamedTuple):
 class Candidate:
     """A pool that a fleet request names."""
 
-    pool: Pool
+    pool: CapacityPool
     place: int = 0
     """Which of the request's overrides it is."""
     weight: float = 1.0
@@ -75,7 +75,7 @@ class Demand:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Refusal:
+class MarketRefusal:
     """Why a pool, or the whole request (no candidate), gave less than was asked for."""
 
     lifecycle: Lifecycle
@@ -101,11 +101,11 @@ class Refusal:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class FleetPlan:
     """What a fleet request gets: one candidate a machine, and why not more."""
 
     launches: tuple[Candidate, ...] = ()
-    refusals: tuple[Refusal, ...] = ()
+    refusals: tuple[MarketRefusal, ...] = ()
 
 
 @dataclass
@@ -119,10 +119,10 @@ class Market:
     """Capacity and prices, and who holds what. Not for several threads at once."""
 
     def __init__(self) -> None:
-        self._offers: dict[Pool, _Offer] = {}
+        self._offers: dict[CapacityPool, _Offer] = {}
         self._on_demand_usd: dict[str, float] = {}
         self._on_demand_capacity: dict[str, int] = {}
-        self._taken: dict[str, tuple[Pool, Lifecycle]] = {}
+        self._taken: dict[str, tuple[CapacityPool, Lifecycle]] = {}
 
     @classmethod
     def default(cls, zones: Iterable[str]) -> Market:
@@ -133,12 +133,17 @@ class Market:
             market.set_on_demand(instance_type, price_usd=usd)
             for place, zone in enumerate(names):
                 price = round(usd * (0.35 + 0.03 * place), 4)
-                pool = Pool(instance_type, zone)
+                pool = CapacityPool(instance_type, zone)
                 market.set_pool(pool, at=BEFORE, capacity=DEFAULT_CAPACITY, price_usd=price)
         return market
 
     def set_pool(
-        self, pool: Pool, *, at: float, capacity: int | None = None, price_usd: float | None = None
+        self,
+        pool: CapacityPool,
+        *,
+        at: float,
+        capacity: int | None = None,
+        price_usd: float | None = None,
     ) -> None:
         """Set a pool's spot capacity (machines in use included), and its price from ``at`` on."""
         if (capacity or 0) < 0 or (price_usd or 0.0) < 0:
@@ -161,11 +166,11 @@ class Market:
         if capacity is not None:
             self._on_demand_capacity[instance_type] = capacity
 
-    def pools(self) -> list[Pool]:
+    def pools(self) -> list[CapacityPool]:
         """Return the pools, in order."""
         return sorted(self._offers)
 
-    def take(self, instance_id: str, pool: Pool, lifecycle: Lifecycle) -> None:
+    def take(self, instance_id: str, pool: CapacityPool, lifecycle: Lifecycle) -> None:
         """Count a machine as used."""
         self._taken[instance_id] = (pool, lifecycle)
 
@@ -175,7 +180,7 @@ class Market:
         if pool is not None and is_lost and lifecycle == "spot" and pool in self._offers:
             self._offers[pool].capacity = max(0, self._offers[pool].capacity - 1)
 
-    def free(self, pool: Pool, lifecycle: Lifecycle) -> int:
+    def free(self, pool: CapacityPool, lifecycle: Lifecycle) -> int:
         """Return how many more machines can be started."""
         if lifecycle == "spot":
             offer = self._offers.get(pool)
@@ -187,7 +192,7 @@ class Market:
         capacity = self._on_demand_capacity.get(pool.instance_type, 1_000_000)
         return max(0, capacity - self._num_taken(pool, lifecycle))
 
-    def _num_taken(self, pool: Pool, lifecycle: Lifecycle) -> int:
+    def _num_taken(self, pool: CapacityPool, lifecycle: Lifecycle) -> int:
         # On-demand capacity is counted by type.
         return sum(
             kind == lifecycle
@@ -203,19 +208,21 @@ class Market:
         """Return the types that have an on-demand price."""
         return sorted(self._on_demand_usd)
 
-    def history(self, pool: Pool) -> list[tuple[float, float]]:
+    def history(self, pool: CapacityPool) -> list[tuple[float, float]]:
         """Return a pool's (start, price) pairs, oldest first."""
         offer = self._offers.get(pool, _Offer())
         return list(zip(offer.starts, offer.prices, strict=True))
 
-    def spot_usd(self, pool: Pool, at: float) -> float | None:
+    def spot_usd(self, pool: CapacityPool, at: float) -> float | None:
         """Return what an hour cost at an instant."""
         offer = self._offers.get(pool)
         if offer is None or not offer.prices:
             return None
         return offer.prices[max(0, bisect_right(offer.starts, at) - 1)]
 
-    def charge_usd(self, pool: Pool, lifecycle: Lifecycle, start: float, end: float) -> float:
+    def charge_usd(
+        self, pool: CapacityPool, lifecycle: Lifecycle, start: float, end: float
+    ) -> float:
         """Return what a machine cost between two instants, at the prices then in force."""
         if lifecycle == "on-demand":
             return (end - start) / 3600 * (self.on_demand_usd(pool.instance_type) or 0.0)
@@ -226,12 +233,12 @@ class Market:
             total += max(0.0, min(until, end) - max(at, start)) / 3600 * usd
         return total
 
-    def score(self, pools: Iterable[Pool], units: int) -> int:
+    def score(self, pools: Iterable[CapacityPool], units: int) -> int:
         """Return how likely a target is to be met by these pools together, from 1 to 10."""
         room = sum(self.free(pool, "spot") for pool in pools)
         return max(1, min(10, round(10 * room / max(1, 2 * units))))
 
-    def plan(self, candidates: Sequence[Candidate], demand: Demand, at: float) -> Plan:
+    def plan(self, candidates: Sequence[Candidate], demand: Demand, at: float) -> FleetPlan:
         """Choose machines for a demand. Nothing is taken yet."""
         groups = _groups(candidates, demand)
         chosen = [self._fill(group, demand, at) for group in groups]
@@ -246,8 +253,8 @@ class Market:
             refusals = [self._refusal(candidate, demand, at) for candidate in candidates]
         if _units(best) < demand.min_target:
             best = []
-            refusals = [Refusal(lifecycle=demand.lifecycle, code=UNFULFILLABLE), *refusals]
-        return Plan(launches=tuple(best), refusals=tuple(refusals))
+            refusals = [MarketRefusal(lifecycle=demand.lifecycle, code=UNFULFILLABLE), *refusals]
+        return FleetPlan(launches=tuple(best), refusals=tuple(refusals))
 
     def _fill(self, group: Sequence[Candidate], demand: Demand, at: float) -> list[Candidate]:
         got: list[Candidate] = []
@@ -319,9 +326,9 @@ class Market:
     def _usd(self, got: Sequence[Candidate], demand: Demand, at: float) -> float:
         return sum(self._hourly_usd(candidate, demand, at) for candidate in got)
 
-    def _refusal(self, candidate: Candidate, demand: Demand, at: float) -> Refusal:
+    def _refusal(self, candidate: Candidate, demand: Demand, at: float) -> MarketRefusal:
         is_too_dear = demand.lifecycle == "spot" and self._is_too_dear(candidate, at)
-        return Refusal(
+        return MarketRefusal(
             lifecycle=demand.lifecycle,
             code=PRICE_TOO_LOW if is_too_dear else NO_CAPACITY,
             candidate=candidate,

@@ -44,7 +44,7 @@ def why_no_namespaces() -> str:
     return ""
 
 
-class Network(Protocol):
+class SimulatedNetwork(Protocol):
     """Addresses and cables."""
 
     mode: Mode
@@ -304,7 +304,7 @@ def _listen_inside(path: str, address: tuple[str, int]) -> socket.socket:
     return made[0]
 
 
-def make_network(mode: Literal["auto", "namespaces", "loopback"]) -> Network:
+def make_network(mode: Literal["auto", "namespaces", "loopback"]) -> SimulatedNetwork:
     """Return the network of a mode; ``auto`` takes namespaces where they can be had.
 
     Raises:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from etrain_jupyter.testing.fakeaws.machine import python_script
-from etrain_jupyter.testing.fakeaws.networks import CABLE, Network, make_network
+from etrain_jupyter.testing.fakeaws.networks import CABLE, SimulatedNetwork, make_network
 from etrain_jupyter.testing.fakeaws.settings import Settings
 
 END_S = 5.0
@@ -48,7 +48,7 @@ def main(word: str) -> None:
     os._exit(0)
 
 
-def _serve(settings: Settings, network: Network, folder: Path) -> None:
+def _serve(settings: Settings, network: SimulatedNetwork, folder: Path) -> None:
     os.environ.setdefault("AWS_EC2_METADATA_DISABLED", "true")
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import WSGIRequestHandler, make_server
@@ -119,7 +119,7 @@ def end_heads_at(endpoint: str) -> None:
     """
     import psutil
 
-    from etrain_jupyter.pools.state_dir import MARKER, wait_until
+    from etrain_jupyter.process.cluster_dir import MARKER, wait_until
 
     def kill_again() -> bool:
         # Again, because a keeper may have started a head since the last look.

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks.timeline import PHASES, recovery, stalls
-from etrain_jupyter.events.types import (
+from etrain_jupyter.log.events import (
     Event,
     GenerationFormed,
     GenerationReady,

@@ -10,7 +10,7 @@ import pytest
 
 from etrain_jupyter.errors import PoolError
 from etrain_jupyter.pools import KINDS, SchedulerAddress, clusters, get_pool
-from etrain_jupyter.pools.local import LocalPool
+from etrain_jupyter.pools.local.pool import LocalPool
 
 
 @pytest.fixture(autouse=True)

@@ -10,13 +10,13 @@ from etrain_jupyter.testing.fakeaws.market import (
     PRICE_TOO_LOW,
     UNFULFILLABLE,
     Candidate,
+    CapacityPool,
     Demand,
+    FleetPlan,
     Market,
-    Plan,
-    Pool,
 )
 
-A5, A6, B5 = Pool("g5", "z-a"), Pool("g6", "z-a"), Pool("g5", "z-b")
+A5, A6, B5 = CapacityPool("g5", "z-a"), CapacityPool("g6", "z-a"), CapacityPool("g5", "z-b")
 
 
 def market(**pools: tuple[int, float]) -> Market:
@@ -32,12 +32,12 @@ def spot(num: float, **words: object) -> Demand:
     return Demand(lifecycle="spot", target=num, **words)  # type: ignore[arg-type]
 
 
-def plan(made: Market, demand: Demand, *candidates: Candidate) -> Plan:
+def plan(made: Market, demand: Demand, *candidates: Candidate) -> FleetPlan:
     wanted = candidates or [Candidate(pool=pool, place=n) for n, pool in enumerate((A5, A6, B5))]
     return made.plan(list(wanted), demand, at=10.0)
 
 
-def pools(got: Plan) -> list[Pool]:
+def pools(got: FleetPlan) -> list[CapacityPool]:
     return [candidate.pool for candidate in got.launches]
 
 
@@ -181,6 +181,6 @@ def test_the_score_falls_with_the_target() -> None:
 def test_the_default_market_has_all_types_in_all_zones() -> None:
     made = Market.default(["z-a", "z-b"])
 
-    assert made.free(Pool("g5.xlarge", "z-b"), "spot") > 0
-    assert made.free(Pool("t3.medium", "z-a"), "on-demand") > 0
-    assert made.free(Pool("x9.huge", "z-a"), "on-demand") == 0
+    assert made.free(CapacityPool("g5.xlarge", "z-b"), "spot") > 0
+    assert made.free(CapacityPool("t3.medium", "z-a"), "on-demand") > 0
+    assert made.free(CapacityPool("x9.huge", "z-a"), "on-demand") == 0

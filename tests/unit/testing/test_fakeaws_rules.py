@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from etrain_jupyter.testing.fakeaws.bill import Usage, make_bill
-from etrain_jupyter.testing.fakeaws.market import Lifecycle, Market, Pool
+from etrain_jupyter.testing.fakeaws.market import CapacityPool, Lifecycle, Market
 from etrain_jupyter.testing.fakeaws.power import PowerOrder, read_words
 from etrain_jupyter.testing.fakeaws.wire import listed, nested, read_call
 
-POOL = Pool("g5", "us-east-1a")
+POOL = CapacityPool("g5", "us-east-1a")
 
 
 def usd_of(

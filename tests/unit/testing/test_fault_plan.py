@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from etrain_jupyter import launch
-from etrain_jupyter.ranks.control import faults
 from etrain_jupyter.testing import FaultPlan, submit_with_faults
 from etrain_jupyter.testing.fault_plan import AT_A_PLACE, KINDS, PLACES, PLANTED
+from etrain_jupyter.trainer.control import faults
 
 PLAN = FaultPlan().kill(rank=1, step=3).notice(rank=0, step=7).hang(rank=2, step=9, at="commit")
 

@@ -1,0 +1,116 @@
+"""The bundles of a scheduler's jobs: files, from which workers elsewhere get bounded pieces.
+
+::
+
+    kernel ── etrain_submit ──▶ head: is the file in the job's folder?  yes: the job begins
+           ◀─ wants_bundle ───        no
+           ── etrain_put_bundle, piece by piece ──▶ a hidden file, named when it is whole
+           ── etrain_submit ──▶
+    worker ── etrain_bundle, piece by piece ──▶ head      if it does not see the job's folder
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from etrain_jupyter.bundle.files import CHUNK_BYTES, has_digest
+from etrain_jupyter.head.coordinator.requests import RequestError
+from etrain_jupyter.head.jobs.job_spec import JobSpec
+
+_NAME = re.compile(r"bundle(-[0-9a-f]{12})?")
+
+
+class HeadBundles:
+    """Keeps no bytes in memory.
+
+    Args:
+        orders: Returns the orders of the jobs that have not ended.
+    """
+
+    def __init__(self, orders: Callable[[], Iterable[JobSpec]]) -> None:
+        self._orders = orders
+        self._drafts: set[Path] = set()
+        """Files that a kernel is sending."""
+
+    def close(self) -> None:
+        """Remove what was never completed."""
+        for draft in self._drafts:
+            draft.unlink(missing_ok=True)
+
+    async def is_here(self, order: JobSpec) -> bool:
+        """Whether this process sees a job's bundle, whole."""
+        _check_name(order)
+        return await asyncio.to_thread(
+            has_digest, order.bundle_path, order.bundle_digest, size=order.bundle_size
+        )
+
+    async def put(self, order: JobSpec, offset: int, data: bytes) -> None:
+        """Take a piece of a bundle whose file this process does not see.
+
+        Raises:
+            RequestError: If it cannot be written, or is not what was announced.
+        """
+        _check_name(order)
+        path = order.bundle_path
+        draft = path.with_name(f".{path.name}.{order.bundle_digest[:12]}")
+        self._drafts.add(draft)
+        try:
+            is_whole = await asyncio.to_thread(_write_piece, order, draft, offset, data)
+        except OSError as exc:
+            with contextlib.suppress(OSError):
+                draft.unlink()
+            self._drafts.discard(draft)
+            raise RequestError(
+                f"the job's bundle ({order.bundle_size / 2**20:.0f} MB) cannot be stored in "
+                f"{path.parent}: {exc.strerror or exc}. Nothing was submitted. Make room there, or "
+                "name a function that loads the data on the workers."
+            ) from exc
+        if is_whole:
+            self._drafts.discard(draft)
+
+    async def read(self, digest: str, offset: int) -> bytes:
+        """Return the next piece of an active job's bundle; empty at its end.
+
+        Raises:
+            RequestError: If no active job has it, or its file is gone.
+        """
+        paths = [order.bundle_path for order in self._orders() if order.bundle_digest == digest]
+        if not paths:
+            raise RequestError(f"no active job has the bundle {digest[:12]}")
+        try:
+            return await asyncio.to_thread(_read_piece, paths[0], offset)
+        except OSError as exc:
+            raise RequestError(
+                f"the bundle {paths[0]} cannot be read any more: {exc.strerror or exc}. Stop the "
+                "job and run its cell again."
+            ) from exc
+
+
+def _check_name(order: JobSpec) -> None:
+    if not _NAME.fullmatch(order.bundle_file):
+        raise RequestError(f"{order.bundle_file!r} is no name of a bundle's file")
+
+
+def _write_piece(order: JobSpec, draft: Path, offset: int, data: bytes) -> bool:
+    draft.parent.mkdir(parents=True, exist_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if offset == 0 else 0)
+    with os.fdopen(os.open(draft, flags, 0o600), "wb") as file:
+        file.seek(offset)
+        file.write(data)
+    if offset + len(data) < order.bundle_size:
+        return False
+    if not has_digest(draft, order.bundle_digest, size=order.bundle_size):
+        raise OSError("its bytes were changed on their way")
+    draft.replace(order.bundle_path)
+    return True
+
+
+def _read_piece(path: Path, offset: int) -> bytes:
+    with path.open("rb", buffering=0) as file:
+        file.seek(offset)
+        return file.read(CHUNK_BYTES)

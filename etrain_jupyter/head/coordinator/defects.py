@@ -1,0 +1,107 @@
+"""Exceptions of our own code in the coordinator: logged for the job, and nothing else stops.
+
+A defect that is met again and again is logged again after 10, 20, 40 ... 600 s, with a count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from etrain_jupyter.head.coordinator import clock
+from etrain_jupyter.log import events
+
+if TYPE_CHECKING:
+    from etrain_jupyter.head.jobs.hosted_job import HostedJob
+
+logger = logging.getLogger("etrain.coordinator")
+
+FIRST_WAIT_S = 10.0
+MOST_WAIT_S = 600.0
+
+MOST_KINDS = 100
+"""Kinds of defects that are remembered."""
+
+Kind = tuple[str, str, str]
+"""The job, what was being done, and where which exception was raised."""
+
+
+@dataclass
+class _Seen:
+    wait_s: float
+    next_at: float
+    num_unsaid: int = 0
+
+
+class Defects:
+    """Logs exceptions in the name of the job that they belong to, at a bounded rate."""
+
+    def __init__(self) -> None:
+        self.num_seen = 0
+        """How many there were."""
+        self.newest = ""
+        """The last one, as the log has it."""
+        self._seen: dict[Kind, _Seen] = {}
+
+    @contextlib.contextmanager
+    def watch(self, job: HostedJob | None, doing: str) -> Iterator[None]:
+        """Log what the block raises.
+
+        Args:
+            job: The job that the block works for; None for work that no single job causes.
+            doing: What the block does, for the message.
+        """
+        try:
+            yield
+        except Exception as exc:
+            self.take(job, doing, exc)
+
+    def take(self, job: HostedJob | None, doing: str, exc: Exception) -> None:
+        """Log an exception: the traceback for us, a sentence for whoever watches the job."""
+        self.num_seen += 1
+        self.newest = f"{doing} failed: {type(exc).__name__}: {exc}"
+        num_before = self._num_unsaid((job.order.job_id if job else "", doing, _place_of(exc)))
+        if num_before is None:
+            return
+        again = f" ({num_before:,} times more since this was logged last)" if num_before else ""
+        name = job.order.job_id if job else "the cluster"
+        logger.error("%s: %s%s", name, self.newest, again, exc_info=exc)
+        if job is None or job.state.is_ended:
+            return
+        text = (
+            f"{self.newest}{again}. This is a defect of etrain-jupyter; the job continues as far "
+            "as it can. The traceback is in the scheduler's log"
+        )
+        try:
+            job.log(events.LogLine, level="error", worker="", text=text)
+        except Exception:
+            logger.exception("%s: this could not be logged for the job", name)
+
+    def _num_unsaid(self, kind: Kind) -> int | None:
+        """Count one; return how many were not logged before it, or None if it is not logged."""
+        now = clock.now()
+        seen = self._seen.get(kind)
+        if seen is None:
+            if len(self._seen) >= MOST_KINDS:
+                del self._seen[next(iter(self._seen))]
+            self._seen[kind] = _Seen(FIRST_WAIT_S, now + FIRST_WAIT_S)
+            return 0
+        if now < seen.next_at:
+            seen.num_unsaid += 1
+            return None
+        seen.wait_s = min(MOST_WAIT_S, 2 * seen.wait_s)
+        seen.next_at = now + seen.wait_s
+        num, seen.num_unsaid = seen.num_unsaid, 0
+        return num
+
+
+def _place_of(exc: Exception) -> str:
+    """Return which exception was raised where; its text may differ each time."""
+    frame = exc.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    place = f"{frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}" if frame else ""
+    return f"{type(exc).__name__} {place}"

@@ -1,0 +1,224 @@
+"""What a person may ask of a job that runs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from etrain_jupyter.head.coordinator import clock
+from etrain_jupyter.head.coordinator.fault_injection import Injector
+from etrain_jupyter.head.coordinator.nodes import NodeSource
+from etrain_jupyter.head.coordinator.roster import WorkerFacts, WorkerRoster
+from etrain_jupyter.head.jobs.hosted_job import HostedJob
+from etrain_jupyter.rules.membership import stimuli as s
+from etrain_jupyter.rules.policy.chaos import FAULT_KINDS, Chaos
+
+_BLAMED = "is found when the others have waited for it too long (ETRAIN_HANG_S), and replaced"
+_REPLACED = "the others go on, and another one takes its place"
+_OUTCOMES = {
+    "kill": f"loses its trainer; {_REPLACED}",
+    "segfault": f"loses its trainer to a segfault; {_REPLACED}",
+    "exit": f"loses its trainer, which exits without a word; {_REPLACED}",
+    "error": f"loses its trainer to an exception in the framework; {_REPLACED}",
+    "stop": f"has its trainer stopped (SIGSTOP); that {_BLAMED}",
+    "hold_gil": f"has its trainer hold the GIL for ever; that {_BLAMED}",
+    "hang": f"has its trainer hang for ever; that {_BLAMED}",
+    "disconnect": "loses its connections to the other ranks; they connect anew",
+    "notice": "was given notice of 120 s",
+    "worker": f"is killed; {_REPLACED}",
+}
+"""What comes of each fault that somebody asks for; follows the worker's name."""
+
+STANDSTILL_S = 5.0
+"""Nothing is said of a step that took less, however short the others are."""
+
+
+class RequestError(Exception):
+    """A request that cannot be done; the text goes back to whoever asked."""
+
+    kind = "request"
+
+
+class UnknownJobError(RequestError):
+    """A request for a job that this cluster does not have."""
+
+    kind = "JobNotFoundError"
+
+
+class Requests:
+    """Does what is asked of a job, and says in a sentence what will come of it.
+
+    Args:
+        nodes: Knows how many workers there can be.
+        roster: Knows the workers.
+        injector: Lets faults happen.
+        allocate: Shares the workers anew.
+    """
+
+    def __init__(
+        self,
+        *,
+        nodes: NodeSource,
+        roster: WorkerRoster,
+        injector: Injector,
+        allocate: Callable[[], None],
+    ) -> None:
+        self._nodes = nodes
+        self._roster = roster
+        self._injector = injector
+        self._allocate = allocate
+
+    def do(self, job: HostedJob, request: str, args: dict[str, Any]) -> str:
+        """Carry out one request.
+
+        Raises:
+            RequestError: If it cannot be done.
+        """
+        if job.state.is_ended:
+            raise RequestError(f"job {job.order.name} has ended as {job.state.status}")
+        do = self._BY_NAME.get(request)
+        if do is None:
+            raise RequestError(f"no request {request!r}; there are {', '.join(self._BY_NAME)}")
+        return do(self, job, **args)
+
+    def check_capacity(self, min_workers: int, outcome: str) -> None:
+        """Refuse what would wait for ever."""
+        most = self._nodes.capacity()
+        if most is not None and min_workers > most:
+            raise RequestError(
+                f"workers.min={min_workers} is more than the {most} workers that this pool can "
+                f"have. {outcome}. Write workers.min of {most} or less."
+            )
+
+    def _stop(self, job: HostedJob, now: bool = False) -> str:
+        job.handle(s.StopAsked(now=now))
+        if now or job.state.is_ended:
+            return "stopped"
+        return "stops at the next step boundary, with a checkpoint" + _standstill(job)
+
+    def _pause(self, job: HostedJob) -> str:
+        if job.state.paused:
+            return f"is paused already, at step {job.state.step}; %etrain resume goes on"
+        job.handle(s.PauseAsked())
+        return "pauses at the next step boundary; its workers keep the state" + _standstill(job)
+
+    def _resume(self, job: HostedJob) -> str:
+        if not job.state.paused:
+            return f"is not paused; it is {job.state.status} at step {job.state.step}"
+        job.handle(s.ResumeAsked())
+        return "goes on"
+
+    def _scale(self, job: HostedJob, min: int | None = None, max: int | None = None) -> str:
+        low = job.state.min_workers if min is None else min
+        high = job.state.max_workers if max is None else max
+        if not 1 <= low <= high:
+            raise RequestError(f"workers min={low}, max={high}: they must obey 1 <= min <= max")
+        self.check_capacity(low, "Nothing was changed")
+        shards = job.order.num_shards
+        if shards is not None and high > shards:
+            raise RequestError(
+                f"workers max={high} is more than the {shards} shards of this reproducible job: "
+                f"the others would have nothing to do. Nothing was changed. Scale to {shards} or "
+                f"less, or start a job with reproducible: {{shards: {high}}}."
+            )
+        most = self._nodes.capacity()
+        limit = ""
+        if most is not None and high > most:
+            limit, high = f"; max={high} is more than the {most} that this pool can have", most
+        job.handle(s.BoundsChanged(min_workers=low, max_workers=high))
+        self._allocate()
+        return f"trains on {low} to {high} workers from now on{limit}"
+
+    def _checkpoint(self, job: HostedJob) -> str:
+        ranked = job.state.in_phase("ranked")
+        if not ranked:
+            raise RequestError("no rank is training now, so there is nothing new to save")
+        for member in ranked:
+            job.send(member.trainer, {"op": "checkpoint"})
+        return "saves at the next step boundary"
+
+    # --- faults on purpose ---
+
+    def _preempt(self, job: HostedJob, worker: str | None = None, notice_s: float = 120.0) -> str:
+        facts = self._victim(job, worker)
+        self._injector.give_notice(facts.name, notice_s)
+        alone = "alone with the state, it waits until that is taken over or saved"
+        return f"{facts.name} has {notice_s:g} s; it leaves at the next step boundary; {alone}"
+
+    def _kill(self, job: HostedJob, worker: str | None = None) -> str:
+        facts = self._victim(job, worker)
+        self._injector.inject(job, facts.name, "worker", notice_s=0.0)
+        return f"{facts.name} (process {facts.pid}) was killed"
+
+    def _fault(self, job: HostedJob, kind: str, worker: str | None = None) -> str:
+        known = (*FAULT_KINDS, "error", "disconnect")
+        if kind not in known:
+            raise RequestError(f"no fault {kind!r}; there are {', '.join(known)}")
+        facts = self._victim(job, worker)
+        self._injector.inject(job, facts.name, kind, notice_s=120.0)
+        return f"{facts.name} {_OUTCOMES[kind]}"
+
+    def _chaos(
+        self,
+        job: HostedJob,
+        *,
+        mtbf_s: float = 15.0,
+        mode: str = "mix",
+        duration_s: float | None = None,
+        seed: int | None = None,
+        off: bool = False,
+    ) -> str:
+        if off:
+            was_on = self._injector.end_chaos(job)
+            return "no more faults by chance" if was_on else "there was no chaos"
+        seed = random.randrange(2**31) if seed is None else seed
+        now = clock.now()
+        mode = "notice" if mode == "preempt" else mode
+        try:
+            chaos = Chaos(mtbf_s=mtbf_s, mode=mode, seed=seed, now=now, duration_s=duration_s)
+        except ValueError as exc:
+            raise RequestError(str(exc)) from exc
+        end = "the job ends" if duration_s is None else f"{duration_s:g} s are over"
+        words = f"{mode} every {mtbf_s:g} s on average until {end}, seed {seed}"
+        was_on = self._injector.begin_chaos(job, chaos, words)
+        again = "; the chaos that there was is over" if was_on else ""
+        return f"faults by chance: {words}{again}. %etrain chaos --off ends it"
+
+    def _victim(self, job: HostedJob, worker: str | None) -> WorkerFacts:
+        """Return the worker that was named, or the last rank's."""
+        ranked = [
+            m.worker
+            for m in job.state.in_phase("ranked")
+            if not m.leaving and m.worker in self._roster
+        ]
+        if worker is None and not ranked:
+            raise RequestError("no worker is training now")
+        name = ranked[-1] if worker is None else worker
+        facts = self._roster.get(name)
+        if facts is None or job.state.of_worker(name) is None:
+            known = ", ".join(m.worker for m in job.state.members.values()) or "none"
+            raise RequestError(f"no worker {name!r} in this job; there are: {known}")
+        return facts
+
+    _BY_NAME: ClassVar[dict[str, Callable[..., str]]] = {
+        "stop": _stop,
+        "pause": _pause,
+        "resume": _resume,
+        "scale": _scale,
+        "checkpoint": _checkpoint,
+        "preempt": _preempt,
+        "kill": _kill,
+        "fault": _fault,
+        "chaos": _chaos,
+    }
+
+
+def _standstill(job: HostedJob) -> str:
+    """Warn that the next step boundary may never come."""
+    state = job.state
+    quiet_s = clock.now() - state.last_step_at
+    usual_s = max(STANDSTILL_S, 10 * state.step_s)
+    if state.phase not in ("running", "changing") or not state.last_step_at or quiet_s < usual_s:
+        return ""
+    return f". No step has ended for {quiet_s:.0f} s: %etrain stop --now does not wait for one"

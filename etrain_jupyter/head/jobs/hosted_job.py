@@ -1,0 +1,517 @@
+"""One job inside the coordinator: its state, its log, and what its trainers said."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from etrain_jupyter.head.coordinator import clock
+from etrain_jupyter.head.coordinator.defects import Defects
+from etrain_jupyter.head.coordinator.fault_injection import PlannedFaults
+from etrain_jupyter.head.jobs.job_log import JobLog
+from etrain_jupyter.head.jobs.job_records import PendingRequests
+from etrain_jupyter.head.jobs.job_spec import JobSpec, TrainerFacts
+from etrain_jupyter.head.jobs.mirrored_log import MirroredLog, OpenedRun
+from etrain_jupyter.head.jobs.printed_lines import BURST, PER_S, PrintedLines
+from etrain_jupyter.head.jobs.reports import Message, take_report
+from etrain_jupyter.head.jobs.steps import StepClock
+from etrain_jupyter.head.jobs.take_over import (
+    find_trainers,
+    past_from,
+    read_past,
+    state_after,
+    state_of_recalled,
+)
+from etrain_jupyter.log import events
+from etrain_jupyter.log.event_log import read_events
+from etrain_jupyter.log.tensorboard import follow_elsewhere
+from etrain_jupyter.rules.membership import commands as c
+from etrain_jupyter.rules.membership import stimuli as s
+from etrain_jupyter.rules.membership.lineage import NOT_BEGUN
+from etrain_jupyter.rules.membership.membership import JobState
+from etrain_jupyter.rules.membership.state_machine import handle
+from etrain_jupyter.rules.policy.checkpoint_interval import words_of
+from etrain_jupyter.rules.policy.job_costs import RunningCost
+from etrain_jupyter.rules.replay.checkpoint_evidence import Evidence
+from etrain_jupyter.rules.replay.recalled_workers import RecalledWorkers, recall
+from etrain_jupyter.rules.replay.replay import Past
+
+Tell = Callable[[str, Message], None]
+"""Sends an order to a worker's supervisor, by worker name."""
+
+
+@dataclass(kw_only=True)
+class HostedJob:
+    """Owns a job's state; turns messages into stimuli, and carries out commands."""
+
+    order: JobSpec
+    tell: Tell
+    hang_s: float = 30.0
+    """How long ranks may stand still, at least."""
+    opened: OpenedRun | None = None
+    """Of a job that lies in a bucket: this process as the writer of its log."""
+    recalls: PendingRequests | None = None
+    """What was asked of a job whose scheduler died, so that its trainers may live; None for one
+    that is submitted."""
+    recalled: RecalledWorkers | None = field(default=None, init=False)
+    """What its log told, until its trainers were looked for; None for one that is submitted."""
+    state: JobState = field(init=False)
+    plan: dict[str, Any] = field(default_factory=dict)
+    step_clock: StepClock = field(default_factory=StepClock)
+    trainers: dict[str, TrainerFacts] = field(default_factory=dict)
+    planned: PlannedFaults = field(init=False)
+    restoring: int = field(default=0, init=False)
+    """The generation that begins with a checkpoint, until a rank has told which; 0 if none does."""
+    starts: list[int] = field(default_factory=list, init=False)
+    """The step at which each generation began; see ``elastic.lineage``."""
+
+    evaluated_step: int = field(default=-1, init=False)
+    """Step of the newest evaluation in the log that holds."""
+    best_told: dict[str, Any] | None = field(default=None, init=False)
+    """The newest ``BestReached`` that holds, as it was told."""
+    num_samples_before: int = field(default=0, init=False)
+    """Training samples that a resumed job had; 0 for another one."""
+    ended_early_in: int = field(default=0, init=False)
+    """The generation that has told of an early end; 0 if none has."""
+    evidence: Evidence = field(default_factory=Evidence, init=False)
+    """What ``checkpoint.every: auto`` follows from."""
+    cost_before: RunningCost = field(default_factory=RunningCost, init=False)
+    """What a job had cost that was resumed, or whose scheduler died."""
+    describe_worker: Callable[[str], dict[str, Any]] = field(default=lambda worker: {}, init=False)
+    """Returns what is known of a worker's machine, as ``WorkerJoined`` has it."""
+    before_end: Callable[[HostedJob], None] = field(default=lambda job: None, init=False)
+    """Called before the log is told of its end: nothing can follow that."""
+    printed: PrintedLines = field(default_factory=PrintedLines, init=False)
+    """Decides which printed lines are logged."""
+    defects: Defects = field(default_factory=Defects, init=False)
+    """Takes the exceptions of our own code."""
+    is_let_go: bool = field(default=False, init=False)
+    """Whether what an ended job does not need any more was freed."""
+    is_recorded: bool = field(default=True, init=False)
+    """Whether the next scheduler would find its record."""
+
+    def __post_init__(self) -> None:
+        order = self.order
+        self.state = JobState(
+            job_id=order.job_id,
+            min_workers=order.min_workers,
+            max_workers=order.max_workers,
+            hang_s=self.hang_s,
+            pauses_on_nan=order.config.get("on_nan_loss") == "pause",
+            backend=order.config.get("backend") or "auto",
+        )
+        self.planned = PlannedFaults(order.faults)
+        self._log = self._open_log()
+        try:
+            if self.recalls is None or not self._log.last_seq:
+                self._begin()
+                self._log.check()
+            else:
+                self._recall(self.recalls)
+        except BaseException:
+            self._log.abandon()  # somebody else may try
+            raise
+
+    def _open_log(self) -> JobLog:
+        if not self.order.place:
+            return JobLog(self.order.log_path)
+        return MirroredLog(self.order, self.opened, lambda: self.handle(s.StopAsked(now=True)))
+
+    def _begin(self) -> None:
+        """Tell the log that the job begins, or goes on from what it has."""
+        order = self.order
+        asked: dict[str, Any] = {
+            "min_workers": order.min_workers,
+            "max_workers": order.max_workers,
+            "pool": order.pool,
+            "config": order.config,
+        }
+        past = read_past(order, order.log_path) if order.resumes else Past()
+        if past.num_events:
+            self._go_on_from(past)
+            told = {"from_status": past.status, "step": past.step, "differs": order.differs}
+            self.log(events.JobResumed, **asked, **told)
+        else:
+            self.log(events.JobSubmitted, name=order.name, **asked)
+        self.log(events.JobStatusChanged, status="submitted")
+        self._follow_with_tensorboard()
+
+    def _go_on_from(self, past: Past) -> None:
+        self.state = state_after(past, self.state)
+        self.starts, self.num_samples_before = past.starts, past.num_train_samples
+        self.evidence, self.cost_before = past.evidence, past.cost
+        self.evidence.shift(clock.from_wall(0.0))
+        self.evaluated_step, self.best_told = past.evaluated_step, past.best
+        self.step_clock.logged_step = past.step
+
+    def _recall(self, wishes: PendingRequests) -> None:
+        """Stand where the coordinator stood that died; the trainers are looked for later."""
+        log = read_events(self.order.log_path)
+        past, self.recalled = past_from(log, self.order), recall(log)
+        if self.recalled.last_step_at:
+            self.recalled.last_step_at = clock.from_wall(self.recalled.last_step_at)
+        self._go_on_from(past)
+        self.state = state_of_recalled(self.state, self.recalled, wishes, past=past)
+        self.plan, self.step_clock.step_s = self.recalled.plan, self.recalled.step_s
+        self.ended_early_in = self.recalled.ended_early_in
+        if wishes.faults is not None:
+            left = [fault for fault in self.order.faults if fault["id"] in wishes.faults]
+            self.planned = PlannedFaults(left)
+        if self.recalled.is_ended:
+            self.state = self.state.replace(phase="ended")
+            self._log.close()
+            return
+        self._follow_with_tensorboard()
+
+    def adopt(self, standings: Mapping[str, Mapping[str, Any]], *, away_s: float) -> None:
+        """Go on with those trainers of a recalled job that are there.
+
+        Args:
+            standings: What the supervisors say of the trainers that they have, by name.
+            away_s: How long nobody could be told anything.
+        """
+        recalled, self.recalled = self.recalled, None
+        assert recalled is not None
+        pairs = list(find_trainers(recalled, self.state, standings))
+        self.trainers = {found.trainer: facts for found, facts in pairs}
+        workers = [found.worker for found, _ in pairs]
+        lost = tuple(worker for worker in recalled.trainers if worker not in workers)
+        self.step_clock.ranks = tuple(recalled.trainers.get(w, "") for w in recalled.ranks)
+        step = self.step_clock.logged_step
+        told = {"workers": workers, "lost": list(lost)}
+        self.log(events.SchedulerRestarted, step=step, away_s=away_s, **told)
+        self.handle(
+            s.TrainersFound(
+                found=tuple(found for found, _ in pairs),
+                lost=lost,
+                world_size=len(recalled.ranks),
+                is_ready=recalled.is_ready,
+                backend=recalled.backend,
+            )
+        )
+        for found, _ in pairs:
+            left = standings[found.trainer]["left"]
+            if left is not None:
+                self.take_report(found.trainer, left)
+
+    @property
+    def wishes(self) -> PendingRequests:
+        """What somebody has asked for that the log does not tell yet."""
+        state = self.state
+        return PendingRequests(
+            paused=state.paused,
+            pause_reason=state.pause_reason,
+            is_stopping=state.outcome == "stopped",
+            faults=self.planned.left,
+        )
+
+    def _follow_with_tensorboard(self) -> None:
+        if self.order.tensorboard is not None:
+            self._write_tensorboard(self.order.log_path, self.order.tensorboard)
+
+    def _write_tensorboard(self, log_path: Path, folder: Path) -> None:
+        loop = asyncio.get_running_loop()
+
+        def tell(why: str) -> None:
+            loop.call_soon_threadsafe(self._remark, f"TensorBoard's files are not written: {why}")
+
+        follow_elsewhere(log_path, folder, tell)
+
+    def _remark(self, text: str) -> None:
+        if not self.state.is_ended:  # its log is closed then
+            self.log(events.LogLine, level="warning", worker="", text=text)
+
+    # --- the log ---
+
+    def log(self, kind: type[events.Event], **values: Any) -> None:
+        """Append one fact that happened now, unless it brings its own ``time``."""
+        common = {"time": time.time(), "generation": self.state.generation}
+        self._append([kind(job_id=self.order.job_id, **{**common, **values})])
+
+    def log_all(self, facts: Sequence[events.Event]) -> None:
+        """Append facts that bring their own time and generation."""
+        self._append(list(facts))
+
+    def _append(self, facts: list[events.Event]) -> None:
+        self._log.append(facts)
+        for event in facts:
+            self.evidence.fold(event, clock.now())
+
+    def report_dropped_lines(self, *, is_last: bool = False) -> None:
+        """Log how many printed lines were not logged, from time to time."""
+        num = self.printed.report(clock.now(), is_last=is_last)
+        if num:
+            text = (
+                f"... {num:,} printed {'line' if num == 1 else 'lines'} dropped: after the first "
+                f"{BURST:,}, a job's log takes {PER_S:g} per second on average"
+            )
+            self.log(events.LogLine, level="warning", worker="", text=text)
+
+    def review_pace(self) -> None:
+        """Choose anew how often ``checkpoint.every: auto`` saves; tell all if that changes it."""
+        if not self.order.is_paced or self.state.outcome:
+            return
+        choice = self.evidence.review(clock.now())
+        if choice is None:
+            return
+        told = dataclasses.asdict(choice)
+        self.log(events.CheckpointIntervalChosen, **told, reason=words_of(choice))
+        for member in self.state.in_phase("ranked"):
+            self.send(member.trainer, {"op": "pace", "interval_s": choice.interval_s})
+
+    def _pace(self, *, restore: bool) -> Message:
+        """Return how often the next generation saves, and how old the newest checkpoint is."""
+        choice = self.evidence.choice
+        if choice is None:
+            return {}
+        age_s = 0.0 if restore else self.evidence.age_s(clock.now())
+        return {"interval_s": choice.interval_s, "age_s": age_s}
+
+    def events_since(self, seq: int, limit: int) -> list[dict[str, Any]]:
+        """Return at most ``limit`` events after ``seq``, in order."""
+        return self._log.since(seq, limit)
+
+    @property
+    def last_seq(self) -> int:
+        """Sequence number of the newest event."""
+        return self._log.last_seq
+
+    @property
+    def has_told_its_end(self) -> bool:
+        """Whether it has ended, and listeners may know: a bucket may get the end first."""
+        return self.state.is_ended and self._log.is_told
+
+    @property
+    def is_uploading(self) -> bool:
+        """Whether a bucket does not have the whole log yet, and may get it."""
+        return self.state.is_ended and self._log.is_uploading
+
+    @property
+    def is_log_behind(self) -> bool:
+        """Whether events are only in memory, because the disk does not accept them."""
+        return self._log.is_behind
+
+    @property
+    def log_trouble(self) -> str:
+        """Why events are only in memory, and what to do about it; empty if none are."""
+        return self._log.trouble
+
+    def retry_log(self) -> None:
+        """Write the events that the disk did not accept before."""
+        self._log.retry()
+
+    def abandon_log(self) -> None:
+        """Close the log without them: the process ends."""
+        self._log.abandon()
+
+    def let_go(self) -> None:
+        """Free what an ended job does not need any more."""
+        self.is_let_go = True
+        self.trainers.clear()
+
+    @property
+    def changed(self) -> asyncio.Event:
+        """Set with the next event."""
+        return self._log.changed
+
+    # --- the state machine ---
+
+    def handle(self, stimulus: s.Stimulus) -> None:
+        """Let the state machine decide, and do what it says.
+
+        The state is the new one before its commands are carried out, so each of them is, also if
+        one before it raises.
+        """
+        was_ended = self.state.is_ended
+        with self.defects.watch(self, f"deciding on {type(stimulus).__name__}"):
+            self.state, commands = handle(self.state, stimulus, clock.now(), wall=time.time())
+            for command in commands:
+                with self.defects.watch(self, f"carrying out {type(command).__name__}"):
+                    _CARRY_OUT[type(command)](self, command)
+        if self.state.is_ended and not was_ended:
+            self._log.close()
+
+    def _start(self, command: c.StartTrainer) -> None:
+        self.trainers[command.trainer] = TrainerFacts(command.worker, clock.now())
+        order = self.order
+        facts = self.describe_worker(command.worker)
+        self.log(events.WorkerJoined, worker=command.worker, **facts)
+        self.tell(
+            command.worker,
+            {
+                "op": "start",
+                "trainer": command.trainer,
+                "job_id": order.job_id,
+                "config": order.config,
+                "bundle": {
+                    "digest": order.bundle_digest,
+                    "size": order.bundle_size,
+                    "path": str(order.bundle_path),
+                },
+                "cwd": order.cwd,
+                "checkpoints": order.checkpoints,
+                "faults": self.planned.of_newcomer(command.trainer, among=self.state.members),
+            },
+        )
+
+    def send(self, trainer: str, message: Message) -> None:
+        """Tell a trainer something, through its supervisor."""
+        worker = self.trainers[trainer].worker
+        self.tell(worker, {"op": "tell", "trainer": trainer, "message": message})
+
+    def _announce(self, command: c.AnnounceChange) -> None:
+        for trainer in command.trainers:
+            self.send(trainer, {"op": "change", "generation": command.generation})
+
+    def _abort(self, command: c.AbortGeneration) -> None:
+        for trainer in command.trainers:
+            self.send(trainer, {"op": "abort", "generation": command.generation})
+
+    def _form(self, command: c.FormGeneration) -> None:
+        self.step_clock.ranks = command.trainers
+        for rank, trainer in enumerate(command.trainers):
+            self.send(
+                trainer,
+                {
+                    "op": "form",
+                    "generation": command.generation,
+                    "rank": rank,
+                    "world_size": len(command.trainers),
+                    "is_guarded": command.is_guarded,
+                    "behind": list(command.behind),
+                    "restore": command.restore,
+                    "logged_step": min(self.step_clock.logged_step, command.step),
+                    "backend": command.backend,
+                    "faults": self.planned.of_rank(rank, len(command.trainers)),
+                    "log_end": self.step_clock.logged_step,
+                    "starts": list(self.starts),
+                    "pace": self._pace(restore=command.restore),
+                },
+            )
+
+    def _save(self, command: c.SaveCheckpoint) -> None:
+        logged_step = self.step_clock.logged_step
+        order = {"op": "save", "generation": self.state.generation, "logged_step": logged_step}
+        self.send(command.trainer, {**order, "starts": list(self.starts)})
+
+    def _ask_for_checkpoint(self, command: c.AskForCheckpoint) -> None:
+        for trainer in command.trainers:
+            self.send(trainer, {"op": "checkpoint"})
+
+    def _release(self, command: c.ReleaseTrainer) -> None:
+        self.send(command.trainer, {"op": "release"})
+
+    def _kill(self, command: c.KillTrainer) -> None:
+        worker = self.trainers[command.trainer].worker
+        order = {"op": "kill", "trainer": command.trainer, "why": command.why}
+        self.tell(worker, {**order, "stacks": command.stacks})
+
+    def _dump_stacks(self, command: c.DumpStacks) -> None:
+        worker = self.trainers[command.trainer].worker
+        self.tell(worker, {"op": "stacks", "trainer": command.trainer})
+
+    def _publish(self, command: c.Publish) -> None:
+        event = command.event
+        if isinstance(event, events.GenerationFormed):
+            by_worker = {facts.worker: facts.pid for facts in self.trainers.values()}
+            pids = [by_worker.get(worker, 0) for worker in event.ranks]
+            event = dataclasses.replace(event, trainer_pids=pids)
+        if isinstance(event, events.JobStatusChanged) and event.status in events.TERMINAL_STATUSES:
+            with self.defects.watch(self, "adding up what there was"):
+                self.before_end(self)
+                self.report_dropped_lines(is_last=True)
+        self._append([event])
+        if isinstance(event, events.GenerationFormed):
+            self.review_pace()
+            is_older = event.step < self.step_clock.logged_step
+            if self.state.is_restoring:  # the first rank that has formed tells to which step
+                self.restoring = event.generation
+                self.starts.append(NOT_BEGUN)
+                return
+            self.starts.append(event.step)
+            if is_older:
+                self.go_back(event.step)
+
+    # --- what trainers say ---
+
+    def take_report(self, trainer: str, message: Message) -> None:
+        """Take one message of a trainer of this job."""
+        take_report(self, trainer, message)
+
+    def take_progress(self, trainer: str, page: Mapping[str, Any]) -> None:
+        """Take what a supervisor read on a trainer's progress page."""
+        if trainer not in self.state.members:
+            return
+        names = ("generation", "collectives", "beats", "phase", "alive_age_s", "process")
+        self.handle(s.ProgressSeen(trainer=trainer, **{name: page[name] for name in names}))
+
+    def go_back(self, step: int) -> None:
+        """Log that what comes after ``step`` is trained again.
+
+        A checkpoint may be ahead of the log; then the ranks have the records that are missing.
+        """
+        undone = max(0, self.step_clock.logged_step - step)
+        self.step_clock.logged_step -= undone
+        self.evaluated_step = -1 if self.evaluated_step > step else self.evaluated_step
+        if self.best_told is not None and self.best_told["step"] > step:
+            self.best_told = None
+        self.log(events.JobRestored, step=step, num_undone=undone)
+
+    # --- what others want to know ---
+
+    def ranks(self) -> list[str]:
+        """Return the workers that train in the living generation, in rank order."""
+        ranked = {m.trainer: m.worker for m in self.state.in_phase("ranked")}
+        return [ranked[name] for name in self.step_clock.ranks if name in ranked]
+
+    def summary(self) -> dict[str, Any]:
+        """Return one line of the list of jobs."""
+        state = self.state
+        return {
+            "job_id": state.job_id,
+            "name": self.order.name,
+            "status": state.status,
+            "step": state.step,
+            "total_steps": self.plan.get("total_steps", 0),
+            "world_size": len(state.in_phase("ranked", "reported")),
+            "generation": state.generation,
+            "run_dir": str(self.order.run_dir),
+        }
+
+    def members(self) -> list[dict[str, Any]]:
+        """Return a record a member: worker, rank, state, device, trainer_pid."""
+        records = []
+        ranks = {name: rank for rank, name in enumerate(self.step_clock.ranks)}
+        for member in self.state.in_phase("ranked", "reported", "warm", "starting"):
+            facts = self.trainers[member.trainer]
+            is_ranked = member.phase == "ranked"
+            records.append(
+                {
+                    "worker": member.worker,
+                    "rank": ranks.get(member.trainer) if is_ranked else None,
+                    "state": "training" if is_ranked else member.phase,
+                    "device": facts.device,
+                    "trainer_pid": facts.pid,
+                    "leaving": member.leaving,
+                }
+            )
+        return records
+
+
+_CARRY_OUT: dict[type, Callable[[HostedJob, Any], None]] = {
+    c.StartTrainer: HostedJob._start,
+    c.AnnounceChange: HostedJob._announce,
+    c.AbortGeneration: HostedJob._abort,
+    c.FormGeneration: HostedJob._form,
+    c.SaveCheckpoint: HostedJob._save,
+    c.AskForCheckpoint: HostedJob._ask_for_checkpoint,
+    c.ReleaseTrainer: HostedJob._release,
+    c.KillTrainer: HostedJob._kill,
+    c.DumpStacks: HostedJob._dump_stacks,
+    c.Publish: HostedJob._publish,
+}

@@ -1,0 +1,239 @@
+"""A job's log in the coordinator: durable first, then sent to the listeners.
+
+A disk that refuses to be written (full, read-only, failing) ends no job. Events are then kept in
+memory, in order, and written as soon as the disk accepts them. Until then no listener gets them and
+no supervisor's message is acknowledged. So their number is bounded by the supervisors' outboxes: a
+supervisor with a full outbox stops reading, and its trainers wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import itertools
+import logging
+import shutil
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from etrain_jupyter.log import events
+from etrain_jupyter.log.compaction import Compactor
+from etrain_jupyter.log.event_log import EventLog, LogReader
+
+logger = logging.getLogger("etrain.coordinator")
+
+RECENT_EVENTS = 20_000
+"""Events kept in memory for listeners; older ones are read from the log."""
+
+MAX_READERS = 8
+"""Listeners that may read old events at the same time without each piece costing the whole log."""
+
+
+WRITE_AT_ONCE = 1000
+"""Events of the memory that are written with one call."""
+
+CATCH_UP_S = 0.1
+"""Time for one call of ``retry``, in seconds: the scheduler's event loop waits for it."""
+
+
+class JobLog:
+    """Appends facts to the durable log and serves them to listeners."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._log = EventLog(path)
+        self._compactor = Compactor(path)
+        self._readers: dict[int, LogReader] = {}
+        """Listeners that read old events in pieces go on where the last piece ended."""
+        self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT_EVENTS)
+        self._waiting: deque[events.Event] = deque()
+        """Events that the disk has not accepted yet, in order."""
+        self._refusal: OSError | None = None
+        """Why the disk did not accept them; None if none wait."""
+        self._refused_at = 0.0
+        """When that began, by the monotonic clock."""
+        self._most_waiting = 0
+        self._is_closing = self._is_closed = False
+        self.changed = asyncio.Event()
+        """Set whenever an event was logged; then another one takes its place."""
+
+    @property
+    def last_seq(self) -> int:
+        """Sequence number of the newest event that is durable."""
+        return self._log.last_seq
+
+    @property
+    def next_seq(self) -> int:
+        """Sequence number that the next event will have."""
+        return self._log.last_seq + len(self._waiting) + 1
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether events are kept in memory because the disk does not accept them."""
+        return bool(self._waiting)
+
+    @property
+    def is_told(self) -> bool:
+        """Whether everything that was appended may be told."""
+        return not self._waiting
+
+    @property
+    def is_uploading(self) -> bool:
+        """Whether an event is not yet in every place where it belongs, and may still get there."""
+        return bool(self._waiting)
+
+    @property
+    def trouble(self) -> str:
+        """Why events are only in memory, and what to do about it; empty if none are."""
+        if self._refusal is None:
+            return ""
+        num, one = len(self._waiting), len(self._waiting) == 1
+        kept = f"{num:,} {'event is' if one else 'events are'} kept in memory"
+        return f"the log cannot be written: {self._why()}; {kept}; {self._remedy()}"
+
+    def _why(self) -> str:
+        assert self._refusal is not None
+        try:
+            free = f", {shutil.disk_usage(self._path.parent).free:,} bytes free"
+        except OSError:
+            free = ""
+        return f"{self._refusal.strerror or self._refusal} ({self._path.parent}{free})"
+
+    def _remedy(self) -> str:
+        assert self._refusal is not None
+        if self._refusal.errno in (errno.ENOSPC, errno.EDQUOT):
+            return "free space there and it continues"
+        return "it continues as soon as the disk can be written again"
+
+    def append(self, facts: list[events.Event]) -> None:
+        """Append facts to the durable log first, then let listeners have them."""
+        if not facts:
+            return
+        if self._is_closed:
+            logger.warning("%s: dropped after the end: %s", self._path, facts)
+            return
+        if self._waiting:
+            self._waiting.extend(facts)
+            return
+        try:
+            self._write(facts)
+        except OSError as exc:
+            self._waiting.extend(facts)
+            self._refusal, self._refused_at = exc, time.monotonic()
+            logger.error("%s", self.trouble)
+            self._announce()
+
+    def check(self) -> None:
+        """Make sure that everything appended so far is on the disk.
+
+        Raises:
+            OSError: Why the disk did not accept it.
+        """
+        if self._refusal is not None:
+            code, why = self._refusal.errno, self._refusal.strerror
+            raise OSError(code, why, str(self._path))
+
+    def retry(self) -> None:
+        """Write the events that are only in memory, as far as the disk accepts them."""
+        if not self._waiting:
+            return
+        self._most_waiting = max(self._most_waiting, len(self._waiting))
+        deadline = time.monotonic() + CATCH_UP_S
+        while self._waiting and time.monotonic() < deadline:
+            batch = list(itertools.islice(self._waiting, WRITE_AT_ONCE))
+            try:
+                self._write(batch)
+            except OSError as exc:
+                self._refusal = exc
+                return
+            except (TypeError, ValueError):
+                # One is no JSON. It is found by itself, so that it does not hold up the others.
+                self._write_singly(batch)
+            for _ in batch:
+                self._waiting.popleft()
+            if not self._waiting:
+                self._recover(batch[-1])
+
+    def _write_singly(self, batch: list[events.Event]) -> None:
+        for event in batch:
+            try:
+                self._write([event])
+            except (OSError, TypeError, ValueError):
+                logger.exception("%s: an event is lost: %r", self._path, event)
+
+    def _recover(self, newest: events.Event) -> None:
+        refusal, self._refusal = self._refusal, None
+        out_s, num = time.monotonic() - self._refused_at, self._most_waiting
+        self._most_waiting = 0
+        why = (refusal.strerror or str(refusal)) if refusal is not None else ""
+        text = (
+            f"The log could not be written for {out_s:.0f} s: {why}. {num:,} "
+            f"{'event was' if num == 1 else 'events were'} kept in memory and written now; none is "
+            "missing"
+        )
+        logger.warning("%s: %s", self._path, text)
+        common: dict[str, Any] = {"job_id": newest.job_id, "generation": newest.generation}
+        line = events.LogLine(**common, time=time.time(), level="warning", worker="", text=text)
+        self.append([line])
+        if self._is_closing and not self._waiting:
+            self._shut()
+
+    def _write(self, facts: list[events.Event]) -> None:
+        self._recent.extend(event.to_dict() for event in self._log.append(facts))
+        self._announce()
+        try:
+            self._compactor.look(self._log.last_seq)
+        except RuntimeError as exc:  # no thread can be started; the log is whole without
+            logger.warning("%s: its segments are not written: %s", self._path, exc)
+
+    def _announce(self) -> None:
+        """Wake who waits for news."""
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    def since(self, seq: int, limit: int) -> list[dict[str, Any]]:
+        """Return at most ``limit`` events after ``seq``, in order."""
+        if self._recent and seq >= self._recent[0]["seq"] - 1:
+            skip = seq - self._recent[0]["seq"] + 1
+            return list(itertools.islice(self._recent, skip, skip + limit))
+        if seq >= self._log.last_seq:
+            return []
+        return [event.to_dict() for event in self._read(seq, limit)]
+
+    def _read(self, seq: int, limit: int) -> list[events.Event]:
+        """Return events that are on the disk only."""
+        reader = self._readers.pop(seq, None)
+        if reader is None:
+            reader = LogReader(self._path)
+            reader.skip(seq)
+        found = reader.read(limit)
+        if found:
+            self._readers[found[-1].seq] = reader
+        while len(self._readers) > MAX_READERS:
+            del self._readers[next(iter(self._readers))]
+        return found
+
+    def close(self) -> None:
+        """Close the file once everything is in it; the job has ended."""
+        self._is_closing = True
+        if not self._waiting:
+            self._shut()
+
+    def abandon(self) -> None:
+        """Close the file now; events that are only in memory are lost."""
+        if self._waiting:
+            logger.error("%s: %d events are lost: %s", self._path, len(self._waiting), self.trouble)
+        self._waiting.clear()
+        self._refusal = None
+        self.close()
+
+    def _shut(self) -> None:
+        """Close the file, and free the memory: listeners get the events from the disk now."""
+        self._is_closed = True
+        try:
+            self._log.close()
+        except OSError as exc:
+            logger.error("%s: the last second may not survive a crash: %s", self._path, exc)
+        self._recent.clear()

@@ -1,0 +1,170 @@
+"""What a scheduler writes down of its jobs, for the next one if it dies.
+
+::
+
+    jobs/
+    ├── digits-1a2b3c4d/
+    │   ├── order        what was submitted; the notebook's objects are in the run folder
+    │   └── wishes       what somebody has asked for since, as far as no log has it yet
+    └── heard/w1         the number of the newest message that was taken in from each supervisor
+
+The system's page cache keeps what was written when a process dies; nothing here has to survive the
+end of the machine, which ends the trainers as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from etrain_jupyter.head.jobs.job_spec import JobSpec
+from etrain_jupyter.untrusted import check_job_id
+
+logger = logging.getLogger("etrain.coordinator")
+
+HEARD = "heard"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PendingRequests:
+    """What is to become of a job, which its log does not tell before it has come true."""
+
+    paused: bool = False
+    pause_reason: str = ""
+    is_stopping: bool = False
+    faults: tuple[int, ...] | None = None
+    """Faults on purpose that have not fired, by their ids; None for all that were ordered."""
+
+
+class JobRecords:
+    """The records of a cluster's jobs.
+
+    Args:
+        folder: Where they are; None keeps none, where nobody would read them.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._noted: dict[str, PendingRequests] = {}
+        self._heard: dict[str, int] = {}
+        self._files: dict[str, int] = {}
+        self._is_refused = False
+        """Whether the disk has refused the newest note."""
+
+    def add(self, order: JobSpec) -> None:
+        """Write down a job that is being submitted."""
+        if self._folder is None:
+            return
+        folder = self._folder / check_job_id(order.job_id)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        values = {f.name: getattr(order, f.name) for f in dataclasses.fields(order)}
+        values["run_dir"] = str(order.run_dir)
+        _replace(folder / "order", msgpack.packb(values))
+        self._note(order.job_id, PendingRequests())
+
+    def note(self, job_id: str, wishes: PendingRequests) -> None:
+        """Write down what is asked of a job, if that is news; a full disk is tried again."""
+        if self._folder is not None and self._noted.get(job_id) != wishes:
+            with self._warning():
+                self._note(job_id, wishes)
+
+    def _note(self, job_id: str, wishes: PendingRequests) -> None:
+        assert self._folder is not None
+        packed = msgpack.packb(dataclasses.asdict(wishes))
+        _replace(self._folder / check_job_id(job_id) / "wishes", packed)
+        self._noted[job_id] = wishes
+
+    def remove(self, job_id: str) -> None:
+        """Forget a job that has ended."""
+        self._noted.pop(job_id, None)
+        if self._folder is not None:
+            shutil.rmtree(self._folder / check_job_id(job_id), ignore_errors=True)
+
+    def load(self) -> Iterator[tuple[JobSpec, PendingRequests]]:
+        """Yield the jobs that had not ended, with their objects; what is damaged is left out."""
+        folders = sorted(self._folder.glob("*/order")) if self._folder is not None else []
+        for path in folders:
+            try:
+                order = _order_from(msgpack.unpackb(path.read_bytes()))
+                wishes = _wishes_from(msgpack.unpackb((path.parent / "wishes").read_bytes()))
+                if order.job_id != path.parent.name:
+                    raise ValueError(f"it says that it is of job {order.job_id!r}")
+            except (OSError, ValueError, TypeError, KeyError) as exc:
+                logger.error("the record of job %s cannot be read: %s", path.parent.name, exc)
+                continue
+            self._noted[order.job_id] = wishes
+            yield order, wishes
+
+    # --- how far the supervisors were heard ---
+
+    def heard(self, worker: str) -> int:
+        """Return the number of the newest message that was taken in from a supervisor."""
+        if worker not in self._heard:
+            self._heard[worker] = 0
+            if self._folder is not None:
+                with contextlib.suppress(OSError):
+                    data = (self._folder / HEARD / worker).read_bytes()
+                    self._heard[worker] = int.from_bytes(data[:8], "little")
+        return self._heard[worker]
+
+    def note_heard(self, worker: str, number: int) -> None:
+        """Write down that a message was taken in, as soon as its facts are in the log."""
+        self._heard[worker] = number
+        if self._folder is None:
+            return
+        with self._warning():
+            if worker not in self._files:
+                folder = self._folder / HEARD
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                self._files[worker] = os.open(folder / worker, os.O_WRONLY | os.O_CREAT, 0o600)
+            os.pwrite(self._files[worker], number.to_bytes(8, "little"), 0)
+
+    @contextlib.contextmanager
+    def _warning(self) -> Iterator[None]:
+        """Let a disk that refuses a note end nothing: only a later scheduler would read it."""
+        try:
+            yield
+        except OSError as exc:
+            if not self._is_refused:
+                logger.warning("%s cannot be written: %s", self._folder, exc)
+            self._is_refused = True
+        else:
+            self._is_refused = False
+
+    def forget_worker(self, worker: str) -> None:
+        """Close and remove the note of a worker that is gone; its name is never used again."""
+        self._heard.pop(worker, None)
+        if (file := self._files.pop(worker, None)) is not None:
+            os.close(file)
+        if self._folder is not None:
+            with contextlib.suppress(OSError):
+                (self._folder / HEARD / worker).unlink()
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Write a file in one step."""
+    draft = path.with_name(f".{path.name}")
+    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(data)
+    os.replace(draft, path)
+
+
+def _order_from(values: dict[str, Any]) -> JobSpec:
+    order = JobSpec(**{**values, "run_dir": Path(values["run_dir"])})
+    if order.bundle_path.stat().st_size != order.bundle_size:
+        raise ValueError(f"{order.bundle_path} is not what was submitted")
+    return order
+
+
+def _wishes_from(values: dict[str, Any]) -> PendingRequests:
+    faults = values.pop("faults")
+    return PendingRequests(**values, faults=None if faults is None else tuple(faults))

@@ -1,0 +1,207 @@
+"""A job's log whose run store is a bucket: here first, there some seconds later."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from etrain_jupyter.errors import FencedError
+from etrain_jupyter.head.jobs.job_log import JobLog
+from etrain_jupyter.head.jobs.job_spec import JobSpec
+from etrain_jupyter.log import events
+from etrain_jupyter.storage.bucket_log.chain import Chain
+from etrain_jupyter.storage.bucket_log.local_copy import LogCopy, take_lock
+from etrain_jupyter.storage.bucket_log.mirror import Mirror
+from etrain_jupyter.storage.bucket_log.objects import RunObjects
+from etrain_jupyter.storage.bucket_log.uploads import Uploads, claim, new_writer
+
+logger = logging.getLogger("etrain.coordinator")
+
+LAST_UPLOAD_S = 15.0
+"""How long a job's end is held back until the bucket has it."""
+LOOK_S = 0.05
+LOCK_S = 20.0
+"""How long to wait for a reader that fills this machine's copy."""
+UPLOAD_PATIENCE_S = 5.0
+
+
+@dataclass(kw_only=True)
+class OpenedRun:
+    """A job of a bucket whose one writer this process is."""
+
+    lock: int
+    """An open file, held for as long as this machine's copy is written or uploaded."""
+    uploads: Uploads
+
+
+def open_run(order: JobSpec) -> OpenedRun:
+    """Become the writer of a job's log. Asks the bucket: call it where nobody waits.
+
+    Raises:
+        FencedError: If somebody else writes it.
+        RunStoreError: If the bucket cannot be read and written from here.
+    """
+    lock = take_lock(order.run_dir, patience_s=LOCK_S)
+    if lock is None:
+        raise FencedError(
+            f"the log of job {order.job_id} is still written or uploaded by another process of "
+            "this machine. Nothing was done. Look for it with %etrain ls, and try again"
+        )
+    path = order.log_path
+    try:
+        chain = Chain(RunObjects(order.place, patience_s=UPLOAD_PATIENCE_S))
+        if order.resumes:
+            copy = LogCopy(chain, path)
+            uploads = claim(copy, chain, job_id=order.job_id, end=order.log_end)
+        else:
+            uploads = Uploads(chain, path, writer=new_writer(), seq=0)
+        uploads.beat()
+    except BaseException:
+        os.close(lock)
+        raise
+    return OpenedRun(lock=lock, uploads=uploads)
+
+
+def _reopen_run(order: JobSpec) -> OpenedRun:
+    """Go on as the writer that wrote from this folder before."""
+    # While nobody wrote, a reader may have begun to look whether the bucket has more.
+    lock = take_lock(order.run_dir, patience_s=LOCK_S)
+    if lock is None:
+        raise FencedError(f"another process of this machine writes the log of {order.job_id}")
+    chain = Chain(RunObjects(order.place, patience_s=UPLOAD_PATIENCE_S))
+    return OpenedRun(lock=lock, uploads=Uploads(chain, order.log_path))
+
+
+class MirroredLog(JobLog):
+    """A log that is also uploaded.
+
+    The end of the job is told to nobody before the bucket has it, or has not had it for
+    ``LAST_UPLOAD_S``. The file stays open until then, for what there is to say about that.
+
+    Args:
+        order: The job.
+        opened: What ``open_run`` returned; without it, this machine goes on as its writer.
+        on_fenced: Called on the event loop when somebody else goes on with the job.
+    """
+
+    def __init__(
+        self, order: JobSpec, opened: OpenedRun | None, on_fenced: Callable[[], None]
+    ) -> None:
+        self._order = order
+        self._on_fenced = on_fenced
+        self._loop = asyncio.get_running_loop()
+        self._withheld = 0
+        """``seq`` of the job's end, while that is held back; 0 if it is not."""
+        self._is_closing = False
+        self._ending: asyncio.Task[None] | None = None
+        self._troubled_at = 0.0
+        run = opened or _reopen_run(order)
+        try:
+            super().__init__(order.log_path)
+        except BaseException:
+            os.close(run.lock)
+            raise
+        self._is_open = True
+        self._mirror = Mirror(
+            run.uploads,
+            lock=run.lock,
+            name=order.job_id,
+            on_trouble=lambda why: self._call(self._tell_trouble, why),
+            on_fenced=lambda why: self._call(self._fence, why),
+        )
+
+    @property
+    def last_seq(self) -> int:
+        """Sequence number of the newest event that may be told."""
+        newest = super().last_seq
+        return min(newest, self._withheld - 1) if self._withheld else newest
+
+    @property
+    def is_uploading(self) -> bool:
+        """Whether the bucket does not have everything yet, and may get it."""
+        return self.is_behind or not self._mirror.is_done.is_set()
+
+    @property
+    def is_told(self) -> bool:
+        """Whether everything that was appended may be told."""
+        return not self._withheld and super().is_told
+
+    def append(self, facts: list[events.Event]) -> None:
+        """Append facts here; hold the job's end back, and upload it at once."""
+        ends = [
+            place
+            for place, fact in enumerate(facts, start=self.next_seq)
+            if isinstance(fact, events.JobStatusChanged) and fact.status in events.TERMINAL_STATUSES
+        ]
+        if ends and not self._withheld and self.is_uploading:
+            self._withheld = ends[0]
+            self._ending = self._loop.create_task(self._release_end(ends[0]))
+        super().append(facts)
+        if ends:
+            self._mirror.hurry()
+
+    def since(self, seq: int, limit: int) -> list[dict[str, Any]]:
+        """Return at most ``limit`` events after ``seq`` that may be told, in order."""
+        found = super().since(seq, limit)
+        return [one for one in found if one["seq"] < self._withheld] if self._withheld else found
+
+    def close(self) -> None:
+        """Let the rest be uploaded; the file is closed once the job's end was told."""
+        self._is_closing = True
+        if self._ending is None or self._ending.done():
+            self._finish()
+
+    async def _release_end(self, seq: int) -> None:
+        deadline = time.monotonic() + LAST_UPLOAD_S
+        while self._mirror.seq < seq and self.is_uploading and time.monotonic() < deadline:
+            await asyncio.sleep(LOOK_S)
+        self._withheld = 0
+        self._announce()
+        if self._mirror.seq < seq:
+            logger.warning("job %s: its end is not in %s", self._order.job_id, self._mirror.where)
+            why = self._mirror.trouble or f"not uploaded within {LAST_UPLOAD_S:.0f} s"
+            self._say(
+                "warning",
+                f"The job has ended, and {self._mirror.where} does not have its end yet ({why}). "
+                f"It is in {self._order.run_dir} and is uploaded as soon as that works",
+            )
+        if self._is_closing:
+            self._finish()
+
+    def _finish(self) -> None:
+        self._is_open = False
+        super().close()
+
+    def _shut(self) -> None:
+        super()._shut()
+        self._mirror.finish()
+
+    # --- what the mirror says ---
+
+    def _call(self, handler: Callable[[str], None], why: str) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(handler, why)
+
+    def _tell_trouble(self, why: str) -> None:
+        if why:
+            self._troubled_at = time.monotonic()
+            self._say("warning", f"{why}. Training and the log go on here; it is tried again")
+        else:
+            out_s = time.monotonic() - self._troubled_at
+            self._say("info", f"The run store has the whole log again after {out_s:.0f} s")
+
+    def _fence(self, why: str) -> None:
+        self._say("error", f"Another coordinator has taken the job over, so this one ends: {why}")
+        self._on_fenced()
+
+    def _say(self, level: str, text: str) -> None:
+        if self._is_open:
+            job_id, now = self._order.job_id, time.time()
+            line = events.LogLine(job_id=job_id, time=now, level=level, worker="", text=text)
+            super().append([line])

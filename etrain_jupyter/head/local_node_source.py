@@ -1,0 +1,99 @@
+"""The workers of a local cluster, as its head has them: processes in slots of this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from etrain_jupyter.head.coordinator.nodes import NodeCost
+from etrain_jupyter.head.local_workers import (
+    LocalNodes,
+    Slot,
+    finish_gpu_query,
+    make_slots,
+    start_gpu_query,
+)
+from etrain_jupyter.head.node_source import HeadFacts
+from etrain_jupyter.process.cluster_dir import ClusterDir, write_private
+from etrain_jupyter.process.survivors import WorkerRecords
+
+GPU_QUERY_S = 10.0
+
+
+class LocalHeadNodes(LocalNodes):
+    """Adopts what the head before has left, and starts workers on the keeper's lifeline."""
+
+    def __init__(self, facts: HeadFacts) -> None:
+        self._facts = facts
+        self._records = WorkerRecords(facts.cluster)
+        self._scheduler_address = ""
+        super().__init__(
+            open_slots(facts.cluster),
+            self._spawn_worker,
+            is_connected=facts.is_connected,
+            linger_s=facts.settings.linger_s,
+            on_end=self._records.remove,
+        )
+        self.adopt(
+            self._records.survivors(),
+            num_named=self._records.num_named(),
+            num_held=self._records.num_held(),
+        )
+
+    async def start(self, scheduler_address: str) -> None:
+        """Let workers know where the scheduler listens."""
+        self._scheduler_address = scheduler_address
+
+    def hold(self, count: int, *, reason: str) -> None:
+        """Keep at least ``count`` workers whatever the jobs want, also under the next head."""
+        self._records.note_held(count)
+        super().hold(count, reason=reason)
+
+    def costs(self) -> Sequence[NodeCost]:
+        """Return nothing: your own machine is free."""
+        return ()
+
+    def _spawn_worker(self, name: str, slot: Slot) -> subprocess.Popen[bytes]:
+        cluster = self._facts.cluster
+        flags = ["-P"] if sys.flags.safe_path else []
+        command = [sys.executable, *flags, "-m", "etrain_jupyter.worker.main"]
+        options = {
+            "scheduler": self._scheduler_address,
+            "name": name,
+            "device": slot.device,
+            "supervisor": self._facts.settings.supervisor,
+            "num-lives": str(self._facts.num_lives),
+        }
+        words = [word for key, value in options.items() for word in (f"--{key}", value)]
+        log = os.open(cluster.log(name), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            worker = subprocess.Popen(
+                [*command, str(cluster.path), *words],
+                stdin=self._facts.lifeline,
+                stdout=log,
+                stderr=log,
+                env=os.environ | slot.environment,
+                process_group=0,
+            )
+        finally:
+            os.close(log)
+        self._records.add(name, slot=slot.index, pid=worker.pid)
+        return worker
+
+
+def open_slots(cluster: ClusterDir) -> list[Slot]:
+    """Return the room for workers, as the first head of the cluster found it."""
+    path = cluster.path / "slots.json"
+    if path.exists():
+        return [Slot(**facts) for facts in json.loads(path.read_text())]
+    gpus = finish_gpu_query(start_gpu_query(), timeout_s=GPU_QUERY_S)
+    settings = cluster.settings()
+    slots = make_slots(
+        gpus, max_cpu_slots=settings.max_cpu_slots, workers_per_gpu=settings.workers_per_gpu
+    )
+    write_private(path, json.dumps([asdict(slot) for slot in slots]))
+    return slots

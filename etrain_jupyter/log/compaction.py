@@ -1,0 +1,79 @@
+"""The writer of segments: ``python -m etrain_jupyter.log.compaction LOG``, and who starts it.
+
+It is a process of its own, because the coordinator lives in a scheduler, which must answer its
+workers meanwhile. It needs nothing from the coordinator but the log, may be killed at any time, and
+is started anew once the log has grown by another segment.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from etrain_jupyter.errors import EtrainError
+from etrain_jupyter.log.segments import EVENTS_PER_SEGMENT, compact
+
+NICENESS = 10
+"""Whoever trains or answers goes first."""
+
+
+class Compactor:
+    """Has segments written as a log grows; each by a process of its own, one at a time.
+
+    Args:
+        log_path: The log.
+        work: What writes them; called in the thread ``etrain-compact-<job>``, which ends with it.
+    """
+
+    def __init__(self, log_path: Path, work: Callable[[Path], None] | None = None) -> None:
+        self._log_path = log_path
+        self._work = work or compact_elsewhere
+        self._thread: threading.Thread | None = None
+        # The first look finds out what is there: it costs one process.
+        self._due = EVENTS_PER_SEGMENT
+
+    def look(self, last_seq: int) -> None:
+        """Start writing if the log has become long enough."""
+        if last_seq < self._due or (self._thread is not None and self._thread.is_alive()):
+            return
+        self._due = (last_seq // EVENTS_PER_SEGMENT + 1) * EVENTS_PER_SEGMENT
+        name = f"etrain-compact-{self._log_path.parent.name}"
+        self._thread = threading.Thread(
+            target=self._work, args=(self._log_path,), name=name, daemon=True
+        )
+        self._thread.start()
+
+    def join(self) -> None:
+        """Wait for what was started."""
+        if self._thread is not None:
+            self._thread.join()
+
+
+def compact_elsewhere(log_path: Path) -> None:
+    """Write a log's segments in another process and wait for it; failing does no harm."""
+    subprocess.run(
+        [sys.executable, "-m", __name__, str(log_path)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        check=False,
+    )
+
+
+def main() -> int:
+    """Write the segments of the log that the command line names."""
+    os.nice(NICENESS)
+    try:
+        compact(Path(sys.argv[1]))
+    except (EtrainError, OSError) as exc:
+        print(exc, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+"""What the workers' time went into, folded from the events: the numbers of ``job.phases()``.
+
+A worker's efficiency is its samples a second while it steps, by those of one worker alone. That is
+what the job measured while it had one worker, if it had; else what the worker would make if it
+never waited for others: its samples by its own time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from etrain_jupyter.log.blocks import runs_of
+from etrain_jupyter.log.events import Event, RankTimed
+
+PARTS = ("data_s", "compute_s", "communication_s", "optimizer_s")
+APART = ("evaluation_s", "checkpoint_s")
+
+
+@dataclass
+class _Spent:
+    """The sums of one worker."""
+
+    rank: int = 0
+    num_steps: int = 0
+    samples: int = 0
+    seconds: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(("elapsed_s", *PARTS, *APART), 0.0)
+    )
+
+    def add(self, event: RankTimed) -> None:
+        self.rank = event.rank
+        self.num_steps += event.num_steps
+        self.samples += event.samples
+        for name in self.seconds:
+            self.seconds[name] += getattr(event, name)
+
+    @property
+    def samples_per_s(self) -> float:
+        return _rate(self.samples, self.seconds["elapsed_s"])
+
+    @property
+    def own_samples_per_s(self) -> float:
+        """What it would make if it never waited for others."""
+        return _rate(self.samples, self.seconds["elapsed_s"] - self.seconds["communication_s"])
+
+
+def phases_of(events: Iterable[Event]) -> list[dict[str, Any]]:
+    """Return one record a worker, in the order in which they first took part.
+
+    Each has ``worker``, ``rank`` (its latest), ``num_steps``, ``samples`` (that it passed itself),
+    ``samples_per_s``, ``efficiency`` (1.0 is as good as one worker alone), and in seconds
+    ``elapsed_s`` (of all its steps) with its parts ``data_s``, ``compute_s``, ``communication_s``,
+    ``optimizer_s``, and apart ``evaluation_s`` and ``checkpoint_s``.
+    """
+    workers: dict[str, _Spent] = {}
+    alone = _Spent()
+    for event in runs_of(events):
+        if isinstance(event, RankTimed):
+            workers.setdefault(event.worker, _Spent()).add(event)
+            if event.world_size == 1:
+                alone.add(event)
+    return [
+        {
+            "worker": worker,
+            "rank": spent.rank,
+            "num_steps": spent.num_steps,
+            "samples": spent.samples,
+            "samples_per_s": spent.samples_per_s,
+            "efficiency": _efficiency(spent, alone),
+            **spent.seconds,
+        }
+        for worker, spent in workers.items()
+    ]
+
+
+def _efficiency(spent: _Spent, alone: _Spent) -> float:
+    return _rate(spent.samples_per_s, alone.samples_per_s or spent.own_samples_per_s)
+
+
+def _rate(amount: float, by: float) -> float:
+    return amount / by if by > 0 else 0.0

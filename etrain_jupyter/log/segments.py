@@ -1,0 +1,273 @@
+"""Finished parts of a log as columns in files of their own, so that a long log is read in a second.
+
+::
+
+    events.jsonl                                   every event, one a line: the truth, always kept
+    events.segments/000000000001-000000020000.npz  what lines 1 to 20,000 say, in columns
+                    000000020001-000000040000.npz  ...
+
+A segment is a copy that may be deleted at any time. It is written once, under another name, synced,
+read back, compared with the lines, and only then renamed; from there on it never changes, so that
+it could as well be an object of a store that has no appending. It says where in the log its lines
+are and what the last one of them was: where that does not hold, the lines are read instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+import zipfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from etrain_jupyter.errors import EtrainError
+from etrain_jupyter.log.blocks import Block, Events, pack, step_columns
+from etrain_jupyter.log.event_log import LogReader, parse_lines
+from etrain_jupyter.log.events import Event, StepCompleted
+from etrain_jupyter.untrusted import open_regular
+
+EVENTS_PER_SEGMENT = 20_000
+"""A log's end that is in no segment is shorter than this: some tenths of a second to read."""
+FORMAT = 1
+_READ_EVENTS = 5_000
+_LEFT_AFTER_S = 3600.0
+"""A segment is written in a second: whoever takes so long is dead."""
+_UNREADABLE = (
+    *(OSError, ValueError, KeyError, TypeError, EOFError, AttributeError, IndexError),
+    *(MemoryError, OverflowError, RecursionError, zipfile.BadZipFile, zlib.error),
+)
+"""What opening and reading a damaged segment raises."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentLocation:
+    """Where in a log the lines of a segment are."""
+
+    begin: int
+    """Bytes before the first one."""
+    end: int
+    """Bytes up to the end of the last one."""
+    last_line: int
+    """CRC-32 of the last one: proof that they are of this log."""
+
+
+def segments_of(log_path: Path) -> Path:
+    """Return the folder of a log's segments."""
+    return log_path.with_suffix(".segments")
+
+
+def read_log(path: str | os.PathLike[str], *, since: int = 0) -> Events:
+    """Return the events of a log with ``seq > since``, from its segments and then its lines.
+
+    A torn last line, which a crash may leave, is passed over; a file that is not there is empty.
+
+    Raises:
+        EtrainError: If a whole line that is in no segment is not an event: the file was damaged.
+    """
+    log_path, events = Path(path), Events()
+    offset = num_lines = 0
+    for block, place in finished_segments(log_path, since=since):
+        if block is not None:
+            events.add_block(block)
+        offset, num_lines = place.end, num_lines + EVENTS_PER_SEGMENT
+    reader = LogReader(log_path, offset=offset, lines=num_lines)
+    while news := reader.read(_READ_EVENTS):
+        events.extend(news)
+    return events.after(since) if since else events
+
+
+def finished_segments(
+    log_path: Path, *, since: int = 0
+) -> Iterator[tuple[Block | None, SegmentLocation]]:
+    """Yield a log's segments, each with its place, up to the first that is missing or unusable.
+
+    Those that hold nothing after ``since`` come without their block.
+    """
+    end = first = 0
+    while True:
+        path = segments_of(log_path) / _name_of(first + 1)
+        try:
+            with _opened(path) as file:
+                place = _place_in(file, first + 1)
+                if place.begin != end or not _is_in_log(place, log_path):
+                    return
+                last = first + EVENTS_PER_SEGMENT
+                block = _block_in(file) if last > since else None
+        except _UNREADABLE:
+            return
+        yield block, place
+        first, end = last, place.end
+
+
+def compact(log_path: Path) -> int:
+    """Write the segments that a log is long enough for and does not have; return how many.
+
+    It may be killed at any time, and another one may do the same meanwhile.
+
+    Raises:
+        EtrainError: If a line is not an event, or if a segment does not give back its lines.
+    """
+    num_done = num_new = end = 0
+    for _, place in finished_segments(log_path, since=1 << 62):
+        num_done, end = num_done + 1, place.end
+    while True:
+        reader = LogReader(log_path, offset=end, lines=(num_done + num_new) * EVENTS_PER_SEGMENT)
+        _sync(log_path)
+        begin, first = reader.position[0], reader.position[1] + 1
+        lines = reader.read_lines(EVENTS_PER_SEGMENT)
+        if len(lines) < EVENTS_PER_SEGMENT:
+            return num_new
+        end = reader.position[0]
+        events = parse_lines(lines, log_path, first)
+        block = pack(events, _lines_to_keep(lines, events))
+        place = SegmentLocation(begin=begin, end=end, last_line=zlib.crc32(lines[-1]))
+        _write(segments_of(log_path) / _name_of(first), block, place, events)
+        num_new += 1
+
+
+def _lines_to_keep(lines: list[bytes], events: list[Event]) -> dict[int, bytes]:
+    """Return by place the lines that are no steps, and the steps that say more than we know."""
+    known = {"event", "job_id", "seq", "metrics", *step_columns()}
+    return {
+        place: line
+        for place, (line, event) in enumerate(zip(lines, events, strict=True))
+        if not isinstance(event, StepCompleted) or not json.loads(line).keys() <= known
+    }
+
+
+def _write(path: Path, block: Block, place: SegmentLocation, events: list[Event]) -> None:
+    """Put a segment where readers look for it once it is proven to say what the lines say."""
+    path.parent.mkdir(exist_ok=True)
+    _tidy(path.parent)
+    hidden = path.with_name(f".{path.stem}.{os.getpid()}.tmp")
+    try:
+        with hidden.open("wb") as file:
+            np.savez(file, **_arrays_of(block, place))
+            file.flush()
+            os.fsync(file.fileno())
+        with _opened(hidden) as written:
+            is_same = _place_in(written, block.first_seq) == place
+            if not is_same or not _holds(_block_in(written), events):
+                raise EtrainError(f"{path} would not say what its lines say; the lines stay")
+        hidden.rename(path)
+        _sync(path.parent)
+    finally:
+        hidden.unlink(missing_ok=True)
+
+
+def _tidy(folder: Path) -> None:
+    """Remove what writers left that were killed; one of another process may still be at work."""
+    for left in folder.glob(".*.tmp"):
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - left.stat().st_mtime > _LEFT_AFTER_S:
+                left.unlink()
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Open a segment; numpy leaves a file open that is none."""
+    with open_regular(path) as file, np.load(file, allow_pickle=False) as arrays:
+        # Ours are never compressed: what is may unfold to any size.
+        if any(one.compress_type != zipfile.ZIP_STORED for one in arrays.zip.infolist()):
+            raise ValueError(f"{path} is compressed")
+        yield arrays
+
+
+def _holds(block: Block, events: list[Event]) -> bool:
+    """Tell whether a block gives back these events; by their text, since NaN equals nothing."""
+    pairs = zip(block.events(), events, strict=True)
+    return block.num_events == len(events) and all(repr(one) == repr(two) for one, two in pairs)
+
+
+def _arrays_of(block: Block, place: SegmentLocation) -> dict[str, Any]:
+    facts = {
+        "format": FORMAT,
+        "job_id": block.job_id,
+        "first_seq": block.first_seq,
+        "num_events": block.num_events,
+        "metric_sets": block.metric_sets,
+        "metrics": list(block.metrics),
+        **vars(place),
+    }
+    return {
+        "facts": _as_bytes(json.dumps(facts).encode()),
+        "others": _as_bytes(b"\n".join(block.others)),
+        "places": block.places,
+        "metric_set": block.metric_set,
+        **{f"column.{name}": column for name, column in block.columns.items()},
+        # By number: a metric may have any name.
+        **{f"metric.{i}": column for i, column in enumerate(block.metrics.values())},
+    }
+
+
+def _facts_in(file: Any) -> dict[str, Any]:
+    facts: dict[str, Any] = json.loads(file["facts"].tobytes())
+    if facts["format"] != FORMAT:
+        raise ValueError(f"segments of format {facts['format']} are unknown")
+    return facts
+
+
+def _place_in(file: Any, first_seq: int) -> SegmentLocation:
+    facts = _facts_in(file)
+    if (facts["first_seq"], facts["num_events"]) != (first_seq, EVENTS_PER_SEGMENT):
+        raise ValueError(f"it holds {facts['num_events']} events from {facts['first_seq']} on")
+    return SegmentLocation(begin=facts["begin"], end=facts["end"], last_line=facts["last_line"])
+
+
+def _block_in(file: Any) -> Block:
+    facts = _facts_in(file)
+    others = file["others"].tobytes()
+    return Block(
+        job_id=facts["job_id"],
+        first_seq=facts["first_seq"],
+        num_events=facts["num_events"],
+        places=file["places"],
+        columns={name: file[f"column.{name}"] for name in step_columns()},
+        metric_sets=tuple(map(tuple, facts["metric_sets"])),
+        metric_set=file["metric_set"],
+        metrics={name: file[f"metric.{i}"] for i, name in enumerate(facts["metrics"])},
+        others=tuple(others.split(b"\n")) if others else (),
+    )
+
+
+def _is_in_log(place: SegmentLocation, log_path: Path) -> bool:
+    """Tell whether a log has these lines, by the last one of them."""
+    with open_regular(log_path) as file:
+        start = max(0, place.begin, place.end - _LONGEST_LOOK)
+        file.seek(start)
+        data = file.read(place.end - start)
+    if len(data) < place.end - start or not data.endswith(b"\n"):
+        return False
+    last = data[data.rfind(b"\n", 0, -1) + 1 : -1]
+    return zlib.crc32(last) == place.last_line
+
+
+_LONGEST_LOOK = 4 * 1024 * 1024
+"""A longer line, say a traceback, is not looked for: then the lines are read."""
+
+
+def _name_of(first_seq: int) -> str:
+    return f"{first_seq:012d}-{first_seq + EVENTS_PER_SEGMENT - 1:012d}.npz"
+
+
+def _as_bytes(data: bytes) -> Any:
+    return np.frombuffer(data, np.uint8)
+
+
+def _sync(path: Path) -> None:
+    """Make a file, or the names in a folder, durable; what is not there is."""
+    try:
+        handle = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

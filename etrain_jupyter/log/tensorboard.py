@@ -1,0 +1,228 @@
+"""A job's log as TensorBoard's event files: ``python -m etrain_jupyter.log.tensorboard``.
+
+They are written from the durable log and not by a rank: rank 0 dies and changes, and what it would
+have written of a step need not be what the job kept of it. The log has each step that counts once,
+and says when the job went back; TensorBoard is told so by a ``START`` with the step from which on
+it forgets. What is written is a function of the log, so that a writer that was killed is replaced
+by one that begins anew in a file of its own, which first has TensorBoard forget from step 0.
+
+It is a process of its own beside the coordinator, which must answer its workers, and loads no
+torch: ``EventFileWriter`` of the package tensorboard is what ``torch.utils.tensorboard`` wraps.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from etrain_jupyter.errors import ConfigError
+from etrain_jupyter.log.event_log import LogReader
+from etrain_jupyter.log.events import (
+    TERMINAL_STATUSES,
+    EvalCompleted,
+    Event,
+    JobRestored,
+    JobStatusChanged,
+    StepCompleted,
+)
+
+SUFFIX = ".etrain"
+"""How the files end that are ours; others in the folder are left alone."""
+POLL_S = 1.0
+LINGER_S = 2.0
+"""How long to wait after the job's end for what its workers still say."""
+_PIECE = 5_000
+PHASES = ("data_s", "compute_s", "communication_s", "optimizer_s")
+
+
+def require_tensorboard() -> None:
+    """Check that the package is there.
+
+    Raises:
+        ConfigError: If it is not.
+    """
+    if importlib.util.find_spec("tensorboard") is None:
+        raise ConfigError(
+            "log.tensorboard needs the package tensorboard, which is not installed",
+            hint="pip install 'etrain-jupyter[tensorboard]', or remove the line; job.history() "
+            "has every value",
+        )
+
+
+def scalars_of(event: StepCompleted | EvalCompleted) -> dict[str, float]:
+    """Return what TensorBoard shows of an event, by tag."""
+    if isinstance(event, EvalCompleted):
+        measured = {"loss": event.loss, **event.metrics}
+        return {f"eval/{name}": value for name, value in measured.items()}
+    return {
+        "train/loss": event.loss,
+        "train/lr": event.lr,
+        **{f"train/{name}": value for name, value in event.metrics.items()},
+        "throughput/samples_per_s": event.samples_per_s,
+        "workers/world_size": event.world_size,
+        **{f"time/{name}": getattr(event, name) for name in PHASES},
+    }
+
+
+class TensorBoardFiles:
+    """Writes a job's events, in order, into a folder; what was there of ours is replaced."""
+
+    def __init__(self, folder: Path) -> None:
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        folder.mkdir(parents=True, exist_ok=True)
+        _make_room(folder)
+        self._writer = EventFileWriter(str(folder), filename_suffix=SUFFIX)
+        self._step = 0
+        # What the writer before has told does not count, for whoever looked on meanwhile either.
+        self._forget_from(0, time.time())
+
+    def add(self, events: Iterable[Event]) -> None:
+        """Write what there is to see of events."""
+        for event in events:
+            if isinstance(event, JobRestored):
+                self._forget_from(event.step + 1, event.time)
+                self._step = event.step
+            elif isinstance(event, StepCompleted):
+                if event.step <= self._step:
+                    self._forget_from(event.step, event.time)
+                self._step = event.step
+                self._write(event)
+            elif isinstance(event, EvalCompleted):
+                self._write(event)
+
+    def flush(self) -> None:
+        """Let readers see everything."""
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Write everything and close the file."""
+        self._writer.close()
+
+    def _write(self, event: StepCompleted | EvalCompleted) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=t, simple_value=v) for t, v in scalars_of(event).items()]
+        self._add(event.step, event.time, summary=Summary(value=values))
+
+    def _forget_from(self, step: int, at: float) -> None:
+        from tensorboard.compat.proto.event_pb2 import SessionLog
+
+        self._add(step, at, session_log=SessionLog(status=SessionLog.START))
+
+    def _add(self, step: int, at: float, **content: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event as Record
+
+        self._writer.add_event(Record(step=step, wall_time=at, **content))
+
+
+def _make_room(folder: Path) -> None:
+    """Remove what writers before left, but for the newest file; return when ours will be newer.
+
+    TensorBoard reads files in the order of their names, which begin with the second, and gets no
+    further if the one that it is reading is gone.
+    """
+    ours = sorted(folder.glob(f"events.out.tfevents.*{SUFFIX}"))
+    for old in ours[:-1]:
+        old.unlink(missing_ok=True)
+    waits_until = time.monotonic() + 2.0
+    while ours and time.monotonic() < waits_until and int(time.time()) <= _second_of(ours[-1]):
+        time.sleep(0.05)
+
+
+def _second_of(file: Path) -> int:
+    """Return when an event file was begun, in seconds since the epoch.
+
+    >>> _second_of(Path("events.out.tfevents.1763712000.host.4711.0.etrain"))
+    1763712000
+    """
+    return int(file.name.split(".")[3])
+
+
+def convert(log_path: Path, folder: Path) -> None:
+    """Write the event files of a log as it is now."""
+    files = TensorBoardFiles(folder)
+    reader = LogReader(log_path)
+    while news := reader.read(_PIECE):
+        files.add(news)
+    files.close()
+
+
+def follow(log_path: Path, folder: Path, is_wanted: Callable[[], bool]) -> None:
+    """Write a log's event files while it grows, until the job has ended or nobody wants it."""
+    files = TensorBoardFiles(folder)
+    reader = LogReader(log_path)
+    ends_at = float("inf")
+    while True:
+        is_last = not is_wanted() or time.monotonic() > ends_at
+        while news := reader.read(_PIECE):
+            files.add(news)
+            ends_at = _when_to_end(news, ends_at)
+        files.flush()
+        if is_last:
+            break
+        time.sleep(POLL_S)
+    files.close()
+
+
+def _when_to_end(news: list[Event], ends_at: float) -> float:
+    statuses = [event.status for event in news if isinstance(event, JobStatusChanged)]
+    if not statuses:
+        return ends_at
+    is_ended = statuses[-1] in TERMINAL_STATUSES
+    return time.monotonic() + LINGER_S if is_ended else float("inf")
+
+
+def follow_elsewhere(
+    log_path: Path, folder: Path, on_failure: Callable[[str], None]
+) -> threading.Thread:
+    """Follow a log in another process, which ends with the job or with this process.
+
+    Args:
+        log_path: The log.
+        folder: Where the event files go.
+        on_failure: Called with the last words of a process that failed, from the thread
+            ``etrain-tensorboard-<job>``, which this returns.
+    """
+
+    def wait() -> None:
+        command = [sys.executable, "-m", __name__, str(log_path), str(folder), str(os.getpid())]
+        try:
+            done = subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                check=False,
+            )
+        except OSError as exc:
+            on_failure(str(exc))
+            return
+        if done.returncode:
+            last = done.stderr.strip().splitlines()[-1:]
+            on_failure(last[0] if last else f"it ended with status {done.returncode}")
+
+    name = f"etrain-tensorboard-{log_path.parent.name}"
+    thread = threading.Thread(target=wait, name=name, daemon=True)
+    thread.start()
+    return thread
+
+
+def main() -> None:
+    """Follow the log that the command line names while the process that it names lives."""
+    os.nice(10)
+    log_path, folder, parent = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+    follow(log_path, folder, lambda: os.getppid() == parent)
+
+
+if __name__ == "__main__":
+    main()

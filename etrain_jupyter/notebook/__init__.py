@@ -1,0 +1,1 @@
+"""The notebook kernel: commands, editor support, the dashboard, jobs, and the audit."""

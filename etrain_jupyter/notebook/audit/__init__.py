@@ -1,0 +1,8 @@
+"""Proof from the durable log alone that every sample was trained exactly once, and no step lost."""
+
+from __future__ import annotations
+
+from etrain_jupyter.notebook.audit.report import AuditReport, EpochCoverage
+from etrain_jupyter.notebook.audit.rules import audit_log
+
+__all__ = ["AuditReport", "EpochCoverage", "audit_log"]

@@ -1,0 +1,210 @@
+"""The audit: proof from the durable log alone that training was what it promises to be.
+
+The ledger says which samples each step had to train; the checksum in the log says which ones the
+ranks trained. Where the two differ, a sample was lost or repeated. This is worth what the checksum
+is worth: ranks must sum it up over the indices that came with the batches which they put through
+forward and backward, never over the plan, or the ledger would only be compared with itself.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+
+from etrain_jupyter.log.events import (
+    TERMINAL_STATUSES,
+    CheckpointCommitted,
+    EarlyStopped,
+    EvalCompleted,
+    Event,
+    FaultInjected,
+    GenerationFormed,
+    JobPlanned,
+    JobStatusChanged,
+    StepCompleted,
+    StepUndone,
+    UserErrorRaised,
+    WorkerLost,
+)
+from etrain_jupyter.notebook.audit.history import WeightHistory, follow_history
+from etrain_jupyter.notebook.audit.lives import Attempt, check_lives, lives_of
+from etrain_jupyter.notebook.audit.report import AuditReport
+from etrain_jupyter.notebook.audit.weights import compare_weights
+from etrain_jupyter.rules.samples.ledger import StepRange
+
+
+def audit_log(events: Iterable[Event]) -> AuditReport:
+    """Check a job's events, finished or not, against what the job had to do.
+
+    Args:
+        events: All of them, in order, for example from ``events.log.read_events``.
+
+    Returns:
+        The report; ``ok`` is True if there is nothing to object to, also for a job that has not
+        trained yet.
+    """
+    log = list(events)
+    history = follow_history(log)
+    lives = lives_of(log)
+    planned = next((life.planned for life in reversed(lives) if life.planned is not None), None)
+    steps, start = history.steps, history.start
+    epochs, sample_problems = check_lives(lives, steps, start)
+    weights = compare_weights(log, history)
+    evals = [e for e in log if isinstance(e, EvalCompleted)]
+    return AuditReport(
+        problems=(
+            *_check_log(log),
+            *_check_plan(lives, steps),
+            *history.problems,
+            *_check_steps(start, steps),
+            *sample_problems,
+            *_check_losses(log, history),
+            *weights.problems,
+            *_check_end(log, planned, start, steps, num_lives=len(lives)),
+        ),
+        epochs=epochs,
+        status=_last_status(log),
+        steps_committed=len(steps),
+        steps_undone=len({(e.generation, e.step) for e in log if isinstance(e, StepUndone)}),
+        steps_rolled_back=history.num_rolled_back,
+        steps_compared=weights.num_compared,
+        steps_alone=weights.num_alone,
+        digests_compared=weights.num_digests,
+        last_step=max((step.step for step in steps), default=start),
+        saved_step=max((e.step for e in log if isinstance(e, CheckpointCommitted)), default=0),
+        digest_step=weights.newest_step,
+        newest_digest=weights.newest,
+        num_evals=len(evals),
+        num_kinds=dict(Counter(event.kind for event in log)),
+    )
+
+
+def _check_log(log: Sequence[Event]) -> Iterator[str]:
+    """Look for lines that are missing from the log itself."""
+    expected = 1
+    for event in log:
+        if event.seq and event.seq != expected:
+            yield f"the log has event {event.seq} where {expected} was due"
+        expected = event.seq + 1 if event.seq else expected + 1
+    job_ids = sorted({event.job_id for event in log})
+    if len(job_ids) > 1:
+        yield f"the log has events of {len(job_ids)} jobs: {', '.join(job_ids)}"
+
+
+def _check_plan(lives: Sequence[Attempt], steps: Sequence[StepCompleted]) -> Iterator[str]:
+    if all(life.planned is None for life in lives):
+        if steps:
+            yield f"{len(steps)} steps were committed, but no plan says what they had to train"
+        return
+    for life in lives:
+        length = life.planned.num_eval_samples if life.planned is not None else None
+        for done in life.evals:
+            if length is not None and done.samples != length:
+                yield (
+                    f"the evaluation at step {done.step} went through {done.samples} samples, "
+                    f"the set has {length}"
+                )
+
+
+def _check_steps(start: int, steps: Sequence[StepCompleted]) -> Iterator[str]:
+    """Steps must be committed one after the other, by generations that do not grow older."""
+    newest, generation = start, 0
+    for step in steps:
+        if step.step <= newest:
+            yield f"step {step.step} was committed again after step {newest}"
+        elif step.step > newest + 1:
+            yield f"{_name_steps(newest + 1, step.step - 1)} missing before step {step.step}"
+        if step.generation < generation:
+            yield (
+                f"step {step.step} was committed by generation {step.generation} "
+                f"after generation {generation} had gone on"
+            )
+        newest, generation = max(newest, step.step), max(generation, step.generation)
+
+
+def _name_steps(first: int, last: int) -> str:
+    return f"step {first} is" if first == last else f"steps {first} to {last} are"
+
+
+def _check_losses(log: Sequence[Event], history: WeightHistory) -> Iterator[str]:
+    """A planned change undoes no step, and a loss at most the one in flight.
+
+    Both are told by generation: steps that were committed before a loss may be logged after it, so
+    the order of the lines says nothing. Only ranks count: a newcomer's death costs nobody a step.
+    """
+    undone: dict[int, set[int]] = defaultdict(set)
+    losses: dict[int, set[str]] = defaultdict(set)
+    for event in log:
+        if isinstance(event, StepUndone):
+            undone[event.generation].add(event.step)
+        elif isinstance(event, WorkerLost | FaultInjected):
+            formed = history.formed.get(event.generation)
+            if formed is None or event.worker in formed.ranks:
+                losses[event.generation].add(event.worker)
+        elif _ends_at_once(event):
+            losses[event.generation].add("")
+        elif isinstance(event, GenerationFormed) and _tells_of_broken_connections(event):
+            losses[event.generation - 1].add("")
+    for generation, steps in undone.items():
+        if len(steps) > len(losses[generation]):
+            yield _name_waste(steps, len(losses[generation]))
+
+
+def _tells_of_broken_connections(event: GenerationFormed) -> bool:
+    """Return whether the generation before ended by a fault of the network, or of the scheduler.
+
+    A planned change that broke them is no excuse: then its reason stands beside.
+    """
+    whys = set(event.why.split("+"))
+    return bool(whys & {"stalled", "restart"}) or whys == {"broken"}
+
+
+def _ends_at_once(event: Event) -> bool:
+    """Return whether the step in flight may be given up for this although nobody is lost."""
+    if isinstance(event, JobStatusChanged):
+        return event.status in TERMINAL_STATUSES
+    return isinstance(event, UserErrorRaised)
+
+
+def _name_waste(undone: set[int], num_losses: int) -> str:
+    steps = sorted(undone)
+    names = f"step {steps[0]} was" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]} were"
+    if num_losses == 0:
+        return f"{names} undone although no worker had been lost"
+    return f"{names} undone for {num_losses} lost workers"
+
+
+def _check_end(
+    log: Sequence[Event],
+    planned: JobPlanned | None,
+    start: int,
+    steps: Sequence[StepCompleted],
+    *,
+    num_lives: int,
+) -> Iterator[str]:
+    if planned is None or _last_status(log) != "finished":
+        return
+    reached = max((step.step for step in steps), default=start)
+    # A decision is void once a later generation has gone on, from an older state.
+    newest = max((step.generation for step in steps), default=0)
+    decided = [e.step for e in log if isinstance(e, EarlyStopped) and e.generation >= newest]
+    if decided:
+        if decided[-1] != reached:
+            yield f"the job finished at step {reached}, to be stopped early at {decided[-1]}"
+        return
+    # After a resume with another batch the number of steps is another one, not that of samples.
+    if planned.per_worker_batch_size or (num_lives > 1 and planned.total_samples):
+        last = max(steps, key=lambda step: step.step, default=None)
+        trained = 0
+        if last is not None:
+            done = StepRange(last.epoch, last.first, last.samples)
+            trained = done.position(planned.num_train_samples) + done.samples
+        if trained != planned.total_samples:
+            yield f"the job finished after {trained} of {planned.total_samples} samples"
+    elif reached != planned.total_steps:
+        yield f"the job finished at step {reached} of {planned.total_steps}"
+
+
+def _last_status(log: Sequence[Event]) -> str:
+    statuses = [event.status for event in log if isinstance(event, JobStatusChanged)]
+    return statuses[-1] if statuses else ""

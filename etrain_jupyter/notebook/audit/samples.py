@@ -1,0 +1,205 @@
+"""The part of the audit that proves which samples were trained, epoch by epoch."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from etrain_jupyter.log.events import StepCompleted
+from etrain_jupyter.notebook.audit.report import EpochCoverage
+from etrain_jupyter.rules.samples.ledger import (
+    StepRange,
+    checksum_terms,
+    epoch_order,
+    position_after,
+    range_at,
+    steps_per_epoch,
+)
+
+_NUM_EXAMPLES = 5
+_TOP = 1 << 32
+"""No sample's term of the checksum is as large."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What the ledger needs to say which samples a step had to train."""
+
+    seed: int
+    num_samples: int
+    global_batch_size: int
+    per_worker_batch_size: int = 0
+    """If above 0, a step has so many samples for each of its ranks."""
+    total_samples: int = 0
+    """Where the job ends, over all epochs; 0 if that is not known."""
+    base_step: int = 0
+    """The step from which on it counts: more than 0 after a resume with another batch or data."""
+    base_position: int = 0
+    """The samples up to there, over all epochs."""
+
+    def position_after(self, step: int) -> int:
+        """Return the samples of the first ``step`` steps, at a batch that never changes."""
+        if not self.base_step:
+            return position_after(step, self.num_samples, self.global_batch_size)
+        rest = -self.base_position % self.num_samples
+        num_in_rest = steps_per_epoch(rest, self.global_batch_size)
+        count = step - self.base_step
+        if count < num_in_rest:
+            return self.base_position + count * self.global_batch_size
+        after = position_after(count - num_in_rest, self.num_samples, self.global_batch_size)
+        return self.base_position + rest + after
+
+    def due_at(self, position: int, world_size: int) -> StepRange:
+        """Return what the step of so many ranks after ``position`` samples has to train."""
+        return range_at(
+            position,
+            num_samples=self.num_samples,
+            global_batch_size=self.per_worker_batch_size * world_size or self.global_batch_size,
+            end=self.total_samples or None,
+        )
+
+
+def check_samples(
+    steps: Sequence[StepCompleted], start: int, work: Work
+) -> tuple[tuple[EpochCoverage, ...], list[str]]:
+    """Compare what the steps trained with what the ledger orders.
+
+    Args:
+        steps: The committed ones.
+        start: The step that the log begins at.
+        work: What there was to do.
+
+    Returns:
+        A row for each epoch that was begun, and problems in words.
+    """
+    begun = position = work.base_position if work.base_step else work.position_after(start)
+    due: dict[int, StepRange] = {}
+    by_epoch: dict[int, list[StepCompleted]] = defaultdict(list)
+    for step in sorted(steps, key=lambda step: step.step):
+        by_epoch[step.epoch].append(step)
+        if not work.per_worker_batch_size:  # whatever else is missing, this much is known
+            position = work.position_after(step.step - 1)
+        if step.step not in due:
+            due[step.step] = work.due_at(position, step.world_size)
+            position += due[step.step].samples
+    first, last = divmod(begun, work.num_samples), divmod(position, work.num_samples)
+    rows: list[EpochCoverage] = []
+    problems: list[str] = []
+    for epoch in sorted({*by_epoch, *range(first[0], last[0] + 1)}):
+        begin = first[1] if epoch == first[0] else 0
+        end = last[1] if epoch == last[0] else work.num_samples
+        if begin < end or epoch in by_epoch:
+            check = _EpochCheck(work, epoch)
+            for step in by_epoch[epoch]:
+                problems += check.take(step, due[step.step])
+            row, row_problems = check.close(begin, end)
+            rows.append(row)
+            problems += row_problems
+    return tuple(rows), problems
+
+
+class _EpochCheck:
+    """Counts, for each position of one epoch's order, how often its sample was trained."""
+
+    def __init__(self, work: Work, epoch: int) -> None:
+        self._work, self._epoch = work, epoch
+        self._order = epoch_order(seed=work.seed, epoch=epoch, num_samples=work.num_samples)
+        self._terms = checksum_terms(self._order).astype(np.int64)
+        # Sums up to each position, so that any range costs one subtraction.
+        self._sums = np.concatenate(([0], np.cumsum(self._terms)))
+        self._counts = np.zeros(work.num_samples, dtype=np.int64)
+
+    def take(self, step: StepCompleted, due: StepRange) -> Iterator[str]:
+        """Count one step's samples; tell how they differ from those that were due."""
+        if (step.epoch, step.first) != (due.epoch, due.first):
+            yield (
+                f"step {step.step} began at sample {step.first} of epoch {step.epoch}, "
+                f"due was {due.first} of epoch {due.epoch}"
+            )
+        position = StepRange(step.epoch, step.first, step.samples).position(self._work.num_samples)
+        num_due = self._work.due_at(position, step.world_size).samples
+        if step.samples != num_due:
+            yield f"step {step.step} trained {step.samples} samples, due were {num_due}"
+        if self._sum_of(step.first, step.first + step.samples) == step.sample_checksum:
+            self._counts[step.first : step.first + step.samples] += 1
+        else:
+            yield self._explain(step, step.first, step.first + num_due)
+
+    def close(self, begin: int, end: int) -> tuple[EpochCoverage, list[str]]:
+        """Return the epoch's row and problems; positions from ``begin`` to ``end`` were due."""
+        repeated = self._order[self._counts > 1]
+        missing = self._order[begin:end][self._counts[begin:end] == 0]
+        row = EpochCoverage(
+            epoch=self._epoch,
+            samples=int(self._counts.sum()),
+            seen_once=int((self._counts == 1).sum()),
+            repeated=len(repeated),
+            missing=len(missing),
+            is_complete=end == self._work.num_samples,
+        )
+        problems = []
+        if len(missing):
+            problems.append(f"epoch {self._epoch}: {_name(missing)} never trained")
+        if len(repeated):
+            problems.append(f"epoch {self._epoch}: {_name(repeated)} trained more than once")
+        return row, problems
+
+    def _sum_of(self, first: int, end: int) -> int | None:
+        is_inside = 0 <= first <= end <= len(self._counts)
+        return int(self._sums[end] - self._sums[first]) if is_inside else None
+
+    def _explain(self, step: StepCompleted, first: int, end: int) -> str:
+        """Find the one sample by which a wrong checksum is off; count what was trained then."""
+        expected = self._sum_of(first, end)
+        if expected is None:
+            return f"step {step.step} trained samples outside of the epoch"
+        lost = self._lookup(expected - step.sample_checksum, first, end)
+        if lost is not None:
+            self._counts[first:end] += 1
+            self._counts[lost] -= 1
+            return f"step {step.step} did not train sample {self._order[lost]}"
+        extra = self._lookup(step.sample_checksum - expected, 0, len(self._counts))
+        if extra is not None:
+            self._counts[first:end] += 1
+            self._counts[extra] += 1
+            return f"step {step.step} trained sample {self._order[extra]} once too often"
+        return self._explain_exchange(step, first, end, expected)
+
+    def _explain_exchange(self, step: StepCompleted, first: int, end: int, expected: int) -> str:
+        # Kept in the range of int64; a difference as large as this matches nothing.
+        difference = max(-_TOP, min(_TOP, step.sample_checksum - expected))
+        wanted = self._terms[first:end] + difference
+        matches = np.flatnonzero(np.isin(wanted, self._terms))
+        if len(matches) != 1:
+            return (
+                f"step {step.step} trained other samples than were due "
+                f"(checksum {step.sample_checksum} instead of {expected}); none of them counts"
+            )
+        lost = first + int(matches[0])
+        extra = int(np.flatnonzero(self._terms == wanted[matches[0]])[0])
+        self._counts[first:end] += 1
+        self._counts[lost] -= 1
+        self._counts[extra] += 1
+        return (
+            f"step {step.step} trained sample {self._order[extra]} "
+            f"in place of sample {self._order[lost]}"
+        )
+
+    def _lookup(self, term: int, first: int, end: int) -> int | None:
+        """Return the position in a range whose sample has this term, if there is exactly one."""
+        if not 0 <= term < _TOP:
+            return None
+        positions = np.flatnonzero(self._terms[first:end] == term)
+        return first + int(positions[0]) if len(positions) == 1 else None
+
+
+def _name(samples: NDArray[np.int64]) -> str:
+    listed = ", ".join(map(str, sorted(samples.tolist())[:_NUM_EXAMPLES]))
+    if len(samples) == 1:
+        return f"sample {listed} was"
+    more = " ..." if len(samples) > _NUM_EXAMPLES else ""
+    return f"{len(samples)} samples ({listed}{more}) were"

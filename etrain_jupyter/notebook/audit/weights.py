@@ -1,0 +1,88 @@
+"""The part of the audit that proves, as far as the log reaches, that all ranks held equal weights.
+
+With each step every rank tells a fingerprint of a part of its weights, and the step's record says
+whether they were equal. At the end of each epoch and of the job every rank tells a SHA-256 of all
+its weights. Where there was one rank, there is nothing to compare.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from etrain_jupyter.log.events import Event, StepCompleted, WeightsHashed
+from etrain_jupyter.notebook.audit.history import WeightHistory
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightsProof:
+    """What the log says of the ranks' weights."""
+
+    problems: tuple[str, ...]
+    num_compared: int
+    """Committed steps of several ranks whose fingerprints were equal."""
+    num_alone: int
+    """Committed steps of one rank."""
+    num_digests: int
+    """Digests that were compared with another rank's of the same step."""
+    newest_step: int
+    """The newest step of which a digest was told; 0 without one."""
+    newest: str
+    """The newest digest and its step, to be compared with another job's; empty without one."""
+
+
+def compare_weights(log: Sequence[Event], history: WeightHistory) -> WeightsProof:
+    """Compare what the ranks told of their weights, in the steps that count."""
+    groups = _digests_by_step(log, history)
+    shared = [step for step in history.steps if step.world_size > 1]
+    agreed = [step for step in shared if step.ranks_agree]
+    return WeightsProof(
+        problems=(*_check_fingerprints(shared, history), *_check_digests(groups, history)),
+        num_compared=len(agreed),
+        num_alone=len(history.steps) - len(shared),
+        num_digests=sum(len(group) for group in groups.values() if len(group) > 1),
+        newest_step=max(groups, default=0),
+        newest=f"{groups[max(groups)][0].digest} at step {max(groups)}" if groups else "",
+    )
+
+
+def _check_fingerprints(steps: Sequence[StepCompleted], history: WeightHistory) -> Iterator[str]:
+    """Name the first step of each generation whose ranks did not agree: the rest follows."""
+    told: set[int] = set()
+    for step in steps:
+        if not step.ranks_agree and step.generation not in told:
+            told.add(step.generation)
+            formed = history.formed.get(step.generation)
+            names = ", ".join(formed.ranks) if formed else f"generation {step.generation}"
+            yield f"at step {step.step} the ranks ({names}) told different fingerprints"
+
+
+def _digests_by_step(
+    log: Sequence[Event], history: WeightHistory
+) -> dict[int, list[WeightsHashed]]:
+    """Return the digests of the steps that count; one that was made again has told others."""
+    committed_by = {step.step: step.generation for step in history.steps}
+    groups: dict[int, list[WeightsHashed]] = defaultdict(list)
+    for event in log:
+        if isinstance(event, WeightsHashed) and committed_by.get(event.step) == event.generation:
+            groups[event.step].append(event)
+    return groups
+
+
+def _check_digests(groups: dict[int, list[WeightsHashed]], history: WeightHistory) -> Iterator[str]:
+    for step, hashed in sorted(groups.items()):
+        by_digest: dict[str, list[str]] = defaultdict(list)
+        for event in hashed:
+            by_digest[event.digest].append(f"rank {event.rank} on {event.worker}")
+            formed = history.formed.get(event.generation)
+            if formed is not None and event.worker not in formed.ranks:
+                yield (
+                    f"at step {step} {event.worker} told its weights as a rank of generation "
+                    f"{event.generation}, which it was not in"
+                )
+        if len(by_digest) > 1:
+            # The larger side is taken to be right, so that the culprit is named last.
+            sides = sorted(by_digest.items(), key=lambda side: -len(side[1]))
+            told = "; ".join(f"{digest[:12]} on {', '.join(who)}" for digest, who in sides)
+            yield f"at step {step} the ranks had different weights: {told}"

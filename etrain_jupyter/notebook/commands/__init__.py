@@ -1,0 +1,1 @@
+"""The ``%etrain`` line commands."""

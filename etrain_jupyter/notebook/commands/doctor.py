@@ -1,0 +1,327 @@
+"""What is wrong on this machine, and how to mend it: ``%etrain doctor``.
+
+Each check looks and changes nothing, and none imports torch: a kernel that only looks stays small.
+EC2 is asked only if somebody wants that, and not waited for long.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import ssl
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from etrain_jupyter import __version__
+from etrain_jupyter.errors import ConfigError, EtrainError
+from etrain_jupyter.head.local_workers import finish_gpu_query, start_gpu_query, torch_has_cuda
+from etrain_jupyter.notebook.job.link import open_link
+from etrain_jupyter.notebook.job.run_store import ROOT_VARIABLE, RunStore
+from etrain_jupyter.pools.catalog import PoolEntry, files, read_catalog
+from etrain_jupyter.pools.clusters import AWS, aws_specs
+from etrain_jupyter.pools.registry import make_pool
+from etrain_jupyter.process.cluster_dir import cluster_dirs, state_root
+from etrain_jupyter.process.tls import mint_certificates, read_security, write_certificates
+
+if TYPE_CHECKING:
+    from etrain_jupyter.pools.ec2.reaping import Tagged
+    from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
+
+NEEDED = ("torch", "distributed", "cloudpickle", "safetensors", "pydantic", "ipykernel")
+FOR_THE_SCREEN = ("jupyterlab", "anywidget")
+EXTENSION = "etrain-jupyter"
+WIDGET_SCRIPT = Path(__file__).parents[2] / "static" / "widget.js"
+GUIDE = "docs/troubleshooting.md"
+EC2_S = 15.0
+"""How long to wait for what EC2 says of a region."""
+MARKS = {"ok": "  ok ", "note": "note ", "wrong": "WRONG"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One thing that was looked at."""
+
+    state: str
+    """``ok``, ``note`` (works, with less) or ``wrong``."""
+    what: str
+    remedy: str = ""
+    """What to do; empty if nothing need be done."""
+    topic: str = ""
+    """The section of docs/troubleshooting.md that says more."""
+
+    def __str__(self) -> str:
+        line = f"{MARKS[self.state]} {self.what}"
+        more = f" ({GUIDE}#{self.topic})" if self.topic and self.state != "ok" else ""
+        return f"{line}\n      -> {self.remedy}{more}" if self.remedy else line
+
+
+def examine(store: RunStore, *, with_ec2: bool = False, region: str | None = None) -> list[Finding]:
+    """Look at everything that a job needs here; a check that breaks is itself a finding.
+
+    Args:
+        store: Where jobs are.
+        with_ec2: Ask EC2, too, what there is of our clusters.
+        region: Ask there, besides the regions of ``pools.yaml``.
+    """
+    checks: dict[str, Callable[[], list[Finding]]] = {
+        "python": _check_python,
+        "packages": _check_packages,
+        "gpu": _check_gpus,
+        "screen": _check_screen,
+        "tls": _check_tls,
+        "state-directory": lambda: [_check_folder("state directory", state_root(), "ETRAIN_STATE")],
+        "run-store": lambda: [_check_run_store(store)],
+        "pools": lambda: _check_pools() + (_check_ec2(region) if with_ec2 else []),
+        "clusters": _check_clusters,
+    }
+    findings = []
+    for topic, check in checks.items():
+        try:
+            found = check()
+        except Exception as exc:  # The doctor's own trouble must not hide the other findings.
+            what, remedy = f"{type(exc).__name__}: {exc}", "see the guide"
+            found = [Finding(state="wrong", what=what, remedy=remedy)]
+        findings += [replace(finding, topic=topic) for finding in found]
+    return findings
+
+
+def _check_python() -> list[Finding]:
+    what = f"etrain-jupyter {__version__}, Python {platform.python_version()}, {sys.platform}"
+    if sys.platform != "linux":
+        return [Finding(state="note", what=what, remedy="only Linux is tested")]
+    return [Finding(state="ok", what=what)]
+
+
+def _check_packages() -> list[Finding]:
+    findings = []
+    for name in NEEDED:
+        version = version_of(name)
+        state, remedy = ("ok", "") if version else ("wrong", f"pip install {name}")
+        findings.append(Finding(state=state, what=f"{name} {version or 'missing'}", remedy=remedy))
+    kernel = version_of("ipykernel")
+    if kernel and int(kernel.split(".")[0]) < 7:
+        findings.append(
+            Finding(
+                state="note",
+                what=f"ipykernel {kernel}: the Stop button waits while a cell computes",
+                remedy="pip install -U 'ipykernel>=7'; or interrupt the kernel in %etrain wait",
+            )
+        )
+    return findings
+
+
+def _check_gpus() -> list[Finding]:
+    if shutil.which("nvidia-smi") and not torch_has_cuda():
+        what = f"there is an NVIDIA driver, but torch {version_of('torch')} is built without CUDA"
+        return [Finding(state="note", what=what, remedy="install a CUDA build, see pytorch.org")]
+    gpus = finish_gpu_query(start_gpu_query(), timeout_s=5.0)
+    if not gpus:
+        cores = os.cpu_count() or 1
+        return [Finding(state="ok", what=f"no GPU here: workers share {cores} CPU cores")]
+    names = ", ".join(name for _, name in gpus)
+    return [Finding(state="ok", what=f"{len(gpus)} GPU: {names}")]
+
+
+def _check_screen() -> list[Finding]:
+    findings = []
+    for name in FOR_THE_SCREEN:
+        version = version_of(name)
+        state, remedy = ("ok", "") if version else ("note", f"pip install {name}")
+        findings.append(Finding(state=state, what=f"{name} {version or 'missing'}", remedy=remedy))
+    if not WIDGET_SCRIPT.is_file():
+        remedy = "pip install a wheel, or build the front end: make lab"
+        what = "the widget is not built: notebooks show tables"
+        findings.append(Finding(state="wrong", what=what, remedy=remedy))
+    found = find_extension()
+    if found is None:
+        remedy = "pip install --force-reinstall etrain-jupyter where JupyterLab runs"
+        what = "JupyterLab's extension is not installed in this environment"
+        findings.append(Finding(state="note", what=what, remedy=remedy))
+    else:
+        findings.append(Finding(state="ok", what=f"JupyterLab extension in {found}"))
+    return findings
+
+
+def _check_tls() -> list[Finding]:
+    with tempfile.TemporaryDirectory() as folder:
+        certificates = Path(folder) / "tls"
+        write_certificates(certificates, mint_certificates("doctor"))
+        read_security(certificates, "client").get_connection_args("client")
+    return [Finding(state="ok", what=f"TLS on loopback ({ssl.OPENSSL_VERSION})")]
+
+
+def _check_folder(what: str, folder: Path, variable: str) -> Finding:
+    nearest = next(path for path in (folder, *folder.parents) if path.exists())
+    if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK):
+        return Finding(state="ok", what=f"{what} {folder}")
+    remedy = f"make it writable, or set {variable} to a folder of yours"
+    return Finding(state="wrong", what=f"{what} {folder} cannot be written", remedy=remedy)
+
+
+def _check_run_store(store: RunStore) -> Finding:
+    try:
+        store.check_writable()
+    except EtrainError as exc:
+        return Finding(state="wrong", what=str(exc), remedy=f"set {ROOT_VARIABLE} to another place")
+    copies = _check_folder(f"run store {store}, its copies in", store.root, "ETRAIN_STATE")
+    is_folder = str(store) == str(store.root)
+    return _check_folder("run store", store.root, ROOT_VARIABLE) if is_folder else copies
+
+
+def _check_pools() -> list[Finding]:
+    try:
+        entries = list(read_catalog().values())
+    except ConfigError as exc:
+        return [_fault_of(exc)]
+    if not entries:
+        names = " or ".join(map(str, files()))
+        return [Finding(state="ok", what=f"pool local; others have names in {names}")]
+    findings = []
+    specs: dict[str | None, AwsSpotSpec] = {}
+    for entry in entries:
+        try:
+            make_pool(entry)
+        except EtrainError as exc:
+            findings.append(_fault_of(exc))
+            continue
+        where = entry.values.get("address") or entry.values.get("region") or ""
+        what = f"pool {entry.name}: {entry.kind}, {where} ({entry.file})"
+        findings.append(Finding(state="ok", what=what))
+        if entry.kind == AWS:
+            spec = _spec_of(entry)
+            specs.setdefault(spec.profile, spec)
+    return findings + (_check_aws(list(specs.values())) if specs else [])
+
+
+def _fault_of(exc: EtrainError) -> Finding:
+    what = exc.render()[0].removeprefix("etrain: ")
+    hint = getattr(exc, "hint", "") or "correct it, or remove the pool"
+    return Finding(state="wrong", what=what, remedy=hint)
+
+
+def _spec_of(entry: PoolEntry) -> AwsSpotSpec:
+    from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
+
+    return entry.read_as(AwsSpotSpec)
+
+
+def _check_aws(specs: list[AwsSpotSpec]) -> list[Finding]:
+    """Look for boto3 and credentials; AWS is not asked."""
+    version = version_of("boto3")
+    if not version:
+        remedy = "pip install 'etrain-jupyter[aws]'"
+        return [Finding(state="wrong", what="boto3 missing: EC2 cannot be used", remedy=remedy)]
+    from etrain_jupyter.pools.ec2.client.credentials import find_credentials
+
+    findings = []
+    for spec in specs:
+        whose = f" of profile {spec.profile}" if spec.profile else ""
+        try:
+            place, trouble = find_credentials(spec), "there are none on this machine"
+        except EtrainError as exc:
+            place, trouble = "", str(exc)
+        if place:
+            what = f"boto3 {version}, credentials{whose} from {place}"
+            findings.append(Finding(state="ok", what=what))
+        else:
+            remedy = "aws sso login, aws configure, or give this machine a role"
+            what = f"no AWS credentials{whose}: {trouble}"
+            findings.append(Finding(state="wrong", what=what, remedy=remedy))
+    return findings
+
+
+def _check_ec2(region: str | None) -> list[Finding]:
+    """Ask EC2 what there is of anybody's clusters."""
+    return [found for spec in aws_specs(region) for found in _ask_ec2(spec)]
+
+
+def _ask_ec2(spec: AwsSpotSpec) -> list[Finding]:
+    from etrain_jupyter.pools.ec2.ec2_api import Clients
+    from etrain_jupyter.pools.ec2.reaping import find_tagged
+
+    told: list[Tagged | Exception] = []
+    is_told = threading.Event()
+
+    def look() -> None:
+        try:
+            told.extend(find_tagged(Clients(spec), spec.region))
+        except Exception as exc:
+            told.append(exc)
+        is_told.set()
+
+    threading.Thread(target=look, name="etrain-doctor", daemon=True).start()
+    if not is_told.wait(EC2_S):
+        what = f"EC2 in {spec.region} has not answered within {EC2_S:g} s"
+        return [Finding(state="wrong", what=what, remedy="look at the network and its proxy")]
+    if told and isinstance(told[0], Exception):
+        return [Finding(state="wrong", what=str(told[0]), remedy="%etrain pools policy")]
+    things = [one for one in told if not isinstance(one, Exception)]
+    ids = sorted({one.cluster_id for one in things})
+    findings = [
+        _on_ec2(spec.region, cluster, [one for one in things if one.cluster_id == cluster])
+        for cluster in ids
+    ]
+    return findings or [Finding(state="ok", what=f"nothing of ours is on EC2 in {spec.region}")]
+
+
+def _on_ec2(region: str, cluster: str, things: list[Tagged]) -> Finding:
+    num_machines = sum(one.kind == "instance" for one in things)
+    usd = sum(one.usd_per_h or 0.0 for one in things)
+    rest = len(things) - num_machines
+    what = f"cluster {cluster} on EC2 in {region}: {_number_of(num_machines, 'machine')}, "
+    what += f"{_number_of(rest, 'other thing')}, ${usd:.3g}/h"
+    if all(one.is_expired for one in things):
+        return Finding(state="wrong", what=f"{what}; has expired", remedy="%etrain reap ends it")
+    return Finding(state="ok", what=what)
+
+
+def _number_of(count: int, word: str) -> str:
+    return f"{count} {word}" + ("" if count == 1 else "s")
+
+
+def _check_clusters() -> list[Finding]:
+    findings = []
+    for cluster in cluster_dirs():
+        record = cluster.record()
+        if record is None or not record.is_alive:
+            what = f"cluster {cluster.cluster_id} has ended or is starting"
+            findings.append(Finding(state="note", what=what, remedy="%etrain down clears it away"))
+            continue
+        link = open_link(cluster.address(record))
+        try:
+            facts = link.call("etrain_describe", timeout=5.0)
+            workers = _number_of(facts.get("workers", 0), "worker")
+            jobs = _number_of(facts.get("jobs", 0), "job")
+            what = f"cluster {cluster.cluster_id}: {workers}, {jobs}"
+            findings.append(Finding(state="ok", what=what))
+        except EtrainError as exc:
+            what = f"cluster {cluster.cluster_id} does not answer ({exc})"
+            findings.append(Finding(state="wrong", what=what, remedy="%etrain down ends it"))
+        finally:
+            link.release()
+    return findings or [Finding(state="ok", what="no cluster is running")]
+
+
+def version_of(name: str) -> str:
+    """Return the installed version of a package without importing it; empty if there is none."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def find_extension() -> Path | None:
+    """Return where JupyterLab finds our extension; None if it does not."""
+    try:
+        from jupyter_core.paths import jupyter_path
+    except ImportError:
+        return None
+    folders = (Path(path) / EXTENSION for path in jupyter_path("labextensions"))
+    return next((folder for folder in folders if (folder / "package.json").is_file()), None)

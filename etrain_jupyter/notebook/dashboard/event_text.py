@@ -1,0 +1,333 @@
+"""Each event as a sentence for the event list, and its marker on the charts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import singledispatch
+
+from etrain_jupyter.log.events import (
+    BestReached,
+    CheckpointCommitted,
+    CheckpointFailed,
+    CheckpointIntervalChosen,
+    CostUpdated,
+    EarlyStopped,
+    EvalCompleted,
+    Event,
+    FaultInjected,
+    GenerationFormed,
+    GenerationReady,
+    JobPlanned,
+    JobRestored,
+    JobResumed,
+    JobStatusChanged,
+    JobSubmitted,
+    LogLine,
+    LossNotFinite,
+    PreemptionNoticed,
+    RankTimed,
+    RebalanceRecommended,
+    SchedulerRestarted,
+    StepCompleted,
+    StepUndone,
+    UnknownEvent,
+    UserErrorRaised,
+    WeightsHashed,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerLost,
+    WorkersScaled,
+    WorkerWarmed,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """What the event list says of one event."""
+
+    text: str
+    level: str = "info"
+    """``info``, ``good``, ``warning`` or ``error``."""
+
+
+@singledispatch
+def describe(event: Event) -> Line | None:
+    """Return the sentence for ``event``, or None for one that the list leaves out."""
+    return Line(text=event.kind)
+
+
+@describe.register
+def _(
+    event: StepCompleted | WeightsHashed | GenerationReady | RankTimed | CostUpdated,
+) -> Line | None:
+    return None  # too many to list: the charts and the audit show them
+
+
+@describe.register
+def _(event: JobSubmitted) -> Line:
+    bounds = span(event.min_workers, event.max_workers)
+    return Line(text=f"Submitted to pool {event.pool} for {bounds}")
+
+
+@describe.register
+def _(event: JobResumed) -> Line:
+    bounds = span(event.min_workers, event.max_workers)
+    differs = f"; what differs: {', '.join(event.differs)}" if event.differs else ""
+    place = f"on pool {event.pool} for {bounds}"
+    return Line(text=f"Resumed {place}, {event.step:,} steps in the log{differs}", level="good")
+
+
+@describe.register
+def _(event: SchedulerRestarted) -> Line:
+    alive = f"{workers(len(event.workers))} kept their trainers"
+    if len(event.workers) == 1:
+        alive = "1 worker kept its trainer"
+    gone = f"; lost meanwhile: {', '.join(event.lost)}" if event.lost else ""
+    away = f"The scheduler died and was started again: away for {seconds(event.away_s)}"
+    return Line(text=f"{away}, {alive}{gone}", level="warning")
+
+
+@describe.register
+def _(event: JobPlanned) -> Line:
+    parameters = f", {event.num_parameters:,} parameters" if event.num_parameters else ""
+    each = event.per_worker_batch_size
+    size = f"{each} a worker and step" if each else f"{event.global_batch_size} a step"
+    length = f"{event.total_samples:,} samples" if each else f"{event.total_steps:,} steps"
+    return Line(
+        text=f"Planned {length} over {event.num_train_samples:,} samples, {size}{parameters}"
+    )
+
+
+@describe.register
+def _(event: JobStatusChanged) -> Line:
+    text = event.status.capitalize() + (f": {event.reason}" if event.reason else "")
+    level = _STATUS_LEVELS.get(event.status, "info")
+    if level == "info" and event.reason and not event.seq:
+        # No log has it: whoever follows the job says that something is wrong with the line to it.
+        level = "warning"
+    return Line(text=text, level=level)
+
+
+_STATUS_LEVELS = {"failed": "error", "waiting": "warning", "finished": "good"}
+
+
+@describe.register
+def _(event: WorkersScaled) -> Line:
+    return Line(text=f"Scaled to {span(event.min_workers, event.max_workers)}")
+
+
+@describe.register
+def _(event: WorkerJoined) -> Line:
+    return Line(text=f"{event.worker} given to the job, its trainer starts")
+
+
+@describe.register
+def _(event: WorkerWarmed) -> Line:
+    return Line(text=f"{event.worker} is warm after {seconds(event.warm_s)}")
+
+
+@describe.register
+def _(event: GenerationFormed) -> Line:
+    stall = f", stood still for {seconds(event.stall_s)}" if event.stall_s else ""
+    go = "goes" if event.world_size == 1 else "go"
+    return Line(
+        text=f"Generation {event.generation} ({event.why}): "
+        f"{workers(event.world_size)} {go} on from step {event.step:,}{stall}",
+        level="good",
+    )
+
+
+@describe.register
+def _(event: StepUndone) -> Line:
+    done_by = counted(len(event.workers), "survivor")
+    return Line(text=f"Step {event.step:,} undone on {done_by}; trained again", level="warning")
+
+
+@describe.register
+def _(event: JobRestored) -> Line:
+    again = f", {event.num_undone:,} steps are trained again" if event.num_undone else ""
+    return Line(text=f"Restored the state of step {event.step:,}{again}", level="warning")
+
+
+@describe.register
+def _(event: EvalCompleted) -> Line:
+    values = "".join(f", {name} {number(value)}" for name, value in event.metrics.items())
+    return Line(
+        text=f"Evaluated step {event.step:,} on {event.samples:,} samples: "
+        f"loss {number(event.loss)}{values}"
+    )
+
+
+@describe.register
+def _(event: BestReached) -> Line:
+    return Line(
+        text=f"Best so far: {event.metric} {number(event.value)} at step {event.step:,}",
+        level="good",
+    )
+
+
+@describe.register
+def _(event: EarlyStopped) -> Line:
+    return Line(text=f"{event.reason[:1].upper()}{event.reason[1:]}", level="good")
+
+
+@describe.register
+def _(event: LossNotFinite) -> Line:
+    where = f" on {', '.join(event.workers)}" if event.workers else ""
+    return Line(
+        text=f"The loss of step {event.step:,} is {event.loss}{where}: no worker updated its "
+        "weights",
+        level="error",
+    )
+
+
+@describe.register
+def _(event: PreemptionNoticed) -> Line:
+    left = seconds(max(0.0, event.deadline - event.time))
+    return Line(text=f"{event.worker} will be preempted in {left}", level="warning")
+
+
+@describe.register
+def _(event: RebalanceRecommended) -> Line:
+    return Line(
+        text=f"{event.worker} is likely to be preempted; it trains on, and a checkpoint is saved",
+        level="warning",
+    )
+
+
+@describe.register
+def _(event: WorkerLeft) -> Line:
+    return Line(text=f"{event.worker} left ({event.reason}), nothing lost")
+
+
+@describe.register
+def _(event: WorkerLost) -> Line:
+    known = f", known after {seconds(event.detected_s)}" if event.detected_s else ""
+    return Line(text=f"{event.worker} lost ({event.cause}){known}", level="error")
+
+
+@describe.register
+def _(event: FaultInjected) -> Line:
+    return Line(text=f"{event.worker} suffers {event.fault} on purpose", level="warning")
+
+
+@describe.register
+def _(event: CheckpointCommitted) -> Line:
+    return Line(
+        text=f"Checkpoint of step {event.step:,}, {size(event.size_bytes)} "
+        f"in {seconds(event.duration_s)}, training stood still for {seconds(event.stall_s)}"
+    )
+
+
+@describe.register
+def _(event: CheckpointIntervalChosen) -> Line:
+    return Line(text=f"Checkpoints {event.reason}")
+
+
+@describe.register
+def _(event: CheckpointFailed) -> Line:
+    return Line(text=f"Checkpoint of step {event.step:,} failed: {event.error}", level="error")
+
+
+@describe.register
+def _(event: UserErrorRaised) -> Line:
+    where = ", ".join(event.workers)
+    what = f"Your code raised on {where}" if event.traceback else "Failed"
+    return Line(text=f"{what}: {event.error}", level="error")
+
+
+@describe.register
+def _(event: LogLine) -> Line:
+    level = event.level if event.level in ("warning", "error") else "info"
+    return Line(text=f"{event.worker}: {event.text}" if event.worker else event.text, level=level)
+
+
+@describe.register
+def _(event: UnknownEvent) -> Line:
+    return Line(text=f"{event.name} (written by a newer version)")
+
+
+def describe_times(event: RankTimed) -> str:
+    """Return what some steps of a worker took it, as a line of the log."""
+    whole = max(event.elapsed_s, 1e-9)
+    parts = {
+        "data": event.data_s,
+        "forward and backward": event.compute_s,
+        "communication": event.communication_s,
+        "optimizer": event.optimizer_s,
+    }
+    apart = {"evaluation": event.evaluation_s, "checkpoints": event.checkpoint_s}
+    told = [f"{name} {seconds(spent)}" for name, spent in apart.items() if spent >= 0.001]
+    if not event.num_steps:
+        return f"after step {event.step:,}: {', '.join(told)}"
+    shares = ", ".join(f"{name} {spent / whole:.0%}" for name, spent in parts.items())
+    text = (
+        f"{counted(event.num_steps, 'step')} to {event.step:,} at "
+        f"{event.samples / whole:,.0f} samples/s: {shares}"
+    )
+    return "; ".join([text, *told])
+
+
+def workers(count: int) -> str:
+    """Return ``1 worker``, ``3 workers``."""
+    return counted(count, "worker")
+
+
+def counted(count: int, noun: str) -> str:
+    """Return ``1 frame``, ``3 frames``."""
+    return f"{count} {noun}" + ("" if count == 1 else "s")
+
+
+def span(least: int, most: int) -> str:
+    """Return ``2 workers``, ``1 to 4 workers``."""
+    return workers(most) if least == most else f"{least} to {workers(most)}"
+
+
+def number(value: float) -> str:
+    """Return four significant digits.
+
+    >>> number(0.123456), number(98765.4), number(float("nan"))
+    ('0.1235', '98,765', 'nan')
+    """
+    if not math.isfinite(value) or abs(value) < 1000:
+        return f"{value:.4g}"
+    return f"{value:,.0f}" if abs(value) < 1e9 else f"{value:.3e}"
+
+
+def seconds(value: float) -> str:
+    """Return a duration in the unit a person would choose.
+
+    >>> seconds(0.0314), seconds(7.25), seconds(95), seconds(4000)
+    ('31 ms', '7.2 s', '1 min 35 s', '1 h 06 min')
+    """
+    if value < 1:
+        return f"{value * 1000:.0f} ms"
+    if value < 60:
+        return f"{value:.1f} s"
+    whole = round(value)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def size(value: float) -> str:
+    """Return a size in bytes with a decimal unit.
+
+    >>> size(812), size(1_500_000)
+    ('812 B', '1.5 MB')
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.1f} TB"
+
+
+def dollars(usd: float) -> str:
+    """Return an amount for people; a minute of a machine costs cents.
+
+    >>> [dollars(usd) for usd in (1234.5, 1.5, 0.0512, 0.0)]
+    ['$1,234.50', '$1.50', '$0.0512', '$0.00']
+    """
+    return f"${usd:,.{4 if 0 < abs(usd) < 0.1 else 2}f}"

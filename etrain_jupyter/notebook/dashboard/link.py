@@ -1,0 +1,104 @@
+"""The way from this kernel into JupyterLab with our extension: one comm, for whatever it draws.
+
+JupyterLab draws a job from its saved output and asks the link for news, so it still draws when the
+kernel is gone. A message about a job carries its ``job_id`` and is one of ``feed``'s; one of the
+kind ``session`` is about all of them and belongs to ``side_panel``.
+
+The kernel opens the comm and the browser finds it, never the other way round: a front end that
+opened it would make every kernel without our package refuse it.
+"""
+
+from __future__ import annotations
+
+import threading
+from functools import cache
+from typing import Any
+
+from etrain_jupyter.notebook.dashboard.browser import Receive, keep_subshell
+from etrain_jupyter.notebook.dashboard.side_panel import SidePanel
+
+LINK_TARGET = "etrain.jobs"
+MAX_LINKED_JOBS = 32
+SESSION = "session"
+
+
+class PanelComm:
+    """The one comm of this kernel that JupyterLab's side of the package listens to.
+
+    Attributes:
+        panel: What the side panel is told.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._comm: Any | None = None
+        self._receivers: dict[str, Receive] = {}
+        self.panel = SidePanel(self._post)
+
+    def register(self, job_id: str, receive: Receive) -> None:
+        """Hand the messages about ``job_id`` to ``receive``, in place of whoever had them."""
+        with self._lock:
+            self._receivers.pop(job_id, None)
+            self._receivers[job_id] = receive
+            if len(self._receivers) > MAX_LINKED_JOBS:
+                del self._receivers[next(iter(self._receivers))]
+            kept = set(self._receivers)
+        self.panel.keep_only(kept)
+        self.open()
+
+    def unregister(self, job_id: str, receive: Receive) -> None:
+        """Stop doing so, unless somebody else took over."""
+        with self._lock:
+            if self._receivers.get(job_id) == receive:
+                del self._receivers[job_id]
+
+    def send(self, job_id: str, receive: Receive, content: dict[str, Any], buffers: Any) -> None:
+        """Send to every view of ``job_id``, if ``receive`` still stands for it."""
+        with self._lock:
+            comm = self._comm if self._receivers.get(job_id) == receive else None
+        if comm is not None:
+            comm.send({**content, "job_id": job_id}, buffers=buffers)
+
+    def open(self) -> None:
+        """Open the comm, so that a front end can find this kernel; once is enough."""
+        with self._lock:
+            if self._comm is not None:
+                return
+        import comm
+
+        opened = comm.create_comm(target_name=LINK_TARGET)
+        keep_subshell(opened)
+        opened.on_msg(self._on_message)
+        opened.on_close(self._on_close)
+        with self._lock:
+            self._comm = opened
+
+    def _on_message(self, message: dict[str, Any]) -> None:
+        content = message["content"]["data"]
+        if content.get("kind") == SESSION:
+            self.panel.receive(content)
+            return
+        job_id = str(content.get("job_id", ""))
+        with self._lock:
+            receive, comm = self._receivers.get(job_id), self._comm
+        if receive is not None:
+            receive(content)
+        elif comm is not None:
+            comm.send({"kind": "unknown", "job_id": job_id, "to": content.get("view", "")})
+
+    def _post(self, content: dict[str, Any]) -> None:
+        with self._lock:
+            comm = self._comm
+        if comm is not None:
+            comm.send({**content, "kind": SESSION})
+
+    def _on_close(self, _message: dict[str, Any]) -> None:
+        """A front end without our extension refuses the comm; the next dashboard tries again."""
+        with self._lock:
+            self._comm = None
+
+
+@cache
+def link() -> PanelComm:
+    """Return this kernel's link."""
+    return PanelComm()

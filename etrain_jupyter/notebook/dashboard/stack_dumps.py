@@ -1,0 +1,106 @@
+"""Dumps of stacks, which come as one log line a frame, as one entry of the event list."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import PurePath
+
+from etrain_jupyter.log.events import STACKS_ASKED, LogLine
+from etrain_jupyter.notebook.dashboard.event_text import Line, counted
+
+CellNumbers = Callable[[], Mapping[str, int]]
+"""Returns the execution count of each of the notebook's cells by the file name of its code."""
+
+QUIET_S = 5.0
+"""So long after its latest line a dump is over; nothing else tells."""
+_FATAL = re.compile(r"Fatal Python error: (?P<what>.*)")
+# Python's faulthandler: no comma before "in", unlike in a traceback.
+_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
+_THREAD = re.compile(r"(?P<is_current>Current t|T)hread 0x.*\(most recent call first\):")
+_OTHER = re.compile(r"|  \.\.\.|  <.*>|Python runtime state: .*|Extension modules: .*|<.*>")
+_CELL = re.compile(r".*[/\\]ipykernel_\d+[/\\][^/\\]*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Frame:
+    file: str
+    line: str
+    name: str
+
+
+@dataclass(kw_only=True)
+class Dump:
+    """One dump, as far as it has come."""
+
+    worker: str
+    header: str
+    seq: int
+    """Number of the event that began it."""
+    heard_at: float
+    """Instant of its latest line."""
+    threads: list[list[_Frame]] = field(default_factory=list)
+    """The frames of each thread, the innermost first; the current thread is the first."""
+    is_in_current: bool = False
+
+    def take(self, text: str) -> bool:
+        """Take the next line; return False for one that is none of a dump."""
+        if found := _THREAD.fullmatch(text):
+            self.is_in_current = found["is_current"] != "T"
+            self.threads.insert(0 if self.is_in_current else len(self.threads), [])
+        elif found := _FRAME.fullmatch(text):
+            if not self.threads:
+                return False
+            thread = self.threads[0 if self.is_in_current else -1]
+            thread.append(_Frame(file=found["file"], line=found["line"], name=found["name"]))
+        else:
+            return _OTHER.fullmatch(text) is not None
+        return True
+
+    def describe(self, numbers: Mapping[str, int]) -> Line:
+        """Return the dump as one sentence, the frame of the notebook's code first."""
+        fatal = _FATAL.match(self.header)
+        level = "error" if fatal else "warning"
+        frames = [frame for thread in self.threads for frame in thread]
+        if not frames:
+            return Line(text=f"{self.worker}: {self.header}", level=level)
+        at = next((f for f in frames if _is_of_notebook(f.file, numbers)), frames[0])
+        what = f"crashed ({fatal['what']}) at" if fatal else "stood at"
+        place = f"{_place(at.file, numbers)}, line {at.line} in {at.name}"
+        innermost = next(thread for thread in self.threads if at in thread)[0]
+        if innermost != at and not _is_of_notebook(innermost.file, numbers):
+            place += f", within {innermost.name} of {PurePath(innermost.file).name}"
+        count = f"{counted(len(frames), 'frame')} of {counted(len(self.threads), 'thread')}"
+        return Line(text=f"{self.worker} {what} {place} ({count}: %etrain logs)", level=level)
+
+
+class StackDumps:
+    """Finds the dumps among the log lines; those of several workers may come interleaved."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, Dump] = {}
+
+    def add(self, event: LogLine) -> Dump | None:
+        """Return the dump that a line begins or belongs to; None for any other line."""
+        if event.text == STACKS_ASKED or _FATAL.match(event.text):
+            dump = Dump(worker=event.worker, header=event.text, seq=event.seq, heard_at=event.time)
+            self._open[event.worker] = dump
+            return dump
+        last = self._open.get(event.worker)
+        # Other threads may print between its lines, which ends nothing.
+        if last is None or event.time > last.heard_at + QUIET_S or not last.take(event.text):
+            return None
+        last.heard_at = event.time
+        return last
+
+
+def _is_of_notebook(file: str, numbers: Mapping[str, int]) -> bool:
+    return file in numbers or _CELL.fullmatch(file) is not None
+
+
+def _place(file: str, numbers: Mapping[str, int]) -> str:
+    if file in numbers:
+        return f"Cell In[{numbers[file]}]"
+    # A kernel that was restarted does not know the numbers of the one before.
+    return "a cell" if _CELL.fullmatch(file) else PurePath(file).name

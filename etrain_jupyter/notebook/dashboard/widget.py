@@ -1,0 +1,331 @@
+"""``Dashboard``: one job on the screen of one notebook."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from etrain_jupyter.log.events import Event
+from etrain_jupyter.notebook.dashboard import browser
+from etrain_jupyter.notebook.dashboard.feed import Curves, ViewFeed, thin_all
+from etrain_jupyter.notebook.dashboard.html import render_html, render_text
+from etrain_jupyter.notebook.dashboard.link import link
+from etrain_jupyter.notebook.dashboard.row import row_of
+from etrain_jupyter.notebook.dashboard.series import Floats, SmallFloats
+from etrain_jupyter.notebook.dashboard.snapshot import JobView
+from etrain_jupyter.notebook.dashboard.undone import UNDONE
+
+MIME = "application/vnd.etrain.job+json"
+FLUSH_EVERY_S = 0.05
+"""At most twenty messages a second: an eye sees no more, and the kernel's channel stays free."""
+SAVE_EVERY_S = 5.0
+"""How often the saved output is refreshed where our extension draws it, or nobody does."""
+SAVE_SELDOM_S = 60.0
+"""The same where the anywidget draws, which each refresh makes anew."""
+LINGER_S = 1.0
+"""How long after its end a job may still say something."""
+MAX_SAVED_POINTS = 2000
+"""Of all curves together, in a saved notebook: some 40 kB."""
+MAX_SAVED_CURVES = 20
+MAX_SAVED_EVENTS = 50
+
+OnRequest = Callable[[str, dict[str, Any]], object]
+
+
+class Dashboard:
+    """Folds a job's events and keeps every view of it up to date.
+
+    ``add_events`` only folds; one background thread, named ``etrain-dashboard``, sends what is new
+    at most twenty times a second, and ends with the job; another one refreshes the saved output now
+    and then, which takes long in a busy kernel. A slow, dead or missing view therefore never holds
+    up whoever brings the events. Without a Jupyter front end it shows a line of text.
+
+    Args:
+        job_id: The job.
+        on_request: Called with a request (``stop``, ``scale`` ...) and its arguments when somebody
+            presses a button; on a thread of the kernel's, while other cells run. A text that it
+            returns is shown to that person, and so is what it raises.
+    """
+
+    def __init__(self, *, job_id: str, on_request: OnRequest) -> None:
+        self._job_id = job_id
+        self._on_request = on_request
+        self._display_id = f"etrain-{uuid.uuid4().hex}"
+        self._changed = threading.Condition(threading.RLock())
+        self._view = JobView(job_id, browser.cell_numbers)
+        self._thread: threading.Thread | None = None
+        self._version = 0
+        self._is_unsent = self._is_unsaved = self._is_shown = self._is_closed = False
+        self._widget: browser.WidgetChannel | None = None
+        self._outbox: deque[Callable[[], None]] = deque()
+        self._sending, self._saving = threading.Lock(), threading.Lock()
+        self._saver: threading.Thread | None = None
+        self._widget_feed = ViewFeed(self._send_to_widget)
+        self._link_feed = ViewFeed(self._send_to_link)
+        self.num_errors = 0
+        """How often sending to a browser failed; such a failure is counted, never raised."""
+
+    def add_events(self, events: Iterable[Event]) -> None:
+        """Take the next events of the job, from any one thread."""
+        with self._changed:
+            self._view.add(events)
+            self._version += 1
+            self._is_unsent = self._is_unsaved = True
+            self._start_thread()
+            self._changed.notify_all()
+        link().panel.wake()
+
+    def follow(self) -> None:
+        """List the job in JupyterLab's side panel, where it can be looked at without a display."""
+        if browser.has_front_end():
+            link().register(self._job_id, self._receive_from_link)
+            link().panel.add(self._job_id, self)
+
+    def show(self) -> None:
+        """Display the job in the running cell; may be called in several."""
+        if not browser.has_front_end():
+            print(self.text())
+            return
+        self.follow()
+        with self._changed:
+            if self._widget is None and not self._view.is_terminal:
+                self._widget = self._open_widget()
+            self._is_shown = True
+            self._start_thread()
+        with self._saving:
+            browser.publish(self.bundle(), self._display_id, update=False)
+
+    def settle(self) -> None:
+        """Refresh the saved output now.
+
+        For the end of a cell that waited for the job: nbclient keeps nothing that comes after it.
+        """
+        self._save()
+
+    def close(self) -> None:
+        """Leave what is shown as it is and stop following the job."""
+        with self._changed:
+            self._is_closed = True
+            threads = self._thread, self._saver
+            self._changed.notify_all()
+        for thread in threads:
+            if thread is not None and thread is not threading.current_thread():
+                thread.join(timeout=5.0)
+        self._close_widget()
+        link().unregister(self._job_id, self._receive_from_link)
+        link().panel.remove(self._job_id, self)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the present picture, see ``JobView.snapshot``."""
+        with self._changed:
+            return self._view.snapshot()
+
+    def version(self) -> int:
+        """Return a number that grows with each batch of events."""
+        return self._version
+
+    def row(self) -> dict[str, Any]:
+        """Return the picture as a row of a list, see ``row.row_of``."""
+        with self._changed:
+            return row_of(self._view)
+
+    def text(self) -> str:
+        """Return the picture as one line."""
+        return render_text(self.snapshot())
+
+    def bundle(self) -> dict[str, Any]:
+        """Return the representations of the job, for any front end, by MIME type."""
+        snapshot, curves = self._picture()
+        bundle = {
+            "text/plain": render_text(snapshot),
+            "text/html": render_html(snapshot, curves),
+            MIME: _saved(snapshot, curves),
+        }
+        widget = self._widget
+        return bundle | (widget.mime() if widget else {})
+
+    def _picture(self) -> tuple[dict[str, Any], Curves]:
+        """Return what there is now, for whoever takes his time over it."""
+        with self._changed:
+            curves = self._view.series().items()
+            return self._view.snapshot(), {name: (x.copy(), y.copy()) for name, (x, y) in curves}
+
+    def _repr_mimebundle_(self, **_kwargs: Any) -> dict[str, Any]:
+        return self.bundle()
+
+    # The background threads.
+
+    def _start_thread(self) -> None:
+        if self._thread is None and not self._is_closed:
+            self._thread = threading.Thread(
+                target=self._run, name=f"etrain-dashboard-{self._job_id}", daemon=True
+            )
+            self._thread.start()
+
+    def _run(self) -> None:
+        saved_at = time.monotonic()
+        while True:
+            if not self._wait_for_news(saved_at):
+                break
+            self._guarded(self._flush)
+            if self._view.is_terminal:
+                self._guarded(self._save)
+            elif time.monotonic() - saved_at >= self._save_every_s():
+                self._start_saver()
+                saved_at = time.monotonic()
+            time.sleep(FLUSH_EVERY_S)
+        self._guarded(self._close_widget)
+
+    def _wait_for_news(self, saved_at: float) -> bool:
+        """Block until there is something to do; return False, once, when there never will be."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._is_unsent or self._is_closed, timeout=self._patience_s(saved_at)
+            )
+            is_over = self._view.is_terminal and not self._is_unsent
+            if is_over or self._is_closed:
+                self._thread = None  # from here on add_events starts another one
+            return self._thread is not None
+
+    def _patience_s(self, saved_at: float) -> float | None:
+        if self._view.is_terminal:
+            return LINGER_S
+        if self._is_unsaved:
+            return max(0.0, saved_at + self._save_every_s() - time.monotonic())
+        return None
+
+    def _save_every_s(self) -> float:
+        is_only_widget = self._widget_feed.is_open and not self._link_feed.is_open
+        return SAVE_SELDOM_S if is_only_widget else SAVE_EVERY_S
+
+    def _guarded(self, action: Callable[[], None]) -> None:
+        """Run ``action``; a view that cannot be reached must not end the dashboard."""
+        try:
+            action()
+        except Exception:
+            self.num_errors += 1
+
+    def _flush(self) -> None:
+        with self._changed:
+            if self._is_unsent:
+                self._is_unsent = False
+                self._link_feed.flush(self._view)
+                self._widget_feed.flush(self._view)
+        self._send_out()
+
+    def _send_out(self) -> None:
+        """Send what the feeds have to say, in order, while events are taken all the same."""
+        with self._sending:
+            while self._outbox:
+                self._guarded(self._outbox.popleft())
+
+    def _start_saver(self) -> None:
+        """Refresh the saved output, unless that is being done: messages must not wait for it."""
+        with self._changed:
+            if self._is_closed or (self._saver is not None and self._saver.is_alive()):
+                return
+            name = f"etrain-dashboard-save-{self._job_id}"
+            self._saver = threading.Thread(
+                target=self._guarded, args=(self._save,), name=name, daemon=True
+            )
+            self._saver.start()
+
+    def _save(self) -> None:
+        with self._saving:
+            with self._changed:
+                if not self._is_shown:
+                    return
+                self._is_unsaved = False
+                is_terminal, widget = self._view.is_terminal, self._widget
+            bundle = self.bundle()
+            if is_terminal:
+                # A finished job outlives its widget in a saved notebook: let the HTML be shown.
+                bundle.pop("application/vnd.jupyter.widget-view+json", None)
+            if widget is not None:
+                widget.save(bundle[MIME])
+            browser.publish(bundle, self._display_id, update=True)
+
+    # The channels.
+
+    def _open_widget(self) -> browser.WidgetChannel | None:
+        try:
+            return browser.WidgetChannel(_saved(*self._picture()), self._receive_from_widget)
+        except (OSError, ImportError):
+            return None  # not built or not installed: the HTML representation is there
+
+    def _close_widget(self) -> None:
+        with self._changed:
+            widget, self._widget = self._widget, None
+            self._widget_feed.is_open = False
+        if widget is not None:
+            widget.close()
+
+    def _send_to_widget(self, content: dict[str, Any], buffers: list[bytes]) -> None:
+        widget = self._widget
+        if widget is not None:
+            about = {**content, "job_id": self._job_id}
+            self._outbox.append(lambda: widget.send(about, buffers))
+
+    def _send_to_link(self, content: dict[str, Any], buffers: list[bytes]) -> None:
+        told = self._job_id, self._receive_from_link, content, buffers
+        self._outbox.append(lambda: link().send(*told))
+
+    def _receive_from_widget(self, content: dict[str, Any]) -> None:
+        self._receive(self._widget_feed, content)
+
+    def _receive_from_link(self, content: dict[str, Any]) -> None:
+        self._receive(self._link_feed, content)
+
+    def _receive(self, feed: ViewFeed, content: dict[str, Any]) -> None:
+        """Answer a view; runs on a thread of the kernel's."""
+        if content.get("kind") == "hello":
+            with self._changed:
+                feed.greet(self._view, str(content.get("view", "")))
+        elif content.get("kind") == "detail":
+            first, last = float(content.get("first", 0)), float(content.get("last", 0))
+            with self._changed:
+                feed.flush(self._view)  # what is new comes first: no point may be missing between
+                feed.detail(self._view, str(content.get("view", "")), first, last)
+        elif content.get("kind") == "request":
+            self._obey(feed, content)
+        self._send_out()
+
+    def _obey(self, feed: ViewFeed, content: dict[str, Any]) -> None:
+        """Do what a view asks for, and tell it what came of that."""
+        request, args = str(content.get("request", "")), dict(content.get("args") or {})
+        try:
+            answer, level = self._on_request(request, args), "info"
+        except Exception as error:
+            answer, level = str(error), "error"
+        notice = {"kind": "notice", "request": request, "to": str(content.get("view", ""))}
+        with self._changed:
+            feed.say(notice | {"level": level, "text": answer if isinstance(answer, str) else ""})
+
+
+def _written(numbers: Floats | SmallFloats, digits: str) -> str:
+    """Return numbers as one text: in a list, JupyterLab gives each a line of its own.
+
+    Five significant digits are enough for a chart; steps are whole, and means of them need not be
+    exact.
+    """
+    return " ".join(map(digits.format, numbers.tolist()))
+
+
+def _saved(snapshot: dict[str, Any], curves: Curves) -> dict[str, Any]:
+    """The picture with thinned curves: what a notebook keeps of the job."""
+    drawn = (item for item in curves.items() if item[0] != "lr" and not item[0].startswith(UNDONE))
+    kept = list(itertools.islice(drawn, MAX_SAVED_CURVES))
+    share = MAX_SAVED_POINTS // max(5, len(kept))
+    return {
+        "version": 1,
+        "snapshot": snapshot | {"events": snapshot["events"][-MAX_SAVED_EVENTS:]},
+        "series": {
+            name: {"x": _written(x, "{:.9g}"), "y": _written(y, "{:.5g}")}
+            for name, (x, y) in thin_all(dict(kept), share).items()
+        },
+    }

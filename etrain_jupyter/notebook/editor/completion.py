@@ -1,0 +1,195 @@
+"""``complete``: what may stand at the cursor, on a line of ``%etrain`` or in a cell."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+
+from etrain_jupyter.config.describe import describe
+from etrain_jupyter.config.keys import (
+    METRICS,
+    OPTIMIZER,
+    KeyPath,
+    accepts,
+    group_at,
+    is_reference,
+    keys_at,
+    units_of,
+    words_of,
+)
+from etrain_jupyter.config.vocabulary import NAMED_LR
+from etrain_jupyter.notebook.editor.lines import complete_line, find_magic
+from etrain_jupyter.notebook.editor.names import fitting_attributes, is_module, kind_of, names_for
+from etrain_jupyter.notebook.editor.offers import Completion, Facts, Offers, matching
+from etrain_jupyter.notebook.editor.outline import read_outline
+from etrain_jupyter.notebook.editor.place import CursorContext, Outline
+
+_NAME = re.compile(r"(?:[^\W\d]\w*)?")
+_ATTRIBUTE = re.compile(r"([^\W\d][\w.]*)\.\w*")
+_IMPORTED = re.compile(r"([^\W\d][\w.]*):(\w*)")
+_NUMBER = re.compile(r"([0-9]+(?:\.[0-9]+)?)([ \t]*)([A-Za-z]*)")
+_METRIC_OF = (("early_stopping", "metric"), ("checkpoint", "best", "metric"))
+
+
+def complete(text: str, cursor: int, facts: Facts) -> Offers | None:
+    """Return what may stand at the cursor, or None where the text is none of ours.
+
+    Nothing of the user's is run. A text with mistakes gets what can be known in spite of them.
+
+    Args:
+        text: The whole cell.
+        cursor: Offset in it.
+        facts: What is known of the notebook.
+    """
+    cursor = min(max(cursor, 0), len(text))
+    magic = find_magic(text, cursor)
+    if magic is None:
+        return None
+    if not magic.is_in_body(cursor):
+        return complete_line(magic, cursor, facts)
+    start = magic.body_start
+    outline = read_outline(text[start:], cursor - start)
+    place = outline.place
+    # In front of a word, or within it, nothing that is inserted could be right.
+    if place is None or place.rest.strip() or place.is_whole:
+        return Offers(cursor)
+    if place.is_key:
+        return Offers(start + place.start, tuple(_keys(place, outline, facts)))
+    return _in_cell(_values(place, outline, facts), place, start)
+
+
+def _in_cell(offers: Offers, place: CursorContext, body_start: int) -> Offers:
+    """Move offers from the value to its place in the cell."""
+    if place.lacks_space:
+        offers = Offers(offers.start, tuple(Completion(f" {o.text}", o.kind) for o in offers.items))
+    return Offers(body_start + place.start + offers.start, offers.items)
+
+
+# --- keys -----------------------------------------------------------------------------------------
+
+
+def _keys(place: CursorContext, outline: Outline, facts: Facts) -> list[Completion]:
+    if place.path == METRICS:
+        return _metric_keys(place, outline, facts)
+    end = "" if place.has_colon else ": "
+    return matching((f"{key}{end}" for key in _free_keys(place.path, outline)), place.word, "key")
+
+
+def _free_keys(group: KeyPath, outline: Outline) -> list[str]:
+    top = {
+        path[0]: outline.given(path) if group_at(path) is not None else text
+        for path, text in outline.values.items()
+        if len(path) == 1
+    }
+    return keys_at(group, outline.given(group), top=top)
+
+
+def _metric_keys(place: CursorContext, outline: Outline, facts: Facts) -> list[Completion]:
+    """Offer the notebook's functions, each under its own name."""
+    given = outline.given(METRICS)
+    found = []
+    for offer in names_for((*METRICS, "any"), facts.names):
+        name = offer.text.rstrip("(.")
+        if offer.kind in ("function", "instance") and name not in given:
+            found.append(name if place.has_colon else f"{name}: {name}")
+    return matching(found, place.word, "key")
+
+
+# --- values ---------------------------------------------------------------------------------------
+
+
+def _values(place: CursorContext, outline: Outline, facts: Facts) -> Offers:
+    """Return what a value may be; ``start`` is an offset in what is written of it."""
+    word, path = place.word, place.path
+    if place.is_computed:
+        return facts.complete_python(word)
+    if word.startswith("!"):
+        return Offers(0, tuple(matching(["!py "], word, "value")))
+    optimizer = outline.values.get((*OPTIMIZER, "name"), "").strip("'\"") or "AdamW"
+    if not is_reference(path) and describe(path, optimizer=optimizer) is None:
+        return Offers(0)
+    units = _units(path, word)
+    if units is not None:
+        return units
+    offers = Offers(0, tuple(_words(place, outline, facts)))
+    if not is_reference(path):
+        return offers
+    found = _python(path, word, facts)
+    if found.start == 0:
+        return Offers(0, (*offers.items, *found.items))
+    return found
+
+
+def _words(place: CursorContext, outline: Outline, facts: Facts) -> Iterator[Completion]:
+    word, path = place.word, place.path
+    if path == ("pool",):
+        known = [pool for pool in facts.pools() if accepts(path, pool)]
+        yield from matching(known, word, "pool")
+    elif path in _METRIC_OF:
+        yield from matching(["loss", *outline.given(METRICS)], word, "value")
+    else:
+        names = NAMED_LR if path == OPTIMIZER else ()
+        yield from matching([*words_of(path), *names], word, "value")
+    if not word and group_at(path) is not None:
+        yield from (Completion(f"{{{key}: ", "key") for key in _free_keys(path, outline))
+    if not word and path == METRICS:
+        found = _metric_keys(place, outline, facts)
+        yield from (Completion(f"{{{offer.text}", offer.kind) for offer in found)
+
+
+def _units(path: KeyPath, word: str) -> Offers | None:
+    """Return the units after a number; None if there is none, or if none is due."""
+    match = _NUMBER.fullmatch(word)
+    if match is None:
+        return None
+    number, space, begun = match.groups()
+    units = units_of(path, number)
+    start = match.start(3)
+    if not units:
+        return None
+    # Between number and unit stands a space, as in the answers of the job.
+    lead = "" if space else " "
+    start = match.start(3) if space else len(number)
+    items = [Completion(f"{lead}{unit}", "unit") for unit in units if unit.startswith(begun)]
+    return Offers(start, tuple(items))
+
+
+# --- Python ---------------------------------------------------------------------------------------
+
+
+def _python(path: KeyPath, word: str, facts: Facts) -> Offers:
+    """Return what an expression may go on with; a first name must fit the key."""
+    if _NAME.fullmatch(word):
+        fitting = names_for(path, facts.names)
+        return Offers(0, tuple(offer for offer in fitting if offer.text.startswith(word)))
+    imported = _IMPORTED.fullmatch(word)
+    if imported is not None:
+        return _of_module(path, *imported.groups(), start=imported.start(2))
+    offers = facts.complete_python(word)
+    attribute = _ATTRIBUTE.fullmatch(word)
+    owner = _module(attribute[1], facts) if attribute is not None else None
+    if owner is None:
+        return offers
+    return Offers(offers.start, tuple(fitting_attributes(path, owner, offers.items)))
+
+
+def _module(dotted: str, facts: Facts) -> ModuleType | None:
+    """Return the module behind dotted names, without loading one."""
+    first, *rest = dotted.split(".")
+    found = facts.names.get(first)
+    for name in rest:
+        found = vars(found).get(name) if is_module(found) else None
+    return found if is_module(found) else None
+
+
+def _of_module(path: KeyPath, name: str, begun: str, *, start: int) -> Offers:
+    """Return the attributes of a module that is loaded, for ``package.module:attribute``."""
+    module = sys.modules.get(name)
+    if module is None or name == "__main__":
+        return Offers(start)
+    names = [n for n in vars(module) if not n.startswith("_") and n.startswith(begun)]
+    offers = [Completion(n, kind_of(vars(module)[n])) for n in names]
+    fitting = fitting_attributes(path, module, offers)
+    return Offers(start, tuple(o for o in fitting if o.kind != "module"))

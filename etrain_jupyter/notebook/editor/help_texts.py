@@ -1,0 +1,66 @@
+"""What ``?`` and ``--help`` print, and the texts that hints are made of."""
+
+from __future__ import annotations
+
+import argparse
+
+from etrain_jupyter.config.describe import example_body, keys_in_words
+from etrain_jupyter.notebook.commands.arguments import CELL_COMMAND, Parser, distributed_parser
+from etrain_jupyter.notebook.commands.subcommands import SUBCOMMANDS, overview
+
+CELL_PROG = f"%%etrain {CELL_COMMAND}"
+
+
+def help_on_magic() -> str:
+    """Return what ``%etrain?`` and ``%%etrain?`` show."""
+    return (
+        f"{overview('%etrain')}\n\n"
+        "The name of a job is its name, its id or the start of its id.\n\n"
+        f"An example of a cell:\n\n{_indented(example_cell())}\n\n"
+        f"{CELL_PROG} --help lists its flags and every key of its body."
+    )
+
+
+def help_on_cell() -> str:
+    """Return what ``%%etrain distributed --help`` prints."""
+    return (
+        f"{distributed_parser().format_help().rstrip()}\n\n"
+        f"keys of the body, in YAML:\n{keys_in_words()}\n\n"
+        f"example:\n{_indented(example_cell())}"
+    )
+
+
+def example_cell() -> str:
+    """Return a cell with the usual keys."""
+    return f"{CELL_PROG} --name digits -o job\n{example_body()}".rstrip()
+
+
+def find_parser(words: list[str], *, is_cell: bool) -> Parser | None:
+    """Return the parser of a line that begins with these words, or None if it is no sub-command."""
+    if not words:
+        return None
+    if words[0] == CELL_COMMAND:
+        return distributed_parser()
+    if is_cell:
+        return None
+    return next((c.parser("%etrain") for c in SUBCOMMANDS if c.name == words[0]), None)
+
+
+def spelt(argument: argparse.Action) -> str:
+    """Return how an argument is written: ``-n N, --number N``, or ``job``."""
+    value = _value_of(argument)
+    if not argument.option_strings:
+        return value
+    return ", ".join(f"{flag} {value}".rstrip() for flag in argument.option_strings)
+
+
+def _value_of(argument: argparse.Action) -> str:
+    if argument.nargs == 0:
+        return ""
+    if isinstance(argument.metavar, str):
+        return argument.metavar
+    return argument.dest.upper() if argument.option_strings else argument.dest
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.splitlines())

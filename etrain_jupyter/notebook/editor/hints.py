@@ -1,0 +1,169 @@
+"""``inspect``: what the word at the cursor means, on a line of ``%etrain`` or in a cell."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from etrain_jupyter.config.cell import keys_of
+from etrain_jupyter.config.describe import KeyHelp, describe, describe_optimizer
+from etrain_jupyter.config.keys import OPTIMIZER, KeyPath, group_at, is_reference
+from etrain_jupyter.config.source_map import did_you_mean
+from etrain_jupyter.config.vocabulary import KNOWN_ELSEWHERE
+from etrain_jupyter.notebook.commands.arguments import CELL_COMMAND
+from etrain_jupyter.notebook.editor.help_texts import (
+    find_parser,
+    help_on_cell,
+    help_on_magic,
+    spelt,
+)
+from etrain_jupyter.notebook.editor.lines import Magic, find_flag, find_magic, find_place
+from etrain_jupyter.notebook.editor.outline import read_outline
+from etrain_jupyter.notebook.editor.place import CursorContext, Outline
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expression:
+    """A Python expression under the cursor, of which IPython itself says what it is."""
+
+    code: str
+    cursor: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hint:
+    """What is to be said of the word at the cursor."""
+
+    plain: str
+    markdown: str
+    expression: Expression | None = None
+    """What IPython should be asked first."""
+
+
+def inspect(text: str, cursor: int, names: Mapping[str, Any]) -> Hint | None:
+    """Return what the word at the cursor means.
+
+    Args:
+        text: The whole cell. Front ends cut it at the cursor while they show completions.
+        cursor: Offset in it; one beyond its end counts as the end.
+        names: The notebook's, to tell its names from words of ours.
+
+    Returns:
+        None where the text is none of ours, or nothing is known.
+    """
+    cursor = min(max(cursor, 0), len(text))
+    magic = find_magic(text, cursor)
+    if magic is None:
+        return _on_magic(text, cursor)
+    if not magic.is_in_body(cursor):
+        return _on_line(magic, cursor)
+    outline = read_outline(text[magic.body_start :], cursor - magic.body_start)
+    place = outline.place
+    if place is None:
+        return None
+    if place.is_key:
+        return _on_key(place, outline)
+    return _on_value(place, outline, names)
+
+
+def _on_magic(text: str, cursor: int) -> Hint | None:
+    """The cursor on the name of the magic itself."""
+    line = text[text.rfind("\n", 0, cursor) + 1 :].lstrip()
+    word = line.split()[0] if line.split() else ""
+    return _preformatted(help_on_magic()) if word in ("%etrain", "%%etrain") else None
+
+
+# --- the line of the magic ------------------------------------------------------------------------
+
+
+def _on_line(magic: Magic, cursor: int) -> Hint | None:
+    place = find_place(magic.line, cursor - magic.start)
+    if place is None:
+        return None
+    words = [*place.words, place.word] if place.word else list(place.words)
+    if not words:
+        return _preformatted(help_on_magic())
+    parser = find_parser(words, is_cell=magic.is_cell)
+    if parser is None:
+        return None
+    for word in reversed(words[1:][-2:]):
+        flag = find_flag(parser, word)
+        if flag is not None and (word == words[-1] or flag.nargs != 0):
+            return _on_flag(parser.prog, flag)
+        if word.startswith("-"):
+            break
+    if words[0] == CELL_COMMAND:
+        return _preformatted(help_on_cell())
+    return _preformatted(parser.format_help())
+
+
+def _on_flag(prog: str, argument: argparse.Action) -> Hint:
+    meaning = argument.help or ""
+    flag = spelt(argument)
+    return Hint(plain=f"{prog} {flag}\n\n{meaning}", markdown=f"`{prog} {flag}`\n\n{meaning}")
+
+
+def _preformatted(text: str) -> Hint:
+    text = text.rstrip()
+    return Hint(plain=text, markdown=f"```text\n{text}\n```")
+
+
+# --- the body -------------------------------------------------------------------------------------
+
+
+def _on_key(place: CursorContext, outline: Outline) -> Hint | None:
+    name = place.name or place.word
+    if not name:
+        return _on_group(place.path)
+    path = (*place.path, name)
+    return _of(describe(path, optimizer=_optimizer(outline))) or _on_unknown(path)
+
+
+def _on_unknown(path: KeyPath) -> Hint | None:
+    """Of a key that is none: where other systems' keys are, or which may have been meant."""
+    hint = KNOWN_ELSEWHERE.get(".".join((*path[:-1], path[-1].replace("-", "_").lower())), "")
+    group = group_at(path[:-1])
+    hint = hint or (did_you_mean(path[-1], keys_of(group)) if group is not None else "")
+    if not hint:
+        return None
+    text = f"There is no key '{'.'.join(path)}': {hint}"
+    return Hint(plain=text, markdown=text)
+
+
+def _on_group(path: KeyPath) -> Hint | None:
+    """Of an empty place: what may stand there."""
+    group = group_at(path)
+    if group is None:
+        return _of(describe(path))
+    own = describe(path)
+    found = [describe((*path, key)) for key in keys_of(group)]
+    keys = [key for key in found if key is not None and key.path != (*OPTIMIZER, "options")]
+    title = f"Keys of {own.name}: {own.meaning}" if own else "Keys of the body"
+    plain = "\n".join([title, "", *(f"{key.path[-1]}: {key.facts}" for key in keys)])
+    rows = [f"| `{key.path[-1]}` | {key.facts} | {key.meaning} |" for key in keys]
+    table = "\n".join(["| key | takes | meaning |", "|---|---|---|", *rows])
+    return Hint(plain=plain, markdown=f"**{title}**\n\n{table}")
+
+
+def _on_value(place: CursorContext, outline: Outline, names: Mapping[str, Any]) -> Hint | None:
+    whole = f"{place.word}{place.rest}".strip()
+    own = _of(describe(place.path, optimizer=_optimizer(outline)))
+    if place.path in (OPTIMIZER, (*OPTIMIZER, "name")) and whole not in names:
+        own = _of(describe_optimizer(whole)) or own
+    is_python = place.is_computed or is_reference(place.path)
+    if not is_python or not whole or place.is_whole:
+        return own
+    expression = Expression(code=f"{place.word}{place.rest}", cursor=len(place.word))
+    if own is None:
+        return Hint(plain="", markdown="", expression=expression)
+    return Hint(plain=own.plain, markdown=own.markdown, expression=expression)
+
+
+def _optimizer(outline: Outline) -> str:
+    return outline.values.get((*OPTIMIZER, "name"), "").strip("'\"") or "AdamW"
+
+
+def _of(found: KeyHelp | None) -> Hint | None:
+    return Hint(plain=str(found), markdown=found.markdown()) if found is not None else None

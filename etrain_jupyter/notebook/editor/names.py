@@ -1,0 +1,145 @@
+"""Which of the notebook's names may serve as a key's value.
+
+The checks before submit (``config.references``) look closer, but may run code of the user's, as
+``len`` of a data set does. This runs none: it looks at types, and at what functions take. It never
+asks ``isinstance``, which asks the object for its class: a proxy would begin to load.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+from etrain_jupyter.config.keys import KeyPath
+from etrain_jupyter.config.yaml_nodes import visible_names
+from etrain_jupyter.notebook.editor.offers import Completion
+
+_DATA = (("data", "train"), ("data", "eval"))
+_ROUTINES = (FunctionType, BuiltinFunctionType, MethodType)
+_SCALARS = (str, bytes, int, float, complex)
+_NUM_ARGUMENTS = {"loss": 2, "metrics": 2, "step": 2, "weight": 1, "optimizer": 1, "data": 1}
+"""With how many arguments a key's function is called; ``data`` stands for ``data.collate``."""
+
+
+def names_for(path: KeyPath, names: Mapping[str, Any]) -> list[Completion]:
+    """Return the notebook's names that fit a key, the likeliest first.
+
+    What must be called with arguments ends in ``(``, a module in ``.``.
+    """
+    ranked = []
+    for name in visible_names(names):
+        offer = _offer(path, name, names[name])
+        if offer is not None:
+            ranked.append((_rank(path, names[name]), offer))
+    # What was defined last is most likely what the next cell is about; a sort keeps that order.
+    return [offer for _, offer in sorted(reversed(ranked), key=lambda pair: pair[0])]
+
+
+def is_module(value: Any) -> bool:
+    """Tell whether an object is a module."""
+    return issubclass(type(value), ModuleType)
+
+
+def fits(path: KeyPath, value: Any) -> bool:
+    """Tell whether an object may serve as a key's value, by its type and what it can be given."""
+    kind = type(value)
+    if value is None or issubclass(kind, (*_SCALARS, ModuleType)):
+        return False
+    if path == ("model",):
+        return _is_model(kind) or issubclass(kind, (type, *_ROUTINES))
+    if path in _DATA:
+        return _is_data(value)
+    if issubclass(kind, type):
+        return True
+    return callable(value) and _takes(value, _NUM_ARGUMENTS.get(path[0], 1))
+
+
+def _is_data(value: Any) -> bool:
+    kind = type(value)
+    if issubclass(kind, type):
+        return _looks_like_data(value)
+    if issubclass(kind, list | tuple | dict):
+        return len(value) > 0 if kind.__module__ == "builtins" else True
+    return issubclass(kind, _ROUTINES) or _looks_like_data(kind)
+
+
+def _is_model(kind: type) -> bool:
+    return hasattr(kind, "state_dict") and hasattr(kind, "forward")
+
+
+def _looks_like_data(kind: type) -> bool:
+    return hasattr(kind, "__getitem__") and hasattr(kind, "__len__") and not _is_model(kind)
+
+
+def _offer(path: KeyPath, name: str, value: Any) -> Completion | None:
+    if is_module(value):
+        return Completion(f"{name}.", "module")
+    if not fits(path, value):
+        return None
+    return Completion(f"{name}(" if _must_be_called(path, value) else name, kind_of(value))
+
+
+def kind_of(value: Any) -> str:
+    """Return what Python calls such an object, in the words of completions."""
+    if is_module(value):
+        return "module"
+    if issubclass(type(value), type):
+        return "class"
+    return "function" if callable(value) else "instance"
+
+
+def _must_be_called(path: KeyPath, value: Any) -> bool:
+    """Tell whether the name alone would be refused, for want of arguments."""
+    is_built = path == ("model",) or path in _DATA
+    kind = type(value)
+    if not (issubclass(kind, type) or (is_built and issubclass(kind, FunctionType))):
+        return False
+    if path in (("optimizer",), ("data", "collate")):
+        return False
+    return not _takes(value, 0)
+
+
+def _takes(function: Any, count: int) -> bool:
+    """Tell whether a function can be called with so many arguments; true where that is unknown."""
+    kind = type(function)
+    is_plain = issubclass(kind, (type, *_ROUTINES))
+    try:
+        # Of an object with __call__, the class is asked.
+        asked = inspect.signature(function if is_plain else kind.__call__)
+        asked.bind(*[None] * (count if is_plain else count + 1))
+    except TypeError:
+        return False
+    except Exception:  # A signature may be any object of the user's.
+        return True
+    return True
+
+
+def _rank(path: KeyPath, value: Any) -> int:
+    """Return 0 for what is meant most probably, 1 for what is possible, 2 for modules."""
+    if is_module(value):
+        return 2
+    kind = value if issubclass(type(value), type) else type(value)
+    if path == ("model",):
+        return 0 if _is_model(kind) else 1
+    if path in _DATA:
+        is_plain = kind.__module__ == "builtins"
+        return 0 if _looks_like_data(kind) and not is_plain else 1
+    return 1 if kind is value else 0
+
+
+def fitting_attributes(
+    path: KeyPath, owner: ModuleType, offers: Sequence[Completion]
+) -> list[Completion]:
+    """Return those attributes of a module that fit a key, or that lead on to more."""
+    known = vars(owner)
+    found = []
+    for offer in offers:
+        value = known.get(offer.text.rpartition(".")[2], offer)
+        if value is offer:  # Not loaded yet; looking at it would import it.
+            found.append(offer)
+        elif is_module(value) or fits(path, value):
+            end = "(" if _must_be_called(path, value) else ""
+            found.append(Completion(f"{offer.text}{end}", kind_of(value)))
+    return found

@@ -1,0 +1,368 @@
+"""Where the cursor stands in a body that is still being written.
+
+The parser of ``config`` refuses what is not whole; a body under somebody's hands hardly ever is.
+So this reads it line by line, never raises, and is content with keys, values and where they begin:
+in blocks by indentation, in ``{}`` and ``[]`` by brackets. A bracket or a quote that is still open
+ends where a line begins that looks like the next key.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from etrain_jupyter.config.keys import KeyPath, opens_group
+from etrain_jupyter.notebook.editor.place import CursorContext, Outline
+
+_QUOTED = r"\"(?:[^\"\\\n]|\\.)*\"|'(?:[^'\n]|'')*'"
+_KEY_LINE = re.compile(rf"((?:{_QUOTED})[ \t]*+|[^\s\"'#\[\]{{}},&*!|>%@`-][^#\n]*?):(?=\s|$)")
+_BLOCK_TEXT = re.compile(r"[|>][-+0-9]*[ \t]*(#.*)?$")
+_TAGGED = re.compile(r"!py[ \t]+")
+_DEEPEST = 50
+"""Brackets in brackets that are followed; no body needs more than three."""
+
+
+@dataclass(frozen=True)
+class _Block:
+    indent: int
+    path: KeyPath
+
+
+def read_outline(body: str, cursor: int, opens: Callable[[KeyPath], bool] = opens_group) -> Outline:
+    """Read a body, whatever state it is in.
+
+    Args:
+        body: The cell without its first line.
+        cursor: Offset in it.
+        opens: Whether keys may stand below a path.
+    """
+    reader = _Reader(body, cursor, opens)
+    reader.read()
+    return reader.outline
+
+
+class _Reader:
+    """Goes once through a body; ``_see_...`` notes what the cursor touches on the way."""
+
+    def __init__(self, text: str, cursor: int, opens: Callable[[KeyPath], bool]) -> None:
+        self._text, self._at, self._opens = text, cursor, opens
+        self._blocks: list[_Block] = []
+        self._last: KeyPath = ()
+        """The key that was read last on block level."""
+        self._last_is_open = True
+        """Whether its value may still follow on the next lines."""
+        self._depth = 0
+        """How many brackets are open."""
+        self._base = 0
+        """Column of the key before a brace: a line that begins there ends it."""
+        self.outline = Outline()
+
+    def read(self) -> None:
+        """Read it all."""
+        pos = 0
+        while pos <= len(self._text):
+            pos = self._read_line(pos)
+
+    # ---------------------------------------------------------------------------------- by lines
+
+    def _read_line(self, pos: int) -> int:
+        end = self._end_of_line(pos)
+        line = self._text[pos:end]
+        text = line.lstrip(" \t")
+        indent = len(line) - len(text)
+        begin = pos + indent
+        if not text or text.startswith("#"):
+            if pos <= self._at <= (end if not text else begin):
+                self._see_gap(self._at - pos)
+            return end + 1
+        if pos <= self._at < begin:
+            self._see_gap(self._at - pos, before=text)
+        match = _KEY_LINE.match(self._text, begin, end)
+        if match is None and text[0] in "{[":
+            self._base = self._blocks[-1].indent if self._blocks else -1
+            pos = self._after_flow(self._read_flow(begin, self._last))
+            # After a body that is one group in braces, nothing can follow.
+            return pos if self._last else len(self._text) + 1
+        group = self._enter(indent)
+        if match is None or group is None:
+            self._see_loose_text(begin, end, group)
+            return end + 1
+        return self._read_entry(match, indent, group)
+
+    def _read_entry(self, match: re.Match[str], indent: int, group: KeyPath) -> int:
+        begin, end = match.start(), self._end_of_line(match.start())
+        path = (*group, _unquoted(match[1]))
+        self._last, self._base = path, indent
+        self._see_key(begin, match.end(1), group)
+        value = self._skip_spaces(match.end())
+        rest = self._text[value:end]
+        if not rest or rest.startswith("#"):
+            self.outline.values.setdefault(path, "")
+            self._last_is_open = True
+            stop = value if rest else end
+            if match.end() <= self._at <= stop:
+                self._see_value(path, self._at, stop, lacks_space=self._at == match.end())
+            return end + 1
+        self._last_is_open = False
+        self._see_space(path, match.end(), value)
+        if rest[0] in "{[":
+            self.outline.values.setdefault(path, "")
+            return self._after_flow(self._read_flow(value, path))
+        if _BLOCK_TEXT.match(rest):
+            self.outline.values.setdefault(path, "")
+            return self._skip_text(end + 1, indent, path)
+        self._read_scalar(path, value, end, is_flow=False)
+        return end + 1
+
+    def _enter(self, column: int) -> KeyPath | None:
+        """Return the group whose keys begin in a column, and leave those that are deeper in."""
+        while self._blocks and self._blocks[-1].indent > column:
+            self._blocks.pop()
+        group = self._group_in(column)
+        if group is not None and (not self._blocks or self._blocks[-1].indent < column):
+            self._blocks.append(_Block(column, group))
+        return group
+
+    def _group_in(self, column: int) -> KeyPath | None:
+        blocks = [block for block in self._blocks if block.indent <= column]
+        if not blocks:
+            return () if not self._blocks else None
+        if blocks[-1].indent == column:
+            return blocks[-1].path
+        is_child = len(blocks) == len(self._blocks) and self._last_is_open
+        return self._last if is_child and self._opens(self._last) else None
+
+    def _skip_text(self, pos: int, indent: int, path: KeyPath) -> int:
+        """Pass over the lines of a text after ``|`` or ``>``."""
+        while pos <= len(self._text):
+            end = self._end_of_line(pos)
+            line = self._text[pos:end]
+            inner = len(line) - len(line.lstrip(" "))
+            if line.strip() and inner <= indent:
+                break
+            if line.strip() and pos + inner <= self._at <= end:
+                self._see_value(path, pos + inner, end)
+            pos = end + 1
+        return pos
+
+    # -------------------------------------------------------------------------------- in brackets
+
+    def _read_flow(self, pos: int, path: KeyPath) -> tuple[int, bool]:
+        """Read from a bracket to its end; tell where that is, and whether it was closed there."""
+        is_group, is_torn, is_ready = self._text[pos] == "{", False, True
+        pos, is_closed = pos + 1, True
+        self._depth += 1
+        while is_closed:
+            begin = pos
+            pos, is_over = self._skip_blank(pos)
+            if is_ready and begin <= self._at <= pos and not self._is_in_comment(begin):
+                before = "" if pos >= len(self._text) else self._text[pos]
+                self._see_item(path, is_group and not is_torn, before)
+            mark = "" if is_over else self._text[pos]
+            if mark == "" or mark in "}]":
+                self._depth -= 1
+                return (pos, False) if is_over else (pos + 1, True)
+            is_ready = mark == ","
+            if is_ready or (mark in "{[" and self._depth > _DEEPEST):
+                pos += 1
+            elif mark in "{[":
+                # Such a group has no key, so that nothing is known of what may stand in it.
+                pos, is_closed = self._read_flow(pos, (*path, ""))
+            elif is_group:
+                pos, is_closed, is_torn = self._read_flow_entry(pos, path, is_torn)
+            else:
+                pos = self._read_scalar(path, pos, self._end_of_line(pos), is_flow=True, note=False)
+        self._depth -= 1
+        return pos, False
+
+    def _read_flow_entry(self, pos: int, group: KeyPath, is_torn: bool) -> tuple[int, bool, bool]:
+        end = self._end_of_scalar(pos, self._end_of_line(pos), is_flow=True, is_key=True)
+        name = _unquoted(self._text[pos:end])
+        path = (*group, name)
+        colon = self._skip_spaces(end)
+        has_colon = self._text[colon : colon + 1] == ":"
+        if not is_torn:
+            self._see_key(pos, end, group, has_colon=has_colon)
+        if not has_colon:
+            return max(end, pos + 1), True, is_torn
+        value, is_over = self._skip_blank(colon + 1)
+        at_end = is_over or self._text[value] in ",}]"
+        if colon + 1 <= self._at and (self._at <= value if at_end else self._at < value):
+            stop = self._at if at_end else value
+            self._see_value(path, self._at, stop, lacks_space=self._at == colon + 1, here=at_end)
+        self.outline.values.setdefault(path, "")
+        if at_end:
+            return value, not is_over, is_torn
+        if self._text[value] in "{[" and self._depth <= _DEEPEST:
+            pos, is_closed = self._read_flow(value, path)
+            return pos, is_closed, is_torn
+        pos = self._read_scalar(path, value, self._end_of_line(value), is_flow=True)
+        text = self.outline.values[path]
+        return pos, True, is_torn or (text.count("(") > text.count(")") and text[:1] not in "\"'")
+
+    def _after_flow(self, ended: tuple[int, bool]) -> int:
+        pos, is_closed = ended
+        return self._end_of_line(pos) + 1 if is_closed else pos
+
+    def _skip_blank(self, pos: int) -> tuple[int, bool]:
+        """Pass over blanks, line breaks and comments; tell whether the brackets end there."""
+        while pos < len(self._text):
+            mark = self._text[pos]
+            if mark == "\n" and self._is_next_key(pos + 1):
+                return pos + 1, True
+            if mark == "#" and self._text[pos - 1].isspace():
+                pos = self._end_of_line(pos)
+            elif mark.isspace():
+                pos += 1
+            else:
+                return pos, False
+        return len(self._text) + 1, True
+
+    def _is_next_key(self, pos: int) -> bool:
+        """Tell whether the line there is a key beside the one before the bracket, or above it."""
+        line = self._text[pos : self._end_of_line(pos)]
+        text = line.lstrip(" ")
+        return len(line) - len(text) <= self._base and bool(_KEY_LINE.match(text))
+
+    # ------------------------------------------------------------------------------------- scalars
+
+    def _read_scalar(
+        self, path: KeyPath, begin: int, end: int, *, is_flow: bool, note: bool = True
+    ) -> int:
+        stop = self._end_of_scalar(begin, end, is_flow=is_flow)
+        text = self._text[begin:stop].rstrip()
+        if note:
+            self.outline.values[path] = text
+        # Blanks after the last word still belong to it while it is being typed.
+        if begin <= self._at <= stop:
+            self._see_value(path, begin, begin + len(text))
+        return max(stop, begin + 1)
+
+    def _end_of_scalar(self, pos: int, end: int, *, is_flow: bool, is_key: bool = False) -> int:
+        tag = _TAGGED.match(self._text, pos, end)
+        pos = tag.end() if tag else pos
+        mark = self._text[pos : pos + 1]
+        if mark and mark in "\"'":
+            match = re.compile(_QUOTED).match(self._text, pos, end)
+            return match.end() if match else end
+        while pos < end:
+            mark, following = self._text[pos], self._text[pos + 1 : pos + 2]
+            if is_flow and mark in ",[]{}":
+                break
+            if (
+                (is_flow or is_key)
+                and mark == ":"
+                and (not following.strip() or following in ",}]")
+            ):
+                break
+            if mark == "#" and self._text[pos - 1].isspace():
+                break
+            pos += 1
+        return pos
+
+    # ---------------------------------------------------------------------- what the cursor touches
+
+    def _see_key(self, begin: int, end: int, group: KeyPath, *, has_colon: bool = True) -> None:
+        end = begin + len(self._text[begin:end].rstrip())
+        if begin <= self._at <= end:
+            text = self._text[begin:end]
+            self.outline.place = CursorContext(
+                path=group,
+                is_key=True,
+                start=begin,
+                word=self._text[begin : self._at],
+                rest=self._text[self._at : end],
+                name=_unquoted(text),
+                has_colon=has_colon,
+            )
+
+    def _see_value(
+        self,
+        path: KeyPath,
+        begin: int,
+        end: int,
+        *,
+        lacks_space: bool = False,
+        here: bool = True,
+    ) -> None:
+        tag = _TAGGED.match(self._text, begin, max(end, self._at))
+        is_computed = bool(tag) and tag.end() <= self._at if tag else False
+        if tag and is_computed:
+            begin = tag.end()
+        if self._text[begin : begin + 1] in ("'", '"') and begin < self._at:
+            quote = self._text[begin]
+            begin += 1
+            if self._text[begin:end].endswith(quote):
+                end -= 1
+                if self._at > end:
+                    self.outline.place = None
+                    return
+        self.outline.place = CursorContext(
+            path=path,
+            is_key=False,
+            start=begin,
+            word=self._text[begin : self._at],
+            rest=self._text[self._at : max(end, self._at)],
+            is_computed=is_computed,
+            lacks_space=lacks_space,
+            is_whole=not here,
+        )
+
+    def _see_space(self, path: KeyPath, begin: int, end: int) -> None:
+        """The cursor between a colon and a value that is there already."""
+        if begin <= self._at < end:
+            self._see_value(path, self._at, end, lacks_space=self._at == begin, here=False)
+
+    def _see_item(self, path: KeyPath, is_key: bool, before: str) -> None:
+        """The cursor in brackets, between two items; ``before`` is what comes next."""
+        if not is_key:
+            self.outline.place = None
+            return
+        rest = "" if before in ("", ",", "}", "]") else before
+        self.outline.place = CursorContext(
+            path=path, is_key=True, start=self._at, word="", rest=rest
+        )
+
+    def _see_gap(self, column: int, *, before: str = "") -> None:
+        """The cursor on a line of its own, or left of one's text."""
+        group = self._group_in(column)
+        if group is not None:
+            self.outline.place = CursorContext(
+                path=group, is_key=True, start=self._at, word="", rest=before
+            )
+        elif column > 0 and self._last_is_open and self._last and not self._opens(self._last):
+            self._see_value(self._last, self._at, self._at)
+
+    def _see_loose_text(self, begin: int, end: int, group: KeyPath | None) -> None:
+        """The cursor on a line without a key: one that begins, or what goes on with a value."""
+        self._last_is_open = self._last_is_open and group is not None
+        stop = self._end_of_scalar(begin, end, is_flow=False)
+        stop = begin + len(self._text[begin:stop].rstrip())
+        if self._text.startswith("- ", begin) or not begin <= self._at <= stop:
+            return
+        if group is not None:
+            self._see_key(begin, stop, group, has_colon=False)
+        elif self._last:
+            self._see_value(self._last, begin, stop)
+
+    # --------------------------------------------------------------------------------------- places
+
+    def _end_of_line(self, pos: int) -> int:
+        end = self._text.find("\n", pos)
+        return len(self._text) if end < 0 else end
+
+    def _skip_spaces(self, pos: int) -> int:
+        while pos < len(self._text) and self._text[pos] in " \t":
+            pos += 1
+        return pos
+
+    def _is_in_comment(self, begin: int) -> bool:
+        """Tell whether the cursor stands in a comment that begins at ``begin`` or after it."""
+        start = max(begin, self._text.rfind("\n", 0, self._at) + 1)
+        return re.search(r"(?:^|\s)#", self._text[max(0, start - 1) : self._at]) is not None
+
+
+def _unquoted(text: str) -> str:
+    text = text.strip()
+    return text[1:-1] if len(text) > 1 and text[0] in "\"'" and text[-1] == text[0] else text

@@ -1,0 +1,164 @@
+"""The history of a job as columns, a row for each step that counts.
+
+Rows come one by one while a job runs, and by the thousand from the blocks of a log; what is full is
+put into arrays, 8 bytes a number and less, and only who asks for lists gets numbers as objects.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from etrain_jupyter.log.blocks import Column, StepRun
+from etrain_jupyter.log.events import EvalCompleted, StepCompleted
+
+STEP_COLUMNS = (
+    "step",
+    "epoch",
+    "samples",
+    "loss",
+    "lr",
+    "world_size",
+    "generation",
+    "samples_per_s",
+    "time",
+    "data_s",
+    "compute_s",
+    "communication_s",
+    "optimizer_s",
+)
+"""The columns that every history has, in this order; those of metrics follow."""
+
+_PACK_AT = 4096
+"""So many single rows are put into arrays."""
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Rows in arrays of equal length; a metric that they did not measure is missing."""
+
+    columns: dict[str, Column]
+
+    def __len__(self) -> int:
+        return len(self.columns["step"])
+
+    def head(self, num_rows: int) -> _Chunk:
+        return _Chunk({name: column[:num_rows] for name, column in self.columns.items()})
+
+
+class History:
+    """Columns of equal length, one row a committed step; what a step did not measure is NaN."""
+
+    def __init__(self) -> None:
+        self._chunks: list[_Chunk] = []
+        self._num_chunked = 0
+        self._tail: list[dict[str, Any]] = []
+        """Rows that are in no chunk yet."""
+        self._measured: dict[str, None] = {}
+        """The columns beyond ``STEP_COLUMNS``, in the order in which they came."""
+        self._evals: dict[str, dict[int, float]] = {}
+        """By column and row: what was measured seldom."""
+
+    def __len__(self) -> int:
+        return self._num_chunked + len(self._tail)
+
+    def add_step(self, event: StepCompleted) -> None:
+        """Append a row; a step that was committed before replaces itself and all after it."""
+        if len(self) and self._last_step() >= event.step:
+            self.rewind_to(event.step - 1)
+        row = {name: getattr(event, name) for name in STEP_COLUMNS}
+        row |= {_column_of(name): value for name, value in event.metrics.items()}
+        self._measured |= dict.fromkeys(name for name in row if name not in STEP_COLUMNS)
+        self._tail.append(row)
+        if len(self._tail) >= _PACK_AT:
+            self._pack()
+
+    def add_run(self, run: StepRun) -> None:
+        """Append the rows of steps that follow on each other."""
+        first = int(run.column("step")[0])
+        if len(self) and self._last_step() >= first:
+            self.rewind_to(first - 1)
+        self._pack()
+        columns = {name: run.column(name) for name in STEP_COLUMNS}
+        columns |= {_column_of(name): column for name, column in run.metrics().items()}
+        self._measured |= dict.fromkeys(name for name in columns if name not in STEP_COLUMNS)
+        self._push(_Chunk(columns))
+
+    def add_eval(self, event: EvalCompleted) -> None:
+        """Write an evaluation into the row of the step after which it was made."""
+        row = self._rows_up_to(event.step) - 1
+        if row < 0:
+            return
+        for name, value in {"loss": event.loss, **event.metrics}.items():
+            self._measured[f"eval_{name}"] = None
+            self._evals.setdefault(f"eval_{name}", {})[row] = value
+
+    def rewind_to(self, step: int) -> None:
+        """Drop the rows after a step: they are trained again from a checkpoint."""
+        num_rows = self._rows_up_to(step)
+        del self._tail[max(0, num_rows - self._num_chunked) :]
+        while self._num_chunked > num_rows:
+            last = self._chunks.pop()
+            self._num_chunked -= len(last)
+            if self._num_chunked < num_rows:
+                self._push(last.head(num_rows - self._num_chunked))
+        for name, values in self._evals.items():
+            self._evals[name] = {row: value for row, value in values.items() if row < num_rows}
+
+    def columns(self) -> dict[str, list[Any]]:
+        """Return a copy that ``pandas.DataFrame`` takes."""
+        self._pack()
+        found = {name: self._column(name).tolist() for name in STEP_COLUMNS}
+        for name in self._measured:
+            column: list[Any] = self._column(name).tolist()
+            for row, value in self._evals.get(name, {}).items():
+                column[row] = value
+            found[name] = column
+        return found
+
+    def _column(self, name: str) -> Column:
+        parts = [
+            chunk.columns[name] if name in chunk.columns else np.full(len(chunk), math.nan)
+            for chunk in self._chunks
+        ]
+        return np.concatenate(parts) if parts else np.empty(0)
+
+    def _last_step(self) -> int:
+        return int(self._tail[-1]["step"] if self._tail else self._chunks[-1].columns["step"][-1])
+
+    def _rows_up_to(self, step: int) -> int:
+        """Return how many rows are of this step and those before it."""
+        if self._tail and self._tail[0]["step"] <= step:
+            in_tail = bisect_right(self._tail, step, key=lambda row: int(row["step"]))
+            return self._num_chunked + in_tail
+        num_rows = self._num_chunked
+        for chunk in reversed(self._chunks):
+            num_rows -= len(chunk)
+            steps = chunk.columns["step"]
+            if steps[0] <= step:
+                return num_rows + int(np.searchsorted(steps, step, side="right"))
+        return 0
+
+    def _pack(self) -> None:
+        """Put the single rows into arrays, a chunk for those in a row that measured the same."""
+        rows, self._tail = self._tail, []
+        start = 0
+        for end in range(1, len(rows) + 1):
+            if end == len(rows) or rows[end].keys() != rows[start].keys():
+                names = rows[start]
+                columns = {name: np.array([row[name] for row in rows[start:end]]) for name in names}
+                self._push(_Chunk(columns))
+                start = end
+
+    def _push(self, chunk: _Chunk) -> None:
+        self._chunks.append(chunk)
+        self._num_chunked += len(chunk)
+
+
+def _column_of(metric: str) -> str:
+    """Return a metric's column; one that is called like another column gets a name of its own."""
+    return f"metric_{metric}" if metric in STEP_COLUMNS else metric

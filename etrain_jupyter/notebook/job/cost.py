@@ -1,0 +1,81 @@
+"""What a job has cost: spent, saved against on-demand prices, wasted by preemptions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from etrain_jupyter.notebook.job.history import LatestValues
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobCost:
+    """What a job has cost so far, in US dollars, as its durable log says."""
+
+    spent_usd: float = 0.0
+    on_demand_usd: float = 0.0
+    """What the same hours would have cost without spot prices."""
+    wasted_usd: float = 0.0
+    """The part of ``spent_usd`` in which machines booted, warmed up or drained after the first
+    step."""
+    num_interruptions: int = 0
+    """Workers that were taken, with a notice or without."""
+    num_samples: int = 0
+    """Samples trained."""
+    is_known: bool = True
+    """Whether the job's pool knows prices."""
+
+    @property
+    def saved_usd(self) -> float:
+        """Against on-demand prices; never negative."""
+        return max(0.0, self.on_demand_usd - self.spent_usd)
+
+    @property
+    def wasted_usd_per_interruption(self) -> float:
+        """What one interruption cost on average; 0.0 if there was none."""
+        return self.wasted_usd / self.num_interruptions if self.num_interruptions else 0.0
+
+    @property
+    def usd_per_1k_samples(self) -> float:
+        """What a thousand samples cost; 0.0 before the first."""
+        return 1000 * self.spent_usd / self.num_samples if self.num_samples else 0.0
+
+    def __str__(self) -> str:
+        """Return a few lines for a person."""
+        if not self.is_known:
+            return "nothing: the machines of this job's pool have no prices"
+        share = self.saved_usd / self.on_demand_usd if self.on_demand_usd else 0.0
+        each = ""
+        if self.num_interruptions:
+            words = "interruption" if self.num_interruptions == 1 else "interruptions"
+            mean = amount(self.wasted_usd_per_interruption)
+            each = f", {mean} for each of {self.num_interruptions} {words}"
+        lines = {
+            "spent": amount(self.spent_usd),
+            "saved": f"{amount(self.saved_usd)} of {amount(self.on_demand_usd)} on demand "
+            f"({share:.0%})",
+            "wasted": f"{amount(self.wasted_usd)}{each}",
+            "samples": f"{amount(self.usd_per_1k_samples)} a thousand",
+        }
+        return "\n".join(f"{name:<9}{text}" for name, text in lines.items())
+
+
+def amount(usd: float) -> str:
+    """Return an amount with as many digits as tell something.
+
+    >>> [amount(usd) for usd in (1234.5, 0.0, 0.00123, 0.5)]
+    ['$1,234.50', '$0.00', '$0.00123', '$0.50']
+    """
+    return f"${usd:.3g}" if 0 < usd < 0.1 else f"${usd:,.2f}"
+
+
+def cost_of(view: LatestValues) -> JobCost:
+    """Return what a job's events add up to."""
+    told = view.cost
+    return JobCost(
+        spent_usd=told.spent_usd if told else 0.0,
+        on_demand_usd=told.on_demand_usd if told else 0.0,
+        wasted_usd=told.wasted_usd if told else 0.0,
+        num_interruptions=view.num_preempted + view.num_lost,
+        num_samples=view.samples,
+        is_known=told is not None,
+    )

@@ -1,0 +1,400 @@
+"""Follows one job: its events in order, without gaps and repeats, for as long as it runs.
+
+The thread ``etrain-feed-<job_id>`` reads what the run folder's log has already, then asks the
+coordinator for more with long polls. Everything that it has to do comes through one inbox (answers,
+new listeners), so that a listener always gets the whole history first and then each batch once,
+from this thread alone. It ends when the log does, or when the cluster is known to have ended: while
+that may still live, it goes on asking.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from etrain_jupyter.errors import EtrainError
+from etrain_jupyter.log.blocks import Events, runs_of
+from etrain_jupyter.log.events import (
+    TERMINAL_STATUSES,
+    Event,
+    JobStatusChanged,
+    event_from_dict,
+)
+from etrain_jupyter.log.segments import read_log
+from etrain_jupyter.notebook.job.contact import Contact
+from etrain_jupyter.notebook.job.link import Answer, JobLink
+
+Listener = Callable[[Sequence[Event]], None]
+"""Takes events in order; a long history comes as ``Events``, to be folded by ``runs_of``."""
+
+POLL_S = 10.0
+"""How long one question waits at the coordinator for something to happen."""
+BATCH = 5_000
+"""Most events of one answer."""
+KEEP_LINES = 50_000
+"""Log lines whose texts are kept in memory; older ones are in the log."""
+TROUBLE_EVERY_S = 60.0
+"""How often listeners hear how trouble with the log develops, in seconds."""
+LINGER_S = 2.0
+"""How long to go on listening after the job's end for what its workers still say."""
+AFTERWARDS_S = 0.3
+"""How long to wait between two questions once the job has ended."""
+
+
+@dataclass
+class _Newcomer:
+    """A listener that has not been called yet."""
+
+    listener: Listener
+    has_history: threading.Event = field(default_factory=threading.Event)
+
+
+class EventFeed:
+    """The events of one job.
+
+    Args:
+        job_id: The job.
+        log_path: Its durable log; used where this machine can read it.
+        link: The line to its cluster; None if there is no such cluster any more.
+        fold: Called first with every batch, before the listeners.
+        refresh: Brings ``log_path`` up to date where it is a copy; called before it is read.
+
+    Attributes:
+        caught_up: Set once everything that had happened when the feed began is folded in, as far
+            as it can be had.
+        ended: Set once the job is terminal or lost.
+        lost: Why the job counts as lost; empty while it does not.
+        num_listener_errors: How many calls of listeners raised; they are not repeated.
+    """
+
+    def __init__(
+        self,
+        job_id: str,
+        log_path: Path,
+        link: JobLink | None,
+        fold: Listener,
+        *,
+        refresh: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.job_id = job_id
+        self.caught_up = threading.Event()
+        self.ended = threading.Event()
+        self._answered = threading.Event()
+        """Set once a question was answered, or the silence was told, or waited for long enough."""
+        self.lost = ""
+        self.num_listener_errors = 0
+        self.last_listener_error: Exception | None = None
+        self._log_path, self._link, self._fold = log_path, link, fold
+        self._refresh = refresh
+        self._events = Events()
+        self._status: JobStatusChanged | None = None
+        self._aside: list[Event] = []
+        self._listeners: list[Listener] = []
+        self._inbox: queue.Queue[_Newcomer | Future[Answer] | None] = queue.Queue()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._is_over = self._is_asking = self._is_terminal = False
+        self._ask_at = self._linger_until = 0.0
+        self._log_size = -1
+        self._contact = Contact()
+        self._log_trouble = ""
+        self._trouble_told_at = 0.0
+
+    @property
+    def trouble(self) -> str:
+        """Why the coordinator cannot be asked just now; empty while it answers."""
+        return self._contact.trouble
+
+    @property
+    def log_trouble(self) -> str:
+        """Why the coordinator cannot write the job's log just now; empty while it can."""
+        return "" if self.ended.is_set() else self._log_trouble
+
+    def start(self) -> None:
+        """Begin to follow; a second call does nothing."""
+        with self._lock:
+            if self._thread is None and not self._is_over:
+                self._start_thread()
+
+    def close(self) -> None:
+        """Stop following; the job goes on, and what came so far stays."""
+        with self._lock:
+            if self._thread is not None:
+                self._inbox.put(None)
+
+    def subscribe(self, listener: Listener) -> threading.Event:
+        """Call ``listener``, from the feed's thread, with the history and then with each batch.
+
+        Returns:
+            Set once the listener has had the history.
+        """
+        newcomer = _Newcomer(listener)
+        with self._lock:
+            self._inbox.put(newcomer)
+            if self._thread is None:
+                self._start_thread()
+        return newcomer.has_history
+
+    def wait_until_caught_up(self, timeout: float) -> bool:
+        """Wait until what had happened before is folded in; never from within a listener."""
+        if threading.current_thread() is self._thread:
+            return self.caught_up.is_set()
+        return self.caught_up.wait(timeout)
+
+    def wait_until_answered(self, timeout: float) -> None:
+        """Wait for the coordinator's first answer, once: only it knows its trouble with the log."""
+        if threading.current_thread() is not self._thread and not self.ended.is_set():
+            self._answered.wait(timeout)
+            self._answered.set()
+
+    def events(self) -> Events:
+        """Return everything that has come so far."""
+        return self._events.copy()
+
+    def _start_thread(self) -> None:
+        name = f"etrain-feed-{self.job_id}"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except Exception as exc:
+            # A mistake of ours must not let anybody wait for ever.
+            self._is_over = True
+            self.lost = f"following job {self.job_id} failed: {type(exc).__name__}: {exc}"
+            self._say_aside([self._make_farewell(self.lost)])
+            self.caught_up.set()
+            self.ended.set()
+            self._answered.set()
+            self._serve_the_rest()
+
+    def _serve_the_rest(self) -> None:
+        """Tell those who have subscribed meanwhile what there is; nothing is followed any more."""
+        while True:
+            with self._lock:
+                if self._inbox.empty():
+                    self._thread = None
+                    return
+            message = self._inbox.get_nowait()
+            if isinstance(message, _Newcomer):
+                self._handle(message)
+
+    def _work(self) -> None:
+        """Follow, and then serve whoever subscribes late, until nobody is left."""
+        if not self._events:
+            self._take(self._read_log())
+        # A log that ended before we began has nothing more to say.
+        self._is_over = self._is_over or self._is_terminal
+        if self._link is None and not self._is_over:
+            self._lose("its cluster has ended")
+        if self._log_path.exists():
+            # The coordinator writes an event there before it tells anybody.
+            self.caught_up.set()
+        while True:
+            self._follow()
+            with self._lock:
+                # Whoever subscribes from here on starts a thread of its own.
+                if self._inbox.empty():
+                    self._thread = None
+                    return
+            self._handle(self._inbox.get_nowait())
+
+    def _follow(self) -> None:
+        """Ask and listen until the log has ended."""
+        while not self._is_over:
+            self._ask_if_due()
+            pause = None if self._is_asking else max(0.0, self._ask_at - time.monotonic())
+            try:
+                self._handle(self._inbox.get(timeout=pause))
+            except queue.Empty:
+                continue
+        self.caught_up.set()
+        self.ended.set()
+        self._answered.set()
+        if self._link is not None:
+            self._link.release()
+
+    def _ask_if_due(self) -> None:
+        if self._is_asking or self._link is None or time.monotonic() < self._ask_at:
+            return
+        # The first question only fetches what is there, and so does the one that finds out whether
+        # the coordinator is back; the others wait for news.
+        is_begun = self.caught_up.is_set() and self._answered.is_set()
+        is_calm = is_begun and not self._contact.num_failures
+        wait_s = POLL_S if is_calm and not self._is_terminal else 0.0
+        self._is_asking = True
+        future = self._link.send(
+            "etrain_events",
+            timeout=wait_s + POLL_S,
+            job_id=self.job_id,
+            since=self._last_seq(),
+            wait_s=wait_s,
+            limit=BATCH,
+        )
+        future.add_done_callback(self._inbox.put)
+
+    def _handle(self, message: _Newcomer | Future[Answer] | None) -> None:
+        if message is None:
+            self._is_over = True
+        elif isinstance(message, Future):
+            self._is_asking = False
+            self._handle_answer(message)
+        else:
+            self._listeners.append(message.listener)
+            known = self._events.copy()
+            known.extend(self._aside)
+            self._tell(message.listener, known)
+            message.has_history.set()
+
+    def _handle_answer(self, future: Future[Answer]) -> None:
+        self._take_answer(future)
+        if not self._contact.num_failures or self._contact.trouble:
+            self._answered.set()
+
+    def _take_answer(self, future: Future[Answer]) -> None:
+        try:
+            answer = future.result()
+            news = [event_from_dict(data) for data in answer["events"]]
+        except (EtrainError, OSError, ValueError, CancelledError, KeyError, TypeError) as exc:
+            self._fail(exc)
+            return
+        if not self._take(news) and news:
+            self._fail(EtrainError(f"event {self._last_seq() + 1} is missing in the answer"))
+            return
+        was_silent = self._contact.succeed(time.time())
+        self._take_log_trouble(str(answer.get("trouble", "")), is_due=was_silent)
+        if len(news) < BATCH:
+            self.caught_up.set()
+        if self._is_terminal:
+            self.ended.set()
+            self._ask_at = time.monotonic() + AFTERWARDS_S
+            self._is_over = not news or time.monotonic() > self._linger_until
+
+    def _take_log_trouble(self, trouble: str, *, is_due: bool) -> None:
+        """Tell the listeners when it begins and ends, and from time to time how it is."""
+        before, self._log_trouble = self._log_trouble, trouble
+        has_aged = time.monotonic() - self._trouble_told_at >= TROUBLE_EVERY_S
+        if is_due or bool(trouble) != bool(before) or (trouble != before and has_aged):
+            self._trouble_told_at = time.monotonic()
+            if not self._is_terminal:
+                self._say_aside([self._status_now(trouble)])
+            if not trouble:
+                self._aside = []
+
+    def _fail(self, exc: BaseException) -> None:
+        """Ask again after a while; give up only a cluster that is known to have ended."""
+        is_news = self._contact.fail(exc)
+        self._ask_at = time.monotonic() + self._contact.pause_s()
+        if self._contact.is_final(exc):
+            # The first sentence says what happened; the advice after it is for requests.
+            self._lose(str(exc).partition(". ")[0])
+            return
+        if self._contact.trouble and self._log_has_grown():
+            # Where the coordinator cannot be asked, its log may still tell, even of the end.
+            self._take(self._read_log())
+        if self._contact.trouble and self._is_terminal:
+            self._is_over, self._contact.trouble, self._aside = True, "", []
+        elif is_news:
+            self.caught_up.set()
+            self._say_aside([self._status_now(self._contact.trouble)])
+
+    def _lose(self, why: str) -> None:
+        """Read what the log still has; without an end in it the job is lost."""
+        self._take(self._read_log())
+        self._is_over = True
+        self._contact.trouble, self._aside = "", []
+        if not self._is_terminal:
+            self.lost = why
+            self._say_aside([self._make_farewell(why)])
+
+    def _say_aside(self, events: list[Event]) -> None:
+        """Tell the listeners what no log has; whoever comes later hears it too."""
+        self._aside = events
+        for listener in self._listeners:
+            self._tell(listener, events)
+
+    def _status_now(self, trouble: str) -> Event:
+        """Return the job's last known status, with ``trouble`` as its reason if there is any."""
+        known = self._status
+        return JobStatusChanged(
+            job_id=self.job_id,
+            time=time.time(),
+            generation=self._events[-1].generation if self._events else 0,
+            status=known.status if known else "submitted",
+            reason=trouble or (known.reason if known else ""),
+        )
+
+    def _make_farewell(self, why: str) -> Event:
+        """Return what the coordinator cannot say any more; its ``seq`` is 0: no log has it."""
+        last = self._events[-1] if self._events else None
+        return JobStatusChanged(
+            job_id=self.job_id,
+            time=last.time if last else time.time(),
+            generation=last.generation if last else 0,
+            status="failed",
+            reason=why,
+        )
+
+    def _log_has_grown(self) -> bool:
+        """Whether the log has another size than at the last look: reading it whole is dear."""
+        before = self._log_size
+        self._refresh()
+        try:
+            self._log_size = self._log_path.stat().st_size
+        except OSError:
+            return False
+        return self._log_size != before
+
+    def _read_log(self) -> Events:
+        """Return what the log has beyond what came already; nothing if it cannot be read."""
+        self._refresh()
+        try:
+            return read_log(self._log_path, since=self._last_seq())
+        except (OSError, EtrainError):
+            return Events()
+
+    def _take(self, events: Sequence[Event]) -> Sequence[Event]:
+        """Take over what follows on the newest event and tell everybody; return it."""
+        fresh = self._what_follows(events)
+        if not fresh:
+            return fresh
+        self._events.extend(fresh)
+        self._events.forget_lines(KEEP_LINES)
+        self._contact.seen_at = self._contact.seen_at or fresh[-1].time
+        self._fold(fresh)
+        statuses = [e for e in runs_of(fresh) if isinstance(e, JobStatusChanged)]
+        self._status = statuses[-1] if statuses else self._status
+        if not self._is_terminal and statuses and statuses[-1].status in TERMINAL_STATUSES:
+            self._is_terminal = True
+            self._linger_until = time.monotonic() + LINGER_S
+        for listener in self._listeners:
+            self._tell(listener, fresh)
+        return fresh
+
+    def _what_follows(self, events: Sequence[Event]) -> Sequence[Event]:
+        """Return the events without those that came already, up to the first gap."""
+        if not self._events and isinstance(events, Events) and events.is_dense_from(1):
+            return events
+        fresh: list[Event] = []
+        wanted = self._last_seq() + 1
+        for event in events:
+            if event.seq == wanted:
+                fresh.append(event)
+                wanted += 1
+        return fresh
+
+    def _tell(self, listener: Listener, events: Sequence[Event]) -> None:
+        try:
+            listener(events.copy() if isinstance(events, Events) else list(events))
+        except Exception as exc:  # A view that fails must not stop the others, nor the job.
+            self.num_listener_errors += 1
+            self.last_listener_error = exc
+
+    def _last_seq(self) -> int:
+        return self._events[-1].seq if self._events else 0

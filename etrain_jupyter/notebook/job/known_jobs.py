@@ -1,0 +1,45 @@
+"""The names of jobs, as far as this machine's own disk tells them: for completion."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from etrain_jupyter.notebook.job.run_store import RECORD_FILE, ROOT_VARIABLE, default_root
+from etrain_jupyter.storage.bucket_log.place import is_remote, spool_of_root
+
+_ID = re.compile(r"(.+)-[0-9a-f]{8}")
+
+
+def list_known_jobs(environment: Mapping[str, str] = os.environ) -> list[str]:
+    """Return the names of jobs and then their ids, the newest first, from one look at a folder.
+
+    No record is read and no bucket is asked: of a run store in a bucket these are the jobs of which
+    this machine has a copy. What cannot be read is left out.
+    """
+    root = environment.get(ROOT_VARIABLE)
+    folder = spool_of_root(root) if root and is_remote(root) else default_root(environment)
+    found = sorted(_jobs_in(folder), reverse=True)
+    ids = [job_id for _, job_id in found]
+    names = [match[1] for match in map(_ID.fullmatch, ids) if match]
+    return list(dict.fromkeys([*names, *ids]))
+
+
+def _jobs_in(folder: Path) -> list[tuple[float, str]]:
+    """Return when each job was submitted or resumed, and its id."""
+    found = []
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.name.startswith("."):
+                    continue
+                try:
+                    modified = os.stat(os.path.join(entry.path, RECORD_FILE)).st_mtime
+                except OSError:
+                    continue
+                found.append((modified, entry.name))
+    except OSError:
+        return []
+    return found

@@ -1,0 +1,346 @@
+"""The kernel's line to a cluster: blocking calls from any thread, one event loop behind them.
+
+The only thread here is ``etrain-link``, a daemon with one asyncio loop for the whole process,
+started by the first call. It owns every connection; callers hand it a request and wait in slices of
+0.1 s, so that an interrupt of the kernel is seen and nothing here can hold up the end of the
+interpreter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from etrain_jupyter.errors import EtrainError, JobLostError, PoolError
+
+if TYPE_CHECKING:
+    from etrain_jupyter.process.address import SchedulerAddress
+
+CONNECT_S = 3.0
+"""How long a connection may take: distributed goes on trying where nobody listens."""
+RESTART_S = 6.0
+"""How long a question waits for a scheduler that has died and is being started again."""
+SLICE_S = 0.1
+THREAD_NAME = "etrain-link"
+
+Answer = dict[str, Any]
+T = TypeVar("T")
+
+
+class ClusterEndedError(JobLostError):
+    """The cluster's head is known to have ended: there is no point in asking again."""
+
+
+class UnreachableError(JobLostError):
+    """No connection to the cluster's head, which may live all the same: stopped, or cut off."""
+
+
+class NoCoordinatorError(JobLostError, PoolError):
+    """A scheduler answers, but has none of our machinery: it holds no job, and takes none."""
+
+
+class NoAnswerError(PoolError):
+    """The scheduler did not answer in time; what it was asked for may still happen."""
+
+
+class JobLink(Protocol):
+    """What a job needs of its cluster; the tests have one without a network."""
+
+    def call(self, op: str, *, timeout: float = 10.0, **arguments: Any) -> Answer:
+        """Ask and wait for the answer."""
+
+    def send(self, op: str, *, timeout: float = 10.0, **arguments: Any) -> Future[Answer]:
+        """Ask and return at once."""
+
+    def release(self) -> None:
+        """Close the connections; a later call opens new ones."""
+
+
+class ClusterLink:
+    """A line to one scheduler.
+
+    Args:
+        address: The scheduler's, for example ``tls://127.0.0.1:40231``.
+        connection_args: Returns the keyword arguments for ``distributed.core.rpc`` (the TLS
+            context). It is called when the first connection is made, since it reads the cluster's
+            certificates.
+        has_ended: Tells whether the cluster is known to have ended; asked when it does not answer.
+        locate: Returns where its scheduler listens now; empty while there is none, because it has
+            died and another one is being started. Asked before each new connection.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        connection_args: Callable[[], dict[str, Any]] | None = None,
+        *,
+        has_ended: Callable[[], bool] = lambda: False,
+        locate: Callable[[], str] | None = None,
+    ) -> None:
+        self.address = address
+        self._locate = locate or (lambda: address)
+        self._connection_args = connection_args or dict
+        self._has_ended = has_ended
+        self._has_failed = False
+        self._rpc: Any = None
+        self._num_in_flight = 0
+        self._is_released = False
+        _links.add(self)
+
+    def call(self, op: str, *, timeout: float = 10.0, **arguments: Any) -> Answer:
+        """Ask the scheduler and wait for its answer.
+
+        Args:
+            op: Name of the handler.
+            timeout: Seconds until the wait is given up.
+            **arguments: What the handler takes.
+
+        Raises:
+            JobLostError: If the scheduler does not know the job; an ``UnreachableError`` if it
+                cannot be reached now, a ``ClusterEndedError`` if it never will be.
+            PoolError: If it refuses; a ``NoAnswerError`` if it does not answer in time.
+        """
+        return wait_interruptibly(self.send(op, timeout=timeout, **arguments))
+
+    def send(self, op: str, *, timeout: float = 10.0, **arguments: Any) -> Future[Answer]:
+        """Ask the scheduler and return at once; the future raises what ``call`` raises."""
+        return _run_in_loop(self._ask(op, timeout, arguments))
+
+    def release(self) -> None:
+        """Close the connections when no call is in flight; a later call opens new ones."""
+        if self._rpc is not None and _loop_is_running():
+            _run_in_loop(self._release())
+
+    async def _ask(self, op: str, timeout: float, arguments: dict[str, Any]) -> Answer:
+        from etrain_jupyter.process.peers import plain_values_only
+
+        self._num_in_flight += 1
+        try:
+            with plain_values_only():
+                return await self._answer(op, timeout, arguments)
+        finally:
+            self._num_in_flight -= 1
+            if self._is_released and not self._num_in_flight:
+                await self._close()
+
+    async def _answer(self, op: str, timeout: float, arguments: dict[str, Any]) -> Answer:
+        try:
+            if self._has_failed:
+                # A process that is killed closes its connections a moment before it is gone.
+                self._refuse_if_ended()
+            answer = await asyncio.wait_for(self._exchange(op, arguments), timeout)
+        except EtrainError:
+            raise
+        except UnicodeEncodeError as exc:
+            start = max(0, exc.start - 40)
+            raise PoolError(
+                f"{exc.object[start : exc.end + 40]!a} cannot be sent to the scheduler: UTF-8 "
+                "cannot encode it. Nothing was sent. Rename the file or folder, or the key, that "
+                "is called so."
+            ) from exc
+        except TimeoutError as exc:
+            # A head that was stopped may have been killed since.
+            self._has_failed = True
+            raise NoAnswerError(
+                f"the scheduler at {self.address} did not answer {op} within {timeout:g} s. It may "
+                "be busy or stopped, and what was asked for may still happen; training does not "
+                "wait for it. %etrain doctor shows which clusters are alive."
+            ) from exc
+        except OSError as exc:
+            # CommClosedError, refused connections and TLS failures are all OSErrors.
+            self._has_failed = True
+            self._refuse_if_ended()
+            found = self._locate()
+            if found != self.address:
+                await self._hang_up()
+            if not found:
+                raise UnreachableError(
+                    f"the scheduler at {self.address} has died and is being started again; its "
+                    "jobs train on meanwhile. Nobody knows whether what was asked for was done. "
+                    "Try again in a moment."
+                ) from exc
+            raise UnreachableError(
+                f"the scheduler at {self.address} cannot be reached. What its jobs committed is "
+                "in their run folders; %etrain doctor shows which clusters are alive."
+            ) from exc
+        self._has_failed = False
+        return _checked(_with_lists(answer), op)
+
+    def _refuse_if_ended(self) -> None:
+        if self._has_ended():
+            raise ClusterEndedError(
+                "its cluster has ended. What its jobs committed is in their run folders; run the "
+                "cell again for a new cluster."
+            )
+
+    async def _exchange(self, op: str, arguments: dict[str, Any]) -> Any:
+        if self._rpc is None:
+            from distributed.core import rpc
+
+            # It is another one if the scheduler was started again and the port was taken.
+            self.address = await self._find_scheduler()
+            self._rpc = rpc(  # type: ignore[no-untyped-call]
+                self.address, timeout=CONNECT_S, connection_args=self._connection_args()
+            )
+        return await getattr(self._rpc, op)(**arguments)
+
+    async def _find_scheduler(self) -> str:
+        """Return where the scheduler listens; wait a while for one that is being started again."""
+        for _ in range(int(RESTART_S / SLICE_S)):
+            if found := self._locate():
+                return found
+            await asyncio.sleep(SLICE_S)
+        raise ConnectionRefusedError(f"nobody listens at {self.address}")
+
+    async def _release(self) -> None:
+        self._is_released = True
+        if not self._num_in_flight:
+            await self._close()
+
+    async def _close(self) -> None:
+        self._is_released = False
+        await self._hang_up()
+
+    async def _hang_up(self) -> None:
+        """Close the connections; the next question opens new ones."""
+        closing, self._rpc = self._rpc, None
+        if closing is not None:
+            with contextlib.suppress(OSError):
+                await closing.close_rpc()
+
+
+def open_link(address: SchedulerAddress) -> ClusterLink:
+    """Return a line to a cluster of this user's; nothing is asked yet.
+
+    Args:
+        address: From a pool or from ``own_clusters``. Answers are unpickled, so an address that
+            somebody else has written down would let that one run code here.
+    """
+    return ClusterLink(
+        address.address,
+        address.connection_args,
+        has_ended=lambda: _has_ended(address),
+        locate=lambda: _locate(address),
+    )
+
+
+def _has_ended(address: SchedulerAddress) -> bool:
+    """Whether a cluster of this machine is known to have ended, without asking it."""
+    from etrain_jupyter.process.cluster_dir import ClusterDir
+
+    if not address.state_dir:
+        return False
+    record = ClusterDir(Path(address.state_dir)).record()
+    return record is None or (record.is_here and not record.is_alive)
+
+
+def _locate(address: SchedulerAddress) -> str:
+    """Return where a cluster's scheduler listens now; empty while another one is being started."""
+    from etrain_jupyter.process.cluster_dir import ClusterDir
+
+    if not address.state_dir:
+        return address.address
+    record = ClusterDir(Path(address.state_dir)).record()
+    if record is None or not record.is_here:
+        return address.address
+    return record.address if record.is_serving else ""
+
+
+def wait_interruptibly(future: Future[T], timeout: float | None = None) -> T:
+    """Return a future's result, waiting in slices so that a KeyboardInterrupt is seen.
+
+    Raises:
+        TimeoutError: If there is none after ``timeout`` seconds.
+    """
+    left = timeout
+    while True:
+        try:
+            return future.result(SLICE_S if left is None else min(SLICE_S, max(left, 0.0)))
+        except TimeoutError:
+            if future.done():
+                return future.result()
+            if left is not None:
+                left -= SLICE_S
+                if left <= 0:
+                    raise
+        except KeyboardInterrupt:
+            future.cancel()
+            raise
+
+
+def _checked(answer: Any, op: str) -> Answer:
+    """Return the answer; raise the error that it tells of."""
+    if not isinstance(answer, dict):
+        # That of somebody else, which was started again and knows nothing of us any more.
+        raise NoCoordinatorError(
+            f"the scheduler answered {op} with {type(answer).__name__}: it runs no etrain "
+            "coordinator, or no longer. %etrain resume lets a job go on from its newest checkpoint."
+        )
+    if "error" not in answer:
+        return answer
+    message = str(answer.get("message") or answer["error"])
+    if answer["error"] in UNKNOWN_JOB:
+        raise JobLostError(message)
+    raise PoolError(message)
+
+
+UNKNOWN_JOB = frozenset({"JobNotFoundError", "JobLostError", "unknown_job", "job_not_found"})
+"""Kinds of error by which a scheduler says that it does not hold the job."""
+
+
+def _with_lists(value: Any) -> Any:
+    """Turn tuples back into lists: msgpack makes tuples, the durable log has lists."""
+    if isinstance(value, dict):
+        return {key: _with_lists(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_lists(item) for item in value]
+    return value
+
+
+_links: weakref.WeakSet[ClusterLink] = weakref.WeakSet()
+_starting = threading.Lock()
+_loop: asyncio.AbstractEventLoop | None = None
+_thread: threading.Thread | None = None
+
+
+def _loop_is_running() -> bool:
+    # After a fork the thread is not alive in the child, whatever the variable says.
+    return _thread is not None and _thread.is_alive()
+
+
+def _run_in_loop(work: Coroutine[Any, Any, T]) -> Future[T]:
+    """Start a coroutine on the process's one loop, making thread and loop first if need be."""
+    global _loop, _thread
+    with _starting:
+        if _loop is None or not _loop_is_running():
+            _loop = asyncio.new_event_loop()
+            _thread = threading.Thread(target=_loop.run_forever, name=THREAD_NAME, daemon=True)
+            _thread.start()
+            atexit.unregister(_close_all)
+            atexit.register(_close_all)
+        return asyncio.run_coroutine_threadsafe(work, _loop)
+
+
+def _close_all() -> None:
+    """Say goodbye to the schedulers at the end of the process, for half a second at most."""
+    if _loop is None or _thread is None or not _loop_is_running():
+        return
+    loop, thread = _loop, _thread
+
+    async def close() -> None:
+        with contextlib.suppress(TimeoutError):
+            closing = [link._close() for link in list(_links)]
+            await asyncio.wait_for(asyncio.gather(*closing, return_exceptions=True), 0.3)
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+        loop.call_later(0.05, loop.stop)
+
+    loop.call_soon_threadsafe(lambda: asyncio.ensure_future(close()))
+    thread.join(0.5)

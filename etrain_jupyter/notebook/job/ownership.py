@@ -1,0 +1,84 @@
+"""Tell the jobs that this user submitted from those that somebody else put into the run store.
+
+To resume a job runs its bundle, so its record must be this user's own. A run store may be shared:
+whoever writes there can write a ``job.json`` that looks like anything. What they lack is the key in
+the user's state directory, with which each record that this user's kernels write is signed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from etrain_jupyter.storage.bucket_log.place import private_root
+
+KEY_FILE = "signing.key"
+KEY_BYTES = 32
+SIGNED = ("job_id", "pool", "config", "bundle_digest", "cwd")
+"""What decides which code a resume runs, and where. The bundle itself is held by its digest."""
+
+
+def sign(values: Mapping[str, Any]) -> str:
+    """Return the signature of a job's record; empty where this user can keep no key.
+
+    A job without one can still be resumed, with ``--trust``.
+    """
+    key = _read_key() or _make_key()
+    return _signature(values, key) if key else ""
+
+
+def is_signed(values: Mapping[str, Any], signature: str) -> bool:
+    """Tell whether this user signed a record as it is now."""
+    key = _read_key()
+    if key is None or not signature.isascii():
+        return False
+    return hmac.compare_digest(_signature(values, key), signature)
+
+
+def _signature(values: Mapping[str, Any], key: bytes) -> str:
+    signed = json.dumps([values[name] for name in SIGNED], sort_keys=True).encode()
+    return hmac.new(key, b"etrain job.json\n" + signed, hashlib.sha256).hexdigest()
+
+
+def _read_key() -> bytes | None:
+    """Return the key; None if there is none that only this user can read."""
+    with contextlib.suppress(OSError):
+        handle = os.open(_key_path(), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(handle, "rb") as file:
+            status = os.fstat(handle)
+            is_private = status.st_uid == os.getuid() and not status.st_mode & 0o077
+            if stat.S_ISREG(status.st_mode) and is_private:
+                key = file.read(KEY_BYTES + 1)
+                return key if len(key) == KEY_BYTES else None
+    return None
+
+
+def _make_key() -> bytes | None:
+    """Make the key; return the one of another process if that was faster."""
+    path = _key_path()
+    hidden = path.with_name(f".{KEY_FILE}.{secrets.token_hex(4)}")
+    with contextlib.suppress(OSError):
+        path.parent.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        try:
+            with os.fdopen(os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as f:
+                f.write(secrets.token_bytes(KEY_BYTES))
+                f.flush()
+                os.fsync(f.fileno())
+            with contextlib.suppress(FileExistsError):
+                os.link(hidden, path)
+        finally:
+            hidden.unlink(missing_ok=True)
+    return _read_key()
+
+
+def _key_path() -> Path:
+    return private_root() / KEY_FILE

@@ -1,0 +1,424 @@
+"""Lets a job go on that has ended, or whose cluster has: the same job, on a pool of choice."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from etrain_jupyter import __version__
+from etrain_jupyter.bundle.code_table import compare_code
+from etrain_jupyter.bundle.files import has_digest
+from etrain_jupyter.bundle.restore import open_bundle
+from etrain_jupyter.config.differences import Difference, compare_configs, with_values
+from etrain_jupyter.config.schema import TrainConfig
+from etrain_jupyter.errors import (
+    BundleError,
+    ConfigError,
+    EtrainError,
+    PoolError,
+    RunStoreError,
+    UntrustedJobError,
+)
+from etrain_jupyter.log.events import (
+    TERMINAL_STATUSES,
+    EarlyStopped,
+    Event,
+    JobPlanned,
+    JobResumed,
+    JobStatusChanged,
+    StepCompleted,
+)
+from etrain_jupyter.log.segments import read_log
+from etrain_jupyter.notebook.job.handover import bundle_facts, hand_over
+from etrain_jupyter.notebook.job.link import open_link
+from etrain_jupyter.notebook.job.run_store import JobRecord, RunStore, absolute_paths, store_of
+from etrain_jupyter.notebook.job.store_link import refresh_log
+from etrain_jupyter.pools.own_clusters import note_scheduler
+from etrain_jupyter.rules.samples.ledger import total_steps
+from etrain_jupyter.storage.checkpoints import open_store
+from etrain_jupyter.untrusted import plain_line
+from etrain_jupyter.wire.versions import read_fingerprint
+
+if TYPE_CHECKING:
+    from etrain_jupyter.bundle.capture import Bundle
+    from etrain_jupyter.notebook.job.training_job import TrainingJob
+    from etrain_jupyter.process.address import SchedulerAddress
+
+FORCE = "type --force to go on all the same"
+
+
+_OTHER_CODE = "code is another one"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumeRequest:
+    """What shall be otherwise from now on."""
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """``pool``, ``min``, ``max``, ``epochs``, ``steps``, each if it was given."""
+    config: TrainConfig | None = None
+    """A cell's whole configuration instead; None keeps the job's own."""
+    bundle: Bundle | None = None
+    """The notebook's objects of that cell."""
+    cell: str = ""
+    """Its text."""
+    is_forced: bool = False
+    """Whether to go on whatever differs."""
+    is_trusted: bool = False
+    """Whether to run what somebody else submitted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Next:
+    """The job's next life."""
+
+    record: JobRecord
+    config: TrainConfig
+    bundle: Bundle | None
+    """Other objects of the notebook; None keeps those that the job has."""
+    differs: list[str]
+
+
+def resume_job(
+    job: TrainingJob, wish: ResumeRequest, *, address: SchedulerAddress | None = None
+) -> str:
+    """Hand a job that nobody trains to a cluster once more, and say from where it goes on.
+
+    Args:
+        job: It follows its new life afterwards.
+        wish: What shall be otherwise.
+        address: Its next cluster; without it that of the job's pool, which is brought up.
+
+    Raises:
+        UntrustedJobError: If somebody else may have submitted it.
+        EtrainError: If somebody may be training it.
+        ConfigError: If something differs that matters, or nothing is left to train.
+        PoolError: If no cluster takes it; then all is as it was before.
+    """
+    store = store_of(job.record)
+    _check_trusted(store.find(job.id), wish)
+    _check_nobody_trains(job, wish)
+    store.check_takeable(job.record)
+    with _alone(job.record):
+        known = store.find(job.id)
+        _check_trusted(known, wish)
+        end = _end_of_log(job)
+        coming = _prepare(store, known, wish, job.events())
+        if address is None:
+            from etrain_jupyter.pools import get_pool
+
+            pool = get_pool(coming.config.pool)
+            _check_reach(coming, pool.shared_place())
+            address = pool.up()
+        here = replace(coming.record, cluster=address.to_dict(), host=platform.node())
+        coming = replace(coming, record=here)
+        extra = {} if wish.is_forced or end is None else {"log_end": end}
+        written = _submit(store, known, coming, address, is_forced=wish.is_forced, extra=extra)
+        note_scheduler(address)
+        job.follow_again(written, open_link(address))
+    begins = _where_it_begins(written)
+    return f"resuming job {job.id} on cluster {address.cluster_id}, {begins}"
+
+
+def _check_trusted(record: JobRecord, wish: ResumeRequest) -> None:
+    """Refuse to run what this user did not submit: its bundle, in its folder, on its pool.
+
+    Raises:
+        UntrustedJobError: Unless the user says that it may run.
+    """
+    if record.is_own or wish.is_trusted:
+        return
+    host = f" ({plain_line(record.host, 60)} is named in it)" if record.host else ""
+    raise UntrustedJobError(
+        f"job {record.job_id} in {store_of(record)} was not submitted by you on this machine"
+        f"{host}, or its record has been changed since. Resuming it runs the code stored with it, "
+        f"as you, on the pool that it names ({plain_line(record.pool, 60)}). Nothing was run and "
+        "nothing was connected to. If the job is yours, from another machine or an older version, "
+        "or you trust everybody who can write to that run store, type "
+        f"%etrain resume {record.job_id} --trust once: from then on it counts as yours here."
+    )
+
+
+def _check_reach(coming: _Next, place: str) -> None:
+    """Refuse to go on where the job's checkpoints cannot be read: it would begin anew.
+
+    Args:
+        coming: What goes on.
+        place: What the pool's workers reach; empty if this machine's folders.
+    """
+    record = coming.record
+    if place and not record.place and coming.config.checkpoint.to is None:
+        raise ConfigError(
+            f"the checkpoints of job {record.job_id} are in {record.checkpoints}, a folder of this "
+            f"machine that the machines of pool {record.pool} do not see. Nothing was done",
+            hint=f"resume it on pool local; a job that shall move begins with checkpoint: {{to: "
+            f"{place}}}",
+        )
+
+
+def _check_nobody_trains(job: TrainingJob, wish: ResumeRequest) -> None:
+    status, reason = job.status, job.reason
+    if job.lost or status in TERMINAL_STATUSES:
+        return
+    if job.note and not job.record.place:
+        if wish.is_forced:
+            return
+        raise EtrainError(
+            f"job {job.id} was {status} at step {job.step} when its log was written last, and may "
+            f"still be training: {job.note} Two would spoil each other's work, so nothing was "
+            "done. If you know that its cluster is gone, type --force."
+        )
+    if not job.is_reachable:
+        if wish.is_forced:
+            return
+        raise EtrainError(
+            f"job {job.id} was {status} at step {job.step}, and its scheduler cannot be asked "
+            f"({reason}). It may still be training, and two would spoil each other's work. Nothing "
+            "was done. End that cluster first; if you know that it is gone, type --force."
+        )
+    raise EtrainError(
+        f"job {job.id} is {status} at step {job.step}: there is nothing to resume. %etrain attach "
+        "follows it; %etrain stop ends it with a checkpoint, and then it can be resumed."
+    )
+
+
+def _end_of_log(job: TrainingJob) -> int | None:
+    """Return the newest event of a job that lies in a bucket; None for another one.
+
+    Raises:
+        EtrainError: If somebody has gone on with it since this process looked.
+        RunStoreError: If the bucket cannot be read.
+    """
+    if not job.record.place:
+        return None
+    refresh_log(job.record)
+    seen = job.events()
+    news = read_log(job.record.log_path, since=seen[-1].seq if seen else 0)
+    if any(isinstance(event, JobResumed | StepCompleted) for event in news):
+        raise EtrainError(
+            f"job {job.id} goes on somewhere else since this notebook looked. Nothing was done. "
+            "%etrain attach follows it."
+        )
+    return (news or seen)[-1].seq if news or seen else 0
+
+
+@contextlib.contextmanager
+def _alone(record: JobRecord) -> Iterator[None]:
+    """Keep other notebooks from resuming the same job at the same time.
+
+    Raises:
+        EtrainError: If one does.
+    """
+    handle = os.open(record.folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as exc:
+            raise EtrainError(
+                f"job {record.job_id} is being resumed by another notebook just now. "
+                "%etrain attach follows it."
+            ) from exc
+        except OSError:
+            pass  # A file system without locks; that of the log may still fence.
+        yield
+    finally:
+        os.close(handle)
+
+
+def _prepare(store: RunStore, known: JobRecord, wish: ResumeRequest, log: Sequence[Event]) -> _Next:
+    """Return the job as it shall go on.
+
+    Raises:
+        ConfigError: If something differs that matters, or nothing is left to train.
+    """
+    try:
+        old = TrainConfig.model_validate(known.config)
+        new = with_values(wish.config or old, wish.values)
+    except ValidationError as exc:
+        first = exc.errors()[0]
+        words = str((first.get("ctx") or {}).get("message") or first["msg"])
+        raise ConfigError(
+            f"job {known.job_id} cannot go on like that: "
+            + words.replace("{key}", ".".join(map(str, first["loc"])) or "the cell"),
+            hint=f"it was submitted by etrain-jupyter {known.version or 'of unknown version'}",
+        ) from exc
+    new = TrainConfig.model_validate(absolute_paths(new.model_dump(mode="json")))
+    stored = _stored_bundle(store, known, is_needed=wish.bundle is None)
+    found = compare_configs(old, new)
+    if wish.bundle is not None:
+        found += _compare_bundles(stored, wish.bundle)
+    matters = [difference for difference in found if difference.why]
+    if matters and not wish.is_forced:
+        lines = "".join(f"\n  {one}\n      {one.why}" for one in matters)
+        raise ConfigError(
+            f"job {known.job_id} was trained otherwise. Nothing was done. What differs:{lines}",
+            hint=f"change it back, or {FORCE}",
+        )
+    _check_work_is_left(known, old, new, log)
+    record = replace(
+        known,
+        pool=new.pool,
+        config=new.model_dump(mode="json"),
+        version=__version__,
+        cell=wish.cell or known.cell,
+        bundle_digest=wish.bundle.digest if wish.bundle is not None else known.bundle_digest,
+    )
+    differs = [str(one) for one in found]
+    return _Next(record=record, config=new, bundle=wish.bundle, differs=differs)
+
+
+def _stored_bundle(store: RunStore, record: JobRecord, *, is_needed: bool) -> Path | None:
+    """Return the file with the objects that the job was submitted with.
+
+    Raises:
+        BundleError: If they are not there, or are not those any more, and are needed.
+    """
+    try:
+        path = store.fetch_bundle(record)
+    except (OSError, RunStoreError) as exc:
+        if not is_needed:
+            return None
+        raise BundleError(
+            f"the notebook's objects of job {record.job_id} cannot be read ({exc}). Run its cell "
+            f"with %%etrain distributed --resume {record.job_id}, which brings them along."
+        ) from exc
+    if is_needed and not has_digest(path, record.bundle_digest):
+        raise BundleError(
+            f"{record.bundle_path} is not what job {record.job_id} was submitted with. Run its "
+            f"cell with %%etrain distributed --resume {record.job_id} --force."
+        )
+    return path
+
+
+def _compare_bundles(old: Path | None, new: Bundle) -> list[Difference]:
+    """Return what is another one in the code and in the data that come with the cell."""
+    later = open_bundle(new.header)
+    try:
+        earlier = open_bundle(b"" if old is None else old)
+        tables = earlier.code, later.code
+    except BundleError as exc:
+        return [Difference(key="code", old="not readable", new="this code", why=str(exc))]
+    if tables[0] is None or tables[1] is None:
+        why = "the job was submitted by a version that did not note down what its code says"
+        return [Difference(key="code", old="unknown", new="this code", why=why)]
+    found = []
+    for change in compare_code(tables[0], tables[1], (earlier.cells, later.cells)):
+        place = f" in {change.where}" if change.where else ""
+        why = f"the notebook's {'data are others' if change.kind == 'data' else _OTHER_CODE}"
+        key = f"{change.kind} of {change.name}{place}"
+        found.append(Difference(key=key, old=change.old, new=change.new, why=why))
+    versions = zip(earlier.packages.items(), later.packages.values(), strict=False)
+    for (name, was), is_now in versions:
+        if was != is_now:
+            found.append(Difference(key=name, old=was, new=is_now))
+    return found
+
+
+def _check_work_is_left(
+    known: JobRecord, old: TrainConfig, new: TrainConfig, log: Sequence[Event]
+) -> None:
+    """Refuse to resume what would end at once.
+
+    Raises:
+        ConfigError: If all steps were made, or early stopping would end it again.
+    """
+    plans = [event for event in log if isinstance(event, JobPlanned)]
+    statuses = [event.status for event in log if isinstance(event, JobStatusChanged)]
+    if not plans or not statuses or statuses[-1] != "finished":
+        return
+    early = [event for event in log if isinstance(event, EarlyStopped)]
+    newest = max((event.generation for event in log), default=0)
+    if early and early[-1].generation == newest:
+        if old.early_stopping == new.early_stopping:
+            raise ConfigError(
+                f"job {known.job_id} has finished early: {early[-1].reason}. It would do so again. "
+                "Nothing was done.",
+                hint=f"change early_stopping in its cell: %%etrain distributed --resume "
+                f"{known.job_id}",
+            )
+        return
+    plan = plans[-1]
+    size = plan.global_batch_size if plan.per_worker_batch_size else new.batch.size(1)
+    steps = total_steps(new.epochs, new.steps, plan.num_train_samples, size)
+    if steps <= plan.total_steps and new.batch == old.batch:
+        length = f"{new.steps} steps" if new.steps else f"{new.epochs:g} epochs"
+        had = f"{old.steps} steps" if old.steps else f"{old.epochs:g} epochs"
+        more = f"--steps {2 * old.steps}" if old.steps else f"--epochs {2 * (old.epochs or 1):g}"
+        raise ConfigError(
+            f"job {known.job_id} has finished all of its {had}: with {length} there is nothing "
+            "left to train. Nothing was done.",
+            hint=f"%etrain resume {known.job_id} {more}",
+        )
+
+
+def _submit(
+    store: RunStore,
+    known: JobRecord,
+    coming: _Next,
+    address: SchedulerAddress,
+    *,
+    is_forced: bool,
+    extra: Mapping[str, int],
+) -> JobRecord:
+    """Write down where the job goes on and hand it over; put all back if it is refused.
+
+    Returns:
+        The record as it was written.
+
+    Raises:
+        PoolError: If the coordinator refuses.
+        JobLostError: If the cluster went away: the job may have begun there.
+    """
+    written = store.rewrite(coming.record, bundle=coming.bundle)
+    order = {
+        "job_id": known.job_id,
+        "name": known.name,
+        "run_dir": str(known.folder),
+        "config": written.config,
+        **bundle_facts(written),
+        "pool": written.pool,
+        "cwd": _folder_of(written),
+        "min_workers": coming.config.workers.min,
+        "max_workers": coming.config.max_workers(),
+        "fingerprint": read_fingerprint(),
+        "resumes": True,
+        "differs": coming.differs,
+        "is_forced": is_forced,
+        **({"place": known.place} if known.place else {}),
+        **extra,
+    }
+    link = open_link(address)
+    try:
+        hand_over(link, order, written.bundle_path)
+    except PoolError:
+        store.rewrite(known, is_signed=False)
+        if written.bundle_file != known.bundle_file:
+            store.remove_bundle(written)
+        raise
+    finally:
+        link.release()
+    if written.bundle_file != known.bundle_file:
+        store.remove_bundle(known)
+    return written
+
+
+def _folder_of(record: JobRecord) -> str:
+    """Return where relative paths of the notebook's code begin: where they did, if that is here."""
+    return record.cwd if record.cwd and Path(record.cwd).is_dir() else os.getcwd()
+
+
+def _where_it_begins(record: JobRecord) -> str:
+    """Say which state there is to go on from; the trainers verify it."""
+    place = record.checkpoints
+    steps = open_store(place).list_steps()
+    if not steps:
+        return f"from its beginning: {place} has no checkpoint yet"
+    return f"from the checkpoint of step {steps[-1]}"

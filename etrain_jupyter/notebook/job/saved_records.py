@@ -1,0 +1,50 @@
+"""What is saved of a job, as records for a table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from etrain_jupyter.storage.checkpoints import ListedCheckpoint
+from etrain_jupyter.storage.checkpoints.manifest import folder_key
+
+
+def records_of(
+    listed: Sequence[ListedCheckpoint],
+    *,
+    best: int | None,
+    where: str,
+    now: float,
+    stalls: Mapping[int, float] = MappingProxyType({}),
+) -> list[dict[str, Any]]:
+    """Return one record a checkpoint; what its manifest does not tell is None.
+
+    Args:
+        listed: What is there, the newest first.
+        best: The step of the best one.
+        where: The store.
+        now: Seconds since the epoch.
+        stalls: For how long training stood still for each, by step, as far as the log tells.
+    """
+    newest = next((row.step for row in listed if not row.problem), None)
+    records = []
+    for row in listed:
+        manifest = row.manifest
+        keys = [part.key for part in manifest.parts.values()] if manifest else []
+        folder = keys[0].rpartition("/")[0] if keys else folder_key(row.step)
+        records.append(
+            {
+                "step": row.step,
+                "age_s": max(0.0, now - manifest.created) if manifest else None,
+                "size_bytes": manifest.size_bytes if manifest else None,
+                "stall_s": stalls.get(row.step),
+                "generation": manifest.generation if manifest else None,
+                "is_newest": row.step == newest,
+                "is_best": row.step == best,
+                "verified": row.is_verified,
+                "problem": row.problem,
+                "where": f"{where.rstrip('/')}/{folder}",
+            }
+        )
+    return records

@@ -1,0 +1,159 @@
+"""A line to a job whose cluster cannot be asked from here: its log is read in the run store.
+
+It answers the one question that a feed asks, what has happened since, by looking at the log every
+``POLL_S``. Whether the coordinator lives it knows from ``alive.json`` in a bucket; of a folder it
+does not know, so that a job goes on being followed until its log has an end.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from etrain_jupyter.errors import RunStoreError
+from etrain_jupyter.log.event_log import LogReader
+from etrain_jupyter.notebook.job.link import Answer, ClusterEndedError, UnreachableError
+from etrain_jupyter.notebook.job.run_store import JobRecord
+from etrain_jupyter.storage.bucket_log.chain import Chain
+from etrain_jupyter.storage.bucket_log.local_copy import LogCopy
+from etrain_jupyter.storage.bucket_log.mirror import SILENT_S
+from etrain_jupyter.storage.bucket_log.objects import RunObjects
+from etrain_jupyter.storage.bucket_log.uploads import ALIVE
+
+T = TypeVar("T")
+
+POLL_S = 1.5
+LOOK_FOR_LIFE_S = 5.0
+"""How often it is looked whether the coordinator still lives, while nothing comes."""
+
+
+class StoreLink:
+    """Reads a job's log where no cluster can be asked; see ``link.Link``.
+
+    Args:
+        record: The job.
+        why: Why its cluster cannot be asked, in words for a person.
+    """
+
+    def __init__(self, record: JobRecord, *, why: str = "") -> None:
+        self.why = why
+        self._record = record
+        self._objects = RunObjects(record.place) if record.place else None
+        self._copy = LogCopy(Chain(self._objects), record.log_path) if self._objects else None
+        self._reader: tuple[int, LogReader] | None = None
+        self._life_seen_at = 0.0
+        self._is_released = threading.Event()
+        self._executor: ThreadPoolExecutor | None = None
+
+    def call(self, op: str, *, timeout: float = 10.0, **arguments: Any) -> Answer:
+        """Refuse what only the cluster could do; answer what the log can."""
+        return self.send(op, timeout=timeout, **arguments).result(timeout)
+
+    def send(self, op: str, *, timeout: float = 10.0, **arguments: Any) -> Future[Answer]:
+        """Ask and return at once; the answer is looked for in the thread ``etrain-store-<job>``."""
+        if op != "etrain_events":
+            refused: Future[Answer] = Future()
+            refused.set_exception(
+                UnreachableError(
+                    f"job {self._record.job_id} is run by a cluster of "
+                    f"{self._record.host or 'another machine'}, which cannot be asked from here. "
+                    "Nothing was done; type it there. Its log can be followed from here"
+                    + (f": {self.why}" if self.why else "")
+                )
+            )
+            return refused
+        self._is_released.clear()
+        if self._executor is None:
+            name = f"etrain-store-{self._record.job_id}"
+            self._executor = ThreadPoolExecutor(1, thread_name_prefix=name)
+        return self._executor.submit(
+            self._look, arguments["since"], arguments["wait_s"], arguments["limit"]
+        )
+
+    def release(self) -> None:
+        """Let the thread end; a later question starts another one."""
+        self._is_released.set()
+        executor, self._executor = self._executor, None
+        if executor is not None:
+            executor.shutdown(wait=False, cancel_futures=True)
+
+    def _look(self, since: int, wait_s: float, limit: int) -> Answer:
+        deadline = time.monotonic() + wait_s
+        while True:
+            if self._copy is not None:
+                self._copy.refresh()
+            events = self._read(since, limit)
+            if not events:
+                self._look_for_life(since)
+            left = deadline - time.monotonic()
+            if events or left <= 0 or self._is_released.wait(min(POLL_S, left)):
+                return {"events": events}
+
+    def _read(self, since: int, limit: int) -> list[dict[str, Any]]:
+        if self._reader is None or self._reader[0] != since:
+            reader = LogReader(self._record.log_path)
+            if self._lines(lambda: reader.skip(since)) < since:
+                return []
+            self._reader = (since, reader)
+        reader = self._reader[1]
+        found = self._lines(lambda: reader.read(limit))
+        if found:
+            self._reader = (found[-1].seq, self._reader[1])
+        return [event.to_dict() for event in found]
+
+    def _lines(self, read: Callable[[], T]) -> T:
+        """Return what is read of the log.
+
+        Raises:
+            UnreachableError: If its file cannot be read, or is none.
+        """
+        try:
+            return read()
+        except OSError as exc:
+            raise UnreachableError(
+                f"the log of job {self._record.job_id} cannot be read "
+                f"({exc.strerror or exc}: {self._record.log_path})"
+            ) from exc
+
+    def _look_for_life(self, since: int) -> None:
+        """Find out whether anybody writes the log.
+
+        Raises:
+            ClusterEndedError: If nobody has for too long.
+        """
+        if self._objects is None or time.monotonic() - self._life_seen_at < LOOK_FOR_LIFE_S:
+            return
+        found = self._objects.get_aged(ALIVE)
+        told, age_s = found or ({}, time.time() - self._record.created)
+        if age_s <= SILENT_S or told.get("seq", 0) > since:
+            self._life_seen_at = time.monotonic()
+            return
+        if found is None:
+            raise ClusterEndedError("no coordinator has begun with it")
+        host = told.get("host", self._record.host)
+        raise ClusterEndedError(
+            f"its coordinator on {host} has given no sign of life for {age_s:.0f} s. What it "
+            f"committed is in {self._record.place}; %etrain resume goes on from there"
+        )
+
+
+def refresh_log(record: JobRecord) -> None:
+    """Bring this machine's copy of a job's log up to date; a job of a folder has no copy.
+
+    Raises:
+        RunStoreError: If the bucket cannot be read, or the log there is damaged.
+    """
+    if record.place:
+        LogCopy(Chain(RunObjects(record.place)), record.log_path).refresh()
+
+
+def try_refresh_log(record: JobRecord) -> str:
+    """Do so if it can be done; return why it could not."""
+    try:
+        refresh_log(record)
+    except (RunStoreError, OSError) as exc:  # OSError: the disk of this machine's copy
+        return str(exc)
+    return ""

@@ -1,0 +1,243 @@
+"""The checkpoints that a job has committed, found and read without its cluster."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from etrain_jupyter.errors import CheckpointError, ConfigError
+from etrain_jupyter.notebook.job.run_store import JobRecord
+from etrain_jupyter.storage.checkpoints import (
+    CheckpointStore,
+    ListedCheckpoint,
+    Manifest,
+    OpenCheckpoint,
+    list_checkpoints,
+    open_newest,
+    open_step,
+    open_store,
+)
+
+MODEL_PART = "model.safetensors"
+STATE_PART = "state.json"
+NOTHING: dict[str, list[Any]] = {"best": []}
+NEVER_EVALUATED = "nothing was evaluated before its newest checkpoint"
+MOST_NAMED = 5
+"""Names of tensors that a message lists."""
+
+
+Which = str | int
+"""``last``, ``best``, or the step of a checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """A checkpoint of the job, read and verified."""
+
+    step: int
+    files: dict[str, Path]
+    """Local file of each part, by the part's name."""
+
+
+def check_which(which: Which) -> None:
+    """Refuse what names no checkpoint, before anything is read.
+
+    Raises:
+        ConfigError: If it is neither ``last``, ``best`` nor a step.
+    """
+    is_step = isinstance(which, int) and not isinstance(which, bool) and which >= 0
+    if not is_step and which not in ("last", "best"):
+        raise ConfigError(
+            f"which={which!r} must be 'last' or 'best', or the step of a checkpoint, for example "
+            "which=1200; %etrain checkpoints lists them"
+        )
+
+
+def find_saved(record: JobRecord, which: Which, reached: Mapping[int, float]) -> Saved:
+    """Return the newest checkpoint, the best one or that of a step.
+
+    Args:
+        record: The job.
+        which: ``last`` is the newest that verifies.
+        reached: What the log says: steps that were the best when they were evaluated, with that.
+
+    Raises:
+        CheckpointError: If there is none, with the reason for each that was refused.
+        ConfigError: For another ``which``.
+    """
+    check_which(which)
+    if which == "best":
+        return _find_best(record, reached)
+    if isinstance(which, int):
+        return _find_step(record, which)
+    newest = _open_newest(record)
+    return Saved(step=newest.manifest.step, files=newest.files)
+
+
+def load_weights(saved: Saved) -> dict[str, Any]:
+    """Return the tensors of a checkpoint, by parameter name."""
+    # torch comes with this import; a kernel that only looks at jobs never needs it.
+    from etrain_jupyter.trainer.state.capture import load_model_state
+
+    return load_model_state(saved.files[MODEL_PART])
+
+
+def list_saved(
+    record: JobRecord, reached: Mapping[int, float], *, verify: bool = False
+) -> tuple[str, list[ListedCheckpoint], int | None]:
+    """Return where the job's checkpoints are, what is there, newest first, and the best step.
+
+    The best is the one that ``which="best"`` would try first; None if there is none.
+    """
+    store = _store_of(record)
+    listed = list_checkpoints(store, job_id=record.job_id, verify=verify)
+    sound = [row for row in listed if row.manifest is not None and not row.problem]
+    best = None
+    if sound and _best_rule(record):
+        values = {**_judged_in(store, sound[0].manifest), **reached}
+        steps = {row.step for row in sound}
+        best = next((s for s in _best_first(record, values) if s in steps), None)
+    return str(store), listed, best
+
+
+def _judged_in(store: CheckpointStore, manifest: Manifest | None) -> dict[int, float]:
+    """Return the evaluations that a checkpoint knows as best; nothing if it cannot be read."""
+    try:
+        part = manifest.parts[STATE_PART] if manifest is not None else None
+        return _judged(store.get_part(part)) if part is not None else {}
+    except (CheckpointError, KeyError, ValueError):
+        return {}
+
+
+def _judged(state_file: Path) -> dict[int, float]:
+    try:
+        state = json.loads(state_file.read_text())
+        return {step: value for step, value in (state["extras"].get("judge") or NOTHING)["best"]}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
+        raise CheckpointError(f"{STATE_PART} is not what a trainer writes ({exc})") from exc
+
+
+def _best_rule(record: JobRecord) -> dict[str, Any]:
+    return (record.config.get("checkpoint") or {}).get("best") or {}
+
+
+def _best_first(record: JobRecord, values: Mapping[int, float]) -> list[int]:
+    sign = -1 if _best_rule(record)["mode"] == "max" else 1
+    return sorted(values, key=lambda step: (sign * values[step], step))
+
+
+def _find_best(record: JobRecord, reached: Mapping[int, float]) -> Saved:
+    """Return the best checkpoint.
+
+    Which ones are the best is in the state of the newest checkpoint, which knows what is left if
+    the very best could not be saved; and in the log, which may be ahead of it.
+    """
+    if not _best_rule(record):
+        raise CheckpointError(
+            f"job {record.job_id} keeps no best checkpoint: its cell asks for none. Write "
+            "checkpoint: {best: {metric: loss}} and run it again; which='last' loads the newest."
+        )
+    values = {**_judged(_open_newest(record).files[STATE_PART]), **reached}
+    store, refused = _store_of(record), []
+    for step in _best_first(record, values):
+        try:
+            return _open_step(store, step, record)
+        except CheckpointError as exc:
+            refused.append(f"step {step}: {exc}")
+    raise CheckpointError(
+        f"job {record.job_id} has no best weights to load: {'; '.join(refused) or NEVER_EVALUATED}"
+        ". which='last' loads the newest ones."
+    )
+
+
+def _find_step(record: JobRecord, step: int) -> Saved:
+    store = _store_of(record)
+    steps = store.list_steps()
+    if not steps:
+        _open_newest(record)  # says that there is none, and when one is written
+    if step not in steps:
+        near = sorted(sorted(steps, key=lambda other: abs(other - step))[:2])
+        raise CheckpointError(
+            f"job {record.job_id} has no checkpoint of step {step}; the nearest "
+            f"{'is that' if len(near) == 1 else 'are those'} of step "
+            f"{' and '.join(map(str, near))}. %etrain checkpoints lists all."
+        )
+    try:
+        return _open_step(store, step, record)
+    except CheckpointError as exc:
+        raise CheckpointError(
+            f"the checkpoint of step {step} of job {record.job_id} cannot be used: {exc}. "
+            "which='last' takes the newest that verifies; %etrain checkpoints --verify checks all."
+        ) from exc
+
+
+def _open_newest(record: JobRecord) -> OpenCheckpoint:
+    from etrain_jupyter.trainer.state.parts import check_parts
+
+    store = _store_of(record)
+    while True:
+        steps = store.list_steps()
+        try:
+            return open_newest(store, job_id=record.job_id, check=check_parts)
+        except CheckpointError as exc:
+            # With checkpoint.keep: 1 a job that runs may have put another in its place.
+            if store.list_steps() == steps:
+                raise CheckpointError(
+                    f"job {record.job_id} has no weights to load: {exc} A checkpoint is written "
+                    "after some seconds or as checkpoint.every says, at the end, and by %etrain "
+                    "checkpoint."
+                ) from exc
+
+
+def _store_of(record: JobRecord) -> CheckpointStore:
+    return open_store(record.checkpoints)
+
+
+def _open_step(store: CheckpointStore, step: int, record: JobRecord) -> Saved:
+    from etrain_jupyter.trainer.state.parts import check_parts
+
+    manifest, files = open_step(store, step, job_id=record.job_id)
+    check_parts(manifest, files)
+    return Saved(step=step, files=files)
+
+
+def put_weights(state: dict[str, Any], model: Any, record: JobRecord) -> None:
+    """Load ``state`` into ``model``.
+
+    Raises:
+        CheckpointError: If the model is another one than the job's; says which names and shapes
+            differ.
+    """
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as exc:
+        differs = "; ".join(differences(state, model.state_dict())) or str(exc)
+        raise CheckpointError(
+            f"the checkpoint of {record.job_id} does not fit {type(model).__name__}: {differs}. "
+            f"The job trained {record.config.get('model', 'another model')}."
+        ) from exc
+
+
+def differences(state: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+    """Say how saved tensors differ from those of a model, by names and shapes."""
+    lacking, unknown = [n for n in own if n not in state], [n for n in state if n not in own]
+    other = [
+        f"{name} ({_shape(state[name])} is saved, the model has {_shape(own[name])})"
+        for name in state
+        if name in own and _shape(state[name]) != _shape(own[name])
+    ]
+    found = [("of another shape", other), ("not in the checkpoint", lacking)]
+    found.append(("not in the model", unknown))
+    return [f"{what}: {_first_of(names)}" for what, names in found if names]
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    return tuple(getattr(value, "shape", ()))
+
+
+def _first_of(names: list[str]) -> str:
+    more = len(names) - MOST_NAMED
+    return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,170 @@
+"""What an error of EC2 means: of which kind it is, and in words that say what to type next."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from botocore.exceptions import (
+    BotoCoreError,
+    ClientError,
+    EndpointConnectionError,
+    ProfileNotFound,
+)
+
+from etrain_jupyter.errors import PoolError
+from etrain_jupyter.storage.objects.s3_messages import (
+    code_of,
+    is_of_credentials,
+    place_of,
+    words_of,
+)
+
+Kind = Literal["capacity", "quota", "unsupported", "transient", "credentials", "fatal"]
+
+_KINDS: dict[str, Kind] = {
+    "InsufficientInstanceCapacity": "capacity",
+    "InsufficientCapacity": "capacity",
+    "InsufficientHostCapacity": "capacity",
+    "InsufficientFreeAddressesInSubnet": "capacity",
+    "UnfulfillableCapacity": "capacity",
+    "SpotMaxPriceTooLow": "capacity",
+    "MaxSpotInstanceCountExceeded": "quota",
+    "VcpuLimitExceeded": "quota",
+    "InstanceLimitExceeded": "quota",
+    "Unsupported": "unsupported",
+    "UnsupportedOperation": "unsupported",
+    "InvalidFleetConfiguration": "unsupported",
+    "RequestLimitExceeded": "transient",
+    "Throttling": "transient",
+    "ThrottlingException": "transient",
+    "Unavailable": "transient",
+    "ServiceUnavailable": "transient",
+    "InternalError": "transient",
+    "InternalFailure": "transient",
+    "RequestTimeout": "transient",
+    "IdempotentRequestInProgress": "transient",
+    "AuthFailure": "credentials",
+    "InvalidClientTokenId": "credentials",
+    "RequestExpired": "credentials",
+    "ExpiredToken": "credentials",
+    "ExpiredTokenException": "credentials",
+}
+
+_SIGN_IN = (
+    "Renew them where the cluster's head runs: aws sso login, the profile in ~/.aws, or the role "
+    "of the machine"
+)
+_QUOTA = (
+    "the account's quota of spot machines is used up. Ask for more at Service Quotas ('All G and "
+    "VT Spot Instance Requests', L-3819A6DF), or use types of another family"
+)
+_POLICY = "`%etrain pools policy` prints what the role or user needs"
+
+_CODES: dict[str, str] = {
+    "UnauthorizedOperation": f"AWS does not allow it. {_POLICY}",
+    "AccessDenied": f"AWS does not allow it. {_POLICY}",
+    "AccessDeniedException": f"AWS does not allow it. {_POLICY}",
+    "AuthFailure": f"AWS does not know these credentials. {_SIGN_IN}",
+    "InvalidClientTokenId": f"AWS does not know these credentials. {_SIGN_IN}",
+    "SignatureDoesNotMatch": f"AWS does not know these credentials. {_SIGN_IN}",
+    "RequestExpired": f"the credentials have expired, or this machine's clock is wrong. {_SIGN_IN}",
+    "ExpiredToken": f"the credentials have expired. {_SIGN_IN}",
+    "ExpiredTokenException": f"the credentials have expired. {_SIGN_IN}",
+    "MaxSpotInstanceCountExceeded": _QUOTA,
+    "VcpuLimitExceeded": (
+        "the account's quota of on-demand vCPUs is used up. Ask for more at Service Quotas "
+        "('Running On-Demand G and VT instances'), or lower capacity.on_demand.max"
+    ),
+    "InstanceLimitExceeded": "the account's quota of machines is used up. Ask for more at Service "
+    "Quotas",
+    "InsufficientInstanceCapacity": "EC2 has none of them there now. Add types or zones to "
+    "capacity",
+    "Unsupported": "this zone does not have this type. Take it out of capacity.types, or set zones",
+    "OptInRequired": "the account may not use this region or service. Enable it in the console",
+    "PendingVerification": "AWS still verifies the account. Wait for its mail",
+    "Blocked": "AWS has blocked the account. Ask its support",
+    "RequestLimitExceeded": "EC2 asks to slow down. It is tried again soon",
+}
+_BEGINNINGS = (
+    ("InvalidAMIID", "there is no such image in this region. Correct image.ami in pools.yaml"),
+    (
+        "InvalidIamInstanceProfile",
+        "there is no such instance profile. Make it with what `%etrain pools policy` prints, or "
+        "correct iam.instance_profile",
+    ),
+    ("InvalidSubnet", "there is no such subnet in this region. Correct network.subnets"),
+    ("InvalidGroup", "there is no such security group. Correct network.security_group"),
+    ("InvalidSecurityGroupID", "there is no such security group. Correct network.security_group"),
+    ("InvalidLaunchTemplate", "the cluster's launch template is gone. Start the cluster again"),
+    ("InvalidInstanceType", "there is no such type. Correct capacity.types"),
+    ("ParameterNotFound", "there is no such parameter. Correct image.ami in pools.yaml"),
+)
+
+
+def kind_of(exc: BaseException) -> Kind:
+    """Tell what to do about an error: wait for capacity, ask again, sign in, or give up."""
+    if is_of_credentials(exc):
+        return "credentials"
+    if isinstance(exc, ClientError):
+        status = exc.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+        return kind_of_code(code_of(exc), is_server_error=status >= 500)
+    return "transient"
+
+
+def kind_of_code(code: str, *, is_server_error: bool = False) -> Kind:
+    """Tell the same of a code, as CreateFleet lists them for each pool.
+
+    >>> kind_of_code("InsufficientInstanceCapacity")
+    'capacity'
+    """
+    return _KINDS.get(code, "transient" if is_server_error else "fatal")
+
+
+def words_of_code(code: str, message: str = "") -> str:
+    """Return what a code means, and what to do about it."""
+    for beginning, words in _BEGINNINGS:
+        if code.startswith(beginning):
+            return f"{words} ({code})"
+    if "iamInstanceProfile" in message:
+        return f"{_BEGINNINGS[1][1]} ({code})"
+    if code in _CODES:
+        return f"{_CODES[code]} ({code})"
+    error = {"Error": {"Code": code, "Message": message}}
+    return words_of(ClientError(error, "EC2"), setting="pools.yaml")
+
+
+def words_of_error(exc: BaseException) -> str:
+    """Return what an exception of boto3 means, without credentials."""
+    if isinstance(exc, ClientError):
+        message = str(exc.response.get("Error", {}).get("Message", ""))
+        return words_of_code(code_of(exc), message)
+    if isinstance(exc, ProfileNotFound):
+        return (
+            f"there is no profile {exc.kwargs.get('profile', '')!r} in ~/.aws on this machine. Add "
+            "it, or correct profile in pools.yaml or AWS_PROFILE (ProfileNotFound)"
+        )
+    if isinstance(exc, EndpointConnectionError):
+        return (
+            f"{place_of(exc.kwargs.get('endpoint_url', ''))} cannot be reached. Look at the "
+            "network, at region and endpoint_url in pools.yaml, and at AWS_ENDPOINT_URL "
+            "(EndpointConnectionError)"
+        )
+    return words_of(exc, setting="bucket")
+
+
+def pool_error(what: str, exc: BaseException, done: str) -> PoolError:
+    """Build the error for users.
+
+    Args:
+        what: What was being done, with its values.
+        exc: What AWS said.
+        done: What the system did about it.
+    """
+    words, _, advice = words_of_error(exc).partition(". ")
+    code = f" ({code_of(exc)})" if code_of(exc) and code_of(exc) not in words else ""
+    advice = advice.removesuffix(f" ({code_of(exc)})")
+    return PoolError(f"{what}: {words}{code}. {done} {advice or 'Try again'}.")
+
+
+AwsErrors = (ClientError, BotoCoreError)
+"""All that boto3 raises."""

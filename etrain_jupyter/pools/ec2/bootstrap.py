@@ -1,0 +1,306 @@
+"""What a node starts from: objects in the bucket, a launch template, a few lines of user-data.
+
+User-data can be read by every process of a node and by whoever may describe it, so that it holds no
+secret: the certificates lie in the bucket, which a node reads with its own role. All nodes of a
+pool share that role. What keeps a node from the keys of another cluster is the name of the folder
+that they lie in: it cannot be guessed or listed with the role, and user-data tells it to the
+cluster's own nodes. Neither the name nor the role is of use alone.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import getpass
+import hashlib
+import json
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from botocore.exceptions import ClientError
+
+from etrain_jupyter.config.store_url import split_s3_url
+from etrain_jupyter.errors import CheckpointError, PoolError
+from etrain_jupyter.pools.ec2.aws_messages import pool_error
+from etrain_jupyter.pools.ec2.ec2_api import CLUSTER_TAG, Clients, tag_list
+from etrain_jupyter.pools.ec2.network import NOTHING, Network
+from etrain_jupyter.pools.ec2.node_config import NodeConfig
+from etrain_jupyter.pools.ec2.spec import KIND, AwsSpotSpec
+from etrain_jupyter.storage.objects.s3_messages import code_of
+
+AGENT = "etrain_jupyter.pools.ec2.machine.agent"
+MOST_USER_DATA = 16_384
+"""Bytes that EC2 takes; ours has a few hundred, and what ``image.setup`` adds."""
+KEYS = "keys"
+"""Folder of folders with keys, of which the role may list none."""
+NODE_TLS = ("ca.pem", "worker.pem", "worker.key")
+SETTINGS = "settings.json"
+"""Of a cluster whose head has a machine of its own: how it shall behave."""
+HEAD_TLS = ("ca.pem", "scheduler.pem", "scheduler.key", "client.pem", "client.key")
+
+
+def config_of(
+    spec: AwsSpotSpec,
+    cluster_id: str,
+    *,
+    fingerprint: Mapping[str, str] | None = None,
+    supervisor: str = "",
+) -> NodeConfig:
+    """Return what the agents of a cluster are told."""
+    given = {"supervisor": supervisor} if supervisor else {}
+    return NodeConfig(
+        cluster_id=cluster_id,
+        region=spec.region,
+        role_env=dict(spec.environment),
+        imds_poll_s=spec.interruption.imds_poll,
+        lease_ttl_s=spec.lifetime.lease_ttl,
+        lease_check_s=spec.lifetime.lease_ttl / 10,
+        lifetime_s=spec.lifetime.max,
+        drain_s=spec.interruption.drain,
+        first_hour=spec.interruption.first_hour,
+        workers_per_node=spec.workers.per_node,
+        fingerprint=dict(fingerprint or {}),
+        **given,
+    )
+
+
+def tags_of(
+    spec: AwsSpotSpec, cluster_id: str, *, expires_at: float, role: str = "node"
+) -> dict[str, str]:
+    """Return the tags of everything that is made for a cluster, from the first request on."""
+    return {
+        CLUSTER_TAG: cluster_id,
+        "etrain:pool": KIND,
+        "etrain:owner": spec.owner or getpass.getuser(),
+        "etrain:expires": str(int(expires_at)),
+        "etrain:role": role,
+        # Where the rest of it lies, for whoever reaps it with nothing but credentials.
+        "etrain:home": spec.home(cluster_id),
+    }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BootWords:
+    """What the agent of a node must know before it can read anything."""
+
+    keys: str
+    """Folder of the cluster's keys, below its home."""
+    owner: str = ""
+    """Account that the bucket must belong to; empty for any."""
+
+
+def keys_folder(tls_dir: Path) -> str:
+    """Return where a cluster's keys lie: each of its heads, which have the keys, finds the same."""
+    secret = (tls_dir / "worker.key").read_bytes()
+    return f"{KEYS}/{hashlib.sha256(b'etrain keys folder' + secret).hexdigest()[:32]}"
+
+
+def put_node_files(
+    clients: Clients,
+    cluster_id: str,
+    config: NodeConfig,
+    tls_dir: Path,
+    *,
+    with_head: bool = False,
+) -> BootWords:
+    """Put what nodes read into the bucket; return what they must be told to find it.
+
+    Raises:
+        PoolError: If the bucket does not take it.
+    """
+    bucket, folder, keys = clients.bucket, f"clusters/{cluster_id}", keys_folder(tls_dir)
+    try:
+        for name in NODE_TLS:
+            bucket.put(f"{folder}/{keys}/{name}", (tls_dir / name).read_bytes(), "storing a key")
+        for name in HEAD_TLS if with_head else ():
+            data = (tls_dir / name).read_bytes()
+            bucket.put(f"{folder}/tls-head/{name}", data, "storing a key")
+        data = json.dumps(dataclasses.asdict(config), indent=1).encode()
+        bucket.put(f"{folder}/config.json", data, "storing the nodes' configuration")
+        return BootWords(keys=keys, owner=clients.bucket_owner())
+    except CheckpointError as exc:
+        raise PoolError(
+            f"the nodes' files cannot be stored: {exc}. {NOTHING} `%etrain pools policy` prints "
+            "what the role or user needs."
+        ) from exc
+
+
+def user_data(spec: AwsSpotSpec, cluster_id: str, boot: BootWords, *, role: str = "node") -> str:
+    """Return the script that a node runs first.
+
+    Its first line turns the machine off if all else fails: an agent that serves arms the timer
+    anew for the lifetime.
+
+    Raises:
+        PoolError: If it is too long for EC2, or would unpack an archive that nobody vouches for.
+    """
+    minutes = max(1, round(spec.lifetime.boot / 60))
+    lines = [
+        "#!/bin/bash",
+        f"shutdown -h +{minutes}",
+        f"export AWS_DEFAULT_REGION={spec.region} ETRAIN_ROLE={role}",
+    ]
+    if spec.image.archive:
+        lines += _unpack_archive(spec, boot)
+    lines += spec.image.setup
+    words = [AGENT, spec.home(cluster_id), "--keys", boot.keys]
+    words += ["--owner", boot.owner] if boot.owner else []
+    lines.append(f"{spec.image.python} -m {shlex.join(words)}")
+    # An agent that cannot even be started costs no more than the boot.
+    lines.append("shutdown -h now")
+    text = "\n".join(lines) + "\n"
+    size = len(text.encode())
+    if size > MOST_USER_DATA:
+        raise PoolError(
+            f"the script that starts a node has {size} bytes, EC2 takes {MOST_USER_DATA}. "
+            f"{NOTHING} Put what image.setup does into image.archive."
+        )
+    if "PRIVATE KEY" in text:
+        raise PoolError(
+            f"image.setup holds a private key, which every process of a node could read. {NOTHING} "
+            "Put it into the bucket or a secret store, and read it with the node's role."
+        )
+    return text
+
+
+def _unpack_archive(spec: AwsSpotSpec, boot: BootWords) -> list[str]:
+    """Return the lines that fetch ``image.archive``, compare it, and only then unpack it."""
+    archive, digest = spec.image.archive or "", spec.image.archive_sha256
+    if not digest:
+        raise PoolError(
+            f"image.archive ({archive}) has no image.archive_sha256. {NOTHING} Nodes unpack it at "
+            "/ as root, and so nothing that nobody vouches for: add the digest, which "
+            f"`sha256sum {archive.rpartition('/')[2]}` prints."
+        )
+    bucket, key = split_s3_url(archive)
+    get = ["aws", "s3api", "get-object", "--bucket", bucket, "--key", key]
+    if boot.owner and bucket == spec.bucket:
+        get += ["--expected-bucket-owner", boot.owner]
+    refused = (
+        f"etrain: {archive} could not be fetched, or is not what image.archive_sha256 says. "
+        "Nothing was unpacked."
+    )
+    return [
+        "ARCHIVE=$(mktemp -d -p /var/tmp)/archive.tar.gz",
+        f'{shlex.join(get)} "$ARCHIVE" > /dev/null &&'
+        f' echo "{digest}  $ARCHIVE" | sha256sum --check --quiet -'
+        f" || {{ echo {shlex.quote(refused)}; shutdown -h now; exit 1; }}",
+        'tar -xzf "$ARCHIVE" -C / ; rm -rf "${ARCHIVE%/*}"',
+    ]
+
+
+def find_image(clients: Clients, spec: AwsSpotSpec) -> tuple[str, str]:
+    """Return the id of the image and the name of its root device.
+
+    Raises:
+        PoolError: If there is no such image, or AWS does not tell.
+    """
+    named = spec.image.ami
+    try:
+        ami = named
+        if named.startswith("ssm:"):
+            name = named.removeprefix("ssm:")
+            ami = clients.ssm.get_parameter(Name=name)["Parameter"]["Value"]
+        images = clients.ec2.describe_images(ImageIds=[ami])["Images"]
+        if not images:
+            error = {"Error": {"Code": "InvalidAMIID.NotFound", "Message": ""}}
+            raise ClientError(error, "DescribeImages")
+        return ami, images[0].get("RootDeviceName") or "/dev/xvda"
+    except ClientError as exc:
+        raise pool_error(f"image.ami={named} cannot be used", exc, NOTHING) from exc
+
+
+def make_template(
+    clients: Clients,
+    spec: AwsSpotSpec,
+    cluster_id: str,
+    network: Network,
+    tags: Mapping[str, str],
+    boot: BootWords,
+    *,
+    role: str = "node",
+) -> str:
+    """Return the id of the cluster's launch template, made if it is not there.
+
+    Raises:
+        PoolError: If EC2 does not take it.
+    """
+    name = f"etrain-{cluster_id}" + ("" if role == "node" else f"-{role}")
+    # Looked for first: an on-demand head may use templates, but not make them.
+    filters = [{"Name": "launch-template-name", "Values": [name]}]
+    if found := clients.ec2.describe_launch_templates(Filters=filters)["LaunchTemplates"]:
+        return str(found[0]["LaunchTemplateId"])
+    ami, root = find_image(clients, spec)
+    data = template_data(spec, cluster_id, network, tags, boot, ami=ami, root=root, role=role)
+    try:
+        made = clients.ec2.create_launch_template(
+            LaunchTemplateName=name,
+            LaunchTemplateData=data,
+            TagSpecifications=[{"ResourceType": "launch-template", "Tags": tag_list(tags)}],
+        )
+        return str(made["LaunchTemplate"]["LaunchTemplateId"])
+    except ClientError as exc:
+        if code_of(exc) != "InvalidLaunchTemplateName.AlreadyExistsException":
+            raise pool_error("the launch template cannot be made", exc, NOTHING) from exc
+    found = clients.ec2.describe_launch_templates(LaunchTemplateNames=[name])["LaunchTemplates"]
+    return str(found[0]["LaunchTemplateId"])
+
+
+def template_data(
+    spec: AwsSpotSpec,
+    cluster_id: str,
+    network: Network,
+    tags: Mapping[str, str],
+    boot: BootWords,
+    *,
+    ami: str,
+    root: str,
+    role: str = "node",
+) -> dict[str, Any]:
+    """Return what all machines of a cluster have in common, as EC2 takes it."""
+    script = user_data(spec, cluster_id, boot, role=role).encode()
+    data: dict[str, Any] = {
+        "ImageId": ami,
+        "UserData": base64.b64encode(script).decode(),
+        "InstanceInitiatedShutdownBehavior": "terminate",
+        "IamInstanceProfile": {
+            "Name": spec.iam.head_profile if role == "head" else spec.iam.instance_profile
+        },
+        # A session's token, and not one hop further: containers and redirected requests get none.
+        "MetadataOptions": {
+            "HttpTokens": "required",
+            "HttpPutResponseHopLimit": 1,
+            "HttpEndpoint": "enabled",
+        },
+        "BlockDeviceMappings": [
+            {
+                "DeviceName": root,
+                "Ebs": {
+                    "VolumeSize": spec.volume.gib,
+                    "VolumeType": spec.volume.type,
+                    "DeleteOnTermination": True,
+                    "Encrypted": True,
+                },
+            }
+        ],
+        "TagSpecifications": [
+            {"ResourceType": kind, "Tags": tag_list(tags)} for kind in ("instance", "volume")
+        ],
+    }
+    if role == "head":
+        data["InstanceType"] = spec.head_type
+    if spec.network.public_ip:
+        # An address can only be asked for with an interface, which then has the group.
+        data["NetworkInterfaces"] = [
+            {
+                "DeviceIndex": 0,
+                "AssociatePublicIpAddress": True,
+                "Groups": [network.security_group],
+                "DeleteOnTermination": True,
+            }
+        ]
+    else:
+        data["SecurityGroupIds"] = [network.security_group]
+    return data

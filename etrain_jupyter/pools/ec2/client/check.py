@@ -1,0 +1,119 @@
+"""What can be known to be wrong before anything is launched, and where the head listens."""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import socket
+import tempfile
+from pathlib import Path
+
+from botocore.exceptions import BotoCoreError, ClientError
+
+from etrain_jupyter.config.store_url import split_s3_url
+from etrain_jupyter.errors import CheckpointError, PoolError
+from etrain_jupyter.pools.ec2.aws_messages import pool_error
+from etrain_jupyter.pools.ec2.bootstrap import find_image
+from etrain_jupyter.pools.ec2.ec2_api import Clients
+from etrain_jupyter.pools.ec2.network import NOTHING, find_subnets
+from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
+
+MOST_TO_READ = 512 << 20
+"""Bytes of an archive that are fetched only to tell its digest."""
+
+
+def check_account(clients: Clients, spec: AwsSpotSpec) -> None:
+    """See to it that credentials, network, image and bucket are there.
+
+    Raises:
+        PoolError: For the first that is not, in words.
+    """
+    try:
+        check_archive(clients, spec)
+        find_subnets(clients.ec2, spec)
+        find_image(clients, spec)
+    except (ClientError, BotoCoreError) as exc:
+        raise pool_error(f"EC2 in {spec.region} cannot be used", exc, NOTHING) from exc
+    try:
+        # A list: what looks for one object is answered the same whether or not there is a bucket.
+        clients.bucket.keys("clusters/none", "looking at the bucket")
+    except CheckpointError as exc:
+        raise PoolError(
+            f"the bucket {spec.bucket} cannot be used: {exc}. {NOTHING} Name another one in "
+            "pools.yaml, or make it; `%etrain pools policy` prints what the user needs there."
+        ) from exc
+
+
+def check_archive(clients: Clients, spec: AwsSpotSpec) -> None:
+    """Refuse an archive without a digest: nodes unpack it at ``/`` as root.
+
+    Raises:
+        PoolError: With the digest of the object, if it can be read, for whoever can compare it.
+    """
+    image = spec.image
+    if not image.archive or image.archive_sha256:
+        return
+    file = image.archive.rpartition("/")[2]
+    here = f"`sha256sum {file}` prints"
+    digest, why = _digest_of(clients, image.archive)
+    if digest:
+        advice = (
+            f"The object in the bucket has the SHA-256 {digest} now. Compare it with what {here} "
+            "where you made it; if they are the same, add to this pool in pools.yaml: "
+            f"image: {{archive_sha256: '{digest}'}}"
+        )
+    else:
+        advice = (
+            f"The object was not read ({why}). Add to this pool in pools.yaml: image: "
+            f"{{archive_sha256: '...'}}, with what {here}; `aws s3 cp {image.archive} - | "
+            "sha256sum` prints that of the object"
+        )
+    raise PoolError(
+        f"image.archive ({image.archive}) has no image.archive_sha256. {NOTHING} Nodes unpack the "
+        f"archive at / as root, so it must be said which one. {advice}."
+    )
+
+
+def _digest_of(clients: Clients, archive: str) -> tuple[str, str]:
+    """Return the digest of an object, or why it is not known."""
+    name, key = split_s3_url(archive)
+    bucket, what = clients.bucket_at(name), "reading image.archive"
+    try:
+        known = bucket.head(key, what)
+        if known is None:
+            return "", "it is not there"
+        size = int(known["ContentLength"])
+        if size > MOST_TO_READ:
+            return "", f"it has {size >> 20} MiB"
+        with tempfile.TemporaryDirectory() as folder:
+            copy = Path(folder) / "archive"
+            bucket.download(key, size, copy, what)
+            with copy.open("rb") as file:
+                return hashlib.file_digest(file, "sha256").hexdigest(), ""
+    except CheckpointError as exc:
+        return "", str(exc)
+
+
+def find_head_host(clients: Clients, spec: AwsSpotSpec) -> str:
+    """Return the address of this machine at which nodes reach it.
+
+    It is that of the interface by which this machine would send something to the nodes' subnet.
+
+    Raises:
+        PoolError: If there is none.
+    """
+    if spec.head_host:
+        return spec.head_host
+    try:
+        _, subnets = find_subnets(clients.ec2, spec)
+        described = clients.ec2.describe_subnets(SubnetIds=sorted(subnets.values())[:1])["Subnets"]
+        network = ipaddress.ip_network(described[0]["CidrBlock"])
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((str(network[4]), 9))  # sends nothing
+            return str(probe.getsockname()[0])
+    except (ClientError, BotoCoreError, OSError) as exc:
+        raise PoolError(
+            f"no address of this machine was found at which nodes in {spec.region} could reach it "
+            f"({exc}). {NOTHING} Write head_host: ADDRESS for this pool in pools.yaml, or "
+            "head: on-demand for a scheduler on a machine of its own."
+        ) from exc

@@ -1,0 +1,271 @@
+"""The pool ``aws-spot`` with ``head: on-demand``: its scheduler has a machine of its own on EC2.
+
+What this machine has of the cluster is a folder with the client's keys and the head's address. Any
+machine that has neither can still end the cluster, by its tags.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+from etrain_jupyter.errors import CheckpointError, PoolError
+from etrain_jupyter.pools.base import Leftovers
+from etrain_jupyter.pools.detached import START_S
+from etrain_jupyter.pools.ec2.client.pool import HEAD_ELSEWHERE, NODES, AwsSpotPool
+from etrain_jupyter.pools.ec2.client.tunnel import close_tunnel, find_command, open_tunnel
+from etrain_jupyter.pools.rpc import ask
+from etrain_jupyter.process.address import SchedulerAddress
+from etrain_jupyter.process.cluster_dir import (
+    ClusterDir,
+    LocalSettings,
+    cluster_dirs,
+    lock_key_of,
+    open_state_root,
+    start_lock,
+    wait_until,
+    write_private,
+)
+from etrain_jupyter.process.tls import mint_certificates, write_certificates
+
+if TYPE_CHECKING:
+    from etrain_jupyter.pools.ec2.ec2_api import Clients
+
+HEAD_FILE = "head.json"
+PORT = 8786
+ANSWER_S = 5.0
+
+
+class AwsRemotePool(AwsSpotPool):
+    """Spot machines of EC2, and one on demand for their scheduler."""
+
+    is_head_elsewhere = True
+
+    def settings(self) -> LocalSettings:
+        """Return how the head shall behave, on its own machine."""
+        from etrain_jupyter.pools.ec2.client.check import check_account
+
+        if self.spec.head_tunnel == "ssm":
+            find_command()
+        check_account(self._clients(), self.spec)
+        self._say_price()
+        spec = self.spec
+        return self._change(
+            LocalSettings(
+                idle_s=spec.lifetime.idle,
+                linger_s=spec.lifetime.linger,
+                pool=self.name,
+                prefix=self._prefix,
+                host=HEAD_ELSEWHERE,
+                port=PORT,
+                nodes=NODES,
+                spec=json.loads(spec.to_json()),
+            )
+        )
+
+    def down(self, *, timeout_s: float = 240.0) -> Leftovers:
+        """End the cluster: its head first, then whatever EC2 and the bucket have of it."""
+        for cluster in filter(self._is_ours, cluster_dirs()):
+            if (address := head_address_of(cluster)) is not None and _answers(address):
+                ask(address, "etrain_down", timeout_s=ANSWER_S)
+            close_tunnel(cluster)
+        return super().down(timeout_s=timeout_s)
+
+    def _address(self) -> SchedulerAddress:
+        for cluster in filter(self._is_ours, cluster_dirs()):
+            if (address := head_address_of(cluster)) is not None:
+                return address
+        raise PoolError(
+            f"no cluster of pool {self.name} is known here. Nothing was done. A cell with "
+            "%%etrain distributed starts one; `%etrain ls --all` lists what there is on EC2."
+        )
+
+    def _find(self) -> SchedulerAddress | None:
+        for cluster in filter(self._is_ours, cluster_dirs()):
+            with contextlib.suppress(OSError, ValueError):
+                told = json.loads((cluster.path / HEAD_FILE).read_text())
+                address = self._reach(cluster, told)
+                if _answers(address):
+                    return address
+        return None
+
+    def _find_or_start(self) -> SchedulerAddress:
+        settings = self.settings()
+        root = open_state_root()
+        try:
+            with start_lock(root, lock_key_of(self._prefix), timeout_s=START_S):
+                address = self._find()
+                if address is not None:
+                    return address
+                self._clear_up()
+                return self._start(ClusterDir.create(root, settings), settings)
+        except TimeoutError as exc:
+            raise PoolError(
+                f"{exc} for {START_S:g} s: another kernel is starting a cluster. This one waits no "
+                "longer. Run the cell again in a minute, or type `%etrain down`."
+            ) from exc
+
+    def _reach(self, cluster: ClusterDir, told: dict[str, str]) -> SchedulerAddress:
+        """Return where a head is reached from here, and note it; open the way if it is closed."""
+        reached_at = told["address"]
+        if self.spec.head_tunnel == "ssm":
+            reached_at = open_tunnel(cluster, self.spec, told["instance_id"], PORT)
+        write_private(cluster.path / HEAD_FILE, json.dumps({**told, "reached_at": reached_at}))
+        address = head_address_of(cluster)
+        assert address is not None
+        return address
+
+    def _clear_up(self) -> None:
+        """Remove clusters whose head has ended or never came.
+
+        Raises:
+            PoolError: If one's machine runs, but cannot be reached from here.
+        """
+        from etrain_jupyter.pools.ec2.ec2_api import LIVING, list_instances
+
+        for cluster in list(filter(self._is_ours, cluster_dirs())):
+            living = list_instances(
+                self._clients().ec2, cluster_id=cluster.cluster_id, states=LIVING
+            )
+            heads = [one for one in living if one.tags.get("etrain:role") == "head"]
+            address = head_address_of(cluster)
+            if heads and address is not None:
+                raise PoolError(
+                    f"the head of cluster {cluster.cluster_id} runs on {heads[0].id}, but "
+                    f"{address.address} cannot be reached from here. Nothing was started beside "
+                    "it. Check the way to it (security group, VPN), or end it: %etrain down "
+                    f"{cluster.cluster_id}."
+                )
+            super().of_cluster(cluster).down()
+
+    def _start(self, cluster: ClusterDir, settings: LocalSettings) -> SchedulerAddress:
+        """Launch a head and wait until it serves; remove everything if it does not."""
+        clients = self._clients()
+        write_certificates(cluster.tls, mint_certificates(cluster.cluster_id))
+        try:
+            instance = self._launch(clients, cluster, settings)
+            lease = self._await_lease(clients, cluster, instance)
+        except BaseException:
+            self.of_cluster(cluster).down()
+            raise
+        told = {"address": lease["scheduler"], "instance_id": instance}
+        address = self._reach(cluster, told)
+        if not wait_until(lambda: _answers(address), timeout_s=START_S):
+            self.of_cluster(cluster).down()
+            raise PoolError(
+                f"the head of cluster {cluster.cluster_id} serves at {address.address}, which "
+                "cannot be reached from here; it was ended. Let this machine into the security "
+                "group (network.security_group in pools.yaml), or use head: notebook in the VPC."
+            )
+        return address
+
+    def _launch(self, clients: Clients, cluster: ClusterDir, settings: LocalSettings) -> str:
+        """Put what the head needs into the bucket, and launch its machine; return its id."""
+        from etrain_jupyter.pools.ec2.aws_messages import words_of_code
+        from etrain_jupyter.pools.ec2.bootstrap import (
+            SETTINGS,
+            config_of,
+            make_template,
+            put_node_files,
+            tags_of,
+        )
+        from etrain_jupyter.pools.ec2.ec2_api import create_fleet
+        from etrain_jupyter.pools.ec2.fleet_state import LaunchRequest
+        from etrain_jupyter.pools.ec2.network import open_network
+        from etrain_jupyter.storage.objects.bucket_owners import ANY
+        from etrain_jupyter.wire.versions import read_fingerprint
+
+        name, spec = cluster.cluster_id, self.spec
+        config = config_of(spec, name, fingerprint=read_fingerprint())
+        boot = put_node_files(clients, name, config, cluster.tls, with_head=True)
+        # There it is at home, with the credentials of its role.
+        home = {"head": "notebook", "profile": None, "bucket_owner": boot.owner or ANY}
+        own = spec.model_copy(update=home)
+        settings = dataclasses.replace(settings, spec=json.loads(own.to_json()))
+        text = json.dumps(dataclasses.asdict(settings)).encode()
+        clients.bucket.put(f"clusters/{name}/{SETTINGS}", text, "storing the head's settings")
+        expires_at = time.time() + spec.lifetime.max + 3600
+        frame = tags_of(spec, name, expires_at=expires_at)
+        network = open_network(clients.ec2, spec, name, frame)
+        tags = tags_of(spec, name, expires_at=expires_at, role="head")
+        make_template(clients, spec, name, network, frame, boot)  # the head may make none
+        template = make_template(clients, spec, name, network, tags, boot, role="head")
+        request = LaunchRequest(
+            token=f"{name}-head",
+            lifecycle="on-demand",
+            num_nodes=1,
+            workers_each=0,
+            overrides=tuple((spec.head_type, zone) for zone in sorted(network.subnets)),
+        )
+        answer = create_fleet(
+            clients.launcher,
+            request,
+            template_id=template,
+            subnets=network.subnets,
+            allocation="",
+            tags=tags,
+        )
+        if answer is None:
+            raise PoolError(
+                "EC2 did not answer whether it launched the head. What it may have launched was "
+                "removed. Try again."
+            )
+        if not answer.acks:
+            told = {words_of_code(one.code, one.message) for one in answer.refusals}
+            raise PoolError(
+                f"the head, a {spec.head_type} on demand, was not launched: "
+                f"{'; '.join(sorted(told))}. Nothing is left of it."
+            )
+        return answer.acks[0].id
+
+    def _await_lease(self, clients: Clients, cluster: ClusterDir, instance: str) -> dict[str, Any]:
+        """Wait until the head has said where its scheduler listens.
+
+        Raises:
+            PoolError: If it ends before, or takes too long.
+        """
+        from etrain_jupyter.pools.ec2.ec2_api import console_tail, list_instances
+
+        deadline = time.monotonic() + self.spec.lifetime.boot
+        key = f"clusters/{cluster.cluster_id}/lease.json"
+        while True:
+            try:
+                data = clients.bucket.get(key, "looking for the head")
+            except CheckpointError as exc:
+                raise PoolError(f"the head cannot be looked for: {exc}") from exc
+            if data is not None:
+                lease: dict[str, Any] = json.loads(data)
+                return lease
+            found = list_instances(clients.ec2, cluster_id=cluster.cluster_id, ids=[instance])
+            has_ended = bool(found) and not found[0].is_living
+            if has_ended or time.monotonic() > deadline:
+                what = "ended" if has_ended else f"took more than {self.spec.lifetime.boot:g} s"
+                raise PoolError(
+                    f"the head, {instance}, {what} before its scheduler served. It was removed. "
+                    "Its image must have etrain-jupyter (image in pools.yaml) and its profile what "
+                    "`%etrain pools policy` prints. The end of its console:\n"
+                    f"{console_tail(clients.ec2, instance)}"
+                )
+            time.sleep(min(1.0, self.spec.tick))
+
+
+def head_address_of(cluster: ClusterDir) -> SchedulerAddress | None:
+    """Return where a cluster's head is reached, as it is known here; None if it never was."""
+    try:
+        told = json.loads((cluster.path / HEAD_FILE).read_text())
+    except (OSError, ValueError):
+        return None
+    return SchedulerAddress(
+        address=told["reached_at"], cluster_id=cluster.cluster_id, tls_dir=str(cluster.tls)
+    )
+
+
+def _answers(address: SchedulerAddress) -> bool:
+    try:
+        ask(address, "etrain_pool_touch", timeout_s=ANSWER_S)
+        return True
+    except (PoolError, FileNotFoundError):
+        return False

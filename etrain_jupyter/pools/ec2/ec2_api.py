@@ -1,0 +1,463 @@
+"""Requests to EC2: which are tried again, and how; and what their answers mean.
+
+Reads are tried again by boto3 in its adaptive mode. A launch is not, since EC2 reports missing
+capacity as an HTTP 500, which boto3 would ask for again and again: we repeat it ourselves, within
+bounds, under the same ``ClientToken``, which EC2 answers with the same machines.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+import boto3
+from botocore.config import Config
+from botocore.exceptions import ClientError
+from botocore.parsers import ResponseParserError
+
+from etrain_jupyter.errors import CheckpointError
+from etrain_jupyter.pools.ec2.aws_messages import (
+    AwsErrors,
+    kind_of,
+    kind_of_code,
+    words_of_code,
+    words_of_error,
+)
+from etrain_jupyter.pools.ec2.fleet_state import Ack, FleetResult, LaunchFailure, LaunchRequest
+from etrain_jupyter.pools.ec2.spec import AwsSpotSpec, GpuSpec
+from etrain_jupyter.storage.objects.bucket_owners import expect_owner, expected_owner, named_owner
+from etrain_jupyter.storage.objects.s3_bucket import Bucket, S3Limits
+from etrain_jupyter.storage.objects.s3_deadlines import guard
+from etrain_jupyter.storage.objects.s3_messages import code_of, is_of_credentials
+
+CLUSTER_TAG = "etrain:cluster"
+LIVING = ("pending", "running", "stopping", "stopped")
+"""States of machines that are or may be charged for."""
+NUM_LAUNCH_TRIES = 4
+FIRST_PAUSE_S = 0.5
+S3_LIMITS = S3Limits(
+    connect_timeout_s=3.0,
+    read_timeout_s=10.0,
+    num_requests=3,
+    num_attempts=2,
+    patience_s=20.0,
+    deadline_s=20.0,
+)
+"""Of the lease and what else the head writes: it must not wait for long."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Instance:
+    """A machine as EC2 describes it."""
+
+    id: str
+    type: str
+    zone: str
+    lifecycle: str
+    state: str
+    launched_at: float
+    private_ip: str = ""
+    reason: str = ""
+    """Code of why it ended, or is about to."""
+    ended_at: float | None = None
+    """If EC2 says so."""
+    tags: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def is_living(self) -> bool:
+        """Whether it may still be charged for."""
+        return self.state in LIVING
+
+
+@dataclass(frozen=True, kw_only=True)
+class TypeFacts:
+    """What a type of machine has."""
+
+    gpus: int = 0
+    gpu_memory_gib: float = 0.0
+    encrypts_traffic: bool = False
+    architecture: str = "x86_64"
+
+
+class Clients:
+    """Clients of boto3 for one spec, made when they are needed; safe to use from several threads.
+
+    Args:
+        spec: Says region, profile and endpoint; the rest is what boto3's users set.
+    """
+
+    def __init__(self, spec: AwsSpotSpec) -> None:
+        self._spec = spec
+        self._lock = threading.RLock()
+        self._made: dict[str, Any] = {}
+        self._session: Any = None
+        self._own_account = ""
+
+    @property
+    def ec2(self) -> Any:
+        """For reads and for what may be repeated."""
+        return self._client("ec2", {"mode": "adaptive", "total_max_attempts": 6})
+
+    @property
+    def launcher(self) -> Any:
+        """For launches: it repeats nothing."""
+        return self._client("ec2", {"mode": "standard", "total_max_attempts": 1}, "launcher")
+
+    @property
+    def ssm(self) -> Any:
+        """For images that a parameter names."""
+        return self._client("ssm", {"mode": "standard", "total_max_attempts": 4})
+
+    @property
+    def pricing(self) -> Any:
+        """For on-demand rates; the service answers in few regions."""
+        return self._client(
+            "pricing", {"mode": "standard", "total_max_attempts": 2}, region="us-east-1"
+        )
+
+    @property
+    def bucket(self) -> Bucket:
+        """The spec's bucket below its prefix."""
+        with self._lock:
+            if "bucket" not in self._made:
+                self._made["bucket"] = Bucket(
+                    self._spec.bucket,
+                    self._spec.prefix.rstrip("/"),
+                    S3_LIMITS,
+                    setting="bucket",
+                    make_client=self._s3,
+                    owner=self.bucket_owner,
+                )
+            made: Bucket = self._made["bucket"]
+            return made
+
+    def bucket_at(self, name: str) -> Bucket:
+        """Return all of a bucket, which need not be the spec's."""
+        owner = self.bucket_owner if name == self._spec.bucket else None
+        return Bucket(
+            name, "", S3_LIMITS, setting="image.archive", make_client=self._s3, owner=owner
+        )
+
+    def bucket_owner(self) -> str:
+        """Return the account that the bucket must belong to; empty for any.
+
+        Unless it is named, it is the account of our credentials, which is asked for once.
+
+        Raises:
+            CheckpointError: If it cannot be asked for, with what to write instead.
+            ClientError: If the credentials are not valid.
+        """
+        bucket = self._spec.bucket
+        owner = named_owner(bucket) or self._spec.bucket_owner or self._account()
+        expect_owner(bucket, owner)  # also of a run store, and of checkpoints, in that bucket
+        return expected_owner(bucket)
+
+    def _account(self) -> str:
+        with self._lock:
+            if not self._own_account:
+                try:
+                    told = self._client("sts", {"mode": "standard", "total_max_attempts": 3})
+                    self._own_account = str(told.get_caller_identity()["Account"])
+                except AwsErrors as exc:
+                    if is_of_credentials(exc):
+                        raise
+                    raise CheckpointError(
+                        f"the account of these credentials cannot be asked for (STS: "
+                        f"{words_of_error(exc)}), so it is not known whose bucket "
+                        f"{self._spec.bucket} must be. Nothing was asked of it. Write "
+                        "bucket_owner: '111122223333', the bucket's account, for this pool in "
+                        "pools.yaml"
+                    ) from exc
+            return self._own_account
+
+    def forget(self) -> None:
+        """Read the credentials again: those that were given have expired."""
+        with self._lock:
+            self._made.clear()
+            self._session = None
+
+    def _s3(self, config: Config) -> Any:
+        with self._lock:
+            self._session = None
+        return self._open().client("s3", endpoint_url=self._spec.endpoint_url, config=config)
+
+    def _open(self) -> Any:
+        with self._lock:
+            if self._session is None:
+                self._session = boto3.session.Session(
+                    profile_name=self._spec.profile, region_name=self._spec.region
+                )
+            return self._session
+
+    def _client(
+        self, service: str, retries: dict[str, Any], name: str = "", region: str | None = None
+    ) -> Any:
+        with self._lock:
+            name = name or service
+            if name not in self._made:
+                made = self._open().client(
+                    service,
+                    region_name=region or self._spec.region,
+                    endpoint_url=self._spec.endpoint_url,
+                    config=Config(
+                        retries=retries,
+                        connect_timeout=5,
+                        read_timeout=20,
+                        user_agent_extra="etrain-jupyter",
+                    ),
+                )
+                self._made[name] = guard(made)
+            return self._made[name]
+
+
+# ------------------------------------------------------------------------------------------- reads
+
+
+def list_instances(
+    ec2: Any, *, cluster_id: str = "", states: Sequence[str] = (), ids: Sequence[str] = ()
+) -> list[Instance]:
+    """Return the machines that carry our tag, the oldest first.
+
+    Args:
+        ec2: A client.
+        cluster_id: Of which cluster; empty for all.
+        states: Only those; all if empty.
+        ids: Only those. An id that EC2 does not know is no error.
+    """
+    by_tag = {"Name": f"tag:{CLUSTER_TAG}", "Values": [cluster_id]}
+    filters = [by_tag if cluster_id else {"Name": "tag-key", "Values": [CLUSTER_TAG]}]
+    if states:
+        filters.append({"Name": "instance-state-name", "Values": list(states)})
+    if ids:
+        filters.append({"Name": "instance-id", "Values": list(ids)})
+    pages = ec2.get_paginator("describe_instances").paginate(Filters=filters)
+    found = [
+        _instance(data)
+        for page in pages
+        for reservation in page["Reservations"]
+        for data in reservation["Instances"]
+    ]
+    return sorted(found, key=lambda one: (one.launched_at, one.id))
+
+
+_AT = re.compile(r"\((\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (?:GMT|UTC)\)")
+
+
+def _instance(data: Mapping[str, Any]) -> Instance:
+    transition = str(data.get("StateTransitionReason") or "")
+    at = _AT.search(transition)
+    ended = datetime.strptime(at[1], "%Y-%m-%d %H:%M:%S").replace(tzinfo=UTC) if at else None
+    state = data["State"]["Name"]
+    return Instance(
+        id=data["InstanceId"],
+        type=data["InstanceType"],
+        zone=data["Placement"]["AvailabilityZone"],
+        lifecycle=data.get("InstanceLifecycle") or "on-demand",
+        state=state,
+        launched_at=data["LaunchTime"].timestamp(),
+        private_ip=data.get("PrivateIpAddress") or "",
+        reason=(data.get("StateReason") or {}).get("Code") or transition,
+        ended_at=ended.timestamp() if ended and state not in LIVING else None,
+        tags={tag["Key"]: tag["Value"] for tag in data.get("Tags", ())},
+    )
+
+
+def describe_types(ec2: Any, types: Iterable[str]) -> dict[str, TypeFacts]:
+    """Return what types have; one that EC2 does not know is left out."""
+    filters = [{"Name": "instance-type", "Values": sorted(set(types))}]
+    pages = ec2.get_paginator("describe_instance_types").paginate(Filters=filters)
+    return {one["InstanceType"]: _facts(one) for page in pages for one in page["InstanceTypes"]}
+
+
+def find_gpu_types(ec2: Any, gpu: GpuSpec) -> dict[str, TypeFacts]:
+    """Return all x86 types with NVIDIA GPUs that are sold as spot and have what ``gpu`` asks."""
+    filters = [
+        {"Name": "supported-usage-class", "Values": ["spot"]},
+        {"Name": "processor-info.supported-architecture", "Values": ["x86_64"]},
+    ]
+    pages = ec2.get_paginator("describe_instance_types").paginate(Filters=filters)
+    known = {one["InstanceType"]: _facts(one) for page in pages for one in page["InstanceTypes"]}
+    return {
+        name: facts
+        for name, facts in sorted(known.items())
+        # A GPU of 24 GiB is listed with a little less.
+        if facts.gpus == gpu.count and facts.gpu_memory_gib >= 0.9 * gpu.memory_gib
+    }
+
+
+def _facts(data: Mapping[str, Any]) -> TypeFacts:
+    gpus = [
+        one for one in data.get("GpuInfo", {}).get("Gpus", ()) if one["Manufacturer"] == "NVIDIA"
+    ]
+    memory = [one.get("MemoryInfo", {}).get("SizeInMiB", 0) / 1024 for one in gpus]
+    return TypeFacts(
+        gpus=sum(one["Count"] for one in gpus),
+        gpu_memory_gib=min(memory, default=0.0),
+        encrypts_traffic=bool(data.get("NetworkInfo", {}).get("EncryptionInTransitSupported")),
+        architecture=data.get("ProcessorInfo", {}).get("SupportedArchitectures", ["x86_64"])[0],
+    )
+
+
+def placement_scores(ec2: Any, types: Sequence[str], count: int, region: str) -> dict[str, int]:
+    """Return EC2's scores of zones, 1 to 10; none where it does not tell."""
+    try:
+        zones = ec2.describe_availability_zones()["AvailabilityZones"]
+        names = {zone["ZoneId"]: zone["ZoneName"] for zone in zones}
+        answer = ec2.get_spot_placement_scores(
+            InstanceTypes=list(types),
+            TargetCapacity=max(1, count),
+            SingleAvailabilityZone=True,
+            RegionNames=[region],
+        )
+    except (*AwsErrors, ResponseParserError):
+        return {}  # It only ranks zones, and may not be allowed.
+    scores = answer.get("SpotPlacementScores", ())
+    return {names.get(s.get("AvailabilityZoneId", ""), ""): int(s["Score"]) for s in scores}
+
+
+def console_tail(ec2: Any, instance_id: str, num_lines: int = 20) -> str:
+    """Return the end of what a machine printed while it booted; empty if EC2 has none."""
+    try:
+        answer = ec2.get_console_output(InstanceId=instance_id)
+    except AwsErrors:
+        return ""
+    # boto3 has decoded it.
+    lines = str(answer.get("Output") or "").replace("\r", "").rstrip().splitlines()
+    return "\n".join(lines[-num_lines:])
+
+
+# ------------------------------------------------------------------------------------------- writes
+
+
+def create_fleet(
+    launcher: Any,
+    request: LaunchRequest,
+    *,
+    template_id: str,
+    subnets: Mapping[str, str],
+    allocation: str,
+    tags: Mapping[str, str],
+    pause: Callable[[float], Any] = time.sleep,
+) -> FleetResult | None:
+    """Ask for machines and return what came of it; None if nobody knows.
+
+    Args:
+        launcher: A client that repeats nothing.
+        request: What is wanted. All its machines are of one size, so that EC2 cannot give more
+            workers than asked for; with ``WeightedCapacity`` it may.
+        template_id: The cluster's launch template.
+        subnets: By zone.
+        allocation: How EC2 chooses among the overrides.
+        tags: Of the fleet, of machines and of their disks. The template has them, too, but what a
+            role may launch depends on the tags that the request itself has.
+        pause: Waits between tries.
+    """
+    number = request.num_nodes
+    is_spot = request.lifecycle == "spot"
+    overrides = [
+        {"InstanceType": type, "SubnetId": subnets[zone]} for type, zone in request.overrides
+    ]
+    arguments: dict[str, Any] = {
+        "Type": "instant",
+        "ClientToken": request.token,
+        "LaunchTemplateConfigs": [
+            {
+                "LaunchTemplateSpecification": {
+                    "LaunchTemplateId": template_id,
+                    "Version": "$Latest",
+                },
+                "Overrides": overrides,
+            }
+        ],
+        "TargetCapacitySpecification": {
+            "TotalTargetCapacity": number,
+            "OnDemandTargetCapacity": 0 if is_spot else number,
+            "SpotTargetCapacity": number if is_spot else 0,
+            "DefaultTargetCapacityType": request.lifecycle,
+        },
+        "TagSpecifications": [
+            {"ResourceType": kind, "Tags": tag_list(tags)}
+            for kind in ("fleet", "instance", "volume")
+        ],
+    }
+    if is_spot:
+        arguments["SpotOptions"] = {"AllocationStrategy": allocation}
+    else:
+        arguments["OnDemandOptions"] = {"AllocationStrategy": "lowest-price"}
+    for attempt in range(NUM_LAUNCH_TRIES):
+        if attempt:
+            pause(random.uniform(0.5, 1.0) * FIRST_PAUSE_S * 2.0**attempt)
+        try:
+            return _answer(launcher.create_fleet(**arguments), request, subnets)
+        except AwsErrors as exc:
+            kind = kind_of(exc)
+            if kind == "credentials":
+                raise
+            if kind != "transient":
+                return FleetResult(refusals=(_refusal("", "", code_of(exc), str(exc)),))
+    return None
+
+
+def _answer(
+    data: Mapping[str, Any], request: LaunchRequest, subnets: Mapping[str, str]
+) -> FleetResult:
+    zones = {subnet: zone for zone, subnet in subnets.items()}
+    now = time.time()
+
+    def place(one: Mapping[str, Any]) -> tuple[str, str]:
+        told = one.get("LaunchTemplateAndOverrides", {}).get("Overrides", {})
+        zone = told.get("AvailabilityZone") or zones.get(told.get("SubnetId", ""), "")
+        return one.get("InstanceType") or told.get("InstanceType", ""), zone
+
+    acks = tuple(
+        Ack(
+            id=id,
+            type=place(one)[0],
+            zone=place(one)[1],
+            lifecycle=one.get("Lifecycle") or request.lifecycle,
+            workers=request.workers_each,
+            at=now,
+        )
+        for one in data.get("Instances", ())
+        for id in one.get("InstanceIds", ())
+    )
+    refusals = tuple(
+        _refusal(*place(one), one.get("ErrorCode", ""), one.get("ErrorMessage", ""))
+        for one in data.get("Errors", ())
+    )
+    return FleetResult(acks=acks, refusals=refusals)
+
+
+def _refusal(type: str, zone: str, code: str, message: str) -> LaunchFailure:
+    kind = kind_of_code(code)
+    # What will pass is as good as no capacity: the pool is left alone for a while.
+    kind = "capacity" if kind in ("transient", "credentials") else kind
+    words = words_of_code(code, message)
+    return LaunchFailure(type=type, zone=zone, code=code, message=words, kind=kind)
+
+
+def terminate(ec2: Any, ids: Sequence[str]) -> None:
+    """End machines; one that EC2 does not know (yet) does not keep the others.
+
+    An answer, or its lack, is no proof: look again whether they are still listed.
+    """
+    if not ids:
+        return
+    try:
+        ec2.terminate_instances(InstanceIds=list(ids))
+    except ClientError as exc:
+        if not code_of(exc).startswith("InvalidInstanceID"):
+            raise
+        for id in ids if len(ids) > 1 else ():
+            terminate(ec2, [id])
+
+
+def tag_list(tags: Mapping[str, str]) -> list[dict[str, str]]:
+    """Return tags as boto3 takes them."""
+    return [{"Key": key, "Value": value} for key, value in tags.items()]

@@ -1,0 +1,23 @@
+"""The nodes of an ``aws-spot`` cluster, made by its head."""
+
+from __future__ import annotations
+
+from etrain_jupyter.head.node_source import HeadFacts
+from etrain_jupyter.pools.ec2.head.nodes import AwsNodes
+from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
+from etrain_jupyter.wire.versions import read_fingerprint
+
+
+def make_nodes(facts: HeadFacts) -> AwsNodes:
+    """Return what starts and ends the machines of a cluster; nothing is asked yet."""
+    nodes = AwsNodes(
+        facts.cluster,
+        AwsSpotSpec.model_validate(facts.settings.spec),
+        is_connected=facts.is_connected,
+        on_gone=facts.on_gone,
+        on_warning=facts.on_warning,
+        on_halt=facts.on_halt,
+        fingerprint=read_fingerprint(),
+    )
+    nodes.on_notice = facts.on_notice
+    return nodes

@@ -1,0 +1,160 @@
+"""What a cluster needs in AWS before its first node, made or found again by each of its heads."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from etrain_jupyter.errors import PoolError
+from etrain_jupyter.pools.ec2.aws_messages import AwsErrors, pool_error
+from etrain_jupyter.pools.ec2.bootstrap import (
+    make_template,
+    put_node_files,
+    tags_of,
+)
+from etrain_jupyter.pools.ec2.ec2_api import (
+    Clients,
+    TypeFacts,
+    describe_types,
+    find_gpu_types,
+)
+from etrain_jupyter.pools.ec2.ledger import PriceBook
+from etrain_jupyter.pools.ec2.network import NOTHING, Network, find_subnets, open_network
+from etrain_jupyter.pools.ec2.node_config import NodeConfig
+from etrain_jupyter.pools.ec2.placement import Offer
+from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
+
+AFTER_LIFE_S = 3600.0
+"""So long after the longest life of a node, what carries its tag may be reaped."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchContext:
+    """What launches refer to."""
+
+    types: Mapping[str, TypeFacts]
+    subnets: Mapping[str, str]
+    """By zone."""
+    network: Network
+    template_id: str
+    tags: Mapping[str, str]
+
+    def offers(
+        self, spec: AwsSpotSpec, book: PriceBook, scores: Mapping[str, int], now: float
+    ) -> tuple[Offer, ...]:
+        """Return every type in every zone, with the prices of now."""
+        return make_offers(spec, self.types, self.subnets, book, scores, now)
+
+
+def make_offers(
+    spec: AwsSpotSpec,
+    types: Mapping[str, TypeFacts],
+    zones: Mapping[str, Any],
+    book: PriceBook,
+    scores: Mapping[str, int],
+    now: float,
+) -> tuple[Offer, ...]:
+    """Return every type in every zone."""
+    return tuple(
+        Offer(
+            type=name,
+            zone=zone,
+            workers=workers_of(spec, facts),
+            spot_usd=book.spot_at(name, zone, now),
+            on_demand_usd=book.on_demand.get(name),
+            score=scores.get(zone, 0),
+        )
+        for name, facts in types.items()
+        for zone in zones
+    )
+
+
+def workers_of(spec: AwsSpotSpec, facts: TypeFacts | None) -> int:
+    """Return how many workers a machine of a type has."""
+    return spec.workers.per_node or max(1, facts.gpus if facts else 1)
+
+
+def find_types(clients: Clients, spec: AwsSpotSpec) -> dict[str, TypeFacts]:
+    """Return the types that the spec allows.
+
+    Raises:
+        PoolError: If there is none.
+    """
+    capacity = spec.capacity
+    try:
+        if capacity.gpu is not None:
+            found = find_gpu_types(clients.ec2, capacity.gpu)
+            what = f"capacity.gpu ({capacity.gpu.count} of {capacity.gpu.memory_gib:g} GiB)"
+        else:
+            known = describe_types(clients.ec2, capacity.types)
+            found = {name: known[name] for name in capacity.types if name in known}
+            what = f"capacity.types ({', '.join(capacity.types)})"
+    except AwsErrors as exc:
+        raise pool_error(f"the types of {spec.region} cannot be listed", exc, NOTHING) from exc
+    if spec.network.require_nitro_encryption:
+        found = {name: facts for name, facts in found.items() if facts.encrypts_traffic}
+        what += " with network.require_nitro_encryption"
+    if not found:
+        raise PoolError(f"{spec.region} has none of {what}. {NOTHING} Name types that it has.")
+    return found
+
+
+def survey(clients: Clients, spec: AwsSpotSpec) -> tuple[dict[str, TypeFacts], dict[str, str]]:
+    """Return types and subnets, before anything is made: for a dry run and the worst case.
+
+    Raises:
+        PoolError: If the account or the spec does not allow a cluster.
+    """
+    types = find_types(clients, spec)
+    try:
+        return types, find_subnets(clients.ec2, spec)[1]
+    except AwsErrors as exc:
+        raise pool_error(f"the network of {spec.region} cannot be read", exc, NOTHING) from exc
+
+
+def set_up(
+    clients: Clients,
+    spec: AwsSpotSpec,
+    cluster_id: str,
+    tls_dir: Path,
+    config: NodeConfig,
+) -> LaunchContext:
+    """Make what is missing; blocks.
+
+    Raises:
+        PoolError: If something cannot be had. What was made until then carries the cluster's tag.
+    """
+    types = find_types(clients, spec)
+    tags = tags_of(spec, cluster_id, expires_at=time.time() + spec.lifetime.max + AFTER_LIFE_S)
+    try:
+        with_head = spec.head == "on-demand"
+        boot = put_node_files(clients, cluster_id, config, tls_dir, with_head=with_head)
+        network = open_network(clients.ec2, spec, cluster_id, tags)
+        template = make_template(clients, spec, cluster_id, network, tags, boot)
+    except AwsErrors as exc:
+        raise pool_error(f"cluster {cluster_id} cannot be set up", exc, NOTHING) from exc
+    return LaunchContext(
+        types=types,
+        subnets=network.subnets,
+        network=network,
+        template_id=template,
+        tags=tags,
+    )
+
+
+@dataclass(kw_only=True)
+class Renewal:
+    """When something that is done again and again was done last."""
+
+    every_s: float
+    last: float = field(default=float("-inf"))
+
+    def is_due(self, now: float) -> bool:
+        """Tell whether it is time; if so, it counts as done."""
+        if now - self.last < self.every_s:
+            return False
+        self.last = now
+        return True

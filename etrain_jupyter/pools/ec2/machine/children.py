@@ -1,0 +1,112 @@
+"""The worker processes of a node, as its agent starts and ends them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from etrain_jupyter.head.local_workers import Slot, finish_gpu_query, make_slots, start_gpu_query
+
+logger = logging.getLogger("etrain.agent")
+
+GPU_QUERY_S = 60.0
+"""A driver that has just been loaded takes its time."""
+
+
+def names_of(instance_id: str, count: int) -> list[str]:
+    """Return the workers' names.
+
+    >>> names_of("i-1", 1), names_of("i-1", 2)
+    (['i-1'], ['i-1:0', 'i-1:1'])
+    """
+    return [instance_id] if count == 1 else [f"{instance_id}:{k}" for k in range(count)]
+
+
+def slots_of_machine(workers_per_node: int) -> list[Slot]:
+    """Return room for the workers of this machine: one a GPU, or one where there is none.
+
+    Args:
+        workers_per_node: How many there shall be; 0 for as many as that.
+    """
+    gpus = finish_gpu_query(start_gpu_query(), timeout_s=GPU_QUERY_S)
+    if gpus:
+        slots = make_slots(gpus, max_cpu_slots=0)
+        count = workers_per_node or len(slots)
+        return [slots[k % len(slots)] for k in range(count)]
+    count = workers_per_node or 1
+    threads = str(max(1, (os.cpu_count() or 1) // count))
+    alone = {"OMP_NUM_THREADS": threads, "CUDA_VISIBLE_DEVICES": ""}
+    return [Slot(index=k, type="CPU", environment=alone) for k in range(count)]
+
+
+class Children:
+    """Processes that end with this one: they read from a pipe that only it can write to."""
+
+    def __init__(self) -> None:
+        # Only the first is handed on; the other one is closed by the system when we end.
+        self._pipes: tuple[int, ...] = os.pipe()
+        self._by_name: dict[str, subprocess.Popen[bytes]] = {}
+        self._codes: dict[str, int] = {}
+
+    def start(self, name: str, module: str, words: Sequence[str], env: Mapping[str, str]) -> None:
+        """Start one; it writes where this process does, which is the machine's console."""
+        flags = ["-P"] if sys.flags.safe_path else []
+        process = subprocess.Popen(
+            [sys.executable, *flags, "-m", module, *words],
+            stdin=self._pipes[0],
+            env={**os.environ, **env},
+            process_group=0,
+        )
+        self._by_name[name] = process
+        logger.info("worker %s started as process %d", name, process.pid)
+
+    def codes(self) -> dict[str, int]:
+        """Return the exit codes of those that have ended, and log new ones."""
+        for name, process in self._by_name.items():
+            code = process.poll()
+            if code is not None and name not in self._codes:
+                self._codes[name] = code
+                logger.warning("worker %s has ended with exit code %d", name, code)
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)  # what it has left behind
+        return dict(self._codes)
+
+    @property
+    def have_ended(self) -> bool:
+        """Whether none of those that were started is left."""
+        return bool(self._by_name) and len(self.codes()) == len(self._by_name)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to each that has not ended."""
+        for process in self._by_name.values():
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(number)
+
+    def end(self, grace_s: float) -> None:
+        """End them gently, and by force after ``grace_s`` seconds."""
+        self.signal(signal.SIGTERM)
+        deadline = time.monotonic() + grace_s
+        while not self.have_ended and self._by_name and time.monotonic() < deadline:
+            time.sleep(0.05)
+        for process in self._by_name.values():
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        for pipe in self._pipes:
+            os.close(pipe)
+        self._pipes = ()
+        self._by_name.clear()
+
+
+def prepare_folder(folder: Path) -> None:
+    """Make the folder of a node, which only this user can enter."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    os.chmod(folder, 0o700)

@@ -1,0 +1,61 @@
+"""Turns the machine off: its launch template makes that its end."""
+
+from __future__ import annotations
+
+import logging
+import math
+import subprocess
+import time
+from pathlib import Path
+
+from etrain_jupyter.worker import imds
+
+logger = logging.getLogger("etrain.agent")
+
+COMMAND_S = 10.0
+"""How long a command that turns the machine off may take itself."""
+RETRY_S = 5.0
+
+LAST_RESORTS = (["systemctl", "poweroff", "--force"], ["poweroff", "-f"])
+"""What is tried on an EC2 machine if ``shutdown`` fails."""
+
+
+def arm_timer(left_s: float) -> None:
+    """Let the system turn off when so much time has passed, in place of what was armed before."""
+    minutes = max(1, math.ceil(left_s / 60))
+    _run(["shutdown", "-c"])
+    _run(["shutdown", "-h", f"+{minutes}"])
+    logger.info("this machine turns off in %d min at the latest", minutes)
+
+
+def power_off(num_tries: int = 12) -> bool:
+    """Turn the machine off; return whether the system has taken it."""
+    for number in range(num_tries):
+        if number:
+            time.sleep(RETRY_S)
+        commands = [["shutdown", "-h", "now"], *(LAST_RESORTS if _is_machine_of_ec2() else ())]
+        if any(_run(command) for command in commands):
+            return True
+    return False
+
+
+def _is_machine_of_ec2() -> bool:
+    """Whether this is one for certain: the force of the last resorts must not hit a laptop."""
+    try:
+        return Path(imds.VENDOR_FILE).read_text().strip() == "Amazon EC2"
+    except OSError:
+        return False
+
+
+def _run(command: list[str]) -> bool:
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, timeout=COMMAND_S, check=False, capture_output=True
+        )
+    except (OSError, subprocess.TimeoutExpired) as exc:
+        logger.error("%s: %s", " ".join(command), exc)
+        return False
+    if done.returncode:
+        told = done.stderr.decode(errors="replace").strip()
+        logger.warning("%s: exit code %d %s", " ".join(command), done.returncode, told)
+    return done.returncode == 0

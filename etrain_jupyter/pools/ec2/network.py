@@ -1,0 +1,137 @@
+"""Where nodes stand: a subnet a zone, and a security group that lets in its own members only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from botocore.exceptions import ClientError
+
+from etrain_jupyter.errors import PoolError
+from etrain_jupyter.pools.ec2.aws_messages import pool_error
+from etrain_jupyter.pools.ec2.ec2_api import CLUSTER_TAG, tag_list
+from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
+from etrain_jupyter.storage.objects.s3_messages import code_of
+
+NOTHING = "Nothing was launched."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """What launches need to know."""
+
+    subnets: Mapping[str, str]
+    """One a zone."""
+    vpc_id: str
+    security_group: str
+    is_ours: bool
+    """Whether the group was made for the cluster, and goes with it."""
+
+
+def open_network(ec2: Any, spec: AwsSpotSpec, cluster_id: str, tags: Mapping[str, str]) -> Network:
+    """Find the subnets, and find or make the security group.
+
+    Raises:
+        PoolError: If there are none, or AWS does not let us.
+    """
+    try:
+        vpc_id, subnets = find_subnets(ec2, spec)
+        group = spec.network.security_group
+        if group != "auto":
+            ec2.describe_security_groups(GroupIds=[group])
+            return Network(subnets=subnets, vpc_id=vpc_id, security_group=group, is_ours=False)
+        made = make_security_group(ec2, vpc_id, cluster_id, tags)
+        return Network(subnets=subnets, vpc_id=vpc_id, security_group=made, is_ours=True)
+    except ClientError as exc:
+        raise pool_error(f"the network of {spec.region} cannot be used", exc, NOTHING) from exc
+
+
+def find_subnets(ec2: Any, spec: AwsSpotSpec) -> tuple[str, dict[str, str]]:
+    """Return the VPC and a subnet for each zone that the spec allows.
+
+    Raises:
+        PoolError: If there is none.
+        ClientError: If EC2 does not tell.
+    """
+    named = spec.network.subnets
+    if named == "auto":
+        filters = [{"Name": "default-for-az", "Values": ["true"]}]
+        found = _pages(ec2, "describe_subnets", "Subnets", Filters=filters)
+        if not found:
+            raise PoolError(
+                f"{spec.region} has no default VPC with subnets. {NOTHING} Name some in pools.yaml,"
+                " network: {subnets: [subnet-...]}, or type `aws ec2 create-default-vpc`."
+            )
+    else:
+        found = _pages(ec2, "describe_subnets", "Subnets", SubnetIds=list(named))
+    vpcs = sorted({one["VpcId"] for one in found})
+    if len(vpcs) > 1:
+        raise PoolError(
+            f"network.subnets are of {len(vpcs)} VPCs ({', '.join(vpcs)}); workers reach each "
+            f"other within one. {NOTHING} Keep the subnets of one of them."
+        )
+    # The one with the most free addresses.
+    found.sort(key=lambda one: (one["AvailabilityZone"], -one.get("AvailableIpAddressCount", 0)))
+    subnets: dict[str, str] = {}
+    for one in found:
+        subnets.setdefault(one["AvailabilityZone"], one["SubnetId"])
+    zones = spec.capacity.zones
+    if zones != "auto":
+        if missing := [zone for zone in zones if zone not in subnets]:
+            raise PoolError(
+                f"capacity.zones names {', '.join(missing)}, where there is no subnet; there are "
+                f"some in {', '.join(subnets)}. {NOTHING} Correct capacity.zones, or add a subnet."
+            )
+        subnets = {zone: subnets[zone] for zone in zones}
+    return vpcs[0], subnets
+
+
+def make_security_group(ec2: Any, vpc_id: str, cluster_id: str, tags: Mapping[str, str]) -> str:
+    """Return the cluster's group, made if it is not there: members reach members, nobody else.
+
+    A notebook that is the head must be a member, or be in ``network.security_group``.
+
+    Raises:
+        ClientError: If EC2 does not let us.
+    """
+    name = f"etrain-{cluster_id}"
+    ours = [
+        {"Name": f"tag:{CLUSTER_TAG}", "Values": [cluster_id]},
+        {"Name": "group-name", "Values": [name]},
+    ]
+    for known in _pages(ec2, "describe_security_groups", "SecurityGroups", Filters=ours):
+        if not _lets_members_in(known):
+            _let_members_in(ec2, known["GroupId"])
+        return str(known["GroupId"])
+    made: str = ec2.create_security_group(
+        GroupName=name,
+        Description=f"etrain cluster {cluster_id}: its own members only",
+        VpcId=vpc_id,
+        TagSpecifications=[{"ResourceType": "security-group", "Tags": tag_list(tags)}],
+    )["GroupId"]
+    _let_members_in(ec2, made)
+    return made
+
+
+def _lets_members_in(group: Mapping[str, Any]) -> bool:
+    """Whether the rule is there; an on-demand head may use the group, but not change it."""
+    return any(
+        rule.get("IpProtocol") == "-1" and pair.get("GroupId") == group["GroupId"]
+        for rule in group.get("IpPermissions", ())
+        for pair in rule.get("UserIdGroupPairs", ())
+    )
+
+
+def _let_members_in(ec2: Any, group: str) -> None:
+    rule = {"IpProtocol": "-1", "UserIdGroupPairs": [{"GroupId": group}]}
+    try:
+        ec2.authorize_security_group_ingress(GroupId=group, IpPermissions=[rule])
+    except ClientError as exc:
+        if code_of(exc) != "InvalidPermission.Duplicate":
+            raise
+
+
+def _pages(ec2: Any, operation: str, key: str, **arguments: Any) -> list[dict[str, Any]]:
+    pages: Sequence[dict[str, Any]] = ec2.get_paginator(operation).paginate(**arguments)
+    return [one for page in pages for one in page[key]]

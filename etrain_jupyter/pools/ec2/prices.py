@@ -1,0 +1,180 @@
+"""What machines cost: EC2's history of spot prices, and on-demand rates with their source."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from etrain_jupyter.pools.ec2.aws_messages import AwsErrors
+from etrain_jupyter.pools.ec2.ec2_api import Clients
+from etrain_jupyter.pools.ec2.ledger import Point, PriceBook
+
+REFRESH_S = 300.0
+TABLE_DATE = "2025-06"
+TABLE_REGION = "us-east-1"
+ON_DEMAND_USD: Mapping[str, float] = {
+    "g4dn.xlarge": 0.526,
+    "g4dn.2xlarge": 0.752,
+    "g4dn.4xlarge": 1.204,
+    "g4dn.8xlarge": 2.176,
+    "g4dn.12xlarge": 3.912,
+    "g4dn.16xlarge": 4.352,
+    "g5.xlarge": 1.006,
+    "g5.2xlarge": 1.212,
+    "g5.4xlarge": 1.624,
+    "g5.8xlarge": 2.448,
+    "g5.12xlarge": 5.672,
+    "g5.16xlarge": 4.096,
+    "g5.24xlarge": 8.144,
+    "g5.48xlarge": 16.288,
+    "g6.xlarge": 0.8048,
+    "g6.2xlarge": 0.9776,
+    "g6.4xlarge": 1.3232,
+    "g6.12xlarge": 4.6016,
+    "g6.48xlarge": 13.3504,
+    "g6e.xlarge": 1.861,
+    "p3.2xlarge": 3.06,
+    "t3.small": 0.0208,
+    "t3.medium": 0.0416,
+    "t3.large": 0.0832,
+    "m5.large": 0.096,
+}
+"""US dollars an hour for Linux in one region: for where the Pricing API cannot be asked."""
+VOLUME_USD = {"gp3": 0.08, "gp2": 0.10}
+"""US dollars for a GiB and a month."""
+
+
+@dataclass(kw_only=True)
+class Prices:
+    """Prices that are fetched again when they are old. Used by one thread.
+
+    Args:
+        clients: Of EC2 and of the Pricing API.
+        region: Whose rates.
+        volume_type: Of the nodes' disks.
+    """
+
+    clients: Clients
+    region: str
+    volume_type: str = "gp3"
+    spot: dict[tuple[str, str], list[Point]] = field(default_factory=dict)
+    on_demand: dict[str, float] = field(default_factory=dict)
+    fetched_at: float = 0.0
+    unknown: set[str] = field(default_factory=set)
+    """Types for which there is no on-demand rate."""
+    source: str = ""
+    """Where on-demand rates come from, and of when they are."""
+
+    @property
+    def book(self) -> PriceBook:
+        """All that is known."""
+        return PriceBook(
+            spot=self.spot,
+            on_demand=self.on_demand,
+            volume_gib_month=VOLUME_USD[self.volume_type],
+        )
+
+    def refresh(self, types: Iterable[str], *, since: float, now: float) -> None:
+        """Fetch what is missing or old.
+
+        Args:
+            types: Of machines.
+            since: Prices are needed from then on, in seconds since the epoch.
+            now: The instant.
+
+        Raises:
+            ClientError: If EC2 does not tell the spot prices.
+        """
+        wanted = sorted(set(types))
+        missing = [t for t in wanted if t not in self.on_demand and t not in self.unknown]
+        if missing:
+            self._fetch_on_demand(missing)
+        have = {type for type, _ in self.spot}
+        if now - self.fetched_at < REFRESH_S and have >= set(wanted):
+            return
+        begin = since if not self.fetched_at or not have >= set(wanted) else self.fetched_at - 60
+        fetched = spot_history(self.clients.ec2, wanted, min(begin, now - 60))
+        for pool, points in fetched.items():
+            self.spot[pool] = sorted({*self.spot.get(pool, ()), *points})
+        self.fetched_at = now
+
+    def _fetch_on_demand(self, types: list[str]) -> None:
+        found = {}
+        try:
+            for type in types:
+                if (usd := on_demand_rate(self.clients.pricing, type, self.region)) is not None:
+                    found[type] = usd
+            self.source = f"Pricing API, {time.strftime('%Y-%m-%d', time.gmtime())}"
+        except (*AwsErrors, ValueError, KeyError):
+            # It is another service, which a role may not ask and which a test stand-in lacks.
+            self.source = f"built-in table, {TABLE_REGION}, {TABLE_DATE}"
+        for type in types:
+            usd = found.get(type, ON_DEMAND_USD.get(type))
+            if usd is None:
+                self.unknown.add(type)
+            else:
+                self.on_demand[type] = usd
+
+    def describe(self) -> str:
+        """Return the sources in words, for the screen."""
+        at = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(self.fetched_at))
+        words = f"spot prices: EC2, {at}; on-demand rates: {self.source or 'not asked for'}"
+        if self.source.startswith("built-in") and self.region != TABLE_REGION:
+            words += f" (your region is {self.region})"
+        if self.unknown:
+            words += f"; no on-demand rate for {', '.join(sorted(self.unknown))}"
+        return words
+
+
+def spot_history(
+    ec2: Any, types: Iterable[str], since: float
+) -> dict[tuple[str, str], list[Point]]:
+    """Return the prices of types by zone since an instant; the one in force then comes first."""
+    names = sorted(set(types))
+    found: dict[tuple[str, str], list[Point]] = {}
+    if not names:
+        return found
+    pages = ec2.get_paginator("describe_spot_price_history").paginate(
+        InstanceTypes=names,
+        ProductDescriptions=["Linux/UNIX"],
+        StartTime=datetime.fromtimestamp(since, UTC),
+    )
+    for page in pages:
+        for one in page["SpotPriceHistory"]:
+            if one.get("ProductDescription") not in ("Linux/UNIX", None):
+                continue
+            pool = (one["InstanceType"], one["AvailabilityZone"])
+            found.setdefault(pool, []).append(
+                (one["Timestamp"].timestamp(), float(one["SpotPrice"]))
+            )
+    return {pool: sorted(points) for pool, points in found.items()}
+
+
+def on_demand_rate(pricing: Any, type: str, region: str) -> float | None:
+    """Return US dollars an hour for Linux from the Pricing API; None if it does not know the type.
+
+    Raises:
+        ClientError: If it does not answer.
+    """
+    told = {
+        "instanceType": type,
+        "regionCode": region,
+        "operatingSystem": "Linux",
+        "tenancy": "Shared",
+        "preInstalledSw": "NA",
+        "capacitystatus": "Used",
+    }
+    filters = [{"Type": "TERM_MATCH", "Field": key, "Value": word} for key, word in told.items()]
+    answer = pricing.get_products(ServiceCode="AmazonEC2", Filters=filters, MaxResults=10)
+    for text in answer["PriceList"]:
+        product = json.loads(text) if isinstance(text, str) else text
+        for term in product.get("terms", {}).get("OnDemand", {}).values():
+            for dimension in term["priceDimensions"].values():
+                usd = float(dimension["pricePerUnit"].get("USD", 0))
+                if usd > 0 and dimension.get("unit", "Hrs") == "Hrs":
+                    return usd
+    return None

@@ -1,0 +1,327 @@
+"""What is there of our clusters, and how it is removed: by its tags, with nothing but credentials.
+
+Works from any machine, on any day, as often as one likes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from botocore.exceptions import ClientError
+
+from etrain_jupyter.config.store_url import S3, split_s3_url
+from etrain_jupyter.errors import CheckpointError
+from etrain_jupyter.pools.base import Leftovers
+from etrain_jupyter.pools.ec2.aws_messages import AwsErrors, pool_error, words_of_error
+from etrain_jupyter.pools.ec2.ec2_api import (
+    CLUSTER_TAG,
+    LIVING,
+    Clients,
+    list_instances,
+    terminate,
+)
+from etrain_jupyter.pools.ec2.prices import ON_DEMAND_USD, spot_history
+from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
+from etrain_jupyter.storage.objects.s3_messages import code_of
+
+LOOK_S = 0.5
+MAX_LOOK_S = 5.0
+NUM_CLEAN_LOOKS = 2
+"""So often in a row EC2 must list no machine: its lists are late."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tagged:
+    """One thing in AWS that belongs to a cluster."""
+
+    kind: str
+    """``instance``, ``launch-template``, ``security-group`` or ``volume``."""
+    id: str
+    cluster_id: str
+    region: str
+    since: float = 0.0
+    """When it was made, in seconds since the epoch; 0.0 if AWS does not tell."""
+    expires_at: float = 0.0
+    type: str = ""
+    state: str = ""
+    lifecycle: str = ""
+    owner: str = ""
+    home: str = ""
+    """URL of the cluster's objects."""
+    role: str = ""
+    """``node`` or ``head``."""
+    usd_per_h: float | None = None
+    """None if nobody knows; 0.0 for what costs nothing."""
+
+    @property
+    def is_of_head(self) -> bool:
+        """Whether the head cannot remove it while its machine runs."""
+        return self.role == "head" or self.kind == "security-group"
+
+    @property
+    def is_expired(self) -> bool:
+        """Whether its cluster should have ended."""
+        return bool(self.expires_at) and time.time() > self.expires_at
+
+
+def find_tagged(clients: Clients, region: str, *, cluster_id: str = "") -> list[Tagged]:
+    """Return everything in a region that carries our tag, or that of one cluster.
+
+    Raises:
+        PoolError: If EC2 does not tell.
+    """
+    ec2 = clients.ec2
+    try:
+        found = [*_instances(ec2, region, cluster_id)]
+        for one in _others(ec2, cluster_id):
+            found.append(_tagged(region=region, **one))
+    except AwsErrors as exc:
+        raise pool_error(
+            f"what is left in {region} cannot be listed", exc, "Nothing was removed."
+        ) from exc
+    return sorted(found, key=lambda one: (one.cluster_id, one.kind, one.since, one.id))
+
+
+def _instances(ec2: Any, region: str, cluster_id: str) -> list[Tagged]:
+    living = list_instances(ec2, cluster_id=cluster_id, states=LIVING)
+    prices: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    if any(one.lifecycle == "spot" for one in living):
+        prices = spot_history(ec2, {one.type for one in living}, time.time() - 3600)
+    found = []
+    for one in living:
+        points = prices.get((one.type, one.zone))
+        usd = points[-1][1] if points else None
+        if one.lifecycle != "spot":
+            usd = ON_DEMAND_USD.get(one.type)
+        found.append(
+            _tagged(
+                region=region,
+                kind="instance",
+                id=one.id,
+                tags=dict(one.tags),
+                since=one.launched_at,
+                type=one.type,
+                state=one.state,
+                lifecycle=one.lifecycle,
+                usd_per_h=usd,
+            )
+        )
+    return found
+
+
+def _others(ec2: Any, cluster_id: str) -> list[dict[str, Any]]:
+    filters = (
+        [{"Name": f"tag:{CLUSTER_TAG}", "Values": [cluster_id]}]
+        if cluster_id
+        else [{"Name": "tag-key", "Values": [CLUSTER_TAG]}]
+    )
+    found: list[dict[str, Any]] = []
+    for operation, key, kind, name, since in (
+        (
+            "describe_launch_templates",
+            "LaunchTemplates",
+            "launch-template",
+            "LaunchTemplateId",
+            "CreateTime",
+        ),
+        ("describe_volumes", "Volumes", "volume", "VolumeId", "CreateTime"),
+        ("describe_security_groups", "SecurityGroups", "security-group", "GroupId", ""),
+    ):
+        pages = ec2.get_paginator(operation).paginate(Filters=filters)
+        for one in (one for page in pages for one in page[key]):
+            if kind == "volume" and one.get("Attachments"):
+                continue  # it goes with its machine
+            tags = {tag["Key"]: tag["Value"] for tag in one.get("Tags", ())}
+            at = one[since].timestamp() if since and since in one else 0.0
+            usd = None if kind == "volume" else 0.0
+            found.append(
+                {"kind": kind, "id": one[name], "tags": tags, "since": at, "usd_per_h": usd}
+            )
+    return found
+
+
+def _tagged(*, tags: dict[str, str], **facts: Any) -> Tagged:
+    expires = tags.get("etrain:expires", "")
+    return Tagged(
+        cluster_id=tags.get(CLUSTER_TAG, ""),
+        expires_at=float(expires) if expires.isdigit() else 0.0,
+        owner=tags.get("etrain:owner", ""),
+        home=tags.get("etrain:home", ""),
+        role=tags.get("etrain:role", ""),
+        **facts,
+    )
+
+
+def remove(
+    clients: Clients,
+    region: str,
+    cluster_id: str,
+    *,
+    timeout_s: float = 120.0,
+    home: str = "",
+    spares_head: bool = False,
+    pause: Callable[[float], Any] = time.sleep,
+) -> Leftovers:
+    """Remove everything of one cluster but its ledger; say what would not go.
+
+    Args:
+        clients: Of the region.
+        region: Where it is.
+        cluster_id: Which.
+        timeout_s: How long to go on.
+        home: URL of its objects, if no tag is left that says so.
+        spares_head: Leave the head's machine alone, which is this one, with its template and the
+            security group that it is in.
+        pause: Waits between two looks.
+
+    Raises:
+        PoolError: If EC2 does not even list it.
+    """
+    deadline = time.monotonic() + timeout_s
+    first = find_tagged(clients, region, cluster_id=cluster_id)
+    home = home or next((one.home for one in first if one.home), "")
+    left = _end_machines(clients.ec2, cluster_id, deadline, pause, spares_head=spares_head)
+    wait_s = LOOK_S
+    while True:
+        others = [
+            one
+            for one in find_tagged(clients, region, cluster_id=cluster_id)
+            if one.kind != "instance" and not (spares_head and one.is_of_head)
+        ]
+        stuck = [words for one in others if (words := _delete(clients.ec2, one))]
+        if not stuck or time.monotonic() > deadline:
+            break
+        pause(wait_s)  # a group is in use until its machines are gone, which takes minutes
+        wait_s = min(2 * wait_s, MAX_LOOK_S)
+    return Leftovers(
+        processes=tuple(left), files=(*stuck, *_remove_objects(clients, home, cluster_id))
+    )
+
+
+def _end_machines(
+    ec2: Any,
+    cluster_id: str,
+    deadline: float,
+    pause: Callable[[float], Any],
+    *,
+    spares_head: bool,
+) -> list[str]:
+    clean, last = 0, ""
+    while True:
+        living = list_instances(ec2, cluster_id=cluster_id, states=LIVING)
+        if spares_head:
+            living = [one for one in living if one.tags.get("etrain:role") != "head"]
+        clean = 0 if living else clean + 1
+        if clean >= NUM_CLEAN_LOOKS:
+            return []
+        try:
+            terminate(ec2, [one.id for one in living])
+        except AwsErrors as exc:
+            last = f" ({words_of_error(exc)})"
+        if time.monotonic() > deadline:
+            return [f"{one.id} {one.type} {one.state}{last}" for one in living]
+        pause(LOOK_S)
+
+
+_DELETE = {
+    "launch-template": ("delete_launch_template", "LaunchTemplateId"),
+    "security-group": ("delete_security_group", "GroupId"),
+    "volume": ("delete_volume", "VolumeId"),
+}
+
+
+def _delete(ec2: Any, one: Tagged) -> str:
+    operation, key = _DELETE[one.kind]
+    try:
+        getattr(ec2, operation)(**{key: one.id})
+    except ClientError as exc:
+        if "NotFound" in code_of(exc) or "NotExist" in code_of(exc):
+            return ""
+        return f"{one.id} {one.kind} ({words_of_error(exc)})"
+    return ""
+
+
+def _remove_objects(clients: Clients, home: str, cluster_id: str) -> list[str]:
+    """Remove the folder of a cluster; its ledger lies elsewhere and stays."""
+    if not home.startswith(S3) or not home.endswith(f"/clusters/{cluster_id}"):
+        return []
+    name, key = split_s3_url(home)
+    bucket = clients.bucket
+    below = key.removeprefix(f"{bucket.prefix}/") if bucket.prefix else key
+    if name != bucket.name or (bucket.prefix and not key.startswith(f"{bucket.prefix}/")):
+        return [f"{home} (another bucket than the pool's)"]
+    what = f"removing the files of {cluster_id}"
+    try:
+        for one in bucket.keys(below, what):
+            bucket.delete(one, what)
+        return [f"s3://{name}/{bucket.prefix}/{one}" for one in bucket.keys(below, what)]
+    except CheckpointError as exc:
+        return [f"{home} ({exc})"]
+
+
+def reap(
+    clients_of: Callable[[str], Clients],
+    regions: Sequence[str],
+    *,
+    cluster_id: str = "",
+    all_clusters: bool = False,
+    timeout_s: float = 120.0,
+) -> dict[str, Leftovers]:
+    """Remove one cluster, all that have expired, or all; return what is left of each.
+
+    Args:
+        clients_of: Makes the clients of a region.
+        regions: Where to look.
+        cluster_id: Only that one, expired or not.
+        all_clusters: Those too that have not expired.
+        timeout_s: For each cluster.
+    """
+    done: dict[str, Leftovers] = {}
+    for region in regions:
+        clients = clients_of(region)
+        found = find_tagged(clients, region, cluster_id=cluster_id)
+        for one, own in by_cluster(found).items():
+            if is_meant(own, cluster_id=cluster_id, all_clusters=all_clusters):
+                done[one] = remove(clients, region, one, timeout_s=timeout_s)
+    return done
+
+
+def by_cluster(found: Sequence[Tagged]) -> dict[str, list[Tagged]]:
+    """Return what was found of each cluster, by its id."""
+    ids = sorted({one.cluster_id for one in found})
+    return {name: [one for one in found if one.cluster_id == name] for name in ids}
+
+
+def is_meant(own: Sequence[Tagged], *, cluster_id: str, all_clusters: bool) -> bool:
+    """Whether a cluster shall be removed.
+
+    Args:
+        own: What was found of it.
+        cluster_id: Only that one, expired or not; empty for any.
+        all_clusters: Those too that have not expired.
+    """
+    if cluster_id:
+        return own[0].cluster_id == cluster_id
+    return all_clusters or all(one.is_expired for one in own)
+
+
+def remove_found(
+    spec: AwsSpotSpec, found: Sequence[Tagged], *, timeout_s: float = 120.0
+) -> Leftovers:
+    """Remove one cluster of which something was found; its tags say which bucket it has.
+
+    Args:
+        spec: Region, profile and endpoint.
+        found: What was found of it.
+        timeout_s: How long to go on.
+    """
+    [cluster_id] = {one.cluster_id for one in found}
+    home = next((one.home for one in found if one.home), "")
+    if home:
+        bucket, key = split_s3_url(home)
+        prefix = key.removesuffix(f"clusters/{cluster_id}")
+        spec = spec.model_copy(update={"bucket": bucket, "prefix": prefix})
+    return remove(Clients(spec), spec.region, cluster_id, timeout_s=timeout_s, home=home)

@@ -1,0 +1,1 @@
+"""The ``address`` pool: an existing Dask scheduler and its workers."""

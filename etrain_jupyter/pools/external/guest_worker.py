@@ -1,0 +1,75 @@
+"""What runs inside the scheduler and the workers of somebody else's Dask cluster."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from etrain_jupyter import __version__
+from etrain_jupyter.head.local_workers import torch_has_cuda
+from etrain_jupyter.worker.supervisor import Supervisor
+
+DEVICES = Path("/dev")
+
+
+def look_here(dask_scheduler: Any = None) -> dict[str, str]:
+    """Return what is installed in this process's environment, and where that is.
+
+    Sent by its name: where it cannot be imported, Dask hands the import's error back.
+
+    Args:
+        dask_scheduler: The scheduler, which Dask gives if it runs there.
+    """
+    found = {
+        "host": platform.node(),
+        "python_path": sys.executable,
+        "python": platform.python_version(),
+        "etrain-jupyter": __version__,
+        "distributed": _version_of("distributed"),
+        "torch": _version_of("torch"),
+    }
+    if dask_scheduler is not None:
+        coordinator = dask_scheduler.plugins.get("etrain-coordinator")
+        found["coordinator"] = type(coordinator).__name__ if coordinator else ""
+    return found
+
+
+def _version_of(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def make_supervisor(wanted: str) -> Supervisor:
+    """Return a supervisor that costs nothing until there is a job.
+
+    Args:
+        wanted: The etrain-jupyter that the coordinator has.
+
+    Raises:
+        RuntimeError: If another one is installed here, or no torch.
+    """
+    if wanted != __version__:
+        raise RuntimeError(f"etrain-jupyter {__version__} is installed there, not {wanted}")
+    if not _version_of("torch"):
+        raise RuntimeError("torch is not installed there")
+    return Supervisor(device=find_device(), rests=True)
+
+
+def find_device() -> str:
+    """Return where torch will compute in this worker's trainers, without loading it.
+
+    A trainer takes the first GPU that it sees, so each worker must see its own:
+    ``dask-cuda`` and batch systems set ``CUDA_VISIBLE_DEVICES``.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        has_gpu = visible.strip() not in ("", "-1", "NoDevFiles")
+    else:
+        has_gpu = any(DEVICES.glob("nvidia[0-9]*"))
+    return "cuda:0" if has_gpu and torch_has_cuda() else "cpu"

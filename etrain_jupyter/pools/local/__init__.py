@@ -1,0 +1,1 @@
+"""The embedded pool: worker processes on this machine."""

@@ -1,0 +1,1 @@
+"""Building blocks of every process: cluster directory, locks, TLS, process control."""

@@ -1,0 +1,131 @@
+"""Count generations that break although no worker was lost, and decide what follows.
+
+A lost worker explains a broken generation, and costs nothing. Without one, the connections between
+the ranks are the cause: retry, with NCCL at most twice, and fail the job when retrying is useless.
+
+========================  =====================  =======================================
+the generation broke ...  failures in a row      of these, with NCCL
+========================  =====================  =======================================
+and a worker was lost     0                      unchanged
+by something excused      unchanged              unchanged
+after a committed step    1                      +1; 1 if it stepped for ``HEALTHY_S``
+other workers than last   1                      as above
+as before                 +1                     as above
+========================  =====================  =======================================
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from etrain_jupyter.rules.membership.health import HEALTHY_S, wait_after
+from etrain_jupyter.rules.policy.backend import GLOO, NCCL
+
+MAX_FAILED_FORMS = 8
+"""Failures in a row after which the job fails; the waits between them add up to about a minute."""
+
+MAX_NCCL_FAILURES = 2
+"""Failures in a row with NCCL after which ``backend: auto`` continues with gloo."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Break:
+    """One rank's report that its generation broke."""
+
+    worker: str
+    error: str = ""
+    """The failure's own text; empty if the rank only saw the abort."""
+    backend: str = ""
+    """The backend that failed on this rank; empty if unknown."""
+    is_excused: bool = False
+    """It says nothing about the connections: memory ran out, or a fault was injected."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailedForms:
+    """Generations in a row that broke although no worker was lost."""
+
+    num: int = 0
+    """Without a committed step in between, and with the same workers."""
+    workers: frozenset[str] = frozenset()
+    """The workers of the last one."""
+    error: str = ""
+    """Why the last one broke, as its ranks reported it; empty if none knew."""
+    num_nccl: int = 0
+    """Failures in a row with NCCL, whatever was committed in between."""
+    nccl_workers: frozenset[str] = frozenset()
+    """The workers of the last of these."""
+    nccl_error: str = ""
+
+    @property
+    def is_final(self) -> bool:
+        """Whether another attempt is useless."""
+        return self.num >= MAX_FAILED_FORMS
+
+    @property
+    def wait_s(self) -> float:
+        """How long to wait before the next attempt."""
+        return wait_after(self.num - 1)
+
+    def avoids_nccl(self, workers: Sequence[str]) -> bool:
+        """Whether these workers must use gloo, because NCCL has failed among them."""
+        return self.num_nccl >= MAX_NCCL_FAILURES and self.nccl_workers <= set(workers)
+
+    def after_loss(self) -> FailedForms:
+        """Return what is left of the count after a generation that lost a worker."""
+        return dataclasses.replace(self, num=0, error="")
+
+    def after_failure(
+        self,
+        breaks: Sequence[Break],
+        *,
+        backend: str,
+        has_stepped: bool,
+        stepped_s: float,
+    ) -> FailedForms:
+        """Count a generation that broke although no worker was lost.
+
+        Args:
+            breaks: What its ranks reported, all of them.
+            backend: The backend that summed its gradients.
+            has_stepped: Whether it has committed a step.
+            stepped_s: How long all its ranks had been stepping; 0.0 if they never did.
+        """
+        workers = frozenset(told.worker for told in breaks)
+        is_repeated = workers == self.workers and not has_stepped
+        after = dataclasses.replace(
+            self,
+            num=self.num + 1 if is_repeated else 1,
+            workers=workers,
+            error=_cause(breaks, backend),
+        )
+        if not is_of_nccl(breaks, backend):
+            return after
+        # One more failure is enough where NCCL has failed with a worker that has left since.
+        num_before = self.num_nccl if stepped_s < HEALTHY_S else 0
+        if not self.nccl_workers <= workers:
+            num_before = min(num_before, MAX_NCCL_FAILURES - 1)
+        return dataclasses.replace(
+            after, num_nccl=num_before + 1, nccl_workers=workers, nccl_error=after.error
+        )
+
+
+NO_FAILED_FORMS = FailedForms()
+
+
+def is_of_nccl(breaks: Sequence[Break], backend: str) -> bool:
+    """Whether NCCL broke a generation: a rank reports so, or none reports any error.
+
+    A rank that leaves closes its gloo connections: the others may report only that.
+    """
+    backends = {told.backend for told in breaks if told.error}
+    return backend == NCCL and (NCCL in backends or GLOO not in backends)
+
+
+def _cause(breaks: Sequence[Break], backend: str) -> str:
+    """Return the most telling error, after the name of its worker."""
+    told = [b for b in breaks if b.error]
+    told.sort(key=lambda b: b.backend != backend)  # stable: the first to report comes first
+    return f"{told[0].worker}: {told[0].error}" if told else ""

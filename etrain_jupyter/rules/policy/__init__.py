@@ -1,0 +1,1 @@
+"""Policies: scaling, schedules, worker allocation, costs, and checkpoint intervals."""

@@ -1,0 +1,99 @@
+"""What a row of evaluations comes to: which were the best, and whether it pays to go on.
+
+Every rank goes through it with the same numbers, those that all ranks have summed, so that all come
+to the same end. What is not finite is never better than anything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+Mode = Literal["min", "max"]
+
+KEEP_BEST = 32
+"""Evaluations that are remembered, best first: the weights of the very best may have been lost with
+the machine that was saving them, and then the next one counts."""
+
+
+class EvaluationRecord(NamedTuple):
+    """What was measured after a step."""
+
+    step: int
+    value: float
+
+
+def is_better(value: float, than: float | None, *, mode: Mode, min_delta: float = 0.0) -> bool:
+    """Return whether ``value`` improves on another one by more than ``min_delta``.
+
+    Args:
+        value: What was measured.
+        than: The best one before; None if there is none.
+        mode: ``min`` if less is better, ``max`` if more is.
+        min_delta: What does not count yet.
+
+    >>> [is_better(0.52, 0.5, mode="max", min_delta=d) for d in (0.0, 0.1)]
+    [True, False]
+    >>> is_better(math.nan, None, mode="min")
+    False
+    """
+    if not math.isfinite(value):
+        return False
+    if than is None:
+        return True
+    gain = value - than if mode == "max" else than - value
+    return gain > min_delta
+
+
+def add_evaluation(
+    best: Sequence[EvaluationRecord], found: EvaluationRecord, *, mode: Mode
+) -> tuple[EvaluationRecord, ...]:
+    """Return the best evaluations, best first, after one more; of equal ones the earlier is better.
+
+    >>> known = (Evaluated(20, 0.9), Evaluated(10, 0.7))
+    >>> [e.step for e in add_evaluation(known, Evaluated(30, 0.9), mode="max")]
+    [20, 30, 10]
+    """
+    others = [known for known in best if known.step != found.step]
+    if not math.isfinite(found.value):
+        return tuple(others)
+    sign = -1.0 if mode == "max" else 1.0
+    ranked = sorted([*others, found], key=lambda known: (sign * known.value, known.step))
+    return tuple(ranked[:KEEP_BEST])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trend:
+    """How a metric has developed over the evaluations so far."""
+
+    best: float | None = None
+    """None before the first finite one."""
+    best_step: int = 0
+    step: int = 0
+    """Of the newest evaluation."""
+    num_stale: int = 0
+    """Evaluations since the last improvement."""
+
+    def after(self, found: EvaluationRecord, *, mode: Mode, min_delta: float) -> Trend:
+        """Return it after one more evaluation."""
+        if is_better(found.value, self.best, mode=mode, min_delta=min_delta):
+            return Trend(best=found.value, best_step=found.step, step=found.step)
+        return dataclasses.replace(self, step=found.step, num_stale=self.num_stale + 1)
+
+
+def words_of_end(trend: Trend, *, metric: str) -> str:
+    """Say why a job ended early.
+
+    >>> words_of_end(Trend(best=0.912, best_step=1200, step=1800, num_stale=3), metric="accuracy")
+    'early stopping: accuracy was best at step 1200, 0.912, and not better in 3 evaluations since'
+    """
+    since = "1 evaluation" if trend.num_stale == 1 else f"{trend.num_stale} evaluations"
+    if trend.best is None:
+        return f"early stopping: {metric} was no finite number in {since}"
+    return (
+        f"early stopping: {metric} was best at step {trend.best_step}, {trend.best:.4g}, and not "
+        f"better in {since} since"
+    )

@@ -1,0 +1,153 @@
+"""Whose money it was: shares what the nodes of a cluster cost among its jobs. Pure.
+
+What a node costs while workers of it are ranks of jobs is theirs. What it costs as it boots, warms
+up, drains or waits for EC2 to take it, is nobody's work: the jobs that are active share it, and it
+counts as wasted once they have trained. What EC2 waives later goes back to whoever paid.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class Spent(Protocol):
+    """What one node has cost since it was started; see ``cluster.nodes.NodeCost``."""
+
+    @property
+    def node_id(self) -> str:
+        """The node."""
+        ...
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """The workers that it has, or had."""
+        ...
+
+    @property
+    def spent_usd(self) -> float:
+        """It may fall."""
+        ...
+
+    @property
+    def on_demand_usd(self) -> float:
+        """What the same hours would have cost without spot prices."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunningCost:
+    """What a job has cost so far."""
+
+    spent_usd: float = 0.0
+    on_demand_usd: float = 0.0
+    """What the same hours would have cost without spot prices."""
+    wasted_usd: float = 0.0
+    """The part of ``spent_usd`` in which its nodes did not train, after it had trained first."""
+
+    def plus(self, other: RunningCost) -> RunningCost:
+        """Return the sum."""
+        return RunningCost(
+            spent_usd=self.spent_usd + other.spent_usd,
+            on_demand_usd=self.on_demand_usd + other.on_demand_usd,
+            wasted_usd=self.wasted_usd + other.wasted_usd,
+        )
+
+
+class JobCosts:
+    """Knows what each job has cost, from what the nodes have.
+
+    >>> from types import SimpleNamespace as Node
+    >>> costs = JobCosts()
+    >>> costs.take([], ranks={}, active=["a"])
+    >>> node = Node(node_id="i-1", workers=("i-1",), spent_usd=0.1, on_demand_usd=0.3)
+    >>> costs.take([node], ranks={"i-1": "a"}, active=["a", "b"])
+    >>> costs.of("a")
+    JobCost(spent_usd=0.1, on_demand_usd=0.3, wasted_usd=0.0)
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[float, float]] | None = None
+        """What each node had cost when it was looked at last; None before the first look."""
+        self._paid: dict[str, dict[str, RunningCost]] = defaultdict(dict)
+        """What each job has paid for each node, by node."""
+        self._has_trained: set[str] = set()
+
+    def begin(self, job_id: str, cost: RunningCost, *, has_trained: bool) -> None:
+        """Take in what a job has cost before, under another scheduler or on another cluster."""
+        self._paid[""][job_id] = cost
+        if has_trained:
+            self._has_trained.add(job_id)
+
+    def of(self, job_id: str) -> RunningCost:
+        """Return what a job has cost."""
+        total = RunningCost()
+        for payers in self._paid.values():
+            total = total.plus(payers.get(job_id, RunningCost()))
+        return total
+
+    def forget(self, job_id: str) -> None:
+        """Forget a job that has ended."""
+        for payers in self._paid.values():
+            payers.pop(job_id, None)
+        self._has_trained.discard(job_id)
+
+    def take(
+        self, nodes: Sequence[Spent], *, ranks: Mapping[str, str], active: Collection[str]
+    ) -> None:
+        """Share what has been spent since the last look.
+
+        What there was at the first look is nobody's: it was spent under another scheduler.
+
+        Args:
+            nodes: All nodes that there have been.
+            ranks: The job of each worker that is a rank now.
+            active: The jobs that have not ended.
+        """
+        self._has_trained |= set(ranks.values())
+        before, self._known = (
+            self._known,
+            {n.node_id: (n.spent_usd, n.on_demand_usd) for n in nodes},
+        )
+        if before is None:
+            return
+        for node in nodes:
+            spent, on_demand = before.get(node.node_id, (0.0, 0.0))
+            spent, on_demand = node.spent_usd - spent, node.on_demand_usd - on_demand
+            if spent < 0:
+                self._give_back(node.node_id, -spent)
+                spent = 0.0
+            self._charge(node, spent, on_demand, ranks, active)
+
+    def _charge(
+        self,
+        node: Spent,
+        spent: float,
+        on_demand: float,
+        ranks: Mapping[str, str],
+        active: Collection[str],
+    ) -> None:
+        users = [ranks[worker] for worker in node.workers if worker in ranks]
+        payers = users or sorted(active)
+        for job_id in payers:
+            share = RunningCost(
+                spent_usd=spent / len(payers),
+                on_demand_usd=on_demand / len(payers),
+                wasted_usd=0.0 if users or job_id not in self._has_trained else spent / len(payers),
+            )
+            paid = self._paid[node.node_id]
+            paid[job_id] = paid.get(job_id, RunningCost()).plus(share)
+
+    def _give_back(self, node_id: str, amount_usd: float) -> None:
+        """Share a refund in proportion to what each has paid for the node."""
+        payers = self._paid[node_id]
+        total = sum(paid.spent_usd for paid in payers.values())
+        left = max(0.0, 1.0 - amount_usd / total) if total else 0.0
+        for job_id, paid in payers.items():
+            payers[job_id] = RunningCost(
+                spent_usd=paid.spent_usd * left,
+                on_demand_usd=paid.on_demand_usd,
+                wasted_usd=paid.wasted_usd * left,
+            )

@@ -1,0 +1,1 @@
+"""Rebuild a job's state from its log."""

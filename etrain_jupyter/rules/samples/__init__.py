@@ -1,0 +1,1 @@
+"""Sample rules: batch plans, shards, and the exactly-once ledger."""

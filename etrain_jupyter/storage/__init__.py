@@ -1,0 +1,1 @@
+"""Storage: objects in a bucket, checkpoints, and logs kept in a bucket."""

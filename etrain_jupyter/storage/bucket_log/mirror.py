@@ -1,0 +1,161 @@
+"""Keeps a job's log in the bucket while it is written here, in a thread of its own.
+
+The thread ``etrain-mirror-<job>`` ends soon after ``finish``: when all is uploaded, or when the
+bucket has not been reachable for ``GIVE_UP_S`` since then. Training never waits for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+
+from etrain_jupyter.errors import FencedError, RunStoreError
+from etrain_jupyter.storage.bucket_log.uploads import Uploads
+
+logger = logging.getLogger("etrain.mirror")
+
+FLUSH_S = 1.5
+"""How long events are collected before they are uploaded: another machine sees them so late."""
+BEAT_S = 5.0
+"""How often the bucket is told that the job's coordinator lives."""
+SILENT_S = 45.0
+"""After which a coordinator that does not tell so counts as gone, for whoever cannot ask it."""
+RETRY_S = 1.0
+RETRY_MOST_S = 15.0
+GIVE_UP_S = 600.0
+"""How long after the job's end it is still tried to upload the rest."""
+
+
+class Mirror:
+    """Uploads a log in the background.
+
+    Args:
+        uploads: What brings it there; from now on this thread's alone.
+        lock: An open file with the lock of the copy; closed when nobody writes or reads it here
+            any more.
+        name: Of the job, for the thread's name.
+        on_trouble: Called from the thread when the bucket fails, with why, and with an empty text
+            when it has all again.
+        on_fenced: Called from the thread when somebody else goes on with the log, with who.
+    """
+
+    def __init__(
+        self,
+        uploads: Uploads,
+        *,
+        lock: int,
+        name: str,
+        on_trouble: Callable[[str], None],
+        on_fenced: Callable[[str], None],
+    ) -> None:
+        self._uploads = uploads
+        self._lock = lock
+        self._ending = threading.Lock()
+        """Held while it is decided who closes the lock."""
+        self._has_ended = False
+        self._on_trouble, self._on_fenced = on_trouble, on_fenced
+        self._wake = threading.Event()
+        self._is_finishing = threading.Event()
+        self.is_done = threading.Event()
+        """Set when nothing more will be uploaded."""
+        self.trouble = ""
+        """Why the bucket cannot be written just now; empty while it can."""
+        self._beat_at = 0.0
+        self._finished_at = 0.0
+        self._thread = threading.Thread(target=self._run, name=f"etrain-mirror-{name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def seq(self) -> int:
+        """The newest event that the bucket has."""
+        return self._uploads.seq
+
+    @property
+    def where(self) -> str:
+        """The job's place in the bucket."""
+        return str(self._uploads.chain.objects)
+
+    def hurry(self) -> None:
+        """Upload what there is without waiting for more."""
+        self._wake.set()
+
+    def finish(self) -> None:
+        """Upload the rest and end: nothing more will be written here."""
+        self._finished_at = time.monotonic()
+        with self._ending:
+            self._is_finishing.set()
+            self._unlock_at_end()
+        self._wake.set()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for its end, and tell whether it came."""
+        return self.is_done.wait(timeout_s)
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except FencedError as exc:
+            logger.error("%s", exc)
+            self._on_fenced(str(exc))
+        except Exception as exc:
+            # A mistake of ours: the job goes on, its log is here.
+            logger.exception("the log is not uploaded any more")
+            self._on_trouble(f"{type(exc).__name__}: {exc}")
+        finally:
+            with self._ending:
+                self._has_ended = True
+                self._unlock_at_end()
+            self.is_done.set()
+
+    def _unlock_at_end(self) -> None:
+        """Let others change the copy once it is written no more and all is uploaded."""
+        if self._has_ended and self._is_finishing.is_set() and self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def _work(self) -> None:
+        num_failures = 0
+        while True:
+            try:
+                is_finishing = self._is_finishing.is_set()
+                self._upload_all(is_last=is_finishing)
+                if self.trouble:
+                    self.trouble = ""
+                    self._on_trouble("")
+                if is_finishing:
+                    return
+                num_failures, pause_s = 0, FLUSH_S
+            except FencedError:
+                raise
+            except (RunStoreError, OSError) as exc:  # OSError: this machine's disk
+                num_failures += 1
+                pause_s = min(RETRY_MOST_S, RETRY_S * 2 ** min(num_failures - 1, 8))
+                if not self.trouble:
+                    self.trouble = str(exc)
+                    logger.warning("%s; the log goes on here and is uploaded later", exc)
+                    self._on_trouble(self.trouble)
+                if self._has_given_up():
+                    logger.error("%s; the rest of the log is on this machine only", exc)
+                    return
+            self._wake.wait(pause_s)
+            self._wake.clear()
+
+    def _upload_all(self, *, is_last: bool) -> None:
+        while self._uploads.upload():
+            pass
+        if is_last or time.monotonic() - self._beat_at >= BEAT_S:
+            self._uploads.beat(has_ended=is_last)
+            self._beat_at = time.monotonic()
+        try:
+            self._uploads.pack()
+        except RunStoreError as exc:
+            if not is_last:
+                raise
+            logger.warning("%s; the log is whole without", exc)
+
+    def _has_given_up(self) -> bool:
+        is_finishing = self._is_finishing.is_set()
+        return is_finishing and time.monotonic() - self._finished_at > GIVE_UP_S

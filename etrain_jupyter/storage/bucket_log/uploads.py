@@ -1,0 +1,265 @@
+"""From this machine's log to the bucket: new events first, then packs of older ones."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import secrets
+import time
+from pathlib import Path
+from typing import Any
+
+from etrain_jupyter.errors import FencedError, RunStoreError
+from etrain_jupyter.log.event_log import LogReader
+from etrain_jupyter.log.events import LogLine
+from etrain_jupyter.log.segments import EVENTS_PER_SEGMENT, finished_segments
+from etrain_jupyter.storage.bucket_log.chain import (
+    PACKS,
+    PIECE_EVENTS,
+    Chain,
+    LogObject,
+    columns_key,
+    pack_key,
+    piece_key,
+)
+from etrain_jupyter.storage.bucket_log.local_copy import LogCopy
+
+MARK_FILE = ".uploaded.json"
+"""In the copy's folder: who writes, and how far the bucket has it."""
+ALIVE = "alive.json"
+CLAIM_TRIES = 5
+
+
+class Uploads:
+    """Brings a log to the bucket, as far as the folder has it. Not thread-safe.
+
+    Args:
+        chain: The log in the bucket.
+        log_path: The log.
+        writer: Whose objects they are; without one, whoever wrote from this folder before.
+        seq: Up to which the bucket has this log; needed with ``writer``.
+    """
+
+    def __init__(
+        self, chain: Chain, log_path: Path, *, writer: str = "", seq: int | None = None
+    ) -> None:
+        self.chain = chain
+        self._path = log_path
+        known = _read_mark(log_path.parent) if not writer else {}
+        self.writer = writer or str(known.get("writer") or new_writer())
+        self.seq = int(known.get("seq", 0)) if seq is None else seq
+        self._own: list[int] = []
+        """First events of our objects that may be removed once they are packed."""
+        self._packed: dict[int, int] = {}
+        """Up to which there are packs of each size; empty before the first look."""
+        self._began_at = self.seq + 1
+        self._reader: LogReader | None = None
+        self._pending: list[bytes] = []
+        self.facts: dict[str, Any] = {}
+        """How the job stands, by the newest lines that were uploaded."""
+
+    def upload(self) -> bool:
+        """Write the next events, at most ``PIECE_EVENTS``; return whether there were any.
+
+        Raises:
+            FencedError: If somebody else has gone on with this log.
+            RunStoreError: If the bucket cannot be written; the next call tries again.
+        """
+        if not self._pending:
+            self._pending = self._next_lines()
+        if not self._pending:
+            return False
+        piece = LogObject(first=self.seq + 1, lines=tuple(self._pending), writer=self.writer)
+        found = self.chain.put_piece(piece)
+        count = len(found.lines)
+        # What we wrote before we were killed may be shorter, and its successors are not ours.
+        if found.writer != self.writer or list(found.lines) != self._pending[:count]:
+            raise FencedError(
+                f"event {piece.first} of {self.chain.objects} is of {found.writer}: the job goes "
+                "on there"
+            )
+        self._pending = self._pending[count:]
+        self._take(found)
+        return True
+
+    def write_next(self, line: bytes) -> None:
+        """Append a line to a log that is uploaded whole: to the chain, and only then here.
+
+        Raises:
+            FencedError: If somebody else has gone on with this log; then nothing was written.
+        """
+        piece = LogObject(first=self.seq + 1, lines=(line,), writer=self.writer)
+        found = self.chain.put_piece(piece)
+        if found != piece:
+            raise FencedError(f"event {piece.first} of {self.chain.objects} is of {found.writer}")
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("ab") as file:
+            file.write(line + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self._take(piece)
+        self._reader, self._pending = None, []
+
+    def _take(self, piece: LogObject) -> None:
+        """Note that a piece of ours is there."""
+        for line in _telling(piece.lines):
+            with contextlib.suppress(ValueError):
+                event = json.loads(line)
+                self.facts |= {name: event[name] for name in _FACTS if name in event}
+        if piece.first != self._began_at:
+            self._own.append(piece.first)
+        self.seq = piece.last
+        _write_mark(self._path.parent, self.writer, self.seq)
+
+    def pack(self) -> None:
+        """Write the packs that the log is long enough for, and remove what they cover."""
+        if not self._packed:
+            ends = [(size, first + size - 1) for first, size in self.chain.list_packs()]
+            for size in PACKS:
+                self._packed[size] = max((end for n, end in ends if n >= size), default=0)
+        for size in PACKS:
+            # What a larger one covers needs no smaller one.
+            self._packed[size] = max(n for s, n in self._packed.items() if s >= size)
+            while self._packed[size] + size <= self.seq:
+                first = self._packed[size] + 1
+                if not self._write_pack(first, size):
+                    break
+                self._packed[size] += size
+                self._remove_packed(first, size)
+
+    def _write_pack(self, first: int, size: int) -> bool:
+        """Write one pack; return False if it has to wait for the columns."""
+        lines = self._lines_from(first, size)
+        if len(lines) != size:
+            raise RunStoreError(f"{self._path} has fewer lines than were uploaded from it")
+        if size == EVENTS_PER_SEGMENT:
+            try:
+                columns = (self._path.parent / columns_key(first)).read_bytes()
+            except FileNotFoundError:
+                return False
+            self.chain.objects.put_if_absent(columns_key(first), columns)
+        self.chain.put_pack(first, lines)
+        return True
+
+    def _remove_packed(self, first: int, size: int) -> None:
+        end = first + size
+        following = [*self._own[1:], self.seq + 1]
+        covered = [own for own, next_ in zip(self._own, following, strict=True) if next_ <= end]
+        for own in covered:
+            self.chain.objects.delete(piece_key(own))
+            self._own.remove(own)
+        if size == PACKS[0]:
+            for start in range(first, end, PACKS[1]):
+                self.chain.objects.delete(pack_key(start, PACKS[1]))
+
+    def beat(self, *, has_ended: bool = False) -> None:
+        """Say how the job stands, and that its writer lives."""
+        told = {
+            **self.facts,
+            "writer": self.writer,
+            "host": platform.node(),
+            "seq": self.seq,
+            "has_ended": has_ended,
+        }
+        self.chain.objects.put(ALIVE, json.dumps(told).encode())
+
+    def _next_lines(self) -> list[bytes]:
+        if self._reader is None:
+            self._reader = _reader_after(self._path, self.seq)
+        return self._reader.read_lines(PIECE_EVENTS)
+
+    def _lines_from(self, first: int, count: int) -> list[bytes]:
+        return _reader_after(self._path, first - 1).read_lines(count)
+
+
+_TELLING = tuple(
+    f'{{"event":"{kind}"'.encode() for kind in ("JobStatusChanged", "JobPlanned", "JobRestored")
+)
+_FACTS = ("status", "reason", "step", "total_steps", "world_size", "time")
+
+
+def _telling(lines: tuple[bytes, ...]) -> list[bytes]:
+    """Return the lines that tell how a job stands, in order; of many steps the last one."""
+    steps = [n for n, line in enumerate(lines) if line.startswith(b'{"event":"StepCompleted"')]
+    last = steps[-1] if steps else -1
+    return [line for n, line in enumerate(lines) if n == last or line.startswith(_TELLING)]
+
+
+def claim(copy: LogCopy, chain: Chain, *, job_id: str, end: int | None = None) -> Uploads:
+    """Become the one writer of a log that goes on, for whoever holds the lock of its copy.
+
+    What only this machine has of it is uploaded first. Then a line that says who goes on takes the
+    next place in the chain: of two that try, one gets it.
+
+    Args:
+        copy: This machine's copy.
+        chain: The log in the bucket.
+        job_id: The job.
+        end: The newest event when it was found that nobody goes on with it; None to go on behind
+            whatever there is, and to fence its writer.
+
+    Raises:
+        FencedError: If somebody else writes it.
+        RunStoreError: If the bucket cannot be read and written.
+    """
+    writer = new_writer()
+    for attempt in range(CLAIM_TRIES):
+        uploads = Uploads(chain, copy.path, writer=writer, seq=copy.fill())
+        try:
+            while uploads.upload():
+                pass
+            if end is not None and uploads.seq != end:
+                raise FencedError(f"it has {uploads.seq} events instead of {end}")
+            uploads.write_next(_claim_line(job_id, uploads))
+        except FencedError as exc:
+            if attempt + 1 == CLAIM_TRIES or end is not None:
+                raise FencedError(
+                    f"the log of job {job_id} is being written by somebody else: {exc}. Nothing "
+                    "was done here. %etrain attach follows it; --force takes it over"
+                ) from exc
+            copy.forget()
+        else:
+            return uploads
+    raise AssertionError("unreachable")
+
+
+def _claim_line(job_id: str, uploads: Uploads) -> bytes:
+    text = f"From here on the log is written by {uploads.writer}"
+    event = LogLine(
+        job_id=job_id, time=time.time(), seq=uploads.seq + 1, level="info", worker="", text=text
+    )
+    return json.dumps(event.to_dict(), separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def new_writer() -> str:
+    """Return a name that no other writer has."""
+    return f"{platform.node()}-{os.getpid()}-{secrets.token_hex(4)}"
+
+
+def _reader_after(path: Path, seq: int) -> LogReader:
+    """Return a reader of what follows on an event; finished segments tell where that is."""
+    offset = lines = 0
+    for _, place in finished_segments(path, since=1 << 62):
+        if lines + EVENTS_PER_SEGMENT > seq:
+            break
+        offset, lines = place.end, lines + EVENTS_PER_SEGMENT
+    reader = LogReader(path, offset=offset, lines=lines)
+    reader.skip(seq - lines)
+    return reader
+
+
+def _read_mark(folder: Path) -> dict[str, Any]:
+    try:
+        known = json.loads((folder / MARK_FILE).read_text(encoding="utf-8"))
+        return known if isinstance(known, dict) else {}
+    except (OSError, ValueError):
+        return {}
+
+
+def _write_mark(folder: Path, writer: str, seq: int) -> None:
+    """Note how far it came; if this is lost, the bucket is asked for it again."""
+    hidden = folder / f"{MARK_FILE}.tmp"
+    hidden.write_text(json.dumps({"writer": writer, "seq": seq}), encoding="utf-8")
+    hidden.replace(folder / MARK_FILE)

@@ -1,0 +1,101 @@
+"""Where checkpoints lie: stores, the manifest protocol, retention.
+
+A part of a checkpoint is bytes or a file here; what is in it only ``ranks`` knows.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from etrain_jupyter.errors import CheckpointError, ConfigError
+from etrain_jupyter.storage.checkpoints.base import (
+    CheckpointStore,
+    OpenCheckpoint,
+    newest_valid,
+    open_newest,
+    open_step,
+)
+from etrain_jupyter.storage.checkpoints.listing import ListedCheckpoint, list_checkpoints
+from etrain_jupyter.storage.checkpoints.local import LocalStore
+from etrain_jupyter.storage.checkpoints.manifest import Manifest, Part, manifest_key
+from etrain_jupyter.storage.checkpoints.retention import choose_steps_to_keep
+from etrain_jupyter.untrusted import check_job_id
+
+__all__ = [
+    "CheckpointStore",
+    "ListedCheckpoint",
+    "LocalStore",
+    "Manifest",
+    "OpenCheckpoint",
+    "Part",
+    "choose_steps_to_keep",
+    "list_checkpoints",
+    "manifest_key",
+    "newest_valid",
+    "open_newest",
+    "open_step",
+    "open_store",
+    "place_of_job",
+]
+
+
+def open_store(url: str) -> CheckpointStore:
+    """Return the store at a folder's path or a URL; nothing is read or written yet.
+
+    Raises:
+        CheckpointError: If the store's library is not installed.
+        ConfigError: For a scheme that no store is registered for, or a URL that is none.
+    """
+    scheme = urlsplit(url).scheme if "://" in url else "file"
+    if scheme not in _STORES:
+        raise ConfigError(
+            f"checkpoint.to={url!r}: there is no store for {scheme}://. Nothing was submitted.",
+            path=("checkpoint", "to"),
+            hint="Give the path of a folder, or s3://bucket/prefix.",
+        )
+    return _STORES[scheme](url)
+
+
+def _open_folder(url: str) -> CheckpointStore:
+    return LocalStore(Path(unquote(urlsplit(url).path) if "://" in url else url).expanduser())
+
+
+def _open_s3(url: str) -> CheckpointStore:
+    # boto3 comes with this import, which takes a moment: only where it is needed.
+    try:
+        from etrain_jupyter.storage.checkpoints.s3 import S3Store
+    except ModuleNotFoundError as exc:
+        raise CheckpointError(
+            f"checkpoint.to={url!r} needs boto3, which this Python lacks ({sys.executable}). "
+            'Install it there: pip install "etrain-jupyter[s3]"'
+        ) from exc
+    try:
+        return S3Store(url)
+    except ValueError as exc:
+        raise ConfigError(
+            f"checkpoint.to {exc}. Nothing was submitted.",
+            path=("checkpoint", "to"),
+            hint="Write s3://bucket/prefix.",
+        ) from exc
+
+
+_STORES: dict[str, Callable[[str], CheckpointStore]] = {"file": _open_folder, "s3": _open_s3}
+"""A new store is one line here."""
+
+
+def place_of_job(to: str, job_id: str) -> str:
+    """Return a job's own place below ``checkpoint.to``, which several jobs may share.
+
+    Raises:
+        ValueError: If that is no job's id.
+
+    >>> place_of_job("s3://bucket/runs/", "digits-0a1b2c3d")
+    's3://bucket/runs/digits-0a1b2c3d'
+    """
+    check_job_id(job_id)
+    if "://" in to:
+        return f"{to.rstrip('/')}/{job_id}"
+    return str(Path(to).expanduser() / job_id)

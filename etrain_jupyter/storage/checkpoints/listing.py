@@ -1,0 +1,58 @@
+"""What a store holds, checkpoint by checkpoint: one that is broken is named, and hides no other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from etrain_jupyter.errors import CheckpointError
+from etrain_jupyter.storage.checkpoints.base import CheckpointStore, open_step
+from etrain_jupyter.storage.checkpoints.manifest import Manifest
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListedCheckpoint:
+    """One step that has a manifest."""
+
+    step: int
+    manifest: Manifest | None
+    """None if it cannot be read."""
+    problem: str
+    """What is wrong with it; empty as far as is known."""
+    is_verified: bool
+    """Whether all parts were read, and have the size and SHA-256 of the manifest."""
+
+
+def list_checkpoints(
+    store: CheckpointStore, *, job_id: str, verify: bool = False
+) -> list[ListedCheckpoint]:
+    """Return every checkpoint that has a manifest, the newest first.
+
+    Args:
+        store: Where to look.
+        job_id: Checkpoints of other jobs are a problem.
+        verify: Also read all of their parts.
+
+    Raises:
+        CheckpointError: If the store cannot be listed.
+    """
+    listed = [_look_at(store, step, job_id, verify) for step in reversed(store.list_steps())]
+    if any(row.problem for row in listed):
+        # A job that runs removes old ones meanwhile: what is gone now is not broken.
+        left = set(store.list_steps())
+        listed = [row for row in listed if not row.problem or row.step in left]
+    return listed
+
+
+def _look_at(store: CheckpointStore, step: int, job_id: str, verify: bool) -> ListedCheckpoint:
+    manifest, problem = None, ""
+    try:
+        manifest = store.read_manifest(step)
+        if manifest.job_id != job_id:
+            raise CheckpointError(f"it belongs to job {manifest.job_id}, not to {job_id}")
+        if verify:
+            open_step(store, step)
+    except CheckpointError as exc:
+        problem = str(exc)
+    return ListedCheckpoint(
+        step=step, manifest=manifest, problem=problem, is_verified=verify and not problem
+    )

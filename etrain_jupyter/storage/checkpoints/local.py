@@ -1,0 +1,212 @@
+"""Checkpoints in a folder, which may be on a disk or a network file system."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from etrain_jupyter.errors import CheckpointError
+from etrain_jupyter.storage.checkpoints.base import Progress, ignore_progress, used_folders
+from etrain_jupyter.storage.checkpoints.files import (
+    fsync_folder,
+    link_if_absent,
+    removed_at_end,
+    removed_on_failure,
+    write_new,
+)
+from etrain_jupyter.storage.checkpoints.manifest import (
+    MANIFESTS_FOLDER,
+    PARTS_FOLDER,
+    Manifest,
+    Part,
+    check_file,
+    check_key,
+    folder_key,
+    manifest_key,
+    parse_manifest,
+    step_name,
+    step_of_folder,
+    step_of_manifest,
+)
+from etrain_jupyter.storage.checkpoints.retention import choose_folders_to_remove
+from etrain_jupyter.untrusted import read_regular
+
+_MOST_MANIFEST_BYTES = 64_000_000
+
+
+class LocalStore:
+    """A folder of checkpoints; see ``CheckpointStore`` for what its methods promise.
+
+    Args:
+        root: The folder, usually the job's run folder. It is made by the first write.
+    """
+
+    is_remote = False
+    notice = ""
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = Path(root).absolute()
+
+    def __repr__(self) -> str:
+        return f"LocalStore({str(self.root)!r})"
+
+    def __str__(self) -> str:
+        return str(self.root)
+
+    def begin(self, step: int) -> str:
+        """Return the key of a new, empty folder for the parts of this step."""
+        attempt = 0
+        with self._explained(f"{step_name(step)} cannot be begun"):
+            (self.root / PARTS_FOLDER).mkdir(parents=True, exist_ok=True)
+            self._refuse_links()
+            while True:
+                key = folder_key(step, attempt)
+                try:
+                    # Of several processes only one can make a folder.
+                    (self.root / key).mkdir()
+                except FileExistsError:
+                    attempt += 1
+                else:
+                    fsync_folder(self.root / PARTS_FOLDER)
+                    return key
+
+    def put_part(
+        self,
+        folder: str,
+        name: str,
+        data: bytes | memoryview | Path,
+        *,
+        progress: Progress = ignore_progress,
+    ) -> Part:
+        """Write one part under a temporary name, sync it, read it back, and give it its name."""
+        key = f"{folder}/{name}"
+        path = self._path_of(key)
+        temporary = path.with_name(f".{name}.{secrets.token_hex(4)}")
+        with self._explained(f"{key} cannot be written"), removed_on_failure(temporary):
+            if path.exists():
+                raise CheckpointError(f"{key} is there already; keys are never used twice")
+            size, digest = write_new(temporary, data, progress)
+            part = Part(key=key, sha256=digest, size=size)
+            check_file(part, temporary)
+            os.rename(temporary, path)
+            fsync_folder(path.parent)
+        return part
+
+    def commit(self, manifest: Manifest) -> bool:
+        """Link the manifest to its name, which fails for all but one of several writers."""
+        name = step_name(manifest.step)
+        for part in manifest.parts.values():
+            self._check_is_there(part)
+        path = self.root / manifest_key(manifest.step)
+        temporary = path.with_name(f".{name}.{secrets.token_hex(4)}")
+        with self._explained(f"the manifest of {name} cannot be written"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with removed_at_end(temporary):
+                write_new(temporary, manifest.to_json().encode())
+                is_new = link_if_absent(temporary, path)
+                fsync_folder(path.parent)
+        return is_new or self._is_committed(manifest)
+
+    def list_steps(self) -> list[int]:
+        """Return the steps that have a manifest, oldest first."""
+        names = self._names_in(MANIFESTS_FOLDER)
+        return sorted(step for step in map(step_of_manifest, names) if step is not None)
+
+    def read_manifest(self, step: int) -> Manifest:
+        """Return a step's manifest."""
+        try:
+            text = read_regular(self.root / manifest_key(step), most_bytes=_MOST_MANIFEST_BYTES)
+        except OSError as exc:
+            raise CheckpointError(
+                f"{step_name(step)}: its manifest cannot be read ({exc.strerror})"
+            ) from exc
+        return parse_manifest(text, step=step)
+
+    def get_part(self, part: Part) -> Path:
+        """Return the part's own file, after its size and SHA-256 were compared."""
+        path = self._path_of(part.key)
+        check_file(part, path)
+        return path
+
+    def prune(self, keep_steps: Collection[int]) -> list[str]:
+        """Remove other checkpoints, manifest first, and leftovers older than the newest kept."""
+        self._refuse_links()
+        listed = self.list_steps()
+        kept = [step for step in listed if step in keep_steps]
+        with self._explained("old checkpoints cannot be removed"):
+            removed = [manifest_key(step) for step in listed if step not in keep_steps]
+            for key in removed:
+                (self.root / key).unlink(missing_ok=True)
+            if removed:
+                fsync_folder(self.root / MANIFESTS_FOLDER)
+            dropped = set(listed) - set(kept)
+            names = self._names_in(PARTS_FOLDER)
+            used = used_folders(self, kept, names)
+            for name in choose_folders_to_remove(names, kept=kept, dropped=dropped, used=used):
+                shutil.rmtree(self.root / PARTS_FOLDER / name, ignore_errors=True)
+                removed.append(f"{PARTS_FOLDER}/{name}")
+            self._remove_temporary_manifests(before=max(kept, default=0))
+        return removed
+
+    def _remove_temporary_manifests(self, *, before: int) -> None:
+        for name in self._names_in(MANIFESTS_FOLDER):
+            step = step_of_folder(name[1:].rpartition(".")[0]) if name.startswith(".") else None
+            if step is not None and step < before:
+                (self.root / MANIFESTS_FOLDER / name).unlink(missing_ok=True)
+
+    def _refuse_links(self) -> None:
+        """Refuse to write or remove anything in a folder that is somewhere else.
+
+        Raises:
+            CheckpointError: If one of the two is a link.
+        """
+        for name in (PARTS_FOLDER, MANIFESTS_FOLDER):
+            if (self.root / name).is_symlink():
+                raise CheckpointError(
+                    f"{self.root / name} is a link, which is not followed: nothing was written or "
+                    "removed there. To keep checkpoints on another disk set checkpoint: {to: "
+                    "FOLDER} in the cell"
+                )
+
+    def _check_is_there(self, part: Part) -> None:
+        try:
+            size = self._path_of(part.key).stat().st_size
+        except OSError as exc:
+            raise CheckpointError(f"{part.key} is missing, so nothing was committed") from exc
+        if size != part.size:
+            raise CheckpointError(
+                f"{part.key} has {size} bytes instead of {part.size}, so nothing was committed"
+            )
+
+    def _is_committed(self, manifest: Manifest) -> bool:
+        try:
+            return self.read_manifest(manifest.step) == manifest
+        except CheckpointError:
+            return False
+
+    def _path_of(self, key: str) -> Path:
+        path = self.root / check_key(key)
+        # A link inside the folder could still lead out of it.
+        if not path.resolve().is_relative_to(self.root.resolve()):
+            raise CheckpointError(f"key {key!r} leads out of {self.root} and is refused")
+        return path
+
+    def _names_in(self, folder: str) -> list[str]:
+        try:
+            return os.listdir(self.root / folder)
+        except FileNotFoundError:
+            return []
+        except OSError as exc:
+            raise CheckpointError(f"{self.root} cannot be listed ({exc.strerror})") from exc
+
+    @contextmanager
+    def _explained(self, what: str) -> Iterator[None]:
+        """Turn the system's errors into ours, which name the place."""
+        try:
+            yield
+        except OSError as exc:
+            raise CheckpointError(f"{what} in {self.root}: {exc.strerror or exc}") from exc

@@ -1,0 +1,55 @@
+"""Which checkpoints are kept: a rule without I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from etrain_jupyter.storage.checkpoints.manifest import step_of_folder
+
+
+def choose_steps_to_keep(
+    steps: Collection[int], *, keep: int, protected: Collection[int] = ()
+) -> set[int]:
+    """Return the newest ``keep`` of ``steps``, and those that are protected.
+
+    Args:
+        steps: Steps that have a manifest, in any order.
+        keep: How many of the newest stay, at least 1: the newest is never removed.
+        protected: Steps that stay however old they are, for example the best one.
+
+    >>> sorted(choose_steps_to_keep([100, 200, 300, 400], keep=2, protected=[100]))
+    [100, 300, 400]
+    """
+    return set(sorted(steps)[-max(1, keep) :]) | (set(steps) & set(protected))
+
+
+def choose_folders_to_remove(
+    names: Collection[str],
+    *,
+    kept: Collection[int],
+    dropped: Collection[int],
+    used: Collection[str],
+) -> list[str]:
+    """Return the folders of parts that no kept manifest names and that nobody can be writing to.
+
+    Args:
+        names: The folders there are, and perhaps others, which stay.
+        kept: Steps whose manifests stay. What is of a newer step may still be being written.
+        dropped: Steps whose manifests were removed.
+        used: Folders that the kept manifests name.
+
+    >>> choose_folders_to_remove(
+    ...     ["step_00000100", "step_00000200", "step_00000200.1", "step_00000300", "notes"],
+    ...     kept=[200], dropped=[100], used=["step_00000200.1"],
+    ... )
+    ['step_00000100']
+    """
+    newest = max(kept, default=0)
+    chosen = []
+    for name in sorted(names):
+        step = step_of_folder(name)
+        if step is None or name in used:
+            continue
+        if step in dropped or step < newest:
+            chosen.append(name)
+    return chosen

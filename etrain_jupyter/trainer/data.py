@@ -1,0 +1,249 @@
+"""Samples by index, whatever the notebook calls a data set."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, cast
+
+import cloudpickle
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+
+from etrain_jupyter.trainer.seeds import seeded
+
+Indices = Sequence[int] | NDArray[np.int64]
+
+
+class Share(NamedTuple):
+    """Samples that become one batch."""
+
+    indices: Indices
+    seed: int = 0
+    """Where chance begins for whoever fetches them, here or in a loader process: what a data set
+    draws from torch, numpy or random depends on this alone. A generator of the data set's own
+    cannot be seeded."""
+
+
+Delivered = tuple[NDArray[np.int64], Any]
+"""The indices of the samples that were fetched, as the fetcher knows them, and the batch."""
+
+
+class SampleSource(Protocol):
+    """Where batches come from."""
+
+    def __len__(self) -> int: ...
+
+    def batches(self, shares: Iterable[Share]) -> Iterator[Delivered]:
+        """Yield for each share, in this order, what was fetched and its batch.
+
+        The generators of this process are left as they are.
+        """
+        ...
+
+    def close(self) -> None:
+        """End the loader processes, if there are any."""
+        ...
+
+
+class DataError(ValueError):
+    """The notebook's data cannot be used; the message says how to mend it."""
+
+
+def open_samples(
+    data: Any, *, name: str, collate: Callable[[list[Any]], Any] | None, num_workers: int
+) -> SampleSource:
+    """Wrap what ``data.train`` or ``data.eval`` refers to.
+
+    Args:
+        data: A map-style data set, a pair or dict of tensors or arrays of equal length, or a class
+            or function without arguments that gives one of these (it is called here, on the
+            worker).
+        name: The key of the cell, for messages.
+        collate: Joins a list of samples to a batch; torch's ``default_collate`` if None.
+        num_workers: Processes that load ahead; 0 loads in the training process.
+
+    Returns:
+        A source whose batches are tuples or whatever ``collate`` makes.
+
+    Raises:
+        DataError: If ``data`` is none of these, or is empty.
+    """
+    if isinstance(data, type) or (callable(data) and not hasattr(data, "__getitem__")):
+        data = data()
+    columns = _columns_of(data) if collate is None else None
+    source: SampleSource
+    if columns is not None:
+        source = ColumnSource(columns, name)
+    elif hasattr(data, "__len__") and hasattr(data, "__getitem__"):
+        source = ItemSource(data, collate or default_collate, num_workers)
+    else:
+        raise DataError(
+            f"{name} is a {type(data).__name__} without len() and [i]. Give a map-style data set, "
+            "a pair of "
+            f"tensors, or a function that returns one."
+        )
+    if len(source) == 0:
+        raise DataError(f"{name} is empty (0 samples). Check what fills it in the notebook.")
+    return source
+
+
+def _columns_of(data: Any) -> tuple[torch.Tensor, ...] | dict[str, torch.Tensor] | None:
+    """Return tensors that can be indexed at once, or None if samples must be fetched one by one."""
+    if type(data) is TensorDataset:
+        return tuple(data.tensors)
+    if isinstance(data, Mapping) and data and all(_is_array(v) for v in data.values()):
+        return {str(k): torch.as_tensor(v) for k, v in data.items()}
+    if isinstance(data, tuple | list) and len(data) >= 2 and all(_is_array(v) for v in data):
+        return tuple(torch.as_tensor(v) for v in data)
+    return None
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, torch.Tensor | np.ndarray) and value.ndim > 0
+
+
+class ColumnSource:
+    """Tensors of equal length: a batch is one indexing operation a column."""
+
+    def __init__(
+        self, columns: tuple[torch.Tensor, ...] | dict[str, torch.Tensor], name: str
+    ) -> None:
+        values = list(columns.values()) if isinstance(columns, dict) else list(columns)
+        lengths = sorted({len(v) for v in values})
+        if len(lengths) > 1:
+            raise DataError(f"{name} has tensors of different lengths {lengths}; they must agree.")
+        self._columns = columns
+        self._length = lengths[0]
+
+    def __len__(self) -> int:
+        return self._length
+
+    def batches(self, shares: Iterable[Share]) -> Iterator[Delivered]:
+        """Yield one tuple (or dict) of tensors for each share; no chance is involved."""
+        for share in shares:
+            rows = torch.as_tensor(share.indices, dtype=torch.int64)
+            if isinstance(self._columns, dict):
+                yield rows.numpy(), {k: v[rows] for k, v in self._columns.items()}
+            else:
+                yield rows.numpy(), tuple(v[rows] for v in self._columns)
+
+    def close(self) -> None:
+        """Do nothing: there is no process to end."""
+
+
+class ItemSource:
+    """A map-style data set, sample by sample, in this process or by loader processes."""
+
+    def __init__(self, data: Any, collate: Callable[[list[Any]], Any], num_workers: int) -> None:
+        self._fetcher = _Fetcher(data, collate)
+        self._shares = _Shares()
+        self._loader = self._start_loader(num_workers) if num_workers else None
+
+    def __len__(self) -> int:
+        return len(self._fetcher)
+
+    def batches(self, shares: Iterable[Share]) -> Iterator[Delivered]:
+        """Yield one collated batch for each share."""
+        if self._loader is not None:
+            self._shares.feed = shares
+            for indices, batch in self._loader:
+                yield np.asarray(indices, dtype=np.int64), batch
+            return
+        for share in shares:
+            indices, batch = self._fetcher.__getitems__(_order_of(share))
+            yield np.asarray(indices, dtype=np.int64), batch
+
+    def close(self) -> None:
+        """End the loader processes."""
+        self._loader = None  # its iterator's destructor does it
+
+    def _start_loader(self, num_workers: int) -> DataLoader[Any]:
+        # Spawned, never forked: the trainer has threads, and perhaps a CUDA context.
+        return DataLoader(
+            cast("Dataset[Any]", self._fetcher),
+            batch_sampler=cast("Any", self._shares),  # an order is passed on as it is
+            num_workers=num_workers,
+            collate_fn=_as_it_is,  # the fetcher has collated already
+            # Without one of its own it would draw from the generator that the model draws from.
+            generator=torch.Generator(),
+            persistent_workers=True,
+            multiprocessing_context="spawn",
+        )
+
+
+class _Shares:
+    """The batch sampler of a loader that outlives generations: it reads whatever feed is set."""
+
+    def __init__(self) -> None:
+        self.feed: Iterable[Share] = ()
+
+    def __iter__(self) -> Iterator[_Order]:
+        return map(_order_of, self.feed)
+
+
+class _Order(NamedTuple):
+    """A share as it travels to a loader process."""
+
+    indices: list[int]
+    seed: int
+
+
+def _order_of(share: Share) -> _Order:
+    return _Order([int(i) for i in share.indices], share.seed)
+
+
+class _Fetcher:
+    """Fetches and collates, here or in a loader process, and tells what it has fetched.
+
+    Plain pickle would look for the notebook's classes in a module; so it travels by value.
+    """
+
+    def __init__(self, data: Any, collate: Callable[[list[Any]], Any]) -> None:
+        self._data = data
+        self._collate = collate
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_fetcher_from, (cloudpickle.dumps((self._data, self._collate)),))
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitems__(self, order: _Order) -> tuple[list[int], Any]:
+        # A loader process calls it by this name.
+        with seeded(order.seed):
+            return self._fetch(order.indices)
+
+    def _fetch(self, indices: list[int]) -> tuple[list[int], Any]:
+        if hasattr(self._data, "__getitems__"):
+            samples = list(self._data.__getitems__(indices))
+        else:
+            samples = [self._data[i] for i in indices]
+        try:
+            return indices, self._collate(samples)
+        except Exception as exc:
+            exc.add_note(f"while joining samples {reprlib.repr(indices)} to a batch")
+            raise
+
+
+def _fetcher_from(data: bytes) -> _Fetcher:
+    return _Fetcher(*cloudpickle.loads(data))
+
+
+def _as_it_is(fetched: Any) -> Any:
+    return fetched
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Move every tensor of a batch, however nested."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple | list):
+        moved = [to_device(value, device) for value in batch]
+        is_named = hasattr(batch, "_fields")  # a named tuple takes its elements one by one
+        return type(batch)(*moved) if is_named else type(batch)(moved)
+    return batch

@@ -1,0 +1,136 @@
+"""Which bucket is exchanged when: as soon as the last backward pass is through with it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+
+import torch
+
+from etrain_jupyter.rules.samples.shard_plan import Merge, ShardPass, ShardPlan
+from etrain_jupyter.trainer.gradients.bucket import GradientBucket
+from etrain_jupyter.trainer.gradients.tree_sum import TreeSum
+from etrain_jupyter.trainer.group.process_group import CommunicationError, Pending, RankGroup
+from etrain_jupyter.trainer.references import WorkloadError
+
+
+class BucketSums:
+    """Sums buckets over the ranks, in the same order on all of them, as early as they are ready.
+
+    The exchange itself runs on the generation's exchange thread. On a GPU it goes through the CPU's
+    memory, since it speaks gloo.
+
+    Args:
+        group: The generation's.
+        plan: How the shards lie on its ranks.
+        buckets: In the order in which backward passes complete them.
+        last_merges: What remains to be added up after the rank's last shard.
+    """
+
+    def __init__(
+        self,
+        group: RankGroup,
+        plan: ShardPlan,
+        buckets: list[GradientBucket],
+        last_merges: Sequence[Merge],
+    ) -> None:
+        self._group = group
+        self._buckets = buckets
+        self._last_merges = last_merges
+        self._places: dict[torch.Tensor, tuple[int, int]] = {
+            p: (i, j) for i, bucket in enumerate(buckets) for j, p in enumerate(bucket.parameters)
+        }
+        self._slot = 0
+        self._touched: set[torch.Tensor] = set()
+        self._missing: list[set[torch.Tensor]] = []
+        self._pending: list[Pending] = []
+        self._num_started = 0
+        self.is_open = False
+        """Whether the backward pass that is under way completes buckets."""
+        self.num_tags = 0
+        """Tags that its sums use, from 0."""
+        self._add_up = [self._sum_of(bucket, plan) for bucket in buckets]
+
+    def _sum_of(self, bucket: GradientBucket, plan: ShardPlan) -> Callable[[], None]:
+        if self._group.world_size == 1:
+            return _nothing
+        partials = list(bucket.sums_SN[: len(plan.subtrees[self._group.rank])])
+        on_cpu = [partial.cpu() for partial in partials]
+        tree_sum = TreeSum(self._group, plan, on_cpu, tag=self.num_tags)
+        self.num_tags += tree_sum.num_tags
+        if partials[0].device.type == "cpu":
+            return tree_sum.exchange
+
+        def exchange() -> None:
+            for staged, partial in zip(on_cpu, partials, strict=True):
+                staged.copy_(partial)
+            tree_sum.exchange()
+            partials[0].copy_(on_cpu[0])
+
+        return exchange
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self._touched = set()
+        self._missing = [set(bucket.parameters) for bucket in self._buckets]
+        self._pending = []
+        self._num_started = 0
+        self.is_open = False
+
+    def collect(self, p: ShardPass) -> None:
+        """Let the backward passes of a shard go where it is added up."""
+        self._slot = p.slot
+        for bucket in self._buckets:
+            bucket.begin(p.slot, is_fresh=p.is_fresh)
+
+    def touch(self, parameter: torch.Tensor) -> None:
+        """Take in that a backward pass has added to a parameter's gradient: the hook of torch.
+
+        Raises:
+            WorkloadError: If the gradient has been sent already.
+        """
+        self._touched.add(parameter)
+        index, place = self._places[parameter]
+        self._buckets[index].take(self._slot, place)
+        if not self.is_open:
+            return
+        if index < self._num_started:
+            raise WorkloadError(
+                f"a parameter of shape {tuple(parameter.shape)} gets gradients twice in one "
+                "backward pass, which reproducible cannot add up. If the model recomputes "
+                "activations, write checkpoint(..., use_reentrant=False)."
+            )
+        self._missing[index].discard(parameter)
+        # An exception within a hook may come out as any other: a lost peer is noticed later.
+        with contextlib.suppress(CommunicationError):
+            while self._num_started < len(self._missing) and not self._missing[self._num_started]:
+                self._start_next()
+
+    def _start_next(self) -> None:
+        index = self._num_started
+        self._num_started += 1
+        bucket, add_up = self._buckets[index], self._add_up[index]
+        touched = frozenset(self._touched.intersection(bucket.parameters))
+
+        def work() -> None:
+            bucket.merge(self._last_merges)
+            bucket.set_flags(touched)
+            add_up()
+            self._group.beat()
+
+        if self._group.world_size == 1:
+            work()
+        else:
+            self._pending.append(self._group.start(work))
+
+    def finish(self) -> None:
+        """Exchange what the last backward pass has left, and wait for all."""
+        self.is_open = False
+        while self._num_started < len(self._buckets):
+            self._start_next()
+        for pending in self._pending:
+            pending.wait()
+
+
+def _nothing() -> None:
+    """Do nothing."""

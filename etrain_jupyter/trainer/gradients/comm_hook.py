@@ -1,0 +1,61 @@
+"""What DistributedDataParallel calls with each bucket of gradients that is ready to be summed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from etrain_jupyter.trainer.gradients.compression import compressed
+from etrain_jupyter.trainer.gradients.stopwatch import Stopwatch
+from etrain_jupyter.trainer.group.process_group import RankGroup
+
+Send = Callable[[Any], "torch.futures.Future[torch.Tensor]"]
+"""Starts to sum a bucket over the ranks."""
+
+
+class CommHook:
+    """Sends buckets, compressed if that is asked for, and looks at each before it goes.
+
+    Args:
+        group: The generation's.
+        compression: ``none``, ``bf16``, ``fp16`` or ``powersgd``.
+        watch: Told when a bucket is ready: after the last one nothing is left to compute.
+        measures_squares: Whether the square norm of this rank's own gradient is wanted.
+    """
+
+    def __init__(
+        self, group: RankGroup, *, compression: str, watch: Stopwatch, measures_squares: bool
+    ) -> None:
+        self._send: Send = compressed(group, compression)
+        self._watch = watch
+        self._measures_squares = measures_squares
+        self._squares: list[torch.Tensor] = []
+
+    def __call__(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        """Start to sum a bucket over the ranks."""
+        if self._measures_squares:
+            self._squares.append(_square(bucket.buffer()))
+        self._watch.bucket_is_ready()
+        return self._send(bucket)
+
+    def take_square_norm(self) -> float:
+        """Return the square norm of all that was sent since the last call."""
+        squares, self._squares = self._squares, []
+        return _sum(squares)
+
+
+def square_norm(tensors: Iterable[torch.Tensor]) -> float:
+    """Return the square of the norm of some tensors taken as one vector."""
+    return _sum([_square(tensor) for tensor in tensors])
+
+
+def _square(tensor: torch.Tensor) -> torch.Tensor:
+    values = tensor.detach()
+    norm: torch.Tensor = torch.linalg.vector_norm(values.float())
+    return norm.double().square()
+
+
+def _sum(squares: list[torch.Tensor]) -> float:
+    return float(torch.stack(squares).sum()) if squares else 0.0

@@ -1,0 +1,140 @@
+"""Let ranks authenticate each other before the first tensor, so that strangers and relays fail.
+
+gloo carries no authentication: its listener gives a rank's place to the first connection that sends
+the 8-byte number of a pair (0, 1, 2 ...). So when gloo has connected, each rank publishes both ends
+of its connections over the control channel, which is authenticated. Every two ranks must list one
+and the same connection, once from each end. All ranks compare the same lists, so all of them accept
+the group or all refuse it, and no byte goes through gloo before.
+
+What this does not notice: an attacker on the path between two machines (a router, ARP), who changes
+no address. Only encryption helps there. Address translation changes the ends, so it is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from etrain_jupyter.trainer.group.connections import (
+    Pair,
+    decode,
+    encode,
+    find_mismatch,
+    find_uid,
+    words_of,
+)
+from etrain_jupyter.trainer.group.gloo_device import GlooDevice
+from etrain_jupyter.trainer.group.rendezvous import FORM_TIMEOUT_S, CommunicationError
+
+MAX_UNCLAIMED = 1024
+"""Connections that wait for a rank's number. The ranks make one each, so many more are a flood,
+which would use up the process's descriptors: gloo ends the process when ``accept`` fails."""
+
+DESCRIPTION_TIMEOUT_S = 5.0
+"""How long ranks wait for each other's description of an unknown connection."""
+
+MAX_DESCRIBED = 3
+"""Unknown connections that a message names; it says how many more there are."""
+
+
+class UnknownPeerError(CommunicationError):
+    """A connection of this generation is not one between two of its ranks."""
+
+
+def authenticate(device: GlooDevice, store: Any, *, rank: int, world_size: int) -> None:
+    """Compare the connections of all ranks, then let nobody else connect.
+
+    Call it when gloo has connected and before anything is sent. It blocks until every rank has
+    called it or ``give_up``.
+
+    Raises:
+        UnknownPeerError: On every rank or on none: some connection is not between two ranks.
+        CommunicationError: A rank could not connect, or the connections cannot be listed.
+    """
+    claimed = [each.pair for each in device.connections() if each.is_claimed]
+    _publish(store, rank, claimed)
+    told = _collect(store, "connections", range(world_size))
+    # Not earlier: a stranger may have a place whose rank has still to connect, and would hang.
+    device.seal()
+    errors = [f"rank {other}: {value['error']}" for other, value in told.items() if value["error"]]
+    if errors:
+        raise CommunicationError("; ".join(errors))
+    listed = {other: decode(value["pairs"]) for other, value in told.items()}
+    mismatch = find_mismatch(listed)
+    if mismatch is None:
+        return
+    mine = [pair for holder, pair in mismatch.unknown if holder == rank]
+    if mine:
+        store.set(f"unknown/{rank}", json.dumps(_describe(device, rank, mine)))
+    holders = sorted({holder for holder, _ in mismatch.unknown})
+    descriptions = _collect(store, "unknown", holders, DESCRIPTION_TIMEOUT_S)
+    raise UnknownPeerError(_refusal(mismatch.ranks, [*descriptions.values()]))
+
+
+def give_up(store: Any, rank: int, error: Exception) -> None:
+    """Publish that this rank could not connect, so that the others need not wait for it."""
+    _publish(store, rank, [], error=str(error).strip().partition("\n")[0] or type(error).__name__)
+
+
+def raise_if_flooded(device: GlooDevice) -> None:
+    """Refuse the group and close its listener while there are still descriptors left.
+
+    Raises:
+        UnknownPeerError: Many more connections wait for a place than there are ranks.
+    """
+    num_waiting = device.num_unclaimed()
+    if num_waiting <= MAX_UNCLAIMED:
+        return
+    device.seal()
+    waiting = [each.pair for each in device.connections() if not each.is_claimed]
+    described = list_ends(waiting)
+    raise UnknownPeerError(
+        f"unknown processes have opened {num_waiting} connections to this rank's port ({described})"
+    )
+
+
+def _publish(store: Any, rank: int, pairs: Sequence[Pair], *, error: str = "") -> None:
+    value = {"pairs": encode(pairs), "error": error}
+    store.set(f"connections/{rank}", json.dumps(value))
+
+
+def _collect(
+    store: Any, what: str, ranks: Sequence[int], timeout_s: float = FORM_TIMEOUT_S
+) -> dict[int, Any]:
+    """Return what each of these ranks has published. Raises CommunicationError without it."""
+    keys = {rank: f"{what}/{rank}" for rank in ranks}
+    store.wait([*keys.values()], timedelta(seconds=timeout_s))
+    return {rank: json.loads(store.get(key)) for rank, key in keys.items()}
+
+
+def _describe(device: GlooDevice, rank: int, unknown: Sequence[Pair]) -> str:
+    """Say which processes these connections lead to, as far as this machine knows."""
+    with device.listener() as listener:
+        port = listener.getsockname()[1]
+    came = [pair for pair in unknown if pair[0][1] == port]
+    went = [pair for pair in unknown if pair[0][1] != port]
+    parts = []
+    if came:
+        parts.append(f"rank {rank}, port {port}: a connection from {list_ends(came)}")
+    if went:
+        parts.append(f"rank {rank}: its connection to {list_ends(went)} ends at no rank")
+    return "; ".join(parts)
+
+
+def list_ends(pairs: Sequence[Pair]) -> str:
+    """Name the far ends of connections, with their users where they are on this machine."""
+    named = []
+    for pair in pairs[:MAX_DESCRIBED]:
+        uid = find_uid(pair)
+        named.append(words_of(pair[1]) + ("" if uid is None else f" (uid {uid})"))
+    if len(pairs) > MAX_DESCRIBED:
+        named.append(f"{len(pairs) - MAX_DESCRIBED} more")
+    return ", ".join(named)
+
+
+def _refusal(ranks: Sequence[int], descriptions: Sequence[str]) -> str:
+    if not descriptions:
+        return f"ranks {list(ranks)} are not connected with every other rank exactly once"
+    return f"an unknown process connects to this job's ports ({'; '.join(descriptions)})"

@@ -1,0 +1,1 @@
+"""The training loop: steps, evaluation, learning rate, and step records."""

@@ -1,0 +1,182 @@
+"""Going through the evaluation set once over all ranks, until the end or a planned change.
+
+Shapes: ``M`` the loss and what else is averaged (``objective.measures``), ``S`` slots.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from etrain_jupyter.config.schema import TrainConfig
+from etrain_jupyter.rules.samples.batch_plan import share_range
+from etrain_jupyter.rules.samples.shard_plan import Subtree, shard_merges
+from etrain_jupyter.trainer.data import Share
+from etrain_jupyter.trainer.gradients.step_header import stack_means
+from etrain_jupyter.trainer.gradients.tree_sum import merge
+from etrain_jupyter.trainer.group.process_group import RankGroup
+from etrain_jupyter.trainer.loop.schedule import WorkPlan
+from etrain_jupyter.trainer.micro_batch import MicroBatch
+from etrain_jupyter.trainer.objective.whole_set import SlotStates
+from etrain_jupyter.trainer.seeds import seed_all, seed_of
+from etrain_jupyter.trainer.workload import Workload
+
+
+class EvaluationResult(NamedTuple):
+    """What an evaluation gave, the same on all ranks."""
+
+    num_samples: int
+    loss: float
+    metrics: dict[str, float]
+    """Those of single batches, and then those that take the whole set."""
+
+
+class _Batch(NamedTuple):
+    slot: int
+    samples: range
+
+
+class Evaluation:
+    """Evaluates each sample on exactly one rank.
+
+    With ``reproducible`` the set is cut into V shards that are added in a fixed order, so that the
+    means do not depend on the ranks to the last bit; else each rank adds up a share of its own.
+    """
+
+    def __init__(
+        self, workload: Workload, config: TrainConfig, plan: WorkPlan, micro: MicroBatch
+    ) -> None:
+        self._workload = workload
+        self._seed = config.seed
+        self._num_samples = plan.num_eval
+        self._micro = micro
+        self._most = plan.global_batch_size
+        self._num_shards = config.num_shards()
+
+    @property
+    def _batch_size(self) -> int:
+        return self._micro.size or self._most
+
+    def run(
+        self,
+        group: RankGroup,
+        *,
+        step: int,
+        is_pending: Callable[[], bool],
+        at_batch: Callable[[], None],
+    ) -> EvaluationResult | None:
+        """Evaluate the present weights; return None if a planned change cut it short.
+
+        With every batch the ranks tell each other whether a change is pending, and look at it one
+        batch later, when it has long arrived. All have as many turns, those with fewer batches
+        too, so that all give up after the same one.
+
+        Args:
+            group: The generation's.
+            step: The step that the weights stand at, for the seeds.
+            is_pending: Whether this rank knows of a change.
+            at_batch: Called before each batch.
+        """
+        num_slots = self._num_shards or 1
+        num_columns = 1 + self._workload.measures.num_columns
+        sums_SM = torch.zeros(num_slots, num_columns, dtype=torch.float64)
+        states = self._make_states(group)
+        told, telling = torch.zeros(1), None
+        batches = self._batches_of(group.rank, group.world_size)
+        passes = self._passes(batches, step, sums_SM, states)
+        with eval_mode(self._workload.model), torch.no_grad():
+            for _ in range(self._num_turns(group, len(batches))):
+                if telling is not None:
+                    telling.wait()
+                if told > 0:
+                    return None
+                told = torch.tensor([float(is_pending())])
+                telling = group.all_reduce(told)
+                at_batch()
+                next(passes, None)
+                group.raise_if_failed()
+        if telling is not None:
+            telling.wait()  # nothing may be under way when the generation ends
+        group.all_reduce(sums_SM).wait()
+        if self._num_shards is not None:
+            merge(list(sums_SM), shard_merges(Subtree(0, num_slots)))
+        count, *columns = sums_SM[0].tolist()
+        means = self._workload.measures.means(columns)
+        return EvaluationResult(int(count), means.loss, {**means.metrics, **states.compute(group)})
+
+    def _make_states(self, group: RankGroup) -> SlotStates:
+        is_sharded = self._num_shards is not None
+        return SlotStates(
+            self._workload.whole_set,
+            self._workload.device,
+            num_slots=self._num_shards or group.world_size,
+            first=0 if is_sharded else group.rank,
+        )
+
+    def _passes(
+        self, batches: list[_Batch], step: int, sums_SM: torch.Tensor, states: SlotStates
+    ) -> Iterator[None]:
+        """Put one batch after the other through the model, adding to sums and states."""
+        assert self._workload.eval is not None
+        shares = (
+            Share(list(samples), seed_of(self._seed, "eval", step, samples.start))
+            for _, samples in batches
+        )
+        fetched = self._workload.eval.batches(shares)
+        for (slot, samples), (indices, batch) in zip(batches, fetched, strict=True):
+            seed_all(self._seed, step=step, rank=samples.start)
+            passed = self._workload.forward(
+                self._workload.module, batch, len(indices), self._num_samples
+            )
+            sums_SM[slot, 0] += len(indices)
+            sums_SM[slot, 1:] += stack_means(passed.loss, passed.shares)
+            states.update(slot, passed.output, passed.target)
+            yield
+
+    def _slots_of(self, rank: int, world_size: int) -> list[_Batch]:
+        """Return what a rank evaluates for each slot that it fills."""
+        if self._num_shards is None:
+            return [_Batch(0, share_range(self._num_samples, rank, world_size))]
+        return [
+            _Batch(shard, share_range(self._num_samples, shard, self._num_shards))
+            for shard in share_range(self._num_shards, rank, world_size)
+        ]
+
+    def _batches_of(self, rank: int, world_size: int) -> list[_Batch]:
+        size = self._batch_size
+        return [
+            _Batch(slot, samples[first : first + size])
+            for slot, samples in self._slots_of(rank, world_size)
+            for first in range(0, len(samples), size)
+        ]
+
+    def _num_turns(self, group: RankGroup, num_batches: int) -> int:
+        """Return the batches of the rank that has most."""
+        if self._micro.is_auto:  # each knows its own size only
+            counts = torch.zeros(group.world_size)
+            counts[group.rank] = num_batches
+            group.all_reduce(counts).wait()
+            return int(counts.max())
+        return max(
+            sum(
+                -(-len(samples) // self._batch_size)
+                for _, samples in self._slots_of(r, group.world_size)
+            )
+            for r in range(group.world_size)
+        )
+
+
+@contextlib.contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode and every module back into its own mode afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

@@ -1,0 +1,77 @@
+"""The update of the weights: their rates, what a sample counts for, clipping, and the optimizer."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from etrain_jupyter.config.schema import TrainConfig
+from etrain_jupyter.trainer.gradients.comm_hook import square_norm
+from etrain_jupyter.trainer.gradients.step import Step
+from etrain_jupyter.trainer.loop.learning_rate import LearningRate, scaling_of
+from etrain_jupyter.trainer.loop.schedule import WorkPlan, lr_schedule_of
+from etrain_jupyter.trainer.objective.weight import divide_gradients
+from etrain_jupyter.trainer.workload import Workload
+
+
+class Update:
+    """Updates the weights of one workload, step by step.
+
+    Args:
+        workload: Its extras get what has a state here.
+        config: What the cell says.
+        plan: What is to be trained.
+    """
+
+    def __init__(self, workload: Workload, config: TrainConfig, plan: WorkPlan) -> None:
+        self._workload = workload
+        self._clip_grad_norm = config.clip_grad_norm
+        self.rates = LearningRate(
+            workload.optimizer, lr_schedule_of(config, plan), scaling_of(config)
+        )
+        if scaling_of(config) is not None:
+            workload.extras = {**workload.extras, "learning_rate": self.rates}
+        self.is_torn = False
+        """Whether an update has been begun and not ended: the weights are of no step."""
+
+    def make(self, step: Step, *, position: int, weight: float) -> bool:
+        """Update the weights; return False if all ranks skip that: an overflow, or no weight.
+
+        Args:
+            step: Its gradients are sums over all ranks.
+            position: Samples trained before it.
+            weight: What a sample counts for on average, see ``Means``.
+        """
+        model, optimizer = self._workload.model, self._workload.optimizer
+        self._take_noise(step)
+        self.rates.prepare(
+            position=position, count=step.span.samples, world_size=step.group.world_size
+        )
+        if not weight:
+            return False
+        if self._workload.weight is not None:
+            divide_gradients(model, weight)
+        self._workload.precision.unscale(optimizer)
+        if self._clip_grad_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), self._clip_grad_norm)
+        self.is_torn = True
+        is_updated = self._workload.precision.step(optimizer)
+        self.is_torn = False
+        return is_updated
+
+    def commit(self, weight: float) -> None:
+        """Take in that the step was made."""
+        self.rates.commit()
+        if self._workload.weight is not None:
+            self._workload.weight.follow(weight)
+
+    def _take_noise(self, step: Step) -> None:
+        if step.mean_of_squares is None:
+            return
+        # Both are squares of gradients that the loss scale has multiplied.
+        by = self._workload.precision.loss_scale**2
+        gradients = [p.grad for p in self._workload.model.parameters() if p.grad is not None]
+        self.rates.take_noise(
+            mean_of_squares=step.mean_of_squares / by,
+            square_of_mean=square_norm(gradients) / by,
+            world_size=step.group.world_size,
+        )

@@ -1,0 +1,86 @@
+"""What of a batch goes into the model, and what is its target."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from etrain_jupyter.trainer.data import DataError
+from etrain_jupyter.trainer.references import WorkloadError
+
+TARGET_KEYS = ("labels", "label", "target", "targets")
+"""What the target of a dict batch may be called."""
+
+
+class Split(NamedTuple):
+    """A batch as a model is called with it."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    target: Any
+    """None if there is none."""
+
+
+def split_batch(batch: Any, forward: Callable[..., Any], *, has_loss: bool) -> Split:
+    """Split a batch into the model's arguments and the target.
+
+    The target of ``(input, ..., target)`` is the last element, that of a dict the one key of
+    ``TARGET_KEYS`` that it has. Without a loss of the notebook's the model gets the target, too,
+    because then it computes the loss.
+
+    Args:
+        batch: As the data set or ``data.collate`` made it.
+        forward: The model's: a dict's other keys than it takes are left out.
+        has_loss: Whether ``loss`` is given, so that there must be a target.
+
+    Raises:
+        DataError: If the batch is of another kind.
+        WorkloadError: If a dict has no target or several, or the model cannot be called with it.
+    """
+    if isinstance(batch, Mapping):
+        return _split_dict(batch, forward, has_loss=has_loss)
+    if isinstance(batch, tuple | list) and len(batch) >= 2:
+        inputs = batch[:-1] if has_loss else batch
+        return Split(tuple(inputs), {}, batch[-1])
+    raise DataError(
+        f"a batch is a {type(batch).__name__}, not (input, ..., target) and no dict. Let the data "
+        "set return a tuple whose last element is the target or a dict, give data.collate, or "
+        "write step: a function (model, batch)."
+    )
+
+
+def _split_dict(batch: Mapping[str, Any], forward: Callable[..., Any], *, has_loss: bool) -> Split:
+    found = [key for key in TARGET_KEYS if key in batch]
+    if has_loss and len(found) != 1:
+        what = "more than one target" if found else "no target"
+        raise WorkloadError(
+            f"a batch has {what}: its keys are {_listed(batch)}, and exactly one of "
+            f"{', '.join(TARGET_KEYS)} is what loss compares the output with. Rename it in the "
+            "data set or in data.collate, or write step: a function (model, batch)."
+        )
+    target_key = found[0] if len(found) == 1 else None
+    inputs = {k: v for k, v in batch.items() if not has_loss or k != target_key}
+    kwargs = _accepted(inputs, forward)
+    return Split((), kwargs, batch[target_key] if target_key is not None else None)
+
+
+def _accepted(inputs: dict[str, Any], forward: Callable[..., Any]) -> dict[str, Any]:
+    parameters = inspect.signature(forward).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return inputs
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    kwargs = {p.name: inputs[p.name] for p in named if p.name in inputs}
+    missing = [p.name for p in named if p.default is p.empty and p.name not in kwargs]
+    if missing or not kwargs:
+        takes = ", ".join(p.name for p in named) or "no argument by name"
+        raise WorkloadError(
+            f"the model's forward takes {takes}, and a batch has the keys {_listed(inputs)} for "
+            f"it{f' (missing: {_listed(missing)})' if missing else ''}. Call them the same in the "
+            "data set or in data.collate, or write step: a function (model, batch)."
+        )
+    return kwargs
+
+
+def _listed(names: Any) -> str:
+    return ", ".join(repr(name) for name in names) or "none"

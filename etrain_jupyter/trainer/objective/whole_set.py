@@ -1,0 +1,270 @@
+"""torchmetrics over the whole of data.eval: states by slot, gathered, merged in one order.
+
+A metric of torchmetrics adds up a state and computes its value at the end; the mean of such values
+over batches would be something else (an F1 or an AUROC is no mean over samples). Here each slot,
+which is a rank or with ``reproducible`` a shard, fills a state of its own. All ranks then get all
+states and merge them in the order of the slots, so that they compute the same value, and that of
+one process: to the last bit with ``reproducible``, whose slots do not depend on the ranks.
+
+torchmetrics synchronises by itself where it sees torch's default group. That is switched off: it
+would gather by rank, and wait in a collective that nobody can abort.
+
+torchmetrics is recognised by its classes' names, because the worker may lack it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from safetensors.torch import load, save
+
+from etrain_jupyter.trainer.group.process_group import RankGroup
+from etrain_jupyter.trainer.references import WorkloadError
+
+State = dict[str, Any]
+"""A state by its name: a tensor, or a list of tensors."""
+
+_REDUCTIONS = "torchmetrics.utilities.data"
+_FOLDS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "dim_zero_sum": torch.add,
+    "dim_zero_max": torch.maximum,
+    "dim_zero_min": torch.minimum,
+}
+_COUNT = ""
+"""Where a state keeps how many batches it holds; no state can have that name."""
+
+
+def is_torchmetric(value: Any) -> bool:
+    """Whether this is a metric of torchmetrics, or a collection of them."""
+    names = {(kind.__module__.partition(".")[0], kind.__name__) for kind in type(value).__mro__}
+    return not names.isdisjoint({("torchmetrics", "Metric"), ("torchmetrics", "MetricCollection")})
+
+
+class WholeSetMetric:
+    """One metric of torchmetrics, as it came from the notebook.
+
+    Args:
+        name: Its key under ``metrics``.
+        metric: The object; only copies of it are used.
+
+    Raises:
+        WorkloadError: If its states cannot be merged exactly.
+    """
+
+    def __init__(self, name: str, metric: Any) -> None:
+        kind = type(metric).__name__
+        if not hasattr(metric, "_reductions"):
+            raise WorkloadError(
+                f"metric {name!r} is a {kind}, which holds several metrics. Name each under "
+                "metrics: {a: ..., b: ...}."
+            )
+        if any(is_torchmetric(part) for part in metric.modules() if part is not metric):
+            raise WorkloadError(
+                f"metric {name!r} is a {kind}, which wraps other metrics: their states cannot be "
+                "merged over the workers here. Name the metric that it wraps."
+            )
+        for state, reduction in metric._reductions.items():
+            is_list = isinstance(metric._defaults[state], list)
+            if not _can_merge(reduction, is_list=is_list):
+                how = getattr(reduction, "__name__", repr(reduction))
+                raise WorkloadError(
+                    f"metric {name!r} is a {kind}, whose state {state!r} is merged by {how}, which "
+                    "is not exact over the workers. Use a metric whose states are merged by sum, "
+                    "mean, max, min or cat, or a function (output, target)."
+                )
+        self.name = name
+        self._prototype = metric
+
+    def new(self, device: torch.device | str) -> Any:
+        """Return an empty copy that leaves other ranks alone."""
+        copy = self._prototype.clone().to(device)
+        copy.reset()
+        copy.sync_on_compute = copy._to_sync = False
+        return copy
+
+    def try_on(self, output: Any, target: Any, device: torch.device) -> None:
+        """Find out on one batch, before training, whether it works.
+
+        Raises:
+            WorkloadError: If it computes several values.
+            Exception: What its ``update`` raises.
+        """
+        tried = self.new(device)
+        tried.update(_tensor_in(output), target)
+        value = None
+        with warnings.catch_warnings(), contextlib.suppress(ValueError, RuntimeError):
+            warnings.simplefilter("ignore")
+            value = tried.compute()  # may refuse so few samples, which means nothing
+        self._prototype = tried  # some remember more than their state from the first update on
+        if value is not None:
+            self._number(value)
+
+    def compute(self, states: Sequence[State]) -> float:
+        """Return the metric's value of states that are merged in this order."""
+        merged = self.new("cpu")
+        for name, reduction in merged._reductions.items():
+            setattr(merged, name, _merge(reduction, [state[name] for state in states]))
+        merged._update_count = sum(int(state[_COUNT]) for state in states)
+        return self._number(merged.compute())
+
+    def _number(self, value: Any) -> float:
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            return float(value)
+        if isinstance(value, int | float):
+            return float(value)
+        shape = f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
+        raise WorkloadError(
+            f"metric {self.name!r} computes a {type(value).__name__}{shape}, and a metric is one "
+            "number. Choose an average (for example average='macro'), or name one metric for each "
+            "value."
+        )
+
+    def kinds(self) -> dict[str, bool]:
+        """Return whether each state is a list, by name."""
+        defaults = self._prototype._defaults
+        return {name: isinstance(default, list) for name, default in defaults.items()}
+
+    def state_of(self, metric: Any) -> State:
+        """Return the state of a copy on the CPU.
+
+        Raises:
+            WorkloadError: If it holds something else than tensors.
+        """
+        found: State = {}
+        for name in metric._defaults:
+            value = getattr(metric, name)
+            parts = value if isinstance(value, list) else [value]
+            if not all(isinstance(part, torch.Tensor) for part in parts):
+                raise WorkloadError(
+                    f"metric {self.name!r} keeps in {name!r} something else than tensors, which "
+                    "cannot be gathered from the workers. Use another metric, or a function "
+                    "(output, target)."
+                )
+            on_cpu = [part.detach().to("cpu", copy=True).contiguous() for part in parts]
+            found[name] = on_cpu if isinstance(value, list) else on_cpu[0]
+        found[_COUNT] = torch.tensor(metric._update_count)
+        return found
+
+
+class SlotStates:
+    """The states of one evaluation, on one rank.
+
+    Args:
+        metrics: By name.
+        device: Where outputs and targets are.
+        num_slots: Slots of all ranks.
+        first: The first of this rank's.
+    """
+
+    def __init__(
+        self,
+        metrics: Mapping[str, WholeSetMetric],
+        device: torch.device,
+        *,
+        num_slots: int,
+        first: int,
+    ) -> None:
+        self._metrics = list(metrics.values())
+        self._device = device
+        self._num_slots = num_slots
+        self._first = first
+        self._copies: dict[int, list[Any]] = {}
+
+    def update(self, slot: int, output: Any, target: Any) -> None:
+        """Take a batch into one of this rank's slots, from 0."""
+        number = self._first + slot
+        if number not in self._copies:
+            self._copies[number] = [metric.new(self._device) for metric in self._metrics]
+        for copy in self._copies[number]:
+            copy.update(_tensor_in(output), target)
+
+    def compute(self, group: RankGroup) -> dict[str, float]:
+        """Return the values over all slots of all ranks; all have to call it."""
+        if not self._metrics:
+            return {}
+        packed = {slot: self._pack(copies) for slot, copies in self._copies.items()}
+        gathered = [self._unpack(data) for data in _gather(group, packed, self._num_slots) if data]
+        return {
+            metric.name: metric.compute([states[place] for states in gathered])
+            for place, metric in enumerate(self._metrics)
+        }
+
+    def _pack(self, copies: list[Any]) -> bytes:
+        tensors = {}
+        for place, (metric, copy) in enumerate(zip(self._metrics, copies, strict=True)):
+            for name, value in metric.state_of(copy).items():
+                if isinstance(value, list):
+                    tensors[f"{place}/{name}"] = torch.tensor(len(value))
+                    tensors |= {f"{place}/{name}/{i}": part for i, part in enumerate(value)}
+                else:
+                    tensors[f"{place}/{name}"] = value
+        return save(tensors)
+
+    def _unpack(self, data: bytes) -> list[State]:
+        tensors = load(data)
+        found: list[State] = []
+        for place, metric in enumerate(self._metrics):
+            state: State = {_COUNT: tensors[f"{place}/{_COUNT}"]}
+            for name, is_list in metric.kinds().items():
+                value: Any = tensors[f"{place}/{name}"]
+                if is_list:
+                    value = [tensors[f"{place}/{name}/{i}"] for i in range(int(value))]
+                state[name] = value
+            found.append(state)
+        return found
+
+
+def _gather(group: RankGroup, mine: Mapping[int, bytes], num_slots: int) -> list[bytes]:
+    """Return what each slot holds, on every rank; nothing for a slot that nobody has filled.
+
+    A sum of bytes to which one rank alone contributes is exact.
+    """
+    if group.world_size == 1:
+        return [mine.get(slot, b"") for slot in range(num_slots)]
+    lengths = torch.zeros(num_slots, dtype=torch.int64)
+    for slot, data in mine.items():
+        lengths[slot] = len(data)
+    group.all_reduce(lengths).wait()
+    stops = lengths.cumsum(0).tolist()
+    everything = torch.zeros(stops[-1], dtype=torch.uint8)
+    for slot, data in mine.items():
+        row = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        everything[stops[slot] - len(data) : stops[slot]] = row
+    group.all_reduce(everything).wait()
+    whole = everything.numpy().tobytes()
+    return [
+        whole[stop - length : stop] for stop, length in zip(stops, lengths.tolist(), strict=True)
+    ]
+
+
+def _can_merge(reduction: Any, *, is_list: bool) -> bool:
+    if reduction is None:
+        return is_list
+    if getattr(reduction, "__module__", "") != _REDUCTIONS:
+        return False
+    known = ("dim_zero_cat",) if is_list else ("dim_zero_cat", "dim_zero_mean", *_FOLDS)
+    return reduction.__name__ in known
+
+
+def _merge(reduction: Any, values: list[Any]) -> Any:
+    if isinstance(values[0], list):
+        return [part for value in values for part in value]
+    if reduction.__name__ == "dim_zero_mean":
+        return values[0] if len(values) == 1 else torch.stack(values).mean(dim=0)
+    if reduction.__name__ == "dim_zero_cat":
+        return torch.cat([value.reshape(1) if value.ndim == 0 else value for value in values])
+    return functools.reduce(_FOLDS[reduction.__name__], values)
+
+
+def _tensor_in(output: Any) -> Any:
+    """Return the logits of a Hugging Face output: torchmetrics takes tensors."""
+    if isinstance(output, Mapping):
+        output = output.get("logits", output)
+    elif not isinstance(output, torch.Tensor):
+        output = getattr(output, "logits", output)
+    return output.detach() if isinstance(output, torch.Tensor) else output

@@ -1,0 +1,94 @@
+"""What updates the weights: an optimizer by its name, or what a function of the notebook makes."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from etrain_jupyter.config.schema import OptimizerConfig
+from etrain_jupyter.config.vocabulary import EXTRA_LR
+from etrain_jupyter.trainer.references import References, WorkloadError
+
+Optimizers = Callable[..., torch.optim.Optimizer]
+
+PACKAGE = "pytorch_optimizer"
+_IN_PACKAGE: dict[str, tuple[str, dict[str, Any]]] = {
+    # As in the paper and in Google's own code: the decay is part of what the trust ratio scales,
+    # and no rate is divided by a bias correction (the package does so unless adam_debias is set).
+    # You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", 2020.
+    "LAMB": ("Lamb", {"weight_decouple": False, "adam_debias": True}),
+    "LARS": ("LARS", {}),
+}
+"""Class and our own defaults of the names that torch.optim does not have."""
+
+
+def build_optimizer(
+    config: OptimizerConfig, references: References, model: nn.Module
+) -> torch.optim.Optimizer:
+    """Build the optimizer of a model's trainable parameters.
+
+    Raises:
+        WorkloadError: If it cannot be had, or does not fit the parameters.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if config.name is None:
+        made = references.evaluate("optimizer")(parameters)
+        if not isinstance(made, torch.optim.Optimizer):
+            raise WorkloadError(
+                f"optimizer gave a {type(made).__name__}. Let it be a function (parameters) -> "
+                "Optimizer."
+            )
+        return made
+    kind, defaults = _find(config.name)
+    options = {**defaults, "lr": config.lr, **config.options}
+    if config.name == "Muon":
+        _check_dimensions(model)
+    try:
+        return kind(_groups(config, parameters), **options)
+    except (TypeError, ValueError, NotImplementedError) as exc:
+        raise WorkloadError(f"optimizer {config.name} does not take {options}: {exc}") from exc
+
+
+def _find(name: str) -> tuple[Optimizers, dict[str, Any]]:
+    if name not in EXTRA_LR:
+        kind = getattr(torch.optim, name, None)
+        if kind is None:
+            raise WorkloadError(f"torch {torch.__version__} has no optimizer {name}.")
+        return kind, {}
+    class_name, defaults = _IN_PACKAGE[name]
+    try:
+        package = importlib.import_module(PACKAGE)
+    except ImportError as exc:
+        raise WorkloadError(
+            f"optimizer {name} needs the package pytorch-optimizer, which is not installed where "
+            "the workers run. Install it there: pip install 'etrain-jupyter[optim]'"
+        ) from exc
+    return getattr(package, class_name), defaults
+
+
+def _groups(config: OptimizerConfig, parameters: list[nn.Parameter]) -> list[Any]:
+    """Return the parameters, or with ``no_decay`` two groups of them; empty ones are left out."""
+    if config.no_decay is None:
+        return parameters
+    decayed = [p for p in parameters if p.ndim >= 2]
+    others = [p for p in parameters if p.ndim < 2]
+    groups: list[dict[str, Any]] = [
+        {"params": decayed},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _check_dimensions(model: nn.Module) -> None:
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    others = [f"{name} {tuple(p.shape)}" for name, p in named if p.ndim != 2]
+    if others:
+        raise WorkloadError(
+            f"optimizer Muon updates matrices only, and {len(others)} of {len(named)} parameters "
+            f"are none: {', '.join(others[:3])} ... Freeze them with requires_grad_(False), or "
+            "use AdamW."
+        )

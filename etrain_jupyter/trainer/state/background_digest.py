@@ -1,0 +1,95 @@
+"""Hashes the weights of one step boundary in the background, while training goes on.
+
+A copy of them is taken at the boundary, in host memory; its memory is used again for the next. All
+ranks do so at the end of each epoch and of the job, so that the audit can compare them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+
+from etrain_jupyter.trainer.micro_batch import is_out_of_memory
+from etrain_jupyter.trainer.state.capture import digest_of_tensors, named_tensors
+from etrain_jupyter.trainer.state.packing import Tensors
+from etrain_jupyter.trainer.state.pieces import copy_in_pieces
+
+WAIT_S = 0.25
+"""How often to look whether the thread has got further, while it is waited for."""
+
+
+class BackgroundDigest:
+    """One digest at a time, in a thread of its own.
+
+    Args:
+        beat: Sends a heartbeat; called by the main thread only.
+        warn: Logs what went wrong.
+    """
+
+    def __init__(self, beat: Callable[[], None], warn: Callable[[str], None]) -> None:
+        self._beat = beat
+        self._warn = warn
+        self._copies: Tensors = {}
+        self._thread: threading.Thread | None = None
+        self._num_pieces = 0
+        """Pieces that were hashed so far: whether the thread gets further."""
+
+    def begin(self, model: nn.Module, tell: Callable[[str], None]) -> None:
+        """Hash the present weights; ``tell`` gets the digest, in the thread.
+
+        Where there is no memory for a copy, the caller waits.
+        """
+        self.finish()
+        try:
+            self._copies = self._copy(named_tensors(model))
+        except (MemoryError, RuntimeError) as exc:
+            if not (isinstance(exc, MemoryError) or is_out_of_memory(exc)):
+                raise
+            self._copies = {}
+            tell(digest_of_tensors(named_tensors(model).items(), self._beat))
+            return
+        self._thread = threading.Thread(
+            target=self._hash, args=(self._copies.items(), tell), name="etrain-digest", daemon=True
+        )
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait until the digest was told, with heartbeats as long as the thread gets further."""
+        thread, seen = self._thread, -1
+        while thread is not None and thread.is_alive():
+            if self._num_pieces != seen:
+                seen = self._num_pieces
+                self._beat()
+            thread.join(WAIT_S)
+        self._thread = None
+
+    def _copy(self, living: Tensors) -> Tensors:
+        copies: Tensors = {}
+        made: dict[tuple[object, ...], torch.Tensor] = {}  # tied weights have several names
+        for name, value in living.items():
+            key = (value.data_ptr(), value.shape, value.stride(), value.dtype)
+            copy = made.get(key) if value.numel() else None
+            if copy is None:
+                copy = self._copies.get(name)
+                if copy is None or (copy.shape, copy.dtype) != (value.shape, value.dtype):
+                    copy = torch.empty(value.shape, dtype=value.dtype)
+                copy_in_pieces(copy, value, self._beat)
+                made[key] = copy
+            copies[name] = copy
+        return copies
+
+    def _hash(
+        self, copies: Iterable[tuple[str, torch.Tensor]], tell: Callable[[str], None]
+    ) -> None:
+        try:
+            tell(digest_of_tensors(copies, self._count))
+        except OSError:
+            pass  # the supervisor is gone, and this process ends with it
+        except Exception as exc:  # the training goes on; the audit says that a digest is missing
+            self._warn(f"the weights could not be hashed ({type(exc).__name__}: {exc})")
+
+    def _count(self) -> None:
+        self._num_pieces += 1

@@ -1,0 +1,314 @@
+"""The complete state of a trainer, as named tensors and a JSON header.
+
+The names tell what a tensor belongs to: ``model.`` what the model's ``state_dict`` holds,
+``buffer.`` its buffers that a ``state_dict`` leaves out, ``module.`` what its modules'
+``get_extra_state`` gives, ``optimizer.``, and ``extra.NAME.`` for a scaler or a scheduler.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from etrain_jupyter.trainer.state.packing import StateError, Tensors, pack, unpack
+from etrain_jupyter.trainer.state.pieces import PIECE_BYTES
+
+MODEL, BUFFER, MODULE, OPTIMIZER, EXTRA = "model.", "buffer.", "module.", "optimizer.", "extra."
+
+
+class Stateful(Protocol):
+    """A part of a trainer that is neither its model nor its optimizer: a scaler, a scheduler."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as nested numbers, strings and tensors."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
+        """Take over what ``state_dict`` gave."""
+        ...
+
+
+Extras = Mapping[str, Stateful]
+NO_EXTRAS: Extras = MappingProxyType({})
+
+
+# --- out of a trainer ---
+
+
+def take_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, extras: Extras = NO_EXTRAS
+) -> tuple[dict[str, Any], Tensors]:
+    """Return the state as ``(header, tensors)``; the tensors are the living ones, not copies.
+
+    The header is JSON: the optimizer's parameter groups, and everything that is no tensor.
+
+    Raises:
+        StateError: If something in it cannot be sent or saved.
+    """
+    tensors: Tensors = {}
+    modules: dict[str, Any] = {}
+    for name, value in model.state_dict().items():
+        if isinstance(value, torch.Tensor):
+            _check(MODEL + name, value)
+            tensors[MODEL + name] = value
+        else:
+            modules[name] = pack(value, name=MODULE + name, tensors=tensors)
+    living = living_tensors(model)
+    tensors |= {name: t.detach() for name, t in living.items() if name.startswith(BUFFER)}
+    header: dict[str, Any] = {
+        "modules": modules,
+        "optimizer": _take_optimizer(optimizer, tensors),
+        "extras": {
+            name: pack(part.state_dict(), name=EXTRA + name, tensors=tensors)
+            for name, part in extras.items()
+        },
+    }
+    for name, tensor in tensors.items():
+        _check(name, tensor)
+    header["host"] = _names_in_host_memory(tensors, optimizer)
+    return header, tensors
+
+
+def _take_optimizer(optimizer: torch.optim.Optimizer, tensors: Tensors) -> dict[str, Any]:
+    held = optimizer.state_dict()
+    if not _is_ordinary(optimizer):
+        return {"whole": pack(held, name=OPTIMIZER + "whole", tensors=tensors)}
+    state = [
+        [key, pack(values, name=f"{OPTIMIZER}{key}", tensors=tensors)]
+        for key, values in held["state"].items()
+    ]
+    groups = pack(held["param_groups"], name=OPTIMIZER + "param_groups", tensors=tensors)
+    return {"state": state, "param_groups": groups}
+
+
+def _is_ordinary(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its state is what torch's own ``state_dict`` says, and may be set without it."""
+    base, kind = torch.optim.Optimizer, type(optimizer)
+    has_hooks = any(
+        getattr(optimizer, f"_optimizer_{when}_hooks", None)
+        for when in (
+            "state_dict_pre",
+            "state_dict_post",
+            "load_state_dict_pre",
+            "load_state_dict_post",
+        )
+    )
+    overrides = (
+        kind.state_dict is not base.state_dict or kind.load_state_dict is not base.load_state_dict
+    )
+    return not has_hooks and not overrides
+
+
+def _names_in_host_memory(tensors: Tensors, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return the tensors that stay on the CPU whatever device the model is on."""
+    is_on_device = any(t.is_cuda for name, t in tensors.items() if name.startswith(MODEL))
+    follows = any(g.get("capturable") or g.get("fused") for g in optimizer.param_groups)
+    return [
+        name
+        for name, tensor in tensors.items()
+        if not name.startswith((MODEL, BUFFER))
+        and not tensor.is_cuda
+        and (is_on_device or name.startswith(EXTRA) or (_is_counter(name) and not follows))
+    ]
+
+
+def _is_counter(name: str) -> bool:
+    """Whether this is an optimizer's count of steps, which torch keeps in host memory."""
+    return name.startswith(OPTIMIZER) and name.endswith(".step")
+
+
+def _check(name: str, tensor: torch.Tensor) -> None:
+    kind = ""
+    if hasattr(tensor, "__tensor_flatten__"):  # a wrapper around other tensors
+        kind = type(tensor).__name__
+    elif tensor.layout is not torch.strided:
+        kind = f"tensor of layout {tensor.layout}"
+    elif tensor.is_quantized or tensor.is_meta:
+        kind = "quantized tensor" if tensor.is_quantized else "tensor without data (meta)"
+    if kind:
+        raise StateError(
+            f"{name} is a {kind}; only ordinary dense tensors can be sent to other ranks and "
+            "saved. Convert it in the function that builds the model."
+        )
+
+
+# --- into a trainer ---
+
+
+def living_tensors(model: nn.Module) -> Tensors:
+    """Return the model's own parameters and buffers by their names in the state.
+
+    A parameter that ``state_dict`` gives as something else (a hook converts it) is left out.
+    """
+    told = model.state_dict()
+    own: Tensors = {}
+    own |= dict(model.named_parameters(remove_duplicate=False))
+    own |= dict(model.named_buffers(remove_duplicate=False))
+    living: Tensors = {}
+    for name, tensor in own.items():
+        if name not in told:
+            living[BUFFER + name] = tensor
+        elif isinstance(told[name], torch.Tensor) and is_same_memory(told[name], tensor):
+            living[MODEL + name] = tensor
+    return living
+
+
+def own_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
+    """Return the tensors that a newer state can be written into: the model's and the optimizer's.
+
+    An optimizer with a ``state_dict`` of its own may give copies there, and is left out.
+    """
+    own: Tensors = {}
+    if _is_ordinary(optimizer):
+        _take_optimizer(optimizer, own)
+    return own | living_tensors(model)
+
+
+def is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether both read the same elements at the same places."""
+    return (
+        one.data_ptr() == other.data_ptr()
+        and one.dtype == other.dtype
+        and one.shape == other.shape
+        and one.stride() == other.stride()
+    )
+
+
+def put_state(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    header: dict[str, Any],
+    tensors: Tensors,
+    extras: Extras = NO_EXTRAS,
+) -> None:
+    """Load what ``take_state`` gave, into what the same code has built.
+
+    Tensors that are the model's own already stay where they are; the optimizer takes over the
+    given ones without a copy if they are on the right device.
+
+    Raises:
+        StateError: If the state is not that of such a model, optimizer and extras.
+    """
+    if "param_groups" in header:
+        header = _of_first_format(header, tensors)
+    _put_model(model, header["modules"], tensors)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    host = frozenset(header["host"])
+
+    def find(name: str) -> torch.Tensor:
+        return tensors[name] if name in host else tensors[name].to(device)
+
+    _put_optimizer(optimizer, header["optimizer"], functools.cache(find))
+    unknown = sorted(set(header["extras"]) - set(extras))
+    if unknown:
+        raise StateError(f"the state has parts that this trainer lacks: {', '.join(unknown)}")
+    for name, packed in header["extras"].items():
+        extras[name].load_state_dict(unpack(packed, find))
+
+
+@torch.no_grad()
+def _put_model(model: nn.Module, modules: dict[str, Any], tensors: Tensors) -> None:
+    living = living_tensors(model)
+    given = {name: t for name, t in tensors.items() if name.startswith(MODEL)}
+    if modules or any(tensor is not living.get(name) for name, tensor in given.items()):
+        values: dict[str, Any] = {name.removeprefix(MODEL): t for name, t in given.items()}
+        values |= {name: unpack(value, tensors.__getitem__) for name, value in modules.items()}
+        model.load_state_dict(values)
+    for name, tensor in living.items():
+        value = tensors.get(name)
+        # A cache that grew elsewhere has another shape: it grows here too when it is needed.
+        if name.startswith(BUFFER) and value is not None and value.shape == tensor.shape:
+            tensor.copy_(value)
+
+
+def _put_optimizer(optimizer: torch.optim.Optimizer, packed: dict[str, Any], find: Any) -> None:
+    if "whole" in packed:
+        optimizer.load_state_dict(unpack(packed["whole"], find))
+        return
+    groups = unpack(packed["param_groups"], find)
+    state = {key: unpack(values, find) for key, values in packed["state"]}
+    if not _is_ordinary(optimizer):
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
+        return
+    mine = optimizer.param_groups
+    sizes, their_sizes = ([len(g["params"]) for g in some] for some in (mine, groups))
+    if sizes != their_sizes:
+        raise StateError(
+            f"the optimizer has parameter groups of {sizes} tensors and the state those of one "
+            f"with {their_sizes}. Build the same model and optimizer on every rank."
+        )
+    # torch's load_state_dict would copy everything twice, and cast it to the parameters' types.
+    owners: dict[Any, torch.Tensor] = {}
+    for own, theirs in zip(mine, groups, strict=True):
+        params = own["params"]
+        owners |= dict(zip(theirs["params"], params, strict=True))
+        own.clear()
+        own.update({**theirs, "params": params})
+    owned = defaultdict(dict, {owners.get(key, key): values for key, values in state.items()})
+    optimizer.__setstate__({"state": owned, "param_groups": mine})
+
+
+def _of_first_format(header: dict[str, Any], tensors: Tensors) -> dict[str, Any]:
+    """Return the header as it is written today for one that the first version wrote."""
+    state: dict[int, dict[str, Any]] = {}
+    for key in tensors:
+        if key.startswith(OPTIMIZER):
+            index, name = key.removeprefix(OPTIMIZER).split(".", 1)
+            state.setdefault(int(index), {})[name] = {"$tensor": key}
+    for index, values in header["scalars"].items():
+        state.setdefault(int(index), {}).update(values)
+    groups = header["param_groups"]
+    follows = any(g.get("capturable") or g.get("fused") for g in groups)
+    return {
+        "modules": {},
+        "optimizer": {"state": list(state.items()), "param_groups": groups},
+        "extras": {},
+        "host": [name for name in tensors if _is_counter(name) and not follows],
+    }
+
+
+# --- what it says ---
+
+
+def digest_of(model: nn.Module) -> str:
+    """Return the SHA-256 of all parameters and buffers, in the order of ``state_dict``."""
+    return digest_of_tensors(named_tensors(model).items())
+
+
+def named_tensors(model: nn.Module) -> Tensors:
+    """Return the tensors of a model's ``state_dict``, in its order; they are the living ones."""
+    state = model.state_dict()
+    return {name: t.detach() for name, t in state.items() if isinstance(t, torch.Tensor)}
+
+
+def digest_of_tensors(
+    named: Iterable[tuple[str, torch.Tensor]], progress: Callable[[], None] = lambda: None
+) -> str:
+    """Return the SHA-256 of names and values, in this order.
+
+    Args:
+        named: The tensors; those of a device are copied one at a time.
+        progress: Called after each piece.
+    """
+    digest = hashlib.sha256()
+    for name, value in named:
+        flat: Any = value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        digest.update(name.encode())
+        for start in range(0, len(flat), PIECE_BYTES):
+            digest.update(flat[start : start + PIECE_BYTES])
+            progress()
+    return digest.hexdigest()
+
+
+def load_model_state(path: str | Path) -> Tensors:
+    """Return the tensors of a ``model.safetensors`` file by name. Runs no code from it."""
+    return load_file(str(path))

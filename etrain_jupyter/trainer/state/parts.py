@@ -1,0 +1,97 @@
+"""The files of a checkpoint: their names, and whether they are what their names say.
+
+A part that verifies has the bytes that its writer left. That says nothing of who wrote it: a part
+is opened as safetensors or JSON and as nothing else, so that no bytes in it are run.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from etrain_jupyter.errors import CheckpointError
+from etrain_jupyter.storage.checkpoints import Manifest
+
+MODEL_PART, OPTIMIZER_PART, EXTRA_PART, STATE_PART, CONFIG_PART = (
+    "model.safetensors",
+    "optimizer.safetensors",
+    "extra.safetensors",
+    "state.json",
+    "config.json",
+)
+
+NEEDED = (MODEL_PART, OPTIMIZER_PART, STATE_PART)
+"""What training can go on from; whoever wants the weights needs less."""
+
+_SHARD = re.compile(r"optimizer-(\d{5})-of-(\d{5})\.safetensors")
+
+
+def shard_name(number: int, num_shards: int) -> str:
+    """Return the file of a part of the optimizer's state, which several ranks may write.
+
+    >>> shard_name(0, 1), shard_name(1, 3)
+    ('optimizer.safetensors', 'optimizer-00002-of-00003.safetensors')
+    """
+    if num_shards == 1:
+        return OPTIMIZER_PART
+    return f"optimizer-{number + 1:05d}-of-{num_shards:05d}.safetensors"
+
+
+def optimizer_parts(names: Iterable[str]) -> list[str]:
+    """Return the files that have the optimizer's state: all that there must be, if any is there."""
+    for name in names:
+        if match := _SHARD.fullmatch(name):
+            count = int(match[2])
+            return [shard_name(number, count) for number in range(count)]
+    return [OPTIMIZER_PART]
+
+
+def check_parts(
+    manifest: Manifest,
+    files: dict[str, Path],
+    needed: Collection[str] = (MODEL_PART, STATE_PART),
+) -> None:
+    """Refuse a checkpoint that lacks a part or in which one is something else.
+
+    Raises:
+        CheckpointError: With the part's name.
+    """
+    shards = optimizer_parts(files)
+    for name in [n for n in needed if n != OPTIMIZER_PART]:
+        if name not in files:
+            raise CheckpointError(f"its manifest names no {name}")
+    for name in shards if OPTIMIZER_PART in needed else ():
+        if name not in files:
+            raise CheckpointError(f"its manifest names no {name}")
+    header_of(files)
+    for name in (MODEL_PART, *shards, EXTRA_PART):
+        if name not in files:
+            continue
+        try:
+            with safe_open(files[name], framework="numpy"):
+                pass
+        except (SafetensorError, OSError) as exc:
+            raise CheckpointError(
+                f"{manifest.parts[name].key} is no safetensors file, and is not opened as anything "
+                "else"
+            ) from exc
+
+
+def header_of(files: dict[str, Path]) -> dict[str, Any]:
+    """Return what ``state.json`` says.
+
+    Raises:
+        CheckpointError: If it is no JSON object.
+    """
+    try:
+        header = json.loads(files[STATE_PART].read_bytes())
+    except (ValueError, OSError) as exc:
+        raise CheckpointError(f"its {STATE_PART} cannot be read") from exc
+    if not isinstance(header, dict):
+        raise CheckpointError(f"its {STATE_PART} is no JSON object")
+    return header

@@ -1,0 +1,274 @@
+"""What a rank tries before it says hello, while nobody waits for it; all of it is undone.
+
+A forward and backward pass finds errors, and what a pass changes. With ``compile: true`` the model
+is compiled; with ``batch.micro: auto`` it is found out how many samples fit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from etrain_jupyter.config.schema import TrainConfig
+from etrain_jupyter.trainer.compiled import (
+    compile_in_place,
+    freeze_compiled,
+    mark_batch,
+    reason_of,
+    signs_of_life,
+    undo_compile,
+)
+from etrain_jupyter.trainer.data import Indices, SampleSource, Share, to_device
+from etrain_jupyter.trainer.loop.evaluation import eval_mode
+from etrain_jupyter.trainer.loop.schedule import WorkPlan
+from etrain_jupyter.trainer.micro_batch import (
+    MicroBatch,
+    Reserve,
+    does_not_fit,
+    free_memory,
+    in_gib,
+    is_out_of_memory,
+    largest_fit,
+    memory_of,
+)
+from etrain_jupyter.trainer.references import WorkloadError
+from etrain_jupyter.trainer.seeds import seeded
+from etrain_jupyter.trainer.state.running_buffers import MovingBuffers
+from etrain_jupyter.trainer.workload import Workload
+
+
+class PassEffects(NamedTuple):
+    """What a pass does to the model."""
+
+    moving: MovingBuffers
+    """The buffers that it moves."""
+    has_unused: bool
+    """Whether it leaves some parameters without a gradient."""
+
+
+class WarmUp:
+    """The warm-up of one workload.
+
+    Args:
+        workload: What is tried.
+        config: What the cell says.
+        plan: What is to be trained.
+        micro: Where the size of a pass is found.
+        order: The samples of the first epoch.
+        send: Tells the log.
+        beat: Gives a sign of life.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        config: TrainConfig,
+        plan: WorkPlan,
+        *,
+        micro: MicroBatch,
+        order: NDArray[np.int64],
+        send: Callable[[dict[str, Any]], None],
+        beat: Callable[[], None],
+    ) -> None:
+        self._workload = workload
+        self._config = config
+        self._plan = plan
+        self._micro = micro
+        self._order = order
+        self._send = send
+        self._beat = beat
+        self._buffers = MovingBuffers(workload.model.buffers())
+        self._before = self._buffers.copy()
+        self._has_tried_metrics = False
+
+    def run(self) -> PassEffects:
+        """Try everything.
+
+        Raises:
+            WorkloadError: If the notebook's objects do not fit together, or into memory.
+            Exception: Whatever the notebook's code raises on its own data.
+        """
+        with seeded(self._config.seed):
+            count = self._first_pass()
+            parameters = [p for p in self._workload.model.parameters() if p.requires_grad]
+            has_unused = any(p.grad is None for p in parameters)
+            self._check_gradients()
+            moving = self._buffers.moved_since(self._before)
+            self._undo()
+            if self._config.compile:
+                self._compile(count)
+            if self._micro.is_auto:
+                self._find_micro_batch()
+        return PassEffects(moving, has_unused)
+
+    # --- passes ---
+
+    def _first_pass(self) -> int:
+        """Make a pass of a few samples; return of how many."""
+        if self._micro.is_auto:
+            # How many fit is found out later, when it is known how they are computed.
+            few = min(2, self._micro.most)
+            if not (count := largest_fit(self._fits, few)):
+                raise does_not_fit(self._describe())
+            return count
+        size = self._plan.global_batch_size
+        first = self._plan.span(0, size).samples
+        count = min(self._micro.size or size, self._plan.num_train, max(2, first))
+        self._pass(self._order[:count])
+        return count
+
+    def _pass(self, indices: Indices, *, marks: bool = False) -> None:
+        """Differentiate the loss of real samples; the gradients stay."""
+        count = len(indices)
+        batch = self._fetch(self._workload.train, indices, marks=marks)
+        with self._workload.precision.explained():
+            passed = self._workload.forward(self._workload.module, batch, count, count)
+            passed.loss.backward()  # type: ignore[no-untyped-call]
+        if not self._has_tried_metrics:
+            self._has_tried_metrics = True
+            for metric in self._workload.whole_set.values():
+                metric.try_on(passed.output, passed.target, self._workload.device)
+        self._beat()
+
+    def _fetch(self, source: SampleSource, indices: Indices, *, marks: bool) -> Any:
+        [(_, batch)] = source.batches([Share(indices)])
+        batch = to_device(batch, self._workload.device)
+        if marks:
+            mark_batch(batch, len(indices))
+        return batch
+
+    def _fits(self, count: int) -> bool:
+        """Whether a pass of so many samples fits; its gradients stay if it does."""
+        self._undo()
+        try:
+            self._pass(self._order[:count])
+        except Exception as exc:
+            if not is_out_of_memory(exc):
+                raise
+        else:
+            return True
+        # Outside of the clause: the exception holds the frames, and these hold the tensors.
+        self._undo()
+        free_memory()
+        return False
+
+    def _undo(self) -> None:
+        self._buffers.put_back(self._before)
+        self._workload.optimizer.zero_grad(set_to_none=True)
+        self._workload.model.zero_grad(set_to_none=True)
+
+    def _check_gradients(self) -> None:
+        if self._config.reproducible is None:
+            return
+        for name, parameter in self._workload.model.named_parameters():
+            if parameter.grad is not None and parameter.grad.layout != torch.strided:
+                raise WorkloadError(
+                    f"parameter {name!r} has a sparse gradient, which reproducible cannot add up. "
+                    "Build its layer with sparse=False, or write reproducible: false."
+                )
+
+    # --- batch.micro: auto ---
+
+    def _find_micro_batch(self) -> None:
+        """Try passes with all else in memory that training has there."""
+        device = self._workload.device
+        reserve = Reserve(self._workload.optimizer, device)
+        peak = 0
+
+        def fits(count: int) -> bool:
+            nonlocal peak
+            self._beat()
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(device)
+            is_fitting = self._fits_beside(reserve, count)
+            if is_fitting and device.type == "cuda":
+                peak = torch.cuda.max_memory_allocated(device)
+            return is_fitting
+
+        num_tries = self._micro.find(fits, self._describe)
+        self._undo()
+        free_memory()
+        used = f"{in_gib(peak)} used at the peak, " if peak else ""
+        self._log(
+            "info",
+            f"batch.micro: auto: {self._micro.size} of {self._micro.most} samples in one pass "
+            f"on {device}, after {num_tries} {'try' if num_tries == 1 else 'tries'} ({used}"
+            f"{in_gib(reserve.num_bytes)} of it kept for what training adds; {self._describe()})",
+        )
+
+    def _fits_beside(self, reserve: Reserve, count: int) -> bool:
+        try:
+            with reserve.held():
+                return self._fits(count)
+        except Exception as exc:  # the reserve itself
+            if not is_out_of_memory(exc):
+                raise
+        free_memory()
+        return False
+
+    def _describe(self) -> str:
+        return f"{self._workload.device}: {memory_of(self._workload.device)}"
+
+    # --- compile: true ---
+
+    def _compile(self, count: int) -> None:
+        """Compile what training and evaluation will call; go on without if that fails."""
+        model = self._workload.model
+        started = time.monotonic()
+        try:
+            with signs_of_life(self._beat):
+                compile_in_place(model)
+                self._call_all(count)
+        except Exception as exc:
+            reason = reason_of(exc)
+        else:
+            freeze_compiled()
+            took_s = time.monotonic() - started
+            self._log("info", f"compile: true: the model is compiled, in {took_s:.1f} s")
+            return
+        finally:
+            self._undo()
+        undo_compile(model)
+        free_memory()
+        self._log("warning", f"compile: true: the model trains uncompiled, because {reason}")
+
+    def _call_all(self, count: int) -> None:
+        """Call the model in each mode with batches of two sizes: dimensions that differ may vary.
+
+        A second batch has other samples, which may be longer or shorter.
+        """
+        for indices in _two_batches(self._order, count):
+            self._pass(indices, marks=True)
+            self._undo()
+        if self._workload.eval is None:
+            return
+        with eval_mode(self._workload.model), torch.no_grad():
+            for indices in _two_batches(range(self._plan.num_eval), count):
+                batch = self._fetch(self._workload.eval, indices, marks=True)
+                size = len(indices)
+                self._workload.forward(self._workload.module, batch, size, size)
+                self._beat()
+
+    def _log(self, level: str, text: str) -> None:
+        self._send({"op": "log", "level": level, "text": text})
+
+
+def _two_batches(order: Indices, count: int) -> list[Indices]:
+    """Return a batch of the first samples, and one of the last that is larger or smaller by one.
+
+    A single sample is compiled as such: it is no smaller batch, and only there if nothing else is.
+
+    >>> _two_batches(range(9), 4), _two_batches(range(9), 2), _two_batches(range(1), 4)
+    ([range(0, 4), range(6, 9)], [range(0, 2), range(6, 9)], [range(0, 1)])
+    """
+    count = min(count, len(order))
+    other = count - 1 if count > 2 else count + 1
+    batches = [order[:count]]
+    if other <= len(order):
+        batches.append(order[len(order) - other :])
+    return batches

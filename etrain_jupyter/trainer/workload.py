@@ -1,0 +1,198 @@
+"""What the notebook gave us, built on the rank: model, data, loss, metrics, optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from etrain_jupyter.config.schema import TrainConfig
+from etrain_jupyter.trainer.data import SampleSource, open_samples, to_device
+from etrain_jupyter.trainer.determinism import compute_deterministically
+from etrain_jupyter.trainer.objective.measures import Measures, Portion, share_of_loss
+from etrain_jupyter.trainer.objective.one_pass import LossOfOutput, Objective, OnePass, StepFunction
+from etrain_jupyter.trainer.objective.weight import Weight
+from etrain_jupyter.trainer.objective.whole_set import WholeSetMetric, is_torchmetric
+from etrain_jupyter.trainer.optimizers import build_optimizer
+from etrain_jupyter.trainer.precision import Precision
+from etrain_jupyter.trainer.references import References, WorkloadError
+from etrain_jupyter.trainer.seeds import seed_all
+from etrain_jupyter.trainer.state.capture import Stateful
+
+
+class Pass(NamedTuple):
+    """What one batch gave."""
+
+    loss: torch.Tensor
+    """Its share of the mean loss, a scalar to be differentiated."""
+    shares: list[torch.Tensor]
+    """Its shares of the other means, scalars; see ``Measures``."""
+    output: Any
+    """The model's; None with ``step``."""
+    target: Any
+
+
+@dataclass(kw_only=True)
+class Workload:
+    """Everything that a rank trains with."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    objective: Objective
+    measures: Measures
+    train: SampleSource
+    eval: SampleSource | None
+    device: torch.device
+    weight: Weight | None = None
+    """What a batch counts for; None if its samples count."""
+    whole_set: Mapping[str, WholeSetMetric] = field(default_factory=dict)
+    """Metrics that are computed over all of data.eval."""
+    loss_source: str = "loss"
+    """What the loss comes from, for messages."""
+    precision: Precision = field(default_factory=Precision)
+    extras: Mapping[str, Stateful] = field(default_factory=dict)
+    """What else has a state that goes where the weights go: a gradient scaler, a scheduler."""
+
+    @cached_property
+    def module(self) -> nn.Module:
+        """The model with its objective, from a batch to a loss: what a rank passes and wraps."""
+        return OnePass(self.model, self.objective)
+
+    def forward(self, module: nn.Module, batch: Any, count: int, num_samples: int) -> Pass:
+        """Put one batch through ``module``.
+
+        Args:
+            module: This workload's, perhaps wrapped.
+            batch: Some of the samples that are averaged over.
+            count: How many samples the batch was made of.
+            num_samples: How many are averaged over, in all batches of all ranks.
+
+        Returns:
+            This batch's shares: summed over batches and ranks they are what ``measures.means``
+            makes means of.
+        """
+        weight = self.weight.of(batch, count) if self.weight is not None else None
+        portion = Portion(count, num_samples, weight)
+        with self.precision.autocast():
+            passed = module(to_device(batch, self.device))
+        _check_count(passed.target, count)
+        loss = share_of_loss(passed.loss, portion, source=self.loss_source)
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise WorkloadError(
+                "the loss does not depend on the model's parameters. Compute it from the model's "
+                "output, without .detach(), .item() or torch.no_grad()."
+            )
+        return Pass(loss, self.measures.shares(passed, portion), passed.output, passed.target)
+
+    def close(self) -> None:
+        """End the data sets' loader processes."""
+        self.train.close()
+        if self.eval is not None:
+            self.eval.close()
+
+
+def _check_count(target: Any, count: int) -> None:
+    is_row = hasattr(target, "__len__") and not isinstance(target, Mapping)
+    if is_row and getattr(target, "shape", None) != () and len(target) != count:
+        raise WorkloadError(
+            f"a batch of {count} samples has a target of length {len(target)}. data.collate "
+            f"must keep every sample, in the first dimension."
+        )
+
+
+def build_workload(config: TrainConfig, references: References, device: torch.device) -> Workload:
+    """Build everything from the bundle, the same on every rank.
+
+    Raises:
+        WorkloadError, DataError: If an object is not what its key needs.
+        Exception: Whatever the notebook's own code raises.
+    """
+    if config.reproducible is not None:
+        compute_deterministically(device)
+    seed_all(config.seed, step=0, rank=0)
+    model = _build_model(references.evaluate("model")).to(device)
+    collate = references.evaluate("data.collate") if config.data.collate else None
+    sources = {
+        key: open_samples(
+            references.evaluate(key),
+            name=key,
+            collate=collate,
+            num_workers=config.data.num_workers,
+        )
+        for key in (("data.train", "data.eval") if config.data.eval else ("data.train",))
+    }
+    precision = Precision(config.precision, device)
+    metrics, whole_set = _build_metrics(config, references)
+    is_weighted = config.weight is not None
+    return Workload(
+        model=model,
+        optimizer=build_optimizer(config.optimizer, references, model),
+        objective=_build_objective(config, references),
+        measures=Measures(metrics, is_weighted=is_weighted),
+        train=sources["data.train"],
+        eval=sources.get("data.eval"),
+        device=device,
+        weight=Weight(_callable(references.evaluate("weight"), "weight"), model)
+        if is_weighted
+        else None,
+        whole_set=whole_set,
+        loss_source="step" if config.step else "loss" if config.loss else "the model's loss",
+        precision=precision,
+        extras=precision.extras,
+    )
+
+
+def _build_objective(config: TrainConfig, references: References) -> Objective:
+    if config.step is not None:
+        return StepFunction(_callable(references.evaluate("step"), "step"))
+    if config.loss is None:
+        return LossOfOutput(None)
+    return LossOfOutput(_callable(references.evaluate("loss"), "loss"))
+
+
+def _build_metrics(
+    config: TrainConfig, references: References
+) -> tuple[dict[str, Callable[[Any, Any], Any]], dict[str, WholeSetMetric]]:
+    """Return the metrics of single batches, and those that need the whole evaluation set."""
+    functions: dict[str, Callable[[Any, Any], Any]] = {}
+    whole_set: dict[str, WholeSetMetric] = {}
+    for name in config.metrics:
+        value = _callable(references.evaluate(f"metrics.{name}"), f"metric {name!r}")
+        if not is_torchmetric(value):
+            functions[name] = value
+            continue
+        if config.data.eval is None:
+            raise WorkloadError(
+                f"metric {name!r} is of torchmetrics: it is computed over the whole of data.eval, "
+                "which is missing. Add for example 'data: {train: train_set, eval: eval_set}', or "
+                "give a function (output, target)."
+            )
+        whole_set[name] = WholeSetMetric(name, value)
+    return functions, whole_set
+
+
+def _build_model(value: Any) -> nn.Module:
+    model = value if isinstance(value, nn.Module) else value() if callable(value) else value
+    if not isinstance(model, nn.Module):
+        raise WorkloadError(
+            f"model gave {model!r}, a {type(model).__name__}, which is no nn.Module. Let it be a "
+            "module, its class, "
+            f"or a function that returns one."
+        )
+    if not any(p.requires_grad for p in model.parameters()):
+        raise WorkloadError(
+            "model has no parameter that requires a gradient: there is nothing to train."
+        )
+    return model.train()
+
+
+def _callable(value: Any, what: str) -> Callable[..., Any]:
+    if isinstance(value, type) and issubclass(value, nn.Module):
+        value = value()
+    if not callable(value):
+        raise WorkloadError(f"{what} is a {type(value).__name__}, which cannot be called.")
+    return value  # type: ignore[no-any-return]

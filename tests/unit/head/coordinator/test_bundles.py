@@ -1,0 +1,146 @@
+"""A bundle reaches the head as a file, in pieces where it must, and leaves it in pieces (R6)."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from etrain_jupyter.bundle import files
+from etrain_jupyter.errors import JobLostError, PoolError
+from etrain_jupyter.head.coordinator import bundles
+from etrain_jupyter.head.coordinator.coordinator import _answering
+from etrain_jupyter.head.coordinator.requests import RequestError
+from etrain_jupyter.log.events import LogLine
+from etrain_jupyter.notebook.job import handover
+from tests.unit.head.coordinator.rig import BUNDLE, Rig
+
+DIGEST = hashlib.sha256(BUNDLE).hexdigest()
+
+
+@pytest.fixture
+def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rig:
+    monkeypatch.setattr(bundles, "CHUNK_BYTES", 7)
+    return Rig(tmp_path, monkeypatch)
+
+
+def order_in(folder: Path, **values: Any) -> dict[str, Any]:
+    facts = {"bundle_digest": DIGEST, "bundle_size": len(BUNDLE), "bundle_file": "bundle"}
+    return {"job_id": "j", "name": "j", "run_dir": str(folder), "config": {}, **facts, **values}
+
+
+async def test_head_that_does_not_see_the_file_asks_for_it_and_takes_it_in_pieces(
+    rig: Rig, tmp_path: Path
+) -> None:
+    coordinator, order = rig.coordinator, order_in(tmp_path / "j")
+    assert await coordinator._submit(order) == {"wants_bundle": True}
+    assert coordinator._jobs == {}
+    assert not (tmp_path / "j").exists(), "nothing is left if nobody comes back"
+    for first in range(0, len(BUNDLE), 5):
+        await coordinator._put_bundle(order, first, BUNDLE[first : first + 5])
+    assert await coordinator._submit(order) == {"job_id": "j"}
+    path = tmp_path / "j" / "bundle"
+    assert path.read_bytes() == BUNDLE
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert not list(path.parent.glob(".bundle*"))
+
+
+async def test_pieces_that_are_not_the_bundle_leave_nothing(rig: Rig, tmp_path: Path) -> None:
+    order = order_in(tmp_path / "j")
+    with pytest.raises(RequestError, match="its bytes were changed on their way"):
+        await rig.coordinator._put_bundle(order, 0, bytes(len(BUNDLE)))
+    assert list((tmp_path / "j").iterdir()) == []
+    await rig.coordinator._put_bundle(order, 0, BUNDLE[:5])
+    await rig.coordinator.close()
+    assert list((tmp_path / "j").iterdir()) == [], "a kernel that died in the midst of it"
+
+
+async def test_only_a_bundles_name_is_written_to(rig: Rig, tmp_path: Path) -> None:
+    for name in ("../x", "job.json", "bundle/../x"):
+        with pytest.raises(RequestError, match="is no name of a bundle's file"):
+            await rig.coordinator._put_bundle(order_in(tmp_path, bundle_file=name), 0, b"x")
+    assert not (tmp_path / "x").exists()
+
+
+async def test_workers_get_pieces_of_an_active_jobs_bundle(rig: Rig) -> None:
+    await rig.start("w1")
+    found, offset = b"", 0
+    while data := (await rig.coordinator._read_bundle(DIGEST, offset))["data"]:
+        assert len(data) <= 7
+        found, offset = found + data, offset + len(data)
+    assert found == BUNDLE
+    answer = await _answering(rig.coordinator._read_bundle)(digest="ab", offset=0)
+    assert answer["message"] == "no active job has the bundle ab"
+
+
+async def test_start_names_the_file_and_the_end_lets_the_workers_remove_it(rig: Rig) -> None:
+    await rig.start("w1", "w2")
+    [start] = rig.orders("w1", "start")
+    path = str(rig.folder / "j" / "bundle")
+    assert start["bundle"] == {"digest": DIGEST, "size": len(BUNDLE), "path": path}
+    assert rig.orders("w1", "forget_bundle") == []
+    await rig.coordinator._request("j", "stop", {"now": True})
+    for worker in ("w1", "w2"):
+        assert [o["digest"] for o in rig.orders(worker, "forget_bundle")] == [DIGEST]
+
+
+async def test_end_of_one_job_leaves_another_ones_equal_bundle(rig: Rig) -> None:
+    await rig.start("w1")
+    await rig.submit(job_id="k", run_dir=str(rig.folder / "k"))
+    await rig.coordinator._request("j", "stop", {"now": True})
+    assert rig.orders("w1", "forget_bundle") == []
+
+
+async def test_crash_is_told_although_the_run_folder_is_gone(rig: Rig) -> None:
+    await rig.start("w1", "w2")
+    (rig.folder / "j" / "bundle").unlink()
+    rig.tell("w1", "exited", cause="trainer 7 was ended by SIGSEGV")
+    assert not any("Traceback" in event.text for event in rig.events(LogLine))
+    assert "w1" not in [m.worker for m in rig.job.state.in_phase("ranked")]
+
+
+# --- the kernel's side ---
+
+
+class Scheduler:
+    """Answers as a coordinator that does not see the kernel's disk."""
+
+    def __init__(self, *, takes: bool = True) -> None:
+        self.received = b""
+        self.largest = 0
+        self._takes = takes
+
+    def call(self, op: str, *, timeout: float = 10.0, **arguments: Any) -> dict[str, Any]:
+        if op == "etrain_put_bundle":
+            assert arguments["offset"] == len(self.received)
+            self.received += arguments["data"]
+            self.largest = max(self.largest, len(arguments["data"]))
+            return {}
+        assert op == "etrain_submit"
+        is_here = self._takes and len(self.received) == arguments["job"]["bundle_size"]
+        return {"job_id": "j"} if is_here else {"wants_bundle": True}
+
+    def send(self, op: str, *, timeout: float = 10.0, **arguments: Any) -> Any:
+        raise NotImplementedError
+
+    def release(self) -> None: ...
+
+
+def test_kernel_sends_the_file_in_bounded_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handover, "CHUNK_BYTES", 10)
+    assert files.CHUNK_BYTES <= 4 << 20
+    (tmp_path / "bundle").write_bytes(BUNDLE)
+    scheduler = Scheduler()
+    handover.hand_over(scheduler, order_in(tmp_path), tmp_path / "bundle")
+    assert (scheduler.received, scheduler.largest) == (BUNDLE, 10)
+
+
+def test_scheduler_that_asks_again_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "bundle").write_bytes(BUNDLE)
+    with pytest.raises(PoolError, match="and does not have it") as caught:
+        handover.hand_over(Scheduler(takes=False), order_in(tmp_path), tmp_path / "bundle")
+    assert not isinstance(caught.value, JobLostError)

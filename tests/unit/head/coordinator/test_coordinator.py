@@ -1,0 +1,491 @@
+"""The coordinator between its supervisors: silence, fences, hangs and faults on purpose."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from etrain_jupyter.head.coordinator import coordinator as coordinator_module
+from etrain_jupyter.head.coordinator.coordinator import Coordinator
+from etrain_jupyter.head.coordinator.requests import RequestError
+from etrain_jupyter.log import events
+from etrain_jupyter.rules.policy.chaos import FAULT_KINDS
+from tests.unit.head.coordinator.rig import Nodes, Rig
+
+
+@pytest.fixture
+def rig(tmp_path: Path, monkeypatch) -> Rig:
+    return Rig(tmp_path, monkeypatch)
+
+
+def ticks(rig: Rig, seconds: float, *alive: str, **page) -> None:
+    """Let time pass with beats of these workers each second."""
+    for number in range(int(seconds * 4)):
+        if number % 4 == 0:
+            for worker in alive:
+                rig.beat(worker, **page)
+        rig.tick()
+
+
+# --- telling ---
+
+
+async def test_news_after_a_pause_are_told_at_once_and_then_several_together(rig, monkeypatch):
+    monkeypatch.setattr(coordinator_module, "COALESCE_S", 3600.0)
+    await rig.start("w1")
+    ask = rig.coordinator._events
+    known = (await ask("j", wait_s=0))["events"][-1]["seq"]
+    first = asyncio.ensure_future(ask("j", since=known))
+    await asyncio.sleep(0)
+    rig.commit("w1", 1)
+    steps = [event["step"] for event in (await first)["events"]]
+    assert steps == [1]
+
+    second = asyncio.ensure_future(ask("j", since=known + 1))
+    for number in (2, 3):
+        await asyncio.sleep(0.01)
+        rig.commit("w1", number)
+        assert not second.done()
+    monkeypatch.setattr(coordinator_module, "COALESCE_S", 0.0)
+    second.cancel()
+    told = (await ask("j", since=known + 1))["events"]
+    assert [event["step"] for event in told] == [2, 3]
+
+
+async def test_workers_are_told_with_the_machines_that_the_pool_knows(rig):
+    machine = {"type": "g5.xlarge", "zone": "us-east-1a", "lifecycle": "spot"}
+    rig.nodes.records = [{"worker": "w1", "price_usd_per_h": 0.25, "device": "cuda:0", **machine}]
+
+    await rig.start("w1", "w2")
+
+    joined = [
+        e for e in (await rig.coordinator._events("j"))["events"] if e["event"] == "WorkerJoined"
+    ]
+    facts = [(e["machine"], e["zone"], e["lifecycle"], e["usd_per_h"]) for e in joined]
+    known = ("g5.xlarge", "us-east-1a", "spot", 0.25)
+    assert facts == [known, ("", "", "", None)]
+    records = (await rig.coordinator._workers_of("j"))["workers"]
+    assert [record.get("machine") for record in records] == ["g5.xlarge", None]
+    assert records[0]["usd_per_h"] == 0.25
+
+
+# --- silence ---
+
+
+async def test_worker_that_is_silent_counts_as_gone_and_is_killed(rig):
+    await rig.start("w1", "w2")
+    ticks(rig, 10.5, "w1")
+    assert rig.nodes.killed == ["w2"]
+    [lost] = rig.events(events.WorkerLost)
+    assert (lost.worker, lost.cause) == ("w2", "silent for 10.2 s")
+    assert lost.detected_s == 10.25
+    assert rig.told("w1", "abort")
+    rig.report("w1", 5)
+    assert rig.events(events.GenerationFormed)[-1].ranks == ["w1"]
+
+
+async def test_after_the_head_itself_was_suspended_nobody_is_given_up(rig):
+    await rig.start("w1", "w2")
+    ticks(rig, 5, "w1", "w2")
+    rig.tick(600.0)
+    ticks(rig, 3)  # what they said meanwhile takes its time to arrive
+    assert rig.nodes.killed == []
+    assert rig.events(events.WorkerLost) == []
+
+
+async def test_limits_come_from_the_environment(monkeypatch):
+    monkeypatch.setenv("ETRAIN_SILENCE_S", "3")
+    monkeypatch.setenv("ETRAIN_HANG_S", "4.5")
+    coordinator = Coordinator(Nodes(), cluster_id="c", on_shutdown=lambda: None)
+    assert coordinator._workers._hearing.limit_s == 3.0
+    assert coordinator._hang_s == 4.5
+
+
+async def test_worker_that_was_given_up_has_no_say_and_begins_anew(rig):
+    await rig.start("w1", "w2")
+    old = rig.trainer("w2")
+    ticks(rig, 10.5, "w1")
+    rig.report("w1", 5)
+    rig.tell("w1", "formed")
+    generation = rig.job.state.generation
+
+    # The partition heals: what it said meanwhile arrives at last.
+    report = {"progress": [9, 0], "why": "failed", "undone": False}
+    rig.say("w2", {"op": "report", "trainer": old, "generation": generation, **report})
+    rig.say("w2", {"op": "steps", "trainer": old, "generation": generation, "records": []})
+    rig.say("w2", {"op": "supervisor", "device": "cpu", "pid": 1, "incarnation": 0})
+    assert rig.job.state.of_worker("w2") is None
+    assert rig.job.state.step == 5
+    assert rig.orders("w2", "reset") == [{"op": "reset", "incarnation": 0}] * 2
+
+    rig.hello("w2", incarnation=1)
+    assert rig.trainer("w2") != old
+    assert rig.orders("w2", "start")[-1]["trainer"] == rig.trainer("w2")
+    rig.warm("w2")
+    assert rig.told("w1", "change")
+    rig.report("w1", 6, why="planned")
+    assert rig.events(events.GenerationFormed)[-1].ranks == ["w1", "w2"]
+
+
+async def test_worker_that_was_given_up_and_then_disconnects_is_lost_once(rig):
+    await rig.start("w1", "w2")
+    ticks(rig, 10.5, "w1")
+    rig.coordinator.remove_worker(None, "tls://w2")
+    assert len(rig.events(events.WorkerLost)) == 1
+
+
+# --- fences ---
+
+
+async def test_what_a_rank_says_of_an_older_generation_is_dropped(rig):
+    await rig.start("w1", "w2")
+    rig.commit("w1", 1, 2)
+    rig.report("w1", 2)
+    rig.report("w2", 2)
+    assert rig.job.state.generation == 2
+    before = rig.job.state, rig.job.last_seq
+    old = {"generation": 1}
+    rig.tell("w1", "steps", records=[{"step": 3}], **old)
+    rig.tell("w1", "eval", record={}, **old)
+    rig.tell("w1", "weights", step=2, rank=0, digest="x", **old)
+    rig.tell("w1", "store", key="k", value=b"", **old)
+    rig.tell("w1", "formed", **old)
+    rig.tell("w1", "report", progress=[9, 0], why="done", undone=False, **old)
+    rig.tell("w1", "user_error", progress=[2, 0], error="ValueError", traceback="", **old)
+    assert (rig.job.state, rig.job.last_seq) == before
+    assert not rig.told("w2", "store")
+
+
+async def test_trainer_that_was_lost_has_no_say_though_its_generation_lives(rig):
+    await rig.start("w1", "w2")
+    lost = rig.trainer("w2")
+    rig.tell("w2", "exited", cause="SIGKILL")
+    generation = rig.job.state.generation
+    before = rig.job.state, rig.job.last_seq
+    rig.say("w2", {"op": "steps", "trainer": lost, "generation": generation, "records": [{}]})
+    rig.say("w2", {"op": "hello", "trainer": lost, "pid": 7, "device": "cpu", "plan": {}})
+    assert (rig.job.state, rig.job.last_seq) == before
+
+
+async def test_checkpoint_of_a_trainer_that_was_released_meanwhile_counts(rig):
+    await rig.start("w1", "w2")
+    released = rig.trainer("w2")
+    rig.coordinator._requests.do(rig.job, "scale", {"min": 1, "max": 1})
+    rig.report("w1", 3, why="planned")
+    rig.report("w2", 3, why="planned")
+    assert rig.job.state.of_worker("w2") is None
+    record = {"step": 3, "manifest": "m", "size_bytes": 1, "stall_s": 0.0, "duration_s": 0.1}
+    said = {"op": "checkpoint_committed", "trainer": released, "generation": 1}
+    rig.say("w2", {**said, "record": record})
+    assert [event.step for event in rig.events(events.CheckpointCommitted)] == [3]
+    assert rig.job.state.saved_step == 3
+
+
+async def test_message_of_a_trainer_from_another_worker_is_dropped(rig):
+    await rig.start("w1", "w2")
+    before = rig.job.state
+    rig.say("w1", {"op": "exited", "trainer": rig.trainer("w2"), "cause": "?"})
+    assert rig.job.state == before
+
+
+# --- hangs ---
+
+
+async def test_rank_that_holds_the_others_up_is_killed_with_its_stacks(rig):
+    await rig.start("w1", "w2", "w3")
+    for _ in range(32):
+        rig.beat("w1", collectives=9)
+        rig.beat("w2", collectives=8)
+        rig.beat("w3", collectives=9)
+        rig.tick(1.0)
+    [order] = rig.orders("w2", "kill")
+    assert order["stacks"] is True
+    assert order["why"].startswith("no progress for 3")
+    assert order["why"].endswith("at step 1 while 2 ranks waited")
+    assert not rig.orders("w1", "kill")
+    assert not rig.orders("w3", "kill")
+
+
+async def test_progress_of_a_trainer_that_is_not_in_the_job_any_more_is_dropped(rig):
+    await rig.start("w1", "w2")
+    old = rig.trainer("w2")
+    rig.tell("w2", "exited", cause="SIGKILL")
+    rig.say("w2", {"op": "beat", "trainers": {old: {}}})
+    assert old not in rig.job.state.members
+
+
+# --- forming ---
+
+
+async def test_log_tells_the_phases_of_the_slowest_rank_when_all_have_formed(rig):
+    rig.hello("w1", "w2")
+    await rig.submit(max_workers=2)
+    rig.warm("w1", "w2")
+    rig.tell("w1", "formed", connect_s=0.03, sync_s=0.0, wrap_s=0.002)
+    assert rig.events(events.GenerationReady) == []
+    rig.tell("w2", "formed", connect_s=0.02, sync_s=0.5, wrap_s=0.001)
+    [ready] = rig.events(events.GenerationReady)
+    assert (ready.world_size, ready.connect_s, ready.sync_s, ready.wrap_s) == (2, 0.03, 0.5, 0.002)
+
+
+@pytest.mark.parametrize(("gpus", "backend"), [(("a", "b"), "nccl"), (("a", "a"), "gloo")])
+async def test_ranks_with_gpus_of_their_own_talk_through_nccl(rig, gpus, backend):
+    rig.hello("w1", "w2")
+    await rig.submit(max_workers=2)
+    for worker, gpu in zip(("w1", "w2"), gpus, strict=True):
+        rig.warm(worker, device="cuda:0", gpu=gpu)
+    assert [form["backend"] for form in rig.told("w1", "form")] == [backend]
+
+
+# --- faults on purpose ---
+
+
+KILL = {"id": 1, "kind": "kill", "rank": 0, "step": 2, "at": "forward"}
+NOTICE = {"id": 2, "kind": "notice", "rank": 1, "step": 2, "at": "forward", "notice_s": 30.0}
+POWER = {"id": 3, "kind": "kill_worker", "rank": None, "step": 3, "at": "forward"}
+
+
+async def test_planned_faults_go_to_trainers_until_they_have_fired(rig):
+    await rig.start("w1", "w2", faults=[KILL, NOTICE])
+    assert rig.orders("w1", "start")[0]["faults"] == [KILL]
+    assert rig.told("w1", "form")[0]["faults"] == [KILL]
+    rig.tell("w1", "fault_fired", id=1)
+    [fact] = rig.events(events.FaultInjected)
+    assert (fact.worker, fact.fault) == ("w1", "kill")
+    rig.tell("w1", "exited", cause="SIGKILL")
+    rig.report("w2", 1)
+    assert rig.told("w2", "form")[-1]["faults"] == []
+    assert rig.job.state.same_step_faults == (-1, ())  # on purpose, so no budget counts it
+    assert rig.job.state.health == {}
+
+
+async def test_same_fault_that_two_trainers_commit_is_told_of_once(rig):
+    await rig.start("w1", "w2", faults=[KILL])
+    rig.tell("w1", "fault_fired", id=1)
+    rig.tell("w2", "fault_fired", id=1)
+    assert len(rig.events(events.FaultInjected)) == 1
+
+
+async def test_coordinator_gives_the_planned_notice_when_the_step_is_committed(rig):
+    await rig.start("w1", "w2", faults=[NOTICE])
+    rig.commit("w1", 1)
+    assert rig.events(events.PreemptionNoticed) == []
+    rig.commit("w1", 2)
+    [notice] = rig.events(events.PreemptionNoticed)
+    assert (notice.worker, notice.deadline) == ("w2", rig.now + 30.0)
+    rig.commit("w1", 3)
+    assert len(rig.events(events.PreemptionNoticed)) == 1
+
+
+async def test_coordinator_kills_the_worker_that_the_plan_wants_dead(rig):
+    await rig.start("w1", "w2", faults=[POWER])
+    rig.commit("w1", 1, 2, 3)
+    assert rig.nodes.killed == ["w1"]
+    assert rig.orders("w1", "fault")[0]["kind"] == "kill_worker"
+    [fact] = rig.events(events.FaultInjected)
+    assert (fact.worker, fact.fault, fact.step) == ("w1", "kill_worker", 3)
+
+
+async def test_fault_of_a_rank_that_is_not_there_waits_for_it(rig):
+    late = {**POWER, "rank": 2}
+    await rig.start("w1", "w2", faults=[late])
+    rig.commit("w1", 1, 2, 3)
+    assert rig.nodes.killed == []
+
+
+async def test_fault_by_hand_is_ordered_of_the_supervisor_and_told(rig):
+    await rig.start("w1", "w2")
+    words = rig.coordinator._requests.do(rig.job, "fault", {"kind": "hang"})
+    assert words.startswith("w2 has its trainer hang for ever; that is found when the others")
+    [order] = rig.orders("w2", "fault")
+    assert (order["trainer"], order["kind"]) == (rig.trainer("w2"), "hang")
+    rig.tell("w2", "exited", cause="no progress")
+    assert rig.job.state.same_step_faults == (-1, ())
+
+
+async def test_fault_that_nobody_knows_is_refused(rig):
+    await rig.start("w1")
+    with pytest.raises(RequestError, match="no fault 'flood'; there are kill, segfault"):
+        rig.coordinator._requests.do(rig.job, "fault", {"kind": "flood"})
+
+
+async def test_chaos_strikes_until_it_is_switched_off(rig):
+    await rig.start("w1", "w2")
+    do = rig.coordinator._requests.do
+    words = do(rig.job, "chaos", {"mtbf_s": 2.0, "mode": "stop", "seed": 4})
+    assert words == (
+        "faults by chance: stop every 2 s on average until the job ends, seed 4. "
+        "%etrain chaos --off ends it"
+    )
+    ticks(rig, 60, "w1", "w2")
+    num_strikes = len(rig.events(events.FaultInjected))
+    assert num_strikes > 10
+    assert len(rig.orders("w1", "fault")) + len(rig.orders("w2", "fault")) == num_strikes
+    assert do(rig.job, "chaos", {"off": True}) == "no more faults by chance"
+    ticks(rig, 60, "w1", "w2")
+    assert len(rig.events(events.FaultInjected)) == num_strikes
+    assert do(rig.job, "chaos", {"off": True}) == "there was no chaos"
+    told = [e.text for e in rig.events(events.LogLine) if e.text.startswith("chaos")]
+    assert told == [
+        "chaos: stop every 2 s on average until the job ends, seed 4",
+        "chaos: over",
+    ]
+
+
+async def test_second_chaos_says_that_it_takes_the_place_of_the_first(rig):
+    await rig.start("w1")
+    do = rig.coordinator._requests.do
+    do(rig.job, "chaos", {"seed": 4})
+    assert "the chaos that there was is over" in do(rig.job, "chaos", {"seed": 5})
+
+
+async def test_chaos_leaves_alone_who_leaves_anyway(rig):
+    await rig.start("w1")
+    rig.coordinator._requests.do(rig.job, "chaos", {"mtbf_s": 1.0, "mode": "notice", "seed": 4})
+    ticks(rig, 30, "w1")
+    assert len(rig.events(events.PreemptionNoticed)) == 1
+
+
+async def test_every_fault_that_can_be_asked_for_has_words(rig):
+    await rig.start("w1", "w2")
+    for kind in (*FAULT_KINDS, "error", "disconnect"):
+        words = rig.coordinator._requests.do(rig.job, "fault", {"kind": kind, "worker": "w1"})
+        assert words.startswith("w1 "), kind
+
+
+async def test_chaos_of_a_mode_that_is_none_is_refused(rig):
+    await rig.start("w1")
+    with pytest.raises(RequestError, match="no chaos of the mode 'flood'"):
+        rig.coordinator._requests.do(rig.job, "chaos", {"mode": "flood"})
+
+
+async def test_kill_by_hand_counts_as_a_fault_on_purpose(rig):
+    await rig.start("w1", "w2")
+    rig.coordinator._requests.do(rig.job, "kill", {"worker": "w1"})
+    assert rig.nodes.killed == ["w1"]
+    assert [(e.worker, e.fault) for e in rig.events(events.FaultInjected)] == [("w1", "worker")]
+
+
+async def test_noticed_worker_is_killed_when_its_time_is_over(rig):
+    await rig.start("w1", "w2")
+    rig.coordinator._requests.do(rig.job, "preempt", {"worker": "w2", "notice_s": 5.0})
+    ticks(rig, 4, "w1", "w2")
+    assert rig.nodes.killed == []
+    ticks(rig, 2, "w1", "w2")
+    assert "w2" in rig.nodes.killed
+
+
+async def test_no_notice_takes_an_earlier_one_back(rig):
+    await rig.start("w1", "w2")
+    for notice_s in (5.0, 60.0, 2.0):
+        args = {"worker": "w2", "notice_s": notice_s}
+        rig.coordinator._requests.do(rig.job, "preempt", args)
+    deadlines = [e.deadline for e in rig.events(events.PreemptionNoticed)]
+    assert deadlines == [rig.now + 5.0, rig.now + 2.0]
+
+
+async def test_noticed_worker_is_replaced_when_the_others_train_without_it(rig):
+    await rig.start("w1", "w2")
+    rig.coordinator._requests.do(rig.job, "preempt", {"worker": "w2", "notice_s": 60.0})
+    for worker in ("w1", "w2"):
+        rig.report(worker, 5, "planned")
+    ticks(rig, 1, "w1")
+    assert (rig.nodes.released, rig.nodes.wanted) == ([], 2)
+    rig.tell("w1", "formed", step=5)
+    ticks(rig, 1, "w1")
+    assert (set(rig.nodes.released), rig.nodes.wanted) == ({"w2"}, 2)
+
+
+async def test_noticed_worker_is_handed_back_in_time_though_the_others_do_not_form(rig):
+    await rig.start("w1", "w2")
+    rig.coordinator._requests.do(rig.job, "preempt", {"worker": "w2", "notice_s": 10.0})
+    for worker in ("w1", "w2"):
+        rig.report(worker, 5, "planned")
+    ticks(rig, 7, "w1")
+    assert rig.nodes.released == []
+    ticks(rig, 2, "w1")
+    assert "w2" in rig.nodes.released
+
+
+async def test_last_noticed_worker_is_replaced_at_once_and_not_twice(rig):
+    await rig.start("w1")
+    assert rig.nodes.wanted == 1
+    rig.coordinator._requests.do(rig.job, "preempt", {"worker": "w1", "notice_s": 60.0})
+    assert rig.nodes.wanted == 2
+    rig.hello("w2")
+    rig.warm("w2")
+    rig.report("w1", 5, "planned")
+    for worker in ("w1", "w2"):
+        rig.tell(worker, "formed", step=5)
+    for worker in ("w1", "w2"):
+        rig.report(worker, 6, "planned")
+    assert [m.worker for m in rig.job.state.members.values()] == ["w2"]
+    rig.tell("w2", "formed", step=6)
+    ticks(rig, 1, "w2")
+    assert (set(rig.nodes.released), rig.nodes.wanted) == ({"w1"}, 1)
+
+
+# --- requests ---
+
+
+async def test_scale_beyond_the_pool_says_how_many_there_can_be(rig):
+    await rig.start("w1")
+    rig.nodes.most = 8
+    words = rig.coordinator._requests.do(rig.job, "scale", {"max": 1000})
+    assert words == (
+        "trains on 1 to 8 workers from now on; max=1000 is more than the 8 that this pool can have"
+    )
+    assert rig.job.state.max_workers == 8
+
+
+async def test_pause_and_resume_say_when_there_is_nothing_to_do(rig):
+    await rig.start("w1")
+    rig.commit("w1", 1)
+    do = rig.coordinator._requests.do
+    assert do(rig.job, "resume", {}) == "is not paused; it is running at step 1"
+    assert do(rig.job, "pause", {}).startswith("pauses at the next step boundary")
+    assert do(rig.job, "pause", {}) == "is paused already, at step 1; %etrain resume goes on"
+
+
+async def test_stop_of_a_job_that_stands_still_says_what_does_not_wait(rig):
+    await rig.start("w1")
+    rig.commit("w1", 1)
+    rig.now += 25.0
+    words = rig.coordinator._requests.do(rig.job, "stop", {})
+    assert words.endswith("No step has ended for 25 s: %etrain stop --now does not wait for one")
+
+
+async def test_reproducible_job_is_not_scaled_beyond_its_shards(rig):
+    await rig.start("w1", "w2")
+    rig.job.order.config = {
+        "model": "Net",
+        "data": {"train": "d"},
+        "loss": "f",
+        "batch": {"global": 64},
+        "reproducible": {"shards": 4},
+    }
+    before = rig.job.state
+    with pytest.raises(RequestError, match=r"workers max=5 is more than the 4 shards"):
+        rig.coordinator._requests.do(rig.job, "scale", {"max": 5})
+    assert rig.job.state is before
+    rig.coordinator._requests.do(rig.job, "scale", {"max": 4})
+    assert rig.job.state.max_workers == 4
+
+
+async def test_failure_that_a_rank_reports_is_in_the_log_and_the_next_generation_uses_gloo(rig):
+    # Review G2
+    rig.hello("w1", "w2")
+    await rig.submit(max_workers=2, config={"backend": "auto"})
+    for worker in ("w1", "w2"):
+        rig.warm(worker, device="cuda:0", gpu=worker)
+    for _ in range(2):
+        failed = {"progress": [-1, 0], "why": "failed", "undone": False}
+        rig.tell("w1", "report", **failed, error="ncclSystemError: /dev/shm", backend="nccl")
+        rig.tell("w2", "report", **failed)
+        rig.now += 2
+        rig.coordinator.tick()
+    assert [form["backend"] for form in rig.told("w1", "form")] == ["nccl", "nccl", "gloo"]
+    assert any("ncclSystemError" in line.text for line in rig.events(events.LogLine))
+    assert "gloo" in rig.job.state.reason

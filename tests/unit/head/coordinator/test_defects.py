@@ -1,0 +1,150 @@
+"""An exception of our own code stops nothing else, and is seen where the job is watched.
+
+Review R2: one exception in a tick ended the ticker, silently and for all jobs; one in a report
+ended the worker that had sent it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from etrain_jupyter.head.coordinator import coordinator as coordinator_module
+from etrain_jupyter.head.coordinator.requests import RequestError
+from etrain_jupyter.head.jobs import hosted_job, reports
+from etrain_jupyter.head.jobs.hosted_job import HostedJob
+from etrain_jupyter.log import events
+from etrain_jupyter.rules.membership import commands as c
+from etrain_jupyter.rules.membership import stimuli as s
+from tests.unit.head.coordinator.rig import Rig, put_bundle
+
+
+@pytest.fixture
+def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rig:
+    made = Rig(tmp_path, monkeypatch)
+    made.survive_defects()
+    return made
+
+
+def fail(*_: Any, **__: Any) -> None:
+    raise ZeroDivisionError("a mistake")
+
+
+def errors(rig: Rig) -> list[str]:
+    return [event.text for event in rig.events(events.LogLine) if event.level == "error"]
+
+
+async def submit_another(rig: Rig) -> HostedJob:
+    order: dict[str, Any] = {
+        "job_id": "k",
+        "name": "k",
+        "run_dir": str(rig.folder / "k"),
+        "config": {},
+    }
+    order |= put_bundle(order)
+    await rig.coordinator._submit({**order, "max_workers": 1})
+    return rig.coordinator._jobs["k"]
+
+
+async def test_exception_in_the_tick_of_one_job_is_its_own(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await rig.start("w1")
+    other = await submit_another(rig)
+    ticked: list[HostedJob] = []
+    monkeypatch.setattr(
+        rig.coordinator._injector,
+        "tick",
+        lambda job: fail() if job is rig.job else ticked.append(job),
+    )
+    rig.tick()
+
+    assert ticked == [other]
+    [text] = errors(rig)
+    assert text.startswith(
+        "a tick failed: ZeroDivisionError: a mistake. This is a defect of etrain"
+    )
+    assert not [e for e in other.events_since(0, 100) if e["event"] == "LogLine"]
+
+
+async def test_ticker_goes_on_after_an_exception(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(coordinator_module, "TICK_S", 0.0)
+    third = asyncio.Event()
+    calls: list[int] = []
+
+    def tick() -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            third.set()
+        fail()
+
+    monkeypatch.setattr(rig.coordinator, "tick", tick)
+    ticker = asyncio.create_task(rig.coordinator._tick_often())
+    await asyncio.wait_for(third.wait(), 10)
+    ticker.cancel()
+    assert [r.getMessage() for r in caplog.records] == [
+        "the cluster: a tick failed: ZeroDivisionError: a mistake"
+    ]
+
+
+async def test_report_that_cannot_be_taken_costs_no_connection_and_is_not_repeated(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await rig.start("w1")
+    monkeypatch.setitem(reports._TAKE, "log", fail)
+    rig.tell("w1", "log", n=1, level="info", text="hi")
+    rig.tick()
+    monkeypatch.undo()
+    rig.commit("w1", 1)
+
+    assert [order["n"] for order in rig.orders("w1", "ack")] == [1]
+    assert rig.job.state.step == 1
+    assert "taking 'log' of tls://w1 failed: ZeroDivisionError" in errors(rig)[0]
+
+
+async def test_command_that_fails_leaves_no_other_one_undone(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await rig.start("w1", "w2")
+    monkeypatch.setitem(hosted_job._CARRY_OUT, c.AbortGeneration, fail)
+    rig.tell("w2", "exited", cause="killed")
+
+    assert [event.worker for event in rig.events(events.WorkerLost)] == ["w2"]
+    assert len(rig.orders("w2", "start")) == 2
+    assert "carrying out AbortGeneration failed" in errors(rig)[0]
+
+
+async def test_defect_that_comes_again_and_again_is_logged_less_and_less_often(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await rig.start("w1")
+    monkeypatch.setattr(rig.coordinator._injector, "tick", fail)
+    for number in range(4 * 100):
+        if number % 4 == 0:
+            rig.beat("w1", beats=number)
+        rig.tick()
+    texts = errors(rig)
+    assert len(texts) == 4  # at once, after 10, 30 and 70 s
+    assert "times more since this was logged last" in texts[-1]
+    assert rig.job.state.status == "running"
+
+
+async def test_whoever_asks_for_something_hears_that_it_failed(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await rig.start("w1")
+    monkeypatch.setitem(hosted_job._CARRY_OUT, c.AnnounceChange, fail)
+    with pytest.raises(RequestError, match="pause met a defect of etrain-jupyter"):
+        await rig.coordinator._request("j", "pause")
+
+
+async def test_costs_that_cannot_be_told_do_not_keep_the_log_from_the_end(rig: Rig) -> None:
+    await rig.start("w1")
+    rig.job.before_end = fail
+    rig.job.handle(s.StopAsked(now=True))
+    assert rig.events(events.JobStatusChanged)[-1].status == "stopped"

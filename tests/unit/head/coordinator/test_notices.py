@@ -1,0 +1,213 @@
+"""What comes of a notice that a supervisor tells of, and of versions that do not fit."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from etrain_jupyter.head.coordinator.recovery import Returning
+from etrain_jupyter.log import events
+from etrain_jupyter.wire.versions import PROTOCOL
+from tests.unit.head.coordinator.rig import Rig
+
+
+@pytest.fixture
+def rig(tmp_path, monkeypatch):
+    return Rig(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def cloud(rig):
+    """The same where every worker has a machine of its own."""
+    rig.nodes.replaces_early = True
+    return rig
+
+
+def interrupt(rig, worker: str, left_s: float) -> None:
+    # The machine's own clock is wrong: what counts is how long it has left.
+    rig.say(worker, {"op": "notice", "kind": "interruption", "deadline": 5.0, "left_s": left_s})
+
+
+def recommend(rig, worker: str) -> None:
+    rig.say(worker, {"op": "notice", "kind": "rebalance", "deadline": 0.0, "left_s": 0.0})
+
+
+def ticks(rig, seconds: int, *workers: str) -> None:
+    """Let time pass while these go on talking."""
+    for _ in range(seconds * 4):
+        for worker in workers:
+            rig.say(worker, {"op": "beat", "trainers": {}})
+        rig.tick()
+
+
+# --- interruptions ---
+
+
+async def test_interruption_lets_the_worker_leave_at_a_step_boundary_and_is_told_once(rig):
+    await rig.start("w1", "w2")
+    interrupt(rig, "w2", 110.0)
+    rig.now += 3.0
+    interrupt(rig, "w2", 107.2)
+    [told] = rig.events(events.PreemptionNoticed)
+    assert (told.worker, told.deadline) == ("w2", 1110.0)
+    assert rig.told("w1", "change")
+    for worker in ("w1", "w2"):
+        rig.report(worker, 5, "planned")
+    assert [m.worker for m in rig.job.state.members.values()] == ["w1"]
+
+
+async def test_interruption_without_time_left_by_itself_counts_by_the_deadline(rig):
+    await rig.start("w1", "w2")
+    rig.say("w2", {"op": "notice", "kind": "interruption", "deadline": time.time() + 60})
+    assert rig.events(events.PreemptionNoticed)[0].deadline == 1060.0
+
+
+async def test_noticed_worker_that_nobody_uses_is_given_to_no_job(rig):
+    rig.hello("w1", "w2")
+    interrupt(rig, "w2", 60.0)
+    await rig.submit(max_workers=2)
+    assert [m.worker for m in rig.job.state.members.values()] == ["w1"]
+    assert rig.events(events.PreemptionNoticed) == []
+
+
+async def test_noticed_worker_is_counted_until_it_is_released_where_machines_come_early(cloud):
+    await cloud.start("w1", "w2")
+    assert cloud.nodes.wanted == 2
+    interrupt(cloud, "w2", 60.0)
+    assert cloud.nodes.wanted == 3
+    for worker in ("w1", "w2"):
+        cloud.report(worker, 5, "planned")
+    assert (cloud.nodes.released, cloud.nodes.wanted) == ([], 3)
+    cloud.tell("w1", "formed", step=5)
+    ticks(cloud, 1, "w1", "w2")
+    assert (set(cloud.nodes.released), cloud.nodes.wanted) == ({"w2"}, 2)
+
+
+async def test_machine_elsewhere_is_left_to_whoever_takes_it_for_a_while(cloud):
+    await cloud.start("w1")
+    interrupt(cloud, "w1", 5.0)
+    ticks(cloud, 20, "w1")
+    assert cloud.nodes.killed == []
+    ticks(cloud, 60, "w1")
+    assert "w1" in cloud.nodes.killed
+
+
+# --- rebalance recommendations ---
+
+
+async def test_worker_at_risk_trains_on_with_a_checkpoint_and_a_replacement(cloud):
+    await cloud.start("w1", "w2")
+    for _ in range(2):
+        recommend(cloud, "w2")
+    assert [e.worker for e in cloud.events(events.RebalanceRecommended)] == ["w2"]
+    assert cloud.nodes.wanted == 3
+    assert [len(cloud.told(worker, "checkpoint")) for worker in ("w1", "w2")] == [1, 1]
+    assert cloud.told("w1", "change") == []
+    cloud.hello("w3")
+    assert {m.worker for m in cloud.job.state.members.values()} == {"w1", "w2"}
+    # When it is taken, who came instead gets its place at once, and no fourth one is asked for.
+    interrupt(cloud, "w2", 60.0)
+    assert {m.worker for m in cloud.job.state.in_phase("starting")} == {"w3"}
+    assert cloud.nodes.wanted == 3
+
+
+async def test_pool_whose_workers_share_a_machine_replaces_nobody_at_risk(rig):
+    await rig.start("w1", "w2")
+    recommend(rig, "w2")
+    assert rig.nodes.wanted == 2
+    assert len(rig.told("w2", "checkpoint")) == 1
+
+
+async def test_worker_at_risk_is_taken_last_and_wanted_by_nobody_without_a_job(cloud):
+    cloud.hello("w1", "w2")
+    recommend(cloud, "w1")
+    assert cloud.nodes.wanted == 0
+    await cloud.submit(max_workers=1)
+    assert [m.worker for m in cloud.job.state.members.values()] == ["w2"]
+    assert cloud.nodes.wanted == 1
+
+
+async def test_notice_after_a_rebalance_counts_and_a_rebalance_after_it_does_not(rig):
+    await rig.start("w1", "w2")
+    interrupt(rig, "w2", 60.0)
+    recommend(rig, "w2")
+    assert rig.events(events.RebalanceRecommended) == []
+
+
+async def test_notice_of_a_worker_that_was_given_up_makes_it_begin_anew(rig):
+    await rig.start("w1", "w2")
+    ticks(rig, 11, "w1")
+    interrupt(rig, "w2", 60.0)
+    assert rig.events(events.PreemptionNoticed) == []
+    assert rig.orders("w2", "reset")
+
+
+async def test_next_coordinator_knows_who_is_at_risk_and_tells_it_once(
+    cloud, tmp_path, monkeypatch
+):
+    cloud.coordinator.recall(tmp_path / "jobs", died_at=0.0)
+    await cloud.start("w1", "w2")
+    recommend(cloud, "w1")
+    interrupt(cloud, "w2", 60.0)
+    cloud.job._log.close()
+    after = Rig(tmp_path, monkeypatch)
+    after.nodes.replaces_early = True
+    after.coordinator.recall(tmp_path / "jobs", died_at=1000.0)
+    assert isinstance(after.coordinator._returning, Returning)
+    after.hello("w1", "w2")
+    recommend(after, "w1")
+    interrupt(after, "w2", 60.0)
+    after.tick()
+    assert len(after.events(events.RebalanceRecommended)) == 1
+    assert len(after.events(events.PreemptionNoticed)) == 1
+    facts = {w.name: (w.at_risk, w.leaves_at) for w in after.coordinator._workers}
+    assert facts == {"w1": (True, 0.0), "w2": (False, 501_060.0)}
+
+
+# --- versions ---
+
+KERNEL = {"protocol": str(PROTOCOL), "etrain": "0.1.0", "python": "3.12.4", "torch": "2.13.0"}
+
+
+def warnings(rig) -> list[str]:
+    return [e.text for e in rig.events(events.LogLine) if e.level == "warning"]
+
+
+async def test_worker_whose_versions_do_not_fit_gets_no_work_and_the_log_says_why(rig):
+    await rig.submit(max_workers=2, fingerprint=KERNEL)
+    rig.hello("w1", fingerprint={**KERNEL, "torch": "2.12.0+cu130"})
+    rig.hello("w2", fingerprint=KERNEL)
+    assert [m.worker for m in rig.job.state.members.values()] == ["w2"]
+    [text] = warnings(rig)
+    assert "torch 2.12.0+cu130 on w1, 2.13.0 in this notebook" in text
+    assert "Install torch==2.13.0" in text
+    # Each of a hundred machines of a wrong image would say the same.
+    rig.hello("w3", fingerprint={**KERNEL, "torch": "2.12.0+cu130"})
+    assert len(warnings(rig)) == 1
+
+
+async def test_other_patch_version_works_and_is_told_once(rig):
+    await rig.submit(max_workers=2, fingerprint=KERNEL)
+    for worker in ("w1", "w2"):
+        rig.hello(worker, fingerprint={**KERNEL, "python": "3.12.1"})
+    assert [m.worker for m in rig.job.state.members.values()] == ["w1", "w2"]
+    [text] = warnings(rig)
+    assert text.startswith("Python 3.12.1 on w1, 3.12.4 in this notebook")
+
+
+async def test_worker_that_speaks_another_protocol_is_refused_whatever_the_notebook_has(rig):
+    await rig.submit(max_workers=2)
+    rig.hello("w1", fingerprint={**KERNEL, "protocol": "99"})
+    assert rig.job.state.members == {}
+    assert "protocol 99 on w1" in warnings(rig)[0]
+
+
+async def test_worker_that_does_not_fit_one_job_works_for_another(rig):
+    await rig.submit(max_workers=1, fingerprint=KERNEL)
+    old = {**KERNEL, "python": "3.11.2"}
+    rig.hello("w1", fingerprint=old)
+    await rig.submit(job_id="k", name="old", run_dir=str(rig.folder / "k"), fingerprint=old)
+    assert rig.job.state.members == {}
+    other = rig.coordinator._jobs["k"]
+    assert [m.worker for m in other.state.members.values()] == ["w1"]

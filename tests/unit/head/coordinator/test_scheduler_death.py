@@ -1,0 +1,293 @@
+"""A coordinator dies at the worst moments; the next one is told what the supervisors know."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from etrain_jupyter.head.coordinator import recovery
+from etrain_jupyter.head.coordinator.requests import RequestError
+from etrain_jupyter.log.events import (
+    CheckpointCommitted,
+    GenerationFormed,
+    JobStatusChanged,
+    LogLine,
+    SchedulerRestarted,
+    StepCompleted,
+    WorkerLost,
+)
+from tests.unit.head.coordinator.rig import PLAN, Rig
+
+HELLO = {"op": "hello", "pid": 7, "device": "cpu", "warm_s": 1.0, "plan": PLAN}
+
+
+class Lives:
+    """One cluster's coordinators, one after the other."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self._patch = folder, monkeypatch
+        self.rig = self._next()
+        self.numbers: dict[str, int] = {}
+        self.said: list[tuple[str, dict[str, Any]]] = []
+
+    def _next(self, died_at: float = 0.0) -> Rig:
+        rig = Rig(self.folder, self._patch)
+        rig.coordinator.recall(self.folder / "jobs", died_at=died_at)
+        return rig
+
+    def die(self) -> Rig:
+        """Kill the coordinator, and start the next one, which nobody has come back to yet."""
+        self.rig.coordinator._jobs["j"]._log.close()  # the system does it when a process dies
+        now = self.rig.now
+        self.rig = self._next(now)
+        self.rig.now = now + 3.0
+        return self.rig
+
+    def back(self, worker: str, **standings: dict[str, Any]) -> None:
+        """Let a worker come back with trainers, by the numbers in their names."""
+        self.rig.coordinator._scheduler.workers[f"tls://{worker}"] = _Named(worker)
+        self.rig.hello(worker)
+        trainers = {
+            f"j/{worker}/{number[1:]}": {**_STANDING, **known}
+            for number, known in standings.items()
+        }
+        values = {"device": "cpu", "pid": 1, "incarnation": 0, "trainers": trainers}
+        self.rig.say(worker, {"op": "supervisor", **values})
+
+    def numbered(self, worker: str, op: str, **values: Any) -> dict[str, Any]:
+        """Let a trainer say something that its supervisor keeps."""
+        self.numbers[worker] = self.numbers.get(worker, 0) + 1
+        number = {"w1": 1, "w2": 2}[worker]
+        told = {"op": op, "generation": 1, "trainer": f"j/{worker}/{number}", **values}
+        message = {**told, "n": self.numbers[worker]}
+        self.rig.say(worker, message)
+        return message
+
+
+class _Named:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+_STANDING = {
+    "started_at": 1000.0,
+    "pid": 7,
+    "generation": 1,
+    "hello": HELLO,
+    "left": None,
+    "progress": [-1, 0],
+    "ended_with": 0,
+}
+
+
+@pytest.fixture
+def lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lives:
+    return Lives(tmp_path, monkeypatch)
+
+
+def records(*steps: int) -> list[dict[str, Any]]:
+    return [
+        {
+            **{"generation": 1, "time": 1000.0, "step": step, "epoch": 0, "first": 0},
+            **{"samples": 16, "sample_checksum": 1, "loss": 1.0, "lr": 0.1, "world_size": 2},
+            "samples_per_s": 160.0,
+        }
+        for step in steps
+    ]
+
+
+def steps_of(rig: Rig) -> list[int]:
+    return [event.step for event in rig.events(StepCompleted)]
+
+
+async def test_the_generation_goes_on_and_what_was_missed_is_logged_once(lives: Lives) -> None:
+    await lives.rig.start("w1", "w2")
+    told = [lives.numbered("w1", "steps", records=records(1, 2))]
+    line = lives.numbered("w1", "log", level="info", text="hello")
+    lives.die()
+    lives.back("w1", n1={})
+    for message in (*told, line):
+        lives.rig.say("w1", message)
+    lives.numbered("w1", "steps", records=records(3))
+    assert lives.rig.events(SchedulerRestarted) == [], "the other worker is waited for"
+    lives.back("w2", n2={})
+    lives.rig.tick()
+
+    rig = lives.rig
+    [event] = rig.events(SchedulerRestarted)
+    assert (event.workers, event.lost, event.step) == (["w1", "w2"], [], 2)
+    assert event.away_s == 3.25
+    assert steps_of(rig) == [1, 2, 3]
+    assert len(rig.events(LogLine)) == 1
+    assert (rig.job.state.phase, rig.job.state.is_ready) == ("running", True)
+    assert [e.generation for e in rig.events(GenerationFormed)] == [1]
+    assert rig.told("w1", "abort") == rig.told("w1", "change") == []
+    rig.tick()
+    assert rig.orders("w1", "ack")[-1]["n"] == 3
+
+
+async def test_a_generation_that_was_forming_is_ended_and_formed_anew(lives: Lives) -> None:
+    rig = lives.rig
+    rig.hello("w1", "w2")
+    await rig.submit(max_workers=2)
+    rig.warm("w1", "w2")
+    assert len(rig.events(GenerationFormed)) == 1
+    rig = lives.die()
+    lives.back("w1", n1={})
+    lives.back("w2", n2={"generation": 0})  # it was never told
+    rig.tick()
+    assert len(rig.told("w1", "abort")) == 1
+    rig.report("w1", 0)
+
+    formed = rig.events(GenerationFormed)
+    assert [(e.generation, e.why, e.ranks) for e in formed][1:] == [(2, "restart", ["w1", "w2"])]
+    assert rig.job.state.same_step_faults == (-1, ())
+
+
+async def test_a_worker_that_does_not_come_back_is_done_without(
+    lives: Lives, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await lives.rig.start("w1", "w2")
+    lives.numbered("w1", "steps", records=records(1))
+    monkeypatch.setattr(recovery, "RETURN_S", 0.0)
+    rig = lives.die()
+    lives.back("w1", n1={})
+    rig.tick()
+
+    [lost] = rig.events(WorkerLost)
+    assert lost.worker == "w2"
+    assert len(rig.told("w1", "abort")) == 1
+    rig.report("w1", 1)
+    assert rig.events(GenerationFormed)[-1].ranks == ["w1"]
+    assert rig.told("w1", "form")[-1]["logged_step"] == 1
+
+
+async def test_a_trainer_that_was_given_up_before_is_let_go(lives: Lives) -> None:
+    await lives.rig.start("w1", "w2")
+    lives.rig.coordinator.remove_worker(None, "tls://w2")
+    assert len(lives.rig.events(WorkerLost)) == 1
+    rig = lives.die()
+    lives.back("w1", n1={})
+    lives.back("w2", n2={})
+    rig.tick()
+
+    assert rig.told("w2", "release")
+    assert "j/w2/2" not in rig.job.state.members
+
+
+async def test_a_job_whose_ranks_are_done_is_closed_with_its_checkpoint(lives: Lives) -> None:
+    rig = lives.rig
+    await rig.start("w1", "w2")
+    lives.numbered("w1", "steps", records=records(1, 2))
+    done = {"op": "report", "generation": 1, "progress": [2, 0], "why": "done", "undone": False}
+    rig = lives.die()
+    lives.back("w1", n1={"left": done, "progress": [2, 0]})
+    lives.back("w2", n2={"left": done, "progress": [2, 0]})
+    rig.tick()
+    saver = next(worker for worker in ("w1", "w2") if rig.told(worker, "save"))
+    record = {"step": 2, "manifest": "m", "size_bytes": 1, "stall_s": 0.0, "duration_s": 0.1}
+    rig.tell(saver, "checkpoint_committed", record=record)
+
+    assert rig.events(JobStatusChanged)[-1].status == "finished"
+    assert len(rig.events(CheckpointCommitted)) == 1
+    rig.tick()
+    assert not (lives.folder / "jobs" / "j").exists(), "nobody has to recall it any more"
+
+
+async def test_a_pause_that_nobody_has_carried_out_is_carried_out(lives: Lives) -> None:
+    await lives.rig.start("w1", "w2")
+    lives.numbered("w1", "steps", records=records(1))
+    await lives.rig.coordinator._request("j", "pause")
+    rig = lives.die()
+    lives.back("w1", n1={})
+    lives.back("w2", n2={})
+    rig.tick()
+    assert len(rig.told("w1", "change")) == 1
+    for worker in ("w1", "w2"):
+        rig.report(worker, 2, "planned")
+
+    assert (rig.job.state.status, rig.job.state.phase) == ("paused", "gathering")
+
+
+async def test_a_request_before_all_are_back_is_refused_in_words(lives: Lives) -> None:
+    await lives.rig.start("w1")
+    rig = lives.die()
+
+    with pytest.raises(RequestError, match="Try again in a moment"):
+        await rig.coordinator._request("j", "stop")
+
+    rig.tick()
+    assert rig.events(JobStatusChanged)[-1].status == "running"
+
+
+async def test_a_job_that_had_ended_is_not_taken_up(lives: Lives) -> None:
+    await lives.rig.start("w1")
+    await lives.rig.coordinator._request("j", "stop", {"now": True})
+    assert not (lives.folder / "jobs" / "j").exists()
+
+
+async def test_a_job_that_waits_for_workers_goes_on_waiting(lives: Lives) -> None:
+    rig = lives.rig
+    rig.hello("w1")
+    await rig.submit(min_workers=2, max_workers=2)
+    rig.warm("w1")
+    rig = lives.die()
+    lives.back("w1", n1={"generation": 0})
+    rig.tick()
+    assert (rig.job.state.status, rig.job.state.phase) == ("waiting", "gathering")
+
+    rig.hello("w2")
+    rig.warm("w2")
+
+    assert rig.events(GenerationFormed)[-1].ranks == ["w1", "w2"]
+    assert rig.told("w1", "form")[-1]["restore"] is False
+
+
+async def test_ranks_that_had_left_for_a_newcomer_go_on_with_it(lives: Lives) -> None:
+    await lives.rig.start("w1", "w2")
+    lives.numbered("w1", "steps", records=records(1))
+    left = {"op": "report", "generation": 1, "progress": [1, 0], "why": "planned", "undone": False}
+    lives.rig.report("w1", 1, "planned")
+    rig = lives.die()
+    lives.back("w1", n1={"left": left, "progress": [1, 0]})
+    lives.back("w2", n2={})
+    rig.tick()
+    rig.report("w2", 1, "planned")
+
+    formed = rig.events(GenerationFormed)[-1]
+    assert (formed.generation, formed.step, formed.ranks) == (2, 1, ["w1", "w2"])
+    assert rig.told("w1", "abort") == []
+
+
+async def test_a_scheduler_that_dies_again_before_all_are_back_loses_nothing(
+    lives: Lives, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await lives.rig.start("w1", "w2")
+    lives.die()
+    lives.back("w1", n1={})
+    message = lives.numbered("w1", "steps", records=records(1))
+    assert steps_of(lives.rig) == []
+    rig = lives.die()
+    lives.back("w1", n1={})
+    lives.rig.say("w1", message)
+    lives.back("w2", n2={})
+    rig.tick()
+
+    assert steps_of(rig) == [1]
+    assert len(rig.events(SchedulerRestarted)) == 1
+
+
+async def test_what_the_ranks_saved_meanwhile_counts(lives: Lives) -> None:
+    await lives.rig.start("w1", "w2")
+    rig = lives.die()
+    lives.back("w1", n1={})
+    lives.numbered("w1", "steps", records=records(1, 2, 3))
+    record = {"step": 2, "manifest": "m", "size_bytes": 1, "stall_s": 0.0, "duration_s": 0.1}
+    lives.numbered("w1", "checkpoint_committed", record=record)
+    lives.back("w2", n2={})
+    rig.tick()
+
+    assert [event.step for event in rig.events(CheckpointCommitted)] == [2]
+    assert rig.job.state.saved_step == 2

@@ -1,0 +1,54 @@
+"""A job that asks for TensorBoard has its log followed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from etrain_jupyter.head.jobs import hosted_job
+from etrain_jupyter.head.jobs.hosted_job import HostedJob
+from etrain_jupyter.head.jobs.job_spec import JobSpec
+
+Followed = list[tuple[Path, Path, Callable[[str], None]]]
+
+
+@pytest.fixture
+def followed(monkeypatch: pytest.MonkeyPatch) -> Followed:
+    calls: Followed = []
+    monkeypatch.setattr(hosted_job, "follow_elsewhere", lambda *call: calls.append(call))
+    return calls
+
+
+def host(run_dir: Path, **log: Any) -> HostedJob:
+    objects = {"bundle_digest": "", "bundle_size": 0}
+    order = JobSpec(job_id="job-1", name="job", run_dir=run_dir, config={"log": log}, **objects)
+    return HostedJob(order=order, tell=lambda worker, message: None)
+
+
+async def test_log_is_followed_into_the_folder_that_was_asked_for(
+    tmp_path: Path, followed: Followed
+) -> None:
+    host(tmp_path / "a")
+    host(tmp_path / "b", tensorboard=True)
+    host(tmp_path / "c", tensorboard=str(tmp_path / "boards"))
+
+    assert [call[:2] for call in followed] == [
+        (tmp_path / "b" / "events.jsonl", tmp_path / "b" / "tensorboard"),
+        (tmp_path / "c" / "events.jsonl", tmp_path / "boards" / "job-1"),
+    ]
+
+
+async def test_writer_that_fails_is_told_of_in_the_log(tmp_path: Path, followed: Followed) -> None:
+    job = host(tmp_path, tensorboard=True)
+    changed = job.changed
+
+    # It fails in a thread of its own.
+    await asyncio.to_thread(followed[0][2], "no room on the disk")
+    await asyncio.wait_for(changed.wait(), 30)
+
+    (told,) = [e["text"] for e in job.events_since(0, 99) if e["event"] == "LogLine"]
+    assert told == "TensorBoard's files are not written: no room on the disk"

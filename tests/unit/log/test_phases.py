@@ -1,0 +1,51 @@
+"""The fold of what the workers' time went into."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from etrain_jupyter.log.events import RankTimed, event_from_dict
+from etrain_jupyter.log.phases import phases_of
+
+
+def timed(worker: str, world_size: int, samples: int, elapsed_s: float, **more: Any) -> RankTimed:
+    spent = {"data_s": 0.0, "compute_s": elapsed_s, "communication_s": 0.0, "optimizer_s": 0.0}
+    return RankTimed(
+        job_id="j",
+        time=0.0,
+        worker=worker,
+        rank=0,
+        world_size=world_size,
+        step=4,
+        num_steps=2,
+        samples=samples,
+        elapsed_s=elapsed_s,
+        **{**spent, **more},
+    )
+
+
+def test_efficiency_is_against_what_one_worker_alone_made():
+    events = [timed("w0", 1, 100, 1.0), timed("w0", 2, 60, 1.0), timed("w1", 2, 80, 1.0)]
+    one, other = phases_of(events)
+    assert (one["worker"], one["samples"], one["num_steps"]) == ("w0", 160, 4)
+    assert one["samples_per_s"] == 80.0
+    assert other["efficiency"] == pytest.approx(0.8)
+
+
+def test_without_a_time_alone_waiting_for_others_is_what_is_lost():
+    [record] = phases_of([timed("w0", 4, 60, 2.0, compute_s=1.5, communication_s=0.5)])
+    assert record["efficiency"] == pytest.approx(0.75)
+    assert (record["compute_s"], record["communication_s"]) == (1.5, 0.5)
+
+
+def test_nothing_told_is_no_record_and_no_time_no_rate():
+    assert phases_of([]) == []
+    [record] = phases_of([timed("w0", 2, 0, 0.0, evaluation_s=1.0)])
+    assert (record["efficiency"], record["evaluation_s"]) == (0.0, 1.0)
+
+
+def test_event_survives_the_log():
+    event = timed("w0", 2, 8, 1.0)
+    assert event_from_dict(event.to_dict()) == event

@@ -1,0 +1,585 @@
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from etrain_jupyter.log import events as t
+from etrain_jupyter.notebook.dashboard.controls import controls_of
+from etrain_jupyter.notebook.dashboard.snapshot import JobView
+from tests.unit.notebook.dashboard.scripted_job import JOB_ID, Script
+
+EVENTS = list(Script(num_steps=60).events())
+
+
+def view_of(events: list[t.Event]) -> JobView:
+    view = JobView(JOB_ID)
+    view.add(events)
+    return view
+
+
+def until(kind: type[t.Event], count: int = 1) -> list[t.Event]:
+    """The scripted events up to the ``count``-th of that kind."""
+    seen = itertools.accumulate(isinstance(event, kind) for event in EVENTS)
+    return [event for event, number in zip(EVENTS, seen, strict=True) if number < count] + [
+        [event for event in EVENTS if isinstance(event, kind)][count - 1]
+    ]
+
+
+def state_of(snapshot: dict[str, Any], worker: str) -> tuple[str, int | None]:
+    row = next(row for row in snapshot["workers"] if row["worker"] == worker)
+    return row["state"], row["rank"]
+
+
+def test_the_finished_job_shows_what_its_log_says() -> None:
+    snapshot = view_of(EVENTS).snapshot()
+
+    assert snapshot["status"] == "finished"
+    assert (snapshot["step"], snapshot["total_steps"], snapshot["progress"]) == (60, 60, 1.0)
+    assert (snapshot["world_size"], snapshot["max_workers"], snapshot["generation"]) == (4, 4, 6)
+    assert (snapshot["num_lost"], snapshot["num_preempted"], snapshot["num_undone"]) == (1, 1, 1)
+    assert snapshot["eval"]["step"] == 60
+    assert snapshot["checkpoint"]["step"] == 60
+    assert snapshot["eta_s"] is None
+    assert [marker["kind"] for marker in snapshot["markers"]] == [
+        "join",
+        "lost",
+        "join",
+        "notice",
+        "left",
+        "join",
+        "checkpoint",
+    ]
+
+
+@given(cuts=st.sets(st.integers(min_value=0, max_value=len(EVENTS))))
+def test_the_picture_does_not_depend_on_how_the_events_were_batched(cuts: set[int]) -> None:
+    whole, pieces = view_of(EVENTS), JobView(JOB_ID)
+
+    places = sorted({0, len(EVENTS)} | cuts)
+    for start, end in itertools.pairwise(places):
+        pieces.add(EVENTS[start:end])
+        pieces.snapshot()  # looking changes nothing
+
+    assert pieces.snapshot() == whole.snapshot()
+    for name, (x, y) in whole.series().items():
+        np.testing.assert_array_equal(pieces.series()[name][0], x)
+        np.testing.assert_array_equal(pieces.series()[name][1], y)
+
+
+def test_events_that_were_seen_before_are_passed_over() -> None:
+    view = view_of(EVENTS)
+    before = view.snapshot()
+
+    view.add(EVENTS)
+
+    assert view.snapshot() == before
+
+
+def test_events_read_back_from_the_log_give_the_same_picture() -> None:
+    lines = [json.dumps(event.to_dict()) for event in EVENTS]
+
+    replayed = view_of([t.event_from_dict(json.loads(line)) for line in lines])
+
+    assert replayed.snapshot() == view_of(EVENTS).snapshot()
+
+
+def test_a_lost_rank_leaves_its_place_to_the_survivors() -> None:
+    lost = view_of(until(t.WorkerLost)).snapshot()
+    formed = view_of(until(t.GenerationFormed, 3)).snapshot()
+
+    assert state_of(lost, "w1") == ("lost", None)
+    assert state_of(formed, "w2") == ("training", 1)
+    assert formed["world_size"] == 3
+
+
+def test_each_worker_counts_the_steps_that_it_took_part_in() -> None:
+    rows = {row["worker"]: row["steps"] for row in view_of(EVENTS).snapshot()["workers"]}
+
+    assert rows == {"w0": 60, "w1": 24, "w2": 29, "w3": 50, "w4": 33, "w5": 15}
+
+
+def test_one_worker_goes_on_and_two_go_on() -> None:
+    script = Script(num_steps=60)
+    events = [*script.begin(), *script.form(["w0"], "start"), *script.form(["w0", "w1"], "join")]
+
+    texts = [event["text"] for event in view_of(events).snapshot()["events"]]
+
+    assert [text.partition(": ")[2].partition(" from")[0] for text in texts[-2:]] == [
+        "1 worker goes on",
+        "2 workers go on",
+    ]
+
+
+def test_a_noticed_worker_goes_on_training_until_it_leaves() -> None:
+    assert state_of(view_of(until(t.PreemptionNoticed)).snapshot(), "w2") == ("leaving", 1)
+    assert state_of(view_of(until(t.WorkerLeft)).snapshot(), "w2") == ("left", None)
+
+
+def test_a_worker_at_risk_trains_on_and_is_listed_and_marked() -> None:
+    script = Script(num_steps=60)
+    events = [*script.begin(), *script.form(["w0"], "start"), *script.complete(1)]
+    before = state_of(view_of(events).snapshot(), "w0")
+    events.append(script.make(t.RebalanceRecommended, worker="w0"))
+
+    snapshot = view_of(events).snapshot()
+
+    assert state_of(snapshot, "w0") == before
+    assert snapshot["events"][-1]["text"] == (
+        "w0 is likely to be preempted; it trains on, and a checkpoint is saved"
+    )
+    assert [(m["kind"], m["text"]) for m in snapshot["markers"] if m["kind"] == "notice"] == [
+        ("notice", "w0 likely to be preempted")
+    ]
+
+
+def test_a_fault_on_purpose_is_listed_and_marked() -> None:
+    script = Script(num_steps=60)
+    events = [*script.begin(), *script.form(["w0"], "start"), *script.complete(1)]
+    events.append(script.make(t.FaultInjected, worker="w0", fault="hold_gil", step=1))
+
+    snapshot = view_of(events).snapshot()
+
+    assert snapshot["events"][-1]["text"] == "w0 suffers hold_gil on purpose"
+    assert [(m["kind"], m["text"]) for m in snapshot["markers"] if m["kind"] == "notice"] == [
+        ("notice", "hold_gil of w0 on purpose")
+    ]
+
+
+def test_world_size_is_a_staircase_over_steps() -> None:
+    x, y = view_of(EVENTS).series()["world_size"]
+
+    assert x.tolist() == [0, 10, 24, 27, 39, 45]
+    assert y.tolist() == [2, 4, 3, 4, 3, 4]
+
+
+def test_a_job_that_waits_for_workers_has_none() -> None:
+    script = Script(num_steps=60)
+    events = [*script.begin(), *script.form(["w0"], "start"), *script.complete(1)]
+    events.append(script.make(t.WorkerLost, worker="w0", cause="machine gone"))
+    events.append(script.make(t.JobStatusChanged, status="waiting", reason="0 of 1 workers"))
+
+    snapshot = view_of(events).snapshot()
+
+    assert (snapshot["world_size"], snapshot["reason"]) == (0, "0 of 1 workers")
+
+
+def paused_script() -> tuple[Script, list[t.Event]]:
+    """Two ranks that step and pause."""
+    script = Script(num_steps=60)
+    events = [*script.begin(), *script.form(["w0", "w1"], "start")]
+    events.append(script.make(t.JobStatusChanged, status="running"))
+    events += [*script.complete(1), *script.complete(2)]
+    return script, events
+
+
+def test_a_paused_job_has_workers_that_wait_and_no_throughput() -> None:
+    script, events = paused_script()
+    events.append(script.make(t.JobStatusChanged, status="paused"))
+
+    snapshot = view_of(events).snapshot()
+
+    rows = [(row["worker"], row["rank"], row["state"], row["note"]) for row in snapshot["workers"]]
+    assert rows == [("w0", None, "waiting", "paused"), ("w1", None, "waiting", "paused")]
+    assert (snapshot["world_size"], snapshot["samples_per_s"]) == (2, 0.0)
+
+
+def test_a_worker_that_is_lost_while_the_job_pauses_or_is_paused_is_not_counted() -> None:
+    script, events = paused_script()
+    events.append(script.make(t.WorkerLost, worker="w0", cause="killed"))
+    events.append(script.make(t.JobStatusChanged, status="paused"))
+    view = view_of(events)
+
+    assert view.snapshot()["world_size"] == 1
+
+    view.add([script.make(t.WorkerLost, worker="w1", cause="killed")])
+    assert view.snapshot()["world_size"] == 0
+
+
+def test_resuming_makes_nobody_a_newcomer() -> None:
+    script, events = paused_script()
+    events.append(script.make(t.JobStatusChanged, status="paused"))
+    events += script.form(["w0", "w1"], "resume")
+    events += [script.make(t.JobStatusChanged, status="running"), *script.complete(3)]
+
+    snapshot = view_of(events).snapshot()
+
+    assert [(row["state"], row["steps"]) for row in snapshot["workers"]] == [("training", 3)] * 2
+    assert [marker["kind"] for marker in snapshot["markers"]] == ["paused", "resumed"]
+    assert snapshot["samples_per_s"] > 0
+
+
+def test_a_job_that_waited_for_its_first_workers_was_not_resumed() -> None:
+    script = Script(num_steps=60)
+    events = [*script.begin(), script.make(t.JobStatusChanged, status="waiting")]
+    events += script.form(["w0"], "start")
+    events += [script.make(t.JobStatusChanged, status="running"), *script.complete(1)]
+
+    assert view_of(events).snapshot()["markers"] == []
+
+
+def test_a_silent_scheduler_is_the_reason_and_changes_nothing_else() -> None:
+    script, events = paused_script()
+    events.append(script.make(t.JobStatusChanged, status="paused"))
+    view = view_of(events)
+    before = view.snapshot()
+    aside = {"job_id": JOB_ID, "time": script.now + 30, "status": "paused"}
+
+    view.add([t.JobStatusChanged(**aside, reason="its scheduler cannot be reached, asking again")])
+    silent = view.snapshot()
+    view.add([t.JobStatusChanged(**aside)])
+
+    assert (silent["status"], silent["reason"]) == (
+        "paused",
+        "its scheduler cannot be reached, asking again",
+    )
+    assert silent["events"][-1] | {"time": 0, "id": 0} == {
+        "id": 0,
+        "seq": 0,
+        "time": 0,
+        "kind": "JobStatusChanged",
+        "level": "warning",
+        "text": "Paused: its scheduler cannot be reached, asking again",
+    }
+    assert view.snapshot()["reason"] == ""
+    assert (silent["markers"], silent["workers"]) == (before["markers"], before["workers"])
+
+
+def test_resuming_from_an_older_step_cuts_what_did_not_happen() -> None:
+    script = Script(num_steps=60)
+    events = [*script.begin(), *script.form(["w0"], "start")]
+    events += [event for step in range(1, 31) for event in script.complete(step)]
+    script.step = 20
+    events += script.form(["w9"], "resume")
+    view = view_of(events)
+
+    assert view.snapshot()["step"] == 20
+    assert view.rewinds == 1
+    assert view.series()["loss"][0].tolist() == list(range(1, 21))
+
+    view.add(script.complete(21))
+    assert view.series()["loss"][0].tolist() == list(range(1, 22))
+
+
+def test_what_a_rewind_cut_off_is_kept_beside_the_curve_within_bounds() -> None:
+    script = Script(num_steps=6000)
+    view = view_of([*script.begin(), *script.form(["w0"], "start")])
+    view.add([event for step in range(1, 31) for event in script.complete(step)])
+    script.step = 20
+    view.add(script.form(["w0"], "resume"))
+    assert view.series()["undone.loss"][0].tolist() == list(range(20, 31))
+
+    view.add([event for step in range(21, 26) for event in script.complete(step)])
+    script.step = 22
+    view.add(script.form(["w0"], "resume"))
+    steps, values = view.series()["undone.loss"]
+    assert steps.tolist() == list(range(22, 31)), "the newest of each step"
+    assert len(values) == len(steps)
+    assert {name for name in view.series() if name.startswith("undone.")} == {
+        "undone.loss",
+        "undone.metrics.accuracy",
+    }
+
+    view.add([event for step in range(23, 6000) for event in script.complete(step)])
+    script.step = 22
+    view.add(script.form(["w0"], "resume"))
+    assert len(view.series()["undone.loss"][0]) <= 1002
+
+
+@pytest.mark.parametrize("batch", [1, 20])
+def test_the_remaining_time_ignores_stalls_and_batched_clocks(batch: int) -> None:
+    script = Script(num_steps=1000)
+    events = [*script.begin(), *script.form(["w0"], "start")]
+    events.append(script.make(t.JobStatusChanged, status="running"))
+    clock = script.now
+    for step in range(1, 101):
+        clock += 0.1 + (30 if step == 50 else 0)  # one long stall
+        if step % batch == 0:
+            script.now = clock
+        events += [e for e in script.complete(step) if isinstance(e, t.StepCompleted)]
+        script.now = clock if step % batch == 0 else events[-1].time - 0.08
+
+    eta_s = view_of(events).snapshot()["eta_s"]
+
+    assert eta_s == pytest.approx(90, rel=0.35)
+
+
+def test_a_loss_that_is_not_a_number_survives_json() -> None:
+    script = Script()
+    step = {"epoch": 0, "first": 0, "samples": 4, "sample_checksum": 0, "lr": 0.1}
+    events = [
+        script.make(
+            t.StepCompleted, step=1, loss=float("nan"), world_size=1, samples_per_s=1.0, **step
+        )
+    ]
+
+    text = json.dumps(view_of(events).snapshot(), allow_nan=False)
+
+    assert json.loads(text)["loss"] == "NaN"
+
+
+def test_the_charts_are_known_before_the_first_step() -> None:
+    snapshot = view_of(EVENTS[:1]).snapshot()
+
+    assert snapshot["charts"] == {"metrics": ["accuracy"], "has_eval": True}
+
+
+def test_what_a_step_returns_has_a_chart_from_the_first_step_on() -> None:
+    view = view_of([event for event in EVENTS if isinstance(event, t.JobSubmitted)])
+    configured = list(view.snapshot()["charts"]["metrics"])
+    steps = [event for event in EVENTS if isinstance(event, t.StepCompleted)][:3]
+
+    view.add([dataclasses.replace(event, metrics={"mlm": 0.5, "sop": 0.1}) for event in steps])
+
+    assert view.snapshot()["charts"]["metrics"] == [*configured, "mlm", "sop"]
+
+
+def test_a_metric_of_evaluations_alone_has_no_value_at_steps() -> None:
+    view = view_of(EVENTS)
+    [last] = [event for event in EVENTS if isinstance(event, t.EvalCompleted)][-1:]
+    view.add([dataclasses.replace(last, seq=10**9, metrics={"f1": 0.25})])
+
+    snapshot = view.snapshot()
+
+    assert "f1" not in snapshot["metrics"]
+    assert snapshot["eval"]["metrics"] == {"f1": 0.25}
+    assert "metrics.f1" not in view.series()
+    assert view.series()["eval.f1"][1].tolist() == [0.25]
+
+
+def test_an_unknown_event_of_a_newer_version_is_listed_and_harms_nothing() -> None:
+    event = t.event_from_dict(
+        {"event": "WorkerSang", "job_id": JOB_ID, "time": 1.0, "seq": 1, "song": "la"}
+    )
+
+    assert view_of([event]).snapshot()["events"][0]["text"] == (
+        "WorkerSang (written by a newer version)"
+    )
+
+
+@pytest.mark.parametrize("kind", sorted(t.Event.kinds), ids=str)
+def test_every_kind_of_event_has_a_sentence_or_is_left_out_on_purpose(kind: str) -> None:
+    from etrain_jupyter.notebook.dashboard.event_text import describe
+
+    assert describe.dispatch(t.Event.kinds[kind]) is not describe.dispatch(object)
+
+
+def test_a_long_run_is_folded_fast_enough_to_attach_to() -> None:
+    script = Script(num_steps=20_000)
+
+    view = view_of(list(script.events()))
+
+    assert len(view.snapshot()["events"]) == 120 + 3
+    assert len(view.series()["loss"][0]) == 20_000
+
+
+def test_job_that_ended_early_is_complete_and_says_why() -> None:
+    common: dict[str, Any] = {"job_id": JOB_ID, "time": EVENTS[-1].time}
+    reason = "early stopping: accuracy was best at step 10, 0.9, and not better in 3 evaluations"
+    steps = until(t.StepCompleted, 20)
+    best = t.BestReached(**common, step=10, metric="accuracy", value=0.9)
+    stopped = t.EarlyStopped(
+        **common,
+        step=20,
+        metric="accuracy",
+        best=0.9,
+        best_step=10,
+        num_evals=3,
+        reason=reason,
+    )
+    ended = t.JobStatusChanged(**common, status="finished", reason=reason)
+    snapshot = view_of([*steps, best, stopped, ended]).snapshot()
+
+    assert (snapshot["status"], snapshot["reason"]) == ("finished", reason)
+    assert (snapshot["step"], snapshot["total_steps"], snapshot["progress"]) == (20, 20, 1.0)
+    assert snapshot["eta_s"] is None
+    assert snapshot["best"] == {"step": 10, "metric": "accuracy", "value": 0.9}
+    texts = [entry["text"] for entry in snapshot["events"]]
+    assert texts[-3] == "Best so far: accuracy 0.9 at step 10"
+    assert texts[-2].startswith("Early stopping: accuracy was best at step 10")
+
+
+def test_best_of_steps_that_were_undone_is_forgotten() -> None:
+    common: dict[str, Any] = {"job_id": JOB_ID, "time": 1.0}
+    best = t.BestReached(**common, step=10, metric="loss", value=0.9)
+    restored = t.JobRestored(**common, step=9, num_undone=1)
+
+    assert view_of([best]).snapshot()["best"]["step"] == 10
+    assert view_of([best, restored]).snapshot()["best"] is None
+
+
+def test_loss_that_is_nan_is_told_with_its_workers() -> None:
+    told = t.LossNotFinite(
+        job_id=JOB_ID, time=1.0, step=7, loss=float("nan"), ranks=[1], workers=["w2"]
+    )
+    [entry] = view_of([told]).snapshot()["events"]
+
+    assert entry["level"] == "error"
+    assert entry["text"] == "The loss of step 7 is nan on w2: no worker updated its weights"
+
+
+def test_batch_is_that_of_the_present_workers_where_each_has_its_own() -> None:
+    script = Script(num_steps=60)
+    events = [
+        dataclasses.replace(event, global_batch_size=32, per_worker_batch_size=32)
+        if isinstance(event, t.JobPlanned)
+        else event
+        for event in script.begin()
+    ]
+    before = view_of(events).snapshot()["global_batch_size"]
+    events += [*script.form(["w0", "w1", "w2"], "start"), *script.complete(1)]
+
+    assert (before, view_of(events).snapshot()["global_batch_size"]) == (32, 96)
+
+
+def test_a_job_that_was_resumed_lives_again_with_its_curve() -> None:
+    view = view_of(EVENTS)
+    seq = EVENTS[-1].seq
+    common = {"job_id": JOB_ID, "time": 9e9, "generation": 6}
+    ended = view.snapshot()
+    resumed = t.JobResumed(
+        **common, seq=seq + 1, from_status="finished", step=60, min_workers=1, max_workers=2
+    )
+
+    view.add([resumed, t.JobStatusChanged(**common, seq=seq + 2, status="submitted")])
+
+    snapshot = view.snapshot()
+    assert (ended["ended_at"] is None, snapshot["ended_at"]) == (False, None)
+    assert (snapshot["status"], snapshot["step"], snapshot["world_size"]) == ("submitted", 60, 0)
+    assert (snapshot["min_workers"], snapshot["max_workers"]) == (1, 2)
+    assert {row["state"] for row in snapshot["workers"]} <= {"left", "lost"}
+    assert {row["rank"] for row in snapshot["workers"]} == {None}
+    assert len(view.series()["loss"][0]) == 60
+    assert snapshot["markers"][-1]["text"] == "Resumed on pool local"
+    assert snapshot["events"][-2]["text"].startswith("Resumed on pool local for 1 to 2 workers")
+
+
+def test_each_step_knows_its_samples_and_its_time_and_a_rewind_takes_them_back() -> None:
+    script = Script(num_steps=60)
+    events = [*script.begin(), *script.form(["w0"], "start")]
+    began = script.now
+    events += [event for step in range(1, 11) for event in script.complete(step)]
+    view = view_of(events)
+    steps, samples = view.series()["samples"]
+    elapsed = view.series()["elapsed_s"][1]
+
+    assert steps.tolist() == list(range(1, 11))
+    assert samples.tolist() == [256 * step for step in range(1, 11)]
+    assert elapsed[-1] == pytest.approx(script.now - began, rel=1e-5)
+
+    script.step = 4
+    view.add([script.make(t.JobRestored, step=4, num_undone=6)])
+    script.now += 100
+    view.add(script.complete(5))
+
+    assert view.series()["samples"][1].tolist() == [256, 512, 768, 1024, 1280]
+    assert view.series()["elapsed_s"][1][-1] > 100
+    assert view.snapshot()["markers"][-1]["text"].endswith(", 6 steps are trained again")
+
+
+def test_the_number_of_workers_over_time_keeps_what_a_rewind_undoes_over_steps() -> None:
+    script = Script(num_steps=60)
+    events = [*script.begin(), *script.form(["w0", "w1"], "start"), *script.complete(9)]
+    events += script.form(["w0"], "lost")
+    script.step = 3
+    events.append(script.make(t.JobRestored, step=3, num_undone=6))
+    events += script.form(["w0", "w1"], "join")
+    view = view_of(events)
+
+    assert view.series()["time.world_size"][1].tolist() == [2, 1, 2]
+    assert view.series()["world_size"][1].tolist() == [2]
+
+
+def timed(script: Script, worker: str, **spent: float) -> t.Event:
+    return script.make(
+        t.RankTimed,
+        **{"worker": worker, "rank": 0, "world_size": 2, "step": 2, "num_steps": 2},
+        **{"samples": 512, "elapsed_s": 4.0, "compute_s": 1.0, "optimizer_s": 0.2},
+        **{"data_s": 0.0, "communication_s": 0.0, **spent},
+    )
+
+
+def test_a_worker_tells_where_its_time_goes_and_what_it_waits_for() -> None:
+    script, events = paused_script()
+    events += [timed(script, "w0", data_s=2.0), timed(script, "w1", communication_s=1.2)]
+    rows = view_of(events).snapshot()["workers"]
+
+    assert rows[0]["split"] == {
+        "step": 2,
+        "num_steps": 2,
+        "samples_per_s": 128.0,
+        "shares": {
+            "data": 0.5,
+            "compute": 0.25,
+            "communication": 0.0,
+            "optimizer": 0.05,
+            "other": pytest.approx(0.2),
+        },
+    }
+    assert [row["waits_for"] for row in rows] == ["data, 50 %", "other ranks, 30 %"]
+
+
+def test_who_does_not_train_waits_for_something_and_has_told_nothing() -> None:
+    script, events = paused_script()
+    events.append(script.make(t.WorkerJoined, worker="w9"))
+    events.append(script.make(t.JobStatusChanged, status="paused"))
+
+    rows = view_of(events).snapshot()["workers"]
+
+    assert [(row["worker"], row["split"], row["waits_for"]) for row in rows] == [
+        ("w0", None, "the job to be resumed"),
+        ("w1", None, "the job to be resumed"),
+        ("w9", None, "its trainer to start"),
+    ]
+
+
+def test_what_machines_cost_is_known_once_their_pool_tells() -> None:
+    script, events = paused_script()
+    assert view_of(events).snapshot()["cost"] is None
+
+    events.append(script.make(t.CostUpdated, spent_usd=1.5, on_demand_usd=4.0, wasted_usd=0.25))
+
+    assert view_of(events).snapshot()["cost"] == {
+        "spent_usd": 1.5,
+        "saved_usd": 2.5,
+        "wasted_usd": 0.25,
+    }
+
+
+def test_a_flood_of_checkpoints_does_not_drive_out_an_error() -> None:
+    script, events = paused_script()
+    events.append(script.make(t.WorkerLost, worker="w1", cause="killed"))
+    saved = {"manifest": "m", "size_bytes": 1, "stall_s": 0.0, "duration_s": 0.1}
+    events += [script.make(t.CheckpointCommitted, step=step, **saved) for step in range(500)]
+
+    listed = view_of(events).snapshot()["events"]
+
+    assert (len(listed), listed[0]["text"]) == (121, "w1 lost (killed)")
+    assert [event["seq"] for event in listed] == sorted(event["seq"] for event in listed)
+
+
+@pytest.mark.parametrize(
+    ("status", "num_training", "possible"),
+    [
+        ("submitted", 0, {"pause", "scale", "stop"}),
+        ("running", 2, {"pause", "checkpoint", "scale", "preempt", "stop"}),
+        ("paused", 0, {"resume", "scale", "stop"}),
+        ("waiting", 0, {"pause", "scale", "stop"}),
+        ("finished", 0, set()),
+        ("stopped", 0, {"resume"}),
+        ("failed", 0, {"resume"}),
+    ],
+)
+def test_the_requests_that_a_job_takes_follow_from_its_status(
+    status: str, num_training: int, possible: set[str]
+) -> None:
+    controls = controls_of(status, num_training=num_training)
+
+    assert {request for request, why_not in controls.items() if not why_not} == possible
+    assert all(why_not.endswith(".") for why_not in controls.values() if why_not)

@@ -1,0 +1,61 @@
+"""A job without a cluster: what its coordinator would say is said by a test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from etrain_jupyter.log.event_log import EventLog
+from etrain_jupyter.log.events import Event, JobStatusChanged, JobSubmitted
+from etrain_jupyter.notebook.job.run_store import RunStore
+from etrain_jupyter.notebook.job.training_job import TrainingJob
+
+Answer = dict[str, Any]
+
+
+class FakeLink:
+    """A coordinator that never has news and remembers what it was asked."""
+
+    def __init__(self, answer: Callable[[dict[str, Any]], Answer] | None = None) -> None:
+        self.requests: list[tuple[str, dict[str, Any]]] = []
+        self.waiting: Future[Answer] = Future()
+        self._answer = answer or (lambda arguments: {"message": "done"})
+
+    def send(self, op: str, *, timeout: float = 10.0, **arguments: Any) -> Future[Answer]:
+        if op == "etrain_events":
+            return self.waiting
+        if op == "etrain_request":
+            self.requests.append((arguments["request"], arguments["args"]))
+        future: Future[Answer] = Future()
+        future.set_result(self._answer(arguments))
+        return future
+
+    def call(self, op: str, *, timeout: float = 10.0, **arguments: Any) -> Answer:
+        return self.send(op, timeout=timeout, **arguments).result(timeout)
+
+    def release(self) -> None:
+        pass
+
+    def tell(self, *events: Event) -> None:
+        """Answer the question that waits."""
+        waiting, self.waiting = self.waiting, Future()
+        waiting.set_result({"events": [event.to_dict() for event in events]})
+
+
+def status(name: str, seq: int = 0, reason: str = "") -> Event:
+    return JobStatusChanged(job_id="digits-1", time=2.0, seq=seq, status=name, reason=reason)
+
+
+def new_job(tmp_path: Path, link: FakeLink | None, *events: Event) -> TrainingJob:
+    record = RunStore(tmp_path).create(
+        {"name": "digits", "created": 1.0, "config": {"model": "Net()"}}, job_id="digits-1"
+    )
+    log = EventLog(record.log_path, fsync_every_s=None)
+    submitted = JobSubmitted(
+        job_id="digits-1", time=1.0, name="digits", min_workers=1, max_workers=2
+    )
+    log.append([submitted, *events])
+    log.close()
+    return TrainingJob(record, link)

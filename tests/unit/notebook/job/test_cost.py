@@ -1,0 +1,65 @@
+"""What a job has cost, from its events."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from etrain_jupyter.log import events as t
+from etrain_jupyter.notebook.job.cost import JobCost, cost_of
+from etrain_jupyter.notebook.job.history import LatestValues
+
+COMMON = {"job_id": "j", "time": 1.0, "generation": 1}
+
+
+def view_of(*events: t.Event) -> LatestValues:
+    view = LatestValues()
+    view.add(events)
+    return view
+
+
+def step(number: int, epoch: int, first: int) -> t.StepCompleted:
+    values: dict[str, Any] = {"sample_checksum": 0, "loss": 1.0, "lr": 0.1, "world_size": 1}
+    return t.StepCompleted(
+        **COMMON, step=number, epoch=epoch, first=first, samples=10, samples_per_s=1.0, **values
+    )
+
+
+def planned() -> t.JobPlanned:
+    return t.JobPlanned(
+        **COMMON,
+        num_train_samples=100,
+        num_eval_samples=0,
+        global_batch_size=10,
+        steps_per_epoch=10,
+        total_steps=20,
+    )
+
+
+def test_a_job_of_a_free_pool_says_that_there_are_no_prices() -> None:
+    cost = cost_of(view_of(step(1, 0, 0)))
+
+    assert not cost.is_known
+    assert str(cost) == "nothing: the machines of this job's pool have no prices"
+
+
+def test_cost_is_what_was_told_last_with_its_interruptions_and_samples() -> None:
+    told = {"on_demand_usd": 4.0, "wasted_usd": 0.2}
+    cost = cost_of(
+        view_of(
+            planned(),
+            t.CostUpdated(**COMMON, spent_usd=0.5, on_demand_usd=1.0),
+            t.PreemptionNoticed(**COMMON, worker="i-1", deadline=9.0),
+            t.WorkerLeft(**COMMON, worker="i-1", reason="preempted"),
+            t.WorkerLost(**COMMON, worker="i-2", cause="gone", detected_s=1.0),
+            step(15, 1, 40),
+            t.CostUpdated(**COMMON, spent_usd=1.0, **told),
+        )
+    )
+
+    assert cost == JobCost(spent_usd=1.0, num_interruptions=2, num_samples=150, **told)
+    assert str(cost).splitlines() == [
+        "spent    $1.00",
+        "saved    $3.00 of $4.00 on demand (75%)",
+        "wasted   $0.20, $0.10 for each of 2 interruptions",
+        "samples  $6.67 a thousand",
+    ]

@@ -1,0 +1,363 @@
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save
+from torch import nn
+
+from etrain_jupyter.cli import main
+from etrain_jupyter.errors import CheckpointError, ConfigError
+from etrain_jupyter.log.event_log import EventLog
+from etrain_jupyter.log.events import BestReached, JobStatusChanged, JobSubmitted
+from etrain_jupyter.notebook.job.run_store import RunStore
+from etrain_jupyter.notebook.job.training_job import TrainingJob
+from etrain_jupyter.storage.checkpoints import LocalStore, Manifest
+
+ROOT = Path(__file__).parents[4]
+
+
+class Tied(nn.Module):
+    """Embedding and output share one weight, which a checkpoint holds under both names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.out = nn.Linear(4, 7)
+        self.out.weight = self.embed.weight
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> TrainingJob:
+    """A finished job of the store ``runs``, whose best evaluation was that of step 10."""
+    record = RunStore(tmp_path / "runs").create(
+        {
+            "name": "tied",
+            "created": 1.0,
+            "config": {
+                "model": "Tied()",
+                "checkpoint": {"best": {"metric": "loss", "mode": "min"}},
+            },
+        },
+        job_id="tied-1",
+    )
+    log = EventLog(record.log_path, fsync_every_s=None)
+    common: dict[str, Any] = {"job_id": "tied-1", "time": 1.0}
+    log.append(
+        [
+            JobSubmitted(**common, name="tied", min_workers=1, max_workers=2),
+            BestReached(**common, step=10, metric="loss", value=0.5),
+            JobStatusChanged(**common, status="finished"),
+        ]
+    )
+    log.close()
+    return TrainingJob(record, None)
+
+
+def model_of(step: int) -> Tied:
+    torch.manual_seed(step)
+    return Tied()
+
+
+def commit(job: TrainingJob, step: int, *, judged: list[Any] | None = None) -> LocalStore:
+    """Save the model of a step as a trainer does: copies, so that nothing is shared any more."""
+    store = LocalStore(job.record.folder)
+    folder = store.begin(step)
+    tensors = {name: value.clone() for name, value in model_of(step).state_dict().items()}
+    state = {"extras": {"judge": {"best": judged or []}}}
+    contents = {
+        "model.safetensors": save(tensors, {"format": "pt"}),
+        "state.json": json.dumps(state).encode(),
+    }
+    parts = {name: store.put_part(folder, name, data) for name, data in contents.items()}
+    facts: dict[str, Any] = {"job_id": job.id, "generation": 3, "config_digest": "", "created": 1.0}
+    assert store.commit(Manifest(step=step, parts=parts, **facts))
+    return store
+
+
+def assert_weights(path: Path, step: int) -> None:
+    model = Tied()
+    model.load_state_dict(load_file(path))
+    for name, value in model_of(step).state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+
+
+def test_export_writes_the_newest_weights_with_where_they_come_from(
+    job: TrainingJob, tmp_path: Path
+) -> None:
+    commit(job, 10)
+    commit(job, 20)
+
+    path = job.export(tmp_path / "new" / "tied.safetensors")
+
+    assert_weights(path, 20)
+    with safe_open(path, framework="pt") as file:
+        assert file.metadata() == {"format": "pt", "job_id": "tied-1", "step": "20"}
+    assert os.listdir(path.parent) == ["tied.safetensors"]  # no temporary file is left
+
+
+def test_export_of_the_best_and_of_a_step_are_those(job: TrainingJob, tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        commit(job, step)
+
+    assert_weights(job.export(tmp_path / "best.safetensors", which="best"), 10)
+    assert_weights(job.export(tmp_path / "step.safetensors", which=20), 20)
+    assert torch.equal(job.state_dict(20)["out.bias"], model_of(20).out.bias)
+    assert torch.equal(job.load_into(Tied(), 20).embed.weight, model_of(20).embed.weight)
+
+
+def test_a_file_is_replaced_only_on_request(job: TrainingJob, tmp_path: Path) -> None:
+    commit(job, 10)
+    path = tmp_path / "tied.safetensors"
+    path.write_bytes(b"mine")
+
+    with pytest.raises(ConfigError, match="exists and was left as it is"):
+        job.export(path)
+
+    assert path.read_bytes() == b"mine"
+    job.export(path, overwrite=True)
+    assert_weights(path, 10)
+
+
+def test_a_disk_that_is_full_leaves_nothing(
+    job: TrainingJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit(job, 10)
+    folder = tmp_path / "out"
+    full = OSError(errno.ENOSPC, "No space left on device")
+
+    def fail(*_: object) -> None:
+        raise full
+
+    monkeypatch.setattr("etrain_jupyter.notebook.job.export.os.fsync", fail)
+
+    with pytest.raises(CheckpointError, match=r"step 10 of job tied-1 .* No space left"):
+        job.export(folder / "tied.safetensors")
+
+    assert os.listdir(folder) == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "message", "hint"),
+    [
+        ({"format": "onnx"}, "format='onnx': there is no such format", "safetensors and transform"),
+        ({"which": "worst"}, "which='worst' must be 'last' or 'best', or the step", ""),
+        ({"which": True}, "which=True must be", ""),
+        ({"format": "transformers"}, "Tied.., is no transformers model", "pass model="),
+        ({"format": "transformers", "model": Tied()}, "model=Tied is no transformers", "PreTrain"),
+        ({"model": Tied()}, "takes no model", "leave model out"),
+    ],
+)
+def test_a_wrong_export_is_refused_and_writes_nothing(
+    job: TrainingJob, tmp_path: Path, keys: dict[str, Any], message: str, hint: str
+) -> None:
+    commit(job, 10)
+
+    with pytest.raises(ConfigError, match=message) as caught:
+        job.export(tmp_path / "out", **keys)
+
+    assert hint in caught.value.hint
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_is_no_file_and_a_file_is_no_folder(job: TrainingJob, tmp_path: Path) -> None:
+    commit(job, 10)
+    (tmp_path / "file").touch()
+
+    with pytest.raises(ConfigError, match="is a folder; format='safetensors' writes one file"):
+        job.export(tmp_path)
+    with pytest.raises(ConfigError, match="is a file; format='transformers' writes a folder"):
+        job.export(tmp_path / "file", format="transformers", model=as_hugging_face(10))
+
+
+def test_without_a_checkpoint_it_says_when_there_is_one(job: TrainingJob, tmp_path: Path) -> None:
+    for which in ("last", "best", 7):
+        with pytest.raises(CheckpointError, match=r"has no weights to load: .* after some seconds"):
+            job.export(tmp_path / "out", which=which)
+
+
+def test_an_unknown_step_is_answered_with_the_nearest(job: TrainingJob, tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        commit(job, step)
+
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 23; .* step 20 and 30"):
+        job.export(tmp_path / "out", which=23)
+
+
+def test_a_broken_step_is_named_and_is_not_exported(job: TrainingJob, tmp_path: Path) -> None:
+    store = commit(job, 10)
+    spoil(store, 10)
+
+    with pytest.raises(CheckpointError, match=r"step 10 of job tied-1 cannot be used: .*SHA-256"):
+        job.export(tmp_path / "out", which=10)
+
+    assert not (tmp_path / "out").exists()
+
+
+def spoil(store: LocalStore, step: int) -> None:
+    path = store.root / store.read_manifest(step).parts["model.safetensors"].key
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+
+
+def test_a_model_that_does_not_fit_is_told_by_names_and_shapes(job: TrainingJob) -> None:
+    commit(job, 10)
+    model = nn.ModuleDict({"embed": nn.Embedding(8, 4), "other": nn.Linear(4, 7)})
+
+    with pytest.raises(CheckpointError) as caught:
+        job.load_into(model)
+
+    assert str(caught.value) == (
+        "the checkpoint of tied-1 does not fit ModuleDict: of another shape: embed.weight ((7, 4) "
+        "is saved, the model has (8, 4)); not in the checkpoint: other.weight, other.bias; not in "
+        "the model: out.bias, out.weight. The job trained Tied()."
+    )
+
+
+def as_hugging_face(step: int) -> Tied:
+    """A model with what our code asks of a ``transformers`` model; the real one is tested too."""
+    model: Any = model_of(step)
+    model.config = SimpleNamespace(to_json_string=lambda: '{"model_type": "tied"}')
+    model.save_pretrained = lambda folder: None
+    return model  # type: ignore[no-any-return]
+
+
+def test_a_folder_for_from_pretrained_keeps_what_else_is_there(
+    job: TrainingJob, tmp_path: Path
+) -> None:
+    commit(job, 10)
+    folder = tmp_path / "tied"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text("{}")
+    model = as_hugging_face(1)
+
+    assert job.export(folder, format="transformers", model=model) == folder
+
+    assert json.loads((folder / "config.json").read_text()) == {
+        "architectures": ["Tied"],
+        "model_type": "tied",
+    }
+    assert_weights(folder / "model.safetensors", 10)
+    with pytest.raises(ConfigError, match=r"config.json exists"):
+        job.export(folder, format="transformers", model=model)
+    job.export(folder, format="transformers", model=model, overwrite=True)
+    assert (folder / "tokenizer.json").read_text() == "{}"
+
+
+def test_the_config_of_another_model_is_refused(job: TrainingJob, tmp_path: Path) -> None:
+    commit(job, 10)
+    other = as_hugging_face(1)
+    other.out = nn.Linear(4, 9)
+
+    with pytest.raises(CheckpointError, match=r"does not fit Tied: of another shape: out.bias"):
+        job.export(tmp_path / "out", format="transformers", model=other)
+
+
+def test_checkpoints_are_listed_with_the_newest_and_the_best(job: TrainingJob) -> None:
+    assert job.checkpoints() == []
+    for step in (10, 20, 30):
+        store = commit(job, step)
+    spoil(store, 30)
+    marks = ("step", "generation", "is_newest", "is_best", "verified")
+
+    quick = [[row[key] for key in marks] for row in job.checkpoints()]
+    thorough = job.checkpoints(verify=True)
+
+    assert quick == [
+        [30, 3, True, False, False],
+        [20, 3, False, False, False],
+        [10, 3, False, True, False],
+    ]
+    assert [[row[key] for key in marks] for row in thorough] == [
+        [30, 3, False, False, False],
+        [20, 3, True, False, True],
+        [10, 3, False, True, True],
+    ]
+    assert "was altered" in thorough[0]["problem"]
+    assert thorough[1]["where"] == f"{job.record.folder}/checkpoints/step_00000020"
+
+
+def test_a_checkpoint_that_is_removed_meanwhile_is_not_broken(
+    job: TrainingJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (10, 20):
+        store = commit(job, step)
+    get_part = LocalStore.get_part
+
+    def prune_first(self: LocalStore, part: Any) -> Path:
+        store.prune([20])  # as the job does beside us
+        return get_part(self, part)
+
+    monkeypatch.setattr(LocalStore, "get_part", prune_first)
+
+    rows = job.checkpoints(verify=True)
+
+    assert [(row["step"], row["problem"]) for row in rows] == [(20, "")]
+
+
+def test_newest_that_makes_room_while_it_is_read_is_answered_by_the_next(
+    job: TrainingJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = commit(job, 10)
+    get_part = LocalStore.get_part
+    replaced: list[int] = []
+
+    def replace_first(self: LocalStore, part: Any) -> Path:
+        if not replaced:
+            replaced.append(20)
+            commit(job, 20)
+            store.prune([20])
+        return get_part(self, part)
+
+    monkeypatch.setattr(LocalStore, "get_part", replace_first)
+
+    assert torch.equal(job.state_dict()["out.bias"], model_of(20).out.bias)
+
+
+def test_terminal_lists_and_exports(
+    job: TrainingJob, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (10, 20, 30):
+        store = commit(job, step)
+    (store.root / "manifests" / "step_00000020.json").write_text("{")
+    runs = ["--runs", str(job.record.folder.parent)]
+
+    assert main([*runs, "checkpoints", "tied", "--verify"]) == 0
+    said = capsys.readouterr().out
+    assert main([*runs, "export", str(tmp_path / "a"), "--job", "tied", "--best"]) == 0
+    assert main([*runs, "export", str(tmp_path / "a"), "--job", "tied"]) == 2
+    refused = capsys.readouterr().err
+    assert main([*runs, "export", str(tmp_path / "b"), "--job", "tied", "--format", "safe"]) == 2
+
+    lines = [line.split() for line in said.splitlines()]
+    assert lines[0][:4] == ["3", "checkpoints", "of", "tied-1"]
+    assert (lines[2][0], lines[2][-2:]) == ("30", ["newest", "whole"])
+    assert lines[3] == ["20", "-", "-", "-", "-", "-", "broken"]
+    assert (lines[4][0], lines[4][-2:]) == ("10", ["best", "whole"])
+    assert said.splitlines()[5].startswith("step 20: step_00000020: its manifest is cut short")
+    assert_weights(tmp_path / "a", 10)
+    assert "--overwrite" in refused
+
+
+def test_export_loads_no_torch(job: TrainingJob, tmp_path: Path) -> None:
+    commit(job, 10)
+    runs, path = job.record.folder.parent, tmp_path / "tied.safetensors"
+    words = ["--runs", str(runs), "export", str(path), "--job", "tied"]
+    code = f"import sys; from etrain_jupyter.cli import main; main({words!r}); "
+    code += "print('torch' in sys.modules)"
+
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+
+    assert done.stdout.splitlines()[-1] == "False"
+    assert_weights(path, 10)

@@ -1,0 +1,325 @@
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from etrain_jupyter.log.event_log import EventLog
+from etrain_jupyter.log.events import (
+    BestReached,
+    EvalCompleted,
+    Event,
+    GenerationFormed,
+    JobPlanned,
+    JobRestored,
+    JobResumed,
+    JobStatusChanged,
+    LogLine,
+    StepCompleted,
+    UserErrorRaised,
+    WorkerLeft,
+    WorkerLost,
+)
+from etrain_jupyter.notebook.job.history import History, LatestValues, peek_log
+
+
+def step(number: int, **changes: Any) -> StepCompleted:
+    values: dict[str, Any] = {
+        "job_id": "j",
+        "time": float(number),
+        "generation": 1,
+        "step": number,
+        "epoch": 0,
+        "first": 0,
+        "samples": 32,
+        "sample_checksum": 1,
+        "loss": 1 / number,
+        "lr": 0.1,
+        "world_size": 2,
+        "samples_per_s": 100.0,
+    }
+    return StepCompleted(**values | changes)
+
+
+def evaluation(number: int, loss: float, **metrics: float) -> EvalCompleted:
+    return EvalCompleted(
+        job_id="j",
+        time=0.0,
+        step=number,
+        epoch=0,
+        samples=9,
+        loss=loss,
+        duration_s=0.1,
+        metrics=metrics,
+    )
+
+
+def test_columns_are_of_equal_length_whatever_was_measured_when() -> None:
+    history = History()
+    history.add_step(step(1))
+    history.add_step(step(2, metrics={"accuracy": 0.5}))
+    history.add_eval(evaluation(2, 0.7, accuracy=0.6))
+    history.add_step(step(3))
+
+    frame = pd.DataFrame(history.columns())
+
+    assert list(frame) == [
+        *("step", "epoch", "samples", "loss", "lr", "world_size", "generation", "samples_per_s"),
+        *("time", "data_s", "compute_s", "communication_s", "optimizer_s"),
+        *("accuracy", "eval_loss", "eval_accuracy"),
+    ]
+    assert frame["step"].tolist() == [1, 2, 3]
+    assert frame["accuracy"].isna().tolist() == [True, False, True]
+    assert frame["eval_loss"].tolist()[1] == 0.7
+    assert frame["eval_accuracy"].isna().tolist() == [True, False, True]
+
+
+def test_evaluation_after_later_steps_is_written_into_the_row_of_its_step() -> None:
+    history = History()
+    for number in (1, 2, 3):
+        history.add_step(step(number))
+    history.add_eval(evaluation(2, 0.7))
+    history.add_eval(evaluation(3, 0.6))
+
+    values = history.columns()["eval_loss"]
+
+    assert math.isnan(values[0])
+    assert values[1:] == [0.7, 0.6]
+
+
+def test_metric_of_evaluations_alone_has_one_column() -> None:
+    latest = LatestValues()
+    latest.add([step(1, metrics={"accuracy": 0.5}), step(2, metrics={"accuracy": 0.6})])
+    latest.add([evaluation(2, 0.7, accuracy=0.4, f1=0.3)])
+    columns = latest.columns()
+    assert "f1" not in columns
+    assert columns["eval_f1"][1] == 0.3
+    assert math.isnan(columns["eval_f1"][0])
+    assert {len(column) for column in columns.values()} == {2}
+    assert latest.metrics["eval_f1"] == 0.3
+
+
+def test_evaluation_before_the_first_step_has_no_row() -> None:
+    history = History()
+    history.add_eval(evaluation(0, 0.7))
+
+    assert set(map(len, history.columns().values())) == {0}
+
+
+def test_step_that_is_committed_again_replaces_what_followed() -> None:
+    history = History()
+    for number in (1, 2, 3):
+        history.add_step(step(number, metrics={"accuracy": 0.1}))
+    history.add_step(step(2, loss=9.0, metrics={"accuracy": 0.2}))
+
+    columns = history.columns()
+
+    assert columns["step"] == [1, 2]
+    assert columns["loss"] == [1.0, 9.0]
+    assert columns["accuracy"] == [0.1, 0.2]
+
+
+def test_restored_job_forgets_the_steps_after_its_checkpoint() -> None:
+    view = LatestValues()
+    view.add([step(1), step(2), step(3)])
+    view.add([JobRestored(job_id="j", time=0.0, step=1, num_undone=2)])
+
+    assert view.step == 1
+    assert view.columns()["step"] == [1]
+
+
+def test_metric_called_like_a_column_keeps_the_columns_equal() -> None:
+    history = History()
+    history.add_step(step(1, metrics={"loss": 5.0}))
+
+    columns = history.columns()
+
+    assert (columns["loss"], columns["metric_loss"]) == ([1.0], [5.0])
+
+
+def test_200_000_steps_are_folded_and_returned() -> None:
+    """A fold whose cost grew with the history would exceed the limit of a test by far."""
+    view = LatestValues()
+    events: list[Event] = [step(n, metrics={"accuracy": 0.5}) for n in range(1, 200_001)]
+
+    view.add(events)
+    columns = view.columns()
+
+    assert columns["step"] == list(range(1, 200_001))
+    assert columns["accuracy"] == [0.5] * 200_000
+
+
+def test_latest_values_follow_the_events() -> None:
+    view = LatestValues()
+    view.add(
+        [
+            JobPlanned(
+                job_id="j",
+                time=0.0,
+                num_train_samples=64,
+                num_eval_samples=9,
+                global_batch_size=32,
+                steps_per_epoch=2,
+                total_steps=4,
+            ),
+            JobStatusChanged(job_id="j", time=0.0, status="running"),
+            GenerationFormed(
+                job_id="j",
+                time=0.0,
+                generation=3,
+                why="join",
+                world_size=2,
+                ranks=["a", "b"],
+                step=1,
+            ),
+            step(2, metrics={"accuracy": 0.25}),
+            evaluation(2, 0.7, accuracy=0.5),
+        ]
+    )
+
+    assert (view.status, view.step, view.total_steps) == ("running", 2, 4)
+    assert (view.world_size, view.generation) == (2, 3)
+    assert view.metrics == {"loss": 0.5, "accuracy": 0.25, "eval_loss": 0.7, "eval_accuracy": 0.5}
+
+
+def test_peek_reads_the_two_ends_of_a_long_log(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    log = EventLog(path, fsync_every_s=None)
+    planned = JobPlanned(
+        job_id="j",
+        time=0.0,
+        num_train_samples=1,
+        num_eval_samples=0,
+        global_batch_size=1,
+        steps_per_epoch=1,
+        total_steps=5000,
+    )
+    log.append([planned, JobStatusChanged(job_id="j", time=0.0, status="waiting")])
+    log.append([LogLine(job_id="j", time=0.0, level="info", worker="", text="x" * 90)] * 500)
+    log.append([JobStatusChanged(job_id="j", time=0.0, status="running")])
+    log.append([step(n) for n in range(1, 2001)])
+    log.close()
+
+    view = peek_log(path)
+
+    assert path.stat().st_size > 3 * 64 * 1024
+    assert (view.status, view.step, view.total_steps) == ("running", 2000, 5000)
+
+
+def formed(generation: int, ranks: list[str]) -> GenerationFormed:
+    return GenerationFormed(
+        job_id="j",
+        time=0.0,
+        generation=generation,
+        why="join",
+        world_size=len(ranks),
+        ranks=ranks,
+        step=1,
+    )
+
+
+def test_peek_counts_the_workers_of_a_generation_that_formed_between_the_two_ends(
+    tmp_path: Path,
+) -> None:
+    log = EventLog(tmp_path / "events.jsonl", fsync_every_s=None)
+    log.append([JobStatusChanged(job_id="j", time=0.0, status="running"), formed(1, ["a"])])
+    log.append([step(n, world_size=1) for n in range(1, 1001)])
+    log.append([formed(2, ["a", "b", "c"])])
+    log.append([step(n, world_size=3, generation=2) for n in range(1001, 2001)])
+    log.close()
+
+    view = peek_log(log.path)
+
+    assert log.path.stat().st_size > 3 * 64 * 1024
+    assert (view.world_size, view.generation, view.step) == (3, 2, 2000)
+
+
+def test_paused_job_counts_the_ranks_that_are_there() -> None:
+    view = LatestValues()
+    view.add([formed(1, ["a", "b", "c"]), step(1, world_size=3)])
+    view.add([WorkerLost(job_id="j", time=0.0, worker="b", cause="killed")])
+    view.add([JobStatusChanged(job_id="j", time=0.0, status="paused")])
+    assert view.world_size == 2
+
+    view.add([WorkerLeft(job_id="j", time=0.0, worker="a", reason="preempted")])
+    view.add([WorkerLeft(job_id="j", time=0.0, worker="d", reason="never a rank")])
+    assert view.world_size == 1
+
+
+def test_peek_looks_behind_an_end_of_the_log_that_is_full_of_printed_lines(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl", fsync_every_s=None)
+    said = LogLine(job_id="j", time=0.0, level="info", worker="", text="x" * 90)
+    log.append([JobStatusChanged(job_id="j", time=0.0, status="waiting"), formed(1, ["a"])])
+    log.append([said] * 2000)
+    log.append([formed(2, ["a", "b"]), step(7, world_size=2, generation=2)])
+    log.append([said] * 2000)
+    log.close()
+
+    view = peek_log(log.path)
+
+    assert (view.status, view.world_size, view.step) == ("running", 2, 7)
+
+
+def test_peek_at_a_log_that_is_not_there_tells_a_job_that_was_submitted(tmp_path: Path) -> None:
+    assert peek_log(tmp_path / "none").status == "submitted"
+
+
+def test_best_is_the_newest_that_still_holds_and_a_finished_job_has_made_all_its_steps() -> None:
+    common = {"job_id": "j", "time": 1.0}
+    view = LatestValues()
+    for number, value in ((2, 0.5), (4, 0.9)):
+        view.add([BestReached(**common, step=number, metric="accuracy", value=value)])
+    assert [best.step for best in view.best] == [2, 4]
+
+    view.add([JobRestored(**common, step=3, num_undone=2)])
+    assert [best.step for best in view.best] == [2]
+
+    view.total_steps = 100
+    view.add([step(5), JobStatusChanged(**common, status="finished", reason="early stopping")])
+    assert (view.step, view.total_steps) == (5, 5)
+
+
+def test_job_that_goes_on_after_its_end_has_one_history() -> None:
+    view = LatestValues()
+    common: dict[str, Any] = {"job_id": "j", "time": 5.0}
+    view.add([step(number) for number in (1, 2, 3)])
+    view.add(
+        [
+            UserErrorRaised(**common, error="ValueError: x", traceback="", workers=["w0"]),
+            JobStatusChanged(**common, status="failed", reason="ValueError: x"),
+        ]
+    )
+    assert view.is_terminal
+
+    view.add(
+        [
+            JobResumed(**common, from_status="failed", step=3, min_workers=2, max_workers=3),
+            JobStatusChanged(**common, status="submitted"),
+            JobRestored(**common, generation=2, step=2, num_undone=1),
+            step(3, generation=2, loss=7.0),
+        ]
+    )
+
+    assert (view.status, view.reason, view.is_terminal) == ("submitted", "", False)
+    assert (view.user_error, view.workers) == (None, (2, 3))
+    assert view.columns()["step"] == [1, 2, 3]
+    assert view.columns()["loss"][-1] == 7.0
+
+
+def test_peek_at_a_job_that_was_resumed_tells_its_newest_status(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    common: dict[str, Any] = {"job_id": "j", "time": 5.0}
+    log.append([step(1), JobStatusChanged(**common, status="stopped")])
+    log.append(
+        [
+            JobResumed(**common, from_status="stopped", step=1, min_workers=1, max_workers=1),
+            JobStatusChanged(**common, status="submitted"),
+        ]
+    )
+
+    view = peek_log(log.path)
+
+    assert (view.status, view.is_terminal, view.step, view.world_size) == ("submitted", False, 1, 0)
+    log.close()

@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+from distributed.core import Server
+
+from etrain_jupyter.errors import JobLostError, PoolError
+from etrain_jupyter.notebook.job import link as link_module
+from etrain_jupyter.notebook.job.link import (
+    ClusterEndedError,
+    ClusterLink,
+    NoAnswerError,
+    UnreachableError,
+    wait_interruptibly,
+)
+
+
+async def echo(**arguments: Any) -> dict[str, Any]:
+    return {"echo": {key: value for key, value in arguments.items() if key != "comm"}}
+
+
+async def refuse() -> dict[str, Any]:
+    return {"error": "PoolError", "message": "no such worker w9"}
+
+
+async def forget() -> dict[str, Any]:
+    return {"error": "JobNotFoundError", "message": "no job j here"}
+
+
+async def sleep(seconds: float) -> dict[str, Any]:
+    await asyncio.sleep(seconds)
+    return {"slept": seconds}
+
+
+async def nonsense() -> int:
+    return 3
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """A Dask server of our own in a thread: the real wire, without a scheduler."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="test-server")
+    thread.start()
+    handlers = {f.__name__: f for f in (echo, refuse, forget, sleep, nonsense)}
+
+    async def start() -> Server:
+        server = Server(handlers)
+        await server.listen("tcp://127.0.0.1:0")
+        return server
+
+    server = asyncio.run_coroutine_threadsafe(start(), loop).result(10)
+    yield server.address
+    asyncio.run_coroutine_threadsafe(server.close(), loop).result(10)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(10)
+    loop.close()
+
+
+@pytest.fixture
+def link(address: str) -> Iterator[ClusterLink]:
+    link = ClusterLink(address)
+    yield link
+    link.release()
+
+
+def test_answer_comes_back_with_lists_as_the_log_has_them(link: ClusterLink) -> None:
+    answer = link.call("echo", ranks=["a", "b"], nested={"pids": [1, 2]}, data=b"bytes")
+
+    expected = {"ranks": ["a", "b"], "nested": {"pids": [1, 2]}, "data": b"bytes"}
+    assert answer == {"echo": expected}
+
+
+def test_calls_from_many_threads_share_one_loop_thread(link: ClusterLink) -> None:
+    slow = link.send("sleep", seconds=0.2)
+    fast = [link.send("echo", number=n) for n in range(5)]
+
+    assert [future.result(5)["echo"]["number"] for future in fast] == [0, 1, 2, 3, 4]
+    assert slow.result(5) == {"slept": 0.2}
+    threads = [thread for thread in threading.enumerate() if thread.name == "etrain-link"]
+    assert [thread.daemon for thread in threads] == [True]
+
+
+def test_refusal_is_a_pool_error_with_the_coordinators_words(link: ClusterLink) -> None:
+    with pytest.raises(PoolError, match="no such worker w9"):
+        link.call("refuse")
+
+
+def test_scheduler_that_does_not_know_the_job_means_that_it_is_lost(link: ClusterLink) -> None:
+    with pytest.raises(JobLostError, match="no job j here"):
+        link.call("forget")
+
+
+def test_answer_that_is_none_of_ours_is_refused(link: ClusterLink) -> None:
+    with pytest.raises(PoolError, match="runs no etrain coordinator") as caught:
+        link.call("nonsense")
+    assert isinstance(caught.value, JobLostError), "it holds no job, whichever that is"
+
+
+def test_silent_scheduler_is_given_up_after_the_timeout_and_can_be_asked_again(
+    link: ClusterLink,
+) -> None:
+    with pytest.raises(NoAnswerError, match=r"not answer sleep within 0\.1 s.* may still happen"):
+        link.call("sleep", timeout=0.1, seconds=5)
+
+    assert link.call("echo", again=1) == {"echo": {"again": 1}}
+
+
+def test_released_link_can_be_used_again(link: ClusterLink) -> None:
+    link.call("echo", first=1)
+    link.release()
+
+    assert link.call("echo", second=2) == {"echo": {"second": 2}}
+
+
+def test_scheduler_that_is_gone_is_a_lost_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_module, "CONNECT_S", 0.3)
+
+    with pytest.raises(UnreachableError, match="cannot be reached"):
+        ClusterLink("tcp://127.0.0.1:9").call("echo")
+
+
+def test_cluster_that_is_known_to_have_ended_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_module, "CONNECT_S", 0.3)
+
+    with pytest.raises(ClusterEndedError, match="its cluster has ended"):
+        ClusterLink("tcp://127.0.0.1:9", has_ended=lambda: True).call("echo")
+
+
+def test_line_follows_a_scheduler_that_was_started_again_elsewhere(address: str) -> None:
+    found = iter(["", "", address])
+    line = ClusterLink("tcp://127.0.0.1:9", locate=lambda: next(found, address))
+
+    assert line.call("echo", word="here") == {"echo": {"word": "here"}}
+    assert line.address == address
+
+
+def test_scheduler_that_does_not_come_back_in_time_is_to_be_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(link_module, "RESTART_S", 0.0)
+    line = ClusterLink("tcp://127.0.0.1:9", locate=lambda: "")
+
+    with pytest.raises(UnreachableError, match=r"started again.*Try again in a moment"):
+        line.call("echo")
+
+
+def test_missing_certificates_are_a_lost_job() -> None:
+    def read() -> dict[str, Any]:
+        raise FileNotFoundError("client.pem is not there: the cluster has ended")
+
+    with pytest.raises(JobLostError, match="cannot be reached") as caught:
+        ClusterLink("tls://127.0.0.1:9", read).call("echo")
+
+    assert isinstance(caught.value.__cause__, FileNotFoundError)
+
+
+def test_wait_ends_with_its_timeout() -> None:
+    with pytest.raises(TimeoutError):
+        wait_interruptibly(Future(), 0.05)
+
+
+def test_process_with_an_open_call_does_not_wait_for_the_answer(address: str) -> None:
+    code = (
+        "from etrain_jupyter.notebook.job.link import ClusterLink\n"
+        f"link = ClusterLink({address!r})\n"
+        "link.call('echo')\n"
+        "link.send('sleep', seconds=3600, timeout=3600)\n"
+        "print('done', flush=True)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "done\n"
+        assert process.wait(60) == 0, "it ended while its call was open"
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_text_that_utf8_cannot_encode_is_refused_by_name(link: ClusterLink) -> None:
+    with pytest.raises(PoolError, match=r"caf.udce9.* cannot be sent .* Nothing was sent"):
+        link.call("echo", run_dir="/data/caf\udce9/etrain-runs/job")
+    assert link.call("echo", number=1) == {"echo": {"number": 1}}

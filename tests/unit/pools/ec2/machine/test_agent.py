@@ -1,0 +1,254 @@
+"""What the agent decides, without a machine; `tests/integration/test_node_agent.py` has one."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from etrain_jupyter.pools.ec2.machine import agent as module
+from etrain_jupyter.pools.ec2.machine import children, power
+from etrain_jupyter.pools.ec2.machine.agent import Agent, AgentError, AskedToEndError
+from etrain_jupyter.pools.ec2.node_config import NodeConfig
+from etrain_jupyter.wire.notices import INTERRUPTION, REBALANCE
+from etrain_jupyter.worker import imds
+from etrain_jupyter.worker.imds import Identity
+from etrain_jupyter.worker.notices import Notice
+
+ME = Identity(
+    instance_id="i-1",
+    type="g5.xlarge",
+    region="us-east-1",
+    zone="us-east-1a",
+    private_ip="10.0.0.9",
+    lifecycle="spot",
+    age_s=600.0,
+)
+
+
+class Workers:
+    """Children that only remember."""
+
+    def __init__(self) -> None:
+        self.signals: list[signal.Signals] = []
+        self.have_ended = False
+
+    def codes(self) -> dict[str, int]:
+        return {"i-1": 0}
+
+    def signal(self, number: signal.Signals) -> None:
+        self.signals.append(number)
+
+
+class Watch:
+    """A watch of notices that finds something when it is asked to look."""
+
+    def __init__(self) -> None:
+        self.find = lambda: None
+
+    def look_now(self) -> None:
+        self.find()
+
+
+@pytest.fixture
+def agent(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "LOOK_S", 0.01)
+    monkeypatch.setattr(module, "BOOT_RETRY_S", 0.01)
+    made = Agent("s3://b/p", tmp_path, keys="keys/x")
+    made._children.end(0.0)
+    made._children = Workers()
+    made._identity, made._known_at = ME, time.monotonic()
+    made._config = NodeConfig(cluster_id="c", region="us-east-1", lifetime_s=4000.0, drain_s=90.0)
+    made._ends_at = time.monotonic() + 1000.0
+    made._notices = Watch()
+    return made
+
+
+# --- the end ---
+
+
+def test_workers_are_given_notice_before_the_lifetime_is_over(agent):
+    agent._is_ready = True
+    agent._drain_if_due()
+    assert agent._children.signals == []
+    agent._ends_at = time.monotonic() + 80.0
+    agent._drain_if_due()
+    agent._drain_if_due()
+    assert agent._children.signals == [signal.SIGUSR1]
+
+
+def test_worker_that_does_not_serve_yet_is_sent_no_signal_that_would_kill_it(agent):
+    agent._ends_at = time.monotonic() + 80.0
+    agent._drain_if_due()
+    assert agent._children.signals == []
+
+
+def test_watch_of_the_lease_that_is_stuck_ends_the_machine(agent):
+    class Stuck:
+        def stuck_s(self) -> float:
+            return 1.0
+
+    assert agent._is_over() == ""
+    agent._lease = Stuck()
+    assert agent._is_over() == "the watch of the lease is stuck"
+
+
+def test_machine_that_ec2_does_not_take_turns_itself_off_in_the_end(agent, monkeypatch):
+    monkeypatch.setattr(module, "TAKEN_S", 0.05)
+    agent._on_notice(Notice(kind=INTERRUPTION, deadline=time.time() + 0.05))
+    assert "EC2 has not taken this machine as it said" in agent._after_workers()
+
+
+def test_machine_waits_no_longer_than_any_notice_is(agent, monkeypatch):
+    monkeypatch.setattr(module, "TAKEN_S", 0.01)
+    monkeypatch.setattr(module, "LONGEST_NOTICE_S", 0.01)
+    agent._on_notice(Notice(kind=INTERRUPTION, deadline=time.time() + 2000.0))
+    assert "EC2 has not taken this machine as it said" in agent._after_workers()
+
+
+def test_notice_that_only_the_workers_have_seen_is_looked_for(agent, monkeypatch):
+    monkeypatch.setattr(module, "TAKEN_S", 0.01)
+    notice = Notice(kind=INTERRUPTION, deadline=time.time())
+    agent._notices.find = lambda: agent._on_notice(notice)
+    assert "EC2 has not taken this machine as it said" in agent._after_workers()
+
+
+@pytest.mark.parametrize("kind", [REBALANCE, ""])
+def test_without_an_interruption_nothing_is_waited_for(agent, kind):
+    if kind:
+        agent._on_notice(Notice(kind=kind))
+    assert agent._after_workers() == "all workers have ended (i-1: exit code 0)"
+
+
+@pytest.mark.parametrize(("left_s", "is_free"), [(2900.0, True), (3100.0, False)])
+def test_the_hour_counts_when_the_machine_is_taken(agent, left_s, is_free):
+    notice = Notice(kind=INTERRUPTION, deadline=time.time() + left_s)
+    assert agent._is_free(notice) is is_free
+
+
+# --- the start ---
+
+
+def test_what_can_be_read_soon_is_waited_for(agent):
+    answers = [OSError("not yet"), ValueError("half of it"), "here"]
+
+    def read() -> str:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    assert agent._insist("config.json", read) == "here"
+
+
+def test_what_cannot_be_read_ends_the_machine(agent, monkeypatch):
+    monkeypatch.setattr(module, "BOOT_S", 0.05)
+
+    def read() -> None:
+        raise OSError("AccessDenied")
+
+    with pytest.raises(AgentError, match=r"config.json could not be read for 0 s: .*AccessDenied"):
+        agent._insist("config.json", read)
+
+
+def test_agent_can_be_asked_to_end_while_it_waits(agent):
+    def read() -> None:
+        raise OSError("no")
+
+    agent.ask_to_end()
+    with pytest.raises(AskedToEndError):
+        agent._insist("config.json", read)
+
+
+def test_whatever_fails_turns_the_machine_off(agent, monkeypatch):
+    def boot() -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(agent, "_boot", boot)
+    assert agent.run() == "the agent failed: MemoryError: no room"
+
+
+def test_config_ignores_keys_of_other_versions_and_names_what_is_missing():
+    told = {"cluster_id": "c", "region": "r", "lease_ttl_s": 9.0, "from_the_future": 1}
+    assert NodeConfig.from_json(json.dumps(told).encode()).lease_ttl_s == 9.0
+    with pytest.raises(ValueError, match="region"):
+        NodeConfig.from_json(b'{"cluster_id": "c"}')
+    with pytest.raises(ValueError, match="no mapping"):
+        NodeConfig.from_json(b"[]")
+
+
+# --- workers of a machine ---
+
+
+@pytest.mark.parametrize(
+    ("gpus", "count", "expected"),
+    [
+        ([], 0, [("cpu", "")]),
+        ([], 2, [("cpu", ""), ("cpu", "")]),
+        ([("GPU-a", "A"), ("GPU-b", "A")], 0, [("cuda:0", "GPU-a"), ("cuda:0", "GPU-b")]),
+        ([("GPU-a", "A"), ("GPU-b", "A")], 1, [("cuda:0", "GPU-a")]),
+        ([("GPU-a", "A")], 2, [("cuda:0", "GPU-a"), ("cuda:0", "GPU-a")]),
+    ],
+)
+def test_one_worker_a_gpu_or_as_many_as_asked_for(gpus, count, expected, monkeypatch):
+    monkeypatch.setattr(children, "start_gpu_query", lambda: None)
+    monkeypatch.setattr(children, "finish_gpu_query", lambda query, timeout_s: gpus)
+    slots = children.slots_of_machine(count)
+    assert [(s.device, s.environment["CUDA_VISIBLE_DEVICES"]) for s in slots] == expected
+
+
+def test_workers_without_gpus_share_the_cores(monkeypatch):
+    monkeypatch.setattr(children, "start_gpu_query", lambda: None)
+    monkeypatch.setattr(children.os, "cpu_count", lambda: 8)
+    assert children.slots_of_machine(0)[0].environment["OMP_NUM_THREADS"] == "8"
+    assert children.slots_of_machine(2)[1].environment["OMP_NUM_THREADS"] == "4"
+
+
+# --- power ---
+
+
+@pytest.fixture
+def commands(monkeypatch, tmp_path):
+    """Let no command of this machine be run; each fails unless it is in ``works``."""
+    ran: list[list[str]] = []
+    works: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[bytes]:
+        ran.append(command)
+        if command[0] == "missing":
+            raise FileNotFoundError
+        return subprocess.CompletedProcess(command, int(command not in works), b"", b"no")
+
+    monkeypatch.setattr(power.subprocess, "run", run)
+    monkeypatch.setattr(power, "RETRY_S", 0.0)
+    monkeypatch.setattr(imds, "VENDOR_FILE", tmp_path / "vendor")
+    return ran, works
+
+
+def test_machine_that_is_told_to_turn_off_is_told_once(commands):
+    ran, works = commands
+    works.append(["shutdown", "-h", "now"])
+    assert power.power_off()
+    assert ran == [["shutdown", "-h", "now"]]
+
+
+def test_shutdown_that_fails_is_tried_again_and_the_force_is_for_ec2_only(commands):
+    ran, works = commands
+    works.append(["poweroff", "-f"])
+    assert not power.power_off(num_tries=3)
+    assert ran == [["shutdown", "-h", "now"]] * 3
+    Path(imds.VENDOR_FILE).write_text("Amazon EC2\n")
+    assert power.power_off()
+    assert ran[-1] == ["poweroff", "-f"]
+
+
+def test_timer_is_armed_in_whole_minutes_and_never_for_none(commands):
+    ran, _ = commands
+    power.arm_timer(61.0)
+    power.arm_timer(-5.0)
+    words = [" ".join(command) for command in ran]
+    assert words == ["shutdown -c", "shutdown -h +2", "shutdown -c", "shutdown -h +1"]

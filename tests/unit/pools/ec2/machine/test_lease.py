@@ -1,0 +1,121 @@
+"""When a lease is lost, and that nothing which goes wrong with a look keeps a machine running."""
+
+from __future__ import annotations
+
+import json
+import math
+import queue
+from typing import Any
+
+import pytest
+
+from etrain_jupyter.pools.ec2.machine import lease as module
+from etrain_jupyter.pools.ec2.machine.lease import LeaseRule, LeaseWatch
+from etrain_jupyter.pools.ec2.machine.node_store import StoredObject, StoreError
+
+PATIENCE_S = 60.0
+
+
+def outcomes(*looks: tuple[float | None, float]) -> list[str]:
+    rule = LeaseRule(ttl_s=60.0, grace_s=10.0, now=0.0)
+    return [rule.take(age_s, now, "S3 is gone") for age_s, now in looks]
+
+
+def test_lease_that_is_renewed_holds_for_ever():
+    assert set(outcomes(*((now % 15, float(now)) for now in range(1000)))) == {""}
+
+
+def test_one_stale_look_is_not_believed():
+    assert outcomes((61.0, 5.0), (2.0, 15.0), (61.0, 25.0)) == ["", "", ""]
+
+
+def test_two_stale_looks_in_a_row_must_be_a_while_apart():
+    assert outcomes((61.0, 5.0), (63.0, 7.0)) == ["", ""]
+    assert outcomes((61.0, 5.0), (72.0, 16.0))[1] == "the lease is 72 s old; it holds for 60 s"
+
+
+def test_lease_that_is_gone_is_lost_as_soon():
+    told = outcomes((5.0, 5.0), (math.inf, 10.0), (math.inf, 20.0))
+    assert told == ["", "", "there is no lease; it holds for 60 s"]
+
+
+def test_s3_may_be_out_of_reach_for_as_long_as_the_lease_would_hold():
+    told = outcomes((5.0, 10.0), *((None, float(now)) for now in (30, 69, 75, 86)))
+    words = "nothing was heard of the lease for 76 s (S3 is gone); it holds for 60 s"
+    assert told == ["", "", "", "", words]
+
+
+def test_s3_that_is_back_begins_anew():
+    assert outcomes((5.0, 10.0), (None, 75.0), (20.0, 80.0), (None, 130.0))[-1] == ""
+
+
+class Store:
+    """Answers what a test says; the last answer for ever."""
+
+    def __init__(self, *answers: Any) -> None:
+        self.answers = list(answers)
+
+    def read(self, name: str) -> StoredObject | None:
+        assert name == "lease.json"
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+
+def found(age_s: float, scheduler: str = "tls://a:1", num_lives: int = 1) -> StoredObject:
+    told = {"scheduler": scheduler, "num_lives": num_lives, "renewals": 7}
+    return StoredObject(data=json.dumps(told).encode(), age_s=age_s)
+
+
+class Watched:
+    def __init__(self, *answers: Any, ttl_s: float = 0.05) -> None:
+        self.news: queue.Queue[Any] = queue.Queue()
+        self.lost: queue.Queue[str] = queue.Queue()
+        store: Any = Store(*answers)
+        self.watch = LeaseWatch(
+            store, ttl_s=ttl_s, check_s=0.01, on_news=self.news.put, on_lost=self.lost.put
+        )
+        self.watch.start()
+
+    def lost_by(self) -> str:
+        why = self.lost.get(timeout=PATIENCE_S)
+        self.watch._thread.join(PATIENCE_S)
+        return why
+
+
+def test_news_of_the_scheduler_are_told_once():
+    watched = Watched(found(0.0), found(0.0), found(0.0, "tls://b:2", 2), found(9.0))
+    watched.lost_by()
+    told = [watched.news.get_nowait() for _ in range(watched.news.qsize())]
+    assert told == [
+        {"scheduler": "tls://a:1", "num_lives": 1},
+        {"scheduler": "tls://b:2", "num_lives": 2},
+        {"scheduler": "tls://a:1", "num_lives": 1},
+    ]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        StoreError("no route"),
+        RuntimeError("a bug"),
+        StoredObject(data=b"{}", age_s=9.0),
+        StoredObject(data=b"nonsense", age_s=9.0),
+    ],
+    ids=["out of reach", "bug", "incomplete", "nonsense"],
+)
+def test_whatever_goes_wrong_with_looks_the_lease_is_lost_in_the_end(answer, caplog):
+    assert "it holds for 0.05 s" in Watched(answer).lost_by()
+    assert caplog.text.count("the lease:") == 1
+
+
+def test_look_that_never_ends_is_noticed(monkeypatch):
+    watch = LeaseWatch(
+        Store(None), ttl_s=60.0, check_s=10.0, on_news=lambda _: None, on_lost=lambda _: None
+    )
+    assert watch.stuck_s() == 0.0
+    watch._looked_at -= 60.0 + 10.0 + module.STUCK_S - 5.0
+    assert watch.stuck_s() == 0.0
+    watch._looked_at -= 10.0
+    assert watch.stuck_s() > 0.0

@@ -1,0 +1,131 @@
+"""The keys of an aws-spot pool: what they mean, and what wrong ones are told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from etrain_jupyter.config.yaml_nodes import load_body
+from etrain_jupyter.errors import CellError, ConfigError
+from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
+
+LEAST = {"region": "us-east-1", "bucket": "my-bucket"}
+
+
+def parse(**keys: Any) -> AwsSpotSpec:
+    return AwsSpotSpec.parse(LEAST | keys)
+
+
+def test_region_and_bucket_are_enough() -> None:
+    spec = AwsSpotSpec.parse(LEAST)
+
+    assert (spec.workers.min, spec.workers.max) == (0, 4)
+    assert spec.capacity.placement == "single-az"
+    assert spec.capacity.on_demand.most == 0
+    assert (spec.budget.max_hourly, spec.budget.max_total) == (None, None)
+    assert spec.home("c1") == "s3://my-bucket/etrain/clusters/c1"
+
+
+def test_all_keys_of_the_design_are_read() -> None:
+    text = """
+pool: aws-spot
+region: us-east-1
+bucket: my-bucket
+workers: {min: 2, want: 4, max: 8}
+capacity:
+  types: [g5.xlarge, g6.xlarge, g4dn.xlarge]
+  zones: auto
+  placement: single-az
+  on_shortage: shrink
+  allocation: price-capacity-optimized
+  on_demand: {base: 0, after: 120s, max: 2}
+budget: {max_hourly: 6, max_total: 40.00, on_exceed: checkpoint-and-stop}
+lifetime: {max: 12h, idle: 20m, lease_ttl: 5 min, boot: 15m, max_boot_failures: 3}
+image: {ami: ami-0123456789abcdef0, python: /opt/py/bin/python, setup: [nvidia-smi]}
+network: {subnets: auto, security_group: auto, public_ip: false, require_nitro_encryption: false}
+iam: {instance_profile: etrain-node}
+interruption: {imds_poll: 2s, on_rebalance: replace, drain: 90s, first_hour: wait-for-ec2}
+environment: {TOKENIZERS_PARALLELISM: "false", OMP_NUM_THREADS: 4}
+volume: {gib: 100, type: gp3}
+"""
+    data, source = load_body(text, namespace={})
+
+    spec = AwsSpotSpec.parse(data, source)
+
+    assert spec.lifetime.max == 43200.0
+    assert spec.lifetime.lease_ttl == 300.0
+    assert spec.capacity.on_demand.after == 120.0
+    assert spec.budget.max_hourly == 6.0
+    assert spec.image.setup == ("nvidia-smi",)
+    assert spec.environment == {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "4"}
+
+
+def test_it_survives_being_written_down() -> None:
+    spec = parse(
+        capacity={"types": ["g5.xlarge"], "zones": ["us-east-1a"], "on_demand": {"after": "90s"}},
+        lifetime={"max": "90 min"},
+        budget={"max_total": 2},
+        prefix="mine",
+    )
+
+    assert AwsSpotSpec.from_json(spec.to_json()) == spec
+    assert spec.prefix == "mine/"
+
+
+def test_gpu_stands_for_types() -> None:
+    spec = parse(capacity={"gpu": {"memory_gib": ">=16", "count": 4}})
+
+    assert spec.capacity.gpu is not None
+    assert (spec.capacity.gpu.memory_gib, spec.capacity.gpu.count) == (16.0, 4)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message", "hint"),
+    [
+        ({"regoin": "x"}, "unknown key 'regoin'", "'region'"),
+        ({"max": 3}, "unknown key 'max'", "belongs into 'workers'"),
+        ({"lifetime": {"idel": "1h"}}, "unknown key 'idel' in 'lifetime'", "'idle'"),
+        ({"lifetime": {"max": 12}}, "the number 12 needs a unit", "12 min"),
+        ({"lifetime": {"max": "3 epochs"}}, "lifetime.max is a time, not '3 epochs'", "5 min"),
+        ({"lifetime": {"boot": "10 s"}}, "lifetime.boot must be 60 or more", ""),
+        ({"budget": {"max_total": "$40"}}, "budget.max_total must be a number", "6.00"),
+        ({"budget": {"max_hourly": 0}}, "budget.max_hourly must be above 0, not 0", ""),
+        ({"workers": {"min": 5, "max": 2}}, "workers.min=5 is more than workers.max=2", "max: 5"),
+        ({"region": "us-east-1a"}, "'us-east-1a' is no region", "write us-east-1"),
+        ({"bucket": "s3://b/x"}, "bucket", ""),
+        ({"capacity": {"types": ["g5"]}}, "'g5' is no type of machine", "g5.xlarge"),
+        ({"capacity": {"placement": "single"}}, "capacity.placement must be", "single-az"),
+        ({"capacity": {"zones": "us-east-1a"}}, "capacity.zones must be auto or a list", ""),
+        ({"capacity": {"types": ["a.b"], "gpu": {"count": 1}}}, "cannot both hold", "keep types"),
+        ({"image": {"ami": "ubuntu"}}, "image.ami 'ubuntu' names no image", "ami-0"),
+        ({"image": {"archive": "/tmp/x.tar.gz"}}, "image.archive is no s3://", "s3://"),
+        ({"image": {"archive_sha256": "12"}}, "64 hexadecimal digits", "sha256sum"),
+        ({"image": {"archive_sha256": "ab" * 32}}, "there is no image.archive", "name the archive"),
+        ({"bucket_owner": 1234}, "bucket_owner must be the 12 digits", "'111122223333'"),
+        ({"head": "spot"}, "head must be notebook or on-demand", ""),
+        ({"lifetime": {"lease_ttl": "10 s"}}, "lease_ttl of 10 s is too short", "20 s"),
+    ],
+)
+def test_wrong_keys_are_told_what_to_type(keys: dict[str, Any], message: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        AwsSpotSpec.parse(LEAST | keys)
+
+    assert message in str(caught.value)
+    assert hint in caught.value.hint
+
+
+def test_a_missing_key_is_named() -> None:
+    with pytest.raises(ConfigError, match="key 'bucket' is missing"):
+        AwsSpotSpec.parse({"region": "us-east-1"})
+
+
+def test_faults_point_into_the_file() -> None:
+    data, source = load_body(
+        "region: us-east-1\nbucket: b1b\nworkers: {max: three}\n", namespace={}
+    )
+
+    with pytest.raises(CellError) as caught:
+        AwsSpotSpec.parse(data, source)
+
+    assert (caught.value.line, caught.value.column) == (4, 16)

@@ -1,0 +1,195 @@
+"""The state directory: where it is, who is alive, what is stale."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+
+from etrain_jupyter.errors import PoolError
+from etrain_jupyter.process import cluster_dir
+from etrain_jupyter.process.cluster_dir import (
+    MARKER,
+    ClusterDir,
+    LocalSettings,
+    kill_processes_of,
+    open_state_root,
+    processes_of,
+    remove_stale,
+    remove_start_lock,
+    stamp_of,
+    start_lock,
+    state_root,
+    wait_until,
+)
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("ETRAIN_STATE", str(tmp_path / "deep" / "state"))
+    return open_state_root()
+
+
+def change_record(cluster: ClusterDir, **changes: object) -> None:
+    path = cluster.path / "cluster.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_the_directory_is_made_for_the_owner_alone(root: Path) -> None:
+    assert root.stat().st_mode & 0o777 == 0o700
+
+
+def test_the_directory_is_the_sessions_or_the_homes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ETRAIN_STATE", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert state_root() == tmp_path / "etrain"
+
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "nowhere"))
+    assert state_root() == tmp_path / ".local/state/etrain"
+
+
+def test_a_directory_that_others_can_write_is_refused_with_advice(root: Path) -> None:
+    root.chmod(0o770)
+
+    with pytest.raises(PoolError, match=rf"mode 770.*chmod 700 {root}"):
+        open_state_root()
+
+
+def test_a_published_record_is_alive_with_this_process(root: Path) -> None:
+    cluster = ClusterDir.create(root, LocalSettings(idle_s=5))
+    assert cluster.record() is None
+
+    cluster.publish("tls://127.0.0.1:1")
+
+    record = cluster.record()
+    assert record is not None
+    assert record.is_alive
+    assert record.address == "tls://127.0.0.1:1"
+    assert cluster.settings() == LocalSettings(idle_s=5)
+    assert (cluster.path / "cluster.json").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(
+    "changes", [{"stamp": "another boot:1"}, {"pid": 2**22 + 1}, {"host": "another machine"}]
+)
+def test_a_record_of_another_process_is_not_alive(root: Path, changes: dict[str, object]) -> None:
+    cluster = ClusterDir.create(root, LocalSettings())
+    cluster.publish("tls://127.0.0.1:1")
+
+    change_record(cluster, **changes)
+
+    record = cluster.record()
+    assert record is not None
+    assert not record.is_alive
+
+
+def test_what_dead_clusters_left_is_removed_and_nothing_else(root: Path) -> None:
+    alive, dead, half, elsewhere = (ClusterDir.create(root, LocalSettings()) for _ in range(4))
+    for cluster in (alive, dead, elsewhere):
+        cluster.publish("tls://127.0.0.1:1")
+    change_record(dead, stamp="gone")
+    change_record(elsewhere, host="another machine", stamp="gone")
+    other_environment = root / "local-000000-abcdef"
+    other_environment.mkdir()
+
+    remove_stale(root)
+
+    left = {path.name for path in root.iterdir()}
+    assert left == {alive.cluster_id, elsewhere.cluster_id, other_environment.name}
+    assert not half.path.exists()
+
+
+def test_the_lock_is_exclusive_and_stays_with_who_inherits_it(root: Path) -> None:
+    with start_lock(root, "abc", timeout_s=0) as fd:
+        heir = os.dup(fd)
+        with pytest.raises(TimeoutError), start_lock(root, "abc", timeout_s=0.05):
+            pass
+    with pytest.raises(TimeoutError), start_lock(root, "abc", timeout_s=0):
+        pass
+    os.close(heir)
+
+    with start_lock(root, "abc", timeout_s=0):
+        remove_start_lock(root, "abc")
+    assert list(root.iterdir()) == []
+
+
+def test_a_stamp_tells_a_process_from_none_and_a_zombie() -> None:
+    child = subprocess.Popen(["sleep", "60"])
+    stamp = stamp_of(child.pid)
+    assert stamp is not None
+    assert stamp == stamp_of(child.pid) != stamp_of(os.getpid())
+
+    child.kill()
+    while psutil.Process(child.pid).status() != psutil.STATUS_ZOMBIE:
+        pass
+    assert stamp_of(child.pid) is None
+    child.wait()
+    assert stamp_of(child.pid) is None
+
+
+def test_processes_are_found_by_their_mark_wherever_they_hang() -> None:
+    mark = f"test-{os.getpid()}"
+    child = subprocess.Popen(
+        ["sleep", "60"], env=os.environ | {MARKER: mark}, start_new_session=True
+    )
+
+    # Until it has become the other program, it has this one's environment.
+    wait_until(lambda: bool(processes_of(mark)), timeout_s=10)
+    assert [process.pid for process in processes_of(mark)] == [child.pid]
+    assert kill_processes_of(mark) == []
+    assert child.wait(5) == -9
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "-3", "nan"])
+def test_an_idle_time_that_is_no_positive_number_is_refused(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ETRAIN_IDLE_S", text)
+
+    with pytest.raises(PoolError, match=f"ETRAIN_IDLE_S='{text}'"):
+        LocalSettings.from_environment()
+
+
+def test_the_idle_time_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ETRAIN_IDLE_S", "inf")
+    assert LocalSettings.from_environment() == dataclasses.replace(
+        LocalSettings(), idle_s=float("inf")
+    )
+
+
+@pytest.mark.parametrize("text", ["two", "0", "-1", "1.5", ""])
+def test_a_number_of_workers_per_gpu_below_one_is_refused(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ETRAIN_WORKERS_PER_GPU", text)
+
+    with pytest.raises(PoolError, match=f"ETRAIN_WORKERS_PER_GPU='{text}'"):
+        LocalSettings.from_environment()
+
+
+def test_the_number_of_workers_per_gpu_comes_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("ETRAIN_WORKERS_PER_GPU", "4")
+    assert LocalSettings.from_environment() == LocalSettings(workers_per_gpu=4)
+
+
+def test_environments_of_another_python_or_version_have_clusters_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = cluster_dir.environment_key()
+    monkeypatch.setattr(cluster_dir, "package_version", lambda: "99")
+    other_version = cluster_dir.environment_key()
+    monkeypatch.setattr("sys.executable", "/elsewhere/bin/python")
+
+    assert len({own, other_version, cluster_dir.environment_key()}) == 3
+    assert platform.node() not in own

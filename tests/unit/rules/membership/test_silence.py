@@ -1,0 +1,51 @@
+"""Who has been silent for too long, and who only seems so because nobody listened."""
+
+from __future__ import annotations
+
+from etrain_jupyter.rules.membership.silence import Hearing
+
+
+def hearing(*names: str) -> Hearing:
+    heard = Hearing(limit_s=10.0, tick_s=0.25)
+    heard.tick(100.0)
+    for name in names:
+        heard.hear(name, 100.0)
+    return heard
+
+
+def tick_until(heard: Hearing, end: float, *alive: str) -> None:
+    now = 100.0
+    while now < end:
+        now += 0.25
+        assert heard.tick(now) == 0.0
+        for name in alive:
+            heard.hear(name, now)
+
+
+def test_supervisor_that_says_nothing_for_the_limit_is_silent_and_the_others_are_not():
+    heard = hearing("w1", "w2")
+    tick_until(heard, 110.25, "w1")
+    assert heard.silent(110.25) == {"w2": 10.25}
+
+
+def test_after_the_coordinator_itself_was_suspended_nobody_is_silent():
+    heard = hearing("w1", "w2")
+    assert heard.tick(3700.25) == 3600.0
+    assert heard.silent(3700.25) == {}
+    heard.hear("w1", 3700.5)
+    assert heard.silent(3710.25) == {"w2": 10.25}
+
+
+def test_clock_that_was_set_back_keeps_the_silence_that_there_was():
+    heard = hearing("w1")
+    tick_until(heard, 108.0)
+    heard.tick(50.0)  # instead of 108.25
+    assert heard.silent(51.0) == {}
+    assert heard.silent(53.0) == {"w1": 8.25 + 3.0}
+
+
+def test_whoever_is_forgotten_is_not_silent():
+    heard = hearing("w1")
+    heard.forget("w1")
+    heard.forget("w1")
+    assert heard.silent(1000.0) == {}

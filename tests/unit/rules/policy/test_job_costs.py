@@ -1,0 +1,100 @@
+"""Whose money the nodes cost: ranks pay for their own, idle time is shared, refunds go back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from etrain_jupyter.rules.policy.job_costs import JobCosts, RunningCost
+
+
+@dataclass(frozen=True)
+class Node:
+    node_id: str
+    spent_usd: float
+    on_demand_usd: float = 0.0
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        return (self.node_id,)
+
+
+def begun() -> JobCosts:
+    costs = JobCosts()
+    costs.take([], ranks={}, active=["a"])
+    return costs
+
+
+def test_a_rank_pays_for_its_node() -> None:
+    costs = begun()
+    costs.take([Node("i", 1.0, 3.0)], ranks={"i": "a"}, active=["a", "b"])
+    costs.take([Node("i", 1.5, 4.5)], ranks={"i": "b"}, active=["a", "b"])
+
+    assert costs.of("a") == RunningCost(spent_usd=1.0, on_demand_usd=3.0)
+    assert costs.of("b") == RunningCost(spent_usd=0.5, on_demand_usd=1.5)
+
+
+def test_a_boot_before_the_first_step_is_no_waste_and_later_it_is() -> None:
+    costs = begun()
+    costs.take([Node("i", 1.0)], ranks={}, active=["a"])
+    costs.take([Node("i", 2.0)], ranks={"i": "a"}, active=["a"])
+    costs.take([Node("i", 3.0), Node("j", 0.5)], ranks={"i": "a"}, active=["a"])
+
+    assert costs.of("a") == RunningCost(spent_usd=3.5, wasted_usd=0.5)
+
+
+def test_a_refund_goes_back_to_whoever_paid() -> None:
+    costs = begun()
+    costs.take([Node("i", 3.0, 9.0)], ranks={"i": "a"}, active=["a", "b"])
+    costs.take([Node("i", 4.0, 12.0)], ranks={"i": "b"}, active=["a", "b"])
+    costs.take([Node("i", 0.0, 12.0)], ranks={}, active=["b"])
+
+    assert costs.of("a") == RunningCost(on_demand_usd=9.0)
+    assert costs.of("b") == RunningCost(on_demand_usd=3.0)
+
+
+def test_what_was_spent_under_another_scheduler_comes_from_the_log() -> None:
+    costs = JobCosts()
+    costs.begin("a", RunningCost(spent_usd=7.0), has_trained=True)
+    costs.take([Node("i", 5.0)], ranks={"i": "a"}, active=["a"])
+    assert costs.of("a") == RunningCost(spent_usd=7.0)
+
+    costs.take([Node("i", 6.0)], ranks={}, active=["a"])
+    assert costs.of("a") == RunningCost(spent_usd=8.0, wasted_usd=1.0)
+
+
+def test_without_a_job_nobody_pays_and_an_ended_job_is_forgotten() -> None:
+    costs = begun()
+    costs.take([Node("i", 1.0)], ranks={}, active=[])
+    costs.take([Node("i", 2.0)], ranks={"i": "a"}, active=["a"])
+    assert costs.of("a").spent_usd == 1.0
+
+    costs.forget("a")
+    assert costs.of("a") == RunningCost()
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from("ij"),
+            st.floats(-2.0, 5.0),
+            st.sampled_from([None, "a", "b"]),
+        ),
+        max_size=30,
+    )
+)
+def test_the_jobs_together_pay_what_the_nodes_cost(
+    changes: list[tuple[str, float, str | None]],
+) -> None:
+    costs, spent = begun(), {"i": 0.0, "j": 0.0}
+    for node, change, user in changes:
+        spent[node] = max(0.0, spent[node] + change)
+        nodes = [Node(name, usd) for name, usd in spent.items()]
+        costs.take(nodes, ranks={node: user} if user else {}, active=["a", "b"])
+
+    total = costs.of("a").plus(costs.of("b"))
+    assert total.spent_usd == pytest.approx(sum(spent.values()), abs=1e-9)
+    assert -1e-9 <= total.wasted_usd <= total.spent_usd + 1e-9

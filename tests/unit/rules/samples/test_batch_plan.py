@@ -1,0 +1,112 @@
+"""How a step's samples are shared over ranks."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from etrain_jupyter.errors import ConfigError
+from etrain_jupyter.rules.samples.batch_plan import (
+    BatchPlan,
+    StepPlan,
+    plan_batches,
+    plan_step,
+    share_range,
+    share_samples,
+)
+
+WORLD_SIZES = st.integers(1, 64)
+
+
+def test_uneven_batch_is_shared_as_evenly_as_possible() -> None:
+    plan = plan_batches(global_batch_size=256, world_size=3, micro_batch_size=32)
+    assert plan == BatchPlan(samples_per_rank=(86, 85, 85), num_micro_steps=3)
+
+
+def test_ranks_without_a_sample_are_refused_with_what_to_type() -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan_batches(global_batch_size=2, world_size=4, micro_batch_size=1)
+    assert str(caught.value) == (
+        "global_batch_size=2 leaves 2 of 4 ranks without a sample. "
+        "Use batch.global of 4 or more, or workers.max of 2."
+    )
+    assert caught.value.path == ("batch", "global")
+
+
+def test_last_step_of_an_epoch_may_leave_ranks_without_samples() -> None:
+    plan = plan_step(count=2, world_size=4, micro_batch_size=8)
+    assert plan == StepPlan(starts=(0, 1, 2, 2), counts=(1, 1, 0, 0), num_micro_steps=1)
+
+
+@pytest.mark.parametrize(
+    ("micro", "expected"), [(None, 1), (1, 11), (5, 3), (10, 2), (11, 1), (99, 1)]
+)
+def test_micro_steps_are_what_the_largest_share_needs(micro: int | None, expected: int) -> None:
+    plan = plan_step(count=32, world_size=3, micro_batch_size=micro)
+    assert plan.counts == (11, 11, 10)
+    assert plan.num_micro_steps == expected
+
+
+@given(count=st.integers(0, 5000), world_size=WORLD_SIZES)
+def test_shares_sum_to_the_step_and_differ_by_one_at_most(count: int, world_size: int) -> None:
+    shares = share_samples(count, world_size)
+    assert len(shares) == world_size
+    assert sum(shares) == count
+    assert max(shares) - min(shares) <= 1
+    assert list(shares) == sorted(shares, reverse=True)
+
+
+@given(count=st.integers(1, 500), world_size=WORLD_SIZES, micro=st.integers(1, 64))
+def test_plan_covers_the_step_once_in_passes_of_limited_size(
+    count: int, world_size: int, micro: int
+) -> None:
+    plan = plan_step(count=count, world_size=world_size, micro_batch_size=micro)
+    covered = [
+        position
+        for start, share in zip(plan.starts, plan.counts, strict=True)
+        for position in range(start, start + share)
+    ]
+    assert covered == list(range(count))
+    assert (plan.num_micro_steps - 1) * micro < max(plan.counts) <= plan.num_micro_steps * micro
+
+
+@given(num_samples=st.integers(0, 500), world_size=WORLD_SIZES)
+def test_evaluation_takes_each_sample_once(num_samples: int, world_size: int) -> None:
+    ranges = [share_range(num_samples, rank, world_size) for rank in range(world_size)]
+    assert [index for part in ranges for index in part] == list(range(num_samples))
+    assert tuple(map(len, ranges)) == share_samples(num_samples, world_size)
+
+
+@given(count=st.integers(1, 40), world_size=st.integers(1, 9), min_share=st.integers(1, 3))
+def test_no_rank_gets_less_than_the_least_share_unless_the_step_has_less(
+    count: int, world_size: int, min_share: int
+) -> None:
+    plan = plan_step(count=count, world_size=world_size, micro_batch_size=None, min_share=min_share)
+    assert sum(plan.counts) == count
+    assert len(plan.counts) == len(plan.starts) == world_size
+    assert all(n == 0 or n >= min(min_share, count) for n in plan.counts)
+
+
+@given(
+    count=st.integers(1, 300),
+    world_size=st.integers(1, 9),
+    num_passes=st.integers(1, 12),
+    min_share=st.sampled_from([1, 2]),
+)
+def test_asked_passes_are_made_unless_the_share_is_too_small(
+    count: int, world_size: int, num_passes: int, min_share: int
+) -> None:
+    sizes = {"count": count, "world_size": world_size, "micro_batch_size": None}
+    plan = plan_step(**sizes, min_share=min_share, num_passes=num_passes)
+    largest = plan.counts[0]
+    assert plan.counts == plan_step(**sizes, min_share=min_share).counts
+    assert plan.num_micro_steps <= num_passes
+    if largest >= num_passes * min_share:
+        assert plan.num_micro_steps == num_passes
+    assert largest // plan.num_micro_steps >= min(largest, min_share)
+
+
+def test_memory_may_need_more_passes_than_were_asked_for() -> None:
+    plan = plan_step(count=64, world_size=1, micro_batch_size=8, num_passes=4)
+    assert plan.num_micro_steps == 8

@@ -1,0 +1,308 @@
+"""The log's way into a bucket and out of it, and who may write it."""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Callable
+
+import pytest
+
+from etrain_jupyter.errors import FencedError, RunStoreError
+from etrain_jupyter.log.event_log import read_events
+from etrain_jupyter.log.events import LogLine
+from etrain_jupyter.log.segments import compact, read_log, segments_of
+from etrain_jupyter.storage.bucket_log import chain, local_copy, uploads
+from etrain_jupyter.storage.bucket_log.chain import pack_key
+from etrain_jupyter.storage.bucket_log.objects import RunObjects
+from etrain_jupyter.storage.bucket_log.uploads import Uploads, claim
+from etrain_jupyter.testing.s3_faults import S3Fault
+from etrain_jupyter.testing.s3_server import S3Server
+from tests.unit.storage.bucket_log.conftest import JOB, Machine, status, step
+
+Make = Callable[[str], Machine]
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let packs be small, so that a short log has them."""
+    for module in (chain, uploads):
+        monkeypatch.setattr(module, "PACKS", (40, 10))
+        monkeypatch.setattr(module, "PIECE_EVENTS", 4)
+    for module in (chain, uploads, local_copy):
+        monkeypatch.setattr(module, "EVENTS_PER_SEGMENT", 40)
+    monkeypatch.setattr("etrain_jupyter.log.segments.EVENTS_PER_SEGMENT", 40)
+
+
+def upload_all(machine: Machine, up: Uploads) -> None:
+    while up.upload():
+        pass
+    up.pack()
+
+
+def test_another_machine_reads_what_one_wrote(machine: Make) -> None:
+    here, there = machine("here"), machine("there")
+    up = here.uploads()
+    here.write(step(1), step(2))
+    upload_all(here, up)
+    there.copy.refresh()
+    assert there.lines == here.lines
+    here.write(step(3))
+    upload_all(here, up)
+    there.copy.refresh()
+    assert there.lines == here.lines
+    assert [e.step for e in read_events(there.path)] == [1, 2, 3]
+
+
+def test_steady_reading_costs_one_request(machine: Make, s3_server: S3Server) -> None:
+    here, there = machine("here"), machine("there")
+    here.write(step(1))
+    upload_all(here, here.uploads())
+    there.copy.refresh()
+    s3_server.set_faults()
+    there.copy.refresh()
+    assert s3_server.counts() == {"GET": 1}
+
+
+@pytest.mark.usefixtures("small")
+def test_long_log_is_packed_and_reads_the_same(
+    machine: Make, s3_server: S3Server, url: str
+) -> None:
+    here, early = machine("here"), machine("early")
+    up = here.uploads()
+    for start in range(1, 96, 3):
+        here.write(*(step(n) for n in range(start, start + 3)))
+        compact(here.path)
+        upload_all(here, up)
+        if start == 7:
+            early.copy.refresh()
+    bucket, _, prefix = url.removeprefix("s3://").partition("/")
+    keys = {key.removeprefix(prefix + "/") for key in s3_server.list_keys(bucket, prefix)}
+    packs = {key for key in keys if key.startswith("packs/")}
+    assert packs == {
+        chain.pack_key(1, 40),
+        chain.pack_key(41, 40),
+        chain.pack_key(81, 10),
+    }
+    assert len([key for key in keys if key.startswith("log/")]) <= 4
+    assert chain.piece_key(1) in keys, "the key at which others are fenced stays taken"
+    late = machine("late")
+    late.copy.refresh()
+    early.copy.refresh()
+    # Behind what it has listed, this one finds the pieces gone.
+    early.copy._listed_at -= local_copy.RELIST_S
+    early.copy.refresh()
+    assert late.lines == early.lines == here.lines
+    assert len(list(segments_of(late.path).iterdir())) == 2
+    assert [e.step for e in read_log(late.path)] == list(range(1, 97))
+
+
+def test_writer_that_was_killed_goes_on_where_it_was(machine: Make) -> None:
+    here, there = machine("here"), machine("there")
+    here.write(step(1))
+    up = here.uploads()
+    upload_all(here, up)
+    # Its last upload was not noted down, and more has come since.
+    here.write(step(2))
+    mark = (here.path.parent / uploads.MARK_FILE).read_bytes()
+    up.upload()
+    (here.path.parent / uploads.MARK_FILE).write_bytes(mark)
+    here.write(step(3))
+    again = Uploads(here.chain, here.path)
+    assert (again.writer, again.seq) == (up.writer, 1)
+    upload_all(here, again)
+    there.copy.refresh()
+    assert there.lines == here.lines
+
+
+def test_of_two_takers_one_gets_the_log_and_the_old_writer_is_fenced(machine: Make) -> None:
+    here, one, two = machine("here"), machine("one"), machine("two")
+    here.write(step(1))
+    up = here.uploads()
+    upload_all(here, up)
+    one.copy.refresh()
+    two.copy.refresh()
+    mine = claim(one.copy, one.chain, job_id=JOB)
+    # This one has seen the end of the log before the first one took it.
+    late = Uploads(two.chain, two.path, writer="two", seq=1)
+    with pytest.raises(FencedError, match=r"event 2 of s3://.* is of "):
+        late.write_next(b"{}")
+    assert len(two.lines) == 1, "what was not written there is not here"
+    here.write(step(2))
+    with pytest.raises(FencedError, match=f"is of {mine.writer}: the job goes on there"):
+        up.upload()
+    one.write(step(2, time=2.0))
+    upload_all(one, mine)
+    reader = machine("reader")
+    reader.copy.refresh()
+    events = read_events(reader.path)
+    assert [e.seq for e in events] == [1, 2, 3]
+    assert isinstance(events[1], LogLine)
+    assert mine.writer in events[1].text
+    # The fenced machine's copy follows the log that holds, and keeps its own lines aside.
+    here.copy.refresh()
+    assert here.lines == reader.lines
+    assert len(list(here.path.parent.glob("events.*.lost.jsonl"))) == 1
+
+
+def test_who_takes_over_uploads_first_what_only_its_machine_has(machine: Make) -> None:
+    here, there = machine("here"), machine("there")
+    here.write(step(1))
+    upload_all(here, here.uploads())
+    here.write(step(2), step(3))
+    claim(here.copy, here.chain, job_id=JOB)
+    there.copy.refresh()
+    assert [e.seq for e in read_events(there.path)] == [1, 2, 3, 4]
+
+
+def test_claim_is_refused_while_somebody_writes_and_force_goes_behind_it(
+    machine: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = machine("here"), machine("there")
+    here.write(step(1))
+    up = here.uploads()
+    upload_all(here, up)
+    write_next = Uploads.write_next
+
+    def meanwhile(self: Uploads, line: bytes) -> None:
+        if len(here.lines) < 4 and self.writer != up.writer:
+            here.write(step(len(here.lines) + 1))
+            upload_all(here, up)
+        write_next(self, line)
+
+    monkeypatch.setattr(Uploads, "write_next", meanwhile)
+    with pytest.raises(FencedError, match=r"is being written by somebody else.*--force takes it"):
+        claim(there.copy, there.chain, job_id=JOB, end=1)
+    mine = claim(there.copy, there.chain, job_id=JOB)
+    assert mine.seq == 5
+    here.write(step(5))
+    with pytest.raises(FencedError):
+        up.upload()
+
+
+def test_objects_of_others_are_passed_over(machine: Make, s3_server: S3Server, url: str) -> None:
+    here, there = machine("here"), machine("there")
+    here.write(step(1))
+    upload_all(here, here.uploads())
+    bucket, _, prefix = url.removeprefix("s3://").partition("/")
+    for key in ("log/README", "log/000000000002.jsonl.bak", "packs/x", "packs/1-2.jsonl.gz"):
+        s3_server.write(bucket, f"{prefix}/{key}", b"something")
+    there.copy.refresh()
+    assert there.lines == here.lines
+
+
+@pytest.mark.parametrize("data", [b"", b"{}\nx\n", b"half"])
+def test_piece_that_is_not_whole_is_refused_by_name_and_the_rest_is_read(
+    machine: Make, s3_server: S3Server, url: str, data: bytes
+) -> None:
+    here, there = machine("here"), machine("there")
+    up = here.uploads()
+    for number in (1, 2, 3):
+        here.write(step(number))
+        upload_all(here, up)
+    bucket, _, prefix = url.removeprefix("s3://").partition("/")
+    key = f"{prefix}/{chain.piece_key(2)}"
+    whole = s3_server.read(bucket, key)
+    s3_server.write(bucket, key, data if data != b"half" else whole[: len(whole) // 2])
+    with pytest.raises(RunStoreError, match=f"{key} is not a whole part of a log. The 1 events"):
+        there.copy.refresh()
+    assert there.lines == here.lines[:1]
+
+
+def test_piece_that_is_missing_is_named(machine: Make, s3_server: S3Server, url: str) -> None:
+    here, there = machine("here"), machine("there")
+    up = here.uploads()
+    for number in (1, 2, 3):
+        here.write(step(number))
+        upload_all(here, up)
+    bucket, _, prefix = url.removeprefix("s3://").partition("/")
+    s3_server.remove(bucket, f"{prefix}/{chain.piece_key(2)}")
+    with pytest.raises(RunStoreError, match=r"event 2 of the log is missing.*from 3 on"):
+        there.copy.refresh()
+    assert there.lines == here.lines[:1]
+
+
+def test_pack_that_unfolds_without_end_is_refused(
+    machine: Make, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thousandth of what it unfolds to is enough to fill the memory of whoever looks."""
+    monkeypatch.setattr("etrain_jupyter.storage.bucket_log.chain._MOST_PACK_BYTES", 1_000_000)
+    objects = RunObjects(url)
+    objects.put(pack_key(1, 1000), gzip.compress(b"x" * 2_000_000 + b"\n" * 1000))
+
+    with pytest.raises(RunStoreError, match="is not a whole part of a log"):
+        machine("here").chain.read_pack(1, 1000)
+
+
+@pytest.mark.usefixtures("small")
+def test_pack_that_is_not_whole_is_named(machine: Make, s3_server: S3Server, url: str) -> None:
+    here, there = machine("here"), machine("there")
+    here.write(*(step(n) for n in range(1, 15)))
+    upload_all(here, here.uploads())
+    bucket, _, prefix = url.removeprefix("s3://").partition("/")
+    key = f"{prefix}/{chain.pack_key(1, 10)}"
+    whole = s3_server.read(bucket, key)
+    for data in (whole[:20], gzip.compress(b"one\n"), b"no gzip"):
+        s3_server.write(bucket, key, data)
+        with pytest.raises(RunStoreError, match="is not a whole part of a log"):
+            there.copy.refresh()
+
+
+def test_torn_line_of_a_copy_is_cut_off(machine: Make) -> None:
+    here, there = machine("here"), machine("there")
+    here.write(step(1), step(2))
+    upload_all(here, here.uploads())
+    there.copy.refresh()
+    with there.path.open("r+b") as file:
+        file.truncate(there.path.stat().st_size - 9)
+    there = machine("there")  # whoever looks next
+    there.copy.refresh()
+    assert there.lines == here.lines
+
+
+def test_copy_that_a_coordinator_writes_is_left_alone(machine: Make) -> None:
+    here, there = machine("here"), machine("there")
+    here.write(step(1))
+    upload_all(here, here.uploads())
+    with local_copy.copy_lock(there.path.parent) as is_ours:
+        assert is_ours
+        there.copy.refresh()
+        assert there.lines == []
+    there.copy.refresh()
+    assert there.lines == here.lines
+
+
+@pytest.mark.usefixtures("no_pauses")
+def test_requests_that_fail_now_and_then_change_nothing(machine: Make, s3_server: S3Server) -> None:
+    here, there = machine("here"), machine("there")
+    up = here.uploads()
+    s3_server.set_faults(
+        S3Fault(kind="slow_down", every=5),
+        S3Fault(kind="lose_answer", every=3, match="PUT "),
+        S3Fault(kind="truncate", every=7),
+    )
+    failures = 0
+    for number in range(1, 9):
+        here.write(step(number))
+        while up.seq < number:
+            try:
+                up.upload()
+            except RunStoreError:  # the mirror tries again, too
+                failures += 1
+    while there.lines != here.lines:
+        try:
+            there.copy.refresh()
+        except RunStoreError:
+            failures += 1
+    assert failures < 10
+    assert [e.seq for e in read_events(there.path)] == list(range(1, 9))
+
+
+def test_how_the_job_stands_is_told(machine: Make) -> None:
+    here = machine("here")
+    here.write(status("running"), step(7), step(8))
+    up = here.uploads()
+    upload_all(here, up)
+    up.beat()
+    told, age_s = here.chain.objects.get_aged(uploads.ALIVE) or ({}, 99.0)
+    assert (told["status"], told["step"], told["seq"], told["world_size"]) == ("running", 8, 3, 2)
+    assert age_s < 60

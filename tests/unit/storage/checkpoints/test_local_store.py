@@ -1,0 +1,255 @@
+"""What the folder store does beyond the contract of all stores."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from etrain_jupyter.errors import CheckpointError, ConfigError
+from etrain_jupyter.storage.checkpoints import (
+    LocalStore,
+    Manifest,
+    choose_steps_to_keep,
+    manifest_key,
+    newest_valid,
+    open_store,
+)
+from etrain_jupyter.storage.checkpoints.manifest import check_key, parse_manifest
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path / "run")
+
+
+def save(store: LocalStore, step: int, data: bytes = b"weights") -> Manifest:
+    part = store.put_part(store.begin(step), "model.safetensors", data)
+    return Manifest(
+        step=step,
+        job_id="job",
+        generation=1,
+        config_digest="",
+        created=1.5,
+        parts={"model.safetensors": part},
+    )
+
+
+def test_layout_is_the_documented_one(store: LocalStore) -> None:
+    store.commit(save(store, 1200))
+    save(store, 1200)
+    files = {p.relative_to(store.root).as_posix() for p in store.root.rglob("*") if p.is_file()}
+    assert files == {
+        "checkpoints/step_00001200/model.safetensors",
+        "checkpoints/step_00001200.1/model.safetensors",
+        "manifests/step_00001200.json",
+    }
+    assert manifest_key(1200) == "manifests/step_00001200.json"
+
+
+def test_looking_does_not_make_the_folder(store: LocalStore) -> None:
+    assert store.list_steps() == []
+    assert not store.root.exists()
+
+
+def test_strange_files_are_never_touched(store: LocalStore) -> None:
+    store.commit(save(store, 1))
+    mine = store.root / "checkpoints" / "my_notes"
+    mine.mkdir()
+    (store.root / "manifests" / "readme.txt").write_text("mine")
+    store.commit(save(store, 2))
+    assert store.list_steps() == [1, 2]
+    store.prune([2])
+    assert mine.is_dir()
+    assert (store.root / "manifests" / "readme.txt").exists()
+
+
+def test_temporary_manifests_of_a_crash_are_cleared(store: LocalStore) -> None:
+    store.commit(save(store, 5))
+    folder = store.root / "manifests"
+    (folder / ".step_00000003.0a1b2c3d").write_text("{")
+    (folder / ".step_00000007.0a1b2c3d").write_text("{")
+    store.prune([5])
+    assert sorted(os.listdir(folder)) == [".step_00000007.0a1b2c3d", "step_00000005.json"]
+
+
+def test_link_that_leads_out_is_refused(store: LocalStore, tmp_path: Path) -> None:
+    manifest = save(store, 1)
+    store.commit(manifest)
+    part = manifest.parts["model.safetensors"]
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"weights")
+    (store.root / part.key).unlink()
+    (store.root / part.key).symlink_to(secret)
+    with pytest.raises(CheckpointError, match="leads out of"):
+        store.get_part(part)
+
+
+def test_full_disk_leaves_no_part_and_says_so(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = store.begin(1)
+
+    def fill(_file: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fill)
+    with pytest.raises(
+        CheckpointError, match=r"step_00000001/model\.safetensors cannot be writ.*No space"
+    ):
+        store.put_part(folder, "model.safetensors", b"weights")
+    assert os.listdir(store.root / folder) == []
+
+
+def test_write_that_the_disk_falsified_is_noticed(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = store.begin(1)
+    fsync = os.fsync
+
+    def flip(file: int) -> None:
+        fsync(file)
+        os.pwrite(file, b"W", 0)
+
+    monkeypatch.setattr(os, "fsync", flip)
+    with pytest.raises(CheckpointError, match="was altered"):
+        store.put_part(folder, "model.safetensors", b"weights")
+    assert os.listdir(store.root / folder) == []
+
+
+def test_file_system_without_links_still_commits_once(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_source: Path, _target: Path) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    assert store.commit(save(store, 1))
+    assert not store.commit(save(store, 1, b"others"))
+    assert newest_valid(store)[0].step == 1
+    assert os.listdir(store.root / "manifests") == ["step_00000001.json"]
+
+
+def test_place_that_is_no_folder_is_explained(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    store = LocalStore(tmp_path / "file")
+    with pytest.raises(CheckpointError, match=r"step_00000001 cannot be begun in .*file"):
+        store.begin(1)
+    with pytest.raises(CheckpointError, match="cannot be listed"):
+        store.list_steps()
+
+
+WRITER = """
+    import sys
+    from etrain_jupyter.storage.checkpoints import LocalStore, Manifest
+    store, step = LocalStore(sys.argv[1]), int(sys.argv[2])
+    while True:
+        step += 1
+        folder = store.begin(step)
+        parts = {
+            name: store.put_part(folder, name, bytes([step % 256]) * 300_000)
+            for name in ("model.safetensors", "optimizer.safetensors", "state.json")
+        }
+        manifest = Manifest(
+            step=step, job_id="job", generation=1, config_digest="", created=0.0, parts=parts
+        )
+        if store.commit(manifest):
+            print(step, flush=True)
+        store.prune(store.list_steps()[-3:])
+"""
+
+
+def test_killed_writer_never_costs_an_acknowledged_checkpoint(store: LocalStore) -> None:
+    """Invariant I6 with SIGKILL at whatever moment comes; the sixth writer clears up after all."""
+    acknowledged = 0
+    for delay in (1, 2, 3, 5, 8, 13):
+        acknowledged = run_writer_until(store, acknowledged, num_commits=delay)
+        manifest, skipped = newest_valid(store, job_id="job")
+        assert manifest.step >= acknowledged
+        assert skipped == []
+    store.prune(store.list_steps()[-1:])
+    save(store, 10**6)
+    store.commit(save(store, 10**6 + 1))
+    store.prune([10**6 + 1])
+    assert os.listdir(store.root / "checkpoints") == ["step_01000001"]
+    assert os.listdir(store.root / "manifests") == ["step_01000001.json"]
+
+
+def run_writer_until(store: LocalStore, step: int, *, num_commits: int) -> int:
+    """Start a writer and kill it somewhere in its next checkpoint; return what it acknowledged."""
+    writer = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(WRITER), str(store.root), str(step)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert writer.stdout is not None
+    try:
+        lines = [writer.stdout.readline() for _ in range(num_commits)]
+    finally:
+        writer.send_signal(signal.SIGKILL)
+        lines += writer.stdout.readlines()
+        writer.wait()
+        writer.stdout.close()
+    return max(int(line) for line in lines if line.strip())
+
+
+def test_stores_are_opened_by_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    opened = [open_store(url) for url in (str(tmp_path), f"file://{tmp_path}/a%20b", "~/runs")]
+    assert [store.root for store in opened if isinstance(store, LocalStore)] == [
+        tmp_path,
+        tmp_path / "a b",
+        tmp_path / "runs",
+    ]
+
+
+def test_places_that_are_no_store_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"checkpoint\.to names no bucket"):
+        open_store("s3:///run")
+    with pytest.raises(ConfigError, match="no store for gs://") as caught:
+        open_store("gs://bucket/run")
+    assert caught.value.path == ("checkpoint", "to")
+
+
+def test_manifest_of_another_step_or_format_is_refused(store: LocalStore) -> None:
+    text = save(store, 7).to_json()
+    assert parse_manifest(text, step=7).created == 1.5
+    with pytest.raises(CheckpointError, match="step_00000008: its manifest is of step 7"):
+        parse_manifest(text, step=8)
+    with pytest.raises(CheckpointError, match="format 2"):
+        parse_manifest(text.replace('"version": 1', '"version": 2'), step=7)
+    with pytest.raises(CheckpointError, match="altered"):
+        parse_manifest(text.replace('"generation": 1', '"generation": 2'), step=7)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "",
+        ".",
+        "checkpoints//a",
+        "checkpoints/./a/b",
+        "checkpoints/a/b/c",
+        "a/b/c",
+        "checkpoints/a\\b/c",
+    ],
+)
+def test_keys_that_are_not_plain_are_refused(key: str) -> None:
+    with pytest.raises(CheckpointError, match="refused"):
+        check_key(key)
+
+
+def test_newest_checkpoints_and_protected_ones_are_kept() -> None:
+    assert choose_steps_to_keep([400, 100, 300, 200], keep=2, protected=[100, 999]) == {
+        100,
+        300,
+        400,
+    }
+    assert choose_steps_to_keep([100, 200], keep=0) == {200}
+    assert choose_steps_to_keep([], keep=3) == set()

@@ -1,0 +1,16 @@
+"""Processes that are ranks: importing torch takes seconds, so that they are started once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.unit.trainer.rank_processes import RankProcesses, rank_processes
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankProcesses]:
+    """Give four processes; a job uses as many of them as its history says."""
+    with rank_processes(4) as processes:
+        yield processes

@@ -1,0 +1,94 @@
+"""A defect of ours is told from the notebook's, by where it was raised."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed import DistBackendError
+
+from etrain_jupyter.config.schema import OptimizerConfig
+from etrain_jupyter.errors import ConfigError
+from etrain_jupyter.rules.samples.batch_plan import plan_batches
+from etrain_jupyter.trainer.control.error_origin import is_broken_exchange, is_our_defect
+from etrain_jupyter.trainer.control.faults import DeliberateError, commit_fault
+from etrain_jupyter.trainer.data import DataError, open_samples
+from etrain_jupyter.trainer.loop.schedule import Every
+from etrain_jupyter.trainer.optimizers import build_optimizer
+from etrain_jupyter.trainer.state.capture import digest_of
+
+
+def raised(call) -> BaseException:
+    with pytest.raises(BaseException) as caught:  # noqa: PT011
+        call()
+    return caught.value
+
+
+def test_exception_out_of_our_own_lines_is_our_defect():
+    assert is_our_defect(raised(lambda: digest_of(None)))
+    assert is_our_defect(raised(lambda: Every(None, None)))
+
+
+def test_deliberate_error_counts_as_one():
+    assert is_our_defect(raised(lambda: commit_fault("error")))
+    assert is_our_defect(DeliberateError("never raised"))
+
+
+def test_what_the_notebook_or_torch_raises_is_the_notebooks():
+    assert not is_our_defect(raised(lambda: 1 / 0))
+    assert not is_our_defect(raised(lambda: torch.zeros(2) @ torch.zeros(3)))
+    # Raised in its own line, called from ours.
+    assert not is_our_defect(
+        raised(lambda: open_samples(_broken, name="data.train", collate=None, num_workers=0))
+    )
+
+
+def test_call_of_the_notebooks_function_with_wrong_arguments_is_the_notebooks():
+    assert not is_our_defect(
+        raised(lambda: open_samples(_needs_one, name="data.train", collate=None, num_workers=0))
+    )
+
+
+def test_refusal_in_words_is_no_defect():
+    error = raised(
+        lambda: open_samples(np.zeros(0), name="data.train", collate=None, num_workers=0)
+    )
+    assert isinstance(error, DataError)
+    assert not is_our_defect(error)
+
+
+def test_refusal_in_words_is_no_defect_wherever_it_is_raised():
+    error = raised(lambda: plan_batches(global_batch_size=1, world_size=2, micro_batch_size=None))
+    assert isinstance(error, ConfigError)
+    assert not is_our_defect(error)
+
+
+def test_function_of_the_notebook_that_makes_no_optimizer_is_the_notebooks():
+    config = OptimizerConfig(name=None, reference="make")
+    names = SimpleNamespace(evaluate=lambda key: _needs_two)
+    error = raised(lambda: build_optimizer(config, names, torch.nn.Linear(1, 1)))
+    assert isinstance(error, TypeError)
+    assert not is_our_defect(error)
+
+
+def test_broken_connection_below_torch_is_told_from_an_error_of_the_notebooks():
+    reset = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error: reset by peer"
+
+    assert is_broken_exchange(RuntimeError(reset))
+    assert is_broken_exchange(DistBackendError("NCCL error"))
+    assert not is_broken_exchange(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert not is_broken_exchange(ValueError(reset))
+
+
+def _broken():
+    raise KeyError("x")
+
+
+def _needs_one(path):
+    return path
+
+
+def _needs_two(parameters, more):
+    raise AssertionError("never called")

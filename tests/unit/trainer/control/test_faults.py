@@ -1,0 +1,236 @@
+"""What a trainer does to itself on purpose, seen from outside of the process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from torch import nn
+
+from etrain_jupyter.trainer.control.faults import EXIT_CODE, NO_FAULTS, DeliberateError, Faults
+
+SCRIPT = """
+import sys, threading, time
+from etrain_jupyter.trainer.control.faults import Faults
+assert "torch" not in sys.modules
+
+def beat():
+    while True:
+        print(".", end="", flush=True)
+        time.sleep(0.01)
+
+threading.Thread(target=beat, daemon=True).start()
+time.sleep(0.1)
+plan = [{"id": 5, "kind": sys.argv[1], "rank": 1, "step": 3, "at": "commit"}]
+faults = Faults(plan, lambda message: print(message, flush=True))
+faults.at("commit", rank=1, step=2)
+faults.at("commit", rank=0, step=3)
+faults.at("forward", rank=1, step=3)
+print("not yet", flush=True)
+faults.at("commit", rank=1, step=3)
+print("went on", flush=True)
+"""
+
+
+@pytest.fixture
+def start() -> Iterator[Any]:
+    """Run the script with a kind of fault."""
+    started: list[subprocess.Popen[str]] = []
+
+    def run(kind: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-u", "-c", SCRIPT, kind]
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        started.append(process)
+        return process
+
+    yield run
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [
+        ("kill", -signal.SIGKILL),
+        ("segfault", -signal.SIGSEGV),
+        ("exit", EXIT_CODE),
+        ("error", 1),
+    ],
+)
+def test_fault_ends_the_process_at_its_place_and_is_told_before(
+    start: Any, kind: str, code: int
+) -> None:
+    process = start(kind)
+
+    out, err = process.communicate()
+
+    assert process.returncode == code
+    told = out.replace(".", "")
+    assert told.index("not yet") < told.index("{'op': 'fault_fired', 'id': 5}")
+    assert "went on" not in told
+    assert ("DeliberateError" in err) == (kind == "error")
+
+
+def await_fault(process: subprocess.Popen[str]) -> int:
+    """Wait until the fault has been told of; return the output's descriptor."""
+    assert process.stdout is not None
+    output, seen = process.stdout.fileno(), b""
+    while b"fault_fired" not in seen:
+        seen += os.read(output, 1)
+    time.sleep(0.1)
+    os.set_blocking(output, False)
+    return output
+
+
+def beats(output: int) -> bool:
+    """Return whether the process's other thread still runs."""
+    with contextlib.suppress(BlockingIOError):
+        os.read(output, 1 << 16)
+    time.sleep(0.3)  # thirty beats
+    try:
+        return bool(os.read(output, 1 << 16))
+    except BlockingIOError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "others_run"),
+    [
+        ("stop", psutil.STATUS_STOPPED, False),
+        ("hold_gil", psutil.STATUS_SLEEPING, False),
+        ("hang", psutil.STATUS_SLEEPING, True),
+    ],
+)
+def test_process_that_hangs_lives_and_its_other_threads_do_or_do_not(
+    start: Any, kind: str, status: str, others_run: bool
+) -> None:
+    process = start(kind)
+
+    output = await_fault(process)
+
+    assert psutil.Process(process.pid).status() == status
+    assert beats(output) == others_run
+    assert process.poll() is None
+
+
+def test_gil_is_held_although_signals_come(start: Any) -> None:
+    process = start("hold_gil")
+    output = await_fault(process)
+
+    process.send_signal(signal.SIGWINCH)
+
+    assert not beats(output)
+
+
+def planned(kind: str, **values: Any) -> dict[str, Any]:
+    return {"id": 1, "kind": kind, "rank": 0, "step": 2, "at": "forward", **values}
+
+
+def test_fault_fires_once_at_its_step_or_a_later_one() -> None:
+    told: list[Any] = []
+    faults = Faults([planned("error")], told.append)
+
+    faults.at("forward", rank=0, step=1)
+    with pytest.raises(DeliberateError):
+        faults.at("forward", rank=0, step=5)
+    faults.at("forward", rank=0, step=6)
+
+    assert told == [{"op": "fault_fired", "id": 1}]
+
+
+def test_plan_is_renewed_and_kinds_of_the_coordinator_are_left_to_it() -> None:
+    told: list[Any] = []
+    faults = Faults([planned("error")], told.append)
+
+    faults.renew([planned("notice"), planned("kill_worker")])
+
+    faults.at("forward", rank=0, step=5)
+    assert told == []
+
+
+def test_hang_that_is_ordered_by_hand_waits_for_the_main_thread() -> None:
+    told: list[Any] = []
+    faults = Faults([], told.append)
+    orders = threading.Thread(target=faults.order, args=("error",))
+
+    orders.start()
+    orders.join()
+    faults.renew([])
+
+    with pytest.raises(DeliberateError):
+        faults.at("eval", rank=3, step=0)
+    assert told == [], "the coordinator knows what it ordered"
+
+
+def test_disconnect_breaks_the_connections_of_the_generation() -> None:
+    broken: list[int] = []
+    faults = Faults([planned("disconnect")], lambda _: None)
+    faults.disconnect = lambda: broken.append(1)
+
+    faults.at("forward", rank=0, step=2)
+    faults.order("disconnect")
+
+    assert broken == [1, 1]
+
+
+def test_lost_sample_is_missing_and_repeated_one_takes_the_place_of_another() -> None:
+    share = np.array([7, 8, 9])
+    lost = Faults([planned("lose_sample")], lambda _: None)
+    repeated = Faults([planned("repeat_sample")], lambda _: None)
+
+    assert lost.spoil_indices(share, rank=0, step=2).tolist() == [8, 9]
+    assert repeated.spoil_indices(share, rank=0, step=2).tolist() == [8, 8, 9]
+    assert lost.spoil_indices(share, rank=0, step=3) is share
+    assert share.tolist() == [7, 8, 9]
+
+
+def test_share_of_one_sample_is_left_alone_and_a_later_one_is_spoilt() -> None:
+    faults = Faults([planned("lose_sample")], lambda _: None)
+
+    assert faults.spoil_indices(np.array([7]), rank=0, step=2).tolist() == [7]
+    assert faults.spoil_indices(np.array([7, 8]), rank=0, step=3).tolist() == [8]
+
+
+def test_diverged_rank_has_one_other_weight() -> None:
+    model = nn.Linear(3, 2)
+    before = [p.detach().clone() for p in model.parameters()]
+    faults = Faults([planned("diverge")], lambda _: None)
+
+    faults.spoil_weights(model, rank=1, step=2)
+    assert [bool((p == b).all()) for p, b in zip(model.parameters(), before, strict=True)] == [
+        True,
+        True,
+    ]
+    faults.spoil_weights(model, rank=0, step=2)
+
+    assert sum(int((p != b).sum()) for p, b in zip(model.parameters(), before, strict=True)) == 1
+
+
+def test_loss_of_one_rank_is_spoilt_once() -> None:
+    faults = Faults([planned("nan_loss")], lambda _: None)
+
+    spoilt = [faults.spoils_loss(rank=rank, step=step) for rank, step in ((0, 1), (1, 2), (0, 2))]
+
+    assert spoilt == [False, False, True]
+    assert not faults.spoils_loss(rank=0, step=3)
+
+
+def test_without_a_plan_nothing_happens() -> None:
+    share = [1, 2]
+
+    NO_FAULTS.at("forward", rank=0, step=1)
+
+    assert NO_FAULTS.spoil_indices(share, rank=0, step=1) is share

@@ -1,0 +1,75 @@
+"""The log gets each step's record, whichever rank is left to tell of it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from etrain_jupyter.trainer.control import reporter as reporter_module
+from etrain_jupyter.trainer.control.reporter import Reporter
+
+
+class Channel:
+    def __init__(self) -> None:
+        self.sent: list[dict[str, Any]] = []
+
+    def send(self, message: dict[str, Any]) -> None:
+        self.sent.append(message)
+
+    def steps(self) -> list[int]:
+        messages = [m for m in self.sent if m["op"] == "steps"]
+        return [record["step"] for m in messages for record in m["records"]]
+
+
+def step(number: int) -> dict[str, Any]:
+    return {"op": "step", "generation": 1, "record": {"step": number}}
+
+
+def reporter_at(channel: Channel, *steps: int, rank: int) -> Reporter:
+    reporter = Reporter(channel)
+    reporter.begin(generation=1, rank=rank, logged_step=0)
+    for number in steps:
+        reporter.send(step(number))
+    return reporter
+
+
+def test_next_rank_0_tells_what_the_dead_one_did_not():
+    channel = Channel()
+    reporter = reporter_at(channel, 1, 2, 3, rank=1)
+    reporter.begin(generation=2, rank=0, logged_step=1)
+    reporter.close()
+    assert channel.steps() == [2, 3]
+
+
+def test_newcomer_that_took_the_state_over_tells_the_records_that_came_with_it():
+    """The only rank that had made steps 2 and 3 died before it could tell of them."""
+    ours, theirs = Channel(), Channel()
+    dying = reporter_at(theirs, 1, 2, 3, rank=1)
+    newcomer = Reporter(ours)
+    newcomer.adopt(dying.records_after(1))
+    newcomer.begin(generation=3, rank=0, logged_step=1)
+    newcomer.close()
+    dying.close()
+    assert ours.steps() == [2, 3]
+
+
+def test_records_of_a_state_that_was_replaced_are_forgotten():
+    channel = Channel()
+    reporter = reporter_at(channel, 1, 2, 3, rank=1)
+    reporter.adopt([])
+    reporter.begin(generation=2, rank=0, logged_step=0)
+    reporter.close()
+    assert channel.steps() == []
+
+
+def test_record_after_a_pause_is_sent_at_once_and_the_next_ones_together(monkeypatch):
+    monkeypatch.setattr(reporter_module, "FLUSH_EVERY_S", 3600.0)
+    channel = Channel()
+    reporter = reporter_at(channel, 1, rank=0)
+    while not channel.sent:
+        time.sleep(0.001)
+    assert channel.steps() == [1]
+    for number in (2, 3, 4):
+        reporter.send(step(number))
+    reporter.close()
+    assert [len(message["records"]) for message in channel.sent] == [1, 3]

@@ -1,0 +1,31 @@
+"""What evaluations are judged by must be among what they tell."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from etrain_jupyter.config.schema import TrainConfig
+from etrain_jupyter.trainer.loop.best_tracker import Judge
+from etrain_jupyter.trainer.references import WorkloadError
+
+
+def judge(**keys: Any) -> Judge:
+    config = {"model": "Net", "data": {"train": "d", "eval": "d"}, "step": "f", **keys}
+    return Judge(TrainConfig.model_validate(config))
+
+
+@pytest.mark.parametrize("key", ["checkpoint.best", "early_stopping"])
+def test_metric_that_step_does_not_return_is_refused_by_name(key):
+    asked = {"metric": "f1", "mode": "max"}
+    judging = judge(
+        **({key: asked} if key == "early_stopping" else {"checkpoint": {"best": asked}})
+    )
+    with pytest.raises(WorkloadError, match=rf"{key} names the metric 'f1', .* loss, accuracy\."):
+        judging.check(["accuracy"])
+    judging.check(["accuracy", "f1"])
+
+
+def test_loss_is_always_there():
+    judge(early_stopping={"metric": "loss"}).check([])

@@ -1,0 +1,171 @@
+"""Where the time of a step goes: the parts are apart, add up, and are told with the right ranks."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from etrain_jupyter.trainer.gradients.stopwatch import StepTimes
+from etrain_jupyter.trainer.loop import rank_times
+from etrain_jupyter.trainer.loop.rank_times import RankTimes
+from tests.unit.trainer.batch_noise_jobs import keys, make_data, names
+from tests.unit.trainer.loop.test_train_loop import alone
+from tests.unit.trainer.rank_processes import Generation, Job, rank_processes
+
+NAP_S = 0.1
+PARTS = tuple(asdict(StepTimes()))
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with rank_processes(2) as processes:
+        yield processes
+
+
+class SlowData:
+    """Whoever fetches a sample waits."""
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        time.sleep(NAP_S / 8)
+        x, y = make_data()
+        return x[index], y[index]
+
+
+def slow_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    time.sleep(NAP_S)
+    return F.cross_entropy(output, target)
+
+
+class SlowSGD(torch.optim.SGD):
+    def step(self, closure=None):
+        time.sleep(NAP_S)
+        return super().step(closure)
+
+
+def slow_optimizer(parameters):
+    return SlowSGD(parameters, lr=0.1)
+
+
+def slow_on_rank_1(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    if torch.distributed.is_initialized() and torch.distributed.get_rank() == 1:
+        time.sleep(NAP_S)
+    return F.cross_entropy(output, target)
+
+
+def slow_data():
+    return {**names(), "data.train": SlowData()}
+
+
+def slow_passes():
+    return {**names(), "loss": slow_loss}
+
+
+def slow_updates():
+    return {**names(), "optimizer": slow_optimizer}
+
+
+def one_slow_rank():
+    return {**names(), "loss": slow_on_rank_1}
+
+
+def steps_of(outcome) -> list[dict]:
+    return [m["record"] for m in outcome.sent if m["op"] == "step"]
+
+
+@pytest.mark.parametrize(
+    ("part", "notebook", "more"),
+    [
+        ("data_s", slow_data, {}),
+        ("compute_s", slow_passes, {}),
+        ("compute_s", slow_passes, {"reproducible": {"shards": 2}}),
+        ("optimizer_s", slow_updates, {"optimizer": "slow_optimizer"}),
+    ],
+)
+def test_the_part_that_sleeps_has_that_time_in_every_step(ranks, part, notebook, more):
+    config = keys(batch={"global": 16}, epochs=2, **more)
+    history = [Generation(members=(0, 1))]
+    for outcome in ranks.train(Job(config=config, names=notebook, history=history)):
+        for step in steps_of(outcome):
+            assert step[part] >= 0.99 * NAP_S
+            assert (
+                sum(step[name] for name in PARTS) <= step["samples"] / step["samples_per_s"] + 1e-5
+            )
+
+
+@pytest.mark.parametrize("more", [{}, {"reproducible": {"shards": 2}}])
+def test_waiting_for_a_slow_rank_is_communication_of_the_fast_one_only(ranks, more):
+    config = keys(batch={"global": 16}, epochs=1, **more)
+    history = [Generation(members=(0, 1))]
+    fast, slow = ranks.train(Job(config=config, names=one_slow_rank, history=history))
+    waited = [sum(s["communication_s"] for s in steps_of(outcome)) for outcome in (fast, slow)]
+    assert waited[0] > waited[1]
+    assert all(s["compute_s"] >= 0.99 * NAP_S for s in steps_of(slow))
+
+
+def test_ranks_tell_with_each_generation_what_they_passed_themselves(ranks):
+    config = keys(batch={"global": 15}, epochs=2)  # 7 steps an epoch, the last of 6 samples
+    history = [Generation(members=(0, 1), until=3), Generation(members=(1,))]
+    outcomes = ranks.train(Job(config=config, names=names, history=history))
+    told = [m["record"] for m in outcomes[0].sent if m["op"] == "rank_times"]
+    assert [
+        (t["rank"], t["world_size"], t["step"], t["num_steps"], t["samples"]) for t in told
+    ] == [
+        (1, 2, 3, 3, 21),
+        (0, 1, 14, 11, 147),
+    ]
+    for record in told:
+        assert sum(record[part] for part in PARTS) <= record["elapsed_s"] + 1e-5
+    assert all(record["communication_s"] == 0 for record in told[1:])
+
+
+def test_first_times_are_told_soon_and_later_ones_seldom(monkeypatch):
+    now, told = 100.0, []
+    monkeypatch.setattr(rank_times.time, "perf_counter", lambda: now)
+    times = RankTimes(lambda _: None)
+    for step in range(1, 481):  # four a second, for two minutes
+        now += 0.25
+        times.add_step(step, StepTimes(), samples=1, elapsed_s=0.25)
+        if times.is_due(epoch_ends=False):
+            told.append(now - 100.0)
+            times.tell()
+    assert told == [2.5, 7.5, 17.5, 37.5, 67.5, 97.5]
+
+
+def test_short_epochs_are_told_of_together_and_long_ones_at_their_ends(monkeypatch):
+    now, told = 100.0, []
+    monkeypatch.setattr(rank_times.time, "perf_counter", lambda: now)
+    times = RankTimes(lambda _: None)
+    for step in range(1, 61):  # one a second, three an epoch, for a minute
+        now += 1.0
+        times.add_step(step, StepTimes(), samples=1, elapsed_s=1.0)
+        if times.is_due(epoch_ends=step % 3 == 0):
+            told.append(now - 100.0)
+            times.tell()
+    assert told == [3, 8, 18, 30, 42, 54]
+
+
+def test_checkpoints_and_evaluations_are_apart_from_the_steps():
+    sent: list[dict] = []
+    times = RankTimes(sent.append)
+    times.begin(alone(generation=4))
+    times.add_step(1, StepTimes(compute_s=1.0), samples=8, elapsed_s=2.0)
+    times.add_checkpoint(0.5)
+    times.add_step(2, StepTimes(compute_s=1.0), samples=8, elapsed_s=2.5)
+    times.add_checkpoint(0.25)
+    times.add_evaluation(3.0)
+    times.add_step(3, StepTimes(compute_s=1.0), samples=8, elapsed_s=2.0)
+    times.begin(alone(generation=5))
+    [message] = sent
+    assert message["generation"] == 4
+    record = message["record"]
+    assert (record["step"], record["num_steps"], record["samples"]) == (3, 3, 24)
+    assert (record["elapsed_s"], record["checkpoint_s"], record["evaluation_s"]) == (6.0, 0.75, 3.0)
+    times.tell()
+    assert len(sent) == 1  # nothing to tell

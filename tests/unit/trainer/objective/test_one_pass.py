@@ -1,0 +1,176 @@
+"""Losses in all their forms: what the loop accepts, and what it says of the others."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from etrain_jupyter.trainer.references import WorkloadError
+from tests.unit.trainer.loop.test_train_loop import (
+    NUM_SAMPLES,
+    Names,
+    Plain,
+    accuracy,
+    make_data,
+    make_loop,
+    run,
+)
+
+X, Y = make_data()
+DICTS = {"x": X, "labels": Y, "row": torch.arange(NUM_SAMPLES)}
+
+
+class WithLoss(Plain):
+    """Returns what Hugging Face models return; ``kind`` makes the output."""
+
+    kind = SimpleNamespace
+
+    def forward(self, x, labels=None):
+        logits = super().forward(x)
+        loss = None if labels is None else F.cross_entropy(logits, labels)
+        return self.kind(loss=loss, logits=logits)
+
+
+class WithDict(WithLoss):
+    kind = dict
+
+
+def losses_of(*, names=None, **keys):
+    names = {"model": Plain, **(names or {})}
+    loop, sent = make_loop(names=Names(**names), steps=3, **keys)
+    assert run(loop) == "done"
+    return [m["record"] for m in sent if m["op"] in ("step", "eval")]
+
+
+def told(records):
+    return [{k: r[k] for k in ("loss", "metrics")} for r in records]
+
+
+def on(logits_of):
+    return lambda output, target: accuracy(logits_of(output), target)
+
+
+def step_of(model, batch):
+    """Use a part of the model, as no wrapper around it would allow."""
+    logits = model.layers(batch["x"])
+    loss = F.cross_entropy(logits, batch["labels"])
+    return {"loss": loss, "accuracy": accuracy(logits, batch["labels"])}
+
+
+@pytest.mark.parametrize(
+    ("names", "keys"),
+    [
+        pytest.param({"loss": F.cross_entropy, "data": DICTS}, {}, id="dict batch and loss"),
+        pytest.param(
+            {"loss": lambda o, t: F.cross_entropy(o, t, reduction="none")}, {}, id="loss a sample"
+        ),
+        pytest.param(
+            {"model": WithLoss, "data": DICTS, "metrics.accuracy": on(lambda o: o.logits)},
+            {"loss": None},
+            id="output with .loss",
+        ),
+        pytest.param(
+            {"model": WithDict, "data": DICTS, "metrics.accuracy": on(lambda o: o["logits"])},
+            {"loss": None},
+            id="output with a key loss",
+        ),
+        pytest.param(
+            {"model": WithLoss, "metrics.accuracy": on(lambda o: o.logits)},
+            {"loss": None},
+            id="output with .loss of a tuple",
+        ),
+        pytest.param(
+            {"step": step_of, "data": DICTS}, {"loss": None, "metrics": {}, "step": "s"}, id="step"
+        ),
+    ],
+)
+def test_every_form_of_a_loss_trains_alike(names, keys):
+    names = {"model": Plain, "loss": F.cross_entropy, **names}
+    if "data" in names:
+        names |= {"data.train": names["data"], "data.eval": names.pop("data")}
+    plain, other = told(losses_of()), told(losses_of(names=names, **keys))
+    for a, b in zip(plain, other, strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
+        assert b["metrics"] == pytest.approx(a["metrics"], rel=1e-5)
+
+
+def test_step_may_return_the_loss_alone():
+    def alone(model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    keys = {"loss": None, "metrics": {}, "step": "s"}
+    records = losses_of(names={"step": alone}, **keys)
+    assert [r["loss"] for r in records] == [r["loss"] for r in losses_of()]
+    assert [r["metrics"] for r in records] == [{}] * 4
+
+
+def returning(values):
+    def step(model, batch):
+        loss = F.cross_entropy(model(batch[0]), batch[1])
+        return {k: loss if v is None else v for k, v in values.items()}
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"loss": 3.5}, "step returned 3.5, a float"),
+        ({"accuracy": 1.0}, "step returned a dict with the keys 'accuracy' and no 'loss'"),
+        ({}, "step returned a dict with the keys none and no 'loss'"),
+        ({"loss": None, "lr": 1.0}, "a value called 'lr', .* for example 'lr_metric'"),
+        ({"loss": None, 3: 1.0}, "a value called 3, "),
+        ({"loss": None, "text": "many"}, "metric 'text' returned a str, which is no number"),
+        ({"loss": None, "pair": [1, 2]}, r"metric 'pair' returned shape \(2,\) for 16 samples"),
+    ],
+)
+def test_what_step_may_not_return_is_named_before_training(values, text):
+    with pytest.raises(WorkloadError, match=text):
+        make_loop(names=Names(step=returning(values)), loss=None, metrics={}, step="s")
+
+
+def test_step_that_returns_other_names_later_is_refused():
+    def moody(model, batch):
+        loss = F.cross_entropy(model(batch[0]), batch[1])
+        return {"loss": loss, "first" if len(batch[1]) == 16 else "last": 0.5}
+
+    loop, _ = make_loop(names=Names(step=moody), loss=None, metrics={}, step="s")
+    with pytest.raises(WorkloadError, match="step returned 'last' beside the loss, and 'first' at"):
+        run(loop)
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        ({}, "key 'loss' is missing, and the model's output, a Tensor, has no .loss. Add a line"),
+        (
+            {"data.train": {"x": X, "label": Y}, "model": WithLoss},
+            "SimpleNamespace, has no .loss. .*keys 'x', 'label': a Hugging Face",
+        ),
+        ({"model": WithDict, "data.train": {"x": X}}, "a dict, has no key 'loss'"),
+    ],
+)
+def test_model_without_a_loss_is_told_what_to_write(names, text):
+    names = {"model": Joined, **names}
+    with pytest.raises(WorkloadError, match=text):
+        make_loop(names=Names(**names), loss=None)
+
+
+class Joined(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x, y):
+        return self.layer(x)
+
+
+def test_parameters_keep_their_order_within_the_wrapped_module():
+    loop, _ = make_loop()
+    ours = list(loop.workload.module.parameters())
+    theirs = list(loop.workload.model.parameters())
+    assert [id(p) for p in ours] == [id(p) for p in theirs]

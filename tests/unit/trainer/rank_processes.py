@@ -1,0 +1,331 @@
+"""Processes that are ranks, for tests of what a generation computes. Started once, used often.
+
+A job's history is a list of generations, each with its members and the step at which it ends. What
+a coordinator would do, the processes do by themselves through a store: they know the history.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from etrain_jupyter.config.schema import TrainConfig
+from etrain_jupyter.trainer.control.faults import Faults
+from etrain_jupyter.trainer.group.process_group import CommunicationError, RankGroup
+from etrain_jupyter.trainer.loop.schedule import WorkPlan
+from etrain_jupyter.trainer.loop.train_loop import TrainLoop
+from etrain_jupyter.trainer.state.capture import digest_of, put_state, take_state
+from etrain_jupyter.trainer.workload import build_workload
+
+HOST = "127.0.0.1"
+PARTS = ("data_s", "compute_s", "communication_s", "optimizer_s")
+_PRELOAD = ["etrain_jupyter.trainer.loop.train_loop", "torch._dynamo"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """Some processes that step together."""
+
+    members: tuple[int, ...]
+    """Numbers of processes, in the order of their ranks."""
+    until: int | None = None
+    """The step after which it ends as planned; None for the end of the job."""
+    lost: int | None = None
+    """The rank that is lost in the middle of the step after ``until``, which is then undone."""
+    told_in_eval: int | None = None
+    """The rank that hears of a planned change at the second batch that it evaluates."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What to train, and who does when."""
+
+    config: dict[str, Any]
+    names: Callable[[], dict[str, Any]]
+    """Returns the notebook's objects by key; importable."""
+    history: Sequence[Generation]
+    faults: Sequence[dict[str, Any]] = ()
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """What one process knows at the end."""
+
+    digest: str
+    sent: list[dict[str, Any]]
+    """All messages to the coordinator."""
+    ends: list[str]
+    """Why each of its generations ended."""
+    model: dict[str, torch.Tensor]
+    """The state of the model."""
+
+    def records(self, op: str) -> list[dict[str, Any]]:
+        """Return what was told of steps or evaluations, without what the clock says."""
+        timing = ("time", "samples_per_s", "duration_s", "world_size", *PARTS)
+        records = [m["record"] for m in self.sent if m["op"] == op]
+        return [{k: v for k, v in record.items() if k not in timing} for record in records]
+
+
+class RankProcesses:
+    """A number of processes that wait for jobs."""
+
+    def __init__(self, count: int) -> None:
+        # Forked from a process that has torch and no threads: each is there at once.
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(_PRELOAD)
+        self._store = dist.TCPStore(HOST, 0, None, True, wait_for_workers=False)
+        self._folder = tempfile.TemporaryDirectory()
+        self._count = count
+        self._num_jobs = 0
+        self._start()
+
+    def _start(self) -> None:
+        self._pipes, self._processes = [], []
+        for me in range(self._count):
+            mine, its = self._context.Pipe()
+            args = (me, self._store.port, self._folder.name, its)
+            process = self._context.Process(target=_serve, args=args)
+            process.start()
+            its.close()
+            self._pipes.append(mine)
+            self._processes.append(process)
+
+    def train(self, job: Job) -> list[Outcome]:
+        """Train a job and return what the members of its last generation know, by rank."""
+        self._num_jobs += 1
+        members = sorted({m for generation in job.history for m in generation.members})
+        for member in members:
+            self._pipes[member].send((f"job{self._num_jobs}", job))
+        outcomes: dict[int, Outcome] = {}
+        while len(outcomes) < len(members):
+            due = {self._pipes[m]: m for m in members if m not in outcomes}
+            for pipe in wait(list(due)):
+                outcome = pipe.recv()
+                if not isinstance(outcome, Outcome):
+                    told = [
+                        outcome,
+                        f"members {sorted(outcomes)} had come to their ends",
+                        *self._what_the_others_say(set(due) - {pipe}),
+                    ]
+                    self._stop()  # the others may wait for it for ever
+                    self._start()
+                    raise AssertionError("\n\n".join(told))
+                outcomes[due[pipe]] = outcome
+        return [outcomes[member] for member in job.history[-1].members]
+
+    def _what_the_others_say(self, pipes: set[Any]) -> list[str]:
+        """Return their tracebacks: the first that arrives may only be a consequence of another."""
+        told = []
+        while pipes and (ready := wait(list(pipes), timeout=5.0)):
+            for pipe in ready:
+                pipes.discard(pipe)
+                with contextlib.suppress(EOFError):
+                    outcome = pipe.recv()
+                    told.append(str(outcome) if isinstance(outcome, str) else "one came to its end")
+        return told
+
+    def _stop(self) -> None:
+        for pipe, process in zip(self._pipes, self._processes, strict=True):
+            process.kill()
+            process.join()
+            pipe.close()
+
+    def close(self) -> None:
+        """End the processes."""
+        self._stop()
+        self._folder.cleanup()
+
+
+def _serve(me: int, port: int, folder: str, pipe: Any) -> None:
+    store = dist.TCPStore(HOST, port, None, False, wait_for_workers=False)
+    with contextlib.suppress(EOFError):
+        while True:
+            key, job = pipe.recv()
+            try:
+                pipe.send(_Member(me, store, key, job, Path(folder)).run())
+            except BaseException:
+                pipe.send(traceback.format_exc())
+
+
+class _Rendezvous(dist.PrefixStore):
+    def abort(self) -> None:
+        """Do nothing: nobody waits in it after the group has formed."""
+
+
+class _Lost(Faults):
+    """Breaks the generation in the middle of a step."""
+
+    def __init__(self, group: RankGroup, step: int) -> None:
+        super().__init__([], lambda _: None)
+        self._group, self._step = group, step
+
+    def at(self, place: str, *, rank: int, step: int) -> None:
+        if place == "all_reduce" and step == self._step:
+            self._group.abort("lost on purpose")
+            raise CommunicationError("lost on purpose")
+
+
+class _ToldInEval(Faults):
+    """Hears of a planned change while it evaluates."""
+
+    def __init__(self, pending: threading.Event) -> None:
+        super().__init__([], lambda _: None)
+        self._pending, self._num_batches = pending, 0
+
+    def at(self, place: str, *, rank: int, step: int) -> None:
+        self._num_batches += place == "eval"
+        if self._num_batches == 2:
+            self._pending.set()
+
+
+class _Member:
+    """One process's part of a job."""
+
+    def __init__(self, me: int, store: dist.Store, key: str, job: Job, folder: Path) -> None:
+        self._me = me
+        self._key, self._folder = key, folder
+        self._store = dist.PrefixStore(key, store)
+        self._job, self._history = job, job.history
+        self._ends: list[str] = []
+        config = TrainConfig.model_validate(job.config)
+        names = job.names()
+        self._sent: list[dict[str, Any]] = []
+        self._workload = build_workload(config, _Names(names), torch.device("cpu"))
+        plan = WorkPlan.of(config, self._workload)
+        self._loop = TrainLoop(self._workload, config, plan, self._sent.append)
+        self._loop.warm_up()
+
+    def run(self) -> Outcome:
+        try:
+            for number, generation in enumerate(self._history):
+                if self._me in generation.members:
+                    self._live(number, generation)
+        finally:
+            self._workload.close()
+        model = {k: v.clone() for k, v in self._workload.model.state_dict().items()}
+        return Outcome(
+            digest=digest_of(self._workload.model), sent=self._sent, ends=self._ends, model=model
+        )
+
+    def _live(self, number: int, generation: Generation) -> None:
+        group = RankGroup(
+            generation=number + 1,
+            rank=generation.members.index(self._me),
+            world_size=len(generation.members),
+            store=_Rendezvous(f"g{number}", self._store),
+            host=HOST,
+        )
+        if number and self._me not in self._history[number - 1].members:
+            self._catch_up(number - 1)
+        group.form()
+        if generation.lost is not None:
+            threading.Thread(target=self._watch, args=(group, f"abort{number}")).start()
+        loop = self._loop
+        loop.change_pending.clear()
+        loop.after_step[:] = [lambda _: self._notice(generation)]
+        loop.faults = self._faults(generation, group)
+        self._notice(generation)
+        try:
+            self._ends.append(loop.run(group, loop.wrap(group)))
+        except CommunicationError:
+            assert generation.lost is not None, f"{generation} failed at step {loop.step}"
+            self._ends.append("failed")
+            self._store.set(f"abort{number}", b"1")
+        group.close()
+        saver = self._saver_of(number)
+        if self._me == saver:
+            self._save(number)
+        elif generation.lost is not None and self._is_behind(number, saver):
+            self._catch_up(number)
+
+    def _watch(self, group: RankGroup, key: str) -> None:
+        """Abort when some rank has failed, as the coordinator has it done."""
+        while not self._store.check([key]):
+            time.sleep(0.01)
+        group.abort()
+
+    def _faults(self, generation: Generation, group: RankGroup) -> Faults:
+        if generation.lost == group.rank and generation.until is not None:
+            return _Lost(group, generation.until + 1)
+        if generation.told_in_eval == group.rank:
+            return _ToldInEval(self._loop.change_pending)
+        return Faults(self._job.faults, lambda _: None)
+
+    def _notice(self, generation: Generation) -> None:
+        if generation.lost is None and self._loop.step + 1 == generation.until:
+            self._loop.change_pending.set()
+
+    def _saver_of(self, number: int) -> int | None:
+        if number + 1 == len(self._history):
+            return None
+        present = self._history[number].members
+        staying = [m for m in self._history[number + 1].members if m in present]
+        if self._history[number].lost is not None:
+            # A rank that was lost may have been a step ahead of some of the others.
+            self._store.set(f"step{number}-{self._me}", str(self._loop.step))
+            staying.sort(key=lambda m: -self._step_of(number, m))
+        return staying[0] if staying else present[0]
+
+    def _step_of(self, number: int, member: int) -> int:
+        key = f"step{number}-{member}"
+        self._store.wait([key], timedelta(seconds=60))
+        return int(self._store.get(key))
+
+    def _is_behind(self, number: int, saver: int | None) -> bool:
+        return (
+            saver is not None
+            and self._me in self._history[number + 1].members
+            and self._loop.step < self._step_of(number, saver)
+        )
+
+    def _save(self, number: int) -> None:
+        state = take_state(self._workload.model, self._workload.optimizer, self._workload.extras)
+        file = self._folder / f"{self._key}-{number}"
+        torch.save((*state, self._loop.counters()), file)
+        self._store.set(f"saved{number}", str(file))
+
+    def _catch_up(self, number: int) -> None:
+        self._store.wait([f"saved{number}"], timedelta(seconds=60))
+        file = self._store.get(f"saved{number}").decode()
+        header, tensors, counters = torch.load(file)
+        put_state(
+            self._workload.model,
+            self._workload.optimizer,
+            header,
+            tensors,
+            self._workload.extras,
+        )
+        self._loop.set_counters(counters)
+
+
+class _Names:
+    """An opened bundle."""
+
+    def __init__(self, names: dict[str, Any]) -> None:
+        self._names = names
+
+    def evaluate(self, key: str) -> Any:
+        return self._names[key]
+
+
+@contextlib.contextmanager
+def rank_processes(count: int) -> Iterator[RankProcesses]:
+    """Start processes for the tests of a module."""
+    processes = RankProcesses(count)
+    try:
+        yield processes
+    finally:
+        processes.close()

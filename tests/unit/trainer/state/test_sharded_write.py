@@ -1,0 +1,277 @@
+"""Several ranks write one checkpoint, and whatever one of them does not deliver rank 0 writes."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from etrain_jupyter.errors import CheckpointError
+from etrain_jupyter.storage.checkpoints import LocalStore
+from etrain_jupyter.storage.checkpoints.base import open_newest
+from etrain_jupyter.storage.checkpoints.s3 import S3Store
+from etrain_jupyter.testing.s3_server import S3Server
+from etrain_jupyter.trainer.group.rendezvous import BroadcastStore
+from etrain_jupyter.trainer.state import sharded_write as spread_module
+from etrain_jupyter.trainer.state.checkpointer import Checkpointer
+from etrain_jupyter.trainer.state.parts import NEEDED, check_parts, optimizer_parts
+from etrain_jupyter.trainer.state.restoring import restore
+from etrain_jupyter.trainer.state.sharded_write import files_of, is_worth_it, part_of_rank
+from tests.unit.trainer.state.test_checkpointer import Loop, config_of
+
+
+class RemoteStore(LocalStore):
+    """A folder that each rank has a line of its own to."""
+
+    is_remote = True
+
+    def __init__(self, root) -> None:
+        super().__init__(root)
+        self.written: list[str] = []
+        self.may_write = threading.Event()
+        self.may_write.set()
+        self.is_broken = False
+
+    def put_part(self, folder, name, data, **options):
+        if self.is_broken:
+            raise CheckpointError("this rank has lost its way to the store")
+        assert self.may_write.wait(60)
+        part = super().put_part(folder, name, data, **options)
+        self.written.append(name)
+        return part
+
+
+class Rank:
+    """A rank of a generation that does nothing but save."""
+
+    def __init__(self, rank: int, world_size: int, store) -> None:
+        self.rank, self.store = rank, store
+        self.others: list[Rank] = []
+        self.told: list[dict] = []
+        self.loop = Loop(with_scaler=False)
+        self.checkpointer = Checkpointer(
+            store=store,
+            loop=self.loop,
+            job_id="job",
+            config=config_of({"every": "1 step"}),
+            send=self.told.append,
+        )
+        self.checkpointer.starts = [0]
+        self.group = SimpleNamespace(rank=rank, world_size=world_size, generation=1)
+        self.board = BroadcastStore(self._publish)
+        self.checkpointer.begin(self.group, self.board)
+
+    def _publish(self, key: str, value: bytes) -> None:
+        for other in self.others:
+            other.board.put(key, value)
+
+    def train(self, *, is_agreed: bool) -> None:
+        self.loop.train()
+        self.loop.is_save_agreed = is_agreed
+        self.checkpointer.after_step(self.group)
+
+    def ops(self) -> list[str]:
+        return [message["op"] for message in self.told]
+
+
+@pytest.fixture(autouse=True)
+def every_state_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spread_module, "SPREAD_BYTES", 1)
+
+
+def ranks_on(*stores) -> list[Rank]:
+    """Make ranks that have saved once: rank 0 knows then how large the state is."""
+    ranks = [Rank(number, len(stores), store) for number, store in enumerate(stores)]
+    for rank in ranks:
+        rank.others = [other for other in ranks if other is not rank]
+        torch.manual_seed(0)
+        for value in rank.loop.workload.model.parameters():
+            torch.nn.init.normal_(value)
+    train(ranks)
+    join(ranks)
+    for store in stores:
+        store.written.clear()
+    return ranks
+
+
+def train(ranks: list[Rank]) -> None:
+    """Make a step, with the agreement that its sum brings."""
+    loop = ranks[0].loop
+    is_agreed = ranks[0].checkpointer.asks_save(*loop.marks)
+    for rank in ranks:
+        rank.train(is_agreed=is_agreed)
+
+
+def join(ranks: list[Rank]) -> None:
+    for rank in ranks:
+        rank.checkpointer.join()
+        if rank.checkpointer._helper.thread is not None:
+            rank.checkpointer._helper.thread.join()
+
+
+def check_restored(store, ranks: list[Rank], *, step: int) -> None:
+    """The newest checkpoint is of this step and goes on as the ranks do."""
+
+    def check(manifest, files) -> None:
+        check_parts(manifest, files, NEEDED)
+
+    found = open_newest(store, job_id="job", check=check)
+    assert (found.manifest.step, found.skipped) == (step, [])
+    fresh = Loop(with_scaler=False)
+    restore(fresh, found.files)
+    fresh.train()
+    ranks[0].loop.train()
+    theirs = ranks[0].loop.workload.model.state_dict()
+    for name, value in fresh.workload.model.state_dict().items():
+        assert torch.equal(value, theirs[name])
+
+
+def test_small_states_and_folders_are_written_by_one_rank(tmp_path, monkeypatch):
+    monkeypatch.undo()
+    remote, local = RemoteStore(tmp_path), LocalStore(tmp_path)
+    assert is_worth_it(remote, 64 << 20, 2)
+    assert not is_worth_it(remote, (64 << 20) - 1, 2)
+    assert not is_worth_it(remote, 64 << 20, 1)
+    assert not is_worth_it(local, 64 << 20, 2)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 9, 20])
+def test_every_file_has_one_writer(world_size):
+    tensors = {f"optimizer.{n}": torch.zeros(n) for n in range(40)} | {"model.a": torch.ones(1)}
+    num_shards = spread_module.num_shards_of(world_size)
+    files = files_of(tensors, num_shards=num_shards)
+    helped = [part_of_rank(rank, world_size) for rank in range(world_size)]
+    assert [name for name in helped if name] == optimizer_parts(files)
+    assert helped[0] is None
+    parts = [files[name] for name in optimizer_parts(files)]
+    assert sorted(n for part in parts for n in part) == sorted(str(n) for n in range(40))
+    sizes = [sum(t.nbytes for t in part.values()) for part in parts]
+    assert max(sizes) - min(sizes) <= 4 * 40
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_write_a_part_each_and_rank_0_commits(tmp_path, world_size):
+    stores = [RemoteStore(tmp_path) for _ in range(world_size)]
+    ranks = ranks_on(*stores)
+    train(ranks)
+    join(ranks)
+    assert sorted(stores[0].written) == ["extra.safetensors", "model.safetensors", "state.json"]
+    assert [len(store.written) for store in stores[1:]] == [1] * (world_size - 1)
+    assert ranks[0].ops() == ["checkpoint_committed"] * 2
+    check_restored(stores[0], ranks, step=2)
+
+
+def test_part_whose_writer_fails_is_written_by_rank_0(tmp_path):
+    stores = [RemoteStore(tmp_path), RemoteStore(tmp_path)]
+    ranks = ranks_on(*stores)
+    stores[1].is_broken = True
+    train(ranks)
+    join(ranks)
+    assert "optimizer.safetensors" in stores[0].written
+    assert ranks[0].ops() == ["checkpoint_committed"] * 2
+    check_restored(stores[0], ranks, step=2)
+
+
+def test_part_whose_writer_dies_is_written_by_rank_0_as_soon_as_the_generation_is_over(tmp_path):
+    stores = [RemoteStore(tmp_path), RemoteStore(tmp_path)]
+    ranks = ranks_on(*stores)
+    stores[1].may_write.clear()
+    train(ranks)
+    ranks[0].checkpointer.leave()  # what the main thread does when the others are gone
+    ranks[0].checkpointer.join()
+    assert "optimizer.safetensors" in stores[0].written
+    assert ranks[0].ops() == ["checkpoint_committed"] * 2
+    stores[1].may_write.set()  # it was not dead, and finishes what nobody waits for
+    join(ranks)
+    check_restored(stores[0], ranks, step=2)
+
+
+def test_checkpoint_whose_rank_0_dies_is_never_acknowledged_and_the_next_one_is_whole(tmp_path):
+    stores = [RemoteStore(tmp_path), RemoteStore(tmp_path)]
+    ranks = ranks_on(*stores)
+    stores[0].may_write.clear()
+    train(ranks)
+    ranks[1].checkpointer._helper.thread.join()
+    assert stores[0].list_steps() == [1]  # the part of rank 1 is there, and that is no checkpoint
+    survivor = ranks[1]
+    survivor.checkpointer.leave()
+    survivor.checkpointer.starts = [0, 2]
+    survivor.group = SimpleNamespace(rank=0, world_size=1, generation=2)
+    survivor.checkpointer.begin(survivor.group, BroadcastStore(lambda key, value: None))
+    survivor.train(is_agreed=False)
+    survivor.checkpointer.join()
+    assert survivor.ops() == ["checkpoint_committed"]
+    assert stores[1].list_steps() == [1, 3]
+    stores[0].may_write.set()
+    join(ranks)
+    assert ranks[0].ops()[-1] == "checkpoint_failed"  # a later generation has saved meanwhile
+
+
+def test_rank_that_waits_for_a_folder_is_told_that_there_will_be_none(tmp_path, monkeypatch):
+    monkeypatch.setattr("etrain_jupyter.trainer.group.rendezvous.FORM_TIMEOUT_S", 1e6)
+    stores = [RemoteStore(tmp_path), RemoteStore(tmp_path)]
+    ranks = ranks_on(*stores)
+    stores[0].begin = lambda step: (_ for _ in ()).throw(CheckpointError("no such bucket"))
+    train(ranks)
+    join(ranks)
+    assert ranks[0].ops() == ["checkpoint_committed", "checkpoint_failed"]
+    assert stores[1].written == []
+
+
+def test_rank_whose_part_before_is_still_under_way_leaves_the_next_one_to_rank_0(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("etrain_jupyter.trainer.state.checkpointer.LEAST_PATIENCE_S", 0.1)
+    stores = [RemoteStore(tmp_path), RemoteStore(tmp_path)]
+    ranks = ranks_on(*stores)
+    stores[1].may_write.clear()
+    for _ in range(2):
+        train(ranks)
+        ranks[0].checkpointer.join()
+    assert stores[0].written.count("optimizer.safetensors") == 2
+    stores[1].may_write.set()
+    join(ranks)
+    check_restored(stores[0], ranks, step=3)
+
+
+def test_ranks_agree_on_the_step_although_only_rank_0_knows_that_somebody_has_asked(tmp_path):
+    stores = [RemoteStore(tmp_path), RemoteStore(tmp_path)]
+    ranks = ranks_on(*stores)
+    for rank in ranks:
+        rank.checkpointer._every = None
+        rank.checkpointer.pace.interval_s = 1e9
+    train(ranks)
+    ranks[0].checkpointer.ask()
+    ranks[0].train(is_agreed=False)  # asked after that step's sum was on its way
+    ranks[1].train(is_agreed=False)
+    assert stores[0].list_steps() == [1]
+    train(ranks)
+    join(ranks)
+    assert stores[0].list_steps() == [1, 4]
+    assert stores[1].written == ["optimizer.safetensors"]
+
+
+def test_ranks_write_to_s3_together(s3_server: S3Server, s3_bucket: str):
+    stores = [S3Store(f"s3://{s3_bucket}/run") for _ in range(3)]
+    for store in stores:
+        store.written = []
+    ranks = ranks_on(*stores)
+    train(ranks)
+    join(ranks)
+    manifest = stores[0].read_manifest(2)
+    assert {"optimizer-00001-of-00002.safetensors", "model.safetensors"} <= set(manifest.parts)
+    check_restored(stores[0], ranks, step=2)
+
+
+def test_checkpoint_that_lacks_one_of_its_shards_is_refused(tmp_path):
+    stores = [RemoteStore(tmp_path) for _ in range(3)]
+    ranks = ranks_on(*stores)
+    train(ranks)
+    join(ranks)
+    found = open_newest(stores[0], job_id="job")
+    name = "optimizer-00002-of-00002.safetensors"
+    files = {k: v for k, v in found.files.items() if k != name}
+    with pytest.raises(CheckpointError, match=f"names no {name}"):
+        check_parts(found.manifest, files, NEEDED)

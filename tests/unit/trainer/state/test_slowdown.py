@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+from etrain_jupyter.trainer.state.slowdown import Slowdown
+
+
+def slowdown(*usual: float) -> Slowdown:
+    found = Slowdown()
+    for seconds in usual:
+        found.take_step(seconds, is_writing=False)
+    found.begin()
+    return found
+
+
+def test_time_beyond_ordinary_steps_is_what_writing_costs():
+    found = slowdown(1.0, 1.0, 5.0, 1.0, 1.0)
+    for seconds in (1.5, 2.0, 0.75):
+        found.take_step(seconds, is_writing=True)
+    assert found.extra_s == 1.25
+
+
+def test_steps_that_happen_to_be_faster_cost_nothing():
+    found = slowdown(*[1.0] * 5)
+    found.take_step(0.5, is_writing=True)
+    assert found.extra_s == 0.0
+
+
+def test_nothing_is_told_before_it_is_known_what_is_ordinary():
+    found = slowdown(1.0, 1.0)
+    found.take_step(9.0, is_writing=True)
+    assert found.extra_s == 0.0
+
+
+def test_each_checkpoint_is_counted_for_itself():
+    found = slowdown(*[1.0] * 5)
+    found.take_step(3.0, is_writing=True)
+    found.begin()
+    found.take_step(1.5, is_writing=True)
+    assert found.extra_s == 0.5

@@ -1,0 +1,101 @@
+"""The copy of a state is laid out as the file that it will be, and made once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load
+
+from etrain_jupyter.trainer.state import pieces
+from etrain_jupyter.trainer.state.packing import StateError
+from etrain_jupyter.trainer.state.staging import StagedFile, stage
+
+DTYPES = [
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32, torch.uint64),
+]
+
+
+def some_of_each() -> dict[str, torch.Tensor]:
+    return {f"{n}.{dtype}": torch.arange(n).to(dtype) for dtype in DTYPES for n in (0, 1, 3)}
+
+
+def test_plain_safetensors_opens_the_bytes_whatever_the_types():
+    tensors = {**some_of_each(), "scalar": torch.tensor(7.0), "names: ä \"'": torch.ones(2, 3)}
+    file = StagedFile(tensors)
+    file.take(tensors)
+
+    opened = load(bytes(file.data))
+
+    assert sorted(opened) == sorted(tensors)
+    for name, tensor in tensors.items():
+        assert opened[name].dtype == tensor.dtype
+        assert opened[name].shape == tensor.shape
+        assert opened[name].tolist() == tensor.tolist()
+
+
+def test_metadata_stands_in_the_header(tmp_path):
+    files = stage({"a": {"x": torch.ones(1)}}, {}, {"a": {"format": "pt"}})
+    (tmp_path / "a").write_bytes(files["a"].data)
+    with safe_open(tmp_path / "a", framework="pt") as opened:
+        assert opened.metadata() == {"format": "pt"}
+
+
+def test_file_without_tensors_opens():
+    assert load(bytes(StagedFile({}).data)) == {}
+
+
+def test_copy_is_contiguous_and_training_does_not_touch_it():
+    living = torch.arange(6.0).reshape(2, 3).t()
+    files = stage({"a": {"x": living}}, {})
+    living.zero_()
+    assert load(bytes(files["a"].data))["x"].tolist() == [[0, 3], [1, 4], [2, 5]]
+
+
+def test_copy_of_a_large_tensor_is_made_in_pieces_with_heartbeats(monkeypatch):
+    """Review R5: a copy that takes longer than a rank may be silent is no hang."""
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 1000)
+    living = {
+        "flat": torch.randn(10_000),
+        "turned": torch.randn(70, 40).t(),
+        "images": torch.randn(4, 3, 16, 16).contiguous(memory_format=torch.channels_last),
+        "scalar": torch.tensor(3.0),
+    }
+    beats = []
+
+    files = stage({"a": living}, {}, beat=lambda: beats.append(1))
+
+    assert len(beats) >= 40 + 10 + 3 + 1
+    for name, value in load(bytes(files["a"].data)).items():
+        assert torch.equal(value, living[name])
+
+
+def test_memory_of_an_earlier_copy_is_written_over_where_it_fits():
+    first = stage({name: {"x": torch.zeros(2, 3)} for name in "abcd"}, {})
+    living = {
+        "a": {"x": torch.arange(6.0).reshape(2, 3)},
+        "b": {"x": torch.ones(3, 2)},
+        "c": {"x": torch.ones(2, 3, dtype=torch.float64)},
+        "d": {"y": torch.ones(2, 3)},
+    }
+
+    second = stage(living, first)
+
+    assert [second[name] is first[name] for name in "abcd"] == [True, False, False, False]
+    for name, tensors in living.items():
+        for key, value in load(bytes(second[name].data)).items():
+            assert torch.equal(value, tensors[key])
+
+
+def test_data_are_the_memory_itself_and_no_copy_of_it():
+    file = StagedFile({"x": torch.zeros(2)})
+    data = file.data
+    file.take({"x": torch.full((2,), 1.5)})
+    assert load(bytes(data))["x"].tolist() == [1.5, 1.5]
+
+
+def test_type_that_no_file_can_have_is_named():
+    with pytest.raises(StateError, match=r"model\.w is of type torch\.complex128"):
+        StagedFile({"model.w": torch.zeros(1, dtype=torch.complex128)})

@@ -1,0 +1,77 @@
+"""A print of the weights tells, within some steps, whether two ranks differ in any bit."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from etrain_jupyter.trainer.state.weight_fingerprint import (
+    MAX_SLICES,
+    MODULUS,
+    WeightsPrint,
+    ranks_agree,
+)
+
+
+def build() -> nn.Module:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(300, 300), nn.Conv2d(3, 5, 3), nn.BatchNorm1d(8))
+    model[1].to(memory_format=torch.channels_last)
+    model.register_parameter("brain_", nn.Parameter(torch.randn(7, dtype=torch.bfloat16)))
+    model.register_parameter("long_", nn.Parameter(torch.randn(7, 2, dtype=torch.float64).T))
+    model.register_parameter("wave_", nn.Parameter(torch.randn(7, dtype=torch.complex64)))
+    model.register_parameter("nothing_", nn.Parameter(torch.empty(0)))
+    return model
+
+
+def prints(model: nn.Module) -> list[int]:
+    made = WeightsPrint(model)
+    return [int(made.at(step)) for step in range(MAX_SLICES)]
+
+
+@pytest.mark.parametrize("name", [n for n, p in build().named_parameters() if p.numel()])
+@pytest.mark.parametrize("place", [0, -1])
+def test_one_changed_bit_is_seen_within_so_many_steps(name, place):
+    model = build()
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        numbers = other.get_parameter(name)
+        numbers = torch.view_as_real(numbers) if numbers.is_complex() else numbers
+        flat = numbers.flatten()
+        flat[place] = torch.nextafter(flat[place], torch.tensor(9.0, dtype=flat.dtype))
+        numbers.copy_(flat.view_as(numbers))
+    assert prints(model) != prints(other)
+
+
+def test_equal_weights_have_equal_prints_below_the_modulus():
+    assert prints(build()) == prints(build())
+    assert all(0 <= p < MODULUS for p in prints(build()))
+
+
+def test_slices_are_looked_at_in_turn():
+    model = nn.Linear(1 << 10, 1 << 10, bias=False)  # as many numbers as make all slices
+    before = prints(model)
+    with torch.no_grad():
+        model.weight[-1, -1] += 1
+    changed = [a != b for a, b in zip(before, prints(model), strict=True)]
+    assert changed == [False] * (MAX_SLICES - 1) + [True]
+
+
+@pytest.mark.parametrize(
+    ("prints", "expected"),
+    [
+        ([5], True),
+        ([7, 7, 7], True),
+        ([MODULUS - 1] * 1000, True),
+        ([7, 7, 8], False),
+        ([0, 14], False),
+        ([MODULUS - 1] * 999 + [MODULUS - 2], False),
+    ],
+)
+def test_sums_over_ranks_tell_whether_all_are_equal(prints, expected):
+    sums = torch.tensor([float(p) for p in prints], dtype=torch.float64)
+    total, squares = float(sums.sum()), float(sums.square().sum())
+    assert ranks_agree(len(prints), total, squares) is expected

@@ -1,0 +1,138 @@
+"""Batches by index, whatever the data set is."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from etrain_jupyter.trainer.data import DataError, Share, open_samples
+
+X = torch.arange(12.0).reshape(6, 2)
+Y = torch.arange(6)
+
+
+class Augmented:
+    """Draws from all generators that a data set may use without knowing of any other."""
+
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, index):
+        drawn = [torch.rand(()).item(), float(np.random.rand()), random.random()]
+        return index, torch.tensor(drawn, dtype=torch.float64)
+
+
+class Squares:
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, index):
+        return torch.tensor([float(index)]), index * index
+
+
+def rows(data, share, **options):
+    options = {"name": "data.train", "collate": None, "num_workers": 0, **options}
+    source = open_samples(data, **options)
+    try:
+        indices, batch = next(iter(source.batches([Share(share)])))
+        assert list(indices) == list(share)
+        return batch
+    finally:
+        source.close()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(TensorDataset(X, Y), id="TensorDataset"),
+        pytest.param((X, Y), id="pair of tensors"),
+        pytest.param((X.numpy(), Y.numpy()), id="pair of arrays"),
+        pytest.param(lambda: (X, Y), id="function"),
+    ],
+)
+def test_columns_are_indexed_in_the_order_asked_for(data):
+    inputs, target = rows(data, np.array([4, 1]))
+    assert inputs.tolist() == [[8.0, 9.0], [2.0, 3.0]]
+    assert target.tolist() == [4, 1]
+
+
+def test_items_are_collated():
+    inputs, target = rows(Squares, [3, 2])
+    assert inputs.tolist() == [[3.0], [2.0]]
+    assert target.tolist() == [9, 4]
+
+
+def test_samples_that_do_not_fit_together_are_named():
+    ragged = [(torch.zeros(2), 0), (torch.zeros(2), 0), (torch.zeros(3), 0)]
+    with pytest.raises(RuntimeError) as caught:
+        rows(ragged, [1, 2])
+    assert caught.value.__notes__ == ["while joining samples [1, 2] to a batch"]
+
+
+def test_items_come_in_the_same_order_from_loader_processes():
+    source = open_samples(
+        Squares(), name="data.train", collate=lambda items: [y for _, y in items], num_workers=1
+    )
+    try:
+        assert [batch for _, batch in source.batches([Share([1, 2]), Share([3])])] == [[1, 4], [9]]
+        # The next generation starts afresh, whatever was loaded ahead.
+        next(iter(source.batches([Share([0]), Share([1]), Share([2])])))
+        [(indices, batch)] = source.batches([Share([4])])
+        assert (indices.tolist(), batch) == ([4], [16])
+    finally:
+        source.close()
+
+
+def drawn(*shares, num_workers=0):
+    source = open_samples(Augmented(), name="data.train", collate=None, num_workers=num_workers)
+    try:
+        return [batch[1].tolist() for _, batch in source.batches(shares)]
+    finally:
+        source.close()
+
+
+def test_chance_of_a_share_depends_on_its_seed_and_not_on_who_fetches_it():
+    shares = [Share([1, 2], seed=5), Share([3], seed=6), Share([1, 2], seed=5)]
+    here = drawn(*shares)
+    assert here[0] == here[2]
+    assert here[0][0] != here[1][0]
+    assert here[1] == drawn(shares[1])[0]
+    assert drawn(*shares, num_workers=1) == here
+
+
+def test_fetching_leaves_the_generators_as_they_are():
+    expected = [torch.rand(1).item() for _ in range(2) if torch.manual_seed(3)]
+    torch.manual_seed(3)
+    np.random.seed(3)
+    random.seed(3)
+    drawn(Share([1], seed=5))
+    assert torch.rand(1).item() == expected[0]
+    after = float(np.random.rand()), random.random()
+    np.random.seed(3)
+    random.seed(3)
+    assert after == (float(np.random.rand()), random.random())
+
+
+def test_list_of_samples_is_no_pair_of_columns():
+    data = [(torch.tensor([1.0]), 0), (torch.tensor([2.0]), 1)]
+    inputs, target = rows(data, [1])
+    assert inputs.tolist() == [[2.0]]
+    assert target.tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        ((X[:0], Y[:0]), r"data.train is empty \(0 samples\)"),
+        ((X, Y[:5]), r"different lengths \[5, 6\]"),
+        (iter([1]), r"list_iterator without len\(\) and \[i\]"),
+        (lambda: None, "NoneType without len"),
+    ],
+)
+def test_data_that_cannot_be_used_is_named(data, text):
+    with pytest.raises(DataError, match=text):
+        rows(data, [0])

@@ -1,0 +1,126 @@
+"""Optimizers by name: what they update, which parameters they decay, and what is refused."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from etrain_jupyter.config.schema import OptimizerConfig
+from etrain_jupyter.trainer.optimizers import build_optimizer
+from etrain_jupyter.trainer.references import WorkloadError
+
+
+class Nothing:
+    """A bundle without expressions."""
+
+    def evaluate(self, key: str):
+        raise KeyError(key)
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3), nn.Linear(3, 2))
+
+
+def optimizer_of(model: nn.Module, **keys) -> torch.optim.Optimizer:
+    return build_optimizer(OptimizerConfig.model_validate(keys), Nothing(), model)
+
+
+def gradients(model: nn.Module, step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+
+
+def test_lamb_is_that_of_the_paper():
+    model = make_model()
+    expected = [p.detach().clone() for p in model.parameters()]
+    moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in expected]
+    optimizer = optimizer_of(model, name="lamb", lr=0.01, weight_decay=0.1)
+    for step in range(5):
+        gradients(model, step)
+        for w, p, (m, v) in zip(expected, model.parameters(), moments, strict=True):
+            m.mul_(0.9).add_(p.grad, alpha=0.1)
+            v.mul_(0.999).addcmul_(p.grad, p.grad, value=0.001)
+            r = m / (v.sqrt() + 1e-6) + 0.1 * w
+            norms = w.norm(), r.norm()
+            trust = norms[0] / norms[1] if norms[0] > 0 and norms[1] > 0 else 1.0
+            w.sub_(0.01 * trust * r)
+        optimizer.step()
+    for w, p in zip(expected, model.parameters(), strict=True):
+        torch.testing.assert_close(p.detach(), w)
+
+
+def test_lars_is_that_of_the_paper():
+    model = make_model()
+    expected = [p.detach().clone() for p in model.parameters()]
+    buffers = [torch.zeros_like(p) for p in expected]
+    optimizer = optimizer_of(model, name="LARS", lr=0.5, momentum=0.9, weight_decay=0.01)
+    for step in range(5):
+        gradients(model, step)
+        for w, p, buffer in zip(expected, model.parameters(), buffers, strict=True):
+            g = p.grad.clone()
+            if w.ndim > 1:  # as published, biases and norms are neither decayed nor scaled
+                trust = 1e-3 * w.norm() / (g.norm() + 0.01 * w.norm())
+                g = trust * (g + 0.01 * w)
+            buffer.mul_(0.9).add_(g)
+            w.sub_(0.5 * buffer)
+        optimizer.step()
+    for w, p in zip(expected, model.parameters(), strict=True):
+        torch.testing.assert_close(p.detach(), w)
+
+
+@pytest.mark.parametrize("name", ["LAMB", "LARS"])
+def test_without_the_package_the_message_says_what_to_install(name, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
+    with pytest.raises(WorkloadError, match=r"pip install 'etrain-jupyter\[optim\]'"):
+        optimizer_of(make_model(), name=name)
+
+
+def test_name_that_this_torch_does_not_have_is_refused(monkeypatch):
+    monkeypatch.delattr(torch.optim, "Muon")
+    with pytest.raises(WorkloadError, match="has no optimizer Muon"):
+        optimizer_of(make_model(), name="Muon")
+
+
+def test_muon_names_the_parameters_that_are_no_matrices():
+    with pytest.raises(WorkloadError, match=r"4 of 6 parameters are none: 0.bias \(3,\), 1"):
+        optimizer_of(make_model(), name="Muon")
+
+
+def test_muon_trains_matrices():
+    model = nn.Linear(4, 3, bias=False)
+    before = model.weight.detach().clone()
+    optimizer = optimizer_of(model, name="Muon", lr=0.1)
+    gradients(model, 0)
+    optimizer.step()
+    assert not torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "LAMB"])
+def test_no_decay_keeps_biases_and_norms_as_they_are(name):
+    model = make_model()
+    nn.init.ones_(model[0].bias)
+    options = {"lr": 0.1, "weight_decay": 0.5}
+    optimizer = optimizer_of(model, name=name, no_decay="auto", **options)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    moved = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
+    assert moved == {"0.weight", "2.weight"}
+    assert [len(group["params"]) for group in optimizer.param_groups] == [2, 4]
+
+
+def test_no_decay_makes_one_group_where_there_is_nothing_to_sort():
+    model = nn.Linear(4, 3, bias=False)
+    optimizer = optimizer_of(model, name="AdamW", no_decay="auto")
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1]
+
+
+def test_options_that_the_optimizer_refuses_are_named():
+    with pytest.raises(WorkloadError, match=r"optimizer Adam does not take .*'betas'"):
+        optimizer_of(make_model(), name="Adam", betas=[2.0, 0.9])

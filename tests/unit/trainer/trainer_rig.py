@@ -1,0 +1,176 @@
+"""A whole trainer in this process: its orders are typed in, what it says is read."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import linecache
+import queue
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from etrain_jupyter.bundle.capture import capture_bundle
+from etrain_jupyter.bundle.files import write_bundle
+from etrain_jupyter.config.schema import TrainConfig
+from etrain_jupyter.trainer.group.process_group import BroadcastStore, RankGroup
+from etrain_jupyter.trainer.trainer import Trainer
+from etrain_jupyter.wire.channel import Channel, FrameDecoder, Message, encode
+
+CELL = """\
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.layer(x)
+
+def loss(output, target):
+    return nn.functional.cross_entropy(output, target)
+
+torch.manual_seed(0)
+data = (torch.randn(32, 4), torch.randint(0, 3, (32,)))
+"""
+
+
+class ScriptedChannel(Channel):
+    """The trainer's end, which does not end the process when it is closed."""
+
+    def messages(self):
+        yield from super().messages()
+        threading.Event().wait()
+
+
+class TrainerRig:
+    """One trainer, its orders and its reports.
+
+    Args:
+        folder: Where its checkpoints go.
+        cell: The notebook's cell; defines ``Net``, ``loss`` and ``data``.
+        keys: Of the ``%%etrain`` cell, besides the usual ones.
+    """
+
+    def __init__(self, folder: Path, cell: str = CELL, **keys: Any) -> None:
+        name = "<cell-3>"
+        linecache.cache[name] = (len(cell), None, cell.splitlines(keepends=True), name)
+        names: dict[str, Any] = {"__name__": "__main__"}
+        exec(compile(cell, name, "exec"), names)
+        references = {"model": "Net()", "data.train": "data", "loss": "loss"}
+        config = TrainConfig.model_validate(
+            {
+                **{"model": "Net()", "data": {"train": "data"}, "loss": "loss", "steps": 4},
+                **{"batch": {"global": 8}, "optimizer": {"name": "Adam", "lr": 0.01}, **keys},
+            }
+        )
+        ours, its = socket.socketpair()
+        self._socket = ours
+        self.said: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        bundle = capture_bundle(references, names, cell_numbers={name: 3})
+        folder.mkdir(parents=True, exist_ok=True)
+        write_bundle(folder / "bundle", bundle)
+        order = {
+            **{"trainer": "j/w1/1", "job_id": "j", "host": "127.0.0.1", "cwd": ""},
+            "config": config.model_dump(mode="json", by_alias=True),
+            "bundle": {"path": str(folder / "bundle"), "digest": bundle.digest},
+            "checkpoints": str(folder),
+        }
+        self.trainer = Trainer(ScriptedChannel(its), order)
+        self.crash: BaseException | None = None
+        self.stores: list[BroadcastStore] = []
+        """Those of the ranks beside it, in the generation that is being formed."""
+        threading.Thread(target=self._listen, daemon=True).start()
+        self._main = threading.Thread(target=self._run, daemon=True)
+
+    def start(self) -> TrainerRig:
+        self._main.start()
+        return self
+
+    def _run(self) -> None:
+        try:
+            self.trainer.run()
+        except BaseException as exc:
+            self.crash = exc
+
+    def _listen(self) -> None:
+        decoder = FrameDecoder()
+        while data := self._socket.recv(1 << 20):
+            for message in decoder.feed(data):
+                if message["op"] == "store":
+                    for store in self.stores:
+                        store.put(message["key"], message["value"])
+                self.said.put(message)
+
+    def tell(self, op: str, **values: Any) -> None:
+        self._socket.sendall(encode({"op": op, **values}))
+
+    def form(self, generation: int = 1, **values: Any) -> None:
+        """Tell it to form a generation; alone unless ``values`` say otherwise."""
+        usual = {"rank": 0, "world_size": 1, "behind": [], "restore": False, "logged_step": 0}
+        more = {"backend": "gloo", "faults": [], "log_end": 0, "starts": [], "pace": {}}
+        self.tell("form", generation=generation, **{**usual, **more, **values})
+
+    @contextlib.contextmanager
+    def peers(
+        self, generation: int, world_size: int, *, rank: int = 1, **values: Any
+    ) -> Iterator[list[RankGroup]]:
+        """Tell the trainer to form as ``rank``; yield the groups of all others, connected."""
+
+        def publish(key: str, value: bytes) -> None:
+            self.tell("store", generation=generation, key=key, value=value)
+
+        def share(at: int, key: str, value: bytes) -> None:
+            publish(key, value)
+            for other, store in enumerate(self.stores):
+                if other != at:
+                    store.put(key, value)
+
+        self.stores = [BroadcastStore(functools.partial(share, i)) for i in range(world_size - 1)]
+        self.form(generation, rank=rank, world_size=world_size, **values)
+        ranks = [other for other in range(world_size) if other != rank]
+        groups = [
+            RankGroup(
+                generation=generation, rank=r, world_size=world_size, store=store, host="127.0.0.1"
+            )
+            for r, store in zip(ranks, self.stores, strict=True)
+        ]
+        with ThreadPoolExecutor(len(groups)) as threads:
+            list(threads.map(lambda group: group.connect(), groups))
+        try:
+            yield groups
+        finally:
+            for group in groups:
+                group.close()
+
+    def wait_for(self, *ops: str) -> Message:
+        """Return its next message of these kinds."""
+        while (message := self.said.get(timeout=30))["op"] not in ops:
+            pass
+        return message
+
+    def has_ended(self) -> bool:
+        self._main.join(30)
+        return not self._main.is_alive()
+
+    def _is_working(self) -> bool:
+        return self._main.is_alive() and self.trainer._is_busy
+
+    def close(self) -> None:
+        deadline = time.monotonic() + 10
+        while self._is_working() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        # A busy trainer that is released ends its process, which is this one.
+        if self._main.is_alive() and not self._is_working():
+            self.tell("release")
+            self._main.join(30)
+        if dist.is_initialized():
+            dist.destroy_process_group()  # of a trainer whose process would have ended

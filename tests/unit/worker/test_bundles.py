@@ -1,0 +1,172 @@
+"""One file of a bundle on each machine, whoever uses it (review R6)."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from etrain_jupyter.worker.bundles import BundleFetchError, MachineBundles, folder_of
+
+BUNDLE = bytes(range(256)) * 40
+DIGEST = hashlib.sha256(BUNDLE).hexdigest()
+ORDERED = {"digest": DIGEST, "size": len(BUNDLE), "path": "/not/here/bundle"}
+
+
+class Head:
+    """A scheduler that sends a bundle in pieces, and counts them."""
+
+    def __init__(self, data: bytes = BUNDLE) -> None:
+        self.data = data
+        self.offsets: list[int] = []
+        self.may_send = asyncio.Event()
+        self.may_send.set()
+
+    async def fetch(self, digest: str, offset: int) -> bytes:
+        assert digest == DIGEST
+        self.offsets.append(offset)
+        await self.may_send.wait()
+        return self.data[offset : offset + 1000]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return folder_of(str(tmp_path / "dask" / "worker-1"))
+
+
+def supervisor(folder: Path, head: Head) -> MachineBundles:
+    made = MachineBundles(head.fetch)
+    made.begin(folder)
+    return made
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+async def test_supervisors_of_a_machine_fetch_one_file_and_the_last_one_removes_it(
+    folder: Path,
+) -> None:
+    head = Head()
+    head.may_send.clear()
+    several = [supervisor(folder, head) for _ in range(4)]
+    getting = [asyncio.create_task(one.get(ORDERED)) for one in several]
+    getting.append(asyncio.create_task(several[0].get(ORDERED)))  # two trainers of one worker
+    await asyncio.sleep(0.1)
+    head.may_send.set()
+    [path] = set(await asyncio.gather(*getting))
+
+    assert path.read_bytes() == BUNDLE
+    assert head.offsets == list(range(0, len(BUNDLE), 1000))
+    assert (mode_of(folder), mode_of(path)) == (0o700, 0o600)
+    for one in several[:-1]:
+        one.release(DIGEST)
+        one.release(DIGEST)
+        assert path.exists()
+    several[-1].release_all()
+    assert list(folder.iterdir()) == []
+
+    await several[0].get(ORDERED)  # another job of the same objects
+    assert path.exists()
+    several[0].release_all()
+    assert list(folder.iterdir()) == []
+
+
+async def test_file_of_the_jobs_folder_is_read_where_it_is(folder: Path, tmp_path: Path) -> None:
+    head = Head()
+    shared = tmp_path / "bundle"
+    shared.write_bytes(BUNDLE)
+    one = supervisor(folder, head)
+    assert await one.get({**ORDERED, "path": str(shared)}) == shared
+    one.release(DIGEST)
+    assert shared.exists()
+    assert head.offsets == []
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("data", [BUNDLE[:-1], BUNDLE[:-1] + b"x", b""])
+async def test_other_bytes_than_those_of_the_digest_are_refused(folder: Path, data: bytes) -> None:
+    one = supervisor(folder, Head(data))
+    with pytest.raises(BundleFetchError, match=f"the {len(data)} bytes that came of bundle"):
+        await one.get(ORDERED)
+    assert list(folder.iterdir()) == []
+    again = supervisor(folder, Head())
+    assert (await again.get(ORDERED)).read_bytes() == BUNDLE
+    again.release_all()
+    assert list(folder.iterdir()) == []
+
+
+async def test_one_that_fails_leaves_the_way_to_the_next(folder: Path) -> None:
+    class Broken(Head):
+        async def fetch(self, digest: str, offset: int) -> bytes:
+            await asyncio.sleep(0.1)
+            raise BundleFetchError("gone")
+
+    first, second = supervisor(folder, Broken()), supervisor(folder, Head())
+    results: list[Any] = await asyncio.gather(
+        first.get(ORDERED), second.get(ORDERED), return_exceptions=True
+    )
+    assert isinstance(results[0], BundleFetchError)
+    assert results[1].read_bytes() == BUNDLE
+    second.release_all()
+
+
+async def test_fetch_that_is_broken_off_leaves_no_half_file(folder: Path) -> None:
+    head = Head()
+    head.may_send.clear()
+    one = supervisor(folder, head)
+    getting = asyncio.create_task(one.get(ORDERED))
+    await asyncio.sleep(0.05)
+    getting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await getting
+    assert list(folder.iterdir()) == []
+
+
+async def test_bundle_of_a_job_that_ends_while_it_comes_is_not_kept(folder: Path) -> None:
+    head = Head()
+    head.may_send.clear()
+    one = supervisor(folder, head)
+    getting = asyncio.create_task(one.get(ORDERED))
+    await asyncio.sleep(0.05)
+    one.release(DIGEST)
+    head.may_send.set()
+    with pytest.raises(BundleFetchError, match="its job has ended"):
+        await getting
+    assert list(folder.iterdir()) == []
+    assert (await one.get(ORDERED)).exists()
+    one.release_all()
+
+
+async def test_disk_without_room_is_told_with_what_to_do(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder.parent.mkdir(parents=True)
+    folder.write_text("in the way")  # no folder can be made: as any OSError
+    with pytest.raises(BundleFetchError) as caught:
+        await supervisor(folder, Head()).get(ORDERED)
+    assert "(0 MB) cannot be stored in" in str(caught.value)
+    assert "Make room there, or name a function that loads the data" in str(caught.value)
+
+
+async def test_what_killed_processes_left_is_removed_by_the_next_one(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    used = supervisor(folder, Head())
+    await used.get(ORDERED)
+    dead = "ab" * 32
+    for suffix in ("", ".lock", ".part"):
+        (folder / f"{dead}{suffix}").write_bytes(b"x")
+    MachineBundles(Head().fetch).begin(folder)
+    assert sorted(path.name for path in folder.iterdir()) == [DIGEST, f"{DIGEST}.lock"]
+    used.release_all()
+
+
+async def test_name_of_a_bundle_is_a_digest(folder: Path) -> None:
+    with pytest.raises(BundleFetchError, match="is no SHA-256"):
+        await supervisor(folder, Head()).get({**ORDERED, "digest": "../../x"})
+    assert os.listdir(folder.parent.parent) == []

@@ -1,0 +1,189 @@
+"""Which scheduler a worker connects to next, when its connection has ended."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from etrain_jupyter.pools.ec2.machine.node_worker import SCHEDULER_FILE, FileFinder, parse_arguments
+from etrain_jupyter.worker import lifecycle
+from etrain_jupyter.worker.lifecycle import WorkerLifecycle, WorkerOptions, noting_its_end
+from tests.unit.pools.standins import SUPERVISOR
+
+CUT = "worker-handle-scheduler-connection-broken"
+DISMISSED = "scheduler-remove-worker"
+
+
+@dataclass
+class Record:
+    address: str = "tls://a:1"
+    num_lives: int = 1
+    is_serving: bool = True
+
+
+@dataclass
+class Finder:
+    record: Record | None
+    is_remote: bool
+    away_s: float = 60.0
+    num_looks: int = 0
+
+    def look(self) -> Record | None:
+        self.num_looks += 1
+        return self.record
+
+
+class Worker:
+    """A Dask worker whose connection ends for a reason, and is closed then."""
+
+    def __init__(self, reason: str = "") -> None:
+        self.close_reason = reason
+        self.status = SimpleNamespace(name="closed" if reason else "running")
+        self.closed = False
+
+    async def finished(self) -> None:
+        if not self.close_reason:
+            await asyncio.Event().wait()
+
+    async def close(self, **_: object) -> None:
+        self.closed = True
+
+
+class Life(WorkerLifecycle):
+    """Connects to whoever is there: an exception in the plan is one that does not answer."""
+
+    def __init__(self, finder: Finder, *plan: Worker | Exception) -> None:
+        options = WorkerOptions(
+            **{"name": "w1", "device": "cpu", "supervisor": SUPERVISOR},
+            **{"scheduler": "tls://a:1", "num_lives": 1, "tls": Path("t"), "scratch": Path("s")},
+        )
+        super().__init__(options, finder)
+        self._supervisor.teardown = self._teardown
+        self.plan = list(plan)
+        self.tried: list[str] = []
+        self.torn_down = 0
+
+    async def _teardown(self, worker: object) -> None:
+        self.torn_down += 1
+
+    async def _connect(self, timeout_s: int = 15) -> Worker:
+        self.tried.append(self._address)
+        if not self.plan:
+            signal.raise_signal(signal.SIGTERM)
+            return Worker()
+        found = self.plan.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(lifecycle, "LOOK_EVERY_S", 0.001)
+    monkeypatch.setattr(lifecycle, "DISMISSED_S", 0.05)
+
+
+async def test_cut_connection_to_a_remote_scheduler_is_made_again_to_the_same_one():
+    life = Life(Finder(Record(), is_remote=True), Worker(CUT), OSError("no"), OSError("no"))
+    await life.run()
+    assert life.tried == ["tls://a:1"] * 4
+
+
+def wrapped(cause: Exception) -> RuntimeError:
+    """Return what Dask makes of it."""
+    error = RuntimeError("Worker failed to start.")
+    error.__cause__ = cause
+    return error
+
+
+async def test_remote_scheduler_that_just_starts_again_is_waited_for_and_followed():
+    finder = Finder(Record(), is_remote=True)
+    life = Life(finder, wrapped(ConnectionError()), TimeoutError("3 s"), Worker(DISMISSED))
+    finder.record = Record("tls://b:2", num_lives=2)
+    await life.run()
+    assert life.tried == ["tls://a:1", "tls://b:2", "tls://b:2"]
+
+
+@pytest.mark.parametrize("cause", [ValueError("a bad day"), FileNotFoundError("no such file")])
+async def test_supervisor_that_fails_ends_the_worker_at_once_wherever_it_is(cause):
+    life = Life(Finder(Record(), is_remote=True), wrapped(cause))
+    with pytest.raises(RuntimeError):
+        await life.run()
+    assert len(life.tried) == 1
+
+
+async def test_local_scheduler_that_cannot_be_reached_ends_the_worker_at_once():
+    life = Life(Finder(Record(), is_remote=False), wrapped(ConnectionError()))
+    with pytest.raises(RuntimeError):
+        await life.run()
+
+
+async def test_remote_scheduler_that_lives_elsewhere_now_is_found_there():
+    finder = Finder(Record(), is_remote=True)
+    life = Life(finder, Worker(CUT))
+    finder.record = Record("tls://b:2", num_lives=2)
+    await life.run()
+    assert life.tried == ["tls://a:1", "tls://b:2"]
+
+
+async def test_worker_that_is_dismissed_from_afar_ends_with_its_trainers():
+    life = Life(Finder(Record(), is_remote=True), Worker(DISMISSED))
+    await life.run()
+    assert (life.tried, life.torn_down) == (["tls://a:1"], 1)
+    assert life._supervisor.outlives_scheduler is False
+
+
+async def test_local_scheduler_that_has_closed_the_connection_and_lives_wants_the_end():
+    life = Life(Finder(Record(), is_remote=False), Worker(CUT))
+    await life.run()
+    assert (life.tried, life.torn_down) == (["tls://a:1"], 1)
+
+
+async def test_local_worker_waits_for_the_next_scheduler_and_ends_with_the_cluster():
+    finder = Finder(Record(is_serving=False), is_remote=False)
+    life = Life(finder, Worker(CUT))
+    running = asyncio.ensure_future(life.run())
+    while finder.num_looks < 100:
+        await asyncio.sleep(0.001)
+    finder.record = Record("tls://c:3", num_lives=2)
+    life.plan.append(Worker(CUT))
+    while len(life.tried) < 2:
+        await asyncio.sleep(0.001)
+    finder.record = None
+    await running
+    assert life.tried == ["tls://a:1", "tls://c:3"]
+
+
+async def test_nobody_comes_and_the_worker_gives_up(caplog):
+    finder = Finder(Record(is_serving=False), is_remote=False, away_s=0.05)
+    await Life(finder, Worker(CUT)).run()
+    assert "no scheduler came within 0.05 s" in caplog.text
+
+
+async def test_first_reason_of_a_close_counts():
+    reasons: list[str] = []
+
+    class Server:
+        async def close(self, *, reason: str) -> str:
+            reasons.append(reason)
+            return "closed"
+
+    server = noting_its_end(Server)()
+    assert await server.close(reason=DISMISSED) == "closed"
+    await server.close(reason=CUT)
+    assert (server.close_reason, reasons) == (DISMISSED, [DISMISSED, CUT])
+
+
+def test_node_worker_finds_the_scheduler_in_the_file_of_its_agent(tmp_path):
+    told = {"scheduler": "tls://10.0.0.4:8786", "num_lives": 3}
+    (tmp_path / SCHEDULER_FILE).write_text(json.dumps(told))
+    found = FileFinder(tmp_path, away_s=9.0).look()
+    assert (found.address, found.num_lives, found.is_serving) == ("tls://10.0.0.4:8786", 3, True)
+    words = [str(tmp_path), "--name", "i-1", "--device", "cpu", "--supervisor", "a:B"]
+    assert parse_arguments([*words, "--host", "10.0.0.9", "--away-s", "9"]).away_s == 9.0

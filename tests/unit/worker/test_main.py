@@ -1,0 +1,63 @@
+"""A worker process never outlives the head, also where the kernel does not see to it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from etrain_jupyter.process.cluster_dir import wait_until
+from etrain_jupyter.process.entry import load_factory
+
+ROOT = Path(__file__).parents[3]
+CHILD = """if True:
+    import os, subprocess, sys, time
+    from etrain_jupyter.process import parent_pipe
+    parent_pipe.die_with_parent(int(sys.argv[1]))
+    child = subprocess.Popen(["sleep", "60"])
+    print(child.pid, os.path.sameopenfile(0, os.open(os.devnull, os.O_RDONLY)), flush=True)
+    time.sleep(60)
+"""
+
+
+def start(parent: int) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(parent)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        process_group=0,
+    )
+
+
+def test_the_end_of_the_pipe_ends_the_worker_and_its_group() -> None:
+    with start(os.getpid()) as worker:
+        assert worker.stdin is not None
+        assert worker.stdout is not None
+        child_pid, reads_nothing = worker.stdout.readline().split()
+        child = psutil.Process(int(child_pid))
+
+        worker.stdin.close()
+
+        assert worker.wait(5) == -signal.SIGKILL
+    assert reads_nothing == "True"
+    assert wait_until(
+        lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, timeout_s=5.0
+    )
+
+
+def test_a_worker_whose_parent_has_died_before_ends_at_once() -> None:
+    with start(parent=1) as worker:
+        assert worker.wait(10) == 1
+
+
+def test_what_a_worker_runs_is_named_by_module_and_attribute() -> None:
+    assert load_factory("pathlib:Path") is Path
+    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+        load_factory("no_such_module:Thing")
