@@ -16,7 +16,7 @@ TYPED := etrain_jupyter benchmarks notebooks
 ALL_TESTS = $(BIN)/python -m pytest -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo lab test endurance lint screenshots bench peers constraints clean
+.PHONY: help install demo lab test endurance lint snapshot screenshots bench peers constraints clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -57,6 +57,10 @@ lint: $(INSTALLED) ## Style, types and the import rules; with Node.js also ESLin
 	else \
 	  echo "ESLint and Prettier are skipped: Node.js is not installed."; \
 	fi
+
+snapshot: $(INSTALLED) ## Generate the front end's type of a snapshot, labextension/src/snapshot.ts, from Python
+	$(BIN)/python -m etrain_jupyter.notebook.dashboard.typescript > labextension/src/snapshot.ts.new
+	mv labextension/src/snapshot.ts.new labextension/src/snapshot.ts
 
 screenshots: $(INSTALLED) ## Take the pictures of the documents anew, in headless Chromium
 	mkdir -p .demo/shots

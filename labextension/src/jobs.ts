@@ -12,7 +12,6 @@ const MAX_POINTS = 200;
 /** A job that a kernel is attached to, or was attached to before it died. */
 export interface IRow {
   snapshot: ISnapshot;
-  submitted_at: number;
   /** The same format as a job saved in a notebook: the initial state of its view. */
   saved: { snapshot: Raw; series: { loss: { x: string; y: string } } };
   /** Loss values of the sparkline; null for a value that is not finite. */
@@ -40,6 +39,8 @@ export interface IPool {
   time: number;
 }
 
+const submittedAt = (row: IRow): number => row.snapshot.submitted_at ?? 0;
+
 function asRow(raw: Raw): IRow {
   const snapshot = object(raw.snapshot);
   const { x, y } = object(raw.loss);
@@ -51,7 +52,6 @@ function asRow(raw: Raw): IRow {
       .join(' ');
   return {
     snapshot: asSnapshot(snapshot),
-    submitted_at: finite(snapshot.submitted_at),
     saved: { snapshot, series: { loss: { x: written(x), y: written(y) } } },
     curve: numbers(y)
   };
@@ -178,7 +178,7 @@ export function merge<F extends IFollower>(followers: readonly F[]): IMerged<F> 
     }
   }
   const newest = (a: IEntry<F>, b: IEntry<F>) =>
-    b.row.submitted_at - a.row.submitted_at || (a.id < b.id ? -1 : 1);
+    submittedAt(b.row) - submittedAt(a.row) || (a.id < b.id ? -1 : 1);
   return { entries: [...entries.values()].sort(newest), offers: [...offers.values()] };
 }
 
@@ -235,7 +235,7 @@ export function idlePools(
   followers: readonly IFollower[],
   entries: readonly IEntry<unknown>[]
 ): IPool[] {
-  const newestJob = Math.max(...entries.filter(isActive).map(entry => entry.row.submitted_at));
+  const newestJob = Math.max(...entries.filter(isActive).map(entry => submittedAt(entry.row)));
   return poolsOf(followers).filter(pool => pool.idle_s >= IDLE_AFTER_S && newestJob < pool.time);
 }
 

@@ -1,6 +1,18 @@
 // Check and convert snapshots. They are untrusted: every field is checked here, once, so that the
 // drawing code can rely on its type. feed.py describes the messages.
-import { ISnapshot, IWorker } from './snapshot';
+import {
+  IBestValue,
+  IChartList,
+  ICostSummary,
+  IErrorSummary,
+  IEventLine,
+  ILatestCheckpoint,
+  ILatestEval,
+  IMarker,
+  ISnapshot,
+  ITimeSplit,
+  IWorkerRow
+} from './snapshot';
 import {
   finite,
   finiteOrNull,
@@ -12,111 +24,150 @@ import {
   object,
   Raw,
   text,
+  textList,
   texts
 } from './untrusted';
 
-function asWorker(w: Raw): IWorker {
-  const split = w.split ? object(w.split) : null;
-  return {
-    worker: text(w.worker),
-    rank: finiteOrNull(w.rank),
-    state: text(w.state),
-    note: text(w.note),
-    device: text(w.device),
-    machine: text(w.machine),
-    zone: text(w.zone),
-    lifecycle: text(w.lifecycle),
-    usd_per_h: finiteOrNull(w.usd_per_h),
-    trainer_pid: finiteOrNull(w.trainer_pid),
-    steps: finite(w.steps),
-    waits_for: text(w.waits_for),
-    split: split && {
-      step: finite(split.step),
-      num_steps: finite(split.num_steps),
-      samples_per_s: numberOrNull(split.samples_per_s),
-      shares: numbers(split.shares)
-    }
-  };
-}
+const MAX_METRICS = 8;
 
 /** Convert any value to a snapshot. Missing and invalid fields get defaults. */
 export function asSnapshot(value: unknown): ISnapshot {
   const raw = object(value);
-  const charts = object(raw.charts);
-  const evaluated = raw.eval ? object(raw.eval) : null;
-  const checkpoint = raw.checkpoint ? object(raw.checkpoint) : null;
   const due = object(raw.checkpoint_due);
-  const cost = raw.cost ? object(raw.cost) : null;
-  const error = raw.error ? object(raw.error) : null;
   const progress = finiteOrNull(raw.progress);
   return {
     job_id: jobId(raw.job_id),
     name: line(raw.name),
     status: line(raw.status) || 'unknown',
     reason: text(raw.reason),
+    pool: text(raw.pool),
+    submitted_at: finiteOrNull(raw.submitted_at),
     started_at: finiteOrNull(raw.started_at),
     updated_at: finite(raw.updated_at),
+    ended_at: finiteOrNull(raw.ended_at),
     step: finite(raw.step),
     total_steps: finiteOrNull(raw.total_steps),
     epoch: finite(raw.epoch),
     epochs: finiteOrNull(raw.epochs),
-    progress: progress === null ? null : Math.min(1, Math.max(0, progress)),
-    eta_s: finiteOrNull(raw.eta_s),
-    elapsed_s: finiteOrNull(raw.elapsed_s),
     loss: numberOrNull(raw.loss),
     lr: numberOrNull(raw.lr),
     metrics: numbers(raw.metrics),
-    eval: evaluated && {
-      step: finite(evaluated.step),
-      loss: numberOrNull(evaluated.loss),
-      metrics: numbers(evaluated.metrics)
-    },
-    samples_per_s: numberOrNull(raw.samples_per_s),
+    eval: orNull(raw.eval, asEval),
+    best: orNull(raw.best, asBest),
     global_batch_size: finiteOrNull(raw.global_batch_size),
+    num_parameters: finiteOrNull(raw.num_parameters),
     world_size: finite(raw.world_size),
     min_workers: finiteOrNull(raw.min_workers),
     max_workers: finiteOrNull(raw.max_workers),
     generation: finite(raw.generation),
+    num_generations: finite(raw.num_generations),
     num_lost: finite(raw.num_lost),
     num_preempted: finite(raw.num_preempted),
-    checkpoint: checkpoint && {
-      step: finite(checkpoint.step),
-      time: finite(checkpoint.time),
-      size_bytes: finite(checkpoint.size_bytes)
-    },
+    num_undone: finite(raw.num_undone),
+    stall_s: finiteOrNull(raw.stall_s),
+    checkpoint: orNull(raw.checkpoint, asCheckpoint),
+    cost: orNull(raw.cost, asCost),
+    error: orNull(raw.error, asError),
+    charts: asCharts(object(raw.charts)),
+    progress: progress === null ? null : Math.min(1, Math.max(0, progress)),
+    eta_s: finiteOrNull(raw.eta_s),
+    elapsed_s: finiteOrNull(raw.elapsed_s),
+    samples_per_s: numberOrNull(raw.samples_per_s),
     checkpoint_due: {
       since: finiteOrNull(due.since),
       limit_s: finiteOrNull(due.limit_s),
       failed: text(due.failed)
     },
-    cost: cost && {
-      spent_usd: finite(cost.spent_usd),
-      saved_usd: finite(cost.saved_usd),
-      wasted_usd: finite(cost.wasted_usd)
-    },
     controls: texts(raw.controls),
-    error: error && { error: text(error.error), traceback: text(error.traceback) },
-    charts: {
-      metrics: (Array.isArray(charts.metrics) ? charts.metrics : []).slice(0, 8).map(text),
-      has_eval: charts.has_eval === true
-    },
     workers: list(raw.workers).map(asWorker),
-    events: list(raw.events).map(e => ({
-      seq: finite(e.seq),
-      time: finite(e.time),
-      kind: text(e.kind),
-      level: text(e.level),
-      text: text(e.text)
-    })),
-    markers: list(raw.markers).map(m => ({
-      seq: finite(m.seq),
-      step: finite(m.step),
-      time: finite(m.time),
-      kind: text(m.kind),
-      text: text(m.text)
-    }))
+    events: list(raw.events).map(asEvent),
+    markers: list(raw.markers).map(asMarker)
   };
 }
+
+function orNull<T>(value: unknown, convert: (raw: Raw) => T): T | null {
+  return value ? convert(object(value)) : null;
+}
+
+const asEval = (raw: Raw): ILatestEval => ({
+  step: finite(raw.step),
+  epoch: finite(raw.epoch),
+  samples: finite(raw.samples),
+  loss: numberOrNull(raw.loss),
+  metrics: numbers(raw.metrics)
+});
+
+const asBest = (raw: Raw): IBestValue => ({
+  step: finite(raw.step),
+  metric: line(raw.metric),
+  value: numberOrNull(raw.value)
+});
+
+const asCheckpoint = (raw: Raw): ILatestCheckpoint => ({
+  step: finite(raw.step),
+  time: finite(raw.time),
+  size_bytes: finite(raw.size_bytes),
+  count: finite(raw.count)
+});
+
+const asCost = (raw: Raw): ICostSummary => ({
+  spent_usd: finite(raw.spent_usd),
+  saved_usd: finite(raw.saved_usd),
+  wasted_usd: finite(raw.wasted_usd)
+});
+
+const asError = (raw: Raw): IErrorSummary => ({
+  error: text(raw.error),
+  traceback: text(raw.traceback),
+  workers: textList(raw.workers),
+  step: finite(raw.step)
+});
+
+const asCharts = (raw: Raw): IChartList => ({
+  metrics: textList(raw.metrics).slice(0, MAX_METRICS),
+  has_eval: raw.has_eval === true
+});
+
+const asWorker = (raw: Raw): IWorkerRow => ({
+  worker: text(raw.worker),
+  rank: finiteOrNull(raw.rank),
+  state: text(raw.state),
+  note: text(raw.note),
+  device: text(raw.device),
+  machine: text(raw.machine),
+  zone: text(raw.zone),
+  lifecycle: text(raw.lifecycle),
+  usd_per_h: finiteOrNull(raw.usd_per_h),
+  trainer_pid: finiteOrNull(raw.trainer_pid),
+  steps: finite(raw.steps),
+  split: orNull(raw.split, asSplit),
+  waits_for: text(raw.waits_for)
+});
+
+const asSplit = (raw: Raw): ITimeSplit => ({
+  step: finite(raw.step),
+  num_steps: finite(raw.num_steps),
+  samples_per_s: finite(raw.samples_per_s),
+  shares: numbers(raw.shares)
+});
+
+const asEvent = (raw: Raw): IEventLine => ({
+  id: finite(raw.id),
+  seq: finite(raw.seq),
+  time: finite(raw.time),
+  kind: text(raw.kind),
+  level: text(raw.level),
+  text: text(raw.text)
+});
+
+const asMarker = (raw: Raw): IMarker => ({
+  id: finite(raw.id),
+  seq: finite(raw.seq),
+  step: finite(raw.step),
+  time: finite(raw.time),
+  kind: text(raw.kind),
+  text: text(raw.text)
+});
 
 /** Return the time of the newest event of a saved job. */
 export const savedAt = (saved: unknown): number =>

@@ -2,7 +2,7 @@
 import { make, setText } from './dom';
 import * as format from './format';
 import { checkpointTrouble } from './protocol';
-import { ISnapshot } from './snapshot';
+import { ICostSummary, ISnapshot } from './snapshot';
 
 interface ITile {
   name: string;
@@ -111,7 +111,7 @@ function checkpointAge(s: ISnapshot, now: number | null, trouble: string): strin
 }
 
 /** Describe what spot machines saved against on-demand prices, and what preemptions wasted. */
-function costDetail(cost: NonNullable<ISnapshot['cost']>): string {
+function costDetail(cost: ICostSummary): string {
   const part = (usd: number, word: string): string[] =>
     usd > 0 ? [`${format.money(usd)} ${word}`] : [];
   return [...part(cost.saved_usd, 'saved'), ...part(cost.wasted_usd, 'wasted')].join(' · ');

@@ -1,7 +1,7 @@
 // The table of workers: rank, state, device, throughput, time split and what each waits for.
 import { find, make, reconcile, scrolling, setText } from './dom';
 import * as format from './format';
-import { ISnapshot, IWorker } from './snapshot';
+import { ISnapshot, IWorkerRow } from './snapshot';
 
 const MAX_ROWS = 200;
 const TITLES = [
@@ -120,7 +120,7 @@ function part(name: string): HTMLElement {
   return element;
 }
 
-function fill(row: HTMLElement, worker: IWorker, whyNoPreemption: string): void {
+function fill(row: HTMLElement, worker: IWorkerRow, whyNoPreemption: string): void {
   row.dataset.state = worker.state;
   row.dataset.worker = worker.worker;
   const state = `${SIGNS[worker.state] ?? '·'} ${worker.state}${worker.note ? `: ${worker.note}` : ''}`;
@@ -161,12 +161,12 @@ function fill(row: HTMLElement, worker: IWorker, whyNoPreemption: string): void 
 }
 
 /** Type and price of the worker's machine if the pool reports them, else its device. */
-function machineOf(worker: IWorker): string {
+function machineOf(worker: IWorkerRow): string {
   const price = worker.usd_per_h === null ? '' : ` ${format.money(worker.usd_per_h)}/h`;
   return worker.machine ? `${worker.machine}${price}` : worker.device;
 }
 
-function fillSplit(bar: HTMLElement, worker: IWorker, isPresent: boolean): void {
+function fillSplit(bar: HTMLElement, worker: IWorkerRow, isPresent: boolean): void {
   const split = isPresent ? worker.split : null;
   bar.dataset.empty = String(!split);
   const words = PARTS.map(([name, word]) => {

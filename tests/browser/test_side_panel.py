@@ -289,7 +289,9 @@ def test_jobs_elsewhere_are_offered_idle_pools_warned_of_and_names_are_only_text
     panel = show_panel(page)
     panel.get_by_role("button", name="Refresh the jobs").click()
     expect(panel.locator(".etrain-offer")).to_have_count(3, timeout=PATIENCE_MS)
-    expect(panel.locator(".etrain-pools")).to_contain_text("idle for 6 min: 2 workers, shuts down in 8")
+    expect(panel.locator(".etrain-pools")).to_contain_text(
+        "idle for 6 min: 2 workers, shuts down in 8"
+    )
     bar = page.locator(".etrain-statusbar")
     expect(bar).to_have_text("etrain: no running jobs · ⚠ pool local idle")
     shoot(page, "panel-around")

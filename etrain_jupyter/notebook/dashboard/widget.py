@@ -8,16 +8,18 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from etrain_jupyter.log.events import Event
 from etrain_jupyter.notebook.dashboard import browser
 from etrain_jupyter.notebook.dashboard.feed import Curves, ViewFeed, thin_all
 from etrain_jupyter.notebook.dashboard.html import render_html, render_text
+from etrain_jupyter.notebook.dashboard.job_view import JobView
 from etrain_jupyter.notebook.dashboard.link import link
 from etrain_jupyter.notebook.dashboard.row import row_of
 from etrain_jupyter.notebook.dashboard.series import Floats, SmallFloats
-from etrain_jupyter.notebook.dashboard.snapshot import JobView
+from etrain_jupyter.notebook.dashboard.snapshot import Snapshot
 from etrain_jupyter.notebook.dashboard.undone import UNDONE
 
 MIME = "application/vnd.etrain.job+json"
@@ -120,7 +122,7 @@ class Dashboard:
         link().unregister(self._job_id, self._receive_from_link)
         link().panel.remove(self._job_id, self)
 
-    def snapshot(self) -> dict[str, Any]:
+    def snapshot(self) -> Snapshot:
         """Return the present picture, see ``JobView.snapshot``."""
         with self._changed:
             return self._view.snapshot()
@@ -149,7 +151,7 @@ class Dashboard:
         widget = self._widget
         return bundle | (widget.mime() if widget else {})
 
-    def _picture(self) -> tuple[dict[str, Any], Curves]:
+    def _picture(self) -> tuple[Snapshot, Curves]:
         """Return what there is now, for whoever takes his time over it."""
         with self._changed:
             curves = self._view.series().items()
@@ -304,7 +306,7 @@ class Dashboard:
             answer, level = str(error), "error"
         notice = {"kind": "notice", "request": request, "to": str(content.get("view", ""))}
         with self._changed:
-            feed.say(notice | {"level": level, "text": answer if isinstance(answer, str) else ""})
+            feed.post(notice | {"level": level, "text": answer if isinstance(answer, str) else ""})
 
 
 def _written(numbers: Floats | SmallFloats, digits: str) -> str:
@@ -316,14 +318,14 @@ def _written(numbers: Floats | SmallFloats, digits: str) -> str:
     return " ".join(map(digits.format, numbers.tolist()))
 
 
-def _saved(snapshot: dict[str, Any], curves: Curves) -> dict[str, Any]:
+def _saved(snapshot: Snapshot, curves: Curves) -> dict[str, Any]:
     """The picture with thinned curves: what a notebook keeps of the job."""
     drawn = (item for item in curves.items() if item[0] != "lr" and not item[0].startswith(UNDONE))
     kept = list(itertools.islice(drawn, MAX_SAVED_CURVES))
     share = MAX_SAVED_POINTS // max(5, len(kept))
     return {
         "version": 1,
-        "snapshot": snapshot | {"events": snapshot["events"][-MAX_SAVED_EVENTS:]},
+        "snapshot": replace(snapshot, events=snapshot.events[-MAX_SAVED_EVENTS:]).to_json(),
         "series": {
             name: {"x": _written(x, "{:.9g}"), "y": _written(y, "{:.5g}")}
             for name, (x, y) in thin_all(dict(kept), share).items()

@@ -9,7 +9,7 @@ import pytest
 from etrain_jupyter.log import events as t
 from etrain_jupyter.notebook.dashboard.changes import LISTS
 from etrain_jupyter.notebook.dashboard.feed import ViewFeed
-from etrain_jupyter.notebook.dashboard.snapshot import JobView
+from etrain_jupyter.notebook.dashboard.job_view import JobView
 from tests.unit.notebook.dashboard.scripted_job import JOB_ID, Script
 
 
@@ -64,7 +64,7 @@ def test_a_channel_that_nobody_listens_to_brings_no_news() -> None:
 def test_who_asks_without_a_view_is_answered_all_the_same() -> None:
     wire = Wire()
 
-    ViewFeed(wire.send).say({"kind": "notice", "to": "the palette"})
+    ViewFeed(wire.send).post({"kind": "notice", "to": "the palette"})
 
     assert wire.messages == [{"kind": "notice", "to": "the palette", "seq": 1}]
 
@@ -168,9 +168,9 @@ def test_what_is_new_in_pieces_makes_the_whole_picture(batch: int) -> None:
     for start in range(0, len(events), batch):
         view.add(events[start : start + batch])
         feed.flush(view)
-        assert wire.picture == view.snapshot()
+        assert wire.picture == view.snapshot().to_json()
 
-    assert len(wire.picture["events"]) == len(view.snapshot()["events"]) > 100
+    assert len(wire.picture["events"]) == len(view.snapshot().events) > 100
 
 
 def test_news_of_many_workers_and_events_are_few_bytes() -> None:
@@ -190,7 +190,7 @@ def test_news_of_many_workers_and_events_are_few_bytes() -> None:
     whole, news = (len(json.dumps(message)) for message in wire.messages)
     assert whole < 150_000
     assert news < 10_000
-    assert wire.picture == view.snapshot()
+    assert wire.picture == view.snapshot().to_json()
 
 
 def test_a_message_that_did_not_get_out_leaves_a_gap_that_a_hello_closes() -> None:
@@ -216,4 +216,4 @@ def test_a_message_that_did_not_get_out_leaves_a_gap_that_a_hello_closes() -> No
     feed.greet(view, "me")
 
     assert wire.loss == [1, 2, 3, 4]
-    assert wire.picture == view.snapshot()
+    assert wire.picture == view.snapshot().to_json()

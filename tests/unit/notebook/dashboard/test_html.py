@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 from etrain_jupyter.log import events as t
 from etrain_jupyter.notebook.dashboard.html import render_html, render_text
-from etrain_jupyter.notebook.dashboard.snapshot import JobView
+from etrain_jupyter.notebook.dashboard.job_view import JobView
 from tests.unit.notebook.dashboard.scripted_job import JOB_ID, Script
 
 

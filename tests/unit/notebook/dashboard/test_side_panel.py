@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import threading
 from collections.abc import Callable, Collection, Iterator
@@ -10,10 +11,10 @@ import pytest
 from etrain_jupyter.log import events as t
 from etrain_jupyter.notebook.dashboard import link as link_module
 from etrain_jupyter.notebook.dashboard import side_panel, widget
+from etrain_jupyter.notebook.dashboard.job_view import JobView
 from etrain_jupyter.notebook.dashboard.link import PanelComm
 from etrain_jupyter.notebook.dashboard.row import MAX_CURVE_POINTS, row_of
 from etrain_jupyter.notebook.dashboard.side_panel import OtherJobs, SidePanel
-from etrain_jupyter.notebook.dashboard.snapshot import JobView
 from etrain_jupyter.notebook.dashboard.widget import Dashboard
 from tests.unit.notebook.dashboard.scripted_job import Script
 
@@ -197,14 +198,15 @@ def test_a_row_has_no_lists_and_a_short_curve_without_what_json_lacks() -> None:
     script = Script(400)
     view.add(script.events())
     view.add([script.make(t.UserErrorRaised, error="boom", traceback="x" * 9000, workers=["w0"])])
-    view._series["loss"].append(401, float("nan"))
+    [last] = [event for event in script.complete(401) if isinstance(event, t.StepCompleted)]
+    view.add([dataclasses.replace(last, loss=float("nan"))])
 
     row = row_of(view)
 
     assert len(json.dumps(row, allow_nan=False)) < 6000
     assert {"workers", "events", "markers"} & row["snapshot"].keys() == set()
     assert 20 < len(row["loss"]["x"]) == len(row["loss"]["y"]) <= MAX_CURVE_POINTS
-    assert row["snapshot"]["step"] == 400
+    assert row["snapshot"]["step"] == 401
 
 
 def test_a_job_that_has_said_nothing_has_a_row() -> None:

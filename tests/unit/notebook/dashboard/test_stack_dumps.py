@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from etrain_jupyter.log.events import STACKS_ASKED, LogLine
-from etrain_jupyter.notebook.dashboard.snapshot import JobView
+from etrain_jupyter.notebook.dashboard.job_view import JobView
 from tests.unit.notebook.dashboard.scripted_job import JOB_ID
 
 CELL = "/tmp/ipykernel_77/123.py"
@@ -35,7 +35,7 @@ class Lines:
 
     @property
     def listed(self) -> list[tuple[int, str, str]]:
-        return [(e["seq"], e["level"], e["text"]) for e in self.view.snapshot()["events"]]
+        return [(e.seq, e.level, e.text) for e in self.view.snapshot().events]
 
 
 def test_a_dump_is_one_entry_that_begins_with_the_notebooks_frame() -> None:

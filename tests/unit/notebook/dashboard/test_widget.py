@@ -210,7 +210,7 @@ def test_a_front_end_that_fails_is_counted_and_ends_nothing(
         thread.join(timeout=10)
 
     assert dashboard.num_errors >= 1
-    assert dashboard.snapshot()["status"] == "finished"
+    assert dashboard.snapshot().status == "finished"
 
 
 def test_what_an_executed_notebook_keeps_is_the_end_of_the_job() -> None:
