@@ -192,7 +192,7 @@ def test_a_rewind_takes_back_the_curve_and_says_so(view: View, script: Script) -
     assert view.root.locator(".etrain-legend").first.inner_text() != before
     expect(view.root.locator(".etrain-legend").first).to_contain_text("undone")
     rewound = view.root.locator(".etrain-marks button").filter(has_text="step 120")
-    expect(rewound.filter(has_text="180 steps are trained again")).to_have_count(1)
+    expect(rewound.filter(has_text="180 steps will be trained again")).to_have_count(1)
 
 
 def test_what_ends_a_job_is_asked_about_first(view: View, script: Script) -> None:
@@ -289,7 +289,7 @@ def test_events_are_filtered_and_stay_where_they_are_read(view: View, script: Sc
 
     view.root.get_by_label("show events of level").select_option("error")
     assert [text.split("error")[1].strip() for text in items.all_inner_texts()] == [
-        "w1 lost (trainer killed), known after 4 ms"
+        "w1 lost (trainer killed), detected after 4 ms"
     ]
     view.root.get_by_label("show events of level").select_option("all")
     view.root.get_by_label("show events that contain").fill("warm w3")

@@ -19,7 +19,7 @@ def controls_of(status: str, *, num_training: int) -> dict[str, str]:
     """
     if status in TERMINAL_STATUSES:
         ended = dict.fromkeys(REQUESTS, f"The job {_ENDED[status]}.")
-        longer = "The job has finished. %etrain resume --epochs N lets it go on for longer."
+        longer = "The job has finished. To train longer, run %etrain resume --epochs N."
         return ended | {"resume": longer if status == "finished" else ""}
     refused = dict.fromkeys(REQUESTS, "")
     if status == "paused":

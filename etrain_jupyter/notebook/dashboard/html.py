@@ -1,7 +1,7 @@
-"""The picture without JavaScript: for exports, other front ends, terminals.
+"""A job without JavaScript: for exports, other front ends and terminals.
 
-Sanitisers of untrusted notebooks drop ``<svg>`` and ``<style>`` but keep an ``<img>`` with a data
-address, so the chart is one; its colours are mid tones that read on white and on black.
+Sanitizers of untrusted notebooks remove ``<svg>`` and ``<style>``, but keep an ``<img>`` with a
+data URL. So the chart is such an image, in mid tones that are readable on white and on black.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ WORKER_COLUMNS = (
 
 
 def render_text(snapshot: Snapshot) -> str:
-    """Return the picture as one line."""
+    """Return the job as one line."""
     facts = [_status(snapshot), _steps(snapshot)]
     if snapshot.loss is not None:
         facts.append(f"loss {number(float(snapshot.loss))}")
@@ -57,7 +57,7 @@ def render_text(snapshot: Snapshot) -> str:
 
 
 def render_html(snapshot: Snapshot, curves: Curves) -> str:
-    """Return the picture as HTML that survives a sanitiser."""
+    """Return the job as HTML that a sanitizer does not change."""
     parts = [
         f"<p><b>{escape(str(snapshot.name))}</b> {escape(_headline(snapshot))}</p>",
         _progress(snapshot),
@@ -98,18 +98,18 @@ def _cost(cost: CostSummary) -> str:
 
 
 def _warning(snapshot: Snapshot) -> str:
-    """Say in words what the colour says, too: a sanitiser may drop the colour."""
+    """Return the problem with checkpoints as text, since a sanitizer may remove the colour."""
     text = _checkpoint_trouble(snapshot)
     return f'<p style="color:{ALARM}">{escape(text)}</p>' if text else ""
 
 
 def _checkpoint_trouble(snapshot: Snapshot) -> str:
-    """Say what is wrong with the newest durable checkpoint, by the time of the newest event."""
+    """Describe the problem with checkpoints at the time of the newest event."""
     trouble = trouble_of(snapshot, snapshot.updated_at)
     if not trouble:
         return ""
     newest = snapshot.checkpoint
-    last = f"the newest is of step {newest.step:,}" if newest else "there is none yet"
+    last = f"the newest is from step {newest.step:,}" if newest else "none yet"
     if newest and trouble == "overdue":
         last += f", {seconds(snapshot.updated_at - newest.time)} old"
     return f"checkpoint {trouble}, {last}"
@@ -172,7 +172,7 @@ def _worker_row(worker: WorkerRow) -> str:
 
 
 def _machine_of(worker: WorkerRow) -> str:
-    """Return type, price and zone of a machine where the pool knows them, else the device."""
+    """Return type, price and zone of the machine if the pool reports them, else the device."""
     if not worker.machine:
         return str(worker.device)
     price = "" if worker.usd_per_h is None else f" ${worker.usd_per_h:.2f}/h"
@@ -180,7 +180,7 @@ def _machine_of(worker: WorkerRow) -> str:
 
 
 def _shares(split: TimeSplit) -> str:
-    """Say what a worker's steps went into, the largest part first."""
+    """Return the shares of a worker's time, largest first."""
     parts = sorted(split.shares.items(), key=lambda part: -part[1])
     return ", ".join(f"{name} {share:.0%}" for name, share in parts if share >= 0.01)
 
@@ -199,7 +199,7 @@ def _level(event: EventLine) -> str:
 
 
 def _since_start(event: EventLine, snapshot: Snapshot) -> str:
-    """Minutes and seconds since submission: an export has no time zone to show a clock in."""
+    """Return minutes and seconds since submission: an export does not know a time zone."""
     passed = max(0, round(event.time - (snapshot.submitted_at or event.time)))
     return f"+{passed // 60}:{passed % 60:02d}"
 
@@ -215,7 +215,7 @@ def _chart_image(snapshot: Snapshot, curves: Curves) -> str:
 
 
 def _chart(snapshot: Snapshot, curves: Curves) -> str:
-    """Draw loss above, world size below, both over steps."""
+    """Draw the loss above the world size, both over steps."""
     last_step = max(float(curves["loss"][0][-1]), 1.0)
     world_top = TOP + LOSS_HEIGHT + GAP
     height = world_top + WORLD_HEIGHT + 20
@@ -254,7 +254,7 @@ def _range(curves: Sequence[tuple[Floats, SmallFloats]]) -> tuple[float, float]:
 
 
 class _Panel:
-    """One pair of axes of the SVG."""
+    """One pair of axes of the chart."""
 
     def __init__(self, top: int, height: int, last_step: float, low: float, high: float) -> None:
         self.top, self.height = top, height
@@ -289,7 +289,7 @@ class _Panel:
 
 
 def _world_curve(panel: _Panel, curves: Curves, last_step: float) -> str:
-    """World size is a staircase: it holds until it changes."""
+    """Draw the world size as a staircase: each value lasts until the next."""
     steps, sizes = curves.get("world_size", (np.zeros(0), np.zeros(0, np.float32)))
     if not len(steps):
         return ""

@@ -42,7 +42,7 @@ from etrain_jupyter.log.events import (
 from etrain_jupyter.notebook.dashboard.controls import controls_of
 from etrain_jupyter.notebook.dashboard.curves import CurveSet
 from etrain_jupyter.notebook.dashboard.entries import Entries, Markers
-from etrain_jupyter.notebook.dashboard.event_text import Line, describe, seconds
+from etrain_jupyter.notebook.dashboard.event_text import Line, describe, restored_text, seconds
 from etrain_jupyter.notebook.dashboard.facts import JobFacts
 from etrain_jupyter.notebook.dashboard.freshness import Freshness
 from etrain_jupyter.notebook.dashboard.pace import StepRate
@@ -221,7 +221,7 @@ class JobView:
         if event.status == "running":
             self._freshness.start_training(event.time)
             if previous in STALLED and facts.step:
-                self._mark(event, "resumed", f"Running again after it was {previous}")
+                self._mark(event, "resumed", f"Resumed after it was {previous}")
         if event.status in TERMINAL_STATUSES:
             self._facts.ended_at = event.time
             if event.status == "finished" and facts.step:
@@ -270,8 +270,7 @@ class JobView:
         is_undone = best is not None and best.step > event.step
         self._facts.num_undone += event.num_undone
         self._facts.best = None if is_undone else best
-        again = f", {event.num_undone:,} steps are trained again" if event.num_undone else ""
-        self._mark(event, "restored", f"Restored the state of step {event.step:,}{again}")
+        self._mark(event, "restored", restored_text(event))
 
     @_fold.register
     def _fold_step_completed(self, event: StepCompleted) -> None:
@@ -336,7 +335,7 @@ class JobView:
 
     @_fold.register
     def _fold_fault_injected(self, event: FaultInjected) -> None:
-        self._mark(event, "notice", f"{event.fault} of {event.worker} on purpose")
+        self._mark(event, "notice", f"Fault {event.fault} injected into {event.worker}")
 
     @_fold.register
     def _fold_worker_left(self, event: WorkerLeft) -> None:

@@ -71,7 +71,7 @@ def test_a_checkpoint_is_overdue_after_three_intervals(every: str | None, limit_
     assert trouble_of(view.snapshot(), START + limit_s + 1) == "overdue"
 
 
-def test_auto_promises_nothing_before_the_first_checkpoint_and_then_what_was_chosen() -> None:
+def test_auto_has_no_limit_before_the_first_checkpoint_and_then_the_chosen_one() -> None:
     view, script = job(None)
     assert due(view).limit_s is None
 
@@ -87,7 +87,7 @@ def test_nothing_is_overdue_before_the_pace_is_known() -> None:
     assert trouble_of(view.snapshot(), START + 1e6) == ""
 
 
-def test_a_checkpoint_starts_the_clock_anew_and_its_own_time_is_granted() -> None:
+def test_checkpoint_restarts_the_clock_and_adds_its_own_duration() -> None:
     view, script = job("10 steps")
     script.now = START + 100
     view.add([committed(script, 40, duration_s=7.0)])
@@ -95,7 +95,7 @@ def test_a_checkpoint_starts_the_clock_anew_and_its_own_time_is_granted() -> Non
     assert due(view) == CheckpointDue(since=START + 100, limit_s=pytest.approx(67.0))
 
 
-def test_time_in_which_nothing_trains_does_not_count() -> None:
+def test_time_without_training_does_not_count() -> None:
     view, script = job("10 steps")
     script.now = START + 100
     view.add([script.make(t.JobStatusChanged, status="paused")])
@@ -119,18 +119,18 @@ def test_a_failure_shows_until_the_next_success_also_after_the_end() -> None:
     assert trouble_of(view.snapshot(), START) == ""
 
 
-def test_page_and_line_say_it_in_words() -> None:
+def test_html_and_text_name_an_overdue_checkpoint() -> None:
     view, script = job("10 steps", steps=20)
     view.add([committed(script, 20)])
     script.now += 100
     view.add([step_at(script, 21, script.now)])
 
-    said = "checkpoint overdue, the newest is of step 20, 1 min 40 s old"
+    said = "checkpoint overdue, the newest is from step 20, 1 min 40 s old"
     assert f"{said}</p>" in render_html(view.snapshot(), view.series())
     assert said in render_text(view.snapshot())
 
 
-def test_page_of_a_job_whose_checkpoints_come_says_nothing() -> None:
+def test_html_and_text_do_not_mention_a_timely_checkpoint() -> None:
     view, script = job("10 steps")
     view.add([committed(script, 40)])
 

@@ -67,7 +67,7 @@ def test_the_finished_job_shows_what_its_log_says() -> None:
 
 
 @given(cuts=st.sets(st.integers(min_value=0, max_value=len(EVENTS))))
-def test_the_picture_does_not_depend_on_how_the_events_were_batched(cuts: set[int]) -> None:
+def test_the_snapshot_does_not_depend_on_batching(cuts: set[int]) -> None:
     whole, pieces = view_of(EVENTS), JobView(JOB_ID)
 
     places = sorted({0, len(EVENTS)} | cuts)
@@ -81,7 +81,7 @@ def test_the_picture_does_not_depend_on_how_the_events_were_batched(cuts: set[in
         np.testing.assert_array_equal(pieces.series()[name][1], y)
 
 
-def test_events_that_were_seen_before_are_passed_over() -> None:
+def test_events_seen_before_are_skipped() -> None:
     view = view_of(EVENTS)
     before = view.snapshot()
 
@@ -90,7 +90,7 @@ def test_events_that_were_seen_before_are_passed_over() -> None:
     assert view.snapshot() == before
 
 
-def test_events_read_back_from_the_log_give_the_same_picture() -> None:
+def test_events_read_back_from_the_log_give_the_same_snapshot() -> None:
     lines = [json.dumps(event.to_dict()) for event in EVENTS]
 
     replayed = view_of([t.event_from_dict(json.loads(line)) for line in lines])
@@ -113,24 +113,24 @@ def test_each_worker_counts_the_steps_that_it_took_part_in() -> None:
     assert rows == {"w0": 60, "w1": 24, "w2": 29, "w3": 50, "w4": 33, "w5": 15}
 
 
-def test_one_worker_goes_on_and_two_go_on() -> None:
+def test_one_worker_continues_and_two_continue() -> None:
     script = Script(num_steps=60)
     events = [*script.begin(), *script.form(["w0"], "start"), *script.form(["w0", "w1"], "join")]
 
     texts = [event.text for event in view_of(events).snapshot().events]
 
     assert [text.partition(": ")[2].partition(" from")[0] for text in texts[-2:]] == [
-        "1 worker goes on",
-        "2 workers go on",
+        "1 worker continues",
+        "2 workers continue",
     ]
 
 
-def test_a_noticed_worker_goes_on_training_until_it_leaves() -> None:
+def test_worker_with_a_notice_trains_until_it_leaves() -> None:
     assert state_of(view_of(until(t.PreemptionNoticed)).snapshot(), "w2") == ("leaving", 1)
     assert state_of(view_of(until(t.WorkerLeft)).snapshot(), "w2") == ("left", None)
 
 
-def test_a_worker_at_risk_trains_on_and_is_listed_and_marked() -> None:
+def test_worker_at_risk_keeps_training_and_is_listed_and_marked() -> None:
     script = Script(num_steps=60)
     events = [*script.begin(), *script.form(["w0"], "start"), *script.complete(1)]
     before = state_of(view_of(events).snapshot(), "w0")
@@ -140,23 +140,23 @@ def test_a_worker_at_risk_trains_on_and_is_listed_and_marked() -> None:
 
     assert state_of(snapshot, "w0") == before
     assert snapshot.events[-1].text == (
-        "w0 is likely to be preempted; it trains on, and a checkpoint is saved"
+        "w0 is likely to be preempted; it keeps training, and a checkpoint is saved"
     )
     assert [(m.kind, m.text) for m in snapshot.markers if m.kind == "notice"] == [
         ("notice", "w0 likely to be preempted")
     ]
 
 
-def test_a_fault_on_purpose_is_listed_and_marked() -> None:
+def test_injected_fault_is_listed_and_marked() -> None:
     script = Script(num_steps=60)
     events = [*script.begin(), *script.form(["w0"], "start"), *script.complete(1)]
     events.append(script.make(t.FaultInjected, worker="w0", fault="hold_gil", step=1))
 
     snapshot = view_of(events).snapshot()
 
-    assert snapshot.events[-1].text == "w0 suffers hold_gil on purpose"
+    assert snapshot.events[-1].text == "Fault hold_gil injected into w0"
     assert [(m.kind, m.text) for m in snapshot.markers if m.kind == "notice"] == [
-        ("notice", "hold_gil of w0 on purpose")
+        ("notice", "Fault hold_gil injected into w0")
     ]
 
 
@@ -210,7 +210,7 @@ def test_a_worker_that_is_lost_while_the_job_pauses_or_is_paused_is_not_counted(
     assert view.snapshot().world_size == 0
 
 
-def test_resuming_makes_nobody_a_newcomer() -> None:
+def test_resuming_adds_no_newcomers() -> None:
     script, events = paused_script()
     events.append(script.make(t.JobStatusChanged, status="paused"))
     events += script.form(["w0", "w1"], "resume")
@@ -275,7 +275,7 @@ def test_resuming_from_an_older_step_cuts_what_did_not_happen() -> None:
     assert view.series()["loss"][0].tolist() == list(range(1, 22))
 
 
-def test_what_a_rewind_cut_off_is_kept_beside_the_curve_within_bounds() -> None:
+def test_undone_steps_are_kept_in_a_limited_curve_of_their_own() -> None:
     script = Script(num_steps=6000)
     view = view_of([*script.begin(), *script.form(["w0"], "start")])
     view.add([event for step in range(1, 31) for event in script.complete(step)])
@@ -361,7 +361,7 @@ def test_a_metric_of_evaluations_alone_has_no_value_at_steps() -> None:
     assert view.series()["eval.f1"][1].tolist() == [0.25]
 
 
-def test_an_unknown_event_of_a_newer_version_is_listed_and_harms_nothing() -> None:
+def test_unknown_event_of_a_newer_version_is_listed() -> None:
     event = t.event_from_dict(
         {"event": "WorkerSang", "job_id": JOB_ID, "time": 1.0, "seq": 1, "song": "la"}
     )
@@ -370,7 +370,7 @@ def test_an_unknown_event_of_a_newer_version_is_listed_and_harms_nothing() -> No
 
 
 @pytest.mark.parametrize("kind", sorted(t.Event.kinds), ids=str)
-def test_every_kind_of_event_has_a_sentence_or_is_left_out_on_purpose(kind: str) -> None:
+def test_every_kind_of_event_is_described_or_omitted_explicitly(kind: str) -> None:
     from etrain_jupyter.notebook.dashboard.event_text import describe
 
     assert describe.dispatch(t.Event.kinds[kind]) is not describe.dispatch(object)
@@ -385,7 +385,7 @@ def test_a_long_run_is_folded_fast_enough_to_attach_to() -> None:
     assert len(view.series()["loss"][0]) == 20_000
 
 
-def test_job_that_ended_early_is_complete_and_says_why() -> None:
+def test_job_that_ended_early_is_complete_and_has_a_reason() -> None:
     common: dict[str, Any] = {"job_id": JOB_ID, "time": EVENTS[-1].time}
     reason = "early stopping: accuracy was best at step 10, 0.9, and not better in 3 evaluations"
     steps = until(t.StepCompleted, 20)
@@ -420,7 +420,7 @@ def test_best_of_steps_that_were_undone_is_forgotten() -> None:
     assert view_of([best, restored]).snapshot().best is None
 
 
-def test_loss_that_is_nan_is_told_with_its_workers() -> None:
+def test_nan_loss_is_listed_with_its_workers() -> None:
     told = t.LossNotFinite(
         job_id=JOB_ID, time=1.0, step=7, loss=float("nan"), ranks=[1], workers=["w2"]
     )
@@ -430,7 +430,7 @@ def test_loss_that_is_nan_is_told_with_its_workers() -> None:
     assert entry.text == "The loss of step 7 is nan on w2: no worker updated its weights"
 
 
-def test_batch_is_that_of_the_present_workers_where_each_has_its_own() -> None:
+def test_global_batch_grows_with_the_workers_if_each_has_a_fixed_batch() -> None:
     script = Script(num_steps=60)
     events = [
         dataclasses.replace(event, global_batch_size=32, per_worker_batch_size=32)
@@ -444,7 +444,7 @@ def test_batch_is_that_of_the_present_workers_where_each_has_its_own() -> None:
     assert (before, view_of(events).snapshot().global_batch_size) == (32, 96)
 
 
-def test_a_job_that_was_resumed_lives_again_with_its_curve() -> None:
+def test_resumed_job_is_active_again_and_keeps_its_curves() -> None:
     view = view_of(EVENTS)
     seq = EVENTS[-1].seq
     common = {"job_id": JOB_ID, "time": 9e9, "generation": 6}
@@ -486,7 +486,7 @@ def test_each_step_knows_its_samples_and_its_time_and_a_rewind_takes_them_back()
 
     assert view.series()["samples"][1].tolist() == [256, 512, 768, 1024, 1280]
     assert view.series()["elapsed_s"][1][-1] > 100
-    assert view.snapshot().markers[-1].text.endswith(", 6 steps are trained again")
+    assert view.snapshot().markers[-1].text.endswith(", 6 steps will be trained again")
 
 
 def test_the_number_of_workers_over_time_keeps_what_a_rewind_undoes_over_steps() -> None:
@@ -511,7 +511,7 @@ def timed(script: Script, worker: str, **spent: float) -> t.Event:
     )
 
 
-def test_a_worker_tells_where_its_time_goes_and_what_it_waits_for() -> None:
+def test_worker_has_a_time_split_and_what_it_waits_for() -> None:
     script, events = paused_script()
     events += [timed(script, "w0", data_s=2.0), timed(script, "w1", communication_s=1.2)]
     rows = view_of(events).snapshot().workers
@@ -531,7 +531,7 @@ def test_a_worker_tells_where_its_time_goes_and_what_it_waits_for() -> None:
     assert [row.waits_for for row in rows] == ["data, 50 %", "other ranks, 30 %"]
 
 
-def test_who_does_not_train_waits_for_something_and_has_told_nothing() -> None:
+def test_worker_that_does_not_train_waits_for_something_and_has_no_split() -> None:
     script, events = paused_script()
     events.append(script.make(t.WorkerJoined, worker="w9"))
     events.append(script.make(t.JobStatusChanged, status="paused"))
@@ -545,7 +545,7 @@ def test_who_does_not_train_waits_for_something_and_has_told_nothing() -> None:
     ]
 
 
-def test_what_machines_cost_is_known_once_their_pool_tells() -> None:
+def test_cost_is_known_once_the_pool_reports_it() -> None:
     script, events = paused_script()
     assert view_of(events).snapshot().cost is None
 
@@ -556,7 +556,7 @@ def test_what_machines_cost_is_known_once_their_pool_tells() -> None:
     )
 
 
-def test_a_flood_of_checkpoints_does_not_drive_out_an_error() -> None:
+def test_many_checkpoints_do_not_displace_an_error() -> None:
     script, events = paused_script()
     events.append(script.make(t.WorkerLost, worker="w1", cause="killed"))
     saved = {"manifest": "m", "size_bytes": 1, "stall_s": 0.0, "duration_s": 0.1}
@@ -580,7 +580,7 @@ def test_a_flood_of_checkpoints_does_not_drive_out_an_error() -> None:
         ("failed", 0, {"resume"}),
     ],
 )
-def test_the_requests_that_a_job_takes_follow_from_its_status(
+def test_possible_requests_follow_from_the_status(
     status: str, num_training: int, possible: set[str]
 ) -> None:
     controls = controls_of(status, num_training=num_training)
