@@ -16,7 +16,7 @@ TYPED := etrain_jupyter benchmarks notebooks
 ALL_TESTS = $(BIN)/python -m pytest -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo lab test endurance lint docs screenshots bench peers constraints clean
+.PHONY: help install demo lab test endurance lint docs snapshot screenshots bench peers constraints clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -46,11 +46,21 @@ endurance: $(INSTALLED) ## The long tests of the engine: 500 schedules of faults
 	  $(BIN)/python -m pytest -p no:rerunfailures tests/chaos tests/unit/rules -m slow $(ARGS)
 	ETRAIN_SPAWN=1 $(BIN)/python -m pytest -p no:rerunfailures tests/chaos/test_faults.py tests/chaos/test_endings.py $(ARGS)
 
-lint: $(INSTALLED) ## Style, types and the import rules
+lint: $(INSTALLED) ## Style, types and the import rules; with Node.js also ESLint and Prettier
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict $(TYPED)
 	$(BIN)/python -m pytest -q tests/unit/test_architecture.py
+	@if command -v node >/dev/null; then \
+	  cd labextension && PATH="$(abspath $(BIN)):$$PATH" && \
+	  { test -x node_modules/.bin/eslint || jlpm install --immutable; } && jlpm lint:check; \
+	else \
+	  echo "ESLint and Prettier are skipped: Node.js is not installed."; \
+	fi
+
+snapshot: $(INSTALLED) ## Generate the front end's type of a snapshot, labextension/src/snapshot.ts, from Python
+	$(BIN)/python -m etrain_jupyter.notebook.dashboard.typescript > labextension/src/snapshot.ts.new
+	mv labextension/src/snapshot.ts.new labextension/src/snapshot.ts
 
 docs: $(INSTALLED) ## Build the documentation into build/site; a dead link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet $(ARGS)

@@ -33,7 +33,7 @@ from etrain_jupyter.log.events import (
 )
 from etrain_jupyter.log.segments import compact, read_log, segments_of
 from etrain_jupyter.notebook.audit import audit_log
-from etrain_jupyter.notebook.dashboard.snapshot import JobView
+from etrain_jupyter.notebook.dashboard.job_view import JobView
 from etrain_jupyter.notebook.job.history import LatestValues
 
 BAR_S = 2.0

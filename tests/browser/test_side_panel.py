@@ -287,11 +287,13 @@ def test_jobs_elsewhere_are_offered_idle_pools_warned_of_and_names_are_only_text
     )
     notebook.run(0)
     panel = show_panel(page)
-    panel.get_by_role("button", name="Look for jobs").click()
+    panel.get_by_role("button", name="Refresh the jobs").click()
     expect(panel.locator(".etrain-offer")).to_have_count(3, timeout=PATIENCE_MS)
-    expect(panel.locator(".etrain-pools")).to_contain_text("idle for 6 min: 2 workers, ends in 8")
+    expect(panel.locator(".etrain-pools")).to_contain_text(
+        "idle for 6 min: 2 workers, shuts down in 8"
+    )
     bar = page.locator(".etrain-statusbar")
-    expect(bar).to_have_text("etrain: no job runs · ⚠ pool local idle")
+    expect(bar).to_have_text("etrain: no running jobs · ⚠ pool local idle")
     shoot(page, "panel-around")
 
     row(panel, "lost-7f3a").get_by_role("button", name="Attach").click()

@@ -192,7 +192,7 @@ def test_a_rewind_takes_back_the_curve_and_says_so(view: View, script: Script) -
     assert view.root.locator(".etrain-legend").first.inner_text() != before
     expect(view.root.locator(".etrain-legend").first).to_contain_text("undone")
     rewound = view.root.locator(".etrain-marks button").filter(has_text="step 120")
-    expect(rewound.filter(has_text="180 steps are trained again")).to_have_count(1)
+    expect(rewound.filter(has_text="180 steps will be trained again")).to_have_count(1)
 
 
 def test_what_ends_a_job_is_asked_about_first(view: View, script: Script) -> None:
@@ -202,7 +202,7 @@ def test_what_ends_a_job_is_asked_about_first(view: View, script: Script) -> Non
     stop.click()
     assert view.sent("request") == []
     expect(view.root.get_by_role("button", name="Stop now")).to_contain_text(
-        "all after step 200 is lost"
+        "all training after step 200 will be lost"
     )
     view.page.keyboard.press("Escape")
     expect(stop).to_be_focused()
@@ -268,7 +268,7 @@ def test_a_job_that_was_stopped_is_resumed_after_a_question(view: View, script: 
 
     resume.click()
     box = view.root.locator(".etrain-box")
-    expect(box).to_contain_text("Resume digits? It goes on from its checkpoint of step 200;")
+    expect(box).to_contain_text("Resume digits? It continues from the checkpoint at step 200;")
     box.get_by_role("button", name="Cancel").click()
     assert view.sent("request") == []
     expect(resume).to_be_focused()
@@ -289,7 +289,7 @@ def test_events_are_filtered_and_stay_where_they_are_read(view: View, script: Sc
 
     view.root.get_by_label("show events of level").select_option("error")
     assert [text.split("error")[1].strip() for text in items.all_inner_texts()] == [
-        "w1 lost (trainer killed), known after 4 ms"
+        "w1 lost (trainer killed), detected after 4 ms"
     ]
     view.root.get_by_label("show events of level").select_option("all")
     view.root.get_by_label("show events that contain").fill("warm w3")
@@ -322,7 +322,7 @@ def test_a_worker_says_where_its_time_goes(view: View, script: Script) -> None:
     expect(row.get_by_role("img")).to_have_attribute(
         "aria-label",
         "data 45 %, forward and backward 40 %, other ranks 10 %, optimizer 5 %, other 0 % "
-        "of 100 steps up to 300",
+        "(100 steps up to step 300)",
     )
     expect(row).to_contain_text("3,200")
     expect(row).to_contain_text("data, 45 %")

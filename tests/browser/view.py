@@ -12,7 +12,7 @@ from playwright.sync_api import Locator, Page
 from etrain_jupyter.log import events as t
 from etrain_jupyter.notebook.dashboard.browser import WIDGET_SCRIPT
 from etrain_jupyter.notebook.dashboard.feed import ViewFeed
-from etrain_jupyter.notebook.dashboard.snapshot import JobView
+from etrain_jupyter.notebook.dashboard.job_view import JobView
 
 # What anywidget would do with our module, and what a test wants to know of the page.
 MOUNT = """
@@ -85,7 +85,7 @@ class View:
     def answer(self, request: str, text: str, level: str = "info") -> None:
         """Answer a request as the kernel does."""
         notice = {"kind": "notice", "request": request, "to": self.name}
-        self.feed.say(notice | {"level": level, "text": text})
+        self.feed.post(notice | {"level": level, "text": text})
         self.settle()
 
     def answer_detail(self) -> dict[str, Any]:

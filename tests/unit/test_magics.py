@@ -687,7 +687,7 @@ def test_logs_tell_of_faults_and_losses_in_between(run: Run) -> None:
 
     assert [line[9:] for line in shown.splitlines()] == [
         "info    w1: hello",
-        "warning w1 suffers kill on purpose",
+        "warning Fault kill injected into w1",
         "error   w1 lost (ended by SIGKILL)",
         "info    w0: I go on",
     ]

@@ -34,7 +34,7 @@ from etrain_jupyter.log.events import (
     WorkerLost,
 )
 from etrain_jupyter.log.segments import compact, read_log, segments_of
-from etrain_jupyter.notebook.dashboard.snapshot import JobView
+from etrain_jupyter.notebook.dashboard.job_view import JobView
 from etrain_jupyter.notebook.job.history import LatestValues
 
 FEW = 10
