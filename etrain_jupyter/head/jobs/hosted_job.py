@@ -163,7 +163,6 @@ class HostedJob:
             left = [fault for fault in self.order.faults if fault["id"] in wishes.faults]
             self.planned = PlannedFaults(left)
         if self.recalled.is_ended:
-            self.state = self.state.replace(phase="ended")
             self._log.close()
             return
         self._follow_with_tensorboard()
@@ -204,8 +203,8 @@ class HostedJob:
         """What somebody has asked for that the log does not tell yet."""
         state = self.state
         return PendingRequests(
-            paused=state.paused,
-            pause_reason=state.pause_reason,
+            paused=state.pause is not None,
+            pause_reason=state.pause.reason if state.pause else "",
             is_stopping=state.outcome == "stopped",
             faults=self.planned.left,
         )
@@ -429,7 +428,9 @@ class HostedJob:
         if isinstance(event, events.GenerationFormed):
             self.review_pace()
             is_older = event.step < self.step_clock.logged_step
-            if self.state.is_restoring:  # the first rank that has formed tells to which step
+            if (
+                self.state.current.is_restoring
+            ):  # the first rank that has formed tells to which step
                 self.restoring = event.generation
                 self.starts.append(NOT_BEGUN)
                 return

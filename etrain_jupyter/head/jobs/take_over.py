@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,13 @@ from etrain_jupyter.log.events import Event
 from etrain_jupyter.rules.membership import stimuli as s
 from etrain_jupyter.rules.membership.adoption import is_of_job
 from etrain_jupyter.rules.membership.lineage import NOT_BEGUN
-from etrain_jupyter.rules.membership.membership import JobState
+from etrain_jupyter.rules.membership.membership import (
+    GenerationState,
+    JobState,
+    Pause,
+    Stopping,
+    Timings,
+)
 from etrain_jupyter.rules.replay.recalled_workers import RecalledWorkers
 from etrain_jupyter.rules.replay.replay import Past, past_of
 from etrain_jupyter.storage.checkpoints import open_store
@@ -53,12 +60,13 @@ def _newest_writer(order: JobSpec) -> int:
 
 def state_after(past: Past, fresh: JobState) -> JobState:
     """Return the state of a job whose trainers have all died, from that of a new one."""
-    return fresh.replace(
-        generation=past.generation,
+    return replace(
+        fresh,
+        current=GenerationState(number=past.generation),
         step=past.step,
         saved_steps=past.saved_steps,
         num_started=past.num_started,
-        whys=("resume",) if past.generation else fresh.whys,
+        next_whys=("resume",) if past.generation else fresh.next_whys,
     )
 
 
@@ -67,18 +75,17 @@ def state_of_recalled(
 ) -> JobState:
     """Return the state of a job whose trainers may live, from that of one whose have died."""
     low, high = recalled.bounds or (state.min_workers, state.max_workers)
-    return state.replace(
+    return replace(
+        state,
         min_workers=low,
         max_workers=high,
         status=recalled.status,
         reason=recalled.reason,
-        whys=("restart",) if past.generation else ("start",),
+        next_whys=("restart",) if past.generation else ("start",),
         has_trained=recalled.has_trained,
-        step_s=recalled.step_s,
-        last_step_at=recalled.last_step_at,
-        paused=wishes.paused,
-        pause_reason=wishes.pause_reason,
-        outcome="stopped" if wishes.is_stopping else "",
+        timings=Timings(step_s=recalled.step_s, last_step_at=recalled.last_step_at),
+        pause=Pause(reason=wishes.pause_reason) if wishes.paused else None,
+        ending=Stopping() if wishes.is_stopping else None,
     )
 
 

@@ -94,7 +94,7 @@ class JobView:
 
     @property
     def status(self) -> str:
-        """The job's status, as in ``events.types.STATUSES``."""
+        """The job's status, a ``JobStatus``."""
         return str(self._facts["status"])
 
     @property

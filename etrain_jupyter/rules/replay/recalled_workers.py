@@ -35,7 +35,7 @@ class RecalledWorkers:
     """Fewest and most workers, if somebody has changed them."""
     plan: dict[str, Any] = field(default_factory=dict)
     """As a trainer tells it; empty if none has."""
-    status: str = "submitted"
+    status: events.JobStatus = "submitted"
     reason: str = ""
     step_s: float = 0.0
     last_step_at: float = 0.0

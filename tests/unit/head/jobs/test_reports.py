@@ -10,6 +10,7 @@ from etrain_jupyter.head.jobs.printed_lines import PrintedLines
 from etrain_jupyter.log import events
 from etrain_jupyter.rules.membership import stimuli as s
 from etrain_jupyter.rules.membership.lineage import NOT_BEGUN
+from etrain_jupyter.rules.membership.membership import Finishing
 from tests.unit.head.coordinator.rig import PLAN, Rig
 
 
@@ -249,7 +250,7 @@ async def test_early_end_that_every_rank_tells_is_logged_once(rig):
         rig.say(worker, {**report, "why": "done", "undone": False, "ended_early": told})
 
     assert [e.step for e in rig.events(events.EarlyStopped)] == [6]
-    assert rig.job.state.ending == "early stopping: enough"
+    assert rig.job.state.ending == Finishing(reason="early stopping: enough")
 
 
 # --- printed lines (review R9) ---
