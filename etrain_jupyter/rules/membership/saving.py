@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from etrain_jupyter.log.job_record import KEEP_SAVED
 from etrain_jupyter.rules.membership import stimuli as s
 from etrain_jupyter.rules.membership.commands import SaveCheckpoint
 from etrain_jupyter.rules.membership.membership import Finishing, JobState, Member, Saving
@@ -20,9 +21,6 @@ the job ends without the checkpoint."""
 
 FORGET_SAVES = 0.8
 """Factor by which each faster checkpoint lowers the known duration of a checkpoint."""
-
-KEEP_SAVED = 8
-"""Durable checkpoints to remember, in case the job goes back behind the newest ones."""
 
 
 def newest_holders(state: JobState) -> list[Member]:

@@ -126,7 +126,8 @@ def check_commit(trainer: Trainer) -> None:
 def _newest_kept(job: Job) -> int:
     """Return the newest durable step of the states that the job has come through."""
     written = [(step, writer) for step, (*_, writer) in job.store.items()]
-    kept = [step for step, by in written if is_of_job(generation=by, step=step, starts=job.starts)]
+    starts = job.record.starts
+    kept = [step for step, by in written if is_of_job(generation=by, step=step, starts=starts)]
     return max(kept, default=0)
 
 
