@@ -11,9 +11,10 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
-STATUSES = ("submitted", "waiting", "running", "paused", "finished", "stopped", "failed")
+JobStatus = Literal["submitted", "waiting", "running", "paused", "finished", "stopped", "failed"]
+LeaveReason = Literal["preempted", "scaled down"]
 TERMINAL_STATUSES = frozenset({"finished", "stopped", "failed"})
 
 STACKS_ASKED = "etrain: what the threads of this trainer are doing:"
@@ -141,8 +142,7 @@ class JobPlanned(Event):
 class JobStatusChanged(Event):
     """The job's status is another one now."""
 
-    status: str
-    """One of ``STATUSES``."""
+    status: JobStatus
     reason: str = ""
     """Why, in words for a person; empty where the status says it all."""
 
@@ -371,7 +371,7 @@ class WorkerLeft(Event):
 
     worker: str
     reason: str
-    """``preempted``, ``scaled down``, ``job ended`` ..."""
+    """A ``LeaveReason``; older versions had others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -572,6 +572,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], tuple[type, ...]]] = {
     "bool": (_NUMBER, ()),
     "float | None": ((*_NUMBER, type(None)), ()),
     "str": ((str,), ()),
+    "JobStatus": ((str,), ()),
     "list[str]": ((list, tuple), (str,)),
     "list[int]": ((list, tuple), _NUMBER),
     "dict[str, float]": ((dict,), _NUMBER),

@@ -96,7 +96,7 @@ class Keeper:
             state = job.hosted.state
             num_here = len([*state.in_phase("ranked"), *state.in_phase("warm")])
             # Somebody else's join may have been under way, and the change come with it.
-            is_made = state.phase == "running" and state.world_size == world_size
+            is_made = state.phase == "running" and state.current.world_size == world_size
             return is_made or (state.phase == "changing" and num_here >= world_size)
 
         await job.until(lambda: job.step >= step - 1)

@@ -335,7 +335,7 @@ class RigJob:
     @property
     def step(self) -> int:
         """The newest step in the log."""
-        return self.hosted.step_clock.logged_step
+        return self.hosted.record.logged_step
 
     @property
     def status(self) -> str:

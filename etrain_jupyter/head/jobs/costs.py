@@ -9,6 +9,7 @@ from etrain_jupyter.head.coordinator import clock
 from etrain_jupyter.head.coordinator.nodes import NodeCost
 from etrain_jupyter.head.jobs.hosted_job import HostedJob
 from etrain_jupyter.log import events
+from etrain_jupyter.log.job_record import JobRecord
 from etrain_jupyter.rules.policy.job_costs import JobCosts, RunningCost
 
 TELL_EVERY_S = 10.0
@@ -36,9 +37,9 @@ class Money:
         self._has_prices = self._has_prices or bool(nodes)
         for job in jobs:
             if job.order.job_id not in self._told:
-                past = job.cost_before
-                self._costs.begin(job.order.job_id, past, has_trained=job.state.step > 0)
-                self._told[job.order.job_id] = (-math.inf, past)
+                before = _cost_in(job.record)
+                self._costs.begin(job.order.job_id, before, has_trained=job.state.step > 0)
+                self._told[job.order.job_id] = (-math.inf, before)
         ranks = {worker: job.order.job_id for job in jobs for worker in job.ranks()}
         self._costs.take(nodes, ranks=ranks, active=[job.order.job_id for job in jobs])
         if self._has_prices:
@@ -76,3 +77,15 @@ class Money:
             on_demand_usd=cost.on_demand_usd,
             wasted_usd=cost.wasted_usd,
         )
+
+
+def _cost_in(record: JobRecord) -> RunningCost:
+    """Return what a job had cost when it was resumed, or when its scheduler died."""
+    known = record.cost
+    if known is None:
+        return RunningCost()
+    return RunningCost(
+        spent_usd=known.spent_usd,
+        on_demand_usd=known.on_demand_usd,
+        wasted_usd=known.wasted_usd,
+    )

@@ -22,24 +22,19 @@ from etrain_jupyter.head.jobs.reports import Message, take_report
 from etrain_jupyter.head.jobs.steps import StepClock
 from etrain_jupyter.head.jobs.take_over import (
     find_trainers,
-    past_from,
-    read_past,
-    state_after,
-    state_of_recalled,
+    read_record,
+    recovered_state,
+    resumed_state,
 )
 from etrain_jupyter.log import events
-from etrain_jupyter.log.event_log import read_events
+from etrain_jupyter.log.job_record import JobRecord
 from etrain_jupyter.log.tensorboard import follow_elsewhere
 from etrain_jupyter.rules.membership import commands as c
 from etrain_jupyter.rules.membership import stimuli as s
-from etrain_jupyter.rules.membership.lineage import NOT_BEGUN
 from etrain_jupyter.rules.membership.membership import JobState
 from etrain_jupyter.rules.membership.state_machine import handle
 from etrain_jupyter.rules.policy.checkpoint_interval import words_of
-from etrain_jupyter.rules.policy.job_costs import RunningCost
 from etrain_jupyter.rules.replay.checkpoint_evidence import Evidence
-from etrain_jupyter.rules.replay.recalled_workers import RecalledWorkers, recall
-from etrain_jupyter.rules.replay.replay import Past
 
 Tell = Callable[[str, Message], None]
 """Sends an order to a worker's supervisor, by worker name."""
@@ -58,30 +53,16 @@ class HostedJob:
     recalls: PendingRequests | None = None
     """What was asked of a job whose scheduler died, so that its trainers may live; None for one
     that is submitted."""
-    recalled: RecalledWorkers | None = field(default=None, init=False)
-    """What its log told, until its trainers were looked for; None for one that is submitted."""
+    recalled: JobRecord | None = field(default=None, init=False)
+    """The record of a job whose scheduler died, until its trainers were adopted; else None."""
     state: JobState = field(init=False)
-    plan: dict[str, Any] = field(default_factory=dict)
+    record: JobRecord = field(default_factory=JobRecord, init=False)
+    """What the log says of it, folded from the events that this appends."""
     step_clock: StepClock = field(default_factory=StepClock)
     trainers: dict[str, TrainerFacts] = field(default_factory=dict)
     planned: PlannedFaults = field(init=False)
-    restoring: int = field(default=0, init=False)
-    """The generation that begins with a checkpoint, until a rank has told which; 0 if none does."""
-    starts: list[int] = field(default_factory=list, init=False)
-    """The step at which each generation began; see ``elastic.lineage``."""
-
-    evaluated_step: int = field(default=-1, init=False)
-    """Step of the newest evaluation in the log that holds."""
-    best_told: dict[str, Any] | None = field(default=None, init=False)
-    """The newest ``BestReached`` that holds, as it was told."""
-    num_samples_before: int = field(default=0, init=False)
-    """Training samples that a resumed job had; 0 for another one."""
-    ended_early_in: int = field(default=0, init=False)
-    """The generation that has told of an early end; 0 if none has."""
     evidence: Evidence = field(default_factory=Evidence, init=False)
-    """What ``checkpoint.every: auto`` follows from."""
-    cost_before: RunningCost = field(default_factory=RunningCost, init=False)
-    """What a job had cost that was resumed, or whose scheduler died."""
+    """What ``checkpoint.every: auto`` follows from: the same events, by this process's clock."""
     describe_worker: Callable[[str], dict[str, Any]] = field(default=lambda worker: {}, init=False)
     """Returns what is known of a worker's machine, as ``WorkerJoined`` has it."""
     before_end: Callable[[HostedJob], None] = field(default=lambda job: None, init=False)
@@ -131,39 +112,38 @@ class HostedJob:
             "pool": order.pool,
             "config": order.config,
         }
-        past = read_past(order, order.log_path) if order.resumes else Past()
-        if past.num_events:
-            self._go_on_from(past)
-            told = {"from_status": past.status, "step": past.step, "differs": order.differs}
-            self.log(events.JobResumed, **asked, **told)
+        if order.resumes:
+            self._read_log()
+        before = self.record
+        if before.num_events:
+            self.state = resumed_state(before, self.state)
+            self.log(
+                events.JobResumed,
+                **asked,
+                from_status=before.status,
+                step=before.logged_step,
+                differs=order.differs,
+            )
         else:
             self.log(events.JobSubmitted, name=order.name, **asked)
         self.log(events.JobStatusChanged, status="submitted")
         self._follow_with_tensorboard()
 
-    def _go_on_from(self, past: Past) -> None:
-        self.state = state_after(past, self.state)
-        self.starts, self.num_samples_before = past.starts, past.num_train_samples
-        self.evidence, self.cost_before = past.evidence, past.cost
+    def _read_log(self) -> None:
+        """Fold what earlier coordinators have appended."""
+        self.record, self.evidence = read_record(self.order, self.order.log_path)
         self.evidence.shift(clock.from_wall(0.0))
-        self.evaluated_step, self.best_told = past.evaluated_step, past.best
-        self.step_clock.logged_step = past.step
 
     def _recall(self, wishes: PendingRequests) -> None:
-        """Stand where the coordinator stood that died; the trainers are looked for later."""
-        log = read_events(self.order.log_path)
-        past, self.recalled = past_from(log, self.order), recall(log)
-        if self.recalled.last_step_at:
-            self.recalled.last_step_at = clock.from_wall(self.recalled.last_step_at)
-        self._go_on_from(past)
-        self.state = state_of_recalled(self.state, self.recalled, wishes, past=past)
-        self.plan, self.step_clock.step_s = self.recalled.plan, self.recalled.step_s
-        self.ended_early_in = self.recalled.ended_early_in
+        """Recover the state that the dead coordinator had; the trainers are adopted later."""
+        self._read_log()
+        self.recalled = self.record
+        self.state = recovered_state(self.record, self.state, wishes)
+        self.step_clock.step_s = self.record.step_s
         if wishes.faults is not None:
             left = [fault for fault in self.order.faults if fault["id"] in wishes.faults]
             self.planned = PlannedFaults(left)
-        if self.recalled.is_ended:
-            self.state = self.state.replace(phase="ended")
+        if self.state.is_ended:
             self._log.close()
             return
         self._follow_with_tensorboard()
@@ -182,7 +162,7 @@ class HostedJob:
         workers = [found.worker for found, _ in pairs]
         lost = tuple(worker for worker in recalled.trainers if worker not in workers)
         self.step_clock.ranks = tuple(recalled.trainers.get(w, "") for w in recalled.ranks)
-        step = self.step_clock.logged_step
+        step = recalled.logged_step
         told = {"workers": workers, "lost": list(lost)}
         self.log(events.SchedulerRestarted, step=step, away_s=away_s, **told)
         self.handle(
@@ -204,8 +184,8 @@ class HostedJob:
         """What somebody has asked for that the log does not tell yet."""
         state = self.state
         return PendingRequests(
-            paused=state.paused,
-            pause_reason=state.pause_reason,
+            paused=state.pause is not None,
+            pause_reason=state.pause.reason if state.pause else "",
             is_stopping=state.outcome == "stopped",
             faults=self.planned.left,
         )
@@ -240,6 +220,7 @@ class HostedJob:
     def _append(self, facts: list[events.Event]) -> None:
         self._log.append(facts)
         for event in facts:
+            self.record.apply(event)
             self.evidence.fold(event, clock.now())
 
     def report_dropped_lines(self, *, is_last: bool = False) -> None:
@@ -385,19 +366,19 @@ class HostedJob:
                     "is_guarded": command.is_guarded,
                     "behind": list(command.behind),
                     "restore": command.restore,
-                    "logged_step": min(self.step_clock.logged_step, command.step),
+                    "logged_step": min(self.record.logged_step, command.step),
                     "backend": command.backend,
                     "faults": self.planned.of_rank(rank, len(command.trainers)),
-                    "log_end": self.step_clock.logged_step,
-                    "starts": list(self.starts),
+                    "log_end": self.record.logged_step,
+                    "starts": self.record.starts,
                     "pace": self._pace(restore=command.restore),
                 },
             )
 
     def _save(self, command: c.SaveCheckpoint) -> None:
-        logged_step = self.step_clock.logged_step
+        logged_step = self.record.logged_step
         order = {"op": "save", "generation": self.state.generation, "logged_step": logged_step}
-        self.send(command.trainer, {**order, "starts": list(self.starts)})
+        self.send(command.trainer, {**order, "starts": self.record.starts})
 
     def _ask_for_checkpoint(self, command: c.AskForCheckpoint) -> None:
         for trainer in command.trainers:
@@ -428,14 +409,11 @@ class HostedJob:
         self._append([event])
         if isinstance(event, events.GenerationFormed):
             self.review_pace()
-            is_older = event.step < self.step_clock.logged_step
-            if self.state.is_restoring:  # the first rank that has formed tells to which step
-                self.restoring = event.generation
-                self.starts.append(NOT_BEGUN)
-                return
-            self.starts.append(event.step)
-            if is_older:
-                self.go_back(event.step)
+            if self.state.current.is_restoring:
+                return  # the first rank that has formed reports the checkpoint's step
+            self.record.started_from(event.step)
+            if event.step < self.record.logged_step:
+                self.log_restored(event.step)
 
     # --- what trainers say ---
 
@@ -450,17 +428,13 @@ class HostedJob:
         names = ("generation", "collectives", "beats", "phase", "alive_age_s", "process")
         self.handle(s.ProgressSeen(trainer=trainer, **{name: page[name] for name in names}))
 
-    def go_back(self, step: int) -> None:
-        """Log that what comes after ``step`` is trained again.
+    def log_restored(self, step: int) -> None:
+        """Log that the steps after ``step`` are trained again.
 
-        A checkpoint may be ahead of the log; then the ranks have the records that are missing.
+        A checkpoint may be ahead of the log; then the ranks have the missing step records.
         """
-        undone = max(0, self.step_clock.logged_step - step)
-        self.step_clock.logged_step -= undone
-        self.evaluated_step = -1 if self.evaluated_step > step else self.evaluated_step
-        if self.best_told is not None and self.best_told["step"] > step:
-            self.best_told = None
-        self.log(events.JobRestored, step=step, num_undone=undone)
+        num_undone = max(0, self.record.logged_step - step)
+        self.log(events.JobRestored, step=step, num_undone=num_undone)
 
     # --- what others want to know ---
 
@@ -472,12 +446,13 @@ class HostedJob:
     def summary(self) -> dict[str, Any]:
         """Return one line of the list of jobs."""
         state = self.state
+        plan = self.record.plan if self.record.is_planned else None
         return {
             "job_id": state.job_id,
             "name": self.order.name,
             "status": state.status,
             "step": state.step,
-            "total_steps": self.plan.get("total_steps", 0),
+            "total_steps": plan.total_steps if plan is not None else 0,
             "world_size": len(state.in_phase("ranked", "reported")),
             "generation": state.generation,
             "run_dir": str(self.order.run_dir),

@@ -15,17 +15,16 @@ from etrain_jupyter.log.events import (
     TERMINAL_STATUSES,
     CheckpointCommitted,
     EarlyStopped,
-    EvalCompleted,
     Event,
     FaultInjected,
     GenerationFormed,
-    JobPlanned,
     JobStatusChanged,
     StepCompleted,
     StepUndone,
     UserErrorRaised,
     WorkerLost,
 )
+from etrain_jupyter.log.job_record import JobRecord
 from etrain_jupyter.notebook.audit.history import WeightHistory, follow_history
 from etrain_jupyter.notebook.audit.lives import Attempt, check_lives, lives_of
 from etrain_jupyter.notebook.audit.report import AuditReport
@@ -46,11 +45,11 @@ def audit_log(events: Iterable[Event]) -> AuditReport:
     log = list(events)
     history = follow_history(log)
     lives = lives_of(log)
-    planned = next((life.planned for life in reversed(lives) if life.planned is not None), None)
+    record = JobRecord().apply_all(log)
+    num_kinds = Counter(event.kind for event in log)
     steps, start = history.steps, history.start
     epochs, sample_problems = check_lives(lives, steps, start)
     weights = compare_weights(log, history)
-    evals = [e for e in log if isinstance(e, EvalCompleted)]
     return AuditReport(
         problems=(
             *_check_log(log),
@@ -60,10 +59,10 @@ def audit_log(events: Iterable[Event]) -> AuditReport:
             *sample_problems,
             *_check_losses(log, history),
             *weights.problems,
-            *_check_end(log, planned, start, steps, num_lives=len(lives)),
+            *_check_end(log, record, start, steps, num_lives=len(lives)),
         ),
         epochs=epochs,
-        status=_last_status(log),
+        status=record.status if num_kinds["JobStatusChanged"] else "",
         steps_committed=len(steps),
         steps_undone=len({(e.generation, e.step) for e in log if isinstance(e, StepUndone)}),
         steps_rolled_back=history.num_rolled_back,
@@ -74,8 +73,8 @@ def audit_log(events: Iterable[Event]) -> AuditReport:
         saved_step=max((e.step for e in log if isinstance(e, CheckpointCommitted)), default=0),
         digest_step=weights.newest_step,
         newest_digest=weights.newest,
-        num_evals=len(evals),
-        num_kinds=dict(Counter(event.kind for event in log)),
+        num_evals=num_kinds["EvalCompleted"],
+        num_kinds=dict(num_kinds),
     )
 
 
@@ -176,13 +175,14 @@ def _name_waste(undone: set[int], num_losses: int) -> str:
 
 def _check_end(
     log: Sequence[Event],
-    planned: JobPlanned | None,
+    record: JobRecord,
     start: int,
     steps: Sequence[StepCompleted],
     *,
     num_lives: int,
 ) -> Iterator[str]:
-    if planned is None or _last_status(log) != "finished":
+    planned = record.plan
+    if planned is None or record.status != "finished":
         return
     reached = max((step.step for step in steps), default=start)
     # A decision is void once a later generation has gone on, from an older state.
@@ -203,8 +203,3 @@ def _check_end(
             yield f"the job finished after {trained} of {planned.total_samples} samples"
     elif reached != planned.total_steps:
         yield f"the job finished at step {reached} of {planned.total_steps}"
-
-
-def _last_status(log: Sequence[Event]) -> str:
-    statuses = [event.status for event in log if isinstance(event, JobStatusChanged)]
-    return statuses[-1] if statuses else ""

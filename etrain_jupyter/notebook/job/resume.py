@@ -27,13 +27,11 @@ from etrain_jupyter.errors import (
     RunStoreError,
     UntrustedJobError,
 )
+from etrain_jupyter.log import job_record
 from etrain_jupyter.log.events import (
     TERMINAL_STATUSES,
-    EarlyStopped,
     Event,
-    JobPlanned,
     JobResumed,
-    JobStatusChanged,
     StepCompleted,
 )
 from etrain_jupyter.log.segments import read_log
@@ -330,22 +328,20 @@ def _check_work_is_left(
     Raises:
         ConfigError: If all steps were made, or early stopping would end it again.
     """
-    plans = [event for event in log if isinstance(event, JobPlanned)]
-    statuses = [event.status for event in log if isinstance(event, JobStatusChanged)]
-    if not plans or not statuses or statuses[-1] != "finished":
+    done = job_record.JobRecord().apply_all(log)
+    if done.plan is None or done.status != "finished":
         return
-    early = [event for event in log if isinstance(event, EarlyStopped)]
-    newest = max((event.generation for event in log), default=0)
-    if early and early[-1].generation == newest:
+    early = done.early_stop
+    if early is not None and early.generation == done.generation:
         if old.early_stopping == new.early_stopping:
             raise ConfigError(
-                f"job {known.job_id} has finished early: {early[-1].reason}. It would do so again. "
+                f"job {known.job_id} has finished early: {early.reason}. It would do so again. "
                 "Nothing was done.",
                 hint=f"change early_stopping in its cell: %%etrain distributed --resume "
                 f"{known.job_id}",
             )
         return
-    plan = plans[-1]
+    plan = done.plan
     size = plan.global_batch_size if plan.per_worker_batch_size else new.batch.size(1)
     steps = total_steps(new.epochs, new.steps, plan.num_train_samples, size)
     if steps <= plan.total_steps and new.batch == old.batch:

@@ -9,9 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-NOT_BEGUN = 2**53
-"""Where a generation begins that is about to load a checkpoint, until it has told which."""
-
 
 def is_of_job(*, generation: int, step: int, starts: Sequence[int]) -> bool:
     """Whether what a generation says of its state after ``step`` is a state of the job.

@@ -15,13 +15,13 @@ class NanLoss:
     sources: tuple[tuple[int, str], ...] = ()
     """Rank and worker of those whose own share was not finite, as far as they have told."""
 
-    def to_words(self, saved_step: int) -> str:
+    def to_text(self, saved_step: int) -> str:
         """Say what happened, where, and what is left.
 
         Args:
             saved_step: The newest durable checkpoint; below 0 if there is none.
 
-        >>> NanLoss(step=12, loss=float("nan"), sources=((1, "w1"),)).to_words(8)
+        >>> NanLoss(step=12, loss=float("nan"), sources=((1, "w1"),)).to_text(8)
         'the loss of step 12 is nan on rank 1 (w1); no rank updated its weights, which are those \
 of step 11; the newest checkpoint is of step 8'
         """

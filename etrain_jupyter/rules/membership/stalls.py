@@ -9,7 +9,7 @@ generation is formed anew, and who then does not even report has told on itself.
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 
 from etrain_jupyter.rules.membership import stimuli as s
 from etrain_jupyter.rules.membership.commands import DumpStacks, KillTrainer
@@ -48,7 +48,8 @@ def take_progress(turn: Turn, seen: s.ProgressSeen) -> None:
     has_moved = old is None or _position(old.seen) != _position(seen)
     moved_at = turn.now if old is None or has_moved else old.moved_at
     signs = LifeSigns(seen=seen, heard_at=turn.now, moved_at=moved_at)
-    turn.set_member(member, signs=signs, is_warned_of=member.is_warned_of and not has_moved)
+    is_warned_of = member.is_warned_of and not has_moved
+    turn.put(replace(member, signs=signs, is_warned_of=is_warned_of))
 
 
 def _position(seen: s.ProgressSeen) -> tuple[int, int, int]:
@@ -74,13 +75,14 @@ def excuse_sleep(turn: Turn, asleep_s: float) -> None:
         signs = member.signs
         if signs is not None:
             heard_at, moved_at = signs.heard_at + asleep_s, signs.moved_at + asleep_s
-            signs = dataclasses.replace(signs, heard_at=heard_at, moved_at=moved_at)
+            signs = replace(signs, heard_at=heard_at, moved_at=moved_at)
         killed_at = member.killed_at and member.killed_at + asleep_s
-        turn.set_member(member, since=member.since + asleep_s, signs=signs, killed_at=killed_at)
+        since = member.since + asleep_s
+        turn.put(replace(member, since=since, signs=signs, killed_at=killed_at))
     saving = turn.state.saving
     if saving.since:
-        saving = dataclasses.replace(saving, since=saving.since + asleep_s)
-    turn.set(since=turn.state.since + asleep_s, saving=saving)
+        turn.update_saving(replace(saving, since=saving.since + asleep_s))
+    turn.excuse_sleep(asleep_s)
 
 
 # --- the ranks of a generation ---
@@ -94,11 +96,11 @@ def _check_generation(turn: Turn) -> None:
         return
     suspects = find_suspects(state, now=turn.now, quiet_s=quiet_s)
     for member in suspects:
-        num_waiting = state.world_size - len(suspects)
+        num_waiting = state.current.world_size - len(suspects)
         _kill(turn, member, _blame(turn, member, quiet_s, num_waiting))
     if suspects:
         return
-    if state.world_size == 1:
+    if state.current.world_size == 1:
         _warn(turn, ranked[0], f"no progress for {quiet_s:.0f} s at step {state.step + 1}")
     else:
         _form_anew(turn, quiet_s)
@@ -106,9 +108,9 @@ def _check_generation(turn: Turn) -> None:
 
 def patience_s(state: JobState) -> float:
     """Return how long the ranks of a generation may all stand still."""
-    slow_s = STEPS_PER_LIMIT * state.step_s or WARM_UPS_PER_LIMIT * state.warm_s
+    slow_s = STEPS_PER_LIMIT * state.timings.step_s or WARM_UPS_PER_LIMIT * state.timings.warm_s
     limit_s = max(state.hang_s, slow_s)
-    if state.is_restoring and not all(m.formed for m in state.in_phase("ranked")):
+    if state.current.is_restoring and not all(m.formed for m in state.in_phase("ranked")):
         limit_s *= RESTORE_PATIENCE
     return limit_s
 
@@ -131,7 +133,7 @@ def find_suspects(state: JobState, *, now: float, quiet_s: float) -> list[Member
         return frozen
     places = {m.trainer: _place(state, m) for m in ranked}
     behind = [m for m in ranked if places[m.trainer] == min(places.values())]
-    return behind if len(behind) == 1 and state.world_size > 1 else []
+    return behind if len(behind) == 1 and state.current.world_size > 1 else []
 
 
 def _place(state: JobState, member: Member) -> tuple[bool, int]:
@@ -170,7 +172,7 @@ def _form_anew(turn: Turn, quiet_s: float) -> None:
     num_ranks = len(state.in_phase("ranked"))
     what = f"{num_ranks} ranks stood still for {quiet_s:.0f} s with none clearly to blame"
     turn.log(f"{what} at step {state.step + 1}; generation {state.generation} is formed anew")
-    if state.is_ready:  # else not even the step had begun: that is the network's fault
+    if state.current.is_ready:  # else not even the step had begun: that is the network's fault
         count_step_fault(turn, error=what)
     begin_collecting(turn, "stalled")
 
@@ -181,9 +183,9 @@ def _form_anew(turn: Turn, quiet_s: float) -> None:
 def _check_reports(turn: Turn) -> None:
     """A generation was aborted: whoever neither reports nor moves holds up the next one."""
     state = turn.state
-    limit_s = max(state.hang_s, STEPS_PER_LIMIT * state.step_s)
+    limit_s = max(state.hang_s, STEPS_PER_LIMIT * state.timings.step_s)
     for member in state.in_phase("ranked"):
-        quiet_s = turn.now - _moved_at(state.replace(members={}), [member])
+        quiet_s = turn.now - _moved_at(replace(state, members={}), [member])
         if quiet_s > limit_s:
             is_frozen = _is_frozen(member, turn.now, quiet_s, state.hang_s)
             how = f"{_frozen_words(member)}, " if is_frozen else ""
@@ -198,7 +200,7 @@ def _check_saver(turn: Turn) -> None:
     _check_frozen(turn, [saver] if saver else [], state.hang_s)
     if saver is None:
         return
-    quiet_s = turn.now - _moved_at(state.replace(members={}, since=state.saving.since), [saver])
+    quiet_s = turn.now - _moved_at(replace(state, members={}, since=state.saving.since), [saver])
     if quiet_s > RESTORE_PATIENCE * state.hang_s and _are_heard(turn, [saver]):
         _kill(turn, saver, f"no progress for {quiet_s:.0f} s while it saved step {state.step}")
 
@@ -235,7 +237,7 @@ def _give_up_the_unkillable(turn: Turn) -> None:
 def _kill(turn: Turn, member: Member, why: str) -> None:
     if member.killed_at:
         return
-    turn.set_member(member, killed_at=turn.now, killed_why=why)
+    turn.put(replace(member, killed_at=turn.now, killed_why=why))
     turn.do(KillTrainer(trainer=member.trainer, why=why, stacks=True))
 
 
@@ -243,7 +245,7 @@ def _warn(turn: Turn, member: Member, what: str) -> None:
     """Nobody waits for it, so that it may take its time; but somebody may want to know."""
     if member.is_warned_of or member.signs is None or member.killed_at:
         return
-    turn.set_member(member, is_warned_of=True)
+    turn.put(replace(member, is_warned_of=True))
     turn.log(f"{member.worker}: {what}; this is what it is doing", worker=member.worker)
     turn.do(DumpStacks(trainer=member.trainer))
 

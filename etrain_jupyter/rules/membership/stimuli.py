@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 Progress = tuple[int, int]
 """How far a trainer's state is: ``(committed steps, evaluations done)``.
@@ -76,7 +77,7 @@ class TrainerReported:
     trainer: str
     generation: int
     progress: Progress
-    why: str
+    why: Literal["planned", "failed", "done"]
     undone: bool = False
     ending: str = ""
     """Why nothing is left to train, if that is so before the planned end."""

@@ -19,6 +19,7 @@ from etrain_jupyter.log import event_log as log_module
 from etrain_jupyter.log.event_log import EventLog, LogReader, read_events
 from etrain_jupyter.log.events import (
     Event,
+    JobStatus,
     JobStatusChanged,
     LogLine,
     StepCompleted,
@@ -35,9 +36,9 @@ JSON = st.recursive(
 )
 VALUES: dict[Any, st.SearchStrategy[Any]] = {
     str: TEXT,
+    JobStatus: TEXT,  # a newer version may have others
     int: st.integers(0, 2**60),
     bool: st.booleans(),
-    float | None: st.none() | st.floats(allow_nan=False),
     float: st.floats(allow_nan=False),
     float | None: st.none() | st.floats(allow_nan=False),
     list[str]: st.lists(TEXT, max_size=3),

@@ -78,7 +78,7 @@ def test_faults_on_purpose_count_nowhere():
         story.report("w1", step=0, why="failed").warm("w2").formed()
         story.report("w1", step=0).formed()
     assert story.state.status == "running"
-    assert story.state.health == {}
+    assert story.state.faults.health == {}
     story = Story().tell(s.WorkersAssigned(workers=("w1",)))
     for _ in range(4):
         story.lose("w1", injected=True)
@@ -93,8 +93,8 @@ def test_lost_workers_count_nowhere():
             story.warm(f"w{number}")
         story.tell(s.WorkerGone(worker=f"w{number}", cause="gone"))
     assert not story.state.is_ended
-    assert story.state.warm_faults == 0
-    assert story.state.same_step_faults == (-1, ())
+    assert story.state.faults.num_warm_ups == 0
+    assert story.state.faults.at_step == (-1, ())
 
 
 def test_rank_that_dies_again_and_again_comes_back_later_and_later():

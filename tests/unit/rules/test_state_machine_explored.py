@@ -53,7 +53,7 @@ def assert_good_end(cluster: Cluster) -> None:
             assert job.stop_asked
         else:
             assert state.status == "finished"
-            assert state.step == job.clock.logged_step == TOTAL_STEPS
+            assert state.step == job.record.logged_step == TOTAL_STEPS
             assert TOTAL_STEPS in job.store
 
 

@@ -257,8 +257,8 @@ async def test_planned_faults_go_to_trainers_until_they_have_fired(rig):
     rig.tell("w1", "exited", cause="SIGKILL")
     rig.report("w2", 1)
     assert rig.told("w2", "form")[-1]["faults"] == []
-    assert rig.job.state.same_step_faults == (-1, ())  # on purpose, so no budget counts it
-    assert rig.job.state.health == {}
+    assert rig.job.state.faults.at_step == (-1, ())  # on purpose, so no budget counts it
+    assert rig.job.state.faults.health == {}
 
 
 async def test_same_fault_that_two_trainers_commit_is_told_of_once(rig):
@@ -302,7 +302,7 @@ async def test_fault_by_hand_is_ordered_of_the_supervisor_and_told(rig):
     [order] = rig.orders("w2", "fault")
     assert (order["trainer"], order["kind"]) == (rig.trainer("w2"), "hang")
     rig.tell("w2", "exited", cause="no progress")
-    assert rig.job.state.same_step_faults == (-1, ())
+    assert rig.job.state.faults.at_step == (-1, ())
 
 
 async def test_fault_that_nobody_knows_is_refused(rig):

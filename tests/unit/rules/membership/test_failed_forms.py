@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -23,7 +24,7 @@ SHM = (
 def with_gpus(*workers: str, backend: str = "auto", **values) -> Story:
     """A job whose workers have a GPU each, in its first generation."""
     story = Story(**values)
-    story.state = story.state.replace(backend=backend)
+    story.state = replace(story.state, backend=backend)
     story.tell(s.WorkersAssigned(workers=workers))
     return warm(story, *workers)
 
@@ -132,7 +133,7 @@ def test_lost_worker_explains_a_broken_generation_and_counts_nowhere():
         names = [m.worker for m in story.state.in_phase("ranked")]
         story.tell(s.WorkerGone(worker=names[-1], cause="gone"))
         break_off(story, error="ncclRemoteError", backend="nccl")
-        assert story.state.failed_forms.num == 0
+        assert story.state.faults.failed_forms.num == 0
         fresh = f"x{number}"
         left = tuple(m.worker for m in story.state.members.values())
         warm(story.tell(s.WorkersAssigned(workers=(*left, fresh))), fresh)
@@ -163,8 +164,10 @@ def test_nccl_gets_one_more_attempt_when_a_worker_with_which_it_failed_has_left(
 def test_job_whose_ranks_never_connect_fails_with_the_reason(backend, expected):
     story = with_gpus("w1", "w2", backend=backend)
     for _ in range(MAX_FAILED_FORMS):
-        error = "ncclInternalError" if story.state.used_backend == "nccl" else "Connection refused"
-        retry(break_off(story, error=error, backend=story.state.used_backend))
+        error = (
+            "ncclInternalError" if story.state.current.backend == "nccl" else "Connection refused"
+        )
+        retry(break_off(story, error=error, backend=story.state.current.backend))
     assert backends(story) == expected
     assert story.state.status == "failed"
     words = f"{MAX_FAILED_FORMS} generations in a row did not form or broke"
@@ -180,7 +183,7 @@ def test_job_that_a_stranger_keeps_from_forming_fails_with_what_to_do_about_it()
     text = "an unknown process connects to this job's ports (rank 0, port 4: uid 65534)"
     while not story.state.outcome:
         retry(break_off(story, error=text, backend="gloo"))
-    error = story.state.user_error.error
+    error = story.state.ending.error.error
     assert text in error
     assert "Stop that process" in error
     assert "firewall" not in error
@@ -225,7 +228,7 @@ def test_backend_gloo_never_uses_nccl():
 
 def test_backend_nccl_without_a_gpu_fails_and_says_which_worker_has_none():
     story = Story()
-    story.state = story.state.replace(backend="nccl")
+    story.state = replace(story.state, backend="nccl")
     story.tell(s.WorkersAssigned(workers=("w1",)))
     story.tell(s.TrainerWarm(trainer=story.trainer("w1"), device="cpu"))
     assert story.state.status == "failed"

@@ -182,7 +182,7 @@ def test_network_that_lets_no_generation_form_is_retried_more_and_more_seldom():
     assert 30 < waits[-1] <= 33
     story.formed().tell(s.StepsCommitted(step=1, step_s=0.1))
     story.report("w1", step=1, why="failed").report("w2", step=1, why="failed")
-    assert (story.state.status, story.state.failed_forms.num) == ("running", 1)
+    assert (story.state.status, story.state.faults.failed_forms.num) == ("running", 1)
 
 
 def test_alone_a_frozen_trainer_is_killed():

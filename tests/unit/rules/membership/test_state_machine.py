@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from etrain_jupyter.log import events
 from etrain_jupyter.rules.membership import commands as c
 from etrain_jupyter.rules.membership import stimuli as s
@@ -458,7 +460,7 @@ def test_loss_that_is_nan_fails_the_job_once_all_have_told_and_the_last_good_ste
 
 def test_loss_that_is_nan_can_pause_and_resume_makes_the_step_again():
     story = Story().start("w1", "w2")
-    story.state = story.state.replace(pauses_on_nan=True)
+    story.state = replace(story.state, pauses_on_nan=True)
     nan(nan(story, "w1", 0, 6, is_source=True), "w2", 1, 6)
     assert story.state.status == "paused"
     assert story.state.reason == (
@@ -477,7 +479,7 @@ def test_rank_that_dies_before_it_could_tell_does_not_hide_a_loss_that_is_nan():
     nan(story, "w1", 0, 6)
     story.lose("w2")
     assert story.state.outcome == "failed"
-    assert "is nan, on which rank nobody is left to say" in story.state.user_error.error
+    assert "is nan, on which rank nobody is left to say" in story.state.ending.error.error
 
 
 def test_stop_that_was_asked_for_before_the_loss_was_nan_still_stops():
@@ -516,7 +518,7 @@ def test_early_end_that_is_lost_with_its_holders_is_decided_anew():
     )
     story.tell(reported)
     story.lose("w1")
-    assert (story.state.outcome, story.state.ending) == ("", "")
+    assert story.state.ending is None
 
 
 def test_rank_that_saw_the_others_leave_before_it_had_the_loss_has_undone_the_same_step():

@@ -252,7 +252,7 @@ class Cluster:
                 self.kill(trainer)
         for job in self.active():
             job.saves_fail = False
-            if job.state.paused:
+            if job.state.is_paused:
                 job.handle(s.ResumeAsked())
         for number in range(MOST_ROUNDS):
             if not self.active():
@@ -261,7 +261,7 @@ class Cluster:
             self.is_fair = number > FAIR_ROUNDS
             self._add_workers()
             for job in self.active():
-                if job.state.paused:  # a loss that was not finite may do that by itself
+                if job.state.is_paused:  # a loss that was not finite may do that by itself
                     job.handle(s.ResumeAsked())
             self.play_round()
         assert not self.active(), [job.state for job in self.active()]

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from etrain_jupyter.head.jobs.steps import StepClock
 from etrain_jupyter.log import events
+from etrain_jupyter.log.job_record import JobRecord
 from etrain_jupyter.rules.membership import commands as c
 from etrain_jupyter.rules.membership import stimuli as s
 from etrain_jupyter.rules.membership.formation import MAX_FAULTS
-from etrain_jupyter.rules.membership.lineage import NOT_BEGUN, is_of_job
+from etrain_jupyter.rules.membership.lineage import is_of_job
 from etrain_jupyter.rules.membership.membership import JobState
 from etrain_jupyter.rules.membership.state_machine import handle
 from tests.unit.rules.simulated import promises
@@ -45,8 +46,8 @@ class Job:
         self.log: list[events.Event] = []
         self.store: dict[int, Copy] = {}
         """Durable checkpoints by step."""
-        self.starts: list[int] = []
-        """Where each generation began, as far as its ranks have told."""
+        self.record = JobRecord()
+        """What the log says, folded as the coordinator does."""
         self.saves_fail = False
         self.num_failed_saves = 0
         """How often the last checkpoint could not be written."""
@@ -57,7 +58,6 @@ class Job:
         self.stop_asked = self.stop_now_asked = False
         self.taken: list[tuple[Trainer, Message]] = []
         """What its trainers said of their generations."""
-        self._is_restoring = False
         self._add(
             events.JobSubmitted,
             name=job_id,
@@ -93,6 +93,7 @@ class Job:
         common = {"time": self.cluster.now, "generation": self.state.generation}
         fact = kind(job_id=self.state.job_id, **{**common, **values})
         self.log.append(fact.with_seq(len(self.log) + 1))
+        self.record.apply(fact)
 
     def _start(self, command: c.StartTrainer) -> None:
         promises.check_start(self, command)
@@ -118,13 +119,11 @@ class Job:
             names=command.trainers,
             behind=command.behind,
             restore=command.restore,
-            logged_step=min(self.clock.logged_step, command.step),
-            log_end=self.clock.logged_step,
-            starts=tuple(self.starts),
+            logged_step=min(self.record.logged_step, command.step),
+            log_end=self.record.logged_step,
+            starts=tuple(self.record.starts),
         )
         self.clock.ranks = command.trainers
-        self._is_restoring = command.restore
-        self.starts.append(NOT_BEGUN if command.restore else command.step)
         message = {"op": "form", "generation": command.generation, "group": self.group}
         self.send(command.trainers, message)
 
@@ -132,7 +131,7 @@ class Job:
         message = {
             "op": "save",
             "generation": self.state.generation,
-            "logged_step": self.clock.logged_step,
+            "logged_step": self.record.logged_step,
         }
         self.send((command.trainer,), message)
 
@@ -162,14 +161,15 @@ class Job:
             values["trainer_pids"] = [self.trainers[name].pid for name in self.group.names]
         self._add(type(event), **values)
         if isinstance(event, events.GenerationFormed):
-            is_older = event.step < self.clock.logged_step
-            if is_older and not self._is_restoring:
-                self._go_back(event.step)
+            if self.state.current.is_restoring:
+                return
+            self.record.started_from(event.step)
+            if event.step < self.record.logged_step:
+                self._log_restored(event.step)
 
-    def _go_back(self, step: int) -> None:
-        undone = max(0, self.clock.logged_step - step)
-        self.clock.logged_step -= undone
-        self._add(events.JobRestored, step=step, num_undone=undone)
+    def _log_restored(self, step: int) -> None:
+        num_undone = max(0, self.record.logged_step - step)
+        self._add(events.JobRestored, step=step, num_undone=num_undone)
 
     # --- what its trainers say ---
 
@@ -224,10 +224,10 @@ class Job:
         self.handle(s.TrainerWarm(trainer=trainer.name))
 
     def _on_formed(self, trainer: Trainer, message: Message) -> None:
-        if self._is_restoring and message["generation"] == self.state.generation:
-            self._is_restoring = False
-            self.starts[message["generation"] - 1] = message["step"]
-            self._go_back(message["step"])
+        is_restored = self.record.restored_in == message["generation"]
+        is_present = message["generation"] == self.state.generation
+        if self.state.current.is_restoring and is_present and not is_restored:
+            self._log_restored(message["step"])
         told = {"generation": message["generation"], "step": message["step"]}
         self.handle(s.TrainerFormed(trainer=trainer.name, **told))
 
@@ -254,11 +254,12 @@ class Job:
 
     def _on_steps(self, _: Trainer, message: Message) -> None:
         told = {"loss": 1.0, "lr": 0.1, "samples_per_s": 10.0}
-        records = self.clock.take([{**record, **told} for record in message["records"]])
+        received = [{**record, **told} for record in message["records"]]
+        records = self.clock.take(received, after=self.record.logged_step)
         for record in records:
             self._add(events.StepCompleted, **record)
         if records:
-            self.handle(s.StepsCommitted(step=self.clock.logged_step, step_s=self.clock.step_s))
+            self.handle(s.StepsCommitted(step=self.record.logged_step, step_s=self.clock.step_s))
 
     def _on_eval(self, _: Trainer, message: Message) -> None:
         self._add(events.EvalCompleted, **message["record"])
@@ -269,7 +270,7 @@ class Job:
 
     def _on_committed(self, trainer: Trainer, message: Message) -> None:
         told = {"generation": message["generation"], "step": message["step"]}
-        if is_of_job(**told, starts=self.starts):
+        if is_of_job(**told, starts=self.record.starts):
             self.handle(s.CheckpointSaved(step=message["step"], trainer=trainer.name))
 
     def _on_checkpoint_failed(self, trainer: Trainer, message: Message) -> None:

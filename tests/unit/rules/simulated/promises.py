@@ -31,7 +31,7 @@ def check_state(job: Job) -> None:
     warm = [m for m in state.in_phase("warm") if not m.leaving and not m.killed_at]
     here = state.in_phase("reported") + warm
     is_short = len(here) < state.min_workers
-    is_patient = bool(state.in_phase("starting")) or job.cluster.now < state.form_at
+    is_patient = bool(state.in_phase("starting")) or job.cluster.now < state.faults.form_at
     is_patient = is_patient or bool(state.saving.trainer) or job.cluster.now < state.saving.retry_at
     ranked = state.in_phase("ranked")
     if state.phase == "running" and all(m.formed for m in ranked):
@@ -40,9 +40,11 @@ def check_state(job: Job) -> None:
         assert state.phase == "gathering"
         assert is_short or is_patient
     if state.phase == "gathering" and state.generation and not state.outcome:
-        assert is_short or is_patient or state.paused, "enough workers are here, and nobody forms"
+        assert is_short or is_patient or state.is_paused, (
+            "enough workers are here, and nobody forms"
+        )
         if not state.in_phase("starting"):
-            assert state.status == ("paused" if state.paused else "waiting")
+            assert state.status == ("paused" if state.is_paused else "waiting")
 
 
 def check_start(job: Job, command: c.StartTrainer) -> None:
@@ -56,7 +58,7 @@ def check_form(job: Job, command: c.FormGeneration) -> None:
     """Assert that a generation is formed of the right ranks in the right order."""
     ranks = [job.trainers[name] for name in command.trainers]
     assert len(ranks) >= job.state.min_workers
-    assert not job.state.paused
+    assert not job.state.is_paused
     assert not job.state.outcome
     assert job.group is None or command.generation == job.group.number + 1
     inside = [t.name for t in job.living() if t.place not in ("starting", "idle")]
@@ -124,7 +126,8 @@ def check_commit(trainer: Trainer) -> None:
 def _newest_kept(job: Job) -> int:
     """Return the newest durable step of the states that the job has come through."""
     written = [(step, writer) for step, (*_, writer) in job.store.items()]
-    kept = [step for step, by in written if is_of_job(generation=by, step=step, starts=job.starts)]
+    starts = job.record.starts
+    kept = [step for step, by in written if is_of_job(generation=by, step=step, starts=starts)]
     return max(kept, default=0)
 
 
