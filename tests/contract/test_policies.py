@@ -33,7 +33,7 @@ ID = "aws-0a1b2c-000001"
 
 @pytest.fixture
 def spec(fresh_cloud: FakeAws, monkeypatch: pytest.MonkeyPatch) -> AwsSpotSpec:
-    monkeypatch.setattr(bucket_owners, "_learnt", {})
+    monkeypatch.setattr(bucket_owners, "_registered", {})
     account = fresh_cloud.make_account()
     for role in ("etrain-head", "stranger"):
         fresh_cloud.make_account(role=role)

@@ -38,8 +38,8 @@ SHIPPED_TEST_HELPERS = "testing"
 # Library -> prefixes of the modules (relative to the package) that may import it.
 CONFINED: dict[str, tuple[str, ...]] = {
     "torch": ("trainer",),
-    "boto3": ("pools.ec2", "storage.objects", "storage.checkpoints.s3"),
-    "botocore": ("pools.ec2", "storage.objects", "storage.checkpoints.s3"),
+    "boto3": ("pools.ec2", "storage.objects"),
+    "botocore": ("pools.ec2", "storage.objects"),
     "IPython": ("magics", "launch", "__init__", "notebook.editor"),
     "anywidget": ("notebook.dashboard",),
     "ipywidgets": ("notebook.dashboard",),

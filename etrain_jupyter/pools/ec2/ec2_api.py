@@ -21,20 +21,21 @@ from botocore.config import Config
 from botocore.exceptions import ClientError
 from botocore.parsers import ResponseParserError
 
-from etrain_jupyter.errors import CheckpointError
+from etrain_jupyter.errors import StoreError
 from etrain_jupyter.pools.ec2.aws_messages import (
     AwsErrors,
     kind_of,
     kind_of_code,
-    words_of_code,
-    words_of_error,
+    message_of_code,
+    message_of_error,
 )
 from etrain_jupyter.pools.ec2.fleet_state import Ack, FleetResult, LaunchFailure, LaunchRequest
 from etrain_jupyter.pools.ec2.spec import AwsSpotSpec, GpuSpec
 from etrain_jupyter.storage.objects.bucket_owners import expect_owner, expected_owner, named_owner
-from etrain_jupyter.storage.objects.s3_bucket import Bucket, S3Limits
+from etrain_jupyter.storage.objects.s3_bucket import Bucket
 from etrain_jupyter.storage.objects.s3_deadlines import guard
-from etrain_jupyter.storage.objects.s3_messages import code_of, is_of_credentials
+from etrain_jupyter.storage.objects.s3_messages import code_of, is_credentials_error
+from etrain_jupyter.storage.objects.s3_requests import S3Limits
 
 CLUSTER_TAG = "etrain:cluster"
 LIVING = ("pending", "running", "stopping", "stopped")
@@ -150,7 +151,7 @@ class Clients:
         Unless it is named, it is the account of our credentials, which is asked for once.
 
         Raises:
-            CheckpointError: If it cannot be asked for, with what to write instead.
+            StoreError: If it cannot be asked for, with what to write instead.
             ClientError: If the credentials are not valid.
         """
         bucket = self._spec.bucket
@@ -165,11 +166,11 @@ class Clients:
                     told = self._client("sts", {"mode": "standard", "total_max_attempts": 3})
                     self._own_account = str(told.get_caller_identity()["Account"])
                 except AwsErrors as exc:
-                    if is_of_credentials(exc):
+                    if is_credentials_error(exc):
                         raise
-                    raise CheckpointError(
+                    raise StoreError(
                         f"the account of these credentials cannot be asked for (STS: "
-                        f"{words_of_error(exc)}), so it is not known whose bucket "
+                        f"{message_of_error(exc)}), so it is not known whose bucket "
                         f"{self._spec.bucket} must be. Nothing was asked of it. Write "
                         "bucket_owner: '111122223333', the bucket's account, for this pool in "
                         "pools.yaml"
@@ -438,7 +439,7 @@ def _refusal(type: str, zone: str, code: str, message: str) -> LaunchFailure:
     kind = kind_of_code(code)
     # What will pass is as good as no capacity: the pool is left alone for a while.
     kind = "capacity" if kind in ("transient", "credentials") else kind
-    words = words_of_code(code, message)
+    words = message_of_code(code, message)
     return LaunchFailure(type=type, zone=zone, code=code, message=words, kind=kind)
 
 

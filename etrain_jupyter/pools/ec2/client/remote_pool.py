@@ -12,7 +12,7 @@ import json
 import time
 from typing import TYPE_CHECKING, Any
 
-from etrain_jupyter.errors import CheckpointError, PoolError
+from etrain_jupyter.errors import PoolError, StoreError
 from etrain_jupyter.pools.base import Leftovers
 from etrain_jupyter.pools.detached import START_S
 from etrain_jupyter.pools.ec2.client.pool import HEAD_ELSEWHERE, NODES, AwsSpotPool
@@ -164,7 +164,7 @@ class AwsRemotePool(AwsSpotPool):
 
     def _launch(self, clients: Clients, cluster: ClusterDir, settings: LocalSettings) -> str:
         """Put what the head needs into the bucket, and launch its machine; return its id."""
-        from etrain_jupyter.pools.ec2.aws_messages import words_of_code
+        from etrain_jupyter.pools.ec2.aws_messages import message_of_code
         from etrain_jupyter.pools.ec2.bootstrap import (
             SETTINGS,
             config_of,
@@ -214,7 +214,7 @@ class AwsRemotePool(AwsSpotPool):
                 "removed. Try again."
             )
         if not answer.acks:
-            told = {words_of_code(one.code, one.message) for one in answer.refusals}
+            told = {message_of_code(one.code, one.message) for one in answer.refusals}
             raise PoolError(
                 f"the head, a {spec.head_type} on demand, was not launched: "
                 f"{'; '.join(sorted(told))}. Nothing is left of it."
@@ -234,7 +234,7 @@ class AwsRemotePool(AwsSpotPool):
         while True:
             try:
                 data = clients.bucket.get(key, "looking for the head")
-            except CheckpointError as exc:
+            except StoreError as exc:
                 raise PoolError(f"the head cannot be looked for: {exc}") from exc
             if data is not None:
                 lease: dict[str, Any] = json.loads(data)

@@ -21,7 +21,7 @@ class NodeState:
 
 
 class ClusterFiles:
-    """The objects of one cluster. All methods raise ``CheckpointError`` if S3 does not answer.
+    """The objects of one cluster. All methods raise ``StoreError`` if S3 does not answer.
 
     Args:
         bucket: Below the pool's prefix.

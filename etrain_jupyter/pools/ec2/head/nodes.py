@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from etrain_jupyter.errors import CheckpointError, PoolError
+from etrain_jupyter.errors import PoolError, StoreError
 from etrain_jupyter.head.coordinator.nodes import NodeCost
 from etrain_jupyter.pools.ec2.bootstrap import config_of
 from etrain_jupyter.pools.ec2.ec2_api import Clients
@@ -106,7 +106,7 @@ class AwsNodes:
         )
         try:
             await asyncio.to_thread(self._reconciler.adopt, scheduler_address)
-        except CheckpointError as exc:
+        except StoreError as exc:
             raise PoolError(f"the lease of the cluster cannot be taken: {exc}") from exc
         self._has_adopted = True
         self._give_orders()

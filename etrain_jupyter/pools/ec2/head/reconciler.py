@@ -18,8 +18,8 @@ from pathlib import Path
 
 from botocore.parsers import ResponseParserError
 
-from etrain_jupyter.errors import CheckpointError, PoolError
-from etrain_jupyter.pools.ec2.aws_messages import AwsErrors, kind_of, words_of_error
+from etrain_jupyter.errors import PoolError, StoreError
+from etrain_jupyter.pools.ec2.aws_messages import AwsErrors, kind_of, message_of_error
 from etrain_jupyter.pools.ec2.ec2_api import (
     Clients,
     Instance,
@@ -64,7 +64,7 @@ KEEP_S = 60.0
 SCORES_S = 600.0
 SAY_AGAIN_S = 600.0
 """The same warning is repeated after that time if it still holds."""
-AWS_FAILURES = (*AwsErrors, ResponseParserError, CheckpointError, PoolError)
+AWS_FAILURES = (*AwsErrors, ResponseParserError, StoreError, PoolError)
 
 
 @dataclass(kw_only=True)
@@ -133,7 +133,7 @@ class Reconciler:
         """Take over what heads before have left, and take the lease; blocks, before ``start``.
 
         Raises:
-            CheckpointError: If the bucket does not answer.
+            StoreError: If the bucket does not answer.
         """
         self._scheduler = scheduler
         life = self._files.num_lives() + 1
@@ -184,7 +184,7 @@ class Reconciler:
             self._wake.clear()
 
     def _explain(self, exc: Exception) -> None:
-        words = str(exc) if isinstance(exc, SELF_EXPLANATORY) else words_of_error(exc)
+        words = str(exc) if isinstance(exc, SELF_EXPLANATORY) else message_of_error(exc)
         fate = "Nodes run on; it is tried again soon."
         if kind_of(exc.__cause__ or exc) == "credentials":
             self._clients.forget()
@@ -381,7 +381,7 @@ class Reconciler:
             self._files.renew_lease(self._scheduler, self._memory.life, self._renewals)
             self._renewals += 1
             self._timers.lease.last = now
-        except CheckpointError as exc:
+        except StoreError as exc:
             if not self._renewals:
                 raise
             self._timers.lease.last = now - self._timers.lease.every_s + self._spec.tick
@@ -443,5 +443,5 @@ class Reconciler:
         return True
 
 
-SELF_EXPLANATORY = (CheckpointError, PoolError)
+SELF_EXPLANATORY = (StoreError, PoolError)
 """These say already what is to be said."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from etrain_jupyter.errors import CheckpointError
+from etrain_jupyter.errors import StoreError
 from etrain_jupyter.head.coordinator.nodes import NodeCost
 from etrain_jupyter.pools.ec2.ec2_api import Clients, Instance, console_tail, list_instances
 from etrain_jupyter.pools.ec2.fleet_state import FleetState
@@ -163,7 +163,7 @@ class FleetRoster:
     def _state_of(self, id: str) -> NodeState | None:
         try:
             return self._files.node_state(id)
-        except CheckpointError:
+        except StoreError:
             return None  # the lease, which lies in the same bucket, tells of that
 
     def let_go(

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from etrain_jupyter.config.store_url import S3
+from etrain_jupyter.errors import StoreError
 from etrain_jupyter.pools.ec2.machine.children import (
     Children,
     names_of,
@@ -31,8 +32,8 @@ from etrain_jupyter.pools.ec2.machine.children import (
     slots_of_machine,
 )
 from etrain_jupyter.pools.ec2.machine.lease import LEASE, LeaseWatch
+from etrain_jupyter.pools.ec2.machine.node_bucket import open_node_bucket
 from etrain_jupyter.pools.ec2.machine.node_reports import NodeReports
-from etrain_jupyter.pools.ec2.machine.node_store import NodeStore, StoreError
 from etrain_jupyter.pools.ec2.machine.node_worker import SCHEDULER_FILE, SERVING_FILE, TLS
 from etrain_jupyter.pools.ec2.machine.power import arm_timer, power_off
 from etrain_jupyter.pools.ec2.machine.redaction import redact_logs
@@ -142,11 +143,11 @@ class Agent:
         me = self._identity
         facts = (me.instance_id, me.type, me.zone, me.lifecycle)
         logger.info("this is %s, %s in %s, %s", *facts)
-        self._store = NodeStore(self._url, region=me.region, owner=self._owner)
+        self._bucket = open_node_bucket(self._url, region=me.region, owner=self._owner)
         self._config = self._insist("config.json", self._read_config)
         self._ends_at = self._known_at + self._config.lifetime_s - max(0.0, me.age_s)
         fingerprint = read_fingerprint()
-        self._reports = NodeReports(self._store, me, fingerprint)
+        self._reports = NodeReports(self._bucket, me, fingerprint)
         self._reports.say("booting")
         self._check(fingerprint)
         poll_s = self._config.imds_poll_s
@@ -170,7 +171,7 @@ class Agent:
         while True:
             try:
                 return read()
-            except (OSError, ValueError, KeyError) as exc:
+            except (OSError, ValueError, KeyError, StoreError) as exc:
                 words = f"{type(exc).__name__}: {exc}"
             if words != told:
                 logger.warning("%s cannot be read yet: %s", what, words)
@@ -192,10 +193,10 @@ class Agent:
         self._note_scheduler({key: lease[key] for key in ("scheduler", "num_lives")})
 
     def _read(self, name: str) -> bytes:
-        found = self._store.read(name)
-        if found is None:
-            raise StoreError(f"{name}: there is none")
-        return found.data
+        data = self._bucket.get(name, f"{name} cannot be read")
+        if data is None:
+            raise StoreError(f"{name} does not exist in {self._bucket}")
+        return data
 
     def _check(self, fingerprint: dict[str, str]) -> None:
         """Refuse to work where the notebook's objects could not be read."""
@@ -215,7 +216,7 @@ class Agent:
 
     def _watch_lease(self) -> None:
         self._lease = LeaseWatch(
-            self._store,
+            self._bucket,
             ttl_s=self._config.lease_ttl_s,
             check_s=self._config.lease_check_s,
             on_news=self._note_scheduler,

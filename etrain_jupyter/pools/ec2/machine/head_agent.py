@@ -17,8 +17,8 @@ from etrain_jupyter.errors import PoolError
 from etrain_jupyter.pools.detached import start_cluster
 from etrain_jupyter.pools.ec2.bootstrap import HEAD_TLS, NODE_TLS, SETTINGS
 from etrain_jupyter.pools.ec2.machine.agent import LOOK_S, Agent, AgentError, AskedToEndError
+from etrain_jupyter.pools.ec2.machine.node_bucket import open_node_bucket
 from etrain_jupyter.pools.ec2.machine.node_reports import NodeReports
-from etrain_jupyter.pools.ec2.machine.node_store import NodeStore
 from etrain_jupyter.pools.ec2.machine.power import arm_timer
 from etrain_jupyter.process.cluster_dir import (
     ClusterDir,
@@ -44,11 +44,11 @@ class HeadAgent(Agent):
         self._identity = self._insist("the metadata service", self._imds.identity)
         self._known_at = time.monotonic()
         me = self._identity
-        self._store = NodeStore(self._url, region=me.region, owner=self._owner)
+        self._bucket = open_node_bucket(self._url, region=me.region, owner=self._owner)
         self._config: NodeConfig = self._insist("config.json", self._read_config)
         self._ends_at = self._known_at + self._config.lifetime_s - max(0.0, me.age_s)
         fingerprint = read_fingerprint()
-        self._reports = NodeReports(self._store, me, fingerprint)
+        self._reports = NodeReports(self._bucket, me, fingerprint)
         self._reports.say("booting")
         self._check(fingerprint)
         os.environ["ETRAIN_STATE"] = str(self._folder / "state")

@@ -14,7 +14,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from etrain_jupyter.pools.ec2.machine.node_store import NodeStore, StoreError
+from etrain_jupyter.errors import StoreError
+from etrain_jupyter.storage.objects.s3_bucket import Bucket
 
 logger = logging.getLogger("etrain.agent")
 
@@ -73,7 +74,7 @@ class LeaseWatch:
     """Looks at the lease again and again, on a thread of its own.
 
     Args:
-        store: Where it is.
+        bucket: The cluster's objects.
         ttl_s: How long it holds.
         check_s: How often to look, and how far two stale looks are apart at least.
         on_news: Called on the thread with what the lease says, when that is new.
@@ -82,14 +83,14 @@ class LeaseWatch:
 
     def __init__(
         self,
-        store: NodeStore,
+        bucket: Bucket,
         *,
         ttl_s: float,
         check_s: float,
         on_news: Callable[[dict[str, Any]], None],
         on_lost: Callable[[str], None],
     ) -> None:
-        self._store = store
+        self._bucket = bucket
         self._rule = LeaseRule(ttl_s=ttl_s, grace_s=check_s, now=time.monotonic())
         self._ttl_s, self._check_s = ttl_s, check_s
         self._on_news, self._on_lost = on_news, on_lost
@@ -124,7 +125,7 @@ class LeaseWatch:
     def _look(self) -> str:
         age_s, trouble = None, ""
         try:
-            found = self._store.read(LEASE)
+            found = self._bucket.get_aged(LEASE, f"{LEASE} cannot be read")
             age_s = float("inf") if found is None else found.age_s
             if found is not None:
                 self._tell(json.loads(found.data))

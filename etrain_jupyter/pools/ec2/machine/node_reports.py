@@ -10,8 +10,9 @@ import threading
 import time
 from typing import Any
 
-from etrain_jupyter.pools.ec2.machine.node_store import NodeStore, StoreError
+from etrain_jupyter.errors import StoreError
 from etrain_jupyter.pools.ec2.machine.redaction import redact
+from etrain_jupyter.storage.objects.s3_bucket import Bucket
 from etrain_jupyter.worker.imds import Identity
 
 logger = logging.getLogger("etrain.agent")
@@ -24,13 +25,13 @@ class NodeReports:
     """Writes the node's state on a thread of its own, so that S3 holds nobody up.
 
     Args:
-        store: Where to.
+        bucket: The cluster's objects.
         identity: Which machine it is.
         fingerprint: What is installed on it.
     """
 
-    def __init__(self, store: NodeStore, identity: Identity, fingerprint: dict[str, str]) -> None:
-        self._store = store
+    def __init__(self, bucket: Bucket, identity: Identity, fingerprint: dict[str, str]) -> None:
+        self._bucket = bucket
         self._facts = {
             **dataclasses.asdict(identity),
             "fingerprint": fingerprint,
@@ -66,7 +67,8 @@ class NodeReports:
     def _run(self) -> None:
         while (told := self._inbox.get()) is not None:
             try:
-                self._store.write(self._name, json.dumps(told, indent=1).encode())
+                data = json.dumps(told, indent=1).encode()
+                self._bucket.put(self._name, data, "the state of this node cannot be written")
             except StoreError as exc:
                 logger.warning("the state %r of this node was not written: %s", told["state"], exc)
             except Exception:

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from etrain_jupyter.errors import StoreError
 from etrain_jupyter.pools.ec2.machine import lease as module
 from etrain_jupyter.pools.ec2.machine.lease import LeaseRule, LeaseWatch
-from etrain_jupyter.pools.ec2.machine.node_store import StoredObject, StoreError
+from etrain_jupyter.storage.objects.s3_bucket import AgedObject
 
 PATIENCE_S = 60.0
 
@@ -55,7 +56,7 @@ class Store:
     def __init__(self, *answers: Any) -> None:
         self.answers = list(answers)
 
-    def read(self, name: str) -> StoredObject | None:
+    def get_aged(self, name: str, what: str) -> AgedObject | None:
         assert name == "lease.json"
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if isinstance(answer, BaseException):
@@ -63,9 +64,9 @@ class Store:
         return answer
 
 
-def found(age_s: float, scheduler: str = "tls://a:1", num_lives: int = 1) -> StoredObject:
+def found(age_s: float, scheduler: str = "tls://a:1", num_lives: int = 1) -> AgedObject:
     told = {"scheduler": scheduler, "num_lives": num_lives, "renewals": 7}
-    return StoredObject(data=json.dumps(told).encode(), age_s=age_s)
+    return AgedObject(data=json.dumps(told).encode(), age_s=age_s)
 
 
 class Watched:
@@ -100,8 +101,8 @@ def test_news_of_the_scheduler_are_told_once():
     [
         StoreError("no route"),
         RuntimeError("a bug"),
-        StoredObject(data=b"{}", age_s=9.0),
-        StoredObject(data=b"nonsense", age_s=9.0),
+        AgedObject(data=b"{}", age_s=9.0),
+        AgedObject(data=b"nonsense", age_s=9.0),
     ],
     ids=["out of reach", "bug", "incomplete", "nonsense"],
 )
