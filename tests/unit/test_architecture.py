@@ -212,8 +212,6 @@ KNOWN_CIRCLES: list[list[str]] = [
     ],
     ["notebook.job.requests", "notebook.job.resume", "notebook.job.training_job"],
     ["notebook.job.run_store", "notebook.job.s3_run_store"],
-    ["pools.ec2.client.pool", "pools.ec2.client.remote_pool"],
-    ["pools.ec2.machine.agent", "pools.ec2.machine.head_agent"],
 ]
 """Circles that are still to be broken; never add one."""
 

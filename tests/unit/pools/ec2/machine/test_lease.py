@@ -32,17 +32,17 @@ def test_one_stale_look_is_not_believed():
 
 def test_two_stale_looks_in_a_row_must_be_a_while_apart():
     assert outcomes((61.0, 5.0), (63.0, 7.0)) == ["", ""]
-    assert outcomes((61.0, 5.0), (72.0, 16.0))[1] == "the lease is 72 s old; it holds for 60 s"
+    assert outcomes((61.0, 5.0), (72.0, 16.0))[1] == "the lease is 72 s old; it is valid for 60 s"
 
 
 def test_lease_that_is_gone_is_lost_as_soon():
     told = outcomes((5.0, 5.0), (math.inf, 10.0), (math.inf, 20.0))
-    assert told == ["", "", "there is no lease; it holds for 60 s"]
+    assert told == ["", "", "there is no lease; it is valid for 60 s"]
 
 
 def test_s3_may_be_out_of_reach_for_as_long_as_the_lease_would_hold():
     told = outcomes((5.0, 10.0), *((None, float(now)) for now in (30, 69, 75, 86)))
-    words = "nothing was heard of the lease for 76 s (S3 is gone); it holds for 60 s"
+    words = "the lease could not be read for 76 s (S3 is gone); it is valid for 60 s"
     assert told == ["", "", "", "", words]
 
 
@@ -75,7 +75,7 @@ class Watched:
         self.lost: queue.Queue[str] = queue.Queue()
         store: Any = Store(*answers)
         self.watch = LeaseWatch(
-            store, ttl_s=ttl_s, check_s=0.01, on_news=self.news.put, on_lost=self.lost.put
+            store, ttl_s=ttl_s, check_s=0.01, on_change=self.news.put, on_lost=self.lost.put
         )
         self.watch.start()
 
@@ -107,16 +107,16 @@ def test_news_of_the_scheduler_are_told_once():
     ids=["out of reach", "bug", "incomplete", "nonsense"],
 )
 def test_whatever_goes_wrong_with_looks_the_lease_is_lost_in_the_end(answer, caplog):
-    assert "it holds for 0.05 s" in Watched(answer).lost_by()
+    assert "it is valid for 0.05 s" in Watched(answer).lost_by()
     assert caplog.text.count("the lease:") == 1
 
 
 def test_look_that_never_ends_is_noticed(monkeypatch):
     watch = LeaseWatch(
-        Store(None), ttl_s=60.0, check_s=10.0, on_news=lambda _: None, on_lost=lambda _: None
+        Store(None), ttl_s=60.0, check_s=10.0, on_change=lambda _: None, on_lost=lambda _: None
     )
     assert watch.stuck_s() == 0.0
-    watch._looked_at -= 60.0 + 10.0 + module.STUCK_S - 5.0
+    watch._checked_at -= 60.0 + 10.0 + module.STUCK_S - 5.0
     assert watch.stuck_s() == 0.0
-    watch._looked_at -= 10.0
+    watch._checked_at -= 10.0
     assert watch.stuck_s() > 0.0
