@@ -18,7 +18,7 @@ from etrain_jupyter.errors import PoolError
 from etrain_jupyter.pools.base import CostReport, Leftovers
 from etrain_jupyter.pools.detached import DetachedPool, end_cluster_here
 from etrain_jupyter.pools.ec2.client.head_link import end_head
-from etrain_jupyter.pools.ec2.fleet_state import MEMORY_FILE
+from etrain_jupyter.pools.ec2.fleet_state import STATE_FILE
 from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
 from etrain_jupyter.pools.rpc import ask
 from etrain_jupyter.process.cluster_dir import (
@@ -183,7 +183,7 @@ class AwsSpotPool(DetachedPool):
 def _has_just_launched(cluster: ClusterDir) -> bool:
     """Return whether EC2 may have machines of the cluster that it does not list yet."""
     with contextlib.suppress(FileNotFoundError):
-        return time.time() - (cluster.path / MEMORY_FILE).stat().st_mtime < UNLISTED_S
+        return time.time() - (cluster.path / STATE_FILE).stat().st_mtime < UNLISTED_S
     return False
 
 

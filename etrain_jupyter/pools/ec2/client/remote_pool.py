@@ -162,7 +162,7 @@ class AwsRemotePool(AwsSpotPool):
             put_node_files,
             tags_of,
         )
-        from etrain_jupyter.pools.ec2.ec2_api import create_fleet
+        from etrain_jupyter.pools.ec2.fleet_launch import create_fleet
         from etrain_jupyter.pools.ec2.fleet_state import LaunchRequest
         from etrain_jupyter.pools.ec2.network import open_network
         from etrain_jupyter.storage.objects.bucket_owners import ANY

@@ -12,12 +12,12 @@ from etrain_jupyter.errors import StoreError
 from etrain_jupyter.pools.ec2.aws_messages import kind_of, pool_error
 from etrain_jupyter.pools.ec2.ec2_api import (
     Clients,
-    create_fleet,
     describe_types,
     find_gpu_types,
     list_instances,
     terminate,
 )
+from etrain_jupyter.pools.ec2.fleet_launch import create_fleet
 from etrain_jupyter.pools.ec2.fleet_state import FleetResult, LaunchRequest
 from etrain_jupyter.pools.ec2.spec import AwsSpotSpec, GpuSpec
 from etrain_jupyter.storage.objects import bucket_owners
