@@ -12,6 +12,7 @@
     ├── JobFailedError (RuntimeError)    a job ended as failed; carries the user's traceback
     ├── JobLostError (RuntimeError)      the cluster of a job is gone
     ├── UntrustedJobError (RuntimeError) somebody else may have submitted the job that is to go on
+    ├── StoreError (RuntimeError)        an object store cannot be read or written
     ├── RunStoreError (RuntimeError)     the bucket with the jobs cannot be read or written
     │   └── FencedError                  ... since somebody else goes on with the job
     └── CheckpointError (RuntimeError)   no checkpoint that verifies
@@ -158,6 +159,10 @@ class JobLostError(EtrainError, RuntimeError):
 
 class UntrustedJobError(EtrainError, RuntimeError):
     """To go on with this job would run code that somebody else may have put into the run store."""
+
+
+class StoreError(EtrainError, RuntimeError):
+    """An object store cannot be read or written, or refused access."""
 
 
 class RunStoreError(EtrainError, RuntimeError):

@@ -100,4 +100,4 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let retries follow at once."""
     clock = SimpleNamespace(sleep=lambda _: None, time=time.time, monotonic=time.monotonic)
     monkeypatch.setattr("botocore.endpoint.time", clock)
-    monkeypatch.setattr("etrain_jupyter.storage.objects.s3_bucket.time", clock)
+    monkeypatch.setattr("etrain_jupyter.storage.objects.s3_requests.time", clock)

@@ -59,7 +59,7 @@ def address_of(cluster: ClusterDir) -> SchedulerAddress | None:
     record = cluster.record()
     if record is not None:
         return None if record.is_here and not record.is_alive else cluster.address(record)
-    from etrain_jupyter.pools.ec2.client.remote_pool import head_address_of
+    from etrain_jupyter.pools.ec2.client.head_link import head_address_of
 
     return head_address_of(cluster)
 

@@ -16,7 +16,7 @@ from etrain_jupyter.pools.local.pool import LocalPool
 KINDS: Mapping[str, str] = {
     "local": "etrain_jupyter.pools.local.pool:LocalPool",
     "address": "etrain_jupyter.pools.external.pool:AddressPool",
-    "aws-spot": "etrain_jupyter.pools.ec2.client.pool:AwsSpotPool",
+    "aws-spot": "etrain_jupyter.pools.ec2.client.kinds:AwsSpotKinds",
 }
 """Each kind's class, which is imported when a pool of that kind is asked for."""
 

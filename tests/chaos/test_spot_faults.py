@@ -321,7 +321,7 @@ def test_metadata_service_that_hangs_holds_nothing_up(life: Life) -> None:
 def test_job_trains_on_with_expired_credentials_and_its_log_says_what_to_do(life: Life) -> None:
     assert "the credentials have expired" in life.expired
     assert "aws sso login" in life.expired
-    assert "Nodes run on" in life.expired
+    assert "Nodes keep running" in life.expired
     assert life.steps_expired > 10
     assert life.lost_then == 0
 

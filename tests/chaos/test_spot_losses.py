@@ -163,7 +163,7 @@ def test_nodes_that_never_boot_stop_the_buying_and_the_job_says_what_they_printe
     words = "\n".join(one.text for one in events(job, LogLine))
 
     assert "no such driver" in words
-    assert re.search("[34] nodes in a row never said hello", words)
+    assert re.search("[34] nodes in a row never connected", words)
     # Two are asked for at a time.
     assert 3 <= len(spot.cloud.instances()) <= 4
     spot.finish()

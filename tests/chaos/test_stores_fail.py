@@ -160,10 +160,13 @@ def record_of(job: RigJob) -> JobRecord:
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("no_bucket", "there is no such bucket. Make it, or correct checkpoint.to"),
-        ("deny", "access denied. docs/how-to/store-checkpoints-in-s3.md lists what a role needs"),
+        ("no_bucket", "there is no such bucket. Create it, or correct checkpoint.to"),
+        (
+            "deny",
+            "access denied. docs/how-to/store-checkpoints-in-s3.md lists the permissions that a role needs",
+        ),
         ("expire", "the credentials have expired. Renew them"),
-        ("slow_down", "S3 asks to slow down"),
+        ("slow_down", "S3 limits the request rate"),
     ],
 )
 async def test_job_trains_on_while_s3_refuses_and_saves_again_afterwards(

@@ -141,8 +141,8 @@ async def test_ec2_that_does_not_answer_for_long_leaves_the_nodes_alone_and_says
     head.nodes.want(2, reason="test")
     await head.until(lambda: head.warnings)
 
-    assert "EC2 cannot be asked" in head.warnings[0]
-    assert "Nodes run on; it is tried again" in head.warnings[0]
+    assert "EC2 cannot be reached" in head.warnings[0]
+    assert "Nodes keep running; the next check retries" in head.warnings[0]
     assert (len(head.living()), head.gone, head.halts) == (1, {}, [])
 
     cloud.set_faults()
@@ -227,7 +227,7 @@ async def test_launches_that_are_never_allowed_end_the_trying(
     head.nodes.want(1, reason="test")
     await head.until(lambda: head.halts)
 
-    assert "refused 3 launches in a row. No more are tried." in head.halts[0]
+    assert "refused 3 launches in a row. No more are attempted." in head.halts[0]
     assert "%etrain pools policy" in head.halts[0]
     assert cloud.calls()["ec2.CreateFleet"] == 3
 

@@ -61,7 +61,7 @@ async def test_without_capacity_it_waits_says_so_and_then_pays_for_on_demand(
     assert (node["lifecycle"], node["price_usd_per_h"]) == ("on-demand", 1.006)
     told = " ".join(head.warnings)
     assert "At most 1 come on demand after 1 s of it" in told
-    assert "1 node of g5.xlarge asked for on demand, at the full price" in told
+    assert "requesting 1 node of g5.xlarge on demand, at the full price" in told
 
 
 async def test_nodes_that_never_boot_stop_the_buying(open_head: Any, cloud: FakeAws) -> None:
@@ -72,7 +72,7 @@ async def test_nodes_that_never_boot_stop_the_buying(open_head: Any, cloud: Fake
     head.nodes.want(1, reason="test")
     await head.until(lambda: head.halts)
 
-    assert "3 nodes in a row never said hello" in head.halts[0]
+    assert "3 nodes in a row never connected" in head.halts[0]
     assert "no such driver" in head.halts[0]
     assert len(head.launched()) == 3
 
@@ -85,7 +85,7 @@ async def test_dead_machine_is_told_at_once_and_replaced(open_head: Any, cloud: 
     cloud.preempt(first, silent=True)
     await head.until(lambda: first in head.gone)
 
-    assert "EC2 took the spot machine back" in head.gone[first]
+    assert "EC2 reclaimed the spot machine" in head.gone[first]
     await head.until(lambda: len(head.running()) == 2)
     assert second in head.running()
     costs = {cost.node_id: cost for cost in head.nodes.costs()}
@@ -110,7 +110,7 @@ async def test_noticed_machine_gets_a_replacement_beyond_max_and_is_left_to_ec2(
     cloud.preempt(old, silent=True)
     await head.until(lambda: old in head.gone)
 
-    assert "EC2 took the spot machine back" in head.gone[old]
+    assert "EC2 reclaimed the spot machine" in head.gone[old]
     assert len(head.living()) == 2
     cost = next(cost for cost in head.nodes.costs() if cost.node_id == old)
     assert cost.spent_usd < 0.001
@@ -150,7 +150,7 @@ async def test_node_that_refuses_is_ended_with_its_reason(open_head: Any, cloud:
     await head.until(refuse)
 
     assert "torch 2.6 there, 2.7 here" in head.warnings[0]
-    assert "2 nodes in a row never said hello" in head.halts[0]
+    assert "2 nodes in a row never connected" in head.halts[0]
     assert len(head.launched()) == 2
     await head.until(lambda: not head.living())
 

@@ -105,7 +105,7 @@ def test_node_without_a_lease_that_is_renewed_turns_off(launch: Launch) -> None:
     machine = launch()
     machine.configure(lease_ttl_s=3.0)
     machine.start()
-    assert "s old; it holds for 3 s" in machine.until_off()
+    assert "s old; it is valid for 3 s" in machine.until_off()
     # The launcher is gone: the timer of the boot, which nobody has armed anew, was not needed.
     assert machine.shutdowns() == ["-h now"]
 
@@ -124,7 +124,7 @@ def test_node_that_serves_a_living_scheduler_turns_off_without_a_lease(
     machine.renew_lease(there.address)
     machine.start()
     machine.until(serves)
-    assert "s old; it holds for 4 s" in machine.until_off()
+    assert "s old; it is valid for 4 s" in machine.until_off()
     machine.until(lambda: there.workers() == [])
 
 
@@ -147,7 +147,7 @@ def test_node_that_cannot_reach_s3_turns_off(
     machine.until(machine.processes)
     machine.renew_lease(NOBODY)
     s3_server.set_faults(S3Fault(kind=kind))
-    assert "turning off: nothing was heard of the lease for" in machine.until_off()
+    assert "turning off: the lease could not be read for" in machine.until_off()
 
 
 def test_credentials_that_have_expired_are_fetched_again(
@@ -216,7 +216,7 @@ def test_spot_machine_that_ec2_takes_in_its_first_hour_waits_for_it(
     machine.until(lambda: "EC2 takes this machine in" in machine.console())
     assert not machine.is_off
     machine.terminate()
-    assert "and EC2 has not taken this machine as it said" in machine.until_off()
+    assert "and EC2 has not reclaimed this machine as announced" in machine.until_off()
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ def test_agent_that_is_asked_to_end_ends_its_workers_first(
     machine.terminate()
     console = machine.until_off()
     ended = console.index("worker i-1 has ended with exit code 0")
-    assert ended < console.index("turning off: the agent was asked to end")
+    assert ended < console.index("turning off: the agent was asked to stop")
 
 
 def test_workers_end_with_an_agent_that_is_killed(launch: Launch) -> None:

@@ -14,9 +14,9 @@ from botocore.exceptions import (
 from etrain_jupyter.errors import PoolError
 from etrain_jupyter.storage.objects.s3_messages import (
     code_of,
-    is_of_credentials,
-    place_of,
-    words_of,
+    endpoint_of,
+    is_credentials_error,
+    message_of,
 )
 
 Kind = Literal["capacity", "quota", "unsupported", "transient", "credentials", "fatal"]
@@ -103,7 +103,7 @@ _BEGINNINGS = (
 
 def kind_of(exc: BaseException) -> Kind:
     """Tell what to do about an error: wait for capacity, ask again, sign in, or give up."""
-    if is_of_credentials(exc):
+    if is_credentials_error(exc):
         return "credentials"
     if isinstance(exc, ClientError):
         status = exc.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
@@ -120,7 +120,7 @@ def kind_of_code(code: str, *, is_server_error: bool = False) -> Kind:
     return _KINDS.get(code, "transient" if is_server_error else "fatal")
 
 
-def words_of_code(code: str, message: str = "") -> str:
+def message_of_code(code: str, message: str = "") -> str:
     """Return what a code means, and what to do about it."""
     for beginning, words in _BEGINNINGS:
         if code.startswith(beginning):
@@ -130,14 +130,14 @@ def words_of_code(code: str, message: str = "") -> str:
     if code in _CODES:
         return f"{_CODES[code]} ({code})"
     error = {"Error": {"Code": code, "Message": message}}
-    return words_of(ClientError(error, "EC2"), setting="pools.yaml")
+    return message_of(ClientError(error, "EC2"), setting="pools.yaml")
 
 
-def words_of_error(exc: BaseException) -> str:
+def message_of_error(exc: BaseException) -> str:
     """Return what an exception of boto3 means, without credentials."""
     if isinstance(exc, ClientError):
         message = str(exc.response.get("Error", {}).get("Message", ""))
-        return words_of_code(code_of(exc), message)
+        return message_of_code(code_of(exc), message)
     if isinstance(exc, ProfileNotFound):
         return (
             f"there is no profile {exc.kwargs.get('profile', '')!r} in ~/.aws on this machine. Add "
@@ -145,11 +145,11 @@ def words_of_error(exc: BaseException) -> str:
         )
     if isinstance(exc, EndpointConnectionError):
         return (
-            f"{place_of(exc.kwargs.get('endpoint_url', ''))} cannot be reached. Look at the "
+            f"{endpoint_of(exc.kwargs.get('endpoint_url', ''))} cannot be reached. Look at the "
             "network, at region and endpoint_url in pools.yaml, and at AWS_ENDPOINT_URL "
             "(EndpointConnectionError)"
         )
-    return words_of(exc, setting="bucket")
+    return message_of(exc, setting="bucket")
 
 
 def pool_error(what: str, exc: BaseException, done: str) -> PoolError:
@@ -160,7 +160,7 @@ def pool_error(what: str, exc: BaseException, done: str) -> PoolError:
         exc: What AWS said.
         done: What the system did about it.
     """
-    words, _, advice = words_of_error(exc).partition(". ")
+    words, _, advice = message_of_error(exc).partition(". ")
     code = f" ({code_of(exc)})" if code_of(exc) and code_of(exc) not in words else ""
     advice = advice.removesuffix(f" ({code_of(exc)})")
     return PoolError(f"{what}: {words}{code}. {done} {advice or 'Try again'}.")

@@ -22,7 +22,7 @@ from typing import Any
 from botocore.exceptions import ClientError
 
 from etrain_jupyter.config.store_url import split_s3_url
-from etrain_jupyter.errors import CheckpointError, PoolError
+from etrain_jupyter.errors import PoolError, StoreError
 from etrain_jupyter.pools.ec2.aws_messages import pool_error
 from etrain_jupyter.pools.ec2.ec2_api import CLUSTER_TAG, Clients, tag_list
 from etrain_jupyter.pools.ec2.network import NOTHING, Network
@@ -120,7 +120,7 @@ def put_node_files(
         data = json.dumps(dataclasses.asdict(config), indent=1).encode()
         bucket.put(f"{folder}/config.json", data, "storing the nodes' configuration")
         return BootWords(keys=keys, owner=clients.bucket_owner())
-    except CheckpointError as exc:
+    except StoreError as exc:
         raise PoolError(
             f"the nodes' files cannot be stored: {exc}. {NOTHING} `%etrain pools policy` prints "
             "what the role or user needs."

@@ -7,11 +7,9 @@ bounds, under the same ``ClientToken``, which EC2 answers with the same machines
 
 from __future__ import annotations
 
-import random
 import re
 import threading
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -21,20 +19,17 @@ from botocore.config import Config
 from botocore.exceptions import ClientError
 from botocore.parsers import ResponseParserError
 
-from etrain_jupyter.errors import CheckpointError
+from etrain_jupyter.errors import StoreError
 from etrain_jupyter.pools.ec2.aws_messages import (
     AwsErrors,
-    kind_of,
-    kind_of_code,
-    words_of_code,
-    words_of_error,
+    message_of_error,
 )
-from etrain_jupyter.pools.ec2.fleet_state import Ack, FleetResult, LaunchFailure, LaunchRequest
 from etrain_jupyter.pools.ec2.spec import AwsSpotSpec, GpuSpec
 from etrain_jupyter.storage.objects.bucket_owners import expect_owner, expected_owner, named_owner
-from etrain_jupyter.storage.objects.s3_bucket import Bucket, S3Limits
+from etrain_jupyter.storage.objects.s3_bucket import Bucket
 from etrain_jupyter.storage.objects.s3_deadlines import guard
-from etrain_jupyter.storage.objects.s3_messages import code_of, is_of_credentials
+from etrain_jupyter.storage.objects.s3_messages import code_of, is_credentials_error
+from etrain_jupyter.storage.objects.s3_requests import S3Limits
 
 CLUSTER_TAG = "etrain:cluster"
 LIVING = ("pending", "running", "stopping", "stopped")
@@ -150,7 +145,7 @@ class Clients:
         Unless it is named, it is the account of our credentials, which is asked for once.
 
         Raises:
-            CheckpointError: If it cannot be asked for, with what to write instead.
+            StoreError: If it cannot be asked for, with what to write instead.
             ClientError: If the credentials are not valid.
         """
         bucket = self._spec.bucket
@@ -165,11 +160,11 @@ class Clients:
                     told = self._client("sts", {"mode": "standard", "total_max_attempts": 3})
                     self._own_account = str(told.get_caller_identity()["Account"])
                 except AwsErrors as exc:
-                    if is_of_credentials(exc):
+                    if is_credentials_error(exc):
                         raise
-                    raise CheckpointError(
+                    raise StoreError(
                         f"the account of these credentials cannot be asked for (STS: "
-                        f"{words_of_error(exc)}), so it is not known whose bucket "
+                        f"{message_of_error(exc)}), so it is not known whose bucket "
                         f"{self._spec.bucket} must be. Nothing was asked of it. Write "
                         "bucket_owner: '111122223333', the bucket's account, for this pool in "
                         "pools.yaml"
@@ -333,113 +328,6 @@ def console_tail(ec2: Any, instance_id: str, num_lines: int = 20) -> str:
 
 
 # ------------------------------------------------------------------------------------------- writes
-
-
-def create_fleet(
-    launcher: Any,
-    request: LaunchRequest,
-    *,
-    template_id: str,
-    subnets: Mapping[str, str],
-    allocation: str,
-    tags: Mapping[str, str],
-    pause: Callable[[float], Any] = time.sleep,
-) -> FleetResult | None:
-    """Ask for machines and return what came of it; None if nobody knows.
-
-    Args:
-        launcher: A client that repeats nothing.
-        request: What is wanted. All its machines are of one size, so that EC2 cannot give more
-            workers than asked for; with ``WeightedCapacity`` it may.
-        template_id: The cluster's launch template.
-        subnets: By zone.
-        allocation: How EC2 chooses among the overrides.
-        tags: Of the fleet, of machines and of their disks. The template has them, too, but what a
-            role may launch depends on the tags that the request itself has.
-        pause: Waits between tries.
-    """
-    number = request.num_nodes
-    is_spot = request.lifecycle == "spot"
-    overrides = [
-        {"InstanceType": type, "SubnetId": subnets[zone]} for type, zone in request.overrides
-    ]
-    arguments: dict[str, Any] = {
-        "Type": "instant",
-        "ClientToken": request.token,
-        "LaunchTemplateConfigs": [
-            {
-                "LaunchTemplateSpecification": {
-                    "LaunchTemplateId": template_id,
-                    "Version": "$Latest",
-                },
-                "Overrides": overrides,
-            }
-        ],
-        "TargetCapacitySpecification": {
-            "TotalTargetCapacity": number,
-            "OnDemandTargetCapacity": 0 if is_spot else number,
-            "SpotTargetCapacity": number if is_spot else 0,
-            "DefaultTargetCapacityType": request.lifecycle,
-        },
-        "TagSpecifications": [
-            {"ResourceType": kind, "Tags": tag_list(tags)}
-            for kind in ("fleet", "instance", "volume")
-        ],
-    }
-    if is_spot:
-        arguments["SpotOptions"] = {"AllocationStrategy": allocation}
-    else:
-        arguments["OnDemandOptions"] = {"AllocationStrategy": "lowest-price"}
-    for attempt in range(NUM_LAUNCH_TRIES):
-        if attempt:
-            pause(random.uniform(0.5, 1.0) * FIRST_PAUSE_S * 2.0**attempt)
-        try:
-            return _answer(launcher.create_fleet(**arguments), request, subnets)
-        except AwsErrors as exc:
-            kind = kind_of(exc)
-            if kind == "credentials":
-                raise
-            if kind != "transient":
-                return FleetResult(refusals=(_refusal("", "", code_of(exc), str(exc)),))
-    return None
-
-
-def _answer(
-    data: Mapping[str, Any], request: LaunchRequest, subnets: Mapping[str, str]
-) -> FleetResult:
-    zones = {subnet: zone for zone, subnet in subnets.items()}
-    now = time.time()
-
-    def place(one: Mapping[str, Any]) -> tuple[str, str]:
-        told = one.get("LaunchTemplateAndOverrides", {}).get("Overrides", {})
-        zone = told.get("AvailabilityZone") or zones.get(told.get("SubnetId", ""), "")
-        return one.get("InstanceType") or told.get("InstanceType", ""), zone
-
-    acks = tuple(
-        Ack(
-            id=id,
-            type=place(one)[0],
-            zone=place(one)[1],
-            lifecycle=one.get("Lifecycle") or request.lifecycle,
-            workers=request.workers_each,
-            at=now,
-        )
-        for one in data.get("Instances", ())
-        for id in one.get("InstanceIds", ())
-    )
-    refusals = tuple(
-        _refusal(*place(one), one.get("ErrorCode", ""), one.get("ErrorMessage", ""))
-        for one in data.get("Errors", ())
-    )
-    return FleetResult(acks=acks, refusals=refusals)
-
-
-def _refusal(type: str, zone: str, code: str, message: str) -> LaunchFailure:
-    kind = kind_of_code(code)
-    # What will pass is as good as no capacity: the pool is left alone for a while.
-    kind = "capacity" if kind in ("transient", "credentials") else kind
-    words = words_of_code(code, message)
-    return LaunchFailure(type=type, zone=zone, code=code, message=words, kind=kind)
 
 
 def terminate(ec2: Any, ids: Sequence[str]) -> None:

@@ -32,7 +32,7 @@ class Offer:
 
 def usable(
     offers: Sequence[Offer],
-    memory: FleetState,
+    state: FleetState,
     lifecycle: str,
     now: float,
     *,
@@ -41,7 +41,7 @@ def usable(
     """Return those that may be asked for: on sale, and not known to have no capacity now."""
     found = []
     for offer in offers:
-        back_off = memory.back_offs.get((offer.type, offer.zone, lifecycle))
+        back_off = state.back_offs.get((offer.type, offer.zone, lifecycle))
         if back_off is not None and now < back_off.until:
             continue
         # A spot price that is not in the history means that the pool does not exist.

@@ -13,9 +13,9 @@ from typing import Any
 from botocore.exceptions import ClientError
 
 from etrain_jupyter.config.store_url import S3, split_s3_url
-from etrain_jupyter.errors import CheckpointError
+from etrain_jupyter.errors import StoreError
 from etrain_jupyter.pools.base import Leftovers
-from etrain_jupyter.pools.ec2.aws_messages import AwsErrors, pool_error, words_of_error
+from etrain_jupyter.pools.ec2.aws_messages import AwsErrors, message_of_error, pool_error
 from etrain_jupyter.pools.ec2.ec2_api import (
     CLUSTER_TAG,
     LIVING,
@@ -220,7 +220,7 @@ def _end_machines(
         try:
             terminate(ec2, [one.id for one in living])
         except AwsErrors as exc:
-            last = f" ({words_of_error(exc)})"
+            last = f" ({message_of_error(exc)})"
         if time.monotonic() > deadline:
             return [f"{one.id} {one.type} {one.state}{last}" for one in living]
         pause(LOOK_S)
@@ -240,7 +240,7 @@ def _delete(ec2: Any, one: Tagged) -> str:
     except ClientError as exc:
         if "NotFound" in code_of(exc) or "NotExist" in code_of(exc):
             return ""
-        return f"{one.id} {one.kind} ({words_of_error(exc)})"
+        return f"{one.id} {one.kind} ({message_of_error(exc)})"
     return ""
 
 
@@ -258,7 +258,7 @@ def _remove_objects(clients: Clients, home: str, cluster_id: str) -> list[str]:
         for one in bucket.keys(below, what):
             bucket.delete(one, what)
         return [f"s3://{name}/{bucket.prefix}/{one}" for one in bucket.keys(below, what)]
-    except CheckpointError as exc:
+    except StoreError as exc:
         return [f"{home} ({exc})"]
 
 

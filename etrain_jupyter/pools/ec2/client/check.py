@@ -11,7 +11,7 @@ from pathlib import Path
 from botocore.exceptions import BotoCoreError, ClientError
 
 from etrain_jupyter.config.store_url import split_s3_url
-from etrain_jupyter.errors import CheckpointError, PoolError
+from etrain_jupyter.errors import PoolError, StoreError
 from etrain_jupyter.pools.ec2.aws_messages import pool_error
 from etrain_jupyter.pools.ec2.bootstrap import find_image
 from etrain_jupyter.pools.ec2.ec2_api import Clients
@@ -37,7 +37,7 @@ def check_account(clients: Clients, spec: AwsSpotSpec) -> None:
     try:
         # A list: what looks for one object is answered the same whether or not there is a bucket.
         clients.bucket.keys("clusters/none", "looking at the bucket")
-    except CheckpointError as exc:
+    except StoreError as exc:
         raise PoolError(
             f"the bucket {spec.bucket} cannot be used: {exc}. {NOTHING} Name another one in "
             "pools.yaml, or make it; `%etrain pools policy` prints what the user needs there."
@@ -90,7 +90,7 @@ def _digest_of(clients: Clients, archive: str) -> tuple[str, str]:
             bucket.download(key, size, copy, what)
             with copy.open("rb") as file:
                 return hashlib.file_digest(file, "sha256").hexdigest(), ""
-    except CheckpointError as exc:
+    except StoreError as exc:
         return "", str(exc)
 
 

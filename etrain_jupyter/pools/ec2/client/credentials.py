@@ -6,7 +6,7 @@ import boto3
 from botocore.exceptions import BotoCoreError
 
 from etrain_jupyter.errors import PoolError
-from etrain_jupyter.pools.ec2.aws_messages import words_of_error
+from etrain_jupyter.pools.ec2.aws_messages import message_of_error
 from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
 
 METHODS = {
@@ -35,5 +35,5 @@ def find_credentials(spec: AwsSpotSpec) -> str:
         session = boto3.session.Session(profile_name=spec.profile, region_name=spec.region)
         found = session.get_credentials()
     except BotoCoreError as exc:
-        raise PoolError(words_of_error(exc)) from exc
+        raise PoolError(message_of_error(exc)) from exc
     return METHODS.get(found.method, found.method) if found is not None else ""

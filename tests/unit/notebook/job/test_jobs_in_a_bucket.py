@@ -136,10 +136,10 @@ def test_checkpoints_in_a_bucket_keep_their_url() -> None:
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        ("no_bucket", "there is no such bucket. Make it, or correct ETRAIN_RUNS"),
+        ("no_bucket", "there is no such bucket. Create it, or correct ETRAIN_RUNS"),
         ("deny", "access denied"),
         ("expire", "the credentials have expired"),
-        ("ignore_conditions", "overwrites what is there although it was asked not to"),
+        ("ignore_conditions", "ignores the condition If-None-Match and overwrites"),
     ],
 )
 def test_store_that_cannot_be_written_is_told_before_anything_is_started(

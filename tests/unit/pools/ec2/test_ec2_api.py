@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 from botocore.exceptions import ClientError, ConnectTimeoutError, EndpointConnectionError
 
-from etrain_jupyter.errors import CheckpointError
+from etrain_jupyter.errors import StoreError
 from etrain_jupyter.pools.ec2.aws_messages import kind_of, pool_error
 from etrain_jupyter.pools.ec2.ec2_api import (
     Clients,
-    create_fleet,
     describe_types,
     find_gpu_types,
     list_instances,
     terminate,
 )
+from etrain_jupyter.pools.ec2.fleet_launch import create_fleet
 from etrain_jupyter.pools.ec2.fleet_state import FleetResult, LaunchRequest
 from etrain_jupyter.pools.ec2.spec import AwsSpotSpec, GpuSpec
 from etrain_jupyter.storage.objects import bucket_owners
@@ -274,7 +274,7 @@ def test_owner_of_the_pools_bucket_is_asked_for_once(
     clients: Clients, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Review S7."""
-    monkeypatch.setattr(bucket_owners, "_learnt", {})
+    monkeypatch.setattr(bucket_owners, "_registered", {})
     calls = account_calls(clients, monkeypatch)
     for _ in range(3):
         clients.bucket.put("x", b"1", "test")
@@ -293,7 +293,7 @@ def test_owner_that_is_named_is_not_asked_for(
     named: str,
     expected: str,
 ) -> None:
-    monkeypatch.setattr(bucket_owners, "_learnt", {})
+    monkeypatch.setattr(bucket_owners, "_registered", {})
     own = Clients(spec.model_copy(update={"bucket_owner": named}))
     calls = account_calls(own, monkeypatch)
 
@@ -304,12 +304,12 @@ def test_owner_that_is_named_is_not_asked_for(
 def test_sts_that_does_not_answer_says_which_key_to_write(
     clients: Clients, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bucket_owners, "_learnt", {})
+    monkeypatch.setattr(bucket_owners, "_registered", {})
 
     class Silent:
         def get_caller_identity(self) -> Any:
             raise ConnectTimeoutError(endpoint_url="https://sts.us-east-1.amazonaws.com")
 
     monkeypatch.setattr(clients, "_client", lambda *words, **named: Silent())
-    with pytest.raises(CheckpointError, match=r"STS: .*Write bucket_owner: '111122223333'"):
+    with pytest.raises(StoreError, match=r"STS: .*Write bucket_owner: '111122223333'"):
         clients.bucket.get("x", "test")

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from etrain_jupyter.pools.ec2.machine import agent as module
-from etrain_jupyter.pools.ec2.machine import children, power
-from etrain_jupyter.pools.ec2.machine.agent import Agent, AgentError, AskedToEndError
+from etrain_jupyter.pools.ec2.machine import base_agent, children, node_agent, power
+from etrain_jupyter.pools.ec2.machine.base_agent import AgentError, StopRequestedError
+from etrain_jupyter.pools.ec2.machine.node_agent import NodeAgent
 from etrain_jupyter.pools.ec2.node_config import NodeConfig
 from etrain_jupyter.wire.notices import INTERRUPTION, REBALANCE
 from etrain_jupyter.worker import imds
@@ -56,9 +56,9 @@ class Watch:
 
 @pytest.fixture
 def agent(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "LOOK_S", 0.01)
-    monkeypatch.setattr(module, "BOOT_RETRY_S", 0.01)
-    made = Agent("s3://b/p", tmp_path, keys="keys/x")
+    monkeypatch.setattr(node_agent, "POLL_S", 0.01)
+    monkeypatch.setattr(base_agent, "BOOT_RETRY_S", 0.01)
+    made = NodeAgent("s3://b/p", tmp_path, keys="keys/x")
     made._children.end(0.0)
     made._children = Workers()
     made._identity, made._known_at = ME, time.monotonic()
@@ -92,29 +92,29 @@ def test_watch_of_the_lease_that_is_stuck_ends_the_machine(agent):
         def stuck_s(self) -> float:
             return 1.0
 
-    assert agent._is_over() == ""
+    assert agent._reason_to_end() == ""
     agent._lease = Stuck()
-    assert agent._is_over() == "the watch of the lease is stuck"
+    assert agent._reason_to_end() == "the watch of the lease is stuck"
 
 
 def test_machine_that_ec2_does_not_take_turns_itself_off_in_the_end(agent, monkeypatch):
-    monkeypatch.setattr(module, "TAKEN_S", 0.05)
+    monkeypatch.setattr(node_agent, "RECLAIM_MARGIN_S", 0.05)
     agent._on_notice(Notice(kind=INTERRUPTION, deadline=time.time() + 0.05))
-    assert "EC2 has not taken this machine as it said" in agent._after_workers()
+    assert "EC2 has not reclaimed this machine as announced" in agent._after_workers()
 
 
 def test_machine_waits_no_longer_than_any_notice_is(agent, monkeypatch):
-    monkeypatch.setattr(module, "TAKEN_S", 0.01)
-    monkeypatch.setattr(module, "LONGEST_NOTICE_S", 0.01)
+    monkeypatch.setattr(node_agent, "RECLAIM_MARGIN_S", 0.01)
+    monkeypatch.setattr(node_agent, "MAX_NOTICE_S", 0.01)
     agent._on_notice(Notice(kind=INTERRUPTION, deadline=time.time() + 2000.0))
-    assert "EC2 has not taken this machine as it said" in agent._after_workers()
+    assert "EC2 has not reclaimed this machine as announced" in agent._after_workers()
 
 
 def test_notice_that_only_the_workers_have_seen_is_looked_for(agent, monkeypatch):
-    monkeypatch.setattr(module, "TAKEN_S", 0.01)
+    monkeypatch.setattr(node_agent, "RECLAIM_MARGIN_S", 0.01)
     notice = Notice(kind=INTERRUPTION, deadline=time.time())
     agent._notices.find = lambda: agent._on_notice(notice)
-    assert "EC2 has not taken this machine as it said" in agent._after_workers()
+    assert "EC2 has not reclaimed this machine as announced" in agent._after_workers()
 
 
 @pytest.mark.parametrize("kind", [REBALANCE, ""])
@@ -142,26 +142,26 @@ def test_what_can_be_read_soon_is_waited_for(agent):
             raise answer
         return answer
 
-    assert agent._insist("config.json", read) == "here"
+    assert agent._wait_for("config.json", read) == "here"
 
 
 def test_what_cannot_be_read_ends_the_machine(agent, monkeypatch):
-    monkeypatch.setattr(module, "BOOT_S", 0.05)
+    monkeypatch.setattr(base_agent, "BOOT_S", 0.05)
 
     def read() -> None:
         raise OSError("AccessDenied")
 
     with pytest.raises(AgentError, match=r"config.json could not be read for 0 s: .*AccessDenied"):
-        agent._insist("config.json", read)
+        agent._wait_for("config.json", read)
 
 
 def test_agent_can_be_asked_to_end_while_it_waits(agent):
     def read() -> None:
         raise OSError("no")
 
-    agent.ask_to_end()
-    with pytest.raises(AskedToEndError):
-        agent._insist("config.json", read)
+    agent.request_stop()
+    with pytest.raises(StopRequestedError):
+        agent._wait_for("config.json", read)
 
 
 def test_whatever_fails_turns_the_machine_off(agent, monkeypatch):
