@@ -23,7 +23,7 @@ from etrain_jupyter.log.events import (
     StepUndone,
     WorkerLost,
 )
-from etrain_jupyter.notebook.job.run_store import JobRecord
+from etrain_jupyter.notebook.job.job_record import JobRecord
 from etrain_jupyter.notebook.job.weights import find_saved, load_weights
 from etrain_jupyter.storage.checkpoints import LocalStore, open_newest, open_store
 from etrain_jupyter.testing.invariants import assert_invariants

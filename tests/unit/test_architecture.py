@@ -210,8 +210,6 @@ KNOWN_CIRCLES: list[list[str]] = [
         "head.jobs.hosted_job",
         "head.jobs.reports",
     ],
-    ["notebook.job.requests", "notebook.job.resume", "notebook.job.training_job"],
-    ["notebook.job.run_store", "notebook.job.s3_run_store"],
     ["pools.ec2.client.pool", "pools.ec2.client.remote_pool"],
     ["pools.ec2.machine.agent", "pools.ec2.machine.head_agent"],
 ]

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from etrain_jupyter.errors import ConfigError, EtrainError, JobLostError, PoolError
 from etrain_jupyter.log.events import TERMINAL_STATUSES
 from etrain_jupyter.notebook.job.feed import EventFeed
 from etrain_jupyter.notebook.job.history import LatestValues
+from etrain_jupyter.notebook.job.job_record import JobRecord
 from etrain_jupyter.notebook.job.link import JobLink, NoAnswerError
-from etrain_jupyter.notebook.job.run_store import JobRecord
-
-if TYPE_CHECKING:
-    from etrain_jupyter.notebook.job.resume import ResumeRequest
+from etrain_jupyter.notebook.job.resume_request import ResumeRequest
 
 REQUEST_S = 30.0
 """How long the coordinator may take to answer."""
@@ -89,8 +87,6 @@ class JobRequests(ABC):
         is_log_only = bool(self.note) and not self.record.place
         if not is_over and not is_log_only and not values:
             return self.request("resume")
-        from etrain_jupyter.notebook.job.resume import ResumeRequest
-
         return self.resume_as(ResumeRequest(values=values, is_forced=force, is_trusted=trust))
 
     @abstractmethod

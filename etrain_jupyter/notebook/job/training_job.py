@@ -28,16 +28,17 @@ from etrain_jupyter.notebook.job.cost import JobCost, cost_of
 from etrain_jupyter.notebook.job.feed import EventFeed, Listener
 from etrain_jupyter.notebook.job.history import LatestValues, peek_log
 from etrain_jupyter.notebook.job.interrupts import Interrupts
+from etrain_jupyter.notebook.job.job_record import JobRecord
 from etrain_jupyter.notebook.job.link import SLICE_S, JobLink
 from etrain_jupyter.notebook.job.requests import REQUEST_S, JobRequests
-from etrain_jupyter.notebook.job.run_store import JobRecord
+from etrain_jupyter.notebook.job.resume import resume_job
+from etrain_jupyter.notebook.job.resume_request import ResumeRequest
 from etrain_jupyter.notebook.job.screen import Screen, table_of
 from etrain_jupyter.notebook.job.store_link import StoreLink, refresh_log, try_refresh_log
 from etrain_jupyter.notebook.job.weights import find_saved, list_saved, load_weights, put_weights
 
 if TYPE_CHECKING:
     from etrain_jupyter.notebook.audit import AuditReport
-    from etrain_jupyter.notebook.job.resume import ResumeRequest
 
 CATCH_UP_S = 10.0
 """Longest wait for the history when a property is read first, in seconds."""
@@ -111,8 +112,6 @@ class TrainingJob(JobRequests):
 
     def resume_as(self, wish: ResumeRequest) -> str:
         """Let the job go on that has ended, or whose cluster has; see ``resume``."""
-        from etrain_jupyter.notebook.job.resume import resume_job
-
         return resume_job(self, wish)
 
     # --- what it is -----------------------------------------------------------------------------
