@@ -27,6 +27,7 @@ from etrain_jupyter.testing.s3_server import S3Server
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a job wait for its log as long as a bucket with faults takes on a busy machine."""
     monkeypatch.setattr(training_job, "CATCH_UP_S", 120.0)
+    monkeypatch.setattr(training_job, "GLANCE_S", 120.0)
 
 
 class FolderPlace:

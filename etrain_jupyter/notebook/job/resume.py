@@ -197,6 +197,7 @@ def _check_reach(coming: _Next, place: str) -> None:
 
 
 def _check_nobody_trains(job: ResumableJob, wish: ResumeRequest) -> None:
+    is_reachable = job.is_reachable  # first: it waits for the history and for an answer
     status, reason = job.status, job.reason
     if job.lost or status in TERMINAL_STATUSES:
         return
@@ -208,7 +209,7 @@ def _check_nobody_trains(job: ResumableJob, wish: ResumeRequest) -> None:
             f"still be training: {job.note} Two would spoil each other's work, so nothing was "
             "done. If you know that its cluster is gone, type --force."
         )
-    if not job.is_reachable:
+    if not is_reachable:
         if wish.is_forced:
             return
         raise EtrainError(
