@@ -118,7 +118,7 @@ def redraw(num_steps: int) -> dict[str, float]:
 
 def long_job(num_steps: int) -> dict[str, float]:
     """Return what it costs to look at a job of so many steps in JupyterLab."""
-    from etrain_jupyter.notebook.job.run_store import open_runs
+    from etrain_jupyter.notebook.job.runs import open_runs
     from tests.browser.lab import Notebook
 
     record = open_runs().create({"name": "long", "created": time.time(), "config": {}})

@@ -17,7 +17,8 @@ from pathlib import Path
 from etrain_jupyter import __version__, launch
 from etrain_jupyter.errors import ConfigError, EtrainError
 from etrain_jupyter.notebook.commands.subcommands import find_subcommand, run_line
-from etrain_jupyter.notebook.job.run_store import ROOT_VARIABLE, open_runs
+from etrain_jupyter.notebook.job.run_store import ROOT_VARIABLE
+from etrain_jupyter.notebook.job.runs import open_runs
 from etrain_jupyter.notebook.job.training_job import TrainingJob
 from etrain_jupyter.untrusted import plain_line, plain_text
 

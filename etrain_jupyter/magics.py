@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.magic import Magics, line_cell_magic, magics_class, no_var_expand
 
 from etrain_jupyter import launch
-from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.errors import ConfigError, EtrainError
 from etrain_jupyter.notebook.commands.arguments import (
     CELL_COMMAND,
@@ -32,9 +31,11 @@ from etrain_jupyter.notebook.commands.subcommands import (
     wait_for,
 )
 from etrain_jupyter.notebook.dashboard.browser import has_front_end
+from etrain_jupyter.notebook.display import follow, open_panel
 from etrain_jupyter.notebook.editor import hooks
 from etrain_jupyter.notebook.editor.help_texts import help_on_cell, help_on_magic
-from etrain_jupyter.notebook.job.run_store import RunStore, open_runs
+from etrain_jupyter.notebook.job.run_store import RunStore
+from etrain_jupyter.notebook.job.runs import open_runs
 from etrain_jupyter.notebook.job.training_job import TrainingJob
 from etrain_jupyter.untrusted import plain_text
 
@@ -123,13 +124,13 @@ class EtrainMagics(Magics):
             named = plan.config.model_copy(update={"name": options.out})
             plan = dataclasses.replace(plan, config=named)
         if options.dry_run:
-            return describe_plan(plan)
+            return str(plan)
         job = self._resume(plan, options) if options.resume else launch.submit(plan)
         self._bind(options.out, job)
         if not options.quiet:
             launch.show(job)
         elif has_front_end():
-            launch.follow(job)
+            follow(job)
         if options.wait:
             wait_for(job)
         return ""
@@ -184,39 +185,6 @@ def give_empty_body(lines: list[str]) -> list[str]:
     return [lines[0].rstrip("\n") + "\n", "\n"]
 
 
-def describe_plan(plan: launch.Plan) -> str:
-    """Return what a checked job would do, for ``--dry-run``."""
-    config = plan.config
-    size = sum(plan.bundle.sizes.values())
-    captured = ", ".join(f"{name} {_bytes(n)}" for name, n in plan.bundle.sizes.items())
-    length = f"{config.steps} steps" if config.steps else f"{config.epochs:g} epochs"
-    lines = {
-        "model": config.model,
-        "length": f"{length} of batch {_batch_of(config)}",
-        "workers": f"{config.workers.min} to {config.max_workers()} of pool {config.pool}",
-        "captured": f"{_bytes(size)}: {captured}" if captured else "nothing",
-        "price": launch.price_of(plan),
-    }
-    table = [f"  {name:<10}{text}" for name, text in lines.items()]
-    return "\n".join(["The cell is a valid job. Nothing was submitted (--dry-run).", *table])
-
-
-def _batch_of(config: TrainConfig) -> str:
-    each = config.batch.per_worker_batch_size
-    return str(config.batch.size(1)) if each is None else f"{each} a worker"
-
-
-def _bytes(size: int) -> str:
-    """Return a size for people.
-
-    >>> _bytes(2_500_000)
-    '2.5 MB'
-    """
-    if size < 1_000:
-        return f"{size} B"
-    return f"{size / 1e3:.3g} kB" if size < 1_000_000 else f"{size / 1e6:.3g} MB"
-
-
 def load(shell: InteractiveShell) -> None:
     """Register the magics, completion, hints and the way to JupyterLab; for ``%load_ext``."""
     EtrainMagics.etrain.__doc__ = help_on_magic()  # what %etrain? shows
@@ -224,7 +192,7 @@ def load(shell: InteractiveShell) -> None:
     hooks.install(shell)
     if give_empty_body not in shell.input_transformers_cleanup:
         shell.input_transformers_cleanup.append(give_empty_body)
-    launch.open_panel()
+    open_panel()
 
 
 def unload(shell: InteractiveShell) -> None:

@@ -10,8 +10,10 @@ from etrain_jupyter.errors import ConfigError, PoolError
 from etrain_jupyter.pools.base import Leftovers, Pool
 from etrain_jupyter.pools.catalog import PoolEntry, files, read_catalog
 from etrain_jupyter.pools.local.pool import LocalPool, find_remains, load_in_words
+from etrain_jupyter.pools.own_clusters import forget_scheduler, note_scheduler, noted_schedulers
 from etrain_jupyter.pools.registry import get_pool, pool_names
 from etrain_jupyter.pools.rpc import ask
+from etrain_jupyter.process.address import SchedulerAddress
 from etrain_jupyter.process.cluster_dir import ClusterDir, ClusterRecord, cluster_dirs
 
 if TYPE_CHECKING:
@@ -72,15 +74,21 @@ def _place_of(entry: PoolEntry) -> str:
 
 
 def down(cluster: str | None = None, *, timeout_s: float = 10.0) -> str:
-    """End one cluster whose head is here, or all of this user's; say what was done.
+    """Shut down one cluster whose head is on this machine, or all of this user's.
+
+    On a Dask scheduler that another tool started, only our jobs and plugins end.
 
     Args:
-        cluster: Its id, or the name of a pool for all of that one's; on an existing Dask scheduler
-            only what is ours ends. None for all clusters, with what dead ones left.
-        timeout_s: For the processes of each; machines of EC2 get two minutes.
+        cluster: A cluster's id, or the name of a pool to shut down all of its clusters. None for
+            all clusters, including the remains of dead ones, and for all Dask schedulers that got
+            a job from this user.
+        timeout_s: Timeout for the processes of each cluster; EC2 machines get ``AWS_DOWN_S``.
+
+    Returns:
+        A message with what has ended.
 
     Raises:
-        PoolError: If there is no cluster of that id, or something is left.
+        PoolError: If there is no cluster with that id, or something could not be removed.
     """
     if cluster is not None and ("://" in cluster or cluster in pool_names()):
         return _told({cluster: get_pool(cluster).down(timeout_s=max(AWS_DOWN_S, timeout_s))}, "")
@@ -96,7 +104,33 @@ def down(cluster: str | None = None, *, timeout_s: float = 10.0) -> str:
         pool = _pool_of(here[one])
         is_local = isinstance(pool, LocalPool)
         ends[one] = pool.down(timeout_s=timeout_s if is_local else max(AWS_DOWN_S, timeout_s))
-    return _told(ends, "No cluster is up.")
+    unreachable = []
+    for address in noted_schedulers() if cluster is None else []:
+        try:
+            end = _leave(address, timeout_s=timeout_s)
+        except PoolError as exc:
+            # It may be switched off for good: not an error of this command.
+            unreachable.append(f"{address.address} was left as it is: {exc}")
+        else:
+            if end is not None:
+                ends[f"our part of {address.address}"] = end
+    text = _told(ends, "" if unreachable else "No cluster is up.")
+    return "\n".join([text] * bool(text) + unreachable)
+
+
+def _leave(address: SchedulerAddress, *, timeout_s: float) -> Leftovers | None:
+    """Remove our part from a Dask scheduler; None if there is none.
+
+    Raises:
+        PoolError: If the scheduler cannot be reached.
+    """
+    from etrain_jupyter.pools.external.pool import AddressPool
+
+    pool = AddressPool.at(address)
+    end = pool.down(timeout_s=timeout_s) if pool.is_installed() else None
+    if not end:
+        forget_scheduler(address.address)
+    return end
 
 
 def _pool_of(cluster: ClusterDir) -> Pool:
@@ -268,6 +302,7 @@ def bring_up(name: str, *, num_workers: int | None = None) -> str:
     """Bring a pool up before a job needs it; say where it is."""
     pool = get_pool(name)
     address = pool.up()
+    note_scheduler(address)
     if num_workers is not None:
         pool.want(num_workers, reason="asked for by hand")
     held = "" if num_workers is None else f", {num_workers} workers asked for"

@@ -101,6 +101,31 @@ def note_scheduler(address: SchedulerAddress) -> None:
             old.unlink(missing_ok=True)
 
 
+def noted_schedulers() -> list[SchedulerAddress]:
+    """Return the schedulers that other tools started and that this user gave a job, newest first.
+
+    A scheduler that was restarted at the same address is listed once.
+    """
+    folder = private_root() / NOTES
+    if not is_private_folder(folder):
+        return []
+    notes = sorted(folder.glob("*.json"), key=lambda note: note.stat().st_mtime, reverse=True)
+    found: dict[str, SchedulerAddress] = {}
+    for note in notes:
+        address = _read_note(note)
+        if address is not None:
+            found.setdefault(address.address, address)
+    return list(found.values())
+
+
+def forget_scheduler(address: str) -> None:
+    """Remove the notes of all schedulers at an address."""
+    for note in (private_root() / NOTES).glob("*.json"):
+        known = _read_note(note)
+        if known is not None and known.address == address:
+            note.unlink(missing_ok=True)
+
+
 def is_private_folder(path: Path) -> bool:
     """Tell whether a folder is this user's and nobody else may write in it."""
     try:
@@ -115,11 +140,15 @@ def _noted(cluster_id: str) -> SchedulerAddress | None:
     path = _note_path(cluster_id)
     if not is_private_folder(path.parent):
         return None
+    known = _read_note(path)
+    return known if known is not None and known.cluster_id == cluster_id else None
+
+
+def _read_note(path: Path) -> SchedulerAddress | None:
     try:
-        known = SchedulerAddress.from_dict(json.loads(read_regular(path, most_bytes=_MOST_BYTES)))
+        return SchedulerAddress.from_dict(json.loads(read_regular(path, most_bytes=_MOST_BYTES)))
     except (OSError, ValueError, TypeError):
         return None
-    return known if known.cluster_id == cluster_id else None
 
 
 def _note_path(cluster_id: str) -> Path:

@@ -212,12 +212,21 @@ def submit_with_faults(
     """
     from etrain_jupyter import launch
     from etrain_jupyter.config import parse_mapping
+    from etrain_jupyter.notebook.job.open_jobs import submit_job
 
     if names is None:
         caller = sys._getframe(1)
         names = {**caller.f_globals, **caller.f_locals}
-    planned = launch.plan_job(parse_mapping(dict(body), names), names)
-    return launch.submit(planned, faults=plan.to_list())
+    job = launch.plan_job(parse_mapping(dict(body), names), names)
+    job.print_warnings()
+    return submit_job(
+        job.config,
+        job.bundle,
+        address=job.start_pool(),
+        store=job.runs,
+        cell=job.cell,
+        faults=plan.to_list(),
+    )
 
 
 def _check_word(what: str, word: str, known: Sequence[str]) -> None:

@@ -23,7 +23,8 @@ import pytest
 
 from etrain_jupyter.errors import EtrainError, JobNotFoundError
 from etrain_jupyter.log.events import Event, JobPlanned, JobStatusChanged, JobSubmitted
-from etrain_jupyter.notebook.job.run_store import RECORD_FILE, JobRecord, RunStore
+from etrain_jupyter.notebook.job.job_record import RECORD_FILE, JobRecord
+from etrain_jupyter.notebook.job.run_store import RunStore
 from etrain_jupyter.notebook.job.training_job import TrainingJob
 
 BUNDLE = b"\x00objects\xff" * 100
@@ -152,7 +153,7 @@ class RunStoreContract:
         assert [event.kind for event in job.events()] == [event.kind for event in events]
         assert [event.seq for event in job.events()] == [1, 2, 3]
         assert job.status == "finished"
-        standing = there.standing(there.find("digits-1"))
+        standing = there.summarize(there.find("digits-1"))
         assert (standing.status, standing.total_steps, standing.is_gone) == ("finished", 6, False)
         place.log(made, [JobStatusChanged(**_COMMON, status="running")])
         again = TrainingJob(place.open("there").find("digits-1"), None)

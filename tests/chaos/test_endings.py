@@ -26,7 +26,7 @@ from etrain_jupyter.log.events import (
     WorkerLost,
 )
 from etrain_jupyter.notebook.audit import audit_log
-from etrain_jupyter.notebook.job.run_store import JobRecord
+from etrain_jupyter.notebook.job.job_record import JobRecord
 from etrain_jupyter.notebook.job.weights import find_saved, load_weights
 from etrain_jupyter.storage.checkpoints import LocalStore
 from etrain_jupyter.testing import FaultPlan

@@ -23,7 +23,7 @@ from etrain_jupyter.log.events import (
     StepUndone,
     WorkerLost,
 )
-from etrain_jupyter.notebook.job.run_store import JobRecord
+from etrain_jupyter.notebook.job.job_record import JobRecord
 from etrain_jupyter.notebook.job.weights import find_saved, load_weights
 from etrain_jupyter.storage.checkpoints import LocalStore, open_newest, open_store
 from etrain_jupyter.testing.invariants import assert_invariants
@@ -163,7 +163,8 @@ def record_of(job: RigJob) -> JobRecord:
         ("no_bucket", "there is no such bucket. Create it, or correct checkpoint.to"),
         (
             "deny",
-            "access denied. docs/how-to/store-checkpoints-in-s3.md lists the permissions that a role needs",
+            "access denied. docs/how-to/store-checkpoints-in-s3.md lists the permissions that a "
+            "role needs",
         ),
         ("expire", "the credentials have expired. Renew them"),
         ("slow_down", "S3 limits the request rate"),

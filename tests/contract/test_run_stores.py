@@ -11,7 +11,8 @@ import pytest
 from etrain_jupyter.log.event_log import EventLog
 from etrain_jupyter.log.events import Event
 from etrain_jupyter.notebook.job import training_job
-from etrain_jupyter.notebook.job.run_store import JobRecord, RunStore
+from etrain_jupyter.notebook.job.job_record import JobRecord
+from etrain_jupyter.notebook.job.run_store import RunStore
 from etrain_jupyter.notebook.job.s3_run_store import S3RunStore
 from etrain_jupyter.storage.bucket_log.chain import Chain
 from etrain_jupyter.storage.bucket_log.local_copy import LogCopy
@@ -26,6 +27,7 @@ from etrain_jupyter.testing.s3_server import S3Server
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a job wait for its log as long as a bucket with faults takes on a busy machine."""
     monkeypatch.setattr(training_job, "CATCH_UP_S", 120.0)
+    monkeypatch.setattr(training_job, "GLANCE_S", 120.0)
 
 
 class FolderPlace:

@@ -30,7 +30,7 @@ from etrain_jupyter.log.events import (
     WorkerLost,
 )
 from etrain_jupyter.notebook.commands.other_jobs import find_pools, look_around
-from etrain_jupyter.notebook.job.run_store import open_runs
+from etrain_jupyter.notebook.job.runs import open_runs
 from etrain_jupyter.notebook.job.training_job import TrainingJob
 from etrain_jupyter.testing.invariants import assert_invariants
 from tests.integration.conftest import until

@@ -31,7 +31,7 @@ from torch.utils.data import TensorDataset
 from etrain_jupyter.notebook.job import feed, link, training_job
 %load_ext etrain_jupyter
 # No time-out of the kernel's passes within a test: a cell that waits for one does not come back.
-link.CONNECT_S = feed.POLL_S = training_job.CATCH_UP_S = 600.0
+link.CONNECT_S = feed.POLL_S = training_job.CATCH_UP_S = training_job.GLANCE_S = 600.0
 x = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
 y = (x.sum(1) > 0).long()
 train_set = TensorDataset(x, y)

@@ -210,8 +210,6 @@ KNOWN_CIRCLES: list[list[str]] = [
         "head.jobs.hosted_job",
         "head.jobs.reports",
     ],
-    ["notebook.job.requests", "notebook.job.resume", "notebook.job.training_job"],
-    ["notebook.job.run_store", "notebook.job.s3_run_store"],
 ]
 """Circles that are still to be broken; never add one."""
 

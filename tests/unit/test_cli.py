@@ -101,7 +101,7 @@ def test_terminal_speaks_of_its_own_commands(
 
     shown = capsys.readouterr().err
     assert "etrain ls shows the jobs that run." in shown
-    assert "etrain ls shows the jobs there are." in shown
+    assert "etrain ls lists the jobs." in shown
     assert "%etrain ls" not in shown
     assert "Run a %%etrain distributed cell first" in shown, "that is for the notebook"
     assert "(1 job there)" in shown

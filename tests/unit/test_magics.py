@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import os
 import shlex
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,11 +25,13 @@ from etrain_jupyter.log.events import (
     WorkerLost,
 )
 from etrain_jupyter.magics import give_empty_body, split_line
+from etrain_jupyter.notebook import display
 from etrain_jupyter.notebook.commands.subcommands import LATER, SUBCOMMANDS, Subcommand
 from etrain_jupyter.notebook.dashboard import widget
 from etrain_jupyter.notebook.dashboard.link import PanelComm
 from etrain_jupyter.notebook.job import open_jobs
-from etrain_jupyter.notebook.job.run_store import JobRecord, RunStore
+from etrain_jupyter.notebook.job.job_record import JobRecord
+from etrain_jupyter.notebook.job.run_store import RunStore
 from etrain_jupyter.notebook.job.training_job import TrainingJob
 
 BODY = """\
@@ -94,9 +98,15 @@ def submitted(monkeypatch: pytest.MonkeyPatch) -> list[launch.Plan]:
     return plans
 
 
-def make_job(*events: Event, name: str = "digits", created: float = 1.0) -> TrainingJob:
+def make_job(
+    *events: Event,
+    name: str = "digits",
+    created: float = 1.0,
+    cluster: dict[str, str] | None = None,
+) -> TrainingJob:
     """Put a finished job into the run store."""
-    record: JobRecord = RunStore().create({"name": name, "created": created})
+    values = {"name": name, "created": created, "cluster": cluster or {}}
+    record: JobRecord = RunStore().create(values)
     log = EventLog(record.log_path, fsync_every_s=None)
     first = JobSubmitted(job_id=record.job_id, time=1.0, name=name, min_workers=1, max_workers=2)
     last = JobStatusChanged(job_id=record.job_id, time=2.0, status="finished")
@@ -119,7 +129,7 @@ def test_loading_in_a_terminal_opens_no_way_to_a_browser(
     shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = PanelComm()
-    monkeypatch.setattr(launch, "link", lambda: made)
+    monkeypatch.setattr(display, "link", lambda: made)
 
     etrain_jupyter.load_ipython_extension(shell)
 
@@ -134,10 +144,10 @@ def posted(
     made, heard = PanelComm(), list[dict[str, Any]]()
     monkeypatch.setattr(made, "open", lambda: None)
     monkeypatch.setattr(made.panel, "_post", heard.append)
-    for module in (launch, widget):
+    for module in (display, widget):
         monkeypatch.setattr(module, "link", lambda: made)
     monkeypatch.setattr("etrain_jupyter.notebook.dashboard.browser.has_front_end", lambda: True)
-    for module in (launch, magics):
+    for module in (launch, magics, display):
         monkeypatch.setattr(module, "has_front_end", lambda: True)
     etrain_jupyter.load_ipython_extension(shell)
     return made, heard
@@ -477,6 +487,30 @@ def test_ls_lists_the_newest_first(run: Run) -> None:
     assert lines[0].split() == ["JOB", "STATUS", "STEP", "WORKERS", "SUBMITTED"]
     assert [line.split()[0] for line in lines[1:]] == [new.id, old.id]
     assert lines[1].split()[1] == "finished"
+
+
+def test_ls_says_when_a_job_was_last_seen_that_may_have_lost_its_cluster(run: Run) -> None:
+    foreign = {"cluster_id": "Scheduler-1", "address": "tcp://10.9.9.9:8786"}
+    job = make_job(JobStatusChanged(job_id="digits", time=2.0, status="running"), cluster=foreign)
+    three_hours_ago = time.time() - 3 * 3600
+    os.utime(job.record.log_path, (three_hours_ago, three_hours_ago))
+
+    _, shown = run("%etrain ls")
+
+    assert "running (last seen 3 h ago)" in shown
+
+
+def test_ls_says_that_the_cluster_of_a_job_has_ended(run: Run) -> None:
+    make_job(JobStatusChanged(job_id="digits", time=2.0, status="running"))
+
+    assert "failed (its cluster has ended)" in run("%etrain ls")[1]
+
+
+def test_ls_trusts_a_job_that_has_just_written_its_log(run: Run) -> None:
+    foreign = {"cluster_id": "Scheduler-1", "address": "tcp://10.9.9.9:8786"}
+    make_job(JobStatusChanged(job_id="digits", time=2.0, status="running"), cluster=foreign)
+
+    assert "last seen" not in run("%etrain ls")[1]
 
 
 def test_empty_store_is_said_plainly(run: Run) -> None:

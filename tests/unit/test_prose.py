@@ -1,7 +1,7 @@
-"""The vocabulary of docstrings, comments, error messages and documents: STYLE's words, and no other.
+"""The vocabulary of docstrings, comments, error messages and documents.
 
-Each pattern is a word that stood in for a standard term, or a construction that makes readers stop.
-A limit is what is left of it; lower it when you can, never raise it. To see the places, run
+Each pattern is a word that stood in for a standard term, or a construction that makes readers
+stop. A limit is what is left of it; lower it when you can, never raise it. To see the places, run
 ``python -m tests.unit.test_prose PATTERN``.
 """
 

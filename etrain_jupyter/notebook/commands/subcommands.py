@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import shlex
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -57,7 +58,8 @@ from etrain_jupyter.notebook.commands.doctor import examine
 from etrain_jupyter.notebook.commands.log_lines import follow_lines, log_lines
 from etrain_jupyter.notebook.dashboard.saved_table import table_of_saved
 from etrain_jupyter.notebook.job.export import FORMATS
-from etrain_jupyter.notebook.job.run_store import JobRecord, Listing, RunStore
+from etrain_jupyter.notebook.job.job_record import JobRecord
+from etrain_jupyter.notebook.job.run_store import JobSummary, Listing, RunStore
 from etrain_jupyter.notebook.job.store_link import refresh_log
 from etrain_jupyter.notebook.job.training_job import TrainingJob
 from etrain_jupyter.pools import clusters
@@ -66,6 +68,8 @@ from etrain_jupyter.untrusted import plain_line
 
 MOST_NAMED = 10
 """Folders that ``ls`` names as unreadable."""
+IN_DOUBT_S = 60.0
+"""Age of the last sign of a job after which ``ls`` shows that age, in seconds."""
 LATER = ("diagnose", "plan")
 """Sub-commands of the contract that this version does not have."""
 
@@ -189,16 +193,37 @@ def _unreadable(listing: Listing) -> str:
 
 
 def _row(store: RunStore, record: JobRecord) -> tuple[str, ...]:
-    """Return how a job stands, without asking its cluster."""
-    known = store.standing(record)
+    """Return a job's line, without asking its cluster."""
+    known = store.summarize(record)
     has_none = known.is_gone or known.status in TERMINAL_STATUSES
     return (
         record.job_id,
-        "failed (its cluster has ended)" if known.is_gone else plain_line(known.status, 40),
+        describe_status(known),
         f"{known.step}/{known.total_steps}" if known.total_steps else str(known.step),
         "-" if has_none else str(known.world_size),
         datetime.fromtimestamp(record.created).strftime("%Y-%m-%d %H:%M"),
     )
+
+
+def describe_status(job: JobSummary) -> str:
+    """Return a job's status for a list; of a job in doubt also when it was last seen."""
+    if job.is_gone:
+        return "failed (its cluster has ended)"
+    status = plain_line(job.status, 40)
+    age_s = 0.0 if job.last_seen_at is None else time.time() - job.last_seen_at
+    return f"{status} (last seen {format_age(age_s)} ago)" if age_s > IN_DOUBT_S else status
+
+
+def format_age(seconds: float) -> str:
+    """Return an age in its largest unit.
+
+    >>> format_age(90), format_age(3 * 3600), format_age(200_000)
+    ('1 min', '3 h', '2 days')
+    """
+    minutes, hours, days = (int(seconds // unit) for unit in (60, 3600, 86_400))
+    if days:
+        return f"{days} day" + ("" if days == 1 else "s")
+    return f"{hours} h" if hours else f"{minutes} min"
 
 
 def _show(surface: Surface, args: argparse.Namespace) -> str:

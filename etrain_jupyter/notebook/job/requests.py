@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from etrain_jupyter.errors import ConfigError, EtrainError, JobLostError, PoolError
 from etrain_jupyter.log.events import TERMINAL_STATUSES
 from etrain_jupyter.notebook.job.feed import EventFeed
 from etrain_jupyter.notebook.job.history import LatestValues
+from etrain_jupyter.notebook.job.job_record import JobRecord
 from etrain_jupyter.notebook.job.link import JobLink, NoAnswerError
-from etrain_jupyter.notebook.job.run_store import JobRecord
-
-if TYPE_CHECKING:
-    from etrain_jupyter.notebook.job.resume import ResumeRequest
+from etrain_jupyter.notebook.job.resume_request import ResumeRequest
 
 REQUEST_S = 30.0
 """How long the coordinator may take to answer."""
@@ -27,7 +25,7 @@ _NOTHING_TO = {
     "checkpoint": "nothing left to save",
 }
 
-_ENDED = {"finished": "finished", "stopped": "been stopped", "failed": "failed"}
+ENDED = {"finished": "finished", "stopped": "been stopped", "failed": "failed"}
 
 
 class JobRequests(ABC):
@@ -49,6 +47,10 @@ class JobRequests(ABC):
     @abstractmethod
     def note(self) -> str:
         """Why only its log is followed from here; empty where its cluster can be asked."""
+
+    @abstractmethod
+    def _latest(self) -> LatestValues:
+        """Return the folded values, with the whole history in them."""
 
     def pause(self) -> str:
         """Let the ranks wait after their next step, with their state."""
@@ -85,12 +87,11 @@ class JobRequests(ABC):
         """
         given = {"pool": pool, "min": min, "max": max, "epochs": epochs, "steps": steps}
         values = {key: value for key, value in given.items() if value is not None}
+        self._latest()
         is_over = self.status in TERMINAL_STATUSES or self._feed.lost or self._feed.trouble
         is_log_only = bool(self.note) and not self.record.place
         if not is_over and not is_log_only and not values:
             return self.request("resume")
-        from etrain_jupyter.notebook.job.resume import ResumeRequest
-
         return self.resume_as(ResumeRequest(values=values, is_forced=force, is_trusted=trust))
 
     @abstractmethod
@@ -99,8 +100,9 @@ class JobRequests(ABC):
 
     def stop(self, now: bool = False) -> str:
         """End the job after its next step with a checkpoint; with ``now`` at once, without."""
+        self._latest()
         if self.status in TERMINAL_STATUSES and not self._feed.lost:
-            return f"{self.record.job_id} has {_ENDED[self.status]} already"
+            return f"{self.record.job_id} has {ENDED[self.status]} already"
         return self.request("stop", now=now)
 
     def checkpoint(self) -> str:
@@ -163,10 +165,11 @@ class JobRequests(ABC):
             EtrainError: If the job has ended.
             PoolError: If the coordinator refuses, or does not answer in time.
         """
+        self._latest()
         status, job_id = self.status, self.record.job_id
         if status in TERMINAL_STATUSES and not self._feed.lost:
             raise EtrainError(
-                f"job {job_id} has {_ENDED[status]}: there is "
+                f"job {job_id} has {ENDED[status]}: there is "
                 f"{_NOTHING_TO.get(request, f'nothing to {request}')}. "
                 "%etrain ls shows the jobs that run."
             )

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 from etrain_jupyter.errors import RunStoreError
 from etrain_jupyter.log.event_log import LogReader
+from etrain_jupyter.notebook.job.job_record import JobRecord
 from etrain_jupyter.notebook.job.link import Answer, ClusterEndedError, UnreachableError
-from etrain_jupyter.notebook.job.run_store import JobRecord
 from etrain_jupyter.storage.bucket_log.chain import Chain
 from etrain_jupyter.storage.bucket_log.local_copy import LogCopy
 from etrain_jupyter.storage.bucket_log.mirror import SILENT_S

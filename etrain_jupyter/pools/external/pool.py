@@ -101,6 +101,13 @@ class AddressPool:
             tls_min_version=min_version,
         )
 
+    @classmethod
+    def at(cls, address: SchedulerAddress) -> AddressPool:
+        """Return the pool of a scheduler whose address and certificates are known."""
+        files = {"ca": address.tls_ca, "cert": address.tls_cert, "key": address.tls_key}
+        tls = {kind: path for kind, path in files.items() if path}
+        return cls(address.address, tls=tls, min_version=address.tls_min_version)
+
     @property
     def address(self) -> SchedulerAddress:
         """Where it is, and what lets us in; its id is known once somebody has asked."""
@@ -191,6 +198,20 @@ class AddressPool:
     def cost(self) -> CostReport:
         """Return zeros: what these machines cost is between their owner and whoever pays."""
         return CostReport()
+
+    def is_installed(self) -> bool:
+        """Return whether our coordinator is on the scheduler; False if the scheduler has ended.
+
+        Raises:
+            PoolError: If the scheduler cannot be reached.
+        """
+        self._check()
+        try:
+            return self._ask_dask(self._is_there)
+        except PoolError as exc:
+            if ENDED in str(exc):
+                return False
+            raise
 
     def down(self, *, timeout_s: float = 30.0) -> Leftovers:
         """Stop our jobs there, with a checkpoint, and take our part away; theirs stays as it is.

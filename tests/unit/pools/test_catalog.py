@@ -9,11 +9,17 @@ from typing import Annotated
 import pytest
 from pydantic import Field
 
-from etrain_jupyter import cli, launch
+from etrain_jupyter import cli
 from etrain_jupyter.config import parse_cell
 from etrain_jupyter.config.fields import Section
 from etrain_jupyter.errors import CellError, ConfigError
+from etrain_jupyter.notebook.job.runs import open_runs
 from etrain_jupyter.pools.catalog import PoolsFileError, read_catalog
+from etrain_jupyter.pools.for_job import (
+    checkpoint_warnings,
+    find_pool,
+    with_shared_checkpoints,
+)
 from etrain_jupyter.pools.registry import get_pool, pool_names
 
 
@@ -209,7 +215,7 @@ def test_a_cell_with_an_unknown_pool_points_at_it() -> None:
     parsed = parse_cell(body, namespace={})
 
     with pytest.raises(CellError) as caught:
-        launch.check_pool(parsed)
+        find_pool(parsed)
 
     assert caught.value.render() == [
         "etrain: line 5, column 7: there is no pool 'spot-p2'; known are local, spot-p3",
@@ -224,7 +230,10 @@ SPOT = "spot: {kind: aws-spot, region: us-east-1, bucket: mine}\n"
 
 def checkpoints_of(body: str) -> str | None:
     config = parse_cell(f"model: Net\ndata: {{train: d}}\nloss: f\n{body}", namespace={}).config
-    return launch.with_shared_checkpoints(config, get_pool(config.pool)).checkpoint.to
+    pool, has_bucket = get_pool(config.pool), open_runs().is_remote
+    shared = with_shared_checkpoints(config, pool, has_bucket=has_bucket)
+    print(*checkpoint_warnings(shared, pool, has_bucket=has_bucket), end="")
+    return shared.checkpoint.to
 
 
 def test_machines_elsewhere_keep_checkpoints_where_all_of_them_reach_them(

@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 
 from etrain_jupyter.errors import PoolError
-from etrain_jupyter.pools import KINDS, SchedulerAddress, clusters, get_pool
+from etrain_jupyter.pools import (
+    KINDS,
+    Leftovers,
+    SchedulerAddress,
+    clusters,
+    get_pool,
+    own_clusters,
+)
+from etrain_jupyter.pools.external.pool import AddressPool
 from etrain_jupyter.pools.local.pool import LocalPool
 
 
@@ -34,6 +42,51 @@ def test_without_clusters_there_is_nothing_to_list_or_to_end(state: Path) -> Non
     assert clusters.down() == "No cluster is up."
     with pytest.raises(PoolError, match="no cluster 'local-1-2' is up"):
         clusters.down("local-1-2")
+
+
+DASK = SchedulerAddress(address="tcp://10.0.3.7:8786", cluster_id="Scheduler-1")
+
+
+@pytest.fixture
+def is_installed(monkeypatch: pytest.MonkeyPatch) -> list[bool | PoolError]:
+    """Let a Dask scheduler have our part, not have it, or not answer."""
+    state: list[bool | PoolError] = [True]
+
+    def look(self: AddressPool) -> bool:
+        if isinstance(state[0], PoolError):
+            raise state[0]
+        return state[0]
+
+    monkeypatch.setattr(AddressPool, "is_installed", look)
+    monkeypatch.setattr(AddressPool, "down", lambda self, *, timeout_s: Leftovers())
+    own_clusters.note_scheduler(DASK)
+    return state
+
+
+def test_down_takes_our_part_away_from_a_dask_scheduler(
+    is_installed: list[bool | PoolError],
+) -> None:
+    assert clusters.down() == "our part of tcp://10.0.3.7:8786 has ended"
+    assert clusters.down() == "No cluster is up.", "the scheduler is forgotten"
+
+
+def test_down_says_nothing_of_a_dask_scheduler_without_our_part(
+    is_installed: list[bool | PoolError],
+) -> None:
+    is_installed[0] = False
+
+    assert clusters.down() == "No cluster is up."
+    assert own_clusters.noted_schedulers() == []
+
+
+def test_down_names_a_dask_scheduler_that_it_cannot_reach(
+    is_installed: list[bool | PoolError],
+) -> None:
+    is_installed[0] = PoolError("10.0.3.7 cannot be reached")
+
+    expected = "tcp://10.0.3.7:8786 was left as it is: 10.0.3.7 cannot be reached"
+    assert clusters.down() == expected
+    assert own_clusters.noted_schedulers() == [DASK]
 
 
 def test_a_pool_may_be_ended_by_its_name() -> None:
