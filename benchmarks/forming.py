@@ -97,7 +97,7 @@ def serve(rank: int, world_size: int, pipe: Connection) -> None:
 def _serve(rank: int, world_size: int, pipe: Connection) -> None:
     import torch
 
-    from etrain_jupyter.trainer.group import authentication, process_group
+    from etrain_jupyter.trainer.group import authentication, forming, process_group
 
     torch.set_num_threads(1)
     authenticate = authentication.authenticate
@@ -117,7 +117,7 @@ def _serve(rank: int, world_size: int, pipe: Connection) -> None:
     while (told := pipe.recv()) is not None:
         key, value = told
         if key == "form":
-            process_group.authenticate = (  # type: ignore[attr-defined]
+            forming.authenticate = (  # type: ignore[attr-defined]
                 authenticate if value != "plain" else lambda *_, **__: None
             )
             store = process_group.BroadcastStore(lambda key, value: send((key, value)))

@@ -25,7 +25,6 @@ from etrain_jupyter.trainer.compiled import (
 )
 from etrain_jupyter.trainer.data import Indices, SampleSource, Share, to_device
 from etrain_jupyter.trainer.loop.evaluation import eval_mode
-from etrain_jupyter.trainer.loop.schedule import WorkPlan
 from etrain_jupyter.trainer.micro_batch import (
     MicroBatch,
     Reserve,
@@ -37,15 +36,16 @@ from etrain_jupyter.trainer.micro_batch import (
     memory_of,
 )
 from etrain_jupyter.trainer.references import WorkloadError
+from etrain_jupyter.trainer.schedule import WorkPlan
 from etrain_jupyter.trainer.seeds import seeded
-from etrain_jupyter.trainer.state.running_buffers import MovingBuffers
+from etrain_jupyter.trainer.state.running_buffers import RunningBuffers
 from etrain_jupyter.trainer.workload import Workload
 
 
 class PassEffects(NamedTuple):
     """What a pass does to the model."""
 
-    moving: MovingBuffers
+    moving: RunningBuffers
     """The buffers that it moves."""
     has_unused: bool
     """Whether it leaves some parameters without a gradient."""
@@ -82,7 +82,7 @@ class WarmUp:
         self._order = order
         self._send = send
         self._beat = beat
-        self._buffers = MovingBuffers(workload.model.buffers())
+        self._buffers = RunningBuffers(workload.model.buffers())
         self._before = self._buffers.copy()
         self._has_tried_metrics = False
 

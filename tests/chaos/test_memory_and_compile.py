@@ -89,7 +89,7 @@ async def test_memory_that_runs_out_later_costs_one_step_and_halves_that_ranks_p
     assert job.status == "finished", job.describe()
     assert_invariants(log)
     assert re.findall(r"auto: (\d+) of 32 samples", told(log)) == ["32", "32"]
-    assert re.findall(r"go down to (\d+)", told(log)) == ["16", "8"]
+    assert re.findall(r"are reduced to (\d+)", told(log)) == ["16", "8"]
     assert len(found(log, StepUndone)) == 2
     assert_nobody_was_lost(log)
     assert len(found(log, StepCompleted)) == 3 * STEPS_PER_EPOCH
@@ -130,7 +130,7 @@ async def test_update_that_runs_out_of_memory_leaves_no_half_updated_weights(
 
     assert job.status == "finished", job.describe()
     assert_invariants(log)
-    assert told(log).count("go down to 16") == num_short
+    assert told(log).count("are reduced to 16") == num_short
     if (num_workers, at) == (1, 12):
         # Nobody else has the state: the newest checkpoint is that of the first epoch.
         assert len(found(log, WorkerLost)) == 1

@@ -17,7 +17,7 @@ from etrain_jupyter.trainer.gradients.comm_hook import CommHook
 from etrain_jupyter.trainer.gradients.step import MicroBatch, Step, split_share
 from etrain_jupyter.trainer.gradients.stopwatch import Stopwatch
 from etrain_jupyter.trainer.group.process_group import Pending, RankGroup
-from etrain_jupyter.trainer.state.running_buffers import MovingBuffers
+from etrain_jupyter.trainer.state.running_buffers import RunningBuffers
 
 # torch 2.13 renamed the flag. Buffers are averaged by ``_start_moves`` instead.
 _DDP_FLAGS = inspect.signature(DistributedDataParallel.__init__).parameters
@@ -52,7 +52,7 @@ class AveragedGradients:
         group: RankGroup,
         model: nn.Module,
         *,
-        moving: MovingBuffers,
+        moving: RunningBuffers,
         has_unused: bool,
         global_batch_size: int,
         micro_batch_size: int | None,

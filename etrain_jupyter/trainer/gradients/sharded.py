@@ -22,7 +22,7 @@ from etrain_jupyter.trainer.gradients.step import MicroBatch, Step, split_share
 from etrain_jupyter.trainer.gradients.stopwatch import Stopwatch
 from etrain_jupyter.trainer.gradients.tree_sum import TreeSum, merge
 from etrain_jupyter.trainer.group.process_group import Pending, RankGroup
-from etrain_jupyter.trainer.state.running_buffers import MovingBuffers
+from etrain_jupyter.trainer.state.running_buffers import RunningBuffers
 
 
 class ShardedGradients:
@@ -49,7 +49,7 @@ class ShardedGradients:
         group: RankGroup,
         model: nn.Module,
         *,
-        moving: MovingBuffers,
+        moving: RunningBuffers,
         num_shards: int,
         global_batch_size: int,
         micro_batch_size: int | None,

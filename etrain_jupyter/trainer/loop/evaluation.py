@@ -19,9 +19,9 @@ from etrain_jupyter.trainer.data import Share
 from etrain_jupyter.trainer.gradients.step_header import stack_means
 from etrain_jupyter.trainer.gradients.tree_sum import merge
 from etrain_jupyter.trainer.group.process_group import RankGroup
-from etrain_jupyter.trainer.loop.schedule import WorkPlan
 from etrain_jupyter.trainer.micro_batch import MicroBatch
 from etrain_jupyter.trainer.objective.whole_set import SlotStates
+from etrain_jupyter.trainer.schedule import WorkPlan
 from etrain_jupyter.trainer.seeds import seed_all, seed_of
 from etrain_jupyter.trainer.workload import Workload
 

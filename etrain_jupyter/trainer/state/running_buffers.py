@@ -12,7 +12,7 @@ from typing import Self
 import torch
 
 
-class MovingBuffers:
+class RunningBuffers:
     """The buffers of a model that training moves."""
 
     def __init__(self, buffers: Iterable[torch.Tensor] = ()) -> None:

@@ -24,7 +24,7 @@ class _Piece(NamedTuple):
     length: int
 
 
-class WeightsPrint:
+class WeightFingerprint:
     """Sums up the bit patterns of a rotating slice of a model's parameters."""
 
     def __init__(self, model: nn.Module) -> None:

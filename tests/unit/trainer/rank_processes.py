@@ -23,11 +23,13 @@ import torch
 import torch.distributed as dist
 
 from etrain_jupyter.config.schema import TrainConfig
+from etrain_jupyter.trainer.boundary import Boundary, NoHooks
 from etrain_jupyter.trainer.control.faults import Faults
 from etrain_jupyter.trainer.group.process_group import CommunicationError, RankGroup
-from etrain_jupyter.trainer.loop.schedule import WorkPlan
 from etrain_jupyter.trainer.loop.train_loop import TrainLoop
+from etrain_jupyter.trainer.schedule import WorkPlan
 from etrain_jupyter.trainer.state.capture import digest_of, put_state, take_state
+from etrain_jupyter.trainer.state.train_state import TrainState
 from etrain_jupyter.trainer.workload import build_workload
 
 HOST = "127.0.0.1"
@@ -191,6 +193,16 @@ class _ToldInEval(Faults):
             self._pending.set()
 
 
+class _AfterStep(NoHooks):
+    """Calls a function after each step."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+
+    def after_step(self, boundary: Boundary) -> None:
+        self._call()
+
+
 class _Member:
     """One process's part of a job."""
 
@@ -205,7 +217,7 @@ class _Member:
         self._sent: list[dict[str, Any]] = []
         self._workload = build_workload(config, _Names(names), torch.device("cpu"))
         plan = WorkPlan.of(config, self._workload)
-        self._loop = TrainLoop(self._workload, config, plan, self._sent.append)
+        self._loop = TrainLoop(TrainState(self._workload, config, plan), self._sent.append)
         self._loop.warm_up()
 
     def run(self) -> Outcome:
@@ -235,11 +247,11 @@ class _Member:
             threading.Thread(target=self._watch, args=(group, f"abort{number}")).start()
         loop = self._loop
         loop.change_pending.clear()
-        loop.after_step[:] = [lambda _: self._notice(generation)]
-        loop.faults = self._faults(generation, group)
+        loop.places.faults = self._faults(generation, group)
         self._notice(generation)
         try:
-            self._ends.append(loop.run(group, loop.wrap(group)))
+            hooks = _AfterStep(lambda: self._notice(generation))
+            self._ends.append(loop.run(group, loop.wrap(group), hooks))
         except CommunicationError:
             assert generation.lost is not None, f"{generation} failed at step {loop.step}"
             self._ends.append("failed")
@@ -294,7 +306,7 @@ class _Member:
     def _save(self, number: int) -> None:
         state = take_state(self._workload.model, self._workload.optimizer, self._workload.extras)
         file = self._folder / f"{self._key}-{number}"
-        torch.save((*state, self._loop.counters()), file)
+        torch.save((*state, self._loop.state.counters()), file)
         self._store.set(f"saved{number}", str(file))
 
     def _catch_up(self, number: int) -> None:
@@ -308,7 +320,7 @@ class _Member:
             tensors,
             self._workload.extras,
         )
-        self._loop.set_counters(counters)
+        self._loop.state.set_counters(counters)
 
 
 class _Names:

@@ -92,7 +92,7 @@ def test_compiling_is_undone_to_the_last_bit_and_changes_no_name(backend):
     plain, _ = make_loop()
     assert digest_of(loop.workload.model) == digest_of(plain.workload.model)
     assert list(loop.workload.model.state_dict()) == list(plain.workload.model.state_dict())
-    assert loop._moving.num_values == plain._moving.num_values > 0
+    assert loop._effects.moving.num_values == plain._effects.moving.num_values > 0
     assert all(p.grad is None for p in loop.workload.model.parameters())
 
 

@@ -17,7 +17,6 @@ from etrain_jupyter.config.schema import BatchConfig, TrainConfig
 from etrain_jupyter.rules.samples.ledger import checksum_of, epoch_order
 from etrain_jupyter.trainer import warm_up
 from etrain_jupyter.trainer.group.process_group import CommunicationError
-from etrain_jupyter.trainer.loop.schedule import WorkPlan
 from etrain_jupyter.trainer.loop.train_loop import TrainLoop
 from etrain_jupyter.trainer.micro_batch import (
     NUM_REFINEMENTS,
@@ -29,7 +28,9 @@ from etrain_jupyter.trainer.micro_batch import (
     largest_pass,
 )
 from etrain_jupyter.trainer.references import WorkloadError
+from etrain_jupyter.trainer.schedule import WorkPlan
 from etrain_jupyter.trainer.state.capture import digest_of
+from etrain_jupyter.trainer.state.train_state import TrainState
 from etrain_jupyter.trainer.workload import build_workload
 from tests.unit.trainer.loop.test_train_loop import (
     BATCH,
@@ -164,7 +165,7 @@ def test_warm_up_finds_what_fits_tells_it_and_undoes_all_its_tries() -> None:
     assert digest_of(loop.workload.model) == digest_of(untouched.workload.model)
     assert all(p.grad is None for p in loop.workload.model.parameters())
     assert not loop.workload.optimizer.state
-    assert loop._moving.num_values == untouched._moving.num_values > 0
+    assert loop._effects.moving.num_values == untouched._effects.moving.num_values > 0
 
 
 def test_warm_up_draws_nothing_from_the_generators() -> None:
@@ -259,8 +260,8 @@ def test_lack_of_memory_in_a_step_halves_the_size_and_breaks_the_generation() ->
         assert all(p.grad is None for p in loop.workload.model.parameters())
     told = [m["text"] for m in sent if m["op"] == "log" and m["level"] == "warning"]
     assert told[-1] == (
-        "rank 0 ran out of memory in step 1: its micro batches go down to 4; a new generation goes "
-        "on from step 0, and nothing is lost"
+        "rank 0 ran out of memory in step 1: its micro-batches are reduced to 4; a new generation "
+        "continues from step 0, and nothing is lost"
     )
     loop.in_step = False
     assert run(loop) == "done"
@@ -353,7 +354,8 @@ def test_real_lack_of_memory_on_a_gpu_is_survived_and_leaves_nothing_behind() ->
     }
     config = TrainConfig.model_validate(keys)
     workload = build_workload(config, Names(model=Hungry), device)
-    loop = TrainLoop(workload, config, WorkPlan.of(config, workload), lambda _: None)
+    state = TrainState(workload, config, WorkPlan.of(config, workload))
+    loop = TrainLoop(state, lambda _: None)
     before = torch.cuda.memory_allocated(device)
     loop.warm_up()
     assert loop.micro.size is not None

@@ -17,7 +17,7 @@ from etrain_jupyter.trainer.state import transfer
 from etrain_jupyter.trainer.state.background_digest import BackgroundDigest
 from etrain_jupyter.trainer.state.capture import take_state
 from etrain_jupyter.trainer.state.checkpointer import Checkpointer
-from etrain_jupyter.trainer.state.running_buffers import MovingBuffers
+from etrain_jupyter.trainer.state.running_buffers import RunningBuffers
 from etrain_jupyter.trainer.state.transfer import send_state
 from etrain_jupyter.trainer.trainer import DISCONNECTED, failure_of
 from etrain_jupyter.wire.channel import FrameDecoder, encode
@@ -90,8 +90,8 @@ class Gpu:
         self.is_broken = False
         self._text = text
         places = [(step_header, "stack_means"), (trainer, "take_state"), (Checkpointer, "save_now")]
-        places += [(BackgroundDigest, "begin"), (MovingBuffers, "put_back")]
-        places += [(MovingBuffers, "moved_since")]
+        places += [(BackgroundDigest, "begin"), (RunningBuffers, "put_back")]
+        places += [(RunningBuffers, "moved_since")]
         self.calls: list[str] = []
         for owner, name in places:
             monkeypatch.setattr(owner, name, self._guard(name, getattr(owner, name)))
@@ -169,7 +169,7 @@ def newest_state(rig: TrainerRig, *, step: int):
     model.layer(torch.ones(2, 4)).sum().backward()
     optimizer.step()
     header, tensors = take_state(model, optimizer)
-    counters = {**loop.counters(), "step": step, "position": 8 * step}
+    counters = {**loop.state.counters(), "step": step, "position": 8 * step}
     return {"counters": counters, "records": [], **header}, tensors
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from etrain_jupyter.trainer.devices import choose_device, facts_of
-from etrain_jupyter.trainer.group import process_group
+from etrain_jupyter.trainer.group import transports
 from etrain_jupyter.trainer.group.backends import NCCL
 from etrain_jupyter.trainer.group.cuda_buckets import sum_through_host
 from etrain_jupyter.trainer.group.process_group import CommunicationError
@@ -65,7 +65,7 @@ class FakeNccl:
 @pytest.fixture
 def nccl(monkeypatch) -> FakeNccl:
     fake = FakeNccl()
-    monkeypatch.setattr(process_group, "moment_of_device", lambda: fake.device_done.wait)
+    monkeypatch.setattr(transports, "moment_of_device", lambda: fake.device_done.wait)
     return fake
 
 
@@ -166,7 +166,7 @@ def test_nccl_that_is_made_after_the_abort_is_not_used(nccl):
     with pytest.raises(CommunicationError, match="too late"):  # noqa: SIM117
         with connected(backend=NCCL, connect_nccl=connect_late, on_made=groups.append):
             pass
-    assert groups[0]._nccl is None
+    assert groups[0]._transport.backend is None
 
 
 def test_bucket_of_a_shared_gpu_is_summed_in_host_memory():

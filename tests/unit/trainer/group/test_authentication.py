@@ -107,7 +107,7 @@ class Attacked:
         tensors = [torch.full((2,), float(group.rank + 1)) for group in self.groups]
 
         def add(group: RankGroup) -> None:
-            group._sum_on_host(tensors[group.rank])
+            group.sum_on_host(tensors[group.rank])
 
         with ThreadPoolExecutor(len(self.groups)) as ranks:
             list(ranks.map(add, self.groups))
@@ -334,7 +334,7 @@ def test_rank_that_cannot_connect_lets_the_others_know(monkeypatch):
     def fail(*_: Any) -> None:
         raise RuntimeError("[gloo] connection refused\nwith a trace")
 
-    monkeypatch.setattr("etrain_jupyter.trainer.group.process_group.connect_gloo", fail)
+    monkeypatch.setattr("etrain_jupyter.trainer.group.forming.connect_gloo", fail)
     with pytest.raises(CommunicationError, match="connection refused"):
         group.connect()
     device = GlooDevice(HOST)

@@ -154,7 +154,7 @@ def test_batch_per_worker_trains_each_sample_once_and_scales_its_step():
         (0, 48, 2),
         (1, 0, 16),
     ]
-    assert loop.position == 2 * NUM_SAMPLES
+    assert loop.state.position == 2 * NUM_SAMPLES
 
 
 def test_without_a_schedule_the_optimizer_is_left_alone():

@@ -134,7 +134,7 @@ def test_first_times_are_told_soon_and_later_ones_seldom(monkeypatch):
         times.add_step(step, StepTimes(), samples=1, elapsed_s=0.25)
         if times.is_due(epoch_ends=False):
             told.append(now - 100.0)
-            times.tell()
+            times.report()
     assert told == [2.5, 7.5, 17.5, 37.5, 67.5, 97.5]
 
 
@@ -147,7 +147,7 @@ def test_short_epochs_are_told_of_together_and_long_ones_at_their_ends(monkeypat
         times.add_step(step, StepTimes(), samples=1, elapsed_s=1.0)
         if times.is_due(epoch_ends=step % 3 == 0):
             told.append(now - 100.0)
-            times.tell()
+            times.report()
     assert told == [3, 8, 18, 30, 42, 54]
 
 
@@ -167,5 +167,5 @@ def test_checkpoints_and_evaluations_are_apart_from_the_steps():
     record = message["record"]
     assert (record["step"], record["num_steps"], record["samples"]) == (3, 3, 24)
     assert (record["elapsed_s"], record["checkpoint_s"], record["evaluation_s"]) == (6.0, 0.75, 3.0)
-    times.tell()
+    times.report()
     assert len(sent) == 1  # nothing to tell

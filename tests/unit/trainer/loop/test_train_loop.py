@@ -15,14 +15,16 @@ from torch import nn
 from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.errors import ConfigError
 from etrain_jupyter.rules.samples.ledger import checksum_of, epoch_order
+from etrain_jupyter.trainer.boundary import NoHooks
 from etrain_jupyter.trainer.control.faults import NO_FAULTS, DeliberateError, Faults
 from etrain_jupyter.trainer.gradients.averaged import AveragedGradients
 from etrain_jupyter.trainer.group.process_group import BroadcastStore, CommunicationError, RankGroup
-from etrain_jupyter.trainer.loop.schedule import WorkPlan
 from etrain_jupyter.trainer.loop.train_loop import TrainLoop
 from etrain_jupyter.trainer.references import WorkloadError
+from etrain_jupyter.trainer.schedule import WorkPlan
 from etrain_jupyter.trainer.state import background_digest
 from etrain_jupyter.trainer.state.capture import digest_of, put_state, take_state
+from etrain_jupyter.trainer.state.train_state import TrainState
 from etrain_jupyter.trainer.workload import build_workload
 from etrain_jupyter.wire.progress_page import ProgressPage
 from tests.unit.trainer.plain_loop import PlainJob, train_plainly
@@ -82,7 +84,8 @@ def make_loop(*, micro: int | None = None, names: Names | None = None, **keys):
     )
     sent: list[dict] = []
     workload = build_workload(config, names or Names(), torch.device("cpu"))
-    loop = TrainLoop(workload, config, WorkPlan.of(config, workload), sent.append)
+    state = TrainState(workload, config, WorkPlan.of(config, workload))
+    loop = TrainLoop(state, sent.append)
     loop.warm_up()
     return loop, sent
 
@@ -92,9 +95,22 @@ def alone(generation: int = 1) -> RankGroup:
     return RankGroup(generation=generation, rank=0, world_size=1, store=store, host="")
 
 
-def run(loop: TrainLoop) -> str:
+class Watch(NoHooks):
+    """Calls a function after each step, and another one after each evaluation."""
+
+    def __init__(self, after_step, after_eval) -> None:
+        self._after_step, self._after_eval = after_step, after_eval
+
+    def after_step(self, boundary) -> None:
+        self._after_step()
+
+    def after_eval(self, group) -> None:
+        self._after_eval()
+
+
+def run(loop: TrainLoop, *, after_step=lambda: None, after_eval=lambda: None) -> str:
     group = alone()
-    return loop.run(group, loop.wrap(group))
+    return loop.run(group, loop.wrap(group), Watch(after_step, after_eval))
 
 
 PLAIN = PlainJob(model=Net, data=make_data(), batch_size=BATCH, num_steps=8)
@@ -145,14 +161,13 @@ def test_digest_of_an_epochs_end_is_told_while_the_next_one_trains(monkeypatch):
     loop, sent = make_loop()
     at_boundaries = []
 
-    def look(_):
+    def look():
         if loop.step in (4, 8):
             at_boundaries.append(digest_of(loop.workload.model))
         if loop.step == 6:
             is_trained.set()
 
-    loop.after_step.append(look)
-    assert run(loop) == "done"
+    assert run(loop, after_step=look) == "done"
     digests = [m for m in sent if m["op"] == "weights"]
     assert [m["step"] for m in digests] == [4, 8]
     assert [m["digest"] for m in digests] == at_boundaries
@@ -196,35 +211,35 @@ class AtPlaces(Faults):
 
 def test_change_that_is_pending_ends_an_evaluation_which_is_then_done_again():
     loop, sent = make_loop(micro=8, epochs=1)
-    loop.faults = AtPlaces("eval", loop.change_pending.set)
+    loop.places.faults = AtPlaces("eval", loop.change_pending.set)
     assert run(loop) == "planned"
     assert loop.progress == (4, 0)
     # It was set in the first of 7 batches, told with the second, and looked at before the third.
-    assert [p for p in loop.faults.places if p[0] == "eval"] == [("eval", 4)] * 2
+    assert [p for p in loop.places.faults.places if p[0] == "eval"] == [("eval", 4)] * 2
     loop.change_pending.clear()
-    loop.faults = NO_FAULTS
+    loop.places.faults = NO_FAULTS
     assert run(loop) == "done"
     assert [m["record"]["samples"] for m in sent if m["op"] == "eval"] == [NUM_SAMPLES]
 
 
 def test_loop_comes_to_each_place_with_the_step_that_is_being_made():
     loop, _ = make_loop(steps=2, micro=8)
-    loop.faults = AtPlaces()
+    loop.places.faults = AtPlaces()
     run(loop)
     passes = ["forward", "forward", "all_reduce", "commit"]
-    assert loop.faults.places[:8] == [(p, 1) for p in passes] + [(p, 2) for p in passes]
-    assert {p for p in loop.faults.places[8:]} == {("eval", 2), ("evaluated", 2)}
+    assert loop.places.faults.places[:8] == [(p, 1) for p in passes] + [(p, 2) for p in passes]
+    assert {p for p in loop.places.faults.places[8:]} == {("eval", 2), ("evaluated", 2)}
 
 
 def test_each_place_is_a_sign_of_life():
     loop, _ = make_loop(steps=2)
-    loop.page = ProgressPage.create()
-    loop.faults = AtPlaces()
+    loop.places.page = ProgressPage.create()
+    loop.places.faults = AtPlaces()
     run(loop)
-    told = loop.page.read()
-    loop.page.close()
+    told = loop.places.page.read()
+    loop.places.page.close()
     assert (told.step, told.phase) == (2, "evaluating")
-    assert told.beats >= len(loop.faults.places)
+    assert told.beats >= len(loop.places.faults.places)
 
 
 @pytest.mark.parametrize(
@@ -233,7 +248,7 @@ def test_each_place_is_a_sign_of_life():
 def test_planted_defect_of_the_ledger_shows_in_the_record(kind, samples):
     loop, sent = make_loop(steps=3)
     fault = {"id": 1, "kind": kind, "rank": 0, "step": 2, "at": "forward"}
-    loop.faults = Faults([fault], lambda _: None)
+    loop.places.faults = Faults([fault], lambda _: None)
     run(loop)
     records = [m["record"] for m in sent if m["op"] == "step"]
     assert [r["samples"] for r in records] == samples
@@ -249,7 +264,7 @@ def test_error_between_the_gradient_and_the_update_undoes_the_step():
 
     loop, _ = make_loop(names=Names(), steps=2)
     before = digest_of(loop.workload.model)
-    loop.faults = AtPlaces("commit", fail)
+    loop.places.faults = AtPlaces("commit", fail)
     with pytest.raises(DeliberateError):
         run(loop)
     assert digest_of(loop.workload.model) == before
@@ -321,9 +336,8 @@ def test_step_that_breaks_is_undone():
 
     loop, _ = make_loop(names=Names(loss=fragile))
     before: list[str] = []
-    loop.after_step.append(lambda _: before.append(digest_of(loop.workload.model)))
     with pytest.raises(CommunicationError):
-        run(loop)
+        run(loop, after_step=lambda: before.append(digest_of(loop.workload.model)))
     assert loop.progress == (2, 0)
     assert loop.in_step
     assert digest_of(loop.workload.model) == before[-1]  # BatchNorm's statistics too
@@ -428,8 +442,7 @@ def test_step_whose_loss_is_not_finite_leaves_no_trace_and_can_be_made_again(bad
     shards = {"shards": 1} if reproducible else None
     loop, _ = make_loop(names=Names(loss=nan_at(4, bad)), reproducible=shards)
     before: list[str] = []
-    loop.after_step.append(lambda _: before.append(digest_of(loop.workload.model)))
-    assert run(loop) == "nan"
+    assert run(loop, after_step=lambda: before.append(digest_of(loop.workload.model))) == "nan"
     assert loop.progress == (2, 0)
     assert not loop.in_step
     assert loop.undone_loss.is_source
@@ -468,7 +481,7 @@ def make_watching_loop(values: list[float], **keys):
 
 def whole_evaluations(loop: TrainLoop) -> TrainLoop:
     """Let an evaluation be one batch."""
-    loop._evaluation._most = NUM_SAMPLES
+    loop._evaluations._evaluation._most = NUM_SAMPLES
     return loop
 
 
@@ -478,7 +491,7 @@ def test_loop_is_done_when_evaluations_have_not_improved_for_long_enough():
     )
     assert run(whole_evaluations(loop)) == "done"
     assert loop.progress == (5, 5)
-    assert loop.judge.end_record() == {
+    assert loop.state.best_tracker.end_record() == {
         "metric": "accuracy",
         "step": 5,
         "best": pytest.approx(0.7),
@@ -495,10 +508,13 @@ def test_loop_is_done_when_evaluations_have_not_improved_for_long_enough():
 def test_trainer_that_takes_the_state_over_counts_on_from_there():
     keys = {"early_stopping": {**WATCHED, "patience": 3}, "checkpoint": {"best": WATCHED}}
     first, _ = make_watching_loop([0.5, 0.7, 0.6], **keys)
-    whole_evaluations(first).after_eval.append(
-        lambda _: first.change_pending.set() if first.step == 3 else None
-    )
-    assert run(first) == "planned"
+    whole_evaluations(first)
+
+    def stop_at_3() -> None:
+        if first.step == 3:
+            first.change_pending.set()
+
+    assert run(first, after_eval=stop_at_3) == "planned"
     second, sent = make_watching_loop([0.65, 0.2], **keys)
     whole_evaluations(second)
     header, tensors = take_state(
@@ -511,23 +527,26 @@ def test_trainer_that_takes_the_state_over_counts_on_from_there():
         tensors,
         second.workload.extras,
     )
-    second.set_counters(first.counters())
+    second.state.set_counters(first.state.counters())
     assert run(second) == "done"
-    assert second.judge.end_record()["best_step"] == 2
+    assert second.state.best_tracker.end_record()["best_step"] == 2
     told = [m["record"] for m in sent if m["op"] == "best"]
     assert told[0] == {"metric": "accuracy", "step": 2, "value": pytest.approx(0.7)}
 
 
 def test_best_is_told_after_each_evaluation_and_again_by_the_next_generation():
     loop, sent = make_watching_loop([0.5, 0.7, 0.6], checkpoint={"best": WATCHED})
-    whole_evaluations(loop).after_eval.append(
-        lambda _: loop.change_pending.set() if loop.step >= 3 else None
-    )
-    run(loop)
+    whole_evaluations(loop)
+
+    def stop_at_3() -> None:
+        if loop.step >= 3:
+            loop.change_pending.set()
+
+    run(loop, after_eval=stop_at_3)
     told = [
         (m["record"]["step"], round(m["record"]["value"], 3)) for m in sent if m["op"] == "best"
     ]
     assert told[:3] == [(1, 0.5), (2, 0.7), (2, 0.7)]
     sent.clear()
-    loop.tell_evaluations(2)
+    loop.report_evaluations(2)
     assert [m["op"] for m in sent if m["generation"] == 2] == ["best"]

@@ -10,12 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etrain_jupyter.config.schema import TrainConfig
-from etrain_jupyter.trainer.loop.schedule import WorkPlan
 from etrain_jupyter.trainer.loop.train_loop import TrainLoop
 from etrain_jupyter.trainer.objective.measures import Measures, Portion, share_of_loss
 from etrain_jupyter.trainer.objective.one_pass import Passed
 from etrain_jupyter.trainer.references import WorkloadError
+from etrain_jupyter.trainer.schedule import WorkPlan
 from etrain_jupyter.trainer.state.capture import digest_of
+from etrain_jupyter.trainer.state.train_state import TrainState
 from etrain_jupyter.trainer.workload import build_workload
 from tests.unit.trainer.loop.test_train_loop import Names, run
 from tests.unit.trainer.rank_processes import Generation, Job
@@ -105,7 +106,8 @@ def make_loop(names=None, **more):
     config = TrainConfig.model_validate(keys(**more))
     workload = build_workload(config, Names(**{**tagging(), **(names or {})}), torch.device("cpu"))
     sent: list[dict] = []
-    loop = TrainLoop(workload, config, WorkPlan.of(config, workload), sent.append)
+    state = TrainState(workload, config, WorkPlan.of(config, workload))
+    loop = TrainLoop(state, sent.append)
     loop.warm_up()
     return loop, sent
 
@@ -150,7 +152,7 @@ def test_unit_of_the_weight_cancels_out_to_the_last_bit(factor):
     for loop in loops:
         run(loop)
     assert len({digest_of(loop.workload.model) for loop in loops}) == 1
-    units = [loop.counters()["weight_exponent"] for loop in loops]
+    units = [loop.state.counters()["weight_exponent"] for loop in loops]
     assert units[1] - units[0] == math.log2(factor)
 
 

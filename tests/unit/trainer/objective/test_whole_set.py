@@ -8,10 +8,11 @@ from torchmetrics import MeanSquaredError, MetricCollection
 from torchmetrics.classification import MulticlassF1Score
 
 from etrain_jupyter.config.schema import TrainConfig
-from etrain_jupyter.trainer.loop.schedule import WorkPlan
 from etrain_jupyter.trainer.loop.train_loop import TrainLoop
 from etrain_jupyter.trainer.objective.whole_set import is_torchmetric
 from etrain_jupyter.trainer.references import WorkloadError
+from etrain_jupyter.trainer.schedule import WorkPlan
+from etrain_jupyter.trainer.state.train_state import TrainState
 from etrain_jupyter.trainer.workload import build_workload
 from tests.unit.trainer.loop.test_train_loop import Names, run
 from tests.unit.trainer.rank_processes import Generation, Job
@@ -74,7 +75,8 @@ def make_loop(metric, **more):
     given = Names(**names(), **{"metrics.m": metric})
     workload = build_workload(config, given, torch.device("cpu"))
     sent: list[dict] = []
-    loop = TrainLoop(workload, config, WorkPlan.of(config, workload), sent.append)
+    state = TrainState(workload, config, WorkPlan.of(config, workload))
+    loop = TrainLoop(state, sent.append)
     loop.warm_up()
     return loop, sent
 

@@ -13,13 +13,14 @@ from etrain_jupyter.storage.checkpoints import LocalStore
 from etrain_jupyter.storage.checkpoints.base import open_newest
 from etrain_jupyter.storage.checkpoints.s3 import S3Store
 from etrain_jupyter.testing.s3_server import S3Server
+from etrain_jupyter.trainer.boundary import Boundary
 from etrain_jupyter.trainer.group.rendezvous import BroadcastStore
-from etrain_jupyter.trainer.state import sharded_write as spread_module
+from etrain_jupyter.trainer.state import sharded_write
 from etrain_jupyter.trainer.state.checkpointer import Checkpointer
 from etrain_jupyter.trainer.state.parts import NEEDED, check_parts, optimizer_parts
 from etrain_jupyter.trainer.state.restoring import restore
 from etrain_jupyter.trainer.state.sharded_write import files_of, is_worth_it, part_of_rank
-from tests.unit.trainer.state.test_checkpointer import Loop, config_of
+from tests.unit.trainer.state.test_checkpointer import State, config_of
 
 
 class RemoteStore(LocalStore):
@@ -46,19 +47,18 @@ class RemoteStore(LocalStore):
 class Rank:
     """A rank of a generation that does nothing but save."""
 
-    def __init__(self, rank: int, world_size: int, store) -> None:
+    def __init__(self, rank: int, world_size: int, store, checkpoint: dict) -> None:
         self.rank, self.store = rank, store
         self.others: list[Rank] = []
-        self.told: list[dict] = []
-        self.loop = Loop(with_scaler=False)
+        self.sent: list[dict] = []
+        self.state = State(with_scaler=False, config=config_of(checkpoint))
         self.checkpointer = Checkpointer(
             store=store,
-            loop=self.loop,
+            state=self.state,
             job_id="job",
-            config=config_of({"every": "1 step"}),
-            send=self.told.append,
+            send=self.sent.append,
+            starts=[0],
         )
-        self.checkpointer.starts = [0]
         self.group = SimpleNamespace(rank=rank, world_size=world_size, generation=1)
         self.board = BroadcastStore(self._publish)
         self.checkpointer.begin(self.group, self.board)
@@ -68,27 +68,30 @@ class Rank:
             other.board.put(key, value)
 
     def train(self, *, is_agreed: bool) -> None:
-        self.loop.train()
-        self.loop.is_save_agreed = is_agreed
-        self.checkpointer.after_step(self.group)
+        self.state.train()
+        self.checkpointer.after_step(
+            Boundary(group=self.group, step_s=0.1, is_save_agreed=is_agreed)
+        )
 
     def ops(self) -> list[str]:
-        return [message["op"] for message in self.told]
+        return [message["op"] for message in self.sent]
 
 
 @pytest.fixture(autouse=True)
 def every_state_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spread_module, "SPREAD_BYTES", 1)
+    monkeypatch.setattr(sharded_write, "SHARDED_BYTES", 1)
 
 
-def ranks_on(*stores) -> list[Rank]:
-    """Make ranks that have saved once: rank 0 knows then how large the state is."""
-    ranks = [Rank(number, len(stores), store) for number, store in enumerate(stores)]
+def ranks_on(*stores, **checkpoint) -> list[Rank]:
+    """Make ranks that have saved once, so that rank 0 knows the size of the state."""
+    checkpoint = checkpoint or {"every": "1 step"}
+    ranks = [Rank(number, len(stores), store, checkpoint) for number, store in enumerate(stores)]
     for rank in ranks:
         rank.others = [other for other in ranks if other is not rank]
         torch.manual_seed(0)
-        for value in rank.loop.workload.model.parameters():
+        for value in rank.state.workload.model.parameters():
             torch.nn.init.normal_(value)
+    ranks[0].checkpointer.request()
     train(ranks)
     join(ranks)
     for store in stores:
@@ -98,17 +101,15 @@ def ranks_on(*stores) -> list[Rank]:
 
 def train(ranks: list[Rank]) -> None:
     """Make a step, with the agreement that its sum brings."""
-    loop = ranks[0].loop
-    is_agreed = ranks[0].checkpointer.asks_save(*loop.marks)
+    is_agreed = ranks[0].checkpointer.wants_save(*ranks[0].state.marks)
     for rank in ranks:
         rank.train(is_agreed=is_agreed)
 
 
 def join(ranks: list[Rank]) -> None:
     for rank in ranks:
-        rank.checkpointer.join()
-        if rank.checkpointer._helper.thread is not None:
-            rank.checkpointer._helper.thread.join()
+        rank.checkpointer.wait()
+        rank.checkpointer._shard_writer.wait()
 
 
 def check_restored(store, ranks: list[Rank], *, step: int) -> None:
@@ -119,11 +120,11 @@ def check_restored(store, ranks: list[Rank], *, step: int) -> None:
 
     found = open_newest(store, job_id="job", check=check)
     assert (found.manifest.step, found.skipped) == (step, [])
-    fresh = Loop(with_scaler=False)
+    fresh = State(with_scaler=False)
     restore(fresh, found.files)
     fresh.train()
-    ranks[0].loop.train()
-    theirs = ranks[0].loop.workload.model.state_dict()
+    ranks[0].state.train()
+    theirs = ranks[0].state.workload.model.state_dict()
     for name, value in fresh.workload.model.state_dict().items():
         assert torch.equal(value, theirs[name])
 
@@ -140,7 +141,7 @@ def test_small_states_and_folders_are_written_by_one_rank(tmp_path, monkeypatch)
 @pytest.mark.parametrize("world_size", [2, 3, 4, 9, 20])
 def test_every_file_has_one_writer(world_size):
     tensors = {f"optimizer.{n}": torch.zeros(n) for n in range(40)} | {"model.a": torch.ones(1)}
-    num_shards = spread_module.num_shards_of(world_size)
+    num_shards = sharded_write.num_shards_of(world_size)
     files = files_of(tensors, num_shards=num_shards)
     helped = [part_of_rank(rank, world_size) for rank in range(world_size)]
     assert [name for name in helped if name] == optimizer_parts(files)
@@ -180,7 +181,7 @@ def test_part_whose_writer_dies_is_written_by_rank_0_as_soon_as_the_generation_i
     stores[1].may_write.clear()
     train(ranks)
     ranks[0].checkpointer.leave()  # what the main thread does when the others are gone
-    ranks[0].checkpointer.join()
+    ranks[0].checkpointer.wait()
     assert "optimizer.safetensors" in stores[0].written
     assert ranks[0].ops() == ["checkpoint_committed"] * 2
     stores[1].may_write.set()  # it was not dead, and finishes what nobody waits for
@@ -193,7 +194,7 @@ def test_checkpoint_whose_rank_0_dies_is_never_acknowledged_and_the_next_one_is_
     ranks = ranks_on(*stores)
     stores[0].may_write.clear()
     train(ranks)
-    ranks[1].checkpointer._helper.thread.join()
+    ranks[1].checkpointer._shard_writer.wait()
     assert stores[0].list_steps() == [1]  # the part of rank 1 is there, and that is no checkpoint
     survivor = ranks[1]
     survivor.checkpointer.leave()
@@ -201,7 +202,7 @@ def test_checkpoint_whose_rank_0_dies_is_never_acknowledged_and_the_next_one_is_
     survivor.group = SimpleNamespace(rank=0, world_size=1, generation=2)
     survivor.checkpointer.begin(survivor.group, BroadcastStore(lambda key, value: None))
     survivor.train(is_agreed=False)
-    survivor.checkpointer.join()
+    survivor.checkpointer.wait()
     assert survivor.ops() == ["checkpoint_committed"]
     assert stores[1].list_steps() == [1, 3]
     stores[0].may_write.set()
@@ -223,13 +224,13 @@ def test_rank_that_waits_for_a_folder_is_told_that_there_will_be_none(tmp_path, 
 def test_rank_whose_part_before_is_still_under_way_leaves_the_next_one_to_rank_0(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("etrain_jupyter.trainer.state.checkpointer.LEAST_PATIENCE_S", 0.1)
+    monkeypatch.setattr("etrain_jupyter.trainer.state.checkpoint_writer.LEAST_PATIENCE_S", 0.1)
     stores = [RemoteStore(tmp_path), RemoteStore(tmp_path)]
     ranks = ranks_on(*stores)
     stores[1].may_write.clear()
     for _ in range(2):
         train(ranks)
-        ranks[0].checkpointer.join()
+        ranks[0].checkpointer.wait()
     assert stores[0].written.count("optimizer.safetensors") == 2
     stores[1].may_write.set()
     join(ranks)
@@ -238,12 +239,9 @@ def test_rank_whose_part_before_is_still_under_way_leaves_the_next_one_to_rank_0
 
 def test_ranks_agree_on_the_step_although_only_rank_0_knows_that_somebody_has_asked(tmp_path):
     stores = [RemoteStore(tmp_path), RemoteStore(tmp_path)]
-    ranks = ranks_on(*stores)
-    for rank in ranks:
-        rank.checkpointer._every = None
-        rank.checkpointer.pace.interval_s = 1e9
+    ranks = ranks_on(*stores, every="1000 steps")
     train(ranks)
-    ranks[0].checkpointer.ask()
+    ranks[0].checkpointer.request()
     ranks[0].train(is_agreed=False)  # asked after that step's sum was on its way
     ranks[1].train(is_agreed=False)
     assert stores[0].list_steps() == [1]

@@ -11,7 +11,7 @@ from torch import nn
 from etrain_jupyter.trainer.state.weight_fingerprint import (
     MAX_SLICES,
     MODULUS,
-    WeightsPrint,
+    WeightFingerprint,
     ranks_agree,
 )
 
@@ -28,7 +28,7 @@ def build() -> nn.Module:
 
 
 def prints(model: nn.Module) -> list[int]:
-    made = WeightsPrint(model)
+    made = WeightFingerprint(model)
     return [int(made.at(step)) for step in range(MAX_SLICES)]
 
 

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from etrain_jupyter.config.schema import TrainConfig
-from etrain_jupyter.trainer.loop.best_tracker import Judge
 from etrain_jupyter.trainer.references import WorkloadError
+from etrain_jupyter.trainer.state.best_tracker import BestTracker
 
 
-def judge(**keys: Any) -> Judge:
+def judge(**keys: Any) -> BestTracker:
     config = {"model": "Net", "data": {"train": "d", "eval": "d"}, "step": "f", **keys}
-    return Judge(TrainConfig.model_validate(config))
+    return BestTracker(TrainConfig.model_validate(config))
 
 
 @pytest.mark.parametrize("key", ["checkpoint.best", "early_stopping"])

@@ -21,7 +21,7 @@ from etrain_jupyter.trainer.references import WorkloadError
 from etrain_jupyter.trainer.state.capture import Stateful
 
 
-class Judge:
+class BestTracker:
     """Follows ``checkpoint.best`` and ``early_stopping``; knows nothing if neither is asked for.
 
     Attributes:
