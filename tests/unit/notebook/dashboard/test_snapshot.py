@@ -83,7 +83,7 @@ def test_events_that_were_seen_before_are_passed_over() -> None:
 
 
 def test_events_read_back_from_the_log_give_the_same_picture() -> None:
-    lines = [json.dumps(event.to_dict()) for event in EVENTS]
+    lines = [json.dumps(event.to_json_dict()) for event in EVENTS]
 
     replayed = view_of([t.event_from_dict(json.loads(line)) for line in lines])
 
