@@ -91,7 +91,7 @@ async def _rescue(rig: Rig, job: RigJob) -> None:
         warnings = [
             line
             for line in job.found(LogLine)
-            if line.worker and "this is what it is doing" in line.text
+            if line.worker and "its stacks follow" in line.text
         ]
         for line in warnings[num_seen:]:
             await rig.ask_anyway(job, "fault", {"worker": line.worker, "kind": "kill"})

@@ -227,7 +227,7 @@ async def test_loss_that_is_nan_pauses_the_job_and_resume_tries_the_step_again(r
 
     reason = job.hosted.state.reason
     assert "the loss of step 17 is nan on rank 1" in reason
-    assert "%etrain resume tries the step again" in reason
+    assert "%etrain resume retries the step" in reason
     assert job.step == NAN_STEP - 1
     assert await job.request("resume") == "goes on"
     log = await job.end()

@@ -102,7 +102,7 @@ class StoreLink:
         found = self._lines(lambda: reader.read(limit))
         if found:
             self._reader = (found[-1].seq, self._reader[1])
-        return [event.to_dict() for event in found]
+        return [event.to_json_dict() for event in found]
 
     def _lines(self, read: Callable[[], T]) -> T:
         """Return what is read of the log.

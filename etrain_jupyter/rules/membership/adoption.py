@@ -23,7 +23,7 @@ from etrain_jupyter.rules.membership import stimuli as s
 from etrain_jupyter.rules.membership.membership import JobState, Member, MemberPhase
 from etrain_jupyter.rules.membership.turn import Turn, begin_collecting
 
-LOST_MEANWHILE = "lost while the scheduler was away"
+LOST_MEANWHILE = "lost while the scheduler was down"
 
 
 def take_found(turn: Turn, stimulus: s.TrainersFound) -> None:

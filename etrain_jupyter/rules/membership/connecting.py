@@ -1,4 +1,4 @@
-"""Connect the next generation: by which backend, and when to retry or give up."""
+"""Choose the backend of the next generation, and decide when to retry or fail after it broke."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from etrain_jupyter.rules.policy.backend import (
     GLOO,
     NCCL,
     choose_backend,
-    nccl_words,
     remedy_for,
+    shorten_message,
     why_no_nccl,
 )
 
@@ -63,7 +63,7 @@ def count_failed_form(turn: Turn) -> None:
     turn.update_faults(replace(faults, failed_forms=failed, form_at=form_at))
     turn.log(f"{_what(state)}{_because(failed)}")
     if failed.is_final:
-        _give_up(turn, failed)
+        _fail(turn, failed)
 
 
 def backend_for(turn: Turn, members: Sequence[Member]) -> str:
@@ -85,9 +85,9 @@ def why_gloo(state: JobState) -> str:
     failed = state.faults.failed_forms
     if state.current.backend == NCCL or state.backend != AUTO or not could or not failed.num_nccl:
         return ""
-    said = f" ({nccl_words(failed.nccl_error)})" if failed.nccl_error else ""
+    message = f" ({shorten_message(failed.nccl_error)})" if failed.nccl_error else ""
     return (
-        f"NCCL failed {failed.num_nccl} times in a row{said}; gradients now travel by gloo through "
+        f"NCCL failed {failed.num_nccl} times in a row{message}; gradients now use gloo and "
         f"host memory, which is slower. To use NCCL again: {remedy_for(failed.nccl_error)}; then "
         "restart the workers"
     )
@@ -101,7 +101,7 @@ def why_retrying(state: JobState) -> str:
 
 
 def why_not_with_nccl(state: JobState) -> str:
-    """Explain why ``backend: nccl`` cannot hold for the workers that are here; empty if it can."""
+    """Explain why ``backend: nccl`` cannot work with the available workers; empty if it can."""
     if state.backend != NCCL:
         return ""
     here = state.in_phase("warm", "ranked", "reported")
@@ -114,7 +114,7 @@ def why_not_with_nccl(state: JobState) -> str:
     )
 
 
-def _give_up(turn: Turn, failed: FailedForms) -> None:
+def _fail(turn: Turn, failed: FailedForms) -> None:
     state = turn.state
     what = (
         f"{failed.num} generations in a row did not form or broke before their first step, "

@@ -83,7 +83,7 @@ def _check_budgets(turn: Turn) -> None:
     if faults.num_warm_ups >= MAX_FAULTS:
         text = f"{faults.num_warm_ups} trainers in a row ended before they were ready to train"
     elif step == state.step and len(generations) >= MAX_FAULTS:
-        what = "ended a trainer" if faults.last.workers else "came to nothing"
+        what = "ended a trainer" if faults.last.workers else "did not complete"
         text = f"step {step + 1} {what} in {len(generations)} generations in a row"
     else:
         return
@@ -219,7 +219,7 @@ def _settle_nan_loss(turn: Turn) -> None:
     if state.ending:
         return
     if state.pauses_on_nan:
-        remedy = "%etrain resume tries the step again, %etrain stop ends the job"
+        remedy = "%etrain resume retries the step, %etrain stop ends the job"
         turn.pause(f"{text}. {remedy}")
         return
     error = UserError(
@@ -270,18 +270,18 @@ def _why_it_saves(state: JobState) -> str:
     """Explain why no rank steps although enough are here, shortly before an interruption."""
     going = ", ".join(m.worker for m in newest_holders(state))
     failure = f"; the last attempt failed ({state.saving.error})" if state.saving.error else ""
-    return f"step {state.step} is saved before {going} is taken{failure}"
+    return f"saving step {state.step} before {going} is interrupted{failure}"
 
 
 def _why_too_few(state: JobState, num_here: int) -> str:
     """Explain how many workers are here, and what is known of the others."""
-    known = [f"{m.worker} warms up" for m in state.in_phase("starting")]
+    known = [f"{m.worker} is warming up" for m in state.in_phase("starting")]
     known += [f"{w} was lost: {cause}" for w, cause in state.faults.lost if not state.of_worker(w)]
     has_no_holder = all(m.progress == s.NO_PROGRESS for m in state.in_phase("reported"))
     if state.step > 0 and has_no_holder and state.saved_step >= state.step:
-        known.append(f"the checkpoint of step {state.saved_step} has the state")
+        known.append(f"the state is in the checkpoint of step {state.saved_step}")
     missing = f" ({'; '.join(known)})" if known else ""
-    return f"{num_here} of min {state.min_workers} workers are here{missing}"
+    return f"{num_here} of min {state.min_workers} workers available{missing}"
 
 
 def _release_leavers(turn: Turn) -> list[Member]:

@@ -38,10 +38,12 @@ def exclude_newcomer(turn: Turn, member: Member, stimulus: s.UserErrorSeen) -> N
     Its worker may lack a file or a package. The next trainer starts there after a back-off.
     """
     error = "\n".join(text for text in (stimulus.error, stimulus.traceback) if text)
-    turn.log(f"{member.worker} cannot train, the others go on: {error}", worker=member.worker)
+    turn.log(
+        f"{member.worker} cannot train; the job continues without it: {error}", worker=member.worker
+    )
     turn.do(ReleaseTrainer(trainer=member.trainer))
     _back_off(turn, member)
-    _lose(turn, member, f"the notebook's code fails there: {stimulus.error}", 0.0)
+    _lose(turn, member, f"the notebook's code fails on it: {stimulus.error}", 0.0)
 
 
 def _count_fault(turn: Turn, member: Member, stimulus: s.TrainerLost) -> None:

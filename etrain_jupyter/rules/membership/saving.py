@@ -62,7 +62,7 @@ def _wait_for_the_store(turn: Turn) -> None:
     turn.update_saving(replace(saving, failed=(), num_rounds=num_rounds, retry_at=retry_at))
     if not _is_given_up(turn.state):
         what = f"step {turn.state.step} could not be saved ({saving.error})"
-        turn.log(f"{what}; that is tried again in {wait_s:g} s")
+        turn.log(f"{what}; retrying in {wait_s:g} s")
 
 
 def take_saved(turn: Turn, saved: s.CheckpointSaved) -> None:
@@ -125,10 +125,10 @@ def close_job(turn: Turn) -> None:
 
 
 def _describe_loss(state: JobState) -> str:
-    durable = f"the newest durable one is of step {state.saved_step}"
+    durable = f"the newest checkpoint is of step {state.saved_step}"
     if state.saved_step < 0:
-        durable = "there is no other"
-    error = state.saving.error or "whoever held its state was lost"
+        durable = "there is no other checkpoint"
+    error = state.saving.error or "all workers that held its state were lost"
     return (
         f"trained to step {state.step}, but the last checkpoint could not be written "
         f"({error}); {durable}"

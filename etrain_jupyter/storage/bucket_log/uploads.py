@@ -230,7 +230,7 @@ def _claim_line(job_id: str, uploads: Uploads) -> bytes:
     event = LogLine(
         job_id=job_id, time=time.time(), seq=uploads.seq + 1, level="info", worker="", text=text
     )
-    return json.dumps(event.to_dict(), separators=(",", ":"), ensure_ascii=False).encode()
+    return json.dumps(event.to_json_dict(), separators=(",", ":"), ensure_ascii=False).encode()
 
 
 def new_writer() -> str:

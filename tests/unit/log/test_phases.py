@@ -48,4 +48,4 @@ def test_nothing_told_is_no_record_and_no_time_no_rate():
 
 def test_event_survives_the_log():
     event = timed("w0", 2, 8, 1.0)
-    assert event_from_dict(event.to_dict()) == event
+    assert event_from_dict(event.to_dict()) == event_from_dict(event.to_json_dict()) == event

@@ -357,7 +357,7 @@ async def test_every_fault_that_can_be_asked_for_has_words(rig):
 
 async def test_chaos_of_a_mode_that_is_none_is_refused(rig):
     await rig.start("w1")
-    with pytest.raises(RequestError, match="no chaos of the mode 'flood'"):
+    with pytest.raises(RequestError, match="unknown chaos mode 'flood'"):
         rig.coordinator._requests.do(rig.job, "chaos", {"mode": "flood"})
 
 

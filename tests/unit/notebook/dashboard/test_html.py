@@ -99,7 +99,7 @@ def test_the_line_of_text_names_what_matters() -> None:
 def test_the_line_of_text_has_the_reason_of_the_status() -> None:
     script = Script(num_steps=60)
     events = [*script.begin()]
-    why = "1 of min 2 workers are here"
+    why = "1 of min 2 workers available"
     events.append(script.make(t.JobStatusChanged, status="waiting", reason=why))
 
     assert f"waiting ({why})," in render_text(view_of(events).snapshot())

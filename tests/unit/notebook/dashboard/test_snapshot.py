@@ -91,7 +91,7 @@ def test_events_seen_before_are_skipped() -> None:
 
 
 def test_events_read_back_from_the_log_give_the_same_snapshot() -> None:
-    lines = [json.dumps(event.to_dict()) for event in EVENTS]
+    lines = [json.dumps(event.to_json_dict()) for event in EVENTS]
 
     replayed = view_of([t.event_from_dict(json.loads(line)) for line in lines])
 

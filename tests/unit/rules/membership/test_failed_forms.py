@@ -80,7 +80,7 @@ def test_nccl_that_fails_twice_gives_way_to_gloo_with_its_own_words():
     for words in (
         "NCCL failed 2 times in a row",
         "failed to extend /dev/shm/nccl-5vNk2y",
-        "gradients now travel by gloo through host memory, which is slower",
+        "gradients now use gloo and host memory, which is slower",
         "NCCL_SHM_DISABLE=1",
     ):
         assert words in story.state.reason

@@ -28,9 +28,11 @@ def test_waiting_job_names_who_is_missing_and_goes_on_by_itself():
     story = gone(Story(min_workers=3, max_workers=3).start("w1", "w2", "w3"), "w2")
     story.report("w1", step=5, why="failed").report("w3", step=5, why="failed")
     assert story.state.status == "waiting"
-    assert story.state.reason == "2 of min 3 workers are here (w2 was lost: gone)"
+    assert story.state.reason == "2 of min 3 workers available (w2 was lost: gone)"
     story.tell(s.WorkersAssigned(workers=("w1", "w3", "w4")))
-    assert story.state.reason == ("2 of min 3 workers are here (w4 warms up; w2 was lost: gone)")
+    assert story.state.reason == (
+        "2 of min 3 workers available (w4 is warming up; w2 was lost: gone)"
+    )
     story.warm("w4")
     assert story.ranks() == ["w1", "w3", "w4"]
     [form] = story.found(c.FormGeneration)
@@ -41,7 +43,7 @@ def test_waiting_job_names_who_is_missing_and_goes_on_by_itself():
 def test_trainer_that_comes_back_is_not_named_as_missing_any_more():
     story = Story(min_workers=2, max_workers=2).start("w1", "w2").lose("w2")
     story.report("w1", step=5, why="failed")
-    assert story.state.reason == "1 of min 2 workers are here (w2 warms up)"
+    assert story.state.reason == "1 of min 2 workers available (w2 is warming up)"
 
 
 def test_survivor_that_was_lost_while_the_job_waited_is_named_too():
@@ -49,7 +51,7 @@ def test_survivor_that_was_lost_while_the_job_waited_is_named_too():
     story.report("w1", step=5, why="failed")
     gone(story, "w1").tell(s.Tick())
     assert story.state.reason == (
-        "0 of min 2 workers are here (w2 was lost: gone; w1 was lost: gone)"
+        "0 of min 2 workers available (w2 was lost: gone; w1 was lost: gone)"
     )
 
 
@@ -77,7 +79,7 @@ def test_paused_job_below_its_minimum_waits_when_it_is_resumed():
     story.report("w1", step=4).report("w2", step=4)
     gone(story, "w2").tell(s.ResumeAsked())
     assert story.state.status == "waiting"
-    assert story.state.reason == "1 of min 2 workers are here (w2 was lost: gone)"
+    assert story.state.reason == "1 of min 2 workers available (w2 was lost: gone)"
 
 
 def test_paused_job_that_loses_everybody_restores_when_it_is_resumed():
@@ -121,7 +123,7 @@ def test_loss_of_all_restores_the_newest_checkpoint_on_their_successors():
     story = Story(max_workers=2).start("w1", "w2").tell(s.CheckpointSaved(step=4))
     gone(story, "w1", "w2")
     assert story.state.reason == (
-        "0 of min 1 workers are here (w1 was lost: gone; w2 was lost: gone)"
+        "0 of min 1 workers available (w1 was lost: gone; w2 was lost: gone)"
     )
     story.tell(s.WorkersAssigned(workers=("w3", "w4"))).warm("w3", "w4")
     [form] = story.found(c.FormGeneration)

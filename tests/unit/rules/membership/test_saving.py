@@ -53,13 +53,13 @@ def test_last_holder_is_saved_shortly_before_its_machine_is_taken_and_leaves():
     story.report("w1", step=7)
     assert savers(story) == ["w1"]
     assert story.state.status == "waiting"
-    assert story.state.reason == "step 7 is saved before w1 is taken"
+    assert story.state.reason == "saving step 7 before w1 is interrupted"
     assert not story.found(c.FormGeneration)
     saved(story, "w1", 7)
     assert left(story) == [("w1", "preempted")]
     assert story.state.status == "waiting"
     assert story.state.reason == (
-        "0 of min 1 workers are here (the checkpoint of step 7 has the state)"
+        "0 of min 1 workers available (the state is in the checkpoint of step 7)"
     )
     story.tell(s.WorkersAssigned(workers=("w2",))).warm("w2")
     [form] = story.found(c.FormGeneration)
@@ -161,7 +161,7 @@ def test_checkpoint_that_fails_before_a_machine_is_taken_is_tried_again():
     saved(story, "w1", 7, error="no space")
     assert not savers(story)
     assert story.state.reason == (
-        "step 7 is saved before w1 is taken; the last attempt failed (no space)"
+        "saving step 7 before w1 is interrupted; the last attempt failed (no space)"
     )
     assert savers(story.wait(5)) == ["w1"]
     saved(story, "w1", 7)
@@ -224,7 +224,7 @@ def test_job_whose_last_checkpoint_cannot_be_written_fails_and_says_what_is_left
     assert story.state.status == "failed"
     assert story.state.reason == (
         "trained to step 8, but the last checkpoint could not be written (no space); "
-        "the newest durable one is of step 6"
+        "the newest checkpoint is of step 6"
     )
     assert not story.found(events.UserErrorRaised)
 
@@ -238,7 +238,7 @@ def test_stopped_job_stays_stopped_without_its_last_checkpoint_and_says_so():
     assert story.state.status == "stopped"
     assert story.state.reason == (
         "trained to step 8, but the last checkpoint could not be written (no space); "
-        "there is no other"
+        "there is no other checkpoint"
     )
 
 
@@ -248,7 +248,7 @@ def test_stopped_job_that_loses_its_last_holder_says_what_is_left():
     assert story.state.status == "stopped"
     assert story.state.reason == (
         "trained to step 8, but the last checkpoint could not be written "
-        "(whoever held its state was lost); the newest durable one is of step 6"
+        "(all workers that held its state were lost); the newest checkpoint is of step 6"
     )
 
 
@@ -269,7 +269,7 @@ def test_saver_without_a_sign_of_life_is_killed_and_the_next_holder_saves():
             break
     [kill] = story.found(c.KillTrainer)
     assert (kill.trainer, kill.stacks) == (story.trainer("w1"), True)
-    assert kill.why == "no progress for 301 s while it saved step 8"
+    assert kill.why == "no progress for 301 s while saving step 8"
     assert number > 330  # it had moved for 40 s
     story.lose("w1", kill.why)
     assert savers(story) == ["w2"]

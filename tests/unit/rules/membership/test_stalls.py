@@ -142,8 +142,8 @@ def test_when_nobody_is_to_blame_the_connections_are_and_the_generation_forms_an
     assert abort.trainers == (story.trainer("w1"), story.trainer("w2"))
     [line] = story.found(events.LogLine)
     assert line.text == (
-        "2 ranks stood still for 31 s with none clearly to blame at step 8; "
-        "generation 1 is formed anew"
+        "2 ranks made no progress for 31 s, without a clear straggler, at step 8; "
+        "aborting generation 1"
     )
     story.report("w1", step=7, why="failed").report("w2", step=7, why="failed")
     assert story.ranks() == ["w1", "w2"]
@@ -158,8 +158,8 @@ def test_step_in_which_all_stand_still_in_three_generations_fails_the_job():
         story.report("w1", step=0, why="failed").report("w2", step=0, why="failed").formed()
     assert story.state.status == "failed"
     assert story.state.reason == (
-        "step 1 came to nothing in 3 generations in a row, "
-        "2 ranks stood still for 31 s with none clearly to blame"
+        "step 1 did not complete in 3 generations in a row, "
+        "2 ranks made no progress for 31 s, without a clear straggler"
     )
 
 
@@ -198,7 +198,7 @@ def test_alone_a_living_trainer_that_stands_still_is_warned_of_once_and_lives():
     stand_still(story, 31, w1=0)
     assert [dump.trainer for dump in story.found(c.DumpStacks)] == [story.trainer("w1")]
     [line] = story.found(events.LogLine)
-    assert line.text == "w1: no progress for 31 s at step 1; this is what it is doing"
+    assert line.text == "w1: no progress for 31 s at step 1; its stacks follow"
     story.see("w1", 0, **ALIVE).tell(s.Tick())
     assert not story.found(c.DumpStacks)
     stand_still(story.see("w1", 0, beats=1), 31, w1=0)

@@ -214,7 +214,7 @@ def test_too_few_workers_are_waited_for_and_the_job_says_so_before_its_first_ste
     story.tell(s.TrainerWarm(trainer=story.trainer("w1")))
     assert story.state.status == "submitted"
     story.tell(s.TrainerWarm(trainer=story.trainer("w2")))
-    assert (story.state.status, story.state.reason) == ("waiting", "2 of min 3 workers are here")
+    assert (story.state.status, story.state.reason) == ("waiting", "2 of min 3 workers available")
 
 
 def test_killed_trainer_is_started_again_on_its_worker():
@@ -291,7 +291,7 @@ def test_job_below_a_raised_minimum_keeps_its_state_and_waits():
     story = Story().start("w1", "w2").tell(s.BoundsChanged(min_workers=3, max_workers=4))
     assert story.found(c.AnnounceChange)
     story.report("w1", step=5).report("w2", step=5)
-    assert (story.state.status, story.state.reason) == ("waiting", "2 of min 3 workers are here")
+    assert (story.state.status, story.state.reason) == ("waiting", "2 of min 3 workers available")
     assert not story.found(c.ReleaseTrainer)
     story.tell(s.WorkersAssigned(workers=("w1", "w2", "w3"))).warm("w3")
     assert story.ranks() == ["w1", "w2", "w3"]
@@ -340,12 +340,12 @@ def test_job_that_trains_does_without_a_newcomer_on_which_the_code_fails():
     [lost] = story.found(events.WorkerLost)
     assert (lost.worker, lost.cause) == (
         "w2",
-        "the notebook's code fails there: FileNotFoundError: train.bin",
+        "the notebook's code fails on it: FileNotFoundError: train.bin",
     )
     told = story.found(events.LogLine)[0]
     assert (told.level, told.worker) == ("warning", "w2")
     assert told.text == (
-        "w2 cannot train, the others go on: FileNotFoundError: train.bin\nCell In[2]"
+        "w2 cannot train; the job continues without it: FileNotFoundError: train.bin\nCell In[2]"
     )
     assert not story.found(c.AbortGeneration)
 
@@ -465,7 +465,7 @@ def test_loss_that_is_nan_can_pause_and_resume_makes_the_step_again():
     assert story.state.status == "paused"
     assert story.state.reason == (
         "the loss of step 7 is nan on rank 0 (w1); no rank updated its weights, which are those of "
-        "step 6; there is no checkpoint yet. %etrain resume tries the step again, %etrain stop "
+        "step 6; there is no checkpoint yet. %etrain resume retries the step, %etrain stop "
         "ends the job"
     )
     story.tell(s.ResumeAsked())
@@ -479,7 +479,7 @@ def test_rank_that_dies_before_it_could_tell_does_not_hide_a_loss_that_is_nan():
     nan(story, "w1", 0, 6)
     story.lose("w2")
     assert story.state.outcome == "failed"
-    assert "is nan, on which rank nobody is left to say" in story.state.ending.error.error
+    assert "is nan (the ranks that computed it were lost)" in story.state.ending.error.error
 
 
 def test_stop_that_was_asked_for_before_the_loss_was_nan_still_stops():

@@ -155,7 +155,7 @@ class Job:
 
     def _publish(self, command: c.Publish) -> None:
         event = command.event
-        values = {k: v for k, v in event.to_dict().items() if k not in ("event", "seq", "job_id")}
+        values = {k: v for k, v in event.to_dict().items() if k not in ("kind", "seq", "job_id")}
         if isinstance(event, events.GenerationFormed):
             assert self.group is not None
             values["trainer_pids"] = [self.trainers[name].pid for name in self.group.names]
