@@ -1,4 +1,4 @@
-"""The keys of a pool of kind ``aws-spot`` as a table, for ``docs/pools.md``."""
+"""Describe the keys of a pool of kind ``aws-spot`` as a table, for ``docs/pools.md``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ UNITS = (("h", 3600.0), ("min", 60.0), ("s", 1.0))
 
 
 def keys_as_table() -> str:
-    """Return every key with its default and its meaning, in Markdown."""
+    """Return all keys with defaults and meanings, in Markdown."""
     rows = ["| key | default | meaning |", "|---|---|---|"]
     for name, field in _keys_of(AwsSpotSpec):
         meaning = " ".join((field.description or "").replace("``", "`").split())
@@ -43,7 +43,7 @@ def _default_of(field: FieldInfo) -> str:
 
 
 def _plain(value: Any) -> str:
-    """Return a value as the file spells it; none for what need not be there."""
+    """Return a value as written in YAML; empty for optional values."""
     if value in (None, (), {}):
         return ""
     if isinstance(value, tuple):
@@ -54,7 +54,7 @@ def _plain(value: Any) -> str:
 
 
 def _time(seconds: float) -> str:
-    """Return for example ``90 s`` or ``15 min``, in the largest unit that divides it.
+    """Return for example ``90 s`` or ``15 min``, in the largest unit without a remainder.
 
     >>> _time(43200.0), _time(120.0), _time(90.0)
     ('12 h', '2 min', '90 s')
