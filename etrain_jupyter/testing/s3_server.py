@@ -20,13 +20,11 @@ import os
 import re
 import subprocess
 import sys
-import threading
 import urllib.parse
 import urllib.request
-from types import TracebackType
-from typing import Any, Self
 
 from etrain_jupyter.testing.s3_faults import AROUND, CONTROL, FaultyS3, S3Fault
+from etrain_jupyter.testing.serving import Closing, make_wsgi_server, serve_in_thread
 
 REGION = "us-east-1"
 
@@ -95,7 +93,7 @@ class S3Endpoint:
             return bytes(answer.read())
 
 
-class S3Server(S3Endpoint):
+class S3Server(S3Endpoint, Closing):
     """The same in a process of its own."""
 
     def __init__(self) -> None:
@@ -126,19 +124,6 @@ class S3Server(S3Endpoint):
             if pipe is not None:
                 pipe.close()
 
-    def __enter__(self) -> Self:
-        """Return itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """End it."""
-        self.close()
-
 
 def _path_of(bucket: str, key: str) -> str:
     return f"/{bucket}/{urllib.parse.quote(key)}"
@@ -146,21 +131,10 @@ def _path_of(bucket: str, key: str) -> str:
 
 def main() -> None:
     """Serve until whoever started it is gone: its standard input ends then."""
-    from moto.moto_server.werkzeug_app import (
-        DomainDispatcherApplication,
-        create_backend_app,
-    )
-    from werkzeug.serving import WSGIRequestHandler, make_server
+    from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 
-    class Handler(WSGIRequestHandler):
-        protocol_version = "HTTP/1.1"  # else every upload waits a second for "100 Continue"
-
-        def log(self, *_: Any) -> None:
-            """Print nothing."""
-
-    app = FaultyS3(DomainDispatcherApplication(create_backend_app))
-    server = make_server("127.0.0.1", 0, app, threaded=True, request_handler=Handler)
-    threading.Thread(target=server.serve_forever, name="serve", daemon=True).start()
+    server = make_wsgi_server(FaultyS3(DomainDispatcherApplication(create_backend_app)))
+    serve_in_thread(server, "serve")
     print(json.dumps({"port": server.server_port}), flush=True)
     sys.stdin.read()
     os._exit(0)

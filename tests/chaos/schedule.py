@@ -89,9 +89,7 @@ async def _rescue(rig: Rig, job: RigJob) -> None:
     num_seen = 0
     while not job.is_ended:
         warnings = [
-            line
-            for line in job.found(LogLine)
-            if line.worker and "its stacks follow" in line.text
+            line for line in job.found(LogLine) if line.worker and "its stacks follow" in line.text
         ]
         for line in warnings[num_seen:]:
             await rig.ask_anyway(job, "fault", {"worker": line.worker, "kind": "kill"})

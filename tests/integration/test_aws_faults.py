@@ -39,7 +39,7 @@ LAUNCHING = (
         (
             ApiFault(service="", code="AuthFailure"),
             {},
-            ("does not know these credentials", "~/.aws"),
+            ("does not accept these credentials", "~/.aws"),
         ),
         (
             ApiFault(service="", code="ExpiredToken"),

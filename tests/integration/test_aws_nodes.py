@@ -326,5 +326,5 @@ async def test_profile_that_is_not_there_halts_with_what_to_do(
     head.nodes.want(1, reason="test")
     await head.until(lambda: head.warnings)
 
-    assert "Make it with what `%etrain pools policy` prints" in head.warnings[0]
+    assert "Create it with the policy that `%etrain pools policy` prints" in head.warnings[0]
     assert head.launched() == []

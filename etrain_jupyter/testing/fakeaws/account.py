@@ -11,7 +11,8 @@ from moto.iam.models import iam_backends
 from moto.s3.models import s3_backends
 from moto.ssm.models import ssm_backends
 
-from etrain_jupyter.testing.fakeaws.backend import ACCOUNT, Backend
+from etrain_jupyter.testing.fakeaws.backend import Backend
+from etrain_jupyter.testing.fakeaws.records import ACCOUNT
 
 CLUSTER_TAG = "etrain:cluster"
 IMAGE_PARAMETER = "/etrain/node-image"

@@ -12,32 +12,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC
 from typing import Any
-from urllib.parse import parse_qsl
 
-from moto import settings
-from moto.core.authorization import ActionAuthenticatorMixin
 from moto.core.exceptions import ServiceException
-from moto.core.request import EnvironHeaders
 from moto.ec2.models import ec2_backends
 from moto.ec2.models.instances import MetadataOptions, StateReason
-from moto.iam.access_control import (
-    CreateAccessKeyFailure,
-    IAMRequest,
-    IAMRequestBase,
-    create_access_key,
-)
 from moto.iam.models import iam_backends
 from moto.sts.models import sts_backends
-from werkzeug.exceptions import HTTPException
 
+from etrain_jupyter.testing.fakeaws.enforcement import Enforcement
 from etrain_jupyter.testing.fakeaws.imds import timestamp
 from etrain_jupyter.testing.fakeaws.market import CapacityPool, Lifecycle
-from etrain_jupyter.testing.fakeaws.permissions import World, requests_of
-from etrain_jupyter.testing.fakeaws.wire import ApiError, Call
-from etrain_jupyter.testing.iam import Request, is_allowed
-from etrain_jupyter.testing.s3_faults import AROUND
+from etrain_jupyter.testing.fakeaws.permissions import World
+from etrain_jupyter.testing.fakeaws.records import ACCOUNT
+from etrain_jupyter.testing.fakeaws.wire import ApiError
 
-ACCOUNT = "123456789012"
 SPOT_TAKEN = "Server.SpotInstanceTermination"
 HOST_FAILED = "Server.InternalError"
 GUEST_SHUTDOWN = "Client.InstanceInitiatedShutdown"
@@ -93,9 +81,7 @@ class Backend:
         self.lock = threading.RLock()
         self._credentials: dict[str, tuple[float, str]] = {}
         self.role_ttl_s = 3600
-        self.asked: dict[str, tuple[Request, bool]] = {}
-        """What IAM was asked since permissions are checked, and whether it was allowed."""
-        _let_the_test_around_permissions()
+        self.iam = Enforcement(self.lock, self._world)
 
     # Instances ----------------------------------------------------------------------------------
 
@@ -300,68 +286,6 @@ class Backend:
         self._credentials[session] = (expires_at, json.dumps(told))
         return self._credentials[session][1]
 
-    def is_enforcing(self) -> bool:
-        """Tell whether signatures and policies are checked."""
-        return bool(ActionAuthenticatorMixin.request_count >= settings.INITIAL_NO_AUTH_ACTION_COUNT)
-
-    def enforce(self, is_on: bool) -> None:
-        """Check signatures and policies from now on, or no more."""
-        self.asked.clear()
-        settings.INITIAL_NO_AUTH_ACTION_COUNT = 0.0 if is_on else float("inf")
-        ActionAuthenticatorMixin.request_count = 0
-
-    def check_signed(self, call: Call) -> None:
-        """Refuse a call whose signature is not that of a key, where moto does not look itself.
-
-        Raises:
-            ApiError: If it is refused.
-        """
-        if not self.is_enforcing():
-            return
-        request = IAMRequest(
-            account_id=ACCOUNT,
-            method=call.environ["REQUEST_METHOD"],
-            path=call.environ["PATH_INFO"],
-            data=dict(parse_qsl(call.body.decode("latin-1"))),
-            body=call.body,
-            headers=dict(EnvironHeaders(call.environ)),
-            action=call.action,
-        )
-        try:
-            request.check_signature()
-        except (ServiceException, HTTPException):
-            raise ApiError("AuthFailure", "AWS was not able to validate the credentials.") from None
-
-    def check_permitted(self, call: Call) -> None:
-        """Refuse what the caller's policies do not allow, conditions included.
-
-        A caller whom nobody knows is left to whoever checks signatures.
-
-        Raises:
-            ApiError: If it is refused.
-        """
-        if not self.is_enforcing() or "HTTP_X_ETRAIN_AROUND" in call.environ:
-            return
-        with self.lock:
-            policies = self._policies_of(call)
-            if policies is None:
-                return
-            for request in requests_of(call, self._world(call.region)):
-                is_permitted = is_allowed(policies, request)
-                self.asked[str(request)] = (request, is_permitted)
-                if not is_permitted:
-                    code = "UnauthorizedOperation" if call.service == "ec2" else "AccessDenied"
-                    raise ApiError(code, f"not authorized to perform {request}", 403)
-
-    def _policies_of(self, call: Call) -> list[dict[str, Any]] | None:
-        headers = dict(EnvironHeaders(call.environ))
-        try:
-            key = create_access_key(ACCOUNT, "aws", call.access_key, headers)
-        except CreateAccessKeyFailure:
-            return None
-        inline = key.collect_policies()
-        return [json.loads(p if isinstance(p, str) else p["policy_document"]) for p in inline]
-
     def _world(self, region: str) -> World:
         ec2 = ec2_backends[ACCOUNT][region]
 
@@ -383,23 +307,6 @@ class Backend:
             role_of=role_of,
             owner_of=lambda id: str(ec2.amis[id].owner_id) if id in ec2.amis else "",
         )
-
-
-def _let_the_test_around_permissions() -> None:
-    """Look at no permissions of what the test itself asks of S3, which it does not sign."""
-    check = ActionAuthenticatorMixin._authenticate_and_authorize_action
-
-    def check_others(self: Any, *words: Any, **named: Any) -> None:
-        if not self.headers.get(AROUND):
-            check(self, *words, **named)
-
-    setattr(ActionAuthenticatorMixin, check.__name__, check_others)
-    # Moto looks at no condition and at few resources; ``check_permitted`` does, before.
-    IAMRequestBase.check_action_permitted = _permit  # type: ignore[method-assign]
-
-
-def _permit(self: IAMRequestBase, resource: str) -> None:
-    """Take a request whose signature was found right."""
 
 
 def _template_tags(data: Mapping[str, Any], kind: str) -> dict[str, str]:

@@ -22,8 +22,7 @@ import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from etrain_jupyter.testing.fakeaws.bill import Bill, BillRow
 from etrain_jupyter.testing.fakeaws.faults import ApiFault
@@ -32,6 +31,7 @@ from etrain_jupyter.testing.fakeaws.settings import Settings
 from etrain_jupyter.testing.iam import Request
 from etrain_jupyter.testing.s3_faults import S3Fault
 from etrain_jupyter.testing.s3_server import S3Endpoint
+from etrain_jupyter.testing.serving import Closing
 
 CLUSTERS = "etrain/clusters/"
 ANSWER_S = 120.0
@@ -55,7 +55,7 @@ class Account:
     """The SSM parameter that has it."""
 
 
-class FakeAws:
+class FakeAws(Closing):
     """A cloud of its own. Several may run beside each other."""
 
     def __init__(
@@ -373,16 +373,3 @@ class FakeAws:
             self._process.wait()
         if self._process.stdout is not None:
             self._process.stdout.close()
-
-    def __enter__(self) -> Self:
-        """Return itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """End it."""
-        self.close()

@@ -69,7 +69,7 @@ class Control:
             self._hypervisor.variables = dict(self._variables)
             self._hypervisor.boot_s = self._boot_s
             self._backend.role_ttl_s = 3600
-            self._backend.enforce(False)
+            self._backend.iam.enforce(False)
         self._api.faults.set(())
         self._api.clock_skew_s = 0.0
 
@@ -213,11 +213,11 @@ class Control:
 
     def enforce_iam(self, is_on: bool) -> None:
         """Check signatures and policies, or not."""
-        self._backend.enforce(is_on)
+        self._backend.iam.enforce(is_on)
 
     def permissions(self) -> list[list[Any]]:
         """Return what IAM was asked since permissions are checked: each thing once."""
-        asked = list(self._backend.asked.values())
+        asked = list(self._backend.iam.requests.values())
         return [[r.action, r.resource, dict(r.context), ok] for r, ok in asked]
 
     def set_role_ttl(self, seconds: int) -> None:

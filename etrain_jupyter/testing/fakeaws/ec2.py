@@ -79,7 +79,7 @@ class Ec2:
 
     def check_permitted(self, call: Call) -> None:
         """Refuse a call to any service that the caller's policies do not allow."""
-        self._backend.check_permitted(call)
+        self._backend.iam.check_permitted(call)
 
     def answer(self, call: Call, ask_moto: Callable[[], Answer]) -> Answer:
         """Answer a call to EC2."""
@@ -132,7 +132,7 @@ class Ec2:
             )
         overrides = list(self._overrides(call.region, configs))
         tags = read_tags(query)
-        self._backend.check_signed(call)
+        self._backend.iam.check_signed(call)
         if query.get("DryRun") == "true":
             raise ApiError(
                 "DryRunOperation", "Request would have succeeded, but DryRun flag is set.", 412
@@ -239,7 +239,7 @@ class Ec2:
     # What is read -------------------------------------------------------------------------------
 
     def _price_history(self, call: Call, query: dict[str, Any]) -> Answer:
-        self._backend.check_signed(call)
+        self._backend.iam.check_signed(call)
         filters = {one["Name"]: listed(one, "Value") for one in listed(query, "Filter")}
         types = listed(query, "InstanceType") or filters.get("instance-type", [])
         zone = query.get("AvailabilityZone")
@@ -259,7 +259,7 @@ class Ec2:
         return ec2_answer(call.action, {"spotPriceHistorySet": rows, "nextToken": ""})
 
     def _placement_scores(self, call: Call, query: dict[str, Any]) -> Answer:
-        self._backend.check_signed(call)
+        self._backend.iam.check_signed(call)
         types = listed(query, "InstanceType")
         units = int(query.get("TargetCapacity", 1))
         pools = [
@@ -287,7 +287,7 @@ class Ec2:
         return ec2_answer(call.action, {"spotPlacementScoreSet": rows})
 
     def _console_output(self, call: Call, query: dict[str, Any]) -> Answer:
-        self._backend.check_signed(call)
+        self._backend.iam.check_signed(call)
         instance_id = query.get("InstanceId", "")
         self._backend.find(instance_id)
         output = self._machines.console(instance_id)[-LOG_BYTES:]

@@ -25,9 +25,10 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import TracebackType
-from typing import Any, Literal, Self, cast, get_args
+from typing import Any, Literal, cast, get_args
 from urllib.parse import unquote
+
+from etrain_jupyter.testing.serving import Closing, serve_in_thread
 
 Page = str | Callable[[], str | None]
 """The text at a path, or what returns it; None is answered with 404."""
@@ -107,7 +108,7 @@ def instance_pages(
     return pages
 
 
-class ImdsServer:
+class ImdsServer(Closing):
     """The service, in threads of this process."""
 
     def __init__(
@@ -129,10 +130,7 @@ class ImdsServer:
         self._mended = threading.Event()
         self._mended.set()
         self._server = _Server(listener, self)
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(0.05,), name="imds", daemon=True
-        )
-        self._thread.start()
+        self._thread = serve_in_thread(self._server, "imds")
 
     @property
     def url(self) -> str:
@@ -191,19 +189,6 @@ class ImdsServer:
         self._server.shutdown()
         self._server.close_all()
         self._thread.join()
-
-    def __enter__(self) -> Self:
-        """Return itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """End it."""
-        self.close()
 
     def give_token(self, ttl_s: int) -> str:
         """Return a new token (for the handler of requests)."""

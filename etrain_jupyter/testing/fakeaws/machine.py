@@ -18,9 +18,10 @@ from pathlib import Path
 import psutil
 
 import etrain_jupyter
-from etrain_jupyter.testing.fakeaws.backend import ACCOUNT, InstanceFacts
+from etrain_jupyter.testing.fakeaws.backend import InstanceFacts
 from etrain_jupyter.testing.fakeaws.imds import ImdsServer, Page, instance_pages
 from etrain_jupyter.testing.fakeaws.networks import SimulatedNetwork
+from etrain_jupyter.testing.fakeaws.records import ACCOUNT
 
 MARKER = "ETRAIN_FAKEAWS_INSTANCE"
 _GUEST = Path(__file__).parent / "guest"

@@ -6,7 +6,6 @@ import json
 import re
 import socket
 import socketserver
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import cast
 
 from etrain_jupyter.testing.fakeaws.guest.shutdown import SOCKET
+from etrain_jupyter.testing.serving import serve_in_thread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +62,7 @@ class PowerSwitch:
             on_order: Carries out an instance's order; returns what the command prints.
         """
         self._server = _Server(folder, on_order)
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(0.05,), name="power", daemon=True
-        )
-        self._thread.start()
+        self._thread = serve_in_thread(self._server, "power")
 
     def close(self) -> None:
         """Listen no more."""

@@ -14,13 +14,12 @@ import select
 import subprocess
 import sys
 import tempfile
-import threading
 from pathlib import Path
-from typing import Any
 
 from etrain_jupyter.testing.fakeaws.machine import python_script
 from etrain_jupyter.testing.fakeaws.networks import CABLE, SimulatedNetwork, make_network
 from etrain_jupyter.testing.fakeaws.settings import Settings
+from etrain_jupyter.testing.serving import make_wsgi_server, serve_in_thread
 
 END_S = 5.0
 """How long to try to end what lives on the cloud."""
@@ -51,7 +50,6 @@ def main(word: str) -> None:
 def _serve(settings: Settings, network: SimulatedNetwork, folder: Path) -> None:
     os.environ.setdefault("AWS_EC2_METADATA_DISABLED", "true")
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
-    from werkzeug.serving import WSGIRequestHandler, make_server
 
     from etrain_jupyter.testing.fakeaws.api import CloudApi
     from etrain_jupyter.testing.fakeaws.backend import Backend
@@ -59,16 +57,6 @@ def _serve(settings: Settings, network: SimulatedNetwork, folder: Path) -> None:
     from etrain_jupyter.testing.fakeaws.ec2 import Ec2
     from etrain_jupyter.testing.fakeaws.hypervisor import Hypervisor
     from etrain_jupyter.testing.fakeaws.market import Market
-
-    class Handler(WSGIRequestHandler):
-        protocol_version = "HTTP/1.1"  # else every upload waits a second for "100 Continue"
-
-        def log(self, *_: Any) -> None:
-            """Print nothing."""
-
-        def send_response(self, code: int, message: str | None = None) -> None:
-            """Send no date: the application does, by the cloud's clock."""
-            self.send_response_only(code, message)
 
     backend = Backend()
     hypervisor = Hypervisor(
@@ -89,16 +77,15 @@ def _serve(settings: Settings, network: SimulatedNetwork, folder: Path) -> None:
         variables=settings.variables,
     )
     app = with_control(api, control)
-    server = make_server("127.0.0.1", 0, app, threaded=True, request_handler=Handler)
+    # No date: the application sends it, by the cloud's clock.
+    server = make_wsgi_server(app, dated=False)
     port = server.server_port
     servers = [server]
     if network.host_address != "127.0.0.1":
-        servers.append(
-            make_server(network.host_address, port, app, threaded=True, request_handler=Handler)
-        )
+        servers.append(make_wsgi_server(app, host=network.host_address, port=port, dated=False))
     hypervisor.endpoint = f"http://{network.host_address}:{port}"
     for number, one in enumerate(servers):
-        threading.Thread(target=one.serve_forever, name=f"serve-{number}", daemon=True).start()
+        serve_in_thread(one, f"serve-{number}")
     told = {
         "port": port,
         "mode": network.mode,

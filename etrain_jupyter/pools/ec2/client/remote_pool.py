@@ -69,7 +69,7 @@ class AwsRemotePool(AwsSpotPool):
                 return address
         raise PoolError(
             f"no cluster of pool {self.name} is known here. Nothing was done. A cell with "
-            "%%etrain distributed starts one; `%etrain ls --all` lists what there is on EC2."
+            "%%etrain distributed starts one; `%etrain ls --all` lists the clusters on EC2."
         )
 
     def _find(self) -> SchedulerAddress | None:
@@ -93,8 +93,8 @@ class AwsRemotePool(AwsSpotPool):
                 return self._start(ClusterDir.create(root, settings), settings)
         except TimeoutError as exc:
             raise PoolError(
-                f"{exc} for {START_S:g} s: another kernel is starting a cluster. This one waits no "
-                "longer. Run the cell again in a minute, or type `%etrain down`."
+                f"{exc} for {START_S:g} s: another kernel is starting a cluster. This one stops "
+                "waiting. Run the cell again in a minute, or type `%etrain down`."
             ) from exc
 
     def _reach(self, cluster: ClusterDir, head: dict[str, str]) -> SchedulerAddress:
@@ -105,10 +105,10 @@ class AwsRemotePool(AwsSpotPool):
         return write_head(cluster, head, reached_at=reached_at)
 
     def _clear_up(self) -> None:
-        """Remove clusters whose head has ended or never came.
+        """Remove clusters whose head has ended or never started.
 
         Raises:
-            PoolError: If one's machine runs, but cannot be reached from here.
+            PoolError: If a head runs, but cannot be reached from here.
         """
         from etrain_jupyter.pools.ec2.ec2_api import LIVING, list_instances
 
@@ -121,14 +121,15 @@ class AwsRemotePool(AwsSpotPool):
             if heads and address is not None:
                 raise PoolError(
                     f"the head of cluster {cluster.cluster_id} runs on {heads[0].id}, but "
-                    f"{address.address} cannot be reached from here. Nothing was started beside "
-                    "it. Check the way to it (security group, VPN), or end it: %etrain down "
+                    f"{address.address} cannot be reached from here. No other one was started. "
+                    f"Check "
+                    "the route to it (security group, VPN), or end it: %etrain down "
                     f"{cluster.cluster_id}."
                 )
             self.of_cluster(cluster).down()
 
     def _start(self, cluster: ClusterDir, settings: ClusterSettings) -> SchedulerAddress:
-        """Launch a head and wait until it serves; remove everything if it does not."""
+        """Launch a head and wait until it serves; on failure, remove everything."""
         clients = self._clients()
         write_certificates(cluster.tls, mint_certificates(cluster.cluster_id))
         try:
@@ -143,13 +144,13 @@ class AwsRemotePool(AwsSpotPool):
             self.of_cluster(cluster).down()
             raise PoolError(
                 f"the head of cluster {cluster.cluster_id} serves at {address.address}, which "
-                "cannot be reached from here; it was ended. Let this machine into the security "
+                "cannot be reached from here; it was ended. Admit this machine to the security "
                 "group (network.security_group in pools.yaml), or use head: notebook in the VPC."
             )
         return address
 
     def _launch(self, clients: Clients, cluster: ClusterDir, settings: ClusterSettings) -> str:
-        """Put what the head needs into the bucket, and launch its machine; return its id."""
+        """Write the head's files to the bucket and launch its machine; return the machine's id."""
         from etrain_jupyter.pools.ec2.aws_messages import message_of_code
         from etrain_jupyter.pools.ec2.bootstrap import (
             SETTINGS,
@@ -167,7 +168,7 @@ class AwsRemotePool(AwsSpotPool):
         name, spec = cluster.cluster_id, self.spec
         config = config_of(spec, name, fingerprint=read_fingerprint())
         boot = put_node_files(clients, name, config, cluster.tls, with_head=True)
-        # There it is at home, with the credentials of its role.
+        # The head itself runs with head: notebook, and with the credentials of its role.
         home = {"head": "notebook", "profile": None, "bucket_owner": boot.owner or ANY}
         own = spec.model_copy(update=home)
         settings = dataclasses.replace(settings, spec=json.loads(own.to_json()))
@@ -177,7 +178,7 @@ class AwsRemotePool(AwsSpotPool):
         frame = tags_of(spec, name, expires_at=expires_at)
         network = open_network(clients.ec2, spec, name, frame)
         tags = tags_of(spec, name, expires_at=expires_at, role="head")
-        make_template(clients, spec, name, network, frame, boot)  # the head may make none
+        make_template(clients, spec, name, network, frame, boot)  # the head may not create one
         template = make_template(clients, spec, name, network, tags, boot, role="head")
         request = LaunchRequest(
             token=f"{name}-head",
@@ -196,7 +197,7 @@ class AwsRemotePool(AwsSpotPool):
         )
         if answer is None:
             raise PoolError(
-                "EC2 did not answer whether it launched the head. What it may have launched was "
+                "EC2 did not report whether it launched the head. Anything it launched was "
                 "removed. Try again."
             )
         if not answer.acks:
@@ -208,10 +209,10 @@ class AwsRemotePool(AwsSpotPool):
         return answer.acks[0].id
 
     def _await_lease(self, clients: Clients, cluster: ClusterDir, instance: str) -> dict[str, Any]:
-        """Wait until the head has said where its scheduler listens.
+        """Wait for the lease, which contains the address of the head's scheduler.
 
         Raises:
-            PoolError: If it ends before, or takes too long.
+            PoolError: If the head ends before, or the timeout passes.
         """
         from etrain_jupyter.pools.ec2.ec2_api import console_tail, list_instances
 
@@ -219,9 +220,9 @@ class AwsRemotePool(AwsSpotPool):
         key = f"clusters/{cluster.cluster_id}/lease.json"
         while True:
             try:
-                data = clients.bucket.get(key, "looking for the head")
+                data = clients.bucket.get(key, "the lease cannot be read")
             except StoreError as exc:
-                raise PoolError(f"the head cannot be looked for: {exc}") from exc
+                raise PoolError(f"the head's address cannot be read: {exc}") from exc
             if data is not None:
                 lease: dict[str, Any] = json.loads(data)
                 return lease
@@ -231,8 +232,9 @@ class AwsRemotePool(AwsSpotPool):
                 what = "ended" if has_ended else f"took more than {self.spec.lifetime.boot:g} s"
                 raise PoolError(
                     f"the head, {instance}, {what} before its scheduler served. It was removed. "
-                    "Its image must have etrain-jupyter (image in pools.yaml) and its profile what "
-                    "`%etrain pools policy` prints. The end of its console:\n"
+                    "Its image must have etrain-jupyter (image in pools.yaml), and its profile the "
+                    "policy "
+                    "that `%etrain pools policy` prints. The end of its console:\n"
                     f"{console_tail(clients.ec2, instance)}"
                 )
             time.sleep(min(1.0, self.spec.tick))

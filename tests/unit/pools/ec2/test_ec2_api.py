@@ -10,6 +10,7 @@ from botocore.exceptions import ClientError, ConnectTimeoutError, EndpointConnec
 
 from etrain_jupyter.errors import StoreError
 from etrain_jupyter.pools.ec2.aws_messages import kind_of, pool_error
+from etrain_jupyter.pools.ec2.capacity_spec import GpuSpec
 from etrain_jupyter.pools.ec2.ec2_api import (
     Clients,
     describe_types,
@@ -19,7 +20,7 @@ from etrain_jupyter.pools.ec2.ec2_api import (
 )
 from etrain_jupyter.pools.ec2.fleet_launch import create_fleet
 from etrain_jupyter.pools.ec2.fleet_state import FleetResult, LaunchRequest
-from etrain_jupyter.pools.ec2.spec import AwsSpotSpec, GpuSpec
+from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
 from etrain_jupyter.storage.objects import bucket_owners
 from etrain_jupyter.storage.objects.bucket_owners import expected_owner
 

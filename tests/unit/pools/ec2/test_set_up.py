@@ -17,7 +17,7 @@ import pytest
 
 from etrain_jupyter.errors import PoolError
 from etrain_jupyter.pools.ec2.bootstrap import (
-    BootWords,
+    BootFacts,
     config_of,
     keys_folder,
     make_template,
@@ -36,7 +36,7 @@ from etrain_jupyter.process.tls import mint_certificates, write_certificates
 
 pytestmark = pytest.mark.aws
 
-BOOT = BootWords(keys="keys/0123", owner="123456789012")
+BOOT = BootFacts(keys="keys/0123", owner="123456789012")
 DIGEST = "ab" * 32
 
 

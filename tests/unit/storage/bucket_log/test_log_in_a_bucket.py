@@ -170,7 +170,7 @@ def test_claim_is_refused_while_somebody_writes_and_force_goes_behind_it(
         write_next(self, line)
 
     monkeypatch.setattr(Uploads, "write_next", meanwhile)
-    with pytest.raises(FencedError, match=r"is being written by somebody else.*--force takes it"):
+    with pytest.raises(FencedError, match=r"is being written by another process.*--force takes it"):
         claim(there.copy, there.chain, job_id=JOB, end=1)
     mine = claim(there.copy, there.chain, job_id=JOB)
     assert mine.seq == 5
@@ -203,7 +203,7 @@ def test_piece_that_is_not_whole_is_refused_by_name_and_the_rest_is_read(
     key = f"{prefix}/{chain.piece_key(2)}"
     whole = s3_server.read(bucket, key)
     s3_server.write(bucket, key, data if data != b"half" else whole[: len(whole) // 2])
-    with pytest.raises(RunStoreError, match=f"{key} is not a whole part of a log. The 1 events"):
+    with pytest.raises(RunStoreError, match=f"{key} is not a complete part of a log. The 1 events"):
         there.copy.refresh()
     assert there.lines == here.lines[:1]
 
@@ -229,7 +229,7 @@ def test_pack_that_unfolds_without_end_is_refused(
     objects = RunObjects(url)
     objects.put(pack_key(1, 1000), gzip.compress(b"x" * 2_000_000 + b"\n" * 1000))
 
-    with pytest.raises(RunStoreError, match="is not a whole part of a log"):
+    with pytest.raises(RunStoreError, match="is not a complete part of a log"):
         machine("here").chain.read_pack(1, 1000)
 
 
@@ -243,7 +243,7 @@ def test_pack_that_is_not_whole_is_named(machine: Make, s3_server: S3Server, url
     whole = s3_server.read(bucket, key)
     for data in (whole[:20], gzip.compress(b"one\n"), b"no gzip"):
         s3_server.write(bucket, key, data)
-        with pytest.raises(RunStoreError, match="is not a whole part of a log"):
+        with pytest.raises(RunStoreError, match="is not a complete part of a log"):
             there.copy.refresh()
 
 

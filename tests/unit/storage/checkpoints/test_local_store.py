@@ -87,7 +87,7 @@ def test_link_that_leads_out_is_refused(store: LocalStore, tmp_path: Path) -> No
     secret.write_bytes(b"weights")
     (store.root / part.key).unlink()
     (store.root / part.key).symlink_to(secret)
-    with pytest.raises(CheckpointError, match="leads out of"):
+    with pytest.raises(CheckpointError, match="points outside of"):
         store.get_part(part)
 
 
