@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from etrain_jupyter.head.local_workers import LocalNodes, Slot
+from etrain_jupyter.head.local_workers import LocalNodes
+from etrain_jupyter.head.slots import Slot
 from etrain_jupyter.process.cluster_dir import ClusterDir, LocalSettings, wait_until
 from etrain_jupyter.process.survivors import AdoptedProcess, WorkerRecords
 
