@@ -360,7 +360,7 @@ rare = TensorDataset(x, y7)""",
     Case(
         "module that only the notebook can import",
         {"model": "far_models.far()"},
-        [NEVER_BEGUN, "needs the module 'far_models', which this worker lacks", "Install it"],
+        [NEVER_BEGUN, "needs the module 'far_models', which is not installed", "Install it"],
         code="""\
 elsewhere = pathlib.Path(tempfile.mkdtemp())
 (elsewhere / "far_models.py").write_text("import torch\\ndef far(): return torch.nn.Linear(4, 2)")

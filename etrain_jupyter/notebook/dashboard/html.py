@@ -53,7 +53,7 @@ def render_text(snapshot: Snapshot) -> str:
         facts.append(trouble)
     if snapshot.eta_s is not None:
         facts.append(f"{seconds(snapshot.eta_s)} left")
-    return plain_line(f"<etrain job {snapshot.name!r}: {', '.join(facts)}>", most=4000)
+    return plain_line(f"<etrain job {snapshot.name!r}: {', '.join(facts)}>", max_length=4000)
 
 
 def render_html(snapshot: Snapshot, curves: Curves) -> str:

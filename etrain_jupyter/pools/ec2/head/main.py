@@ -20,4 +20,5 @@ def make_nodes(facts: HeadFacts) -> AwsNodes:
         fingerprint=read_fingerprint(),
     )
     nodes.on_notice = facts.on_notice
+    nodes.is_busy = facts.is_busy
     return nodes

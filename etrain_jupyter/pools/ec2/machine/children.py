@@ -12,7 +12,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from etrain_jupyter.head.local_workers import Slot, finish_gpu_query, make_slots, start_gpu_query
+from etrain_jupyter.head.slots import Slot, make_slots
+from etrain_jupyter.process.gpus import finish_gpu_query, start_gpu_query
 
 logger = logging.getLogger("etrain.agent")
 
