@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from etrain_jupyter.process.cluster_dir import wait_until
 from etrain_jupyter.process.entry import load_factory
+from etrain_jupyter.process.processes import wait_until
 
 ROOT = Path(__file__).parents[3]
 CHILD = """if True:
