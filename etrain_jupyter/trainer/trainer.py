@@ -243,7 +243,7 @@ class Trainer:
 
     def _tell_hello(self, warm_s: float) -> None:
         assert self._loop is not None
-        plan = self._loop.plan
+        plan = self._loop.state.plan
         model = self._loop.workload.model
         facts = facts_of(self._loop.workload.device)
         self._is_busy = False

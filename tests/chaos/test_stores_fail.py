@@ -92,9 +92,9 @@ async def test_acknowledged_checkpoints_in_s3_survive_whoever_dies_while_saving(
     )
 
 
-def net_that_is_spread(environment: dict[str, str]) -> nn.Module:
+def net_that_is_sharded(environment: dict[str, str]) -> nn.Module:
     """Let the trainers write even this small state together."""
-    sharded_write.SPREAD_BYTES = 1
+    sharded_write.SHARDED_BYTES = 1
     return net_with(environment)
 
 
@@ -104,7 +104,7 @@ async def test_ranks_that_write_a_checkpoint_together_may_die_over_it(
 ) -> None:
     s3_server.set_faults(S3Fault(kind="slow", seconds=0.02))
     keys = body_on(s3_server, s3_bucket, epochs=1000, workers={"min": 2, "max": 3})
-    keys["model"] = functools.partial(net_that_is_spread, dict(s3_server.environment))
+    keys["model"] = functools.partial(net_that_is_sharded, dict(s3_server.environment))
     job = await rig.submit(keys)
     store = open_store(f"s3://{s3_bucket}/runs/{job.id}")
     seen: set[str] = set()

@@ -17,12 +17,8 @@ from etrain_jupyter.trainer.group.backends import GLOO, NCCL, connect_nccl, end_
 from etrain_jupyter.trainer.group.process_group import RankGroup
 from etrain_jupyter.trainer.group.rendezvous import BroadcastStore
 from etrain_jupyter.trainer.state.capture import digest_of, put_state, take_state
-from etrain_jupyter.trainer.state.transfer import (
-    CHUNK_BYTES,
-    Transferred,
-    receive_state,
-    send_state,
-)
+from etrain_jupyter.trainer.state.transfer import Transferred, receive_state, send_state
+from etrain_jupyter.trainer.state.transfer_plan import CHUNK_BYTES
 from tests.integration import gpu_ranks
 from tests.unit.trainer.peers import linked_groups, on_each
 

@@ -255,7 +255,7 @@ def raising_loss(output, target):
     Case(
         "step that returns no loss",
         {"step": "lossless"},
-        [NEVER_BEGUN, "step returned a dict with the keys 'accuracy' and no 'loss'"],
+        [NEVER_BEGUN, "step returned a dict with the keys 'accuracy' but without 'loss'"],
         code="def lossless(model, batch): return {'accuracy': model(batch[0]).mean()}",
         without=["loss"],
     ),
@@ -274,7 +274,7 @@ def raising_loss(output, target):
     Case(
         "torchmetrics without data.eval",
         {"metrics": "{f1: MulticlassF1Score(2)}"},
-        [NEVER_BEGUN, "metric 'f1' is of torchmetrics", "data.eval, which is missing"],
+        [NEVER_BEGUN, "metric 'f1' is from torchmetrics", "data.eval, which is missing"],
         code="from torchmetrics.classification import MulticlassF1Score",
     ),
     Case(
@@ -294,7 +294,7 @@ def raising_loss(output, target):
         {"data": "{train: Ragged()}"} | TWO,
         [
             "stack expects each tensor to be equal size",
-            "while joining samples [",
+            "while collating samples [",
             "failed after step 7 on w",
             "The weights of step 7 are saved in",
             "job.load_into(model) loads them",
@@ -319,7 +319,7 @@ rare = TensorDataset(x, y7)""",
     Case(
         "factory that returns no model",
         {"model": "no_model"},
-        [NEVER_BEGUN, "model gave None, a NoneType, which is no nn.Module"],
+        [NEVER_BEGUN, "model gave None, a NoneType, which is not an nn.Module"],
         code="def no_model(): return None",
     ),
     Case(

@@ -98,6 +98,7 @@ class StepHeader:
         self._values[REQUESTS] = float(bits)
         self._values[FINGERPRINT], self._values[FINGERPRINT_SQUARED] = mine, mine * mine
         self._world_size = group.world_size
+        # Before the sum: afterwards the slots contain the shares of all ranks.
         self.is_own_loss_finite = bool(self._means_SM[:, 0].isfinite().all())
         self._sent = group.all_reduce(self._values)
 

@@ -101,6 +101,7 @@ class Forming:
         self._watch_strangers(device)
         self._waiters.forget(token)
         building = self._building
+        # Failed, timed out, or aborted: ``fail`` keeps the first reason.
         if building.backend is None:
             error, stage = building.error, building.stage
             why = text_of(error) if error is not None else f"no connection by {stage} in time"
@@ -143,6 +144,7 @@ class Forming:
         try:
             gloo = connect_gloo(self._store, self._rank, self._world_size, device)
         except RuntimeError as exc:
+            # Otherwise the other ranks would wait for this rank's connections until the timeout.
             give_up(self._store, self._rank, exc)
             raise
         authenticate(device, self._store, rank=self._rank, world_size=self._world_size)

@@ -149,6 +149,7 @@ class RankGroup:
 
     def abort(self, why: str = ABORTED) -> None:
         """Break the collectives of this rank and of its peers. Safe from any thread."""
+        # The reason first: every thread that wakes up raises it.
         self._waiters.fail(why)
         self._store.abort()
         with self._lock:
@@ -176,6 +177,7 @@ class RankGroup:
         is_intact = not self.failure
         self._waiters.fail("closed")
         with self._lock:
+            # Peers of a failed group may be stuck: shutting down the connections releases them.
             if not is_intact:
                 self._break_connections()
             self._closed = True
@@ -315,6 +317,7 @@ class RankGroup:
         failure completes the future, too; ``settle`` raises it after the backward pass.
         """
         buffer: torch.Tensor = bucket.buffer()
+        # A rank without samples passes samples of another rank, which must not count twice.
         if not self.contributes:
             buffer.zero_()
         return self._transport.sum_bucket(buffer)

@@ -87,6 +87,7 @@ class GlooTransport:
         on it without a timeout. ``settle`` of the group raises the error after the backward pass.
         """
         done = future_for(buffer)
+        # Both the collective and an abort may try to complete the future, which torch forbids.
         once = threading.Lock()
 
         def complete() -> None:

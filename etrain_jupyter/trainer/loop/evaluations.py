@@ -66,6 +66,7 @@ class Evaluations:
         )
         if result is None:
             return False
+        # Counters first: they are part of the state that the hooks may save.
         state.num_evals += 1
         state.evaluated_step, state.is_eval_owed = state.step, False
         self._every.restart(time.monotonic())
@@ -98,6 +99,7 @@ class Evaluations:
         this state, before or after it reported.
         """
         state, record = self._state, self._record
+        # A restored or received state has other counters: then the record is of another state.
         if record is not None and record["step"] == state.step == state.evaluated_step:
             self._send({"op": "eval", "generation": generation, "record": record})
         best = state.best_tracker.best_record()

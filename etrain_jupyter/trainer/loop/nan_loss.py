@@ -33,5 +33,6 @@ def check_loss(step: Step) -> None:
     """Raise NonFiniteLossError if the step's mean loss is NaN or infinite."""
     loss = step.header.means()[0]
     if not math.isfinite(loss):
+        # The mean is not finite on all ranks, but usually because of one rank only: name that one.
         is_source = not step.header.is_own_loss_finite
         raise NonFiniteLossError(NonFiniteLoss(loss=loss, is_source=is_source))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -64,6 +65,7 @@ class RankTimes:
         self._samples += samples
         for name, seconds in asdict(times).items():
             self._spent[name] += seconds
+        # A checkpoint before the step is part of ``elapsed_s``, and was counted already.
         self.last_step_s = max(0.0, elapsed_s - self._stall_s)
         self._spent["elapsed_s"] += self.last_step_s
         self._stall_s = 0.0
@@ -77,6 +79,13 @@ class RankTimes:
         """Add time for which a checkpoint stalled training."""
         self._spent["checkpoint_s"] += seconds
         self._stall_s = seconds
+
+    @contextmanager
+    def checkpointing(self) -> Iterator[None]:
+        """Add the time of the context, in which the hooks of a boundary are called."""
+        started_at = time.perf_counter()
+        yield
+        self.add_checkpoint(time.perf_counter() - started_at)
 
     def is_due(self, *, epoch_ends: bool) -> bool:
         """Return True if the interval since the last report has elapsed."""

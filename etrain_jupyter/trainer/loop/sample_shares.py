@@ -42,6 +42,7 @@ class SampleShares:
         state = self._state
         position = state.position
         for step in itertools.count(state.step + 1):
+            # The stream ends with the job, so that loader processes do not prefetch beyond it.
             if position >= state.plan.end:
                 return
             span = state.plan.span(position, batch_size)
@@ -50,6 +51,7 @@ class SampleShares:
             for part in gradients.parts(span):
                 first = span.first + part.samples.start
                 indices = order[first : first + len(part.samples)]
+                # The seed depends on step and shard or rank: a repeated step gets the same samples.
                 yield Share(
                     self._places.faults.spoil_indices(indices, rank=group.rank, step=step),
                     seed_of(state.config.seed, "train", step, part.stream, part.number),

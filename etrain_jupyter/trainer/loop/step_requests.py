@@ -34,6 +34,8 @@ class StepRequests:
         is_rank_0 = group.rank == 0
         before = Mark(self.state.step, self.state.position)
         after = Mark(self.state.step + 1, self.state.position + span.samples)
+        # Any rank may learn of a planned change first. The clock of an interval and the age of the
+        # newest checkpoint are known to rank 0 alone.
         return Requests(
             is_change_pending=self.change_pending.is_set(),
             is_eval_due=is_rank_0 and self.evaluations.is_time_over(),

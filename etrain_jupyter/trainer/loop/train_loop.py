@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
@@ -42,7 +42,6 @@ from etrain_jupyter.trainer.messages import Send, log_message
 from etrain_jupyter.trainer.micro_batch import MicroBatch, largest_pass
 from etrain_jupyter.trainer.objective.measures import Means
 from etrain_jupyter.trainer.places import Places
-from etrain_jupyter.trainer.schedule import WorkPlan
 from etrain_jupyter.trainer.state.background_digest import BackgroundDigest
 from etrain_jupyter.trainer.state.running_buffers import RunningBuffers
 from etrain_jupyter.trainer.state.train_state import TrainState
@@ -88,6 +87,7 @@ class TrainLoop:
             config.batch, largest_pass(config.batch, plan.span(0, plan.global_batch_size).samples)
         )
         """Number of samples per pass on this rank."""
+        # Before the tracker: extras are saved in this order, and checkpoints must stay comparable.
         self.update = Update(workload, config, plan)
         workload.extras = {**workload.extras, **state.best_tracker.extras}
         self.in_step = False
@@ -113,11 +113,6 @@ class TrainLoop:
         return self.state.workload
 
     @property
-    def plan(self) -> WorkPlan:
-        """The job's work plan."""
-        return self.state.plan
-
-    @property
     def step(self) -> int:
         """Number of committed steps."""
         return self.state.step
@@ -138,7 +133,7 @@ class TrainLoop:
         self._effects = WarmUp(
             self.workload,
             self.state.config,
-            self.plan,
+            self.state.plan,
             micro=self.micro,
             order=self._shares.epoch_order(0),
             send=self._send,
@@ -154,6 +149,7 @@ class TrainLoop:
         Raises:
             ConfigError: If some rank would have nothing to do.
         """
+        # With ``batch.per_worker`` the batch grows with the number of ranks.
         self._batch_size = self.state.config.batch.size(group.world_size)
         self.micro.tidy_up()
         return make_gradients(
@@ -221,8 +217,10 @@ class TrainLoop:
         if group.rank == 0:
             self.report_evaluations(group.generation)
         if self.step and self.step == self.state.evaluated_step:
-            self._time_hook(lambda: hooks.after_eval(group))
+            with self._times.checkpointing():
+                hooks.after_eval(group)
         while True:
+            # Before the check for the end: the last state is evaluated, too.
             if self._evaluations.is_due() and not self._evaluate(group, hooks):
                 return self._leave("planned")
             if self.state.is_done:
@@ -234,7 +232,8 @@ class TrainLoop:
                 return self._leave("planned")
 
     def _end_step(self, group: RankGroup, step: Step, hooks: BoundaryHooks) -> None:
-        epoch_ends = self.plan.is_boundary(self.state.position)
+        epoch_ends = self.state.plan.is_boundary(self.state.position)
+        # The weights are copied for the digest before a hook or the next step can change them.
         if epoch_ends:
             self._report_digest(group)
         boundary = Boundary(
@@ -242,15 +241,10 @@ class TrainLoop:
             step_s=self._times.last_step_s,
             is_save_agreed=step.header.is_save_requested,
         )
-        self._time_hook(lambda: hooks.after_step(boundary))
+        with self._times.checkpointing():
+            hooks.after_step(boundary)
         if step.header.is_pending or self._times.is_due(epoch_ends=epoch_ends):
             self._times.report()
-
-    def _time_hook(self, call: Callable[[], None]) -> None:
-        """Call a hook; its time counts as checkpoint time."""
-        started_at = time.perf_counter()
-        call()
-        self._times.add_checkpoint(time.perf_counter() - started_at)
 
     def _leave(self, end: GenerationEnd) -> GenerationEnd:
         """End the generation: a digest that is reported later would be ignored."""
@@ -272,7 +266,7 @@ class TrainLoop:
         try:
             gradients.compute(step)
             self._watch.gradients_are_summed()
-            check_loss(step)
+            check_loss(step)  # the same on all ranks, because the header is a sum
             step.reach("commit")
             means = self.workload.measures.means(step.header.means())
             with self._watch.updating():
@@ -284,6 +278,7 @@ class TrainLoop:
             if device_error_in(exc) is None:
                 self._undo(step)
             raise
+        # From here on nothing may fail: a step is either undone above or committed on all ranks.
         self._commit(step, means.weight)
         self._report_step(step, means, is_skipped=not is_updated)
         return step
@@ -304,7 +299,7 @@ class TrainLoop:
         has_peers = group.world_size > 1
         return Step(
             number=self.step + 1,
-            span=self.plan.span(self.state.position, self._batch_size),
+            span=self.state.plan.span(self.state.position, self._batch_size),
             header=header,
             buffers_before=self._effects.moving.copy(),
             batches=batches,
@@ -351,9 +346,10 @@ class TrainLoop:
         self._times.add_evaluation(self._committed_at - started_at)
         if not is_complete:
             return False
-        if self.state.best_tracker.is_over and not self.plan.is_boundary(self.state.position):
+        if self.state.best_tracker.is_over and not self.state.plan.is_boundary(self.state.position):
             self._report_digest(group)
-        self._time_hook(lambda: hooks.after_eval(group))
+        with self._times.checkpointing():
+            hooks.after_eval(group)
         return True
 
     # --- reports ---
@@ -364,6 +360,7 @@ class TrainLoop:
 
     def _report_step(self, step: Step, means: Means, *, is_skipped: bool) -> None:
         now, times = time.perf_counter(), self._watch.times()
+        # Two readings of the clock may be equal, and the rate divides by this.
         elapsed_s = max(now - self._committed_at, 1e-9)
         self._committed_at = now
         self._times.add_step(self.step, times, samples=step.num_own, elapsed_s=elapsed_s)

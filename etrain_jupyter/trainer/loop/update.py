@@ -48,6 +48,7 @@ class Update:
         self.rates.prepare(
             position=position, count=step.span.samples, world_size=step.group.world_size
         )
+        # Dividing by zero would make all weights NaN; every rank has the same sum, so all skip.
         if not weight:
             return False
         if self._workload.weight is not None:
@@ -55,6 +56,7 @@ class Update:
         self._workload.precision.unscale(optimizer)
         if self._clip_grad_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), self._clip_grad_norm)
+        # If the optimizer raises half-way, nothing can restore the weights on this rank.
         self.is_torn = True
         is_updated = self._workload.precision.step(optimizer)
         self.is_torn = False

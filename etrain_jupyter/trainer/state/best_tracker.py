@@ -1,7 +1,8 @@
-"""What the evaluations of one trainer come to: which step is the best, and whether to end early.
+"""Track the best evaluation and decide on early stopping.
 
-Its state is part of the trainer's: it goes to newcomers and into checkpoints, so that whoever goes
-on from some weights knows what was said of them and of those before.
+The tracker is a stateful component of the trainer: it is sent to new ranks and saved in
+checkpoints, so that a trainer that restores some weights also knows their evaluation and all
+earlier ones.
 """
 
 from __future__ import annotations
@@ -22,81 +23,84 @@ from etrain_jupyter.trainer.state.capture import Stateful
 
 
 class BestTracker:
-    """Follows ``checkpoint.best`` and ``early_stopping``; knows nothing if neither is asked for.
+    """Apply ``checkpoint.best`` and ``early_stopping``. Inactive if neither is configured.
+
+    Args:
+        config: The cell's config.
 
     Attributes:
-        best: The best evaluations, best first; replaced as a whole, so that any thread may read it.
+        best: The best evaluations, best first. Replaced as a whole, so that any thread may read it.
     """
 
     def __init__(self, config: TrainConfig) -> None:
-        self._asked_best = config.checkpoint.best
-        self._asked_end = config.early_stopping
+        self._best_config = config.checkpoint.best
+        self._stop_config = config.early_stopping
         self.best: tuple[EvaluationRecord, ...] = ()
         self._trend = Trend()
 
     @property
     def extras(self) -> Mapping[str, Stateful]:
-        """Return what has a state: itself, if it has anything to judge."""
-        return {"judge": self} if self._asked_best or self._asked_end else {}
+        """Return the stateful components to checkpoint: this tracker, if it is in use."""
+        return {"judge": self} if self._best_config or self._stop_config else {}
 
     def check(self, names: Collection[str]) -> None:
-        """Refuse what no evaluation would tell.
+        """Check that the configured metrics are evaluated.
 
         Args:
-            names: What the warm-up's pass has measured.
+            names: Names of the metrics that the warm-up has measured.
 
         Raises:
-            WorkloadError: If a metric is not among them.
+            WorkloadError: If a configured metric is not among them.
         """
-        asked = {"checkpoint.best": self._asked_best, "early_stopping": self._asked_end}
+        asked = {"checkpoint.best": self._best_config, "early_stopping": self._stop_config}
         for key, wanted in asked.items():
             if wanted is not None and wanted.metric not in ("loss", *names):
                 raise WorkloadError(
-                    f"{key} names the metric {wanted.metric!r}, which is not evaluated. There are: "
-                    f"{', '.join(('loss', *names))}."
+                    f"{key} names the metric {wanted.metric!r}, which is not evaluated. The "
+                    f"metrics are: {', '.join(('loss', *names))}."
                 )
 
     def take(self, step: int, values: Mapping[str, float]) -> None:
-        """Take in an evaluation.
+        """Record an evaluation.
 
         Args:
-            step: The step that the weights stand at.
-            values: The means over the evaluation set by name, with ``loss``.
+            step: Number of committed steps.
+            values: Means over the evaluation set by name, including ``loss``.
         """
-        if self._asked_best is not None:
-            found = EvaluationRecord(step, values[self._asked_best.metric])
-            self.best = add_evaluation(self.best, found, mode=self._asked_best.mode)
-        if self._asked_end is not None:
-            found = EvaluationRecord(step, values[self._asked_end.metric])
-            asked = self._asked_end
+        if self._best_config is not None:
+            found = EvaluationRecord(step, values[self._best_config.metric])
+            self.best = add_evaluation(self.best, found, mode=self._best_config.mode)
+        if self._stop_config is not None:
+            found = EvaluationRecord(step, values[self._stop_config.metric])
+            asked = self._stop_config
             self._trend = self._trend.after(found, mode=asked.mode, min_delta=asked.min_delta)
 
     @property
     def is_over(self) -> bool:
-        """Whether the job shall end early."""
-        return self._asked_end is not None and self._trend.num_stale >= self._asked_end.patience
+        """True if the job has to stop early."""
+        return self._stop_config is not None and self._trend.num_stale >= self._stop_config.patience
 
     def best_record(self) -> dict[str, Any] | None:
-        """Return what the log is told of the best evaluation; None before the first."""
-        if self._asked_best is None or not self.best:
+        """Return the log record of the best evaluation; None before the first."""
+        if self._best_config is None or not self.best:
             return None
-        return {"metric": self._asked_best.metric, **self.best[0]._asdict()}
+        return {"metric": self._best_config.metric, **self.best[0]._asdict()}
 
     def end_record(self) -> dict[str, Any] | None:
-        """Return what the log is told of an early end; None if there is none."""
-        if self._asked_end is None or not self.is_over:
+        """Return the log record of early stopping; None if the job does not stop early."""
+        if self._stop_config is None or not self.is_over:
             return None
         return {
-            "metric": self._asked_end.metric,
+            "metric": self._stop_config.metric,
             "step": self._trend.step,
             "best": self._trend.best,
             "best_step": self._trend.best_step,
             "num_evals": self._trend.num_stale,
-            "reason": words_of_end(self._trend, metric=self._asked_end.metric),
+            "reason": words_of_end(self._trend, metric=self._stop_config.metric),
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the evaluations have come to."""
+        """Return the best evaluations and the trend."""
         return {
             "best": [list(known) for known in self.best],
             "trend": asdict(self._trend),
@@ -105,16 +109,16 @@ class BestTracker:
 
     @property
     def _asked(self) -> dict[str, Any]:
-        """Return what the numbers are of: a resumed job may ask for others."""
-        asked = {"best": self._asked_best, "trend": self._asked_end}
+        """Return the metrics that the numbers belong to: a resumed job may use others."""
+        asked = {"best": self._best_config, "trend": self._stop_config}
         return {
             name: [wanted.metric, wanted.mode] if wanted is not None else None
             for name, wanted in asked.items()
         }
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Take over what another trainer's evaluations have come to."""
-        theirs = state_dict.get("asked", self._asked)  # none in older checkpoints
+        """Adopt another trainer's evaluations, as far as they are of the same metrics."""
+        theirs = state_dict.get("asked", self._asked)  # older checkpoints have no such entry
         if theirs["best"] == self._asked["best"]:
             self.best = tuple(EvaluationRecord(*known) for known in state_dict["best"])
         if theirs["trend"] == self._asked["trend"]:

@@ -246,6 +246,7 @@ class CheckpointWriter:
                 "slowed_s": self._slowdown.extra_s,
                 "duration_s": time.monotonic() - copy.started_at,
             }
+            # The checkpoint is durable now, whether or not old ones can be removed.
             self._prune(copy.generation)
             self._send(
                 {"op": "checkpoint_committed", "generation": copy.generation, "record": record}
@@ -254,6 +255,7 @@ class CheckpointWriter:
 
     def _fail(self, copy: StateCopy, error: str) -> None:
         self._has_succeeded = False
+        # The other ranks wait for a folder; an empty one tells them that there is none.
         if copy.sharded is not None:
             copy.sharded.announce(copy.step, "")
         retry_after_s = BEST_RETRY_S[min(copy.num_failures, len(BEST_RETRY_S) - 1)]
@@ -278,6 +280,7 @@ class CheckpointWriter:
         """
         writers = self._checkpoints.read_writers()
         self._results.put(StoreListed(writers=writers))
+        # Training could not ask the store before it made this copy; now the answer is known.
         if copy.best_steps and self._is_superseded(copy, writers):
             return None
         store = self._checkpoints.store
@@ -370,6 +373,7 @@ class CheckpointWriter:
             complaint = self._checkpoints.store.notice
         except CheckpointError as exc:
             complaint = str(exc)
+        # Once per problem, not once per checkpoint.
         if complaint and complaint != self._complaint:
             self._send(log_message("warning", f"{complaint}. Training continues"))
         self._complaint = complaint

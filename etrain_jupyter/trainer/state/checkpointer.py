@@ -142,6 +142,7 @@ class Checkpointer:
     def after_step(self, boundary: Boundary) -> None:
         """Start a checkpoint if one is due. The coordinator requests that of the last step."""
         rank, generation = boundary.group.rank, boundary.group.generation
+        # Read before the results: if the writer finishes in between, its results are complete.
         is_writing = self._writer.is_busy
         self._take_results()
         self._slowdown.take_step(boundary.step_s, is_writing=self._was_writing)
@@ -180,6 +181,7 @@ class Checkpointer:
         steps = [known.step for known in self._state.best_tracker.best]
         if self._state.step in steps:
             best_steps = tuple(steps[: steps.index(self._state.step) + 1])
+            # A copy stalls training, so it is not made if equally good weights are safe anyway.
             if not self._is_kept(best_steps):
                 self._start(group.generation, best_steps=best_steps)
 
@@ -246,6 +248,7 @@ class Checkpointer:
         self._num_bytes = sum(len(file.data) for file in copy.files.values())
         self._policy.pace.restart(time.monotonic())
         self._writer.submit(copy)
+        # The rest of this boundary and the next step overlap with the write.
         self._was_writing = True
         unsaved, self._unsaved_best = self._unsaved_best, None
         if unsaved is not None and not best_steps:

@@ -92,6 +92,7 @@ class JobCheckpoints:
             CheckpointError: If the store fails.
         """
         writers = self.read_writers()
+        # Compare generations, not steps: a later generation may have gone back to an earlier step.
         if max(writers.values(), default=0) > generation:
             return writers
         durable = (s for s in best if s in writers and self.is_valid(writers[s], s))

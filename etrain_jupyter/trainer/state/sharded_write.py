@@ -57,6 +57,7 @@ def files_of(tensors: Tensors, *, num_shards: int = 1) -> dict[str, Tensors]:
     optimizer = _strip(tensors, OPTIMIZER)
     shards: list[Tensors] = [{} for _ in range(num_shards)]
     filled = [0] * num_shards
+    # By size and name: the order in the dict may differ between ranks.
     for name in sorted(optimizer, key=lambda name: (-optimizer[name].nbytes, name)):
         number = filled.index(min(filled))
         shards[number][name] = optimizer[name]

@@ -72,6 +72,7 @@ def copy_state(
         "about": about(state.config, workload.optimizer, code_digest),
         **header,
     }
+    # All ranks must split the optimizer's state alike, so the number follows from the ranks.
     num_shards = num_shards_of(sharded.world_size) if sharded is not None else 1
     files = files_of(tensors, num_shards=num_shards)
     staged = stage(files, spare, {MODEL_PART: {"format": "pt"}}, beat=beat)

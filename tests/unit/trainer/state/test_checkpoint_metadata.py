@@ -1,4 +1,4 @@
-"""A checkpoint says what it is of, and goes into a job that was changed since."""
+"""Metadata of a checkpoint, and restoring it into a job that has changed."""
 
 from __future__ import annotations
 
@@ -74,13 +74,13 @@ def saved(folder: Path, state: State) -> dict[str, Path]:
 
 
 def put(files: dict[str, Path], state: State) -> list[str]:
-    """Restore, and return what the log is told."""
+    """Restore, and return the warnings."""
     warnings: list[str] = []
     restore(state, files, config=state.config, warn=warnings.append)  # type: ignore[arg-type]
     return warnings
 
 
-def test_state_says_what_it_is_of(tmp_path: Path) -> None:
+def test_state_has_the_metadata_of_its_job(tmp_path: Path) -> None:
     config = config_of()
 
     told = json.loads(saved(tmp_path, State(config))[STATE_PART].read_text())["about"]
@@ -93,7 +93,7 @@ def test_state_says_what_it_is_of(tmp_path: Path) -> None:
     assert (told["code_digest"], told["seed"], told["optimizer"]) == ("c0de", 5, "Adam")
 
 
-def test_same_job_takes_everything_without_a_word(tmp_path: Path) -> None:
+def test_unchanged_job_restores_everything_without_a_warning(tmp_path: Path) -> None:
     first, fresh = State(config_of()), State(config_of())
     first.train()
 
@@ -119,7 +119,7 @@ def test_checkpoint_of_an_older_version_is_read(tmp_path: Path) -> None:
     assert fresh.workload.optimizer.param_groups[0]["lr"] == 0.1
 
 
-def test_changed_rate_of_the_cell_holds_and_the_moments_stay(tmp_path: Path) -> None:
+def test_changed_rate_of_the_cell_is_used_and_the_moments_are_kept(tmp_path: Path) -> None:
     first, fresh = State(config_of(lr=0.1)), State(config_of(lr=0.7))
     first.train()
 
@@ -134,7 +134,7 @@ def test_changed_rate_of_the_cell_holds_and_the_moments_stay(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("old", "new"), [("Adam", "SGD"), ("SGD", "Adam")])
-def test_another_optimizer_begins_anew(tmp_path: Path, old: str, new: str) -> None:
+def test_another_optimizer_starts_from_scratch(tmp_path: Path, old: str, new: str) -> None:
     first, fresh = State(config_of(old)), State(config_of(new, lr=0.3))
     first.train()
 
@@ -147,7 +147,7 @@ def test_another_optimizer_begins_anew(tmp_path: Path, old: str, new: str) -> No
     fresh.train()
 
 
-def test_another_model_is_refused_in_words(tmp_path: Path) -> None:
+def test_another_model_is_refused_with_an_explanation(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"does not fit this model .* all checkpoints"):
         put(saved(tmp_path, State(config_of())), State(config_of(), width=5))
 
@@ -160,7 +160,7 @@ def test_early_stopping_that_was_removed_is_dropped(tmp_path: Path) -> None:
     assert "'judge'" in warning
 
 
-def test_what_is_judged_by_another_metric_begins_anew(tmp_path: Path) -> None:
+def test_early_stopping_by_another_metric_starts_from_scratch(tmp_path: Path) -> None:
     def job(metric: str, patience: int) -> State:
         asked = {"metric": metric, "mode": "min", "patience": patience}
         return State(config_of(early_stopping=asked))

@@ -28,7 +28,7 @@ from etrain_jupyter.trainer.state.restoring import restore
 
 
 class Net(nn.Module):
-    """Weights in another memory order, tied ones, and a buffer that no ``state_dict`` has."""
+    """Weights in another memory format, tied weights, and a buffer outside of ``state_dict``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ def save_and_restore(folder, saved: State, fresh: State) -> dict:
     return files
 
 
-def test_restored_trainer_goes_on_exactly(tmp_path):
+def test_restored_trainer_continues_exactly(tmp_path):
     saved, fresh = State(with_scaler=True), State(with_scaler=True)
     saved.train()
     with torch.no_grad():
@@ -119,13 +119,13 @@ def test_model_part_has_the_names_and_values_of_the_state_dict(tmp_path):
     assert all(torch.equal(opened[name], told[name]) for name in told)
 
 
-def test_checkpoint_without_a_scaler_leaves_a_new_one_as_it_is(tmp_path):
+def test_checkpoint_without_a_scaler_does_not_change_a_new_one(tmp_path):
     saved, fresh = State(with_scaler=False), State(with_scaler=True)
     save_and_restore(tmp_path, saved, fresh)
     assert fresh.workload.extras["scaler"].get_scale() == 64.0
 
 
-def test_config_of_a_transformers_model_lies_beside_its_weights(tmp_path):
+def test_config_of_a_transformers_model_is_stored_next_to_its_weights(tmp_path):
     saved = State(with_scaler=False)
     saved.workload.model.config = SimpleNamespace(to_json_string=lambda: '{"hidden_size": 4}')
     saved.workload.model.save_pretrained = print
@@ -136,9 +136,9 @@ def test_config_of_a_transformers_model_lies_beside_its_weights(tmp_path):
     assert config == {"architectures": ["Net"], "hidden_size": 4}
 
 
-def test_model_that_is_none_of_transformers_has_no_config(tmp_path):
+def test_model_of_another_library_has_no_config(tmp_path):
     saved = State(with_scaler=False)
-    saved.workload.model.config = {"hidden_size": 4}  # of its own, for its own use
+    saved.workload.model.config = {"hidden_size": 4}  # its own attribute, for another purpose
 
     files = save_and_restore(tmp_path, saved, State(with_scaler=False))
 
@@ -160,7 +160,7 @@ def test_checkpoint_keeps_the_records_that_the_log_may_not_have_yet(tmp_path):
 
 
 class Page:
-    """Stands for the progress page: notes the phase of each heartbeat."""
+    """Fake progress page that records the phase of each heartbeat."""
 
     def __init__(self) -> None:
         self.beats: list[str] = []
@@ -199,7 +199,7 @@ class Saver:
         return self.state.step
 
 
-def test_checkpoint_of_a_generation_that_was_given_up_is_passed_over(tmp_path):
+def test_checkpoint_of_a_fenced_generation_is_skipped(tmp_path):
     cut_off = Saver(tmp_path, starts=[0])
     for step in (2, 3):
         cut_off.save(step=step, generation=1)
@@ -208,7 +208,7 @@ def test_checkpoint_of_a_generation_that_was_given_up_is_passed_over(tmp_path):
     assert "generation 1 wrote it after it had been given up" in later.sent[-1]["text"]
 
 
-def test_checkpoint_with_steps_that_the_log_cannot_be_told_of_is_passed_over(tmp_path):
+def test_checkpoint_with_a_gap_to_the_log_is_skipped(tmp_path):
     writer = Saver(tmp_path, starts=[0])
     for step in (2, 5):
         writer.save(step=step, generation=1)
@@ -218,13 +218,13 @@ def test_checkpoint_with_steps_that_the_log_cannot_be_told_of_is_passed_over(tmp
     assert reader.restore(logged_step=4) == 5
 
 
-def test_only_untrustworthy_checkpoints_are_an_error_that_names_them(tmp_path):
+def test_error_lists_the_checkpoints_if_all_are_invalid(tmp_path):
     Saver(tmp_path, starts=[0]).save(step=5, generation=1)
     with pytest.raises(CheckpointError, match=r"step_00000005: generation 1 wrote it after"):
         Saver(tmp_path, starts=[0, 2]).restore(logged_step=5)
 
 
-def test_given_up_generation_leaves_the_store_alone_once_a_later_one_writes(tmp_path):
+def test_fenced_generation_does_not_write_once_a_later_one_has(tmp_path):
     later = Saver(tmp_path, starts=[0, 2])
     assert later.save(step=3, generation=2)["op"] == "checkpoint_committed"
     refused = Saver(tmp_path, starts=[0]).save(step=9, generation=1)
@@ -233,7 +233,7 @@ def test_given_up_generation_leaves_the_store_alone_once_a_later_one_writes(tmp_
     assert LocalStore(tmp_path).list_steps() == [3]
 
 
-def test_step_that_a_given_up_generation_has_saved_is_saved_anew(tmp_path):
+def test_invalid_checkpoint_of_the_same_step_is_replaced(tmp_path):
     Saver(tmp_path, starts=[0]).save(step=3, generation=1)
     later = Saver(tmp_path, starts=[0, 2])
     assert later.save(step=3, generation=2)["op"] == "checkpoint_committed"
@@ -268,7 +268,7 @@ class BestSaver(Saver):
         return self.store.list_steps()
 
 
-def test_best_checkpoint_stays_beside_the_newest_ones(tmp_path):
+def test_best_checkpoint_is_kept_in_addition_to_the_newest_ones(tmp_path):
     saver = BestSaver(tmp_path, starts=[0])
     saver.evaluate(step=2, loss=0.5)
     saver.wait()
@@ -280,7 +280,7 @@ def test_best_checkpoint_stays_beside_the_newest_ones(tmp_path):
     assert saver.wait() == [6]
 
 
-def test_evaluation_that_is_no_better_saves_nothing(tmp_path):
+def test_evaluation_that_is_not_better_saves_nothing(tmp_path):
     saver = BestSaver(tmp_path, starts=[0])
     for step, loss in ((2, 0.5), (3, 0.5), (4, math.nan), (5, 0.6)):
         saver.evaluate(step=step, loss=loss)
@@ -292,7 +292,7 @@ def test_next_generation_at_the_same_step_saves_the_best_that_its_dead_rank_0_co
     first.evaluate(step=2, loss=0.5)
     first.wait()
     first.state.step = 4
-    first.state.best_tracker.take(4, {"loss": 0.3})  # and here it dies
+    first.state.best_tracker.take(4, {"loss": 0.3})  # and then it dies
     second.state.step = 4
     second.state.best_tracker.load_state_dict(first.state.best_tracker.state_dict())
     second.checkpointer.after_eval(second.group)
@@ -316,7 +316,7 @@ def test_when_the_best_is_lost_the_next_one_that_beats_what_is_durable_is_saved(
 
 
 class SlowStore(LocalStore):
-    """Does not begin to write before it may."""
+    """Blocks every write until ``may_write`` is set."""
 
     def __init__(self, root) -> None:
         super().__init__(root)
@@ -336,20 +336,20 @@ def test_best_state_waits_for_the_checkpoint_in_flight_and_training_does_not(tmp
     store.may_write.set()
     assert saver.wait() == [3]
     committed = [m["record"]["step"] for m in saver.sent if m["op"] == "checkpoint_committed"]
-    assert committed == [1, 3]  # step 2 had made room for what was better
+    assert committed == [1, 3]  # step 2 was replaced by the better step 3
 
 
-def test_generation_that_was_given_up_removes_nothing_of_a_later_one(tmp_path):
+def test_fenced_generation_removes_no_checkpoint_of_a_later_one(tmp_path):
     old = BestSaver(tmp_path, starts=[0], store=SlowStore)
     new = BestSaver(tmp_path, starts=[0, 9])
     old.evaluate(step=9, loss=0.5)
     new.evaluate(step=10, loss=0.4)
     new.save(step=11, generation=2)
     old.store.may_write.set()
-    assert old.wait() == [9, 10, 11]  # the best of the later one is among them
+    assert old.wait() == [9, 10, 11]  # including the best of the later one
 
 
-def test_copy_in_flight_is_not_written_over_by_the_next_one(tmp_path):
+def test_copy_in_flight_is_not_overwritten_by_the_next_one(tmp_path):
     saver = BestSaver(tmp_path, starts=[0], keep=9, store=SlowStore)
     store = saver.store
     bias = saver.state.workload.model.head.bias.data
@@ -378,7 +378,7 @@ def test_copy_in_flight_is_not_written_over_by_the_next_one(tmp_path):
 
 
 class DeafStore(LocalStore):
-    """Answers nothing before it may, and tells whether it was asked."""
+    """Blocks every request until ``may_answer`` is set, and records the requesting threads."""
 
     def __init__(self, root) -> None:
         super().__init__(root)
@@ -391,7 +391,7 @@ class DeafStore(LocalStore):
         return super().list_steps()
 
 
-def test_store_that_does_not_answer_never_makes_training_wait(tmp_path):
+def test_unresponsive_store_never_blocks_training(tmp_path):
     BestSaver(tmp_path, starts=[0]).evaluate(step=1, loss=0.9)
     saver = BestSaver(tmp_path, starts=[0, 5], store=DeafStore)
     store = saver.store
@@ -417,13 +417,13 @@ def test_evaluation_that_is_no_better_than_what_is_durable_is_dropped_by_the_wri
 
 
 class ReadOnlyStore(LocalStore):
-    """Takes checkpoints and lets none go."""
+    """Accepts checkpoints but cannot remove any."""
 
     def prune(self, keep_steps):
         raise CheckpointError("old checkpoints cannot be removed: access denied")
 
 
-def test_checkpoint_counts_though_old_ones_cannot_be_removed(tmp_path):
+def test_checkpoint_counts_even_if_old_ones_cannot_be_removed(tmp_path):
     saver = Saver(tmp_path, starts=[0], store=ReadOnlyStore)
     for step in (1, 2, 3):
         saver.save(step=step, generation=1)
@@ -434,13 +434,13 @@ def test_checkpoint_counts_though_old_ones_cannot_be_removed(tmp_path):
 
 
 class TidyStore(LocalStore):
-    """Removes what is old, and something is left over."""
+    """Removes old checkpoints, with a notice."""
 
     notice = "uploads cannot be listed"
 
 
-def test_what_a_clean_up_left_over_is_said_once(tmp_path):
-    """Review R3: the removal worked, and the job's log has what it could not do."""
+def test_incomplete_clean_up_is_logged_once(tmp_path):
+    """Review R3: the removal succeeded, and the log has the notice."""
     saver = Saver(tmp_path, starts=[0], store=TidyStore)
     for step in (1, 2, 3):
         saver.save(step=step, generation=1)
@@ -449,7 +449,7 @@ def test_what_a_clean_up_left_over_is_said_once(tmp_path):
 
 
 class Payload:
-    """Makes a file when it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, path) -> None:
         self.path = path
@@ -476,7 +476,7 @@ def test_pickle_with_a_manifest_that_fits_is_refused_and_not_run(tmp_path, name)
 
 
 class Outage(LocalStore):
-    """Takes nothing as long as it is down."""
+    """Refuses writes while ``is_down`` is set."""
 
     def __init__(self, root) -> None:
         super().__init__(root)
@@ -503,23 +503,23 @@ def best_in_an_outage(folder, *, keep: int = 1) -> tuple[BestSaver, Outage]:
     assert failure["error"].endswith(
         "These are the best weights so far; the next attempt is in 5 s"
     )
-    saver.state.workload.model.head.bias.data.fill_(7)  # training goes on
+    saver.state.workload.model.head.bias.data.fill_(7)  # training continues
     saver.state.step = 3
     return saver, store
 
 
-def test_best_weights_that_could_not_be_written_are_tried_again_by_themselves(tmp_path):
+def test_best_weights_that_could_not_be_written_are_retried_after_the_back_off(tmp_path):
     saver, store = best_in_an_outage(tmp_path)
     store.is_down = False
     saver.reach_boundary()
-    assert saver.wait() == []  # not before its time
+    assert saver.wait() == []  # not before the back-off has elapsed
     saver.checkpointer._retry_at = 0.0
     saver.reach_boundary()
     assert saver.wait() == [2]
     assert weights_of(store, 2) == [2]
 
 
-def test_best_weights_follow_as_soon_as_the_store_takes_another_checkpoint(tmp_path):
+def test_best_weights_are_retried_as_soon_as_the_store_takes_another_checkpoint(tmp_path):
     saver, store = best_in_an_outage(tmp_path, keep=3)
     saver.save(step=3, generation=1)  # overwrites no copy that is still needed
     assert store.list_steps() == []
@@ -529,7 +529,7 @@ def test_best_weights_follow_as_soon_as_the_store_takes_another_checkpoint(tmp_p
     assert (weights_of(store, 2), weights_of(store, 4)) == ([2], [7])
 
 
-def test_better_weights_take_the_place_of_those_that_could_not_be_written(tmp_path):
+def test_better_weights_replace_those_that_could_not_be_written(tmp_path):
     saver, store = best_in_an_outage(tmp_path)
     store.is_down = False
     saver.evaluate(step=5, loss=0.4)
@@ -546,7 +546,7 @@ def test_worse_weights_are_not_saved_while_the_best_wait_for_the_store(tmp_path)
     assert saver.wait() == []
 
 
-def test_every_piece_of_a_part_is_a_sign_of_life_while_the_main_thread_waits(tmp_path):
+def test_every_piece_of_a_part_sends_a_heartbeat_while_the_main_thread_waits(tmp_path):
     saver = Saver(tmp_path, starts=[0])
     saver.state.workload.model.register_buffer("large", torch.zeros(4 << 20))  # four pieces
     saver.save(step=1, generation=1)
@@ -554,7 +554,7 @@ def test_every_piece_of_a_part_is_a_sign_of_life_while_the_main_thread_waits(tmp
     assert set(saver.page.beats) == {"staging", "saving"}
 
 
-def test_trainer_that_ends_says_that_it_waits_for_its_checkpoint(tmp_path, monkeypatch):
+def test_trainer_that_exits_logs_that_it_waits_for_its_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setattr("etrain_jupyter.trainer.state.checkpointer.CLOSE_LOG_AFTER_S", 0.01)
     saver = BestSaver(tmp_path, starts=[0], store=SlowStore)
     store = saver.store
@@ -569,8 +569,8 @@ def test_trainer_that_ends_says_that_it_waits_for_its_checkpoint(tmp_path, monke
     assert store.list_steps() == [1]
 
 
-def test_defect_while_a_checkpoint_is_written_is_told(tmp_path, monkeypatch):
-    """Review R2: the writing thread ended silently, and the coordinator waited for minutes."""
+def test_defect_while_a_checkpoint_is_written_is_reported(tmp_path, monkeypatch):
+    """Review R2: the writer thread ended silently, and the coordinator waited for minutes."""
     saver = Saver(tmp_path, starts=[0])
 
     def fail(*_):

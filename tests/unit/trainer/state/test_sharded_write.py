@@ -1,4 +1,4 @@
-"""Several ranks write one checkpoint, and whatever one of them does not deliver rank 0 writes."""
+"""Several ranks write one checkpoint, and rank 0 writes the parts that are not delivered."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.unit.trainer.state.test_checkpointer import State, config_of
 
 
 class RemoteStore(LocalStore):
-    """A folder that each rank has a line of its own to."""
+    """A folder that counts as remote: each rank has its own connection to it."""
 
     is_remote = True
 
@@ -37,7 +37,7 @@ class RemoteStore(LocalStore):
 
     def put_part(self, folder, name, data, **options):
         if self.is_broken:
-            raise CheckpointError("this rank has lost its way to the store")
+            raise CheckpointError("this rank has lost its connection to the store")
         assert self.may_write.wait(60)
         part = super().put_part(folder, name, data, **options)
         self.written.append(name)
@@ -45,7 +45,7 @@ class RemoteStore(LocalStore):
 
 
 class Rank:
-    """A rank of a generation that does nothing but save."""
+    """A rank that only saves."""
 
     def __init__(self, rank: int, world_size: int, store, checkpoint: dict) -> None:
         self.rank, self.store = rank, store
@@ -100,7 +100,7 @@ def ranks_on(*stores, **checkpoint) -> list[Rank]:
 
 
 def train(ranks: list[Rank]) -> None:
-    """Make a step, with the agreement that its sum brings."""
+    """Make a step, with the agreement from its header."""
     is_agreed = ranks[0].checkpointer.wants_save(*ranks[0].state.marks)
     for rank in ranks:
         rank.train(is_agreed=is_agreed)
@@ -113,7 +113,7 @@ def join(ranks: list[Rank]) -> None:
 
 
 def check_restored(store, ranks: list[Rank], *, step: int) -> None:
-    """The newest checkpoint is of this step and goes on as the ranks do."""
+    """Check that the newest checkpoint is of this step and continues exactly."""
 
     def check(manifest, files) -> None:
         check_parts(manifest, files, NEEDED)
@@ -153,7 +153,7 @@ def test_every_file_has_one_writer(world_size):
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_write_a_part_each_and_rank_0_commits(tmp_path, world_size):
+def test_each_rank_writes_a_part_and_rank_0_commits(tmp_path, world_size):
     stores = [RemoteStore(tmp_path) for _ in range(world_size)]
     ranks = ranks_on(*stores)
     train(ranks)
@@ -180,11 +180,11 @@ def test_part_whose_writer_dies_is_written_by_rank_0_as_soon_as_the_generation_i
     ranks = ranks_on(*stores)
     stores[1].may_write.clear()
     train(ranks)
-    ranks[0].checkpointer.leave()  # what the main thread does when the others are gone
+    ranks[0].checkpointer.leave()  # called by the main thread when the other ranks are lost
     ranks[0].checkpointer.wait()
     assert "optimizer.safetensors" in stores[0].written
     assert ranks[0].ops() == ["checkpoint_committed"] * 2
-    stores[1].may_write.set()  # it was not dead, and finishes what nobody waits for
+    stores[1].may_write.set()  # it was alive, and finishes a part that is not needed any more
     join(ranks)
     check_restored(stores[0], ranks, step=2)
 
@@ -195,7 +195,7 @@ def test_checkpoint_whose_rank_0_dies_is_never_acknowledged_and_the_next_one_is_
     stores[0].may_write.clear()
     train(ranks)
     ranks[1].checkpointer._shard_writer.wait()
-    assert stores[0].list_steps() == [1]  # the part of rank 1 is there, and that is no checkpoint
+    assert stores[0].list_steps() == [1]  # a part of rank 1 alone is not a checkpoint
     survivor = ranks[1]
     survivor.checkpointer.leave()
     survivor.checkpointer.starts = [0, 2]
@@ -210,7 +210,7 @@ def test_checkpoint_whose_rank_0_dies_is_never_acknowledged_and_the_next_one_is_
     assert ranks[0].ops()[-1] == "checkpoint_failed"  # a later generation has saved meanwhile
 
 
-def test_rank_that_waits_for_a_folder_is_told_that_there_will_be_none(tmp_path, monkeypatch):
+def test_rank_that_waits_for_a_folder_is_notified_if_rank_0_fails(tmp_path, monkeypatch):
     monkeypatch.setattr("etrain_jupyter.trainer.group.rendezvous.FORM_TIMEOUT_S", 1e6)
     stores = [RemoteStore(tmp_path), RemoteStore(tmp_path)]
     ranks = ranks_on(*stores)
@@ -221,9 +221,7 @@ def test_rank_that_waits_for_a_folder_is_told_that_there_will_be_none(tmp_path, 
     assert stores[1].written == []
 
 
-def test_rank_whose_part_before_is_still_under_way_leaves_the_next_one_to_rank_0(
-    tmp_path, monkeypatch
-):
+def test_rank_with_a_part_in_flight_leaves_the_next_one_to_rank_0(tmp_path, monkeypatch):
     monkeypatch.setattr("etrain_jupyter.trainer.state.checkpoint_writer.LEAST_PATIENCE_S", 0.1)
     stores = [RemoteStore(tmp_path), RemoteStore(tmp_path)]
     ranks = ranks_on(*stores)
@@ -237,12 +235,12 @@ def test_rank_whose_part_before_is_still_under_way_leaves_the_next_one_to_rank_0
     check_restored(stores[0], ranks, step=3)
 
 
-def test_ranks_agree_on_the_step_although_only_rank_0_knows_that_somebody_has_asked(tmp_path):
+def test_ranks_agree_on_the_step_of_a_request_that_only_rank_0_knows(tmp_path):
     stores = [RemoteStore(tmp_path), RemoteStore(tmp_path)]
     ranks = ranks_on(*stores, every="1000 steps")
     train(ranks)
     ranks[0].checkpointer.request()
-    ranks[0].train(is_agreed=False)  # asked after that step's sum was on its way
+    ranks[0].train(is_agreed=False)  # requested after the header of that step was sent
     ranks[1].train(is_agreed=False)
     assert stores[0].list_steps() == [1]
     train(ranks)
@@ -271,5 +269,5 @@ def test_checkpoint_that_lacks_one_of_its_shards_is_refused(tmp_path):
     found = open_newest(stores[0], job_id="job")
     name = "optimizer-00002-of-00002.safetensors"
     files = {k: v for k, v in found.files.items() if k != name}
-    with pytest.raises(CheckpointError, match=f"names no {name}"):
+    with pytest.raises(CheckpointError, match=f"does not list {name}"):
         check_parts(found.manifest, files, NEEDED)
