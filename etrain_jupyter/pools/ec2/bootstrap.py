@@ -123,8 +123,7 @@ def put_node_files(
     except StoreError as exc:
         raise PoolError(
             f"the nodes' files cannot be stored: {exc}. {NOTHING} `%etrain pools policy` prints "
-            f"the policy "
-            "that the role or user needs."
+            "the policy that the role or user needs."
         ) from exc
 
 

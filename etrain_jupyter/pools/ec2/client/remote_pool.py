@@ -126,8 +126,7 @@ class AwsRemotePool(AwsSpotPool):
                 raise PoolError(
                     f"the head of cluster {cluster.cluster_id} runs on {heads[0].id}, but "
                     f"{address.address} cannot be reached from here. No other one was started. "
-                    f"Check "
-                    "the route to it (security group, VPN), or end it: %etrain down "
+                    "Check the route to it (security group, VPN), or end it: %etrain down "
                     f"{cluster.cluster_id}."
                 )
             self.of_cluster(cluster).down()
@@ -237,8 +236,7 @@ class AwsRemotePool(AwsSpotPool):
                 raise PoolError(
                     f"the head, {instance}, {what} before its scheduler served. It was removed. "
                     "Its image must have etrain-jupyter (image in pools.yaml), and its profile the "
-                    "policy "
-                    "that `%etrain pools policy` prints. The end of its console:\n"
+                    "policy that `%etrain pools policy` prints. The end of its console:\n"
                     f"{console_tail(clients.ec2, instance)}"
                 )
             time.sleep(min(1.0, self.spec.tick))

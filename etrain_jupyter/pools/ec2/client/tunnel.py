@@ -80,8 +80,7 @@ def open_tunnel(cluster: ClusterDir, spec: AwsSpotSpec, instance_id: str, port: 
         raise PoolError(
             f"the port forward to {instance_id} did not open within {OPEN_S:g} s. The head keeps "
             "running, and ends by itself without a job. Its machine needs the SSM agent and the "
-            "policy "
-            "AmazonSSMManagedInstanceCore, you need ssm:StartSession. Output of `aws`:\n"
+            "policy AmazonSSMManagedInstanceCore, you need ssm:StartSession. Output of `aws`:\n"
             f"{cluster.log_tail('tunnel')}"
         )
     # The process outlives this one, which must not wait for it.
@@ -100,8 +99,7 @@ def find_command() -> str:
         raise PoolError(
             "head_tunnel: ssm needs the AWS command line, and there is no `aws` on the PATH. "
             "Nothing was launched. Install it with its Session Manager plugin, or connect to the "
-            "VPC "
-            "in another way and remove the key."
+            "VPC in another way and remove the key."
         )
     return command
 
