@@ -63,12 +63,12 @@ class PlannedFault:
 
     def to_code(self) -> str:
         """Return the call that adds it to a plan."""
-        words = [f"rank={self.rank}", f"step={self.step}"]
+        arguments = [f"rank={self.rank}", f"step={self.step}"]
         if self.kind in AT_A_PLACE and self.at != "forward":
-            words.append(f'at="{self.at}"')
+            arguments.append(f'at="{self.at}"')
         if self.kind == "notice" and self.notice_s != 120.0:
-            words.append(f"notice_s={self.notice_s:g}")
-        return f"{self.kind}({', '.join(words)})"
+            arguments.append(f"notice_s={self.notice_s:g}")
+        return f"{self.kind}({', '.join(arguments)})"
 
 
 @dataclass(frozen=True)

@@ -127,8 +127,8 @@ class FaultyS3:
             body = _spoiled(body)
         if environ.get("HTTP_X_AMZ_EXPECTED_BUCKET_OWNER", OWNER) != OWNER:
             return _refusal(environ, "403 Forbidden", "AccessDenied")
-        told = environ.get("HTTP_X_AMZ_CHECKSUM_SHA256")
-        if told and told != base64.b64encode(hashlib.sha256(body).digest()).decode():
+        given = environ.get("HTTP_X_AMZ_CHECKSUM_SHA256")
+        if given and given != base64.b64encode(hashlib.sha256(body).digest()).decode():
             return _refusal(environ, "400 Bad Request", "BadDigest")
         if "ignore_conditions" in kinds:
             environ.pop("HTTP_IF_NONE_MATCH", None)
@@ -178,8 +178,8 @@ def operation_of(method: str, query: str) -> str:
     >>> operation_of("POST", "uploadId=1"), operation_of("GET", "list-type=2&prefix=a")
     ('POST uploadId', 'GET list-type')
     """
-    words = {key for key, _ in parse_qsl(query, keep_blank_values=True)}
-    known = [word for word in ("uploads", "uploadId", "list-type") if word in words]
+    names = {key for key, _ in parse_qsl(query, keep_blank_values=True)}
+    known = [word for word in ("uploads", "uploadId", "list-type") if word in names]
     return " ".join([method, *known])
 
 

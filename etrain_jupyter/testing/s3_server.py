@@ -57,8 +57,8 @@ class S3Endpoint:
 
     def set_faults(self, *faults: S3Fault) -> None:
         """Replace all faults and reset the counters."""
-        told = json.dumps([fault.to_dict() for fault in faults])
-        self._ask("POST", f"{CONTROL}faults", told.encode())
+        payload = json.dumps([fault.to_dict() for fault in faults])
+        self._ask("POST", f"{CONTROL}faults", payload.encode())
 
     def counts(self) -> dict[str, int]:
         """Return the number of requests by operation and of faults by kind."""

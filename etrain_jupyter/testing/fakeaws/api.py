@@ -68,10 +68,10 @@ class CloudApi:
         if error is None and call.service == "s3":
             # S3 streams, and has its own faults.
             return self._answer_s3(environ, start_response)
-        told = error_answer(call, error) if error is not None else self._answer(call)
+        result = error_answer(call, error) if error is not None else self._answer(call)
         if any(fault.is_answer_lost for fault in chosen):
             return reset_connection(environ)
-        status, headers, data = told
+        status, headers, data = result
         start_response(status, self._dated(headers))
         return [data]
 
@@ -97,10 +97,10 @@ class CloudApi:
 
     def _ask_moto(self, call: Call) -> Answer:
         call.environ["wsgi.input"] = io.BytesIO(call.body)
-        told: dict[str, Any] = {}
+        result: dict[str, Any] = {}
 
         def start(status: str, headers: list[tuple[str, str]], exc_info: Any = None) -> None:
-            told.update(status=status, headers=headers)
+            result.update(status=status, headers=headers)
 
         try:
             data = b"".join(self._moto(call.environ, start))
@@ -108,7 +108,7 @@ class CloudApi:
             raise ApiError(
                 "InvalidAction", f"The action {call.action} is not part of the fake cloud."
             ) from None
-        return told["status"], told["headers"], data
+        return result["status"], result["headers"], data
 
     # The clock ----------------------------------------------------------------------------------
 

@@ -155,7 +155,7 @@ class Backend:
         tags = {"instance": {}, "volume": _template_tags(data, "volume")}
         for kind, more in order.tags.items():
             tags[kind] = {**tags.get(kind, {}), **more}
-        words: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "instance_type": order.pool.instance_type,
             "is_instance_type_default": False,
             "launch_template": reference,
@@ -165,11 +165,11 @@ class Backend:
             "tags": tags,
         }
         if order.lifecycle == "spot":
-            words["instance_market_options"] = "spot"
+            arguments["instance_market_options"] = "spot"
         if data.get("BlockDeviceMappings"):
-            words["block_device_mappings"] = data["BlockDeviceMappings"]
+            arguments["block_device_mappings"] = data["BlockDeviceMappings"]
         try:
-            made = ec2.run_instances("", 1, None, [], **words)
+            made = ec2.run_instances("", 1, None, [], **arguments)
         except ServiceException as exc:
             raise ApiError(exc.code, exc.message) from None
         return str(made.instances[0].id)
@@ -274,7 +274,7 @@ class Backend:
                 external_id="",
             )
         expires_at = time.time() + self.role_ttl_s
-        told = {
+        issued = {
             "Code": "Success",
             "LastUpdated": timestamp(time.time()),
             "Type": "AWS-HMAC",
@@ -283,7 +283,7 @@ class Backend:
             "Token": made.session_token,
             "Expiration": timestamp(expires_at),
         }
-        self._credentials[session] = (expires_at, json.dumps(told))
+        self._credentials[session] = (expires_at, json.dumps(issued))
         return self._credentials[session][1]
 
     def _world(self, region: str) -> World:

@@ -108,13 +108,13 @@ class FakeAws(Closing):
         if not line:
             self.close()
             raise RuntimeError("the fake cloud did not start; its output above says why")
-        told = json.loads(line)
-        self.mode: Literal["namespaces", "loopback"] = told["mode"]
-        self.host_address: str = told["host_address"]
+        reply = json.loads(line)
+        self.mode: Literal["namespaces", "loopback"] = reply["mode"]
+        self.host_address: str = reply["host_address"]
         """Address of this machine that instances can reach."""
-        self.bridge: str = told["bridge"]
-        self.folder: str = told["folder"]
-        self.url = f"http://{self.host_address}:{told['port']}"
+        self.bridge: str = reply["bridge"]
+        self.folder: str = reply["folder"]
+        self.url = f"http://{self.host_address}:{reply['port']}"
         self.s3 = S3Endpoint(self.url)
         """Client for its S3, with faults and direct access to objects."""
 
@@ -152,15 +152,15 @@ class FakeAws(Closing):
             role_policy: Policy of the role; only used with ``enforce_iam``.
         """
         policy = dict(role_policy) if role_policy is not None else None
-        told = self._ask(
+        reply = self._ask(
             "make_account", region=self.region, bucket=bucket, role=role, role_policy=policy
         )
-        return Account(**told)
+        return Account(**reply)
 
     def make_user(self, name: str, *policies: Mapping[str, Any]) -> dict[str, str]:
         """Create a user with these policies; return the environment variables for boto3."""
-        told: dict[str, str] = self._ask("make_user", name=name, policies=list(policies))
-        return told
+        reply: dict[str, str] = self._ask("make_user", name=name, policies=list(policies))
+        return reply
 
     def enforce_iam(self, is_on: bool = True) -> None:
         """Check signatures and policies from now on: only users and roles created here may act.
@@ -226,7 +226,7 @@ class FakeAws(Closing):
 
     def instances(self, *states: str) -> list[InstanceRecord]:
         """Return all instances, oldest first, or those in some states."""
-        records = [InstanceRecord(**told) for told in self._ask("instances")]
+        records = [InstanceRecord(**reply) for reply in self._ask("instances")]
         return [one for one in records if not states or one.state in states]
 
     def preempt(
@@ -264,8 +264,8 @@ class FakeAws(Closing):
 
     def imds_requests(self, instance_id: str) -> list[str]:
         """Return the requests of an instance to its metadata service, oldest first."""
-        asked: list[str] = self._ask("imds_requests", instance_id=instance_id)
-        return asked
+        paths: list[str] = self._ask("imds_requests", instance_id=instance_id)
+        return paths
 
     def set_boot(self, seconds: float) -> None:
         """Set the pending time of instances that are started from now on."""
@@ -284,11 +284,11 @@ class FakeAws(Closing):
         ends_at = time.monotonic() + within_s
         while not is_true():
             if time.monotonic() > ends_at:
-                told = [
+                reply = [
                     f"{one.instance_id} {one.state} {one.reason}\n{self.console(one.instance_id)}"
                     for one in self.instances()
                 ]
-                raise TimeoutError(f"not within {within_s} s; the instances:\n" + "\n".join(told))
+                raise TimeoutError(f"not within {within_s} s; the instances:\n" + "\n".join(reply))
             time.sleep(0.05)
 
     # Faults -------------------------------------------------------------------------------------
@@ -347,10 +347,10 @@ class FakeAws(Closing):
         self._ask("reset")
         self.s3.set_faults()
 
-    def _ask(self, verb: str, **words: Any) -> Any:
+    def _ask(self, verb: str, **arguments: Any) -> Any:
         request = urllib.request.Request(
             f"{self.url}/_fakeaws/{verb}",
-            json.dumps(words).encode(),
+            json.dumps(arguments).encode(),
             {"Content-Type": "application/json"},
         )
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

@@ -188,8 +188,8 @@ class Control:
 
     def imds_requests(self, instance_id: str) -> list[str]:
         """Return the requests of an instance to its metadata service."""
-        asked: list[str] = self._hypervisor.imds(instance_id).requests()
-        return asked
+        found: list[str] = self._hypervisor.imds(instance_id).requests()
+        return found
 
     def bill(self) -> list[dict[str, Any]]:
         """Return the cost of each instance."""
@@ -217,8 +217,8 @@ class Control:
 
     def permissions(self) -> list[list[Any]]:
         """Return the distinct requests to IAM since enforcement started."""
-        asked = list(self._backend.iam.requests.values())
-        return [[r.action, r.resource, dict(r.context), ok] for r, ok in asked]
+        found = list(self._backend.iam.requests.values())
+        return [[r.action, r.resource, dict(r.context), ok] for r, ok in found]
 
     def set_role_ttl(self, seconds: int) -> None:
         """Set the lifetime of role credentials issued from now on."""
@@ -246,12 +246,12 @@ def with_control(app: Wsgi, control: Control) -> Wsgi:
         try:
             if verb.startswith("_") or not hasattr(Control, verb):
                 raise ValueError(f"the fake cloud has no verb {verb!r}")
-            told = getattr(control, verb)(**json.loads(body or b"{}"))
+            result = getattr(control, verb)(**json.loads(body or b"{}"))
         except Exception as exc:  # reported to the test
             if not isinstance(exc, ValueError):
                 print(f"fakeaws: {verb} failed: {exc!r}", file=sys.stderr, flush=True)
-            status, told = "400 Bad Request", f"{exc}" or repr(exc)
-        data = json.dumps(told).encode()
+            status, result = "400 Bad Request", f"{exc}" or repr(exc)
+        data = json.dumps(result).encode()
         headers = [("Content-Type", "application/json"), ("Content-Length", str(len(data)))]
         start_response(status, headers)
         return [data]

@@ -88,21 +88,21 @@ class Ec2:
             token = query.get("ClientToken", "")
             key = (call.region, call.action, token)
             if token and call.action in IDEMPOTENT and key in self._answers:
-                before, told = self._answers[key]
+                before, result = self._answers[key]
                 if before != query:
                     raise ApiError(
                         "IdempotentParameterMismatch",
                         f"The client token '{token}' was used with other parameters.",
                     )
-                return told
+                return result
             known = set(self._backend.states())
-            told = self._act(call, query, ask_moto)
-            if call.action in IDEMPOTENT and told[0].startswith("200"):
-                self._answers[key] = (query, told)
+            result = self._act(call, query, ask_moto)
+            if call.action in IDEMPOTENT and result[0].startswith("200"):
+                self._answers[key] = (query, result)
             for instance_id in set(self._backend.states()) - known:
                 self._born[instance_id] = time.monotonic()
             self._machines.sync()
-            return told
+            return result
 
     def _act(self, call: Call, query: dict[str, Any], ask_moto: Callable[[], Answer]) -> Answer:
         match call.action:
@@ -300,7 +300,7 @@ class Ec2:
             },
         )
 
-    def _lagging(self, query: dict[str, Any], told: Answer) -> Answer:
+    def _lagging(self, query: dict[str, Any], result: Answer) -> Answer:
         """Remove the instances that EC2's listings do not show yet."""
         now = time.monotonic()
         hidden = {name for name, at in self._born.items() if now - at < self.lag_s}
@@ -310,10 +310,10 @@ class Ec2:
                     "InvalidInstanceID.NotFound",
                     f"The instance ID '{instance_id}' does not exist",
                 )
-        if not hidden or not told[0].startswith("200"):
-            return told
+        if not hidden or not result[0].startswith("200"):
+            return result
         ET.register_namespace("", EC2_NAMESPACE)
-        root = ET.fromstring(told[2])
+        root = ET.fromstring(result[2])
         prefix = root.tag.partition("}")[0] + "}" if root.tag.startswith("{") else ""
         for reservation in root.iter(f"{prefix}instancesSet"):
             for item in list(reservation):

@@ -311,5 +311,5 @@ class Hypervisor:
         self.forget()
         self._switch.close()
 
-    def _run(self, name: str, work: Callable[..., None], *words: Any) -> None:
-        threading.Thread(target=work, args=words, name=name, daemon=True).start()
+    def _run(self, name: str, work: Callable[..., None], *arguments: Any) -> None:
+        threading.Thread(target=work, args=arguments, name=name, daemon=True).start()

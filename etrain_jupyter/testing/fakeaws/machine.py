@@ -29,9 +29,9 @@ _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _MAX_END_S = 20.0
 
 
-def python_script(name: str, *words: str) -> list[str]:
+def python_script(name: str, *arguments: str) -> list[str]:
     """Return the command that runs one of the guest's scripts."""
-    return [sys.executable, "-I", "-S", str(_GUEST / f"{name}.py"), *words]
+    return [sys.executable, "-I", "-S", str(_GUEST / f"{name}.py"), *arguments]
 
 
 class SimulatedMachine:
@@ -146,8 +146,8 @@ class SimulatedMachine:
         """Write replacements for commands that must not run here; return their folder."""
         folder = self._folder / "bin"
         folder.mkdir()
-        words = python_script("shutdown", str(self._harness_folder), self.facts.instance_id)
-        switch = shlex.join(words)
+        arguments = python_script("shutdown", str(self._harness_folder), self.facts.instance_id)
+        switch = shlex.join(arguments)
         off = f"exec {switch} -h now"
         refuse = 'echo "$0: not in a fake instance" >&2; exit 1'
         scripts = {

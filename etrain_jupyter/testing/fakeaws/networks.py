@@ -247,16 +247,16 @@ def _is_harness(pid: int) -> bool:
 
 def _prefixes() -> Iterator[str]:
     """Yield the first three numbers of every address of this machine."""
-    told = subprocess.run(["ip", "-j", "-4", "addr"], capture_output=True, check=True).stdout
-    for interface in json.loads(told):
+    output = subprocess.run(["ip", "-j", "-4", "addr"], capture_output=True, check=True).stdout
+    for interface in json.loads(output):
         for one in interface.get("addr_info", []):
             yield one["local"].rpartition(".")[0]
 
 
-def _ip(words: list[str]) -> None:
-    done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
+def _ip(arguments: list[str]) -> None:
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"`ip {' '.join(words)}` failed: {done.stderr.strip()}")
+        raise RuntimeError(f"`ip {' '.join(arguments)}` failed: {done.stderr.strip()}")
 
 
 def _ip_batch(*lines: str, inside: str = "") -> None:
@@ -264,10 +264,10 @@ def _ip_batch(*lines: str, inside: str = "") -> None:
     command = ["ip", "-batch", "-"]
     if inside:
         command = ["nsenter", f"--net={inside}", *command]
-    told = "\n".join(lines)
-    done = subprocess.run(command, input=told, capture_output=True, text=True, check=False)
+    script = "\n".join(lines)
+    done = subprocess.run(command, input=script, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"`ip -batch` failed: {done.stderr.strip()}; it was told\n{told}")
+        raise RuntimeError(f"`ip -batch` failed: {done.stderr.strip()}; its input was\n{script}")
 
 
 def _wait_for_own_namespace(path: str) -> None:

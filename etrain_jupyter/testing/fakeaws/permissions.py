@@ -76,8 +76,8 @@ def _parameter(call: Call, world: World) -> str:
 
 def json_of(call: Call) -> dict[str, Any]:
     """Return the body of a call to a service with JSON requests."""
-    told: dict[str, Any] = json.loads(call.body or b"{}")
-    return told
+    parsed: dict[str, Any] = json.loads(call.body or b"{}")
+    return parsed
 
 
 # ------------------------------------------------------------------------------------------- S3
@@ -193,7 +193,7 @@ class _Ec2Call:
 
     def _run(
         self,
-        asked: Mapping[str, Any],
+        parameters: Mapping[str, Any],
         named: Mapping[str, Any] | None,
         tags: Mapping[str, Mapping[str, str]],
     ) -> Iterator[Request]:
@@ -206,28 +206,31 @@ class _Ec2Call:
         of_template = _tags_of_template(data)
         tags = {kind: {**of_template.get(kind, {}), **tags.get(kind, {})} for kind in _LAUNCHED}
         profile = str(
-            (asked.get("IamInstanceProfile") or data.get("IamInstanceProfile") or {}).get(
+            (parameters.get("IamInstanceProfile") or data.get("IamInstanceProfile") or {}).get(
                 "Name", ""
             )
         )
-        metadata = {**(data.get("MetadataOptions") or {}), **(asked.get("MetadataOptions") or {})}
+        metadata = {
+            **(data.get("MetadataOptions") or {}),
+            **(parameters.get("MetadataOptions") or {}),
+        }
         machine = {
             **frame,
             **_asked(tags["instance"]),
-            "ec2:InstanceType": asked.get("InstanceType") or data.get("InstanceType", ""),
+            "ec2:InstanceType": parameters.get("InstanceType") or data.get("InstanceType", ""),
             "ec2:MetadataHttpTokens": metadata.get("HttpTokens", "optional"),
             "ec2:InstanceProfile": profile and f"arn:aws:iam::{account}:instance-profile/{profile}",
         }
         yield self._ask("RunInstances", "instance", "new", machine)
         yield self._ask("RunInstances", "volume", "new", {**frame, **_asked(tags["volume"])})
         yield self._ask("RunInstances", "network-interface", "new", frame)
-        image = str(asked.get("ImageId") or data.get("ImageId", ""))
+        image = str(parameters.get("ImageId") or data.get("ImageId", ""))
         facts = {"ec2:Owner": self._world.owner_of(image), "ec2:ImageID": image}
         yield self._ask("RunInstances", "image", image, {**frame, **facts})
         yield self._ask("RunInstances", "snapshot", "snap-of-image", frame)
-        subnet = str(asked.get("SubnetId", "subnet-default"))
+        subnet = str(parameters.get("SubnetId", "subnet-default"))
         yield self._ask("RunInstances", "subnet", subnet, {**frame, "ec2:SubnetID": subnet})
-        for group in _groups(asked) or _groups(data):
+        for group in _groups(parameters) or _groups(data):
             yield self._ask(
                 "RunInstances", "security-group", group, {**frame, **self._there(group)}
             )

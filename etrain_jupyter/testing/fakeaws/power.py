@@ -24,19 +24,19 @@ class PowerOrder:
     """Minutes until power-off; None cancels a scheduled one."""
 
 
-def read_words(words: list[str]) -> PowerOrder:
+def parse_arguments(arguments: list[str]) -> PowerOrder:
     """Parse the arguments of shutdown(8), as far as powering off needs them.
 
     Raises:
         ValueError: If they are invalid, with the command's output.
 
-    >>> read_words(["-h", "+15"])
+    >>> parse_arguments(["-h", "+15"])
     PowerOrder(minutes=15)
-    >>> read_words(["-c"]), read_words(["-P", "now", "the", "end"])
+    >>> parse_arguments(["-c"]), parse_arguments(["-P", "now", "the", "end"])
     (PowerOrder(minutes=None), PowerOrder(minutes=0))
     """
-    flags = [word for word in words if word.startswith("-")]
-    rest = [word for word in words if not word.startswith("-")]
+    flags = [word for word in arguments if word.startswith("-")]
+    rest = [word for word in arguments if not word.startswith("-")]
     known = {"-h", "-P", "-H", "-c", "--poweroff", "--halt", "--no-wall"}
     for flag in flags:
         if flag not in known:
@@ -87,11 +87,11 @@ class _Handler(socketserver.StreamRequestHandler):
     request: socket.socket
 
     def handle(self) -> None:
-        told = json.loads(self.rfile.readline())
+        message = json.loads(self.rfile.readline())
         status = 0
         try:
-            order = read_words(told["words"])
-            text = cast(_Server, self.server).on_order(told["instance"], order)
+            order = parse_arguments(message["arguments"])
+            text = cast(_Server, self.server).on_order(message["instance"], order)
         except ValueError as exc:
             text, status = str(exc), 1
         with suppress(OSError):

@@ -30,11 +30,11 @@ def main(word: str) -> None:
     settings = Settings(**json.loads(word))
     network = make_network(settings.mode)
     folder = Path(tempfile.mkdtemp(prefix="etrain-fakeaws-"))
-    words = [str(folder)]
+    arguments = [str(folder)]
     if network.bridge:
-        words += [network.bridge, f"{CABLE}{os.getpid()}n"]
+        arguments += [network.bridge, f"{CABLE}{os.getpid()}n"]
     janitor = subprocess.Popen(
-        python_script("janitor", *words), stdin=subprocess.PIPE, start_new_session=True, cwd="/"
+        python_script("janitor", *arguments), stdin=subprocess.PIPE, start_new_session=True, cwd="/"
     )
     try:
         _serve(settings, network, folder)
@@ -86,14 +86,14 @@ def _serve(settings: Settings, network: SimulatedNetwork, folder: Path) -> None:
     hypervisor.endpoint = f"http://{network.host_address}:{port}"
     for number, one in enumerate(servers):
         serve_in_thread(one, f"serve-{number}")
-    told = {
+    facts = {
         "port": port,
         "mode": network.mode,
         "host_address": network.host_address,
         "bridge": network.bridge,
         "folder": str(folder),
     }
-    print(json.dumps(told), flush=True)
+    print(json.dumps(facts), flush=True)
     wait_for_end(os.getppid())
     end_heads_at(hypervisor.endpoint)
     hypervisor.close()

@@ -204,10 +204,10 @@ class AwsRemotePool(AwsSpotPool):
                 "removed. Try again."
             )
         if not answer.acks:
-            told = {message_of_code(one.code, one.message) for one in answer.refusals}
+            reasons = {message_of_code(one.code, one.message) for one in answer.refusals}
             raise PoolError(
                 f"the head, a {spec.head_type} on demand, was not launched: "
-                f"{'; '.join(sorted(told))}. Nothing is left of it."
+                f"{'; '.join(sorted(reasons))}. Nothing is left of it."
             )
         return answer.acks[0].id
 

@@ -49,7 +49,7 @@ def open_tunnel(cluster: ClusterDir, spec: AwsSpotSpec, instance_id: str, port: 
     address = f"tls://127.0.0.1:{local}"
     if known and stamp_of(int(known["pid"])) == known["stamp"]:
         return address
-    words = [
+    session_command = [
         find_command(),
         "ssm",
         "start-session",
@@ -58,20 +58,20 @@ def open_tunnel(cluster: ClusterDir, spec: AwsSpotSpec, instance_id: str, port: 
         "--target",
         instance_id,
     ]
-    words += ["--document-name", DOCUMENT]
-    words += ["--parameters", f"portNumber={port},localPortNumber={local}"]
-    words += ["--profile", spec.profile] if spec.profile else []
+    session_command += ["--document-name", DOCUMENT]
+    session_command += ["--parameters", f"portNumber={port},localPortNumber={local}"]
+    session_command += ["--profile", spec.profile] if spec.profile else []
     with cluster.log("tunnel").open("ab") as log:
         process = subprocess.Popen(
-            words,
+            session_command,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
             env=os.environ | {MARKER: cluster.cluster_id},
             start_new_session=True,
         )
-    told = {"pid": process.pid, "stamp": stamp_of(process.pid) or "", "port": local}
-    write_private(cluster.path / FILE, json.dumps(told))
+    record = {"pid": process.pid, "stamp": stamp_of(process.pid) or "", "port": local}
+    write_private(cluster.path / FILE, json.dumps(record))
     is_open = wait_until(
         lambda: process.poll() is not None or _listens(local), timeout_s=OPEN_S
     ) and _listens(local)

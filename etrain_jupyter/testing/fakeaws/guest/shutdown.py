@@ -15,14 +15,16 @@ SOCKET = "power.sock"
 
 def main() -> None:
     """Send the request, print the answer, exit with its status."""
-    folder, instance, *words = sys.argv[1:]
+    folder, instance, *arguments = sys.argv[1:]
     os.chdir(folder)  # socket paths have a maximum length
     with socket.socket(socket.AF_UNIX) as connection:
         try:
             connection.connect(SOCKET)
         except OSError as exc:
             sys.exit(f"shutdown: the harness does not answer: {exc}")
-        connection.sendall(json.dumps({"instance": instance, "words": words}).encode() + b"\n")
+        connection.sendall(
+            json.dumps({"instance": instance, "arguments": arguments}).encode() + b"\n"
+        )
         answer = json.loads(connection.makefile().readline() or '{"text": "", "status": 0}')
     if answer["text"]:
         print(answer["text"], file=sys.stderr, flush=True)

@@ -128,7 +128,7 @@ def test_of_two_takers_one_gets_the_log_and_the_old_writer_is_fenced(machine: Ma
         late.write_next(b"{}")
     assert len(two.lines) == 1, "what was not written there is not here"
     here.write(step(2))
-    with pytest.raises(FencedError, match=f"is of {mine.writer}: the job goes on there"):
+    with pytest.raises(FencedError, match=f"was written by {mine.writer}: the job continues there"):
         up.upload()
     one.write(step(2, time=2.0))
     upload_all(one, mine)
