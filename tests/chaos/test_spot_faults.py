@@ -288,9 +288,9 @@ def test_without_capacity_the_job_waits_and_says_what_is_tried_next(life: Life) 
 
     assert life.waiting == "waiting"
     assert "no capacity for" in text
-    assert "of g6.xlarge in us-east-1a" in text
+    assert "(g6.xlarge in us-east-1a)" in text
     assert "The next attempt is in" in text
-    assert "Training goes on when it has" in text
+    assert "Training continues when it has" in text
 
 
 def test_launcher_policy_suffices_from_launch_to_down(life: Life) -> None:

@@ -177,7 +177,7 @@ async def test_no_capacity_anywhere_is_told_at_once_with_what_comes_next(
     assert "g5.xlarge" in text
     assert "g6.xlarge" in text
     assert "The next attempt is in 1" in text  # fifteen seconds, less what has passed
-    assert "Training goes on when it has" in text
+    assert "Training continues when it has" in text
     assert "capacity.on_demand.max" in text
     assert (head.launched(), head.halts) == ([], [])
 

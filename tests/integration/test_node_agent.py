@@ -213,7 +213,7 @@ def test_spot_machine_that_ec2_takes_in_its_first_hour_waits_for_it(
     machine.imds.interrupt(time.time() + 100)
     machine.until(lambda: "notice of this machine: interruption" in machine.console())
     there.dismiss("i-1")
-    machine.until(lambda: "EC2 takes this machine in" in machine.console())
+    machine.until(lambda: "EC2 reclaims this machine in" in machine.console())
     assert not machine.is_off
     machine.terminate()
     assert "and EC2 has not reclaimed this machine as announced" in machine.until_off()

@@ -122,9 +122,9 @@ def kind_of_code(code: str, *, is_server_error: bool = False) -> Kind:
 
 def message_of_code(code: str, message: str = "") -> str:
     """Return the meaning of a code, and what to do about it."""
-    for beginning, words in _BEGINNINGS:
+    for beginning, meaning in _BEGINNINGS:
         if code.startswith(beginning):
-            return f"{words} ({code})"
+            return f"{meaning} ({code})"
     if "iamInstanceProfile" in message:
         return f"{_BEGINNINGS[1][1]} ({code})"
     if code in _CODES:
@@ -160,10 +160,10 @@ def pool_error(what: str, exc: BaseException, done: str) -> PoolError:
         exc: The error from AWS.
         done: What the system did about it.
     """
-    words, _, advice = message_of_error(exc).partition(". ")
-    code = f" ({code_of(exc)})" if code_of(exc) and code_of(exc) not in words else ""
+    cause, _, advice = message_of_error(exc).partition(". ")
+    code = f" ({code_of(exc)})" if code_of(exc) and code_of(exc) not in cause else ""
     advice = advice.removesuffix(f" ({code_of(exc)})")
-    return PoolError(f"{what}: {words}{code}. {done} {advice or 'Try again'}.")
+    return PoolError(f"{what}: {cause}{code}. {done} {advice or 'Retry'}.")
 
 
 AwsErrors = (ClientError, BotoCoreError)

@@ -123,8 +123,7 @@ def put_node_files(
     except StoreError as exc:
         raise PoolError(
             f"the nodes' files cannot be stored: {exc}. {NOTHING} `%etrain pools policy` prints "
-            f"the policy "
-            "that the role or user needs."
+            "the policy that the role or user needs."
         ) from exc
 
 
@@ -146,9 +145,9 @@ def user_data(spec: AwsSpotSpec, cluster_id: str, boot: BootFacts, *, role: str 
     if spec.image.archive:
         lines += _unpack_archive(spec, boot)
     lines += spec.image.setup
-    words = [AGENT, spec.home(cluster_id), "--keys", boot.keys]
-    words += ["--owner", boot.owner] if boot.owner else []
-    lines.append(f"{spec.image.python} -m {shlex.join(words)}")
+    command = [AGENT, spec.home(cluster_id), "--keys", boot.keys]
+    command += ["--owner", boot.owner] if boot.owner else []
+    lines.append(f"{spec.image.python} -m {shlex.join(command)}")
     # If the agent does not even start, turn the machine off.
     lines.append("shutdown -h now")
     text = "\n".join(lines) + "\n"

@@ -156,8 +156,8 @@ class Clients:
         with self._lock:
             if not self._own_account:
                 try:
-                    told = self._client("sts", {"mode": "standard", "total_max_attempts": 3})
-                    self._own_account = str(told.get_caller_identity()["Account"])
+                    sts_client = self._client("sts", {"mode": "standard", "total_max_attempts": 3})
+                    self._own_account = str(sts_client.get_caller_identity()["Account"])
                 except AwsErrors as exc:
                     if is_credentials_error(exc):
                         raise

@@ -69,8 +69,7 @@ def find_subnets(ec2: Any, spec: AwsSpotSpec) -> tuple[str, dict[str, str]]:
     if len(vpcs) > 1:
         raise PoolError(
             f"network.subnets belong to {len(vpcs)} VPCs ({', '.join(vpcs)}); workers can only "
-            f"reach "
-            f"each other within one. {NOTHING} Keep the subnets of one of them."
+            f"reach each other within one. {NOTHING} Keep the subnets of one of them."
         )
     # Choose the one with the most free addresses.
     found.sort(key=lambda one: (one["AvailabilityZone"], -one.get("AvailableIpAddressCount", 0)))
@@ -81,8 +80,7 @@ def find_subnets(ec2: Any, spec: AwsSpotSpec) -> tuple[str, dict[str, str]]:
     if zones != "auto":
         if missing := [zone for zone in zones if zone not in subnets]:
             raise PoolError(
-                f"capacity.zones has {', '.join(missing)}, which have no subnet; there are subnets "
-                f"in "
+                f"there is no subnet in {', '.join(missing)} (capacity.zones), but in "
                 f"{', '.join(subnets)}. {NOTHING} Correct capacity.zones, or add a subnet."
             )
         subnets = {zone: subnets[zone] for zone in zones}

@@ -41,11 +41,11 @@ class NodeConfig:
         Raises:
             ValueError: If it is not a valid configuration.
         """
-        told = json.loads(text)
-        if not isinstance(told, dict):
+        data = json.loads(text)
+        if not isinstance(data, dict):
             raise ValueError("config.json is not a mapping")
         known = {f.name for f in dataclasses.fields(cls)}
         try:
-            return cls(**{key: value for key, value in told.items() if key in known})
+            return cls(**{key: value for key, value in data.items() if key in known})
         except TypeError as exc:
             raise ValueError(f"config.json is incomplete: {exc}") from exc

@@ -122,12 +122,12 @@ class Prices:
     def describe(self) -> str:
         """Return the sources of the prices as text, for the screen."""
         at = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(self.fetched_at))
-        words = f"spot prices: EC2, {at}; on-demand rates: {self.source or 'not asked for'}"
+        summary = f"spot prices: EC2, {at}; on-demand rates: {self.source or 'not requested'}"
         if self.source.startswith("built-in") and self.region != TABLE_REGION:
-            words += f" (your region is {self.region})"
+            summary += f" (your region is {self.region})"
         if self.unknown:
-            words += f"; no on-demand rate for {', '.join(sorted(self.unknown))}"
-        return words
+            summary += f"; no on-demand rate for {', '.join(sorted(self.unknown))}"
+        return summary
 
 
 def spot_history(
@@ -160,7 +160,7 @@ def on_demand_rate(pricing: Any, type: str, region: str) -> float | None:
     Raises:
         ClientError: If the request fails.
     """
-    told = {
+    attributes = {
         "instanceType": type,
         "regionCode": region,
         "operatingSystem": "Linux",
@@ -168,7 +168,9 @@ def on_demand_rate(pricing: Any, type: str, region: str) -> float | None:
         "preInstalledSw": "NA",
         "capacitystatus": "Used",
     }
-    filters = [{"Type": "TERM_MATCH", "Field": key, "Value": word} for key, word in told.items()]
+    filters = [
+        {"Type": "TERM_MATCH", "Field": key, "Value": word} for key, word in attributes.items()
+    ]
     answer = pricing.get_products(ServiceCode="AmazonEC2", Filters=filters, MaxResults=10)
     for text in answer["PriceList"]:
         product = json.loads(text) if isinstance(text, str) else text

@@ -191,7 +191,7 @@ def remove(
             for one in find_tagged(clients, region, cluster_id=cluster_id)
             if one.kind != "instance" and not (spares_head and one.is_of_head)
         ]
-        stuck = [words for one in others if (words := _delete(clients.ec2, one))]
+        stuck = [problem for one in others if (problem := _delete(clients.ec2, one))]
         if not stuck or time.monotonic() > deadline:
             break
         pause(wait_s)  # a group is in use until its machines have ended, which takes minutes

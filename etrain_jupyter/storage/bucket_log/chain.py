@@ -100,8 +100,7 @@ def parse_piece(data: bytes, first: int, where: str) -> LogObject:
         pass
     raise RunStoreError(
         f"{where} is not a complete part of a log. The {first - 1} events before it are complete "
-        f"and "
-        "can be read; remove that object and those after it to continue from there"
+        "and can be read; remove that object and those after it to continue from there"
     )
 
 
@@ -159,8 +158,7 @@ class Chain:
         if len(lines) != size:
             raise RunStoreError(
                 f"{self.objects}/{key} is not a complete part of a log. The {first - 1} events "
-                f"before "
-                "it are complete and can be read"
+                "before it are complete and can be read"
             )
         return lines
 

@@ -1,7 +1,7 @@
-"""The process of the fake cloud: ``python -m etrain_jupyter.testing.fakeaws.process SETTINGS``.
+"""Process of the simulated cloud: ``python -m etrain_jupyter.testing.fakeaws.process SETTINGS``.
 
-It prints one line of JSON when it listens, serves until its standard input or its parent ends, then
-ends the clusters' heads that live on it, and switches all instances off. A janitor removes its
+It prints one line of JSON when it listens and serves until standard input or its parent ends. Then
+it ends the clusters' heads that use it, and switches all instances off. A janitor removes its
 network and its folder if it is killed.
 """
 
@@ -22,7 +22,7 @@ from etrain_jupyter.testing.fakeaws.settings import Settings
 from etrain_jupyter.testing.serving import make_wsgi_server, serve_in_thread
 
 END_S = 5.0
-"""How long to try to end what lives on the cloud."""
+"""Timeout for ending the heads, in seconds."""
 
 
 def main(word: str) -> None:
@@ -30,11 +30,11 @@ def main(word: str) -> None:
     settings = Settings(**json.loads(word))
     network = make_network(settings.mode)
     folder = Path(tempfile.mkdtemp(prefix="etrain-fakeaws-"))
-    words = [str(folder)]
+    arguments = [str(folder)]
     if network.bridge:
-        words += [network.bridge, f"{CABLE}{os.getpid()}n"]
+        arguments += [network.bridge, f"{CABLE}{os.getpid()}n"]
     janitor = subprocess.Popen(
-        python_script("janitor", *words), stdin=subprocess.PIPE, start_new_session=True, cwd="/"
+        python_script("janitor", *arguments), stdin=subprocess.PIPE, start_new_session=True, cwd="/"
     )
     try:
         _serve(settings, network, folder)
@@ -43,7 +43,7 @@ def main(word: str) -> None:
         assert janitor.stdin is not None
         janitor.stdin.close()
         janitor.wait(30)
-    # Threads of connections that are open still are no reason to stay.
+    # Do not wait for threads with open connections.
     os._exit(0)
 
 
@@ -77,7 +77,7 @@ def _serve(settings: Settings, network: SimulatedNetwork, folder: Path) -> None:
         variables=settings.variables,
     )
     app = with_control(api, control)
-    # No date: the application sends it, by the cloud's clock.
+    # Without a date: the application sends it, by the cloud's clock.
     server = make_wsgi_server(app, dated=False)
     port = server.server_port
     servers = [server]
@@ -86,30 +86,30 @@ def _serve(settings: Settings, network: SimulatedNetwork, folder: Path) -> None:
     hypervisor.endpoint = f"http://{network.host_address}:{port}"
     for number, one in enumerate(servers):
         serve_in_thread(one, f"serve-{number}")
-    told = {
+    facts = {
         "port": port,
         "mode": network.mode,
         "host_address": network.host_address,
         "bridge": network.bridge,
         "folder": str(folder),
     }
-    print(json.dumps(told), flush=True)
+    print(json.dumps(facts), flush=True)
     wait_for_end(os.getppid())
     end_heads_at(hypervisor.endpoint)
     hypervisor.close()
 
 
 def end_heads_at(endpoint: str) -> None:
-    """SIGKILL the heads on this machine whose cloud is that one: what they live on goes.
+    """Kill the heads on this machine that use this cloud.
 
-    A head outlives its notebook, as it should where the cloud is real.
+    With a real cloud, a head should outlive its notebook.
     """
     import psutil
 
     from etrain_jupyter.process.processes import MARKER, wait_until
 
     def kill_again() -> bool:
-        # Again, because a keeper may have started a head since the last look.
+        # Repeat: a keeper may have restarted a head meanwhile.
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
@@ -128,7 +128,7 @@ def end_heads_at(endpoint: str) -> None:
 
 
 def wait_for_end(parent: int) -> None:
-    """Wait until standard input ends, or the parent: a fork of it may hold the other end open."""
+    """Wait until standard input or the parent ends: a fork may hold the other end open."""
     while os.getppid() == parent:
         if select.select([sys.stdin], [], [], 0.2)[0] and not os.read(sys.stdin.fileno(), 1024):
             return

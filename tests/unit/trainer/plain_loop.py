@@ -2,8 +2,8 @@
 
 It uses only the order of the samples from the product, because that order defines a job. The
 guarantees of ``reproducible`` are implemented here independently, after
-docs/explanation/reproducibility.md: even
-shards, a seed per shard, and one binary tree of additions.
+docs/explanation/reproducibility.md: even shards, a seed per shard, and one binary tree of
+additions.
 """
 
 from __future__ import annotations

@@ -122,8 +122,7 @@ class AwsRemotePool(AwsSpotPool):
                 raise PoolError(
                     f"the head of cluster {cluster.cluster_id} runs on {heads[0].id}, but "
                     f"{address.address} cannot be reached from here. No other one was started. "
-                    f"Check "
-                    "the route to it (security group, VPN), or end it: %etrain down "
+                    "Check the route to it (security group, VPN), or end it: %etrain down "
                     f"{cluster.cluster_id}."
                 )
             self.of_cluster(cluster).down()
@@ -201,10 +200,10 @@ class AwsRemotePool(AwsSpotPool):
                 "removed. Try again."
             )
         if not answer.acks:
-            told = {message_of_code(one.code, one.message) for one in answer.refusals}
+            reasons = {message_of_code(one.code, one.message) for one in answer.refusals}
             raise PoolError(
                 f"the head, a {spec.head_type} on demand, was not launched: "
-                f"{'; '.join(sorted(told))}. Nothing is left of it."
+                f"{'; '.join(sorted(reasons))}. Nothing is left of it."
             )
         return answer.acks[0].id
 
@@ -233,8 +232,7 @@ class AwsRemotePool(AwsSpotPool):
                 raise PoolError(
                     f"the head, {instance}, {what} before its scheduler served. It was removed. "
                     "Its image must have etrain-jupyter (image in pools.yaml), and its profile the "
-                    "policy "
-                    "that `%etrain pools policy` prints. The end of its console:\n"
+                    "policy that `%etrain pools policy` prints. The end of its console:\n"
                     f"{console_tail(clients.ec2, instance)}"
                 )
             time.sleep(min(1.0, self.spec.tick))

@@ -45,7 +45,7 @@ def open_tunnel(cluster: ClusterDir, spec: AwsSpotSpec, instance_id: str, port: 
     address = f"tls://127.0.0.1:{local}"
     if known and stamp_of(int(known["pid"])) == known["stamp"]:
         return address
-    words = [
+    session_command = [
         find_command(),
         "ssm",
         "start-session",
@@ -54,20 +54,20 @@ def open_tunnel(cluster: ClusterDir, spec: AwsSpotSpec, instance_id: str, port: 
         "--target",
         instance_id,
     ]
-    words += ["--document-name", DOCUMENT]
-    words += ["--parameters", f"portNumber={port},localPortNumber={local}"]
-    words += ["--profile", spec.profile] if spec.profile else []
+    session_command += ["--document-name", DOCUMENT]
+    session_command += ["--parameters", f"portNumber={port},localPortNumber={local}"]
+    session_command += ["--profile", spec.profile] if spec.profile else []
     with cluster.log("tunnel").open("ab") as log:
         process = subprocess.Popen(
-            words,
+            session_command,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
             env=os.environ | {MARKER: cluster.cluster_id},
             start_new_session=True,
         )
-    told = {"pid": process.pid, "stamp": stamp_of(process.pid) or "", "port": local}
-    write_private(cluster.path / FILE, json.dumps(told))
+    record = {"pid": process.pid, "stamp": stamp_of(process.pid) or "", "port": local}
+    write_private(cluster.path / FILE, json.dumps(record))
     is_open = wait_until(
         lambda: process.poll() is not None or _listens(local), timeout_s=OPEN_S
     ) and _listens(local)
@@ -76,8 +76,7 @@ def open_tunnel(cluster: ClusterDir, spec: AwsSpotSpec, instance_id: str, port: 
         raise PoolError(
             f"the port forward to {instance_id} did not open within {OPEN_S:g} s. The head keeps "
             "running, and ends by itself without a job. Its machine needs the SSM agent and the "
-            "policy "
-            "AmazonSSMManagedInstanceCore, you need ssm:StartSession. Output of `aws`:\n"
+            "policy AmazonSSMManagedInstanceCore, you need ssm:StartSession. Output of `aws`:\n"
             f"{cluster.log_tail('tunnel')}"
         )
     # The process outlives this one, which must not wait for it.
@@ -96,8 +95,7 @@ def find_command() -> str:
         raise PoolError(
             "head_tunnel: ssm needs the AWS command line, and there is no `aws` on the PATH. "
             "Nothing was launched. Install it with its Session Manager plugin, or connect to the "
-            "VPC "
-            "in another way and remove the key."
+            "VPC in another way and remove the key."
         )
     return command
 

@@ -56,11 +56,13 @@ class Children:
         self._by_name: dict[str, subprocess.Popen[bytes]] = {}
         self._codes: dict[str, int] = {}
 
-    def start(self, name: str, module: str, words: Sequence[str], env: Mapping[str, str]) -> None:
+    def start(
+        self, name: str, module: str, arguments: Sequence[str], env: Mapping[str, str]
+    ) -> None:
         """Start a process with our standard output, which is the machine's console."""
         flags = ["-P"] if sys.flags.safe_path else []
         process = subprocess.Popen(
-            [sys.executable, *flags, "-m", module, *words],
+            [sys.executable, *flags, "-m", module, *arguments],
             stdin=self._pipes[0],
             env={**os.environ, **env},
             process_group=0,

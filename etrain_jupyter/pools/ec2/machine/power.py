@@ -56,6 +56,6 @@ def _run(command: list[str]) -> bool:
         logger.error("%s: %s", " ".join(command), exc)
         return False
     if done.returncode:
-        told = done.stderr.decode(errors="replace").strip()
-        logger.warning("%s: exit code %d %s", " ".join(command), done.returncode, told)
+        output = done.stderr.decode(errors="replace").strip()
+        logger.warning("%s: exit code %d %s", " ".join(command), done.returncode, output)
     return done.returncode == 0

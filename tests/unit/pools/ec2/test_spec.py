@@ -1,4 +1,4 @@
-"""The keys of an aws-spot pool: what they mean, and what wrong ones are told."""
+"""Keys of an aws-spot pool, and the hints for invalid ones."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_gpu_stands_for_types() -> None:
         ({"lifetime": {"lease_ttl": "10 s"}}, "lease_ttl of 10 s is too short", "20 s"),
     ],
 )
-def test_wrong_keys_are_told_what_to_type(keys: dict[str, Any], message: str, hint: str) -> None:
+def test_invalid_keys_have_a_hint(keys: dict[str, Any], message: str, hint: str) -> None:
     with pytest.raises(ConfigError) as caught:
         AwsSpotSpec.parse(LEAST | keys)
 

@@ -88,7 +88,7 @@ def test_upload_that_a_crash_left_goes_with_the_next_clean_up(
     assert [key for key, _ in open_uploads(store)] == ["checkpoints/step_00000009/big"]
 
 
-def test_old_parts_go_though_uploads_may_not_be_listed_and_that_is_said_once(
+def test_old_parts_are_deleted_although_uploads_may_not_be_listed(
     s3_server: S3Server, s3_bucket: str
 ) -> None:
     """Review R3: a role without ListBucketMultipartUploads kept every part for ever."""
@@ -104,10 +104,10 @@ def test_old_parts_go_though_uploads_may_not_be_listed_and_that_is_said_once(
     assert s3_server.counts()["deny"] == 1  # it is not asked again
 
 
-def test_old_parts_go_though_uploads_cannot_be_listed_now(
+def test_old_parts_are_deleted_although_listing_uploads_fails(
     s3_server: S3Server, s3_bucket: str, no_pauses: None
 ) -> None:
-    """Review R3: another trouble than a refusal stops nothing either, and is tried again."""
+    """Review R3: an error other than a denial does not stop it either, and is retried."""
     store = S3Store(f"s3://{s3_bucket}")
     store.commit(save(store, 1))
     store.commit(save(store, 2))
@@ -119,7 +119,7 @@ def test_old_parts_go_though_uploads_cannot_be_listed_now(
     assert store.notice == ""
 
 
-def test_part_that_s3_does_not_vouch_for_is_read_back(
+def test_part_without_a_checksum_from_s3_is_read_back(
     s3_server: S3Server, s3_bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = S3Store(f"s3://{s3_bucket}")
@@ -194,7 +194,7 @@ def test_missing_bucket_and_dead_endpoint_are_explained(
 
 
 @pytest.mark.parametrize("read", ["get", "head"])
-def test_denied_access_to_what_is_not_there_is_no_error(
+def test_denied_access_to_a_missing_object_is_not_an_error(
     s3_server: S3Server, s3_bucket: str, read: str
 ) -> None:
     # S3 answers so to a role that may not list the whole bucket; it may list its own folder.
@@ -211,7 +211,7 @@ def test_denied_access_to_what_is_not_there_is_no_error(
         getattr(bucket, read)("absent.json", "test")
 
 
-def test_server_that_never_answers_is_given_up(
+def test_server_that_never_answers_causes_a_timeout(
     s3_server: S3Server, s3_bucket: str, no_pauses: None
 ) -> None:
     limits = S3Limits(read_timeout_s=0.1, num_requests=2, num_attempts=2)
@@ -229,7 +229,7 @@ def test_secrets_in_a_message_of_s3_are_not_shown() -> None:
     assert message_of(exc) == "Odd: key … … is odd"
 
 
-def test_copy_of_a_part_goes_when_nobody_holds_it(s3_server: S3Server, s3_bucket: str) -> None:
+def test_copy_of_a_part_is_deleted_when_unreferenced(s3_server: S3Server, s3_bucket: str) -> None:
     store = S3Store(f"s3://{s3_bucket}")
     part = store.put_part(store.begin(1), "part", b"weights")
     path = store.get_part(part)
@@ -303,7 +303,7 @@ def test_without_settings_of_the_user_requests_are_tried_four_times(
     assert (retries["total_max_attempts"], retries["mode"]) == (4, "standard")
 
 
-def test_progress_of_a_large_part_is_told_piece_by_piece(
+def test_progress_of_a_large_part_is_reported_piece_by_piece(
     s3_server: S3Server, s3_bucket: str
 ) -> None:
     store = S3Store(f"s3://{s3_bucket}", limits=IN_CHUNKS)

@@ -57,11 +57,11 @@ def test_every_request_names_the_owner(
 
     counts = s3_server.counts()
     num_requests = sum(counts.values()) - counts[OWNED] - counts["deny"]
-    # The list that tells whether a refusal is one of the owner names none, on purpose.
+    # The listing that checks for a wrong owner names none, on purpose.
     assert counts[OWNED] == num_requests - 1 > 10
 
 
-def test_bucket_that_nobody_named_may_belong_to_anybody(
+def test_bucket_without_an_expected_owner_may_belong_to_any_account(
     s3_server: S3Server, s3_bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, f"{s3_bucket}=any, other={STRANGER}")
@@ -69,7 +69,7 @@ def test_bucket_that_nobody_named_may_belong_to_anybody(
     assert OWNED not in s3_server.counts()
 
 
-def test_bucket_of_a_stranger_is_refused_with_the_setting_to_write(
+def test_bucket_of_another_account_is_refused_with_the_setting_to_change(
     s3_server: S3Server, s3_bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, f"{s3_bucket}={STRANGER}")
@@ -86,7 +86,7 @@ def test_bucket_of_a_stranger_is_refused_with_the_setting_to_write(
     assert s3_server.list_keys(s3_bucket) == []
 
 
-def test_role_that_may_not_list_is_told_of_both_reasons(
+def test_role_without_list_permission_gets_both_reasons(
     s3_server: S3Server, s3_bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, f"{s3_bucket}={OWNER}")
@@ -95,7 +95,7 @@ def test_role_that_may_not_list_is_told_of_both_reasons(
         S3Store(f"s3://{s3_bucket}/runs").begin(1)
 
 
-def test_node_says_that_the_bucket_may_be_a_strangers(s3_server: S3Server, s3_bucket: str) -> None:
+def test_node_reports_a_bucket_of_another_account(s3_server: S3Server, s3_bucket: str) -> None:
     bucket = open_node_bucket(f"s3://{s3_bucket}/p", region="us-east-1", owner=STRANGER)
     words = f"config cannot be read in .* does not belong to account {STRANGER}"
     with pytest.raises(StoreError, match=words):
@@ -106,7 +106,7 @@ def test_node_says_that_the_bucket_may_be_a_strangers(s3_server: S3Server, s3_bu
 
 
 @pytest.mark.parametrize("text", ["my-bucket", "my-bucket=12", "=111122223333", "b=ANY"])
-def test_variable_that_is_wrong_is_an_error_before_anything_is_asked(
+def test_invalid_variable_is_an_error_before_any_request(
     s3_server: S3Server, s3_bucket: str, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     monkeypatch.setenv(VARIABLE, text)
@@ -115,7 +115,7 @@ def test_variable_that_is_wrong_is_an_error_before_anything_is_asked(
     assert s3_server.counts() == {}
 
 
-def test_what_the_pool_says_of_its_bucket_goes_before() -> None:
+def test_existing_entry_of_the_variable_takes_precedence() -> None:
     assert with_owner("", "b", OWNER) == f"b={OWNER}"
     assert with_owner("b=any,c=any", "b", OWNER) == "b=any,c=any"
     assert with_owner("c=any", "b", "") == "c=any"

@@ -1,4 +1,4 @@
-"""A bucket that answers slowly for ever holds nobody up.
+"""A bucket that responds slowly forever blocks nothing.
 
 No byte may be late by the read timeout here, and yet no answer ever ends: only a total deadline
 gives such a request up. Without one, these tests do not end.
@@ -121,7 +121,7 @@ GIVEN_UP = "so it was cancelled|timed out|the connection was closed"
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_store_gives_up_a_bucket_that_never_ends_an_answer(
+def test_store_times_out_if_a_response_never_ends(
     serve: Callable[..., SlowServer], tmp_path: Path, how: str
 ) -> None:
     serve(how)
@@ -136,13 +136,13 @@ def test_store_gives_up_a_bucket_that_never_ends_an_answer(
             act()
 
 
-def test_dripping_is_named_in_the_message(serve: Callable[..., SlowServer]) -> None:
+def test_slow_response_is_named_in_the_message(serve: Callable[..., SlowServer]) -> None:
     serve("body")
     with pytest.raises(StoreError, match=r"S3 did not complete the request within .* cancelled"):
         Bucket("bucket", "p", QUICK).get("a", "test")
 
 
-def test_connection_with_tls_is_cut_too(
+def test_tls_connection_is_closed_too(
     serve: Callable[..., SlowServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     certificate = make_certificate(tmp_path)
@@ -183,7 +183,7 @@ def make_certificate(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("how", ["head", "body"])
-def test_list_of_jobs_and_a_record_are_given_up_in_the_kernel(
+def test_list_of_jobs_and_record_time_out_in_the_kernel(
     serve: Callable[..., SlowServer], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, how: str
 ) -> None:
     monkeypatch.setenv("ETRAIN_STATE", str(tmp_path))
@@ -197,7 +197,7 @@ def test_list_of_jobs_and_a_record_are_given_up_in_the_kernel(
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_node_gives_up_a_bucket_that_never_ends_an_answer(
+def test_node_times_out_if_a_response_never_ends(
     serve: Callable[..., SlowServer], monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     limits = dataclasses.replace(node_bucket.LIMITS, deadline_s=0.5, read_timeout_s=1.0)
@@ -210,10 +210,10 @@ def test_node_gives_up_a_bucket_that_never_ends_an_answer(
         bucket.put("nodes/i-1.json", b"{}", "test")
 
 
-def test_answer_that_comes_slowly_but_comes_is_read(
+def test_response_with_steady_progress_is_read(
     s3_server: S3Server, s3_bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each piece that comes puts the deadline off."""
+    """Each piece extends the deadline."""
     monkeypatch.setattr("etrain_jupyter.storage.objects.s3_bucket.PIECE_BYTES", 1 << 10)
     bucket = Bucket(s3_bucket, "p", S3Limits(deadline_s=2.5, slowest_bytes_per_s=1 << 10))
     data = bytes(8 << 10)
@@ -237,9 +237,7 @@ def test_answer_that_comes_slowly_but_comes_is_read(
     assert bucket.get("a", "test") == data
 
 
-def test_connection_is_used_again_after_a_deadline_that_was_kept(
-    s3_server: S3Server, s3_bucket: str
-) -> None:
+def test_connection_is_reused_after_a_met_deadline(s3_server: S3Server, s3_bucket: str) -> None:
     bucket = Bucket(s3_bucket, "p", S3Limits())
     for number in range(3):
         bucket.put(str(number), b"1", "test")
@@ -249,7 +247,7 @@ def test_connection_is_used_again_after_a_deadline_that_was_kept(
     assert type(pool).__module__ == s3_deadlines.__name__
 
 
-def test_deadline_of_one_thread_leaves_others_alone() -> None:
+def test_deadlines_are_independent() -> None:
     ours, theirs = socket.socketpair(), socket.socketpair()
     over, other = Deadline(0.05), Deadline(60.0)
 
@@ -269,10 +267,10 @@ def test_deadline_of_one_thread_leaves_others_alone() -> None:
 
 
 @pytest.mark.parametrize("size", [300, 3000, 200_000])
-def test_object_that_is_cut_short_is_read_again(
+def test_truncated_object_is_read_again(
     size: int, s3_server: S3Server, s3_bucket: str, no_pauses: None
 ) -> None:
-    """Read in pieces, the half of an object looked like a whole one."""
+    """Read in pieces, a truncated object used to look complete."""
     bucket = Bucket(s3_bucket, "p", S3Limits())
     data = os.urandom(size)
     bucket.put("a", data, "test")
@@ -281,7 +279,7 @@ def test_object_that_is_cut_short_is_read_again(
     assert bucket.get("a", "test", most_bytes=100) == data[:100]
 
 
-def test_refusal_that_is_cut_short_is_no_lack_of_credentials(
+def test_truncated_error_is_not_a_credentials_error(
     s3_server: S3Server, s3_bucket: str, no_pauses: None
 ) -> None:
     bucket = Bucket(s3_bucket, "p", S3Limits())

@@ -1,4 +1,4 @@
-"""Launching and ending machines: each rule by itself."""
+"""Launching and ending machines: one rule at a time."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def after(decision: Decision, answer: FleetResult, now: float = T) -> FleetState
     return decision.state.sent(request, now).answered(request, answer, now)
 
 
-def test_what_is_missing_is_asked_for_in_one_zone_and_all_its_types() -> None:
+def test_missing_workers_are_requested_in_one_zone_with_all_its_types() -> None:
     request = only(look(wanted=3))
 
     assert (request.num_nodes, request.lifecycle, request.token) == (3, "spot", "c1-1-1")
@@ -139,7 +139,7 @@ def test_pool_without_capacity_is_left_alone_for_longer_each_time() -> None:
     assert after(first, granted(only(first), "i-1"), now).back_offs == {}
 
 
-def test_unsupported_type_is_not_asked_for_again_within_the_hour() -> None:
+def test_unsupported_type_is_not_requested_again_within_the_hour() -> None:
     first = look(offers=OFFERS[:2])
     refusal = LaunchFailure(
         type="g5.xlarge", zone=A, code="Unsupported", message="", kind="unsupported"
@@ -297,7 +297,7 @@ def test_without_a_max_on_demand_is_never_used() -> None:
     assert "capacity.on_demand.max" in decision.warnings[0].text
 
 
-def test_missing_capacity_is_told_at_once_with_what_was_tried_and_what_comes_next() -> None:
+def test_missing_capacity_is_reported_at_once_with_the_attempt_and_the_next_one() -> None:
     first = look(wanted=4)
     rules = dataclasses.replace(RULES, on_shortage="shrink", on_demand_after_s=90.0)
     state = after(first, refused(only(first)))

@@ -27,7 +27,7 @@ USD = {("g5.xlarge", 1): 0.40, ("g6.xlarge", 1): 0.38, ("g5.12xlarge", 4): 1.7}
 
 @dataclass
 class Cloud:
-    """EC2 as it behaves: late lists, lost answers, capacity that comes and goes."""
+    """EC2's behaviour: late listings, lost answers, changing capacity."""
 
     random: random.Random
     capacity: dict[tuple[str, str], int]

@@ -1,4 +1,4 @@
-"""When a lease is lost, and that nothing which goes wrong with a look keeps a machine running."""
+"""Rules for losing a lease; no failing check may keep a machine on."""
 
 from __future__ import annotations
 
@@ -22,36 +22,36 @@ def outcomes(*looks: tuple[float | None, float]) -> list[str]:
     return [rule.take(age_s, now, "S3 is gone") for age_s, now in looks]
 
 
-def test_lease_that_is_renewed_holds_for_ever():
+def test_renewed_lease_stays_valid():
     assert set(outcomes(*((now % 15, float(now)) for now in range(1000)))) == {""}
 
 
-def test_one_stale_look_is_not_believed():
+def test_one_stale_check_does_not_lose_the_lease():
     assert outcomes((61.0, 5.0), (2.0, 15.0), (61.0, 25.0)) == ["", "", ""]
 
 
-def test_two_stale_looks_in_a_row_must_be_a_while_apart():
+def test_two_stale_checks_in_a_row_must_be_a_grace_period_apart():
     assert outcomes((61.0, 5.0), (63.0, 7.0)) == ["", ""]
     assert outcomes((61.0, 5.0), (72.0, 16.0))[1] == "the lease is 72 s old; it is valid for 60 s"
 
 
-def test_lease_that_is_gone_is_lost_as_soon():
+def test_deleted_lease_is_lost_as_soon():
     told = outcomes((5.0, 5.0), (math.inf, 10.0), (math.inf, 20.0))
     assert told == ["", "", "there is no lease; it is valid for 60 s"]
 
 
-def test_s3_may_be_out_of_reach_for_as_long_as_the_lease_would_hold():
+def test_s3_may_be_unreachable_for_as_long_as_the_lease_is_valid():
     told = outcomes((5.0, 10.0), *((None, float(now)) for now in (30, 69, 75, 86)))
     words = "the lease could not be read for 76 s (S3 is gone); it is valid for 60 s"
     assert told == ["", "", "", "", words]
 
 
-def test_s3_that_is_back_begins_anew():
+def test_answer_from_s3_resets_the_timeout():
     assert outcomes((5.0, 10.0), (None, 75.0), (20.0, 80.0), (None, 130.0))[-1] == ""
 
 
 class Store:
-    """Answers what a test says; the last answer for ever."""
+    """Returns a test's answers in order, then the last one forever."""
 
     def __init__(self, *answers: Any) -> None:
         self.answers = list(answers)
@@ -85,7 +85,7 @@ class Watched:
         return why
 
 
-def test_news_of_the_scheduler_are_told_once():
+def test_change_of_the_scheduler_is_reported_once():
     watched = Watched(found(0.0), found(0.0), found(0.0, "tls://b:2", 2), found(9.0))
     watched.lost_by()
     told = [watched.news.get_nowait() for _ in range(watched.news.qsize())]
@@ -106,12 +106,12 @@ def test_news_of_the_scheduler_are_told_once():
     ],
     ids=["out of reach", "bug", "incomplete", "nonsense"],
 )
-def test_whatever_goes_wrong_with_looks_the_lease_is_lost_in_the_end(answer, caplog):
+def test_lease_is_lost_in_the_end_if_every_check_fails(answer, caplog):
     assert "it is valid for 0.05 s" in Watched(answer).lost_by()
     assert caplog.text.count("the lease:") == 1
 
 
-def test_look_that_never_ends_is_noticed(monkeypatch):
+def test_stuck_check_is_detected(monkeypatch):
     watch = LeaseWatch(
         Store(None), ttl_s=60.0, check_s=10.0, on_change=lambda _: None, on_lost=lambda _: None
     )
