@@ -33,7 +33,12 @@ class Terminal:
         """Return the job of that name or id; the latest without one."""
         return launch.attach(name_or_id, store=self.store)
 
-    def show(self, job: TrainingJob, variable: str | None = None) -> str:
+    def bind(self, variable: str | None, job: TrainingJob | None = None) -> None:
+        """Refuse a variable: a terminal has none."""
+        if variable is not None:
+            raise ConfigError(f"-o {variable} works in a notebook", hint="leave out -o")
+
+    def show(self, job: TrainingJob) -> str:
         """Return a job's latest values as lines."""
         status = f"{job.status} ({job.reason})" if job.reason else job.status
         values = {"job": job.id, "status": status, "step": job.step, "workers": job.world_size}

@@ -25,6 +25,7 @@ from etrain_jupyter.notebook.commands.arguments import (
     question_as_help,
 )
 from etrain_jupyter.notebook.commands.subcommands import (
+    check_variable,
     find_subcommand,
     overview,
     run_line,
@@ -70,9 +71,17 @@ class EtrainMagics(Magics):
         """Return the job of that name or id; the latest without one."""
         return launch.attach(name_or_id, store=self.store)
 
-    def show(self, job: TrainingJob, variable: str | None = None) -> str:
-        """Show a job's dashboard here and bind the job to ``variable``."""
-        self._bind(variable, job)
+    def bind(self, variable: str | None, job: TrainingJob | None = None) -> None:
+        """Assign the job to a variable of the notebook, if one is given.
+
+        Without a job, only check the name.
+        """
+        check_variable(variable)
+        if variable and job is not None:
+            self._names()[variable] = job
+
+    def show(self, job: TrainingJob) -> str:
+        """Show a job's dashboard below the cell."""
         launch.show(job)
         return f"etrain: {job.note}" if job.note else ""
 
@@ -112,8 +121,7 @@ class EtrainMagics(Magics):
             options = distributed_parser().parse_args(words[1:])
         except HelpRequested:
             return help_on_cell()
-        if options.out and not options.out.isidentifier():
-            raise ConfigError(f"--out {options.out}: that is no name for a variable")
+        check_variable(options.out)
         for flag in ("force", "trust"):
             if getattr(options, flag) and not options.resume:
                 raise ConfigError(f"--{flag} goes with --resume", hint=f"--resume JOB --{flag}")
@@ -126,7 +134,7 @@ class EtrainMagics(Magics):
         if options.dry_run:
             return str(plan)
         job = self._resume(plan, options) if options.resume else launch.submit(plan)
-        self._bind(options.out, job)
+        self.bind(options.out, job)
         if not options.quiet:
             launch.show(job)
         elif has_front_end():
@@ -147,10 +155,6 @@ class EtrainMagics(Magics):
         if {"-h", "--help"} & set(words):
             return run_line(self, words, prog="%etrain")
         raise ConfigError(f"{name} takes no body", hint=f"type %etrain {' '.join(words)}")
-
-    def _bind(self, variable: str | None, job: TrainingJob) -> None:
-        if variable:
-            self._names()[variable] = job
 
     def _names(self) -> dict[str, Any]:
         """Return the notebook's names."""
