@@ -60,7 +60,7 @@ def test_tensorboard_files_of_an_old_job_are_written_and_the_command_is_printed(
     folder = Path(runs) / "digits-1" / "tensorboard"
     said = capsys.readouterr().out
     assert f"In a terminal: tensorboard --logdir {folder}" in said
-    assert "what the job has done until now" in said
+    assert "The files show the job until now" in said
     assert len(list(folder.iterdir())) == 1
 
 
@@ -111,7 +111,7 @@ def test_far_away_word_suggests_nothing(capsys: pytest.CaptureFixture[str]) -> N
     assert main(["foo"]) == 2
 
     assert capsys.readouterr().err == (
-        "etrain: there is no etrain foo\n  etrain --help lists what there is\n"
+        "etrain: there is no etrain foo\n  etrain --help lists all sub-commands\n"
     )
 
 

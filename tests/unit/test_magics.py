@@ -212,7 +212,7 @@ def test_help_of_a_subcommand_is_got_in_every_way_and_starts_nothing(run: Run, l
     is_ok, shown = run(line)
 
     assert is_ok
-    assert shown.startswith("usage: %etrain show [-h] [job]")
+    assert shown.startswith("usage: %etrain show [-h] [-o VAR] [job]")
 
 
 @pytest.mark.parametrize("command", [c for c in SUBCOMMANDS if c.example], ids=lambda c: c.name)
@@ -296,7 +296,7 @@ def test_subcommands_of_later_versions_are_refused(run: Run, name: str) -> None:
         ("%%etrain ls\nmodel: Net\n", "ls takes no body"),
         ("%%etrain distribute\nmodel: Net\n", "no %%etrain distribute"),
         ("%%etrain distributed --nmae a\nmodel: Net\n", "did you mean --name?"),
-        ("%%etrain distributed -o 2x\nmodel: Net\n", "no name for a variable"),
+        ("%%etrain distributed -o 2x\nmodel: Net\n", "not a valid variable name"),
     ],
 )
 def test_mistyped_line_fails_the_cell_without_frames(run: Run, line: str, words: str) -> None:
@@ -317,7 +317,7 @@ def test_mistyped_line_fails_the_cell_without_frames(run: Run, line: str, words:
         ),
         (
             "preempt --notice soon",
-            "--notice soon: that is no duration\n  write for example --notice 15s",
+            "--notice soon: this is not a duration\n  write for example --notice 15s",
         ),
         (
             "chaos --mtbf 0",
@@ -325,21 +325,21 @@ def test_mistyped_line_fails_the_cell_without_frames(run: Run, line: str, words:
         ),
         (
             "chaos --duration nan",
-            "--duration nan: that is no duration\n  write for example --duration 15s",
+            "--duration nan: this is not a duration\n  write for example --duration 15s",
         ),
         (
             "chaos --mtbf 3steps",
-            "--mtbf 3steps: that is no duration\n  write for example --mtbf 15s",
+            "--mtbf 3steps: this is not a duration\n  write for example --mtbf 15s",
         ),
         (
             "logs -n -4",
-            "-n -4: that must be a whole number of 1 or more\n  write for example -n 50",
+            "-n -4: this must be a whole number of 1 or more\n  write for example -n 50",
         ),
-        ("ls -n 0", "-n 0: that must be a whole number of 1 or more\n  write for example -n 50"),
+        ("ls -n 0", "-n 0: this must be a whole number of 1 or more\n  write for example -n 50"),
         (
             "preempt --notice",
             "%etrain preempt: argument --notice: expected one argument\n"
-            "  --notice TIME: how long before it goes, for example 2min (120s)",
+            "  --notice TIME: time until the worker ends, for example 2min (120s)",
         ),
     ],
 )
@@ -525,6 +525,43 @@ def test_attach_binds_and_later_lines_mean_that_job(run: Run, shell: Interactive
 
     assert shell.user_ns["mine"].id == old.id
     assert run("%etrain stop") == (True, f"{old.id} has finished already\n")
+
+
+@pytest.mark.parametrize("line", ["show old -o mine", "resume old -o mine", "attach old -o mine"])
+def test_attach_resume_and_show_bind_the_job_to_a_variable(
+    run: Run, shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    monkeypatch.setattr(TrainingJob, "resume", lambda self, **values: "resuming")
+    old, _ = make_job(name="old", created=1.0), make_job(name="new", created=2.0)
+
+    is_ok, shown = run(f"%etrain {line}")
+
+    assert is_ok, shown
+    assert shell.user_ns["mine"].id == old.id
+
+
+@pytest.mark.parametrize("line", ["show -o 2x", "resume -o 2x", "attach -o 2x"])
+def test_a_variable_that_is_not_a_name_is_refused_before_anything_is_done(
+    run: Run, monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    monkeypatch.setattr(TrainingJob, "resume", lambda self, **values: pytest.fail("resumed"))
+    make_job()
+
+    is_ok, shown = run(f"%etrain {line}")
+
+    assert not is_ok
+    assert "-o 2x: this is not a valid variable name" in shown
+
+
+def test_force_without_resume_is_refused_before_the_cell_is_read(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "plan_cell", lambda *args: pytest.fail("captured"))
+
+    is_ok, shown = run(f"%%etrain distributed --force\n{BODY}")
+
+    assert not is_ok
+    assert "--force goes with --resume" in shown
 
 
 def test_unknown_job_names_the_nearest(run: Run) -> None:
@@ -822,7 +859,7 @@ def test_faults_on_purpose_are_asked_of_the_job(
     ("line", "hint"),
     [
         ("kill --how sigstop", "did you mean stop?"),
-        ("kill --how fire", "there are worker, kill, segfault, exit, stop, hold_gil, hang"),
+        ("kill --how fire", "known values: worker, kill, segfault, exit, stop, hold_gil, hang"),
         ("chaos --mode hagn", "did you mean hang?"),
         ("chaos --mtbf 15m5", "write for example --mtbf 15s"),
         ("chaos --mtbf soon", "write for example --mtbf 15s"),

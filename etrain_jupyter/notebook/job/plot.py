@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 from etrain_jupyter.errors import ConfigError
@@ -49,16 +51,15 @@ def plot_job(job: PlottedJob) -> Figure:
         ConfigError: If matplotlib is not installed.
     """
     try:
-        from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
+
+        figure = _figure_class()(figsize=SIZE_INCHES, layout="constrained")
     except ImportError as exc:
         raise ConfigError(
             "job.plot() needs the package matplotlib, which is not installed",
             hint="pip install matplotlib; job.history() has the same values for other tools",
         ) from exc
     columns, marks = job.history(), worker_marks(job.events())
-    # Not pyplot: a figure that it knows is displayed twice in a notebook and never freed.
-    figure = Figure(figsize=SIZE_INCHES, layout="constrained")
     axes = figure.subplots(3, sharex=True, height_ratios=[3, 1, 1])
     loss, rate, workers = axes
     steps = columns["step"]
@@ -76,6 +77,26 @@ def plot_job(job: PlottedJob) -> Figure:
     _mark(axes, marks)
     loss.legend(loc="upper right")
     return figure
+
+
+@cache
+def _figure_class() -> type[Figure]:
+    """Return a figure class that a notebook can display.
+
+    ``pyplot`` is not used: a notebook displays its figures twice, and it never frees them. Without
+    it, IPython has no way to draw a plain ``Figure``.
+    """
+    from matplotlib.figure import Figure
+
+    class NotebookFigure(Figure):
+        """A figure with a PNG representation."""
+
+        def _repr_png_(self) -> bytes:
+            file = io.BytesIO()
+            self.savefig(file, format="png")
+            return file.getvalue()
+
+    return NotebookFigure
 
 
 def worker_marks(events: Sequence[Event]) -> list[tuple[int, str, str]]:

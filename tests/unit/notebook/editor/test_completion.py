@@ -41,7 +41,10 @@ def test_a_cell_offers_the_one_subcommand_that_takes_a_body() -> None:
     ("marked", "expected"),
     [
         ("%etrain sh|", ["show"]),
-        ("%etrain show |", ["digits", "faces", "digits-0a1b2c3d", "faces-4e5f6a7b", "--help"]),
+        (
+            "%etrain show |",
+            ["digits", "faces", "digits-0a1b2c3d", "faces-4e5f6a7b", "--out", "--help"],
+        ),
         ("%etrain show dig|", ["digits", "digits-0a1b2c3d"]),
         ("%etrain logs digits |", ["--number", "--follow", "--help"]),
         ("%etrain logs -n 5 |", ["digits", "faces", "digits-0a1b2c3d", "faces-4e5f6a7b"]),

@@ -35,9 +35,12 @@ def test_text_of_others_is_left_to_others(marked: str) -> None:
         ("%etrain logs --number |", "%etrain logs -n N, --number N\n\nat most N"),
         ("%etrain logs -n 5|", "%etrain logs -n N, --number N\n\nat most N"),
         ("%etrain logs --follow di|gits", "usage: %etrain logs"),
-        ("%etrain logs --fol|low digits", "%etrain logs -f, --follow\n\ngo on"),
+        ("%etrain logs --fol|low digits", "%etrain logs -f, --follow\n\nprint new lines"),
         ("%%etrain distr|ibuted", "usage: %%etrain distributed"),
-        ("%%etrain distributed --out=j|", "%%etrain distributed -o VAR, --out VAR\n\nbind the job"),
+        (
+            "%%etrain distributed --out=j|",
+            "%%etrain distributed -o VAR, --out VAR\n\nassign the job",
+        ),
         ("%%etrain distributed --dry-r|un\nmodel: x", "%%etrain distributed --dry-run\n\ncheck"),
     ],
 )

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from IPython.core.formatters import DisplayFormatter
 
 from etrain_jupyter.errors import ConfigError
 from etrain_jupyter.log.events import (
@@ -16,12 +17,14 @@ from etrain_jupyter.log.events import (
     StepCompleted,
     WorkerLost,
 )
+from etrain_jupyter.notebook.job import plot
 from etrain_jupyter.notebook.job.plot import worker_marks
 from tests.unit.notebook.job.fakes import new_job, status
 
 matplotlib = pytest.importorskip("matplotlib", reason="platform: matplotlib is not installed")
 matplotlib.use("Agg")
 
+PNG = b"\x89PNG"
 JOB = {"job_id": "digits-1", "time": 1.0}
 
 
@@ -87,7 +90,16 @@ def test_a_figure_can_be_written(tmp_path: Path) -> None:
 
     new_job(tmp_path, None, *HISTORY).plot().savefig(path)
 
-    assert path.read_bytes().startswith(b"\x89PNG")
+    assert path.read_bytes().startswith(PNG)
+
+
+def test_a_notebook_displays_a_figure_once(tmp_path: Path) -> None:
+    figure = new_job(tmp_path, None, *HISTORY).plot()
+
+    shown, _ = DisplayFormatter().format(figure)
+
+    assert shown["image/png"].startswith(PNG)
+    assert figure.canvas.manager is None, "pyplot would display it a second time"
 
 
 def test_a_job_without_steps_is_an_empty_figure(tmp_path: Path) -> None:
@@ -103,6 +115,7 @@ def test_a_worker_that_vanishes_after_its_notice_is_marked_once() -> None:
 def test_without_matplotlib_the_error_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    plot._figure_class.cache_clear()
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
 
     with pytest.raises(ConfigError, match="needs the package matplotlib") as caught:
