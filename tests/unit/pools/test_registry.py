@@ -24,28 +24,30 @@ def test_local_is_a_pool() -> None:
     assert "local" in KINDS
 
 
-def test_an_unknown_pool_is_answered_with_the_nearest_name() -> None:
-    with pytest.raises(PoolError, match=r"no pool 'lokal'; known are local.*Did you mean 'local'"):
+def test_error_for_an_unknown_pool_suggests_the_nearest_name() -> None:
+    with pytest.raises(
+        PoolError, match=r"no pool 'lokal'\. Known pools: local.*Did you mean 'local'"
+    ):
         get_pool("lokal")
 
 
-def test_without_clusters_there_is_nothing_to_list_or_to_end(state: Path) -> None:
+def test_without_clusters_nothing_is_listed_or_stopped(state: Path) -> None:
     assert "local: processes on this machine\n  no cluster is up" in clusters.describe_pools()
     assert clusters.down() == "No cluster is up."
     with pytest.raises(PoolError, match="no cluster 'local-1-2' is up"):
         clusters.down("local-1-2")
 
 
-def test_a_pool_may_be_ended_by_its_name() -> None:
+def test_pool_is_stopped_by_its_name() -> None:
     assert clusters.down("local") == "local has ended"
 
 
-def test_asking_nodes_of_no_cluster_says_how_to_get_one() -> None:
+def test_error_without_a_cluster_explains_how_to_start_one() -> None:
     with pytest.raises(PoolError, match="no local cluster is up"):
         get_pool("local").nodes()
 
 
-def test_an_address_survives_json() -> None:
+def test_address_round_trips_through_json() -> None:
     address = SchedulerAddress(
         address="tls://h:1", cluster_id="c", state_dir="/s", tls_dir="/s/tls"
     )
@@ -53,7 +55,7 @@ def test_an_address_survives_json() -> None:
     assert SchedulerAddress.from_dict(address.to_dict() | {"later": "1"}) == address
 
 
-def test_an_address_without_certificates_needs_no_arguments() -> None:
+def test_address_without_certificates_needs_no_arguments() -> None:
     assert SchedulerAddress(address="tcp://h:1", cluster_id="c").connection_args() == {}
 
 
