@@ -115,6 +115,7 @@ def read_catalog() -> dict[str, PoolEntry]:
     found: dict[str, PoolEntry] = {}
     for file in files():
         for entry in _read(file):
+            # Files come in order of precedence: the first definition of a name wins.
             found.setdefault(entry.name, entry)
     return found
 
@@ -130,6 +131,7 @@ def read_own_catalog() -> dict[str, PoolEntry]:
 
 def _read(file: Path) -> list[PoolEntry]:
     try:
+        # The user may link the file from another folder, so a symbolic link is accepted.
         text = read_regular(file, most_bytes=MAX_BYTES, follow=True).decode("utf-8")
     except FileNotFoundError:
         return []
@@ -155,6 +157,7 @@ def _entry(name: str, value: Any, source: SourceMap, file: Path) -> PoolEntry:
     if not isinstance(value, Mapping):
         message = f"pool '{name}' must be a group of keys, but it is {in_words(value)}"
         raise _at_place(source, (), message, f"write '{name}: {{kind: aws-spot, ...}}'", file)
+    # In a cell, these names select the local pool or an address without any file.
     if "://" in name or name == "local":
         message = f"a pool cannot be called '{name}': this name is reserved"
         raise _at_place(source, (), message, "choose another name", file)

@@ -45,6 +45,7 @@ def describe_pools() -> str:
             continue
         clusters.setdefault(cluster.settings().pool, []).append(f"  {cluster.cluster_id} {state}")
     lines = []
+    # A running cluster may belong to a pools.yaml that is not visible from this folder.
     for name in [*pools, *(name for name in clusters if name not in pools)]:
         lines.append(f"{name}: {pools.get(name, 'defined by a pools.yaml in another folder')}")
         lines += clusters.get(name, ["  no cluster is up"])
@@ -98,6 +99,7 @@ def down(cluster: str | None = None, *, timeout_s: float = 10.0) -> str:
             f"{', '.join(ids) or 'none'}. `%etrain reap` removes EC2 resources of clusters that "
             "were started on other machines."
         )
+    # Bind each pool to one cluster: the cluster's own settings count, not the current pools.yaml.
     here = {found.cluster_id: found for found in cluster_dirs()}
     leftovers: dict[str, Leftovers] = {}
     for cluster_id in ids if cluster is None else [cluster]:
@@ -238,11 +240,13 @@ def aws_specs(region: str | None = None) -> list[AwsSpotSpec]:
         if entry.kind == AWS:
             spec = entry.read_as(AwsSpotSpec)
             found.setdefault((spec.region, spec.profile, spec.endpoint_url), spec)
+    # The pools.yaml of a running cluster may have been changed or removed since it was started.
     for cluster in cluster_dirs():
         if cluster.cluster_id.startswith("aws-"):
             spec = AwsSpotSpec.model_validate(cluster.settings().spec)
             found.setdefault((spec.region, spec.profile, spec.endpoint_url), spec)
     if region and all(known[0] != region for known in found):
+        # The spec requires a bucket; the tags of each cluster name the actual one.
         found[region, None, None] = AwsSpotSpec(region=region, bucket="not-known")
     return list(found.values())
 

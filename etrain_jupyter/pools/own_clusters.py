@@ -42,6 +42,7 @@ def state_roots() -> list[Path]:
 
 def find_cluster_dir(cluster_id: str) -> ClusterDir | None:
     """Return the folder of one of this user's clusters; None if this machine has none."""
+    # The id may come from an untrusted record: it must not lead out of the folder.
     if not _CLUSTER_ID.fullmatch(cluster_id):
         return None
     for root in state_roots():
@@ -85,6 +86,7 @@ def note_scheduler(address: SchedulerAddress) -> None:
 
     Errors are ignored. Without the note, a later kernel follows the job by its log only.
     """
+    # A cluster that etrain started has its own folder.
     if find_cluster_dir(address.cluster_id) is not None:
         return
     path = _note_path(address.cluster_id)
@@ -97,6 +99,7 @@ def note_scheduler(address: SchedulerAddress) -> None:
         with os.fdopen(os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(data)
         hidden.replace(path)
+        # Limit the folder's size: remove the oldest notes.
         notes = sorted(path.parent.glob("*.json"), key=lambda note: note.stat().st_mtime)
         for old in notes[:-MAX_NOTES]:
             old.unlink(missing_ok=True)

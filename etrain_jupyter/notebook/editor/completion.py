@@ -110,6 +110,7 @@ def _values(place: CursorContext, outline: Outline, facts: Facts) -> Offers:
     optimizer = outline.values.get((*OPTIMIZER, "name"), "").strip("'\"") or "AdamW"
     if not is_reference(path) and describe(path, optimizer=optimizer) is None:
         return Offers(0)
+    # After a number only a unit is possible, such as "30 min".
     units = _units(path, word)
     if units is not None:
         return units
@@ -133,6 +134,7 @@ def _literals(place: CursorContext, outline: Outline, facts: Facts) -> Iterator[
     else:
         names = NAMED_LR if path == OPTIMIZER else ()
         yield from matching([*words_of(path), *names], word, "value")
+    # An empty value of a group can also start a group in braces.
     if not word and group_at(path) is not None:
         yield from (Completion(f"{{{key}: ", "key") for key in _free_keys(path, outline))
     if not word and path == METRICS:
@@ -165,6 +167,7 @@ def _python(path: KeyPath, word: str, facts: Facts) -> Offers:
     if _NAME.fullmatch(word):
         fitting = names_for(path, facts.names)
         return Offers(0, tuple(offer for offer in fitting if offer.text.startswith(word)))
+    # "package.module:attribute" is not Python, so IPython cannot complete it.
     imported = _IMPORTED.fullmatch(word)
     if imported is not None:
         return _of_module(path, *imported.groups(), start=imported.start(2))

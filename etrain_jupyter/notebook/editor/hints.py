@@ -156,6 +156,7 @@ def _on_value(place: CursorContext, outline: Outline, names: Mapping[str, Any]) 
     is_python = place.is_computed or is_reference(place.path)
     if not is_python or not whole or place.is_whole:
         return own
+    # The value is a Python expression: IPython explains the object, the key is the fallback.
     expression = Expression(code=f"{place.word}{place.rest}", cursor=len(place.word))
     if own is None:
         return Hint(plain="", markdown="", expression=expression)

@@ -38,6 +38,7 @@ class Magic:
 
 def find_magic(text: str, cursor: int) -> Magic | None:
     """Return the ``etrain`` magic around the cursor; None if the cursor is not after its name."""
+    # A cell magic must start the cell. A line magic may be on any line, also in an assignment.
     match = _CELL.match(text)
     is_cell = match is not None
     if match is None:
@@ -116,6 +117,7 @@ def _complete_argument(parser: Parser, place: LinePlace, start: int, facts: Fact
     """
     given = place.words[1:]
     flag, equals, value = place.begun.partition("=")
+    # A flag with nargs == 0 is a switch: the word after it is not its value.
     awaited = find_flag(parser, given[-1]) if given and "=" not in given[-1] else None
     if awaited is not None and awaited.nargs != 0:
         return Offers(start, tuple(_values(awaited, place.begun, facts)))

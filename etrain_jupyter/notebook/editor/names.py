@@ -61,6 +61,7 @@ def _is_data(value: Any) -> bool:
     if issubclass(kind, type):
         return _looks_like_data(value)
     if issubclass(kind, list | tuple | dict):
+        # len() of a built-in container runs no user code; a subclass may define its own.
         return len(value) > 0 if kind.__module__ == "builtins" else True
     return issubclass(kind, _ROUTINES) or _looks_like_data(kind)
 
@@ -96,6 +97,7 @@ def _must_be_called(path: KeyPath, value: Any) -> bool:
     kind = type(value)
     if not (issubclass(kind, type) or (is_built and issubclass(kind, FunctionType))):
         return False
+    # A class for these keys is called by the trainer, which passes the arguments.
     if path in (("optimizer",), ("data", "collate")):
         return False
     return not _takes(value, 0)

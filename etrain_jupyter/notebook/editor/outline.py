@@ -73,6 +73,7 @@ class _Reader:
         text = line.lstrip(" \t")
         indent = len(line) - len(text)
         begin = pos + indent
+        # An empty line or a comment: the cursor may be in the indentation of the next key.
         if not text or text.startswith("#"):
             if pos <= self._at <= (end if not text else begin):
                 self._see_gap(self._at - pos)
@@ -105,6 +106,7 @@ class _Reader:
             if match.end() <= self._at <= stop:
                 self._see_value(path, self._at, stop, lacks_space=self._at == match.end())
             return end + 1
+        # The value is on this line, so lines below it are not its keys.
         self._last_is_open = False
         self._see_space(path, match.end(), value)
         if rest[0] in "{[":
@@ -251,6 +253,7 @@ class _Reader:
         return max(stop, begin + 1)
 
     def _end_of_scalar(self, pos: int, end: int, *, is_flow: bool, is_key: bool = False) -> int:
+        # A quoted text after the tag may contain ':' and '#', as one without a tag may.
         tag = _TAGGED.match(self._text, pos, end)
         pos = tag.end() if tag else pos
         mark = self._text[pos : pos + 1]
@@ -301,6 +304,7 @@ class _Reader:
         is_computed = bool(tag) and tag.end() <= self._at if tag else False
         if tag and is_computed:
             begin = tag.end()
+        # Leave quotes out of the value. After the closing quote nothing can be completed.
         if self._text[begin : begin + 1] in ("'", '"') and begin < self._at:
             quote = self._text[begin]
             begin += 1

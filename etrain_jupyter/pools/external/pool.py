@@ -126,6 +126,7 @@ class AddressPool:
             PoolError: If the scheduler cannot be reached, or a required package is missing there.
         """
         self._check()
+        # A connection within this machine does not cross a network, so it needs no warning.
         host = self._address.address.partition("://")[2].rpartition(":")[0].strip("[]")
         if self._address.address.startswith("tcp://") and not _is_loopback(host):
             self._notify_once(plain_tcp(self._address.address))
@@ -290,6 +291,8 @@ class AddressPool:
         address = self._address.address
         try:
             found = await client.run_on_scheduler(look_here)
+        # Dask unpickles the function by name there: ImportError if the package is missing,
+        # ValueError if the scheduler refuses pickles.
         except (ImportError, ValueError, AttributeError) as exc:
             raise PoolError(unfit_scheduler(address, exc, here)) from exc
         if found["etrain-jupyter"] != __version__:
