@@ -46,7 +46,7 @@ def forgotten_sockets() -> Iterator[None]:
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("ETRAIN_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("ETRAIN_STATE", str(tmp_path / "state"))
-    monkeypatch.setattr(address_module, "_said", set())
+    monkeypatch.setattr(address_module, "_notified", set())
     return tmp_path / "runs"
 
 
