@@ -159,6 +159,8 @@ def _pickle_all(
             break
         except Exception as exc:  # An object's own __reduce__ may raise anything.
             raise _not_shippable(name, value, exc, cell_of) from exc
+        # The memo of the pickler writes shared code once: a name whose code belongs to an earlier
+        # name counts as data.
         if len(pickler.codes) == num_codes:
             without_code.append(name)
     return without_code
@@ -196,6 +198,7 @@ def _names_of_data(references: Mapping[str, str]) -> set[str]:
 def _objects_of(references: Mapping[str, str], namespace: Mapping[str, Any]) -> dict[str, Any]:
     """Return the objects to capture by name; an attribute of a local module by its import path."""
     wanted = {name for text in references.values() for name in free_names(text)}
+    # Sorted, so that the same objects give the same bytes.
     objects = {name: namespace[name] for name in sorted(wanted & namespace.keys())}
     for key, text in references.items():
         path = import_path(text)

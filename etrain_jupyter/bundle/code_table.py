@@ -100,6 +100,7 @@ def tabulate(
     for name, found in digests.items():
         table[name]["digest"] = hashlib.sha256("".join(sorted(found)).encode()).hexdigest()
     values = {name: text for name, value in names.items() if (text := _plain_text(value))}
+    # Functions of installed packages are not part of the user's code: ignore their globals.
     by_value = set(known)
     for function in functions:
         if function.__code__ in by_value:
@@ -129,6 +130,7 @@ def digest_of_code(code: CodeType) -> str:
     """Return the SHA-256 of a function's bytecode, independent of its file and line."""
     digest = hashlib.sha256()
     digest.update(code.co_code)
+    # Leave out the file, line numbers and qualified name, which differ between kernels.
     shape = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
     names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
     digest.update(repr((code.co_name, shape, names)).encode())

@@ -27,6 +27,7 @@ _EXCLUDED = ("__builtins__", "__loader__", "__spec__", "__cached__")
 @contextmanager
 def pickling_local_modules_by_value() -> Iterator[None]:
     """Register the loaded local modules with cloudpickle for as long as the context lasts."""
+    # Leave registrations of the user alone: they must still exist afterwards.
     known = cloudpickle.list_registry_pickle_by_value()
     local = [m for m in list(sys.modules.values()) if _is_local(m) and m.__name__ not in known]
     for module in local:
@@ -69,6 +70,8 @@ def is_local_module(name: str) -> bool:
 def _is_local(module: Any) -> bool:
     if not isinstance(module, ModuleType) or sys.modules.get(module.__name__) is not module:
         return False
+    # cloudpickle handles __main__ itself. This package is installed on every worker, even if it is
+    # a source tree in the working folder here.
     own_package = __name__.split(".")[0]
     if module.__name__ == "__main__" or module.__name__.split(".")[0] == own_package:
         return False
@@ -86,6 +89,7 @@ def _is_local_file(file: str | None) -> bool:
 @functools.cache
 def _is_source_under(file: str, folder: str) -> bool:
     path = os.path.realpath(file)
+    # A virtual environment is often in the working folder.
     installed = any(_is_under(path, prefix) for prefix in (sys.prefix, sys.base_prefix))
     return _is_under(path, folder) and not installed and not is_library(path)
 

@@ -114,6 +114,7 @@ class Payload:
     def __init__(self, stream: PickleStream, tensors: TensorRecorder) -> None:
         self.parts: list[Part] = [stream.pickles]
         self._end = stream.num_bytes
+        # The unpickler takes the arrays from the table in the order in which they were pickled.
         positions = []
         for memory in stream.arrays:
             positions.append((align(self._end), len(memory)))
@@ -121,6 +122,8 @@ class Payload:
         table, pieces = tensors.collect(self._end)
         for position, memory in pieces:
             self._append(position, memory)
+        # The table comes last, because its positions are known only now. The header, which is
+        # written afterwards, contains the position of the table.
         values = {"arrays": positions, "ranges": table.ranges, "packed": table.packed}
         self.table_position = self._end
         self._append(self._end, memoryview(pickle.dumps(values, protocol=5)))

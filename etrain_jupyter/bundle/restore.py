@@ -75,15 +75,21 @@ class OpenBundle:
             Exception: Any exception that the notebook's code raises.
         """
         expression = self.references[key].strip()
+        # Two references to the same object must get one object, for example an optimizer and a
+        # loss that share a module.
+        #
         # The second evaluation of a key starts a new set of objects, shared by the keys after it.
         if self._names is None or key in self._evaluated:
             self._names, self._evaluated = self._load(), set()
         self._evaluated.add(key)
+        # A captured name, or the import path of a local module, which was captured by its path.
         if expression in self._names:
             return self._names[expression]
+        # The import path of an installed module.
         path = import_path(expression)
         if path is not None:
             return _import(*path)
+        # Any other expression. Register its text, so that a traceback shows the key of the cell.
         filename = f"<etrain {key}>"
         self.cells[filename] = CellSource(label=f"{key} of the cell", text=expression)
         namespace = {"__name__": "__main__", **self._names}
@@ -163,6 +169,7 @@ def open_bundle(bundle: Readable, *, digest: str = "") -> OpenBundle:
             "run. Submit the job again."
         )
     header, start = _read_header(content)
+    # Check the versions before anything is unpickled: the errors of a mismatch would be obscure.
     version, python = header["format"], tuple(header["python"][:2])
     if version not in READABLE_VERSIONS:
         raise BundleError(
@@ -222,6 +229,7 @@ class _Content:
         """Return the bytes as private writable memory: changes reach neither file nor source."""
         if self._file is None:
             return memoryview(bytearray(self._data))
+        # Copy on write: training modifies the tensors in place, but must not change the file.
         return memoryview(mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_COPY))
 
 
@@ -251,6 +259,7 @@ class _FromStart(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         """Read into a buffer; return the number of bytes."""
+        # preadv leaves the shared file offset unchanged.
         count = os.preadv(self._file.fileno(), [buffer], self._position)
         self._position += count
         return count
@@ -274,6 +283,7 @@ def _read_header(content: _Content) -> tuple[dict[str, Any], int]:
     try:
         with content.open() as file:
             (length,) = HEADER.unpack(file.read(HEADER.size))
+            # A corrupt length could request gigabytes: never read more than the file has.
             header = json.loads(file.read(min(length, content.size)))
     except (struct.error, ValueError) as exc:
         raise BundleError(

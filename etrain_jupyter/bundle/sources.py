@@ -174,6 +174,7 @@ def _shown_frames(trace: TracebackType | None, cells: Mapping[str, CellSource]) 
         for frame in traceback.extract_tb(trace)
         if not is_of_this_package(frame.filename) and frame.name not in _WRAPPERS
     ]
+    # Without a user frame, hide nothing but our own frames: the error is in a library.
     user_frames = [i for i, frame in enumerate(frames) if _is_users(frame.filename, cells)]
     if not user_frames:
         return [*frames]

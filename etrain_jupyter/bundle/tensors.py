@@ -102,6 +102,7 @@ class TensorRecorder:
     ) -> tuple[Any, ...]:
         dtype, memory = storage.dtype, storage._untyped_storage
         shape, strides = tuple(shape), tuple(strides)
+        # An empty tensor has no elements, and its storage may have no address.
         if not math.prod(shape):
             return dtype, -1, 0, shape, strides, *rest
         # Identify a storage by its memory: ``from_numpy`` creates a new storage on each call.
@@ -110,6 +111,7 @@ class TensorRecorder:
         if key == len(self._storages):
             self._storages.append(memory)
             self._views.append({})
+        # Count in bytes: views of different types may share one storage.
         spec = (key, offset * dtype.itemsize, shape, strides, dtype.itemsize)
         views = self._views[key]
         if spec not in views:
@@ -129,8 +131,11 @@ class TensorRecorder:
             memory = self._storages[key]
             ranges: list[tuple[int, int, int]] = []
             for group in _groups(list(views.values())):
+                # Views are sorted by start, so the first one starts the range.
                 start = group[0].start // ALIGNMENT * ALIGNMENT
                 stop = max(view.stop for view in group)
+                # Storing the elements of each view loses sharing, so it is possible only if no two
+                # views share an element.
                 if _are_sparse(group, start, stop):
                     for view in group:
                         data = _elements(memory, view)
@@ -191,9 +196,11 @@ class TensorReader:
         if key < 0:
             memory = sys.modules["torch"].UntypedStorage(0)
         elif (position := self._table.packed.get(spec)) is not None:
+            # Stored densely: the strides of the notebook no longer apply.
             memory = self._storage(position, math.prod(shape) * itemsize)
             start, strides = first, _dense_strides(shape)
         else:
+            # The last range that starts at or before the tensor contains it.
             number = bisect.bisect_right(self._starts[key], first) - 1
             start, stop, position = self._table.ranges[key][number]
             memory = self._storage(position, stop - start)
@@ -238,8 +245,10 @@ def _are_sparse(group: list[_View], start: int, stop: int) -> bool:
     sizes, no element was marked twice.
     """
     needed = sum(view.num_bytes for view in group)
+    # The bit map costs time and memory. Build it only if at least half of the bytes are saved.
     if 2 * needed > stop - start:
         return False
+    # Mark the largest unit that divides all element sizes and positions, not single bytes.
     unit = math.gcd(*(view.spec[4] for view in group), *(view.start for view in group), start)
     torch = sys.modules["torch"]
     marks = torch.zeros((stop - start) // unit, dtype=torch.bool)

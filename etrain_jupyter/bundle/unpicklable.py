@@ -68,6 +68,7 @@ def refusal_of(value: Any) -> Refusal | None:
 
 
 def _refusal_of_file(value: io.IOBase) -> Refusal | None:
+    # Buffers in memory can be pickled; the pickler replaces standard streams.
     if isinstance(value, io.BytesIO | io.StringIO) or is_standard_stream(value):
         return None
     name = getattr(value, "name", None)
@@ -159,6 +160,7 @@ def _failing_part(
     value: Any, dump: Callable[[Any, set[int]], object], seen: set[int]
 ) -> tuple[str, Any, Exception] | None:
     for link, held in _parts_of(value):
+        # Skip objects already on the path, and constants, which can always be pickled.
         if id(held) in seen or held is None or isinstance(held, str | int | float | bytes):
             continue
         try:

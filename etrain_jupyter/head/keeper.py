@@ -54,6 +54,7 @@ class Restarts:
         >>> [restarts.after_death(now) for now in (0.0, 1.0, 2.0, 3.0)]
         [0.0, 0.5, 1.0, None]
         """
+        # Deaths outside the time window are forgotten: a cluster may run for weeks.
         self._deaths = [at for at in self._deaths if now - at < self.within_s] + [now]
         num_deaths = len(self._deaths)
         if num_deaths >= self.max_deaths:

@@ -34,6 +34,7 @@ class LocalHeadNodes(LocalNodes):
             linger_s=facts.settings.linger_s,
             on_end=self._records.remove,
         )
+        # The records on disk outlive the scheduler; the processes themselves belong to the keeper.
         self.adopt(
             self._records.survivors(),
             num_named=self._records.num_named(),

@@ -222,6 +222,7 @@ class LocalNodes:
         if wait_s > 0:
             self._call_later("retry", wait_s, self._reconcile)
             return
+        # The slot of a draining worker stays taken until its process has exited.
         taken = {process.slot.index for process in self._processes.values()}
         free = [slot for slot in self._slots if slot.index not in taken]
         for slot in free[:count]:
@@ -278,6 +279,8 @@ class LocalNodes:
 
     def _back_off(self, lived_s: float) -> float:
         """Count a failure; return the delay before the next start, in seconds."""
+        # A worker that ran for a while proves that workers can start: its death counts as the
+        # first failure, which is retried immediately.
         self._num_failures = 1 if lived_s >= HEALTHY_S else self._num_failures + 1
         delay_s = back_off_s(self._num_failures)
         self._retry_at = time.monotonic() + delay_s

@@ -146,7 +146,7 @@ def test_reap_by_tag_alone_ends_a_cluster_once_it_has_expired(spot: Spot, tmp_pa
     look = ["reap", "--region", spot.account.region]
     told = spot.run(*look, environment=variables, cwd=away)
 
-    assert f"left alone, as not expired: {cluster}" in told
+    assert f"kept, not expired: {cluster}" in told
     assert len(spot.living()) == 1
     told = spot.run(*look, environment=variables, cwd=away, days_later=2)
     assert told.strip() == f"{cluster} has ended"

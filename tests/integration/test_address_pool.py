@@ -46,7 +46,7 @@ def forgotten_sockets() -> Iterator[None]:
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("ETRAIN_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("ETRAIN_STATE", str(tmp_path / "state"))
-    monkeypatch.setattr(address_module, "_said", set())
+    monkeypatch.setattr(address_module, "_notified", set())
     return tmp_path / "runs"
 
 
@@ -231,7 +231,7 @@ def test_scheduler_that_lacks_the_package_is_refused_with_what_to_install(
 ) -> None:
     bare = without("etrain_jupyter", tmp_path / "bare")
     with running(DaskCluster(tmp_path / "dask", environment=bare)) as cluster:
-        with pytest.raises(PoolError, match=r"cannot load etrain-jupyter .*pip install"):
+        with pytest.raises(PoolError, match=r"cannot import etrain-jupyter .*pip install"):
             AddressPool(cluster.address).up()
         assert AddressPool(cluster.address).down(timeout_s=5.0) == Leftovers()
 
@@ -244,7 +244,9 @@ def test_other_version_there_is_refused(
     pool.up()
     monkeypatch.setattr("etrain_jupyter.pools.external.pool.__version__", "9.9.9")
     monkeypatch.setattr("etrain_jupyter.pools.external.messages.__version__", "9.9.9")
-    with pytest.raises(PoolError, match=r"has etrain-jupyter 0\.\S+ and a coordinator .* 9\.9\.9"):
+    with pytest.raises(
+        PoolError, match=r"has etrain-jupyter 0\.\S+ and runs a coordinator .* 9\.9\.9"
+    ):
         pool.up()
 
 
@@ -278,9 +280,7 @@ def test_cluster_with_certificates_of_its_own_trains_and_lets_nobody_else_in(
     }
     with running(DaskCluster(tmp_path / "dask", tls=options)) as cluster:
         cluster.start_worker("--protocol", "tls")
-        pool = AddressPool.from_spec(
-            {"address": cluster.address, "tls": {**files_of(certificates), "min_version": "1.3"}}
-        )
+        pool = AddressPool(cluster.address, tls=files_of(certificates), min_version="1.3")
         address = pool.up()
         assert (address.state_dir, address.tls_dir) == ("", "")
         assert address.tls_key == str(certificates / "client.key")
@@ -289,8 +289,8 @@ def test_cluster_with_certificates_of_its_own_trains_and_lets_nobody_else_in(
         mixed = files_of(tmp_path / "strangers") | {"ca": str(certificates / "ca.pem")}
         wrong: list[tuple[AddressPool, str]] = [
             (AddressPool(cluster.address, tls=files_of(tmp_path / "strangers")), "not signed by"),
-            (AddressPool(cluster.address, tls=mixed), "may not accept our certificate"),
-            (AddressPool(cluster.address.replace("tls", "tcp")), "may want TLS"),
+            (AddressPool(cluster.address, tls=mixed), "may reject the certificate"),
+            (AddressPool(cluster.address.replace("tls", "tcp")), "may require TLS"),
             (AddressPool(cluster.address), "needs certificates"),
         ]
         for stranger, words in wrong:
@@ -312,25 +312,25 @@ def test_cluster_with_certificates_of_its_own_trains_and_lets_nobody_else_in(
 def test_address_where_nobody_answers_is_told_apart_and_has_nothing_of_ours(
     cluster: DaskCluster, runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said: list[str] = []
-    AddressPool(cluster.address, say=said.append).up()
-    assert said == [
-        f"{cluster.address} has no worker now. Whoever made it starts them; jobs wait until some "
-        "are there."
+    shown: list[str] = []
+    AddressPool(cluster.address, notify=shown.append).up()
+    assert shown == [
+        f"{cluster.address} has no workers yet. Jobs wait until you start some, for example with "
+        "`dask worker`."
     ]
     monkeypatch.setattr("etrain_jupyter.pools.external.pool.CONNECT_S", 1.0)
-    tls = AddressPool.from_spec(
-        {
-            "address": cluster.address.replace("tcp", "tls"),
-            "tls": files_of(make_certificates(runs.parent / "ours")),
-        }
+    tls = AddressPool(
+        cluster.address.replace("tcp", "tls"),
+        tls=files_of(make_certificates(runs.parent / "ours")),
     )
-    with pytest.raises(PoolError, match=r"does not speak TLS.*Write tcp://"):
+    with pytest.raises(PoolError, match=r"does not use TLS.*Write tcp://"):
         tls.up()
 
     cluster.kill("scheduler")
     pool = AddressPool(cluster.address)
-    with pytest.raises(PoolError, match=r"nobody listens at tcp://.*Start the scheduler there"):
+    with pytest.raises(
+        PoolError, match=r"no scheduler is listening at tcp://.*Start the scheduler there"
+    ):
         pool.up()
     assert pool.down(timeout_s=5.0) == Leftovers()
     with pytest.raises(PoolError, match="cannot be reached from this machine"):

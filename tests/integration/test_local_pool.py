@@ -18,10 +18,10 @@ import pytest
 from etrain_jupyter.errors import PoolError
 from etrain_jupyter.head.keeper import MAX_DEATHS
 from etrain_jupyter.pools.base import Leftovers, Node
-from etrain_jupyter.pools.local.pool import LocalPool, find_clusters
+from etrain_jupyter.pools.local.pool import LocalPool
 from etrain_jupyter.pools.rpc import ask
 from etrain_jupyter.process.address import SchedulerAddress
-from etrain_jupyter.process.cluster_dir import ClusterDir, ClusterRecord
+from etrain_jupyter.process.cluster_dir import ClusterDir, ClusterRecord, cluster_dirs
 from etrain_jupyter.process.cluster_settings import ClusterSettings
 from etrain_jupyter.process.processes import wait_until
 from etrain_jupyter.process.state_root import environment_key
@@ -58,6 +58,11 @@ def make_pool(state: Path) -> MakePool:
         return LocalPool(settings=ClusterSettings(**(settings | changes)))
 
     return make
+
+
+def running_cluster_ids() -> list[str]:
+    records = [cluster.record() for cluster in cluster_dirs()]
+    return [record.cluster_id for record in records if record is not None and record.is_alive]
 
 
 def processes_in(state: Path) -> list[psutil.Process]:
@@ -197,7 +202,7 @@ def test_after_a_sigkill_of_the_keeper_all_is_gone_and_the_next_up_starts_afresh
 
     assert wait_until(lambda: not processes_in(state), timeout_s=PATIENCE_S), processes_in(state)
     # Its pipe is closed, and so everything under it ends, a moment before the system has buried it.
-    assert wait_until(lambda: find_clusters() == [], timeout_s=PATIENCE_S)
+    assert wait_until(lambda: running_cluster_ids() == [], timeout_s=PATIENCE_S)
     new = pool.up()
     assert new.cluster_id != old.cluster_id
     assert not Path(old.state_dir).exists()
@@ -243,7 +248,7 @@ def test_a_scheduler_that_keeps_dying_is_given_up_with_all_its_processes(
 
     assert wait_until(lambda: not processes_in(state), timeout_s=PATIENCE_S), processes_in(state)
     assert "Giving up on cluster" in cluster.log_tail()
-    assert wait_until(lambda: find_clusters() == [], timeout_s=PATIENCE_S)
+    assert wait_until(lambda: running_cluster_ids() == [], timeout_s=PATIENCE_S)
 
 
 def test_a_worker_whose_scheduler_wants_it_no_more_ends(make_pool: MakePool) -> None:
@@ -302,11 +307,11 @@ def test_a_launcher_that_is_killed_in_mid_start_leaves_one_cluster_to_the_next(
     ) as kernel:
         assert wait_until(lambda: len(processes_in(state)) > 1, timeout_s=PATIENCE_S)
         kernel.kill()
-    assert find_clusters() == [], "it was killed too late for this test"
+    assert running_cluster_ids() == [], "it was killed too late for this test"
 
     address = make_pool().up()
 
-    assert [found.cluster_id for found in find_clusters()] == [address.cluster_id]
+    assert running_cluster_ids() == [address.cluster_id]
     assert len(processes_in(state)) == 2
 
 
@@ -335,7 +340,7 @@ def test_an_idle_cluster_ends_by_itself_and_leaves_nothing(
 ) -> None:
     address = make_pool(idle_s=1.0).up()
     ask(address, "etrain_test_job", num_workers=1)
-    assert not wait_until(lambda: not find_clusters(), timeout_s=1.5), "it ended during a job"
+    assert not wait_until(lambda: not running_cluster_ids(), timeout_s=1.5), "it ended during a job"
 
     ask(address, "etrain_test_job", num_workers=0)
 
@@ -423,7 +428,7 @@ def test_a_silent_head_is_an_error_with_advice_and_no_second_cluster(
     with pytest.raises(PoolError, match=r"did not answer etrain_pool_touch.*%etrain down"):
         make_pool().up()
 
-    assert [found.cluster_id for found in find_clusters()] == [address.cluster_id]
+    assert running_cluster_ids() == [address.cluster_id]
 
 
 def test_a_bound_pool_says_that_its_cluster_has_ended(state: Path) -> None:

@@ -84,7 +84,7 @@ def test_down_names_a_dask_scheduler_that_it_cannot_reach(
 ) -> None:
     is_installed[0] = PoolError("10.0.3.7 cannot be reached")
 
-    expected = "tcp://10.0.3.7:8786 was left as it is: 10.0.3.7 cannot be reached"
+    expected = "tcp://10.0.3.7:8786 was not changed: 10.0.3.7 cannot be reached"
     assert clusters.down() == expected
     assert own_clusters.noted_schedulers() == [DASK]
 
