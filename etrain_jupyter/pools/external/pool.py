@@ -189,10 +189,8 @@ class AddressPool:
         self._check()
         try:
             return self._ask_dask(self._is_there)
-        except PoolError as exc:
-            if ENDED in str(exc):
-                return False
-            raise
+        except NotListeningError:
+            return False
 
     def down(self, *, timeout_s: float = 30.0) -> Leftovers:
         """Stop etrain's jobs with a checkpoint and remove the plugins; Dask keeps running.
