@@ -76,11 +76,11 @@ def test_run_survives_its_kernel_its_scheduler_and_all_its_workers(
     wait_for_step(notebook, 4, step_of(notebook, 4) + 20)
     shoot(page, "survival-another-kernel")
 
-    assert kill(tmp_path, "pools.local_head") == 1
+    assert kill(tmp_path, "head.main") == 1
     wait_for_step(notebook, 4, step_of(notebook, 4) + 40)
     shoot(page, "survival-another-scheduler")
 
-    assert kill(tmp_path, "pools.local_worker") == 2
+    assert kill(tmp_path, "worker.main") == 2
     job = etrain_jupyter.attach("survivor")
     before = job.step
     wait_for_step(notebook, 4, before + 20)

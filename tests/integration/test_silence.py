@@ -89,7 +89,7 @@ def test_suspended_worker_is_replaced_and_a_suspended_head_evicts_no_worker(
     formed = [e for e in job.events() if isinstance(e, GenerationFormed)][-1]
     assert survivor["trainer_pid"] in formed.trainer_pids
 
-    [head] = [p for p in processes_of(runs.parent) if "local_head" in " ".join(p.cmdline())]
+    [head] = [p for p in processes_of(runs.parent) if "etrain_jupyter.head.main" in p.cmdline()]
     step = job.step
     head.suspend()
     time.sleep(2 * SILENCE_S)
