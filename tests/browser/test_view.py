@@ -190,7 +190,7 @@ def test_restored_checkpoint_rewinds_the_curve_and_adds_a_marker(
     script.step = 120
     view.add([script.make(t.JobRestored, step=120, num_undone=180)])
 
-    assert view.root.get_attribute("data-step") == "120"
+    expect(view.root).to_have_attribute("data-step", "120")
     assert view.root.locator(".etrain-legend").first.inner_text() != before
     expect(view.root.locator(".etrain-legend").first).to_contain_text("undone")
     rewound = view.root.locator(".etrain-marks button").filter(has_text="step 120")
@@ -345,7 +345,9 @@ def test_cost_is_shown_if_it_is_known(view: View, script: Script) -> None:
     assert view.tile("cost").inner_text().split("\n") == expected
 
 
-def test_screen_reader_announces_status_changes_only(view: View, script: Script) -> None:
+def test_screen_reader_announces_status_changes_only(page: Page, script: Script) -> None:
+    page.clock.install()
+    view = View(page)
     view.add(until(script, 100))
     spoken = view.root.locator("[role=status]")
     assert spoken.count() == 1
@@ -353,7 +355,7 @@ def test_screen_reader_announces_status_changes_only(view: View, script: Script)
     assert "digits running" in first
 
     view.add(list(script.complete(101)))
-    view.page.wait_for_timeout(3100)  # longer than the minimum pause between two announcements
+    page.clock.run_for(3100)  # longer than the minimum pause between two announcements
     assert spoken.inner_text() == first
     view.add([script.make(t.JobStatusChanged, status="paused")])
     expect(spoken).to_contain_text("digits paused")
