@@ -333,7 +333,7 @@ class RigJob:
 
     @property
     def step(self) -> int:
-        """Newest step in the log."""
+        """The newest step in the log."""
         return self.hosted.step_clock.logged_step
 
     @property

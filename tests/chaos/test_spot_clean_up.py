@@ -66,9 +66,9 @@ def test_down_by_cluster_id_from_another_process_removes_everything(
     # The process has the user's state folder but no pools.yaml.
     (tmp_path / "away").mkdir()
     gone = {"ETRAIN_POOLS": str(tmp_path / "away" / "none.yaml")}
-    output = spot.run("down", cluster, environment=gone, cwd=tmp_path / "away")
+    told = spot.run("down", cluster, environment=gone, cwd=tmp_path / "away")
 
-    assert output.strip() == f"{cluster} has ended"
+    assert told.strip() == f"{cluster} has ended"
     assert spot.cloud.leftovers() == {}
     assert spot.ids() == []
     spot.check_costs()
@@ -146,12 +146,12 @@ def test_reap_by_tag_alone_removes_an_expired_cluster(spot: Spot, tmp_path: Path
     away = tmp_path / "away"
     variables = elsewhere(spot, away)
     look = ["reap", "--region", spot.account.region]
-    output = spot.run(*look, environment=variables, cwd=away)
+    told = spot.run(*look, environment=variables, cwd=away)
 
-    assert f"left alone, as not expired: {cluster}" in output
+    assert f"left alone, as not expired: {cluster}" in told
     assert len(spot.living()) == 1
-    output = spot.run(*look, environment=variables, cwd=away, days_later=2)
-    assert output.strip() == f"{cluster} has ended"
+    told = spot.run(*look, environment=variables, cwd=away, days_later=2)
+    assert told.strip() == f"{cluster} has ended"
     assert spot.cloud.leftovers() == {}
 
 

@@ -192,7 +192,7 @@ def test_killed_keeper_ends_the_cluster_and_the_next_up_starts_a_new_one(
     os.kill(keeper_pid(old), signal.SIGKILL)
 
     assert wait_until(lambda: not processes_in(state), timeout_s=PATIENCE_S), processes_in(state)
-    # The closed pipe ends all other processes a moment before the keeper itself has been reaped.
+    # Its pipe is closed, and so everything under it ends, a moment before the system has buried it.
     assert wait_until(lambda: find_clusters() == [], timeout_s=PATIENCE_S)
     new = pool.up()
     assert new.cluster_id != old.cluster_id
@@ -298,7 +298,7 @@ def test_launcher_killed_during_the_start_leaves_no_second_cluster(
     ) as kernel:
         assert wait_until(lambda: len(processes_in(state)) > 1, timeout_s=PATIENCE_S)
         kernel.kill()
-    assert find_clusters() == [], "the launcher was killed too late for this test"
+    assert find_clusters() == [], "it was killed too late for this test"
 
     address = make_pool().up()
 
@@ -327,9 +327,7 @@ def test_cluster_without_a_record_shuts_down(make_pool: MakePool, state: Path) -
 def test_idle_cluster_shuts_down_and_leaves_nothing(make_pool: MakePool, state: Path) -> None:
     address = make_pool(idle_s=1.0).up()
     ask(address, "etrain_test_job", num_workers=1)
-    assert not wait_until(lambda: not find_clusters(), timeout_s=1.5), (
-        "the cluster shut down during a job"
-    )
+    assert not wait_until(lambda: not find_clusters(), timeout_s=1.5), "it ended during a job"
 
     ask(address, "etrain_test_job", num_workers=0)
 
