@@ -50,7 +50,10 @@ batch: {global: 64}
 epochs: 400
 workers: {min: 1, max: 4}
 """
-BUSY = "end = time.time() + 8\nwhile time.time() < end: sum(range(1000))"
+BUSY = """
+end = time.time() + 120
+while not os.path.exists({flag!r}) and time.time() < end: sum(range(1000))
+"""
 
 
 @pytest.fixture
@@ -69,12 +72,13 @@ def wait_for_world(notebook: Notebook, cell: int, world_size: int) -> None:
 
 
 def test_dashboard_shows_a_killed_worker_and_training_continues(
-    open_notebook: Callable[..., Notebook], page: Page, cluster: dict[str, str]
+    open_notebook: Callable[..., Notebook], page: Page, cluster: dict[str, str], tmp_path: Path
 ) -> None:
+    flag = tmp_path / "end-of-the-busy-cell"
     cells = [
         SET_UP.format(**cluster),
         TRAIN,
-        BUSY,
+        BUSY.format(flag=str(flag)),
         "print(job.kill())",
         "job.stop()",
         "%etrain wait",
@@ -95,7 +99,8 @@ def test_dashboard_shows_a_killed_worker_and_training_continues(
     )
     assert busy == "busy", "the dashboard must update while another cell runs"
 
-    notebook.run(3)  # waits for the busy cell first
+    flag.touch()
+    notebook.run(3)
     expect(notebook.output(3)).to_contain_text("was killed")
     wait_for_world(notebook, 1, 3)
     shoot(page, "training-during-the-kill")
