@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -49,15 +50,43 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def make_pool(state: Path) -> MakePool:
-    def make(**changes: object) -> LocalPool:
-        settings = {
-            "coordinator": standins.COORDINATOR,
-            "supervisor": standins.SUPERVISOR,
-            "idle_s": 60.0,
-        }
-        return LocalPool(settings=ClusterSettings(**(settings | changes)))
+    return new_pool
 
-    return make
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
+    """Provide one cluster with a worker for all tests that do not change it."""
+    path = tmp_path_factory.mktemp("shared") / "state"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ETRAIN_STATE", str(path))
+        pool = new_pool(idle_s=3600.0)
+        try:
+            address = pool.up()
+            pool.want(1, reason="test")
+            [node] = await_running(pool, 1)
+            yield Shared(state=path, address=address, node=node)
+        finally:
+            leftovers = pool.down()
+    assert leftovers == Leftovers()
+    assert processes_in(path) == []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """A cluster that several tests share, and its only worker."""
+
+    state: Path
+    address: SchedulerAddress
+    node: Node
+
+
+def new_pool(**changes: object) -> LocalPool:
+    settings = {
+        "coordinator": standins.COORDINATOR,
+        "supervisor": standins.SUPERVISOR,
+        "idle_s": 60.0,
+    }
+    return LocalPool(settings=ClusterSettings(**(settings | changes)))
 
 
 def processes_in(state: Path) -> list[psutil.Process]:
@@ -107,10 +136,8 @@ async def try_to_enter(address: str, connection_args: dict[str, object]) -> obje
         await scheduler.close_rpc()
 
 
-def test_only_clients_with_the_clusters_certificate_connect(
-    make_pool: MakePool, tmp_path: Path
-) -> None:
-    address = make_pool().up()
+def test_only_clients_with_the_clusters_certificate_connect(shared: Shared, tmp_path: Path) -> None:
+    address = shared.address
     write_certificates(tmp_path / "foreign", mint_certificates(address.cluster_id))
     foreign = SchedulerAddress(
         address=address.address, cluster_id="x", tls_dir=str(tmp_path / "foreign")
@@ -123,33 +150,23 @@ def test_only_clients_with_the_clusters_certificate_connect(
     assert ask(address, "etrain_describe")["cluster_id"] == address.cluster_id
 
 
-def test_all_ports_are_on_loopback_and_none_serves_http(make_pool: MakePool) -> None:
-    pool = make_pool()
-    address = pool.up()
-    pool.want(1, reason="test")
-    [node] = await_running(pool, 1)
-
+def test_all_ports_are_on_loopback_and_none_serves_http(shared: Shared) -> None:
     listening = {
         pid: [c.laddr for c in psutil.Process(pid).net_connections("inet") if c.status == "LISTEN"]
-        for pid in (record_of(address).scheduler_pid, node.pid)
+        for pid in (record_of(shared.address).scheduler_pid, shared.node.pid)
     }
 
     assert {pid: len(ports) for pid, ports in listening.items()} == dict.fromkeys(listening, 1)
     assert {port.ip for ports in listening.values() for port in ports} == {"127.0.0.1"}
 
 
-def test_state_directory_is_readable_by_its_owner_only(make_pool: MakePool, state: Path) -> None:
-    pool = make_pool()
-    address = pool.up()
-    pool.want(1, reason="test")
-    await_running(pool, 1)
-
-    cluster = Path(address.state_dir)
+def test_state_directory_is_readable_by_its_owner_only(shared: Shared) -> None:
+    cluster = Path(shared.address.state_dir)
     secrets = [
         path for path in cluster.rglob("*") if path.is_file() and "scratch" not in path.parts
     ]
 
-    for folder in (state, cluster, cluster / "tls", cluster / "scratch"):
+    for folder in (shared.state, cluster, cluster / "tls", cluster / "scratch"):
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert {path.name for path in secrets} >= {"ca.pem", "client.key", "head.log", "w1.log"}
     assert {stat.S_IMODE(path.stat().st_mode) for path in secrets} == {0o600}
