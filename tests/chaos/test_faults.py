@@ -61,7 +61,7 @@ class Row:
 
 
 def plan(*, ranks: tuple[int, ...] = (1,), kind: str = "kill", at: str = "") -> FaultPlan:
-    """Plan the same fault for several ranks, at a place before they exchange gradients."""
+    """Plan the same fault for each rank; for several ranks, before they exchange gradients."""
     made = FaultPlan()
     at = at or ("all_reduce" if len(ranks) == 1 else "forward")
     for rank in ranks:
