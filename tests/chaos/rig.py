@@ -80,7 +80,7 @@ class RigWorker:
         self.stream_handlers["etrain_order"] = self._take_order
 
     def _take_order(self, message: Message) -> None:
-        """Execute an order without the product's error handling, so that the rig sees errors."""
+        """Carry out an order without the product's net, so that the rig sees what goes wrong."""
         if not self.supervisor._closing:
             self.supervisor._carry_out(message)
 
@@ -294,13 +294,13 @@ class Rig:
         del self.coordinator._jobs[job.id]
 
     async def ask(self, op: str, **arguments: Any) -> Message:
-        """Send a request to the coordinator as a notebook does."""
+        """Ask the coordinator as a notebook does."""
         answer: Message = await self.scheduler.handlers[f"etrain_{op}"](**arguments)
         assert "error" not in answer, answer
         return answer
 
     async def ask_anyway(self, job: RigJob, request: str, args: Message) -> Message:
-        """Send a request that may be refused."""
+        """Ask for something that may be refused."""
         ask = self.scheduler.handlers["etrain_request"]
         answer: Message = await ask(job_id=job.id, request=request, args=args)
         return answer
@@ -364,7 +364,7 @@ class RigJob:
         return [event for event in self.events() if isinstance(event, kind)]
 
     async def request(self, request: str, **args: Any) -> str:
-        """Send a request to the job."""
+        """Ask for something."""
         answer = await self._rig.ask("request", job_id=self.id, request=request, args=args)
         return str(answer["message"])
 

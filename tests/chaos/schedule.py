@@ -76,7 +76,7 @@ async def play(rig: Rig, job: RigJob, schedule: Schedule) -> None:
         if job.is_ended:
             return
         answer = await rig.ask_anyway(job, act.request, dict(act.args))
-        # The request may be refused because no rank is training; a user would see that error too.
+        # Nobody may be training just then; a person would be told so, too.
         assert answer.get("error", "request") == "request", answer
 
 
