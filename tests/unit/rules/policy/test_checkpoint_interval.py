@@ -15,9 +15,9 @@ from etrain_jupyter.rules.policy.checkpoint_interval import (
     Interruptions,
     choose_interval,
     daly_interval,
+    describe_choice,
     is_material,
     total_loss_rate,
-    words_of,
 )
 from etrain_jupyter.rules.replay.checkpoint_evidence import Evidence
 
@@ -125,7 +125,7 @@ def test_only_a_change_by_a_quarter_is_told():
 
 
 def test_words_give_the_interval_and_its_reasons():
-    assert words_of(choice(10, "shortest")) == (
+    assert describe_choice(choice(10, "shortest")) == (
         "every 10 s, the shortest: one costs 12 ms of training, and all holders of the state are "
         "expected to be lost once in 4.0 h"
     )
