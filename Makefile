@@ -16,7 +16,7 @@ TYPED := etrain_jupyter benchmarks notebooks
 ALL_TESTS = $(BIN)/python -m pytest -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo lab test endurance lint screenshots bench peers constraints clean
+.PHONY: help install demo lab test endurance lint docs screenshots bench peers constraints clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -29,7 +29,7 @@ $(INSTALLED): pyproject.toml hatch_build.py constraints.txt $(FRONT_END)
 	  % sys.version_info[:2])'
 	@echo "Installing into $(VENV) (once; a few minutes) ..."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test,docs]"
 	@touch $@
 
 demo: $(INSTALLED) ## Run the quickstart notebook without a browser (NOTEBOOK=04_spot_cluster: a simulated EC2)
@@ -52,7 +52,10 @@ lint: $(INSTALLED) ## Style, types and the import rules
 	$(BIN)/mypy --strict $(TYPED)
 	$(BIN)/python -m pytest -q tests/unit/test_architecture.py
 
-screenshots: $(INSTALLED) ## Take the pictures of the documents anew, in headless Chromium
+docs: $(INSTALLED) ## Build the documentation into build/site; a dead link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet $(ARGS)
+
+screenshots: $(INSTALLED) ## Retake the pictures of the documentation, in headless Chromium
 	mkdir -p .demo/shots
 	ETRAIN_SHOTS=$(CURDIR)/.demo/shots $(BIN)/python -m pytest $(addprefix tests/browser/test_, \
 	  training.py side_panel.py completion.py)
@@ -69,6 +72,6 @@ constraints: $(INSTALLED) ## Pin in constraints.txt what is installed now
 	  | sed -e '/@/d' -e 's/+cpu$$//' > constraints.txt
 
 clean: ## Remove what was built or measured here; keep the virtual environment and your runs
-	rm -rf .demo dist labextension/lib etrain_jupyter/labextension etrain_jupyter/static \
+	rm -rf .demo build dist labextension/lib etrain_jupyter/labextension etrain_jupyter/static \
 	  .mypy_cache .ruff_cache .pytest_cache .hypothesis $(INSTALLED)
 	find etrain_jupyter tests benchmarks notebooks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -13,6 +13,7 @@ from benchmarks import (
     bundle,
     checkpoint,
     churn,
+    code_table,
     dashboard,
     forming,
     log,
@@ -40,10 +41,11 @@ BENCHMARKS: dict[str, ModuleType] = {
     "dashboard": dashboard,
     "spot": spot,
     "strangers": strangers,
+    "code": code_table,
 }
 
-APART = frozenset({"strangers"})
-"""Attacks whatever listens on the machine: not a part of ``all``."""
+APART = frozenset({"strangers", "code"})
+"""Not in ``all``: ``strangers`` attacks every listener on the machine, ``code`` times nothing."""
 
 
 def main() -> int:

@@ -1,6 +1,6 @@
 """What a key of the body takes and means, in words.
 
-Help, the hints of an editor and the table in ``docs/cell.md`` all ask here, so that an option is
+Help, the hints of an editor and the table of the documentation all ask here, so that an option is
 described in one place: its field in ``schema``.
 """
 
@@ -247,7 +247,7 @@ def keys_in_words(width: int = 100) -> str:
 
 
 def keys_as_table() -> str:
-    """Return all keys as a table in Markdown, for ``docs/cell.md``."""
+    """Return all keys as a table in Markdown, for ``docs/reference/cell-keys.md``."""
     rows = ["| key | takes | meaning |", "|---|---|---|"]
     for key in all_keys():
         meaning = key.meaning.replace("|", "\\|")

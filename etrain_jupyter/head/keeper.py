@@ -22,14 +22,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from etrain_jupyter.process.cluster_dir import (
-    START_FAILED,
-    ClusterDir,
-    kill_processes_of,
-    remove_start_lock,
-    start_lock,
-)
+from etrain_jupyter.process.cluster_dir import START_FAILED, ClusterDir
 from etrain_jupyter.process.parent_pipe import adopt_orphans
+from etrain_jupyter.process.processes import kill_processes_of
+from etrain_jupyter.process.start_lock import remove_start_lock, start_lock
 
 logger = logging.getLogger("etrain.keeper")
 

@@ -18,7 +18,8 @@ from etrain_jupyter.head.local_workers import (
     start_gpu_query,
 )
 from etrain_jupyter.head.node_source import HeadFacts
-from etrain_jupyter.process.cluster_dir import ClusterDir, write_private
+from etrain_jupyter.process.cluster_dir import ClusterDir
+from etrain_jupyter.process.files import write_private
 from etrain_jupyter.process.survivors import WorkerRecords
 
 GPU_QUERY_S = 10.0

@@ -21,16 +21,12 @@ from typing import Any
 
 from etrain_jupyter.errors import PoolError
 from etrain_jupyter.head.node_source import HeadFacts, HeadNodes
-from etrain_jupyter.process.cluster_dir import (
-    READY,
-    START_FAILED,
-    ClusterDir,
-    start_lock,
-)
+from etrain_jupyter.process.cluster_dir import READY, START_FAILED, ClusterDir
 from etrain_jupyter.process.entry import load_factory, log_to_stderr
 from etrain_jupyter.process.machine_load import Load, write_load
 from etrain_jupyter.process.parent_pipe import die_with_parent
 from etrain_jupyter.process.peers import WORKER_REQUESTS, restricted
+from etrain_jupyter.process.start_lock import start_lock
 from etrain_jupyter.process.tls import (
     check_listen,
     configure_dask,

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from etrain_jupyter.head.coordinator.nodes import NodeCost, NodeSource
-from etrain_jupyter.process.cluster_dir import ClusterDir, LocalSettings
+from etrain_jupyter.process.cluster_dir import ClusterDir
+from etrain_jupyter.process.cluster_settings import ClusterSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +16,7 @@ class HeadFacts:
     """What the head tells those that it makes; everything is called on its event loop."""
 
     cluster: ClusterDir
-    settings: LocalSettings
+    settings: ClusterSettings
     lifeline: int
     """The pipe that processes of this machine get, see ``lifeline``."""
     num_lives: int

@@ -22,20 +22,11 @@ from etrain_jupyter.errors import PoolError
 from etrain_jupyter.pools.base import Leftovers, Node
 from etrain_jupyter.pools.rpc import ANSWER_S, ask
 from etrain_jupyter.process.address import SchedulerAddress
-from etrain_jupyter.process.cluster_dir import (
-    MARKER,
-    READY,
-    ClusterDir,
-    ClusterRecord,
-    LocalSettings,
-    cluster_dirs,
-    kill_processes_of,
-    lock_key_of,
-    open_state_root,
-    processes_of,
-    start_lock,
-    wait_until,
-)
+from etrain_jupyter.process.cluster_dir import READY, ClusterDir, ClusterRecord, cluster_dirs
+from etrain_jupyter.process.cluster_settings import ClusterSettings
+from etrain_jupyter.process.processes import MARKER, kill_processes_of, processes_of, wait_until
+from etrain_jupyter.process.start_lock import lock_key_of, start_lock
+from etrain_jupyter.process.state_root import open_state_root
 
 START_S = 60.0
 """How long a start may take. Usual is 1 s, but a machine's first import of everything is slow."""
@@ -116,7 +107,7 @@ class DetachedPool:
         ends = [end_cluster_here(cluster, timeout_s) for cluster in ours]
         return Leftovers.of_all(ends)
 
-    def settings(self) -> LocalSettings:
+    def settings(self) -> ClusterSettings:
         """Return how a cluster that has to be started shall behave."""
         raise NotImplementedError
 
@@ -197,7 +188,7 @@ def _answers(cluster: ClusterDir, record: ClusterRecord) -> bool:
 
 
 def start_cluster(
-    root: Path, settings: LocalSettings, lock_fd: int, orphan: ClusterDir | None
+    root: Path, settings: ClusterSettings, lock_fd: int, orphan: ClusterDir | None
 ) -> SchedulerAddress:
     """Start a head and wait until it serves; remove everything if it does not.
 

@@ -227,12 +227,12 @@ def test_nothing_moves_in_the_layout_while_a_job_runs(open_notebook: OpenNoteboo
 
 
 SPY = """
-from etrain_jupyter.notebook.dashboard.feed import Feed
-zooms, detail = [], Feed.detail
+from etrain_jupyter.notebook.dashboard.feed import ViewFeed
+zooms, detail = [], ViewFeed.detail
 def spy(feed, view, to, first, last):
     zooms.append((first, last))
     detail(feed, view, to, first, last)
-Feed.detail = spy
+ViewFeed.detail = spy
 """
 
 

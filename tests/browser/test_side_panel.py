@@ -24,7 +24,7 @@ os.environ.update(ETRAIN_STATE=os.path.abspath("state"), ETRAIN_RUNS=os.path.abs
 from etrain_jupyter.notebook.dashboard.link import link
 from etrain_jupyter.notebook.dashboard.side_panel import OtherJobs
 from etrain_jupyter.notebook.dashboard.widget import Dashboard
-from etrain_jupyter.log import types as t
+from etrain_jupyter.log import events as t
 from tests.unit.notebook.dashboard.scripted_job import Script, play
 
 asked = []
@@ -139,7 +139,7 @@ def test_three_jobs_are_listed_live_after_a_reload_and_as_last_seen_after_a_rest
     assert [panel.locator(".etrain-row").nth(i).bounding_box() for i in range(4)] == boxes
     shoot(page, "panel-light")
     if folder := os.environ.get("ETRAIN_SHOTS"):
-        # The picture of docs/jupyterlab.md: see docs/README.md.
+        # The picture of docs/how-to/use-the-side-panel.md, for `make screenshots`.
         box, last = panel.bounding_box(), boxes[-1]
         assert box is not None
         assert last is not None

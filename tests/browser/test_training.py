@@ -105,7 +105,7 @@ def test_a_killed_worker_is_seen_and_training_goes_on(
     wait_for_step(notebook, 1, step_of(notebook, 1) + 20)
     shoot(page, "training-after-the-kill")
     if folder := os.environ.get("ETRAIN_SHOTS"):
-        # The README's picture: see docs/README.md. The page is made tall enough for all of it.
+        # The README's picture, for `make screenshots`. The page is made tall enough for all of it.
         page.set_viewport_size({"width": 1300, "height": 1500})
         notebook.job(1).screenshot(path=Path(folder) / "dashboard.png")
 

@@ -31,7 +31,8 @@ from etrain_jupyter.pools.base import Leftovers
 from etrain_jupyter.pools.ec2.client.pool import AwsSpotPool
 from etrain_jupyter.pools.ec2.ec2_api import Clients
 from etrain_jupyter.pools.local.pool import LocalPool
-from etrain_jupyter.process.cluster_dir import cluster_dirs, processes_of, stamp_of
+from etrain_jupyter.process.cluster_dir import cluster_dirs
+from etrain_jupyter.process.processes import processes_of, stamp_of
 from etrain_jupyter.testing.fakeaws import FakeAws
 from etrain_jupyter.testing.fakeaws.fixtures import point_boto_at
 from etrain_jupyter.testing.fakeaws.records import InstanceRecord

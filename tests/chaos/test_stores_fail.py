@@ -161,7 +161,7 @@ def record_of(job: RigJob) -> JobRecord:
     ("kind", "words"),
     [
         ("no_bucket", "there is no such bucket. Make it, or correct checkpoint.to"),
-        ("deny", "access denied. docs/checkpoints.md lists what a role needs"),
+        ("deny", "access denied. docs/how-to/store-checkpoints-in-s3.md lists what a role needs"),
         ("expire", "the credentials have expired. Renew them"),
         ("slow_down", "S3 asks to slow down"),
     ],

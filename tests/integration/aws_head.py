@@ -14,7 +14,8 @@ import pytest_asyncio
 
 from etrain_jupyter.pools.ec2.head.nodes import AwsNodes
 from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
-from etrain_jupyter.process.cluster_dir import ClusterDir, LocalSettings
+from etrain_jupyter.process.cluster_dir import ClusterDir
+from etrain_jupyter.process.cluster_settings import ClusterSettings
 from etrain_jupyter.process.tls import mint_certificates, write_certificates
 from etrain_jupyter.testing.fakeaws import FakeAws
 from etrain_jupyter.testing.fakeaws.fixtures import point_boto_at
@@ -97,7 +98,7 @@ class Head:
 @pytest.fixture
 def cluster_dir(tmp_path: Path) -> ClusterDir:
     (tmp_path / "state").mkdir()
-    made = ClusterDir.create(tmp_path / "state", LocalSettings())
+    made = ClusterDir.create(tmp_path / "state", ClusterSettings())
     write_certificates(made.tls, mint_certificates(made.cluster_id))
     return made
 

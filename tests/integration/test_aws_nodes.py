@@ -11,7 +11,8 @@ import pytest
 
 from etrain_jupyter.errors import PoolError
 from etrain_jupyter.pools.ec2.ec2_api import Clients
-from etrain_jupyter.process.cluster_dir import ClusterDir, LocalSettings
+from etrain_jupyter.process.cluster_dir import ClusterDir
+from etrain_jupyter.process.cluster_settings import ClusterSettings
 from etrain_jupyter.process.tls import mint_certificates, write_certificates
 from etrain_jupyter.testing.fakeaws import ApiFault, FakeAws
 from tests.integration.aws_head import *  # noqa: F403
@@ -255,7 +256,7 @@ async def test_two_clusters_leave_each_other_alone(
 ) -> None:
     one = await open_head()
     (tmp_path / "other").mkdir()
-    other_dir = ClusterDir.create(tmp_path / "other", LocalSettings())
+    other_dir = ClusterDir.create(tmp_path / "other", ClusterSettings())
     write_certificates(other_dir.tls, mint_certificates(other_dir.cluster_id))
     two = make_head(cloud, other_dir, make_spec(cloud))
     await two.nodes.start("tls://127.0.0.1:2")

@@ -129,7 +129,7 @@ def test_job_goes_on_when_a_queued_worker_is_killed_and_jobqueue_brings_another(
 def test_script_that_the_manual_asks_for_hands_slurms_signal_to_the_worker() -> None:
     from dask_jobqueue.slurm import SLURMJob
 
-    text = (ROOT / "docs" / "pools.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "how-to" / "use-slurm.md").read_text(encoding="utf-8")
     call = text.partition("cluster = SLURMCluster(")[2].partition("scheduler_options=")[0]
     options = eval(f"dict({call})", {"sys": sys})
     script = SLURMJob(scheduler="tcp://head:8786", name="w", **options).job_script()

@@ -21,13 +21,10 @@ from etrain_jupyter.pools.base import Leftovers, Node
 from etrain_jupyter.pools.local.pool import LocalPool, find_clusters
 from etrain_jupyter.pools.rpc import ask
 from etrain_jupyter.process.address import SchedulerAddress
-from etrain_jupyter.process.cluster_dir import (
-    ClusterDir,
-    ClusterRecord,
-    LocalSettings,
-    environment_key,
-    wait_until,
-)
+from etrain_jupyter.process.cluster_dir import ClusterDir, ClusterRecord
+from etrain_jupyter.process.cluster_settings import ClusterSettings
+from etrain_jupyter.process.processes import wait_until
+from etrain_jupyter.process.state_root import environment_key
 from etrain_jupyter.process.tls import mint_certificates, write_certificates
 from tests.unit.pools import standins
 
@@ -58,7 +55,7 @@ def make_pool(state: Path) -> MakePool:
             "supervisor": standins.SUPERVISOR,
             "idle_s": 60.0,
         }
-        return LocalPool(settings=LocalSettings(**(settings | changes)))
+        return LocalPool(settings=ClusterSettings(**(settings | changes)))
 
     return make
 
@@ -169,8 +166,8 @@ def test_the_cluster_outlives_the_process_that_started_it_and_is_found_again(
     code = """if True:
         import json, sys, time
         from etrain_jupyter.pools.local.pool import LocalPool
-        from etrain_jupyter.process.cluster_dir import LocalSettings
-        pool = LocalPool(settings=LocalSettings(**json.loads(sys.argv[1])))
+        from etrain_jupyter.process.cluster_settings import ClusterSettings
+        pool = LocalPool(settings=ClusterSettings(**json.loads(sys.argv[1])))
         print(json.dumps(pool.up().to_dict()), flush=True)
         time.sleep(600)
     """
@@ -297,8 +294,8 @@ def test_a_launcher_that_is_killed_in_mid_start_leaves_one_cluster_to_the_next(
     code = """if True:
         import sys
         from etrain_jupyter.pools.local.pool import LocalPool
-        from etrain_jupyter.process.cluster_dir import LocalSettings
-        LocalPool(settings=LocalSettings(coordinator=sys.argv[1])).up()
+        from etrain_jupyter.process.cluster_settings import ClusterSettings
+        LocalPool(settings=ClusterSettings(coordinator=sys.argv[1])).up()
     """
     with subprocess.Popen(
         [sys.executable, "-c", code, standins.SLOW_COORDINATOR], cwd=ROOT
@@ -438,7 +435,7 @@ def test_a_bound_pool_says_that_its_cluster_has_ended(state: Path) -> None:
 
 
 def test_trainers_go_with_the_keeper(state: Path) -> None:
-    pool = LocalPool(settings=LocalSettings(idle_s=60))
+    pool = LocalPool(settings=ClusterSettings(idle_s=60))
     address = pool.up()
     pool.want(1, reason="test")
     await_running(pool, 1)

@@ -27,7 +27,8 @@ from etrain_jupyter.notebook.job.run_store import ROOT_VARIABLE, RunStore
 from etrain_jupyter.pools.catalog import PoolEntry, files, read_catalog
 from etrain_jupyter.pools.clusters import AWS, aws_specs
 from etrain_jupyter.pools.registry import make_pool
-from etrain_jupyter.process.cluster_dir import cluster_dirs, state_root
+from etrain_jupyter.process.cluster_dir import cluster_dirs
+from etrain_jupyter.process.state_root import state_root
 from etrain_jupyter.process.tls import mint_certificates, read_security, write_certificates
 
 if TYPE_CHECKING:
@@ -37,8 +38,8 @@ if TYPE_CHECKING:
 NEEDED = ("torch", "distributed", "cloudpickle", "safetensors", "pydantic", "ipykernel")
 FOR_THE_SCREEN = ("jupyterlab", "anywidget")
 EXTENSION = "etrain-jupyter"
-WIDGET_SCRIPT = Path(__file__).parent / "static" / "widget.js"
-GUIDE = "docs/troubleshooting.md"
+WIDGET_SCRIPT = Path(__file__).parents[2] / "static" / "widget.js"
+GUIDE = "docs/how-to/troubleshoot.md"
 EC2_S = 15.0
 """How long to wait for what EC2 says of a region."""
 MARKS = {"ok": "  ok ", "note": "note ", "wrong": "WRONG"}
@@ -54,7 +55,7 @@ class Finding:
     remedy: str = ""
     """What to do; empty if nothing need be done."""
     topic: str = ""
-    """The section of docs/troubleshooting.md that says more."""
+    """The section of docs/how-to/troubleshoot.md that says more."""
 
     def __str__(self) -> str:
         line = f"{MARKS[self.state]} {self.what}"

@@ -14,7 +14,7 @@ from typing import Any
 
 Receive = Callable[[dict[str, Any]], None]
 
-WIDGET_SCRIPT = Path(__file__).parents[1] / "static" / "widget.js"
+WIDGET_SCRIPT = Path(__file__).parents[2] / "static" / "widget.js"
 
 
 def current_shell() -> Any | None:

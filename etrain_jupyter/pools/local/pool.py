@@ -9,12 +9,9 @@ from typing import Any
 from etrain_jupyter.pools.base import CostReport
 from etrain_jupyter.pools.detached import DetachedPool
 from etrain_jupyter.process.address import SchedulerAddress
-from etrain_jupyter.process.cluster_dir import (
-    LocalSettings,
-    cluster_dirs,
-    local_prefix,
-    remove_stale,
-)
+from etrain_jupyter.process.cluster_dir import cluster_dirs, remove_stale
+from etrain_jupyter.process.cluster_settings import ClusterSettings
+from etrain_jupyter.process.state_root import local_prefix
 
 
 class LocalPool(DetachedPool):
@@ -27,14 +24,14 @@ class LocalPool(DetachedPool):
     """
 
     def __init__(
-        self, *, cluster_id: str | None = None, settings: LocalSettings | None = None
+        self, *, cluster_id: str | None = None, settings: ClusterSettings | None = None
     ) -> None:
         super().__init__(name="local", prefix=local_prefix(), cluster_id=cluster_id)
         self._settings = settings
 
-    def settings(self) -> LocalSettings:
+    def settings(self) -> ClusterSettings:
         """Return how a cluster that has to be started shall behave."""
-        return self._settings or LocalSettings.from_environment()
+        return self._settings or ClusterSettings.from_environment()
 
     def prepare_start(self, root: Path) -> None:
         """Remove what dead clusters left: their workers have ended with their keepers."""

@@ -37,7 +37,7 @@ from etrain_jupyter.storage.checkpoints.manifest import (
 from etrain_jupyter.storage.checkpoints.retention import choose_folders_to_remove
 from etrain_jupyter.storage.objects.s3_bucket import AccessDeniedError, Bucket, S3Limits, Stored
 
-_POLICY = "docs/checkpoints.md has the policy"
+_POLICY = "docs/how-to/store-checkpoints-in-s3.md has the policy"
 CLAIM = ".begun"
 """The object by which a folder of parts is taken."""
 

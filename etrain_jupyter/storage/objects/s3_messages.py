@@ -16,7 +16,7 @@ _SIGN_IN = (
     "Renew them where the worker finds them: aws sso login, the profile in ~/.aws, or the role of "
     "the machine"
 )
-_POLICY = "docs/checkpoints.md lists what a role needs"
+_POLICY = "docs/how-to/store-checkpoints-in-s3.md lists what a role needs"
 _BUCKET = "Make it, or correct checkpoint.to"
 
 _EXPIRED = f"the credentials have expired. {_SIGN_IN}"

@@ -119,7 +119,7 @@ def end_heads_at(endpoint: str) -> None:
     """
     import psutil
 
-    from etrain_jupyter.process.cluster_dir import MARKER, wait_until
+    from etrain_jupyter.process.processes import MARKER, wait_until
 
     def kill_again() -> bool:
         # Again, because a keeper may have started a head since the last look.

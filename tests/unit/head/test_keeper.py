@@ -11,7 +11,8 @@ import pytest
 
 from etrain_jupyter.head import keeper
 from etrain_jupyter.head.keeper import Keeper, Restarts
-from etrain_jupyter.process.cluster_dir import START_FAILED, ClusterDir, LocalSettings
+from etrain_jupyter.process.cluster_dir import START_FAILED, ClusterDir
+from etrain_jupyter.process.cluster_settings import ClusterSettings
 
 
 class Children:
@@ -40,7 +41,7 @@ class Children:
 
 class Bench:
     def __init__(self, tmp_path: Path, codes: list[int | None], *, serves: bool = True) -> None:
-        self.cluster = ClusterDir.create(tmp_path, LocalSettings())
+        self.cluster = ClusterDir.create(tmp_path, ClusterSettings())
         self.started: list[tuple[int, float]] = []
         self.children = Children(codes, self._publish if serves else lambda: None)
         self.keeper = Keeper(

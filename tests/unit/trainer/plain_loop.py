@@ -1,8 +1,8 @@
 """The loop that a careful person writes by hand: what jobs must equal to the last bit.
 
 Plain PyTorch in one process. Of the product it takes only the order of the samples, which defines a
-job. What ``reproducible`` promises is written out here after docs/reproducible.md: shards that are
-as even as possible, a seed for each, and one binary tree of additions.
+job. It implements ``reproducible`` as docs/explanation/reproducibility.md describes it: shards that
+are as even as possible, a seed for each, and one binary tree of additions.
 """
 
 from __future__ import annotations

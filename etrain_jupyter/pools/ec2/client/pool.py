@@ -20,13 +20,9 @@ from etrain_jupyter.pools.detached import DetachedPool, end_cluster_here
 from etrain_jupyter.pools.ec2.fleet_state import MEMORY_FILE
 from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
 from etrain_jupyter.pools.rpc import ask
-from etrain_jupyter.process.cluster_dir import (
-    ClusterDir,
-    LocalSettings,
-    cluster_dirs,
-    environment_key,
-    state_root,
-)
+from etrain_jupyter.process.cluster_dir import ClusterDir, cluster_dirs
+from etrain_jupyter.process.cluster_settings import ClusterSettings
+from etrain_jupyter.process.state_root import environment_key, state_root
 
 if TYPE_CHECKING:
     from etrain_jupyter.pools.catalog import PoolEntry
@@ -54,7 +50,7 @@ class AwsSpotPool(DetachedPool):
         spec: AwsSpotSpec,
         *,
         cluster_id: str | None = None,
-        change: Callable[[LocalSettings], LocalSettings] = lambda settings: settings,
+        change: Callable[[ClusterSettings], ClusterSettings] = lambda settings: settings,
     ) -> None:
         super().__init__(name=name, prefix=_prefix_of(name, spec), cluster_id=cluster_id)
         self.spec = spec
@@ -76,7 +72,7 @@ class AwsSpotPool(DetachedPool):
         spec = AwsSpotSpec.from_json(json.dumps(settings.spec))
         return _class_of(spec)(settings.pool, spec, cluster_id=cluster.cluster_id)
 
-    def settings(self) -> LocalSettings:
+    def settings(self) -> ClusterSettings:
         """Return how the head of a cluster that has to be started shall behave.
 
         Raises:
@@ -88,7 +84,7 @@ class AwsSpotPool(DetachedPool):
         check_account(clients, self.spec)
         self._say_price()
         return self._change(
-            LocalSettings(
+            ClusterSettings(
                 idle_s=self.spec.lifetime.idle,
                 linger_s=self.spec.lifetime.linger,
                 pool=self.name,

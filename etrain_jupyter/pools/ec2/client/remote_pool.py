@@ -19,16 +19,12 @@ from etrain_jupyter.pools.ec2.client.pool import HEAD_ELSEWHERE, NODES, AwsSpotP
 from etrain_jupyter.pools.ec2.client.tunnel import close_tunnel, find_command, open_tunnel
 from etrain_jupyter.pools.rpc import ask
 from etrain_jupyter.process.address import SchedulerAddress
-from etrain_jupyter.process.cluster_dir import (
-    ClusterDir,
-    LocalSettings,
-    cluster_dirs,
-    lock_key_of,
-    open_state_root,
-    start_lock,
-    wait_until,
-    write_private,
-)
+from etrain_jupyter.process.cluster_dir import ClusterDir, cluster_dirs
+from etrain_jupyter.process.cluster_settings import ClusterSettings
+from etrain_jupyter.process.files import write_private
+from etrain_jupyter.process.processes import wait_until
+from etrain_jupyter.process.start_lock import lock_key_of, start_lock
+from etrain_jupyter.process.state_root import open_state_root
 from etrain_jupyter.process.tls import mint_certificates, write_certificates
 
 if TYPE_CHECKING:
@@ -44,7 +40,7 @@ class AwsRemotePool(AwsSpotPool):
 
     is_head_elsewhere = True
 
-    def settings(self) -> LocalSettings:
+    def settings(self) -> ClusterSettings:
         """Return how the head shall behave, on its own machine."""
         from etrain_jupyter.pools.ec2.client.check import check_account
 
@@ -54,7 +50,7 @@ class AwsRemotePool(AwsSpotPool):
         self._say_price()
         spec = self.spec
         return self._change(
-            LocalSettings(
+            ClusterSettings(
                 idle_s=spec.lifetime.idle,
                 linger_s=spec.lifetime.linger,
                 pool=self.name,
@@ -141,7 +137,7 @@ class AwsRemotePool(AwsSpotPool):
                 )
             super().of_cluster(cluster).down()
 
-    def _start(self, cluster: ClusterDir, settings: LocalSettings) -> SchedulerAddress:
+    def _start(self, cluster: ClusterDir, settings: ClusterSettings) -> SchedulerAddress:
         """Launch a head and wait until it serves; remove everything if it does not."""
         clients = self._clients()
         write_certificates(cluster.tls, mint_certificates(cluster.cluster_id))
@@ -162,7 +158,7 @@ class AwsRemotePool(AwsSpotPool):
             )
         return address
 
-    def _launch(self, clients: Clients, cluster: ClusterDir, settings: LocalSettings) -> str:
+    def _launch(self, clients: Clients, cluster: ClusterDir, settings: ClusterSettings) -> str:
         """Put what the head needs into the bucket, and launch its machine; return its id."""
         from etrain_jupyter.pools.ec2.aws_messages import words_of_code
         from etrain_jupyter.pools.ec2.bootstrap import (

@@ -17,13 +17,9 @@ import subprocess
 
 from etrain_jupyter.errors import PoolError
 from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
-from etrain_jupyter.process.cluster_dir import (
-    MARKER,
-    ClusterDir,
-    stamp_of,
-    wait_until,
-    write_private,
-)
+from etrain_jupyter.process.cluster_dir import ClusterDir
+from etrain_jupyter.process.files import write_private
+from etrain_jupyter.process.processes import MARKER, stamp_of, wait_until
 
 FILE = "tunnel.json"
 DOCUMENT = "AWS-StartPortForwardingSession"

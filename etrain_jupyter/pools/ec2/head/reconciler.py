@@ -56,7 +56,7 @@ from etrain_jupyter.pools.ec2.launch_context import (
 from etrain_jupyter.pools.ec2.ledger import Ledger
 from etrain_jupyter.pools.ec2.prices import Prices
 from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
-from etrain_jupyter.process.cluster_dir import write_private
+from etrain_jupyter.process.files import write_private
 
 logger = logging.getLogger(__name__)
 

@@ -37,8 +37,9 @@ from etrain_jupyter.pools.ec2.machine.node_worker import SCHEDULER_FILE, SERVING
 from etrain_jupyter.pools.ec2.machine.power import arm_timer, power_off
 from etrain_jupyter.pools.ec2.machine.redaction import redact_logs
 from etrain_jupyter.pools.ec2.node_config import NodeConfig
-from etrain_jupyter.process.cluster_dir import MARKER, write_private
 from etrain_jupyter.process.entry import log_to_stderr
+from etrain_jupyter.process.files import write_private
+from etrain_jupyter.process.processes import MARKER
 from etrain_jupyter.process.tls import write_certificates
 from etrain_jupyter.storage.objects.bucket_owners import VARIABLE as OWNERS
 from etrain_jupyter.storage.objects.bucket_owners import with_owner

@@ -20,12 +20,10 @@ from etrain_jupyter.pools.ec2.machine.agent import LOOK_S, Agent, AgentError, As
 from etrain_jupyter.pools.ec2.machine.node_reports import NodeReports
 from etrain_jupyter.pools.ec2.machine.node_store import NodeStore
 from etrain_jupyter.pools.ec2.machine.power import arm_timer
-from etrain_jupyter.process.cluster_dir import (
-    ClusterDir,
-    LocalSettings,
-    open_state_root,
-    start_lock,
-)
+from etrain_jupyter.process.cluster_dir import ClusterDir
+from etrain_jupyter.process.cluster_settings import ClusterSettings
+from etrain_jupyter.process.start_lock import start_lock
+from etrain_jupyter.process.state_root import open_state_root
 from etrain_jupyter.process.tls import write_certificates
 from etrain_jupyter.storage.objects.bucket_owners import VARIABLE as OWNERS
 from etrain_jupyter.wire.versions import read_fingerprint
@@ -67,8 +65,8 @@ class HeadAgent(Agent):
     def _make_folder(self) -> ClusterDir:
         """Make the cluster's folder as the notebook's machine would have."""
         told = self._insist("the settings", self._read_settings)
-        known = {field.name for field in dataclasses.fields(LocalSettings)}
-        settings = LocalSettings(**{key: value for key, value in told.items() if key in known})
+        known = {field.name for field in dataclasses.fields(ClusterSettings)}
+        settings = ClusterSettings(**{key: value for key, value in told.items() if key in known})
         settings = dataclasses.replace(settings, host=self._identity.private_ip)
         cluster = ClusterDir.make(open_state_root() / self._config.cluster_id, settings)
         write_certificates(cluster.tls, self._insist("the certificates", self._read_keys))

@@ -14,8 +14,10 @@ from etrain_jupyter.log.events import Event, JobStatusChanged, JobSubmitted
 from etrain_jupyter.notebook.commands import other_jobs
 from etrain_jupyter.notebook.job import run_store
 from etrain_jupyter.notebook.job.run_store import RunStore
-from etrain_jupyter.process.cluster_dir import ClusterDir, LocalSettings, open_state_root
+from etrain_jupyter.process.cluster_dir import ClusterDir
+from etrain_jupyter.process.cluster_settings import ClusterSettings
 from etrain_jupyter.process.machine_load import LOAD_FILE, Load, write_load
+from etrain_jupyter.process.state_root import open_state_root
 
 
 @pytest.fixture
@@ -88,7 +90,7 @@ def test_a_bucket_is_looked_into_only_if_a_person_asks(
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ClusterDir:
     """A cluster that this process keeps."""
     monkeypatch.setenv("ETRAIN_STATE", str(tmp_path / "state"))
-    cluster = ClusterDir.create(open_state_root(), LocalSettings(idle_s=900.0))
+    cluster = ClusterDir.create(open_state_root(), ClusterSettings(idle_s=900.0))
     cluster.publish("tls://127.0.0.1:1")
     return cluster
 
@@ -112,7 +114,7 @@ def test_a_cluster_with_a_job_is_not_idle(cluster: ClusterDir) -> None:
 def test_a_cluster_that_only_down_ends_says_so_in_json(
     cluster: ClusterDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ClusterDir, "settings", lambda _: LocalSettings(idle_s=float("inf")))
+    monkeypatch.setattr(ClusterDir, "settings", lambda _: ClusterSettings(idle_s=float("inf")))
     write_load(cluster, Load(workers=0, idle_since=1.0))
 
     [pool] = other_jobs.find_pools()

@@ -16,7 +16,7 @@ from etrain_jupyter.notebook.dashboard.link import PanelComm
 from etrain_jupyter.notebook.dashboard.widget import MIME, Dashboard
 from tests.unit.notebook.dashboard.scripted_job import JOB_ID, Script
 
-REPOSITORY = Path(__file__).parents[3]
+REPOSITORY = Path(__file__).parents[4]
 NOTEBOOK = """
 import sys, threading, time
 sys.path.insert(0, {repository!r})

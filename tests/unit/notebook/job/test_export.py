@@ -23,7 +23,7 @@ from etrain_jupyter.notebook.job.run_store import RunStore
 from etrain_jupyter.notebook.job.training_job import TrainingJob
 from etrain_jupyter.storage.checkpoints import LocalStore, Manifest
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 
 class Tied(nn.Module):

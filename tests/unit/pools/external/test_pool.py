@@ -73,7 +73,7 @@ def test_certificates_stay_where_they_are_and_the_address_survives_its_json_form
     assert address.security("client").tls_client_key == files["tls_key"]
     assert address.connection_args()["ssl_context"].minimum_version.name == "TLSv1_3"
     (tmp_path / "tls" / "client.key").unlink()
-    with pytest.raises(FileNotFoundError, match=r"client\.key is not there"):
+    with pytest.raises(FileNotFoundError, match=r"client\.key does not exist"):
         address.connection_args()
 
 

@@ -262,9 +262,9 @@ def test_python_without_boto3_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
             raise ModuleNotFoundError("No module named 'boto3'", name="boto3")
         return real(name, *args, **kwargs)
 
-    for name in [
-        name for name in sys.modules if name.startswith("etrain_jupyter.storage.checkpoints.s3")
-    ]:
+    storage = "etrain_jupyter.storage"
+    loaded = (f"{storage}.checkpoints.s3", f"{storage}.objects.s3")
+    for name in [name for name in sys.modules if name.startswith(loaded)]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(CheckpointError, match=r'needs boto3.*pip install "etrain-jupyter\[s3\]"'):

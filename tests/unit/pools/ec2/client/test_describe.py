@@ -1,17 +1,8 @@
-"""The table of keys in the documents is that of the spec."""
+"""The table of a pool's keys for the documentation."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from etrain_jupyter.pools.ec2.client.describe import keys_as_table
-
-DOCS = Path(__file__).parents[4] / "docs" / "pools.md"
-
-
-def test_document_has_the_table_of_all_keys() -> None:
-    """If it does not, replace its table with what ``keys_as_table`` returns."""
-    assert keys_as_table() in DOCS.read_text(encoding="utf-8")
 
 
 def test_every_key_of_the_table_says_what_it_means() -> None:
