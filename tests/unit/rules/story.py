@@ -20,7 +20,7 @@ class Story:
         self.last: list[c.Command] = []
         self.all: list[c.Command] = []
 
-    def tell(self, stimulus: s.Stimulus, after_s: float = 0.01) -> Story:
+    def send(self, stimulus: s.Stimulus, after_s: float = 0.01) -> Story:
         self.now += after_s
         self.state, self.last = handle(self.state, stimulus, self.now)
         self.all += self.last
@@ -28,22 +28,22 @@ class Story:
 
     def wait(self, seconds: float) -> Story:
         """Let time pass, in one tick."""
-        return self.tell(s.Tick(), after_s=seconds)
+        return self.send(s.Tick(), after_s=seconds)
 
     def lose(self, worker: str, cause: str = "SIGKILL", **values: Any) -> Story:
         """A worker's trainer ends while the worker lives."""
-        return self.tell(s.TrainerLost(trainer=self.trainer(worker), cause=cause, **values))
+        return self.send(s.TrainerLost(trainer=self.trainer(worker), cause=cause, **values))
 
     def warm(self, *workers: str) -> Story:
         for worker in workers:
-            self.tell(s.TrainerWarm(trainer=self.trainer(worker)))
+            self.send(s.TrainerWarm(trainer=self.trainer(worker)))
         return self
 
     def see(
         self, worker: str, collectives: int, *, beats: int = 0, generation: int = -1, **values: Any
     ) -> Story:
         """A supervisor reads the page of its trainer; by default in the living generation."""
-        return self.tell(
+        return self.send(
             s.ProgressSeen(
                 trainer=self.trainer(worker),
                 generation=self.state.generation if generation < 0 else generation,
@@ -67,21 +67,21 @@ class Story:
 
     def start(self, *workers: str) -> Story:
         """All workers are assigned, warm, and step in generation 1."""
-        self.tell(s.WorkersAssigned(workers=workers))
+        self.send(s.WorkersAssigned(workers=workers))
         for worker in workers:
-            self.tell(s.TrainerWarm(trainer=self.trainer(worker)))
-        self.tell(s.Tick(), after_s=ADMISSION_GRACE_S)
+            self.send(s.TrainerWarm(trainer=self.trainer(worker)))
+        self.send(s.Tick(), after_s=ADMISSION_GRACE_S)
         return self.formed()
 
     def formed(self) -> Story:
         for member in self.state.in_phase("ranked"):
             generation = self.state.generation
-            self.tell(s.TrainerFormed(trainer=member.trainer, generation=generation))
+            self.send(s.TrainerFormed(trainer=member.trainer, generation=generation))
         return self
 
     def report(self, worker: str, step: int, why: str = "planned", evals: int = 0) -> Story:
         """A rank leaves its generation; negative steps mean that it never held the state."""
-        return self.tell(
+        return self.send(
             s.TrainerReported(
                 trainer=self.trainer(worker),
                 generation=self.state.generation,
