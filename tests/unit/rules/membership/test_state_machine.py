@@ -1,4 +1,4 @@
-"""The rules of membership, told as short stories."""
+"""The rules of membership, as short scripted jobs."""
 
 from __future__ import annotations
 
@@ -284,7 +284,7 @@ def test_checkpoint_that_was_under_way_does_not_pass_for_the_last_one():
     assert story.state.status == "stopped"
 
 
-# --- more workers are asked for than are here ---
+# --- more workers are required than available ---
 
 
 def test_job_below_a_raised_minimum_keeps_its_state_and_waits():
