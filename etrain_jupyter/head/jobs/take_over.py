@@ -1,4 +1,4 @@
-"""Takes over the run folder of a job that no coordinator has any more."""
+"""Take over a job: fold its log, recover its state, and find its surviving trainers."""
 
 from __future__ import annotations
 
@@ -86,12 +86,12 @@ def recovered_state(record: JobRecord, fresh: JobState, wishes: PendingRequests)
 def find_trainers(
     record: JobRecord, state: JobState, standings: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[tuple[s.SurvivorFound, TrainerFacts]]:
-    """Yield those of the job's trainers that are there, with what they said of themselves.
+    """Yield the surviving trainers of a job, with their facts.
 
     Args:
-        record: The job's log, which has its trainers.
+        record: The record of the job, which has its trainers.
         state: The job.
-        standings: What the supervisors say of the trainers that they have, by name; see ``outbox``.
+        standings: The supervisors' reports about their trainers, by name; see ``worker.outbox``.
     """
     for worker, name in record.trainers.items():
         known = standings.get(name)
@@ -102,7 +102,8 @@ def find_trainers(
             trainer=name,
             worker=worker,
             generation=known["generation"],
-            # Whoever has left the newest one is heard again: it may have told why the job ends.
+            # A trainer that has left the newest generation reports again: its report may be the
+            # reason why the job ends.
             is_inside=bool(known["generation"])
             and (known["left"] is None or known["generation"] == state.generation),
             is_warm=bool(hello),

@@ -1,7 +1,7 @@
-"""What a job's events add up to: the latest values, and the history as columns.
+"""The latest values of a job, and the history of its steps as columns.
 
-Steps that come in blocks of columns are folded by column, so that a million of them stay a matter
-of milliseconds. One thread folds events in; any thread may ask, which is why there is a lock.
+Steps in blocks are folded by column, so a million of them take milliseconds. One thread adds
+events; any thread may read, which is why there is a lock.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from etrain_jupyter.untrusted import open_regular
 __all__ = ["STEP_COLUMNS", "History", "LatestValues", "peek_log"]
 
 NOT_FOLDABLE = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError)
-"""What comes of events with values that no event has: of a log that somebody else may have made."""
+"""Exceptions of folding events with invalid values: a log may come from another user."""
 PEEK_BYTES = 64 * 1024
 PEEK_MOST_BYTES = 4 * 1024 * 1024
-"""How far to look back for a step or a status behind what was printed."""
+"""Maximum bytes to search backwards for a step or a status before printed lines."""
 
 
 class LatestValues(JobRecord):
@@ -71,10 +71,10 @@ class LatestValues(JobRecord):
 
 
 def peek_log(path: Path) -> LatestValues:
-    """Return a job's latest values from the two ends of its log, however long that is.
+    """Return a job's latest values from the beginning and the end of its log.
 
-    What happened in between is not looked at, so that a list of a hundred jobs costs a hundred
-    short reads. A step in the last part tells that the job was running there, and with how many.
+    The events between are not read, so a list of a hundred jobs costs a hundred short reads. A step
+    at the end shows that the job was running, and with how many workers.
     """
     view = LatestValues()
     try:
@@ -87,7 +87,7 @@ def peek_log(path: Path) -> LatestValues:
 
 
 def _tail_of(file: BinaryIO) -> list[Event]:
-    """Return the last events, from as far back as it takes to know how the job stood."""
+    """Return the last events, enough of them to contain a step or a status."""
     size = file.seek(0, SEEK_END)
     length = PEEK_BYTES
     while True:
@@ -108,7 +108,7 @@ def _add_tail(view: LatestValues, events: list[Event]) -> None:
 
 
 def _events_in(data: bytes) -> list[Event]:
-    """Return the events of the whole lines; the pieces at both ends are passed over."""
+    """Return the events of the whole lines; incomplete lines at both ends are skipped."""
     events = []
     for line in data.splitlines():
         try:

@@ -170,10 +170,10 @@ _WHY = {
 }
 
 
-def words_of(choice: Choice) -> str:
+def describe_choice(choice: Choice) -> str:
     """Return the choice as text for users.
 
-    >>> words_of(Choice(interval_s=84.2, cost_s=1.0, loss_rate_per_h=1.0, limit=""))
+    >>> describe_choice(Choice(interval_s=84.2, cost_s=1.0, loss_rate_per_h=1.0, limit=""))
     'every 84 s: one costs 1.0 s of training, and all holders of the state are expected to be lost \
 once in 1.0 h'
     """

@@ -76,7 +76,7 @@ def test_every_kind_of_event_survives_a_round_trip(kind: str, data: st.DataObjec
     assert event_from_dict(json.loads(text)) == event
 
 
-def test_step_of_an_older_log_says_that_the_ranks_agreed() -> None:
+def test_step_of_an_older_log_counts_as_agreed_by_all_ranks() -> None:
     old = {
         "event": "StepCompleted",
         "job_id": "job",
@@ -171,7 +171,7 @@ def test_line_in_the_making_is_left_for_the_next_read(path: Path) -> None:
 @pytest.mark.parametrize(
     "torn", [b"{", b'{"event":"LogLine"', b"\0" * 100, b"\0\0\n", b"garbage\n"]
 )
-def test_reopening_goes_on_after_the_last_whole_line(path: Path, torn: bytes) -> None:
+def test_reopened_log_continues_after_the_last_whole_line(path: Path, torn: bytes) -> None:
     log = EventLog(path)
     log.append([line("a"), line("b")])
     log.close()

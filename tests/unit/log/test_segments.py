@@ -187,7 +187,7 @@ def fold(events: Any) -> tuple[str, str]:
 
 @settings(max_examples=60, deadline=None)
 @given(events=logs(), torn=st.binary(max_size=9))
-def test_random_log_says_the_same_with_segments_and_without(
+def test_random_log_reads_the_same_with_and_without_segments(
     tmp_path_factory: pytest.TempPathFactory, events: list[Event], torn: bytes
 ) -> None:
     path = tmp_path_factory.mktemp("run") / "events.jsonl"
@@ -282,7 +282,7 @@ def test_segments_are_read_in_place_of_their_lines(
     assert parsed == [21, 22, 23]
 
 
-def test_log_that_goes_on_gets_its_next_segment(path: Path) -> None:
+def test_growing_log_gets_its_next_segment(path: Path) -> None:
     write(path, steps(FEW))
     compact(path)
     log = EventLog(path)

@@ -9,7 +9,7 @@ from etrain_jupyter.log.job_record import NOT_BEGUN
 from etrain_jupyter.rules.membership.lineage import is_of_job
 
 
-def test_generation_that_has_not_begun_gives_nobody_up():
+def test_generation_that_has_not_begun_fences_no_checkpoint():
     assert is_of_job(generation=1, step=10_000, starts=[0, NOT_BEGUN])
 
 

@@ -1,4 +1,4 @@
-"""A simulated job: what the coordinator does for it, without processes."""
+"""A simulated job: the coordinator's part, without processes."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from tests.unit.rules.simulated.cluster import Cluster
 
 RELEASE_TIMEOUT_S = 60.0
-"""How long a supervisor lets a released trainer live."""
+"""Seconds until a supervisor kills a released trainer."""
 
 
 class Job:
-    """What the coordinator keeps of one job, and the proof that it decides well."""
+    """The coordinator's state of one job, with assertions on its decisions."""
 
     def __init__(self, cluster: Cluster, job_id: str, *, min_workers: int, max_workers: int):
         self.cluster = cluster
@@ -50,14 +50,14 @@ class Job:
         """What the log says, folded as the coordinator does."""
         self.saves_fail = False
         self.num_failed_saves = 0
-        """How often the last checkpoint could not be written."""
+        """Number of failed attempts to write the last checkpoint."""
         self.raised = False
         """Whether the notebook's code raised in one of its trainers."""
         self.had_nan = False
         """Whether the loss of one of its steps was not finite."""
         self.stop_asked = self.stop_now_asked = False
         self.taken: list[tuple[Trainer, Message]] = []
-        """What its trainers said of their generations."""
+        """Reports of its trainers about their generations."""
         self._add(
             events.JobSubmitted,
             name=job_id,
@@ -86,7 +86,7 @@ class Job:
             promises.check_end(self, before)
 
     def living(self) -> list[Trainer]:
-        """Return the trainers that live and are this job's as far as the coordinator knows."""
+        """Return the living trainers that the coordinator counts as this job's."""
         return [t for t in self.trainers.values() if t.is_alive and self.knows(t)]
 
     def _add(self, kind: type[events.Event], **values: Any) -> None:
@@ -171,10 +171,10 @@ class Job:
         num_undone = max(0, self.record.logged_step - step)
         self._add(events.JobRestored, step=step, num_undone=num_undone)
 
-    # --- what its trainers say ---
+    # --- reports of its trainers ---
 
     def take(self, trainer: Trainer, message: Message) -> None:
-        """Take one message as the coordinator does; those of a fenced generation are dropped."""
+        """Take one message as the coordinator does; messages of a fenced generation are dropped."""
         op, generation = message["op"], message.get("generation")
         if trainer.ends_at or self.state.is_ended:
             return
@@ -188,8 +188,8 @@ class Job:
         self._TAKE[op](self, trainer, message)
 
     def hear_again(self, pick: int) -> None:
-        """Let an old message come a second time: it says nothing any more."""
-        self.handle(s.Tick())  # what is due by the clock is done by whatever comes next
+        """Deliver an old message a second time: it must change nothing."""
+        self.handle(s.Tick())  # any next stimulus does what is due by the clock
         old = [(t, m) for t, m in self.taken if m["generation"] < self.state.generation]
         if not old or self.state.is_ended:
             return
@@ -199,14 +199,14 @@ class Job:
         assert (self.state, len(self.log)) == (before, length), "an old message was taken"
 
     def lacks_workers(self) -> bool:
-        """Whether it may have workers again after it had none to ask for."""
+        """Whether it may have workers again after it was about to end."""
         return not self.state.assigned and not self.state.outcome
 
     def knows(self, trainer: Trainer) -> bool:
         return trainer.name in self.state.members
 
     def see_progress(self, trainer: Trainer) -> None:
-        """The supervisor tells what it reads on a trainer's page."""
+        """The supervisor reports a reading of a trainer's page."""
         generation, collectives = trainer.page
         trainer.told = (trainer.page, trainer.beats)
         is_frozen = trainer.hung == "stopped"
