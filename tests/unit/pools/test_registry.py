@@ -33,7 +33,9 @@ def test_local_is_a_pool() -> None:
 
 
 def test_error_for_an_unknown_pool_suggests_the_nearest_name() -> None:
-    with pytest.raises(PoolError, match=r"no pool 'lokal'\. Known pools: local.*Did you mean 'local'"):
+    with pytest.raises(
+        PoolError, match=r"no pool 'lokal'\. Known pools: local.*Did you mean 'local'"
+    ):
         get_pool("lokal")
 
 
