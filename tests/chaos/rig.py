@@ -333,7 +333,7 @@ class RigJob:
 
     @property
     def step(self) -> int:
-        """The newest step in the log."""
+        """Newest step in the log."""
         return self.hosted.record.logged_step
 
     @property
@@ -364,7 +364,7 @@ class RigJob:
         return [event for event in self.events() if isinstance(event, kind)]
 
     async def request(self, request: str, **args: Any) -> str:
-        """Ask for something."""
+        """Send a request to the job."""
         answer = await self._rig.ask("request", job_id=self.id, request=request, args=args)
         return str(answer["message"])
 

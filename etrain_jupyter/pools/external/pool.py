@@ -188,7 +188,7 @@ class AddressPool:
         """
         self._check()
         try:
-            return self._ask_dask(self._is_there)
+            return self._with_client(self._is_installed)
         except NotListeningError:
             return False
 
