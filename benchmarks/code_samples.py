@@ -1,4 +1,4 @@
-"""Sentences and error texts of a checkout, and random samples of them for a reader to judge."""
+"""Extract sentences and error texts from a checkout, and draw random samples for a reviewer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Text = dict[str, str]
 """``where`` (file:line), ``kind`` and ``text``."""
 
 MIN_WORDS = 4
-"""A shorter sentence is a heading, a label or a fragment."""
+"""Minimum length of a sentence; shorter texts are headings, labels or fragments."""
 REMEDIES = re.compile(
     r"\b(set|use|pass|run|type|install|write|try|add|lower|raise|change|remove|delete|choose|make|"
     r"name|free|unset|restart|resume|submit|see|should|must|instead|hint|did you mean|%etrain)\b",
@@ -29,13 +29,13 @@ DIRECTIVE = re.compile(r"#\s*(noqa|type:|fmt:|pragma|ruff|mypy|!|-{3})")
 
 
 def draw(texts: Sequence[Text], count: int, seed: int) -> list[Text]:
-    """Return ``count`` texts drawn at random without replacement, sorted by place."""
+    """Draw ``count`` texts at random without replacement, sorted by location."""
     drawn = random.Random(seed).sample(list(texts), min(count, len(texts)))
     return sorted(drawn, key=lambda text: text["where"])
 
 
 def sentences(package: Path) -> list[Text]:
-    """Return every sentence of a package and of the documents in the checkout around it."""
+    """Return every sentence of a package and of the documentation in its checkout."""
     root = package.parent
     found: list[Text] = []
     for path in sorted(package.rglob("*.py")):
@@ -54,7 +54,7 @@ def sentences(package: Path) -> list[Text]:
 
 
 def error_texts(path: Path, root: Path) -> list[Text]:
-    """Return the texts of the ``raise`` statements of a file that have one."""
+    """Return the texts of the ``raise`` statements in a file."""
     place = path.relative_to(root)
     return [
         {"where": f"{place}:{line}", "kind": name, "text": text}
@@ -63,12 +63,12 @@ def error_texts(path: Path, root: Path) -> list[Text]:
 
 
 def has_value(text: Text) -> bool:
-    """Whether an error text formats a value."""
+    """Return whether an error text formats a value."""
     return "{" in text["text"]
 
 
 def has_remedy(text: Text) -> bool:
-    """Whether an error text contains a word that introduces a remedy."""
+    """Return whether an error text contains a word that introduces a remedy."""
     return REMEDIES.search(text["text"]) is not None
 
 
@@ -78,14 +78,14 @@ Blocks = Iterator[tuple[int, str]]
 
 
 def docstring_blocks(source: str) -> Blocks:
-    """Yield the paragraphs and items of docstrings, those below fields included."""
+    """Yield the paragraphs and items of docstrings, including those below fields."""
     for node in ast.walk(ast.parse(source)):
         if is_docstring(node):
             yield from _paragraphs(inspect.cleandoc(ast.literal_eval(node.value)), node.lineno)
 
 
 def is_docstring(node: ast.AST) -> TypeGuard[ast.Expr]:
-    """Whether a node is a string that stands alone: a docstring, or one below a field."""
+    """Return whether a node is a string statement: a docstring, or one below a field."""
     return (
         isinstance(node, ast.Expr)
         and isinstance(node.value, ast.Constant)
@@ -94,7 +94,7 @@ def is_docstring(node: ast.AST) -> TypeGuard[ast.Expr]:
 
 
 def _paragraphs(text: str, first_line: int) -> Blocks:
-    """Split a docstring at blank lines and items; leave out code, headings and doctests."""
+    """Split a docstring at blank lines and items; skip code, headings and doctests."""
     lines: list[str] = []
     begin, is_code, is_section = first_line, False, False
     for number, line in enumerate([*text.splitlines(), ""], first_line):
@@ -120,7 +120,7 @@ def _paragraphs(text: str, first_line: int) -> Blocks:
 
 
 def comment_blocks(source: str) -> Blocks:
-    """Yield comments; those on adjacent lines of their own belong together."""
+    """Yield comments; join full-line comments on adjacent lines."""
     lines: list[str] = []
     begin = last = 0
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -144,7 +144,7 @@ def error_blocks(source: str) -> Blocks:
 
 
 def markdown_blocks(source: str) -> Blocks:
-    """Yield paragraphs, list items and table cells, without code and headings."""
+    """Yield paragraphs, list items and table cells; skip code and headings."""
     lines: list[str] = []
     begin, is_code = 0, False
     for number, line in enumerate([*source.splitlines(), ""], 1):
@@ -179,7 +179,7 @@ def _sentences_in(blocks: Blocks, kind: str, path: str) -> list[Text]:
 
 
 def _raises_in(source: str) -> Iterator[tuple[int, str, str]]:
-    """Yield line, class and text of each ``raise`` of a new error with a text."""
+    """Yield line, class and text of each ``raise`` that creates an error with a text."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
             call = node.exc
@@ -190,7 +190,7 @@ def _raises_in(source: str) -> Iterator[tuple[int, str, str]]:
 
 
 def _text_of(node: ast.expr) -> str:
-    """Return the text of an expression, its values as ``{expression}``; empty if it has none."""
+    """Return the text of an expression with values as ``{expression}``, or an empty string."""
     if isinstance(node, ast.Constant):
         return node.value if isinstance(node.value, str) else ""
     if isinstance(node, ast.JoinedStr):

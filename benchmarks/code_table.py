@@ -1,20 +1,22 @@
-"""Table of a package's code: sizes, comments, imports and error texts, read from its source alone.
+"""Table of a package's code: sizes, comments, imports and error texts, computed from its source.
 
-The rules are those of the reviews that compare this package with others, so that figures of
-different versions and projects can be compared:
+The rules are those of the reviews that compare this package with others, so figures of different
+versions and projects are comparable:
 
-- A module's lines are all lines of its file; a function's lines run from ``def`` to its end, with
-  its docstring and without its decorators. Methods and nested functions count.
-- Comments are comment tokens, and docstrings are the lines of docstrings, those below fields and
-  constants included. Both are a share of the lines that are not blank.
+- The lines of a module are all lines of its file. The lines of a function run from ``def`` to its
+  end, including its docstring and excluding its decorators. Methods and nested functions count.
+- Comments are counted in comment tokens. Docstrings are counted in lines, including the docstrings
+  of fields and constants. Both are given as a share of the non-blank lines.
 - Two-way imports are pairs of top-level units (packages and modules) that import each other.
-- A circle is a strongly connected set of at least two files. Every import counts, also one inside
-  a function or under ``TYPE_CHECKING``, except those of the package's own ``__init__.py``: it only
-  holds the version and the public names.
-- An error text is the text of a ``raise`` statement. It has a value if it formats one, and a remedy
-  if it contains a word of ``REMEDIES``: an estimate. A sample (``--errors``) is there to be read.
+- A circle is a strongly connected set of at least two files. Imports inside functions and under
+  ``TYPE_CHECKING`` count. The imports of the package's own ``__init__.py`` do not: it contains only
+  the version and the public names.
+- An error text is the text of a ``raise`` statement. It has a value if it formats one. It has a
+  remedy if it contains a word of ``REMEDIES``, which is an estimate; to check it, read a random
+  sample (``--errors``).
 
-``--sentences`` draws sentences of docstrings, comments, error texts and documents at random.
+``--sentences`` draws a random sample of sentences from docstrings, comments, error texts and
+documentation.
 """
 
 from __future__ import annotations
@@ -43,11 +45,11 @@ from benchmarks.code_samples import (
 )
 
 Graph = Mapping[str, set[str]]
-"""Names of units, and for each the units that it imports."""
+"""The units that each unit imports, by name."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the command line."""
+    """Declare the command-line options."""
     package = Path(__file__).parents[1] / "etrain_jupyter"
     parser.add_argument("--package", type=Path, default=package, help="folder of the package")
     parser.add_argument("--sentences", type=int, default=0, help="number of sentences to draw")
@@ -56,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Count everything, and draw the samples."""
+    """Compute all figures and draw the samples."""
     package = options.package.resolve()
     modules = read_package(package)
     shipped = [module for module in modules if ".testing" not in module.name]
@@ -76,7 +78,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def table_of(result: Mapping[str, Any]) -> str:
-    """Return the figures as Markdown, then the samples."""
+    """Format the figures as Markdown, followed by the samples."""
     columns = ["all", "without testing"]
     rows = [[key, *(result[column][key] for column in columns)] for key in result["all"]]
     weights_table = report.table(
@@ -103,28 +105,28 @@ class Module:
     """One source file."""
 
     name: str
-    """Dotted name; that of the package for an ``__init__.py``."""
+    """Dotted name; for an ``__init__.py``, the name of its package."""
     path: Path
     text: str
 
     @cached_property
     def tree(self) -> ast.Module:
-        """Its syntax tree."""
+        """Syntax tree of the module."""
         return ast.parse(self.text)
 
     @property
     def num_lines(self) -> int:
-        """Lines, blank ones included."""
+        """Number of lines, including blank lines."""
         return len(self.text.splitlines())
 
     @property
     def is_package(self) -> bool:
-        """Whether it is an ``__init__.py``."""
+        """Whether the file is an ``__init__.py``."""
         return self.path.name == "__init__.py"
 
 
 def read_package(package: Path) -> list[Module]:
-    """Read all modules below a folder, sorted by name."""
+    """Read all modules in a folder and its subfolders, sorted by name."""
     modules = []
     for path in package.rglob("*.py"):
         parts = path.relative_to(package.parent).with_suffix("").parts
@@ -134,7 +136,7 @@ def read_package(package: Path) -> list[Module]:
 
 
 def figures(modules: list[Module]) -> dict[str, str]:
-    """Return the rows of the table for these modules."""
+    """Return the rows of the table for the given modules."""
     sizes = [module.num_lines for module in modules]
     functions = [size for module in modules for size in function_sizes(module.tree)]
     full = sum(bool(line.strip()) for module in modules for line in module.text.splitlines())
@@ -159,18 +161,18 @@ def figures(modules: list[Module]) -> dict[str, str]:
 
 
 def spread(values: list[int], high: float) -> str:
-    """Return median, a high percentile and maximum."""
+    """Format the median, a high percentile and the maximum."""
     percentile = report.percentile([float(value) for value in values], high)
     return f"{statistics.median(values):.0f}/{percentile:.0f}/{max(values)}"
 
 
 def share(texts: list[Text], has: Callable[[Text], bool]) -> str:
-    """Return the percentage of texts of which ``has`` is true."""
+    """Return the percentage of texts for which ``has`` is true."""
     return f"{sum(map(has, texts)) / max(1, len(texts)):.0%}".rstrip("%")
 
 
 def function_sizes(tree: ast.Module) -> Iterator[int]:
-    """Yield the lines of every function."""
+    """Yield the number of lines of every function."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield (node.end_lineno or node.lineno) - node.lineno + 1
@@ -183,7 +185,7 @@ def count_comments(text: str) -> int:
 
 
 def count_docstring_lines(module: Module) -> int:
-    """Return the lines of a module's docstrings that are not blank."""
+    """Return the number of non-blank lines in a module's docstrings."""
     lines = module.text.splitlines()
     total = 0
     for node in ast.walk(module.tree):
@@ -193,7 +195,7 @@ def count_docstring_lines(module: Module) -> int:
 
 
 def weights(modules: list[Module]) -> list[tuple[str, int, int]]:
-    """Return name, modules and lines of each top-level unit, the largest first."""
+    """Return name, module count and line count of each top-level unit, largest first."""
     counts: dict[str, list[int]] = defaultdict(list)
     for module in modules:
         is_file = module.name.count(".") < 2 and not module.is_package
@@ -204,7 +206,7 @@ def weights(modules: list[Module]) -> list[tuple[str, int, int]]:
 
 
 def unit_of(name: str) -> str:
-    """Return the top-level unit of a module: what follows the package's name.
+    """Return the top-level unit of a module: the part after the package's name.
 
     >>> unit_of("etrain_jupyter.pools.local")
     'pools'
@@ -216,9 +218,9 @@ def unit_of(name: str) -> str:
 
 
 def imports_of(modules: list[Module]) -> Graph:
-    """Return which of these modules each module imports, anywhere in its file.
+    """Return which of the given modules each module imports, anywhere in its file.
 
-    The package's own ``__init__.py`` is left out.
+    The package's own ``__init__.py`` is excluded.
     """
     names = {module.name for module in modules if "." in module.name}
     graph: dict[str, set[str]] = {}

@@ -1,7 +1,7 @@
-"""Attach to runs that earlier versions wrote: read them, audit them, load their weights, resume.
+"""Attach to runs of earlier versions: read and audit them, load their weights, and resume them.
 
-``tests/data/old_runs/make.py`` made the archives and describes what is in them. Only the public
-API is used here, so that this file needs no change when the package is rearranged.
+``tests/data/old_runs/make.py`` created the archives and describes their contents. This file uses
+only the public API, so that it needs no change when the package is rearranged.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 ARCHIVES = Path(__file__).parents[1] / "data" / "old_runs"
 NEWEST = "fd24346"
-"""The archive with all kinds of ends; the other one has only a run with bundle format 1."""
+"""Archive with runs of every final status; the other one has only a run in bundle format 1."""
 LOCAL = [(NEWEST, "finished"), (NEWEST, "stopped"), (NEWEST, "failed"), (NEWEST, "killed")]
 LOCAL += [("d5cb29f", "stopped")]
 RESUMABLE = [case for case in LOCAL if case[1] != "finished"]
@@ -49,7 +49,7 @@ class Net(nn.Module):
 
 @pytest.fixture(scope="module")
 def old(runs: Path) -> dict[str, About]:
-    """Unpack all archives as runs of this user on this machine; return their descriptions."""
+    """Unpack all archives as runs of this user; return their descriptions."""
     return {commit: unpack(commit, runs) for commit in (NEWEST, "d5cb29f")}
 
 
@@ -60,7 +60,7 @@ def remote(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> Iterator[About]:
-    """Put the bucket of run ``remote`` into an S3 server, and make it the run store."""
+    """Copy the bucket of run ``remote`` to an S3 server and use it as the run store."""
     about = old[NEWEST]
     s3_server.make_bucket(about["bucket"])
     extract(NEWEST, tmp_path)
@@ -69,7 +69,7 @@ def remote(
             key = str(path.relative_to(tmp_path / "bucket"))
             s3_server.write(about["bucket"], key, path.read_bytes())
     monkeypatch.setenv("ETRAIN_RUNS", f"s3://{about['bucket']}/runs")
-    assert cli.main(["down"]) == 0, "the cluster that is up does not know this S3"
+    assert cli.main(["down"]) == 0, "the running cluster has no access to this S3 server"
     yield about
     assert cli.main(["down"]) == 0
 
@@ -80,7 +80,7 @@ def extract(commit: str, folder: Path) -> None:
 
 
 def unpack(commit: str, runs: Path) -> About:
-    """Unpack an archive, with this machine in place of the one that wrote it."""
+    """Unpack an archive and replace the paths and the host of the machine that wrote it."""
     folder = runs.parent / commit
     extract(commit, folder)
     about = json.loads((folder / "about.json").read_text())
@@ -91,7 +91,7 @@ def unpack(commit: str, runs: Path) -> About:
     for path in [*folder.glob("runs/*/job.json"), *folder.glob("state/*/cluster.json")]:
         text = path.read_text()
         for before, now in here.items():
-            # The signature covers the folder of the notebook, but not where the cluster was.
+            # The signature covers the notebook's folder but not the location of the cluster.
             text = text.replace(before, now)
         path.write_text(text)
     for path in folder.glob("runs/*"):
@@ -108,7 +108,7 @@ def open_run(about: About, name: str) -> etrain_jupyter.TrainingJob:
 
 
 def check_reading(about: About, name: str) -> None:
-    """Compare all that can be read of a run with what the version that wrote it has read."""
+    """Compare all readable data of a run with the values that its own version reported."""
     expected, job = about["runs"][name], open_run(about, name)
 
     assert job.step == expected["last_step"]
@@ -127,7 +127,7 @@ def check_reading(about: About, name: str) -> None:
 
 
 def check_resumed(about: About, name: str, finished: About, *, is_signed: bool) -> None:
-    """Resume a run to its end, which is that of a run that nothing stopped."""
+    """Resume a run to its end; the result must equal that of an uninterrupted run."""
     if about["python"].split(".")[:2] != platform.python_version().split(".")[:2]:
         pytest.skip(f"the code of this run was pickled by Python {about['python']}")
     expected, job = about["runs"][name], open_run(about, name)
@@ -143,17 +143,17 @@ def check_resumed(about: About, name: str, finished: About, *, is_signed: bool) 
     report = job.audit()
     assert report.ok, report
     weights = {name: torch.tensor(value) for name, value in finished["weights"].items()}
-    # Bit for bit on the machine that made the archive; another processor may round differently.
+    # Bitwise equal on the machine that created the archive; other CPUs may round differently.
     torch.testing.assert_close(dict(job.state_dict()), weights, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize(("commit", "name"), LOCAL)
-def test_run_of_an_earlier_version_can_be_read(
+def test_run_of_an_earlier_version_is_readable(
     old: dict[str, About], commit: str, name: str
 ) -> None:
     check_reading(old[commit], name)
     status = open_run(old[commit], name).status
-    # The log of the killed run ends while it runs, but its cluster is known to be gone.
+    # The log of the killed run ends with status running, but its cluster no longer exists.
     assert status == {"killed": "failed"}.get(name, name)
 
 
@@ -161,7 +161,7 @@ def test_run_of_an_earlier_version_can_be_read(
 def test_run_of_an_earlier_version_is_resumed_to_its_end(
     old: dict[str, About], commit: str, name: str
 ) -> None:
-    # Commit d5cb29f did not sign its runs yet.
+    # Commit d5cb29f did not sign runs.
     finished = old[NEWEST]["runs"]["finished"]
     check_resumed(old[commit], name, finished, is_signed=commit == NEWEST)
 

@@ -25,6 +25,7 @@ from etrain_jupyter.head.coordinator.recovery import Returning
 from etrain_jupyter.head.coordinator.requests import RequestError, Requests, UnknownJobError
 from etrain_jupyter.head.coordinator.roster import WorkerFacts, WorkerRoster
 from etrain_jupyter.head.coordinator.sharing import Sharing
+from etrain_jupyter.head.head_coordinator import HeadCoordinator
 from etrain_jupyter.head.jobs.costs import Money
 from etrain_jupyter.head.jobs.hosted_job import HostedJob
 from etrain_jupyter.head.jobs.job_records import JobRecords
@@ -55,7 +56,7 @@ LAST_UPLOADS_S = 3.0
 Handler = Callable[..., Awaitable[dict[str, Any]]]
 
 
-class Coordinator(SchedulerPlugin):
+class Coordinator(SchedulerPlugin, HeadCoordinator):
     """Runs the jobs of one cluster. Everything happens on the scheduler's event loop."""
 
     name = "etrain-coordinator"

@@ -79,7 +79,7 @@ class Sharing:
         """Hand noticed workers back once the others train without them; in time in any case."""
         used = self._used()
         is_changing = any(
-            j.state.phase == "running" and not j.state.is_ready for j in self._active()
+            j.state.phase == "running" and not j.state.current.is_ready for j in self._active()
         )
         now = clock.now()
         for facts in self._workers:

@@ -1,4 +1,4 @@
-"""One job inside the coordinator: its state, its log, and what its trainers said."""
+"""One job inside the coordinator: its state, its log and its record."""
 
 from __future__ import annotations
 
@@ -22,24 +22,19 @@ from etrain_jupyter.head.jobs.reports import Message, take_report
 from etrain_jupyter.head.jobs.steps import StepClock
 from etrain_jupyter.head.jobs.take_over import (
     find_trainers,
-    past_from,
-    read_past,
-    state_after,
-    state_of_recalled,
+    read_record,
+    recovered_state,
+    resumed_state,
 )
 from etrain_jupyter.log import events
-from etrain_jupyter.log.event_log import read_events
+from etrain_jupyter.log.job_record import JobRecord
 from etrain_jupyter.log.tensorboard import follow_elsewhere
 from etrain_jupyter.rules.membership import commands as c
 from etrain_jupyter.rules.membership import stimuli as s
-from etrain_jupyter.rules.membership.lineage import NOT_BEGUN
 from etrain_jupyter.rules.membership.membership import JobState
 from etrain_jupyter.rules.membership.state_machine import handle
-from etrain_jupyter.rules.policy.checkpoint_interval import words_of
-from etrain_jupyter.rules.policy.job_costs import RunningCost
+from etrain_jupyter.rules.policy.checkpoint_interval import describe_choice
 from etrain_jupyter.rules.replay.checkpoint_evidence import Evidence
-from etrain_jupyter.rules.replay.recalled_workers import RecalledWorkers, recall
-from etrain_jupyter.rules.replay.replay import Past
 
 Tell = Callable[[str, Message], None]
 """Sends an order to a worker's supervisor, by worker name."""
@@ -52,46 +47,31 @@ class HostedJob:
     order: JobSpec
     tell: Tell
     hang_s: float = 30.0
-    """How long ranks may stand still, at least."""
+    """Minimum seconds without progress after which ranks count as stalled."""
     opened: OpenedRun | None = None
-    """Of a job that lies in a bucket: this process as the writer of its log."""
+    """The log of a job in a bucket, opened by this process as its writer; None for other jobs."""
     recalls: PendingRequests | None = None
-    """What was asked of a job whose scheduler died, so that its trainers may live; None for one
-    that is submitted."""
-    recalled: RecalledWorkers | None = field(default=None, init=False)
-    """What its log told, until its trainers were looked for; None for one that is submitted."""
+    """The pending requests of a job whose scheduler died; None for a job that is submitted."""
+    recalled: JobRecord | None = field(default=None, init=False)
+    """The record of a job whose scheduler died, until its trainers were adopted; else None."""
     state: JobState = field(init=False)
-    plan: dict[str, Any] = field(default_factory=dict)
+    record: JobRecord = field(default_factory=JobRecord, init=False)
+    """Everything that its log says, folded from the events that this object appends."""
     step_clock: StepClock = field(default_factory=StepClock)
     trainers: dict[str, TrainerFacts] = field(default_factory=dict)
     planned: PlannedFaults = field(init=False)
-    restoring: int = field(default=0, init=False)
-    """The generation that begins with a checkpoint, until a rank has told which; 0 if none does."""
-    starts: list[int] = field(default_factory=list, init=False)
-    """The step at which each generation began; see ``elastic.lineage``."""
-
-    evaluated_step: int = field(default=-1, init=False)
-    """Step of the newest evaluation in the log that holds."""
-    best_told: dict[str, Any] | None = field(default=None, init=False)
-    """The newest ``BestReached`` that holds, as it was told."""
-    num_samples_before: int = field(default=0, init=False)
-    """Training samples that a resumed job had; 0 for another one."""
-    ended_early_in: int = field(default=0, init=False)
-    """The generation that has told of an early end; 0 if none has."""
     evidence: Evidence = field(default_factory=Evidence, init=False)
-    """What ``checkpoint.every: auto`` follows from."""
-    cost_before: RunningCost = field(default_factory=RunningCost, init=False)
-    """What a job had cost that was resumed, or whose scheduler died."""
+    """The basis of ``checkpoint.every: auto``: the same events, by this process's clock."""
     describe_worker: Callable[[str], dict[str, Any]] = field(default=lambda worker: {}, init=False)
-    """Returns what is known of a worker's machine, as ``WorkerJoined`` has it."""
+    """Returns the facts of a worker's machine that ``WorkerJoined`` has."""
     before_end: Callable[[HostedJob], None] = field(default=lambda job: None, init=False)
-    """Called before the log is told of its end: nothing can follow that."""
+    """Called before the end of the job is logged: no event can follow that."""
     printed: PrintedLines = field(default_factory=PrintedLines, init=False)
     """Decides which printed lines are logged."""
     defects: Defects = field(default_factory=Defects, init=False)
-    """Takes the exceptions of our own code."""
+    """Collects the exceptions of our own code."""
     is_let_go: bool = field(default=False, init=False)
-    """Whether what an ended job does not need any more was freed."""
+    """Whether the resources of an ended job were freed."""
     is_recorded: bool = field(default=True, init=False)
     """Whether the next scheduler would find its record."""
 
@@ -114,7 +94,7 @@ class HostedJob:
             else:
                 self._recall(self.recalls)
         except BaseException:
-            self._log.abandon()  # somebody else may try
+            self._log.abandon()  # another process may open it
             raise
 
     def _open_log(self) -> JobLog:
@@ -123,7 +103,7 @@ class HostedJob:
         return MirroredLog(self.order, self.opened, lambda: self.handle(s.StopAsked(now=True)))
 
     def _begin(self) -> None:
-        """Tell the log that the job begins, or goes on from what it has."""
+        """Log that the job begins, or that it is resumed from its log."""
         order = self.order
         asked: dict[str, Any] = {
             "min_workers": order.min_workers,
@@ -131,49 +111,48 @@ class HostedJob:
             "pool": order.pool,
             "config": order.config,
         }
-        past = read_past(order, order.log_path) if order.resumes else Past()
-        if past.num_events:
-            self._go_on_from(past)
-            told = {"from_status": past.status, "step": past.step, "differs": order.differs}
-            self.log(events.JobResumed, **asked, **told)
+        if order.resumes:
+            self._read_log()
+        before = self.record
+        if before.num_events:
+            self.state = resumed_state(before, self.state)
+            self.log(
+                events.JobResumed,
+                **asked,
+                from_status=before.status,
+                step=before.logged_step,
+                differs=order.differs,
+            )
         else:
             self.log(events.JobSubmitted, name=order.name, **asked)
         self.log(events.JobStatusChanged, status="submitted")
         self._follow_with_tensorboard()
 
-    def _go_on_from(self, past: Past) -> None:
-        self.state = state_after(past, self.state)
-        self.starts, self.num_samples_before = past.starts, past.num_train_samples
-        self.evidence, self.cost_before = past.evidence, past.cost
+    def _read_log(self) -> None:
+        """Fold what earlier coordinators have appended."""
+        self.record, self.evidence = read_record(self.order, self.order.log_path)
         self.evidence.shift(clock.from_wall(0.0))
-        self.evaluated_step, self.best_told = past.evaluated_step, past.best
-        self.step_clock.logged_step = past.step
 
     def _recall(self, wishes: PendingRequests) -> None:
-        """Stand where the coordinator stood that died; the trainers are looked for later."""
-        log = read_events(self.order.log_path)
-        past, self.recalled = past_from(log, self.order), recall(log)
-        if self.recalled.last_step_at:
-            self.recalled.last_step_at = clock.from_wall(self.recalled.last_step_at)
-        self._go_on_from(past)
-        self.state = state_of_recalled(self.state, self.recalled, wishes, past=past)
-        self.plan, self.step_clock.step_s = self.recalled.plan, self.recalled.step_s
-        self.ended_early_in = self.recalled.ended_early_in
+        """Recover the state that the dead coordinator had; the trainers are adopted later."""
+        self._read_log()
+        self.recalled = self.record
+        self.state = recovered_state(self.record, self.state, wishes)
+        self.step_clock.step_s = self.record.step_s
         if wishes.faults is not None:
             left = [fault for fault in self.order.faults if fault["id"] in wishes.faults]
             self.planned = PlannedFaults(left)
-        if self.recalled.is_ended:
-            self.state = self.state.replace(phase="ended")
+        if self.state.is_ended:
             self._log.close()
             return
         self._follow_with_tensorboard()
 
     def adopt(self, standings: Mapping[str, Mapping[str, Any]], *, away_s: float) -> None:
-        """Go on with those trainers of a recalled job that are there.
+        """Adopt the surviving trainers of a recovered job.
 
         Args:
-            standings: What the supervisors say of the trainers that they have, by name.
-            away_s: How long nobody could be told anything.
+            standings: The supervisors' reports about their trainers, by trainer name.
+            away_s: Seconds without a scheduler.
         """
         recalled, self.recalled = self.recalled, None
         assert recalled is not None
@@ -182,7 +161,7 @@ class HostedJob:
         workers = [found.worker for found, _ in pairs]
         lost = tuple(worker for worker in recalled.trainers if worker not in workers)
         self.step_clock.ranks = tuple(recalled.trainers.get(w, "") for w in recalled.ranks)
-        step = self.step_clock.logged_step
+        step = recalled.logged_step
         told = {"workers": workers, "lost": list(lost)}
         self.log(events.SchedulerRestarted, step=step, away_s=away_s, **told)
         self.handle(
@@ -201,11 +180,11 @@ class HostedJob:
 
     @property
     def wishes(self) -> PendingRequests:
-        """What somebody has asked for that the log does not tell yet."""
+        """The user's requests that are not in the log yet."""
         state = self.state
         return PendingRequests(
-            paused=state.paused,
-            pause_reason=state.pause_reason,
+            paused=state.pause is not None,
+            pause_reason=state.pause.reason if state.pause else "",
             is_stopping=state.outcome == "stopped",
             faults=self.planned.left,
         )
@@ -217,33 +196,34 @@ class HostedJob:
     def _write_tensorboard(self, log_path: Path, folder: Path) -> None:
         loop = asyncio.get_running_loop()
 
-        def tell(why: str) -> None:
-            loop.call_soon_threadsafe(self._remark, f"TensorBoard's files are not written: {why}")
+        def warn(why: str) -> None:
+            loop.call_soon_threadsafe(self._warn, f"TensorBoard's files are not written: {why}")
 
-        follow_elsewhere(log_path, folder, tell)
+        follow_elsewhere(log_path, folder, warn)
 
-    def _remark(self, text: str) -> None:
+    def _warn(self, text: str) -> None:
         if not self.state.is_ended:  # its log is closed then
             self.log(events.LogLine, level="warning", worker="", text=text)
 
     # --- the log ---
 
     def log(self, kind: type[events.Event], **values: Any) -> None:
-        """Append one fact that happened now, unless it brings its own ``time``."""
+        """Append one event that happened now, unless ``values`` have its ``time``."""
         common = {"time": time.time(), "generation": self.state.generation}
         self._append([kind(job_id=self.order.job_id, **{**common, **values})])
 
-    def log_all(self, facts: Sequence[events.Event]) -> None:
-        """Append facts that bring their own time and generation."""
-        self._append(list(facts))
+    def log_all(self, new: Sequence[events.Event]) -> None:
+        """Append events that have their own time and generation."""
+        self._append(list(new))
 
-    def _append(self, facts: list[events.Event]) -> None:
-        self._log.append(facts)
-        for event in facts:
+    def _append(self, new: list[events.Event]) -> None:
+        self._log.append(new)
+        for event in new:
+            self.record.apply(event)
             self.evidence.fold(event, clock.now())
 
     def report_dropped_lines(self, *, is_last: bool = False) -> None:
-        """Log how many printed lines were not logged, from time to time."""
+        """Log the number of dropped printed lines, at intervals."""
         num = self.printed.report(clock.now(), is_last=is_last)
         if num:
             text = (
@@ -253,19 +233,19 @@ class HostedJob:
             self.log(events.LogLine, level="warning", worker="", text=text)
 
     def review_pace(self) -> None:
-        """Choose anew how often ``checkpoint.every: auto`` saves; tell all if that changes it."""
+        """Update the interval of ``checkpoint.every: auto``; notify the ranks if it changes."""
         if not self.order.is_paced or self.state.outcome:
             return
         choice = self.evidence.review(clock.now())
         if choice is None:
             return
-        told = dataclasses.asdict(choice)
-        self.log(events.CheckpointIntervalChosen, **told, reason=words_of(choice))
+        values = dataclasses.asdict(choice)
+        self.log(events.CheckpointIntervalChosen, **values, reason=describe_choice(choice))
         for member in self.state.in_phase("ranked"):
             self.send(member.trainer, {"op": "pace", "interval_s": choice.interval_s})
 
     def _pace(self, *, restore: bool) -> Message:
-        """Return how often the next generation saves, and how old the newest checkpoint is."""
+        """Return the next generation's checkpoint interval and the age of the newest checkpoint."""
         choice = self.evidence.choice
         if choice is None:
             return {}
@@ -283,49 +263,49 @@ class HostedJob:
 
     @property
     def has_told_its_end(self) -> bool:
-        """Whether it has ended, and listeners may know: a bucket may get the end first."""
+        """Whether it has ended, and readers may see that: a bucket may have to get it first."""
         return self.state.is_ended and self._log.is_told
 
     @property
     def is_uploading(self) -> bool:
-        """Whether a bucket does not have the whole log yet, and may get it."""
+        """Whether the upload of an ended job's log to a bucket is still in progress."""
         return self.state.is_ended and self._log.is_uploading
 
     @property
     def is_log_behind(self) -> bool:
-        """Whether events are only in memory, because the disk does not accept them."""
+        """Whether events are only in memory, because the disk rejects them."""
         return self._log.is_behind
 
     @property
     def log_trouble(self) -> str:
-        """Why events are only in memory, and what to do about it; empty if none are."""
+        """Why events are only in memory, with a remedy; empty if none are."""
         return self._log.trouble
 
     def retry_log(self) -> None:
-        """Write the events that the disk did not accept before."""
+        """Retry to write the events that the disk rejected."""
         self._log.retry()
 
     def abandon_log(self) -> None:
-        """Close the log without them: the process ends."""
+        """Close the log without them, because the process exits."""
         self._log.abandon()
 
     def let_go(self) -> None:
-        """Free what an ended job does not need any more."""
+        """Free the resources of an ended job."""
         self.is_let_go = True
         self.trainers.clear()
 
     @property
     def changed(self) -> asyncio.Event:
-        """Set with the next event."""
+        """Set when the next event is appended."""
         return self._log.changed
 
     # --- the state machine ---
 
     def handle(self, stimulus: s.Stimulus) -> None:
-        """Let the state machine decide, and do what it says.
+        """Pass a stimulus to the state machine and carry out its commands.
 
-        The state is the new one before its commands are carried out, so each of them is, also if
-        one before it raises.
+        The new state is in place before the commands are carried out, and each of them is carried
+        out even if an earlier one raises.
         """
         was_ended = self.state.is_ended
         with self.defects.watch(self, f"deciding on {type(stimulus).__name__}"):
@@ -360,7 +340,7 @@ class HostedJob:
         )
 
     def send(self, trainer: str, message: Message) -> None:
-        """Tell a trainer something, through its supervisor."""
+        """Send a message to a trainer, through its supervisor."""
         worker = self.trainers[trainer].worker
         self.tell(worker, {"op": "tell", "trainer": trainer, "message": message})
 
@@ -385,19 +365,19 @@ class HostedJob:
                     "is_guarded": command.is_guarded,
                     "behind": list(command.behind),
                     "restore": command.restore,
-                    "logged_step": min(self.step_clock.logged_step, command.step),
+                    "logged_step": min(self.record.logged_step, command.step),
                     "backend": command.backend,
                     "faults": self.planned.of_rank(rank, len(command.trainers)),
-                    "log_end": self.step_clock.logged_step,
-                    "starts": list(self.starts),
+                    "log_end": self.record.logged_step,
+                    "starts": self.record.starts,
                     "pace": self._pace(restore=command.restore),
                 },
             )
 
     def _save(self, command: c.SaveCheckpoint) -> None:
-        logged_step = self.step_clock.logged_step
+        logged_step = self.record.logged_step
         order = {"op": "save", "generation": self.state.generation, "logged_step": logged_step}
-        self.send(command.trainer, {**order, "starts": list(self.starts)})
+        self.send(command.trainer, {**order, "starts": self.record.starts})
 
     def _ask_for_checkpoint(self, command: c.AskForCheckpoint) -> None:
         for trainer in command.trainers:
@@ -422,69 +402,63 @@ class HostedJob:
             pids = [by_worker.get(worker, 0) for worker in event.ranks]
             event = dataclasses.replace(event, trainer_pids=pids)
         if isinstance(event, events.JobStatusChanged) and event.status in events.TERMINAL_STATUSES:
-            with self.defects.watch(self, "adding up what there was"):
+            with self.defects.watch(self, "logging the totals"):
                 self.before_end(self)
                 self.report_dropped_lines(is_last=True)
         self._append([event])
         if isinstance(event, events.GenerationFormed):
             self.review_pace()
-            is_older = event.step < self.step_clock.logged_step
-            if self.state.is_restoring:  # the first rank that has formed tells to which step
-                self.restoring = event.generation
-                self.starts.append(NOT_BEGUN)
-                return
-            self.starts.append(event.step)
-            if is_older:
-                self.go_back(event.step)
+            if self.state.current.is_restoring:
+                return  # the first rank that has formed reports the checkpoint's step
+            self.record.started_from(event.step)
+            if event.step < self.record.logged_step:
+                self.log_restored(event.step)
 
-    # --- what trainers say ---
+    # --- reports of trainers ---
 
     def take_report(self, trainer: str, message: Message) -> None:
         """Take one message of a trainer of this job."""
         take_report(self, trainer, message)
 
     def take_progress(self, trainer: str, page: Mapping[str, Any]) -> None:
-        """Take what a supervisor read on a trainer's progress page."""
+        """Take a supervisor's reading of a trainer's progress page."""
         if trainer not in self.state.members:
             return
         names = ("generation", "collectives", "beats", "phase", "alive_age_s", "process")
         self.handle(s.ProgressSeen(trainer=trainer, **{name: page[name] for name in names}))
 
-    def go_back(self, step: int) -> None:
-        """Log that what comes after ``step`` is trained again.
+    def log_restored(self, step: int) -> None:
+        """Log that the steps after ``step`` are trained again.
 
-        A checkpoint may be ahead of the log; then the ranks have the records that are missing.
+        A checkpoint may be ahead of the log; then the ranks have the missing step records.
         """
-        undone = max(0, self.step_clock.logged_step - step)
-        self.step_clock.logged_step -= undone
-        self.evaluated_step = -1 if self.evaluated_step > step else self.evaluated_step
-        if self.best_told is not None and self.best_told["step"] > step:
-            self.best_told = None
-        self.log(events.JobRestored, step=step, num_undone=undone)
+        num_undone = max(0, self.record.logged_step - step)
+        self.log(events.JobRestored, step=step, num_undone=num_undone)
 
-    # --- what others want to know ---
+    # --- queries ---
 
     def ranks(self) -> list[str]:
-        """Return the workers that train in the living generation, in rank order."""
+        """Return the workers of the current generation, in rank order."""
         ranked = {m.trainer: m.worker for m in self.state.in_phase("ranked")}
         return [ranked[name] for name in self.step_clock.ranks if name in ranked]
 
     def summary(self) -> dict[str, Any]:
         """Return one line of the list of jobs."""
         state = self.state
+        plan = self.record.plan if self.record.is_planned else None
         return {
             "job_id": state.job_id,
             "name": self.order.name,
             "status": state.status,
             "step": state.step,
-            "total_steps": self.plan.get("total_steps", 0),
+            "total_steps": plan.total_steps if plan is not None else 0,
             "world_size": len(state.in_phase("ranked", "reported")),
             "generation": state.generation,
             "run_dir": str(self.order.run_dir),
         }
 
     def members(self) -> list[dict[str, Any]]:
-        """Return a record a member: worker, rank, state, device, trainer_pid."""
+        """Return a record per member: worker, rank, state, device, trainer_pid."""
         records = []
         ranks = {name: rank for rank, name in enumerate(self.step_clock.ranks)}
         for member in self.state.in_phase("ranked", "reported", "warm", "starting"):

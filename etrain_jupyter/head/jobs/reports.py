@@ -55,7 +55,8 @@ def _on_started(job: HostedJob, _: str, facts: TrainerFacts, message: Message) -
 def _on_hello(job: HostedJob, trainer: str, facts: TrainerFacts, message: Message) -> None:
     facts.pid, facts.device = message["pid"], message["device"]
     facts.gpu = message.get("gpu", "")
-    before, now = job.num_samples_before, message["plan"]["num_train_samples"]
+    before, now = job.record.num_samples_before, message["plan"]["num_train_samples"]
+    plan = job.record.plan if job.record.is_planned else None
     if before not in (0, now) and not job.order.is_forced:
         text = (
             f"data.train has {now} samples, and had {before} when the job was trained before: the "
@@ -64,14 +65,13 @@ def _on_hello(job: HostedJob, trainer: str, facts: TrainerFacts, message: Messag
         )
         _fail(job, trainer, text)
         return
-    if not job.plan:
-        job.plan = message["plan"]
-        job.log(events.JobPlanned, **job.plan)
-    elif _lengths(message["plan"]) != _lengths(job.plan):
+    if plan is None:
+        job.log(events.JobPlanned, **message["plan"])
+    elif _lengths(message["plan"]) != (plan.num_train_samples, plan.num_eval_samples):
         text = (
             f"data of different length on the workers: {_lengths(message['plan'])} samples on "
-            f"{facts.worker}, {_lengths(job.plan)} on the first. data.train and data.eval must "
-            "give the same samples everywhere."
+            f"{facts.worker}, {plan.num_train_samples, plan.num_eval_samples} on the first. "
+            "data.train and data.eval must give the same samples everywhere."
         )
         _fail(job, trainer, text)
         return
@@ -103,10 +103,8 @@ def _on_store(job: HostedJob, trainer: str, _: TrainerFacts, message: Message) -
 def _on_formed(job: HostedJob, trainer: str, _: TrainerFacts, message: Message) -> None:
     times = {name: message.get(name, 0.0) for name in ("connect_s", "sync_s", "wrap_s")}
     generation = message["generation"]
-    if generation == job.restoring:
-        job.restoring = 0
-        job.starts[generation - 1] = message["step"]
-        job.go_back(message["step"])
+    if job.state.current.is_restoring and job.record.restored_in != generation:
+        job.log_restored(message["step"])
     step = message.get("step", 0)
     job.handle(s.TrainerFormed(trainer=trainer, generation=generation, step=step, **times))
 
@@ -127,9 +125,8 @@ def _on_report(job: HostedJob, trainer: str, _: TrainerFacts, message: Message) 
         )
         return
     ended_early = message.get("ended_early")
-    if ended_early and job.ended_early_in != generation:
-        # All ranks tell: whoever is heard first speaks for all.
-        job.ended_early_in = generation
+    if ended_early and job.record.early_stop_generation != generation:
+        # All ranks report the same: the first report is logged.
         job.log(events.EarlyStopped, **ended_early)
     job.handle(
         s.TrainerReported(
@@ -147,14 +144,13 @@ def _on_report(job: HostedJob, trainer: str, _: TrainerFacts, message: Message) 
 
 
 def _on_steps(job: HostedJob, _: str, __: TrainerFacts, message: Message) -> None:
-    records = job.step_clock.take(message["records"])
+    records = job.step_clock.take(message["records"], after=job.record.logged_step)
     job.log_all([events.StepCompleted(job_id=job.order.job_id, **r) for r in records])
     if records:
-        clock = job.step_clock
         job.handle(
             s.StepsCommitted(
-                step=clock.logged_step,
-                step_s=clock.step_s,
+                step=job.record.logged_step,
+                step_s=job.step_clock.step_s,
                 committed_at=_here(records[-1]["time"]),
             )
         )
@@ -168,9 +164,8 @@ def _here(told_at: float) -> float:
 
 def _on_eval(job: HostedJob, _: str, __: TrainerFacts, message: Message) -> None:
     record = message["record"]
-    if record["step"] == job.evaluated_step:
-        return  # rank 0 tells once more what the one before it may not have told
-    job.evaluated_step = record["step"]
+    if record["step"] == job.record.evaluated_step:
+        return  # a new rank 0 repeats what the previous one may not have sent
     job.log(events.EvalCompleted, **record)
     if not math.isfinite(record["loss"]):
         what = f"the loss of the evaluation is {record['loss']}; training goes on"
@@ -179,10 +174,10 @@ def _on_eval(job: HostedJob, _: str, __: TrainerFacts, message: Message) -> None
 
 
 def _on_best(job: HostedJob, _: str, __: TrainerFacts, message: Message) -> None:
-    # Every generation's rank 0 tells what is known: the one that found it may have died with it.
-    if message["record"] != job.best_told:
-        job.best_told = message["record"]
-        job.log(events.BestReached, **message["record"])
+    # Every generation's rank 0 repeats it: the one that found it may have died before it sent it.
+    known, record = job.record.best_told, message["record"]
+    if known is None or any(getattr(known, name) != value for name, value in record.items()):
+        job.log(events.BestReached, **record)
 
 
 def _on_weights(job: HostedJob, _: str, facts: TrainerFacts, message: Message) -> None:
@@ -197,7 +192,7 @@ def _on_rank_times(job: HostedJob, _: str, facts: TrainerFacts, message: Message
 def _on_committed(job: HostedJob, trainer: str, _: TrainerFacts, message: Message) -> None:
     step, generation = message["record"]["step"], message["generation"]
     is_ahead = trainer not in job.state.members and step > job.state.step
-    if is_ahead or not is_of_job(generation=generation, step=step, starts=job.starts):
+    if is_ahead or not is_of_job(generation=generation, step=step, starts=job.record.starts):
         return  # it was given up and has gone on alone: the job never had these steps
     job.log(events.CheckpointCommitted, **message["record"])
     job.review_pace()

@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING
 
 from etrain_jupyter import __version__
 from etrain_jupyter.errors import ConfigError, EtrainError
-from etrain_jupyter.head.local_workers import finish_gpu_query, start_gpu_query, torch_has_cuda
 from etrain_jupyter.notebook.job.link import open_link
 from etrain_jupyter.notebook.job.run_store import ROOT_VARIABLE, RunStore
 from etrain_jupyter.pools.catalog import PoolEntry, files, read_catalog
 from etrain_jupyter.pools.clusters import AWS, aws_specs
 from etrain_jupyter.pools.registry import make_pool
 from etrain_jupyter.process.cluster_dir import cluster_dirs
+from etrain_jupyter.process.gpus import finish_gpu_query, start_gpu_query, torch_has_cuda
 from etrain_jupyter.process.state_root import state_root
 from etrain_jupyter.process.tls import mint_certificates, read_security, write_certificates
 

@@ -1,4 +1,4 @@
-"""The table of a package's code, and the samples of its sentences and error texts."""
+"""Test the table of a package's code and the samples of its sentences and error texts."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def shop(tmp_path: Path) -> Path:
     return tmp_path / "shop"
 
 
-def test_sentences_come_from_docstrings_comments_errors_and_documents(shop: Path) -> None:
+def test_sentences_come_from_docstrings_comments_errors_and_docs(shop: Path) -> None:
     found = [(one["kind"], one["where"], one["text"]) for one in code_samples.sentences(shop)]
 
     assert found == [
@@ -79,7 +79,7 @@ def test_sentences_come_from_docstrings_comments_errors_and_documents(shop: Path
     ]
 
 
-def test_error_text_has_its_values_and_a_remedy(shop: Path) -> None:
+def test_error_text_includes_its_values_and_a_remedy(shop: Path) -> None:
     [error] = code_samples.error_texts(shop / "front" / "till.py", shop.parent)
 
     assert error["text"] == "amount={amount} is below zero. Pass a positive amount."
@@ -88,7 +88,7 @@ def test_error_text_has_its_values_and_a_remedy(shop: Path) -> None:
     assert code_samples.has_remedy(error)
 
 
-def test_circle_is_found_through_an_import_inside_a_function(shop: Path) -> None:
+def test_circle_through_an_import_inside_a_function_is_found(shop: Path) -> None:
     graph = code_table.imports_of(code_table.read_package(shop))
 
     assert code_table.circles(graph) == [["shop.front.till", "shop.stock.shelves"]]

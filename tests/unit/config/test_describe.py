@@ -191,3 +191,11 @@ def test_groups_are_found_by_path() -> None:
     assert group_at(("checkpoint", "best")) is not None
     assert group_at(("model",)) is None
     assert group_at(("eval", "every", "more")) is None
+
+
+def test_help_names_what_a_number_is_short_for() -> None:
+    batch = describe(("batch",))
+
+    assert batch is not None
+    assert batch.takes == "whole number or group of keys"
+    assert batch.meaning.endswith("A number N is short for {global: N}.")

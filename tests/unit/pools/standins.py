@@ -1,6 +1,6 @@
-"""A coordinator and a supervisor that do nothing but what a pool needs of them.
+"""Minimal coordinator and supervisor for tests of pools.
 
-The head and the workers import them by name, so this file imports nothing of the tests.
+The scheduler and worker processes import them by name, so this file imports nothing of the tests.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Any
 
 from distributed import SchedulerPlugin, WorkerPlugin
 
+from etrain_jupyter.head.head_coordinator import HeadCoordinator
+
 COORDINATOR = "tests.unit.pools.standins:Coordinator"
 FAILING_COORDINATOR = "tests.unit.pools.standins:FailingCoordinator"
 SLOW_COORDINATOR = "tests.unit.pools.standins:SlowCoordinator"
@@ -19,7 +21,7 @@ SUPERVISOR = "tests.unit.pools.standins:Supervisor"
 FAILING_SUPERVISOR = "tests.unit.pools.standins:FailingSupervisor"
 
 
-class Coordinator(SchedulerPlugin):
+class Coordinator(SchedulerPlugin, HeadCoordinator):
     """Idle from the start; ``etrain_test_job`` makes it busy."""
 
     name = "etrain-coordinator"

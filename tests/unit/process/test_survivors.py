@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from etrain_jupyter.head.local_workers import LocalNodes, Slot
+from etrain_jupyter.head.local_workers import LocalNodes
+from etrain_jupyter.head.slots import Slot
 from etrain_jupyter.process.cluster_dir import ClusterDir
 from etrain_jupyter.process.cluster_settings import ClusterSettings
 from etrain_jupyter.process.processes import wait_until

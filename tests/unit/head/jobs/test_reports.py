@@ -8,8 +8,9 @@ import pytest
 
 from etrain_jupyter.head.jobs.printed_lines import PrintedLines
 from etrain_jupyter.log import events
+from etrain_jupyter.log.job_record import NOT_BEGUN
 from etrain_jupyter.rules.membership import stimuli as s
-from etrain_jupyter.rules.membership.lineage import NOT_BEGUN
+from etrain_jupyter.rules.membership.membership import Finishing
 from tests.unit.head.coordinator.rig import PLAN, Rig
 
 
@@ -225,10 +226,10 @@ async def test_what_was_evaluated_after_the_step_that_a_job_goes_back_to_counts_
             rig.say("w1", {"op": op, "trainer": trainer, "generation": 1, "record": record})
 
     tell()
-    rig.job.go_back(5)
+    rig.job.log_restored(5)
     tell()
     assert len(rig.events(events.EvalCompleted)) == len(rig.events(events.BestReached)) == 2
-    rig.job.go_back(6)
+    rig.job.log_restored(6)
     tell()
     assert len(rig.events(events.EvalCompleted)) == len(rig.events(events.BestReached)) == 2
 
@@ -249,7 +250,7 @@ async def test_early_end_that_every_rank_tells_is_logged_once(rig):
         rig.say(worker, {**report, "why": "done", "undone": False, "ended_early": told})
 
     assert [e.step for e in rig.events(events.EarlyStopped)] == [6]
-    assert rig.job.state.ending == "early stopping: enough"
+    assert rig.job.state.ending == Finishing(reason="early stopping: enough")
 
 
 # --- printed lines (review R9) ---

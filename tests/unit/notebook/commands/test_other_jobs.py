@@ -14,6 +14,7 @@ from etrain_jupyter.log.events import Event, JobStatusChanged, JobSubmitted
 from etrain_jupyter.notebook.commands import other_jobs
 from etrain_jupyter.notebook.job import run_store
 from etrain_jupyter.notebook.job.run_store import RunStore
+from etrain_jupyter.notebook.job.whereabouts import Whereabouts
 from etrain_jupyter.process.cluster_dir import ClusterDir
 from etrain_jupyter.process.cluster_settings import ClusterSettings
 from etrain_jupyter.process.machine_load import LOAD_FILE, Load, write_load
@@ -43,7 +44,7 @@ def make_job(store: RunStore, name: str, *, status: str, cluster: ClusterDir | N
 def test_jobs_that_run_and_are_not_followed_are_offered(
     store: RunStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_store, "has_ended", lambda cluster, host: False)
+    monkeypatch.setattr(run_store, "find_cluster", lambda cluster, host: Whereabouts())
     running = make_job(store, "running", status="running")
     followed = make_job(store, "followed", status="running")
     make_job(store, "over", status="finished")
@@ -63,7 +64,8 @@ def test_jobs_that_run_and_are_not_followed_are_offered(
 def test_a_job_whose_cluster_has_ended_is_not_offered(
     store: RunStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_store, "has_ended", lambda cluster, host: True)
+    ended = Whereabouts(has_ended=True)
+    monkeypatch.setattr(run_store, "find_cluster", lambda cluster, host: ended)
     make_job(store, "orphan", status="running")
 
     assert other_jobs.find_others(store, ()) == []
@@ -144,7 +146,7 @@ def test_looking_around_imports_no_dask(cluster: ClusterDir, store: RunStore) ->
     make_job(store, "running", status="running", cluster=cluster)
     write_load(cluster, Load(workers=2, idle_since=None))
     code = (
-        "import sys; from etrain_jupyter.notebook.job.run_store import open_runs\n"
+        "import sys; from etrain_jupyter.notebook.job.runs import open_runs\n"
         "from etrain_jupyter.notebook.commands.other_jobs import look_around\n"
         "around = look_around(open_runs(), (), is_asked=True)\n"
         "print(len(around.others), len(around.pools))\n"

@@ -343,7 +343,7 @@ def test_terminal_lists_and_exports(
     assert (lines[2][0], lines[2][-2:]) == ("30", ["newest", "whole"])
     assert lines[3] == ["20", "-", "-", "-", "-", "-", "broken"]
     assert (lines[4][0], lines[4][-2:]) == ("10", ["best", "whole"])
-    assert said.splitlines()[5].startswith("step 20: step_00000020: its manifest is cut short")
+    assert said.splitlines()[5].startswith("step 20: step_00000020: its manifest is truncated")
     assert_weights(tmp_path / "a", 10)
     assert "--overwrite" in refused
 

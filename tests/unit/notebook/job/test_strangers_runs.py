@@ -20,10 +20,12 @@ from etrain_jupyter.log.events import JobStatusChanged, JobSubmitted
 from etrain_jupyter.log.segments import read_log
 from etrain_jupyter.notebook.job import open_jobs, ownership
 from etrain_jupyter.notebook.job.history import peek_log
+from etrain_jupyter.notebook.job.job_record import JobRecord
 from etrain_jupyter.notebook.job.link import ClusterLink, UnreachableError
 from etrain_jupyter.notebook.job.open_jobs import attach, link_of
-from etrain_jupyter.notebook.job.resume import ResumeRequest, resume_job
-from etrain_jupyter.notebook.job.run_store import JobRecord, RunStore
+from etrain_jupyter.notebook.job.resume import resume_job
+from etrain_jupyter.notebook.job.resume_request import ResumeRequest
+from etrain_jupyter.notebook.job.run_store import RunStore
 from etrain_jupyter.notebook.job.store_link import StoreLink
 from etrain_jupyter.pools.own_clusters import note_scheduler
 from etrain_jupyter.process.address import SchedulerAddress
@@ -238,7 +240,7 @@ def test_ended_cluster_of_this_machine_is_known_to_have_ended(store: RunStore) -
     record = plant(store, cluster=values, host=platform.node())
 
     assert link_of(record) is None
-    assert store.standing(record).is_gone
+    assert store.summarize(record).is_gone
 
 
 def test_job_that_may_train_elsewhere_is_resumed_by_force_only(store: RunStore) -> None:

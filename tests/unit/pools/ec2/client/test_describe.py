@@ -11,7 +11,7 @@ def test_every_key_of_the_table_says_what_it_means() -> None:
     assert [key for key, _, meaning in rows if len(meaning) < 10] == []
 
 
-def test_keys_of_groups_are_told_with_defaults_as_the_file_spells_them() -> None:
+def test_keys_of_groups_have_defaults_in_yaml_format() -> None:
     rows = {
         key.strip("| `"): default
         for key, default, _ in (row.split(" | ") for row in keys_as_table().splitlines()[2:])

@@ -1,7 +1,7 @@
-"""The lives of a job: what each resume had it train from there on.
+"""The attempts of a job, each from one submit or resume to the next, and their rules.
 
-An ordinary resume changes nothing of that, and its steps are checked as if nobody had died. Where
-somebody has forced another seed, batch or data on it, each life is checked by its own rules.
+An ordinary resume changes no rules, and its steps are checked as if there had been no interruption.
+If a resume forces another seed, batch or data set, each attempt is checked by its own rules.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from etrain_jupyter.rules.samples.ledger import StepRange
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """What the log says between two resumes."""
+    """The part of a log between two resumes."""
 
     after: int
-    """The last generation before it."""
+    """The last generation of the previous attempt."""
     seed: int
     planned: JobPlanned | None
-    """None if no trainer came to tell."""
+    """None if no trainer reported one."""
     evals: tuple[EvalCompleted, ...]
 
 
-def lives_of(log: Sequence[Event]) -> list[Attempt]:
-    """Cut a log at its resumes."""
+def attempts_of(log: Sequence[Event]) -> list[Attempt]:
+    """Split a log at its resumes."""
     parts: list[list[Event]] = [[]]
     for event in log:
         if isinstance(event, JobResumed):
             parts.append([])
         parts[-1].append(event)
-    return [_life_of(part) for part in parts]
+    return [_attempt_of(part) for part in parts]
 
 
-def _life_of(part: Sequence[Event]) -> Attempt:
+def _attempt_of(part: Sequence[Event]) -> Attempt:
     asked = next((e for e in part if isinstance(e, JobSubmitted | JobResumed)), None)
     return Attempt(
         after=asked.generation if isinstance(asked, JobResumed) else 0,
@@ -54,23 +54,23 @@ def _life_of(part: Sequence[Event]) -> Attempt:
     )
 
 
-def check_lives(
-    lives: Sequence[Attempt], steps: Sequence[StepCompleted], start: int
+def check_attempts(
+    attempts: Sequence[Attempt], steps: Sequence[StepCompleted], start: int
 ) -> tuple[tuple[EpochCoverage, ...], list[str]]:
-    """Compare what the steps trained with what the ledger orders, life by life.
+    """Compare the trained samples with the ledger, one attempt at a time.
 
     Args:
-        lives: Of the log.
-        steps: The committed ones.
-        start: The step that the log begins at.
+        attempts: All attempts of the log.
+        steps: The committed steps that count.
+        start: The step at which the log begins.
 
     Returns:
-        A row for each epoch that was begun, twice if the rules changed within it; and problems in
-        words.
+        A row for each epoch that was begun, two if the rules changed within it; and the problems
+        as text.
     """
     rows: list[EpochCoverage] = []
     problems: list[str] = []
-    for work, own in _works(lives, steps):
+    for work, own in _works(attempts, steps):
         first = work.base_step or start
         found = check_samples(own, first, work)
         rows += found[0]
@@ -79,22 +79,22 @@ def check_lives(
 
 
 def _works(
-    lives: Sequence[Attempt], steps: Sequence[StepCompleted]
+    attempts: Sequence[Attempt], steps: Sequence[StepCompleted]
 ) -> list[tuple[Work, list[StepCompleted]]]:
-    """Return what was to be trained, and the steps that did; equal rules in a row make one."""
-    planned = [life for life in lives if life.planned is not None]
+    """Return the due work with its steps; consecutive attempts with equal rules are merged."""
+    planned = [attempt for attempt in attempts if attempt.planned is not None]
     groups: list[tuple[Work, list[StepCompleted]]] = []
-    for number, life in enumerate(planned):
-        assert life.planned is not None
+    for number, attempt in enumerate(planned):
+        assert attempt.planned is not None
         end = planned[number + 1].after if number + 1 < len(planned) else None
-        begin = life.after if number else 0
+        begin = attempt.after if number else 0
         own = [s for s in steps if s.generation > begin and (end is None or s.generation <= end)]
         work = Work(
-            seed=life.seed,
-            num_samples=life.planned.num_train_samples,
-            global_batch_size=life.planned.global_batch_size,
-            per_worker_batch_size=life.planned.per_worker_batch_size,
-            total_samples=life.planned.total_samples,
+            seed=attempt.seed,
+            num_samples=attempt.planned.num_train_samples,
+            global_batch_size=attempt.planned.global_batch_size,
+            per_worker_batch_size=attempt.planned.per_worker_batch_size,
+            total_samples=attempt.planned.total_samples,
         )
         if not groups:
             groups.append((work, own))
@@ -113,7 +113,7 @@ def _works(
 
 
 def _is_same(one: Work, other: Work) -> bool:
-    """Whether both say the same of every step; where a batch grows, its end bounds the last."""
+    """Whether both give every step the same samples; if the batch grows, the end counts too."""
     ends_alike = not one.per_worker_batch_size or one.total_samples == other.total_samples
     rules = [
         (work.seed, work.num_samples, work.global_batch_size, work.per_worker_batch_size)

@@ -1,4 +1,4 @@
-"""What evaluations are judged by must be among what they tell."""
+"""The metrics of best checkpoints and early stopping must be evaluated."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from typing import Any
 import pytest
 
 from etrain_jupyter.config.schema import TrainConfig
-from etrain_jupyter.trainer.loop.best_tracker import Judge
 from etrain_jupyter.trainer.references import WorkloadError
+from etrain_jupyter.trainer.state.best_tracker import BestTracker
 
 
-def judge(**keys: Any) -> Judge:
+def tracker(**keys: Any) -> BestTracker:
     config = {"model": "Net", "data": {"train": "d", "eval": "d"}, "step": "f", **keys}
-    return Judge(TrainConfig.model_validate(config))
+    return BestTracker(TrainConfig.model_validate(config))
 
 
 @pytest.mark.parametrize("key", ["checkpoint.best", "early_stopping"])
 def test_metric_that_step_does_not_return_is_refused_by_name(key):
     asked = {"metric": "f1", "mode": "max"}
-    judging = judge(
+    tracking = tracker(
         **({key: asked} if key == "early_stopping" else {"checkpoint": {"best": asked}})
     )
     with pytest.raises(WorkloadError, match=rf"{key} names the metric 'f1', .* loss, accuracy\."):
-        judging.check(["accuracy"])
-    judging.check(["accuracy", "f1"])
+        tracking.check(["accuracy"])
+    tracking.check(["accuracy", "f1"])
 
 
 def test_loss_is_always_there():
-    judge(early_stopping={"metric": "loss"}).check([])
+    tracker(early_stopping={"metric": "loss"}).check([])
