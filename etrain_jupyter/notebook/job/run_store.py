@@ -1,4 +1,4 @@
-"""The run store: one folder per job, which outlives the kernel, the cluster and the notebook.
+"""The run store: one folder per job, independent of kernels, clusters and notebooks.
 
 ::
 
@@ -8,8 +8,8 @@
                     events.segments/   its finished parts in columns; may be deleted
                     checkpoints/    with manifests/
 
-A job's folder is written under a hidden name and then renamed, so that readers of the store find
-complete jobs only. Only its owner can read it (mode 0700): the bundle has the notebook's objects.
+A job's folder is created under a hidden name and then renamed, so that readers find only complete
+jobs. Only its owner can read it (mode 0700), because the bundle contains the notebook's objects.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ DEFAULT_ROOT = "etrain-runs"
 
 @dataclass(frozen=True, kw_only=True)
 class JobSummary:
-    """A job's line in a list of jobs, as far as it is known without asking its cluster."""
+    """A job's row in a list of jobs, obtained without contacting its cluster."""
 
     status: str
     step: int = 0
     total_steps: int = 0
     world_size: int = 0
     is_gone: bool = False
-    """Whether its cluster is known to have ended before the job did."""
+    """True if its cluster is known to have ended before the job did."""
     last_seen_at: float | None = None
-    """When the job's coordinator last wrote something, in seconds since the epoch. None if the
-    coordinator is known to be alive, or if the job or its cluster has ended."""
+    """Time of the coordinator's last write, in seconds since the epoch. None if the coordinator is
+    known to be alive, or if the job or its cluster has ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,12 +65,12 @@ class Listing:
     """The contents of a run store."""
 
     jobs: list[JobRecord] = field(default_factory=list)
-    """The newest first."""
+    """The jobs, newest first."""
     problems: dict[str, str] = field(default_factory=dict)
     """Folders with an invalid record: name -> reason."""
 
     def sorted(self) -> Listing:
-        """Return the listing in order."""
+        """Return the listing with sorted jobs and problems."""
         jobs = sorted(self.jobs, key=lambda record: (record.created, record.job_id), reverse=True)
         return Listing(jobs=jobs, problems=dict(sorted(self.problems.items())))
 
