@@ -124,9 +124,9 @@ class JobRequests(ABC):
 
         Args:
             worker: Its name; by default the coordinator chooses a worker that trains.
-            how: ``worker`` ends the worker process; ``kill`` (SIGKILL), ``segfault`` and ``exit`` end
-                its trainer; ``stop`` (SIGSTOP), ``hold_gil`` and ``hang`` block the trainer without
-                ending it.
+            how: ``worker`` ends the worker process; ``kill`` (SIGKILL), ``segfault`` and ``exit``
+                end its trainer; ``stop`` (SIGSTOP), ``hold_gil`` and ``hang`` block the trainer
+                without ending it.
         """
         if how == "worker":
             return self.request("kill", worker=worker)
