@@ -43,15 +43,15 @@ def raise_descriptor_limit() -> None:
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
-    with contextlib.suppress(ValueError, OSError):  # some systems allow less than they say
+    with contextlib.suppress(ValueError, OSError):  # some systems allow less than they report
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 def open_page(descriptor: int) -> ProgressPage:
     """Map the progress page, and pulse as long as this process runs any Python code."""
     os.set_inheritable(descriptor, False)
-    # The handler writes from within the signal, so that it also tells of a thread that keeps the
-    # interpreter's lock. It has to be there before the first pulse, which allows the signal.
+    # The handler writes from within the signal, so that its report includes a thread that holds the
+    # GIL. Register it before the first pulse, which permits the signal.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     page = ProgressPage(descriptor)
     start_pulse(page)
