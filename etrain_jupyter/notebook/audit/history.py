@@ -57,7 +57,7 @@ class _Follower:
         """The newest step that a trainer is known to hold."""
         self._receiving: set[Trainer] = set()
         self._is_cut_due = False
-        """Whether the first step of the current generation discards all newer steps."""
+        """True if the first step of the current generation discards all newer steps."""
         # Rank 0's report of the restored step takes precedence over the coordinator's.
         self._restored = {e.generation for e in log if isinstance(e, JobRestored)}
         for event in log:

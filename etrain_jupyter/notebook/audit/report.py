@@ -17,7 +17,7 @@ _COLUMNS = ("epoch", "samples", "once", "repeated", "missing")
 
 @dataclass(frozen=True, kw_only=True)
 class EpochCoverage:
-    """How often the samples of one epoch were trained by committed steps."""
+    """Counts of the samples of one epoch that committed steps trained."""
 
     epoch: int
     samples: int
@@ -29,7 +29,7 @@ class EpochCoverage:
     missing: int
     """Samples that were due but not trained; samples of future steps are not due."""
     is_complete: bool
-    """Whether the whole epoch was due; False for an epoch in progress or cut short."""
+    """True if the whole epoch was due; False for an epoch in progress or cut short."""
 
     @property
     def is_exact(self) -> bool:
@@ -74,7 +74,7 @@ class AuditReport:
 
     @property
     def ok(self) -> bool:
-        """True if there is no problem."""
+        """True if the audit found no problem."""
         return not self.problems
 
     @property

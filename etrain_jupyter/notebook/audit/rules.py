@@ -39,7 +39,7 @@ def audit_log(events: Iterable[Event]) -> AuditReport:
         events: All events, in order, for example from ``log.event_log.read_events``.
 
     Returns:
-        The report; ``ok`` is True if there is no problem, even if nothing was trained yet.
+        The report; ``ok`` is True if it has no problems, even if nothing was trained yet.
     """
     log = list(events)
     history = follow_history(log)

@@ -171,6 +171,7 @@ def _check_run_store(store: RunStore) -> Finding:
         store.check_writable()
     except EtrainError as exc:
         return Finding(state="wrong", what=str(exc), remedy=f"set {ROOT_VARIABLE} to another place")
+    # A bucket has its local copies in a folder, which must be writable too.
     copies = _check_folder(f"run store {store}, its copies in", store.root, "ETRAIN_STATE")
     is_folder = str(store) == str(store.root)
     return _check_folder("run store", store.root, ROOT_VARIABLE) if is_folder else copies
@@ -279,6 +280,7 @@ def _on_ec2(region: str, cluster: str, things: list[Tagged]) -> Finding:
     rest = len(things) - num_machines
     what = f"cluster {cluster} on EC2 in {region}: {_number_of(num_machines, 'machine')}, "
     what += f"{_number_of(rest, 'other thing')}, ${usd:.3g}/h"
+    # An expired cluster should have ended on its own, so it costs money for nothing.
     if all(one.is_expired for one in things):
         return Finding(state="wrong", what=f"{what}; has expired", remedy="%etrain reap ends it")
     return Finding(state="ok", what=what)

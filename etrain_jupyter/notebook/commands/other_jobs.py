@@ -29,6 +29,7 @@ def look_around(store: RunStore, followed: Collection[str], *, is_asked: bool) -
         followed: Ids of the jobs that this kernel follows.
         is_asked: True if the user requested the listing.
     """
+    # A panel refreshes on its own, but requests to a bucket are billed.
     is_bucket = str(store) != str(store.root)
     others = None if is_bucket and not is_asked else tuple(find_others(store, followed))
     return OtherJobs(others=others, pools=tuple(find_pools()))

@@ -1,8 +1,8 @@
 """Track whether a job's coordinator responds, and schedule retries.
 
 From here, a suspended, swapped-out or disconnected scheduler looks like a dead one; only a process
-with access to its process id can tell the difference. A timeout alone is therefore reported but
-never final, and the feed keeps retrying.
+on the same machine can distinguish the two. A timeout alone is therefore reported but never final,
+and the feed keeps retrying.
 """
 
 from __future__ import annotations

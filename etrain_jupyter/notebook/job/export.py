@@ -74,7 +74,7 @@ def export_folder(
     """Write ``config.json`` and ``model.safetensors`` into a folder; other files are kept.
 
     Raises:
-        ConfigError: If the folder already has these files, or if there is no config.
+        ConfigError: If the folder already has these files, or the model has no config.
         CheckpointError: If the folder is not writable, or ``model`` does not fit the weights.
     """
     folder = path.expanduser().absolute()
@@ -157,7 +157,8 @@ def put_file(target: Path, write: Callable[[IO[bytes]], Any], *, overwrite: bool
         if overwrite:
             os.replace(temporary, target)
         elif not link_if_absent(temporary, target):
-            check_absent(target, overwrite=False)  # another process created it first
+            # Unlike a rename, a link fails if another process has created the file meanwhile.
+            check_absent(target, overwrite=False)
         fsync_folder(target.parent)
 
 

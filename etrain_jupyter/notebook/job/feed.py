@@ -193,6 +193,8 @@ class EventFeed:
 
     def _work(self) -> None:
         """Follow the job, then serve late subscribers until none is left."""
+        # Not empty if an earlier thread of this feed has ended and a late subscriber started this
+        # one.
         if not self._events:
             self._take(self._read_log())
         # If the log had ended before the feed started, no further events can come.
@@ -260,6 +262,7 @@ class EventFeed:
 
     def _handle_answer(self, future: Future[Answer]) -> None:
         self._take_answer(future)
+        # A reported outage ends the wait too: then the status is the last known one.
         if not self._contact.num_failures or self._contact.trouble:
             self._answered.set()
 

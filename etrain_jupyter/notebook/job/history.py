@@ -91,6 +91,7 @@ def _tail_of(file: BinaryIO) -> list[Event]:
     size = file.seek(0, SEEK_END)
     length = PEEK_BYTES
     while True:
+        # The first PEEK_BYTES have been read already.
         start = max(PEEK_BYTES, size - length)
         file.seek(start)
         events = _events_in(file.read())

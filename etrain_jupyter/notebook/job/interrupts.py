@@ -58,6 +58,8 @@ class Interrupts:
             self._press(self._heard.pop(0))
 
     def _press(self, at: float) -> None:
+        # Presses in a row, each within AGAIN_WITHIN_S of the one before:
+        #   1st -> stop with a checkpoint; 2nd -> stop immediately; further -> previous handler
         is_again = bool(self._answered) and at - self._answered[-1] <= AGAIN_WITHIN_S
         self._answered = [*self._answered, at] if is_again else [at]
         self.were_any = True

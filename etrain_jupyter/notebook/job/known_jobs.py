@@ -21,6 +21,7 @@ def list_known_jobs(environment: Mapping[str, str] = os.environ) -> list[str]:
     on this machine are listed. Unreadable entries are skipped.
     """
     root = environment.get(ROOT_VARIABLE)
+    # Completion must be fast, so read the local copies of a bucket only.
     folder = spool_of_root(root) if root and is_remote(root) else default_root(environment)
     found = sorted(_jobs_in(folder), reverse=True)
     ids = [job_id for _, job_id in found]

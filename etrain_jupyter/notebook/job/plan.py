@@ -41,6 +41,7 @@ class Plan:
             ConfigError: If the pool's scheduler cannot reach the run store. Nothing was started.
             PoolError: If the pool does not come up.
         """
+        # Both checks come first, because starting a pool takes time and may cost money.
         self.runs.check_writable()
         if self.pool.is_head_elsewhere and not self.runs.is_remote:
             raise ConfigError(

@@ -89,6 +89,8 @@ class JobRequests(ABC):
         values = {key: value for key, value in given.items() if value is not None}
         self._latest()
         is_over = self.status in TERMINAL_STATUSES or self._feed.lost or self._feed.trouble
+        # A job whose cluster runs is resumed by a request, any other job by a new submit. A log in
+        # a folder does not show whether the coordinator is alive; a heartbeat in a bucket does.
         is_log_only = bool(self.note) and not self.record.place
         if not is_over and not is_log_only and not values:
             return self.request("resume")
@@ -187,6 +189,7 @@ class JobRequests(ABC):
                 args=args,
             )
         except NoAnswerError as exc:
+            # A timeout is not a refusal: the request may still be in the scheduler's queue.
             raise PoolError(
                 f"{request} was sent to job {job_id}, and its scheduler did not answer within "
                 f"{REQUEST_S:g} s. It may still happen, as soon as the scheduler answers: look at "

@@ -136,6 +136,7 @@ def resume_job(
         PoolError: If no cluster accepts the job; then its record is unchanged.
     """
     store = store_of(job.record)
+    # Check trust before any connection: the record may name a host of another user's choice.
     _check_trusted(store.find(job.id), wish)
     _check_nobody_trains(job, wish)
     store.check_takeable(job.record)
@@ -198,6 +199,12 @@ def _check_reach(coming: _Next, place: str) -> None:
 def _check_nobody_trains(job: ResumableJob, wish: ResumeRequest) -> None:
     is_reachable = job.is_reachable  # first: it waits for the history and for a response
     status, reason = job.status, job.reason
+    # The cases, in this order:
+    #   lost or ended                               -> nothing trains it
+    #   in a folder, cluster unreachable from here  -> unknown: only with --force
+    #   its scheduler does not respond              -> unknown: only with --force
+    #   its scheduler responds                      -> it trains: refuse
+    # A job in a bucket has a heartbeat there, so its link can respond without the cluster.
     if job.lost or status in TERMINAL_STATUSES:
         return
     if job.note and not job.record.place:

@@ -101,7 +101,7 @@ class RunStore:
 
     @property
     def is_remote(self) -> bool:
-        """Whether the jobs are in a bucket, which other machines reach too."""
+        """True if the jobs are in a bucket, which other machines can reach too."""
         return False
 
     def place_of(self, job_id: str) -> str:
@@ -119,7 +119,7 @@ class RunStore:
         """Return the path of a job's bundle on this machine.
 
         Raises:
-            OSError: If there is no such file.
+            OSError: If the file does not exist.
         """
         with open_regular(record.bundle_path):
             return record.bundle_path
@@ -146,6 +146,7 @@ class RunStore:
         latest = peek_log(record.log_path)
         cluster = None if latest.is_terminal else find_cluster(record.cluster, record.host)
         is_gone = cluster is not None and cluster.has_ended
+        # Neither alive nor ended as far as this machine knows, so the age of the log is shown.
         is_in_doubt = cluster is not None and not cluster.is_alive and not is_gone
         return JobSummary(
             status=latest.status,
@@ -182,6 +183,7 @@ class RunStore:
             _write_new(hidden / RECORD_FILE, data)
             if made.folder.exists():
                 raise FileExistsError(f"there is a job {job_id} in {self.root} already")
+            # From here on, other processes find the job.
             hidden.rename(made.folder)
         except BaseException:
             shutil.rmtree(hidden, ignore_errors=True)
@@ -205,7 +207,7 @@ class RunStore:
         Args:
             record: The new contents.
             bundle: The notebook's objects, if they may have changed.
-            is_signed: Whether to sign the record as this user's; else its signature is kept.
+            is_signed: True to sign the record as this user's; False to keep its signature.
 
         Returns:
             The record as it was written.
@@ -219,6 +221,7 @@ class RunStore:
         name = f"{BUNDLE_FILE}-{record.bundle_digest[:12]}"
         has_new_bundle = False
         if bundle is not None and not has_digest(record.bundle_path, record.bundle_digest):
+            # A new file name: the previous record stays valid until the new one replaces it.
             _replace_bundle(record.folder / name, bundle)
             has_new_bundle = name != record.bundle_file
             record = replace(record, bundle_file=name)
@@ -229,7 +232,7 @@ class RunStore:
         return record
 
     def _publish(self, record: JobRecord, *, has_new_bundle: bool, is_new: bool) -> None:
-        """Copy what was written to where other machines read it; nothing to do for a folder."""
+        """Upload the written files for other machines; a folder needs no upload."""
 
     def discard(self, record: JobRecord) -> None:
         """Remove a job that no cluster accepted; a job with a log is kept."""

@@ -52,7 +52,7 @@ class S3RunStore(RunStore):
 
     @property
     def is_remote(self) -> bool:
-        """Whether the jobs are in a bucket: yes."""
+        """True: the jobs are in a bucket."""
         return True
 
     def check_writable(self) -> None:
@@ -139,6 +139,7 @@ class S3RunStore(RunStore):
             found = self._job(record).get_aged(ALIVE)
         except RunStoreError:
             return JobSummary(status="unknown")
+        # No heartbeat at all counts as a coordinator that is gone.
         values, age_s = found or ({}, SILENT_S + 1)
         status = str(values.get("status", "submitted"))[:40]
         return JobSummary(

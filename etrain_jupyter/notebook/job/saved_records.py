@@ -31,6 +31,7 @@ def records_of(
     records = []
     for row in listed:
         manifest = row.manifest
+        # Without a manifest, derive the folder from the step.
         keys = [part.key for part in manifest.parts.values()] if manifest else []
         folder = keys[0].rpartition("/")[0] if keys else folder_key(row.step)
         records.append(

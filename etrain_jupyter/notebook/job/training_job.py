@@ -432,7 +432,7 @@ class TrainingJob(JobRequests):
                 evaluation, see ``checkpoint.best``; a number for the checkpoint of that step.
 
         Raises:
-            CheckpointError: If there is no such checkpoint.
+            CheckpointError: If the checkpoint does not exist.
             ConfigError: If ``which`` is invalid.
         """
         return load_weights(find_saved(self.record, which, self._reached()))
@@ -441,7 +441,7 @@ class TrainingJob(JobRequests):
         """Load saved weights into ``model`` and return it; ``which`` as in ``state_dict``.
 
         Raises:
-            CheckpointError: If there is no such checkpoint, or the model does not fit its weights.
+            CheckpointError: If the checkpoint does not exist, or does not fit the model.
         """
         put_weights(self.state_dict(which), model, self.record)
         return model
@@ -469,7 +469,7 @@ class TrainingJob(JobRequests):
             The path of the file or folder.
 
         Raises:
-            CheckpointError: If there is no such checkpoint, or the path is not writable.
+            CheckpointError: If the checkpoint does not exist, or the path is not writable.
             ConfigError: If the format or ``which`` is invalid, or if the path exists.
         """
         from etrain_jupyter.notebook.job.export import export_file, export_folder, find_format

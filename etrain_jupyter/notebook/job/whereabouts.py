@@ -49,6 +49,13 @@ def find_cluster(cluster: Mapping[str, str], host: str) -> Whereabouts:
 
     cluster_id, said = cluster.get("cluster_id", ""), cluster.get("address", "")
     state_dir = cluster.get("state_dir", "")
+    # The cases, in this order:
+    #   the record names no cluster                -> ended: it was never submitted
+    #   a cluster folder of this user, unreachable -> only the log
+    #   a cluster folder of this user              -> its address; ended if it has none
+    #   a scheduler that this user has named       -> its address
+    #   a state directory of this user and host    -> ended, since its folder is gone
+    #   otherwise, another user or host            -> only the log
     if not said and not state_dir:
         return Whereabouts(has_ended=True)
     own = find_cluster_dir(cluster_id)
