@@ -1,7 +1,6 @@
-"""Entry of the trainer process: ``python -m etrain_jupyter.trainer.main CHANNEL_FD PROGRESS_FD``.
+"""Entry point of the trainer: ``python -m etrain_jupyter.trainer.main CHANNEL_FD PROGRESS_FD``.
 
-It imports everything heavy, says that it is ready, and waits as a warm spare until it is given a
-job.
+The process imports torch, reports that it is ready, and waits as a warm spare for a job.
 """
 
 from __future__ import annotations
@@ -23,23 +22,24 @@ from etrain_jupyter.wire.progress_page import ProgressPage, start_pulse
 _PR_SET_PDEATHSIG = 1
 
 MAX_DESCRIPTORS = 2**20
-"""Enough. Without an end, programs that close every possible descriptor would take minutes."""
+"""Upper bound of the descriptor limit. With an unlimited one, programs that close every possible
+descriptor at startup would take minutes."""
 
 
 def die_with_parent() -> None:
-    """Ask Linux to kill this process with its supervisor; elsewhere the closed channel does."""
+    """Make Linux kill this process with its supervisor; elsewhere the closed channel ends it."""
     if sys.platform != "linux":
         return
     parent = int(os.environ.get("ETRAIN_SUPERVISOR_PID", "0"))
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent and os.getppid() != parent:
-        os._exit(0)  # it died before we asked
+        os._exit(0)  # the supervisor died before the call
 
 
 def raise_descriptor_limit() -> None:
-    """Allow as many open files as this user may have: gloo ends the process at the limit.
+    """Raise the limit of open files to the user's maximum: gloo ends the process at the limit.
 
-    Strangers that connect to a rank's port while it forms use one descriptor each.
+    While a rank's connections form, each unknown connection to its port uses one descriptor.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
@@ -48,7 +48,7 @@ def raise_descriptor_limit() -> None:
 
 
 def open_page(descriptor: int) -> ProgressPage:
-    """Map the progress page, and pulse as long as this process runs any Python code."""
+    """Map the progress page, and update its pulse while this process can run Python code."""
     os.set_inheritable(descriptor, False)
     # The handler writes from within the signal, so that its report includes a thread that holds the
     # GIL. Register it before the first pulse, which permits the signal.
@@ -59,17 +59,17 @@ def open_page(descriptor: int) -> ProgressPage:
 
 
 def print_any_text() -> None:
-    """Escape what cannot be encoded, as in a file name that is not UTF-8: a notebook prints it."""
+    """Escape characters that cannot be encoded, such as those of a non-UTF-8 file name."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 def main() -> None:
-    """Wait as a spare, then train."""
+    """Wait as a warm spare, then train."""
     die_with_parent()
     raise_descriptor_limit()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the supervisor's business
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor handles interrupts
     print_any_text()
     page = open_page(int(sys.argv[2]))
     descriptor = int(sys.argv[1])
@@ -79,7 +79,7 @@ def main() -> None:
     try:
         run_trainer(channel, page)
     except BaseException:
-        traceback.print_exc()  # its last words
+        traceback.print_exc()  # the supervisor reports this as the crash output
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
@@ -88,7 +88,7 @@ def main() -> None:
 
 
 def run_trainer(channel: Channel, page: ProgressPage) -> None:
-    """Import what takes seconds, then wait for a job and do it."""
+    """Import torch, which takes seconds, then wait for a job and run it."""
     import torch
 
     from etrain_jupyter.trainer.trainer import Trainer

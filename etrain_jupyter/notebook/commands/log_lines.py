@@ -72,6 +72,7 @@ def follow_lines(job: TrainingJob, store: RunStore, *, number: int) -> Iterator[
         events = _next_of(news)
         if events is not None:
             yield from lines.of(events)
+        # Checked only when the queue is empty, so no line is lost at the end.
         elif job.is_over and not job.lost:
             return
         elif job.lost:
@@ -139,5 +140,6 @@ def _await_next_life(job: TrainingJob, store: RunStore) -> TrainingJob:
         time.sleep(LOOK_S)
         with contextlib.suppress(EtrainError):  # the store may be temporarily unreachable
             record = store.find(job.id)
+            # A resume changes the cluster in the record. Without one, the cluster may prove alive.
             if record.cluster != job.record.cluster or not store.summarize(record).is_gone:
                 return hold(record)

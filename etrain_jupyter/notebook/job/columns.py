@@ -91,6 +91,7 @@ class History:
     def add_eval(self, event: EvalCompleted) -> None:
         """Add the results of an evaluation to the row of its step."""
         row = self._rows_up_to(event.step) - 1
+        # An evaluation before the first step has no row.
         if row < 0:
             return
         for name, value in {"loss": event.loss, **event.metrics}.items():
@@ -133,6 +134,7 @@ class History:
 
     def _rows_up_to(self, step: int) -> int:
         """Return the number of rows up to and including a step."""
+        # The tail has the newest rows, and steps increase within all rows.
         if self._tail and self._tail[0]["step"] <= step:
             in_tail = bisect_right(self._tail, step, key=lambda row: int(row["step"]))
             return self._num_chunked + in_tail

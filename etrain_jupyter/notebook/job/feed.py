@@ -256,6 +256,7 @@ class EventFeed:
         else:
             self._listeners.append(message.listener)
             known = self._events.copy()
+            # Unlogged events are not part of the history, but describe the current state.
             known.extend(self._aside)
             self._tell(message.listener, known)
             message.has_history.set()
@@ -273,11 +274,13 @@ class EventFeed:
         except (EtrainError, OSError, ValueError, CancelledError, KeyError, TypeError) as exc:
             self._fail(exc)
             return
+        # A gap: the response does not continue the known events, so request them again.
         if not self._take(news) and news:
             self._fail(EtrainError(f"event {self._last_seq() + 1} is missing in the answer"))
             return
         was_silent = self._contact.succeed(time.time())
         self._take_log_trouble(str(answer.get("trouble", "")), is_due=was_silent)
+        # A full batch means that more events are waiting.
         if len(news) < BATCH:
             self.caught_up.set()
         if self._is_terminal:
@@ -383,6 +386,7 @@ class EventFeed:
             return fresh
         self._events.extend(fresh)
         self._events.forget_lines(KEEP_LINES)
+        # Until the first response, the newest logged event shows when the job was last seen.
         self._contact.seen_at = self._contact.seen_at or fresh[-1].time
         self._fold(fresh)
         statuses = [e for e in runs_of(fresh) if isinstance(e, JobStatusChanged)]

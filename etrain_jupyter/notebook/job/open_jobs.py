@@ -95,6 +95,7 @@ def submit_job(
     try:
         hand_over(link, order, record.bundle_path)
     except PoolError:
+        # A refused job did not start, so its folder is of no use.
         store.discard(record)
         raise
     note_scheduler(address)
@@ -111,6 +112,7 @@ def attach(name_or_id: str | None = None, *, store: RunStore | None = None) -> T
     """
     store = store or open_runs()
     if name_or_id is None:
+        # ETRAIN_RUNS may have changed since, so ignore jobs of other stores.
         used = [record for folder, record in _used.items() if folder.parent == store.root]
         record = used[-1] if used else store.latest()
     else:
@@ -128,6 +130,7 @@ def hold(record: JobRecord) -> TrainingJob:
 
     A job that was lost, or was resumed elsewhere, is followed again.
     """
+    # One object per job, so that all variables and the dashboard share one feed.
     job = _held.get(record.folder)
     if job is None:
         job = _held[record.folder] = TrainingJob(record, link_of(record))

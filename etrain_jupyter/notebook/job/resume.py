@@ -240,6 +240,7 @@ def _end_of_log(job: ResumableJob) -> int | None:
         return None
     refresh_log(job.record)
     seen = job.events()
+    # The new coordinator refuses to append unless the log still ends here.
     news = read_log(job.record.log_path, since=seen[-1].seq if seen else 0)
     if any(isinstance(event, JobResumed | StepCompleted) for event in news):
         raise EtrainError(
@@ -256,6 +257,7 @@ def _alone(record: JobRecord) -> Iterator[None]:
     Raises:
         EtrainError: If another notebook is resuming the job.
     """
+    # The operating system releases the lock even if this process is killed.
     handle = os.open(record.folder, os.O_RDONLY)
     try:
         try:
@@ -291,6 +293,7 @@ def _prepare(store: RunStore, known: JobRecord, wish: ResumeRequest, log: Sequen
         ) from exc
     new = TrainConfig.model_validate(absolute_paths(new.model_dump(mode="json")))
     stored = _stored_bundle(store, known, is_needed=wish.bundle is None)
+    # Only differences with a reason change the results; the others are logged.
     found = compare_configs(old, new)
     if wish.bundle is not None:
         found += _compare_bundles(stored, wish.bundle)
@@ -373,6 +376,7 @@ def _check_work_is_left(
     if done.plan is None or done.status != "finished":
         return
     early = done.early_stop
+    # A decision of an earlier generation is void: a later one continued to train.
     if early is not None and early.generation == done.generation:
         if old.early_stopping == new.early_stopping:
             raise ConfigError(
@@ -433,6 +437,7 @@ def _submit(
         **({"place": known.place} if known.place else {}),
         **extra,
     }
+    # Submit after the record is written, so that a crash in between leaves the cluster's name.
     link = open_link(address)
     try:
         hand_over(link, order, written.bundle_path)

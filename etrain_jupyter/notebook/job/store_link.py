@@ -65,6 +65,7 @@ class StoreLink:
                 )
             )
             return refused
+        # A released link may be used again.
         self._is_released.clear()
         if self._executor is None:
             name = f"etrain-store-{self._record.job_id}"
@@ -96,6 +97,7 @@ class StoreLink:
         # Keep the reader between polls, so that each poll parses only the new lines.
         if self._reader is None or self._reader[0] != since:
             reader = LogReader(self._record.log_path)
+            # A local copy may be behind the feed; then there are no newer events to return.
             if self._lines(lambda: reader.skip(since)) < since:
                 return []
             self._reader = (since, reader)

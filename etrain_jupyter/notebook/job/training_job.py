@@ -103,6 +103,7 @@ class TrainingJob(JobRequests):
     def has_gone_on(self) -> bool:
         """Return True if the log continues after the end at which following stopped."""
         is_over = self._feed.ended.is_set() and not self._feed.lost
+        # A job in a bucket continues in the bucket only, so update the copy here first.
         if is_over:
             try_refresh_log(self.record)
         return is_over and not peek_log(self.record.log_path).is_terminal
@@ -149,6 +150,7 @@ class TrainingJob(JobRequests):
         this says so, and the status is the last known one.
         """
         view = self._glance()
+        # The trouble is known only after a response or a timeout.
         self._feed.wait_until_answered(self._glance_left(), is_last=False)
         return self._feed.lost or self._feed.trouble or self._feed.log_trouble or view.reason
 
@@ -241,10 +243,12 @@ class TrainingJob(JobRequests):
         """Prove from the durable log which samples were trained, and that weights were equal."""
         from etrain_jupyter.notebook.audit import audit_log
 
+        # The log on disk is complete; the feed may not have received its end yet.
         refresh_log(self.record)
         try:
             events = read_log(self.record.log_path)
         except (OSError, EtrainError):
+            # An unreadable log: fall back to the events that the coordinator sent.
             events = Events()
         return audit_log(events or self.events())
 
@@ -296,6 +300,7 @@ class TrainingJob(JobRequests):
             return self._wait_until(until, deadline)
         kind = ""
         with self._interrupts() as interrupts:
+            # Wait in slices: an interrupt only sets a flag, which `_answer` acts on.
             while time.monotonic() < deadline:
                 kind = self._say_trouble(kind)
                 if self._feed.ended.wait(SLICE_S):
@@ -356,6 +361,7 @@ class TrainingJob(JobRequests):
     def _say_trouble(self, said: str) -> str:
         """Print a change of the trouble since ``said``, or its end; return the current trouble."""
         feed = self._feed
+        # Print each kind of trouble once, although its text may change at every retry.
         kind = "scheduler" if feed.trouble else "log" if feed.log_trouble else ""
         if kind and kind != said:
             trouble = feed.trouble or feed.log_trouble
@@ -531,6 +537,7 @@ class TrainingJob(JobRequests):
         log, these are the values at the end of the log on this machine.
         """
         self._feed.start()
+        # All properties share one second, so a slow bucket delays a cell only once.
         if self._feed.wait_until_caught_up(self._glance_left()):
             return self._view
         return peek_log(self.record.log_path)

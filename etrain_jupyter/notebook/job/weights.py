@@ -97,6 +97,7 @@ def list_saved(
     sound = [row for row in listed if row.manifest is not None and not row.problem]
     best = None
     if sound and _best_rule(record):
+        # The log overrides the checkpoint, which may be older.
         values = {**_judged_in(store, sound[0].manifest), **reached}
         steps = {row.step for row in sound}
         best = next((s for s in _best_first(record, values) if s in steps), None)
@@ -142,6 +143,7 @@ def _find_best(record: JobRecord, reached: Mapping[int, float]) -> Saved:
         )
     values = {**_judged(_open_newest(record).files[STATE_PART]), **reached}
     store, refused = _store_of(record), []
+    # Fall back to the next best one: the best may be pruned, damaged or not yet durable.
     for step in _best_first(record, values):
         try:
             return _open_step(store, step, record)

@@ -281,7 +281,7 @@ class CheckpointWriter:
         """
         writers = self._checkpoints.read_writers()
         self._results.put(StoreListed(writers=writers))
-        # Training could not ask the store before it made this copy; now the answer is known.
+        # The training thread made this copy without a store request; now the writers are known.
         if copy.best_steps and self._is_superseded(copy, writers):
             return None
         store = self._checkpoints.store
