@@ -32,7 +32,7 @@ NOT_FOLDABLE = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError
 """Exceptions raised by events with invalid values: a log may come from another user."""
 PEEK_BYTES = 64 * 1024
 PEEK_MOST_BYTES = 4 * 1024 * 1024
-"""Maximum bytes to search backwards for a step or a status before printed lines."""
+"""Maximum number of bytes at the end of a log that are searched for a step or a status."""
 
 
 class LatestValues(JobRecord):

@@ -86,7 +86,7 @@ class ResumableJob(Protocol):
 
     @property
     def note(self) -> str:
-        """Return why its cluster cannot be reached; empty if it can."""
+        """Return why its cluster is unreachable; empty if it is reachable."""
         ...
 
     @property
@@ -96,7 +96,7 @@ class ResumableJob(Protocol):
 
     @property
     def is_reachable(self) -> bool:
-        """Return whether its scheduler answers."""
+        """Return True if its scheduler responds."""
         ...
 
     def events(self) -> Sequence[Event]:

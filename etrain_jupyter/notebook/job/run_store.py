@@ -76,7 +76,7 @@ class Listing:
 
 
 def default_root(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the run store: ``ETRAIN_RUNS``, else ``etrain-runs`` in the kernel's folder."""
+    """Return the default run store: ``ETRAIN_RUNS``, or ``etrain-runs`` in the current folder."""
     return Path(environment.get(ROOT_VARIABLE) or DEFAULT_ROOT).expanduser().absolute()
 
 
@@ -89,7 +89,7 @@ class RunStore:
     """The jobs in one folder. Stateless: every method reads the disk.
 
     ``runs.open_runs`` returns this class for a folder, and ``S3RunStore`` for a bucket. The
-    subclass adds what it does in the bucket in ``place_of`` and ``_publish``.
+    subclass adds the operations on the bucket in ``place_of``, ``_publish`` and others.
     """
 
     def __init__(self, root: str | os.PathLike[str] | None = None) -> None:
@@ -142,7 +142,7 @@ class RunStore:
             )
 
     def summarize(self, record: JobRecord) -> JobSummary:
-        """Return a job's status and progress, without asking its cluster."""
+        """Return a job's status and progress without contacting its cluster."""
         latest = peek_log(record.log_path)
         cluster = None if latest.is_terminal else find_cluster(record.cluster, record.host)
         is_gone = cluster is not None and cluster.has_ended
@@ -165,7 +165,7 @@ class RunStore:
         Args:
             record: The fields of ``JobRecord`` without the id and the folder.
             bundle: The notebook's objects.
-            job_id: The id, if it was assigned before.
+            job_id: The id if already assigned; by default a new one.
 
         Raises:
             FileExistsError: If the job exists.
@@ -254,10 +254,10 @@ class RunStore:
         return found.sorted()
 
     def find(self, name_or_id: str) -> JobRecord:
-        """Return the job with that id, else the newest with that name, else by the id's start.
+        """Find a job by its id, else the newest one by its name, else one by a prefix of its id.
 
         Raises:
-            JobNotFoundError: If no job or several jobs match; the message has the nearest names.
+            JobNotFoundError: If no job or several jobs match; the message has the closest names.
         """
         jobs = self.records()
         for matches in (
@@ -292,7 +292,7 @@ def json_of(record: JobRecord) -> bytes:
 
 
 def _last_written_at(record: JobRecord) -> float:
-    """Return when a job's log was last written; without a log, when the job was submitted."""
+    """Return the time of the last write to a job's log; without a log, of its submission."""
     try:
         return record.log_path.stat().st_mtime
     except OSError:

@@ -309,7 +309,7 @@ class TrainingJob(JobRequests):
         return self.status
 
     def _wait_until(self, condition: Callable[[TrainingJob], bool], deadline: float) -> str:
-        """Block until ``condition`` holds; raise if the job ends or the time passes before."""
+        """Block until ``condition`` holds; raise if the job ends or the wait times out first."""
         started_at = time.monotonic()
         kind = ""
         while True:
