@@ -49,7 +49,7 @@ def submit_job(
 
     Raises:
         RunStoreError: If the folder cannot be written.
-        PoolError: If the coordinator refuses; the folder is removed.
+        PoolError: If the coordinator refuses or times out; a folder without a log is removed.
         JobLostError: If the cluster went away; the folder is kept, since the job may have started.
     """
     store = store or open_runs()
@@ -95,7 +95,7 @@ def submit_job(
     try:
         hand_over(link, order, record.bundle_path)
     except PoolError:
-        # A refused job did not start, so its folder is of no use.
+        # A refused job did not start. After a timeout it may have: then its log is kept.
         store.discard(record)
         raise
     note_scheduler(address)

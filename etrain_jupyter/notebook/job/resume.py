@@ -442,8 +442,8 @@ def _submit(
     try:
         hand_over(link, order, written.bundle_path)
     except PoolError:
-        # After a refusal the old record is valid again. After a JobLostError the job may be
-        # running, so the new record stays.
+        # After a refusal or a timeout the old record is restored. After a JobLostError the job may
+        # be running, so the new record stays.
         store.rewrite(known, is_signed=False)
         if written.bundle_file != known.bundle_file:
             store.remove_bundle(written)
