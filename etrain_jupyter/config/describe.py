@@ -105,6 +105,7 @@ def _takes(path: KeyPath, info: FieldInfo, words: tuple[str, ...]) -> str:
             kinds += [_KINDS[int]] * bool(kind.shorthand) + ["group of keys"]
         else:
             kinds.append(_KINDS[kind])
+    # log.every and scaling.ramp are stored as integers, but accept "10 steps" as well.
     if is_interval(path) and Interval not in parts_of(info.annotation):
         kinds.append("steps")
     if "true" in words and _KINDS[bool] not in kinds:

@@ -103,10 +103,12 @@ def with_values(config: TrainConfig, changes: Mapping[str, Any]) -> TrainConfig:
 
 
 def _why(key: str, old: TrainConfig, new: TrainConfig) -> str:
+    # A new length is harmless, unless the learning rate decays until the end of the job.
     is_length = key in ("epochs", "steps")
     falls = any(c.schedule is not None and c.schedule.decay != "none" for c in (old, new))
     if is_length and falls:
         return f"schedule.decay ends with the job: {REASONS['schedule']}"
+    # The size of a pass changes the order of the sums, which matters only for bit-for-bit results.
     if key == "batch.micro" and new.reproducible is not None:
         return REASONS["reproducible"]
     prefixes = list(_prefixes(key))

@@ -91,6 +91,7 @@ def _excludes(
     """Return whether one of the given keys excludes this key."""
     if any(other in given for other in _rivals(path, key)):
         return True
+    # Rivals are declared on one of the two keys only, so look from both sides.
     if any(other in given and key in _rivals(path, other) for other in known):
         return True
     # Such a key belongs to an alternative in another group, for example scaling to

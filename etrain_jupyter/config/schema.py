@@ -110,6 +110,7 @@ class OptimizerConfig(Section):
             given["options"] = {**given.get("options", {}), **extra}
         if given.get("reference") is not None:
             given.setdefault("name", None)
+        # model_dump writes name: null with a reference; without one, the cell's name is empty.
         elif "name" in given and given["name"] is None:
             raise fault("optimizer.name is empty", hint="write for example {name: AdamW, lr: 3e-4}")
         if isinstance(given.get("name"), str):
@@ -202,6 +203,7 @@ class BatchConfig(Section):
         if not isinstance(data, Mapping):
             return data
         sizes = [
+            # Both spellings occur: the cell's key and, from model_dump, the field name.
             next((data[key] for key in keys if data.get(key) is not None), None)
             for keys in (("global", "global_batch_size"), ("per_worker", "per_worker_batch_size"))
         ]
@@ -605,6 +607,7 @@ class TrainConfig(Section):
         self._check_reproducible()
         self._check_metric(self.checkpoint.best, ("checkpoint", "best"))
         self._check_metric(self.early_stopping, ("early_stopping",))
+        # Every step must have a sample for each of the workers that the job waits for.
         size, least = self.batch.size(self.workers.min), self.workers.min
         if size < least:
             raise fault(
@@ -731,6 +734,7 @@ class TrainConfig(Section):
                 hint=f"write shards: {size} or less, or batch: {{global: {shards}}} or more",
                 path=path,
             )
+        # Without max, max_workers() never exceeds the shards; only min can be too large.
         name, most = "max", self.workers.max
         if most is None:
             name, most = "min", self.workers.min

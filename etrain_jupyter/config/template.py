@@ -43,6 +43,7 @@ def _section(section: type[Section], *, indent: str = "", off: bool = False) -> 
             yield _line(f"{start}{key}:", info)
             yield from _section(kind, indent=indent + "  ", off=bool(mark))
         else:
+            # Some defaults, such as None, would not show which values the key accepts.
             shown = info.examples[0] if info.examples else info.default
             yield _line(f"{start}{key}: {yaml_of(shown)}", info)
 
