@@ -80,7 +80,7 @@ class SchedulerFinder(Protocol):
     """Timeout for the next scheduler, in seconds; after it, the worker and its trainers shut
     down."""
     is_remote: bool
-    """Whether the scheduler is on another machine. A cut connection does not mean that it died, so
+    """True if the scheduler is on another machine. A cut connection does not mean that it died, so
     the worker retries the same one."""
 
     def look(self) -> SchedulerRecord | None:
@@ -214,6 +214,8 @@ class WorkerLifecycle:
                     worker = await self._connect(CONNECT_S if is_next else RECONNECT_S)
                     self._num_lives = record.num_lives
                     return worker
+            # Not the next scheduler, and no retry: a remote one has dismissed this worker. A local
+            # one that dies needs a moment to exit, so it counts as alive only after DISMISSED_S.
             elif self._finder.is_remote or (record.is_serving and away_s > DISMISSED_S):
                 return None
             await asyncio.sleep(LOOK_EVERY_S)

@@ -85,6 +85,8 @@ class NoticeWatch:
     def _look(self, kind: str, path: str) -> None:
         try:
             answer = self._imds.ask(path)
+            # A notice stays in the metadata; a new deadline changes the text, and is reported
+            # again.
             if answer is None or self._told.get(kind) == answer.text:
                 self._note(kind, "")
                 return

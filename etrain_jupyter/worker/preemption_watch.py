@@ -75,6 +75,7 @@ class OwnNotices:
         self._take(Notice(kind=INTERRUPTION, deadline=time.time() + notice_s))
 
     def _on_watch(self, notice: Notice) -> None:
+        # The watch's thread may still be in a request after stop().
         loop = self._loop
         if loop is not None:
             loop.call_soon_threadsafe(self._take, notice)
