@@ -79,6 +79,7 @@ class HeadBundles:
         Raises:
             RequestError: If no active job has it, or its file is gone.
         """
+        # Jobs with the same objects share a digest; any of their files serves.
         paths = [order.bundle_path for order in self._orders() if order.bundle_digest == digest]
         if not paths:
             raise RequestError(f"no active job has the bundle {digest[:12]}")

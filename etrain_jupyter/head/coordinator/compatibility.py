@@ -24,6 +24,7 @@ class Fitness:
     def fits(self, worker: WorkerFacts, job: HostedJob) -> bool:
         """Return whether a worker may run a job."""
         theirs, ours = worker.fingerprint, expected_of(job.order)
+        # A worker that reports no versions is accepted, since it cannot be compared.
         if theirs == ours or not theirs:
             return True
         found = compare(theirs, ours, at=worker.name, here="this notebook")

@@ -28,7 +28,7 @@ class NodeSource(Protocol):
     """Start and stop workers. Called on the scheduler's event loop; no method blocks."""
 
     replaces_early: bool
-    """Whether a worker whose machine is, or may be, interrupted is replaced immediately instead of
+    """True if a worker whose machine is, or may be, interrupted is replaced immediately instead of
     after its release. This applies where the replacement gets a machine of its own."""
 
     def want(self, count: int, *, reason: str) -> None:

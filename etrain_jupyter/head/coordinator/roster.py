@@ -21,12 +21,12 @@ class WorkerFacts:
     leaves_at: float = 0.0
     """Time of its machine's interruption, by the coordinator's clock; 0 if there is none."""
     at_risk: bool = False
-    """Whether its machine is likely to be interrupted."""
+    """True if its machine is likely to be interrupted."""
     is_stuck: bool = False
-    """Whether its supervisor's outbox is full. The supervisor then stops reading messages from its
+    """True if its supervisor's outbox is full. The supervisor then stops reading messages from its
     trainers, and they wait."""
     is_released: bool = False
-    """Whether it was released to the pool."""
+    """True if it was released to the pool."""
     fingerprint: dict[str, str] = field(default_factory=dict)
     """Versions that are installed there, see ``wire.versions``; empty if unknown."""
 
@@ -35,7 +35,7 @@ class WorkerRoster:
     """Track the workers, and fence those that time out. Time is an argument.
 
     A worker that has timed out is evicted, even if its connection is still open. Its later messages
-    are dropped until its supervisor has stopped its trainers and says hello with a new
+    are dropped until its supervisor has stopped its trainers and sends a hello with a new
     incarnation::
 
         hello 1 -> messages -> timeout: fenced -> messages dropped -> reset -> hello 2
@@ -66,6 +66,8 @@ class WorkerRoster:
 
     def greet(self, facts: WorkerFacts, now: float) -> bool:
         """Process a hello; return False if this incarnation is fenced."""
+        # A fenced supervisor may reconnect before it has noticed: its trainers are still inside an
+        # old generation. Only the next incarnation has stopped them.
         if facts.incarnation <= self._given_up.get(facts.address, -1):
             return False
         self._given_up.pop(facts.address, None)
@@ -74,8 +76,7 @@ class WorkerRoster:
         return True
 
     def hear(self, address: str, now: float) -> WorkerFacts | None:
-        """Record a message, and return the worker at its address; None if it is fenced or
-        unknown."""
+        """Record a message, and return its worker; None if the address is fenced or unknown."""
         facts = next((w for w in self._by_name.values() if w.address == address), None)
         if facts is not None:
             self._hearing.hear(facts.name, now)

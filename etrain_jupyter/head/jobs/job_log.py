@@ -72,17 +72,17 @@ class JobLog:
 
     @property
     def is_behind(self) -> bool:
-        """Whether events are kept in memory because the disk does not accept them."""
+        """True if events are kept in memory because the disk does not accept them."""
         return bool(self._waiting)
 
     @property
     def is_told(self) -> bool:
-        """Whether listeners may receive everything that was appended."""
+        """True if listeners may receive everything that was appended."""
         return not self._waiting
 
     @property
     def is_uploading(self) -> bool:
-        """Whether an event may still be written to a place where it is missing."""
+        """True if an event may still be written to a place where it is missing."""
         return bool(self._waiting)
 
     @property
@@ -112,6 +112,7 @@ class JobLog:
         """Append facts to the durable log first, then make them available to listeners."""
         if not facts:
             return
+        # A job may still log during its shutdown; its log must not be reopened for that.
         if self._is_closed:
             logger.warning("%s: dropped after the end: %s", self._path, facts)
             return
@@ -200,6 +201,7 @@ class JobLog:
         if self._recent and seq >= self._recent[0]["seq"] - 1:
             skip = seq - self._recent[0]["seq"] + 1
             return list(itertools.islice(self._recent, skip, skip + limit))
+        # Not in memory: either there is nothing newer, or it has to be read from the disk.
         if seq >= self._log.last_seq:
             return []
         return [event.to_json_dict() for event in self._read(seq, limit)]

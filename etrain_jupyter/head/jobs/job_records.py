@@ -58,7 +58,7 @@ class JobRecords:
         self._heard: dict[str, int] = {}
         self._files: dict[str, int] = {}
         self._is_refused = False
-        """Whether the disk rejected the newest write."""
+        """True if the disk rejected the newest write."""
 
     def add(self, order: JobSpec) -> None:
         """Record a job that is being submitted."""

@@ -37,11 +37,11 @@ class JobSpec:
     min_workers: int = 1
     max_workers: int = 1
     resumes: bool = False
-    """Whether the run folder belongs to a job that has trained before."""
+    """True if the run folder belongs to a job that has trained before."""
     differs: list[str] = field(default_factory=list)
     """Differences from the previous attempt, as text for the log."""
     is_forced: bool = False
-    """Whether the user forced the resume despite the differences."""
+    """True if the user forced the resume despite the differences."""
     place: str = ""
     """URL of the job in a bucket; empty for a job in a folder."""
     log_end: int | None = None
@@ -71,7 +71,7 @@ class JobSpec:
 
     @property
     def is_paced(self) -> bool:
-        """Whether ``checkpoint.every`` is auto: the coordinator then chooses the interval."""
+        """True if ``checkpoint.every`` is auto: the coordinator then chooses the interval."""
         return (self.config.get("checkpoint") or {}).get("every") is None
 
     @property
@@ -111,6 +111,6 @@ class TrainerFacts:
     gpu: str = ""
     """Its GPU's identifier; empty without one."""
     is_injected: bool = False
-    """Whether an injected fault ends it, or has ended it."""
+    """True if an injected fault ends it, or has ended it."""
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
     """The last lines that it printed."""

@@ -128,12 +128,12 @@ class MirroredLog(JobLog):
 
     @property
     def is_uploading(self) -> bool:
-        """Whether events are missing from the bucket and may still be uploaded."""
+        """True if events are missing from the bucket and may still be uploaded."""
         return self.is_behind or not self._mirror.is_done.is_set()
 
     @property
     def is_told(self) -> bool:
-        """Whether listeners may receive everything that was appended."""
+        """True if listeners may receive everything that was appended."""
         return not self._withheld and super().is_told
 
     def append(self, facts: list[events.Event]) -> None:
@@ -143,6 +143,7 @@ class MirroredLog(JobLog):
             for place, fact in enumerate(facts, start=self.next_seq)
             if isinstance(fact, events.JobStatusChanged) and fact.status in events.TERMINAL_STATUSES
         ]
+        # Set before the base class wakes the listeners: they must not see the end yet.
         if ends and not self._withheld and self.is_uploading:
             self._withheld = ends[0]
             self._ending = self._loop.create_task(self._release_end(ends[0]))

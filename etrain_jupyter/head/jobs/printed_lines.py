@@ -37,6 +37,7 @@ class PrintedLines:
 
     def take(self, now: float) -> bool:
         """Return whether to log a line that arrives now; otherwise count it as dropped."""
+        # Token bucket: refill for the time that has passed, up to the burst.
         if self._taken_at is not None:
             passed_s = max(0.0, now - self._taken_at)
             self._left = min(self._burst, self._left + self._per_s * passed_s)
