@@ -47,7 +47,7 @@ class Comparison:
 
     @property
     def fits(self) -> bool:
-        """Whether the environments are compatible."""
+        """True if the environments are compatible."""
         return not self.wrong
 
 
