@@ -1,7 +1,7 @@
-"""Which versions run here, and whether a notebook's objects and orders fit them.
+"""Compare the installed versions with those of the notebook whose job is to run.
 
-The notebook's objects travel by value: functions as byte code, which is that of one minor version
-of Python, and modules as torch pickles them.
+The notebook's objects are sent by value: functions as byte code, which is specific to a minor
+version of Python, and modules in torch's pickle format.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from etrain_jupyter import __version__
 
 PROTOCOL = 2
-"""Of the messages between kernel, coordinator, supervisor and trainer: raised with each change that
-an older one would not understand."""
+"""Version of the messages between kernel, coordinator, supervisor and trainer. Increment it with
+each change that an older version would not understand."""
 
 PROTOCOL_KEY = "protocol"
 NAMES = {
@@ -28,31 +28,31 @@ NAMES = {
     "distributed": "distributed",
 }
 MUST_FIT = (PROTOCOL_KEY, "etrain", "python", "torch")
-"""Where another minor version is refused; of the rest it is worth a warning."""
+"""Packages whose minor version must match; for the others, a difference is only a warning."""
 
 Fingerprint = Mapping[str, str]
-"""Version by key of ``NAMES``; empty where a package is not installed."""
+"""Versions by the keys of ``NAMES``; empty for a package that is not installed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """How two environments differ, in words."""
+    """Differences between two environments, as text."""
 
     wrong: tuple[str, ...] = ()
-    """What does not fit."""
+    """Incompatible versions."""
     notes: tuple[str, ...] = ()
-    """What is merely different."""
+    """Different but compatible versions."""
     remedies: tuple[str, ...] = ()
-    """What to install where they were compared, for each that is wrong."""
+    """Versions to install on the worker, one for each entry of ``wrong``."""
 
     @property
     def fits(self) -> bool:
-        """Whether the one can do the other's work."""
+        """True if the environments are compatible."""
         return not self.wrong
 
 
 def read_fingerprint() -> dict[str, str]:
-    """Return the versions that are installed here; imports none of the packages."""
+    """Return the installed versions without importing the packages."""
     known = {
         PROTOCOL_KEY: str(PROTOCOL),
         "etrain": __version__,
@@ -62,13 +62,13 @@ def read_fingerprint() -> dict[str, str]:
 
 
 def compare(theirs: Fingerprint, ours: Fingerprint, *, at: str, here: str) -> Comparison:
-    """Say how a worker differs from what it shall work for; what one of them lacks is left out.
+    """Compare a worker's versions with a notebook's; skip what either one does not report.
 
     Args:
-        theirs: The worker's.
-        ours: The notebook's.
-        at: What to call the worker.
-        here: What to call the notebook.
+        theirs: Versions of the worker.
+        ours: Versions of the notebook.
+        at: Name of the worker in messages.
+        here: Name of the notebook in messages.
 
     >>> compare({"python": "3.11.2"}, {"python": "3.12.4"}, at="w1", here="this notebook").wrong
     ('Python 3.11.2 on w1, 3.12.4 in this notebook',)
@@ -98,7 +98,7 @@ def _remedy(key: str, version: str) -> str:
 
 
 def _release(version: str) -> str:
-    """Return a version without what it was built for: CPU and GPU builds of torch fit together."""
+    """Return a version without its build tag: CPU and GPU builds of torch are compatible."""
     return version.partition("+")[0]
 
 

@@ -1,4 +1,4 @@
-"""What a worker hears of its own machine's end: from EC2, or by a signal of the batch system."""
+"""Watch for the preemption of this machine, by EC2 or by a signal from the batch system."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from etrain_jupyter.worker.notices import POLL_S, Notice, NoticeWatch
 logger = logging.getLogger("etrain.supervisor")
 
 SIGNALLED_S = 120.0
-"""How long the machine lives after SIGUSR1, unless ``ETRAIN_NOTICE_S`` says else; SLURM sends it
-with ``--signal=B:USR1@120``."""
+"""Seconds from SIGUSR1 to the end of the machine, unless ``ETRAIN_NOTICE_S`` is set; SLURM sends
+the signal with ``--signal=B:USR1@120``."""
 
 
 class OwnNotices:
-    """Listens for notices, tells of them, and remembers them for the next coordinator.
+    """Receive notices, report them, and keep them for the next coordinator.
 
-    Lives on an event loop.
+    Runs on an event loop.
 
     Args:
-        tell: Sends a message to the coordinator, if there is one.
+        tell: Sends a message to the coordinator, if one is connected.
     """
 
     def __init__(self, tell: Callable[[Message], None]) -> None:
@@ -38,11 +38,12 @@ class OwnNotices:
         self._has_signal = False
 
     def start(self) -> None:
-        """Begin to listen; asking again changes nothing."""
+        """Start to watch; a second call has no effect."""
         if self._loop is not None:
             return
         self._loop = asyncio.get_running_loop()
-        # Only the main thread is sent signals; where the loop runs in another one there are none.
+        # Python handles signals in the main thread only. An event loop in any other thread cannot
+        # add a handler.
         try:
             self._loop.add_signal_handler(signal.SIGUSR1, self._on_signal)
             self._has_signal = True
@@ -54,7 +55,7 @@ class OwnNotices:
             self._watch.start()
 
     async def stop(self) -> None:
-        """Listen no more."""
+        """Stop watching."""
         loop, self._loop = self._loop, None
         if self._has_signal and loop is not None:
             loop.remove_signal_handler(signal.SIGUSR1)
@@ -64,7 +65,7 @@ class OwnNotices:
             await asyncio.to_thread(watch.stop)
 
     def tell_again(self) -> None:
-        """Tell a coordinator that has just been greeted what is known."""
+        """Report all known notices to a newly connected coordinator."""
         for notice in self._known.values():
             self._say(notice)
 
@@ -74,6 +75,7 @@ class OwnNotices:
         self._take(Notice(kind=INTERRUPTION, deadline=time.time() + notice_s))
 
     def _on_watch(self, notice: Notice) -> None:
+        # The watch's thread may still be in a request after stop().
         loop = self._loop
         if loop is not None:
             loop.call_soon_threadsafe(self._take, notice)
@@ -83,13 +85,13 @@ class OwnNotices:
         self._say(notice)
 
     def _say(self, notice: Notice) -> None:
-        # Clocks of machines differ: what counts is how long it is from now.
+        # Machine clocks differ, so the coordinator uses the remaining seconds, not the deadline.
         told = {"kind": notice.kind, "deadline": notice.deadline, "left_s": notice.left_s()}
         self._tell({"op": "notice", **told})
 
 
 def seconds_from_environment(name: str, default: float) -> float:
-    """Return a number of seconds above 0 from a variable, else the default."""
+    """Return a positive number of seconds from an environment variable, else the default."""
     text = os.environ.get(name)
     if text is None:
         return default

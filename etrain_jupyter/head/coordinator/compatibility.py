@@ -1,4 +1,4 @@
-"""Which workers may work for which jobs: what is installed there must fit the notebook's."""
+"""Check whether a worker's installed versions are compatible with a job's notebook."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ if TYPE_CHECKING:
 
 
 class Fitness:
-    """Compares fingerprints, and says in a job's log what does not fit, once."""
+    """Compare fingerprints, and log each incompatibility of a job once."""
 
     def __init__(self) -> None:
         self._told: set[tuple[str, tuple[tuple[str, str], ...]]] = set()
-        """Jobs and the versions that they have been told of."""
+        """Job ids with the worker versions that their logs already mention."""
 
     def fits(self, worker: WorkerFacts, job: HostedJob) -> bool:
-        """Tell whether a worker may work for a job."""
+        """Return whether a worker may run a job."""
         theirs, ours = worker.fingerprint, expected_of(job.order)
+        # A worker that reports no versions is accepted, since it cannot be compared.
         if theirs == ours or not theirs:
             return True
         found = compare(theirs, ours, at=worker.name, here="this notebook")
@@ -36,12 +37,12 @@ class Fitness:
 
 
 def expected_of(order: JobSpec) -> Mapping[str, str]:
-    """Return what a worker of this job should be: as the notebook, and one that understands us."""
+    """Return the versions that a worker of this job needs: the notebook's, and our protocol."""
     return {**order.fingerprint, PROTOCOL_KEY: str(PROTOCOL)}
 
 
 def words_of(found: Comparison, worker: str) -> str:
-    """Say what was found on a worker, what comes of it, and what to type next."""
+    """Describe the differences on a worker, their effect and the remedy."""
     if found.fits:
         return (
             f"{'; '.join(found.notes)}: {worker} trains all the same. Install the same versions "

@@ -1,4 +1,4 @@
-"""What the coordinator asks of whoever starts and ends workers."""
+"""Interface between the coordinator and the pool that starts and stops its workers."""
 
 from __future__ import annotations
 
@@ -8,62 +8,64 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, kw_only=True)
 class NodeCost:
-    """What one node has cost since it was started."""
+    """Cost of one node since it was started."""
 
     node_id: str
     workers: tuple[str, ...]
-    """The workers that it has, or had."""
+    """Its workers, present and past."""
     lifecycle: str
     """``spot`` or ``on-demand``."""
     spent_usd: float
-    """It may fall: EC2 waives the first hour of a spot machine that it takes back."""
+    """May decrease: EC2 waives the first hour of a spot machine that it interrupts."""
     on_demand_usd: float
-    """What the same hours would have cost without spot prices."""
+    """Cost of the same hours at on-demand prices."""
     is_alive: bool
     hours: float = 0.0
-    """How long it has been there."""
+    """Hours since it was started."""
 
 
 class NodeSource(Protocol):
-    """Starts and ends workers. Called on the scheduler's event loop; no method blocks."""
+    """Start and stop workers. Called on the scheduler's event loop; no method blocks."""
 
     replaces_early: bool
-    """Whether a worker whose machine will be taken, or is likely to be, is replaced at once and not
-    when it is released: so it is where the newcomer gets a machine of its own."""
+    """True if a worker whose machine is, or may be, interrupted is replaced immediately instead of
+    after its release. This applies where the replacement gets a machine of its own."""
 
     def want(self, count: int, *, reason: str) -> None:
-        """Have ``count`` workers, or as many as the pool can: starts those that are missing."""
+        """Start missing workers, up to ``count`` in total or the pool's capacity."""
         ...
 
     def capacity(self) -> int | None:
-        """Return how many workers there can ever be; None if nobody knows."""
+        """Return the maximum number of workers; None if it is unknown."""
         ...
 
     def nodes(self) -> list[dict[str, Any]]:
-        """Return a record a worker: ``worker``, ``pid``, ``state``, ``device``."""
+        """Return one record per worker: ``worker``, ``pid``, ``state``, ``device``."""
         ...
 
     def release(self, worker: str, *, drain_s: float) -> None:
-        """End a worker gently, and by force after ``drain_s``."""
+        """Stop a worker gracefully, or by force after ``drain_s`` seconds."""
         ...
 
     def kill(self, worker: str) -> None:
-        """End a worker with SIGKILL: a fault on purpose."""
+        """Kill a worker with SIGKILL, for fault injection."""
         ...
 
     def note_notice(self, worker: str, *, kind: str, deadline: float = 0.0) -> None:
-        """Hear what a worker's machine was told: another one may come besides.
+        """Handle an interruption notice or a rebalance recommendation for a worker's machine.
+
+        The pool may start a replacement.
 
         Args:
-            worker: Its name.
+            worker: Name of the worker.
             kind: ``rebalance`` or ``interruption``.
-            deadline: When the machine is taken, in seconds since the epoch; 0.0 if unknown.
+            deadline: Time of the interruption in seconds since the epoch; 0.0 if unknown.
         """
         ...
 
 
 class NoNodes:
-    """For clusters whose workers somebody else starts and ends."""
+    """Node source for clusters whose workers are managed elsewhere."""
 
     replaces_early = True
 
@@ -71,11 +73,11 @@ class NoNodes:
         """Do nothing."""
 
     def capacity(self) -> int | None:
-        """Know nothing."""
+        """Return None, because the capacity is unknown."""
         return None
 
     def nodes(self) -> list[dict[str, Any]]:
-        """Know of none."""
+        """Return no nodes."""
         return []
 
     def release(self, worker: str, *, drain_s: float) -> None:

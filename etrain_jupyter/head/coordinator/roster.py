@@ -1,4 +1,4 @@
-"""The workers of a cluster as the coordinator knows them: who is here, who was given up."""
+"""Roster of a cluster's workers: active ones, and fenced ones."""
 
 from __future__ import annotations
 
@@ -17,37 +17,39 @@ class WorkerFacts:
     device: str
     pid: int
     incarnation: int = 0
-    """How often its supervisor was reset."""
+    """Number of times that its supervisor was reset."""
     leaves_at: float = 0.0
-    """When its machine will be taken, by the coordinator's clock; 0 if nothing is known of that."""
+    """Time of its machine's interruption, by the coordinator's clock; 0 if there is none."""
     at_risk: bool = False
-    """Whether its machine is likely to be taken."""
+    """True if its machine is likely to be interrupted."""
     is_stuck: bool = False
-    """Whether its supervisor can keep no more messages: it does not read what its trainers send,
-    and they wait."""
+    """True if its supervisor's outbox is full. The supervisor then stops reading messages from its
+    trainers, and they wait."""
     is_released: bool = False
-    """Whether it was handed back to the pool."""
+    """True if it was released to the pool."""
     fingerprint: dict[str, str] = field(default_factory=dict)
-    """What is installed there, see ``node.fingerprint``; empty if it does not tell."""
+    """Versions that are installed there, see ``wire.versions``; empty if unknown."""
 
 
 class WorkerRoster:
-    """Knows the workers, and fences those that were given up. Time is an argument.
+    """Track the workers, and fence those that time out. Time is an argument.
 
-    A worker that was silent for too long counts as gone, although its connection may still stand.
-    What it says afterwards is dropped, until its supervisor has ended its trainers and says hello
-    in a new incarnation.
+    A worker that has timed out is evicted, even if its connection is still open. Its later messages
+    are dropped until its supervisor has stopped its trainers and sends a hello with a new
+    incarnation::
+
+        hello 1 -> messages -> timeout: fenced -> messages dropped -> reset -> hello 2
 
     Args:
-        silence_s: How long a supervisor may be silent.
-        tick_s: How often ``tick`` is called.
+        silence_s: Timeout in seconds without a message from a supervisor.
+        tick_s: Interval between calls of ``tick``, in seconds.
     """
 
     def __init__(self, *, silence_s: float, tick_s: float) -> None:
         self._hearing = Hearing(limit_s=silence_s, tick_s=tick_s)
         self._by_name: dict[str, WorkerFacts] = {}
         self._given_up: dict[str, int] = {}
-        """Address to the incarnation that is not listened to any more."""
+        """Fenced incarnation, by address."""
 
     def __iter__(self) -> Iterator[WorkerFacts]:
         return iter(list(self._by_name.values()))
@@ -59,11 +61,13 @@ class WorkerRoster:
         return name in self._by_name
 
     def get(self, name: str) -> WorkerFacts | None:
-        """Return the worker of that name, if it is here."""
+        """Return the worker with this name, or None."""
         return self._by_name.get(name)
 
     def greet(self, facts: WorkerFacts, now: float) -> bool:
-        """Take in a hello; False if this incarnation was given up."""
+        """Process a hello; return False if this incarnation is fenced."""
+        # A fenced supervisor may reconnect before it has noticed: its trainers are still inside an
+        # old generation. Only the next incarnation has stopped them.
         if facts.incarnation <= self._given_up.get(facts.address, -1):
             return False
         self._given_up.pop(facts.address, None)
@@ -72,18 +76,18 @@ class WorkerRoster:
         return True
 
     def hear(self, address: str, now: float) -> WorkerFacts | None:
-        """Return the worker that speaks from there; None for one that is not listened to."""
+        """Record a message, and return its worker; None if the address is fenced or unknown."""
         facts = next((w for w in self._by_name.values() if w.address == address), None)
         if facts is not None:
             self._hearing.hear(facts.name, now)
         return facts
 
     def given_up(self, address: str) -> int | None:
-        """Return the incarnation there that was given up; None if none was."""
+        """Return the fenced incarnation at an address, or None."""
         return self._given_up.get(address)
 
     def remove(self, address: str) -> WorkerFacts | None:
-        """Forget a worker whose connection is closed; return it if it was here."""
+        """Remove a worker whose connection is closed; return it if it was active."""
         self._given_up.pop(address, None)
         facts = next((w for w in self._by_name.values() if w.address == address), None)
         if facts is not None:
@@ -92,11 +96,14 @@ class WorkerRoster:
         return facts
 
     def tick(self, now: float) -> float:
-        """Take in that time has passed; return how much of it the coordinator slept through."""
+        """Advance the time, and return the seconds for which the coordinator was suspended."""
         return self._hearing.tick(now)
 
     def give_up_silent(self, now: float) -> list[tuple[WorkerFacts, float]]:
-        """Give up who has been silent for too long; return them and how long they were."""
+        """Evict the workers that have timed out.
+
+        Return them and the seconds since their last message.
+        """
         given_up = []
         for name, silence_s in self._hearing.silent(now).items():
             facts = self._by_name.pop(name)
