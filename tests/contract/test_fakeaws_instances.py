@@ -149,7 +149,7 @@ def test_instance_cannot_run_power_commands_of_the_host(either: FakeAws) -> None
     output = wait_for_text(either, instance_id, "on\n")
 
     assert output.count("not in a fake instance") == 2
-    assert "does not know the option -r" in output
+    assert "unsupported option -r" in output
     assert described()[instance_id]["State"]["Name"] == "running"
 
 
@@ -246,7 +246,7 @@ def test_on_demand_instance_gets_no_notice_but_its_host_may_fail(either: FakeAws
     instance_id = launch(either, num_spot=0, num_on_demand=1)
     wait_for_text(either, instance_id, "hello")
 
-    with pytest.raises(ValueError, match="on-demand: EC2 gives no notice"):
+    with pytest.raises(ValueError, match="on-demand: EC2 never interrupts it"):
         either.preempt(instance_id, notice_s=10)
     either.preempt(instance_id, silent=True)
 

@@ -248,8 +248,8 @@ async def test_expired_credentials_warn_and_renewed_ones_are_reloaded(
     cloud.set_faults(ApiFault(service="", code="ExpiredToken", match="AKIAOLD"))
     await head.until(lambda: any("credentials have expired" in text for text in head.warnings))
     told = next(text for text in head.warnings if "credentials have expired" in text)
-    assert "Nodes run on, but not for long" in told
-    assert "8 s after the last renewal they end themselves" in told
+    assert "Nodes keep running, but not for long" in told
+    assert "8 s after the last renewal they turn themselves off" in told
     assert "aws sso login" in told
     assert (len(head.living()), head.gone, head.halts) == (1, {}, [])
 

@@ -60,7 +60,7 @@ async def test_without_capacity_the_pool_warns_waits_and_then_launches_on_demand
     (node,) = head.nodes.nodes()
     assert (node["lifecycle"], node["price_usd_per_h"]) == ("on-demand", 1.006)
     told = " ".join(head.warnings)
-    assert "At most 1 come on demand after 1 s of it" in told
+    assert "At most 1 are launched on demand after 1 s without capacity" in told
     assert "requesting 1 node of g5.xlarge on demand, at the full price" in told
 
 
@@ -173,7 +173,7 @@ async def test_prices_above_max_hourly_give_the_jobs_a_notice(
     thread = head.nodes._reconciler
     assert thread is not None
     cloud.set_price(0.8)
-    thread._prices.fetched_at = 1.0  # as if the prices were stale
+    thread._accounts.prices.fetched_at = 1.0  # as if the prices were stale
     await head.until(lambda: len(head.gone) == 1)
 
     assert set(head.gone) == set(notices)

@@ -147,7 +147,7 @@ def locked_loss(output, target):
     Case(
         "generator in a closure",
         {"loss": "generator_loss"},
-        ["'rows', which it encloses, is a generator", "Name the function that makes it"],
+        ["'rows', which it encloses, is a running generator", "Pass the function that creates it"],
         code="""\
 def make_loss():
     rows = (i for i in range(3))

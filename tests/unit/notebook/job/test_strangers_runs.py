@@ -19,6 +19,7 @@ from etrain_jupyter.log.event_log import EventLog, LogReader
 from etrain_jupyter.log.events import JobStatusChanged, JobSubmitted
 from etrain_jupyter.log.segments import read_log
 from etrain_jupyter.notebook.job import open_jobs, ownership
+from etrain_jupyter.notebook.job.feed import EventFeed
 from etrain_jupyter.notebook.job.history import peek_log
 from etrain_jupyter.notebook.job.job_record import JobRecord
 from etrain_jupyter.notebook.job.link import ClusterLink, UnreachableError
@@ -35,6 +36,22 @@ from etrain_jupyter.process.state_root import state_root
 
 ID = "digits-00c0ffee"
 COMMON: dict[str, Any] = {"job_id": ID, "time": 1.0}
+
+
+@pytest.fixture(autouse=True)
+def _closed_feeds(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Close the feed of every job: tests elsewhere assert that no thread of a feed is left."""
+    started: list[EventFeed] = []
+    start = EventFeed.start
+
+    def note_and_start(feed: EventFeed) -> None:
+        started.append(feed)
+        start(feed)
+
+    monkeypatch.setattr(EventFeed, "start", note_and_start)
+    yield
+    for feed in started:
+        feed.close()
 
 
 @pytest.fixture(autouse=True)
@@ -366,7 +383,7 @@ def test_record_that_is_none_is_named_with_the_reason_and_used_for_nothing(
     assert list(store.scan().problems) == [ID]
     assert main(["ls"]) == 0
     told = capsys.readouterr().out
-    assert f"Not listed, since they cannot be used:\n  {ID}: " in told
+    assert f"Not listed, because their records are invalid:\n  {ID}: " in told
     assert len(told.splitlines()) == 5
 
 
@@ -389,7 +406,7 @@ def test_folder_whose_name_is_no_id_is_never_a_job(store: RunStore) -> None:
     )
 
     assert store.records() == []
-    with pytest.raises(ValueError, match="not the id of a job"):
+    with pytest.raises(ValueError, match="is not a valid job id"):
         store.create({"name": "x", "created": 1.0}, job_id="../x")
 
 
@@ -487,7 +504,7 @@ def test_record_of_any_size_is_not_read_into_memory(store: RunStore) -> None:
     with (record.folder / "job.json").open("r+b") as file:
         file.truncate(1 << 40)
 
-    assert "more than 16,000,000 bytes" in store.scan().problems[ID]
+    assert "larger than 16,000,000 bytes" in store.scan().problems[ID]
 
 
 # --- logs with anything in them ---
