@@ -13,6 +13,7 @@ from etrain_jupyter.pools.local.pool import LocalPool, find_remains, load_in_wor
 from etrain_jupyter.pools.registry import get_pool, pool_names
 from etrain_jupyter.pools.rpc import ask
 from etrain_jupyter.process.cluster_dir import ClusterDir, ClusterRecord, cluster_dirs
+from etrain_jupyter.wire.requests import DescribeCluster, ListCosts, ListNodes
 
 if TYPE_CHECKING:
     from etrain_jupyter.pools.ec2.reaping import Tagged
@@ -53,9 +54,9 @@ def _state_of(cluster: ClusterDir, record: ClusterRecord) -> str:
     """Return how many workers and jobs a cluster has, and its money where it costs any."""
     address = cluster.address(record)
     try:
-        state = load_in_words(ask(address, "etrain_describe", timeout_s=3.0))
-        costs = ask(address, "etrain_pool_costs", timeout_s=3.0)["costs"]
-        nodes = ask(address, "etrain_pool_nodes", timeout_s=3.0)["nodes"]
+        state = load_in_words(ask(address, DescribeCluster(), timeout_s=3.0))
+        costs = ask(address, ListCosts(), timeout_s=3.0).costs
+        nodes = ask(address, ListNodes(), timeout_s=3.0).nodes
     except PoolError as exc:
         return str(exc)
     if not costs:

@@ -36,6 +36,14 @@ from etrain_jupyter.process.cluster_dir import (
     start_lock,
     wait_until,
 )
+from etrain_jupyter.wire.requests import (
+    KillWorker,
+    ListNodes,
+    ReleaseWorker,
+    ShutDownCluster,
+    TouchCluster,
+    WantWorkers,
+)
 
 START_S = 60.0
 """How long a start may take. Usual is 1 s, but a machine's first import of everything is slow."""
@@ -79,11 +87,11 @@ class DetachedPool:
 
         Jobs ask for their workers by themselves, inside the head. This warms workers up before.
         """
-        ask(self._address(), "etrain_pool_want", count=n, reason=reason)
+        ask(self._address(), WantWorkers(count=n, reason=reason))
 
     def nodes(self) -> list[Node]:
         """Return the workers, the oldest first."""
-        records = ask(self._address(), "etrain_pool_nodes")["nodes"]
+        records = ask(self._address(), ListNodes()).nodes
         return [
             Node(
                 id=record["worker"],
@@ -100,11 +108,11 @@ class DetachedPool:
 
     def release(self, node_id: str, *, drain_s: float) -> None:
         """End a worker gently; it has ``drain_s`` seconds."""
-        ask(self._address(), "etrain_pool_release", worker=node_id, drain_s=drain_s)
+        ask(self._address(), ReleaseWorker(worker=node_id, drain_s=drain_s))
 
     def kill(self, node_id: str) -> None:
         """End a worker with SIGKILL, or its machine at once: a fault on purpose."""
-        ask(self._address(), "etrain_pool_kill", worker=node_id)
+        ask(self._address(), KillWorker(worker=node_id))
 
     def down(self, *, timeout_s: float = 10.0) -> Leftovers:
         """End the cluster with all its jobs, gently for ``timeout_s`` seconds and then by force.
@@ -187,7 +195,7 @@ def _answers(cluster: ClusterDir, record: ClusterRecord) -> bool:
         PoolError: If its head runs, but is silent.
     """
     try:
-        ask(cluster.address(record), "etrain_pool_touch", timeout_s=ANSWER_S)
+        ask(cluster.address(record), TouchCluster(), timeout_s=ANSWER_S)
         return True
     except PoolError:
         # It may have ended between our look and our question.
@@ -315,7 +323,7 @@ def end_cluster_here(cluster: ClusterDir, timeout_s: float) -> Leftovers:
 def _end_head(address: SchedulerAddress, record: ClusterRecord, timeout_s: float) -> None:
     """Ask the head to end, and to a head that does not listen send SIGTERM."""
     with contextlib.suppress(PoolError):
-        ask(address, "etrain_down", timeout_s=min(2.0, timeout_s))
+        ask(address, ShutDownCluster(), timeout_s=min(2.0, timeout_s))
         wait_until(lambda: not record.is_alive, timeout_s=timeout_s * 0.6)
     if record.is_alive:
         with contextlib.suppress(ProcessLookupError):

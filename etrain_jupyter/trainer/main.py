@@ -1,7 +1,7 @@
-"""Entry of the trainer process: ``python -m etrain_jupyter.trainer.main CHANNEL_FD PROGRESS_FD``.
+"""Entry point of a trainer: ``python -m etrain_jupyter.trainer.main CHANNEL_FD PROGRESS_FD``.
 
-It imports everything heavy, says that it is ready, and waits as a warm spare until it is given a
-job.
+The process imports everything heavy, reports that it is ready, and waits as a warm spare until it
+gets a job.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ import sys
 import traceback
 
 from etrain_jupyter.wire.channel import Channel
+from etrain_jupyter.wire.messages import LaunchTrainer, SpareReady
 from etrain_jupyter.wire.progress_page import ProgressPage, start_pulse
 
 _PR_SET_PDEATHSIG = 1
 
 MAX_DESCRIPTORS = 2**20
-"""Enough. Without an end, programs that close every possible descriptor would take minutes."""
+"""Sufficient for every job. Without a limit, programs that close every possible descriptor would
+take minutes."""
 
 
 def die_with_parent() -> None:
@@ -33,25 +35,25 @@ def die_with_parent() -> None:
     parent = int(os.environ.get("ETRAIN_SUPERVISOR_PID", "0"))
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent and os.getppid() != parent:
-        os._exit(0)  # it died before we asked
+        os._exit(0)  # the supervisor died before the call above
 
 
 def raise_descriptor_limit() -> None:
-    """Allow as many open files as this user may have: gloo ends the process at the limit.
+    """Raise the limit of open files to the hard limit: gloo ends the process at the limit.
 
-    Strangers that connect to a rank's port while it forms use one descriptor each.
+    Each unknown connection to a rank's port uses a descriptor while its generation forms.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
-    with contextlib.suppress(ValueError, OSError):  # some systems allow less than they say
+    with contextlib.suppress(ValueError, OSError):  # some systems allow less than their hard limit
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 def open_page(descriptor: int) -> ProgressPage:
-    """Map the progress page, and pulse as long as this process runs any Python code."""
+    """Map the progress page, and pulse for as long as this process runs any Python code."""
     os.set_inheritable(descriptor, False)
-    # The handler writes from within the signal, so that it also tells of a thread that keeps the
-    # interpreter's lock. It has to be there before the first pulse, which allows the signal.
+    # The handler writes from within the signal, so that it also works while a thread holds the GIL.
+    # It must be installed before the first pulse, which allows the supervisor to send the signal.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     page = ProgressPage(descriptor)
     start_pulse(page)
@@ -59,7 +61,7 @@ def open_page(descriptor: int) -> ProgressPage:
 
 
 def print_any_text() -> None:
-    """Escape what cannot be encoded, as in a file name that is not UTF-8: a notebook prints it."""
+    """Escape text that cannot be encoded, such as a file name that is not UTF-8."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -69,7 +71,7 @@ def main() -> None:
     """Wait as a spare, then train."""
     die_with_parent()
     raise_descriptor_limit()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the supervisor's business
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor handles interrupts
     print_any_text()
     page = open_page(int(sys.argv[2]))
     descriptor = int(sys.argv[1])
@@ -79,7 +81,7 @@ def main() -> None:
     try:
         run_trainer(channel, page)
     except BaseException:
-        traceback.print_exc()  # its last words
+        traceback.print_exc()  # the supervisor logs it as the crash output
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
@@ -88,7 +90,7 @@ def main() -> None:
 
 
 def run_trainer(channel: Channel, page: ProgressPage) -> None:
-    """Import what takes seconds, then wait for a job and do it."""
+    """Import what takes seconds, then wait for a job and run it."""
     import torch
 
     from etrain_jupyter.trainer.trainer import Trainer
@@ -96,9 +98,9 @@ def run_trainer(channel: Channel, page: ProgressPage) -> None:
     threads = os.environ.get("OMP_NUM_THREADS")
     if threads:
         torch.set_num_threads(int(threads))
-    channel.send({"op": "spare", "pid": os.getpid()})
+    channel.send(SpareReady(pid=os.getpid()))
     for message in channel.messages():
-        if message["op"] == "start":
+        if isinstance(message, LaunchTrainer):
             Trainer(channel, message, progress=page).run()
             break
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from etrain_jupyter import __version__
 
-PROTOCOL = 2
-"""Of the messages between kernel, coordinator, supervisor and trainer: raised with each change that
-an older one would not understand."""
+WIRE_VERSION = 3
+"""Version of the messages in ``wire.messages`` and ``wire.requests``. Raise it with each change
+that an older process would not understand."""
 
 PROTOCOL_KEY = "protocol"
 NAMES = {
@@ -54,7 +54,7 @@ class Comparison:
 def read_fingerprint() -> dict[str, str]:
     """Return the versions that are installed here; imports none of the packages."""
     known = {
-        PROTOCOL_KEY: str(PROTOCOL),
+        PROTOCOL_KEY: str(WIRE_VERSION),
         "etrain": __version__,
         "python": platform.python_version(),
     }

@@ -18,9 +18,11 @@ import fcntl
 import hashlib
 import os
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
+
+from etrain_jupyter.wire.messages import BundleRef
 
 LOOK_S = 0.05
 """How often to look whether another supervisor has got the file."""
@@ -66,25 +68,22 @@ class MachineBundles:
             with contextlib.suppress(OSError):
                 _remove_unused(lock, os.open(lock, os.O_RDWR))
 
-    async def get(self, bundle: Mapping[str, Any]) -> Path:
+    async def get(self, bundle: BundleRef) -> Path:
         """Return the file with a bundle, which stays there until it is released.
 
-        Args:
-            bundle: ``digest``, ``size`` in bytes, and the ``path`` in the job's folder.
-
         Raises:
-            BundleFetchError: If it cannot be had.
+            BundleFetchError: If this machine cannot get it.
         """
-        shared, digest = Path(bundle["path"]), str(bundle["digest"])
-        if _size_of(shared) == bundle["size"]:
-            return shared  # whoever opens it compares the digest
+        shared, digest = Path(bundle.path), bundle.digest
+        if _size_of(shared) == bundle.size:
+            return shared  # the reader compares the digest
         if not _DIGEST.fullmatch(digest):
             raise BundleFetchError(f"{digest!r} is no SHA-256")
         path = self._folder / digest
         async with self._getting:
             if digest not in self._locks:
                 self._coming = digest
-                self._locks[digest] = await self._get(path, bundle["size"])
+                self._locks[digest] = await self._get(path, bundle.size)
                 if not self._coming:
                     self.release(digest)
                     raise BundleFetchError("its job has ended")

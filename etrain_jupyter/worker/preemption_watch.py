@@ -1,4 +1,4 @@
-"""What a worker hears of its own machine's end: from EC2, or by a signal of the batch system."""
+"""Watch for the end of the worker's machine: a notice of EC2, or a signal of the batch system."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import Callable
 
-from etrain_jupyter.wire.channel import Message
+from etrain_jupyter.wire.messages import MachineNotice
 from etrain_jupyter.wire.notices import INTERRUPTION
 from etrain_jupyter.worker.imds import Imds, is_ec2
 from etrain_jupyter.worker.notices import POLL_S, Notice, NoticeWatch
@@ -17,32 +17,30 @@ from etrain_jupyter.worker.notices import POLL_S, Notice, NoticeWatch
 logger = logging.getLogger("etrain.supervisor")
 
 SIGNALLED_S = 120.0
-"""How long the machine lives after SIGUSR1, unless ``ETRAIN_NOTICE_S`` says else; SLURM sends it
-with ``--signal=B:USR1@120``."""
+"""Seconds until the machine is reclaimed after SIGUSR1, unless ``ETRAIN_NOTICE_S`` is set. SLURM
+sends the signal with ``--signal=B:USR1@120``."""
 
 
 class OwnNotices:
-    """Listens for notices, tells of them, and remembers them for the next coordinator.
-
-    Lives on an event loop.
+    """Report notices, and keep them for the next coordinator. Runs on an event loop.
 
     Args:
-        tell: Sends a message to the coordinator, if there is one.
+        send: Sends a message to the coordinator, if one is connected.
     """
 
-    def __init__(self, tell: Callable[[Message], None]) -> None:
-        self._tell = tell
+    def __init__(self, send: Callable[[MachineNotice], None]) -> None:
+        self._send = send
         self._known: dict[str, Notice] = {}
         self._watch: NoticeWatch | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._has_signal = False
 
     def start(self) -> None:
-        """Begin to listen; asking again changes nothing."""
+        """Start watching; further calls have no effect."""
         if self._loop is not None:
             return
         self._loop = asyncio.get_running_loop()
-        # Only the main thread is sent signals; where the loop runs in another one there are none.
+        # Python delivers signals to the main thread only. A loop in another thread gets none.
         try:
             self._loop.add_signal_handler(signal.SIGUSR1, self._on_signal)
             self._has_signal = True
@@ -54,7 +52,7 @@ class OwnNotices:
             self._watch.start()
 
     async def stop(self) -> None:
-        """Listen no more."""
+        """Stop watching."""
         loop, self._loop = self._loop, None
         if self._has_signal and loop is not None:
             loop.remove_signal_handler(signal.SIGUSR1)
@@ -63,10 +61,10 @@ class OwnNotices:
         if watch is not None:
             await asyncio.to_thread(watch.stop)
 
-    def tell_again(self) -> None:
-        """Tell a coordinator that has just been greeted what is known."""
+    def send_again(self) -> None:
+        """Report all known notices to a coordinator that has just got this worker's hello."""
         for notice in self._known.values():
-            self._say(notice)
+            self._report(notice)
 
     def _on_signal(self) -> None:
         notice_s = seconds_from_environment("ETRAIN_NOTICE_S", SIGNALLED_S)
@@ -80,12 +78,10 @@ class OwnNotices:
 
     def _take(self, notice: Notice) -> None:
         self._known[notice.kind] = notice
-        self._say(notice)
+        self._report(notice)
 
-    def _say(self, notice: Notice) -> None:
-        # Clocks of machines differ: what counts is how long it is from now.
-        told = {"kind": notice.kind, "deadline": notice.deadline, "left_s": notice.left_s()}
-        self._tell({"op": "notice", **told})
+    def _report(self, notice: Notice) -> None:
+        self._send(MachineNotice(notice=notice.kind, left_s=notice.left_s()))
 
 
 def seconds_from_environment(name: str, default: float) -> float:
@@ -100,6 +96,6 @@ def seconds_from_environment(name: str, default: float) -> float:
     if value > 0:
         return value
     logger.warning(
-        "%s=%r is no number of seconds above 0: %g are taken instead", name, text, default
+        "%s=%r is not a number of seconds above 0; using %g instead", name, text, default
     )
     return default

@@ -29,7 +29,9 @@ from etrain_jupyter.process.cluster_dir import (
     wait_until,
 )
 from etrain_jupyter.process.tls import mint_certificates, write_certificates
+from etrain_jupyter.wire.requests import DescribeCluster
 from tests.unit.pools import standins
+from tests.unit.pools.standins import PretendJob
 
 PATIENCE_S = 90.0
 ROOT = Path(__file__).parents[2]
@@ -123,7 +125,7 @@ def test_only_a_client_with_this_clusters_certificate_gets_in(
         asyncio.run(try_to_enter(address.address.replace("tls://", "tcp://"), {}))
     with pytest.raises(OSError, match=r"."):
         asyncio.run(try_to_enter(address.address, foreign.connection_args()))
-    assert ask(address, "etrain_describe")["cluster_id"] == address.cluster_id
+    assert ask(address, DescribeCluster()).cluster_id == address.cluster_id
 
 
 def test_every_port_is_on_loopback_and_there_is_none_for_http(make_pool: MakePool) -> None:
@@ -337,10 +339,10 @@ def test_an_idle_cluster_ends_by_itself_and_leaves_nothing(
     make_pool: MakePool, state: Path
 ) -> None:
     address = make_pool(idle_s=1.0).up()
-    ask(address, "etrain_test_job", num_workers=1)
+    ask(address, PretendJob(num_workers=1))
     assert not wait_until(lambda: not find_clusters(), timeout_s=1.5), "it ended during a job"
 
-    ask(address, "etrain_test_job", num_workers=0)
+    ask(address, PretendJob(num_workers=0))
 
     assert wait_until(lambda: not processes_in(state), timeout_s=PATIENCE_S)
     assert list(state.iterdir()) == []
@@ -349,10 +351,10 @@ def test_an_idle_cluster_ends_by_itself_and_leaves_nothing(
 def test_workers_that_nobody_wants_go_after_a_while(make_pool: MakePool) -> None:
     pool = make_pool(linger_s=0.2)
     address = pool.up()
-    ask(address, "etrain_test_job", num_workers=1)
+    ask(address, PretendJob(num_workers=1))
     await_running(pool, 1)
 
-    ask(address, "etrain_test_job", num_workers=0)
+    ask(address, PretendJob(num_workers=0))
 
     assert wait_until(lambda: pool.nodes() == [], timeout_s=PATIENCE_S)
 

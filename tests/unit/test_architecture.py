@@ -203,13 +203,6 @@ def module_arrows() -> dict[str, set[str]]:
 
 
 KNOWN_CIRCLES: list[list[str]] = [
-    [
-        "head.coordinator.defects",
-        "head.coordinator.fault_injection",
-        "head.coordinator.notices",
-        "head.jobs.hosted_job",
-        "head.jobs.reports",
-    ],
     ["notebook.job.requests", "notebook.job.resume", "notebook.job.training_job"],
     ["notebook.job.run_store", "notebook.job.s3_run_store"],
     ["pools.ec2.client.pool", "pools.ec2.client.remote_pool"],

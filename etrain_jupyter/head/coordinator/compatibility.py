@@ -1,28 +1,25 @@
-"""Which workers may work for which jobs: what is installed there must fit the notebook's."""
+"""Check whether a worker may work for a job: its installed versions must fit the notebook's."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from etrain_jupyter.head.coordinator.roster import WorkerFacts
+from etrain_jupyter.head.jobs.hosted_job import HostedJob
 from etrain_jupyter.head.jobs.job_spec import JobSpec
 from etrain_jupyter.log import events
-from etrain_jupyter.wire.versions import PROTOCOL, PROTOCOL_KEY, Comparison, compare
-
-if TYPE_CHECKING:
-    from etrain_jupyter.head.jobs.hosted_job import HostedJob
+from etrain_jupyter.wire.versions import PROTOCOL_KEY, WIRE_VERSION, Comparison, compare
 
 
 class Fitness:
-    """Compares fingerprints, and says in a job's log what does not fit, once."""
+    """Compare fingerprints, and log once for each job what does not fit."""
 
     def __init__(self) -> None:
         self._told: set[tuple[str, tuple[tuple[str, str], ...]]] = set()
-        """Jobs and the versions that they have been told of."""
+        """Jobs and versions for which it was logged."""
 
     def fits(self, worker: WorkerFacts, job: HostedJob) -> bool:
-        """Tell whether a worker may work for a job."""
+        """Return whether a worker may work for a job."""
         theirs, ours = worker.fingerprint, expected_of(job.order)
         if theirs == ours or not theirs:
             return True
@@ -36,12 +33,12 @@ class Fitness:
 
 
 def expected_of(order: JobSpec) -> Mapping[str, str]:
-    """Return what a worker of this job should be: as the notebook, and one that understands us."""
-    return {**order.fingerprint, PROTOCOL_KEY: str(PROTOCOL)}
+    """Return the versions that a worker of this job should have: the notebook's and our wire's."""
+    return {**order.fingerprint, PROTOCOL_KEY: str(WIRE_VERSION)}
 
 
 def words_of(found: Comparison, worker: str) -> str:
-    """Say what was found on a worker, what comes of it, and what to type next."""
+    """Return what differs on a worker, what follows, and what to do."""
     if found.fits:
         return (
             f"{'; '.join(found.notes)}: {worker} trains all the same. Install the same versions "

@@ -1,4 +1,4 @@
-"""What the coordinator asks of whoever starts and ends workers."""
+"""Interface of the coordinator to the pool that starts and ends workers."""
 
 from __future__ import annotations
 
@@ -8,62 +8,62 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, kw_only=True)
 class NodeCost:
-    """What one node has cost since it was started."""
+    """Cost of one node since its start."""
 
     node_id: str
     workers: tuple[str, ...]
-    """The workers that it has, or had."""
+    """The workers that it has or had."""
     lifecycle: str
     """``spot`` or ``on-demand``."""
     spent_usd: float
-    """It may fall: EC2 waives the first hour of a spot machine that it takes back."""
+    """It may fall: EC2 waives the first hour of a spot machine that it reclaims."""
     on_demand_usd: float
-    """What the same hours would have cost without spot prices."""
+    """Cost of the same hours at on-demand prices."""
     is_alive: bool
     hours: float = 0.0
-    """How long it has been there."""
+    """Its age."""
 
 
 class NodeSource(Protocol):
-    """Starts and ends workers. Called on the scheduler's event loop; no method blocks."""
+    """Start and end workers. Called on the scheduler's event loop; no method blocks."""
 
     replaces_early: bool
-    """Whether a worker whose machine will be taken, or is likely to be, is replaced at once and not
-    when it is released: so it is where the newcomer gets a machine of its own."""
+    """Whether a worker with a notice is replaced at once, not when it is released. It is where each
+    worker has a machine of its own."""
 
     def want(self, count: int, *, reason: str) -> None:
-        """Have ``count`` workers, or as many as the pool can: starts those that are missing."""
+        """Have ``count`` workers, or as many as the pool can: start those that are missing."""
         ...
 
     def capacity(self) -> int | None:
-        """Return how many workers there can ever be; None if nobody knows."""
+        """Return the maximum number of workers; None if unknown."""
         ...
 
     def nodes(self) -> list[dict[str, Any]]:
-        """Return a record a worker: ``worker``, ``pid``, ``state``, ``device``."""
+        """Return a record for each worker: ``worker``, ``pid``, ``state``, ``device``."""
         ...
 
     def release(self, worker: str, *, drain_s: float) -> None:
-        """End a worker gently, and by force after ``drain_s``."""
+        """End a worker gently, and kill it after ``drain_s``."""
         ...
 
     def kill(self, worker: str) -> None:
-        """End a worker with SIGKILL: a fault on purpose."""
+        """Kill a worker with SIGKILL, as an injected fault."""
         ...
 
     def note_notice(self, worker: str, *, kind: str, deadline: float = 0.0) -> None:
-        """Hear what a worker's machine was told: another one may come besides.
+        """Note that a worker's machine got a notice: one more worker may run until its end.
 
         Args:
             worker: Its name.
             kind: ``rebalance`` or ``interruption``.
-            deadline: When the machine is taken, in seconds since the epoch; 0.0 if unknown.
+            deadline: When the machine is reclaimed, in seconds since the epoch; 0.0 if unknown.
         """
         ...
 
 
 class NoNodes:
-    """For clusters whose workers somebody else starts and ends."""
+    """For clusters whose workers others start and end."""
 
     replaces_early = True
 
@@ -71,11 +71,11 @@ class NoNodes:
         """Do nothing."""
 
     def capacity(self) -> int | None:
-        """Know nothing."""
+        """Return None: unknown."""
         return None
 
     def nodes(self) -> list[dict[str, Any]]:
-        """Know of none."""
+        """Return no records."""
         return []
 
     def release(self, worker: str, *, drain_s: float) -> None:

@@ -1,4 +1,4 @@
-"""The workers of a cluster as the coordinator knows them: who is here, who was given up."""
+"""Workers of a cluster: those that are connected, and those that were declared dead."""
 
 from __future__ import annotations
 
@@ -19,35 +19,38 @@ class WorkerFacts:
     incarnation: int = 0
     """How often its supervisor was reset."""
     leaves_at: float = 0.0
-    """When its machine will be taken, by the coordinator's clock; 0 if nothing is known of that."""
+    """When its machine will be reclaimed, by the coordinator's clock; 0 without a notice."""
     at_risk: bool = False
-    """Whether its machine is likely to be taken."""
+    """Whether its machine is likely to be reclaimed."""
     is_stuck: bool = False
-    """Whether its supervisor can keep no more messages: it does not read what its trainers send,
-    and they wait."""
+    """Whether its supervisor's outbox is full, so that its trainers wait."""
     is_released: bool = False
     """Whether it was handed back to the pool."""
     fingerprint: dict[str, str] = field(default_factory=dict)
-    """What is installed there, see ``node.fingerprint``; empty if it does not tell."""
+    """Installed versions, see ``wire.versions``; empty if unknown."""
 
 
 class WorkerRoster:
-    """Knows the workers, and fences those that were given up. Time is an argument.
+    """Keep the connected workers, and fence those that were declared dead. Time is an argument.
 
-    A worker that was silent for too long counts as gone, although its connection may still stand.
-    What it says afterwards is dropped, until its supervisor has ended its trainers and says hello
-    in a new incarnation.
+    A worker whose heartbeats time out counts as dead, although its connection may still be open.
+    Its messages are dropped, until its supervisor has killed its trainers and registers again with
+    a new incarnation::
+
+        w2, incarnation 0   heartbeats ...   (paused for 12 s)   report     hello, incarnation 1
+        coordinator                          declares it dead    dropped,   accepted
+                                                                 sends a reset
 
     Args:
-        silence_s: How long a supervisor may be silent.
-        tick_s: How often ``tick`` is called.
+        silence_s: Heartbeat timeout.
+        tick_s: Interval at which ``tick`` is called.
     """
 
     def __init__(self, *, silence_s: float, tick_s: float) -> None:
         self._hearing = Hearing(limit_s=silence_s, tick_s=tick_s)
         self._by_name: dict[str, WorkerFacts] = {}
         self._given_up: dict[str, int] = {}
-        """Address to the incarnation that is not listened to any more."""
+        """Incarnations that were declared dead, by address."""
 
     def __iter__(self) -> Iterator[WorkerFacts]:
         return iter(list(self._by_name.values()))
@@ -59,11 +62,11 @@ class WorkerRoster:
         return name in self._by_name
 
     def get(self, name: str) -> WorkerFacts | None:
-        """Return the worker of that name, if it is here."""
+        """Return the worker of that name, if it is connected."""
         return self._by_name.get(name)
 
     def greet(self, facts: WorkerFacts, now: float) -> bool:
-        """Take in a hello; False if this incarnation was given up."""
+        """Add a worker after its hello; return False if that incarnation was declared dead."""
         if facts.incarnation <= self._given_up.get(facts.address, -1):
             return False
         self._given_up.pop(facts.address, None)
@@ -72,18 +75,18 @@ class WorkerRoster:
         return True
 
     def hear(self, address: str, now: float) -> WorkerFacts | None:
-        """Return the worker that speaks from there; None for one that is not listened to."""
+        """Note a message from an address; return its worker, None if that is fenced or unknown."""
         facts = next((w for w in self._by_name.values() if w.address == address), None)
         if facts is not None:
             self._hearing.hear(facts.name, now)
         return facts
 
     def given_up(self, address: str) -> int | None:
-        """Return the incarnation there that was given up; None if none was."""
+        """Return the incarnation at an address that was declared dead; None without one."""
         return self._given_up.get(address)
 
     def remove(self, address: str) -> WorkerFacts | None:
-        """Forget a worker whose connection is closed; return it if it was here."""
+        """Forget a worker whose connection is closed; return it if it was known."""
         self._given_up.pop(address, None)
         facts = next((w for w in self._by_name.values() if w.address == address), None)
         if facts is not None:
@@ -92,11 +95,11 @@ class WorkerRoster:
         return facts
 
     def tick(self, now: float) -> float:
-        """Take in that time has passed; return how much of it the coordinator slept through."""
+        """Note the time; return how many seconds the coordinator itself was suspended."""
         return self._hearing.tick(now)
 
     def give_up_silent(self, now: float) -> list[tuple[WorkerFacts, float]]:
-        """Give up who has been silent for too long; return them and how long they were."""
+        """Declare workers dead whose heartbeats timed out; return them with their silence."""
         given_up = []
         for name, silence_s in self._hearing.silent(now).items():
             facts = self._by_name.pop(name)

@@ -1,4 +1,4 @@
-"""One job inside the coordinator: its state, its log, and what its trainers said."""
+"""A job in the coordinator: its state, its log, and the reports of its trainers."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from typing import Any
 
 from etrain_jupyter.head.coordinator import clock
 from etrain_jupyter.head.coordinator.defects import Defects
-from etrain_jupyter.head.coordinator.fault_injection import PlannedFaults
 from etrain_jupyter.head.jobs.job_log import JobLog
 from etrain_jupyter.head.jobs.job_records import PendingRequests
 from etrain_jupyter.head.jobs.job_spec import JobSpec, TrainerFacts
 from etrain_jupyter.head.jobs.mirrored_log import MirroredLog, OpenedRun
-from etrain_jupyter.head.jobs.printed_lines import BURST, PER_S, PrintedLines
-from etrain_jupyter.head.jobs.reports import Message, take_report
+from etrain_jupyter.head.jobs.planned_faults import PlannedFaults
+from etrain_jupyter.head.jobs.reports import Consequence, Relay, TrainerMessages
 from etrain_jupyter.head.jobs.steps import StepClock
 from etrain_jupyter.head.jobs.take_over import (
     find_trainers,
@@ -32,7 +31,6 @@ from etrain_jupyter.log.event_log import read_events
 from etrain_jupyter.log.tensorboard import follow_elsewhere
 from etrain_jupyter.rules.membership import commands as c
 from etrain_jupyter.rules.membership import stimuli as s
-from etrain_jupyter.rules.membership.lineage import NOT_BEGUN
 from etrain_jupyter.rules.membership.membership import JobState
 from etrain_jupyter.rules.membership.state_machine import handle
 from etrain_jupyter.rules.policy.checkpoint_interval import words_of
@@ -40,56 +38,40 @@ from etrain_jupyter.rules.policy.job_costs import RunningCost
 from etrain_jupyter.rules.replay.checkpoint_evidence import Evidence
 from etrain_jupyter.rules.replay.recalled_workers import RecalledWorkers, recall
 from etrain_jupyter.rules.replay.replay import Past
+from etrain_jupyter.wire import messages as m
 
-Tell = Callable[[str, Message], None]
-"""Sends an order to a worker's supervisor, by worker name."""
+Send = Callable[[str, m.ToSupervisor | m.ToTrainer], None]
+"""Sends a message to a worker's supervisor, by worker name."""
 
 
 @dataclass(kw_only=True)
 class HostedJob:
-    """Owns a job's state; turns messages into stimuli, and carries out commands."""
+    """Own a job's state; turn messages into stimuli, and carry out commands."""
 
     order: JobSpec
-    tell: Tell
+    send_to: Send
+    describe_worker: Callable[[str], dict[str, Any]] = lambda worker: {}
+    """Returns the facts of a worker's machine, as ``WorkerJoined`` has them."""
+    before_end: Callable[[HostedJob], None] = lambda job: None
+    """Called before the log gets the job's end: no event can follow that."""
+    defects: Defects = field(default_factory=Defects)
+    """Logs the exceptions of our own code."""
     hang_s: float = 30.0
-    """How long ranks may stand still, at least."""
+    """Minimum time without progress after which ranks count as hung."""
     opened: OpenedRun | None = None
-    """Of a job that lies in a bucket: this process as the writer of its log."""
+    """This process as the writer of the log of a job that is stored in a bucket."""
     recalls: PendingRequests | None = None
-    """What was asked of a job whose scheduler died, so that its trainers may live; None for one
+    """The requests to a job whose scheduler died, so that its trainers may be alive; None for one
     that is submitted."""
     recalled: RecalledWorkers | None = field(default=None, init=False)
-    """What its log told, until its trainers were looked for; None for one that is submitted."""
+    """The workers in its log, until its trainers were found; None for one that is submitted."""
     state: JobState = field(init=False)
-    plan: dict[str, Any] = field(default_factory=dict)
-    step_clock: StepClock = field(default_factory=StepClock)
-    trainers: dict[str, TrainerFacts] = field(default_factory=dict)
-    planned: PlannedFaults = field(init=False)
-    restoring: int = field(default=0, init=False)
-    """The generation that begins with a checkpoint, until a rank has told which; 0 if none does."""
-    starts: list[int] = field(default_factory=list, init=False)
-    """The step at which each generation began; see ``elastic.lineage``."""
-
-    evaluated_step: int = field(default=-1, init=False)
-    """Step of the newest evaluation in the log that holds."""
-    best_told: dict[str, Any] | None = field(default=None, init=False)
-    """The newest ``BestReached`` that holds, as it was told."""
-    num_samples_before: int = field(default=0, init=False)
-    """Training samples that a resumed job had; 0 for another one."""
-    ended_early_in: int = field(default=0, init=False)
-    """The generation that has told of an early end; 0 if none has."""
+    said: TrainerMessages = field(init=False)
+    """What its trainers have reported."""
     evidence: Evidence = field(default_factory=Evidence, init=False)
     """What ``checkpoint.every: auto`` follows from."""
     cost_before: RunningCost = field(default_factory=RunningCost, init=False)
-    """What a job had cost that was resumed, or whose scheduler died."""
-    describe_worker: Callable[[str], dict[str, Any]] = field(default=lambda worker: {}, init=False)
-    """Returns what is known of a worker's machine, as ``WorkerJoined`` has it."""
-    before_end: Callable[[HostedJob], None] = field(default=lambda job: None, init=False)
-    """Called before the log is told of its end: nothing can follow that."""
-    printed: PrintedLines = field(default_factory=PrintedLines, init=False)
-    """Decides which printed lines are logged."""
-    defects: Defects = field(default_factory=Defects, init=False)
-    """Takes the exceptions of our own code."""
+    """The earlier cost of a job that was resumed, or whose scheduler died."""
     is_let_go: bool = field(default=False, init=False)
     """Whether what an ended job does not need any more was freed."""
     is_recorded: bool = field(default=True, init=False)
@@ -105,7 +87,7 @@ class HostedJob:
             pauses_on_nan=order.config.get("on_nan_loss") == "pause",
             backend=order.config.get("backend") or "auto",
         )
-        self.planned = PlannedFaults(order.faults)
+        self.said = TrainerMessages(order)
         self._log = self._open_log()
         try:
             if self.recalls is None or not self._log.last_seq:
@@ -114,7 +96,7 @@ class HostedJob:
             else:
                 self._recall(self.recalls)
         except BaseException:
-            self._log.abandon()  # somebody else may try
+            self._log.abandon()  # another process may open it
             raise
 
     def _open_log(self) -> JobLog:
@@ -143,10 +125,10 @@ class HostedJob:
 
     def _go_on_from(self, past: Past) -> None:
         self.state = state_after(past, self.state)
-        self.starts, self.num_samples_before = past.starts, past.num_train_samples
+        self.said.starts, self.said.num_samples_before = past.starts, past.num_train_samples
         self.evidence, self.cost_before = past.evidence, past.cost
         self.evidence.shift(clock.from_wall(0.0))
-        self.evaluated_step, self.best_told = past.evaluated_step, past.best
+        self.said.evaluated_step, self.said.best = past.evaluated_step, past.best
         self.step_clock.logged_step = past.step
 
     def _recall(self, wishes: PendingRequests) -> None:
@@ -157,28 +139,28 @@ class HostedJob:
             self.recalled.last_step_at = clock.from_wall(self.recalled.last_step_at)
         self._go_on_from(past)
         self.state = state_of_recalled(self.state, self.recalled, wishes, past=past)
-        self.plan, self.step_clock.step_s = self.recalled.plan, self.recalled.step_s
-        self.ended_early_in = self.recalled.ended_early_in
+        self.said.plan, self.step_clock.step_s = self.recalled.plan, self.recalled.step_s
+        self.said.ended_early_in = self.recalled.ended_early_in
         if wishes.faults is not None:
             left = [fault for fault in self.order.faults if fault["id"] in wishes.faults]
-            self.planned = PlannedFaults(left)
+            self.said.planned = PlannedFaults(left)
         if self.recalled.is_ended:
             self.state = self.state.replace(phase="ended")
             self._log.close()
             return
         self._follow_with_tensorboard()
 
-    def adopt(self, standings: Mapping[str, Mapping[str, Any]], *, away_s: float) -> None:
-        """Go on with those trainers of a recalled job that are there.
+    def adopt(self, summaries: Mapping[str, m.TrainerSummary], *, away_s: float) -> None:
+        """Continue with those trainers of a recalled job that are alive.
 
         Args:
-            standings: What the supervisors say of the trainers that they have, by name.
-            away_s: How long nobody could be told anything.
+            summaries: The supervisors' summaries of their trainers, by name.
+            away_s: Seconds without a scheduler.
         """
         recalled, self.recalled = self.recalled, None
         assert recalled is not None
-        pairs = list(find_trainers(recalled, self.state, standings))
-        self.trainers = {found.trainer: facts for found, facts in pairs}
+        pairs = list(find_trainers(recalled, self.state, summaries))
+        self.said.trainers = {found.trainer: facts for found, facts in pairs}
         workers = [found.worker for found, _ in pairs]
         lost = tuple(worker for worker in recalled.trainers if worker not in workers)
         self.step_clock.ranks = tuple(recalled.trainers.get(w, "") for w in recalled.ranks)
@@ -195,9 +177,24 @@ class HostedJob:
             )
         )
         for found, _ in pairs:
-            left = standings[found.trainer]["left"]
+            left = summaries[found.trainer].left
             if left is not None:
-                self.take_report(found.trainer, left)
+                self.take_report(dataclasses.replace(left, trainer=found.trainer))
+
+    @property
+    def trainers(self) -> dict[str, TrainerFacts]:
+        """Its trainers by name, with what they reported of themselves."""
+        return self.said.trainers
+
+    @property
+    def step_clock(self) -> StepClock:
+        """Which steps the log has."""
+        return self.said.step_clock
+
+    @property
+    def planned(self) -> PlannedFaults:
+        """Its planned faults that have not fired."""
+        return self.said.planned
 
     @property
     def wishes(self) -> PendingRequests:
@@ -241,19 +238,11 @@ class HostedJob:
         self._log.append(facts)
         for event in facts:
             self.evidence.fold(event, clock.now())
-
-    def report_dropped_lines(self, *, is_last: bool = False) -> None:
-        """Log how many printed lines were not logged, from time to time."""
-        num = self.printed.report(clock.now(), is_last=is_last)
-        if num:
-            text = (
-                f"... {num:,} printed {'line' if num == 1 else 'lines'} dropped: after the first "
-                f"{BURST:,}, a job's log takes {PER_S:g} per second on average"
-            )
-            self.log(events.LogLine, level="warning", worker="", text=text)
+        if any(isinstance(event, events.CheckpointCommitted) for event in facts):
+            self.review_pace()  # it has shown what one costs
 
     def review_pace(self) -> None:
-        """Choose anew how often ``checkpoint.every: auto`` saves; tell all if that changes it."""
+        """Choose the interval of ``checkpoint.every: auto`` again; send all ranks a new one."""
         if not self.order.is_paced or self.state.outcome:
             return
         choice = self.evidence.review(clock.now())
@@ -262,15 +251,16 @@ class HostedJob:
         told = dataclasses.asdict(choice)
         self.log(events.CheckpointIntervalChosen, **told, reason=words_of(choice))
         for member in self.state.in_phase("ranked"):
-            self.send(member.trainer, {"op": "pace", "interval_s": choice.interval_s})
+            pace = m.PaceUpdate(interval_s=choice.interval_s)
+            self.send(m.SetPace(trainer=member.trainer, pace=pace))
 
-    def _pace(self, *, restore: bool) -> Message:
-        """Return how often the next generation saves, and how old the newest checkpoint is."""
+    def _pace(self, *, restore: bool) -> m.PaceUpdate | None:
+        """Return how often the next generation saves, and the age of the newest checkpoint."""
         choice = self.evidence.choice
         if choice is None:
-            return {}
+            return None
         age_s = 0.0 if restore else self.evidence.age_s(clock.now())
-        return {"interval_s": choice.interval_s, "age_s": age_s}
+        return m.PaceUpdate(interval_s=choice.interval_s, age_s=age_s)
 
     def events_since(self, seq: int, limit: int) -> list[dict[str, Any]]:
         """Return at most ``limit`` events after ``seq``, in order."""
@@ -341,79 +331,81 @@ class HostedJob:
         order = self.order
         facts = self.describe_worker(command.worker)
         self.log(events.WorkerJoined, worker=command.worker, **facts)
-        self.tell(
-            command.worker,
-            {
-                "op": "start",
-                "trainer": command.trainer,
-                "job_id": order.job_id,
-                "config": order.config,
-                "bundle": {
-                    "digest": order.bundle_digest,
-                    "size": order.bundle_size,
-                    "path": str(order.bundle_path),
-                },
-                "cwd": order.cwd,
-                "checkpoints": order.checkpoints,
-                "faults": self.planned.of_newcomer(command.trainer, among=self.state.members),
-            },
+        self.send(
+            m.LaunchTrainer(
+                trainer=command.trainer,
+                config=order.config,
+                bundle=m.BundleRef(
+                    digest=order.bundle_digest,
+                    size=order.bundle_size,
+                    path=str(order.bundle_path),
+                ),
+                cwd=order.cwd,
+                checkpoints=order.checkpoints,
+                faults=tuple(self.planned.of_newcomer(command.trainer, among=self.state.members)),
+            )
         )
 
-    def send(self, trainer: str, message: Message) -> None:
-        """Tell a trainer something, through its supervisor."""
-        worker = self.trainers[trainer].worker
-        self.tell(worker, {"op": "tell", "trainer": trainer, "message": message})
+    def send(self, message: m.AboutTrainer) -> None:
+        """Send a message to the supervisor of the trainer that it names."""
+        self.send_to(self.trainers[message.trainer].worker, message)
 
     def _announce(self, command: c.AnnounceChange) -> None:
         for trainer in command.trainers:
-            self.send(trainer, {"op": "change", "generation": command.generation})
+            self.send(m.LeaveGeneration(trainer=trainer, generation=command.generation))
 
     def _abort(self, command: c.AbortGeneration) -> None:
         for trainer in command.trainers:
-            self.send(trainer, {"op": "abort", "generation": command.generation})
+            self.send(m.BreakGeneration(trainer=trainer, generation=command.generation))
 
     def _form(self, command: c.FormGeneration) -> None:
         self.step_clock.ranks = command.trainers
+        world_size = len(command.trainers)
         for rank, trainer in enumerate(command.trainers):
             self.send(
-                trainer,
-                {
-                    "op": "form",
-                    "generation": command.generation,
-                    "rank": rank,
-                    "world_size": len(command.trainers),
-                    "is_guarded": command.is_guarded,
-                    "behind": list(command.behind),
-                    "restore": command.restore,
-                    "logged_step": min(self.step_clock.logged_step, command.step),
-                    "backend": command.backend,
-                    "faults": self.planned.of_rank(rank, len(command.trainers)),
-                    "log_end": self.step_clock.logged_step,
-                    "starts": list(self.starts),
-                    "pace": self._pace(restore=command.restore),
-                },
+                m.JoinGeneration(
+                    trainer=trainer,
+                    generation=command.generation,
+                    rank=rank,
+                    world_size=world_size,
+                    is_guarded=command.is_guarded,
+                    behind=command.behind,
+                    restore=command.restore,
+                    logged_step=min(self.step_clock.logged_step, command.step),
+                    log_end=self.step_clock.logged_step,
+                    backend=command.backend,
+                    faults=tuple(self.planned.of_rank(rank, world_size)),
+                    starts=tuple(self.said.starts),
+                    pace=self._pace(restore=command.restore),
+                )
             )
 
     def _save(self, command: c.SaveCheckpoint) -> None:
-        logged_step = self.step_clock.logged_step
-        order = {"op": "save", "generation": self.state.generation, "logged_step": logged_step}
-        self.send(command.trainer, {**order, "starts": list(self.starts)})
+        self.send(
+            m.SaveState(
+                trainer=command.trainer,
+                generation=self.state.generation,
+                logged_step=self.step_clock.logged_step,
+                starts=tuple(self.said.starts),
+            )
+        )
 
     def _ask_for_checkpoint(self, command: c.AskForCheckpoint) -> None:
         for trainer in command.trainers:
-            self.send(trainer, {"op": "checkpoint"})
+            self.send(m.RequestCheckpoint(trainer=trainer))
 
     def _release(self, command: c.ReleaseTrainer) -> None:
-        self.send(command.trainer, {"op": "release"})
+        self.send(m.ShutDownTrainer(trainer=command.trainer))
 
     def _kill(self, command: c.KillTrainer) -> None:
-        worker = self.trainers[command.trainer].worker
-        order = {"op": "kill", "trainer": command.trainer, "why": command.why}
-        self.tell(worker, {**order, "stacks": command.stacks})
+        self.send(
+            m.TerminateTrainer(
+                trainer=command.trainer, why=command.why, dumps_stacks=command.stacks
+            )
+        )
 
     def _dump_stacks(self, command: c.DumpStacks) -> None:
-        worker = self.trainers[command.trainer].worker
-        self.tell(worker, {"op": "stacks", "trainer": command.trainer})
+        self.send(m.LogStacks(trainer=command.trainer))
 
     def _publish(self, command: c.Publish) -> None:
         event = command.event
@@ -422,45 +414,56 @@ class HostedJob:
             pids = [by_worker.get(worker, 0) for worker in event.ranks]
             event = dataclasses.replace(event, trainer_pids=pids)
         if isinstance(event, events.JobStatusChanged) and event.status in events.TERMINAL_STATUSES:
-            with self.defects.watch(self, "adding up what there was"):
+            with self.defects.watch(self, "logging what must precede its end"):
                 self.before_end(self)
-                self.report_dropped_lines(is_last=True)
+                self._carry_on(list(self.said.dropped_lines(is_last=True)))
         self._append([event])
         if isinstance(event, events.GenerationFormed):
             self.review_pace()
-            is_older = event.step < self.step_clock.logged_step
-            if self.state.is_restoring:  # the first rank that has formed tells to which step
-                self.restoring = event.generation
-                self.starts.append(NOT_BEGUN)
-                return
-            self.starts.append(event.step)
-            if is_older:
-                self.go_back(event.step)
+            if self.said.begin_generation(event, is_restoring=self.state.is_restoring):
+                self._carry_on([self.said.go_back(event.step)])
 
-    # --- what trainers say ---
+    # --- reports of trainers ---
 
-    def take_report(self, trainer: str, message: Message) -> None:
-        """Take one message of a trainer of this job."""
-        take_report(self, trainer, message)
+    def take_report(self, report: m.AnyReport) -> None:
+        """Handle one report of a trainer of this job."""
+        self._carry_on(self.said.take(report, self.state))
 
-    def take_progress(self, trainer: str, page: Mapping[str, Any]) -> None:
-        """Take what a supervisor read on a trainer's progress page."""
-        if trainer not in self.state.members:
-            return
-        names = ("generation", "collectives", "beats", "phase", "alive_age_s", "process")
-        self.handle(s.ProgressSeen(trainer=trainer, **{name: page[name] for name in names}))
+    def _carry_on(self, consequences: Sequence[Consequence]) -> None:
+        """Append events, relay entries and decide on stimuli, in order.
 
-    def go_back(self, step: int) -> None:
-        """Log that what comes after ``step`` is trained again.
-
-        A checkpoint may be ahead of the log; then the ranks have the records that are missing.
+        Events that follow each other are appended together: a report of a fast job has hundreds.
         """
-        undone = max(0, self.step_clock.logged_step - step)
-        self.step_clock.logged_step -= undone
-        self.evaluated_step = -1 if self.evaluated_step > step else self.evaluated_step
-        if self.best_told is not None and self.best_told["step"] > step:
-            self.best_told = None
-        self.log(events.JobRestored, step=step, num_undone=undone)
+        facts: list[events.Event] = []
+        for item in consequences:
+            if isinstance(item, events.Event):
+                facts.append(self.said.complete(item, self.state))
+                continue
+            if facts:
+                self._append(facts)
+                facts = []
+            if isinstance(item, Relay):
+                for trainer in item.trainers:
+                    self.send(dataclasses.replace(item.entry, trainer=trainer, number=0))
+            else:
+                self.handle(item)
+        if facts:
+            self._append(facts)
+
+    def take_progress(self, trainer: str, page: m.PageCopy) -> None:
+        """Handle a copy of a trainer's progress page."""
+        if trainer in self.state.members:
+            self.handle(
+                s.ProgressSeen(
+                    trainer=trainer,
+                    generation=page.generation,
+                    collectives=page.collectives,
+                    beats=page.beats,
+                    phase=page.phase,
+                    alive_age_s=page.alive_age_s,
+                    process=page.process,
+                )
+            )
 
     # --- what others want to know ---
 
@@ -477,7 +480,7 @@ class HostedJob:
             "name": self.order.name,
             "status": state.status,
             "step": state.step,
-            "total_steps": self.plan.get("total_steps", 0),
+            "total_steps": self.said.plan.get("total_steps", 0),
             "world_size": len(state.in_phase("ranked", "reported")),
             "generation": state.generation,
             "run_dir": str(self.order.run_dir),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,7 @@ class StepClock:
     ranks: tuple[str, ...] = field(default=())
     """Trainers of the living generation in rank order."""
 
-    def take(self, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def take(self, records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return those records that are new; the audit tells if one is missing before them."""
         fresh = []
         for record in records:

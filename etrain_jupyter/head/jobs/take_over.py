@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from etrain_jupyter.errors import CheckpointError
 from etrain_jupyter.head.coordinator import clock
@@ -20,6 +19,7 @@ from etrain_jupyter.rules.membership.membership import JobState
 from etrain_jupyter.rules.replay.recalled_workers import RecalledWorkers
 from etrain_jupyter.rules.replay.replay import Past, past_of
 from etrain_jupyter.storage.checkpoints import open_store
+from etrain_jupyter.wire.messages import TrainerSummary
 
 
 def read_past(order: JobSpec, log: Path) -> Past:
@@ -83,36 +83,39 @@ def state_of_recalled(
 
 
 def find_trainers(
-    recalled: RecalledWorkers, state: JobState, standings: Mapping[str, Mapping[str, Any]]
+    recalled: RecalledWorkers, state: JobState, summaries: Mapping[str, TrainerSummary]
 ) -> Iterator[tuple[s.SurvivorFound, TrainerFacts]]:
-    """Yield those of the job's trainers that are there, with what they said of themselves.
+    """Yield those of the job's trainers that are alive, with what they reported of themselves.
 
     Args:
         recalled: Which trainers the job had.
         state: The job.
-        standings: What the supervisors say of the trainers that they have, by name; see ``outbox``.
+        summaries: The supervisors' summaries of their trainers, by name.
     """
     for worker, name in recalled.trainers.items():
-        known = standings.get(name)
+        known = summaries.get(name)
         if known is None:
             continue
-        hello = known["hello"] or {}
+        hello = known.hello
         found = s.SurvivorFound(
             trainer=name,
             worker=worker,
-            generation=known["generation"],
-            # Whoever has left the newest one is heard again: it may have told why the job ends.
-            is_inside=bool(known["generation"])
-            and (known["left"] is None or known["generation"] == state.generation),
-            is_warm=bool(hello),
-            warm_s=hello.get("warm_s", 0.0),
-            device=hello.get("device", ""),
-            gpu=hello.get("gpu", ""),
-            progress=(known["progress"][0], known["progress"][1]),
+            generation=known.generation,
+            # A rank that has left the newest generation counts as inside, and its report is handled
+            # again: it may say why the job ends.
+            is_inside=bool(known.generation)
+            and (known.left is None or known.generation == state.generation),
+            is_warm=hello is not None,
+            warm_s=hello.warm_s if hello is not None else 0.0,
+            device=hello.device if hello is not None else "",
+            gpu=hello.gpu if hello is not None else "",
+            progress=known.progress,
         )
         facts = TrainerFacts(
-            worker, clock.from_wall(known["started_at"]), pid=hello.get("pid", known["pid"])
+            worker,
+            clock.from_wall(known.started_at),
+            pid=hello.pid if hello is not None else known.pid,
         )
-        facts.device, facts.gpu = hello.get("device", ""), hello.get("gpu", "")
+        facts.device, facts.gpu = found.device, found.gpu
         if is_of_job(found, state):
             yield found, facts

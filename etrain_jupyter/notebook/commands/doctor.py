@@ -29,6 +29,7 @@ from etrain_jupyter.pools.clusters import AWS, aws_specs
 from etrain_jupyter.pools.registry import make_pool
 from etrain_jupyter.process.cluster_dir import cluster_dirs, state_root
 from etrain_jupyter.process.tls import mint_certificates, read_security, write_certificates
+from etrain_jupyter.wire.requests import DescribeCluster
 
 if TYPE_CHECKING:
     from etrain_jupyter.pools.ec2.reaping import Tagged
@@ -296,9 +297,9 @@ def _check_clusters() -> list[Finding]:
             continue
         link = open_link(cluster.address(record))
         try:
-            facts = link.call("etrain_describe", timeout=5.0)
-            workers = _number_of(facts.get("workers", 0), "worker")
-            jobs = _number_of(facts.get("jobs", 0), "job")
+            facts = link.call(DescribeCluster(), timeout=5.0)
+            workers = _number_of(facts.workers, "worker")
+            jobs = _number_of(facts.jobs, "job")
             what = f"cluster {cluster.cluster_id}: {workers}, {jobs}"
             findings.append(Finding(state="ok", what=what))
         except EtrainError as exc:

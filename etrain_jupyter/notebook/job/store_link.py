@@ -11,17 +11,18 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from etrain_jupyter.errors import RunStoreError
 from etrain_jupyter.log.event_log import LogReader
-from etrain_jupyter.notebook.job.link import Answer, ClusterEndedError, UnreachableError
+from etrain_jupyter.notebook.job.link import ClusterEndedError, UnreachableError
 from etrain_jupyter.notebook.job.run_store import JobRecord
 from etrain_jupyter.storage.bucket_log.chain import Chain
 from etrain_jupyter.storage.bucket_log.local_copy import LogCopy
 from etrain_jupyter.storage.bucket_log.mirror import SILENT_S
 from etrain_jupyter.storage.bucket_log.objects import RunObjects
 from etrain_jupyter.storage.bucket_log.uploads import ALIVE
+from etrain_jupyter.wire.requests import EventBatch, FetchEvents, R, Request
 
 T = TypeVar("T")
 
@@ -48,14 +49,14 @@ class StoreLink:
         self._is_released = threading.Event()
         self._executor: ThreadPoolExecutor | None = None
 
-    def call(self, op: str, *, timeout: float = 10.0, **arguments: Any) -> Answer:
-        """Refuse what only the cluster could do; answer what the log can."""
-        return self.send(op, timeout=timeout, **arguments).result(timeout)
+    def call(self, request: Request[R], *, timeout: float = 10.0) -> R:
+        """Reply from the log; refuse what needs the cluster."""
+        return self.send(request, timeout=timeout).result(timeout)
 
-    def send(self, op: str, *, timeout: float = 10.0, **arguments: Any) -> Future[Answer]:
-        """Ask and return at once; the answer is looked for in the thread ``etrain-store-<job>``."""
-        if op != "etrain_events":
-            refused: Future[Answer] = Future()
+    def send(self, request: Request[R], *, timeout: float = 10.0) -> Future[R]:
+        """Return at once; the thread ``etrain-store-<job>`` reads the reply from the log."""
+        if not isinstance(request, FetchEvents):
+            refused: Future[R] = Future()
             refused.set_exception(
                 UnreachableError(
                     f"job {self._record.job_id} is run by a cluster of "
@@ -69,9 +70,8 @@ class StoreLink:
         if self._executor is None:
             name = f"etrain-store-{self._record.job_id}"
             self._executor = ThreadPoolExecutor(1, thread_name_prefix=name)
-        return self._executor.submit(
-            self._look, arguments["since"], arguments["wait_s"], arguments["limit"]
-        )
+        batch = self._executor.submit(self._look, request.since, request.wait_s, request.limit)
+        return cast("Future[R]", batch)
 
     def release(self) -> None:
         """Let the thread end; a later question starts another one."""
@@ -80,7 +80,7 @@ class StoreLink:
         if executor is not None:
             executor.shutdown(wait=False, cancel_futures=True)
 
-    def _look(self, since: int, wait_s: float, limit: int) -> Answer:
+    def _look(self, since: int, wait_s: float, limit: int) -> EventBatch:
         deadline = time.monotonic() + wait_s
         while True:
             if self._copy is not None:
@@ -90,7 +90,7 @@ class StoreLink:
                 self._look_for_life(since)
             left = deadline - time.monotonic()
             if events or left <= 0 or self._is_released.wait(min(POLL_S, left)):
-                return {"events": events}
+                return EventBatch(events=tuple(events))
 
     def _read(self, since: int, limit: int) -> list[dict[str, Any]]:
         if self._reader is None or self._reader[0] != since:

@@ -34,6 +34,7 @@ from etrain_jupyter.notebook.job.run_store import JobRecord
 from etrain_jupyter.notebook.job.screen import Screen, table_of
 from etrain_jupyter.notebook.job.store_link import StoreLink, refresh_log, try_refresh_log
 from etrain_jupyter.notebook.job.weights import find_saved, list_saved, load_weights, put_weights
+from etrain_jupyter.wire.requests import ListWorkers
 
 if TYPE_CHECKING:
     from etrain_jupyter.notebook.audit import AuditReport
@@ -212,10 +213,10 @@ class TrainingJob(JobRequests):
         """
         if self.status in TERMINAL_STATUSES or self._link is None:
             return []
-        answer = self._link.call("etrain_workers", timeout=REQUEST_S, job_id=self.id)
+        found = self._link.call(ListWorkers(job_id=self.id), timeout=REQUEST_S)
         return [
             record | {"state": _WORKER_STATES.get(record["state"], record["state"])}
-            for record in answer["workers"]
+            for record in found.workers
         ]
 
     def subscribe(self, listener: Listener) -> threading.Event:

@@ -1,9 +1,9 @@
-"""Our plugin on a Dask worker of somebody else. It is sent as code, not by its name.
+"""Worker plugin for a Dask cluster that others started. It is sent as code, not by its name.
 
-Dask gives a plugin to every worker that comes, also to one that lacks this package; a plugin that
-is sent by its name would keep such a worker from starting. So this one is pickled with its code,
-needs nothing but Dask, and stands back where it cannot work. That is why this module imports
-nothing of ours at its top.
+Dask sends a plugin to every new worker, also to one without this package. A plugin that is sent by
+its name would keep such a worker from starting. So this one is pickled with its code, needs nothing
+but Dask, and does nothing where it cannot work. That is why this module imports nothing of ours at
+its top.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ UNFIT = "etrain-unfit"
 
 
 class GuestSupervisor(WorkerPlugin):
-    """Puts a supervisor on a worker, if what it needs is installed there.
+    """Start a supervisor on a worker, if what it needs is installed there.
 
     Args:
-        version: The etrain-jupyter of whoever put it there.
+        version: The coordinator's etrain-jupyter.
     """
 
     name = "etrain-supervisor"
@@ -35,13 +35,13 @@ class GuestSupervisor(WorkerPlugin):
         self._supervisor: Any = None
 
     async def setup(self, worker: Any) -> None:
-        """Begin, or say why not."""
+        """Start, or report why not."""
         try:
             from etrain_jupyter.pools.external.guest_worker import make_supervisor
 
             self._supervisor = make_supervisor(self._version)
         except Exception as exc:
-            # Whatever is wrong with us here, the worker has other work to do.
+            # The worker has other work to do, whatever is wrong with our package here.
             why = f"{type(exc).__name__}: {exc}"
             worker.log_event("etrain-unfit", {"name": str(worker.name), "why": why})
             return
@@ -54,14 +54,14 @@ class GuestSupervisor(WorkerPlugin):
 
 
 _sending = threading.Lock()
-"""Guards the next one."""
+"""Guards ``_num_sending``."""
 _num_sending = 0
-"""How many are inside ``sent_as_code`` now: two kernels' threads may be."""
+"""Number of threads inside ``sent_as_code``."""
 
 
 @contextlib.contextmanager
 def sent_as_code() -> Iterator[None]:
-    """Let Dask send what this module defines with its code while this lasts."""
+    """Have Dask pickle the classes of this module with their code, in this context."""
     global _num_sending
     import cloudpickle
 

@@ -1,4 +1,4 @@
-"""What runs inside the scheduler and the workers of somebody else's Dask cluster."""
+"""Functions that run inside the scheduler and the workers of a Dask cluster that others started."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ DEVICES = Path("/dev")
 
 
 def look_here(dask_scheduler: Any = None) -> dict[str, str]:
-    """Return what is installed in this process's environment, and where that is.
+    """Return the versions in this process's environment, and where it runs.
 
-    Sent by its name: where it cannot be imported, Dask hands the import's error back.
+    Sent by its name: if it cannot be imported, Dask returns the import error.
 
     Args:
-        dask_scheduler: The scheduler, which Dask gives if it runs there.
+        dask_scheduler: The scheduler, which Dask passes if the function runs there.
     """
     found = {
         "host": platform.node(),
@@ -46,10 +46,10 @@ def _version_of(package: str) -> str:
 
 
 def make_supervisor(wanted: str) -> Supervisor:
-    """Return a supervisor that costs nothing until there is a job.
+    """Return a supervisor that is idle until there is a job.
 
     Args:
-        wanted: The etrain-jupyter that the coordinator has.
+        wanted: The coordinator's etrain-jupyter.
 
     Raises:
         RuntimeError: If another one is installed here, or no torch.
@@ -62,9 +62,9 @@ def make_supervisor(wanted: str) -> Supervisor:
 
 
 def find_device() -> str:
-    """Return where torch will compute in this worker's trainers, without loading it.
+    """Return the device of this worker's trainers, without importing torch.
 
-    A trainer takes the first GPU that it sees, so each worker must see its own:
+    A trainer uses the first GPU that it sees, so each worker must see its own:
     ``dask-cuda`` and batch systems set ``CUDA_VISIBLE_DEVICES``.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

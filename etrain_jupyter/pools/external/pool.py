@@ -31,6 +31,7 @@ from etrain_jupyter.pools.external.messages import (
 )
 from etrain_jupyter.pools.rpc import ask
 from etrain_jupyter.process.address import SchedulerAddress
+from etrain_jupyter.wire.requests import ListNodes, ReleaseWorker, ShutDownCluster, WantWorkers
 
 if TYPE_CHECKING:
     from etrain_jupyter.pools.catalog import PoolEntry
@@ -153,7 +154,7 @@ class AddressPool:
 
     def want(self, n: int, *, reason: str) -> None:
         """Say how many workers are wished for: whoever made the cluster starts them."""
-        present = ask(self._address, "etrain_pool_want", count=n, reason=reason)["num_present"]
+        present = ask(self._address, WantWorkers(count=n, reason=reason)).num_present
         if n > present:
             self._say_once(
                 f"{n} workers are wanted at {self._address.address}, which has {present}. They are "
@@ -173,12 +174,12 @@ class AddressPool:
                 pid=record["pid"],
                 device=record["device"],
             )
-            for record in ask(self._address, "etrain_pool_nodes")["nodes"]
+            for record in ask(self._address, ListNodes()).nodes
         ]
 
     def release(self, node_id: str, *, drain_s: float) -> None:
         """Ask Dask to retire a worker, after our jobs have left it; nobody replaces it."""
-        ask(self._address, "etrain_pool_release", worker=node_id, drain_s=drain_s)
+        ask(self._address, ReleaseWorker(worker=node_id, drain_s=drain_s))
 
     def shared_place(self) -> str:
         """Return nothing: its workers see the same folders, which `up` sees to."""
@@ -202,7 +203,8 @@ class AddressPool:
         try:
             if not self._ask_dask(self._is_there):
                 return Leftovers()
-            ask(self._address, "etrain_down", timeout_s=timeout_s + CONNECT_S, drain_s=timeout_s)
+            stop = ShutDownCluster(drain_s=timeout_s)
+            ask(self._address, stop, timeout_s=timeout_s + CONNECT_S)
             return self._ask_dask(self._move_out)
         except PoolError as exc:
             if ENDED in str(exc):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from etrain_jupyter.pools.base import CostReport
 from etrain_jupyter.pools.detached import DetachedPool
@@ -15,6 +13,7 @@ from etrain_jupyter.process.cluster_dir import (
     local_prefix,
     remove_stale,
 )
+from etrain_jupyter.wire.requests import ClusterFacts
 
 
 class LocalPool(DetachedPool):
@@ -69,14 +68,14 @@ def find_remains() -> list[str]:
     return [cluster_id for cluster_id, record in records if record is None or record.is_here]
 
 
-def load_in_words(facts: Mapping[str, Any]) -> str:
+def load_in_words(facts: ClusterFacts) -> str:
     """Return how many workers and jobs a cluster has, and how long it has been without any.
 
-    >>> load_in_words({"workers": 1, "jobs": 0, "idle_s": 7.4})
+    >>> load_in_words(ClusterFacts(cluster_id="c", pid=1, workers=1, jobs=0, idle_s=7.4))
     '1 worker, no job, idle for 7 s'
     """
-    num_workers, num_jobs = facts["workers"], facts["jobs"]
+    num_workers, num_jobs = facts.workers, facts.jobs
     workers = f"{num_workers} worker" + ("" if num_workers == 1 else "s")
     if not num_jobs:
-        return f"{workers}, no job, idle for {facts['idle_s']:.0f} s"
+        return f"{workers}, no job, idle for {facts.idle_s:.0f} s"
     return f"{workers}, {num_jobs} job" + ("" if num_jobs == 1 else "s")

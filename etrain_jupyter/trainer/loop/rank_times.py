@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
 
+from etrain_jupyter.trainer.control.reporter import Send
 from etrain_jupyter.trainer.gradients.stopwatch import StepTimes
 from etrain_jupyter.trainer.group.process_group import RankGroup
+from etrain_jupyter.wire.messages import RankTimesMeasured
 
 TELL_FIRST_S = 2.5
 """The first time of a generation; each later one after twice as long, up to ``TELL_EVERY_S``."""
@@ -24,7 +24,7 @@ class RankTimes:
         send: Sends a message to the coordinator.
     """
 
-    def __init__(self, send: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, send: Send) -> None:
         self._send = send
         self._generation, self._rank, self._world_size = 0, 0, 1
         self._step = 0
@@ -95,6 +95,6 @@ class RankTimes:
                 "samples": self._samples,
                 **{name: round(seconds, 6) for name, seconds in self._spent.items()},
             }
-            self._send({"op": "rank_times", "generation": self._generation, "record": record})
+            self._send(RankTimesMeasured(generation=self._generation, record=record))
             self._patience_s = min(2 * self._patience_s, TELL_EVERY_S)
         self._clear()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -14,6 +13,7 @@ from etrain_jupyter.rules.policy.checkpoint_interval import FIRST_S
 from etrain_jupyter.rules.policy.lr_schedule import LrSchedule
 from etrain_jupyter.rules.samples import ledger
 from etrain_jupyter.trainer.workload import Workload
+from etrain_jupyter.wire.messages import PaceUpdate
 
 RETRY_S = 30.0
 """When a checkpoint that failed is tried again, if the next one is not due before."""
@@ -128,11 +128,11 @@ class CheckpointPace:
         self.interval_s = FIRST_S
         self._last_at = time.monotonic()
 
-    def adopt(self, pace: Mapping[str, float]) -> None:
-        """Take over how often to save, and how old the newest checkpoint is, as far as known."""
-        self.interval_s = pace.get("interval_s", self.interval_s)
-        if "age_s" in pace:
-            self._last_at = time.monotonic() - pace["age_s"]
+    def adopt(self, pace: PaceUpdate) -> None:
+        """Take over how often to save, and how old the newest checkpoint is if that is given."""
+        self.interval_s = pace.interval_s
+        if pace.age_s is not None:
+            self._last_at = time.monotonic() - pace.age_s
 
     def is_due(self) -> bool:
         """Whether the newest checkpoint is old enough."""

@@ -17,6 +17,7 @@ from etrain_jupyter.rules.membership.stimuli import Progress
 from etrain_jupyter.rules.samples import ledger
 from etrain_jupyter.trainer.control.device_errors import device_error_in
 from etrain_jupyter.trainer.control.faults import NO_FAULTS, Faults
+from etrain_jupyter.trainer.control.reporter import Send
 from etrain_jupyter.trainer.data import Delivered, Share
 from etrain_jupyter.trainer.gradients.averaged import AveragedGradients
 from etrain_jupyter.trainer.gradients.sharded import ShardedGradients
@@ -39,9 +40,14 @@ from etrain_jupyter.trainer.state.running_buffers import MovingBuffers
 from etrain_jupyter.trainer.state.weight_fingerprint import WeightsPrint
 from etrain_jupyter.trainer.warm_up import WarmUp
 from etrain_jupyter.trainer.workload import Workload
+from etrain_jupyter.wire.messages import (
+    BestFound,
+    EvalFinished,
+    TextLogged,
+    WeightsFingerprinted,
+    Why,
+)
 from etrain_jupyter.wire.progress_page import ProgressPage
-
-Send = Callable[[dict[str, Any]], None]
 
 OUT_OF_MEMORY = "out of memory"
 
@@ -190,7 +196,7 @@ class TrainLoop:
             measures_noise=self.update.rates.measures_noise,
         )
 
-    def run(self, group: RankGroup, gradients: Gradients) -> str:
+    def run(self, group: RankGroup, gradients: Gradients) -> Why:
         """Step until a change is pending (``planned``) or nothing is left (``done``).
 
         Returns:
@@ -391,22 +397,25 @@ class TrainLoop:
             times=times,
             is_skipped=is_skipped,
         )
-        self._send({"op": "step", "generation": step.group.generation, "record": record})
+        self._send(record)
         if is_skipped and step.group.rank == 0:
             self._log("info", words_of_skip(self.step, means, self.workload.precision.loss_scale))
 
     def _log(self, level: str, text: str) -> None:
-        self._send({"op": "log", "level": level, "text": text})
+        self._send(TextLogged(level=level, text=text))
 
     def _tell_digest(self, group: RankGroup) -> None:
         """At the end of each epoch and of the job, tell the weights' digest: ranks must agree."""
-        told = {"op": "weights", "generation": group.generation}
-        told |= {"step": self.step, "rank": group.rank}
-        self._digest.begin(
-            self.workload.model, lambda digest: self._send({**told, "digest": digest})
-        )
+        generation, step, rank = group.generation, self.step, group.rank
 
-    def _leave(self, why: str) -> str:
+        def send(digest: str) -> None:
+            self._send(
+                WeightsFingerprinted(generation=generation, step=step, rank=rank, digest=digest)
+            )
+
+        self._digest.begin(self.workload.model, send)
+
+    def _leave(self, why: Why) -> Why:
         """End the generation: a digest that is told later would not count."""
         self._digest.finish()
         return why
@@ -461,9 +470,9 @@ class TrainLoop:
         """Tell, as rank 0, of the evaluation of this state and of the best; both may be known."""
         record, best = self._eval_record, self.judge.best_record()
         if record is not None and record["step"] == self.step == self.evaluated_step:
-            self._send({"op": "eval", "generation": generation, "record": record})
+            self._send(EvalFinished(generation=generation, record=record))
         if best is not None:
-            self._send({"op": "best", "generation": generation, "record": best})
+            self._send(BestFound(generation=generation, record=best))
 
     # --- before the first generation ---
 

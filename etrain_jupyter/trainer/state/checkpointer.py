@@ -18,10 +18,11 @@ from etrain_jupyter.errors import CheckpointError
 from etrain_jupyter.rules.membership.lineage import is_of_job
 from etrain_jupyter.storage.checkpoints import Manifest, Part, choose_steps_to_keep, manifest_key
 from etrain_jupyter.storage.checkpoints.base import CheckpointStore, open_newest
+from etrain_jupyter.trainer.control.reporter import Send
 from etrain_jupyter.trainer.group.process_group import RankGroup
 from etrain_jupyter.trainer.group.rendezvous import BroadcastStore
 from etrain_jupyter.trainer.loop.schedule import CheckpointPace, Every, Mark
-from etrain_jupyter.trainer.loop.train_loop import Send, TrainLoop
+from etrain_jupyter.trainer.loop.train_loop import TrainLoop
 from etrain_jupyter.trainer.state.capture import take_state
 from etrain_jupyter.trainer.state.checkpoint_metadata import about, config_digest
 from etrain_jupyter.trainer.state.model_config import config_of
@@ -44,6 +45,7 @@ from etrain_jupyter.trainer.state.sharded_write import (
 )
 from etrain_jupyter.trainer.state.slowdown import Slowdown
 from etrain_jupyter.trainer.state.staging import StagedFile, stage
+from etrain_jupyter.wire.messages import CheckpointNotWritten, CheckpointWritten, TextLogged
 
 KEEP_RECORDS = 100
 """Records of the last steps that a checkpoint keeps: it may be durable before the log has them."""
@@ -239,7 +241,7 @@ class Checkpointer:
                 f"step {copy.step} is saved as the best that is left: the weights of step "
                 f"{copy.unless[0]} never became durable"
             )
-            self._send({"op": "log", "level": "warning", "text": text})
+            self._send(TextLogged(level="warning", text=text))
         return False
 
     def _is_due(self, before: Mark, after: Mark, *, rank: int) -> bool:
@@ -275,7 +277,7 @@ class Checkpointer:
         if any(thread.is_alive() for thread in threads):
             done = f"{self._num_written / 1e6:.0f} of {self._num_bytes / 1e6:.0f} MB"
             text = f"this trainer ends when its checkpoint is written ({done} so far)"
-            self._send({"op": "log", "level": "info", "text": text})
+            self._send(TextLogged(level="info", text=text))
         for thread in threads:
             thread.join()
 
@@ -369,7 +371,7 @@ class Checkpointer:
             "duration_s": time.monotonic() - copy.started,
         }
         self._prune(copy.generation)
-        self._send({"op": "checkpoint_committed", "generation": copy.generation, "record": facts})
+        self._send(CheckpointWritten(generation=copy.generation, record=facts))
         return True
 
     def _take_failure(self, copy: _Copy, exc: CheckpointError) -> None:
@@ -385,7 +387,7 @@ class Checkpointer:
                     self._retry_at = time.monotonic() + wait_s
         else:
             self.pace.hurry()
-        self._send({"op": "checkpoint_failed", "step": copy.step, "error": error})
+        self._send(CheckpointNotWritten(step=copy.step, error=error))
 
     def _commit(self, copy: _Copy, writers: Mapping[int, int]) -> Manifest:
         self._check_manifests(copy.step, copy.generation, writers)
@@ -452,7 +454,7 @@ class Checkpointer:
         except CheckpointError as exc:
             complaint = str(exc)
         if complaint and complaint != self._complaint:
-            self._send({"op": "log", "level": "warning", "text": f"{complaint}. Training goes on"})
+            self._send(TextLogged(level="warning", text=f"{complaint}. Training goes on"))
         self._complaint = complaint
 
     def _remove_old(self, generation: int) -> None:
@@ -545,8 +547,8 @@ class Checkpointer:
         found = open_newest(self._store, job_id=self._job_id, check=check)
         for reason in found.skipped:
             text = f"checkpoint passed over: {reason}"
-            self._send({"op": "log", "level": "warning", "text": text})
+            self._send(TextLogged(level="warning", text=text))
         return restore(self._loop, found.files, config=self._config, warn=self._warn)
 
     def _warn(self, text: str) -> None:
-        self._send({"op": "log", "level": "warning", "text": text})
+        self._send(TextLogged(level="warning", text=text))

@@ -34,6 +34,7 @@ from etrain_jupyter.process.tls import (
     without_http,
     write_certificates,
 )
+from etrain_jupyter.wire.requests import ListJobs
 
 
 class Trap:
@@ -155,8 +156,8 @@ async def test_a_worker_registers_and_stays(scheduler: Any, tls: Path, tmp_path:
 async def hostile(role: str, tls: Path, answer: Any) -> Any:
     """Return a server with some certificate of the cluster that answers what it likes."""
 
-    async def etrain_jobs() -> Any:
-        return answer
+    async def etrain_jobs(wire_version: int) -> Any:
+        return {**answer, "wire_version": wire_version}
 
     server = Server({"etrain_jobs": etrain_jobs})
     security = read_security(tls, role)
@@ -194,7 +195,7 @@ async def test_a_worker_cannot_answer_in_the_schedulers_place(tls: Path) -> None
 
 
 async def ask_jobs(link: ClusterLink) -> Any:
-    return await asyncio.wrap_future(link.send("etrain_jobs", timeout=5.0))
+    return await asyncio.wrap_future(link.send(ListJobs(), timeout=5.0))
 
 
 def test_other_uses_of_dask_in_the_kernel_are_not_restricted() -> None:

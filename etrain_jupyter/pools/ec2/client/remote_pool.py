@@ -30,6 +30,7 @@ from etrain_jupyter.process.cluster_dir import (
     write_private,
 )
 from etrain_jupyter.process.tls import mint_certificates, write_certificates
+from etrain_jupyter.wire.requests import ShutDownCluster, TouchCluster
 
 if TYPE_CHECKING:
     from etrain_jupyter.pools.ec2.ec2_api import Clients
@@ -70,7 +71,7 @@ class AwsRemotePool(AwsSpotPool):
         """End the cluster: its head first, then whatever EC2 and the bucket have of it."""
         for cluster in filter(self._is_ours, cluster_dirs()):
             if (address := head_address_of(cluster)) is not None and _answers(address):
-                ask(address, "etrain_down", timeout_s=ANSWER_S)
+                ask(address, ShutDownCluster(), timeout_s=ANSWER_S)
             close_tunnel(cluster)
         return super().down(timeout_s=timeout_s)
 
@@ -265,7 +266,7 @@ def head_address_of(cluster: ClusterDir) -> SchedulerAddress | None:
 
 def _answers(address: SchedulerAddress) -> bool:
     try:
-        ask(address, "etrain_pool_touch", timeout_s=ANSWER_S)
+        ask(address, TouchCluster(), timeout_s=ANSWER_S)
         return True
     except (PoolError, FileNotFoundError):
         return False

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from etrain_jupyter.config.schema import Interval
 from etrain_jupyter.trainer.loop.schedule import CheckpointPace, Every, Mark, WorkPlan
+from etrain_jupyter.wire.messages import PaceUpdate
 
 PLAN = WorkPlan(num_train=70, num_eval=0, global_batch_size=16, steps_per_epoch=5, total_steps=20)
 
@@ -85,7 +86,7 @@ def test_new_rank_0_saves_when_the_newest_checkpoint_is_old_whoever_wrote_it(mon
     clock = Clock(monkeypatch)
     pace = CheckpointPace()
     clock.now += 500  # it has been another rank so far
-    pace.adopt({"interval_s": 100.0, "age_s": 40.0})
+    pace.adopt(PaceUpdate(interval_s=100.0, age_s=40.0))
     assert not pace.is_due()
     clock.now += 60
     assert pace.is_due()
@@ -94,9 +95,9 @@ def test_new_rank_0_saves_when_the_newest_checkpoint_is_old_whoever_wrote_it(mon
 def test_other_interval_counts_from_the_same_checkpoint(monkeypatch):
     clock = Clock(monkeypatch)
     pace = CheckpointPace()
-    pace.adopt({"interval_s": 100.0, "age_s": 0.0})
+    pace.adopt(PaceUpdate(interval_s=100.0, age_s=0.0))
     clock.now += 50
-    pace.adopt({"interval_s": 50.0})
+    pace.adopt(PaceUpdate(interval_s=50.0))
     assert pace.is_due()
     pace.restart()
     assert not pace.is_due()
@@ -105,7 +106,7 @@ def test_other_interval_counts_from_the_same_checkpoint(monkeypatch):
 def test_failed_checkpoint_is_tried_again_before_a_long_interval_is_over(monkeypatch):
     clock = Clock(monkeypatch)
     pace = CheckpointPace()
-    pace.adopt({"interval_s": 600.0, "age_s": 0.0})
+    pace.adopt(PaceUpdate(interval_s=600.0, age_s=0.0))
     pace.hurry()
     clock.now += 29
     assert not pace.is_due()

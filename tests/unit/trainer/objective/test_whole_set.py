@@ -13,6 +13,7 @@ from etrain_jupyter.trainer.loop.train_loop import TrainLoop
 from etrain_jupyter.trainer.objective.whole_set import is_torchmetric
 from etrain_jupyter.trainer.references import WorkloadError
 from etrain_jupyter.trainer.workload import build_workload
+from etrain_jupyter.wire import messages
 from tests.unit.trainer.loop.test_train_loop import Names, run
 from tests.unit.trainer.rank_processes import Generation, Job
 from tests.unit.trainer.whole_set_jobs import UNFIT, keys, make_data, metrics, names
@@ -84,7 +85,7 @@ def test_each_evaluation_begins_with_an_empty_state():
     metric.update(*reversed([torch.tensor([0, 1]), torch.tensor([1, 1])]))
     loop, sent = make_loop(metric)
     run(loop)
-    values = [m["record"]["metrics"]["m"] for m in sent if m["op"] == "eval"]
+    values = [m.record["metrics"]["m"] for m in sent if isinstance(m, messages.EvalFinished)]
     assert len(values) == 2
     assert values[-1] == pytest.approx(in_one_go(loop.workload.model.state_dict())["f1"])
     assert metric.update_count == 1  # the notebook's own is not touched
@@ -97,7 +98,10 @@ def test_class_is_made_on_the_rank():
 
     loop, sent = make_loop(MeanLogit)
     run(loop)
-    assert [len(m["record"]["metrics"]) for m in sent if m["op"] == "eval"] == [1, 1]
+    assert [len(m.record["metrics"]) for m in sent if isinstance(m, messages.EvalFinished)] == [
+        1,
+        1,
+    ]
 
 
 def test_logits_of_an_output_are_what_torchmetrics_gets():

@@ -20,6 +20,7 @@ from etrain_jupyter.trainer.loop.best_tracker import Judge
 from etrain_jupyter.trainer.loop.schedule import WorkPlan
 from etrain_jupyter.trainer.state.checkpoint_metadata import config_digest
 from etrain_jupyter.trainer.state.checkpointer import STATE_PART, Checkpointer, restore
+from etrain_jupyter.wire.messages import CheckpointWritten
 
 KINDS = {"Adam": torch.optim.Adam, "SGD": torch.optim.SGD}
 
@@ -68,7 +69,7 @@ def saved(folder: Path, loop: Loop) -> dict[str, Path]:
         send=told.append,
         code_digest="c0de",
     ).save_now(1)
-    assert [message["op"] for message in told] == ["checkpoint_committed"]
+    assert [type(message) for message in told] == [CheckpointWritten]
     return open_newest(store, job_id="job").files
 
 

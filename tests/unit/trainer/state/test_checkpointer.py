@@ -23,6 +23,7 @@ from etrain_jupyter.trainer.loop.schedule import Mark, WorkPlan
 from etrain_jupyter.trainer.state.checkpointer import Checkpointer
 from etrain_jupyter.trainer.state.parts import EXTRA_PART
 from etrain_jupyter.trainer.state.restoring import restore
+from etrain_jupyter.wire import messages
 
 
 class Net(nn.Module):
@@ -85,7 +86,7 @@ def save_and_restore(folder, saved: Loop, fresh: Loop) -> dict:
         store=store, loop=saved, job_id="job", config=config, send=told.append
     )
     checkpointer.save_now(1)
-    assert [message["op"] for message in told] == ["checkpoint_committed"]
+    assert [type(message) for message in told] == [messages.CheckpointWritten]
     files = open_newest(store, job_id="job").files
     restore(fresh, files)
     return files
@@ -199,7 +200,7 @@ def test_checkpoint_of_a_generation_that_was_given_up_is_passed_over(tmp_path):
         cut_off.save(step=step, generation=1)
     later = Saver(tmp_path, starts=[0, 2])
     assert later.restore(logged_step=3) == 2
-    assert "generation 1 wrote it after it had been given up" in later.told[-1]["text"]
+    assert "generation 1 wrote it after it had been given up" in later.told[-1].text
 
 
 def test_checkpoint_with_steps_that_the_log_cannot_be_told_of_is_passed_over(tmp_path):
@@ -208,7 +209,7 @@ def test_checkpoint_with_steps_that_the_log_cannot_be_told_of_is_passed_over(tmp
         writer.save(step=step, generation=1)
     reader = Saver(tmp_path, starts=[0])
     assert reader.restore(logged_step=2) == 2
-    assert "nobody can tell the log of its step 3" in reader.told[-1]["text"]
+    assert "nobody can tell the log of its step 3" in reader.told[-1].text
     assert reader.restore(logged_step=4) == 5
 
 
@@ -220,23 +221,25 @@ def test_only_untrustworthy_checkpoints_are_an_error_that_names_them(tmp_path):
 
 def test_given_up_generation_leaves_the_store_alone_once_a_later_one_writes(tmp_path):
     later = Saver(tmp_path, starts=[0, 2])
-    assert later.save(step=3, generation=2)["op"] == "checkpoint_committed"
+    assert isinstance(later.save(step=3, generation=2), messages.CheckpointWritten)
     refused = Saver(tmp_path, starts=[0]).save(step=9, generation=1)
-    assert refused["op"] == "checkpoint_failed"
-    assert "generation 1 was given up: generation 2 has saved step 3" in refused["error"]
+    assert isinstance(refused, messages.CheckpointNotWritten)
+    assert "generation 1 was given up: generation 2 has saved step 3" in refused.error
     assert LocalStore(tmp_path).list_steps() == [3]
 
 
 def test_step_that_a_given_up_generation_has_saved_is_saved_anew(tmp_path):
     Saver(tmp_path, starts=[0]).save(step=3, generation=1)
     later = Saver(tmp_path, starts=[0, 2])
-    assert later.save(step=3, generation=2)["op"] == "checkpoint_committed"
+    assert isinstance(later.save(step=3, generation=2), messages.CheckpointWritten)
     assert LocalStore(tmp_path).read_manifest(3).generation == 2
 
 
 def test_step_that_another_rank_has_saved_is_not_saved_twice(tmp_path):
     Saver(tmp_path, starts=[0]).save(step=2, generation=1)
-    assert Saver(tmp_path, starts=[0, 2]).save(step=2, generation=2)["op"] == "checkpoint_committed"
+    assert isinstance(
+        Saver(tmp_path, starts=[0, 2]).save(step=2, generation=2), messages.CheckpointWritten
+    )
     assert LocalStore(tmp_path).read_manifest(2).generation == 1
 
 
@@ -301,7 +304,7 @@ def test_when_the_best_is_lost_the_next_one_that_beats_what_is_durable_is_saved(
     assert second.join() == [2]
     second.evaluate(step=8, loss=0.4)
     assert second.join() == [8]
-    [warning] = [m["text"] for m in second.told if m["op"] == "log"]
+    [warning] = [m.text for m in second.told if isinstance(m, messages.TextLogged)]
     assert warning == (
         "step 8 is saved as the best that is left: the weights of step 4 never became durable"
     )
@@ -327,7 +330,7 @@ def test_best_state_waits_for_the_checkpoint_in_flight_and_training_does_not(tmp
     assert store.list_steps() == []
     store.may_write.set()
     assert saver.join() == [3]
-    committed = [m["record"]["step"] for m in saver.told if m["op"] == "checkpoint_committed"]
+    committed = [m.record["step"] for m in saver.told if isinstance(m, messages.CheckpointWritten)]
     assert committed == [1, 3]  # step 2 had made room for what was better
 
 
@@ -393,7 +396,7 @@ def test_store_that_does_not_answer_never_makes_training_wait(tmp_path):
     assert store.asked_by <= {"etrain-checkpoint"}
     store.may_answer.set()
     assert saver.join() == [8]
-    committed = [m["record"]["step"] for m in saver.told if m["op"] == "checkpoint_committed"]
+    committed = [m.record["step"] for m in saver.told if isinstance(m, messages.CheckpointWritten)]
     assert committed == [6, 8]
 
 
@@ -419,9 +422,9 @@ def test_checkpoint_counts_though_old_ones_cannot_be_removed(tmp_path):
     saver.checkpointer._store = ReadOnlyStore(tmp_path)
     for step in (1, 2, 3):
         saver.save(step=step, generation=1)
-    ops = [message["op"] for message in saver.told]
-    assert ops.count("checkpoint_committed") == 3
-    [warning] = [message["text"] for message in saver.told if message["op"] == "log"]
+    kinds = [type(message) for message in saver.told]
+    assert kinds.count(messages.CheckpointWritten) == 3
+    [warning] = [message.text for message in saver.told if isinstance(message, messages.TextLogged)]
     assert warning == "old checkpoints cannot be removed: access denied. Training goes on"
 
 
@@ -437,7 +440,7 @@ def test_what_a_clean_up_left_over_is_said_once(tmp_path):
     saver.checkpointer._store = TidyStore(tmp_path)
     for step in (1, 2, 3):
         saver.save(step=step, generation=1)
-    [warning] = [message["text"] for message in saver.told if message["op"] == "log"]
+    [warning] = [message.text for message in saver.told if isinstance(message, messages.TextLogged)]
     assert warning == "uploads cannot be listed. Training goes on"
 
 
@@ -463,8 +466,8 @@ def test_pickle_with_a_manifest_that_fits_is_refused_and_not_run(tmp_path, name)
     (tmp_path / "manifests" / "step_00000005.json").write_text(text)
     reader = Saver(tmp_path, starts=[0])
     assert reader.restore(logged_step=5) == 2
-    assert "step_00000005: " in reader.told[-1]["text"]
-    assert name in reader.told[-1]["text"]
+    assert "step_00000005: " in reader.told[-1].text
+    assert name in reader.told[-1].text
     assert not proof.exists()
 
 
@@ -492,10 +495,8 @@ def best_in_an_outage(folder) -> tuple[BestSaver, Outage]:
     saver.loop.workload.model.head.bias.data.fill_(2)
     saver.evaluate(step=2, loss=0.5)
     saver.join()
-    [failure] = [m for m in saver.told if m["op"] == "checkpoint_failed"]
-    assert failure["error"].endswith(
-        "These weights are the best so far, and are tried again in 5 s"
-    )
+    [failure] = [m for m in saver.told if isinstance(m, messages.CheckpointNotWritten)]
+    assert failure.error.endswith("These weights are the best so far, and are tried again in 5 s")
     saver.loop.workload.model.head.bias.data.fill_(7)  # training goes on
     saver.loop.step = 3
     return saver, store
@@ -559,7 +560,7 @@ def test_trainer_that_ends_says_that_it_waits_for_its_checkpoint(tmp_path, monke
     closing.start()
     while not saver.told:
         closing.join(0.01)
-    assert "this trainer ends when its checkpoint is written" in saver.told[0]["text"]
+    assert "this trainer ends when its checkpoint is written" in saver.told[0].text
     store.may_write.set()
     closing.join()
     assert store.list_steps() == [1]
@@ -574,7 +575,8 @@ def test_defect_while_a_checkpoint_is_written_is_told(tmp_path, monkeypatch):
 
     monkeypatch.setattr(saver.checkpointer, "_commit", fail)
     told = saver.save(step=2, generation=1)
-    assert (told["op"], told["step"]) == ("checkpoint_failed", 2)
-    assert told["error"] == "ZeroDivisionError: a mistake"
+    assert isinstance(told, messages.CheckpointNotWritten)
+    assert told.step == 2
+    assert told.error == "ZeroDivisionError: a mistake"
     monkeypatch.undo()
-    assert saver.save(step=4, generation=1)["op"] == "checkpoint_committed"
+    assert isinstance(saver.save(step=4, generation=1), messages.CheckpointWritten)

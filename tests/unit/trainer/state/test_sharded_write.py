@@ -19,6 +19,7 @@ from etrain_jupyter.trainer.state.checkpointer import Checkpointer
 from etrain_jupyter.trainer.state.parts import NEEDED, check_parts, optimizer_parts
 from etrain_jupyter.trainer.state.restoring import restore
 from etrain_jupyter.trainer.state.sharded_write import files_of, is_worth_it, part_of_rank
+from etrain_jupyter.wire.messages import CheckpointNotWritten, CheckpointWritten
 from tests.unit.trainer.state.test_checkpointer import Loop, config_of
 
 
@@ -72,8 +73,8 @@ class Rank:
         self.loop.is_save_agreed = is_agreed
         self.checkpointer.after_step(self.group)
 
-    def ops(self) -> list[str]:
-        return [message["op"] for message in self.told]
+    def kinds(self) -> list[type]:
+        return [type(message) for message in self.told]
 
 
 @pytest.fixture(autouse=True)
@@ -159,7 +160,7 @@ def test_ranks_write_a_part_each_and_rank_0_commits(tmp_path, world_size):
     join(ranks)
     assert sorted(stores[0].written) == ["extra.safetensors", "model.safetensors", "state.json"]
     assert [len(store.written) for store in stores[1:]] == [1] * (world_size - 1)
-    assert ranks[0].ops() == ["checkpoint_committed"] * 2
+    assert ranks[0].kinds() == [CheckpointWritten] * 2
     check_restored(stores[0], ranks, step=2)
 
 
@@ -170,7 +171,7 @@ def test_part_whose_writer_fails_is_written_by_rank_0(tmp_path):
     train(ranks)
     join(ranks)
     assert "optimizer.safetensors" in stores[0].written
-    assert ranks[0].ops() == ["checkpoint_committed"] * 2
+    assert ranks[0].kinds() == [CheckpointWritten] * 2
     check_restored(stores[0], ranks, step=2)
 
 
@@ -182,7 +183,7 @@ def test_part_whose_writer_dies_is_written_by_rank_0_as_soon_as_the_generation_i
     ranks[0].checkpointer.leave()  # what the main thread does when the others are gone
     ranks[0].checkpointer.join()
     assert "optimizer.safetensors" in stores[0].written
-    assert ranks[0].ops() == ["checkpoint_committed"] * 2
+    assert ranks[0].kinds() == [CheckpointWritten] * 2
     stores[1].may_write.set()  # it was not dead, and finishes what nobody waits for
     join(ranks)
     check_restored(stores[0], ranks, step=2)
@@ -202,11 +203,11 @@ def test_checkpoint_whose_rank_0_dies_is_never_acknowledged_and_the_next_one_is_
     survivor.checkpointer.begin(survivor.group, BroadcastStore(lambda key, value: None))
     survivor.train(is_agreed=False)
     survivor.checkpointer.join()
-    assert survivor.ops() == ["checkpoint_committed"]
+    assert survivor.kinds() == [CheckpointWritten]
     assert stores[1].list_steps() == [1, 3]
     stores[0].may_write.set()
     join(ranks)
-    assert ranks[0].ops()[-1] == "checkpoint_failed"  # a later generation has saved meanwhile
+    assert ranks[0].kinds()[-1] == CheckpointNotWritten  # a later generation has saved meanwhile
 
 
 def test_rank_that_waits_for_a_folder_is_told_that_there_will_be_none(tmp_path, monkeypatch):
@@ -216,7 +217,7 @@ def test_rank_that_waits_for_a_folder_is_told_that_there_will_be_none(tmp_path, 
     stores[0].begin = lambda step: (_ for _ in ()).throw(CheckpointError("no such bucket"))
     train(ranks)
     join(ranks)
-    assert ranks[0].ops() == ["checkpoint_committed", "checkpoint_failed"]
+    assert ranks[0].kinds() == [CheckpointWritten, CheckpointNotWritten]
     assert stores[1].written == []
 
 
