@@ -384,8 +384,27 @@ async def call_scheduler(rpc: Any, request: Request[R]) -> R:
         NotOursError: If it runs no coordinator of ours.
         OSError: If it cannot be reached.
     """
-    reply = await getattr(rpc, request.op)(**encode_request(request))
-    return decode_reply(request, reply)
+    return decode_reply(request, await exchange(rpc, request))
+
+
+async def exchange(rpc: Any, request: Request[Any]) -> Any:
+    """Call a scheduler through Dask's ``rpc``, and return what it replies, still encoded.
+
+    Raises:
+        RefusedRequestError: If it is older than wire versions.
+        OSError: If it cannot be reached.
+        UnicodeEncodeError: If the request has text that cannot be encoded.
+    """
+    try:
+        return await getattr(rpc, request.op)(**encode_request(request))
+    except (OSError, UnicodeEncodeError):
+        raise
+    except Exception as exc:
+        # A handler of ours replies to every exception. A raw handler of an older cluster raised,
+        # because it does not know the argument: Dask then sends a pickled exception, which is not
+        # unpickled, and fails itself with an AssertionError.
+        older = WireVersionError(None, WIRE_VERSION)
+        raise RefusedRequestError(OTHER_VERSION, _words_of_cluster(older)) from exc
 
 
 def _words_of_cluster(exc: WireVersionError) -> str:

@@ -26,7 +26,7 @@ from etrain_jupyter.wire.requests import (
     RefusedRequestError,
     Request,
     decode_reply,
-    encode_request,
+    exchange,
 )
 
 if TYPE_CHECKING:
@@ -146,6 +146,8 @@ class ClusterLink:
             reply = await asyncio.wait_for(self._exchange(request), timeout)
         except EtrainError:
             raise
+        except RefusedRequestError as exc:
+            raise PoolError(str(exc)) from exc
         except UnicodeEncodeError as exc:
             start = max(0, exc.start - 40)
             raise PoolError(
@@ -157,8 +159,8 @@ class ClusterLink:
             # A head that was suspended may have been killed since.
             self._has_failed = True
             raise NoAnswerError(
-                f"the scheduler at {self.address} did not answer {request.op} within "
-                f"{timeout:g} s. It may be busy or stopped, and what was asked for may still happen; "
+                f"the scheduler at {self.address} did not answer {request.op} within {timeout:g} "
+                "s. It may be busy or stopped, and what was asked for may still happen; "
                 "training does not wait for it. %etrain doctor shows which clusters are alive."
             ) from exc
         except OSError as exc:
@@ -197,7 +199,7 @@ class ClusterLink:
             self._rpc = rpc(  # type: ignore[no-untyped-call]
                 self.address, timeout=CONNECT_S, connection_args=self._connection_args()
             )
-        return await getattr(self._rpc, request.op)(**encode_request(request))
+        return await exchange(self._rpc, request)
 
     async def _find_scheduler(self) -> str:
         """Return the scheduler's address; wait for one that is being restarted."""

@@ -70,6 +70,11 @@ class AskOldCluster(Request[Done]):
     op: ClassVar[str] = "old"
 
 
+@dataclass(frozen=True, kw_only=True)
+class AskOldPool(Request[Done]):
+    op: ClassVar[str] = "old_pool"
+
+
 async def echo(request: Echo) -> Echoed:
     return Echoed(values=request.values)
 
@@ -96,6 +101,11 @@ async def old(**arguments: Any) -> dict[str, Any]:
     return {"error": "TypeError", "message": f"got an unexpected argument {next(iter(arguments))}"}
 
 
+async def old_pool() -> dict[str, Any]:
+    """Raise as a pool's handler of wire version 2 does for an argument that it does not know."""
+    return {}
+
+
 HANDLERS = {
     Echo.op: handler_of(Echo, echo),
     Refuse.op: handler_of(Refuse, refuse),
@@ -103,6 +113,7 @@ HANDLERS = {
     Sleep.op: handler_of(Sleep, sleep),
     Nonsense.op: nonsense,
     AskOldCluster.op: old,
+    AskOldPool.op: old_pool,
 }
 
 
@@ -165,9 +176,12 @@ def test_answer_that_is_none_of_ours_is_refused(link: ClusterLink) -> None:
     assert isinstance(caught.value, JobLostError), "it holds no job, whichever that is"
 
 
-def test_cluster_of_an_older_wire_version_is_refused_with_what_to_do(link: ClusterLink) -> None:
+@pytest.mark.parametrize("request_of", [AskOldCluster, AskOldPool])
+def test_cluster_of_an_older_wire_version_is_refused_with_what_to_do(
+    link: ClusterLink, request_of: type[Request[Done]]
+) -> None:
     with pytest.raises(PoolError) as caught:
-        link.call(AskOldCluster())
+        link.call(request_of())
 
     text = str(caught.value)
     assert text.startswith("the cluster speaks wire version 2 or older, and this kernel version 3")
