@@ -1,8 +1,8 @@
-"""How far a trainer is, in memory that its supervisor can read whatever the trainer does.
+"""Shared memory page with a trainer's progress, readable while the trainer is stopped or hung.
 
-A trainer that is stopped, or of which one thread keeps the interpreter to itself, answers nobody.
-So it writes its progress into a page that both processes map, and the supervisor looks at it from
-outside. Imports no torch, because the supervisor reads it too.
+A trainer that is stopped, or of which one thread holds the GIL, sends no message. So it writes its
+progress into a page that both processes map, and the supervisor reads it. Imports no torch, because
+the supervisor's process imports it too.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ import time
 from dataclasses import dataclass
 
 PULSE_S = 0.25
-"""How often a living trainer says so."""
+"""Interval of a trainer's pulse, in seconds."""
 
 PHASES = ("idle", "forming", "syncing", "computing", "evaluating", "saving")
 
-# The slots of the page, 8 bytes each: a slot is written and read at once, never half.
+# The slots of the page, 8 bytes each, so that each is written and read atomically.
 _GENERATION, _STEP, _COLLECTIVES, _BEATS, _PHASE, _ALIVE_AT = range(6)
 _SIZE = mmap.PAGESIZE
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerProgress:
-    """What the page said at one moment."""
+    """A snapshot of the page."""
 
     generation: int
     """The newest one that the main thread has begun; 0 before the first."""
     step: int
-    """The last step that it told of."""
+    """The current step."""
     collectives: int
     """Collectives that this rank has started in the generation. All ranks start the same ones in
-    the same order, so the rank with the fewest holds the others up."""
+    the same order, so the rank with the fewest blocks the others."""
     beats: int
-    """Signs of life of the main thread so far."""
+    """Heartbeats of the main thread so far."""
     phase: str
     """One of ``PHASES``."""
     alive_age_s: float
-    """How long ago any Python code of the process ran; 0.0 before it has told for the first time.
-    Large if the process is stopped, or a thread of it keeps the interpreter's lock."""
+    """Seconds since any Python code of the process ran; 0.0 before its first pulse. Large if the
+    process is stopped, or a thread of it holds the GIL."""
 
 
 class ProgressPage:
@@ -55,12 +55,12 @@ class ProgressPage:
         self.fd = fd
         self._map = mmap.mmap(fd, _SIZE)
         self._slots = memoryview(self._map).cast("q")
-        # The count goes on from what the page says, and several threads start collectives.
+        # Several threads start collectives, and each increments the count in the page.
         self._lock = threading.Lock()
 
     @classmethod
     def create(cls) -> ProgressPage:
-        """Make a page that no other process has yet; its descriptor is not inherited by itself."""
+        """Create a page. Child processes do not inherit its descriptor by default."""
         if hasattr(os, "memfd_create"):
             fd = os.memfd_create("etrain-progress", os.MFD_CLOEXEC)
         else:
@@ -70,7 +70,7 @@ class ProgressPage:
         return cls(fd)
 
     def close(self) -> None:
-        """Give the page back; nothing may be written or read any more. May be called twice."""
+        """Unmap the page, which must not be used afterwards. May be called twice."""
         if self.fd >= 0:
             self._slots.release()
             self._map.close()
@@ -80,24 +80,24 @@ class ProgressPage:
     # --- the trainer writes ---
 
     def begin(self, generation: int) -> None:
-        """Enter a generation: no collective of it has been started."""
+        """Enter a generation, of which no collective has started."""
         with self._lock:
-            # In this order, a reader between the two sees too few collectives, never too many.
+            # In this order, a reader between the two writes sees too few collectives, not too many.
             self._slots[_COLLECTIVES] = 0
             self._slots[_GENERATION] = generation
         self.beat(phase="forming")
 
     def count_collective(self) -> None:
-        """Count a collective that is about to be started. Safe from any thread."""
+        """Count a collective that is about to start. Safe from any thread."""
         with self._lock:
             self._slots[_COLLECTIVES] += 1
 
     def beat(self, step: int | None = None, phase: str | None = None) -> None:
-        """Give a sign of life. Only the main thread does.
+        """Send a heartbeat. Only the main thread does.
 
         Args:
-            step: The step that is being made; None if it is still the same.
-            phase: One of ``PHASES``; None if it is still the same.
+            step: The current step; None if it is unchanged.
+            phase: One of ``PHASES``; None if it is unchanged.
         """
         slots = self._slots
         if step is not None:
@@ -107,18 +107,18 @@ class ProgressPage:
         slots[_BEATS] += 1
 
     def pulse(self) -> None:
-        """Say that Python code of this process runs."""
+        """Note that Python code of this process runs."""
         # The monotonic clock is the machine's, the same in all of its processes.
         self._slots[_ALIVE_AT] = time.monotonic_ns()
 
     # --- the supervisor reads ---
 
     def has_pulsed(self) -> bool:
-        """Whether the trainer has come to life: it may be asked for its stacks from then on."""
+        """Return whether the trainer has started to pulse: then it can dump its stacks."""
         return bool(self._slots[_ALIVE_AT])
 
     def read(self) -> TrainerProgress:
-        """Return what the page says now."""
+        """Return a snapshot of the page."""
         slots = self._slots
         alive_at = slots[_ALIVE_AT]
         return TrainerProgress(
@@ -132,7 +132,7 @@ class ProgressPage:
 
 
 def start_pulse(page: ProgressPage) -> threading.Thread:
-    """Pulse every ``PULSE_S`` from a daemon thread, as long as the process lives."""
+    """Pulse every ``PULSE_S`` from a daemon thread, for as long as the process runs."""
     page.pulse()
     thread = threading.Thread(target=_pulse, args=(page,), name="etrain-pulse", daemon=True)
     thread.start()

@@ -1,6 +1,6 @@
-"""Which versions run here, and whether a notebook's objects and orders fit them.
+"""Compare the versions of a notebook and of a worker, and define the version of the wire.
 
-The notebook's objects travel by value: functions as byte code, which is that of one minor version
+The notebook's objects travel by value: functions as byte code, which belongs to one minor version
 of Python, and modules as torch pickles them.
 """
 
@@ -28,7 +28,7 @@ NAMES = {
     "distributed": "distributed",
 }
 MUST_FIT = (PROTOCOL_KEY, "etrain", "python", "torch")
-"""Where another minor version is refused; of the rest it is worth a warning."""
+"""Keys whose minor versions must be equal; a difference in the others is a warning."""
 
 Fingerprint = Mapping[str, str]
 """Version by key of ``NAMES``; empty where a package is not installed."""
@@ -36,23 +36,23 @@ Fingerprint = Mapping[str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """How two environments differ, in words."""
+    """Differences of two environments, as text."""
 
     wrong: tuple[str, ...] = ()
-    """What does not fit."""
+    """Differences that make the worker unusable."""
     notes: tuple[str, ...] = ()
-    """What is merely different."""
+    """Other differences."""
     remedies: tuple[str, ...] = ()
-    """What to install where they were compared, for each that is wrong."""
+    """What to install on the worker, for each entry of ``wrong``."""
 
     @property
     def fits(self) -> bool:
-        """Whether the one can do the other's work."""
+        """Whether the worker can run the notebook's objects."""
         return not self.wrong
 
 
 def read_fingerprint() -> dict[str, str]:
-    """Return the versions that are installed here; imports none of the packages."""
+    """Return the installed versions, without importing the packages."""
     known = {
         PROTOCOL_KEY: str(WIRE_VERSION),
         "etrain": __version__,
@@ -62,13 +62,13 @@ def read_fingerprint() -> dict[str, str]:
 
 
 def compare(theirs: Fingerprint, ours: Fingerprint, *, at: str, here: str) -> Comparison:
-    """Say how a worker differs from what it shall work for; what one of them lacks is left out.
+    """Return how a worker's versions differ from a notebook's; skip versions that one lacks.
 
     Args:
-        theirs: The worker's.
-        ours: The notebook's.
-        at: What to call the worker.
-        here: What to call the notebook.
+        theirs: The worker's fingerprint.
+        ours: The notebook's fingerprint.
+        at: Name of the worker in the text.
+        here: Name of the notebook in the text.
 
     >>> compare({"python": "3.11.2"}, {"python": "3.12.4"}, at="w1", here="this notebook").wrong
     ('Python 3.11.2 on w1, 3.12.4 in this notebook',)
@@ -98,7 +98,7 @@ def _remedy(key: str, version: str) -> str:
 
 
 def _release(version: str) -> str:
-    """Return a version without what it was built for: CPU and GPU builds of torch fit together."""
+    """Return a version without its build tag: CPU and GPU builds of torch are compatible."""
     return version.partition("+")[0]
 
 

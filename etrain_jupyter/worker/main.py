@@ -1,7 +1,7 @@
-"""A worker process of a local cluster: ``python -m etrain_jupyter.worker.main``.
+"""Worker process of a local cluster: ``python -m etrain_jupyter.worker.main``.
 
-Started by the head only. It never outlives the keeper: the end of the pipe on its standard input
-tells it. But it does outlive the scheduler, see ``worker_life``.
+The head starts it. It ends with the keeper, when the pipe on its standard input is closed. It
+outlives the scheduler, see ``worker.lifecycle``.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from etrain_jupyter.worker.lifecycle import (
 )
 
 AWAY_S = 60.0
-"""How long to wait for the next scheduler before giving up, trainers and all."""
+"""Reconnect timeout in seconds; after it, the worker ends with its trainers."""
 
 
 class LocalFinder:
-    """Finds the scheduler by the record in the cluster's folder."""
+    """Find the scheduler by the record in the cluster's folder."""
 
     away_s = AWAY_S
     is_remote = False
@@ -31,12 +31,12 @@ class LocalFinder:
         self._cluster = cluster
 
     def look(self) -> ClusterRecord | None:
-        """Return the record; None while the cluster ends."""
+        """Return the record; None while the cluster shuts down."""
         return self._cluster.record()
 
 
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
-    """Read what the head gave."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="etrain-local-worker")
     parser.add_argument("state_dir", type=Path)
     for name in ("scheduler", "name", "device", "supervisor"):
@@ -46,7 +46,7 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Run until the end."""
+    """Run until the cluster ends."""
     arguments = parse_arguments()
     cluster = ClusterDir(arguments.state_dir)
     options = WorkerOptions(

@@ -1,4 +1,4 @@
-"""The bundles of a scheduler's jobs: files, from which workers elsewhere get bounded pieces.
+"""Bundles of the scheduler's jobs: files, from which remote workers get bounded pieces.
 
 ::
 
@@ -26,34 +26,34 @@ _NAME = re.compile(r"bundle(-[0-9a-f]{12})?")
 
 
 class HeadBundles:
-    """Keeps no bytes in memory.
+    """Store and read bundles, without keeping their bytes in memory.
 
     Args:
-        orders: Returns the orders of the jobs that have not ended.
+        orders: Returns the specs of the jobs that have not ended.
     """
 
     def __init__(self, orders: Callable[[], Iterable[JobSpec]]) -> None:
         self._orders = orders
         self._drafts: set[Path] = set()
-        """Files that a kernel is sending."""
+        """Incomplete files, which a kernel is sending."""
 
     def close(self) -> None:
-        """Remove what was never completed."""
+        """Remove incomplete files."""
         for draft in self._drafts:
             draft.unlink(missing_ok=True)
 
     async def is_here(self, order: JobSpec) -> bool:
-        """Whether this process sees a job's bundle, whole."""
+        """Return whether this process sees a job's complete bundle."""
         _check_name(order)
         return await asyncio.to_thread(
             has_digest, order.bundle_path, order.bundle_digest, size=order.bundle_size
         )
 
     async def put(self, order: JobSpec, offset: int, data: bytes) -> None:
-        """Take a piece of a bundle whose file this process does not see.
+        """Store a piece of a bundle whose file this process does not see.
 
         Raises:
-            RequestError: If it cannot be written, or is not what was announced.
+            RequestError: If it cannot be written, or its digest is not the announced one.
         """
         _check_name(order)
         path = order.bundle_path

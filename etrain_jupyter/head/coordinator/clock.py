@@ -1,8 +1,8 @@
-"""The clock of the coordinator's decisions.
+"""Clock of the coordinator's decisions.
 
-Nobody sets it: a step of the wall clock moves no deadline and no retry. It runs while the machine
-sleeps, as the notice of a spot machine elsewhere does. Wall time is for events, and for what other
-machines send or logs contain; it is converted once, where it comes in.
+It is monotonic: a step of the wall clock moves no deadline and no retry. It runs while the machine
+is suspended, as the notice of a spot machine elsewhere does. Wall time is for events, and for what
+other machines send or logs contain; it is converted once, where it comes in.
 """
 
 from __future__ import annotations
