@@ -31,7 +31,16 @@ from etrain_jupyter.pools.external.messages import (
 )
 from etrain_jupyter.pools.rpc import ask
 from etrain_jupyter.process.address import SchedulerAddress
-from etrain_jupyter.wire.requests import ListNodes, ReleaseWorker, ShutDownCluster, WantWorkers
+from etrain_jupyter.wire.requests import (
+    ListNodes,
+    NotOursError,
+    RefusedRequestError,
+    ReleaseWorker,
+    RemoveCoordinator,
+    ShutDownCluster,
+    WantWorkers,
+    call_scheduler,
+)
 
 if TYPE_CHECKING:
     from etrain_jupyter.pools.catalog import PoolEntry
@@ -359,7 +368,10 @@ class AddressPool:
         except (KeyError, OSError) as exc:
             # A worker that came or went meanwhile; the others were told.
             left = (f"perhaps a supervisor on a worker that did not answer ({exc!r})",)
-        await client.scheduler.etrain_forget()
+        try:
+            await call_scheduler(client.scheduler, RemoveCoordinator())
+        except (NotOursError, RefusedRequestError) as exc:
+            raise PoolError(str(exc)) from exc
         return Leftovers(processes=left)
 
 
