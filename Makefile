@@ -1,6 +1,6 @@
-# Every target works on a fresh machine that has Python 3.11 or newer: the first one makes $(VENV) and installs
-# the pinned versions into it; later ones find the stamp and start at once. Node.js 20 or newer is optional: with
-# it the live dashboard and the JupyterLab extension are built, without it the cells still work.
+# Every target works on a fresh machine with Python 3.11 or newer. The first run creates $(VENV) and installs the
+# pinned versions into it; later runs find the stamp file and skip this. Node.js 20 or newer is optional: it is needed
+# to build the live dashboard and the JupyterLab extension. The cells work without it.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -12,63 +12,77 @@ FRONT_END := $(wildcard labextension/src/* labextension/style/* labextension/sch
   labextension/package.json labextension/yarn.lock labextension/tsconfig.json)
 TYPED := etrain_jupyter benchmarks notebooks
 
-# Two files at a time: most tests wait more than they compute.
+# Run two test files in parallel: most tests spend more time waiting than computing.
 ALL_TESTS = $(BIN)/python -m pytest -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo lab test endurance lint screenshots bench peers constraints clean
+.PHONY: help install demo lab test endurance lint docs snapshot screenshots bench peers constraints clean
 
-help: ## Show this list
+help: ## List all targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
 
-install: $(INSTALLED) ## Make the virtual environment and install the package into it
+install: $(INSTALLED) ## Create the virtual environment and install the package into it
 
 $(INSTALLED): pyproject.toml hatch_build.py constraints.txt $(FRONT_END)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
-	  "etrain: this is Python %d.%d; 3.11 or newer is needed. Say which: make PYTHON=python3.12 ..." \
+	  "etrain: Python %d.%d is too old; 3.11 or newer is needed. Choose another one: make PYTHON=python3.12 ..." \
 	  % sys.version_info[:2])'
-	@echo "Installing into $(VENV) (once; a few minutes) ..."
+	@echo "Installing into $(VENV) (only once; takes a few minutes) ..."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test,docs]"
 	@touch $@
 
 demo: $(INSTALLED) ## Run the quickstart notebook without a browser (NOTEBOOK=04_spot_cluster: a simulated EC2)
 	$(BIN)/python notebooks/run.py notebooks/$(NOTEBOOK).ipynb --output .demo
 
-lab: $(INSTALLED) ## Open JupyterLab on the notebooks (ARGS="--no-browser --port 8890" and the like)
+lab: $(INSTALLED) ## Open the notebooks in JupyterLab (for example ARGS="--no-browser --port 8890")
 	$(BIN)/python -m jupyterlab --ServerApp.root_dir=notebooks $(ARGS)
 
-test: $(INSTALLED) ## Run the tests (ARGS="-k ledger" and the like); the end says what was skipped and rerun
+test: $(INSTALLED) ## Run the tests (for example ARGS="-k ledger") and list skipped and rerun tests at the end
 	$(if $(ARGS),$(BIN)/python -m pytest $(ARGS),$(ALL_TESTS))
 
-endurance: $(INSTALLED) ## The long tests of the engine: 500 schedules of faults, 1,000 re-forms, 100 kills, spot (an hour)
+endurance: $(INSTALLED) ## Run the long tests: 500 fault schedules, 1,000 re-forms, 100 kills, spot (takes an hour)
 	ETRAIN_CHAOS_SCHEDULES=500 ETRAIN_SCHEDULES=10000 ETRAIN_SOAK=1 ETRAIN_ALL_SEEDS=1 ETRAIN_TORTURE=50 ETRAIN_SPOT=1 \
 	  $(BIN)/python -m pytest -p no:rerunfailures tests/chaos tests/unit/rules -m slow $(ARGS)
 	ETRAIN_SPAWN=1 $(BIN)/python -m pytest -p no:rerunfailures tests/chaos/test_faults.py tests/chaos/test_endings.py $(ARGS)
 
-lint: $(INSTALLED) ## Style, types and the import rules
+lint: $(INSTALLED) ## Check style, types and import rules; with Node.js, also run ESLint and Prettier
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict $(TYPED)
 	$(BIN)/python -m pytest -q tests/unit/test_architecture.py
+	@if command -v node >/dev/null; then \
+	  cd labextension && PATH="$(abspath $(BIN)):$$PATH" && \
+	  { test -x node_modules/.bin/eslint || jlpm install --immutable; } && jlpm lint:check; \
+	else \
+	  echo "Skipping ESLint and Prettier: Node.js is not installed."; \
+	fi
 
-screenshots: $(INSTALLED) ## Take the pictures of the documents anew, in headless Chromium
+snapshot: $(INSTALLED) ## Generate labextension/src/snapshot.ts, the front end's snapshot type, from Python
+	$(BIN)/python -m etrain_jupyter.notebook.dashboard.typescript > labextension/src/snapshot.ts.new
+	mv labextension/src/snapshot.ts.new labextension/src/snapshot.ts
+
+docs: $(INSTALLED) ## Build the documentation into build/site; dead links are errors
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet $(ARGS)
+
+screenshots: $(INSTALLED) ## Update the screenshots in the documentation, with headless Chromium
 	mkdir -p .demo/shots
 	ETRAIN_SHOTS=$(CURDIR)/.demo/shots $(BIN)/python -m pytest $(addprefix tests/browser/test_, \
 	  training.py side_panel.py completion.py)
 	cd .demo/shots && cp dashboard.png side-panel.png completion.png $(CURDIR)/docs/images/
+	$(BIN)/python -m tests.browser.record_demo docs/images/demo.gif
 
-bench: $(INSTALLED) ## Measure against the peers; tables on the screen, JSON in .demo/ (ARGS="--quick")
+bench: $(INSTALLED) ## Run the benchmarks, print tables and write JSON to .demo/ (ARGS="--quick" for a short run)
 	$(BIN)/python -m benchmarks all --json .demo/benchmarks.json $(ARGS)
 
-peers: $(INSTALLED) ## Install Ray Train and torchft, which bench measures beside ours where they are there
+peers: $(INSTALLED) ## Install Ray Train and torchft, so that bench includes them
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[bench]"
 
-constraints: $(INSTALLED) ## Pin in constraints.txt what is installed now
+constraints: $(INSTALLED) ## Pin the installed versions in constraints.txt
 	$(BIN)/python -m pip freeze --disable-pip-version-check --exclude-editable \
 	  | sed -e '/@/d' -e 's/+cpu$$//' > constraints.txt
 
-clean: ## Remove what was built or measured here; keep the virtual environment and your runs
-	rm -rf .demo dist labextension/lib etrain_jupyter/labextension etrain_jupyter/static \
+clean: ## Remove build outputs and benchmark results; keep the virtual environment and your runs
+	rm -rf .demo build dist labextension/lib etrain_jupyter/labextension etrain_jupyter/static \
 	  .mypy_cache .ruff_cache .pytest_cache .hypothesis $(INSTALLED)
 	find etrain_jupyter tests benchmarks notebooks -name __pycache__ -type d -prune -exec rm -rf {} +

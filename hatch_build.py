@@ -1,9 +1,9 @@
-"""Build the front end (``labextension/``) into the package when Node.js is there.
+"""Build the front end (``labextension/``) into the package if Node.js is installed.
 
-A machine without Node.js still gets a working package: cells, jobs and the HTML output need no
-front end, only the live dashboard and the JupyterLab extension do. The environment variable
-``ETRAIN_LABEXTENSION`` says how strict to be: ``auto`` (the default) warns, ``require`` fails,
-``skip`` does not even try.
+A package that is built without Node.js still works: cells, jobs and the HTML output need no front
+end. Only the live dashboard and the JupyterLab extension need it. The environment variable
+``ETRAIN_LABEXTENSION`` sets the behavior if the front end cannot be built: ``auto`` (the default)
+warns, ``require`` fails, and ``skip`` does not attempt the build.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ DESTINATION = "share/jupyter/labextensions/etrain-jupyter"
 
 
 class FrontEndHook(BuildHookInterface[Any]):
-    """Brings the assets up to date, then adds them to the wheel."""
+    """Build stale assets and add them to the wheel."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Build what is out of date; hatchling calls this before it collects files."""
+        """Build the assets if they are stale. Hatchling calls this before it collects files."""
         root = Path(self.root)
         mode = os.environ.get("ETRAIN_LABEXTENSION", "auto")
         if mode not in ("auto", "require", "skip"):
-            raise ValueError(f"ETRAIN_LABEXTENSION={mode!r} is none of auto, require, skip.")
+            raise ValueError(f"ETRAIN_LABEXTENSION={mode!r} is invalid. Use auto, require or skip.")
         if mode != "skip" and not is_fresh(root):
             self.build(root, strict=mode == "require" or self.target_name == "sdist")
         if self.target_name == "wheel" and (root / OUTPUTS[0]).exists():
@@ -40,7 +40,7 @@ class FrontEndHook(BuildHookInterface[Any]):
             shared[f"{SOURCES}/install.json"] = f"{DESTINATION}/install.json"
 
     def build(self, root: Path, *, strict: bool) -> None:
-        """Run the production build; without Node.js, or where it fails, warn unless ``strict``."""
+        """Run the production build. If it fails, raise if ``strict``, otherwise warn."""
         try:
             run_jlpm(root / SOURCES, "install", "--immutable")
             run_jlpm(root / SOURCES, "run", "build:prod")
@@ -50,12 +50,12 @@ class FrontEndHook(BuildHookInterface[Any]):
             self.app.display_warning(
                 f"etrain-jupyter: the front end was not built ({error}). Cells and their HTML "
                 "output work; the live dashboard and the JupyterLab extension do not. Install "
-                "Node.js 20 or newer and run this again."
+                "Node.js 20 or newer and repeat the installation."
             )
 
 
 def is_fresh(root: Path) -> bool:
-    """Tell whether every output is at least as new as the newest source."""
+    """Return whether every output is at least as new as the newest source."""
     outputs = [root / name for name in OUTPUTS]
     if not all(path.exists() for path in outputs):
         return False
@@ -65,12 +65,12 @@ def is_fresh(root: Path) -> bool:
 
 
 def files_of(path: Path) -> list[Path]:
-    """Return the files under ``path``, or ``path`` itself if it is one."""
+    """Return the files below ``path``, or ``path`` itself if it is a file."""
     return [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]
 
 
 def run_jlpm(folder: Path, *arguments: str) -> None:
-    """Run JupyterLab's own yarn; it comes with jupyter-builder."""
+    """Run jlpm, JupyterLab's version of yarn, which is part of jupyter-builder."""
     if not (shutil.which("node") or shutil.which("nodejs")):
         raise OSError("node is not on PATH")
     jlpm = [sys.executable, "-c", "from jupyter_builder.jlpm import main; main()"]

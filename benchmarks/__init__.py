@@ -1,1 +1,1 @@
-"""Measurements of etrain-jupyter beside its peers: ``python -m benchmarks --help``."""
+"""Benchmarks of etrain-jupyter and its peers: ``python -m benchmarks --help``."""

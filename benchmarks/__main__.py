@@ -1,4 +1,4 @@
-"""``python -m benchmarks NAME [--quick] --json FILE``; NAME ``all`` runs one after the other."""
+"""Run ``python -m benchmarks NAME [--quick] --json FILE``; NAME ``all`` runs nearly all of them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from benchmarks import (
     bundle,
     checkpoint,
     churn,
+    code_table,
     dashboard,
     forming,
     log,
@@ -40,14 +41,17 @@ BENCHMARKS: dict[str, ModuleType] = {
     "dashboard": dashboard,
     "spot": spot,
     "strangers": strangers,
+    "code": code_table,
 }
 
-APART = frozenset({"strangers"})
-"""Attacks whatever listens on the machine: not a part of ``all``."""
+APART = frozenset({"strangers", "code"})
+"""Excluded from ``all``: ``strangers`` attacks every listener on the machine, and ``code`` measures
+no time.
+"""
 
 
 def main() -> int:
-    """Run what the command line names, print its table and write its JSON."""
+    """Run the requested benchmark, print its table and write its JSON."""
     options = parse()
     ours.prepare()
     if options.name == "all":
@@ -62,21 +66,24 @@ def main() -> int:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line; every benchmark has options of its own."""
+    """Parse the command line; every benchmark adds its own options."""
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--json", type=Path, required=True, help="where the figures are written")
-    common.add_argument("--quick", action="store_true", help="a few minutes, rougher figures")
+    common.add_argument("--json", type=Path, required=True, help="output file for the figures")
+    common.add_argument(
+        "--quick", action="store_true", help="fewer runs: a few minutes, less precise"
+    )
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     commands = parser.add_subparsers(dest="name", required=True)
     for name, module in BENCHMARKS.items():
         summary = (module.__doc__ or "").splitlines()[0]
         module.add_arguments(commands.add_parser(name, parents=[common], help=summary))
-    commands.add_parser("all", parents=[common], help="All of them.")
+    every = f"All benchmarks except {' and '.join(sorted(APART))}."
+    commands.add_parser("all", parents=[common], help=every)
     return parser.parse_args(arguments)
 
 
 def run(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Measure one benchmark and print its table."""
+    """Run one benchmark and print its table."""
     result: dict[str, Any] = BENCHMARKS[name].measure(options)
     print(f"\n{name}\n{BENCHMARKS[name].table_of(result)}\n", flush=True)
     return result

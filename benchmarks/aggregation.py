@@ -1,8 +1,9 @@
-"""Throughput with several passes a step and one communication: ours beside DDP's ``no_sync``.
+"""Throughput of gradient accumulation, compared with DDP's ``no_sync``.
 
-The same as ``steady`` but for the passes: ``batch.aggregation_frequency`` on our side, and on DDP's
-all passes but the last under ``no_sync``. A step is the same 128 samples, a pass 16 on each of two
-ranks. The figure is the median of the rounds' ratios.
+Like ``steady``, but each step takes four passes and one communication. etrain-jupyter uses
+``batch.aggregation_frequency``; DDP runs all passes except the last under ``no_sync``. A step is
+the same 128 samples; a pass is 16 samples on each of two ranks. The reported ratio is the median
+over the rounds.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from benchmarks.workloads import GLOBAL_BATCH_SIZE
 
 NUM_PASSES = 4
 BAR = 0.98
-"""Lowest ratio that is good enough."""
+"""Minimum ratio to DDP that passes."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what can be chosen on the command line."""
+    """Declare the command-line options."""
     add_pair_arguments(parser)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure every workload; the one with the lowest ratio stands at the top of the result."""
+    """Measure every workload and put the figures of the lowest ratio at the top of the result."""
     return {
         "benchmark": "aggregation",
         "peer": f"torchrun DDP, no_sync {NUM_PASSES}",
@@ -56,7 +57,7 @@ def measure_workload(name: str, num_pairs: int, num_steps: int) -> dict[str, Any
 
 
 def table_of(result: dict[str, Any]) -> str:
-    """Return the table for the reader."""
+    """Format the figures as a Markdown table."""
     head = ("workload", "system", "samples/s", "ratio to DDP", "rounds")
     rows = []
     for name, found in result["workloads"].items():

@@ -1,4 +1,4 @@
-"""Headless Chromium for benchmarks; Playwright and JupyterLab are needed only here."""
+"""Headless Chromium for benchmarks. Only this module needs Playwright and JupyterLab."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def missing() -> str:
-    """Return what this machine lacks for a browser, or an empty string."""
+    """Return why this machine cannot run a browser, or an empty string if it can."""
     from tests.capabilities import why_missing
 
     return why_missing("browser")
@@ -23,7 +23,7 @@ def missing() -> str:
 
 @contextlib.contextmanager
 def open_page() -> Iterator[Page]:
-    """Yield an empty page."""
+    """Open an empty page in headless Chromium."""
     from playwright.sync_api import sync_playwright
 
     from tests.browser.lab import CHROMIUM_ARGUMENTS
@@ -45,7 +45,7 @@ def open_page() -> Iterator[Page]:
 
 @contextlib.contextmanager
 def open_lab() -> Iterator[Lab]:
-    """Yield a JupyterLab of this checkout, in a folder of its own."""
+    """Start JupyterLab from this checkout, in a temporary folder."""
     from tests.browser.lab import Lab
 
     with tempfile.TemporaryDirectory() as folder:
@@ -57,7 +57,7 @@ def open_lab() -> Iterator[Lab]:
 
 
 def heap_mb(page: Page) -> float:
-    """Return what the page's scripts hold after a garbage collection."""
+    """Return the size in MB of the page's JavaScript heap after a garbage collection."""
     session = page.context.new_cdp_session(page)
     try:
         session.send("HeapProfiler.collectGarbage")

@@ -1,10 +1,10 @@
-"""Peak memory of every process for a job whose notebook objects are large.
+"""Peak memory of every process for a job with large notebook objects.
 
-A job of the same shape with small objects comes first, on the same cluster: what a process needs
-anyway is not counted. ``peak`` is a process's largest resident size (``VmHWM``) over that, pages of
-a mapped file included; ``held`` is the proportional size (``Pss``) of all trainers together at the
-end of the job over that of the small one, in which a page that several map counts once. Every
-sample is trained once, so that all of the data is touched.
+A job of the same shape with small objects runs first on the same cluster. It gives the baseline
+that is subtracted from every figure. ``peak`` is the largest resident size of a process
+(``VmHWM``), including the pages of mapped files. ``held`` is the proportional size (``Pss``) of
+all trainers together at the end of the job; it counts a page that several processes map only once.
+The job trains every sample once, so it reads all of the data.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from etrain_jupyter.log.events import TERMINAL_STATUSES
 
 WIDTH = 1000
 BAR = 1.3
-"""Largest peak of a trainer that is good enough, as a multiple of the bundle."""
+"""Maximum peak of a trainer that passes, as a multiple of the bundle's size."""
 ROLES = {
     "ranks.main": "trainer",
     "local_worker": "supervisor",
@@ -42,7 +42,7 @@ Peaks = dict[tuple[str, int], int]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what can be chosen on the command line."""
+    """Declare the command-line options."""
     parser.add_argument("--mb", type=int, help="size of the data in MB (default 500)")
     parser.add_argument("--world-size", type=int, default=4, help="workers (default 4)")
 
@@ -72,14 +72,16 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def build_model() -> nn.Module:
-    """Return a model that needs next to nothing."""
+    """Return a model that needs almost no memory."""
     return nn.Linear(WIDTH, 10)
 
 
 def run_job(size_mb: int, world_size: int) -> tuple[Peaks, int, float]:
-    """Train once over so much data; return all peaks, the trainers' Pss, and the first step's time.
+    """Train one epoch over ``size_mb`` MB of data.
 
-    The time is that from the call until the first step was made.
+    Returns:
+        The peaks of all processes, the Pss of the trainers in bytes, and the seconds from the call
+        until the first step was committed.
     """
     rows = (size_mb << 20) // (4 * WIDTH)
     train_set = torch.ones(rows, WIDTH), torch.zeros(rows, dtype=torch.int64)
@@ -108,14 +110,14 @@ def run_job(size_mb: int, world_size: int) -> tuple[Peaks, int, float]:
 
 
 class Watch:
-    """Reads the peaks of the cluster's processes while a job runs."""
+    """Record the peak memory of the cluster's processes while a job runs."""
 
     def __init__(self, world_size: int) -> None:
         self.peaks: Peaks = {}
         self._world_size = world_size
         self._pss: dict[int, int] = {}
-        """Largest proportional size of each trainer, the spare ones too."""
-        # This process has the data itself: what it needs besides is counted.
+        """Largest proportional size of each trainer, including spare trainers."""
+        # This process already holds the data. Count only the memory that it needs in addition.
         Path("/proc/self/clear_refs").write_text("5")
         self._own = kilobytes(Path("/proc/self/status"), "VmRSS:") << 10
         self._is_over = threading.Event()
@@ -123,7 +125,7 @@ class Watch:
 
     @property
     def trainers_pss(self) -> int:
-        """Proportional size of the trainers that had the data, together."""
+        """Total proportional size of the trainers that held the data."""
         return sum(sorted(self._pss.values())[-self._world_size :])
 
     def __enter__(self) -> Watch:
@@ -158,12 +160,12 @@ class Watch:
 
 
 def is_ours(process: psutil.Process) -> bool:
-    """Whether a process belongs to the cluster of this benchmark."""
+    """Return whether a process belongs to the cluster of this benchmark."""
     return process.environ().get("ETRAIN_STATE") == os.environ["ETRAIN_STATE"]
 
 
 def kilobytes(path: Path, key: str) -> int:
-    """Return one figure of a file of /proc; 0 if the process has ended.
+    """Return a figure in kB from a file in /proc, or 0 if the process has ended.
 
     >>> kilobytes(Path("/proc/self/status"), "VmHWM:") > 1000
     True
@@ -173,7 +175,7 @@ def kilobytes(path: Path, key: str) -> int:
 
 
 def table_of(result: dict[str, Any]) -> str:
-    """Return the table for the reader."""
+    """Format the figures as a Markdown table."""
     size = result["size_bytes"]
     rows = [
         (role, f"{peak / 2**20:.0f}", f"{peak / size:.2f}")

@@ -1,13 +1,14 @@
-"""How long training stands still for a checkpoint, beside ``torch.save`` and ``async_save``.
+"""Training stall caused by a checkpoint, compared with ``torch.save`` and ``async_save``.
 
-Two ranks, SGD with momentum, so that the state is twice the weights; a checkpoint every so many
-steps to a local folder. ``stall_s`` is what the side itself holds training up for, on rank 0: the
-copy of the state for ours and ``async_save``, the whole writing for ``torch.save``. What writing
-costs in the background is in ``cost_s``: the time of all steps beyond as many median ones, by
-checkpoint. Ours also syncs every file, reads it back and verifies its SHA-256; the peers do not.
+Two ranks train with SGD and momentum, so the state is twice the size of the weights. They save
+checkpoints at a fixed interval to a local folder. ``stall_s`` is the time for which saving blocks
+training on rank 0: copying the state for etrain-jupyter and ``async_save``, writing the whole file
+for ``torch.save``. ``cost_s`` also covers the background write: it is the total time of all steps,
+minus the time of the same number of median steps, divided by the number of checkpoints.
+etrain-jupyter also syncs every file, reads it back and verifies its SHA-256; the peers do not.
 
-``ours_s3`` saves to an S3 server in a process of its own on the same machine (moto, in memory), and
-there both ranks write. What that server computes is in its ``cost_s``, not in its ``stall_s``.
+``ours_s3`` saves to an S3 server in a separate process on the same machine (moto, in memory). Both
+ranks write to it. The server's own CPU time counts in ``cost_s``, not in ``stall_s``.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from etrain_jupyter.log.events import CheckpointCommitted
 from etrain_jupyter.testing.s3_server import S3Server
 
 EVERY = {"mlp": 12, "wide": 6}
-"""Steps between two checkpoints."""
+"""Steps between two checkpoints, by workload."""
 NUM_WARM = 2
-"""Intervals that do not count: start-up, and the spare trainers that our workers start."""
+"""Checkpoint intervals to discard: they include start-up and the launch of spare trainers."""
 NAMES = {
     "ours": ours.NAME,
     "ours_s3": f"{ours.NAME}, S3",
@@ -48,15 +49,15 @@ Run = dict[str, list[float]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what can be chosen on the command line."""
-    parser.add_argument("--rounds", type=int, help="rounds of runs a workload (default 3)")
-    parser.add_argument("--checkpoints", type=int, help="measured ones a run (default 6)")
+    """Declare the command-line options."""
+    parser.add_argument("--rounds", type=int, help="rounds per workload (default 3)")
+    parser.add_argument("--checkpoints", type=int, help="measured checkpoints per run (default 6)")
     parser.add_argument("--side", choices=NAMES, action="append", help="default: all")
     parser.add_argument("--workload", choices=LARGE_MODELS, action="append", help="default: both")
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure every workload; the one of the largest state stands at the top of the result."""
+    """Measure every workload; put the largest state's figures at the top of the result."""
     num_rounds = options.rounds or (1 if options.quick else 3)
     count = options.checkpoints or (3 if options.quick else 6)
     workloads = {
@@ -75,7 +76,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def measure_workload(
     name: str, num_rounds: int, count: int, chosen: Collection[str]
 ) -> dict[str, Any]:
-    """Measure ``count`` checkpoints a run, all sides in alternating order."""
+    """Measure ``count`` checkpoints per run, running the sides in alternating order."""
     num_steps = EVERY[name] * (NUM_WARM + count + 1)
     sides: dict[str, Callable[[], Run]] = {
         "ours": lambda: run_ours(name, num_steps),
@@ -106,7 +107,7 @@ def measure_workload(
 
 
 def summary_of(runs: list[Run]) -> dict[str, Any]:
-    """Return the figures of one side over all of its runs."""
+    """Summarize all runs of one side."""
     stalls = [stall for run in runs for stall in run["stalls"]]
     return {
         "stall_s": statistics.median(stalls),
@@ -118,13 +119,13 @@ def summary_of(runs: list[Run]) -> dict[str, Any]:
 
 
 def cost_of(run: Run) -> float:
-    """Return seconds beyond as many median steps, by checkpoint."""
+    """Return the extra seconds per checkpoint, relative to median steps."""
     each = durations(run["times"])
     return (sum(each) - len(each) * statistics.median(each)) / len(run["stalls"])
 
 
 def durations(times: list[float]) -> list[float]:
-    """Return how long each step took.
+    """Return the duration of each step.
 
     >>> durations([1.0, 1.5, 3.0])
     [0.5, 1.5]
@@ -133,11 +134,11 @@ def durations(times: list[float]) -> list[float]:
 
 
 def counted(times: list[float], stalls: dict[int, float], every: int) -> Run:
-    """Leave out what is start-up, and what comes after the last whole interval.
+    """Discard start-up and everything after the last complete interval.
 
     Args:
-        times: When each step was done, from step 1.
-        stalls: By step.
+        times: Completion time of each step, from step 1.
+        stalls: Seconds of stall, by step.
         every: Steps between two checkpoints.
     """
     first, last = every * (NUM_WARM + 1), len(times)
@@ -146,14 +147,14 @@ def counted(times: list[float], stalls: dict[int, float], every: int) -> Run:
 
 
 def run_ours_on_s3(name: str, num_steps: int) -> Run:
-    """Do it with a bucket on this machine."""
+    """Train with checkpoints in a bucket on this machine."""
     with S3Server() as server, patch.dict(os.environ, server.environment):
         server.make_bucket("bench")
         return run_ours(name, num_steps, to="s3://bench/runs")
 
 
 def run_ours(name: str, num_steps: int, to: str | None = None) -> Run:
-    """Train with etrain-jupyter, which keeps the newest checkpoint only, as the peers do."""
+    """Train with etrain-jupyter, keeping only the newest checkpoint, as the peers do."""
     with ours.cluster():
         job = ours.submit(
             name,
@@ -169,7 +170,7 @@ def run_ours(name: str, num_steps: int, to: str | None = None) -> Run:
 
 
 def run_peer(name: str, how: str, num_steps: int) -> Run:
-    """Train with ``torchrun`` and DDP, which saves as ``how`` says."""
+    """Train with ``torchrun`` and DDP; ``how`` selects the way to save."""
     with tempfile.TemporaryDirectory(prefix="etrain-bench-") as folder:
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         agent = [f"--nproc-per-node={WORLD_SIZE}", f"--log-dir={folder}"]
@@ -186,7 +187,7 @@ def run_peer(name: str, how: str, num_steps: int) -> Run:
 
 
 def table_of(result: dict[str, Any]) -> str:
-    """Return the table for the reader."""
+    """Format the figures as a Markdown table."""
     head = ("parameters", "system", "stall, ms", "p95", "cost, ms", "ordinary step, ms")
     rows = []
     for found in result["workloads"].values():

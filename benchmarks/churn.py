@@ -1,10 +1,11 @@
-"""Four ranks are killed on the way to a fixed step: what does that cost, in steps and in time?
+"""Cost of four kills on the way to a fixed step, in steps and in time.
 
-Every system trains to the same step twice: undisturbed, and with SIGKILLs at fixed points of its
-progress. ``wasted_steps`` is Ray's metric, steps executed beyond those wanted; one that was cut
-short counts. ``goodput`` is the time that the undisturbed run took, by the time that the disturbed
-one took, from a tenth of the steps on: before that, systems still gather their ranks. All systems
-save a checkpoint as often as the others.
+Every system trains to the same step twice: once undisturbed, and once with SIGKILLs at fixed points
+of its progress. ``wasted_steps`` is Ray's metric: the number of executed steps minus the number of
+required steps. An interrupted step counts as executed. ``goodput`` is the duration of the
+undisturbed run divided by that of the disturbed run. Timing starts after a tenth of the steps,
+because the systems are still gathering their ranks before that. All systems save checkpoints at
+the same interval.
 """
 
 from __future__ import annotations
@@ -29,22 +30,22 @@ from benchmarks.step_log import committed_at, sample_losses
 
 Run = Callable[[tuple[Kill, ...]], dict[str, Any]]
 TIMEOUT_S = 900.0
-LAST_WORDS_S = 5.0
+LAST_COMMITS_S = 5.0
 POLL_S = 0.02
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what can be chosen on the command line."""
+    """Declare the command-line options."""
     parser.add_argument("--rounds", type=int, help="rounds over all systems (default 3)")
-    parser.add_argument("--steps", type=int, help="the step to train to (default 1600)")
-    parser.add_argument("--checkpoint-every", type=int, default=50, help="steps (default 50)")
+    parser.add_argument("--steps", type=int, help="target step (default 1600)")
+    parser.add_argument("--checkpoint-every", type=int, default=50, help="in steps (default 50)")
     parser.add_argument("--world-size", type=int, default=4, help="default: 4")
     parser.add_argument("--workload", choices=("cnn", "mlp"), default="cnn", help="default: cnn")
-    parser.add_argument("--no-peers", action="store_true", help="ours alone")
+    parser.add_argument("--no-peers", action="store_true", help="only etrain-jupyter")
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Run all systems in rounds, each undisturbed and disturbed."""
+    """Run all systems in rounds, each of them undisturbed and disturbed."""
     num_rounds = options.rounds or (1 if options.quick else 3)
     num_steps = options.steps or (600 if options.quick else 1600)
     every, world_size = options.checkpoint_every, options.world_size
@@ -74,7 +75,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_round(run: Run, kills: tuple[Kill, ...], head: str) -> dict[str, Any]:
-    """One system undisturbed and disturbed; what breaks is told, not hidden."""
+    """Run one system undisturbed and disturbed; report a failure in the result."""
     try:
         calm, disturbed = run(()), run(kills)
     except (TimeoutError, RuntimeError) as exc:
@@ -95,7 +96,7 @@ def run_peer(
     world_size: int,
     checkpoint_every: int,
 ) -> dict[str, Any]:
-    """Train once with a peer."""
+    """Train once with a peer, with the given kills."""
     with tempfile.TemporaryDirectory(prefix="etrain-bench-") as parent:
         task = new_task(
             Path(parent),
@@ -126,7 +127,7 @@ def run_peer(
 
 
 def first_commit(run: PeerRun, step: int) -> float:
-    """When a step was committed for the first time."""
+    """Return the time of the first commit of a step."""
     return min(committed_at(done) for done in run.history().committed() if done.step == step)
 
 
@@ -141,8 +142,8 @@ def wait_for_step(run: PeerRun, step: int) -> None:
 
 
 def wait_for_all_ranks(run: PeerRun, step: int) -> None:
-    """Let every rank write that it has committed a step, not only the first."""
-    deadline = time.monotonic() + LAST_WORDS_S
+    """Wait until every rank has logged its commit of a step, for a few seconds at most."""
+    deadline = time.monotonic() + LAST_COMMITS_S
     while time.monotonic() < deadline:
         done = run.history().surviving()[step]
         if done.num_commits >= done.world_size:
@@ -151,7 +152,7 @@ def wait_for_all_ranks(run: PeerRun, step: int) -> None:
 
 
 def summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over the rounds that went to their end."""
+    """Return medians over the rounds that completed, or the first failure if none did."""
     whole = [done for done in rounds if "failed" not in done]
     if not whole:
         return {"failed": rounds[0]["failed"], "rounds": rounds}
@@ -172,7 +173,7 @@ def summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def table_of(result: dict[str, Any]) -> str:
-    """Return the table for the reader."""
+    """Format the figures as a Markdown table."""
     kills = ", ".join(f"rank {kill['rank']} at {kill['step']}" for kill in result["kills"])
     head = (
         "system",

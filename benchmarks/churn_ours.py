@@ -1,4 +1,4 @@
-"""A job of ours, disturbed or not, for ``churn``; the counts come from its audit."""
+"""Run an etrain-jupyter job for ``churn``, with or without kills; its audit gives the counts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def run_ours(
     world_size: int,
     checkpoint_every: int,
 ) -> dict[str, Any]:
-    """Train once; the trainer of a rank is killed as soon as its step is committed."""
+    """Train once; kill a rank's trainer as soon as the step of each kill is committed."""
     with ours.cluster():
         job = ours.submit(
             workload,
@@ -36,7 +36,7 @@ def run_ours(
         job.raise_for_status()
         audit = job.audit()
     if not audit.ok:
-        raise RuntimeError(f"the audit found what must not be: {audit}")
+        raise RuntimeError(f"the audit failed: {audit}")
     times = {step.step: step.time for step in ours.steps_of(job)}
     return {
         "duration_s": times[num_steps] - times[num_steps // 10],

@@ -1,8 +1,8 @@
-"""The dashboard's own costs: drawing, memory, bytes in a notebook, time to import.
+"""Costs of the dashboard: drawing, memory, bytes in a notebook, import time.
 
-``redraw`` brings one more batch of steps to a view that has so many, and waits until the frame is
-painted. ``long`` is a job of 200,000 steps: a log that a script wrote, opened by ``%etrain show``
-in JupyterLab. ``load`` is what the package adds to a shell of IPython that is there.
+``redraw`` adds a batch of steps to a view that already shows many steps, and waits until the frame
+is painted. ``long`` opens the generated log of a job of 200,000 steps with ``%etrain show`` in
+JupyterLab. ``load`` measures the import time that the package adds to a running IPython shell.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LONG = 200_000
 CHUNK = 4_000
 UPDATES = 40
 STEPS_PER_UPDATE = 10
-# From the message to the end of the frame in which it was painted.
+# Time from the arrival of the message to the end of the frame that paints it.
 TIME_UPDATES = """
 () => {
     window.costs = [];
@@ -70,12 +70,12 @@ print(json.dumps({"import_s": imported - began, "load_s": loaded - began, "load_
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what can be chosen on the command line."""
-    parser.add_argument("--only", choices=("redraw", "long", "load"), help="one of the three")
+    """Declare the command-line options."""
+    parser.add_argument("--only", choices=("redraw", "long", "load"), help="run one part")
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure all three."""
+    """Measure the three parts, or the selected one."""
     if lacking := browsing.missing():
         return {"benchmark": "dashboard", "missing": lacking}
     sizes = SIZES[:2] if options.quick else SIZES
@@ -90,7 +90,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def redraw(num_steps: int) -> dict[str, float]:
-    """Return milliseconds of an update of a view that holds a job of so many steps."""
+    """Measure updates, in milliseconds, of a view that already shows ``num_steps`` steps."""
     from tests.browser.view import View
     from tests.unit.notebook.dashboard.scripted_job import Script
 
@@ -117,8 +117,8 @@ def redraw(num_steps: int) -> dict[str, float]:
 
 
 def long_job(num_steps: int) -> dict[str, float]:
-    """Return what it costs to look at a job of so many steps in JupyterLab."""
-    from etrain_jupyter.notebook.job.run_store import open_runs
+    """Measure time, memory and bytes to show a job of ``num_steps`` steps in JupyterLab."""
+    from etrain_jupyter.notebook.job.runs import open_runs
     from tests.browser.lab import Notebook
 
     record = open_runs().create({"name": "long", "created": time.time(), "config": {}})
@@ -143,17 +143,17 @@ def long_job(num_steps: int) -> dict[str, float]:
 
 
 def size_of(notebook: Any) -> int:
-    """Save a notebook and return the bytes of its file."""
+    """Save a notebook and return the size of its file in bytes."""
     notebook.save()
     path: Path = notebook.lab.root / notebook.name
     return path.stat().st_size
 
 
 def load(rounds: int) -> dict[str, float]:
-    """Return seconds of ``import etrain_jupyter``, and of that with ``%load_ext``: medians.
+    """Return the median seconds of ``import etrain_jupyter``, alone and with ``%load_ext``.
 
-    As in an installed package, its modules are compiled: the first round, which does that, does not
-    count.
+    The first round compiles the modules and is discarded, because the modules of an installed
+    package are already compiled.
     """
     found = []
     with tempfile.TemporaryDirectory() as compiled:
@@ -168,7 +168,7 @@ def load(rounds: int) -> dict[str, float]:
 
 
 def table_of(result: dict[str, Any]) -> str:
-    """Return the table for the reader."""
+    """Format the figures as a Markdown table."""
     if "missing" in result:
         return f"not measured: {result['missing']}"
     rows = []
@@ -180,11 +180,11 @@ def table_of(result: dict[str, Any]) -> str:
     if found := result.get("long"):
         rows += [
             (f"{found['steps']:,} steps on the screen after", f"{found['shown_s']:.1f} s", ""),
-            ("- memory of the page, more than before", f"{found['page_mb']:.0f} MB", ""),
+            ("- additional memory of the page", f"{found['page_mb']:.0f} MB", ""),
             ("- in the saved notebook", f"{found['notebook_kb']:.0f} kB", "100 kB"),
         ]
     if found := result.get("load"):
         rows.append(("import etrain_jupyter", f"{found['import_s']:.3f} s", ""))
         rows.append(("- and %load_ext", f"{found['load_s']:.3f} s", "0.3 s"))
-        rows.append(("- its processor time", f"{found['load_cpu_s']:.3f} s", ""))
+        rows.append(("- CPU time of both", f"{found['load_cpu_s']:.3f} s", ""))
     return report.table(("", "measured", "bar"), rows)

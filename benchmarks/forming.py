@@ -1,10 +1,10 @@
-"""What it costs that ranks authenticate each other: the time to connect, in three ways.
+"""Cost of authentication between ranks: the time to connect, with and without it.
 
-Ranks are processes that form one generation after the other; what they publish passes through this
-process, as it does through the coordinator. ``plain`` connects by gloo alone, as it was before;
-``checked`` is what a job does; ``guarded`` is what it does after a generation did not form. The
-ways take turns, so that they share the machine's moods. Measured is the slowest rank of each
-generation.
+Rank processes form one generation after another. This process forwards what they publish, like the
+coordinator of a job. ``plain`` connects with gloo alone, without authentication. ``checked`` is the
+mode that a job normally uses. ``guarded`` is the mode that a job uses after a generation failed to
+form. The modes take turns, so that changes of the machine's load affect all of them. The benchmark
+reports the slowest rank of each generation.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ HOST = "127.0.0.1"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what can be chosen on the command line."""
-    parser.add_argument("--generations", type=int, help="of each way (default 25)")
+    """Declare the command-line options."""
+    parser.add_argument("--generations", type=int, help="generations per mode (default 25)")
     parser.add_argument("--world-size", type=int, action="append", help="default: 2, 4, 8")
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Form generations in every way, in turns."""
+    """Form generations in every mode, in turns."""
     count = options.generations or (15 if options.quick else 25)
     sizes = {
         str(size): measure_size(size, count) for size in options.world_size or list(WORLD_SIZES)
@@ -41,7 +41,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_size(world_size: int, count: int) -> dict[str, Any]:
-    """Return median and p95 of each way at one size."""
+    """Return the median and p95 of each mode at one world size."""
     context = multiprocessing.get_context("spawn")
     pipes: list[Connection] = []
     ranks = []
@@ -52,7 +52,7 @@ def measure_size(world_size: int, count: int) -> dict[str, Any]:
         pipes.append(ours)
         ranks.append(process)
     times: dict[str, list[float]] = {way: [] for way in WAYS}
-    for number in range(-2, count):  # the first ones load libraries
+    for number in range(-2, count):  # the first two load libraries and are discarded
         for way in WAYS:
             slowest = form_once(pipes, way)
             if number >= 0:
@@ -68,20 +68,20 @@ def measure_size(world_size: int, count: int) -> dict[str, Any]:
 
 
 def form_once(pipes: list[Connection], way: str) -> float:
-    """Have the ranks form one generation, and return how long the slowest took."""
+    """Form one generation and return the time of the slowest rank."""
     for pipe in pipes:
         pipe.send(("form", way))
     times: list[float] = []
     while len(times) < len(pipes):
         for ready in wait(pipes, 60):
             pipe = cast(Connection, ready)
-            told = pipe.recv()
-            if isinstance(told, float):
-                times.append(told)
+            message = pipe.recv()
+            if isinstance(message, float):
+                times.append(message)
                 continue
             for other in pipes:
                 if other is not pipe:
-                    other.send(told)
+                    other.send(message)
     for pipe in pipes:
         pipe.send(("close", way))
         pipe.recv()
@@ -89,23 +89,23 @@ def form_once(pipes: list[Connection], way: str) -> float:
 
 
 def serve(rank: int, world_size: int, pipe: Connection) -> None:
-    """Be a rank, until the pipe says that it is over."""
+    """Run a rank until the pipe delivers None."""
     _serve(rank, world_size, pipe)
-    os._exit(0)  # gloo's threads may still be ending, and a trainer ends like that
+    os._exit(0)  # like a trainer: gloo's threads may still be shutting down
 
 
 def _serve(rank: int, world_size: int, pipe: Connection) -> None:
     import torch
 
-    from etrain_jupyter.trainer.group import authentication, process_group
+    from etrain_jupyter.trainer.group import authentication, forming, process_group
 
     torch.set_num_threads(1)
     authenticate = authentication.authenticate
     sending = threading.Lock()
 
-    def send(told: Any) -> None:
+    def send(message: Any) -> None:
         with sending:
-            pipe.send(told)
+            pipe.send(message)
 
     def form(group: process_group.RankGroup) -> None:
         start = time.monotonic()
@@ -114,10 +114,10 @@ def _serve(rank: int, world_size: int, pipe: Connection) -> None:
 
     group: Any = None
     store: Any = None
-    while (told := pipe.recv()) is not None:
-        key, value = told
+    while (message := pipe.recv()) is not None:
+        key, value = message
         if key == "form":
-            process_group.authenticate = (  # type: ignore[attr-defined]
+            forming.authenticate = (  # type: ignore[attr-defined]
                 authenticate if value != "plain" else lambda *_, **__: None
             )
             store = process_group.BroadcastStore(lambda key, value: send((key, value)))
@@ -138,7 +138,7 @@ def _serve(rank: int, world_size: int, pipe: Connection) -> None:
 
 
 def table_of(result: dict[str, Any]) -> str:
-    """Return the table for the reader."""
+    """Format the figures as a Markdown table."""
     head = ("ranks", *(f"{way}: median, p95" for way in WAYS), "checked adds")
     rows = []
     for size, ways in result["sizes"].items():

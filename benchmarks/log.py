@@ -1,9 +1,10 @@
-"""Reading the log of a long job: its lines as before, beside its segments and lines as now.
+"""Time and memory to read the log of a long job, from its lines and from its segments.
 
-A log of ``--steps`` steps, with an evaluation and four workers' times every 500 steps, is written
-and read in processes of their own: lines into a list of objects and a fold over them, which is what
-attaching cost before there were segments; then what attaching does now, with the segments and,
-after they are deleted, without.
+The benchmark writes a log of ``--steps`` steps, with an evaluation and the timings of four workers
+every 500 steps. It then reads the log in three ways, each in a separate process: ``lines`` parses
+every line into an object and folds over the objects, as attaching did before segments existed;
+``segments`` attaches as the package does today; ``no segments`` does the same after the segments
+have been deleted.
 """
 
 from __future__ import annotations
@@ -33,23 +34,23 @@ from etrain_jupyter.log.events import (
 )
 from etrain_jupyter.log.segments import compact, read_log, segments_of
 from etrain_jupyter.notebook.audit import audit_log
-from etrain_jupyter.notebook.dashboard.snapshot import JobView
+from etrain_jupyter.notebook.dashboard.job_view import JobView
 from etrain_jupyter.notebook.job.history import LatestValues
 
 BAR_S = 2.0
-"""Longest ``history()`` of a million steps that is good enough."""
+"""Maximum seconds from attaching to ``history()`` of a million steps."""
 WAYS = ("lines", "segments", "no segments")
 _SECTION = 500
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what can be chosen on the command line."""
+    """Declare the command-line options."""
     parser.add_argument("--steps", type=int, help="steps in the log (default 1,000,000)")
     parser.add_argument("--audit", action="store_true", help="measure the audit too")
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Write a log, then read it in every way."""
+    """Write a log, then read it in each of the three ways."""
     num_steps = options.steps or (100_000 if options.quick else 1_000_000)
     with tempfile.TemporaryDirectory(prefix="etrain-log-") as folder:
         path = Path(folder) / "events.jsonl"
@@ -79,7 +80,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def write(path: Path, num_steps: int, *, job_id: str = "log") -> None:
-    """Write the log of a job of so many steps."""
+    """Write the log of a job of ``num_steps`` steps."""
     log = EventLog(path, fsync_every_s=None)
     log.append(_beginning(job_id))
     for start in range(1, num_steps + 1, _SECTION):
@@ -109,19 +110,19 @@ def _section(job_id: str, start: int, stop: int) -> Iterator[Event]:
             **{"optimizer_s": n % 61 / 1e5},
         }
         yield StepCompleted(**common, **values)
-    told: dict[str, Any] = {**common, "time": 1.7e9 + stop / 37, "step": stop - 1}
-    yield EvalCompleted(**told, epoch=0, samples=1000, loss=9 / stop, duration_s=0.1)
+    last: dict[str, Any] = {**common, "time": 1.7e9 + stop / 37, "step": stop - 1}
+    yield EvalCompleted(**last, epoch=0, samples=1000, loss=9 / stop, duration_s=0.1)
     for rank in range(4):
         times: dict[str, Any] = {
             **{"worker": f"worker-{rank}", "rank": rank, "world_size": 4, "samples": 16000},
             **{"num_steps": stop - start, "elapsed_s": 13.0, "data_s": 1.0, "compute_s": 9.0},
             **{"communication_s": 2.0, "optimizer_s": 1.0},
         }
-        yield RankTimed(**told, **times)
+        yield RankTimed(**last, **times)
 
 
 def read_elsewhere(path: Path, way: str, *more: str) -> dict[str, float]:
-    """Read a log in a new process, so that its memory is its own."""
+    """Read a log in a new process, so that its memory can be measured separately."""
     command = [sys.executable, "-m", "benchmarks.log", str(path), way, *filter(None, more)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     result: dict[str, float] = json.loads(done.stdout)
@@ -129,7 +130,7 @@ def read_elsewhere(path: Path, way: str, *more: str) -> dict[str, float]:
 
 
 def read(path: Path, way: str, with_audit: bool) -> dict[str, float]:
-    """Attach to a log, as ``job.history()`` and the dashboard do; processor seconds and MB."""
+    """Attach to a log like ``job.history()`` and the dashboard; return CPU seconds and MB."""
     before = _memory_mb()
     latest, view = LatestValues(), JobView("log")
     events, replay_s = _timed(lambda: read_events(path) if way == "lines" else read_log(path))
@@ -150,7 +151,7 @@ def read(path: Path, way: str, with_audit: bool) -> dict[str, float]:
 
 
 def _timed(work: Callable[[], Any]) -> tuple[Any, float]:
-    """Return a result and the seconds of processor time that it took: others may be at work."""
+    """Return a result and its CPU time in seconds, which other processes hardly affect."""
     started = time.process_time()
     result = work()
     return result, time.process_time() - started
@@ -162,7 +163,7 @@ def _memory_mb() -> float:
 
 
 def table_of(result: dict[str, Any]) -> str:
-    """Return the table for the reader."""
+    """Format the figures as a Markdown table."""
     head = ("read from", "attach, s", "history(), s", "dashboard, s", "memory, MB", "audit, s")
     rows = [
         (

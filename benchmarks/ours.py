@@ -1,4 +1,4 @@
-"""etrain-jupyter as the benchmarks use it: from Python, through its public names."""
+"""Helpers that run etrain-jupyter in benchmarks, through its public Python API."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from etrain_jupyter.pools import clusters
 ROOT = Path(__file__).parents[1]
 NAME = "etrain-jupyter"
 NEVER = 100_000_000
-"""Steps that no run reaches."""
+"""Number of steps that no run reaches."""
 POLL_S = 0.1
 
 T = TypeVar("T")
 
 
 def prepare() -> None:
-    """Give this process clusters and runs of its own, one thread a rank; call it first."""
-    # Ended by `timeout` or a CI system, it must still end its cluster.
+    """Isolate this process's clusters and runs, and set one thread per rank; call it first."""
+    # Shut down the cluster even if `timeout` or a CI system terminates this process.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     folder = Path(tempfile.mkdtemp(prefix="etrain-benchmarks-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -45,7 +45,7 @@ def prepare() -> None:
 
 @contextlib.contextmanager
 def cluster() -> Iterator[None]:
-    """Whatever is submitted inside runs on a new cluster, which is ended afterwards."""
+    """Run the jobs submitted inside on a new cluster, and shut it down at the end."""
     try:
         yield
     finally:
@@ -55,14 +55,14 @@ def cluster() -> Iterator[None]:
 def submit(
     workload: str, *, num_steps: int, world_size: int, checkpoint_every: int = 0, **keys: Any
 ) -> TrainingJob:
-    """Start a job that trains what the peers train.
+    """Start a job with the same workload as the peers.
 
     Args:
-        workload: Which of ``workloads.MODELS``.
-        num_steps: Its length.
-        world_size: Most workers; it begins with the first one that is warm.
+        workload: Name of a model in ``workloads``.
+        num_steps: Length of the job.
+        world_size: Maximum number of workers; the job starts as soon as one worker is warm.
         checkpoint_every: Steps between two checkpoints; 0 for none before the end.
-        keys: Further keys of a cell's body, which win.
+        keys: Additional keys of the cell's body; they override the defaults.
     """
     body: dict[str, Any] = dict(
         name=f"bench-{workload}",
@@ -79,19 +79,19 @@ def submit(
 
 
 def steps_of(job: TrainingJob) -> list[StepCompleted]:
-    """The steps that the job has committed so far."""
+    """Return the steps that the job has committed so far."""
     return [event for event in job.events() if isinstance(event, StepCompleted)]
 
 
 def is_whole(job: TrainingJob, world_size: int) -> bool:
-    """Whether every rank is at work."""
+    """Return whether the job has its full world size and every rank has a worker."""
     if job.world_size != world_size:
         return False
     return len([worker for worker in job.workers() if worker["rank"] is not None]) == world_size
 
 
 def settled_steps(job: TrainingJob, world_size: int, count: int) -> list[StepCompleted]:
-    """The steps of the present generation, once it is of full size and has made ``count``."""
+    """Return the current generation's steps if it has full size and over ``count`` steps."""
     generation = job.generation
     recent = [step for step in steps_of(job) if step.generation == generation]
     return recent if len(recent) > count and is_whole(job, world_size) else []
@@ -105,17 +105,17 @@ def wait_for(
     *,
     poll_s: float = POLL_S,
 ) -> T:
-    """Ask again and again, gently, until the answer is true; return it."""
+    """Poll ``condition`` until it is true, and return its value."""
     deadline = time.monotonic() + timeout_s
-    while not (answer := condition()):
+    while not (value := condition()):
         if time.monotonic() > deadline or job.status in TERMINAL_STATUSES:
             raise TimeoutError(f"{job!r} did not reach {what} within {timeout_s:.0f} s")
         time.sleep(poll_s)
-    return answer
+    return value
 
 
 def wait_for_step(job: TrainingJob, step: int, timeout_s: float) -> None:
-    """Wait until ``step`` is committed; ask often, for something is to happen just then."""
+    """Wait until ``step`` is committed; poll every 10 ms, because the caller acts at once."""
     wait_for(lambda: job.step >= step, timeout_s, f"step {step}", job, poll_s=0.01)
 
 
@@ -130,5 +130,5 @@ def wait_for_generation(job: TrainingJob, after: int, timeout_s: float) -> None:
 
 
 def trainer_of(job: TrainingJob, rank: int) -> int:
-    """The process id of a rank's trainer."""
+    """Return the process id of a rank's trainer."""
     return next(int(w["trainer_pid"]) for w in job.workers() if w["rank"] == rank)

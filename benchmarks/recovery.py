@@ -1,10 +1,10 @@
-"""A rank dies: how long until training goes on? And how long does a planned change stall it?
+"""Time to recover from the loss of a rank, and stall caused by a planned change.
 
-A job runs at full size; again and again one process is killed with SIGKILL, and the job is given
-time to grow back. Measured is the time from the signal to the first step that the next generation
-commits, less one ordinary step (the median of those before the kill). Steps of the old generation
-that were committed after the signal do not count as recovery. The peers are measured alike, between
-two jobs of ours of the same size.
+A job runs at full size. The benchmark repeatedly kills one process with SIGKILL and waits until the
+job has its full size again. It measures the time from the signal to the first step that the next
+generation commits, minus one ordinary step (the median of the steps before the kill). Steps that
+the previous generation commits after the signal do not count as recovery. The peers are measured in
+the same way, after the first job of etrain-jupyter and at its size.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from benchmarks.recovery_peers import measure_peer
 
 TARGETS = (*KILLED, PLANNED)
 WORLD_SIZES = (4, 2, 8)
-"""The first one is the headline's, and the peers'."""
+"""The first size gives the headline figures, and the peers run at it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what can be chosen on the command line."""
+    """Declare the command-line options."""
     parser.add_argument(
-        "--kills", type=int, help="changes a target (default 20, at further sizes half)"
+        "--kills", type=int, help="changes per target (default 20; half of it after the first size)"
     )
-    parser.add_argument("--peer-kills", type=int, help="kills of a peer (default 5)")
+    parser.add_argument("--peer-kills", type=int, help="kills per peer (default 5)")
     parser.add_argument("--world-size", type=int, action="append", help="default: 4, 2, 8")
     parser.add_argument("--target", choices=TARGETS, action="append", help="default: all")
     parser.add_argument("--workload", choices=("cnn", "mlp"), action="append", help="default: cnn")
-    parser.add_argument("--no-peers", action="store_true", help="ours alone")
+    parser.add_argument("--no-peers", action="store_true", help="only etrain-jupyter")
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure every target at every size; random trainers at the first size stand at the top."""
+    """Measure every target at every size; put the first target at the first size at the top."""
     num_kills = options.kills or (4 if options.quick else 20)
     targets = tuple(options.target or TARGETS)
     world_sizes = options.world_size or ([4] if options.quick else WORLD_SIZES)
@@ -67,7 +67,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def measure_peers(
     systems: list[System], workload: str, world_size: int, num_kills: int
 ) -> dict[str, Any]:
-    """Measure every peer that runs here; one that breaks does not take the others with it."""
+    """Measure every runnable peer; if one fails, record the error and continue."""
     found: dict[str, Any] = {}
     for system in systems:
         try:
@@ -79,7 +79,7 @@ def measure_peers(
 
 
 def by_world_size(sizes: dict[str, Any], target: str) -> dict[str, Any]:
-    """The first target's figures of the first workload, by world size."""
+    """Return the figures of one target for the first workload, by world size."""
     workload = next(iter(sizes)).split(",")[0]
     return {
         name.split()[1]: {
@@ -93,21 +93,21 @@ def by_world_size(sizes: dict[str, Any], target: str) -> dict[str, Any]:
 
 
 def table_of(result: dict[str, Any]) -> str:
-    """Return the tables for the reader; times in milliseconds."""
+    """Format the figures as Markdown tables, in milliseconds."""
     parts = [
         "Milliseconds beyond an ordinary step, from SIGKILL to the next committed step; phases are "
         "medians.",
         kills_table(result["sizes"]),
         "Planned changes: milliseconds beyond an ordinary step without a commit.",
         stalls_table(result["sizes"]),
-        "Peers: to the next committed step; to the first one that is new.",
+        "Peers: until the next committed step, and until the first new step.",
         peers_table(result),
     ]
     return "\n\n".join(part for part in parts if part)
 
 
 def kills_table(sizes: dict[str, Any]) -> str:
-    """Ours, a row for each size and target."""
+    """Format the kills of etrain-jupyter, one row per size and target."""
     phases = (*(name.removesuffix("_s") for name in timeline.PHASES), "ordinary_step")
     head = ("job", "killed", "kills", "median", "p95", *phases, "audit")
     rows = []
@@ -122,8 +122,8 @@ def kills_table(sizes: dict[str, Any]) -> str:
 
 
 def stalls_table(sizes: dict[str, Any]) -> str:
-    """Ours, a row for each size and planned change."""
-    head = ("job", "change", "seen", "median", "p95", "ordinary step")
+    """Format the planned changes of etrain-jupyter, one row per size and change."""
+    head = ("job", "change", "count", "median", "p95", "ordinary step")
     rows = []
     for name, size in sizes.items():
         for why in ("leave", "join"):
@@ -138,7 +138,7 @@ def stalls_table(sizes: dict[str, Any]) -> str:
 
 
 def peers_table(result: dict[str, Any]) -> str:
-    """The peers, those that did not run with the reason."""
+    """Format the peers' figures; for a peer that did not run, give the reason."""
     head = ("system", "version", "killed", "kills", "median", "p95", "new step: median", "p95")
     blank = ("-",) * 5
     rows: list[tuple[str, ...]] = []
@@ -156,10 +156,10 @@ def peers_table(result: dict[str, Any]) -> str:
 
 
 def first_line(text: str) -> str:
-    """The first line of an error."""
+    """Return the first line of an error."""
     return text.splitlines()[0]
 
 
 def ms(seconds: float) -> str:
-    """Whole milliseconds."""
+    """Format seconds as whole milliseconds."""
     return f"{seconds * 1e3:.0f}"

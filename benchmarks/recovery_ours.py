@@ -1,4 +1,4 @@
-"""The kills and the planned changes of ``recovery``, in one job of ours."""
+"""Kills and planned changes of ``recovery`` in one etrain-jupyter job."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ GROW_TIMEOUT_S = 180.0
 RECOVER_TIMEOUT_S = 60.0
 NOTICE_S = 30.0
 STEPS_PER_CHANGE = 1000
-"""More than are ever needed, but an end: a job outlives the benchmark that loses it."""
+"""More steps than needed. The limit ends a job whose benchmark has crashed."""
 SETTLE_STEPS = 10
-"""Steps at full size before the next kill: they give the ordinary step."""
+"""Steps at full size before the next kill; they determine the ordinary step."""
 KILLED = ("trainer", "rank0", "worker")
-"""A random rank's process; that of rank 0; the Dask worker process of a random rank."""
+"""Trainer of a random rank, trainer of rank 0, Dask worker process of a random rank."""
 PLANNED = "planned"
-"""A random worker gets a notice and leaves; another one comes and joins."""
+"""A random worker receives a notice and leaves; a replacement joins."""
 
 
 def measure_job(
     workload: str, world_size: int, targets: tuple[str, ...], num_changes: int
 ) -> dict[str, Any]:
-    """Change the ranks ``num_changes`` times a target, and check that nothing was lost."""
-    chance = random.Random(0)
+    """Make ``num_changes`` changes per target, and audit the job at the end."""
+    rng = random.Random(0)
     num_steps = STEPS_PER_CHANGE * num_changes * len(targets)
     found: dict[str, Any] = {}
     with ours.cluster():
@@ -37,10 +37,10 @@ def measure_job(
         for target in targets:
             head = f"recovery {workload}, {world_size} ranks, {target}"
             if target == PLANNED:
-                found |= planned_changes(job, world_size, num_changes, chance, head)
+                found |= planned_changes(job, world_size, num_changes, rng, head)
             else:
                 kills = [
-                    kill_once(job, world_size, target, chance, f"{head} {count + 1}/{num_changes}")
+                    kill_once(job, world_size, target, rng, f"{head} {count + 1}/{num_changes}")
                     for count in range(num_changes)
                 ]
                 found[target] = summary(kills)
@@ -53,12 +53,12 @@ def measure_job(
 
 
 def kill_once(
-    job: TrainingJob, world_size: int, target: str, chance: random.Random, head: str
+    job: TrainingJob, world_size: int, target: str, rng: random.Random, head: str
 ) -> dict[str, float]:
-    """Wait for the full size, kill one process and time what follows."""
+    """Wait for the full size, kill one process and measure the recovery."""
     settled = settle(job, world_size)
     generation = settled[-1].generation
-    rank = 0 if target == "rank0" else chance.randrange(world_size)
+    rank = 0 if target == "rank0" else rng.randrange(world_size)
     victim = next(worker for worker in job.workers() if worker["rank"] == rank)
     killed_at = time.time()
     os.kill(int(victim["pid" if target == "worker" else "trainer_pid"]), signal.SIGKILL)
@@ -72,13 +72,13 @@ def kill_once(
 
 
 def planned_changes(
-    job: TrainingJob, world_size: int, count: int, chance: random.Random, head: str
+    job: TrainingJob, world_size: int, count: int, rng: random.Random, head: str
 ) -> dict[str, Any]:
-    """Let a worker leave with a notice and another one join, ``count`` times."""
+    """Preempt a worker with a notice and let a replacement join, ``count`` times."""
     first = settle(job, world_size)[-1].generation
     for number in range(count):
         generation = settle(job, world_size)[-1].generation
-        rank = chance.randrange(world_size)
+        rank = rng.randrange(world_size)
         victim = next(worker for worker in job.workers() if worker["rank"] == rank)
         job.preempt(worker=victim["worker"], notice_s=NOTICE_S)
         ours.wait_for_generation(job, generation, RECOVER_TIMEOUT_S)
@@ -92,14 +92,14 @@ def planned_changes(
 
 
 def settle(job: TrainingJob, world_size: int) -> list[StepCompleted]:
-    """Wait until all ranks have made some steps together; return those."""
+    """Wait until all ranks have committed some steps together; return those steps."""
     return ours.wait_for(
         lambda: ours.settled_steps(job, world_size, SETTLE_STEPS), GROW_TIMEOUT_S, "full size", job
     )
 
 
 def summary(kills: list[dict[str, float]]) -> dict[str, Any]:
-    """Return medians and p95, over all and of each phase."""
+    """Return the median and p95 of the whole recovery and of each phase."""
     phases = {
         name.removesuffix("_s"): report.median_and_p95([kill[name] for kill in kills])
         for name in (*timeline.PHASES, "total_s", "ordinary_step_s")
@@ -109,7 +109,7 @@ def summary(kills: list[dict[str, float]]) -> dict[str, Any]:
 
 
 def stall_summary(found: list[timeline.Stall]) -> dict[str, Any]:
-    """Return median and p95 of the stalls beyond a step; of nothing, if none was seen."""
+    """Return the median and p95 of the stalls beyond a step, or no figures without stalls."""
     if not found:
         return {"stalls": []}
     beyond = [stall.beyond_step_s for stall in found]

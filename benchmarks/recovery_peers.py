@@ -1,7 +1,7 @@
-"""The same kills for a peer: SIGKILL of a rank, until its ranks have committed a step again.
+"""Recovery of a peer: the time from SIGKILL of a rank until the ranks commit a step again.
 
-A peer that goes on from a checkpoint makes old steps first. So two times are taken: to the next
-committed step, whichever it is, and to the first step that is new.
+A peer that restarts from a checkpoint repeats earlier steps first. So the benchmark measures two
+times: until the next committed step, whether new or repeated, and until the first new step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from benchmarks.peers.systems import ElasticRun, System, new_task
 from benchmarks.step_log import Execution, changes, committed_at, ordinary_step
 
 STEPS = 1_000_000
-"""More than are ever made: the run is ended when the kills are over."""
+"""More steps than needed; the run is stopped after the last kill."""
 CHECKPOINT_EVERY = 50
 TIMEOUT_S = 240.0
 SETTLE_STEPS = 10
@@ -30,7 +30,7 @@ def measure_peer(
     system: System, workload: str, world_size: int, num_kills: int, *, with_node: bool = True
 ) -> dict[str, Any]:
     """Kill ranks, and for ``torchrun`` whole nodes, in one run."""
-    chance = random.Random(0)
+    rng = random.Random(0)
     with tempfile.TemporaryDirectory(prefix="etrain-bench-") as parent:
         task = new_task(
             Path(parent),
@@ -45,7 +45,7 @@ def measure_peer(
             found = {
                 "trainer": summary(
                     [
-                        kill_rank(run, chance, f"{head} {count + 1}/{num_kills}")
+                        kill_rank(run, rng, f"{head} {count + 1}/{num_kills}")
                         for count in range(num_kills)
                     ]
                 )
@@ -67,15 +67,15 @@ def measure_peer(
     }
 
 
-def kill_rank(run: PeerRun, chance: random.Random, head: str) -> dict[str, float]:
-    """Kill the process of a random rank and time what follows."""
+def kill_rank(run: PeerRun, rng: random.Random, head: str) -> dict[str, float]:
+    """Kill the process of a random rank and measure the recovery."""
     settled = settle(run)
-    killed_at = run.kill(chance.choice(sorted(run.ranks())))
+    killed_at = run.kill(rng.choice(sorted(run.ranks())))
     return follow(run, settled, killed_at, head)
 
 
 def kill_node(run: ElasticRun, head: str) -> dict[str, float]:
-    """Kill an agent and its worker; start a new one once the others have gone on."""
+    """Kill an agent and its worker; start a new agent once the others have recovered."""
     settled = settle(run)
     agent = run.agents.pop()
     worker = run.worker_of(agent)
@@ -89,7 +89,7 @@ def kill_node(run: ElasticRun, head: str) -> dict[str, float]:
 
 
 def settle(run: PeerRun) -> list[Execution]:
-    """Wait until all ranks have made some steps together; return those."""
+    """Wait until all ranks have committed some steps together; return those steps."""
 
     def settled() -> list[Execution]:
         steps = last_whole(run.history(), run.task.world_size)
@@ -101,7 +101,7 @@ def settle(run: PeerRun) -> list[Execution]:
 
 
 def follow(run: PeerRun, settled: list[Execution], killed_at: float, head: str) -> dict[str, float]:
-    """Wait for the next group's steps; return the times from the kill."""
+    """Wait for the next group's steps; return the recovery times, measured from the kill."""
     old = settled[-1].attempt
 
     def later() -> list[Execution]:
@@ -125,20 +125,18 @@ def follow(run: PeerRun, settled: list[Execution], killed_at: float, head: str) 
 
 
 def wait_for(run: PeerRun, condition: Callable[[], list[Execution]], what: str) -> list[Execution]:
-    """Ask again and again until the answer is not empty."""
+    """Poll ``condition`` until it returns a non-empty list, and return that list."""
     deadline = time.monotonic() + TIMEOUT_S
-    while not (answer := condition()):
+    while not (steps := condition()):
         run.check()
         if time.monotonic() > deadline:
-            raise TimeoutError(
-                f"no {what} within {TIMEOUT_S:.0f} s; the output is:\n{run.output()}"
-            )
+            raise TimeoutError(f"no {what} within {TIMEOUT_S:.0f} s; output:\n{run.output()}")
         time.sleep(POLL_S)
-    return answer
+    return steps
 
 
 def summary(kills: list[dict[str, float]]) -> dict[str, Any]:
-    """Return medians and p95 of both times."""
+    """Return the medians and p95 of both times."""
     regained = report.median_and_p95([kill["regained_s"] for kill in kills])
     return {
         **report.median_and_p95([kill["beyond_step_s"] for kill in kills]),

@@ -1,4 +1,4 @@
-"""What every benchmark writes: figures with the machine that gave them, and a table."""
+"""Statistics, tables and JSON files that all benchmarks share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 
 
 def machine() -> dict[str, Any]:
-    """Return what a figure depends on besides the software."""
+    """Describe the machine, the software versions and the time of the measurement."""
     return {
         "cores": len(os.sched_getaffinity(0)),
         "load_1min": os.getloadavg()[0],
@@ -28,23 +28,23 @@ def machine() -> dict[str, Any]:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return the smallest value that ``share`` of the values do not exceed: the nearest rank.
+    """Return a percentile by the nearest-rank method; ``share`` is between 0 and 1.
 
     >>> percentile([4.0, 1.0, 2.0, 3.0], 0.95)
     4.0
     """
-    # Rounded first: 0.95 * 20 must not become 20 through a last bit.
+    # Round first, so that a floating-point error does not turn 0.95 * 20 = 19 into rank 20.
     rank = math.ceil(round(share * len(values), 9))
     return sorted(values)[max(0, rank - 1)]
 
 
 def median_and_p95(values: Sequence[float]) -> dict[str, float]:
-    """Return both, under the names that the JSON files use."""
+    """Return the median and the 95th percentile under their JSON keys."""
     return {"median_s": statistics.median(values), "p95_s": percentile(values, 0.95)}
 
 
 def steady_rate(times: Sequence[float], samples_per_step: int) -> float:
-    """Return samples a second over the second half of the steps, from when each was done."""
+    """Return samples per second over the second half of the steps, given completion times."""
     half = len(times) // 2
     return (len(times) - 1 - half) * samples_per_step / (times[-1] - times[half])
 
@@ -58,7 +58,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def write(path: Path, result: dict[str, Any]) -> None:
-    """Write a result, with the machine, as JSON."""
+    """Write a result and the description of the machine as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({**result, "machine": machine()}, indent=2)
     path.write_text(text + "\n", encoding="utf-8")

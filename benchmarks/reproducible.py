@@ -1,10 +1,11 @@
-"""What bit-identical results cost, and whether they are: ``reproducible`` beside the default mode.
+"""Cost and correctness of bit-identical results: ``reproducible`` compared with the default mode.
 
-V = 8 shards, and the default mode with micro batches as large as a shard, so that both make the
-same passes; the ratio is that of the times of a step, the median over pairs of runs in alternating
-order. Then short jobs of 1, 2 and 4 ranks and one that loses a rank on the way must end with the
-same weights to the last bit. Last the exchange of gradients alone, beside an all-reduce and beside
-sending every shard to everybody.
+The first part compares step times. The ``reproducible`` mode uses V = 8 shards, and the default
+mode uses micro batches of the size of a shard, so that both run the same passes. The reported ratio
+is the median over pairs of runs in alternating order. The second part runs short jobs with 1, 2 and
+4 ranks, and one that loses a rank on the way: all must end with bit-identical weights. The third
+part times the exchange of gradients alone, compared with an all-reduce and an all-gather of every
+shard.
 """
 
 from __future__ import annotations
@@ -28,24 +29,24 @@ from etrain_jupyter.log.events import WeightsHashed
 
 SHARDS = 8
 WORLD_SIZES = (4, 2, 1)
-"""The first one is the headline's."""
+"""The first size gives the headline figure."""
 EXCHANGE_SIZES = (4, 2)
 NUMBERS = 10_000_000
-"""Of a gradient in the exchange: the MLP's."""
+"""Elements of the exchanged gradient, as many as the MLP has parameters."""
 DIGEST_STEPS = 60
 TIMEOUT_S = 900.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what can be chosen on the command line."""
-    parser.add_argument("--pairs", type=int, help="pairs of runs a size (default 5)")
-    parser.add_argument("--steps", type=int, help="steps a run (default 200)")
+    """Declare the command-line options."""
+    parser.add_argument("--pairs", type=int, help="pairs of runs per world size (default 5)")
+    parser.add_argument("--steps", type=int, help="steps per run (default 200)")
     parser.add_argument("--rounds", type=int, help="exchanges of each kind (default 20)")
     parser.add_argument("--workload", choices=MODELS, default="cnn", help="default: cnn")
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure the ratio at every size, the digests, and the exchange."""
+    """Measure the ratio at every world size, the digests and the exchange."""
     num_pairs = options.pairs or (1 if options.quick else 5)
     num_steps = options.steps or (100 if options.quick else 200)
     num_rounds = options.rounds or (5 if options.quick else 20)
@@ -67,14 +68,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_size(workload: str, world_size: int, num_pairs: int, num_steps: int) -> dict[str, Any]:
-    """Time steps of both modes in alternating runs."""
+    """Measure the step times of both modes in alternating runs."""
     times: dict[bool, list[float]] = {False: [], True: []}
     for pair in range(num_pairs):
         for mode in sorted(times, reverse=pair % 2 == 1):
             times[mode].append(step_time(workload, world_size, num_steps, reproducible=mode))
             name = "reproducible" if mode else "default"
             head = f"reproducible {workload}, {world_size} ranks, pair {pair + 1}/{num_pairs}"
-            print(f"{head}, {name}: {times[mode][-1] * 1e3:.1f} ms a step", flush=True)
+            print(f"{head}, {name}: {times[mode][-1] * 1e3:.1f} ms per step", flush=True)
     ratios = [mine / plain for mine, plain in zip(times[True], times[False], strict=True)]
     return {
         "ratio": statistics.median(ratios),
@@ -85,7 +86,7 @@ def measure_size(workload: str, world_size: int, num_pairs: int, num_steps: int)
 
 
 def submit(workload: str, world_size: int, num_steps: int, *, reproducible: bool) -> TrainingJob:
-    """Start a job whose passes are as large as a shard in either mode."""
+    """Start a job whose passes have the size of a shard in either mode."""
     return ours.submit(
         workload,
         num_steps=num_steps,
@@ -96,7 +97,7 @@ def submit(workload: str, world_size: int, num_steps: int, *, reproducible: bool
 
 
 def step_time(workload: str, world_size: int, num_steps: int, *, reproducible: bool) -> float:
-    """Seconds a step, the second half of those at full size."""
+    """Return the median seconds per step over the second half of the steps at full size."""
     with ours.cluster():
         job = submit(workload, world_size, num_steps, reproducible=reproducible)
         job.result()
@@ -105,7 +106,7 @@ def step_time(workload: str, world_size: int, num_steps: int, *, reproducible: b
 
 
 def measure_digests(workload: str) -> dict[str, str]:
-    """The digest of the last weights, of each size and of a job that lost a rank on the way."""
+    """Return the digest of the final weights of each job, including one with a killed rank."""
     digests = {}
     for name, world_size, has_kill in (
         *((f"{size} ranks", size, False) for size in sorted(WORLD_SIZES)),
@@ -125,7 +126,7 @@ def measure_digests(workload: str) -> dict[str, str]:
 
 
 def measure_exchange(world_size: int, num_rounds: int) -> dict[str, Any]:
-    """The sums alone, in processes that do nothing else."""
+    """Measure the exchange alone, in processes that do nothing else."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "times.json"
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
@@ -148,9 +149,9 @@ def measure_exchange(world_size: int, num_rounds: int) -> dict[str, Any]:
 
 
 def table_of(result: dict[str, Any]) -> str:
-    """Return the tables for the reader."""
+    """Format the figures as Markdown tables."""
     steps = report.table(
-        ("ranks", "reproducible, ms a step", "default, ms a step", "ratio", "pairs"),
+        ("ranks", "reproducible, ms per step", "default, ms per step", "ratio", "pairs"),
         [
             (
                 size,

@@ -1,14 +1,14 @@
-"""A day of a spot market in minutes: what is trained, and what it costs?
+"""Goodput and cost of training through a simulated day of a spot market, in minutes.
 
-The real system (head, agents, trainers, reconciler, ledger) against the fake cloud, which plays a
-day of ``spot_trace``: machines are taken in bulks, capacity is gone for minutes or hours, prices
-move. The same day once more under a policy that replaces nothing (``control``): from the first
-fleet on there is no room for another machine.
+The real system (head, agents, trainers, reconciler, ledger) runs on the fake cloud, which plays a
+day of ``spot_trace``: it interrupts machines in bulk, lacks capacity for minutes or hours, and
+changes prices. The benchmark plays the same day again under a policy that replaces no machine
+(``control``): after the first fleet, the cloud has no capacity for another machine.
 
-``goodput`` is the steps of the day by those that the same cluster makes in that time undisturbed,
-which is measured just before the day. What the day's scale does not shorten: machines boot, notices
-are given and the pool backs off in our seconds, each of which is minutes of the day. So this is a
-harder day than the one it follows.
+``goodput`` is the number of steps in the day, divided by the number that the same cluster would
+commit in the same time undisturbed. The undisturbed rate is measured just before the day. Boots,
+notices and the pool's back-off are not scaled: they take real seconds, and each second represents
+minutes of the day. So the simulated day is harder than the recorded days that it is modeled on.
 """
 
 from __future__ import annotations
@@ -27,12 +27,18 @@ ARMS = {"replaced": True, "control": False}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what can be chosen on the command line."""
-    parser.add_argument("--rounds", type=int, default=1, help="of both policies (default 1)")
-    parser.add_argument("--seed", type=int, default=1, help="which day (default 1)")
-    parser.add_argument("--workers", type=int, default=4, help="most of them (default 4)")
-    parser.add_argument("--hours", type=float, help="of the day (default 24; quick: 6)")
-    parser.add_argument("--minutes", type=float, help="it takes (default 6; quick: 1.5)")
+    """Declare the command-line options."""
+    parser.add_argument("--rounds", type=int, default=1, help="days per policy (default 1)")
+    parser.add_argument(
+        "--seed", type=int, default=1, help="random seed of the first day (default 1)"
+    )
+    parser.add_argument(
+        "--workers", type=int, default=4, help="maximum number of workers (default 4)"
+    )
+    parser.add_argument("--hours", type=float, help="length of the day (default 24; quick: 6)")
+    parser.add_argument(
+        "--minutes", type=float, help="real time to play it (default 6; quick: 1.5)"
+    )
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -73,19 +79,19 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def medians(rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the median of every figure."""
+    """Return the median of every figure over the rounds."""
     numbers = [name for name, value in rounds[0].items() if isinstance(value, int | float)]
     return {name: statistics.median(done[name] for done in rounds) for name in numbers}
 
 
 def table_of(result: dict[str, Any]) -> str:
-    """Return the table for the reader."""
-    words = (
+    """Format the figures as a Markdown table."""
+    columns = (
         ("goodput", "goodput", "{:.2f}"),
         ("steps", "useful_steps", "{:.0f}"),
-        ("committed by executed", "committed_by_executed", "{:.4f}"),
+        ("committed / executed steps", "committed_by_executed", "{:.4f}"),
         ("steps wasted", "wasted_steps", "{:.0f}"),
-        ("machines taken", "num_preemptions", "{:.0f}"),
+        ("machines interrupted", "num_preemptions", "{:.0f}"),
         ("machines launched", "num_launched", "{:.0f}"),
         ("mean world size", "mean_world_size", "{:.2f}"),
         ("time without any worker", "share_without_worker", "{:.0%}"),
@@ -93,20 +99,20 @@ def table_of(result: dict[str, Any]) -> str:
         ("samples repeated", "samples_repeated", "{:.0f}"),
         ("spent, ledger, USD", "spent_usd_ledger", "{:.4f}"),
         ("spent, bill, USD", "spent_usd_bill", "{:.4f}"),
-        ("ledger by bill", "ledger_by_bill", "{:.3f}"),
-        ("saved of on demand", "saved_share", "{:.0%}"),
+        ("ledger / bill", "ledger_by_bill", "{:.3f}"),
+        ("saved, compared with on demand", "saved_share", "{:.0%}"),
         ("the day: spent, USD", "day_spent_usd", "{:.2f}"),
         ("the day: the same hours on demand, USD", "day_on_demand_usd", "{:.2f}"),
         ("the day: saved", "day_saved_share", "{:.0%}"),
         ("the day: all machines on demand, USD", "full_price_usd", "{:.2f}"),
-        ("a step, by its price on demand", "usd_a_step_by_full_price", "{:.2f}"),
+        ("cost per step / its cost on demand", "usd_a_step_by_full_price", "{:.2f}"),
     )
     rows = []
-    for title, name, form in words:
+    for title, name, form in columns:
         found = [policy[name] for policy in result["policies"].values()]
         rows.append((title, *("-" if one is None else form.format(one) for one in found)))
     about = (
-        f"{result['hours']:g} h of seed {result['seed']}, {result['scale']:.0f} s of the day in "
-        f"one; {result['workers']} workers at most."
+        f"{result['hours']:g} h of seed {result['seed']}, {result['scale']:.0f} s of the day per "
+        f"second; at most {result['workers']} workers."
     )
     return f"{about}\n\n{report.table(('', *result['policies']), rows)}"

@@ -1,4 +1,4 @@
-"""One day of ``spot`` on the real system: a fake cloud plays it while a real job trains."""
+"""Play one day of ``spot`` on the fake cloud while a real job trains."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ ON_DEMAND_USD = 0.8048
 SPOT_USD = 0.2817
 ZONES = ("us-east-1a", "us-east-1b")
 NOTICE_S, REBALANCE_S = 8.0, 4.0
-"""They stand for two minutes, and for what is before; no notice is as short as the scale says."""
+"""Real seconds from notice to termination (EC2: two minutes), and from the rebalance recommendation
+to the notice. They are not divided by the scale.
+"""
 PATIENCE_S = 240.0
 LOOK_S = 0.1
 
@@ -47,13 +49,13 @@ spot:
 
 @dataclass
 class Player:
-    """Brings a day's changes to the cloud, and looks at the job meanwhile.
+    """Apply a day's changes to the cloud.
 
     Args:
-        cloud: Where.
-        zones: Which zones there are.
-        num_nodes: Room in each zone when the day begins.
-        replaces: Whether new machines can be had; if not, none comes for those that go.
+        cloud: The fake cloud.
+        zones: Its zones.
+        num_nodes: Capacity of each zone at the beginning of the day.
+        replaces: Whether the cloud can replace interrupted machines.
     """
 
     cloud: FakeAws
@@ -64,18 +66,18 @@ class Player:
     num_preempted: dict[str, int] = field(default_factory=dict)
 
     def living(self, zone: str) -> list[str]:
-        """Return the machines of a zone, the oldest first."""
+        """Return the ids of the pending and running machines of a zone, oldest first."""
         records = self.cloud.instances("pending", "running")
         return [one.instance_id for one in records if one.zone == zone]
 
     def begin(self) -> None:
-        """Take away all room that is not in use, if machines are not replaced."""
+        """Remove all unused capacity, unless machines are replaced."""
         if not self.replaces:
             for zone in self.zones:
                 self.cloud.set_capacity(len(self.living(zone)), zone=zone)
 
     def apply(self, change: Change) -> None:
-        """Bring one change."""
+        """Apply one change of price or capacity."""
         if change.price_factor is not None:
             self.cloud.set_price(round(SPOT_USD * change.price_factor, 4), zone=change.zone)
         if change.capacity is None:
@@ -85,7 +87,7 @@ class Player:
         staying = [one for one in living if one not in leaving]
         victims = staying[change.capacity :]
         if self.replaces:
-            # Whoever is taken takes its room along when it ends.
+            # A victim keeps its capacity until it terminates, and then takes it away.
             room = max(change.capacity, len(staying)) if victims else change.capacity
             self.cloud.set_capacity(room + len(leaving), zone=change.zone)
         for victim in victims:
@@ -109,16 +111,16 @@ def run_day(
     calm_s: float,
     scale: float,
 ) -> dict[str, Any]:
-    """Train through a day, after a while without any disturbance; return what came of it.
+    """Train through a day, after an undisturbed period, and return the figures.
 
     Args:
-        day: Its changes, in seconds of the day.
-        folder: For ``pools.yaml``.
-        replaces: False for the control: no machine comes for those that go.
-        num_nodes: Most workers.
-        day_s: How long the day takes here.
-        calm_s: How long the undisturbed cluster is watched.
-        scale: Seconds of the day in one of ours.
+        day: Changes of the day, at seconds of the day.
+        folder: Folder for ``pools.yaml``.
+        replaces: False for the control policy, under which no machine is replaced.
+        num_nodes: Maximum number of workers.
+        day_s: Real seconds in which the day is played.
+        calm_s: Real seconds of the undisturbed period.
+        scale: Seconds of the day per real second.
     """
     with FakeAws(minute_s=1.0) as cloud, pointed_at(cloud, folder, num_nodes), ours.cluster():
         job = submit(num_nodes)
@@ -141,12 +143,12 @@ def run_day(
         job.wait(timeout=PATIENCE_S)
         audit, cost = job.audit(), job.cost()
         if not audit.ok:
-            raise RuntimeError(f"the audit found what must not be: {audit}")
+            raise RuntimeError(f"the audit failed: {audit}")
         clusters.down()
         bill, ledger = cloud.bill(), ledger_of(cloud)
         left = cloud.leftovers()
     if left:
-        raise RuntimeError(f"left in the cloud: {left}")
+        raise RuntimeError(f"resources left in the cloud: {left}")
     undisturbed = calm_rate * took_s
     return {
         "goodput": (last - first) / undisturbed,
@@ -175,15 +177,15 @@ def run_day(
 
 
 def ledger_of(cloud: FakeAws) -> dict[str, Any]:
-    """Return what the pool keeps of the only cluster there was."""
+    """Read the pool's ledger of the only cluster."""
     bucket = cloud.make_account().bucket
     (key,) = cloud.s3.list_keys(bucket, "etrain/ledgers/")
-    told: dict[str, Any] = json.loads(cloud.s3.read(bucket, key))
-    return told
+    ledger: dict[str, Any] = json.loads(cloud.s3.read(bucket, key))
+    return ledger
 
 
 def submit(num_nodes: int) -> TrainingJob:
-    """Start the job."""
+    """Submit the job to the spot pool."""
     return etrain_jupyter.distributed(
         {
             "name": "bench-spot",
@@ -200,7 +202,7 @@ def submit(num_nodes: int) -> TrainingJob:
 
 
 def watch(job: TrainingJob, until: float) -> list[tuple[float, int]]:
-    """Wait for an instant; return how long the job had how many workers."""
+    """Wait until the given time; return (seconds, world size) for each poll."""
     found = []
     seen = time.time()
     while (now := time.time()) < until:
@@ -212,7 +214,7 @@ def watch(job: TrainingJob, until: float) -> list[tuple[float, int]]:
 
 
 def mean_size(sizes: Sequence[tuple[float, int]]) -> float:
-    """Return the mean number of workers over time.
+    """Return the time-weighted mean number of workers.
 
     >>> mean_size([(1.0, 4), (3.0, 0)])
     1.0
@@ -222,7 +224,7 @@ def mean_size(sizes: Sequence[tuple[float, int]]) -> float:
 
 @contextlib.contextmanager
 def pointed_at(cloud: FakeAws, folder: Path, num_nodes: int) -> Iterator[None]:
-    """Let boto3 and the pool ``spot`` find this cloud."""
+    """Point boto3 and the pool ``spot`` to the fake cloud."""
     account = cloud.make_account()
     cloud.set_market(
         [

@@ -1,8 +1,9 @@
-"""What a day of ``spot`` cost: by our ledger, by the bill, and at the scale of the day. Pure.
+"""Costs of a day of ``spot``: by the ledger, by the bill, and in the day's own time. Pure.
 
-Played in minutes, each machine that EC2 takes lives for less than an hour, which costs nothing, and
-each other one pays for a minute at least, which is hours of the day. So the bill is counted once
-more with the seconds of the day.
+Because the day is played in minutes, the actual bill is not representative. A machine that EC2
+interrupts always runs for less than an hour, so it is free. Every other machine pays for at least
+one minute, which represents hours of the day. So the bill is also computed with the seconds of the
+day.
 """
 
 from __future__ import annotations
@@ -14,14 +15,17 @@ from etrain_jupyter.testing.fakeaws.bill import LEAST_S, Bill, BillRow, is_waive
 
 
 def day_usd(before: Bill, after: Bill, scale: float) -> tuple[float, float]:
-    """Return what machines would have cost in the day's own time, as spot and on demand.
+    """Compute what the machines would have cost in the day's own time, without disks.
 
-    Without disks. Waived is what EC2 takes in the first hour of the day's time.
+    A machine that EC2 interrupts within the first hour of the day's time is free.
 
     Args:
-        before: The bill when the day began.
-        after: The bill when it was over.
-        scale: Seconds of the day in one of the bill's.
+        before: The bill at the beginning of the day.
+        after: The bill at the end of the day.
+        scale: Seconds of the day per second of the bill.
+
+    Returns:
+        The spot price and the on-demand price, in USD.
     """
     earlier = {row.instance_id: row.seconds for row in before.rows}
     spot = on_demand = 0.0
@@ -46,14 +50,15 @@ def money_of(
     full_price_usd: float,
     share_done: float,
 ) -> dict[str, Any]:
-    """Return the figures about money.
+    """Return the cost figures of a day.
 
     Args:
-        ledger: What the pool keeps of a cluster that has ended.
-        bill: What the cloud says of it.
-        day: What ``day_usd`` returned.
-        full_price_usd: What as many machines on demand cost in a day, by which all steps are done.
-        share_done: Which share of those steps was done.
+        ledger: The pool's ledger of the terminated cluster.
+        bill: The cloud's bill for the cluster.
+        day: The result of ``day_usd``.
+        full_price_usd: Price of the maximum number of on-demand machines for the whole day, with
+            which all steps would be committed.
+        share_done: Share of those steps that was committed.
     """
     spot, on_demand = day
     return {

@@ -1,10 +1,10 @@
-"""Throughput while nothing happens: what elasticity costs those who do not need it.
+"""Throughput without faults: the overhead of elasticity, compared with plain DDP.
 
-Two ranks, one thread each. Rounds of runs, ours and every peer's, in alternating order; the figure
-is the median of the rounds' ratios to plain DDP, so that what else the machine does in the meantime
-falls out. Each side tells when each of its steps was done; the second half counts. That leaves
-start-up out, and the spare trainers that our workers start some seconds after a job's first step.
-A cluster is ended before the next system runs, so that nobody pays for another's heartbeats.
+Two ranks, one thread each. Each round runs all systems once, in alternating order. The reported
+figure is the median over the rounds of the ratio to plain DDP, which reduces the effect of other
+load on the machine. Each side records the completion time of every step, and the second half of the
+steps counts. That excludes start-up and the spare trainers, which the workers launch some seconds
+after the first step of a job. A system is shut down completely before the next one starts.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from benchmarks.workloads import GLOBAL_BATCH_SIZE, MODELS
 WORLD_SIZE = 2
 PEER_TIMEOUT_S = 600.0
 POLL_S = 0.5
-"""Seldom: the files are read on the cores that train."""
+"""Poll rarely, because reading the step logs uses the cores that train."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what can be chosen on the command line."""
+    """Declare the command-line options."""
     add_pair_arguments(parser)
-    parser.add_argument("--loader", action="store_true", help="DDP reads through DataLoader")
-    parser.add_argument("--no-peers", action="store_true", help="ours and plain DDP alone")
+    parser.add_argument("--loader", action="store_true", help="let DDP read through DataLoader")
+    parser.add_argument("--no-peers", action="store_true", help="only etrain-jupyter and plain DDP")
 
 
 def add_pair_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what every benchmark that compares rounds of two sides lets choose."""
-    parser.add_argument("--pairs", type=int, help="rounds of runs a workload (default 5)")
-    parser.add_argument("--steps", type=int, help="steps a run (default 400)")
+    """Declare the options of benchmarks that compare two sides in rounds."""
+    parser.add_argument("--pairs", type=int, help="rounds per workload (default 5)")
+    parser.add_argument("--steps", type=int, help="steps per run (default 400)")
     parser.add_argument(
         "--workload", choices=MODELS, action="append", help="default: all; quick: cnn"
     )
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure every workload; the one with the lowest ratio stands at the top of the result."""
+    """Measure every workload and put the figures of the lowest ratio at the top of the result."""
     systems, skipped = ([], {}) if options.no_peers else runnable(survivors=True)
     measure_one = functools.partial(measure_workload, systems=systems, loader=options.loader)
     return {
@@ -66,11 +66,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def measure_workloads(
     options: argparse.Namespace, measure_one: Callable[[str, int, int], dict[str, Any]]
 ) -> dict[str, Any]:
-    """Measure the chosen workloads and put the figures of the worst beside them.
+    """Measure the chosen workloads and add the figures of the one with the lowest ratio.
 
     Args:
-        options: What ``add_pair_arguments`` declared, and ``quick``.
-        measure_one: Takes a workload's name, the number of rounds and that of the steps of a run.
+        options: The options of ``add_pair_arguments``, and ``quick``.
+        measure_one: Measures a workload, given its name, the number of rounds and the steps per
+            run.
     """
     num_pairs = options.pairs or (2 if options.quick else 5)
     num_steps = options.steps or (250 if options.quick else 400)
@@ -106,11 +107,11 @@ def measure_workload(
 
 
 def figures_of(rates: dict[str, list[float]], num_steps: int) -> dict[str, Any]:
-    """Return what the rounds say of our side beside DDP.
+    """Compare etrain-jupyter with DDP over all rounds.
 
     Args:
-        rates: Samples a second of each round, by side; ``ours`` and ``ddp`` are among them.
-        num_steps: Steps of a run.
+        rates: Samples per second of each round, by side, including ``ours`` and ``ddp``.
+        num_steps: Steps per run.
     """
     ratios = ratios_to_ddp(rates, "ours")
     return {
@@ -126,7 +127,7 @@ def figures_of(rates: dict[str, list[float]], num_steps: int) -> dict[str, Any]:
 
 
 def ratios_to_ddp(rates: dict[str, list[float]], side: str) -> list[float]:
-    """Return the ratio of each round."""
+    """Return the ratio of one side to DDP in each round."""
     return [rate / ddp for rate, ddp in zip(rates[side], rates["ddp"], strict=True)]
 
 
@@ -144,17 +145,17 @@ def alternate(
 
 
 def run_ours(name: str, num_steps: int, **keys: Any) -> float:
-    """Train with etrain-jupyter, perhaps with further keys; return samples a second."""
+    """Train with etrain-jupyter, with optional extra keys; return samples per second."""
     with ours.cluster():
         job = ours.submit(name, num_steps=num_steps, world_size=WORLD_SIZE, **keys)
         job.result()
-    # A step of a generation that is still filling up is start-up.
+    # Steps of generations that are not yet at full size are part of start-up.
     whole = [step for step in ours.steps_of(job) if step.world_size == WORLD_SIZE]
     return report.steady_rate([step.time for step in whole], GLOBAL_BATCH_SIZE)
 
 
 def run_ddp(name: str, num_steps: int, *more: str) -> float:
-    """Train with ``torchrun`` and plain DDP, which writes nothing; return samples a second."""
+    """Train with ``torchrun`` and plain DDP, without logging; return samples per second."""
     with tempfile.TemporaryDirectory() as folder:
         times = Path(folder) / "times.json"
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -172,7 +173,7 @@ def run_ddp(name: str, num_steps: int, *more: str) -> float:
 
 
 def run_peer(system: System, name: str, num_steps: int) -> float:
-    """Train with a peer that is never disturbed and never saves; return samples a second."""
+    """Train with a peer, without kills or checkpoints; return samples per second."""
     with tempfile.TemporaryDirectory(prefix="etrain-bench-") as parent:
         task = new_task(Path(parent), workload=name, num_steps=num_steps, world_size=WORLD_SIZE)
         run = system.start(task)
@@ -181,14 +182,15 @@ def run_peer(system: System, name: str, num_steps: int) -> float:
             while run.history().newest_step < num_steps:
                 run.check()
                 if time.monotonic() > deadline:
-                    raise TimeoutError(f"{system.name} took too long; output:\n{run.output()}")
+                    waited = f"{system.name} timed out after {PEER_TIMEOUT_S:.0f} s"
+                    raise TimeoutError(f"{waited}; output:\n{run.output()}")
                 time.sleep(POLL_S)
         whole = last_whole(run.history(), WORLD_SIZE)
     return report.steady_rate([committed_at(done) for done in whole], GLOBAL_BATCH_SIZE)
 
 
 def table_of(result: dict[str, Any]) -> str:
-    """Return the table for the reader."""
+    """Format the figures as a Markdown table."""
     head = ("workload", "system", "samples/s", "ratio to DDP", "rounds")
     rows = []
     for name, found in result["workloads"].items():

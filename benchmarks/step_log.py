@@ -1,8 +1,9 @@
-"""The log of steps that every peer's ranks write, and what can be counted in it.
+"""Step log that the ranks of every peer write, and the figures derived from it.
 
-A rank appends one line of JSON when it begins a step and one when the step is committed or undone,
-to a file of its own that survives its death. An *attempt* is one process group's life: all ranks of
-a group write the same one. Nobody is asked afterwards what happened: the lines tell it.
+A rank appends a line of JSON when it begins a step and another when the step is committed or
+undone. Each rank has its own file, which survives a kill. An *attempt* is the lifetime of one
+process group: all ranks of a group write the same attempt number. All figures are computed from
+these lines; no process has to report anything at the end.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ BEGUN, COMMITTED, UNDONE = "begun", "committed", "undone"
 
 
 class StepLog:
-    """What one rank writes; every line is in the file before the next thing happens."""
+    """Step log of one rank. Each line is flushed to its file before training continues."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -29,11 +30,11 @@ class StepLog:
         self.attempt, self.rank, self.world_size = 0, 0, 0
 
     def enter(self, *, attempt: int, rank: int, world_size: int) -> None:
-        """Say which group the next lines belong to."""
+        """Set the process group of the following lines."""
         self.attempt, self.rank, self.world_size = attempt, rank, world_size
 
     def write(self, what: str, step: int, *, indices: Iterable[int] = ()) -> None:
-        """Append one line; ``indices`` are the samples that this rank trained in the step."""
+        """Append one line. ``indices`` are the samples that this rank trained in the step."""
         samples = list(indices)
         line = {
             "what": what,
@@ -49,38 +50,38 @@ class StepLog:
         self._file.write(json.dumps(line) + "\n")
 
     def close(self) -> None:
-        """Write no more; a rank that dies without it loses nothing."""
+        """Close the file. A rank that is killed without closing it loses no lines."""
         self._file.close()
 
 
 @dataclass
 class Execution:
-    """One step in one attempt, put together from the lines of its ranks."""
+    """One step in one attempt, combined from the lines of its ranks."""
 
     attempt: int
     step: int
     begun_at: float
     committed_at: float | None = None
-    """When the first rank had it; None if it was cut short or undone."""
+    """Time of the first rank's commit. None if the step was interrupted or undone."""
     num_commits: int = 0
-    """Ranks that have written that it is committed."""
+    """Number of ranks that have logged the commit."""
     world_size: int = 0
     samples: int = 0
     checksum: int = 0
-    """Sum of the indices of the samples that all ranks together trained."""
+    """Sum of the indices of all samples that the ranks trained in this step."""
     pids: dict[int, int] = field(default_factory=dict)
-    """Process ids by rank, of those that began it."""
+    """Process ids of the ranks that began the step, by rank."""
 
 
 class History:
-    """All lines of a run so far; ``add`` takes more.
+    """Executions of all steps of a run so far, updated line by line.
 
-    What is asked again and again while a run goes on is kept up to date rather than searched for:
-    who watches shares the cores with those that train.
+    Values that the benchmarks poll during a run are updated incrementally, because the benchmark
+    process shares the cores with the training processes.
 
     Attributes:
-        executions: By attempt and step.
-        newest_step: The highest step that was ever committed; 0 before the first.
+        executions: Executions by attempt and step.
+        newest_step: Highest committed step; 0 before the first commit.
     """
 
     def __init__(self, lines: Iterable[Mapping[str, Any]] = ()) -> None:
@@ -91,7 +92,7 @@ class History:
             self.add(line)
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Take one rank's line, in any order."""
+        """Add a line of any rank. The order of the lines does not matter."""
         key = (line["attempt"], line["step"])
         done = self.executions.setdefault(key, Execution(*key, begun_at=line["time"]))
         done.begun_at = min(done.begun_at, line["time"])
@@ -108,11 +109,11 @@ class History:
 
     @property
     def num_executed(self) -> int:
-        """Steps begun, counted once for each attempt: one that was cut short cost time, too."""
+        """Number of steps begun, once per attempt. Interrupted steps count: they cost time, too."""
         return len(self.executions)
 
     def committed(self, attempt: int | None = None) -> list[Execution]:
-        """The committed steps, of one attempt or of all, by time."""
+        """Return the committed steps of one attempt, or of all attempts, sorted by commit time."""
         found = [
             done
             for done in self.executions.values()
@@ -121,34 +122,35 @@ class History:
         return sorted(found, key=committed_at)
 
     def newest_attempt(self) -> int | None:
-        """The attempt that began last; None before the first step."""
+        """Return the attempt that began last, or None before the first step."""
         begins = self._begins
         return max(begins, key=lambda attempt: begins[attempt]) if begins else None
 
     def surviving(self) -> dict[int, Execution]:
-        """The execution of each step that led to the newest weights: the last one committed."""
+        """Return the last committed execution of each step, which the newest weights contain."""
         return {done.step: done for done in self.committed()}
 
     def wasted_steps(self, target: int) -> int:
-        """Ray's metric: steps executed beyond those that were wanted."""
+        """Return Ray's metric: executed steps minus required steps."""
         return self.num_executed - target
 
 
 def committed_at(done: Execution) -> float:
-    """When a step was committed; only for those that were."""
+    """Return the commit time of a committed step."""
     assert done.committed_at is not None
     return done.committed_at
 
 
 def sample_losses(history: History, expected: Mapping[int, tuple[int, int]]) -> tuple[int, int]:
-    """Count what the weights at the end lack, and what they have too often.
+    """Count missing samples and steps with wrong samples in the final weights.
 
     Args:
-        history: The run.
+        history: History of the run.
         expected: Number and index sum of the samples of each step up to the target.
 
     Returns:
-        Samples lost; steps whose samples are not the ones that were due although none is missing.
+        The number of lost samples, and the number of steps with enough samples, but not the
+        expected ones.
     """
     surviving = history.surviving()
     lost = wrong = 0
@@ -162,22 +164,22 @@ def sample_losses(history: History, expected: Mapping[int, tuple[int, int]]) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """From one attempt to the next: how long no step was committed."""
+    """Change from one attempt to the next, and the time without a committed step."""
 
     before: int
-    """World size of the attempt that ended."""
+    """World size of the previous attempt."""
     after: int
-    """Most ranks that took part in a step of the next one: who heals joins a step later."""
+    """Maximum world size over the steps of the next attempt: a healing rank joins a step later."""
     gap_s: float
-    """From its last committed step to the next attempt's first."""
+    """Seconds from the last commit of the previous attempt to the first commit of the next one."""
     ordinary_s: float
-    """Median step of the attempt that ended; 0 if it had too few."""
+    """Median step of the previous attempt, in seconds; 0 if it had too few steps."""
     steps_again: int
-    """Committed steps that had to be made again."""
+    """Number of committed steps that the next attempt repeated."""
 
 
 def changes(history: History) -> list[Change]:
-    """Every change of membership that a run has gone through, in order."""
+    """Return every change of membership of a run, in order."""
     by_attempt: dict[int, list[Execution]] = {}
     for done in history.committed():
         by_attempt.setdefault(done.attempt, []).append(done)
@@ -196,13 +198,13 @@ def changes(history: History) -> list[Change]:
 
 
 def ordinary_step(steps: list[Execution]) -> float:
-    """Median time between committed steps; 0 if there are not two."""
+    """Return the median time between committed steps, or 0 for fewer than two steps."""
     gaps = sorted(committed_at(b) - committed_at(a) for a, b in itertools.pairwise(steps))
     return gaps[len(gaps) // 2] if gaps else 0.0
 
 
 class LogReader:
-    """Follows the files of a folder: each ``read`` adds the lines that are new."""
+    """Incremental reader of the step logs in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.history = History()
@@ -210,7 +212,7 @@ class LogReader:
         self._offsets: dict[Path, int] = {}
 
     def read(self) -> History:
-        """Return the history with all whole lines in it."""
+        """Add all new complete lines to the history and return it."""
         for path in sorted(self._folder.glob("*.jsonl")):
             with path.open("rb") as file:
                 file.seek(self._offsets.get(path, 0))

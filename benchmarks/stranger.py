@@ -1,18 +1,19 @@
-"""A process that attacks every TCP port which is opened on this machine. See ``strangers``.
+"""Attacker process of ``strangers``: connects to every TCP port that is opened on this machine.
 
     python stranger.py MODE WORLD_SIZE
 
-It asks the kernel for listeners (``sock_diag``, which every user may), and connects at once. On
-each it names the numbers that gloo takes for ranks. Modes: ``place`` keeps the connections, and
-reads what comes; ``relay`` passes on what comes to another port's connection; ``flood`` opens 1,500
-connections to each new port. When its standard input ends, it prints its figures as JSON. Imports
-nothing but the standard library: root starts it as another user, who may not read more.
+It lists the listeners through the kernel's ``sock_diag``, which any user may do, and connects to
+new ones immediately. On each connection it sends a number that gloo interprets as a rank. Modes:
+``place`` keeps the connections and reads from them; ``relay`` forwards the received bytes to a
+connection of another port; ``flood`` opens 1,500 connections to each new port. At the end of its
+standard input it prints its figures as JSON. It imports only the standard library, because root
+starts it as another user, who may not be able to read any other package.
 """
 
 from __future__ import annotations
 
 import contextlib
-import encodings.idna  # noqa: F401  (cannot be imported any more as another user)
+import encodings.idna  # noqa: F401  (cannot be imported after switching the user)
 import json
 import os
 import resource
@@ -31,18 +32,18 @@ _TLS_ALERT = b"\x15\x03"
 
 
 class Stranger:
-    """Connects to what listens, and counts what it gets."""
+    """Connect to listeners and count the received bytes."""
 
     def __init__(self, mode: str, world_size: int) -> None:
         self._mode, self._world_size = mode, world_size
-        # A flood of the scheduler's own port only shows how Dask takes it.
+        # Skip existing listeners: flooding the scheduler's port would only test Dask.
         self._known = find_listeners() if mode == "flood" else set()
         self._open = selectors.DefaultSelector()
         self._targets: list[socket.socket] = []
         self.figures = dict.fromkeys(("ports", "connections", "bytes", "tls_alerts"), 0)
 
     def look(self) -> None:
-        """Attack the listeners that are new."""
+        """Attack the listeners that are new since the last scan."""
         found = find_listeners()
         for port, _ in found - self._known:
             self._attack(port)
@@ -64,7 +65,7 @@ class Stranger:
     def _connect(self, port: int, data: bytes) -> None:
         connection = socket.socket()
         connection.setblocking(False)
-        # On loopback it is there at once, or not at all: nobody waits for a sealed listener.
+        # On loopback, connecting succeeds immediately or never; do not wait for a closed listener.
         connection.connect_ex(("127.0.0.1", port))
         try:
             connection.send(data)
@@ -76,7 +77,7 @@ class Stranger:
         self.figures["connections"] += 1
 
     def read(self) -> None:
-        """Count what has come, and relay it."""
+        """Read from all connections, count the bytes, and forward them in mode ``relay``."""
         for key, _ in self._open.select(0):
             connection = key.fileobj
             assert isinstance(connection, socket.socket)
@@ -118,9 +119,9 @@ def find_listeners() -> set[tuple[int, int]]:
 
 
 def list_listeners(family: int) -> list[tuple[int, int]]:
-    """Return those of one family."""
-    asked = struct.pack("BBBxI", family, socket.IPPROTO_TCP, 0, 1 << _LISTENING) + bytes(48)
-    _DIAG.send(struct.pack("IHHII", 16 + len(asked), _BY_FAMILY, _DUMP, 0, 0) + asked)
+    """Return port and inode of the listening TCP sockets of one address family."""
+    request = struct.pack("BBBxI", family, socket.IPPROTO_TCP, 0, 1 << _LISTENING) + bytes(48)
+    _DIAG.send(struct.pack("IHHII", 16 + len(request), _BY_FAMILY, _DUMP, 0, 0) + request)
     found: list[tuple[int, int]] = []
     while True:
         data = _DIAG.recv(1 << 18)
@@ -140,7 +141,7 @@ def main() -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     if os.getuid() == 0:
-        with contextlib.suppress(OSError):  # a strong attacker: it never waits for a core
+        with contextlib.suppress(OSError):  # real-time priority: never wait for a core
             os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
         os.setgroups([])
         os.setgid(NOBODY)

@@ -1,12 +1,13 @@
-"""A stranger at every port of a running job: what it gets, and whether the job still forms.
+"""Attacks on a running job by another user's process: received bytes, and progress of the job.
 
-A job of four ranks trains while another user's process (uid 65534, where root runs this) connects
-to every port that is opened, as soon as it is there. Meanwhile a trainer is killed again and again,
-so that the ranks form new generations, and the job is given time to grow back. Three attacks, one
-after the other: ``place`` takes ranks' places, ``relay`` also passes on what it gets, ``flood``
-opens 1,500 connections to each port that is new, which is a rank's.
+A job of four ranks trains while an attacker process (with uid 65534 if root runs the benchmark)
+connects to every port as soon as it is opened. Meanwhile the benchmark repeatedly kills a trainer,
+so that the ranks must form new generations, and gives the job time to return to full size. Three
+attacks run one after the other: ``place`` takes the places of ranks; ``relay`` also forwards what
+it receives to other ranks; ``flood`` opens 1,500 connections to each port that a rank opens.
 
-Everything that listens on this machine is attacked. So it only runs where nothing does yet::
+The attacker connects to every listener on the machine. Run the benchmark in an empty network
+namespace::
 
     unshare --net sh -c 'ip link set lo up; python -m benchmarks strangers --json FILE'
 """
@@ -35,17 +36,17 @@ MODES = ("place", "relay", "flood")
 WORLD_SIZE = 4
 FORM_TIMEOUT_S = 300.0
 PAUSE_S = 3.0
-"""Between a generation's first steps and the next kill."""
+"""Pause in seconds between the first steps of a generation and the next kill."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what can be chosen on the command line."""
+    """Declare the command-line options."""
     parser.add_argument("--seconds", type=float, help="length of each attack (default 60)")
     parser.add_argument("--mode", choices=MODES, action="append", help="default: all")
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Run every attack on a job of its own."""
+    """Run each attack on a separate job."""
     refuse_to_attack_others()
     seconds = options.seconds or (20.0 if options.quick else 60.0)
     found = {mode: measure_attack(mode, seconds) for mode in options.mode or MODES}
@@ -53,18 +54,18 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def refuse_to_attack_others() -> None:
-    """End here if somebody else's ports would be attacked."""
+    """Exit if other programs on this machine would be attacked."""
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     if any(row[3] == LISTENING for row in rows):
         raise SystemExit(
-            "benchmarks strangers: other programs listen on this machine, and would be attacked. "
-            "Run it in a network of its own: unshare --net sh -c 'ip link set lo up; ...'"
+            "benchmarks strangers: other programs listen on this machine and would be attacked. "
+            "Run it in a separate network: unshare --net sh -c 'ip link set lo up; ...'"
         )
 
 
 def measure_attack(mode: str, seconds: float) -> dict[str, Any]:
-    """Attack one job, and return what came of it."""
-    chance = random.Random(0)
+    """Attack one job and return the figures."""
+    rng = random.Random(0)
     with ours.cluster():
         job = ours.submit("mlp", num_steps=ours.NEVER, world_size=WORLD_SIZE)
         ours.wait_for(lambda: ours.settled_steps(job, WORLD_SIZE, 3), 180.0, "full size", job)
@@ -74,8 +75,8 @@ def measure_attack(mode: str, seconds: float) -> dict[str, Any]:
         with attacked_by(mode) as figures:
             end = time.monotonic() + seconds
             while time.monotonic() < end:
-                kills.append(kill_once(job, chance))
-                print(f"strangers {mode}: stepped again after {kills[-1]:.2f} s", flush=True)
+                kills.append(kill_once(job, rng))
+                print(f"strangers {mode}: next step after {kills[-1]:.2f} s", flush=True)
                 time.sleep(PAUSE_S)
         facts = job.events()[before:]
         step = job.step
@@ -100,20 +101,20 @@ def measure_attack(mode: str, seconds: float) -> dict[str, Any]:
     }
 
 
-def kill_once(job: TrainingJob, chance: random.Random) -> float:
-    """Kill a rank's trainer; return how long it took until a later generation stepped."""
+def kill_once(job: TrainingJob, rng: random.Random) -> float:
+    """Kill a random trainer; return the seconds until a later generation commits a step."""
     ranked = [worker for worker in job.workers() if worker["rank"] is not None]
     generation = job.generation
     killed_at = time.monotonic()
     with contextlib.suppress(ProcessLookupError):
-        os.kill(int(chance.choice(ranked)["trainer_pid"]), signal.SIGKILL)
+        os.kill(int(rng.choice(ranked)["trainer_pid"]), signal.SIGKILL)
     ours.wait_for_generation(job, generation, FORM_TIMEOUT_S)
     return time.monotonic() - killed_at
 
 
 @contextlib.contextmanager
 def attacked_by(mode: str) -> Iterator[dict[str, Any]]:
-    """Let the stranger attack; its figures are there afterwards."""
+    """Run the attacker inside the context; yield its figures, which are complete at the end."""
     script = Path(__file__).with_name("stranger.py")
     figures: dict[str, Any] = {}
     with subprocess.Popen(
@@ -134,10 +135,10 @@ def attacked_by(mode: str) -> Iterator[dict[str, Any]]:
 
 
 def table_of(result: dict[str, Any]) -> str:
-    """Return the table for the reader."""
+    """Format the figures as a Markdown table."""
     head = (
-        *("attack", "uid", "ports", "connections", "bytes got", "kills", "lost"),
-        *("formed", "refused", "steps again: median, p95", "audit"),
+        *("attack", "uid", "ports", "connections", "bytes received", "kills", "lost"),
+        *("formed", "refused", "next step after: median, p95", "audit"),
     )
     rows = []
     for mode, found in result["attacks"].items():

@@ -1,8 +1,9 @@
-"""Rank to screen: from a step's commit on its rank until a page of JupyterLab has painted it.
+"""Latency from rank to screen: from the commit of a step until JupyterLab has painted it.
 
-A real job on a real cluster, a real JupyterLab, and headless Chromium on the same machine, so on
-one clock. Every step is timed, whether it was painted alone or with others. The kernel that follows
-the job is idle, or runs a cell: a loop in Python, or products of matrices in numpy.
+The benchmark runs a real job on a real cluster, a real JupyterLab and headless Chromium on one
+machine, so all timestamps come from the same clock. It measures every step, including those that
+were painted together with later steps. The kernel that follows the job is idle or runs a cell:
+a Python loop, or matrix products in numpy.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ BUSY = {
     "python": "while time.time() < end: sum(i * i for i in range(1000))",
     "numpy": "a = np.random.rand(600, 600)\nwhile time.time() < end: a @ a",
 }
-# The view says by an attribute which step it shows. It is set while a frame is made; what is posted
-# then is heard once that frame is painted.
+# The view sets the attribute data-step while it prepares a frame. A message posted during that
+# frame is delivered after the frame has been painted.
 WATCH = """
 () => {
     window.painted = [];
@@ -47,12 +48,12 @@ WATCH = """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what can be chosen on the command line."""
-    parser.add_argument("--seconds", type=int, help="of each condition (default 30, quick 10)")
+    """Declare the command-line options."""
+    parser.add_argument("--seconds", type=int, help="seconds per condition (default 30; quick: 10)")
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Watch one job in one notebook, under one condition after the other."""
+    """Measure one job in one notebook, under one condition after another."""
     if lacking := browsing.missing():
         return {"benchmark": "stream", "missing": lacking}
     from tests.browser.lab import Notebook
@@ -100,14 +101,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def note(events: Iterable[Event], arrived: dict[int, float]) -> None:
-    """Note when steps came to this process, which follows the job as the notebook's kernel does."""
+    """Record when steps arrived in this process, which follows the job like a kernel."""
     now = time.time()
     arrived.update({e.step: now for e in events if isinstance(e, StepCompleted)})
 
 
 def to_a_kernel(committed: dict[int, float], arrived: dict[int, float]) -> dict[str, float]:
-    """Return how much of the way is over when a kernel has the step."""
-    # The first batch is the history.
+    """Return the delays from the commit of a step to its arrival in a kernel."""
+    # The first batch contains past steps.
     first = min(arrived.values())
     known = {step: at for step, at in arrived.items() if at > first and step in committed}
     found = [1e3 * (at - committed[step]) for step, at in known.items()]
@@ -117,7 +118,7 @@ def to_a_kernel(committed: dict[int, float], arrived: dict[int, float]) -> dict[
 def watch(
     page: Page, notebook: Notebook, cell: int, seconds: int, *, is_idle: bool
 ) -> list[tuple[int, float]]:
-    """Return which step was painted when, while a cell runs."""
+    """Return (step, time) of each paint while a cell runs."""
     if not is_idle:
         notebook.run(cell, wait=False)
     page.wait_for_timeout(SETTLE_MS)
@@ -130,11 +131,11 @@ def watch(
 
 
 def delays(committed: dict[int, float], painted: list[tuple[int, float]]) -> dict[str, float]:
-    """Return the delay of each step that came on the screen after the first that was painted.
+    """Summarize the delay of each step that was painted after the first paint.
 
     Args:
-        committed: When each step was.
-        painted: Steps that were shown, and when: each shows those before it, too.
+        committed: Commit time of each step.
+        painted: Step and time of each paint; a paint also shows all steps before it.
 
     >>> delays({1: 1.0, 2: 1.1, 3: 1.2}, [(1, 1.2), (3, 1.35)])["p95_ms"]
     250.0
@@ -150,14 +151,14 @@ def delays(committed: dict[int, float], painted: list[tuple[int, float]]) -> dic
 
 
 def table_of(result: dict[str, Any]) -> str:
-    """Return the table for the reader."""
+    """Format the figures as a Markdown table."""
     if "missing" in result:
         return f"not measured: {result['missing']}"
     rows: list[tuple[str, ...]] = [
         (name, f"{f['p50_ms']:.0f}", f"{f['p95_ms']:.0f}", str(f["steps"]), f"{f['load']:.1f}")
         for name, f in result["conditions"].items()
     ]
-    on_the_way = result["to_a_kernel"]
-    parts = [f"{on_the_way[name]:.0f}" for name in ("p50_ms", "p95_ms")]
-    rows.append(("(part of it: to a kernel)", *parts, "", ""))
+    to_kernel = result["to_a_kernel"]
+    parts = [f"{to_kernel[name]:.0f}" for name in ("p50_ms", "p95_ms")]
+    rows.append(("(of this, rank to kernel)", *parts, "", ""))
     return report.table(("kernel", "p50, ms", "p95, ms", "steps", "load"), rows)

@@ -1,4 +1,4 @@
-"""Where the time goes when the ranks of a job of ours change, taken from its events."""
+"""Split recoveries and membership changes of an etrain-jupyter job into phases, from its events."""
 
 from __future__ import annotations
 
@@ -17,8 +17,14 @@ from etrain_jupyter.log.events import (
 )
 
 PHASES = ("detect_s", "abort_s", "form_s", "sync_s", "first_step_s")
-"""Kill to the coordinator's knowing; to the order to form, all survivors having let go of their
-collectives; to the process group; to equal state; to the first committed step."""
+"""Phases of a recovery, in order:
+
+- detect: from the kill until the coordinator has noticed it.
+- abort: until all survivors have aborted their collectives and the next generation is ordered.
+- form: until the process group is connected.
+- sync: until all ranks have the same state.
+- first_step: until the first committed step.
+"""
 
 E = TypeVar("E", bound=Event)
 
@@ -26,17 +32,17 @@ E = TypeVar("E", bound=Event)
 def recovery(
     events: Sequence[Event], *, generation: int, killed_at: float, step_s: float
 ) -> dict[str, float]:
-    """Take one recovery apart, in seconds from the kill on.
+    """Split one recovery into its phases, in seconds.
 
     Args:
-        events: The job's, up to the first step after the recovery.
-        generation: The one that was hit.
-        killed_at: When the signal was sent.
-        step_s: An ordinary step.
+        events: Events of the job, up to the first step after the recovery.
+        generation: Generation of the killed rank.
+        killed_at: Time of the signal.
+        step_s: Duration of an ordinary step.
     """
     lost = first_of(events, WorkerLost, lambda event: event.time >= killed_at)
     step = first_of(events, StepCompleted, lambda event: event.generation > generation)
-    # A generation that broke while it formed has no step: the one that counts has.
+    # Skip generations that failed while forming: they have no step.
     formed = first_of(events, GenerationFormed, lambda e: e.generation == step.generation)
     ready = first_of(events, GenerationReady, lambda e: e.generation == step.generation)
     formed_at = formed.time + ready.connect_s
@@ -54,40 +60,41 @@ def recovery(
 
 
 def first_of(events: Sequence[Event], kind: type[E], holds: Callable[[E], bool]) -> E:
-    """The first event of a kind for which ``holds``."""
+    """Return the first event of a kind for which ``holds`` is true."""
     return next(event for event in events if isinstance(event, kind) and holds(event))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stall:
-    """A planned change of membership: how long no step was committed because of it."""
+    """Time without a committed step because of a planned membership change."""
 
     why: str
-    """``join`` or ``leave``, as the generation says."""
+    """``join`` or ``leave``: the reason of the new generation."""
     before: int
-    """World size of the generation that ended."""
+    """World size of the previous generation."""
     after: int
     gap_s: float
-    """From its last step to the next generation's first."""
+    """Seconds from the last step of the previous generation to the first of the next one."""
     ordinary_s: float
-    """Median step of the generation that ended, or of the new one if that is less.
+    """Median step of the previous or the new generation, whichever is shorter.
 
-    While a newcomer starts up it takes time from the others, whose steps are then no measure.
+    A worker that starts up slows down the steps of the other ranks, so the steps of the previous
+    generation alone may be too long.
     """
 
     @property
     def beyond_step_s(self) -> float:
-        """The gap less the one step that would have been made in it anyway."""
+        """The gap minus the one step that the job would have made in it anyway."""
         return self.gap_s - self.ordinary_s
 
 
 def stalls(events: Sequence[Event], *, least_steps: int, first: int = 0) -> list[Stall]:
-    """Every change from a generation that had made ``least_steps`` to one that makes a step.
+    """Return the stall between each generation with enough steps and the next one with a step.
 
     Args:
-        events: The job's, from its begin.
-        least_steps: Fewer give no ordinary step.
-        first: The generation from which on changes count.
+        events: Events of the job, from its beginning.
+        least_steps: Minimum number of steps to determine an ordinary step.
+        first: First generation to consider.
     """
     formed = {e.generation: e for e in events if isinstance(e, GenerationFormed)}
     steps: dict[int, list[StepCompleted]] = {}
@@ -115,5 +122,5 @@ def stalls(events: Sequence[Event], *, least_steps: int, first: int = 0) -> list
 
 
 def ordinary_step(times: Sequence[float]) -> float:
-    """Median time between neighbouring steps."""
+    """Return the median time between consecutive steps."""
     return statistics.median(b - a for a, b in itertools.pairwise(times))

@@ -1,4 +1,4 @@
-"""The models and the data that every system trains: synthetic, so that nothing is downloaded.
+"""Models and data that every system trains. The data are synthetic, so nothing is downloaded.
 
 Shapes: ``B`` samples, ``C=1`` channel, ``H=W=28`` pixels.
 """
@@ -19,7 +19,7 @@ MOMENTUM = 0.9
 
 
 def make_images() -> tuple[torch.Tensor, torch.Tensor]:
-    """Return noisy pictures of ten patterns, ``(B, C, H, W)``, and whose each is, ``(B,)``."""
+    """Return noisy images of ten patterns, ``(B, C, H, W)``, and their labels, ``(B,)``."""
     generator = torch.Generator().manual_seed(0)
     patterns_KCHW = torch.randn(NUM_CLASSES, 1, 28, 28, generator=generator)
     labels_B = torch.randint(NUM_CLASSES, (NUM_SAMPLES,), generator=generator)
@@ -28,7 +28,7 @@ def make_images() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def build_cnn() -> nn.Module:
-    """Return a small CNN of 50 thousand parameters: its step is computation."""
+    """Return a CNN of 50 thousand parameters, whose step is dominated by computation."""
     return nn.Sequential(
         nn.Conv2d(1, 32, 3, padding=1),
         nn.ReLU(),
@@ -42,12 +42,12 @@ def build_cnn() -> nn.Module:
 
 
 def build_mlp() -> nn.Module:
-    """Return an MLP of 10 million parameters: much of its step is the exchange of gradients."""
+    """Return an MLP of 10 million parameters, with a large share of gradient exchange."""
     return _mlp(2048)
 
 
 def build_wide() -> nn.Module:
-    """Return an MLP of 59 million parameters, for what grows with the state."""
+    """Return an MLP of 59 million parameters, for costs that grow with the state."""
     return _mlp(5248)
 
 
@@ -67,15 +67,15 @@ def _mlp(width: int) -> nn.Module:
 MODELS: dict[str, Callable[[], nn.Module]] = {"cnn": build_cnn, "mlp": build_mlp}
 
 LARGE_MODELS: dict[str, Callable[[], nn.Module]] = {"mlp": build_mlp, "wide": build_wide}
-"""Those whose state is large enough to measure what saving it costs."""
+"""Models with a state that is large enough to measure the cost of saving it."""
 
 
 def build_small() -> nn.Module:
-    """Return a model whose step costs next to nothing, for what is measured beside training."""
+    """Return a model with a negligible step, for benchmarks that do not measure training."""
     return nn.Sequential(nn.Flatten(), nn.Linear(28 * 28, NUM_CLASSES))
 
 
 def patient_loss(logits_BK: torch.Tensor, labels_B: torch.Tensor) -> torch.Tensor:
-    """Return the cross entropy; a step takes time, but leaves the processors to the others."""
+    """Sleep for 40 ms without using a CPU, then return the cross entropy."""
     time.sleep(0.04)
     return nn.functional.cross_entropy(logits_BK, labels_B)

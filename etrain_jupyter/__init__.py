@@ -69,7 +69,7 @@ def load_ipython_extension(ipython: InteractiveShell) -> None:
 
 
 def unload_ipython_extension(ipython: InteractiveShell) -> None:
-    """Remove the magics; jobs go on."""
+    """Remove the magics; jobs continue."""
     from etrain_jupyter import magics
 
     magics.unload(ipython)

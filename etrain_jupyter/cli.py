@@ -17,22 +17,28 @@ from pathlib import Path
 from etrain_jupyter import __version__, launch
 from etrain_jupyter.errors import ConfigError, EtrainError
 from etrain_jupyter.notebook.commands.subcommands import find_subcommand, run_line
-from etrain_jupyter.notebook.job.run_store import ROOT_VARIABLE, open_runs
+from etrain_jupyter.notebook.job.run_store import ROOT_VARIABLE
+from etrain_jupyter.notebook.job.runs import open_runs
 from etrain_jupyter.notebook.job.training_job import TrainingJob
 from etrain_jupyter.untrusted import plain_line, plain_text
 
 
 class Terminal:
-    """The surface of a terminal: it shows a job as text and has no variables."""
+    """The terminal: it shows a job as text, and has no variables."""
 
     def __init__(self, root: str | None) -> None:
         self.store = open_runs(root)
 
     def find(self, name_or_id: str | None) -> TrainingJob:
-        """Return the job of that name or id; the latest without one."""
+        """Return the job with that name or id; by default the latest."""
         return launch.attach(name_or_id, store=self.store)
 
-    def show(self, job: TrainingJob, variable: str | None = None) -> str:
+    def bind(self, variable: str | None, job: TrainingJob | None = None) -> None:
+        """Refuse a variable: a terminal has none."""
+        if variable is not None:
+            raise ConfigError(f"-o {variable} works in a notebook", hint="leave out -o")
+
+    def show(self, job: TrainingJob) -> str:
         """Return a job's latest values as lines."""
         status = f"{job.status} ({job.reason})" if job.reason else job.status
         values = {"job": job.id, "status": status, "step": job.step, "workers": job.world_size}
@@ -42,16 +48,16 @@ class Terminal:
         return "\n".join([*lines, f"{'note':<16}{job.note}"] if job.note else lines)
 
     def say(self, line: str) -> None:
-        """Print one line at once."""
+        """Print one line immediately."""
         print(plain_text(_in_terminal_words(line)), flush=True)
 
     def open_tensorboard(self, folder: Path) -> str:
-        """Return nothing: a terminal shows no page."""
+        """Return nothing: a terminal cannot show a page."""
         return ""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Carry out one command line and return the exit status: 0, 1 if it failed, 2 if mistyped."""
+    """Run one command line and return the exit status: 0, 1 for a failure, 2 for a usage error."""
     try:
         root, words = _split_root(list(sys.argv[1:] if arguments is None else arguments))
         if words[:1] == ["--version"]:
@@ -62,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if text or words[:1] != ["logs"]:
             print(plain_text(text if words[:1] == ["logs"] else _in_terminal_words(text)))
     except BrokenPipeError:
-        # `etrain ls | head`: nobody reads any more, which is no failure.
+        # `etrain ls | head` closes the pipe early, which is not a failure.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         return 130
@@ -73,12 +79,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _in_terminal_words(text: str) -> str:
-    """Name the commands as they are typed here; ``%%etrain`` is for notebooks alone."""
+    """Replace ``%etrain`` by ``etrain``; ``%%etrain`` exists in notebooks only."""
     return re.sub(r"(?<!%)%etrain\b", "etrain", text)
 
 
 def _split_root(words: list[str]) -> tuple[str | None, list[str]]:
-    """Take ``--runs DIR`` or ``--runs s3://...`` out of the line, wherever it stands."""
+    """Remove ``--runs DIR`` or ``--runs s3://...`` from any position of the line."""
     for place, word in enumerate(words):
         if word == "--runs":
             if place + 1 == len(words):

@@ -1,22 +1,23 @@
-"""What can go wrong for a user, as one tree.
+"""Exceptions, as one tree.
 
 ::
 
     EtrainError
     ├── ConfigError (ValueError)         the cell or the mapping is not a valid job
     │   ├── CellError                    ... with the line and column of the cell
-    │   └── NotSupportedYetError         a documented key whose machinery this version lacks
-    ├── BundleError (ValueError)         something of the notebook cannot be shipped
-    ├── PoolError (RuntimeError)         workers or their scheduler cannot be had
+    │   └── NotSupportedYetError         a documented key that this version does not implement
+    ├── BundleError (ValueError)         an object of the notebook cannot be sent to workers
+    ├── PoolError (RuntimeError)         workers or their scheduler are not available
     ├── JobNotFoundError (LookupError)   no job of that name or id in the run store
     ├── JobFailedError (RuntimeError)    a job ended as failed; carries the user's traceback
     ├── JobLostError (RuntimeError)      the cluster of a job is gone
-    ├── UntrustedJobError (RuntimeError) somebody else may have submitted the job that is to go on
+    ├── UntrustedJobError (RuntimeError) another user may have submitted the job to resume
+    ├── StoreError (RuntimeError)        an object store cannot be read or written
     ├── RunStoreError (RuntimeError)     the bucket with the jobs cannot be read or written
-    │   └── FencedError                  ... since somebody else goes on with the job
-    └── CheckpointError (RuntimeError)   no checkpoint that verifies
+    │   └── FencedError                  ... because another process has taken over the job
+    └── CheckpointError (RuntimeError)   no valid checkpoint
 
-Each message says what happened with its values, what the system does now, and what to type next.
+Each message states what happened with its values, what the system does now, and what to do next.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ _PACKAGE = str(Path(__file__).parent)
 
 
 class EtrainError(Exception):
-    """Base of everything that this package raises on purpose."""
+    """Base of all errors that this package raises deliberately."""
 
     def render(self) -> list[str]:
         """Return the lines that a cell shows instead of a traceback."""
         return [f"etrain: {self}"]
 
     def _render_traceback_(self) -> list[str]:
-        """Return what IPython shows where Python code called us: its frames, and none of ours."""
+        """Return what IPython shows for Python code that called us: its frames, without ours."""
         return [*_frames_of_caller(self.__traceback__), *self.render()]
 
 
 def _frames_of_caller(trace: TracebackType | None) -> list[str]:
-    """Return a line for each frame down to the one that called this package."""
+    """Return a line for each frame down to the caller of this package."""
     lines = []
     for frame in traceback.extract_tb(trace):
         if frame.filename.startswith(_PACKAGE):
@@ -64,7 +65,7 @@ class ConfigError(EtrainError, ValueError):
     """The configuration is not a valid job.
 
     Attributes:
-        path: Keys from the top of the body to the culprit, for example ``("batch", "global")``;
+        path: Keys from the top of the body to the invalid one, for example ``("batch", "global")``;
             empty if none.
         hint: What to type instead, or an empty string.
     """
@@ -74,7 +75,7 @@ class ConfigError(EtrainError, ValueError):
         self.path = path
         self.hint = hint
         if hint:
-            self.add_note(hint)  # what Python shows where it is not a cell that asked
+            self.add_note(hint)  # shown by Python outside of a cell
 
     def render(self) -> list[str]:
         """Return the message and, if there is one, the hint."""
@@ -83,13 +84,13 @@ class ConfigError(EtrainError, ValueError):
 
 
 class CellError(ConfigError):
-    """A ConfigError that knows where in the cell it is.
+    """A ConfigError with its position in the cell.
 
     Attributes:
         line: Line of the cell, the ``%%etrain`` line being 1.
         column: Column from 1.
         text: That line's text.
-        length: How many characters the carets underline.
+        length: Number of characters to underline.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class CellError(ConfigError):
         self.line, self.column, self.text, self.length = line, column, text, length
 
     def render(self) -> list[str]:
-        """Return the message, the line with carets under the culprit, and the hint."""
+        """Return the message, the line with the error underlined, and the hint."""
         lines = [f"etrain: line {self.line}, column {self.column}: {self}"]
         if self.text:
             lines.append(f"  {self.line:>3} | {self.text}")
@@ -116,15 +117,15 @@ class CellError(ConfigError):
 
 
 class NotSupportedYetError(ConfigError):
-    """A documented key whose machinery this version does not have: refused, never ignored."""
+    """A documented key that this version does not implement: refused, never ignored."""
 
 
 class BundleError(EtrainError, ValueError):
-    """Something of the notebook cannot be shipped: names it and the cell that defines it."""
+    """An object cannot be sent to the workers: names it and the cell that defines it."""
 
 
 class PoolError(EtrainError, RuntimeError):
-    """Workers, or the scheduler that they belong to, cannot be had."""
+    """Workers or their scheduler are not available."""
 
 
 class JobNotFoundError(EtrainError, LookupError):
@@ -136,7 +137,7 @@ class JobFailedError(EtrainError, RuntimeError):
 
     Attributes:
         job_id: The job.
-        traceback: The user's own traceback from the rank that raised, or an empty string.
+        traceback: The user's traceback from the failing rank, or an empty string.
     """
 
     def __init__(self, message: str, *, job_id: str = "", traceback: str = "") -> None:
@@ -153,11 +154,15 @@ class JobFailedError(EtrainError, RuntimeError):
 
 
 class JobLostError(EtrainError, RuntimeError):
-    """The cluster that ran a job is gone; what it committed is still in the run folder."""
+    """The cluster that ran a job is gone; committed steps are still in the run folder."""
 
 
 class UntrustedJobError(EtrainError, RuntimeError):
-    """To go on with this job would run code that somebody else may have put into the run store."""
+    """Resuming this job would run code that another user may have put into the run store."""
+
+
+class StoreError(EtrainError, RuntimeError):
+    """An object store cannot be read or written, or refused access."""
 
 
 class RunStoreError(EtrainError, RuntimeError):
@@ -165,8 +170,8 @@ class RunStoreError(EtrainError, RuntimeError):
 
 
 class FencedError(RunStoreError):
-    """Somebody else writes the log of this job: whoever gets this must not go on with it."""
+    """Another process writes the log of this job: the receiver must stop writing."""
 
 
 class CheckpointError(EtrainError, RuntimeError):
-    """No checkpoint that verifies, or one that must not be loaded."""
+    """No valid checkpoint, or one that must not be loaded."""

@@ -1,8 +1,7 @@
-"""``%%etrain`` and ``%etrain``: reads the line, asks ``launch`` or a sub-command, shows the answer.
+"""The magics ``%%etrain`` and ``%etrain``: parse the line, run it, and print the result.
 
-The only place where an EtrainError becomes what a cell shows: its own lines, no frames of ours or
-of IPython, and the status "error" so that "Run All" stops. Whatever else is raised stays a normal
-traceback.
+This is the only place that renders an EtrainError: its message without stack frames, and the
+status "error", so that "Run All" stops. Any other exception stays a normal traceback.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.magic import Magics, line_cell_magic, magics_class, no_var_expand
 
 from etrain_jupyter import launch
-from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.errors import ConfigError, EtrainError
 from etrain_jupyter.notebook.commands.arguments import (
     CELL_COMMAND,
@@ -26,15 +24,18 @@ from etrain_jupyter.notebook.commands.arguments import (
     question_as_help,
 )
 from etrain_jupyter.notebook.commands.subcommands import (
+    check_variable,
     find_subcommand,
     overview,
     run_line,
     wait_for,
 )
 from etrain_jupyter.notebook.dashboard.browser import has_front_end
+from etrain_jupyter.notebook.display import follow, open_panel
 from etrain_jupyter.notebook.editor import hooks
 from etrain_jupyter.notebook.editor.help_texts import help_on_cell, help_on_magic
-from etrain_jupyter.notebook.job.run_store import RunStore, open_runs
+from etrain_jupyter.notebook.job.run_store import RunStore
+from etrain_jupyter.notebook.job.runs import open_runs
 from etrain_jupyter.notebook.job.training_job import TrainingJob
 from etrain_jupyter.untrusted import plain_text
 
@@ -44,11 +45,11 @@ if TYPE_CHECKING:
 
 @magics_class
 class EtrainMagics(Magics):
-    """The magics of one shell; also the surface from which its sub-commands are run."""
+    """The magics of one shell, and the surface of its sub-commands."""
 
     @property
     def store(self) -> RunStore:
-        """The run store of the folder in which the kernel runs now."""
+        """The run store of the kernel's current folder."""
         return open_runs()
 
     @no_var_expand
@@ -58,7 +59,7 @@ class EtrainMagics(Magics):
         try:
             text = self._run_line(line) if cell is None else self._run_cell(line, cell)
         except EtrainError as exc:
-            # IPython asks the exception itself for its lines; here the cell is plain to see.
+            # IPython calls this method of an exception instead of formatting a traceback.
             lines = list(map(plain_text, exc.render()))
             vars(exc)["_render_traceback_"] = lambda: lines
             raise
@@ -66,25 +67,33 @@ class EtrainMagics(Magics):
             print(plain_text(text))
 
     def find(self, name_or_id: str | None) -> TrainingJob:
-        """Return the job of that name or id; the latest without one."""
+        """Return the job with that name or id; by default the latest."""
         return launch.attach(name_or_id, store=self.store)
 
-    def show(self, job: TrainingJob, variable: str | None = None) -> str:
-        """Show a job's dashboard here and bind the job to ``variable``."""
-        self._bind(variable, job)
+    def bind(self, variable: str | None, job: TrainingJob | None = None) -> None:
+        """Assign the job to a variable of the notebook, if one is given.
+
+        Without a job, only check the name.
+        """
+        check_variable(variable)
+        if variable and job is not None:
+            self._names()[variable] = job
+
+    def show(self, job: TrainingJob) -> str:
+        """Show a job's dashboard below the cell."""
         launch.show(job)
         return f"etrain: {job.note}" if job.note else ""
 
     def say(self, line: str) -> None:
-        """Print one line at once."""
+        """Print one line immediately."""
         print(plain_text(line), flush=True)
 
     def open_tensorboard(self, folder: Path) -> str:
-        """Open TensorBoard under the cell, with the magic that it brings."""
+        """Open TensorBoard below the cell, with its own magic."""
         assert self.shell is not None, "magics are registered with a shell"
         self.shell.run_line_magic("load_ext", "tensorboard")
         # Called, not run as a line: IPython would evaluate {expressions} and $names in the path of
-        # the folder, which a stranger's job may have chosen.
+        # the folder, which another user's job may have chosen.
         magics: dict[str, Any] = self.shell.magics_manager.magics["line"]
         start = magics.get("tensorboard")
         if start is None:
@@ -111,8 +120,7 @@ class EtrainMagics(Magics):
             options = distributed_parser().parse_args(words[1:])
         except HelpRequested:
             return help_on_cell()
-        if options.out and not options.out.isidentifier():
-            raise ConfigError(f"--out {options.out}: that is no name for a variable")
+        check_variable(options.out)
         for flag in ("force", "trust"):
             if getattr(options, flag) and not options.resume:
                 raise ConfigError(f"--{flag} goes with --resume", hint=f"--resume JOB --{flag}")
@@ -123,13 +131,13 @@ class EtrainMagics(Magics):
             named = plan.config.model_copy(update={"name": options.out})
             plan = dataclasses.replace(plan, config=named)
         if options.dry_run:
-            return describe_plan(plan)
+            return str(plan)
         job = self._resume(plan, options) if options.resume else launch.submit(plan)
-        self._bind(options.out, job)
+        self.bind(options.out, job)
         if not options.quiet:
             launch.show(job)
         elif has_front_end():
-            launch.follow(job)
+            follow(job)
         if options.wait:
             wait_for(job)
         return ""
@@ -147,10 +155,6 @@ class EtrainMagics(Magics):
             return run_line(self, words, prog="%etrain")
         raise ConfigError(f"{name} takes no body", hint=f"type %etrain {' '.join(words)}")
 
-    def _bind(self, variable: str | None, job: TrainingJob) -> None:
-        if variable:
-            self._names()[variable] = job
-
     def _names(self) -> dict[str, Any]:
         """Return the notebook's names."""
         assert self.shell is not None, "magics are registered with a shell"
@@ -159,15 +163,15 @@ class EtrainMagics(Magics):
 
 
 def split_line(line: str) -> list[str]:
-    """Return the words of a magic's line, the comment at its end left out.
+    """Return the words of a magic's line, without the comment at its end.
 
     Raises:
-        ConfigError: If a quotation is not closed.
+        ConfigError: If a quote is not closed.
 
     >>> split_line("resume 'digits #2' --steps 10  # twice as long")
     ['resume', 'digits #2', '--steps', '10']
     """
-    # A quotation is passed over as a whole, so that a # in it begins no comment.
+    # A quoted text is matched as a whole, so that a # in it does not start a comment.
     words = r"""(?:'[^']*'|"(?:\\.|[^"\\])*"|\\.|[^\s'"\\])"""
     code = re.match(rf"(?:\s*(?!#){words}+)*", line)
     rest = line[code.end() :].lstrip() if code else line
@@ -178,57 +182,24 @@ def split_line(line: str) -> list[str]:
 
 
 def give_empty_body(lines: list[str]) -> list[str]:
-    """Give ``%%etrain distributed --help`` a body: IPython itself refuses a cell without one."""
+    """Add a body to ``%%etrain distributed --help``: IPython rejects a cell magic without one."""
     if len(lines) != 1 or not re.match(r"%%etrain(\s|$)", lines[0]):
         return lines
     return [lines[0].rstrip("\n") + "\n", "\n"]
 
 
-def describe_plan(plan: launch.Plan) -> str:
-    """Return what a checked job would do, for ``--dry-run``."""
-    config = plan.config
-    size = sum(plan.bundle.sizes.values())
-    captured = ", ".join(f"{name} {_bytes(n)}" for name, n in plan.bundle.sizes.items())
-    length = f"{config.steps} steps" if config.steps else f"{config.epochs:g} epochs"
-    lines = {
-        "model": config.model,
-        "length": f"{length} of batch {_batch_of(config)}",
-        "workers": f"{config.workers.min} to {config.max_workers()} of pool {config.pool}",
-        "captured": f"{_bytes(size)}: {captured}" if captured else "nothing",
-        "price": launch.price_of(plan),
-    }
-    table = [f"  {name:<10}{text}" for name, text in lines.items()]
-    return "\n".join(["The cell is a valid job. Nothing was submitted (--dry-run).", *table])
-
-
-def _batch_of(config: TrainConfig) -> str:
-    each = config.batch.per_worker_batch_size
-    return str(config.batch.size(1)) if each is None else f"{each} a worker"
-
-
-def _bytes(size: int) -> str:
-    """Return a size for people.
-
-    >>> _bytes(2_500_000)
-    '2.5 MB'
-    """
-    if size < 1_000:
-        return f"{size} B"
-    return f"{size / 1e3:.3g} kB" if size < 1_000_000 else f"{size / 1e6:.3g} MB"
-
-
 def load(shell: InteractiveShell) -> None:
-    """Register the magics, completion, hints and the way to JupyterLab; for ``%load_ext``."""
+    """Register the magics, completion, hints and the side panel; for ``%load_ext``."""
     EtrainMagics.etrain.__doc__ = help_on_magic()  # what %etrain? shows
     shell.register_magics(EtrainMagics)
     hooks.install(shell)
     if give_empty_body not in shell.input_transformers_cleanup:
         shell.input_transformers_cleanup.append(give_empty_body)
-    launch.open_panel()
+    open_panel()
 
 
 def unload(shell: InteractiveShell) -> None:
-    """Remove them again; jobs and clusters go on."""
+    """Remove them; jobs and clusters continue."""
     hooks.remove(shell)
     if give_empty_body in shell.input_transformers_cleanup:
         shell.input_transformers_cleanup.remove(give_empty_body)

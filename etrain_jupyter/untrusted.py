@@ -1,8 +1,8 @@
-"""Checks for what somebody else may have written: files, job ids, text for the screen.
+"""Checks for untrusted input: files, job ids, and text for the screen.
 
-A run store, a bucket and the working folder may be a stranger's. Whoever only looks at them must
-not be made to wait for ever, to read without end, to follow a link out of the folder, or to print
-what a terminal obeys. This is the bottom layer: it raises ``OSError`` and ``ValueError`` only.
+Another user may have written the run store, the bucket or the working folder. Reading them must not
+block forever, fill the memory, follow a link out of the folder, or print control sequences that a
+terminal executes. It is on the lowest floor and raises ``OSError`` and ``ValueError`` only.
 """
 
 from __future__ import annotations
@@ -15,18 +15,20 @@ import stat
 from pathlib import Path
 
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
-"""What ``new_job_id`` makes and a little more: one name in a path, one word on a command line. The
-front end has the same pattern in ``protocol.ts``."""
+"""Pattern of job ids: one component of a path and one word on a command line.
+
+Ids from ``new_job_id`` match it. The front end has the same pattern in ``protocol.ts``.
+"""
 
 _CONTROL = re.compile(
-    # C0 but tab and newline, DEL and C1; line and paragraph separators; what turns the direction of
-    # text around; halves of surrogate pairs, which no terminal's encoding has.
+    # C0 except tab and newline, DEL and C1; line and paragraph separators; bidirectional controls;
+    # surrogates, which cannot be encoded.
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 
 
 def is_job_id(text: object) -> bool:
-    """Tell whether this may be the id of a job.
+    """Return True if this is a valid job id.
 
     >>> is_job_id("digits-00c0ffee"), is_job_id("../digits"), is_job_id("a b"), is_job_id(".a")
     (True, False, False, False)
@@ -35,18 +37,18 @@ def is_job_id(text: object) -> bool:
 
 
 def check_job_id(text: str) -> str:
-    """Return the id of a job, which becomes a name in paths.
+    """Return a job id unchanged. Call it before the id becomes part of a path.
 
     Raises:
-        ValueError: If it is none.
+        ValueError: If it is not a valid job id.
     """
     if not is_job_id(text):
-        raise ValueError(f"{ascii(text)[:100]} is not the id of a job")
+        raise ValueError(f"{ascii(text)[:100]} is not a valid job id")
     return text
 
 
 def plain_text(text: str) -> str:
-    r"""Return text that a terminal shows instead of obeying; lines and tabs stay.
+    r"""Escape control characters, so that a terminal shows them. Newlines and tabs stay.
 
     >>> plain_text("\x1b]0;title\x07 loss 1.5\n")
     '\\x1b]0;title\\x07 loss 1.5\n'
@@ -54,32 +56,35 @@ def plain_text(text: str) -> str:
     return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
-def plain_line(text: str, most: int = 200) -> str:
-    r"""Return text as one line of at most ``most`` characters.
+def plain_line(text: str, max_length: int = 200) -> str:
+    r"""Return text as one line of at most ``max_length`` characters, without control characters.
 
-    >>> plain_line("a\nb" + "c" * 10, most=6)
+    >>> plain_line("a\nb" + "c" * 10, max_length=6)
     'a\\nbcc…'
     """
-    line = plain_text(text[: most + 1]).replace("\n", "\\n").replace("\t", " ")
-    return line if len(line) <= most else line[: most - 1] + "…"
+    line = plain_text(text[: max_length + 1]).replace("\n", "\\n").replace("\t", " ")
+    return line if len(line) <= max_length else line[: max_length - 1] + "…"
 
 
 def open_regular(path: str | os.PathLike[str], *, follow: bool = False) -> io.BufferedReader:
-    """Open a file for reading that is a regular one; a named pipe or device would never end.
+    """Open a regular file for reading. Reading a named pipe or device could block forever.
 
     Args:
         path: The file.
-        follow: Whether its last name may be a link, as in a folder that only its owner writes.
+        follow: Accept a symbolic link as the last component of the path; only for folders that no
+            other user can write to.
 
     Raises:
-        OSError: If it is not there, or is anything else.
+        OSError: If it does not exist or is not a regular file.
     """
+    # O_NONBLOCK: opening a named pipe without a writer would block before fstat can reject it.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
     try:
         handle = os.open(path, flags)
     except OSError as exc:
         if exc.errno == errno.ELOOP and Path(path).is_symlink() and not follow:
-            raise OSError(errno.ELOOP, "it is a link, which is not followed", str(path)) from exc
+            message = "it is a symbolic link, which is not followed"
+            raise OSError(errno.ELOOP, message, str(path)) from exc
         raise
     try:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -93,13 +98,13 @@ def open_regular(path: str | os.PathLike[str], *, follow: bool = False) -> io.Bu
 def read_regular(
     path: str | os.PathLike[str], *, most_bytes: int | None = None, follow: bool = False
 ) -> bytes:
-    """Return the bytes of a regular file, see ``open_regular``.
+    """Return the bytes of a regular file; see ``open_regular``.
 
     Raises:
-        OSError: If it cannot be read, or holds more than ``most_bytes``.
+        OSError: If it cannot be read or is larger than ``most_bytes``.
     """
     with open_regular(path, follow=follow) as file:
         data = file.read(-1 if most_bytes is None else most_bytes + 1)
     if most_bytes is not None and len(data) > most_bytes:
-        raise OSError(errno.EFBIG, f"it holds more than {most_bytes:,} bytes", str(path))
+        raise OSError(errno.EFBIG, f"it is larger than {most_bytes:,} bytes", str(path))
     return data

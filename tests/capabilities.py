@@ -1,8 +1,8 @@
-"""Capabilities that some tests need, and the one way to skip a test where they are missing.
+"""Capabilities that some tests need, and helpers to skip a test where one is missing.
 
-The reason of every skip begins with the name of its group, ``browser: Chromium is not installed``.
-``tests/plugins/run_report.py`` counts skips by group, and fails the run if ``ETRAIN_REQUIRE`` names
-the group: ``.ci/run`` sets that variable to what the machine should have.
+Every skip reason begins with the name of its group, as in ``browser: Chromium is not installed``.
+``tests/plugins/run_report.py`` counts skips by group and fails the run if ``ETRAIN_REQUIRE`` names
+the group. ``.ci/run`` sets that variable to the capabilities that the machine should have.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ OTHER_LIBRARIES = (
     *("dask_jobqueue", "nbclient", "pandas", "pytorch_optimizer", "sklearn"),
     *("tensorboard", "torchmetrics", "transformers"),
 )
-"""Libraries of the extra ``test`` that some tests skip without."""
+"""Libraries of the extra ``test`` without which some tests are skipped."""
 
 
 def find_chromium() -> str | None:
-    """Return the path of Chromium; the variable ETRAIN_CHROMIUM comes first."""
+    """Return the path of Chromium; the variable ETRAIN_CHROMIUM has precedence."""
     named = os.environ.get("ETRAIN_CHROMIUM")
     return named or shutil.which("chromium") or shutil.which("chromium-browser")
 
@@ -74,7 +74,7 @@ CAPABILITIES: dict[str, Callable[[], str]] = {
     "namespaces": _why_no_namespaces,
     "node": _why_no_node,
 }
-"""What a machine may be required to have; each function returns why it is missing, or nothing."""
+"""Capabilities that a run may require. Each function returns why one is missing, or ``""``."""
 
 OTHER_GROUPS = {
     "data": "needs a data set that is not in the repository",
@@ -83,31 +83,31 @@ OTHER_GROUPS = {
     "network": "needs packages of an older version",
     "platform": "needs another operating system, or a git checkout",
 }
-"""Other reasons to skip a test, which no machine is required to remove."""
+"""Other groups of skip reasons; a run cannot require these."""
 
 MARKERS = {"aws": "moto", "browser": "browser", "gpu": "gpu", "slow": "endurance"}
-"""The group of a skip whose reason names none, by the marker of the test."""
+"""Group of a skip whose reason names no group, by the test's marker."""
 
 
 @functools.cache
 def why_missing(capability: str) -> str:
-    """Return why this machine lacks a capability; empty if it has it."""
+    """Return why this machine lacks a capability, or ``""`` if it has it."""
     return CAPABILITIES[capability]()
 
 
 def needs(capability: str) -> pytest.MarkDecorator:
-    """Skip a test where a capability is missing, with the reason."""
+    """Return a mark that skips a test, with the reason, where a capability is missing."""
     why = why_missing(capability)
     return pytest.mark.skipif(bool(why), reason=f"{capability}: {why}")
 
 
 def skip_without(capability: str) -> None:
-    """Skip the running test, or the module that is imported, where a capability is missing."""
+    """Skip the running test, or the module being imported, where a capability is missing."""
     if why := why_missing(capability):
         pytest.skip(f"{capability}: {why}", allow_module_level=True)
 
 
 def only_in_endurance(variable: str) -> pytest.MarkDecorator:
-    """Skip a test that takes minutes, unless ``make endurance`` has set its variable."""
+    """Return a mark that skips a long test unless ``make endurance`` has set its variable."""
     reason = f"endurance: {OTHER_GROUPS['endurance']}"
     return pytest.mark.skipif(variable not in os.environ, reason=reason)

@@ -1,4 +1,4 @@
-"""For all tests: examples of hypothesis have no time limit; who asks gets an S3, or a cloud."""
+"""Shared configuration: the Hypothesis profile, reruns and timeouts, and the S3 fixtures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hypothesis import settings
 from etrain_jupyter.testing.fakeaws.fixtures import *  # noqa: F403
 from etrain_jupyter.testing.s3_server import S3Server
 
-settings.register_profile("etrain", deadline=None)  # a shared machine is slow at times
+settings.register_profile("etrain", deadline=None)  # a shared machine is sometimes slow
 settings.load_profile("etrain")
 
 pytest_plugins = ("pytester", "tests.plugins.run_report")
@@ -25,16 +25,16 @@ pytest_plugins = ("pytester", "tests.plugins.run_report")
 _numbers = itertools.count(1)
 
 PROCESSES = ("browser", "chaos", "contract", "integration", "notebooks")
-"""Folders whose tests wait for real processes on a shared machine."""
+"""Folders with tests that wait for real processes, on a machine that may be busy."""
 TIMEOUT_S = 300
-"""Of such a test, if it names none: what takes a minute may take several on a busy machine."""
+"""Default timeout of such a test: a minute of work can take several minutes on a busy machine."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let such a test begin again once; the run's last lines name it, so that it gets fixed.
+    """Rerun a failed test of these folders once; the end of the run lists each rerun.
 
-    Some 400 tests depend on when the system lets which process run. Pure logic has no excuse, and
-    the long runs that look for what happens rarely (``make endurance``) take no second try.
+    About 400 tests depend on how the operating system schedules processes. Tests of pure logic are
+    never rerun. ``make endurance``, which looks for rare failures, disables reruns.
     """
     for item in items:
         if item.path.relative_to(Path(__file__).parent).parts[0] in PROCESSES:
@@ -44,8 +44,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _state_of_nobody(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep the tests' keys and clusters out of the state directory of whoever runs them."""
+def _test_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep the tests' keys and clusters out of the developer's own state directory."""
     with pytest.MonkeyPatch.context() as patch:
         if "ETRAIN_STATE" not in os.environ:
             patch.setenv("ETRAIN_STATE", str(tmp_path_factory.mktemp("state")))
@@ -54,11 +54,10 @@ def _state_of_nobody(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 @pytest.fixture(scope="module", autouse=True)
 def _forgotten_sockets(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Free what a file's tests have forgotten, before the next file's tests are blamed for it.
+    """Collect garbage after each test file, so that its warnings do not fail another file's test.
 
-    Dask leaves plain sockets to the garbage collector. Its warning came in whatever test ran then,
-    often one of another file, and failed it. What our processes leave behind is asserted by the
-    tests themselves.
+    Dask leaves closing plain sockets to the garbage collector. The ResourceWarning would fail the
+    test that happens to run then. The tests themselves assert that our processes leak nothing.
     """
     yield
     if request.path.relative_to(Path(__file__).parent).parts[0] in PROCESSES:
@@ -69,14 +68,14 @@ def _forgotten_sockets(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def s3_process() -> Iterator[S3Server]:
-    """Give one server for the session."""
+    """Provide one S3 server for the session."""
     with S3Server() as server:
         yield server
 
 
 @pytest.fixture
 def s3_server(s3_process: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> S3Server:
-    """Give it without faults, as what boto3 finds."""
+    """Provide the S3 server without faults, as boto3's default endpoint."""
     s3_process.set_faults()
     for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL", "AWS_DEFAULT_REGION"):
         monkeypatch.delenv(name, raising=False)
@@ -89,7 +88,7 @@ def s3_server(s3_process: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 @pytest.fixture
 def s3_bucket(s3_server: S3Server) -> str:
-    """Give a new bucket's name."""
+    """Provide the name of a new bucket."""
     name = f"bucket-{next(_numbers)}"
     s3_server.make_bucket(name)
     return name
@@ -97,7 +96,7 @@ def s3_bucket(s3_server: S3Server) -> str:
 
 @pytest.fixture
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let retries follow at once."""
+    """Remove the pauses between retries."""
     clock = SimpleNamespace(sleep=lambda _: None, time=time.time, monotonic=time.monotonic)
     monkeypatch.setattr("botocore.endpoint.time", clock)
-    monkeypatch.setattr("etrain_jupyter.storage.objects.s3_bucket.time", clock)
+    monkeypatch.setattr("etrain_jupyter.storage.objects.s3_requests.time", clock)

@@ -1,1 +1,1 @@
-"""The same work done by other systems, one script each."""
+"""The same workloads on other systems, one script per system."""

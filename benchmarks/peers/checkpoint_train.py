@@ -1,8 +1,8 @@
-"""Plain DDP that saves: the peer of ``checkpoint``, under ``torchrun``.
+"""Plain DDP with checkpoints under ``torchrun``: the peer of ``checkpoint``.
 
-``--how save`` writes with ``torch.save`` on rank 0 while all wait, as most scripts do.
+``--how save`` writes with ``torch.save`` on rank 0 while all ranks wait, as most scripts do.
 ``--how async`` uses ``torch.distributed.checkpoint.async_save`` on all ranks, as its documentation
-shows: the call copies the state and a thread writes it; the one before it is waited for first.
+shows: it waits for the previous save, copies the state, and lets a thread write it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ State = dict[str, Any]
 
 
 def main() -> None:
-    """Train and, on rank 0, write when each step was done and how long each save held it up."""
+    """Train; on rank 0, write the completion time of each step and the stall of each save."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--workload", choices=LARGE_MODELS, required=True)
     parser.add_argument("--how", choices=("save", "async"), required=True)
@@ -50,13 +50,13 @@ def main() -> None:
 
 
 class Saver:
-    """``torch.save`` on rank 0, in place of the checkpoint before."""
+    """Save with ``torch.save`` on rank 0, replacing the previous checkpoint."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def save(self, state: Callable[[], State], step: int) -> None:
-        """Return when training may go on."""
+        """Save the state. Return when training may continue."""
         if dist.get_rank() == 0:
             temporary = self.folder / "checkpoint.tmp"
             torch.save(state(), temporary)
@@ -67,7 +67,7 @@ class Saver:
 
 
 class AsyncSaver(Saver):
-    """``async_save`` on all ranks, one at a time, each into a folder of its own."""
+    """Save with ``async_save`` on all ranks, one save at a time, each into a separate folder."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -75,7 +75,7 @@ class AsyncSaver(Saver):
         self._pending: Future[Any] | None = None
 
     def save(self, state: Callable[[], State], step: int) -> None:
-        """Copy the state and go on."""
+        """Copy the state and return while a thread writes it."""
         self.close()
         folder = self.folder / f"checkpoint-{step}"
         pending = async_save(state(), checkpoint_id=folder, process_group=self._group)
@@ -89,7 +89,7 @@ class AsyncSaver(Saver):
 
 
 def train(module: nn.Module, saver: Saver, num_steps: int, every: int) -> dict[str, list[Any]]:
-    """Do ``num_steps`` updates; return when each was done, and the stall of each save by step."""
+    """Run ``num_steps`` updates; return their completion times, and each save's step and stall."""
     model = DistributedDataParallel(module)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
     batches = index_batches(*make_images())

@@ -1,9 +1,10 @@
 """Plain DDP under ``torchrun``: the peer of ``steady``.
 
-As its authors would write it for speed: every rank has the whole data set as tensors and picks its
-share of each batch by indices; no data loader, no logging, no checkpoint. ``--loader`` reads the
+The script is written for speed: every rank has the whole data set as tensors and selects its share
+of each batch by indices, without a data loader, logging or checkpoints. ``--loader`` reads the
 samples through ``DataLoader`` and ``DistributedSampler`` instead, as most scripts do.
-``--aggregation 4`` cuts each share into four passes, all but the last of them under ``no_sync``.
+``--aggregation 4`` splits each share into four passes and runs all except the last under
+``no_sync``.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 def main() -> None:
-    """Train and, on rank 0, write when each step was done."""
+    """Train; on rank 0, write the completion time of each step."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--workload", choices=MODELS, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--loader", action="store_true")
-    parser.add_argument("--aggregation", type=int, default=1, help="passes a step")
+    parser.add_argument("--aggregation", type=int, default=1, help="passes per step")
     options = parser.parse_args()
     dist.init_process_group("gloo")
     torch.manual_seed(0)
@@ -55,7 +56,7 @@ def main() -> None:
 def train(
     workload: str, batches: Iterator[Batch], num_steps: int, num_passes: int = 1
 ) -> list[float]:
-    """Do ``num_steps`` updates; return the instant at which each was done."""
+    """Run ``num_steps`` updates and return their completion times."""
     model = DistributedDataParallel(MODELS[workload]())
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
     times = []
@@ -74,7 +75,7 @@ def train(
 
 
 def index_batches(images: torch.Tensor, labels: torch.Tensor) -> Iterator[Batch]:
-    """Yield this rank's share of every batch, epoch after epoch, by one permutation a epoch."""
+    """Yield this rank's share of every batch, with a new permutation for each epoch."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(0)
     while True:
@@ -85,7 +86,7 @@ def index_batches(images: torch.Tensor, labels: torch.Tensor) -> Iterator[Batch]
 
 
 def loader_batches(images: torch.Tensor, labels: torch.Tensor) -> Iterator[Batch]:
-    """Yield the same through the usual loader."""
+    """Yield this rank's share of every batch through ``DataLoader``."""
     data = TensorDataset(images, labels)
     sampler: DistributedSampler[Any] = DistributedSampler(data, seed=0)
     size = GLOBAL_BATCH_SIZE // dist.get_world_size()

@@ -1,7 +1,7 @@
 """DDP under elastic ``torchrun``, as its documentation recommends: save often, load on every start.
 
-Each worker is a node of its own, with an agent of its own. When one is lost, the agents end all the
-others and start them again; this script then goes on from the newest checkpoint.
+Each worker is a separate node with its own agent. When a worker is lost, the agents stop and
+restart all the others, and this script resumes from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def main() -> None:
 
 
 def agree_on_attempt() -> int:
-    """A number that all ranks of this group share, and no other group has."""
+    """Return a number that is the same on all ranks of this group and different in every group."""
     number = torch.tensor([time.time_ns()])
     dist.broadcast(number, 0)
     return int(number.item())
 
 
 def train(task: Task, trainee: Trainee, log: StepLog, start: int) -> None:
-    """Make the steps after ``start``; rank 0 saves."""
+    """Run the steps after ``start``; rank 0 saves the checkpoints."""
     model = DistributedDataParallel(trainee.model)
     for step in range(start + 1, task.num_steps + 1):
         indices = share_of(step, log.rank, log.world_size)

@@ -1,8 +1,9 @@
-"""Sums of gradients over the ranks, by themselves: ours in tree order, and what others would do.
+"""Compare three ways to sum gradients over the ranks, without any other work.
 
 Every rank of ``torchrun`` holds some of V shard gradients. ``all_reduce`` sums them in an order
-that depends on the number of ranks; ``all_gather`` sends every shard to everybody, who then add up
-in an order of their own; ``tree`` is what ``reproducible`` does. Rank 0 writes the times.
+that depends on the number of ranks. ``all_gather`` sends every shard to all ranks, and each rank
+adds them up in the order of the tree. ``tree`` sums in the order of the tree while sending, as
+``reproducible`` does. Rank 0 writes the times.
 """
 
 from __future__ import annotations
@@ -22,50 +23,50 @@ from etrain_jupyter.trainer.gradients.tree_sum import TreeSum, merge
 
 
 class Way(Protocol):
-    """One way to sum gradients over the ranks."""
+    """Method to sum gradients over the ranks."""
 
     total: torch.Tensor
 
     def prepare(self) -> None:
-        """Get ready; not timed."""
+        """Reset the input. Not timed."""
 
     def exchange(self) -> None:
-        """Leave the sum in ``total``."""
+        """Compute the sum in ``total``."""
 
 
 class Peers:
-    """The default group, as ``TreeSum`` wants it."""
+    """Adapter from the default process group to the interface that ``TreeSum`` needs."""
 
     def __init__(self) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Any:
-        """Start to send."""
+        """Start sending a tensor."""
         return dist.isend(tensor, dst, tag=tag)
 
     def irecv(self, tensor: torch.Tensor, src: int, tag: int) -> Any:
-        """Start to receive."""
+        """Start receiving a tensor."""
         return dist.irecv(tensor, src, tag=tag)
 
 
 class AllReduce:
-    """Sums by gloo's all-reduce."""
+    """Sum with gloo's all-reduce."""
 
     def __init__(self, shards: list[torch.Tensor]) -> None:
         self._sum = torch.stack(shards).sum(0)
         self.total = torch.empty_like(self._sum)
 
     def prepare(self) -> None:
-        """Bring back what the rank has by itself."""
+        """Restore the rank's own sum."""
         self.total.copy_(self._sum)
 
     def exchange(self) -> None:
-        """Sum over the ranks."""
+        """Sum over all ranks."""
         dist.all_reduce(self.total)
 
 
 class AllGather:
-    """Sends each shard to everybody; all add up in the order of the tree."""
+    """Send each shard to all ranks; each rank adds them up in the order of the tree."""
 
     def __init__(self, shards: list[torch.Tensor], world_size: int) -> None:
         self._mine = torch.stack(shards)
@@ -74,16 +75,16 @@ class AllGather:
         self.total = self._all[0][0]
 
     def prepare(self) -> None:
-        """Nothing: what is sent stays as it is."""
+        """Do nothing: the exchange does not change its input."""
 
     def exchange(self) -> None:
-        """Gather and add up."""
+        """Gather all shards and add them up."""
         dist.all_gather(self._all, self._mine)
         merge([row for gathered in self._all for row in gathered], self._merges)
 
 
 class Tree:
-    """Sums as ``reproducible`` does."""
+    """Sum in the order of the tree, as ``reproducible`` does."""
 
     def __init__(self, shards: list[torch.Tensor], plan: ShardPlan, peers: Peers) -> None:
         first = plan.shards[peers.rank].start
@@ -97,20 +98,20 @@ class Tree:
         self.total = self._partials[0]
 
     def prepare(self) -> None:
-        """Bring back what the rank has by itself."""
+        """Restore the rank's own partial sums."""
         for partial, own in zip(self._partials, self._own, strict=True):
             partial.copy_(own)
 
     def exchange(self) -> None:
-        """Sum over the ranks."""
+        """Sum over all ranks in the order of the tree."""
         self._sum.exchange()
 
 
 def main() -> None:
-    """Do each exchange in turn, round after round; rank 0 writes what it took."""
+    """Run all methods in turn, round after round; rank 0 writes the times and digests."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--shards", type=int, required=True)
-    parser.add_argument("--numbers", type=int, required=True, help="of each gradient")
+    parser.add_argument("--numbers", type=int, required=True, help="elements per gradient")
     parser.add_argument("--rounds", type=int, required=True)
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
@@ -132,7 +133,7 @@ def main() -> None:
 
 
 def measure(ways: dict[str, Way], num_rounds: int) -> dict[str, list[float]]:
-    """Time every way ``num_rounds`` times, in turn, after one time that connects."""
+    """Time every method ``num_rounds`` times, in turn, after a first round that connects."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(num_rounds + 1):
         for name, way in ways.items():
@@ -147,12 +148,12 @@ def measure(ways: dict[str, Way], num_rounds: int) -> dict[str, list[float]]:
 
 
 def gradient_of(shard: int, numbers: int) -> torch.Tensor:
-    """The gradient of a shard, the same in every process."""
+    """Return the gradient of a shard, which is the same in every process."""
     return torch.randn(numbers, generator=torch.Generator().manual_seed(shard))
 
 
 def digest_of(tensor: torch.Tensor) -> str:
-    """SHA-256 of its numbers."""
+    """Return the SHA-256 of a tensor's values."""
     return hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
 
 

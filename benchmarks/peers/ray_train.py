@@ -1,7 +1,8 @@
-"""The driver of Ray Train: a cluster on this machine, elastic workers, a checkpoint every K steps.
+"""Ray Train driver: a cluster on this machine, elastic workers, a checkpoint every K steps.
 
-Written after Ray's own preemption benchmark: rank 0 reports checkpoints, nobody reports metrics
-alone (that would be a barrier for nothing), failures are retried for ever.
+The script follows Ray's own preemption benchmark: rank 0 reports checkpoints, the ranks do not
+report metrics between checkpoints (each report is a barrier), and failures are retried without
+limit.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ from benchmarks.step_log import BEGUN, COMMITTED, StepLog
 
 OBJECT_STORE_BYTES = 100 * 2**20
 RESIZE_INTERVAL_S = 5.0
-"""Default is 60: with that, a group would train undersized for a minute."""
+"""Ray's default is 60 s; with it, a group would train below its full size for a minute."""
 
 
 def main() -> None:
-    """Start the cluster, train, and end it, also when told to stop."""
+    """Start the cluster, train, and shut the cluster down, also on SIGTERM."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     task = Task.load(Path(sys.argv[1]))
-    # Ray's sockets live below this folder, and the path of a socket must be short.
+    # Ray creates its sockets in this folder, and the path of a socket must be short.
     with tempfile.TemporaryDirectory(prefix="ray") as folder:
         ray.init(
             num_cpus=task.world_size,
@@ -57,7 +58,7 @@ def main() -> None:
 
 
 def trainer_of(task: Task) -> TorchTrainer:
-    """The job: 1 to ``world_size`` workers."""
+    """Return the trainer, with 1 to ``world_size`` workers."""
     return TorchTrainer(
         train,
         train_loop_config={"folder": str(task.folder)},
@@ -76,7 +77,7 @@ def trainer_of(task: Task) -> TorchTrainer:
 
 
 def train(config: dict[str, Any]) -> None:
-    """What every worker runs."""
+    """Train on one worker, from the newest checkpoint."""
     torch.set_num_threads(1)
     task = Task.load(Path(config["folder"]))
     trainee = Trainee(task.workload)
@@ -95,7 +96,7 @@ def train(config: dict[str, Any]) -> None:
 
 
 def make_step(trainee: Trainee, model: nn.Module, log: StepLog, step: int) -> None:
-    """One update, logged."""
+    """Run one update and log it."""
     indices = share_of(step, log.rank, log.world_size)
     log.write(BEGUN, step)
     trainee.optimizer.zero_grad()
@@ -105,7 +106,7 @@ def make_step(trainee: Trainee, model: nn.Module, log: StepLog, step: int) -> No
 
 
 def report(trainee: Trainee, step: int, rank: int) -> None:
-    """Hand a checkpoint to Ray; every rank calls it, rank 0 brings the files."""
+    """Report a checkpoint to Ray. Every rank calls this; rank 0 provides the files."""
     metrics = {"step": step, "time": time.time()}
     if rank != 0:
         ray.train.report(metrics)

@@ -1,7 +1,7 @@
-"""One run of a peer: its processes, the log that its ranks write, and its end.
+"""One run of a peer: its processes, its step log and its shutdown.
 
-Every process of a run carries a token in its environment, and so does whatever it starts. That is
-how a run is ended completely, however a system's own processes hang together.
+Every process of a run, including child processes, has a token in its environment. The token
+identifies all processes to stop, however a system starts them.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ END_TIMEOUT_S = 15.0
 
 
 class PeerRun:
-    """A context: entering starts nothing, leaving ends all that was started.
+    """Processes of one run. As a context manager, it stops all of them on exit.
 
     Args:
-        task: What the peer is to do.
+        task: Task of the peer.
     """
 
     def __init__(self, task: Task) -> None:
         self.task = task
         self.leftovers = 0
-        """Processes that had to be killed because their own system had not ended them."""
+        """Number of processes that the peer had not stopped and that had to be killed."""
         self._token = uuid.uuid4().hex
         self._processes: list[subprocess.Popen[bytes]] = []
         self._reader = LogReader(task.log_folder)
@@ -58,18 +58,18 @@ class PeerRun:
                 stderr=subprocess.STDOUT,
                 cwd=self.task.folder,
                 env={**os.environ, **common, **environment},
-                # An interrupt at the terminal is for the benchmark, which then ends the run.
+                # Ctrl-C must reach only the benchmark, which then stops the run.
                 start_new_session=True,
             )
         self._processes.append(process)
         return process
 
     def history(self) -> History:
-        """What the ranks have written so far."""
+        """Return all steps that the ranks have logged so far."""
         return self._reader.read()
 
     def ranks(self) -> dict[int, int]:
-        """Process ids by rank in the newest attempt, those alive; empty before the first step."""
+        """Return the live pids of the newest attempt by rank; empty before the first step."""
         history = self.history()
         attempt = history.newest_attempt()
         steps = [done for done in history.executions.values() if done.attempt == attempt]
@@ -78,18 +78,18 @@ class PeerRun:
         return {rank: pid for rank, pid in pids.items() if psutil.pid_exists(pid)}
 
     def kill(self, rank: int) -> float:
-        """SIGKILL the process of a rank; return when."""
+        """Send SIGKILL to the process of a rank and return the time."""
         killed_at = time.time()
         os.kill(self.ranks()[rank], signal.SIGKILL)
         return killed_at
 
     def check(self) -> None:
-        """Raise if nothing is left that could train."""
+        """Raise ``RuntimeError`` if every process has exited."""
         if all(process.poll() is not None for process in self._processes):
-            raise RuntimeError(f"every process has ended; the output is:\n{self.output()}")
+            raise RuntimeError(f"every process of the run has exited; output:\n{self.output()}")
 
     def output(self) -> str:
-        """The last lines that its processes printed."""
+        """Return the last lines of output of each process."""
         lines: list[str] = []
         for path in sorted(self.task.folder.glob("*.log")):
             text = path.read_text(encoding="utf-8", errors="replace")
@@ -97,12 +97,12 @@ class PeerRun:
         return "\n".join(lines)
 
     def end(self, process: subprocess.Popen[bytes]) -> None:
-        """SIGKILL one process that ``spawn`` started."""
+        """Kill one process that ``spawn`` started."""
         process.kill()
         process.wait()
 
     def close(self) -> None:
-        """Ask every process to end, wait, and kill what is left."""
+        """Terminate every process, wait, and kill the remaining ones."""
         for process in self._processes:
             if process.poll() is None:
                 process.terminate()
@@ -118,7 +118,7 @@ class PeerRun:
         psutil.wait_procs(left, timeout=END_TIMEOUT_S)
 
     def _own_processes(self) -> list[psutil.Process]:
-        """Whatever carries the token, zombies apart."""
+        """Return all processes with the token, except zombies."""
         found = []
         for process in psutil.process_iter():
             try:
@@ -126,17 +126,17 @@ class PeerRun:
                 if is_own and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
             except psutil.Error:
-                continue  # it has ended, or is somebody else's
+                continue  # the process has exited or belongs to another user
         return found
 
 
 def python_path() -> str:
-    """The module path with this repository first: the ranks import the workloads."""
+    """Return the module path with this repository first, because the ranks import from it."""
     return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def last_whole(history: History, world_size: int) -> list[Execution]:
-    """The committed steps of the newest attempt if all ranks take part in it, else none."""
+    """Return the committed steps of the newest attempt if it has full size, otherwise none."""
     attempt = history.newest_attempt()
     steps = history.committed(attempt) if attempt is not None else []
     return steps if steps and steps[-1].world_size == world_size else []

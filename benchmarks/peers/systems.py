@@ -1,7 +1,7 @@
-"""The systems that etrain-jupyter is measured beside: how each is started, and whether it can be.
+"""Peer systems: availability, version and start of each.
 
-A system that is not installed is not left out silently: ``missing`` says why, and the benchmarks
-print that and write it into their JSON.
+A system that is not installed is not skipped silently: ``missing`` returns the reason, and the
+benchmarks print it and write it to their JSON file.
 """
 
 from __future__ import annotations
@@ -24,45 +24,45 @@ from benchmarks.peers.run import PeerRun
 from benchmarks.peers.training import Task
 
 MANY = 1000
-"""Restarts that no run reaches."""
+"""Number of restarts that no run reaches."""
 START_TIMEOUT_S = 60.0
 LOGS = "--log-dir=agents"
-"""Below the run's folder, which is deleted; by default an agent leaves one behind."""
+"""Subfolder of the run's folder, which is deleted; an agent's default folder would remain."""
 
 
 class System(ABC):
-    """A peer: what it is called, what it needs, how it starts."""
+    """A peer system."""
 
     name: ClassVar[str]
     package: ClassVar[str]
-    """The distribution whose version is told."""
+    """Distribution package that determines the version."""
     needs: ClassVar[str] = "torch"
-    """The statement's module that must be importable."""
+    """Module that must be importable."""
     survives_kill: ClassVar[bool] = True
-    """Whether it goes on when a rank is killed."""
+    """Whether it recovers when a rank is killed."""
 
     def missing(self) -> str:
-        """Why it cannot run here; empty if it can."""
+        """Return why the system cannot run here, or an empty string if it can."""
         return import_error(self.needs)
 
     def version(self) -> str:
-        """The installed version."""
+        """Return the installed version."""
         return metadata.version(self.package)
 
     @abstractmethod
     def start(self, task: Task) -> PeerRun:
-        """Start training; the run belongs to the caller, who closes it."""
+        """Start training and return the run; the caller must close it."""
 
 
 class PlainTorchrun(System):
-    """DDP under ``torchrun`` with nothing elastic about it."""
+    """DDP under ``torchrun``, not elastic."""
 
     name = "torchrun DDP"
     package = "torch"
     survives_kill = False
 
     def start(self, task: Task) -> PeerRun:
-        """One agent with all the ranks."""
+        """Start one agent with all ranks."""
         run = PeerRun(task)
         ranks = f"--nproc-per-node={task.world_size}"
         launch = ["torch.distributed.run", "--standalone", ranks, LOGS]
@@ -71,9 +71,9 @@ class PlainTorchrun(System):
 
 
 class ElasticRun(PeerRun):
-    """Agents that meet at a store of ours, which outlives them all.
+    """Agents that rendezvous at a store in the benchmark process, which survives all of them.
 
-    The store is where a careful user would have it: on a machine that is not taken away.
+    This models a careful setup, in which the store runs on a machine that is not preempted.
     """
 
     def __init__(self, task: Task) -> None:
@@ -84,7 +84,7 @@ class ElasticRun(PeerRun):
         self.agents: list[subprocess.Popen[bytes]] = []
 
     def worker_of(self, agent: subprocess.Popen[bytes]) -> psutil.Process:
-        """The process of the rank that an agent looks after."""
+        """Return the process of an agent's rank."""
         return next(
             child
             for child in psutil.Process(agent.pid).children(recursive=True)
@@ -92,7 +92,7 @@ class ElasticRun(PeerRun):
         )
 
     def add_agent(self) -> None:
-        """Start one more node with one rank."""
+        """Start another node with one rank."""
         settings = {
             "is_host": "false",
             "last_call_timeout": "2",  # default 30 s
@@ -115,8 +115,8 @@ class ElasticRun(PeerRun):
                 "-m",
                 "benchmarks.peers.elastic_train",
                 str(self.task.folder),
-                # The workers' store would else be the same one in every round, old addresses and
-                # all, and the first restart would wait for a dead rank until its time is up.
+                # By default all rounds share the workers' store, including stale addresses, and
+                # the first restart would wait for a dead rank until it times out.
                 TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
             )
         )
@@ -129,7 +129,7 @@ class ElasticTorchrun(System):
     package = "torch"
 
     def start(self, task: Task) -> ElasticRun:
-        """As many agents as ranks."""
+        """Start one agent per rank."""
         run = ElasticRun(task)
         for _ in range(task.world_size):
             run.add_agent()
@@ -144,14 +144,14 @@ class RayTrain(System):
     needs = "ray.train.torch"
 
     def start(self, task: Task) -> PeerRun:
-        """The driver, which starts all the rest."""
+        """Start the driver, which starts all other processes."""
         run = PeerRun(task)
         settings = {
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.25",  # default 2 s
-            # Loopback only, as on systems where Ray never leaves the machine.
+            # Restrict Ray to loopback, as it does by default on other operating systems.
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-            # A token of the run's own: else Ray would leave one in the user's home.
+            # A token for this run, so that Ray does not write one to the user's home folder.
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
         }
@@ -160,14 +160,14 @@ class RayTrain(System):
 
 
 class TorchFT(System):
-    """torchft: replica groups of one rank, each under an agent that starts it again."""
+    """torchft: replica groups of one rank, each restarted by its own agent."""
 
     name = "torchft"
     package = "torchft-nightly"
     needs = "torchft"
 
     def start(self, task: Task) -> PeerRun:
-        """The lighthouse, then the replicas."""
+        """Start the lighthouse, then the replicas."""
         run = PeerRun(task)
         path = task.folder / "lighthouse"
         run.spawn("lighthouse", "benchmarks.peers.torchft_lighthouse", str(path))
@@ -176,7 +176,9 @@ class TorchFT(System):
             run.check()
             if time.monotonic() > deadline:
                 run.close()
-                raise TimeoutError(f"no lighthouse after {START_TIMEOUT_S:.0f} s: {run.output()}")
+                raise TimeoutError(
+                    f"no lighthouse after {START_TIMEOUT_S:.0f} s; output:\n{run.output()}"
+                )
             time.sleep(0.05)
         for replica in range(task.world_size):
             run.spawn(
@@ -203,10 +205,10 @@ SYSTEMS: tuple[System, ...] = (PlainTorchrun(), ElasticTorchrun(), RayTrain(), T
 
 
 def runnable(*, survivors: bool = False) -> tuple[list[System], dict[str, str]]:
-    """Return the systems that can run here, and for the others why not.
+    """Return the systems that can run here, and the reasons why the others cannot.
 
     Args:
-        survivors: Leave out those that end when a rank is killed.
+        survivors: Exclude systems that do not recover when a rank is killed.
     """
     wanted = [system for system in SYSTEMS if system.survives_kill or not survivors]
     skipped = {system.name: why for system in wanted if (why := system.missing())}
@@ -217,7 +219,7 @@ def runnable(*, survivors: bool = False) -> tuple[list[System], dict[str, str]]:
 
 @functools.cache
 def import_error(module: str) -> str:
-    """Import a module in a process of its own; return what it said if it could not."""
+    """Import a module in a separate process; return the error, or an empty string."""
     done = subprocess.run(
         [sys.executable, "-c", f"import {module}"], capture_output=True, text=True, check=False
     )
@@ -228,7 +230,7 @@ def import_error(module: str) -> str:
 def new_task(
     parent: Path, *, workload: str, num_steps: int, world_size: int, checkpoint_every: int = 0
 ) -> Task:
-    """A task with an empty folder of its own below ``parent``."""
+    """Create a task with a new, empty folder in ``parent``."""
     folder = parent / f"{time.time_ns()}"
     folder.mkdir(parents=True)
     return Task(

@@ -1,4 +1,4 @@
-"""torchft's lighthouse, which forms the quorums: ``FILE`` gets its address."""
+"""Run torchft's lighthouse, which forms the quorums, and write its address to ``FILE``."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 from torchft.coordination import LighthouseServer
 
 HEARTBEAT_TIMEOUT_MS = 1000
-"""How long a dead replica counts as alive; its default is 5000."""
+"""Timeout after which a silent replica is considered dead; torchft's default is 5000."""
 JOIN_TIMEOUT_MS = 1000
-"""How long a quorum waits for those that live but have not asked; its default is 60000."""
+"""Time that a quorum waits for living replicas that have not requested it; default 60000."""
 QUORUM_TICK_MS = 100
 
 
 def main() -> None:
-    """Serve until the signal to end."""
+    """Serve until SIGTERM or SIGINT."""
     lighthouse = LighthouseServer(
         bind="127.0.0.1:0",
         min_replicas=1,

@@ -1,9 +1,10 @@
-"""DDP with torchft, after its own ``train_ddp`` example: one replica group of one rank a process.
+"""DDP with torchft, based on its ``train_ddp`` example: one replica group of one rank per process.
 
-A quorum is asked for at each step; survivors go on without the dead, and one that comes back heals
-from a peer. As in the example a replica's shard of the data is fixed: what a dead replica would
-have trained is not trained. Its place in the shard follows the manager's step, so that a replica
-that comes back does not begin its shard anew (the example leaves that to the user).
+The replicas request a quorum at each step. Survivors continue without dead replicas, and a
+restarted replica heals from a peer. As in the example, each replica has a fixed shard of the data,
+so the samples of a dead replica are not trained. The position in the shard follows the manager's
+step, so that a restarted replica does not repeat its shard from the beginning (the example leaves
+this to the user).
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from benchmarks.step_log import BEGUN, COMMITTED, UNDONE, StepLog
 
 
 def main() -> None:
-    """Train until the step that all replicas share has reached the target."""
+    """Train until the replicas' common step reaches the target."""
     task = Task.load(Path(sys.argv[1]))
     replica = int(os.environ["REPLICA_GROUP_ID"])
     trainee = Trainee(task.workload)
     manager = manager_of(trainee, replica)
     if task.checkpoint.exists():
-        # Counts only if all replicas were lost: else the newest state of a living one wins.
+        # Only used if all replicas were lost. Otherwise a living replica's newer state wins.
         state = torch.load(task.checkpoint, map_location="cpu")
         trainee.load(state)
         manager.load_state_dict(state["manager"])
@@ -38,12 +39,12 @@ def main() -> None:
     log = StepLog(task.log_folder)
     while manager.current_step() < task.num_steps:
         make_step(task, trainee, manager, model, optimizer, log, replica)
-    # The peers may still be in their last commit; what ends us afterwards is the launcher.
+    # Do not wait: the peers may still be committing. The launcher stops this process later.
     manager.shutdown(wait=False)
 
 
 def manager_of(trainee: Trainee, replica: int) -> Manager:
-    """The replica's part of the protocol."""
+    """Create the replica's manager."""
 
     def load_state_dict(state: dict[str, Any]) -> None:
         trainee.load(state)
@@ -71,20 +72,20 @@ def make_step(
     log: StepLog,
     replica: int,
 ) -> None:
-    """Try one update; it is undone if a replica was lost in it."""
+    """Attempt one update. It is undone if a replica was lost during the update."""
     step = manager.current_step() + 1
     indices = share_of(step, replica, task.world_size)
     optimizer.zero_grad()
     trainee.loss(model, indices).backward()  # type: ignore[no-untyped-call]
     is_healing = not manager.is_participating()
-    # Healing sets the step, so it is asked for again.
+    # Healing changes the step, so read it again.
     step = manager.current_step() + 1
     log.enter(attempt=manager._quorum_id, rank=replica, world_size=manager.num_participants())
     log.write(BEGUN, step)
     optimizer.step()
     is_committed = manager.current_step() == step
     log.write(COMMITTED if is_committed else UNDONE, step, indices=[] if is_healing else indices)
-    # The lowest replica that takes part saves: the checkpoint is for the loss of all at once.
+    # The lowest participating replica saves. The checkpoint covers the loss of all replicas.
     if is_committed and task.is_due(step) and manager.participating_rank() == 0:
         state = {**trainee.state(step), "manager": manager.state_dict()}
         save_checkpoint(task.checkpoint, state)

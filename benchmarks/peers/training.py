@@ -1,8 +1,8 @@
-"""What the peers' scripts have in common: the task, the model, the data and the checkpoint file.
+"""Common parts of the peers' scripts: task, model, data and checkpoint file.
 
-Every system trains the same steps: step ``s`` is the same 128 samples whoever makes it, a function
-of ``s`` alone, so that a script that goes on from a checkpoint neither skips nor repeats a sample.
-That is more than most scripts do; it is how we would write one for these systems.
+Every system trains the same steps. The 128 samples of step ``s`` depend only on ``s``, so a script
+that resumes from a checkpoint neither skips nor repeats a sample. Most user scripts do not do this;
+a careful script for these systems would.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ BATCHES_PER_EPOCH = NUM_SAMPLES // GLOBAL_BATCH_SIZE
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What a peer is asked to do; its ranks read it from their folder."""
+    """Task of a peer. The ranks read it from the run's folder."""
 
     folder: Path
-    """Where the step logs, the checkpoint and the output go."""
+    """Folder for the step logs, the checkpoint and the output."""
     workload: str
     num_steps: int
     world_size: int
@@ -47,62 +47,62 @@ class Task:
 
     @property
     def log_folder(self) -> Path:
-        """Where the ranks write what they do."""
+        """Folder of the ranks' step logs."""
         return self.folder / "steps"
 
     @property
     def checkpoint(self) -> Path:
-        """The newest checkpoint, once there is one."""
+        """Path of the newest checkpoint; the file may not exist yet."""
         return self.folder / "checkpoint.pt"
 
     def save(self) -> None:
-        """Write it to its folder."""
+        """Write the task to its folder."""
         values = {**dataclasses.asdict(self), "folder": str(self.folder)}
         (self.folder / "task.json").write_text(json.dumps(values), encoding="utf-8")
 
     @staticmethod
     def load(folder: Path) -> Task:
-        """Read what ``save`` wrote."""
+        """Read the task that ``save`` wrote."""
         values = json.loads((folder / "task.json").read_text(encoding="utf-8"))
         return Task(**{**values, "folder": folder})
 
     def is_due(self, step: int) -> bool:
-        """Whether a checkpoint is written after ``step``."""
+        """Return whether a checkpoint is due after ``step``."""
         return self.checkpoint_every > 0 and step % self.checkpoint_every == 0
 
 
 @functools.lru_cache(maxsize=2)
 def order_of(epoch: int) -> list[int]:
-    """The order in which an epoch goes through the samples."""
+    """Return the order of the samples in an epoch."""
     order = list(range(NUM_SAMPLES))
     random.Random(epoch).shuffle(order)
     return order
 
 
 def batch_of(step: int) -> list[int]:
-    """The samples of a step, which counts from 1."""
-    epoch, place = divmod(step - 1, BATCHES_PER_EPOCH)
-    return order_of(epoch)[place * GLOBAL_BATCH_SIZE : (place + 1) * GLOBAL_BATCH_SIZE]
+    """Return the sample indices of a step; steps start at 1."""
+    epoch, batch = divmod(step - 1, BATCHES_PER_EPOCH)
+    return order_of(epoch)[batch * GLOBAL_BATCH_SIZE : (batch + 1) * GLOBAL_BATCH_SIZE]
 
 
 def share_of(step: int, rank: int, world_size: int) -> list[int]:
-    """A rank's part of a step's samples; parts differ by at most one sample."""
+    """Return a rank's share of a step's samples. Shares differ by at most one sample."""
     batch = batch_of(step)
     low, high = (len(batch) * end // world_size for end in (rank, rank + 1))
     return batch[low:high]
 
 
 def expected_samples(num_steps: int) -> dict[int, tuple[int, int]]:
-    """Number and index sum of the samples of each step."""
+    """Return the number of samples and the sum of their indices, for each step."""
     batches = {step: batch_of(step) for step in range(1, num_steps + 1)}
     return {step: (len(batch), sum(batch)) for step, batch in batches.items()}
 
 
 class Trainee:
-    """The model with its optimizer and data, as every script sets it up.
+    """Model, optimizer and data, set up identically in every script.
 
     Args:
-        workload: Which of ``workloads.MODELS``.
+        workload: Key of ``workloads.MODELS``.
     """
 
     def __init__(self, workload: str) -> None:
@@ -114,24 +114,24 @@ class Trainee:
         self._images, self._labels = make_images()
 
     def loss(self, model: nn.Module, indices: list[int]) -> torch.Tensor:
-        """Put samples through ``model``, the wrapped one, and return the loss."""
+        """Return the loss of some samples under ``model``, which wraps ``self.model``."""
         chosen = torch.tensor(indices)
         return cross_entropy(model(self._images[chosen]), self._labels[chosen])
 
     def state(self, step: int) -> dict[str, Any]:
-        """What a checkpoint holds."""
+        """Return the contents of a checkpoint."""
         model, optimizer = self.model.state_dict(), self.optimizer.state_dict()
         return {"model": model, "optimizer": optimizer, "step": step}
 
     def load(self, state: Mapping[str, Any]) -> int:
-        """Take a checkpoint's state; return its step."""
+        """Load the state of a checkpoint and return its step."""
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         return int(state["step"])
 
 
 def save_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
-    """Write a checkpoint so that a reader finds the old or the new one, never half of one."""
+    """Write a checkpoint atomically: a reader finds the previous or the new one."""
     temporary = path.with_suffix(".tmp")
     torch.save(dict(state), temporary)
     os.replace(temporary, path)

@@ -1,4 +1,4 @@
-"""Notebook objects, by value, as content-addressed bytes: captured in the kernel, opened on ranks.
+"""Notebook objects by value, as content-addressed bytes: captured in the kernel, opened on ranks.
 
 Imports neither torch nor IPython.
 """

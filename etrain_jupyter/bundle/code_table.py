@@ -1,9 +1,14 @@
-"""What a bundle's code says, apart from where it stands: to tell a resumed job what has changed.
+"""Fingerprints of a bundle's code, to report what changed when a job is resumed.
 
-A bundle's own digest differs from one kernel to the next, by the names under which cells are
-compiled and by the order of sets. Here each function counts by the tree of its source (its
-instructions depend on what else is in the cell: the compiler calls what it saw imported in another
-way), the plain values that functions use by their text, and data by their bytes.
+The digest of the whole bundle differs between kernels: it contains the file names of compiled cells
+and depends on the order of sets. The table compares parts instead:
+
+=================  =====================================================================
+functions          by the syntax tree of their source. Bytecode would differ with the rest
+                   of the cell: the compiler emits other calls for names that it saw imported.
+plain values       by their ``repr``: constants that functions and references use
+data               by the digest of their bytes
+=================  =====================================================================
 """
 
 from __future__ import annotations
@@ -23,23 +28,25 @@ from typing import Any
 from etrain_jupyter.bundle.sources import CellSource
 
 MAX_SHOWN = 80
+"""Maximum length of a line or value in a difference, in characters."""
+_MISSING = "(missing)"
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 @dataclass(frozen=True, kw_only=True)
 class CodeTable:
-    """The code of one bundle."""
+    """Fingerprints of the code, values and data of one bundle."""
 
     functions: Mapping[str, Mapping[str, Any]]
-    """By qualified name: ``digest``, and the ``file`` and ``line`` where it is defined."""
+    """By qualified name: ``digest``, and the ``file`` and ``line`` of the definition."""
     values: Mapping[str, str]
-    """Plain values that functions and references use, by name, as Python writes them."""
+    """``repr`` of the plain values that functions and references use, by name."""
     data: Mapping[str, str]
-    """Digests of the captured data that are no code, by name."""
+    """Digests of captured data, by name."""
 
     @property
     def digest(self) -> str:
-        """SHA-256 of all of it; equal for equal code, whichever kernel captured it."""
+        """SHA-256 of the table; equal for equal code, whichever kernel captured it."""
         functions = {name: entry["digest"] for name, entry in self.functions.items()}
         text = json.dumps([functions, dict(self.values), dict(self.data)], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
@@ -51,14 +58,14 @@ class CodeTable:
 
 @dataclass(frozen=True, kw_only=True)
 class CodeChange:
-    """One thing that two bundles have different."""
+    """One difference between two bundles."""
 
     name: str
     """``Net.forward``, ``HIDDEN``, ``train_set``."""
     kind: str
     """``code``, ``value`` or ``data``."""
     where: str
-    """The cell or file that defines it now; empty if that is not known."""
+    """Cell or file of the current definition; empty if unknown."""
     old: str
     new: str
 
@@ -70,18 +77,20 @@ def tabulate(
     names: Mapping[str, Any],
     data: Mapping[str, str],
 ) -> CodeTable:
-    """Describe what a pickler has met.
+    """Compute the table for the objects that a pickler has recorded.
 
     Args:
-        codes: The code that travels by value.
-        functions: Functions that it met, by value or not.
-        classes: Classes that travel by value.
-        names: What the references name themselves.
-        data: Digests of data by name.
+        codes: Code objects that are pickled by value.
+        functions: All functions that were pickled, by value or by name.
+        classes: Classes that are pickled by value.
+        names: Captured objects, by the name that the references use.
+        data: Digests of data, by name.
     """
+    # List outer functions only: the source of a nested function is part of its outer function.
     known = list(dict.fromkeys(codes))
     inner = {part for code in known for part in _nested(code) if part is not code}
     outer = [code for code in known if code not in inner]
+    # Several functions may share a qualified name, such as '<lambda>': digest them together.
     digests: dict[str, list[str]] = {}
     table: dict[str, dict[str, Any]] = {}
     for code in outer:
@@ -91,6 +100,7 @@ def tabulate(
     for name, found in digests.items():
         table[name]["digest"] = hashlib.sha256("".join(sorted(found)).encode()).hexdigest()
     values = {name: text for name, value in names.items() if (text := _plain_text(value))}
+    # Functions of installed packages are not part of the user's code: ignore their globals.
     by_value = set(known)
     for function in functions:
         if function.__code__ in by_value:
@@ -105,9 +115,9 @@ def tabulate(
 
 
 def digest_of_function(code: CodeType) -> str:
-    """Return the SHA-256 of a function's source without its layout, else of its instructions."""
+    """Return the SHA-256 of a function's syntax tree, or of its bytecode if it has no source."""
     lines = linecache.getlines(code.co_filename)[code.co_firstlineno - 1 :]
-    if not lines:  # typed nowhere: made by exec
+    if not lines:  # made by exec
         return digest_of_code(code)
     try:
         text = textwrap.dedent("".join(inspect.getblock(lines)))
@@ -117,9 +127,10 @@ def digest_of_function(code: CodeType) -> str:
 
 
 def digest_of_code(code: CodeType) -> str:
-    """Return the SHA-256 of a function's instructions; where it stands does not count."""
+    """Return the SHA-256 of a function's bytecode, independent of its file and line."""
     digest = hashlib.sha256()
     digest.update(code.co_code)
+    # Leave out the file, line numbers and qualified name, which differ between kernels.
     shape = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
     names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
     digest.update(repr((code.co_name, shape, names)).encode())
@@ -134,23 +145,28 @@ def digest_of_code(code: CodeType) -> str:
 def compare_code(
     old: CodeTable, new: CodeTable, cells: tuple[Mapping[str, CellSource], ...]
 ) -> list[CodeChange]:
-    """Return what differs, functions first; ``cells`` are the texts of the old and the new one."""
+    """Return the differences between two tables: functions, then values, then data.
+
+    Args:
+        old: Table of the bundle that the job was started with.
+        new: Table of the current bundle.
+        cells: Sources of the old and of the new bundle.
+    """
     changes = []
     for name in _in_order(old.functions, new.functions):
-        was, is_now = old.functions.get(name), new.functions.get(name)
-        if was and is_now and was["digest"] == is_now["digest"]:
+        before, after = old.functions.get(name), new.functions.get(name)
+        if before and after and before["digest"] == after["digest"]:
             continue
-        lines = _first_difference(_source(was, cells[0]), _source(is_now, cells[1]))
-        place = is_now or was or {}
-        cell = cells[1 if is_now else 0].get(str(place.get("file")))
+        lines = _first_difference(_source(before, cells[0]), _source(after, cells[1]))
+        place = after or before or {}
+        cell = cells[1 if after else 0].get(str(place.get("file")))
         shown = [
-            text if entry else "(not there)"
-            for text, entry in zip(lines, (was, is_now), strict=True)
+            text if entry else _MISSING for text, entry in zip(lines, (before, after), strict=True)
         ]
         where = cell.label if cell else ""
         changes.append(CodeChange(name=name, kind="code", where=where, old=shown[0], new=shown[1]))
     for name in _in_order(old.values, new.values):
-        texts = [table.values.get(name, "(not there)") for table in (old, new)]
+        texts = [table.values.get(name, _MISSING) for table in (old, new)]
         if texts[0] != texts[1]:
             short = [_short(text) for text in texts]
             changes.append(
@@ -159,8 +175,8 @@ def compare_code(
     for name in _in_order(old.data, new.data):
         texts = [table.data.get(name, "") for table in (old, new)]
         if texts[0] != texts[1]:
-            words = [text[:12] if text else "(not there)" for text in texts]
-            changes.append(CodeChange(name=name, kind="data", where="", old=words[0], new=words[1]))
+            short = [text[:12] if text else _MISSING for text in texts]
+            changes.append(CodeChange(name=name, kind="data", where="", old=short[0], new=short[1]))
     return changes
 
 
@@ -176,7 +192,7 @@ def _nested(code: CodeType) -> Iterator[CodeType]:
 
 
 def _values_of(function: FunctionType) -> Iterator[tuple[str, str]]:
-    """Yield the plain values that a function takes from outside of itself."""
+    """Yield the plain values of a function's globals, closure variables and defaults."""
     used = {name for code in _nested(function.__code__) for name in code.co_names}
     for name in sorted(used & function.__globals__.keys()):
         if text := _plain_text(function.__globals__[name]):
@@ -184,7 +200,7 @@ def _values_of(function: FunctionType) -> Iterator[tuple[str, str]]:
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             text = _plain_text(cell.cell_contents)
-        except ValueError:  # not filled yet
+        except ValueError:  # the variable has no value yet
             continue
         if text:
             yield f"{function.__qualname__}.{name}", text
@@ -194,7 +210,7 @@ def _values_of(function: FunctionType) -> Iterator[tuple[str, str]]:
 
 
 def _plain_text(value: Any) -> str:
-    """Return a plain value as Python writes it; empty for anything else."""
+    """Return the ``repr`` of a plain value, with sets in a fixed order; empty for other types."""
     if isinstance(value, _PLAIN):
         return repr(value)
     if type(value) in (tuple, list, set, frozenset):
@@ -204,8 +220,8 @@ def _plain_text(value: Any) -> str:
         return f"{type(value).__name__}({', '.join(parts)})" if all(parts) else ""
     if type(value) is dict:
         pairs = [(_plain_text(key), _plain_text(item)) for key, item in value.items()]
-        whole = all(key and item for key, item in pairs)
-        return "{" + ", ".join(f"{key}: {item}" for key, item in pairs) + "}" if whole else ""
+        is_plain = all(key and item for key, item in pairs)
+        return "{" + ", ".join(f"{key}: {item}" for key, item in pairs) + "}" if is_plain else ""
     return ""
 
 
@@ -214,7 +230,7 @@ def _constant_text(constant: Any) -> str:
 
 
 def _source(entry: Mapping[str, Any] | None, cells: Mapping[str, CellSource]) -> Sequence[str]:
-    """Return the lines of a function, without what stands around it; none if they are not known."""
+    """Return the source lines of a function, without indentation; empty if unknown."""
     cell = cells.get(str(entry["file"])) if entry else None
     if entry is None or cell is None:
         return ()
@@ -226,13 +242,17 @@ def _source(entry: Mapping[str, Any] | None, cells: Mapping[str, CellSource]) ->
 
 
 def _first_difference(old: Sequence[str], new: Sequence[str]) -> tuple[str, str]:
-    """Return the first lines that differ; they may be equal if only something around them does."""
+    """Return the first pair of lines that differ; placeholders if all lines are equal.
+
+    The lines can be equal although the digests differ, for example if another definition with the
+    same qualified name has changed.
+    """
     length = max(len(old), len(new))
-    for place in range(length):
-        pair = [lines[place] if place < len(lines) else "(no line)" for lines in (old, new)]
+    for i in range(length):
+        pair = [lines[i] if i < len(lines) else "(no line)" for lines in (old, new)]
         if pair[0] != pair[1]:
             return _short(pair[0]), _short(pair[1])
-    return "other code", "this code"
+    return "previous code", "current code"
 
 
 def _short(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Bundles as files: written by the kernel, compared by their digest."""
+"""Write bundles to files and verify their digests."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from etrain_jupyter.bundle.capture import Bundle
 
 CHUNK_BYTES = 2 << 20
-"""Of a bundle that is sent: how much of it is in memory at once, at each end."""
+"""Chunk size for sending a bundle, in bytes: sender and receiver hold one chunk in memory."""
 
 
 def write_bundle(path: Path, bundle: Bundle | bytes) -> None:
     """Write a bundle to a new file that only its owner can read.
 
     Raises:
-        BundleError: If the notebook's memory is not what was captured any more.
-        OSError: If it cannot be written.
+        BundleError: If the notebook's memory has changed since the bundle was captured.
+        OSError: If the file cannot be written.
     """
     digest = hashlib.sha256()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -31,16 +31,16 @@ def write_bundle(path: Path, bundle: Bundle | bytes) -> None:
         for chunk in [bundle] if isinstance(bundle, bytes) else bundle.chunks():
             digest.update(chunk)
             file.write(chunk)
+    # Large arrays are not copied at capture, so another thread may change one before it is written.
     if not isinstance(bundle, bytes) and digest.hexdigest() != bundle.digest:
         raise BundleError(
-            "an array or a tensor of the job was changed by another thread of the notebook while "
-            "it was being sent. Nothing was submitted. Wait for that thread, then run the cell "
-            "again."
+            "another thread of the notebook changed an array or tensor of the job while it was "
+            "being written. Nothing was submitted. Wait for that thread, then run the cell again."
         )
 
 
 def has_digest(path: Path, digest: str, *, size: int | None = None) -> bool:
-    """Tell whether a file is there and has this SHA-256; another size is seen without reading."""
+    """Return True if the file exists and has this SHA-256. With ``size``, check the size first."""
     try:
         if size is not None and path.stat().st_size != size:
             return False

@@ -1,4 +1,4 @@
-"""Opens a bundle on a rank."""
+"""Open a bundle on a rank and evaluate its references."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ from etrain_jupyter.errors import BundleError
 
 FORMAT_VERSION = 2
 READABLE_VERSIONS = (1, 2)
-"""Format 1 has everything inside the pickles, and no table."""
+"""Format 1 stores arrays and tensors inside the pickles, and has no table."""
 
 HEADER = struct.Struct("!I")
-"""Length of the JSON header that follows it."""
+"""Length of the JSON header, which follows."""
 
 Readable = bytes | bytearray | memoryview | Path
-"""A bundle: its bytes, or the file that has them."""
+"""A bundle: its bytes or its file."""
 
 
 class OpenBundle:
-    """A job's references, to be evaluated here.
+    """A job's references, ready to be evaluated on this machine.
 
-    Opening reads only the header; the notebook's objects are made when one is asked for first.
+    Opening reads the header only; the first evaluation unpickles the notebook's objects.
 
     Attributes:
         references: Key to expression.
-        cells: Text of the code that was captured, by file name.
-        code: What the captured code says; None in a bundle of an older version.
-        packages: Versions in the notebook's environment; empty where it has none.
+        cells: Text of the captured code, by file name.
+        code: Fingerprints of the captured code; None in a bundle of an older version.
+        packages: Package versions in the notebook's environment; empty if not installed.
     """
 
     def __init__(self, header: Mapping[str, Any], content: _Content, start: int) -> None:
-        """``start``: where in the content the payload begins."""
+        """Set up the references; ``start`` is the position of the payload in the content."""
         self.references: dict[str, str] = header["references"]
         self.packages: dict[str, str] = header["packages"]
         self.cells = _cells_of(header)
@@ -60,28 +60,36 @@ class OpenBundle:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the bytes, hexadecimal; all of them are read for it."""
+        """SHA-256 of the bytes, hexadecimal. Reads all of them."""
         return digest_of_file(self._content.open())
 
     def evaluate(self, key: str) -> Any:
         """Return the value of a reference.
 
-        What references share is one object. A key that is asked for again is built anew, from the
-        bytes: a model that was trained meanwhile comes back as it was in the notebook.
+        References share objects: two keys that name one object get the same object. Evaluating a
+        key a second time unpickles everything again, so that a model which was trained in between
+        is again as it was in the notebook.
 
         Raises:
-            BundleError: If the objects cannot be made here.
-            Exception: Whatever the notebook's code raises.
+            BundleError: If the objects cannot be unpickled on this machine.
+            Exception: Any exception that the notebook's code raises.
         """
         expression = self.references[key].strip()
+        # Two references to the same object must get one object, for example an optimizer and a
+        # loss that share a module.
+        #
+        # The second evaluation of a key starts a new set of objects, shared by the keys after it.
         if self._names is None or key in self._evaluated:
             self._names, self._evaluated = self._load(), set()
         self._evaluated.add(key)
+        # A captured name, or the import path of a local module, which was captured by its path.
         if expression in self._names:
             return self._names[expression]
+        # The import path of an installed module.
         path = import_path(expression)
         if path is not None:
             return _import(*path)
+        # Any other expression. Register its text, so that a traceback shows the key of the cell.
         filename = f"<etrain {key}>"
         self.cells[filename] = CellSource(label=f"{key} of the cell", text=expression)
         namespace = {"__name__": "__main__", **self._names}
@@ -97,17 +105,17 @@ class OpenBundle:
         return found
 
     def install_sources(self) -> None:
-        """Make tracebacks in this process find the cells' lines."""
+        """Make the cells' lines available to tracebacks in this process."""
         sources.install_sources(self.cells)
 
     def format_user_traceback(self, exc: BaseException) -> str:
-        """Return the traceback as the user should see it, with ``Cell In[n], line m``."""
+        """Return a traceback of the user's frames, with ``Cell In[n], line m``."""
         return sources.format_user_traceback(exc, self.cells)
 
     def _load(self) -> dict[str, Any]:
         stream = self._content.open()
         stream.seek(self._start)
-        # One unpickler for all names: it remembers what later ones share with earlier ones.
+        # Use one unpickler for all names: its memo restores objects that several names share.
         unpickler = pickle.Unpickler(stream) if self._table is None else self._unpickler(stream)
         names: dict[str, Any] = {}
         for name in self._order:
@@ -118,7 +126,7 @@ class OpenBundle:
         return names
 
     def _unpickler(self, stream: BinaryIO) -> pickle.Unpickler:
-        """Return one that makes arrays and tensors on memory of their own, without a copy."""
+        """Return an unpickler that creates arrays and tensors on the payload, without a copy."""
         assert self._table is not None
         payload = self._content.map()[self._start :]
         table = pickle.loads(payload[self._table :])
@@ -131,66 +139,66 @@ class OpenBundle:
         differ = f" Versions differ: {differ}." if differ else ""
         if isinstance(exc, ModuleNotFoundError):
             return BundleError(
-                f"'{name}' of the notebook needs the module '{exc.name}', which this worker "
-                f"lacks.{differ} Install it "
-                "for the workers, or put its file beside the notebook."
+                f"'{name}' of the notebook needs the module '{exc.name}', which is not installed "
+                f"on this worker.{differ} Install it on the workers, or put its file next to the "
+                "notebook."
             )
         return BundleError(
-            f"'{name}' of the notebook cannot be made on this worker ({type(exc).__name__}: "
-            f"{exc}).{differ} Install "
-            "the same packages on both, or name a function that builds it."
+            f"'{name}' of the notebook cannot be unpickled on this worker ({type(exc).__name__}: "
+            f"{exc}).{differ} Install the same packages on both, or pass a function that builds it."
         )
 
 
 def open_bundle(bundle: Readable, *, digest: str = "") -> OpenBundle:
-    """Read a bundle's header; nothing of the notebook runs yet.
+    """Read a bundle's header, without running any code of the notebook.
 
-    Arrays and tensors of a bundle in a file are mapped from it: they take no memory before they
-    are used, and processes of one machine share what they only read.
+    Arrays and tensors are memory-mapped from a bundle file: pages are loaded when they are used,
+    and processes on one machine share the pages that they do not modify.
 
     Args:
-        bundle: Its bytes, or its file, which stays open.
-        digest: SHA-256 that it must have; empty if it is known to be right.
+        bundle: The bytes, or the file, which stays open.
+        digest: Expected SHA-256; empty to skip the check.
 
     Raises:
-        BundleError: If it is none, of another format, damaged, or was made by another Python.
+        BundleError: If it is not a bundle, is corrupt, or was made by another format or Python.
     """
     content = _Content(bundle)
     if digest and (found := digest_of_file(content.open())) != digest:
         raise BundleError(
-            f"{content} is damaged: its SHA-256 is {found}, and that of the job's bundle {digest}. "
-            "Nothing of it was run. Submit the job again."
+            f"{content} is corrupt: its SHA-256 is {found}, expected {digest}. Nothing of it was "
+            "run. Submit the job again."
         )
     header, start = _read_header(content)
+    # Check the versions before anything is unpickled: the errors of a mismatch would be obscure.
     version, python = header["format"], tuple(header["python"][:2])
     if version not in READABLE_VERSIONS:
         raise BundleError(
-            f"the bundle has format {version}, this worker reads {FORMAT_VERSION}. Install the "
-            "same version of "
-            "etrain-jupyter in the notebook and on the workers."
+            f"the bundle has format {version}, but this worker reads format {FORMAT_VERSION}. "
+            "Install the same version of etrain-jupyter in the notebook and on the workers."
         )
     if python != sys.version_info[:2]:
         raise BundleError(
-            f"the notebook runs Python {python[0]}.{python[1]}, this worker {sys.version_info[0]}."
-            f"{sys.version_info[1]}. Code by value needs the same version on both."
+            f"the notebook runs Python {python[0]}.{python[1]}, but this worker runs "
+            f"{sys.version_info[0]}.{sys.version_info[1]}. Code is sent as bytecode, which "
+            "needs the same version. Install the notebook's Python version on the workers."
         )
     return OpenBundle(header, content, start)
 
 
 def read_cells(bundle: Readable) -> dict[str, CellSource]:
-    """Return only the cells of a bundle, for whoever does not open it."""
+    """Return only the cells of a bundle."""
     header, _ = _read_header(_Content(bundle))
     return _cells_of(header)
 
 
 def digest_of_file(file: Any) -> str:
-    """Return the SHA-256 of what an open file has from where it stands, and close it."""
+    """Return the SHA-256 of an open file from its current position, and close the file."""
     with file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class _Content:
-    """The bytes of a bundle: in memory, or in a file that may lose its name meanwhile."""
+    """The bytes of a bundle: in memory, or in an open file, which may be deleted meanwhile."""
 
     def __init__(self, bundle: Readable) -> None:
         self._file: BinaryIO | None = None
@@ -208,24 +216,25 @@ class _Content:
 
     @property
     def size(self) -> int:
-        """How many bytes it has."""
+        """Size in bytes."""
         return len(self._data) if self._file is None else os.fstat(self._file.fileno()).st_size
 
     def open(self) -> BinaryIO:
-        """Return a file that reads it from its beginning."""
+        """Return a new file object at the beginning of the bytes."""
         if self._file is None:
             return io.BytesIO(self._data)
         return io.BufferedReader(_FromStart(self._file))
 
     def map(self) -> memoryview:
-        """Return its bytes in memory that may be written to, of which nobody else gets to know."""
+        """Return the bytes as private writable memory: changes reach neither file nor source."""
         if self._file is None:
             return memoryview(bytearray(self._data))
+        # Copy on write: training modifies the tensors in place, but must not change the file.
         return memoryview(mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_COPY))
 
 
 class _FromStart(io.RawIOBase):
-    """Reads an open file with a position of its own."""
+    """A reader of an open file with its own position, so that several can share the file."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -240,7 +249,7 @@ class _FromStart(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Go to a position; only from the beginning or from here."""
+        """Move to a position, relative to the beginning or to the current position."""
         self._position = offset + (self._position if whence == os.SEEK_CUR else 0)
         return self._position
 
@@ -249,34 +258,37 @@ class _FromStart(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        """Fill a buffer as far as there are bytes."""
+        """Read into a buffer; return the number of bytes."""
+        # preadv leaves the shared file offset unchanged.
         count = os.preadv(self._file.fileno(), [buffer], self._position)
         self._position += count
         return count
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes tensors by a bundle's table."""
+    """Unpickler that rebuilds tensors from the bundle's table."""
 
     def __init__(self, stream: BinaryIO, buffers: Any, reader: tensors.TensorReader) -> None:
         super().__init__(stream, buffers=buffers)
         self._reader = reader
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what a pickle names; called once for each name."""
+        """Import what a pickle names; replace the tensor placeholder by this bundle's reader."""
         found = super().find_class(module, name)
         return self._reader.rebuild if found is tensors.rebuild_tensor else found
 
 
 def _read_header(content: _Content) -> tuple[dict[str, Any], int]:
-    """Return the header, and where the payload begins."""
+    """Return the header and the position of the payload."""
     try:
         with content.open() as file:
             (length,) = HEADER.unpack(file.read(HEADER.size))
+            # A corrupt length could request gigabytes: never read more than the file has.
             header = json.loads(file.read(min(length, content.size)))
     except (struct.error, ValueError) as exc:
-        message = f"these {content.size} bytes are no bundle, or part of one. Submit the job again."
-        raise BundleError(message) from exc
+        raise BundleError(
+            f"these {content.size} bytes are not a complete bundle. Submit the job again."
+        ) from exc
     return header, HEADER.size + length
 
 
@@ -285,14 +297,17 @@ def _cells_of(header: Mapping[str, Any]) -> dict[str, CellSource]:
 
 
 def make_module(name: str) -> ModuleType:
-    """Make an empty module that lay beside the notebook; ``import`` finds it from now on."""
+    """Create an empty module for a file next to the notebook, and register it for ``import``.
+
+    Bundles refer to this function and to ``fill_module`` by name: keep both here.
+    """
     module = ModuleType(name)
     sys.modules.setdefault(name, module)
     return module
 
 
 def fill_module(module: ModuleType, state: Mapping[str, Any]) -> ModuleType:
-    """Give a module its names."""
+    """Set the attributes of a module."""
     vars(module).update(state)
     return module
 
@@ -303,7 +318,7 @@ def _import(module: str, attribute: str) -> Any:
     except ModuleNotFoundError as exc:
         raise BundleError(
             f"this worker has no module '{exc.name}', which {module}:{attribute} needs. Install "
-            "it for the workers, or put its file beside the notebook."
+            "it on the workers, or put its file next to the notebook."
         ) from exc
     for part in attribute.split("."):
         value = getattr(value, part)

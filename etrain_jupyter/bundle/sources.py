@@ -1,9 +1,8 @@
-"""The text of notebook cells, so that a traceback on a rank shows the user's own lines.
+"""Source text of notebook cells, so that a traceback on a rank shows the user's own lines.
 
-A kernel compiles each cell under a file name of its own that exists nowhere
-(``/tmp/ipykernel_123/456.py``), and keeps
-the text in ``linecache``. Both travel with the bundle, as does the text of modules that lie beside
-the notebook.
+A kernel compiles each cell under a unique file name that does not exist on disk
+(``/tmp/ipykernel_123/456.py``), and keeps the text in ``linecache``. The bundle contains both, and
+also the text of modules next to the notebook.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from typing import Any
 import etrain_jupyter
 
 MAX_LIBRARY_FRAMES = 3
-"""Library frames that are shown below the user's last one."""
+"""Maximum number of library frames shown below the user's last frame."""
 
 MAX_USER_FRAMES = 20
-"""More than these (a recursion without end) are folded in the middle."""
+"""Maximum number of user frames shown. An infinite recursion has more: the middle is omitted."""
 
 _OURS = str(Path(etrain_jupyter.__file__).parent) + os.sep
-_PLUMBING = frozenset({"_wrapped_call_impl", "_call_impl", "_modified_open"})
-"""Functions of torch and IPython that stand between any two frames and explain nothing."""
+_WRAPPERS = frozenset({"_wrapped_call_impl", "_call_impl", "_modified_open"})
+"""Wrapper functions of torch and IPython that appear between user frames and explain nothing."""
 _LIBRARIES = tuple(
     {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
@@ -37,31 +36,31 @@ _LIBRARIES = tuple(
 
 @dataclass(frozen=True, kw_only=True)
 class CellSource:
-    """One cell's text at the time of submit."""
+    """Text of one cell or module when the job was submitted."""
 
     label: str
-    """``Cell In[3]``, or the file's name where it was no cell."""
+    """``Cell In[3]``, or the file name of a module."""
     text: str
 
 
 def is_library(filename: str) -> bool:
-    """Tell whether a file belongs to Python or to an installed package."""
+    """Return True if a file belongs to Python or to an installed package."""
     parts = Path(filename).parts
     return filename.startswith(_LIBRARIES) or "site-packages" in parts or "dist-packages" in parts
 
 
 def is_of_this_package(filename: str) -> bool:
-    """Whether a frame is ours, which tells a user nothing."""
+    """Return True if a file belongs to etrain-jupyter."""
     return filename.startswith(_OURS)
 
 
 def collect_sources(
     filenames: Iterable[str], cell_numbers: Mapping[str, int]
 ) -> dict[str, CellSource]:
-    """Return the text behind the file names of captured code, as far as it is the user's.
+    """Return the text of the user's files and cells among the file names of captured code.
 
     Args:
-        filenames: ``co_filename`` of everything that travels by value.
+        filenames: ``co_filename`` of all code that is pickled by value.
         cell_numbers: File name that the kernel compiled a cell under to its execution count.
     """
     found = {}
@@ -84,10 +83,11 @@ def _label_of(filename: str, cell_numbers: Mapping[str, int]) -> str:
 
 
 def defining_cell(name: str, value: Any, cell_numbers: Mapping[str, int]) -> str:
-    """Return ``Cell In[3]`` for the cell that defines ``value`` or assigned ``name``, if any."""
+    """Return ``Cell In[3]`` for the cell that defines ``value`` or assigns ``name``, if any."""
     for code in _codes_of(value):
         if code.co_filename in cell_numbers:
             return f"Cell In[{cell_numbers[code.co_filename]}]"
+    # Data has no code: search the cells, latest first, because a later assignment wins.
     for filename, number in sorted(cell_numbers.items(), key=lambda item: -item[1]):
         if name in _assigned_in("".join(linecache.getlines(filename))):
             return f"Cell In[{number}]"
@@ -115,10 +115,10 @@ def _assigned_in(text: str) -> set[str]:
 
 
 def install_sources(cells: Mapping[str, CellSource]) -> None:
-    """Make tracebacks in this process find the cells' lines."""
+    """Register the cells with ``linecache``, so that tracebacks find their lines."""
     for name, cell in cells.items():
         lines = cell.text.splitlines(keepends=True)
-        # Without a modification time the entry outlives linecache.checkcache().
+        # linecache.checkcache() keeps an entry that has no modification time.
         linecache.cache[name] = (len(cell.text), None, lines, name)
 
 
@@ -126,33 +126,34 @@ def install_sources(cells: Mapping[str, CellSource]) -> None:
 
 
 def format_user_traceback(exc: BaseException, cells: Mapping[str, CellSource]) -> str:
-    """Return the traceback as the user should see it, with what caused it above it.
+    """Return a traceback that shows the user's frames, with the causes of the exception first.
 
-    Frames of this package are left out, so are those of libraries around the user's frames, and all
-    but the last few
-    below the user's last one. If none is the user's, all but ours are shown.
+    It omits frames of this package, library frames between the user's frames, and all but
+    ``MAX_LIBRARY_FRAMES`` below the user's last frame. Without any user frame, it shows all frames
+    except those of this package.
     """
     parts: list[str] = []
-    for link, words in reversed(list(_chain_of(exc))):
+    for link, transition in reversed(list(_chain_of(exc))):
         parts.append(_format_one(link, cells))
-        if words:
-            parts.append(f"\n{words}\n")
+        if transition:
+            parts.append(f"\n{transition}\n")
     return "\n".join(parts)
 
 
 def _chain_of(exc: BaseException) -> Iterator[tuple[BaseException, str]]:
-    """Yield the exception and what led to it, newest first, each with the words below it."""
+    """Yield the exception and its causes, newest first, each with the line to print below it."""
+    # A cycle of causes is legal in Python: stop at an exception that was already yielded.
     seen: set[int] = set()
     link: BaseException | None = exc
-    words = ""
+    transition = ""
     while link is not None and id(link) not in seen:
         seen.add(id(link))
-        yield link, words
+        yield link, transition
         if link.__cause__ is not None:
-            words = "The above exception was the direct cause of the following:"
+            transition = "The above exception was the direct cause of the following exception:"
             link = link.__cause__
         else:
-            words = "While the above exception was handled, another one occurred:"
+            transition = "During handling of the above exception, another exception occurred:"
             link = None if link.__suppress_context__ else link.__context__
 
 
@@ -164,28 +165,28 @@ def _format_one(exc: BaseException, cells: Mapping[str, CellSource]) -> str:
 
 
 Frame = traceback.FrameSummary | int
-"""A frame, or how many were left out."""
+"""A frame, or the number of omitted frames."""
 
 
 def _shown_frames(trace: TracebackType | None, cells: Mapping[str, CellSource]) -> list[Frame]:
     frames = [
         frame
         for frame in traceback.extract_tb(trace)
-        if not is_of_this_package(frame.filename) and frame.name not in _PLUMBING
+        if not is_of_this_package(frame.filename) and frame.name not in _WRAPPERS
     ]
-    theirs = [i for i, frame in enumerate(frames) if _is_users(frame.filename, cells)]
-    if not theirs:
+    # Without a user frame, hide nothing but our own frames: the error is in a library.
+    user_frames = [i for i, frame in enumerate(frames) if _is_users(frame.filename, cells)]
+    if not user_frames:
         return [*frames]
-    shown: list[Frame] = [frames[i] for i in theirs]
+    shown: list[Frame] = [frames[i] for i in user_frames]
     if len(shown) > MAX_USER_FRAMES:
         half = MAX_USER_FRAMES // 2
         shown[half:-half] = [len(shown) - MAX_USER_FRAMES]
-    return [*shown, *frames[theirs[-1] + 1 :][-MAX_LIBRARY_FRAMES:]]
+    return [*shown, *frames[user_frames[-1] + 1 :][-MAX_LIBRARY_FRAMES:]]
 
 
 def _is_users(filename: str, cells: Mapping[str, CellSource]) -> bool:
-    # What Python generates (``<frozen importlib>``, ``<__array_function__ internals>``) is
-    # nobody's.
+    # Generated code (``<frozen importlib>``, ``<__array_function__ internals>``) has no file.
     return filename in cells or not (is_library(filename) or filename.startswith("<"))
 
 

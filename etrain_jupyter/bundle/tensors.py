@@ -1,17 +1,17 @@
-"""Tensors in a bundle: a view travels as its own elements, and memory that is shared stays shared.
+"""Tensors in a bundle: store a view as its own elements, and keep shared memory shared.
 
-torch pickles the whole storage of each tensor. Here a tensor is pickled as a place in a storage;
-which bytes of the storages are needed is known when everything has been pickled:
+torch pickles the whole storage of each tensor. This module pickles a tensor as a reference to its
+storage. After all objects were pickled, it selects the bytes of each storage that are needed:
 
 ============================  =================================================================
-tensors of one storage        what travels
+tensors of one storage        stored bytes
 ============================  =================================================================
-ranges that do not meet       each range, once
+disjoint ranges               each range, once
 ranges that overlap or touch  their union, once: the tensors share memory on the rank too
 sparse columns of a table     the elements of each column, if no two tensors share an element
 ============================  =================================================================
 
-Never imports torch: where there is a tensor, there is torch already.
+Never imports torch: if there is a tensor, torch is already imported.
 """
 
 from __future__ import annotations
@@ -27,19 +27,22 @@ from typing import Any
 from etrain_jupyter.errors import BundleError
 
 ALIGNMENT = 64
-"""Of each range in its storage and in the file, so that a tensor is as aligned as it was."""
+"""Alignment of each range in its storage and in the file, in bytes.
+
+With the same alignment in both, a tensor on the rank is aligned as it was in the notebook.
+"""
 
 Spec = tuple[int, int, tuple[int, ...], tuple[int, ...], int]
-"""A view: storage, first byte, shape, strides in elements, bytes of an element."""
+"""A view: storage, first byte, shape, strides in elements, bytes per element."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _View:
     spec: Spec
     owner: str
-    """The captured name that it was met in first."""
+    """The first captured name that contains it."""
     number: int
-    """How many views of its storage were met before."""
+    """Index among the views of its storage, in the order of pickling."""
 
     @property
     def start(self) -> int:
@@ -47,7 +50,7 @@ class _View:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its own elements."""
+        """Size of its own elements, in bytes."""
         return math.prod(self.spec[2]) * self.spec[4]
 
     @property
@@ -60,53 +63,55 @@ class _View:
 
 @dataclass(kw_only=True)
 class TensorTable:
-    """Where a bundle has the elements of its tensors. Positions count from the payload's start."""
+    """Positions of the tensors' elements in a bundle, from the start of the payload."""
 
     ranges: dict[int, list[tuple[int, int, int]]] = field(default_factory=dict)
-    """By storage: first byte, end, and position, in order."""
+    """By storage: first byte, end, and position, in ascending order."""
     packed: dict[Spec, int] = field(default_factory=dict)
-    """Position of the views whose elements were collected."""
+    """Positions of sparse views, whose elements are stored densely."""
 
 
 class TensorRecorder:
-    """Notes the tensors that a pickler meets, and finds the bytes that have to travel."""
+    """Record the tensors that a pickler visits, and select the bytes to store."""
 
     def __init__(self) -> None:
         self.owner = ""
         """The captured name that is being pickled."""
         self.sizes: dict[str, int] = defaultdict(int)
-        """Bytes that each name added; filled by ``collect``."""
+        """Bytes that each captured name added; set by ``collect``."""
         self._keys: dict[tuple[int, int], int] = {}
         self._storages: list[Any] = []
         self._views: list[dict[Spec, _View]] = []
 
     def reduce(self, tensor: Any) -> tuple[Any, ...]:
-        """Return how a tensor is pickled: as torch says, with a place instead of its storage."""
+        """Return torch's own reduction of a tensor, with a reference instead of the storage."""
         torch = sys.modules["torch"]
         plain = torch._utils._rebuild_tensor_v2
         reduced: tuple[Any, ...] = tensor.__reduce_ex__(4)
         function, args = reduced[:2]
         if function is plain and _is_in_memory(args[0]):
-            return rebuild_tensor, self._place(*args)
-        # A subclass, or one with attributes of its own.
+            return rebuild_tensor, self._record(*args)
+        # A subclass of Tensor, or a tensor with extra attributes.
         is_typed = function is torch._tensor._rebuild_from_type_v2
         if is_typed and args[0] is plain and _is_in_memory(args[2][0]):
-            return function, (rebuild_tensor, args[1], self._place(*args[2]), *args[3:])
-        return reduced  # sparse, quantized, without data: made of other tensors, or small
+            return function, (rebuild_tensor, args[1], self._record(*args[2]), *args[3:])
+        return reduced  # sparse or quantized (contains other tensors), or without data
 
-    def _place(
+    def _record(
         self, storage: Any, offset: int, shape: Any, strides: Any, *rest: Any
     ) -> tuple[Any, ...]:
         dtype, memory = storage.dtype, storage._untyped_storage
         shape, strides = tuple(shape), tuple(strides)
+        # An empty tensor has no elements, and its storage may have no address.
         if not math.prod(shape):
             return dtype, -1, 0, shape, strides, *rest
-        # Two storages may be one memory: ``from_numpy`` makes another one each time.
+        # Identify a storage by its memory: ``from_numpy`` creates a new storage on each call.
         place = (memory.data_ptr(), memory.nbytes())
         key = self._keys.setdefault(place, len(self._storages))
         if key == len(self._storages):
             self._storages.append(memory)
             self._views.append({})
+        # Count in bytes: views of different types may share one storage.
         spec = (key, offset * dtype.itemsize, shape, strides, dtype.itemsize)
         views = self._views[key]
         if spec not in views:
@@ -114,9 +119,11 @@ class TensorRecorder:
         return dtype, key, offset, shape, strides, *rest
 
     def collect(self, position: int) -> tuple[TensorTable, list[tuple[int, memoryview]]]:
-        """Return where everything goes, and the bytes with their positions, from ``position`` on.
+        """Assign positions to all recorded views, starting at ``position``.
 
-        The bytes are the notebook's own memory, but for those of sparse columns.
+        Returns:
+            The table, and the bytes to store with their positions. The bytes are the notebook's
+            own memory, except copies of sparse columns.
         """
         table = TensorTable()
         pieces: list[tuple[int, memoryview]] = []
@@ -124,8 +131,11 @@ class TensorRecorder:
             memory = self._storages[key]
             ranges: list[tuple[int, int, int]] = []
             for group in _groups(list(views.values())):
+                # Views are sorted by start, so the first one starts the range.
                 start = group[0].start // ALIGNMENT * ALIGNMENT
                 stop = max(view.stop for view in group)
+                # Storing the elements of each view loses sharing, so it is possible only if no two
+                # views share an element.
                 if _are_sparse(group, start, stop):
                     for view in group:
                         data = _elements(memory, view)
@@ -145,28 +155,28 @@ class TensorRecorder:
         return table, pieces
 
     def _count(self, group: list[_View]) -> None:
-        """Add to each name what no earlier one has of this range."""
+        """Add the bytes of a range to the names: each byte counts for the first view only."""
         covered: list[tuple[int, int]] = []
         for view in sorted(group, key=lambda view: view.number):
             self.sizes[view.owner] += _cover(covered, view.start, view.stop)
 
 
 def align(position: int) -> int:
-    """Return the next position at which a range may begin."""
+    """Round a position up to the next multiple of ``ALIGNMENT``."""
     return -(-position // ALIGNMENT) * ALIGNMENT
 
 
 def rebuild_tensor(*_: Any) -> Any:
-    """Stand for ``TensorReader.rebuild``, which a bundle's unpickler calls instead."""
+    """Placeholder in pickles for ``TensorReader.rebuild``, which the unpickler calls instead."""
     raise BundleError("a tensor of a bundle can only be read by open_bundle().")
 
 
 class TensorReader:
-    """Makes the tensors of a bundle, on its bytes and without a copy.
+    """Rebuild the tensors of a bundle on its bytes, without a copy.
 
     Args:
-        payload: Writable memory, which the tensors keep.
-        table: Where they are.
+        payload: Writable memory, which the tensors keep alive.
+        table: Positions of the elements.
     """
 
     def __init__(self, payload: memoryview, table: TensorTable) -> None:
@@ -179,23 +189,25 @@ class TensorReader:
     def rebuild(
         self, dtype: Any, key: int, offset: int, shape: Any, strides: Any, *rest: Any
     ) -> Any:
-        """Return one tensor. Its type comes first, so that unpickling it has imported torch."""
+        """Return one tensor. Unpickling ``dtype``, the first argument, has imported torch."""
         itemsize = dtype.itemsize
         start, first = 0, offset * itemsize
         spec = (key, first, tuple(shape), tuple(strides), itemsize)
         if key < 0:
             memory = sys.modules["torch"].UntypedStorage(0)
         elif (position := self._table.packed.get(spec)) is not None:
+            # Stored densely: the strides of the notebook no longer apply.
             memory = self._storage(position, math.prod(shape) * itemsize)
             start, strides = first, _dense_strides(shape)
         else:
+            # The last range that starts at or before the tensor contains it.
             number = bisect.bisect_right(self._starts[key], first) - 1
             start, stop, position = self._table.ranges[key][number]
             memory = self._storage(position, stop - start)
         torch = sys.modules["torch"]
         storage = torch.storage.TypedStorage(wrap_storage=memory, dtype=dtype, _internal=True)
-        place = (first - start) // itemsize
-        return torch._utils._rebuild_tensor_v2(storage, place, shape, strides, *rest)
+        offset_in_range = (first - start) // itemsize
+        return torch._utils._rebuild_tensor_v2(storage, offset_in_range, shape, strides, *rest)
 
     def _storage(self, position: int, num_bytes: int) -> Any:
         if position not in self._made:
@@ -211,11 +223,12 @@ def _is_in_memory(storage: Any) -> bool:
 
 
 def _groups(views: list[_View]) -> Iterator[list[_View]]:
-    """Yield the views whose ranges overlap or touch, by where they begin."""
+    """Group the views whose ranges overlap or touch, in ascending order."""
     group: list[_View] = []
     stop = -1
     for view in sorted(views, key=lambda view: (view.start, view.stop)):
-        # Ranges begin at aligned places: those that are nearer than that would be sent twice.
+        # Ranges start at aligned positions. Two ranges within one alignment unit would store the
+        # bytes between them twice, so they belong to one group.
         if group and view.start // ALIGNMENT * ALIGNMENT > stop:
             yield group
             group = []
@@ -226,10 +239,16 @@ def _groups(views: list[_View]) -> Iterator[list[_View]]:
 
 
 def _are_sparse(group: list[_View], start: int, stop: int) -> bool:
-    """Whether a range is mostly between the elements of its views, none of which is in two."""
+    """Return True if views use less than half of a range and no two share an element.
+
+    Marks every element in a bit map of the range: if the marked bytes equal the sum of the views'
+    sizes, no element was marked twice.
+    """
     needed = sum(view.num_bytes for view in group)
+    # The bit map costs time and memory. Build it only if at least half of the bytes are saved.
     if 2 * needed > stop - start:
         return False
+    # Mark the largest unit that divides all element sizes and positions, not single bytes.
     unit = math.gcd(*(view.spec[4] for view in group), *(view.start for view in group), start)
     torch = sys.modules["torch"]
     marks = torch.zeros((stop - start) // unit, dtype=torch.bool)
@@ -240,13 +259,13 @@ def _are_sparse(group: list[_View], start: int, stop: int) -> bool:
             marks.as_strided(
                 (*shape, width), (*(step * width for step in strides), 1), (first - start) // unit
             ).fill_(True)
-        except RuntimeError:  # one of its own elements is in two places
+        except RuntimeError:  # the view overlaps itself, as after expand()
             return False
     return int(marks.sum()) * unit == needed
 
 
 def _elements(memory: Any, view: _View) -> memoryview:
-    """Return a copy of the elements of a view, in the order of its indices."""
+    """Return a dense copy of the elements of a view, in index order."""
     torch = sys.modules["torch"]
     _, first, shape, strides, itemsize = view.spec
     whole = torch.empty(0, dtype=torch.uint8).set_(memory, 0, (memory.nbytes(),), (1,))
@@ -270,7 +289,7 @@ def _dense_strides(shape: Any) -> tuple[int, ...]:
 
 
 def _cover(covered: list[tuple[int, int]], start: int, stop: int) -> int:
-    """Add a range to disjoint ranges in order; return how many bytes it adds."""
+    """Merge a range into sorted disjoint ranges; return the number of bytes that it adds."""
     first = bisect.bisect_left(covered, start, key=lambda r: r[1])
     last = bisect.bisect_right(covered, stop, key=lambda r: r[0])
     touched = covered[first:last]

@@ -1,4 +1,4 @@
-"""What of the notebook cannot be shipped, under which name, and what to do instead."""
+"""Find the object that cannot be pickled, its name in the notebook, and a remedy."""
 
 from __future__ import annotations
 
@@ -13,50 +13,53 @@ from types import AsyncGeneratorType, CoroutineType, FunctionType, GeneratorType
 from typing import Any
 
 MAX_DEPTH = 6
-"""How far inside a captured object the culprit is looked for."""
+"""Maximum depth of the search inside a captured object."""
 
 _LOCKS = (type(threading.Lock()), type(threading.RLock()))
 _SHELLS = {"InteractiveShell", "ZMQInteractiveShell", "TerminalInteractiveShell"}
 _ENCLOSED = "closure "
+"""Prefix of a link to a closure variable. It contains a space, so no global name has it."""
 _BOOKKEEPING = {"__dict__", "__weakref__", "__builtins__", "__loader__", "__spec__"}
 _DEFAULT_REMEDY = "Create it inside a function that runs on the worker, or leave it out."
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unpicklable:
-    """Why an object stays here."""
+class Refusal:
+    """Reason why an object must not be sent to the workers."""
 
     what: str
-    """What it is, with its article: ``an open file ('x.csv')``."""
+    """Description with its article: ``an open file ('x.csv')``."""
     remedy: str = _DEFAULT_REMEDY
 
 
 class RefusedError(Exception):
-    """Ends pickling at an object that must not travel."""
+    """Abort pickling at an object that must not be sent."""
 
-    def __init__(self, refusal: Unpicklable) -> None:
+    def __init__(self, refusal: Refusal) -> None:
         super().__init__(refusal.what)
         self.refusal = refusal
 
 
-def refusal_of(value: Any) -> Unpicklable | None:
-    """Return why ``value`` itself cannot travel, or None; what it holds is not looked at."""
+def refusal_of(value: Any) -> Refusal | None:
+    """Return why ``value`` itself must not be sent, or None. Does not check its attributes."""
     if isinstance(value, io.IOBase):
         return _refusal_of_file(value)
     if isinstance(value, socket.socket):
-        return Unpicklable(what="an open socket", remedy="Connect where it is used, on the worker.")
+        return Refusal(what="an open socket", remedy="Connect on the worker, where it is used.")
     if isinstance(value, GeneratorType | CoroutineType | AsyncGeneratorType):
-        remedy = "Name the function that makes it, or put what it yields into a list."
-        return Unpicklable(
-            what=f"a {type(value).__name__.replace('_', ' ')} that has begun", remedy=remedy
+        return Refusal(
+            what=f"a running {type(value).__name__.replace('_', ' ')}",
+            remedy="Pass the function that creates it, or collect its values in a list.",
         )
     if isinstance(value, _LOCKS):
-        return Unpicklable(
-            what="a lock", remedy="Make it where it is used: ranks are processes of their own."
+        return Refusal(
+            what="a lock", remedy="Create it where it is used: each rank is a separate process."
         )
+    # Pickling the shell would send the user's whole history, including outputs.
     if type(value).__name__ in _SHELLS and hasattr(value, "user_ns"):
-        return Unpicklable(
-            what="the notebook's own shell", remedy="Code that trains must not use get_ipython()."
+        return Refusal(
+            what="the notebook's IPython shell",
+            remedy="Training code must not use get_ipython().",
         )
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
@@ -64,7 +67,8 @@ def refusal_of(value: Any) -> Unpicklable | None:
     return None
 
 
-def _refusal_of_file(value: io.IOBase) -> Unpicklable | None:
+def _refusal_of_file(value: io.IOBase) -> Refusal | None:
+    # Buffers in memory can be pickled; the pickler replaces standard streams.
     if isinstance(value, io.BytesIO | io.StringIO) or is_standard_stream(value):
         return None
     name = getattr(value, "name", None)
@@ -74,57 +78,61 @@ def _refusal_of_file(value: io.IOBase) -> Unpicklable | None:
         "Open it where it is used, for example in __getitem__, or in a function that builds "
         "the data set."
     )
-    return Unpicklable(what=state + shown, remedy=remedy)
+    return Refusal(what=state + shown, remedy=remedy)
 
 
-def _refusal_of_tensor(value: Any) -> Unpicklable | None:
+def _refusal_of_tensor(value: Any) -> Refusal | None:
     device = str(value.device)
     if device.startswith(("cpu", "meta")):
         return None
     shape = tuple(value.shape)
-    return Unpicklable(
+    return Refusal(
         what=f"a tensor of shape {shape} on {device} of this machine",
-        remedy="Ship .cpu() of it, or a function that builds it on the worker; the trainer moves "
-        "it to its device.",
+        remedy="Pass a copy made with .cpu(), or a function that builds it on the worker. The "
+        "trainer moves it to its own device.",
     )
 
 
 def is_standard_stream(value: Any) -> bool:
-    """Tell whether ``value`` is what ``print`` writes to, here often a stream of the notebook."""
+    """Return True for stdout and stderr, which are often streams of the notebook."""
     return any(value is s for s in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Culprit:
-    """The innermost object that cannot travel, and the way to it."""
+class UnpicklablePart:
+    """The innermost object that cannot be pickled, and the path to it."""
 
-    story: str
+    explanation: str
     """``it is a lock``, ``'train_set.handle' is a lock`` or ``'log', which it uses, is a lock``."""
     remedy: str
 
 
-def find_culprit(
+def find_unpicklable(
     name: str,
     value: Any,
     failure: Exception,
     *,
     dump: Callable[[Any, set[int]], object],
     where: Callable[[str, Any], str],
-) -> Culprit:
-    """Follow what cannot be pickled inwards.
+) -> UnpicklablePart:
+    """Follow the failure from a captured object inwards to the part that causes it.
+
+    Example, for a class whose method prints to an open file::
+
+        Net  ->  .forward  ->  log (a global)      "'log', which Net.forward uses, is an open file"
 
     Args:
         name: The captured name.
         value: Its object, which ``dump`` refused.
-        failure: With what.
-        dump: Pickles one object, passing over those whose ids it is given: they hold the object,
-            and a way back to them (``super()`` in a method) is no fault of its own.
-        where: Names the cell of a global, or returns an empty text.
+        failure: The exception that ``dump`` raised.
+        dump: Pickles one object and skips the objects with the given ids. These are the holders
+            of the object: a reference back to one (``super()`` in a method) would fail as well.
+        where: Returns the cell that defines a global name; empty if unknown.
     """
     path, used, cell = name, "", ""
     seen = {id(value)}
     for _ in range(MAX_DEPTH):
-        # What is refused for what it is needs no look inside.
+        # A refused object is the cause itself; do not search inside it.
         part = _failing_part(value, dump, seen) if refusal_of(value) is None else None
         if part is None:
             break
@@ -133,6 +141,7 @@ def find_culprit(
         if link.startswith((".", "[")):
             path += link
         else:
+            # A global or closure variable starts a new path, with a cell of its own.
             verb = "encloses" if link.startswith(_ENCLOSED) else "uses"
             link = link.removeprefix(_ENCLOSED)
             used = f", which {'it' if path == name else path} {verb},"
@@ -141,25 +150,28 @@ def find_culprit(
     what = f"is {refusal.what}" if refusal else f"{_kind(value)} ({_reason(failure)})"
     subject = "it" if path == name else f"'{path}'"
     made = f", made in {cell}" if cell else ""
-    story = f"{subject}{used} {what}{made}"
-    return Culprit(story=story, remedy=refusal.remedy if refusal else _DEFAULT_REMEDY)
+    return UnpicklablePart(
+        explanation=f"{subject}{used} {what}{made}",
+        remedy=refusal.remedy if refusal else _DEFAULT_REMEDY,
+    )
 
 
 def _failing_part(
     value: Any, dump: Callable[[Any, set[int]], object], seen: set[int]
 ) -> tuple[str, Any, Exception] | None:
     for link, held in _parts_of(value):
+        # Skip objects already on the path, and constants, which can always be pickled.
         if id(held) in seen or held is None or isinstance(held, str | int | float | bytes):
             continue
         try:
             dump(held, seen)
-        except Exception as exc:  # Whatever an object's own __reduce__ raises makes it the culprit.
+        except Exception as exc:  # An object's own __reduce__ may raise anything.
             return link, held, exc
     return None
 
 
 def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what an object takes along: ``.attribute``, ``[item]``, a global or enclosed name."""
+    """Yield what an object refers to: ``.attribute``, ``[item]``, a global or closure variable."""
     function = getattr(value, "__func__", value)
     if isinstance(function, FunctionType):
         yield from _names_of(function)
@@ -191,8 +203,9 @@ def _names_of(function: FunctionType) -> Iterator[tuple[str, Any]]:
     for free, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
         try:
             yield f"{_ENCLOSED}{free}", cell.cell_contents
-        except ValueError:  # Not assigned yet.
+        except ValueError:  # the variable has no value yet
             continue
+    # The list grows while it is iterated: nested functions use globals too.
     codes = [function.__code__]
     for code in codes:
         codes += [const for const in code.co_consts if isinstance(const, type(code))]

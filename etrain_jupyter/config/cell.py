@@ -40,6 +40,9 @@ EXAMPLES = {
     "model": "model: Net()",
 }
 
+SHORT_EXAMPLES = {"batch": "batch: 256", "workers": "workers: 4"}
+"""Examples of the groups for which a number may stand."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParsedJob:
@@ -158,6 +161,12 @@ def _group_of(kind: Any) -> type[Section] | None:
     return groups[0] if groups else None
 
 
+def shorthand_at(path: Path) -> str:
+    """Return the key that a number stands for in a group at the top; empty if there is none."""
+    group = keys_of(TrainConfig).get(str(path[0])) if len(path) == 1 else None
+    return group.shorthand if group is not None else ""
+
+
 def _check_keys(
     data: Mapping[Any, Any],
     section: type[Section],
@@ -262,6 +271,8 @@ def _in_cell_words(error: ErrorDetails, source: SourceMap) -> ConfigError:
     if error["type"] not in _WANTED:
         return source.error(path, f"{key}: {error['msg']}")
     wanted = _WANTED[error["type"]](error.get("ctx", {}))
+    if shorthand_at(path) and error["type"] == "model_type":
+        wanted = f"a whole number or {wanted}"
     shown = (
         value if isinstance(value, int | float) and not isinstance(value, bool) else in_words(value)
     )
@@ -304,11 +315,10 @@ def _value_hint(error: ErrorDetails, path: Path) -> str:
 
 
 def _example(path: Path) -> str:
-    return (
-        f"write for example '{EXAMPLES[str(path[0])]}'"
-        if len(path) == 1 and path[0] in EXAMPLES
-        else ""
-    )
+    if len(path) != 1 or path[0] not in EXAMPLES:
+        return ""
+    short = f"'{SHORT_EXAMPLES[str(path[0])]}' or " if path[0] in SHORT_EXAMPLES else ""
+    return f"write for example {short}'{EXAMPLES[str(path[0])]}'"
 
 
 def _missing(path: Path, source: SourceMap) -> ConfigError:

@@ -1,6 +1,6 @@
 """What a key of the body takes and means, in words.
 
-Help, the hints of an editor and the table in ``docs/cell.md`` all ask here, so that an option is
+Help, the hints of an editor and the table of the documentation all ask here, so that an option is
 described in one place: its field in ``schema``.
 """
 
@@ -14,7 +14,7 @@ from typing import Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from etrain_jupyter.config.cell import EXAMPLES, keys_of
+from etrain_jupyter.config.cell import EXAMPLES, keys_of, shorthand_at
 from etrain_jupyter.config.fields import Interval, Section
 from etrain_jupyter.config.keys import (
     BOOLEANS,
@@ -102,7 +102,7 @@ def _takes(path: KeyPath, info: FieldInfo, words: tuple[str, ...]) -> str:
         elif kind is Interval:
             kinds += [*units_of(path, "2")[:2], *(["time"] if "min" in units_of(path, "2") else [])]
         elif isinstance(kind, type) and issubclass(kind, Section):
-            kinds.append("group of keys")
+            kinds += [_KINDS[int]] * bool(kind.shorthand) + ["group of keys"]
         else:
             kinds.append(_KINDS[kind])
     if is_interval(path) and Interval not in parts_of(info.annotation):
@@ -151,7 +151,7 @@ def _describe_field(path: KeyPath) -> KeyHelp | None:
     return KeyHelp(
         path=path,
         takes=_takes(path, info, words),
-        meaning=_meaning(info),
+        meaning=_meaning(info) + _shorthand(path),
         default=_default(info),
         is_required=info.is_required(),
         words=words if not _is_only_boolean(words) else (),
@@ -191,6 +191,11 @@ def describe_optimizer(text: str) -> KeyHelp | None:
 
 def _meaning(info: FieldInfo) -> str:
     return " ".join((info.description or "").replace("``", "`").split())
+
+
+def _shorthand(path: KeyPath) -> str:
+    key = shorthand_at(path)
+    return f" A number N is short for {{{key}: N}}." if key else ""
 
 
 def _default(info: FieldInfo) -> str:
@@ -247,7 +252,7 @@ def keys_in_words(width: int = 100) -> str:
 
 
 def keys_as_table() -> str:
-    """Return all keys as a table in Markdown, for ``docs/cell.md``."""
+    """Return all keys as a table in Markdown, for ``docs/reference/cell-keys.md``."""
     rows = ["| key | takes | meaning |", "|---|---|---|"]
     for key in all_keys():
         meaning = key.meaning.replace("|", "\\|")

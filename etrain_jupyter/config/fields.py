@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BaseModel,
@@ -53,6 +53,16 @@ class Section(BaseModel):
         populate_by_name=True,
         use_attribute_docstrings=True,
     )
+    shorthand: ClassVar[str] = ""
+    """Key that a whole number stands for, for example ``global`` for ``batch: 32``; empty if a
+    number is invalid."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_number(cls, data: Any) -> Any:
+        if cls.shorthand and isinstance(data, int) and not isinstance(data, bool):
+            return {cls.shorthand: data}
+        return data
 
 
 class Interval(Section):

@@ -181,6 +181,8 @@ INSTEAD: dict[str, JsonValue] = {"instead_of": "global"}
 class BatchConfig(Section):
     """How many samples make one step."""
 
+    shorthand = "global"
+
     global_batch_size: Annotated[int | None, Field(alias="global", ge=1, examples=[32])] = None
     """Samples of one step over all workers, however many there are; 32 if nothing is said."""
     micro_batch_size: Annotated[
@@ -376,6 +378,8 @@ class CheckpointConfig(Section):
 
 class WorkersConfig(Section):
     """How many workers may train at once."""
+
+    shorthand = "max"
 
     min: Annotated[int, Field(ge=1)] = 1
     """Fewest workers; with fewer the job waits."""

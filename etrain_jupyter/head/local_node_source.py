@@ -1,4 +1,4 @@
-"""The workers of a local cluster, as its head has them: processes in slots of this machine."""
+"""Node source of a local cluster: worker processes in the slots of this machine."""
 
 from __future__ import annotations
 
@@ -10,22 +10,17 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from etrain_jupyter.head.coordinator.nodes import NodeCost
-from etrain_jupyter.head.local_workers import (
-    LocalNodes,
-    Slot,
-    finish_gpu_query,
-    make_slots,
-    start_gpu_query,
-)
+from etrain_jupyter.head.local_workers import LocalNodes
 from etrain_jupyter.head.node_source import HeadFacts
-from etrain_jupyter.process.cluster_dir import ClusterDir, write_private
+from etrain_jupyter.head.slots import Slot, make_slots
+from etrain_jupyter.process.cluster_dir import ClusterDir
+from etrain_jupyter.process.files import write_private
+from etrain_jupyter.process.gpus import GPU_QUERY_S, finish_gpu_query, start_gpu_query
 from etrain_jupyter.process.survivors import WorkerRecords
-
-GPU_QUERY_S = 10.0
 
 
 class LocalHeadNodes(LocalNodes):
-    """Adopts what the head before has left, and starts workers on the keeper's lifeline."""
+    """Adopt the previous scheduler's workers, and start new ones that exit with the keeper."""
 
     def __init__(self, facts: HeadFacts) -> None:
         self._facts = facts
@@ -35,9 +30,11 @@ class LocalHeadNodes(LocalNodes):
             open_slots(facts.cluster),
             self._spawn_worker,
             is_connected=facts.is_connected,
+            is_busy=facts.is_busy,
             linger_s=facts.settings.linger_s,
             on_end=self._records.remove,
         )
+        # The records on disk outlive the scheduler; the processes themselves belong to the keeper.
         self.adopt(
             self._records.survivors(),
             num_named=self._records.num_named(),
@@ -45,16 +42,16 @@ class LocalHeadNodes(LocalNodes):
         )
 
     async def start(self, scheduler_address: str) -> None:
-        """Let workers know where the scheduler listens."""
+        """Store the scheduler's address, which new workers connect to."""
         self._scheduler_address = scheduler_address
 
     def hold(self, count: int, *, reason: str) -> None:
-        """Keep at least ``count`` workers whatever the jobs want, also under the next head."""
+        """Keep at least ``count`` workers even if the jobs want fewer, also after a restart."""
         self._records.note_held(count)
         super().hold(count, reason=reason)
 
     def costs(self) -> Sequence[NodeCost]:
-        """Return nothing: your own machine is free."""
+        """Return no costs: the user's own machine is free."""
         return ()
 
     def _spawn_worker(self, name: str, slot: Slot) -> subprocess.Popen[bytes]:
@@ -66,17 +63,18 @@ class LocalHeadNodes(LocalNodes):
             "name": name,
             "device": slot.device,
             "supervisor": self._facts.settings.supervisor,
-            "num-lives": str(self._facts.num_lives),
+            "num-lives": str(self._facts.incarnation),
         }
-        words = [word for key, value in options.items() for word in (f"--{key}", value)]
+        arguments = [word for key, value in options.items() for word in (f"--{key}", value)]
         log = os.open(cluster.log(name), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
             worker = subprocess.Popen(
-                [*command, str(cluster.path), *words],
-                stdin=self._facts.lifeline,
+                [*command, str(cluster.path), *arguments],
+                stdin=self._facts.parent_pipe,
                 stdout=log,
                 stderr=log,
                 env=os.environ | slot.environment,
+                # Its own group, so that leftover children can be killed with it.
                 process_group=0,
             )
         finally:
@@ -86,7 +84,10 @@ class LocalHeadNodes(LocalNodes):
 
 
 def open_slots(cluster: ClusterDir) -> list[Slot]:
-    """Return the room for workers, as the first head of the cluster found it."""
+    """Return the slots of this machine; the first scheduler of the cluster detects them.
+
+    Later schedulers read the file: a worker that they adopt must keep its slot.
+    """
     path = cluster.path / "slots.json"
     if path.exists():
         return [Slot(**facts) for facts in json.loads(path.read_text())]

@@ -1,8 +1,13 @@
-"""The head of a local cluster: ``python -m etrain_jupyter.head.main STATE_DIR``.
+"""The scheduler process of a cluster: ``python -m etrain_jupyter.head.main STATE_DIR``.
 
-Started by the keeper: one process with the Dask scheduler and the coordinator in it, which starts
-and ends the workers. It ends by itself when no job has been there for a while, and the cluster with
-it. If it dies, the keeper starts another one, which adopts the workers. It imports no torch.
+The keeper starts it. It runs the Dask scheduler with the coordinator as a plugin, and starts and
+stops the workers. After ``idle_s`` seconds without a job it exits, and the cluster with it. If it
+dies, the keeper starts another one, which adopts the workers::
+
+    keeper ── starts ──> scheduler 1 ── starts ──> workers
+           ── restarts ─> scheduler 2 ── adopts ──> the same workers
+
+Never imports torch.
 """
 
 from __future__ import annotations
@@ -20,17 +25,14 @@ from pathlib import Path
 from typing import Any
 
 from etrain_jupyter.errors import PoolError
+from etrain_jupyter.head.head_coordinator import HeadCoordinator
 from etrain_jupyter.head.node_source import HeadFacts, HeadNodes
-from etrain_jupyter.process.cluster_dir import (
-    READY,
-    START_FAILED,
-    ClusterDir,
-    start_lock,
-)
+from etrain_jupyter.process.cluster_dir import READY, START_FAILED, ClusterDir
 from etrain_jupyter.process.entry import load_factory, log_to_stderr
 from etrain_jupyter.process.machine_load import Load, write_load
 from etrain_jupyter.process.parent_pipe import die_with_parent
 from etrain_jupyter.process.peers import WORKER_REQUESTS, restricted
+from etrain_jupyter.process.start_lock import start_lock
 from etrain_jupyter.process.tls import (
     check_listen,
     configure_dask,
@@ -43,71 +45,72 @@ from etrain_jupyter.wire import requests as q
 
 logger = logging.getLogger(__name__)
 
-GPU_QUERY_S = 10.0
 SAME_S = 2.0
-"""Two instants that differ by less are one, told by two clocks."""
+"""Idle times that differ by less are the same: the difference between two clocks jitters."""
 WORKERS_END_S = 4.0
-"""How long workers may take to end gently when the cluster goes down."""
+"""Seconds between SIGTERM and SIGKILL for workers when the cluster shuts down."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerIncarnation:
-    """One of the schedulers that a cluster has had, one after the other."""
+    """Identity of one scheduler of a cluster; a restart makes the next incarnation."""
 
     keeper: int
     """The keeper's process id."""
-    lifeline: int
-    """The pipe that workers get from us."""
+    parent_pipe: int
+    """Pipe that workers inherit; it closes when the keeper dies."""
     number: int = 1
+    """Incarnation number, starting at 1."""
     died_at: float = 0.0
-    """When the one before died, in seconds since the epoch; 0.0 for the first."""
+    """When the previous scheduler died, in seconds since the epoch; 0.0 for the first."""
 
 
 class Head:
-    """The scheduler of a local cluster and what belongs to it.
+    """The scheduler of a cluster, with its coordinator and its node source.
 
     Args:
-        cluster: Its folder.
-        life: Which of the cluster's schedulers it is.
+        cluster: The cluster's folder.
+        incarnation: Number and parent processes of this scheduler.
     """
 
-    def __init__(self, cluster: ClusterDir, life: SchedulerIncarnation) -> None:
+    def __init__(self, cluster: ClusterDir, incarnation: SchedulerIncarnation) -> None:
         self._cluster = cluster
-        self._life = life
+        self._incarnation = incarnation
         self._settings = cluster.settings()
         self._stop = asyncio.Event()
         self._touched_at = time.monotonic()
         self._load: Load | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
+        # Nodes, coordinator and scheduler need each other. The lambdas look up the coordinator and
+        # the scheduler when they are called, which is after this constructor has returned.
         self.nodes: HeadNodes = load_factory(self._settings.nodes)(
             HeadFacts(
                 cluster=cluster,
                 settings=self._settings,
-                lifeline=life.lifeline,
-                num_lives=life.number,
+                parent_pipe=incarnation.parent_pipe,
+                incarnation=incarnation.number,
                 is_connected=lambda name: name in self.scheduler.aliases,
-                on_gone=self._lose,
+                is_busy=lambda name: self.coordinator.is_busy(name),
+                on_gone=self._remove_worker,
                 on_warning=lambda text: self.coordinator.warn(text),
                 on_notice=lambda worker, at: self.coordinator.take_notice(worker, at),
                 on_halt=lambda why: self.coordinator.halt(why),
             )
         )
-        self.coordinator = load_factory(self._settings.coordinator)(
+        self.coordinator: HeadCoordinator = load_factory(self._settings.coordinator)(
             self.nodes, cluster_id=cluster.cluster_id, on_shutdown=self._stop.set
         )
-        # A coordinator that knows which workers are in use lets us end the others while a job runs.
-        self.nodes.is_busy = getattr(self.coordinator, "is_busy", None)
         self.scheduler = self._make_scheduler()
 
     async def start(self) -> None:
-        """Listen, and let the world know."""
+        """Restore jobs, start the scheduler, and publish its address."""
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGCHLD, self.nodes.reap)
         loop.add_signal_handler(signal.SIGTERM, self._stop.set)
-        # Before anybody can ask for a job that the scheduler before had.
-        if hasattr(self.coordinator, "recall"):
-            self.coordinator.register(self.scheduler)
-            self.coordinator.recall(self._cluster.jobs, died_at=self._life.died_at)
+        # Restore the jobs before the scheduler listens. Otherwise a kernel that reconnects early
+        # would get the answer that its job is unknown.
+        self.coordinator.register(self.scheduler)
+        self.coordinator.recall(self._cluster.jobs, died_at=self._incarnation.died_at)
         handlers: dict[type[q.Request[Any]], Any] = {
             q.TouchCluster: self._touch,
             q.WantWorkers: self._want,
@@ -120,62 +123,67 @@ class Head:
             self.scheduler.handlers[request.op] = q.handler_of(request, handler)
         await self.scheduler
         await self.nodes.start(self.scheduler.address)
-        self._tell_costs()  # what there is until now no job of ours has spent
+        # Report costs once before any job runs: what was spent so far belongs to no job.
+        self._report_costs()
         self._cluster.publish(
-            self.scheduler.address, keeper=self._life.keeper, num_lives=self._life.number
+            self.scheduler.address,
+            keeper=self._incarnation.keeper,
+            num_lives=self._incarnation.number,
         )
-        logger.info("cluster %s serves at %s", self._cluster.cluster_id, self.scheduler.address)
+        logger.info("cluster %s listens at %s", self._cluster.cluster_id, self.scheduler.address)
 
     async def serve(self) -> None:
-        """Return when the cluster shall end."""
+        """Run periodic tasks until the cluster is to shut down."""
         while not (self._stop.is_set() or self._is_closed() or self._is_idle()):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), min(1.0, self._settings.idle_s / 4))
-            for do in (self.nodes.reap, self._note_load, self._tell_costs):
+            for task in (self.nodes.reap, self._write_load, self._report_costs):
                 try:
-                    do()
+                    task()
                 except Exception:
-                    # It would end the scheduler, and five of these the cluster.
-                    logger.exception("%s failed", do.__name__)
+                    # An exception here would kill the scheduler. After five deaths within a
+                    # minute the keeper would give the cluster up, so log it and retry instead.
+                    logger.exception("%s failed", task.__name__)
 
-    def _note_load(self) -> None:
-        """Write down how busy the cluster is, if that has changed."""
-        idle_s: float = self.coordinator.idle_s()
+    def _write_load(self) -> None:
+        """Write the cluster's number of workers and idle time to its folder, if they changed."""
+        idle_s = self.coordinator.idle_s()
         since = time.time() - idle_s if idle_s > 0 else None
         load = Load(workers=len(self.nodes.nodes()), idle_since=since)
-        known = self._load
-        if since and known and known.idle_since and abs(since - known.idle_since) < SAME_S:
-            load = replace(load, idle_since=known.idle_since)
-        if load != known:
-            with contextlib.suppress(OSError):  # somebody removed the folder: we are about to end
+        previous = self._load
+        if since and previous and previous.idle_since and abs(since - previous.idle_since) < SAME_S:
+            load = replace(load, idle_since=previous.idle_since)
+        if load != previous:
+            with contextlib.suppress(OSError):  # the folder was removed: serve() returns next
                 write_load(self._cluster, load)
                 self._load = load
 
     @property
-    def ends_soon(self) -> bool:
-        """Whether its workers are processes of this machine; machines elsewhere take minutes."""
+    def shuts_down_fast(self) -> bool:
+        """True if the workers are processes of this machine; remote machines take minutes."""
         return not self.nodes.replaces_early
 
-    def _tell_costs(self) -> None:
-        """Let the coordinator tell the jobs what their workers cost."""
-        if hasattr(self.coordinator, "take_costs"):
-            self.coordinator.take_costs(self.nodes.costs())
+    def _report_costs(self) -> None:
+        """Pass the nodes' costs to the coordinator, which adds them to the jobs' logs."""
+        self.coordinator.take_costs(self.nodes.costs())
 
-    def _lose(self, worker: str, why: str) -> None:
-        """Drop a worker whose machine is gone: its connection may stand for a minute."""
+    def _remove_worker(self, worker: str, why: str) -> None:
+        """Remove a worker whose machine is gone: its connection may stay open for a minute."""
         address = self.scheduler.aliases.get(worker)
         if address is None:
             return
-        logger.info("worker %s is dropped: %s", worker, why)
-        dropping = self.scheduler.remove_worker(
+        logger.info("removing worker %s: %s", worker, why)
+        removal = self.scheduler.remove_worker(
             address, stimulus_id=f"etrain-gone-{time.time()}", expected=True, close=False
         )
-        task = asyncio.get_running_loop().create_task(dropping)
+        task = asyncio.get_running_loop().create_task(removal)
+        # The event loop keeps only a weak reference to a task; without this it could be collected.
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """End the workers, then the scheduler."""
+        """Stop the workers, then the scheduler."""
+        # First remove the address, so that no kernel connects to a cluster that shuts down.
         self._cluster.retract()
         await self.nodes.close(grace_s=WORKERS_END_S)
         with contextlib.suppress(TimeoutError):
@@ -196,9 +204,9 @@ class Head:
         )
 
     def _port(self) -> int:
-        """Return where the scheduler before listened, if that is free; else any port will do.
+        """Return the previous scheduler's port if it is free, else 0 for any port.
 
-        Kernels and workers find a new address by themselves, but sooner an old one.
+        Kernels and workers also find a new address, but they reconnect faster to the same one.
         """
         record = self._cluster.record()
         port = self._settings.port
@@ -215,22 +223,24 @@ class Head:
         return port
 
     def _is_closed(self) -> bool:
-        """Tell whether somebody closed the scheduler through Dask itself."""
+        """Return True if the scheduler was closed through Dask, not through us."""
         return self.scheduler.status.name in ("closing", "closed", "failed")
 
     def _is_idle(self) -> bool:
-        idle_s: float = self.coordinator.idle_s()
+        idle_s = self.coordinator.idle_s()
         if idle_s > 0 and not self._cluster.is_published():
-            logger.info("the record is gone, so that nobody can find this cluster: it ends")
+            logger.info(
+                "cluster.json was removed, so no kernel can find this cluster: shutting down"
+            )
             return True
-        # A kernel that has just found us is about to submit.
+        # A kernel that has just connected is about to submit a job.
         idle_s = min(idle_s, time.monotonic() - self._touched_at)
         if idle_s < self._settings.idle_s:
             return False
-        logger.info("no job for %.0f s: the cluster ends", idle_s)
+        logger.info("no job for %.0f s: shutting down", idle_s)
         return True
 
-    # --- what the kernel may call ---
+    # --- request handlers for kernels ---
 
     async def _touch(self, request: q.TouchCluster) -> q.ClusterIdentity:
         self._touched_at = time.monotonic()
@@ -256,40 +266,47 @@ class Head:
 
 
 async def run_head(
-    cluster: ClusterDir, life: SchedulerIncarnation, lock_fd: int, ready_fd: int
+    cluster: ClusterDir, incarnation: SchedulerIncarnation, lock_fd: int, ready_fd: int
 ) -> None:
-    """Start, tell the launcher, serve, and end; the keeper removes what is left."""
-    mint(cluster)
-    head = Head(cluster, life)
+    """Start the scheduler, notify the launcher, serve, and stop the workers.
+
+    The keeper removes the cluster's folder afterwards.
+    """
+    ensure_certificates(cluster)
+    head = Head(cluster, incarnation)
     try:
         await head.start()
         if lock_fd >= 0:
             os.close(lock_fd)
-            tell_launcher(ready_fd, READY)
+            notify_launcher(ready_fd, READY)
         await head.serve()
         with contextlib.ExitStack() as stack:
-            if head.ends_soon:  # else a new cluster need not wait for the end of this one
-                with contextlib.suppress(TimeoutError):  # else another cluster is starting
+            # Hold the start lock while local workers stop, so that a new cluster finds their slots
+            # free. Remote machines take minutes to stop: a new cluster must not wait for them.
+            if head.shuts_down_fast:
+                with contextlib.suppress(TimeoutError):  # another cluster is already starting
                     root = cluster.path.parent
                     stack.enter_context(start_lock(root, cluster.lock_key, timeout_s=1.0))
             await head.close()
     except BaseException:
-        if not cluster.is_published():  # else the next head adopts them
+        # The next scheduler of a published cluster adopts the workers. Without a record there is
+        # no next scheduler.
+        if not cluster.is_published():
             await head.nodes.close(grace_s=0)
         raise
 
 
-def tell_launcher(ready_fd: int, words: bytes) -> None:
-    """Write one line to the launcher, if that still lives and still listens."""
+def notify_launcher(ready_fd: int, line: bytes) -> None:
+    """Write one line to the launcher, if it still runs."""
     with contextlib.suppress(OSError):
-        os.write(ready_fd, words)
+        os.write(ready_fd, line)
         os.close(ready_fd)
 
 
-def root_of(error: BaseException) -> str:
-    """Return the first cause of an error in one line: Dask wraps what a plugin raises.
+def describe_cause(error: BaseException) -> str:
+    """Return the root cause of an error in one line: Dask wraps what a plugin raises.
 
-    An error of ours says already what caused it, and what to do.
+    A ``PoolError`` is returned as it is, because its message already names cause and remedy.
     """
     while (cause := error.__cause__ or error.__context__) is not None:
         if isinstance(error, PoolError):
@@ -298,49 +315,50 @@ def root_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".replace("\n", " ")
 
 
-def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
-    """Read what the keeper gave."""
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line that the keeper writes."""
     parser = argparse.ArgumentParser(prog="etrain-local-head")
     parser.add_argument("state_dir", type=Path)
     parser.add_argument("--lock-fd", type=int, default=-1, help="open file that holds the lock")
     parser.add_argument("--ready-fd", type=int, default=-1, help="pipe to the launcher")
     parser.add_argument("--keeper", type=int, required=True, help="process id of the keeper")
-    parser.add_argument("--num-lives", type=int, default=1, help="how many heads, with this one")
-    parser.add_argument("--died-at", type=float, default=0.0, help="when the last one died")
-    return parser.parse_args(words)
+    parser.add_argument("--incarnation", type=int, default=1, help="number of this scheduler")
+    parser.add_argument("--died-at", type=float, default=0.0, help="when the previous one died")
+    return parser.parse_args(argv)
 
 
-def mint(cluster: ClusterDir) -> None:
-    """Make the certificates of a cluster, unless a head before has."""
+def ensure_certificates(cluster: ClusterDir) -> None:
+    """Create the cluster's certificates, unless a previous scheduler did."""
     if not cluster.tls.exists():
         write_certificates(cluster.tls, mint_certificates(cluster.cluster_id))
 
 
 def main() -> None:
-    """Run the head until its cluster ends."""
+    """Run the scheduler process until its cluster shuts down."""
     arguments = parse_arguments()
     cluster = ClusterDir(arguments.state_dir)
-    lifeline = die_with_parent(arguments.keeper)
-    # Signals to the keeper's group are for the keeper; see ``local_keeper.detach``.
+    parent_pipe = die_with_parent(arguments.keeper)
+    # The keeper handles signals to its process group; see ``keeper.detach``.
     for number in (signal.SIGHUP, signal.SIGINT):
         signal.signal(number, lambda *_: None)
     log_to_stderr()
     code = 0
     try:
         configure_dask(cluster.scratch)
-        life = SchedulerIncarnation(
+        incarnation = SchedulerIncarnation(
             keeper=arguments.keeper,
-            lifeline=lifeline,
-            number=arguments.num_lives,
+            parent_pipe=parent_pipe,
+            number=arguments.incarnation,
             died_at=arguments.died_at,
         )
-        asyncio.run(run_head(cluster, life, arguments.lock_fd, arguments.ready_fd))
+        asyncio.run(run_head(cluster, incarnation, arguments.lock_fd, arguments.ready_fd))
     except BaseException as error:
-        logger.exception("the head of cluster %s failed", cluster.cluster_id)
+        logger.exception("the scheduler process of cluster %s failed", cluster.cluster_id)
         if arguments.ready_fd >= 0:
-            tell_launcher(arguments.ready_fd, f"{root_of(error)}\n".encode())
+            notify_launcher(arguments.ready_fd, f"{describe_cause(error)}\n".encode())
         code = START_FAILED if not cluster.is_published() else 1
     logging.shutdown()
+    # Skip the interpreter's shutdown: threads of Dask that are blocked could delay it.
     os._exit(code)
 
 

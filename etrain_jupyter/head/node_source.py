@@ -1,4 +1,4 @@
-"""What the head of a cluster needs of whoever starts and ends its workers."""
+"""Interface between the scheduler process and its node source, which starts and stops workers."""
 
 from __future__ import annotations
 
@@ -7,58 +7,57 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from etrain_jupyter.head.coordinator.nodes import NodeCost, NodeSource
-from etrain_jupyter.process.cluster_dir import ClusterDir, LocalSettings
+from etrain_jupyter.process.cluster_dir import ClusterDir
+from etrain_jupyter.process.cluster_settings import ClusterSettings
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadFacts:
-    """What the head tells those that it makes; everything is called on its event loop."""
+    """Arguments and callbacks for a node source. Call the callbacks on the head's event loop."""
 
     cluster: ClusterDir
-    settings: LocalSettings
-    lifeline: int
-    """The pipe that processes of this machine get, see ``lifeline``."""
-    num_lives: int
-    """Which of the cluster's schedulers this is, from 1."""
+    settings: ClusterSettings
+    parent_pipe: int
+    """Pipe that worker processes of this machine inherit; see ``process.parent_pipe``."""
+    incarnation: int
+    """Incarnation number of the scheduler, starting at 1."""
     is_connected: Callable[[str], bool]
-    """Whether the scheduler knows a worker of that name."""
+    """Return True if a worker of this name is connected to the scheduler."""
+    is_busy: Callable[[str], bool]
+    """Return True if a job may be using a worker, so that it must not be released as surplus."""
     on_gone: Callable[[str, str], None]
-    """To be told of a worker whose machine is gone, and why: its connection may stand for long."""
+    """Report a worker whose machine is gone, and why: its connection may stay open for minutes."""
     on_warning: Callable[[str], None]
-    """To be told what whoever watches a job should know."""
+    """Show a warning to the users of all jobs."""
     on_notice: Callable[[str, float], None]
-    """To be told of a worker whose machine will be ended though a job uses it, and when, in seconds
-    since the epoch."""
+    """Report that the pool will terminate the machine of a worker in use, and when (epoch)."""
     on_halt: Callable[[str], None]
-    """To be told that there will be no more workers, and why: the jobs save and stop."""
+    """Report that the pool can provide no more workers, and why: all jobs save and stop."""
 
 
 class HeadNodes(NodeSource, Protocol):
-    """Starts and ends the workers of one cluster; made anew by each of its heads."""
-
-    is_busy: Callable[[str], bool] | None
-    """Tells whether a job uses a worker; None if nobody knows."""
+    """Starts and stops the workers of one cluster; each scheduler of the cluster makes its own."""
 
     async def start(self, scheduler_address: str) -> None:
-        """Begin, now that the scheduler listens.
+        """Start work. The scheduler listens at ``scheduler_address`` now.
 
         Raises:
-            PoolError: If what it needs cannot be had.
+            PoolError: If a resource that the node source needs is unavailable.
         """
         ...
 
     def hold(self, count: int, *, reason: str) -> None:
-        """Have at least ``count`` workers whatever the jobs want."""
+        """Keep at least ``count`` workers even if the jobs want fewer."""
         ...
 
     def reap(self) -> None:
-        """Take note of workers that have ended; called every second or so, never blocks."""
+        """Remove workers that have exited; called about once per second, never blocks."""
         ...
 
     def costs(self) -> Sequence[NodeCost]:
-        """Return what each node has cost since the cluster began, also those that have ended."""
+        """Return the cost of each node since the cluster started, including terminated nodes."""
         ...
 
     async def close(self, *, grace_s: float) -> None:
-        """End all workers, gently for ``grace_s`` seconds, and return when none is left."""
+        """Stop all workers, by force after ``grace_s`` seconds; wait until they have exited."""
         ...

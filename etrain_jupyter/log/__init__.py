@@ -1,1 +1,1 @@
-"""Past-tense facts about a job, the durable log that holds them, and their replay."""
+"""Events of a job, the durable log that holds them, and the fold over them."""

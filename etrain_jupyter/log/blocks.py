@@ -1,9 +1,9 @@
-"""Steps as columns: what a log of a million steps is kept, written and folded in.
+"""Steps as columns: the form in which a log of a million steps is kept, written and folded.
 
-A step takes some 90 bytes here, and more than 1,000 as an object. A ``Block`` is a stretch of a log
-without gaps: its steps in columns, and whatever else happened between them as JSON lines. It gives
-back the very events that went in: a step that does not fit its columns (a number too large, a value
-of another type) stays a line too.
+A step takes about 90 bytes here, and more than 1,000 as an object. A ``Block`` is a part of a log
+without gaps: its steps as columns, and the other events between them as JSON lines. It reproduces
+exactly the events that went in: a step that does not fit its columns (a number that is too large, a
+value of another type) stays a line too.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from etrain_jupyter.log.events import Event, StepCompleted, event_from_dict
 Column: TypeAlias = NDArray[Any]
 
 _APART = frozenset({"job_id", "seq", "metrics"})
-"""Fields of a step that are no column: one for the block, its place, and columns of their own."""
+"""Fields of a step that are not columns: the block has one job, places and metric columns."""
 
 _DTYPES: dict[str, Any] = {"int": np.int64, "float": np.float64, "bool": np.bool_}
 _INT_TYPES = (np.int8, np.int16, np.int32, np.int64)
 FORGOTTEN = "..."
-"""The text of a log line that is not kept in memory; the job's log has it."""
+"""Text of a log line whose text is not kept in memory; the job's log has it."""
 
 _LOG_LINE = b'{"event":"LogLine"'
 _FORGOTTEN_BEGIN = b"{ "
-"""How a line begins whose text was forgotten: it is none of those to be forgotten."""
+"""Start of a line whose text was dropped: it does not count as a log line again."""
 
 _FEW_ROWS = 8
-"""A run of fewer rows is cheaper as events than as columns."""
+"""A shorter run of rows is cheaper as events than as columns."""
 
 encode_json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 
@@ -58,30 +58,30 @@ class Block:
     first_seq: int
     num_events: int
     places: Column
-    """Of each step, counted from ``first_seq``; what has no step here is one of ``others``."""
+    """Position of each step, from ``first_seq``; the events at other positions are ``others``."""
     columns: Mapping[str, Column]
     """The fields of the steps, by name."""
     metric_sets: tuple[tuple[str, ...], ...]
-    """The names that steps of this block measured, each combination once."""
+    """The combinations of metrics that steps of this block measured, each once."""
     metric_set: Column
-    """Which of them each step measured."""
+    """Index into ``metric_sets`` for each step."""
     metrics: Mapping[str, Column]
-    """What they measured; NaN where one did not."""
+    """Values by metric; NaN for steps that did not measure it."""
     others: tuple[bytes, ...]
-    """All other events, as lines of the log, in order."""
+    """The other events, as lines of the log, in order."""
 
     @property
     def last_seq(self) -> int:
-        """The newest event's place in the log."""
+        """Sequence number of the newest event."""
         return self.first_seq + self.num_events - 1
 
     @functools.cached_property
     def num_lines(self) -> int:
-        """How many log lines it has whose texts were not forgotten."""
+        """Number of log lines whose texts are kept."""
         return sum(map(_is_log_line, self.others))
 
     def without_texts(self) -> Block:
-        """Return it without the texts of its log lines, which take most of its memory then."""
+        """Return the block without the texts of its log lines, which take most of its memory."""
         if not self.num_lines:
             return self
         first = next(line for line in self.others if _is_log_line(line))
@@ -91,7 +91,7 @@ class Block:
         return dataclasses.replace(self, others=others)
 
     def events(self, start: int = 0, stop: int | None = None) -> Iterator[Event]:
-        """Rebuild the events from place ``start`` to before ``stop``."""
+        """Rebuild the events from position ``start`` to before ``stop``."""
         stop = self.num_events if stop is None else min(stop, self.num_events)
         row, end = (int(found) for found in np.searchsorted(self.places, (start, stop)))
         steps = self._steps(row, end)
@@ -105,7 +105,7 @@ class Block:
                 yield self._other(place - row, row)
 
     def runs(self) -> Iterator[Event | StepRun]:
-        """Return the same, with steps that follow on each other and differ little in one piece."""
+        """Return the same events, with consecutive similar steps as one ``StepRun``."""
         row = other = 0
         bounds = self._run_ends()
         for end in [*bounds, len(self.places)]:
@@ -118,7 +118,7 @@ class Block:
         yield from (self._other(number, row) for number in range(other, len(self.others)))
 
     def _other(self, number: int, num_steps: int) -> Event:
-        """Rebuild one of ``others``, which has so many steps before it."""
+        """Rebuild one of ``others``, which comes after ``num_steps`` steps."""
         event = event_from_dict(json.loads(self.others[number]))
         return event if event.seq else event.with_seq(self.first_seq + number + num_steps)
 
@@ -129,7 +129,7 @@ class Block:
             yield StepRun(block=self, start=start, end=end)
 
     def _run_ends(self) -> list[int]:
-        """Return the rows before which a run ends."""
+        """Return the rows at which a new run starts."""
         if len(self.places) < 2:
             return []
         columns = self.columns
@@ -148,7 +148,7 @@ class Block:
         sets = self.metric_set[start:end].tolist()
         values = {name: column[start:end].tolist() for name, column in self.metrics.items()}
         for i, row in enumerate(rows):
-            event = object.__new__(StepCompleted)  # as in ``event_from_dict``, and for its reason
+            event = object.__new__(StepCompleted)  # fast, as in ``event_from_dict``
             vars(event).update(zip(names, row, strict=True))
             vars(event).update(
                 job_id=self.job_id,
@@ -160,10 +160,10 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True)
 class StepRun:
-    """Steps of one generation that follow on each other in a log, each later than the one before.
+    """Consecutive steps of one generation in a log, each later than the previous one.
 
-    They have the same world size and measured the same metrics, so that whatever keeps only the
-    latest values needs no more than the ``first`` and the ``last``.
+    They have the same world size and the same metrics, so a fold that keeps only the newest values
+    needs only the ``first`` and the ``last``.
     """
 
     block: Block
@@ -185,12 +185,12 @@ class StepRun:
 
     @property
     def last_seq(self) -> int:
-        """The last step's place in the log."""
+        """Sequence number of the last step."""
         return self.block.first_seq + int(self.block.places[self.end - 1])
 
     @property
     def first_seq(self) -> int:
-        """The first step's place in the log."""
+        """Sequence number of the first step."""
         return self.block.first_seq + int(self.block.places[self.start])
 
     def inner(self) -> StepRun:
@@ -202,7 +202,7 @@ class StepRun:
         return self.block.columns[name][self.start : self.end]
 
     def metrics(self) -> dict[str, Column]:
-        """Return what the steps measured, shape ``(len,)`` each."""
+        """Return the metrics of the steps, shape ``(len,)`` each."""
         names = self.block.metric_sets[int(self.block.metric_set[self.start])]
         return {name: self.block.metrics[name][self.start : self.end] for name in names}
 
@@ -216,11 +216,11 @@ def pack(events: Sequence[Event], lines: Mapping[int, bytes] | None = None) -> B
 
     Args:
         events: One or more, their ``seq`` without gaps.
-        lines: By place, what has to stay the line that it was, because this version does not know
-            all that it says.
+        lines: By position, lines to keep as they are, because this version does not know all of
+            their fields.
 
     Raises:
-        ValueError: If an event is missing among them.
+        ValueError: If there is a gap.
     """
     lines = lines or {}
     first = events[0].seq
@@ -230,14 +230,14 @@ def pack(events: Sequence[Event], lines: Mapping[int, bytes] | None = None) -> B
     others: list[bytes] = []
     for place, event in enumerate(events):
         if event.seq != first + place:
-            raise ValueError(f"event {event.seq} where {first + place} was due")
+            raise ValueError(f"event {event.seq} instead of {first + place}")
         if place in lines:
             others.append(lines[place])
         elif isinstance(event, StepCompleted) and event.job_id == job_id and _fits(event):
             places.append(place)
             steps.append(vars(event))
         else:
-            others.append(encode_json(event.to_dict()).encode("utf-8", "surrogatepass"))
+            others.append(encode_json(event.to_json_dict()).encode("utf-8", "surrogatepass"))
     sets: dict[tuple[str, ...], int] = {}
     metric_set = [sets.setdefault(tuple(step["metrics"]), len(sets)) for step in steps]
     return Block(
@@ -259,7 +259,7 @@ def pack(events: Sequence[Event], lines: Mapping[int, bytes] | None = None) -> B
 
 
 def empty_columns() -> dict[str, Column]:
-    """Return the columns of no step."""
+    """Return columns without rows."""
     return {name: np.empty(0, _DTYPES[kind.__name__]) for name, kind in step_columns().items()}
 
 
@@ -268,7 +268,7 @@ def _is_log_line(line: bytes) -> bool:
 
 
 def _fits(event: StepCompleted) -> bool:
-    """Tell whether columns give back this step exactly."""
+    """Whether columns reproduce this step exactly."""
     values = vars(event)
     for name, kind in step_columns().items():
         value = values[name]
@@ -285,7 +285,7 @@ def _column(values: list[Any]) -> Column:
 
 
 def _narrow(column: Column) -> Column:
-    """Return integers in the smallest type that holds them."""
+    """Return integers in the smallest type that can hold them."""
     if not len(column):
         return column.astype(np.int8)
     low, high = int(column.min()), int(column.max())
@@ -297,22 +297,22 @@ def _narrow(column: Column) -> Column:
 
 
 class Events(Sequence[Event]):
-    """A job's events in order: typed where one asks for them, in blocks where they lie.
+    """A job's events in order: typed when read, packed in blocks in memory.
 
-    One thread extends it; another one that reads meanwhile takes a ``copy``.
+    One thread extends it; another thread that reads at the same time must take a ``copy``.
     """
 
     PACK_AT = 8192
-    """So many events in a row are put into a block; fewer stay as they are."""
+    """Number of consecutive events that are packed into a block; fewer stay as objects."""
 
     def __init__(self, events: Sequence[Event] = ()) -> None:
         self._blocks: tuple[Block, ...] = ()
         self._starts: tuple[int, ...] = ()
-        """How many events lie before each block."""
+        """Number of events before each block."""
         self._num_packed = 0
         self._tail: list[Event] = []
         self._num_searched = 0
-        """Blocks in which ``forget_lines`` has looked."""
+        """Blocks that ``forget_lines`` has searched."""
         self._lock = threading.Lock()
         self.extend(events)
 
@@ -325,7 +325,7 @@ class Events(Sequence[Event]):
         return other
 
     def extend(self, events: Sequence[Event]) -> None:
-        """Append what follows."""
+        """Append the next events."""
         if isinstance(events, Events):
             for block in events._blocks:
                 self.add_block(block)
@@ -348,9 +348,9 @@ class Events(Sequence[Event]):
             self._push(block)
 
     def forget_lines(self, keep: int) -> None:
-        """Forget the texts of log lines, but for the newest blocks with ``keep`` of them or more.
+        """Drop the texts of log lines, except in the newest blocks, which have at least ``keep``.
 
-        Such a line takes 8 bytes then instead of 250.
+        Such a line then takes 8 bytes instead of 250.
         """
         with self._lock:
             if len(self._blocks) == self._num_searched:
@@ -363,14 +363,14 @@ class Events(Sequence[Event]):
             self._blocks, self._num_searched = tuple(blocks), len(blocks)
 
     def runs(self) -> Iterator[Event | StepRun]:
-        """Return all of them, steps in runs where they lie in blocks."""
+        """Return all events, with steps in blocks as runs."""
         blocks, tail = self._blocks, list(self._tail)
         for block in blocks:
             yield from block.runs()
         yield from tail
 
     def is_dense_from(self, seq: int) -> bool:
-        """Tell whether they are numbered from ``seq`` on without gaps."""
+        """Whether they are numbered from ``seq`` on without gaps."""
         for block in self._blocks:
             if block.first_seq != seq:
                 return False
@@ -378,11 +378,11 @@ class Events(Sequence[Event]):
         return all(event.seq == seq + i for i, event in enumerate(self._tail))
 
     def after(self, seq: int) -> Events:
-        """Return those behind the place ``seq`` of the log."""
+        """Return the events after ``seq``."""
         rest = Events()
         for block in self._blocks:
             if block.first_seq > seq:
-                rest.add_block(block)  # behind what is left of the one before
+                rest.add_block(block)  # after the rest of the previous block
             elif block.last_seq > seq:
                 rest.extend(list(block.events(seq + 1 - block.first_seq)))
         rest.extend([event for event in self._tail if event.seq > seq])
@@ -433,7 +433,7 @@ class Events(Sequence[Event]):
 
 
 def runs_of(events: Any) -> Iterator[Event | StepRun]:
-    """Return events for folding: in runs where they lie in blocks, one by one elsewhere."""
+    """Return events for a fold: steps in blocks as runs, all others one by one."""
     yield from events.runs() if isinstance(events, Events) else events
 
 

@@ -1,8 +1,8 @@
-"""The writer of segments: ``python -m etrain_jupyter.log.compaction LOG``, and who starts it.
+"""Write segments of a log: ``python -m etrain_jupyter.log.compaction LOG``, and its starter.
 
-It is a process of its own, because the coordinator lives in a scheduler, which must answer its
+It runs in a separate process, because the coordinator runs in a scheduler, which must answer its
 workers meanwhile. It needs nothing from the coordinator but the log, may be killed at any time, and
-is started anew once the log has grown by another segment.
+is started again when the log has grown by another segment.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from etrain_jupyter.errors import EtrainError
 from etrain_jupyter.log.segments import EVENTS_PER_SEGMENT, compact
 
 NICENESS = 10
-"""Whoever trains or answers goes first."""
+"""Lower priority than training and the scheduler."""
 
 
 class Compactor:
-    """Has segments written as a log grows; each by a process of its own, one at a time.
+    """Starts a process that writes segments as a log grows, one at a time.
 
     Args:
         log_path: The log.
-        work: What writes them; called in the thread ``etrain-compact-<job>``, which ends with it.
+        work: Writes them; called in the thread ``etrain-compact-<job>``, which ends with it.
     """
 
     def __init__(self, log_path: Path, work: Callable[[Path], None] | None = None) -> None:
         self._log_path = log_path
         self._work = work or compact_elsewhere
         self._thread: threading.Thread | None = None
-        # The first look finds out what is there: it costs one process.
+        # The first process finds out which segments exist.
         self._due = EVENTS_PER_SEGMENT
 
     def look(self, last_seq: int) -> None:
-        """Start writing if the log has become long enough."""
+        """Start writing if the log is long enough."""
         if last_seq < self._due or (self._thread is not None and self._thread.is_alive()):
             return
         self._due = (last_seq // EVENTS_PER_SEGMENT + 1) * EVENTS_PER_SEGMENT
@@ -48,13 +48,13 @@ class Compactor:
         self._thread.start()
 
     def join(self) -> None:
-        """Wait for what was started."""
+        """Wait for the process that was started."""
         if self._thread is not None:
             self._thread.join()
 
 
 def compact_elsewhere(log_path: Path) -> None:
-    """Write a log's segments in another process and wait for it; failing does no harm."""
+    """Write a log's segments in another process and wait for it; a failure does no harm."""
     subprocess.run(
         [sys.executable, "-m", __name__, str(log_path)],
         stdin=subprocess.DEVNULL,

@@ -1,14 +1,14 @@
-"""The durable log of a job: one event a line, as JSON, in the order in which they happened.
+"""The durable log of a job: one event per line, as JSON, in the order in which they happened.
 
-There is one writer, the coordinator, and any number of readers, who need nothing but the file. The
-event with ``seq`` n is line n, without gaps, so that a reader can ask for what it missed. Floats
-that are not finite are written as ``NaN`` and ``Infinity``, which Python reads back and strict JSON
-does not have: a diverged loss must not look like a missing one.
+There is one writer, the coordinator, and any number of readers, which need nothing but the file.
+The event with ``seq`` n is line n, without gaps, so that a reader can request what it missed.
+Floats that are not finite are written as ``NaN`` and ``Infinity``, which Python reads and strict
+JSON does not have: a diverged loss must not look like a missing one.
 
-What survives when: every event survives the end of any process once ``append`` has returned. What
-others act on (``DURABLE``) then survives the end of the machine, too; steps and remarks are synced
-in groups. Nobody is told of an event before ``append`` has returned. Long logs are read through
-``events.segments``.
+Durability: every event survives the exit of any process once ``append`` has returned. Events that
+others act on (``DURABLE``) then also survive a crash of the machine; steps and messages are synced
+in groups. No reader receives an event before ``append`` has returned. Long logs are read through
+``log.segments``.
 """
 
 from __future__ import annotations
@@ -56,35 +56,36 @@ DURABLE = (
     JobSubmitted,
     UserErrorRaised,
 )
-"""What somebody acts on who hears of it: synced before that, whatever the machine does then."""
+"""Events that readers act on: synced to disk before any reader receives them."""
 
 _PARSE_LINES = 1000
-"""Lines parsed with one call: faster than one at a time, and than all, which makes the garbage
-collector walk over hundreds of thousands of dicts again and again."""
+"""Lines parsed with one call: faster than one at a time, and faster than all at once, which makes
+the garbage collector visit hundreds of thousands of dicts repeatedly."""
 
 _READ_BYTES = 1024 * 1024
 
 _LONGEST_LINE = 64 * 1024 * 1024
-"""No event is as long; without an end a file would be read into memory as a whole."""
+"""No event is this long; a file without line ends would be read into memory as a whole."""
 
 _OPEN_FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-"""A link or a named pipe under the log's name is refused, never written to."""
+"""A symbolic link or a named pipe in place of the log is rejected, never written to."""
 
 _DAMAGE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
-"""What parsing something that is not an event raises."""
+"""Exceptions of parsing something that is not an event."""
 
 _encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 
 
 class EventLog:
-    """The one writer of a job's log; opening an existing one goes on after its last whole line.
+    """The single writer of a job's log. An existing log is continued after its last whole line.
 
     Args:
-        path: The file; made if it is not there, with its folder.
-        fsync_every_s: Longest time, while events come, that a step or a remark is only in the
-            machine's page cache: it survives a crash of any process at once, and one of the machine
-            after this time. 0 syncs every batch; None only what is in ``DURABLE``, and the end.
-        clock: Seconds, monotonic.
+        path: The file; created with its folder if it does not exist.
+        fsync_every_s: Maximum seconds, while events arrive, for which a step or a message is only
+            in the machine's page cache: it survives a crash of any process at once, and a crash of
+            the machine after this time. 0 syncs every batch; None syncs only events in ``DURABLE``
+            and on close.
+        clock: Monotonic clock in seconds.
 
     Raises:
         EtrainError: If another process is writing this log.
@@ -112,13 +113,13 @@ class EventLog:
             os.close(self._file)
             raise
         self._is_torn = False
-        """Whether bytes may follow the last whole line, because they could not be cut off."""
+        """Whether bytes may follow the last whole line, because truncating the file failed."""
         self._synced_at = clock()
         self._is_synced = True
 
     @property
     def last_seq(self) -> int:
-        """The newest event's place in the log; 0 while it is empty."""
+        """Sequence number of the newest event; 0 while the log is empty."""
         return self._last_seq
 
     def append(self, events: Iterable[Event]) -> list[Event]:
@@ -127,7 +128,7 @@ class EventLog:
         Text that UTF-8 cannot encode (file names may contain such text) is escaped.
 
         Raises:
-            OSError: If the disk refused them; then the log is as it was before.
+            OSError: If the disk rejected them; then the log is unchanged.
         """
         numbered = [event.with_seq(self._last_seq + i) for i, event in enumerate(events, start=1)]
         if not numbered:
@@ -135,7 +136,7 @@ class EventLog:
         try:
             data = _lines_of(numbered)
         except UnicodeEncodeError:
-            numbered = [event_from_dict(readable(event.to_dict())) for event in numbered]
+            numbered = [event_from_dict(readable(event.to_json_dict())) for event in numbered]
             data = _lines_of(numbered)
         size = self._size
         try:
@@ -150,13 +151,13 @@ class EventLog:
         return numbered
 
     def sync(self) -> None:
-        """Wait until everything appended would survive a crash of the machine."""
+        """Wait until everything appended survives a crash of the machine."""
         if not self._is_synced:
             os.fsync(self._file)
         self._is_synced, self._synced_at = True, self._clock()
 
     def close(self) -> None:
-        """Sync and let go of the file; twice does no harm."""
+        """Sync and close the file. May be called twice."""
         if self._file < 0:
             return
         try:
@@ -177,7 +178,7 @@ class EventLog:
 
     def _cut(self, size: int) -> None:
         self._size, self._is_torn = size, True
-        with contextlib.suppress(OSError):  # the next write tries again
+        with contextlib.suppress(OSError):  # the next write retries
             os.ftruncate(self._file, size)
             self._is_torn = False
 
@@ -189,7 +190,7 @@ class EventLog:
 
 
 def readable(value: Any) -> Any:
-    r"""Return ``value`` with the surrogates in its texts escaped, which UTF-8 cannot encode.
+    r"""Return ``value`` with surrogates escaped in all strings: UTF-8 cannot encode them.
 
     >>> readable({"text": "caf\\udce9"})
     {'text': 'caf\\udce9'}
@@ -204,18 +205,18 @@ def readable(value: Any) -> Any:
 
 
 def _lines_of(events: list[Event]) -> bytes:
-    return "".join(_encode(event.to_dict()) + "\n" for event in events).encode()
+    return "".join(_encode(event.to_json_dict()) + "\n" for event in events).encode()
 
 
 class LogReader:
-    """Follows a log that somebody else writes: each ``read`` returns what is new.
+    """Follows a log that another process writes: each ``read`` returns the new events.
 
-    It keeps a byte offset and no open file, so that it may be forgotten at any time.
+    It keeps a byte offset and no open file, so it needs no closing.
 
     Args:
-        path: The file; it need not be there yet.
-        offset: Bytes to pass over, which end with a line.
-        lines: How many lines they are.
+        path: The file; it may not exist yet.
+        offset: Bytes to skip, up to the end of a line.
+        lines: Number of lines in them.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, offset: int = 0, lines: int = 0) -> None:
@@ -225,24 +226,24 @@ class LogReader:
 
     @property
     def position(self) -> tuple[int, int]:
-        """The bytes and the lines before the next event."""
+        """Number of bytes and of lines before the next event."""
         return self._offset, self._lines
 
     def skip(self, num_events: int) -> int:
-        """Pass over up to ``num_events`` events unparsed; return how many there were."""
+        """Skip up to ``num_events`` events without parsing them; return how many."""
         return len(self._take_lines(num_events))
 
     def read(self, limit: int | None = None) -> list[Event]:
-        """Return the next events, at most ``limit``; a line that is not finished yet waits.
+        """Return the next events, at most ``limit``; an unfinished line is left for the next call.
 
         Raises:
-            EtrainError: If a whole line is not an event: the file was damaged.
+            EtrainError: If a whole line is not an event: the file is damaged.
         """
         first_line = self._lines + 1
         return parse_lines(self._take_lines(limit), self.path, first_line)
 
     def read_lines(self, limit: int | None = None) -> list[bytes]:
-        """Return the next whole lines, at most ``limit``, without their ends."""
+        """Return the next whole lines, at most ``limit``, without their newlines."""
         return self._take_lines(limit)
 
     def _take_lines(self, limit: int | None) -> list[bytes]:
@@ -259,10 +260,10 @@ class LogReader:
 
 
 def _read_lines(file: BinaryIO, limit: float, path: Path) -> bytes:
-    """Read at least ``limit`` lines, if there are as many: not the whole of a long log.
+    """Read at least ``limit`` lines, if there are as many, and not the whole of a long log.
 
     Raises:
-        EtrainError: If a line has no end.
+        EtrainError: If a line is far too long.
     """
     pieces: list[bytes] = []
     length = 0
@@ -281,10 +282,10 @@ def read_events(
 ) -> list[Event]:
     """Return the events of a log with ``seq > since``, at most ``limit``, in order.
 
-    A torn last line, which a crash may leave, is passed over; a file that is not there is empty.
+    A torn last line, which a crash may leave, is skipped; a missing file counts as empty.
 
     Raises:
-        EtrainError: If a whole line is not an event: the file was damaged.
+        EtrainError: If a whole line is not an event: the file is damaged.
     """
     reader = LogReader(path)
     # Line n holds the event with seq n.
@@ -295,7 +296,7 @@ def parse_lines(lines: list[bytes], path: Path, first_line: int) -> list[Event]:
     """Return the events of whole lines.
 
     Raises:
-        EtrainError: If one is not an event; it names the file and the line.
+        EtrainError: If one is not an event. The message has the file and the line.
     """
     events: list[Event] = []
     for start in range(0, len(lines), _PARSE_LINES):
@@ -310,7 +311,7 @@ def _parse_chunk(lines: list[bytes], path: Path, first_line: int) -> list[Event]
         if len(dicts) == len(lines):
             return [event_from_dict(data) for data in dicts]
     except _DAMAGE:
-        pass  # Something in it is damaged: go line by line to tell where.
+        pass  # Something in it is damaged: parse line by line to find it.
     return [_parse_line(line, path, n) for n, line in enumerate(lines, start=first_line)]
 
 
@@ -325,7 +326,7 @@ def _parse_line(line: bytes, path: Path, number: int) -> Event:
 
 
 def _lock(file: int, path: Path) -> None:
-    """Refuse a second writer, for example a coordinator that was thought dead."""
+    """Reject a second writer, for example while a coordinator that was declared dead still runs."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as exc:
@@ -338,10 +339,10 @@ def _lock(file: int, path: Path) -> None:
 
 
 def _cut_torn_tail(file: int, path: Path) -> tuple[int, int]:
-    """Remove what a crash left unfinished; return the size of the rest and its last seq.
+    """Remove an unfinished line that a crash left; return the size of the rest and its last seq.
 
     Raises:
-        EtrainError: If the file has whole lines and none is an event; then it is left alone.
+        EtrainError: If the file has whole lines and none is an event; then it is not changed.
     """
     size = os.fstat(file).st_size
     if size == 0:
@@ -369,7 +370,7 @@ def _seq_of(line: bytes) -> int:
 
 
 def _fsync_folder(folder: Path) -> None:
-    """Make a new file's name durable; its bytes alone would be lost without it."""
+    """Make a new file's name durable; without its name, its bytes would be lost."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

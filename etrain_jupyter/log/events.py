@@ -1,8 +1,8 @@
-"""Facts about a job, in the past tense: the durable log, and all that the screen shows.
+"""Events of a job: past-tense facts, from which logs, dashboards and audits are made.
 
 Every event is a frozen dataclass that survives a round trip through one line of JSON. The
-coordinator gives out ``seq`` (1, 2, 3 ... without gaps) and appends the line to the log before
-anybody else sees it.
+coordinator assigns ``seq`` (1, 2, 3 ... without gaps) and appends the line to the log before any
+reader sees it.
 """
 
 from __future__ import annotations
@@ -11,26 +11,27 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
-STATUSES = ("submitted", "waiting", "running", "paused", "finished", "stopped", "failed")
+JobStatus = Literal["submitted", "waiting", "running", "paused", "finished", "stopped", "failed"]
+LeaveReason = Literal["preempted", "scaled down"]
 TERMINAL_STATUSES = frozenset({"finished", "stopped", "failed"})
 
 STACKS_ASKED = "etrain: what the threads of this trainer are doing:"
-"""The log line before the stacks that a supervisor has asked a trainer for."""
+"""The log line before the stacks that a supervisor has requested from a trainer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """What every fact carries."""
+    """Base class of all events."""
 
     job_id: str
     time: float
-    """Seconds since the epoch, by the clock of the process that saw it happen."""
+    """Seconds since the epoch, by the clock of the process that observed it."""
     generation: int = 0
-    """The generation it belongs to; 0 before the first one formed."""
+    """The generation it belongs to; 0 before the first one."""
     seq: int = 0
-    """Place in the job's log, from 1; 0 until the log has taken it."""
+    """Position in the job's log, from 1; 0 before it is appended."""
 
     kinds: ClassVar[dict[str, type[Event]]] = {}
 
@@ -40,76 +41,85 @@ class Event:
 
     @property
     def kind(self) -> str:
-        """The name of the class, which is also the key ``event`` of its JSON form."""
+        """The name of the class, for example ``StepCompleted``."""
         return type(self).__name__
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form, with the key ``event`` first."""
-        return {"event": self.kind} | {
-            f.name: getattr(self, f.name) for f in dataclasses.fields(self)
-        }
+        """Return the event as a dict for users: its ``kind``, then its fields.
+
+        >>> WorkerLost(job_id="j", time=1.0, worker="w1", cause="SIGKILL").to_dict()["kind"]
+        'WorkerLost'
+        """
+        return {"kind": self.kind} | self._fields()
+
+    def to_json_dict(self) -> dict[str, Any]:
+        """Return the event as a log stores it: the key ``event`` has its kind and comes first."""
+        return {"event": self.kind} | self._fields()
+
+    def _fields(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
     def with_seq(self, seq: int) -> Self:
-        """Return the same fact at its place in the log."""
+        """Return the same event at a position in the log."""
         return dataclasses.replace(self, seq=seq)
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobSubmitted(Event):
-    """A job entered the cluster."""
+    """A job was submitted to the cluster."""
 
     name: str
     min_workers: int
     max_workers: int
     pool: str = "local"
     config: dict[str, Any] = field(default_factory=dict)
-    """The JSON form of its TrainConfig, defaults filled in."""
+    """JSON form of its TrainConfig, with defaults filled in."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobResumed(Event):
-    """A coordinator took over the run folder of a job that nobody trained any more.
+    """A coordinator resumed a job that had ended, or whose cluster had.
 
-    What follows belongs to the same job: steps and generations go on counting. ``generation`` is
-    the last one before.
+    The events that follow belong to the same job: steps and generations continue to count.
+    ``generation`` is the last one of the previous attempt.
     """
 
     from_status: str
-    """The last status before; not a terminal one if the coordinator died."""
+    """The previous status; not a terminal one if the coordinator died."""
     step: int
-    """The newest step in the log; ``JobRestored`` tells which state was there to go on from."""
+    """The newest step in the log; ``JobRestored`` has the step of the state that was available."""
     min_workers: int
     max_workers: int
     pool: str = "local"
     config: dict[str, Any] = field(default_factory=dict)
-    """The JSON form of the TrainConfig that holds from now on."""
+    """JSON form of the TrainConfig from now on."""
     differs: list[str] = field(default_factory=list)
-    """What is not as it was in the life before, in words."""
+    """Differences from the previous attempt, as text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerRestarted(Event):
-    """The scheduler had died; another one has taken the job over, with the trainers that live."""
+    """The scheduler died, and a new one took the job over with the surviving trainers."""
 
     step: int
-    """The newest step in the log then; the trainers may be further."""
+    """The newest step in the log at that time; the trainers may be further."""
     away_s: float
-    """How long nobody could be told anything: until the trainers were found again."""
+    """Seconds without a scheduler, until the trainers were found again."""
     workers: list[str] = field(default_factory=list)
-    """Those whose trainers live."""
+    """Workers whose trainers survived."""
     lost: list[str] = field(default_factory=list)
-    """Those that did not come back."""
+    """Workers that did not reconnect."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobPlanned(Event):
-    """The first warm trainer told how much work there is; again after each ``JobResumed``."""
+    """The first warm trainer reported the amount of work; again after each ``JobResumed``."""
 
     num_train_samples: int
     num_eval_samples: int
     """0 without an evaluation set."""
     global_batch_size: int
-    """Samples of a step; with ``per_worker_batch_size`` those of the base workers."""
+    """Samples of a step; with ``per_worker_batch_size``, those of the base workers."""
     steps_per_epoch: int
     """At that batch size."""
     total_steps: int
@@ -118,14 +128,14 @@ class JobPlanned(Event):
     total_samples: int = 0
     """Samples that the whole job trains, over all epochs; 0 in older logs."""
     per_worker_batch_size: int = 0
-    """Samples of a step that each worker has; 0 if the step's batch never changes."""
+    """Samples of a step per worker; 0 if the batch of a step never changes."""
 
     def batch_size_of(self, world_size: int) -> int:
-        """Return the samples of a full step of so many ranks."""
+        """Return the samples of a full step of ``world_size`` ranks."""
         return self.per_worker_batch_size * world_size or self.global_batch_size
 
     def total_steps_after(self, step: StepCompleted) -> int:
-        """Return how many steps the job will have made if its workers stay as in this one."""
+        """Return the total steps of the job if its number of workers stays that of ``step``."""
         if not self.per_worker_batch_size:
             return self.total_steps
         size, length = self.batch_size_of(step.world_size), self.num_train_samples
@@ -139,17 +149,16 @@ class JobPlanned(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class JobStatusChanged(Event):
-    """The job's status is another one now."""
+    """The job's status changed."""
 
-    status: str
-    """One of ``STATUSES``."""
+    status: JobStatus
     reason: str = ""
-    """Why, in words for a person; empty where the status says it all."""
+    """Why, as text for users; empty if the status needs no explanation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkersScaled(Event):
-    """Somebody asked for other bounds of the number of workers."""
+    """The user changed the minimum and maximum number of workers."""
 
     min_workers: int
     max_workers: int
@@ -157,53 +166,54 @@ class WorkersScaled(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerJoined(Event):
-    """A Dask worker was given to this job; its trainer is starting."""
+    """A Dask worker was assigned to this job; its trainer is starting."""
 
     worker: str
-    """The worker's name, unique in the cluster's life."""
+    """The worker's name, unique within the lifetime of the cluster."""
     address: str = ""
     device: str = "cpu"
     machine: str = ""
-    """Type of its machine, for example ``g5.xlarge``; empty where the pool knows none."""
+    """Type of its machine, for example ``g5.xlarge``; empty if the pool has no types."""
     zone: str = ""
     lifecycle: str = ""
-    """``spot`` or ``on-demand``; empty where the pool knows no prices."""
+    """``spot`` or ``on-demand``; empty if the pool knows no prices."""
     usd_per_h: float | None = None
-    """Its share of what the machine cost an hour when it joined; None if nobody knows."""
+    """Its share of the machine's price per hour when it joined; None if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerWarmed(Event):
-    """A worker's trainer is ready to be admitted: model built, one pass done and undone."""
+    """A worker's trainer is ready: the model is built, and one pass was made and undone."""
 
     worker: str
     trainer_pid: int
     warm_s: float
-    """Seconds from the order to start until it was ready."""
+    """Seconds from the start order until it was ready."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationFormed(Event):
-    """A membership was fixed and its ranks told to go on."""
+    """The ranks of a generation were fixed, and ordered to form it."""
 
     why: str
-    """``start``, ``join``, ``leave``, ``lost``, ``stalled`` (nobody moved, with none to blame),
-    ``broken`` (a collective failed, and nobody was lost),
-    ``restart`` (the scheduler had died while the one before formed),
-    ``resume``; several joined by ``+``."""
+    """``start``, ``join``, ``leave``, ``lost``, ``stalled`` (no rank made progress, and there was
+    no clear straggler), ``broken`` (a collective failed, and no rank was lost), ``restart`` (the
+    scheduler died while the previous generation formed), ``resume``; several are joined by ``+``.
+    """
     world_size: int
     ranks: list[str]
     """Worker names in rank order, length ``world_size``."""
     trainer_pids: list[int] = field(default_factory=list)
     """Process ids in rank order, length ``world_size``."""
     behind: list[int] = field(default_factory=list)
-    """Ranks that must receive the state of rank 0 before they hold any."""
+    """Ranks that receive their state from rank 0."""
     step: int = 0
-    """The newest committed step, from which all go on."""
+    """The newest committed step, from which all ranks continue."""
     backend: str = ""
-    """``nccl`` or ``gloo``, whichever sums the gradients; empty in logs of older versions."""
+    """The backend that sums the gradients, ``nccl`` or ``gloo``; empty in logs of older
+    versions."""
     stall_s: float = 0.0
-    """Seconds from the end of the previous generation's last step, as the coordinator saw it."""
+    """Seconds since the end of the previous generation's last step, as the coordinator saw it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,11 +225,11 @@ class GenerationReady(Event):
 
     world_size: int
     connect_s: float
-    """From the order to form until the process group stood."""
+    """Seconds from the order to form until the process group was connected."""
     sync_s: float
-    """For handing the state to the ranks that were behind; 0 if none was."""
+    """Seconds to transfer the state to the ranks that were behind; 0 without any."""
     wrap_s: float
-    """For wrapping the model."""
+    """Seconds to wrap the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,15 +237,16 @@ class StepCompleted(Event):
     """One optimizer update was committed."""
 
     step: int
-    """Updates so far, from 1."""
+    """Number of updates so far, from 1."""
     epoch: int
     """The epoch its samples belong to, from 0."""
     first: int
-    """Where its samples begin in the order of the epoch."""
+    """Position of its first sample in the order of the epoch."""
     samples: int
-    """How many samples the ranks together put through forward and backward for it."""
+    """Number of samples that all ranks together put through forward and backward."""
     sample_checksum: int
-    """Sum over those samples of ``ledger.checksum_of(index)``: proof of which ones they were."""
+    """Sum over those samples of ``ledger.checksum_of(index)``: it proves which samples they
+    were."""
     loss: float
     """Mean over the step's samples."""
     lr: float
@@ -245,22 +256,26 @@ class StepCompleted(Event):
     metrics: dict[str, float] = field(default_factory=dict)
     """Mean over the step's samples of each metric."""
     ranks_agree: bool = True
-    """Whether all ranks held the same weights, by what they told of them with this step."""
+    """Whether all ranks had the same weights, according to the fingerprints of this step."""
     skipped: bool = False
-    """Whether the gradients overflowed in fp16, so that all ranks kept their weights."""
+    """Whether the gradients overflowed in fp16, so that no rank changed its weights."""
     data_s: float = 0.0
-    """How long rank 0 waited for its samples."""
+    """Seconds for which rank 0 waited for its samples."""
     compute_s: float = 0.0
-    """Its forward and backward passes."""
+    """Seconds of its forward and backward passes."""
     communication_s: float = 0.0
-    """How long it waited for the other ranks, and for what no backward pass hid."""
+    """Seconds for which it waited for the other ranks and for communication that no backward pass
+    overlapped."""
     optimizer_s: float = 0.0
-    """Its update."""
+    """Seconds of its update."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankTimed(Event):
-    """What some steps of one rank took it, until an epoch or a generation ended or for a while."""
+    """Times of one rank, summed over several steps.
+
+    Reported at the end of an epoch and of a generation, and at a fixed interval in between.
+    """
 
     worker: str
     rank: int
@@ -269,35 +284,36 @@ class RankTimed(Event):
     """The last of the steps."""
     num_steps: int
     samples: int
-    """How many this rank passed in them."""
+    """Samples that this rank trained in them."""
     elapsed_s: float
-    """All of the steps' time."""
+    """Total seconds of the steps."""
     data_s: float
-    """Of it: waiting for samples."""
+    """Part of ``elapsed_s``: waiting for samples."""
     compute_s: float
-    """Of it: forward and backward passes."""
+    """Part of ``elapsed_s``: forward and backward passes."""
     communication_s: float
-    """Of it: waiting for the other ranks, and for what no backward pass hid."""
+    """Part of ``elapsed_s``: waiting for the other ranks and for communication that no backward
+    pass overlapped."""
     optimizer_s: float
-    """Of it: updates."""
+    """Part of ``elapsed_s``: updates."""
     evaluation_s: float = 0.0
-    """Evaluations between them, not in ``elapsed_s``; one that was cut short too."""
+    """Seconds of evaluations between them, including interrupted ones; not in ``elapsed_s``."""
     checkpoint_s: float = 0.0
-    """How long training stood still for checkpoints, not in ``elapsed_s``."""
+    """Seconds for which checkpoints blocked training; not in ``elapsed_s``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepUndone(Event):
-    """A step in flight was undone because a rank was lost; its samples are trained again."""
+    """The current step was undone because a rank was lost; its samples are trained again."""
 
     step: int
     workers: list[str]
-    """Survivors that had begun it."""
+    """Surviving workers that had begun it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalCompleted(Event):
-    """The evaluation set was gone through once over all ranks."""
+    """All ranks together evaluated the evaluation set once."""
 
     step: int
     epoch: int
@@ -309,9 +325,9 @@ class EvalCompleted(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class BestReached(Event):
-    """An evaluation was better than all before it: see ``checkpoint.best``.
+    """An evaluation was better than all earlier ones: see ``checkpoint.best``.
 
-    The weights of that step are saved in the background; ``CheckpointCommitted`` tells when.
+    The weights of that step are saved in the background; ``CheckpointCommitted`` follows.
     """
 
     step: int
@@ -322,17 +338,17 @@ class BestReached(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class EarlyStopped(Event):
-    """The evaluations have not improved for long enough: the job ends at this step."""
+    """Early stopping ended the job: its evaluations have not improved for long enough."""
 
     step: int
     metric: str
     best: float | None
-    """None if it never was a finite number."""
+    """None if it was never finite."""
     best_step: int
     num_evals: int
     """Evaluations since the best one."""
     reason: str
-    """All of that in words."""
+    """The decision as text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -342,16 +358,16 @@ class LossNotFinite(Event):
     step: int
     loss: float
     ranks: list[int]
-    """Those whose own share was not finite."""
+    """Ranks whose own share of the loss was not finite."""
     workers: list[str]
     """Their workers, in the same order."""
     saved_step: int = 0
-    """Step of the newest durable checkpoint then; 0 if there was none."""
+    """Step of the newest durable checkpoint at that time; 0 without any."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreemptionNoticed(Event):
-    """A worker was told that its machine will be taken."""
+    """A worker received a notice that its machine will be interrupted."""
 
     worker: str
     deadline: float
@@ -360,44 +376,44 @@ class PreemptionNoticed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class RebalanceRecommended(Event):
-    """A worker was told that its machine is likely to be taken; it trains on."""
+    """A worker received a notice that its machine is likely to be interrupted; it trains on."""
 
     worker: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerLeft(Event):
-    """A worker left at a step boundary, nothing lost."""
+    """A worker left at a step boundary; no work was lost."""
 
     worker: str
     reason: str
-    """``preempted``, ``scaled down``, ``job ended`` ..."""
+    """A ``LeaveReason``; older versions had others."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerLost(Event):
-    """A worker or its trainer ended unannounced."""
+    """A worker or its trainer exited without a notice."""
 
     worker: str
     cause: str
     detected_s: float = 0.0
-    """Seconds from its end until the coordinator knew, where that can be told."""
+    """Seconds from its exit until the coordinator detected it; 0.0 if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FaultInjected(Event):
-    """A fault was committed on purpose; what follows from it is nobody's failure."""
+    """Fault injection caused a fault; what follows from it counts as no failure."""
 
     worker: str
     fault: str
     """``kill``, ``stop``, ``hold_gil``, ``preempt`` ..."""
     step: int
-    """The newest committed step then."""
+    """The newest committed step at that time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightsHashed(Event):
-    """One rank told the digest of its weights at a step: all ranks of a step must agree."""
+    """One rank reported the digest of its weights at a step: all ranks of a step must agree."""
 
     step: int
     worker: str
@@ -407,39 +423,38 @@ class WeightsHashed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointCommitted(Event):
-    """A checkpoint's manifest was written: it exists."""
+    """A checkpoint's manifest was written: the checkpoint is complete and durable."""
 
     step: int
     manifest: str
     """Path relative to the job's folder."""
     size_bytes: int
     stall_s: float
-    """How long training stood still for it."""
+    """Seconds for which it blocked training."""
     duration_s: float
-    """From the step boundary until it was durable."""
+    """Seconds from the step boundary until it was durable."""
     slowed_s: float = 0.0
-    """How much longer the steps took meanwhile than ordinary ones, all together, as far as rank 0
-    could tell."""
+    """Seconds by which it slowed the steps down while it was written, as measured by rank 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointIntervalChosen(Event):
-    """How often ``checkpoint.every: auto`` saves from now on; told when it changes by a quarter."""
+    """``checkpoint.every: auto`` chose another interval; logged if it changes by a quarter."""
 
     interval_s: float
     cost_s: float
-    """What a checkpoint takes of training; 0 before the first."""
+    """Seconds of training that a checkpoint costs; 0 before the first."""
     loss_rate_per_h: float
-    """How often all holders of the state are expected to be lost."""
+    """Expected rate of losing all holders of the state."""
     limit: str = ""
-    """The bound that it is at, see ``elastic.checkpoint_interval``; empty if it is at none."""
+    """The bound that applies, see ``rules.policy.checkpoint_interval``; empty for none."""
     reason: str = ""
-    """All of that in words."""
+    """The choice as text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointFailed(Event):
-    """A checkpoint could not be written; training goes on."""
+    """A checkpoint could not be written; training continues."""
 
     step: int
     error: str
@@ -447,20 +462,20 @@ class CheckpointFailed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class JobRestored(Event):
-    """Every rank that held the newest steps was lost: training goes on from an older state.
+    """All ranks that held the newest steps were lost: training continues from an older state.
 
-    That is the newest checkpoint, or a survivor's state from before the step in which they died.
+    That is the newest checkpoint, or the state of a survivor from before their last step.
     """
 
     step: int
-    """The step of that state; 0 if there was none and training starts over."""
+    """The step of that state; 0 if there is none and training starts over."""
     num_undone: int
     """Logged steps after it, which are trained again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UserErrorRaised(Event):
-    """The notebook's own code raised on a rank: the job fails."""
+    """The notebook's code raised on a rank: the job fails."""
 
     error: str
     """``ValueError: ...``, one line."""
@@ -472,19 +487,19 @@ class UserErrorRaised(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class CostUpdated(Event):
-    """What the machines of the job have cost so far, where their pool knows prices."""
+    """Cost of the job's machines so far; only if their pool knows prices."""
 
     spent_usd: float
     on_demand_usd: float
-    """What the same hours would have cost without spot prices."""
+    """Cost of the same hours at on-demand prices."""
     wasted_usd: float = 0.0
-    """The part of ``spent_usd`` in which machines booted, warmed up or drained after the first
-    step: what preemptions cost."""
+    """The part of ``spent_usd`` for machines that booted, warmed up or drained after the first
+    step: the cost of preemptions."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogLine(Event):
-    """A line that a trainer printed, or a remark of the coordinator's."""
+    """A line that a trainer printed, or a message of the coordinator."""
 
     level: str
     """``info``, ``warning`` or ``error``."""
@@ -495,25 +510,25 @@ class LogLine(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class UnknownEvent(Event):
-    """A fact written by a newer version; kept so that sequence numbers stay whole."""
+    """An event of a newer version, kept so that sequence numbers have no gaps."""
 
     name: str
     data: dict[str, Any] = field(default_factory=dict)
 
 
 def event_from_dict(data: Mapping[str, Any]) -> Event:
-    """Rebuild the event that ``Event.to_dict`` wrote.
+    """Rebuild an event from ``Event.to_json_dict`` or ``Event.to_dict``.
 
     Fields that this version does not know are dropped, and kinds that it does not know become
     ``UnknownEvent``, so that an older kernel can show a newer job.
 
     Raises:
-        TypeError: If a value is of another type than its field: a log may be anybody's, and what
-            is folded and drawn relies on the types.
-        KeyError: If it does not say of which kind it is.
+        TypeError: If a value has another type than its field: a log may come from any user, and
+            folds and drawings rely on the types.
+        KeyError: If it has no kind.
     """
     values = dict(data)
-    name = values.pop("event")
+    name = values.pop("event" if "event" in values else "kind")
     kind = Event.kinds.get(name)
     if kind is None:
         common: dict[str, Any] = {
@@ -524,7 +539,7 @@ def event_from_dict(data: Mapping[str, Any]) -> Event:
     known = _field_names(name)
     if values.keys() == known:
         check_types(name, values)
-        # What ``__init__`` would do in three times the time: a log may have 200,000 lines.
+        # Three times as fast as ``__init__``: a log may have 200,000 lines.
         event: Event = object.__new__(kind)
         vars(event).update(values)
         return event
@@ -534,7 +549,7 @@ def event_from_dict(data: Mapping[str, Any]) -> Event:
 
 
 def check_types(kind: str, values: Mapping[str, Any]) -> None:
-    """Refuse values of other types than the fields of a kind. Unknown names are a ``KeyError``.
+    """Reject values of other types than the fields of a kind. Unknown names are a ``KeyError``.
 
     Raises:
         TypeError: For the first one.
@@ -543,16 +558,16 @@ def check_types(kind: str, values: Mapping[str, Any]) -> None:
         value = values[name]
         inner = value.values() if isinstance(value, dict) else value
         if not all(isinstance(item, items) for item in inner):
-            raise TypeError(f"{name} of {kind} holds something else than it should")
+            raise TypeError(f"{name} of {kind} has an item of the wrong type")
 
 
 @functools.lru_cache(maxsize=4096)
 def _fields_with_items(
     kind: str, names: tuple[str, ...], types: tuple[type, ...]
 ) -> tuple[tuple[str, tuple[type, ...]], ...]:
-    """Check the types of the values themselves; return the fields whose items are to be checked.
+    """Check the types of the values themselves; return the fields whose items must be checked.
 
-    Nearly all events of a kind have the same types, so that this runs a few times a log.
+    Nearly all events of a kind have the same types, so this runs only a few times per log.
     """
     annotations = {f.name: str(f.type) for f in dataclasses.fields(Event.kinds[kind])}
     found = []
@@ -572,15 +587,16 @@ _TYPES: dict[str, tuple[tuple[type, ...], tuple[type, ...]]] = {
     "bool": (_NUMBER, ()),
     "float | None": ((*_NUMBER, type(None)), ()),
     "str": ((str,), ()),
+    "JobStatus": ((str,), ()),
     "list[str]": ((list, tuple), (str,)),
     "list[int]": ((list, tuple), _NUMBER),
     "dict[str, float]": ((dict,), _NUMBER),
     "dict[str, Any]": ((dict,), ()),
 }
-"""Annotation of a field: the types that a value may have, and those of its items."""
+"""By annotation of a field: the allowed types of a value, and of its items."""
 
 
 @functools.cache
 def _field_names(kind: str) -> frozenset[str]:
-    """Return the names of a kind's fields; a log of many steps asks for them once a line."""
+    """Return the names of a kind's fields. Cached, because it is called once per line."""
     return frozenset(f.name for f in dataclasses.fields(Event.kinds[kind]))

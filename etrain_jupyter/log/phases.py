@@ -1,8 +1,8 @@
-"""What the workers' time went into, folded from the events: the numbers of ``job.phases()``.
+"""Break down the workers' time from the events: the numbers of ``job.phases()``.
 
-A worker's efficiency is its samples a second while it steps, by those of one worker alone. That is
-what the job measured while it had one worker, if it had; else what the worker would make if it
-never waited for others: its samples by its own time.
+A worker's efficiency is the ratio of its samples per second while it steps to those of a single
+worker. The latter is what the job measured while it had one worker; if it never had, it is the
+worker's samples divided by its own time, without waiting for others.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ class _Spent:
 
     @property
     def own_samples_per_s(self) -> float:
-        """What it would make if it never waited for others."""
+        """Samples per second if it never waited for others."""
         return _rate(self.samples, self.seconds["elapsed_s"] - self.seconds["communication_s"])
 
 
 def phases_of(events: Iterable[Event]) -> list[dict[str, Any]]:
-    """Return one record a worker, in the order in which they first took part.
+    """Return one record per worker, in the order in which they first took part.
 
-    Each has ``worker``, ``rank`` (its latest), ``num_steps``, ``samples`` (that it passed itself),
-    ``samples_per_s``, ``efficiency`` (1.0 is as good as one worker alone), and in seconds
-    ``elapsed_s`` (of all its steps) with its parts ``data_s``, ``compute_s``, ``communication_s``,
-    ``optimizer_s``, and apart ``evaluation_s`` and ``checkpoint_s``.
+    Each has ``worker``, ``rank`` (its newest), ``num_steps``, ``samples`` (that it trained itself),
+    ``samples_per_s``, ``efficiency`` (1.0 equals a single worker), and in seconds ``elapsed_s`` (of
+    all its steps) with its parts ``data_s``, ``compute_s``, ``communication_s`` and
+    ``optimizer_s``, and separately ``evaluation_s`` and ``checkpoint_s``.
     """
     workers: dict[str, _Spent] = {}
     alone = _Spent()

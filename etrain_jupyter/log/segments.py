@@ -1,15 +1,15 @@
-"""Finished parts of a log as columns in files of their own, so that a long log is read in a second.
+"""Store finished parts of a log as columns in separate files: a long log is read in a second.
 
 ::
 
-    events.jsonl                                   every event, one a line: the truth, always kept
-    events.segments/000000000001-000000020000.npz  what lines 1 to 20,000 say, in columns
+    events.jsonl                                   every event, one per line; always kept
+    events.segments/000000000001-000000020000.npz  lines 1 to 20,000 as columns
                     000000020001-000000040000.npz  ...
 
 A segment is a copy that may be deleted at any time. It is written once, under another name, synced,
-read back, compared with the lines, and only then renamed; from there on it never changes, so that
-it could as well be an object of a store that has no appending. It says where in the log its lines
-are and what the last one of them was: where that does not hold, the lines are read instead.
+read back, compared with the lines, and only then renamed. After that it never changes, so it could
+also be an object in a store without appending. It records the position of its lines in the log and
+a checksum of the last one: if these do not match, the lines are read instead.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ from etrain_jupyter.log.events import Event, StepCompleted
 from etrain_jupyter.untrusted import open_regular
 
 EVENTS_PER_SEGMENT = 20_000
-"""A log's end that is in no segment is shorter than this: some tenths of a second to read."""
+"""The end of a log without a segment is shorter than this: a few tenths of a second to read."""
 FORMAT = 1
 _READ_EVENTS = 5_000
 _LEFT_AFTER_S = 3600.0
-"""A segment is written in a second: whoever takes so long is dead."""
+"""Age in seconds at which an unfinished segment is abandoned: writing one takes a second."""
 _UNREADABLE = (
     *(OSError, ValueError, KeyError, TypeError, EOFError, AttributeError, IndexError),
     *(MemoryError, OverflowError, RecursionError, zipfile.BadZipFile, zlib.error),
 )
-"""What opening and reading a damaged segment raises."""
+"""Exceptions of opening and reading a damaged segment."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentLocation:
-    """Where in a log the lines of a segment are."""
+    """Position of a segment's lines in the log."""
 
     begin: int
-    """Bytes before the first one."""
+    """Bytes before the first line."""
     end: int
-    """Bytes up to the end of the last one."""
+    """Bytes up to the end of the last line."""
     last_line: int
-    """CRC-32 of the last one: proof that they are of this log."""
+    """CRC-32 of the last line: proof that the segment belongs to this log."""
 
 
 def segments_of(log_path: Path) -> Path:
@@ -66,10 +66,10 @@ def segments_of(log_path: Path) -> Path:
 def read_log(path: str | os.PathLike[str], *, since: int = 0) -> Events:
     """Return the events of a log with ``seq > since``, from its segments and then its lines.
 
-    A torn last line, which a crash may leave, is passed over; a file that is not there is empty.
+    A torn last line, which a crash may leave, is skipped; a missing file counts as empty.
 
     Raises:
-        EtrainError: If a whole line that is in no segment is not an event: the file was damaged.
+        EtrainError: If a whole line without a segment is not an event: the file is damaged.
     """
     log_path, events = Path(path), Events()
     offset = num_lines = 0
@@ -86,9 +86,9 @@ def read_log(path: str | os.PathLike[str], *, since: int = 0) -> Events:
 def finished_segments(
     log_path: Path, *, since: int = 0
 ) -> Iterator[tuple[Block | None, SegmentLocation]]:
-    """Yield a log's segments, each with its place, up to the first that is missing or unusable.
+    """Yield a log's segments with their positions, up to the first missing or unusable one.
 
-    Those that hold nothing after ``since`` come without their block.
+    Segments without events after ``since`` come without their block.
     """
     end = first = 0
     while True:
@@ -107,12 +107,12 @@ def finished_segments(
 
 
 def compact(log_path: Path) -> int:
-    """Write the segments that a log is long enough for and does not have; return how many.
+    """Write the missing segments of a log; return how many.
 
-    It may be killed at any time, and another one may do the same meanwhile.
+    It may be killed at any time, and another process may do the same at the same time.
 
     Raises:
-        EtrainError: If a line is not an event, or if a segment does not give back its lines.
+        EtrainError: If a line is not an event, or if a segment does not reproduce its lines.
     """
     num_done = num_new = end = 0
     for _, place in finished_segments(log_path, since=1 << 62):
@@ -133,7 +133,7 @@ def compact(log_path: Path) -> int:
 
 
 def _lines_to_keep(lines: list[bytes], events: list[Event]) -> dict[int, bytes]:
-    """Return by place the lines that are no steps, and the steps that say more than we know."""
+    """Return, by position, the lines of other events, and steps with fields of a newer version."""
     known = {"event", "job_id", "seq", "metrics", *step_columns()}
     return {
         place: line
@@ -143,7 +143,7 @@ def _lines_to_keep(lines: list[bytes], events: list[Event]) -> dict[int, bytes]:
 
 
 def _write(path: Path, block: Block, place: SegmentLocation, events: list[Event]) -> None:
-    """Put a segment where readers look for it once it is proven to say what the lines say."""
+    """Write a segment, check that it reproduces its lines, and only then publish it."""
     path.parent.mkdir(exist_ok=True)
     _tidy(path.parent)
     hidden = path.with_name(f".{path.stem}.{os.getpid()}.tmp")
@@ -155,7 +155,10 @@ def _write(path: Path, block: Block, place: SegmentLocation, events: list[Event]
         with _opened(hidden) as written:
             is_same = _place_in(written, block.first_seq) == place
             if not is_same or not _holds(_block_in(written), events):
-                raise EtrainError(f"{path} would not say what its lines say; the lines stay")
+                raise EtrainError(
+                    f"{path} would not reproduce its lines, so it was not written. "
+                    "The log is complete without it."
+                )
         hidden.rename(path)
         _sync(path.parent)
     finally:
@@ -163,7 +166,7 @@ def _write(path: Path, block: Block, place: SegmentLocation, events: list[Event]
 
 
 def _tidy(folder: Path) -> None:
-    """Remove what writers left that were killed; one of another process may still be at work."""
+    """Remove old files of writers that were killed; young ones may belong to a running process."""
     for left in folder.glob(".*.tmp"):
         with contextlib.suppress(FileNotFoundError):
             if time.time() - left.stat().st_mtime > _LEFT_AFTER_S:
@@ -172,16 +175,16 @@ def _tidy(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """Open a segment; numpy leaves a file open that is none."""
+    """Open a segment, and close it even if it is invalid: numpy would leave it open."""
     with open_regular(path) as file, np.load(file, allow_pickle=False) as arrays:
-        # Ours are never compressed: what is may unfold to any size.
+        # Our segments are never compressed; a compressed file may expand to any size.
         if any(one.compress_type != zipfile.ZIP_STORED for one in arrays.zip.infolist()):
             raise ValueError(f"{path} is compressed")
         yield arrays
 
 
 def _holds(block: Block, events: list[Event]) -> bool:
-    """Tell whether a block gives back these events; by their text, since NaN equals nothing."""
+    """Whether a block reproduces these events; compared by ``repr``, since NaN equals nothing."""
     pairs = zip(block.events(), events, strict=True)
     return block.num_events == len(events) and all(repr(one) == repr(two) for one, two in pairs)
 
@@ -202,7 +205,7 @@ def _arrays_of(block: Block, place: SegmentLocation) -> dict[str, Any]:
         "places": block.places,
         "metric_set": block.metric_set,
         **{f"column.{name}": column for name, column in block.columns.items()},
-        # By number: a metric may have any name.
+        # By number, because a metric may have any name.
         **{f"metric.{i}": column for i, column in enumerate(block.metrics.values())},
     }
 
@@ -210,14 +213,14 @@ def _arrays_of(block: Block, place: SegmentLocation) -> dict[str, Any]:
 def _facts_in(file: Any) -> dict[str, Any]:
     facts: dict[str, Any] = json.loads(file["facts"].tobytes())
     if facts["format"] != FORMAT:
-        raise ValueError(f"segments of format {facts['format']} are unknown")
+        raise ValueError(f"unknown segment format {facts['format']}")
     return facts
 
 
 def _place_in(file: Any, first_seq: int) -> SegmentLocation:
     facts = _facts_in(file)
     if (facts["first_seq"], facts["num_events"]) != (first_seq, EVENTS_PER_SEGMENT):
-        raise ValueError(f"it holds {facts['num_events']} events from {facts['first_seq']} on")
+        raise ValueError(f"it has {facts['num_events']} events from {facts['first_seq']} on")
     return SegmentLocation(begin=facts["begin"], end=facts["end"], last_line=facts["last_line"])
 
 
@@ -238,7 +241,7 @@ def _block_in(file: Any) -> Block:
 
 
 def _is_in_log(place: SegmentLocation, log_path: Path) -> bool:
-    """Tell whether a log has these lines, by the last one of them."""
+    """Whether a log has these lines, according to the last one."""
     with open_regular(log_path) as file:
         start = max(0, place.begin, place.end - _LONGEST_LOOK)
         file.seek(start)
@@ -250,7 +253,8 @@ def _is_in_log(place: SegmentLocation, log_path: Path) -> bool:
 
 
 _LONGEST_LOOK = 4 * 1024 * 1024
-"""A longer line, say a traceback, is not looked for: then the lines are read."""
+"""Bytes to search for the last line. If it is longer, for example a traceback, the lines are
+read."""
 
 
 def _name_of(first_seq: int) -> str:
@@ -262,7 +266,7 @@ def _as_bytes(data: bytes) -> Any:
 
 
 def _sync(path: Path) -> None:
-    """Make a file, or the names in a folder, durable; what is not there is."""
+    """Make a file, or the names in a folder, durable; a missing one needs nothing."""
     try:
         handle = os.open(path, os.O_RDONLY)
     except FileNotFoundError:

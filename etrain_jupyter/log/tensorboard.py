@@ -1,13 +1,13 @@
-"""A job's log as TensorBoard's event files: ``python -m etrain_jupyter.log.tensorboard``.
+"""Write a job's log as TensorBoard event files: ``python -m etrain_jupyter.log.tensorboard``.
 
-They are written from the durable log and not by a rank: rank 0 dies and changes, and what it would
-have written of a step need not be what the job kept of it. The log has each step that counts once,
-and says when the job went back; TensorBoard is told so by a ``START`` with the step from which on
-it forgets. What is written is a function of the log, so that a writer that was killed is replaced
-by one that begins anew in a file of its own, which first has TensorBoard forget from step 0.
+They are written from the durable log and not by a rank: rank 0 may die and change, and the job may
+not keep the step that it would have written. The log has each step once, and records when the job
+went back; a ``START`` record makes TensorBoard forget the steps from there on. The files are a
+function of the log: if a writer is killed, its successor writes a file of its own, which first
+makes TensorBoard forget everything from step 0.
 
-It is a process of its own beside the coordinator, which must answer its workers, and loads no
-torch: ``EventFileWriter`` of the package tensorboard is what ``torch.utils.tensorboard`` wraps.
+It runs in a separate process next to the coordinator, which must answer its workers, and does not
+load torch: ``torch.utils.tensorboard`` only wraps ``EventFileWriter`` of the package tensorboard.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from etrain_jupyter.log.events import (
 )
 
 SUFFIX = ".etrain"
-"""How the files end that are ours; others in the folder are left alone."""
+"""Suffix of our files; other files in the folder are left alone."""
 POLL_S = 1.0
 LINGER_S = 2.0
-"""How long to wait after the job's end for what its workers still say."""
+"""Seconds to wait after the job's end for late messages of its workers."""
 _PIECE = 5_000
 PHASES = ("data_s", "compute_s", "communication_s", "optimizer_s")
 
 
 def require_tensorboard() -> None:
-    """Check that the package is there.
+    """Check that the package tensorboard is installed.
 
     Raises:
         ConfigError: If it is not.
@@ -57,7 +57,7 @@ def require_tensorboard() -> None:
 
 
 def scalars_of(event: StepCompleted | EvalCompleted) -> dict[str, float]:
-    """Return what TensorBoard shows of an event, by tag."""
+    """Return the scalars of an event, by tag."""
     if isinstance(event, EvalCompleted):
         measured = {"loss": event.loss, **event.metrics}
         return {f"eval/{name}": value for name, value in measured.items()}
@@ -72,7 +72,7 @@ def scalars_of(event: StepCompleted | EvalCompleted) -> dict[str, float]:
 
 
 class TensorBoardFiles:
-    """Writes a job's events, in order, into a folder; what was there of ours is replaced."""
+    """Writes a job's events, in order, into a folder, and replaces our earlier files there."""
 
     def __init__(self, folder: Path) -> None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -81,11 +81,11 @@ class TensorBoardFiles:
         _make_room(folder)
         self._writer = EventFileWriter(str(folder), filename_suffix=SUFFIX)
         self._step = 0
-        # What the writer before has told does not count, for whoever looked on meanwhile either.
+        # A TensorBoard that is open now must also forget what the previous writer wrote.
         self._forget_from(0, time.time())
 
     def add(self, events: Iterable[Event]) -> None:
-        """Write what there is to see of events."""
+        """Write the scalars of events."""
         for event in events:
             if isinstance(event, JobRestored):
                 self._forget_from(event.step + 1, event.time)
@@ -99,7 +99,7 @@ class TensorBoardFiles:
                 self._write(event)
 
     def flush(self) -> None:
-        """Let readers see everything."""
+        """Make everything visible to readers."""
         self._writer.flush()
 
     def close(self) -> None:
@@ -124,10 +124,10 @@ class TensorBoardFiles:
 
 
 def _make_room(folder: Path) -> None:
-    """Remove what writers before left, but for the newest file; return when ours will be newer.
+    """Remove the files of previous writers except the newest; return when ours will be newer.
 
-    TensorBoard reads files in the order of their names, which begin with the second, and gets no
-    further if the one that it is reading is gone.
+    TensorBoard reads files in the order of their names, which begin with the second of their
+    creation, and does not continue if the file that it is reading is gone.
     """
     ours = sorted(folder.glob(f"events.out.tfevents.*{SUFFIX}"))
     for old in ours[:-1]:
@@ -138,7 +138,7 @@ def _make_room(folder: Path) -> None:
 
 
 def _second_of(file: Path) -> int:
-    """Return when an event file was begun, in seconds since the epoch.
+    """Return when an event file was created, in seconds since the epoch.
 
     >>> _second_of(Path("events.out.tfevents.1763712000.host.4711.0.etrain"))
     1763712000
@@ -147,7 +147,7 @@ def _second_of(file: Path) -> int:
 
 
 def convert(log_path: Path, folder: Path) -> None:
-    """Write the event files of a log as it is now."""
+    """Write the event files of a log in its current state."""
     files = TensorBoardFiles(folder)
     reader = LogReader(log_path)
     while news := reader.read(_PIECE):
@@ -156,7 +156,7 @@ def convert(log_path: Path, folder: Path) -> None:
 
 
 def follow(log_path: Path, folder: Path, is_wanted: Callable[[], bool]) -> None:
-    """Write a log's event files while it grows, until the job has ended or nobody wants it."""
+    """Write a log's event files while it grows, until the job ends or ``is_wanted`` is False."""
     files = TensorBoardFiles(folder)
     reader = LogReader(log_path)
     ends_at = float("inf")
@@ -188,7 +188,7 @@ def follow_elsewhere(
     Args:
         log_path: The log.
         folder: Where the event files go.
-        on_failure: Called with the last words of a process that failed, from the thread
+        on_failure: Called with the last line of output of a process that failed, from the thread
             ``etrain-tensorboard-<job>``, which this returns.
     """
 
@@ -218,7 +218,7 @@ def follow_elsewhere(
 
 
 def main() -> None:
-    """Follow the log that the command line names while the process that it names lives."""
+    """Follow the log given on the command line while the given parent process lives."""
     os.nice(10)
     log_path, folder, parent = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
     follow(log_path, folder, lambda: os.getppid() == parent)

@@ -1,4 +1,4 @@
-"""Where workers come from: ``get_pool(name).up()`` gives the address of a scheduler."""
+"""Pools provide workers: ``get_pool(name).up()`` returns the address of a scheduler."""
 
 from __future__ import annotations
 

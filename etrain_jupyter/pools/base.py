@@ -1,4 +1,4 @@
-"""What every pool offers: the ``Pool`` protocol and the words that it speaks in."""
+"""The ``Pool`` protocol and its value types."""
 
 from __future__ import annotations
 
@@ -11,52 +11,52 @@ from etrain_jupyter.process.address import SchedulerAddress
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """One machine or process that a pool keeps for one worker."""
+    """One machine or process that a pool runs for one worker."""
 
     id: str
-    """The worker's name, unique in the cluster's life."""
+    """The worker's name; never reused while the cluster runs."""
     state: str
     """``starting``, ``running`` or ``draining``."""
     type: str = ""
-    """What it is, for example ``CPU slot``, ``NVIDIA H200`` or ``g5.xlarge``."""
+    """Hardware, for example ``CPU slot``, ``NVIDIA H200`` or ``g5.xlarge``."""
     zone: str = ""
-    """Where it is; empty if that has no meaning."""
+    """Availability zone; empty if the pool has no zones."""
     lifecycle: str = "local"
-    """``local``, ``on-demand``, ``spot``, or ``existing`` for what somebody else has started."""
+    """``local``, ``on-demand``, ``spot``, or ``existing`` for a worker of another Dask cluster."""
     price_usd_per_h: float = 0.0
-    """What it costs."""
+    """Price per hour in US dollars; 0.0 if the pool has no prices."""
     pid: int = 0
-    """Process id of its worker, 0 if unknown or on another machine."""
+    """Process id of its worker; 0 if unknown or on another machine."""
     device: str = "cpu"
-    """Where its ranks compute, as torch says it."""
+    """Torch device of its ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CostReport:
-    """What a pool's machines cost since it is up."""
+    """Cost of a pool's machines since it was started."""
 
     spent_usd: float = 0.0
     on_demand_usd: float = 0.0
-    """What the same hours would have cost without spot prices."""
+    """Cost of the same hours at on-demand prices."""
     node_hours: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Leftovers:
-    """What is still there after a pool was taken down. Empty, and so false, when all is well."""
+    """Processes and files that remain after ``Pool.down``. Empty, and so false, after success."""
 
     processes: tuple[str, ...] = ()
-    """One text a process or machine, with its id first."""
+    """One text per process or machine, starting with its id."""
     files: tuple[str, ...] = ()
     """Paths or URLs."""
 
     @classmethod
-    def of_all(cls, ends: Iterable[Leftovers]) -> Leftovers:
-        """Return what several ends have left, as one."""
-        known = tuple(ends)
+    def of_all(cls, leftovers: Iterable[Leftovers]) -> Leftovers:
+        """Combine the leftovers of several clusters."""
+        known = tuple(leftovers)
         return cls(
-            processes=tuple(process for end in known for process in end.processes),
-            files=tuple(file for end in known for file in end.files),
+            processes=tuple(process for item in known for process in item.processes),
+            files=tuple(file for item in known for file in item.files),
         )
 
     def __bool__(self) -> bool:
@@ -67,42 +67,42 @@ class Leftovers:
 
 
 class Pool(Protocol):
-    """Where workers come from: one file and one registry line a kind, one suite for all."""
+    """A source of workers. Each kind has one file, one registry line and one contract suite."""
 
     is_head_elsewhere: bool
-    """Whether its scheduler sees no folder of this machine: jobs must lie in a bucket."""
+    """True if the scheduler runs on another machine, so that jobs must be stored in a bucket."""
 
     def up(self) -> SchedulerAddress:
-        """Find the cluster or start it; return once its scheduler answers."""
+        """Find or start the cluster; return once its scheduler answers."""
         ...
 
     def want(self, n: int, *, reason: str) -> None:
-        """Ask for ``n`` workers, whether or not a job needs them; never waits for one to come."""
+        """Request ``n`` workers even if no job needs them. Returns before they have started."""
         ...
 
     def nodes(self) -> list[Node]:
-        """Return the nodes that there are, the oldest first."""
+        """Return the current nodes, oldest first."""
         ...
 
     def release(self, node_id: str, *, drain_s: float) -> None:
-        """End a node gently, within ``drain_s`` seconds. Demand brings another one."""
+        """Drain a node and stop it within ``drain_s`` seconds; it is replaced if jobs need it."""
         ...
 
     def shared_place(self) -> str:
-        """Return the URL of a place that its workers reach, for checkpoints.
+        """Return the URL of a checkpoint location that all workers reach.
 
-        Empty where they see the folders of this machine.
+        Empty if the workers see the folders of this machine.
         """
         ...
 
     def price(self, max_workers: int) -> str:
-        """Return what that many workers can cost at worst, in words, before anything is started."""
+        """Describe the worst-case price of ``max_workers`` workers; starts nothing."""
         ...
 
     def cost(self) -> CostReport:
-        """Return what the nodes cost so far."""
+        """Return the cost of the nodes so far."""
         ...
 
     def down(self, *, timeout_s: float) -> Leftovers:
-        """End the cluster and everything under it; callable from any process, more than once."""
+        """Shut down the cluster and its jobs; idempotent, and callable from any process."""
         ...

@@ -1,4 +1,4 @@
-"""``pools.yaml``: the names of pools, and what each one is.
+"""Read ``pools.yaml``, which names the user's pools.
 
 ::
 
@@ -10,8 +10,9 @@
       kind: address
       address: tls://10.0.3.7:8786
 
-It is looked for in the notebook's folder, then in the user's own; a name of the nearer file wins.
-The notebook's folder may be a stranger's clone: the file holds values, and nothing in it is run.
+The file is read from the notebook's folder and from the user's configuration folder; for a name in
+both, the notebook's folder wins. That folder may be a clone from an untrusted source, so the file
+contains plain values only and nothing in it is executed.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ from etrain_jupyter.untrusted import read_regular
 
 FILE = "pools.yaml"
 FILE_VARIABLE = "ETRAIN_POOLS"
-"""Names another file, which is then the only one."""
-MOST_BYTES = 1_000_000
+"""Environment variable with the path of another file. If set, no other file is read."""
+MAX_BYTES = 1_000_000
 
 S = TypeVar("S", bound=Section)
 
 
 class PoolsFileError(CellError):
-    """A fault in ``pools.yaml``, with its place there.
+    """An error in ``pools.yaml``, with its position.
 
     Attributes:
-        file: The file.
+        file: The file that contains the error.
     """
 
     def __init__(self, fault: CellError, file: Path) -> None:
@@ -57,28 +58,28 @@ class PoolsFileError(CellError):
         self.file = file
 
     def render(self) -> list[str]:
-        """Return the message with the file's name, the line with carets, and the hint."""
+        """Return the message with the file name, the marked line, and the hint."""
         first, *others = super().render()
         return [first.replace("etrain: line", f"etrain: {self.file}, line", 1), *others]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolEntry:
-    """One pool of a file."""
+    """One pool in ``pools.yaml``."""
 
     name: str
     kind: str
     values: Mapping[str, Any]
-    """Its keys and values without ``kind``, not checked yet."""
+    """Keys and values except ``kind``, not validated."""
     file: Path
     source: SourceMap = NOWHERE
-    """Where they stand in the file."""
+    """Positions of the keys and values in the file."""
 
     def read_as(self, section: type[S]) -> S:
-        """Return its keys as what a kind of pool takes.
+        """Validate the keys as the options of one kind of pool.
 
         Raises:
-            ConfigError: At the place of the first fault.
+            ConfigError: At the position of the first invalid key.
         """
         try:
             return parse_section(self.values, section, self.source)
@@ -86,19 +87,19 @@ class PoolEntry:
             raise PoolsFileError(exc, self.file) from None
 
     def error(self, message: str, *, hint: str = "") -> ConfigError:
-        """Build the error for the pool as a whole."""
+        """Return an error that points at the whole entry."""
         return _at_place(self.source, (), message, hint, self.file)
 
 
 def files() -> list[Path]:
-    """Return where pools are looked for, the nearest first."""
+    """Return the files that may define pools, in order of precedence."""
     if os.environ.get(FILE_VARIABLE):
         return [own_file()]
     return [Path.cwd() / FILE, own_file()]
 
 
 def own_file() -> Path:
-    """Return the file that the user has chosen; that of the working folder may be a stranger's."""
+    """Return the user's own file. Unlike a file in the working folder, it can be trusted."""
     if own := os.environ.get(FILE_VARIABLE):
         return Path(own).expanduser().absolute()
     config = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
@@ -109,11 +110,12 @@ def read_catalog() -> dict[str, PoolEntry]:
     """Return the pools of all files, by name.
 
     Raises:
-        ConfigError: If a file is not what it should be, with the place of the fault.
+        ConfigError: If a file is invalid, with the position of the error.
     """
     found: dict[str, PoolEntry] = {}
     for file in files():
         for entry in _read(file):
+            # Files come in order of precedence: the first definition of a name wins.
             found.setdefault(entry.name, entry)
     return found
 
@@ -122,20 +124,21 @@ def read_own_catalog() -> dict[str, PoolEntry]:
     """Return the pools of the user's own file, by name.
 
     Raises:
-        ConfigError: If it is not what it should be, with the place of the fault.
+        ConfigError: If the file is invalid, with the position of the error.
     """
     return {entry.name: entry for entry in _read(own_file())}
 
 
 def _read(file: Path) -> list[PoolEntry]:
     try:
-        text = read_regular(file, most_bytes=MOST_BYTES, follow=True).decode("utf-8")
+        # The user may link the file from another folder, so a symbolic link is accepted.
+        text = read_regular(file, most_bytes=MAX_BYTES, follow=True).decode("utf-8")
     except FileNotFoundError:
         return []
     except (OSError, UnicodeDecodeError) as exc:
         raise ConfigError(
             f"{file} cannot be read ({exc}). Nothing was started",
-            hint=f"mend it, or name another file in {FILE_VARIABLE}",
+            hint=f"fix the file, or set {FILE_VARIABLE} to another file",
         ) from exc
     try:
         data, source = load_file(text)
@@ -145,20 +148,21 @@ def _read(file: Path) -> list[PoolEntry]:
         return []
     if not isinstance(data, Mapping):
         hint = "write for example 'gpus: {kind: address, address: tls://10.0.0.5:8786}'"
-        message = f"the file must be pools by name, not {in_words(data)}"
+        message = f"the file must map pool names to pools, but it is {in_words(data)}"
         raise _at_place(source, (), message, hint, file)
     return [_entry(str(name), value, source.below((name,)), file) for name, value in data.items()]
 
 
 def _entry(name: str, value: Any, source: SourceMap, file: Path) -> PoolEntry:
     if not isinstance(value, Mapping):
-        message = f"pool '{name}' must be a group of keys, not {in_words(value)}"
+        message = f"pool '{name}' must be a group of keys, but it is {in_words(value)}"
         raise _at_place(source, (), message, f"write '{name}: {{kind: aws-spot, ...}}'", file)
+    # In a cell, these names select the local pool or an address without any file.
     if "://" in name or name == "local":
-        message = f"no pool can be called '{name}': that name has a meaning of its own"
+        message = f"a pool cannot be called '{name}': this name is reserved"
         raise _at_place(source, (), message, "choose another name", file)
     if "kind" not in value:
-        message = f"pool '{name}' does not say what it is"
+        message = f"pool '{name}' has no kind"
         raise _at_place(source, (), message, "add 'kind: aws-spot' or 'kind: address'", file)
     values = {key: inner for key, inner in value.items() if key != "kind"}
     return PoolEntry(name=name, kind=str(value["kind"]), values=values, file=file, source=source)
@@ -172,6 +176,6 @@ def _at_place(
 
 
 def advice_on(name: str, known: list[str]) -> str:
-    """Return what to type instead of a name that no pool has."""
+    """Return a hint for an unknown pool name: the nearest name, or where to define one."""
     where = " or ".join(str(file) for file in files())
-    return did_you_mean(name, known) or f"name it in {where}, or write pool: local"
+    return did_you_mean(name, known) or f"define it in {where}, or write pool: local"

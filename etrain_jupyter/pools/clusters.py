@@ -1,4 +1,4 @@
-"""All clusters at a glance, and their end: ``%etrain pools``, ``down``, ``reap``."""
+"""List, start and stop clusters: ``%etrain pools``, ``up``, ``down`` and ``reap``."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 from etrain_jupyter.errors import ConfigError, PoolError
 from etrain_jupyter.pools.base import Leftovers, Pool
 from etrain_jupyter.pools.catalog import PoolEntry, files, read_catalog
-from etrain_jupyter.pools.local.pool import LocalPool, find_remains, load_in_words
+from etrain_jupyter.pools.local.pool import LocalPool, describe_load, list_cluster_ids
+from etrain_jupyter.pools.own_clusters import forget_scheduler, note_scheduler, noted_schedulers
 from etrain_jupyter.pools.registry import get_pool, pool_names
 from etrain_jupyter.pools.rpc import ask
+from etrain_jupyter.process.address import SchedulerAddress
 from etrain_jupyter.process.cluster_dir import ClusterDir, ClusterRecord, cluster_dirs
 from etrain_jupyter.wire.requests import DescribeCluster, ListCosts, ListNodes
 
@@ -21,11 +23,14 @@ if TYPE_CHECKING:
 
 AWS = "aws-spot"
 AWS_DOWN_S = 240.0
-"""Machines take a minute or two to end, and only then lets EC2 their security group go."""
+"""Minimum timeout for EC2 in seconds.
+
+Machines take one or two minutes to terminate, and only then can their security group be deleted.
+"""
 
 
 def describe_pools() -> str:
-    """Return the pools and their living clusters, for `%etrain pools`."""
+    """Return the pools and their running clusters, for ``%etrain pools``."""
     pools = {"local": "processes on this machine"}
     for entry in read_catalog().values():
         pools[entry.name] = f"{entry.kind}{_place_of(entry)} ({entry.file})"
@@ -33,28 +38,30 @@ def describe_pools() -> str:
     for cluster in cluster_dirs():
         record = cluster.record()
         if record is None:
-            continue  # it starts or ends
+            continue  # the cluster is starting or shutting down
         if record.is_alive:
-            words = f"at {record.address}: {_state_of(cluster, record)}"
+            state = f"at {record.address}: {_state_of(cluster, record)}"
         elif record.is_here and cluster.cluster_id.startswith("aws-"):
-            words = "its head has died: the pool's next job takes it over, %etrain down ends it"
+            # Unlike local workers, EC2 machines survive the keeper and keep costing money.
+            state = "scheduler died: the pool's next job takes the machines over; or %etrain down"
         else:
             continue
-        clusters.setdefault(cluster.settings().pool, []).append(f"  {cluster.cluster_id} {words}")
+        clusters.setdefault(cluster.settings().pool, []).append(f"  {cluster.cluster_id} {state}")
     lines = []
+    # A running cluster may belong to a pools.yaml that is not visible from this folder.
     for name in [*pools, *(name for name in clusters if name not in pools)]:
-        lines.append(f"{name}: {pools.get(name, 'its pools.yaml is in another folder')}")
+        lines.append(f"{name}: {pools.get(name, 'defined by a pools.yaml in another folder')}")
         lines += clusters.get(name, ["  no cluster is up"])
     if len(pools) == 1:
-        lines.append(f"other pools have names in {' or '.join(map(str, files()))}")
+        lines.append(f"define other pools in {' or '.join(map(str, files()))}")
     return "\n".join(lines)
 
 
 def _state_of(cluster: ClusterDir, record: ClusterRecord) -> str:
-    """Return how many workers and jobs a cluster has, and its money where it costs any."""
+    """Return a cluster's load, and its cost if it has machines that cost money."""
     address = cluster.address(record)
     try:
-        state = load_in_words(ask(address, DescribeCluster(), timeout_s=3.0))
+        state = describe_load(ask(address, DescribeCluster(), timeout_s=3.0))
         costs = ask(address, ListCosts(), timeout_s=3.0).costs
         nodes = ask(address, ListNodes(), timeout_s=3.0).nodes
     except PoolError as exc:
@@ -63,41 +70,74 @@ def _state_of(cluster: ClusterDir, record: ClusterRecord) -> str:
         return state
     rate = sum(node.get("price_usd_per_h", 0.0) for node in nodes)
     spent = sum(cost["spent_usd"] for cost in costs)
-    return f"{state}; {len(nodes)} on EC2 for ${rate:.3g} an hour, ${spent:.3g} spent"
+    return f"{state}; {len(nodes)} EC2 machines for ${rate:.3g} per hour, ${spent:.3g} spent"
 
 
 def _place_of(entry: PoolEntry) -> str:
-    """Return where a pool is, as far as its entry says so without being checked."""
+    """Return the address or region of a pool's entry, which is not validated here."""
     place = entry.values.get("address") or entry.values.get("region")
     return f", {place}" if isinstance(place, str) else ""
 
 
 def down(cluster: str | None = None, *, timeout_s: float = 10.0) -> str:
-    """End one cluster whose head is here, or all of this user's; say what was done.
+    """Shut down one cluster, a pool's clusters, or all clusters of this user on this machine.
 
     Args:
-        cluster: Its id, or the name of a pool for all of that one's; on an existing Dask scheduler
-            only what is ours ends. None for all clusters, with what dead ones left.
-        timeout_s: For the processes of each; machines of EC2 get two minutes.
+        cluster: Cluster id, or pool name or address for all clusters of that pool. On an existing
+            Dask cluster only our plugins are removed. None for all clusters, including dead ones,
+            and all Dask schedulers that received a job from this user.
+        timeout_s: Timeout per cluster for processes. EC2 gets at least ``AWS_DOWN_S``.
+
+    Returns:
+        One line per cluster.
 
     Raises:
-        PoolError: If there is no cluster of that id, or something is left.
+        PoolError: If there is no cluster with this id, or if processes or files remain.
     """
     if cluster is not None and ("://" in cluster or cluster in pool_names()):
-        return _told({cluster: get_pool(cluster).down(timeout_s=max(AWS_DOWN_S, timeout_s))}, "")
-    ids = find_remains()
+        return _report({cluster: get_pool(cluster).down(timeout_s=max(AWS_DOWN_S, timeout_s))}, "")
+    ids = list_cluster_ids()
     if cluster is not None and cluster not in ids:
         raise PoolError(
-            f"no cluster {cluster!r} is up. Nothing was ended. Up are: {', '.join(ids) or 'none'}. "
-            "`%etrain reap` ends what is left on EC2 of clusters of other machines."
+            f"no cluster {cluster!r} is up. Nothing was stopped. Running clusters: "
+            f"{', '.join(ids) or 'none'}. `%etrain reap` removes EC2 resources of clusters that "
+            "were started on other machines."
         )
+    # Bind each pool to one cluster: the cluster's own settings count, not the current pools.yaml.
     here = {found.cluster_id: found for found in cluster_dirs()}
-    ends: dict[str, Leftovers] = {}
-    for one in ids if cluster is None else [cluster]:
-        pool = _pool_of(here[one])
+    leftovers: dict[str, Leftovers] = {}
+    for cluster_id in ids if cluster is None else [cluster]:
+        pool = _pool_of(here[cluster_id])
         is_local = isinstance(pool, LocalPool)
-        ends[one] = pool.down(timeout_s=timeout_s if is_local else max(AWS_DOWN_S, timeout_s))
-    return _told(ends, "No cluster is up.")
+        limit_s = timeout_s if is_local else max(AWS_DOWN_S, timeout_s)
+        leftovers[cluster_id] = pool.down(timeout_s=limit_s)
+    unreachable = []
+    for address in noted_schedulers() if cluster is None else []:
+        try:
+            end = _leave(address, timeout_s=timeout_s)
+        except PoolError as exc:
+            # It may have been shut down for good: not an error of this command.
+            unreachable.append(f"{address.address} was not changed: {exc}")
+        else:
+            if end is not None:
+                leftovers[f"our part of {address.address}"] = end
+    text = _report(leftovers, "" if unreachable else "No cluster is up.")
+    return "\n".join([text] * bool(text) + unreachable)
+
+
+def _leave(address: SchedulerAddress, *, timeout_s: float) -> Leftovers | None:
+    """Remove our part from a Dask scheduler; None if there is none.
+
+    Raises:
+        PoolError: If the scheduler cannot be reached.
+    """
+    from etrain_jupyter.pools.external.pool import AddressPool
+
+    pool = AddressPool.at(address)
+    end = pool.down(timeout_s=timeout_s) if pool.is_installed() else None
+    if not end:
+        forget_scheduler(address.address)
+    return end
 
 
 def _pool_of(cluster: ClusterDir) -> Pool:
@@ -108,35 +148,35 @@ def _pool_of(cluster: ClusterDir) -> Pool:
     return AwsSpotPool.of_cluster(cluster)
 
 
-def _told(ends: dict[str, Leftovers], nothing: str) -> str:
-    """Return what has ended.
+def _report(leftovers: dict[str, Leftovers], if_none: str) -> str:
+    """Return one line per cluster that has ended, or ``if_none``.
 
     Raises:
-        PoolError: If something is left.
+        PoolError: If processes or files of a cluster remain.
     """
-    left = {one: end for one, end in ends.items() if end}
-    if left:
+    remaining = {cluster_id: left for cluster_id, left in leftovers.items() if left}
+    if remaining:
         raise PoolError(
-            "there is still something left of "
-            + "; ".join(f"{one}: {end}" for one, end in left.items())
-            + ". Everything else was ended. Try again; then end the processes by hand, or what is "
-            "on EC2 in its console."
+            "could not remove everything: "
+            + "; ".join(f"{cluster_id}: {left}" for cluster_id, left in remaining.items())
+            + ". Everything else was stopped. Retry; if that fails, kill the processes by hand, "
+            "or remove EC2 resources in the AWS console."
         )
-    return "\n".join(f"{one} has ended" for one in ends) or nothing
+    return "\n".join(f"{cluster_id} has ended" for cluster_id in leftovers) or if_none
 
 
-# --- EC2, by its tags: from any machine ---
+# --- EC2 resources, found by their tags: works from any machine ---
 
 
 def describe_aws(*, region: str | None = None) -> str:
-    """Return what there is on EC2 of our clusters: each thing with its age and price.
+    """Return all EC2 resources of etrain clusters, one per line with age and price.
 
     Args:
-        region: Look there too, besides the regions of ``pools.yaml``.
+        region: Region to search in addition to those of ``pools.yaml``.
     """
     specs = aws_specs(region)
     if not specs:
-        return "No pool of kind aws-spot is configured; --region NAME looks in a region."
+        return "No pool of kind aws-spot is configured. Use --region NAME to search a region."
     lines = []
     for spec in specs:
         try:
@@ -144,7 +184,7 @@ def describe_aws(*, region: str | None = None) -> str:
         except PoolError as exc:
             lines.append(f"{spec.region}: {exc}")
             continue
-        lines += [_line_of(one) for one in found]
+        lines += [_line_of(resource) for resource in found]
         if not found:
             lines.append(f"{spec.region}: nothing")
     return "\n".join(lines)
@@ -157,14 +197,14 @@ def _find(spec: AwsSpotSpec) -> list[Tagged]:
     return find_tagged(Clients(spec), spec.region)
 
 
-def _line_of(one: Tagged) -> str:
-    age_h = (time.time() - one.since) / 3600 if one.since else 0.0
-    price = "" if one.usd_per_h is None else f", ${one.usd_per_h:.4g}/h"
-    facts = " ".join(word for word in (one.type, one.lifecycle, one.state) if word)
-    late = ", has expired" if one.is_expired else ""
-    age = f", {age_h:.1f} h old" if one.since else ""
-    words = f" {facts}" if facts else ""
-    return f"{one.region}  {one.cluster_id}  {one.kind} {one.id}{words}{age}{price}{late}"
+def _line_of(tagged: Tagged) -> str:
+    age_h = (time.time() - tagged.since) / 3600 if tagged.since else 0.0
+    price = "" if tagged.usd_per_h is None else f", ${tagged.usd_per_h:.4g}/h"
+    facts = "".join(f" {fact}" for fact in (tagged.type, tagged.lifecycle, tagged.state) if fact)
+    expired = ", has expired" if tagged.is_expired else ""
+    age = f", {age_h:.1f} h old" if tagged.since else ""
+    name = f"{tagged.region}  {tagged.cluster_id}  {tagged.kind} {tagged.id}"
+    return f"{name}{facts}{age}{price}{expired}"
 
 
 def reap(
@@ -174,48 +214,54 @@ def reap(
     region: str | None = None,
     timeout_s: float = 120.0,
 ) -> str:
-    """Remove what is left on EC2 of clusters: one, those that have expired, or all; say what.
+    """Remove EC2 resources of one cluster, of expired clusters, or of all clusters.
 
     Args:
-        cluster: Its id.
-        all_clusters: Those too that have not expired: whoever uses them loses their machines.
-        region: Look there too, besides the regions of ``pools.yaml``.
-        timeout_s: For each cluster.
+        cluster: Cluster id; None for all expired clusters.
+        all_clusters: Include clusters that have not expired. Their users lose their machines.
+        region: Region to search in addition to those of ``pools.yaml``.
+        timeout_s: Timeout per cluster.
+
+    Returns:
+        One line per cluster, and the clusters that were kept.
 
     Raises:
-        ConfigError: If nobody has said where to look.
-        PoolError: If something is left, or AWS cannot be asked.
+        ConfigError: If no region is configured.
+        PoolError: If resources remain, or if AWS does not answer.
     """
     from etrain_jupyter.pools.ec2.reaping import by_cluster, is_meant, remove_found
 
     specs = aws_specs(region)
     if not specs:
         raise ConfigError(
-            "no pool of kind aws-spot is configured, so nobody knows where to look",
-            hint="reap --region us-east-1, in the folder of a pools.yaml or anywhere",
+            "no pool of kind aws-spot is configured, so no region is known. Nothing was removed",
+            hint="run reap in the folder of a pools.yaml, or write reap --region us-east-1",
         )
-    ends: dict[str, Leftovers] = {}
-    spared: set[str] = set()
+    leftovers: dict[str, Leftovers] = {}
+    kept: set[str] = set()
     for spec in specs:
-        for one, own in by_cluster(_find(spec)).items():
+        for cluster_id, own in by_cluster(_find(spec)).items():
             if is_meant(own, cluster_id=cluster or "", all_clusters=all_clusters):
-                ends[one] = remove_found(spec, own, timeout_s=timeout_s)
+                leftovers[cluster_id] = remove_found(spec, own, timeout_s=timeout_s)
             else:
-                spared.add(one)
-    if cluster is not None and not ends:
-        known = ", ".join(sorted(spared)) or "none"
-        raise PoolError(f"nothing on EC2 belongs to a cluster {cluster!r}; there are: {known}")
-    told = _told(ends, "Nothing on EC2 has expired.")
-    if spared and cluster is None:
-        told += f"\nleft alone, as not expired: {', '.join(sorted(spared))} (--all takes them too)"
-    return told
+                kept.add(cluster_id)
+    if cluster is not None and not leftovers:
+        known = ", ".join(sorted(kept)) or "none"
+        raise PoolError(
+            f"cluster {cluster!r} has no resources on EC2. Nothing was removed. "
+            f"Clusters on EC2: {known}."
+        )
+    report = _report(leftovers, "Nothing on EC2 has expired.")
+    if kept and cluster is None:
+        report += f"\nkept, not expired: {', '.join(sorted(kept))} (--all removes them too)"
+    return report
 
 
 def aws_specs(region: str | None = None) -> list[AwsSpotSpec]:
-    """Return what to look with, one for each region and profile of ``pools.yaml``.
+    """Return one spec per region and profile, from ``pools.yaml`` and running clusters.
 
     Args:
-        region: One more, with the credentials of the environment.
+        region: An additional region, with the credentials of the environment.
     """
     from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
 
@@ -224,20 +270,25 @@ def aws_specs(region: str | None = None) -> list[AwsSpotSpec]:
         if entry.kind == AWS:
             spec = entry.read_as(AwsSpotSpec)
             found.setdefault((spec.region, spec.profile, spec.endpoint_url), spec)
+    # The pools.yaml of a running cluster may have been changed or removed since it was started.
     for cluster in cluster_dirs():
         if cluster.cluster_id.startswith("aws-"):
             spec = AwsSpotSpec.model_validate(cluster.settings().spec)
             found.setdefault((spec.region, spec.profile, spec.endpoint_url), spec)
     if region and all(known[0] != region for known in found):
+        # The spec requires a bucket; the tags of each cluster name the actual one.
         found[region, None, None] = AwsSpotSpec(region=region, bucket="not-known")
     return list(found.values())
 
 
 def policies(name: str | None = None) -> str:
-    """Return the IAM policies that a pool needs, as JSON with a heading each.
+    """Return the IAM policies that a pool needs, as JSON documents with headings.
+
+    Args:
+        name: Pool name; may be omitted if there is only one pool of kind aws-spot.
 
     Raises:
-        ConfigError: If there is no such pool of kind aws-spot.
+        ConfigError: If there is no pool of kind aws-spot with this name.
     """
     from etrain_jupyter.pools.ec2.client import policy
     from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
@@ -248,28 +299,29 @@ def policies(name: str | None = None) -> str:
     if name not in entries:
         known = ", ".join(entries) or f"none in {' or '.join(map(str, files()))}"
         raise ConfigError(
-            "policies of which pool?" if name is None else f"no pool '{name}' is of kind {AWS}",
-            hint=f"pools policy NAME; there are: {known}",
+            "no pool name was given" if name is None else f"no pool '{name}' has the kind {AWS}",
+            hint=f"write pools policy NAME, with one of these names: {known}",
         )
     spec = entries[name].read_as(AwsSpotSpec)
     parts = {
-        "For you, or the role of the machine that starts clusters": policy.launcher_policy(
+        "For your user, or the role of the machine that starts clusters": policy.launcher_policy(
             spec, head_role=spec.iam.head_profile if spec.head == "on-demand" else ""
         ),
         f"For the role of instance profile {spec.iam.instance_profile}": policy.node_policy(spec),
-        "Who may take that role (its trust policy)": policy.trust_policy(),
+        "Trust policy of that role": policy.trust_policy(),
     }
     if spec.head == "on-demand":
-        title = f"For the role of instance profile {spec.iam.head_profile}, an on-demand head's"
+        title = f"For the role of instance profile {spec.iam.head_profile}, of an on-demand head"
         parts[title] = policy.head_policy(spec)
     return "\n\n".join(f"# {title}\n{json.dumps(part, indent=2)}" for title, part in parts.items())
 
 
 def bring_up(name: str, *, num_workers: int | None = None) -> str:
-    """Bring a pool up before a job needs it; say where it is."""
+    """Start a pool's cluster before a job needs it; return its id and address."""
     pool = get_pool(name)
     address = pool.up()
+    note_scheduler(address)
     if num_workers is not None:
-        pool.want(num_workers, reason="asked for by hand")
-    held = "" if num_workers is None else f", {num_workers} workers asked for"
-    return f"{address.cluster_id} is up at {address.address}{held}"
+        pool.want(num_workers, reason="requested with %etrain up")
+    requested = "" if num_workers is None else f", {num_workers} workers requested"
+    return f"{address.cluster_id} is up at {address.address}{requested}"

@@ -1,8 +1,8 @@
-"""Pools whose head runs on this machine, detached from the kernel that started it.
+"""Base class of pools whose scheduler runs on this machine, detached from the kernel.
 
-``up()`` finds the cluster of a pool and Python environment or starts it. Everything here runs in
-the kernel (or in any other process) and owns nothing: the keeper process owns the cluster, see
-``local_keeper``; the scheduler under it is another process, see ``local_head``.
+``up()`` finds the cluster of a pool and Python environment, or starts it. This code runs in the
+kernel or in any other process and owns no resources: the keeper process owns the cluster
+(``head.keeper``) and runs the scheduler process (``head.main``).
 """
 
 from __future__ import annotations
@@ -22,20 +22,11 @@ from etrain_jupyter.errors import PoolError
 from etrain_jupyter.pools.base import Leftovers, Node
 from etrain_jupyter.pools.rpc import ANSWER_S, ask
 from etrain_jupyter.process.address import SchedulerAddress
-from etrain_jupyter.process.cluster_dir import (
-    MARKER,
-    READY,
-    ClusterDir,
-    ClusterRecord,
-    LocalSettings,
-    cluster_dirs,
-    kill_processes_of,
-    lock_key_of,
-    open_state_root,
-    processes_of,
-    start_lock,
-    wait_until,
-)
+from etrain_jupyter.process.cluster_dir import READY, ClusterDir, ClusterRecord, cluster_dirs
+from etrain_jupyter.process.cluster_settings import ClusterSettings
+from etrain_jupyter.process.processes import MARKER, kill_processes_of, processes_of, wait_until
+from etrain_jupyter.process.start_lock import lock_key_of, start_lock
+from etrain_jupyter.process.state_root import open_state_root
 from etrain_jupyter.wire.requests import (
     KillWorker,
     ListNodes,
@@ -46,18 +37,18 @@ from etrain_jupyter.wire.requests import (
 )
 
 START_S = 60.0
-"""How long a start may take. Usual is 1 s, but a machine's first import of everything is slow."""
-OWN_WORDS = f"{PoolError.__name__}: "
-"""Before what a head says in words of ours, which need no log beside them."""
+"""Start timeout in seconds. A start usually takes 1 s, but the first imports may be slow."""
+ERROR_PREFIX = f"{PoolError.__name__}: "
+"""Prefix of errors that name cause and remedy, so that they are shown without the log."""
 
 
 class DetachedPool:
-    """A pool with its head on this machine.
+    """A pool with its scheduler on this machine.
 
     Args:
-        name: What a cell calls it.
-        prefix: What the ids of its clusters begin with.
-        cluster_id: Bind the object to that cluster, instead of the living one of the pool.
+        name: The pool's name in cells.
+        prefix: Prefix of the ids of its clusters.
+        cluster_id: Bind this object to one cluster. By default it uses the pool's running cluster.
     """
 
     is_head_elsewhere = False
@@ -68,12 +59,13 @@ class DetachedPool:
         self._cluster_id = cluster_id
 
     def up(self) -> SchedulerAddress:
-        """Find the living cluster of the pool, else start one; return once it serves.
+        """Find the pool's running cluster or start one; return once its scheduler answers.
 
         Raises:
-            PoolError: If it does not start or does not answer, or if the one that this object is
-                bound to has ended.
+            PoolError: If the cluster does not start or does not answer, or if this object is bound
+                to a cluster that has ended.
         """
+        # Without the lock first: finding a running cluster is the common case and must be fast.
         address = self._find()
         if address is None and self._cluster_id is not None:
             raise PoolError(
@@ -83,14 +75,14 @@ class DetachedPool:
         return address or self._find_or_start()
 
     def want(self, n: int, *, reason: str) -> None:
-        """Keep at least ``n`` workers whatever the jobs need; 0 leaves it to the jobs again.
+        """Keep at least ``n`` workers even if jobs need fewer; 0 removes the minimum.
 
-        Jobs ask for their workers by themselves, inside the head. This warms workers up before.
+        Jobs request their workers themselves. This starts workers before the first job.
         """
         ask(self._address(), WantWorkers(count=n, reason=reason))
 
     def nodes(self) -> list[Node]:
-        """Return the workers, the oldest first."""
+        """Return the workers, oldest first."""
         records = ask(self._address(), ListNodes()).nodes
         return [
             Node(
@@ -107,32 +99,34 @@ class DetachedPool:
         ]
 
     def release(self, node_id: str, *, drain_s: float) -> None:
-        """End a worker gently; it has ``drain_s`` seconds."""
+        """Drain a worker and stop it within ``drain_s`` seconds."""
         ask(self._address(), ReleaseWorker(worker=node_id, drain_s=drain_s))
 
     def kill(self, node_id: str) -> None:
-        """End a worker with SIGKILL, or its machine at once: a fault on purpose."""
+        """Kill a worker or its machine immediately, for fault injection."""
         ask(self._address(), KillWorker(worker=node_id))
 
     def down(self, *, timeout_s: float = 10.0) -> Leftovers:
-        """End the cluster with all its jobs, gently for ``timeout_s`` seconds and then by force.
+        """Shut down the cluster and its jobs, by force after ``timeout_s`` seconds.
 
         Returns:
-            What is still there; empty when all is well, also if there was no cluster.
+            Remaining processes and files; empty after success or if no cluster was running.
         """
         ours = [cluster for cluster in cluster_dirs() if self._is_ours(cluster)]
-        ends = [end_cluster_here(cluster, timeout_s) for cluster in ours]
-        return Leftovers.of_all(ends)
+        return Leftovers.of_all([end_cluster_here(cluster, timeout_s) for cluster in ours])
 
-    def settings(self) -> LocalSettings:
-        """Return how a cluster that has to be started shall behave."""
+    def settings(self) -> ClusterSettings:
+        """Return the settings for a new cluster."""
         raise NotImplementedError
 
     def prepare_start(self, root: Path) -> ClusterDir | None:
-        """Clear up under the start lock; return the folder of a cluster to be taken over, if any.
+        """Clean up after dead clusters, under the start lock.
 
         Args:
             root: The state directory.
+
+        Returns:
+            The folder of a cluster without a keeper that should be taken over, if any.
         """
         raise NotImplementedError
 
@@ -142,14 +136,14 @@ class DetachedPool:
         return cluster.prefix == self._prefix
 
     def _address(self) -> SchedulerAddress:
-        """Return where the cluster is, without starting one and without asking it."""
+        """Return the address of the running cluster, without connecting to it."""
         for cluster in filter(self._is_ours, cluster_dirs()):
             record = _serving_record(cluster)
             if record is not None and record.is_alive:
                 return cluster.address(record)
         raise PoolError(
             f"no {self.name} cluster is up for this Python environment. Nothing was done. "
-            "A cell with %%etrain distributed starts one; `%etrain pools` lists what there is."
+            "A cell with %%etrain distributed starts one; `%etrain pools` lists running clusters."
         )
 
     def _find(self) -> SchedulerAddress | None:
@@ -164,7 +158,7 @@ class DetachedPool:
         root = open_state_root()
         try:
             with start_lock(root, lock_key_of(self._prefix), timeout_s=START_S) as lock_fd:
-                # Another kernel may have started it while we waited.
+                # Another kernel may have started the cluster while this one waited for the lock.
                 address = self._find()
                 if address is not None:
                     return address
@@ -172,13 +166,13 @@ class DetachedPool:
                 return start_cluster(root, settings, lock_fd, orphan)
         except TimeoutError as exc:
             raise PoolError(
-                f"{exc} for {START_S:g} s: another kernel is starting a cluster and does not get "
-                f"on. This one waits no longer. See the logs under {root}, or type `%etrain down`."
+                f"{exc} for {START_S:g} s: another kernel is starting a cluster and has stalled. "
+                f"Nothing was started. See the logs under {root}, or run `%etrain down`."
             ) from exc
 
 
 def _serving_record(cluster: ClusterDir) -> ClusterRecord | None:
-    """Return a cluster's record; if its scheduler has died, once another one serves."""
+    """Return a cluster's record. If its scheduler has died, wait for the keeper's restart."""
 
     def is_complete() -> bool:
         record = cluster.record()
@@ -189,31 +183,31 @@ def _serving_record(cluster: ClusterDir) -> ClusterRecord | None:
 
 
 def _answers(cluster: ClusterDir, record: ClusterRecord) -> bool:
-    """Tell whether a cluster is there for us, and make it stay for its idle time.
+    """Return True if a cluster's scheduler answers. The request also restarts its idle time.
 
     Raises:
-        PoolError: If its head runs, but is silent.
+        PoolError: If the scheduler process runs but does not answer.
     """
     try:
         ask(cluster.address(record), TouchCluster(), timeout_s=ANSWER_S)
         return True
     except PoolError:
-        # It may have ended between our look and our question.
+        # The cluster may have ended since its record was read. Only a running one is an error.
         if cluster.is_published() and record.is_alive:
             raise
         return False
 
 
 def start_cluster(
-    root: Path, settings: LocalSettings, lock_fd: int, orphan: ClusterDir | None
+    root: Path, settings: ClusterSettings, lock_fd: int, orphan: ClusterDir | None
 ) -> SchedulerAddress:
-    """Start a head and wait until it serves; remove everything if it does not.
+    """Start a keeper and wait until its scheduler listens; clean up if it does not.
 
     Args:
         root: The state directory.
-        settings: How the cluster shall behave.
-        lock_fd: The lock, for the head to let go.
-        orphan: A cluster without a keeper, to be taken over with its machines.
+        settings: Settings of the cluster.
+        lock_fd: The start lock; the scheduler process releases it.
+        orphan: A cluster without a keeper, whose machines are taken over.
     """
     cluster = orphan or ClusterDir.create(root, settings)
     read_fd, write_fd = os.pipe()
@@ -221,14 +215,14 @@ def start_cluster(
         with os.fdopen(read_fd, "rb", buffering=0) as pipe:
             with os.fdopen(write_fd, "wb", buffering=0):
                 _spawn_keeper(cluster, lock_fd, write_fd)
-            # We need it in a moment to talk to the head, which is loading it as well just now.
+            # The next request needs it. Import it now, while the scheduler process imports it too.
             import distributed  # noqa: F401
 
             _await_ready(cluster, pipe)
         record = cluster.record()
         if record is None:
             raise PoolError(
-                f"cluster {cluster.cluster_id} ended as soon as it had started. Run the cell again."
+                f"cluster {cluster.cluster_id} ended right after it started. Run the cell again."
             )
         return cluster.address(record)
     except PoolError:
@@ -239,8 +233,8 @@ def start_cluster(
 
 
 def _spawn_keeper(cluster: ClusterDir, lock_fd: int, ready_fd: int) -> None:
-    """Start the keeper, which detaches itself: no signal to the kernel's group reaches it."""
-    # -P: a file of the notebook's folder must not hide a module.
+    """Start the keeper, which detaches itself from the kernel's process group."""
+    # -P: a file in the notebook's folder must not shadow a module.
     command = [sys.executable, "-P", "-m", "etrain_jupyter.head.keeper", str(cluster.path)]
     log = os.open(cluster.log("head"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     try:
@@ -260,14 +254,14 @@ def _spawn_keeper(cluster: ClusterDir, lock_fd: int, ready_fd: int) -> None:
 
 
 def _head_environment(cluster_id: str) -> dict[str, str]:
-    """Return the kernel's variables without those that only concern it, and with our marker."""
+    """Return the kernel's environment without Jupyter's own variables, plus the cluster marker."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("JPY_")}
-    # setproctitle, if it is installed, would write over the variables by which we find processes.
+    # setproctitle would overwrite the environment block, which is how processes are found.
     kept |= {MARKER: cluster_id, "SPT_NOENV": "1"}
     package_home = Path(__file__).parents[2]
     installed = {Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")}
     if package_home not in installed:
-        # Run from a source tree that is perhaps only on the kernel's own path.
+        # A source tree, which may be on the kernel's sys.path only.
         kept["PYTHONPATH"] = os.pathsep.join(
             filter(None, (str(package_home), os.environ.get("PYTHONPATH")))
         )
@@ -275,42 +269,46 @@ def _head_environment(cluster_id: str) -> dict[str, str]:
 
 
 def _await_ready(cluster: ClusterDir, pipe: IO[bytes]) -> None:
-    """Wait until the head says that it serves, or why it does not.
+    """Wait until the scheduler process reports that it listens, or why it failed.
 
     Raises:
-        PoolError: If it ends before, or takes too long.
+        PoolError: If it fails, dies or does not report in time.
     """
     deadline = time.monotonic() + START_S
-    heard = b""
-    while not heard.endswith(b"\n"):
-        # Not select(), which refuses descriptors above 1023; notebooks open many files.
+    line = b""
+    while not line.endswith(b"\n"):
+        # Not select(), which rejects descriptors above 1023; notebooks open many files.
         if not wait([pipe.fileno()], max(0.0, deadline - time.monotonic())):
             raise PoolError(
-                f"the cluster did not start within {START_S:g} s. It was ended. "
-                f"Run the cell again; the end of its log:\n{cluster.log_tail()}"
+                f"the cluster did not start within {START_S:g} s. It was stopped. "
+                f"Run the cell again. End of its log:\n{cluster.log_tail()}"
             )
         chunk = pipe.read(4096)
-        heard += chunk or b"it died\n"
-    if heard != READY:
-        words = heard.decode(errors="replace").strip()
-        if words.startswith(OWN_WORDS):
-            raise PoolError(f"the cluster did not start: {words.removeprefix(OWN_WORDS)}")
+        line += chunk or b"its process died\n"
+    if line != READY:
+        cause = line.decode(errors="replace").strip()
+        if cause.startswith(ERROR_PREFIX):
+            raise PoolError(f"the cluster did not start: {cause.removeprefix(ERROR_PREFIX)}")
         raise PoolError(
-            f"the cluster did not start: {words}. Nothing is left of it here. `%etrain doctor` "
-            f"checks the installation; the end of its log:\n{cluster.log_tail()}"
+            f"the cluster did not start: {cause}. It was cleaned up. Run `%etrain doctor` to "
+            f"check the installation. End of its log:\n{cluster.log_tail()}"
         )
 
 
 def end_cluster_here(cluster: ClusterDir, timeout_s: float) -> Leftovers:
-    """Ask the head to end; then tell it; then end all that carries the cluster's mark."""
+    """Shut down a cluster of this machine: by request, then by SIGTERM, then by SIGKILL.
+
+    ``timeout_s`` is divided among these steps. SIGKILL goes to every process that carries the
+    cluster's marker in its environment.
+    """
     record = cluster.record()
     if record is not None and not record.is_here:
-        # The state directory is shared by machines, and this cluster is on another one.
+        # Several machines share the state directory, and this cluster runs on another one.
         return Leftovers()
     if record is not None and record.is_alive:
-        _end_head(cluster.address(record), record, timeout_s)
+        _stop_scheduler(cluster.address(record), record, timeout_s)
     elif record is None:
-        # It is starting or ending; the latter takes a moment.
+        # The cluster is starting or shutting down. Shutting down takes a moment.
         wait_until(lambda: not processes_of(cluster.cluster_id), timeout_s=timeout_s * 0.6)
     left = kill_processes_of(cluster.cluster_id, timeout_s=max(1.0, timeout_s * 0.2))
     cluster.remove()
@@ -320,8 +318,8 @@ def end_cluster_here(cluster: ClusterDir, timeout_s: float) -> Leftovers:
     )
 
 
-def _end_head(address: SchedulerAddress, record: ClusterRecord, timeout_s: float) -> None:
-    """Ask the head to end, and to a head that does not listen send SIGTERM."""
+def _stop_scheduler(address: SchedulerAddress, record: ClusterRecord, timeout_s: float) -> None:
+    """Request a shutdown; send SIGTERM to the keeper if the scheduler does not shut down."""
     with contextlib.suppress(PoolError):
         ask(address, ShutDownCluster(), timeout_s=min(2.0, timeout_s))
         wait_until(lambda: not record.is_alive, timeout_s=timeout_s * 0.6)

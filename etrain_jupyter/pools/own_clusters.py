@@ -1,8 +1,8 @@
-"""The clusters that this user may talk to: those that the user's own files know.
+"""Find the clusters that this user trusts: those in the user's own files.
 
-A scheduler's answers are unpickled, so whoever is asked can run code here. The address and the
-certificates of a cluster therefore come from the user's state directory or from the user's own
-``pools.yaml``, and from nowhere else: never from a job's record, which may be a stranger's.
+A scheduler's answers are unpickled, so a malicious scheduler could run code in the kernel. The
+address and certificates of a cluster therefore come only from the user's state directory or the
+user's own ``pools.yaml``, and never from a job's record, which another user may have written.
 """
 
 from __future__ import annotations
@@ -20,28 +20,30 @@ from pathlib import Path
 from etrain_jupyter.errors import EtrainError
 from etrain_jupyter.pools.catalog import read_own_catalog
 from etrain_jupyter.process.address import SchedulerAddress
-from etrain_jupyter.process.cluster_dir import ClusterDir, state_root
+from etrain_jupyter.process.cluster_dir import ClusterDir
+from etrain_jupyter.process.state_root import state_root
 from etrain_jupyter.storage.bucket_log.place import private_root
 from etrain_jupyter.untrusted import read_regular
 
 NOTES = "schedulers"
-"""Folder with the addresses of schedulers that somebody else made and that got a job from here."""
-MOST_NOTES = 500
-_MOST_BYTES = 100_000
+"""Folder with the addresses of existing schedulers to which this user submitted a job."""
+MAX_NOTES = 500
+_MAX_BYTES = 100_000
 _CLUSTER_ID = re.compile(r"(local|aws)-[A-Za-z0-9_-]{1,80}")
 
 
 def state_roots() -> list[Path]:
-    """Return the folders in which this user's clusters are, wherever they were started from.
+    """Return all folders that may contain this user's clusters.
 
-    A kernel and a terminal may differ in whether they have ``XDG_RUNTIME_DIR``.
+    A kernel and a terminal may use different ones: often only one has ``XDG_RUNTIME_DIR``.
     """
     places = [state_root(), private_root(), Path(f"/run/user/{os.getuid()}/etrain")]
     return list(dict.fromkeys(places))
 
 
 def find_cluster_dir(cluster_id: str) -> ClusterDir | None:
-    """Return what this machine has of a cluster of this user; None if that is nothing."""
+    """Return the folder of one of this user's clusters; None if this machine has none."""
+    # The id may come from an untrusted record: it must not lead out of the folder.
     if not _CLUSTER_ID.fullmatch(cluster_id):
         return None
     for root in state_roots():
@@ -51,42 +53,45 @@ def find_cluster_dir(cluster_id: str) -> ClusterDir | None:
 
 
 def address_of(cluster: ClusterDir) -> SchedulerAddress | None:
-    """Return where a cluster's scheduler is reached; None while it starts, and once it has ended.
+    """Return the address of a cluster's scheduler; None while it starts or after it has ended.
 
-    Its head may have a machine of its own.
+    The scheduler may run on an EC2 machine of its own, which has no record here.
     """
     record = cluster.record()
     if record is not None:
         return None if record.is_here and not record.is_alive else cluster.address(record)
-    from etrain_jupyter.pools.ec2.client.remote_pool import head_address_of
+    from etrain_jupyter.pools.ec2.client.head_link import head_address_of
 
     return head_address_of(cluster)
 
 
 def is_out_of_reach(cluster: ClusterDir) -> bool:
-    """Tell whether a cluster of another machine, which shares the folder, listens only there."""
+    """Return True if a cluster on another machine, which shares the folder, listens only there."""
     record = cluster.record()
     return record is not None and not record.is_here and "://127." in record.address
 
 
 def find_scheduler(cluster_id: str, address: str) -> SchedulerAddress | None:
-    """Return how a scheduler that somebody else made is reached, if this user knows it.
+    """Return the trusted address of an existing scheduler; None if this user does not know it.
 
     Args:
-        cluster_id: What it calls itself.
-        address: Where it is said to listen: this is looked for, and never used.
+        cluster_id: The scheduler's id.
+        address: Untrusted address from a job's record. It selects an entry of the user's own
+            ``pools.yaml``; no connection is made to it otherwise.
     """
     return _noted(cluster_id) or _in_own_pools(address)
 
 
 def note_scheduler(address: SchedulerAddress) -> None:
-    """Remember where a job was given to; its record alone is not believed later.
+    """Store the address of a scheduler that took a job, so that a later kernel trusts it.
 
-    Where nothing can be kept, the job is followed by its log once this kernel has ended.
+    Errors are ignored. Without the note, a later kernel follows the job by its log only.
     """
+    # A cluster that etrain started has its own folder.
     if find_cluster_dir(address.cluster_id) is not None:
         return
     path = _note_path(address.cluster_id)
+    # Write a new file and rename it, so that a reader never sees half a note.
     hidden = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     data = json.dumps(address.to_dict()).encode()
     with contextlib.suppress(OSError):
@@ -95,13 +100,39 @@ def note_scheduler(address: SchedulerAddress) -> None:
         with os.fdopen(os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(data)
         hidden.replace(path)
+        # Limit the folder's size: remove the oldest notes.
         notes = sorted(path.parent.glob("*.json"), key=lambda note: note.stat().st_mtime)
-        for old in notes[:-MOST_NOTES]:
+        for old in notes[:-MAX_NOTES]:
             old.unlink(missing_ok=True)
 
 
+def noted_schedulers() -> list[SchedulerAddress]:
+    """Return the schedulers that other tools started and that this user gave a job, newest first.
+
+    A scheduler that was restarted at the same address is listed once.
+    """
+    folder = private_root() / NOTES
+    if not is_private_folder(folder):
+        return []
+    notes = sorted(folder.glob("*.json"), key=lambda note: note.stat().st_mtime, reverse=True)
+    found: dict[str, SchedulerAddress] = {}
+    for note in notes:
+        address = _read_note(note)
+        if address is not None:
+            found.setdefault(address.address, address)
+    return list(found.values())
+
+
+def forget_scheduler(address: str) -> None:
+    """Remove the notes of all schedulers at an address."""
+    for note in (private_root() / NOTES).glob("*.json"):
+        known = _read_note(note)
+        if known is not None and known.address == address:
+            note.unlink(missing_ok=True)
+
+
 def is_private_folder(path: Path) -> bool:
-    """Tell whether a folder is this user's and nobody else may write in it."""
+    """Return True if this user owns the folder and no other user can write to it."""
     try:
         status = path.lstat()
     except OSError:
@@ -114,14 +145,19 @@ def _noted(cluster_id: str) -> SchedulerAddress | None:
     path = _note_path(cluster_id)
     if not is_private_folder(path.parent):
         return None
+    known = _read_note(path)
+    return known if known is not None and known.cluster_id == cluster_id else None
+
+
+def _read_note(path: Path) -> SchedulerAddress | None:
     try:
-        known = SchedulerAddress.from_dict(json.loads(read_regular(path, most_bytes=_MOST_BYTES)))
+        return SchedulerAddress.from_dict(json.loads(read_regular(path, most_bytes=_MAX_BYTES)))
     except (OSError, ValueError, TypeError):
         return None
-    return known if known.cluster_id == cluster_id else None
 
 
 def _note_path(cluster_id: str) -> Path:
+    # The id comes from a scheduler: hash it instead of using it in a path.
     digest = hashlib.sha256(cluster_id.encode(errors="backslashreplace")).hexdigest()
     return private_root() / NOTES / f"{digest[:32]}.json"
 

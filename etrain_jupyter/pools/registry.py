@@ -1,4 +1,4 @@
-"""Which pools there are, by name. A new kind of pool is one file and one line of ``KINDS``."""
+"""Look up pools by name. A new kind of pool needs one file and one line in ``KINDS``."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ from etrain_jupyter.pools.local.pool import LocalPool
 KINDS: Mapping[str, str] = {
     "local": "etrain_jupyter.pools.local.pool:LocalPool",
     "address": "etrain_jupyter.pools.external.pool:AddressPool",
-    "aws-spot": "etrain_jupyter.pools.ec2.client.pool:AwsSpotPool",
+    "aws-spot": "etrain_jupyter.pools.ec2.client.kinds:AwsSpotKinds",
 }
-"""Each kind's class, which is imported when a pool of that kind is asked for."""
+"""The class of each kind, imported on first use."""
 
 
 class PoolClass(Protocol):
-    """What a kind of pool that has a file can make of its keys there."""
+    """Class of a pool that ``pools.yaml`` can configure."""
 
     def from_entry(self, entry: PoolEntry) -> Pool:
-        """Return the pool; nothing is started yet.
+        """Create the pool from its entry; starts nothing.
 
         Raises:
-            ConfigError: If the keys are not what they should be, with their place in the file.
+            ConfigError: If a key is invalid, with its position in the file.
         """
         ...
 
 
 def pool_names() -> list[str]:
-    """Return the names that a cell may give, in this folder.
+    """Return the pool names that a cell in this folder can use.
 
     Raises:
-        ConfigError: If ``pools.yaml`` is not what it should be.
+        ConfigError: If ``pools.yaml`` is invalid.
     """
     return ["local", *read_catalog()]
 
 
 def get_pool(name: str) -> Pool:
-    """Return the pool of a name, or that of a scheduler's address; nothing is started yet.
+    """Return the pool with this name or scheduler address; starts nothing.
 
     Raises:
-        ConfigError: If its entry in ``pools.yaml`` is not what it should be.
-        PoolError: If there is none.
+        ConfigError: If its entry in ``pools.yaml`` is invalid.
+        PoolError: If there is no pool with this name.
     """
     if name == "local":
         return LocalPool()
@@ -57,22 +57,22 @@ def get_pool(name: str) -> Pool:
     if name not in catalog:
         known = ["local", *catalog]
         raise PoolError(
-            f"there is no pool {name!r}; known are {', '.join(known)}. Nothing was started. "
+            f"there is no pool {name!r}. Known pools: {', '.join(known)}. Nothing was started. "
             f"{_as_sentence(advice_on(name, known))}"
         )
     return make_pool(catalog[name])
 
 
 def make_pool(entry: PoolEntry) -> Pool:
-    """Return the pool of an entry; nothing is started yet.
+    """Create the pool of an entry in ``pools.yaml``; starts nothing.
 
     Raises:
-        ConfigError: If the entry is not what it should be, with the place in its file.
+        ConfigError: If the entry is invalid, with its position in the file.
     """
     known = [kind for kind in KINDS if kind != "local"]
     if entry.kind not in known:
         hint = did_you_mean(entry.kind, known) or f"write kind: {' or kind: '.join(known)}"
-        raise entry.error(f"pool '{entry.name}' is of no known kind: '{entry.kind}'", hint=hint)
+        raise entry.error(f"pool '{entry.name}' has the unknown kind '{entry.kind}'", hint=hint)
     return _class_of(entry.kind).from_entry(entry)
 
 
@@ -86,5 +86,5 @@ def _entry_of_address(address: str) -> PoolEntry:
     return PoolEntry(name=address, kind="address", values={"address": address}, file=Path())
 
 
-def _as_sentence(words: str) -> str:
-    return words[:1].upper() + words[1:].rstrip("?.") + ("?" if words.endswith("?") else ".")
+def _as_sentence(hint: str) -> str:
+    return hint[:1].upper() + hint[1:].rstrip("?.") + ("?" if hint.endswith("?") else ".")

@@ -1,7 +1,7 @@
-"""How busy a cluster is, as its scheduler writes it down: whoever only looks need not ask it.
+"""Load of a cluster as its scheduler records it, readable without contacting the scheduler.
 
-To ask takes Dask, and its first import in a thread of a kernel's fails where a cell imports it at
-the same moment: its modules import each other in a circle.
+Contacting it requires Dask, whose first import fails in a background thread of a kernel if a cell
+imports it at the same moment: its modules import each other in a circle.
 """
 
 from __future__ import annotations
@@ -10,32 +10,33 @@ import dataclasses
 import json
 from dataclasses import dataclass
 
-from etrain_jupyter.process.cluster_dir import ClusterDir, write_private
+from etrain_jupyter.process.cluster_dir import ClusterDir
+from etrain_jupyter.process.files import write_private
 
 LOAD_FILE = "load.json"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What ``load.json`` says."""
+    """Content of ``load.json``."""
 
     workers: int
-    """Worker processes, those that start included."""
+    """Number of worker processes, including those that are starting."""
     idle_since: float | None
-    """When its last job ended, in seconds since the epoch; None while it has one."""
+    """When the last job ended, in seconds since the epoch; None while a job runs."""
 
 
 def write_load(cluster: ClusterDir, load: Load) -> None:
-    """Write down how busy a cluster is.
+    """Record the load of a cluster.
 
     Raises:
-        OSError: If its folder is gone.
+        OSError: If the cluster's folder was deleted.
     """
     write_private(cluster.path / LOAD_FILE, json.dumps(dataclasses.asdict(load)))
 
 
 def read_load(cluster: ClusterDir) -> Load | None:
-    """Return how busy a cluster is; None if that is not known (yet)."""
+    """Return the recorded load of a cluster, or None if it is not known (yet)."""
     try:
         return Load(**json.loads((cluster.path / LOAD_FILE).read_text()))
     except (OSError, ValueError, TypeError):

@@ -1,8 +1,8 @@
-"""The pipe by which every process of a local cluster hears of its keeper's death.
+"""Pipe through which every process of a local cluster detects the keeper's death.
 
-The keeper holds the only end that could be written to, and never writes. All others inherit the end
-that is read from, on their standard input, and end when it does: however the keeper dies, and
-whoever their parent is by then.
+The keeper holds the only write end, and never writes. All other processes inherit the read end as
+their standard input, and exit when it reaches end-of-file: regardless of how the keeper dies, and
+of which process is their parent by then.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 def die_with_parent(parent: int) -> int:
-    """Make sure that this process ends when the one that started it does, however that ends.
+    """Make this process exit when the process that started it exits, for whatever reason.
 
-    On Linux the system sees to it, even where no thread of this process can run any more.
+    On Linux the kernel enforces this, even if no thread of this process can run any more.
 
     Returns:
-        The pipe, to be handed on to children.
+        File descriptor of the pipe, to pass on to children.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    # It may have died before the line above.
+    # The parent may have died before the line above.
     if os.getppid() != parent:
         os._exit(1)
     return die_with_keeper()
 
 
 def die_with_keeper() -> int:
-    """Make sure that this process and its group end with the pipe on its standard input.
+    """Make this process and its group exit at end-of-file on standard input.
 
     Returns:
-        The pipe, to be handed on to children that are to do the same.
+        File descriptor of the pipe, to pass on to children that shall do the same.
     """
     # Other children must neither read from the pipe nor keep it open.
     pipe = os.dup(0)
@@ -51,16 +51,16 @@ def die_with_keeper() -> int:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of whatever descends from this process and loses its own; Linux only.
+    """Become the parent of orphaned descendants (Linux only).
 
-    Elsewhere init is, which reaps them just as well.
+    On other systems init adopts and reaps them.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def _await_end_of(pipe: int) -> None:
-    """Wait until the pipe's other end is closed, then end this process and its group."""
+    """Block until the pipe's write end is closed, then kill this process and its group."""
     while os.read(pipe, 1):
         pass
     if os.getpgrp() == os.getpid():

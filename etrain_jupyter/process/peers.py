@@ -56,7 +56,7 @@ class RefusedMessageError(ConnectionError):
 
 
 class Opaque:
-    """Stands for an object that somebody serialized: it is neither read nor passed on."""
+    """Placeholder for a serialized object, which is neither deserialized nor passed on."""
 
 
 def read_plain_values_only() -> None:

@@ -1,8 +1,8 @@
-"""Ground rules for every Dask process that we start: mutual TLS, no web server, quiet.
+"""TLS and Dask configuration of every process that etrain starts.
 
-Whoever reaches a Dask scheduler can run code, so each cluster has a certificate authority of its
-own. It signs one leaf a role and its key is dropped at once: nobody can mint another certificate
-for this cluster.
+A client that reaches a Dask scheduler can run code on it, so every cluster has its own certificate
+authority. The authority signs one leaf certificate per role, and its key is discarded immediately:
+no further certificate can be issued for this cluster.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from etrain_jupyter.errors import PoolError
 
 ROLES = ("scheduler", "worker", "client")
 VALID_DAYS = 366
-"""Longer than any job: it is checked at each new connection, also of a running job."""
+"""Longer than any job: validity is checked at every new connection, including reconnects."""
 
 
 def mint_certificates(cluster_id: str) -> dict[str, str]:
-    """Make a new authority and sign one certificate for each role.
+    """Create a certificate authority and sign one certificate for each role.
 
     Returns:
         File name to PEM text: ``ca.pem``, and ``ROLE.pem`` and ``ROLE.key`` for each of ``ROLES``.
@@ -47,7 +47,7 @@ def mint_certificates(cluster_id: str) -> dict[str, str]:
 
 
 def _sign(cluster_id: str, name: str, public_key: Any, authority_key: Any) -> Any:
-    """Return the certificate of ``name``; the one called ``ca`` signs itself."""
+    """Return the certificate for ``name``; ``ca`` is self-signed."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes
 
@@ -58,7 +58,7 @@ def _sign(cluster_id: str, name: str, public_key: Any, authority_key: Any) -> An
         .issuer_name(_distinguished_name(cluster_id, "ca"))
         .public_key(public_key)
         .serial_number(x509.random_serial_number())
-        # Clocks of machines differ by a little.
+        # Allow for clock skew between machines.
         .not_valid_before(now - datetime.timedelta(minutes=5))
         .not_valid_after(now + datetime.timedelta(days=VALID_DAYS))
     )
@@ -94,7 +94,7 @@ def _extensions(name: str, public_key: Any, authority_key: Any) -> list[tuple[An
         return [*extensions, (x509.KeyUsage(*usage), True)]
     usages = [ExtendedKeyUsageOID.CLIENT_AUTH]
     if name != "client":
-        # A client's certificate cannot pose as a scheduler or a worker.
+        # A client certificate cannot be used to impersonate a scheduler or a worker.
         usages.append(ExtendedKeyUsageOID.SERVER_AUTH)
     return [
         *extensions,
@@ -104,10 +104,10 @@ def _extensions(name: str, public_key: Any, authority_key: Any) -> list[tuple[An
 
 
 def write_certificates(tls_dir: Path, files: dict[str, str]) -> None:
-    """Write minted files into a new folder that only the owner can enter, each with mode 0600."""
+    """Write the certificates into a new folder of mode 0700, each with mode 0600."""
     tls_dir.mkdir(mode=0o700)
     for name, text in files.items():
-        # The mode is given at creation: no instant at which others could open the file.
+        # The mode is set at creation, so other users can never open the file.
         with os.fdopen(
             os.open(tls_dir / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w"
         ) as f:
@@ -115,14 +115,14 @@ def write_certificates(tls_dir: Path, files: dict[str, str]) -> None:
 
 
 def read_security(tls_dir: str | Path, role: str) -> Any:
-    """Return the ``distributed.Security`` of one role, which requires TLS on every connection.
+    """Return the ``distributed.Security`` of a role. It requires TLS on every connection.
 
     Args:
-        tls_dir: Where ``write_certificates`` put them.
+        tls_dir: The folder that ``write_certificates`` wrote.
         role: One of ``ROLES``.
 
     Raises:
-        FileNotFoundError: If the role's certificate is not there.
+        FileNotFoundError: If the role's certificate does not exist.
     """
     from distributed.security import Security
 
@@ -130,7 +130,7 @@ def read_security(tls_dir: str | Path, role: str) -> Any:
     paths = {"ca": folder / "ca.pem", "cert": folder / f"{role}.pem", "key": folder / f"{role}.key"}
     for path in paths.values():
         if not path.is_file():
-            raise FileNotFoundError(f"{path} is not there: the cluster has ended")
+            raise FileNotFoundError(f"{path} does not exist: the cluster has ended")
     secure: Any = Security
     return secure(
         require_encryption=True,
@@ -141,22 +141,22 @@ def read_security(tls_dir: str | Path, role: str) -> Any:
 
 
 def read_foreign_security(ca: str, cert: str, key: str, *, min_version: str = "") -> Any:
-    """Return the ``distributed.Security`` by which we reach a cluster that somebody else made.
+    """Return the ``distributed.Security`` for a cluster that etrain did not start.
 
     Args:
-        ca: File with the authority that signed its certificates.
-        cert: File with the certificate that we show.
-        key: File with its key.
+        ca: File with the certificate authority of that cluster.
+        cert: File with our client certificate.
+        key: File with its private key.
         min_version: ``1.2`` or ``1.3``; empty for Dask's default.
 
     Raises:
-        FileNotFoundError: If a file is not there.
+        FileNotFoundError: If a file does not exist.
     """
     from distributed.security import Security
 
     for path in (ca, cert, key):
         if not Path(path).is_file():
-            raise FileNotFoundError(f"{path} is not there")
+            raise FileNotFoundError(f"{path} does not exist")
     oldest = {"1.2": ssl.TLSVersion.TLSv1_2, "1.3": ssl.TLSVersion.TLSv1_3}.get(min_version)
     secure: Any = Security
     return secure(
@@ -172,10 +172,10 @@ def read_foreign_security(ca: str, cert: str, key: str, *, min_version: str = ""
 
 
 def check_listen(host: str, security: Any) -> None:
-    """Refuse to open a port that others can reach without TLS.
+    """Refuse to open a port without TLS on anything but the loopback interface.
 
     Args:
-        host: Where a scheduler is about to listen.
+        host: Address on which a scheduler is about to listen.
         security: A ``distributed.Security``, or None.
 
     Raises:
@@ -189,16 +189,16 @@ def check_listen(host: str, security: Any) -> None:
         is_loopback = host == "localhost"
     if not is_loopback:
         raise PoolError(
-            f"a scheduler on {host!r} without TLS would let anybody who reaches it run code as "
-            "you. It was not started. Listen on 127.0.0.1, or give it certificates."
+            f"a scheduler on {host!r} without TLS would let every client that can reach it run "
+            "code as you. It was not started. Listen on 127.0.0.1, or configure certificates."
         )
 
 
 def without_http(server: type[Any]) -> type[Any]:
     """Return a subclass of a Dask ``Scheduler`` or ``Worker`` that opens no HTTP port.
 
-    Dask has no option for that: ``dashboard=False`` still serves health, metrics and JSON of the
-    whole cluster to every user of the machine, without a password.
+    Dask has no option for this: with ``dashboard=False`` it still serves health, metrics and JSON
+    about the whole cluster to every user of the machine, without authentication.
     """
     return type(
         server.__name__, (server,), {"start_http_server": lambda self, *args, **kwargs: None}
@@ -206,13 +206,13 @@ def without_http(server: type[Any]) -> type[Any]:
 
 
 def configure_dask(scratch_dir: Path) -> None:
-    """Set what our Dask processes need, whatever the user's Dask files and variables say.
+    """Override the user's Dask configuration with what etrain's Dask processes need.
 
-    Call it before anything imports ``distributed``, which reads some of these once and for all.
+    Call it before the first import of ``distributed``, which reads some of the values only once.
 
     Args:
-        scratch_dir: Where Dask may make folders; by default it leaves one in the temporary folder
-            of the machine.
+        scratch_dir: Folder for Dask's temporary files; by default Dask leaves some in the
+            system's temporary folder.
     """
     import dask
 
@@ -221,22 +221,22 @@ def configure_dask(scratch_dir: Path) -> None:
 
     for name in (distributed.__name__, "tornado"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    # It says at each close that the connection is closed.
+    # It logs every closed connection as an error.
     logging.getLogger("distributed.comm.tcp").setLevel(logging.ERROR)
 
 
 DASK_CONFIG: dict[str, Any] = {
-    # Users' own preloads and web pages have no business in our processes.
+    # No user preloads or web pages in etrain's processes.
     "distributed.scheduler.preload": [],
     "distributed.worker.preload": [],
     "distributed.scheduler.http.routes": [],
     "distributed.worker.http.routes": [],
-    # On one machine a closed connection tells of a death at once. A time limit by the wall clock
-    # would take all workers away when a laptop wakes up.
+    # On one machine a closed connection reveals a dead process immediately. A wall-clock timeout
+    # would evict all workers when a laptop wakes from sleep.
     "distributed.scheduler.worker-ttl": None,
     "distributed.scheduler.idle-timeout": None,
     "distributed.scheduler.no-workers-timeout": None,
-    # Ranks are no Dask tasks: there is nothing to steal, replicate, spill, profile or draw.
+    # Ranks are not Dask tasks: there is nothing to steal, replicate, spill, or profile.
     "distributed.scheduler.work-stealing": False,
     "distributed.scheduler.active-memory-manager.start": False,
     "distributed.worker.profile.enabled": False,
@@ -244,17 +244,17 @@ DASK_CONFIG: dict[str, Any] = {
     "distributed.worker.memory.spill": False,
     "distributed.worker.memory.pause": False,
     "distributed.worker.memory.terminate": False,
-    # NVML in each process costs start-up time and memory on the GPU's driver.
+    # NVML costs every process start-up time and GPU driver memory.
     "distributed.diagnostics.nvml": False,
     "distributed.admin.system-monitor.gil.enabled": False,
     "distributed.admin.system-monitor.disk": False,
     "distributed.admin.system-monitor.interval": "5s",
-    # The default of 20 ms wakes each process 50 times a second, beside training on the same cores.
-    # The limit is high because trainers starve these processes at times, which harms nobody.
+    # The default of 20 ms wakes each process 50 times per second, on the cores used for training.
+    # The limit is high because trainers starve these processes at times, which is harmless.
     "distributed.admin.tick.interval": "500ms",
     "distributed.admin.tick.limit": "60s",
     "distributed.admin.log-length": 1000,
     "distributed.comm.timeouts.connect": "10s",
     "distributed.comm.compression": False,
 }
-"""Only ours; the rest is Dask's defaults and what the user set."""
+"""Values that differ from Dask's defaults; all others are left to Dask and the user."""

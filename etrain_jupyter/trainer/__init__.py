@@ -1,7 +1,7 @@
-"""The trainer process: user code, process group, training loop. The only place that imports torch.
+"""Trainer process: user code, process group and training loop.
 
-``main`` starts a ``trainer``, which builds a ``workload`` and runs its ``train_loop``. Around it:
-``group`` (who talks to whom), ``gradients`` (what a step adds up), ``state`` (what a newcomer and a
-checkpoint get) and ``control`` (what the supervisor hears). ``control.channel`` and
-``control.progress`` are imported by the supervisor too, so they import no torch.
+``main`` starts a ``trainer``, which builds a ``workload`` and runs the ``loop``. The packages
+depend on each other in one direction: ``loop`` (steps and evaluations) on ``gradients`` (how the
+ranks sum them), ``state`` (what a checkpoint or a new rank gets) and ``objective`` (loss and
+metrics), and all of them on ``group`` (collectives) and ``control`` (messages, faults and errors).
 """

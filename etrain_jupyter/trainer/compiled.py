@@ -1,9 +1,9 @@
-"""``compile: true``: torch.compile of the model in place, done before the rank says hello.
+"""Compile the model with torch.compile, for ``compile: true``.
 
-In place, so that names, hooks, DDP and checkpoints see the model that the notebook made. Everything
-is compiled while the rank warms up, when nobody waits for it. Afterwards nothing is compiled any
-more: a shape or a branch that was not foreseen runs as it is written. A compilation in the middle
-of a step would hold up all ranks, and nobody could tell it from a rank that hangs.
+The model is compiled in place, so that names, hooks, DDP and checkpoints see the notebook's model.
+All compilation happens in the warm-up, while no other rank waits. Afterwards nothing is compiled
+any more, and an unexpected shape or branch runs eagerly: a compilation in the middle of a step
+would stall all ranks, and would look like a hung rank.
 """
 
 from __future__ import annotations
@@ -19,34 +19,35 @@ from torch import nn
 from torch._inductor import config as inductor_config
 
 BACKEND: Any = "inductor"
-"""What torch.compile compiles with."""
+"""Backend of torch.compile."""
 
 BEAT_S = 1.0
-COMPILE_PATIENCE_S = 600.0
-"""How long a compilation counts as alive; after that, people are told what it is doing."""
+"""Interval of the heartbeats during a compilation."""
+COMPILE_TIMEOUT_S = 600.0
+"""Stop the heartbeats after this time; the rank is then reported as hung, with its stack."""
 
 MAX_REASON = 300
-"""Characters of a compiler's complaint that are passed on."""
+"""Maximum length of a compiler error in the log."""
 
 
 def compile_in_place(model: nn.Module) -> None:
-    """Let every call of ``model`` go through torch.compile, which compiles at its first calls."""
-    # In this process: a pool of compilers would outlive a trainer that is killed.
+    """Route every call of ``model`` through torch.compile, which compiles on the first calls."""
+    # In this process: a pool of compiler processes would outlive a trainer that is killed.
     inductor_config.compile_threads = 1
     torch.compiler.set_stance("default")
     model.compile(backend=BACKEND)
 
 
 def freeze_compiled() -> None:
-    """Compile nothing more in this process: what is not compiled yet runs as it is written."""
+    """Compile nothing more in this process; code that is not compiled yet runs eagerly."""
     torch.compiler.set_stance("eager_on_recompile")
 
 
 @contextlib.contextmanager
-def signs_of_life(beat: Callable[[], None]) -> Iterator[None]:
-    """Let a thread beat while the main one compiles, which takes a minute and says nothing."""
+def heartbeats(beat: Callable[[], None]) -> Iterator[None]:
+    """Send heartbeats from a thread while the main thread is in one long call of torch."""
     is_over = threading.Event()
-    until = time.monotonic() + COMPILE_PATIENCE_S
+    until = time.monotonic() + COMPILE_TIMEOUT_S
 
     def keep_beating() -> None:
         while not is_over.wait(BEAT_S) and time.monotonic() < until:
@@ -62,17 +63,17 @@ def signs_of_life(beat: Callable[[], None]) -> Iterator[None]:
 
 
 def undo_compile(model: nn.Module) -> None:
-    """Let ``model`` run as it is written again."""
-    model._compiled_call_impl = None  # what nn.Module.compile sets; torch has no way back
+    """Run ``model`` eagerly again."""
+    model._compiled_call_impl = None  # set by nn.Module.compile, which has no inverse
     torch._dynamo.reset()
 
 
 def mark_batch(batch: Any, count: int) -> None:
-    """Tell the compiler that a batch's first dimension will change: one compilation serves all.
+    """Mark a batch's first dimension as dynamic, so that one compilation serves all batch sizes.
 
     Args:
-        batch: Tensors, however nested, where the model is.
-        count: The samples that it was made of.
+        batch: Nested tensors, on the model's device.
+        count: Number of samples in the batch.
     """
     for tensor in _tensors_in(batch):
         if tensor.ndim and tensor.shape[0] == count:
@@ -91,8 +92,8 @@ def _tensors_in(batch: Any) -> Iterable[torch.Tensor]:
 
 
 def reason_of(exc: BaseException) -> str:
-    """Return what went wrong, in one line."""
-    # The first line may say no more than which backend raised, and the second what.
+    """Return the error in one line."""
+    # The first line may only name the backend that raised; the second one has the error.
     lines = [line.strip() for line in str(exc).splitlines() if line.strip()][:2]
-    words = f"{type(exc).__name__}: {' '.join(lines)}".rstrip(": ")
-    return words if len(words) <= MAX_REASON else f"{words[:MAX_REASON]} ..."
+    text = f"{type(exc).__name__}: {' '.join(lines)}".rstrip(": ")
+    return text if len(text) <= MAX_REASON else f"{text[:MAX_REASON]} ..."

@@ -1,4 +1,4 @@
-"""Samples by index, whatever the notebook calls a data set."""
+"""Sample sources: fetch batches by sample index from the notebook's data sets."""
 
 from __future__ import annotations
 
@@ -22,51 +22,51 @@ class Share(NamedTuple):
 
     indices: Indices
     seed: int = 0
-    """Where chance begins for whoever fetches them, here or in a loader process: what a data set
-    draws from torch, numpy or random depends on this alone. A generator of the data set's own
-    cannot be seeded."""
+    """Seed of the process that fetches them, this one or a loader process: what a data set draws
+    from torch, numpy or random depends on this alone. The data set's own generators cannot be
+    seeded."""
 
 
 Delivered = tuple[NDArray[np.int64], Any]
-"""The indices of the samples that were fetched, as the fetcher knows them, and the batch."""
+"""Indices of the samples that were actually fetched, and their batch."""
 
 
 class SampleSource(Protocol):
-    """Where batches come from."""
+    """Source of batches."""
 
     def __len__(self) -> int: ...
 
     def batches(self, shares: Iterable[Share]) -> Iterator[Delivered]:
-        """Yield for each share, in this order, what was fetched and its batch.
+        """Yield the delivered batch of each share, in order.
 
-        The generators of this process are left as they are.
+        The state of this process's generators does not change.
         """
         ...
 
     def close(self) -> None:
-        """End the loader processes, if there are any."""
+        """Stop the loader processes, if there are any."""
         ...
 
 
 class DataError(ValueError):
-    """The notebook's data cannot be used; the message says how to mend it."""
+    """The notebook's data cannot be used; the message says how to fix it."""
 
 
 def open_samples(
     data: Any, *, name: str, collate: Callable[[list[Any]], Any] | None, num_workers: int
 ) -> SampleSource:
-    """Wrap what ``data.train`` or ``data.eval`` refers to.
+    """Wrap the object that ``data.train`` or ``data.eval`` refers to.
 
     Args:
         data: A map-style data set, a pair or dict of tensors or arrays of equal length, or a class
             or function without arguments that gives one of these (it is called here, on the
             worker).
-        name: The key of the cell, for messages.
+        name: The key in the cell, for messages.
         collate: Joins a list of samples to a batch; torch's ``default_collate`` if None.
-        num_workers: Processes that load ahead; 0 loads in the training process.
+        num_workers: Number of loader processes; 0 loads in the training process.
 
     Returns:
-        A source whose batches are tuples or whatever ``collate`` makes.
+        A source whose batches are tuples or the results of ``collate``.
 
     Raises:
         DataError: If ``data`` is none of these, or is empty.
@@ -82,8 +82,7 @@ def open_samples(
     else:
         raise DataError(
             f"{name} is a {type(data).__name__} without len() and [i]. Give a map-style data set, "
-            "a pair of "
-            f"tensors, or a function that returns one."
+            "a pair of tensors, or a function that returns one."
         )
     if len(source) == 0:
         raise DataError(f"{name} is empty (0 samples). Check what fills it in the notebook.")
@@ -91,7 +90,7 @@ def open_samples(
 
 
 def _columns_of(data: Any) -> tuple[torch.Tensor, ...] | dict[str, torch.Tensor] | None:
-    """Return tensors that can be indexed at once, or None if samples must be fetched one by one."""
+    """Return tensors that are indexed by batch, or None if samples are fetched one by one."""
     if type(data) is TensorDataset:
         return tuple(data.tensors)
     if isinstance(data, Mapping) and data and all(_is_array(v) for v in data.values()):
@@ -106,7 +105,7 @@ def _is_array(value: Any) -> bool:
 
 
 class ColumnSource:
-    """Tensors of equal length: a batch is one indexing operation a column."""
+    """Tensors of equal length: a batch takes one indexing operation per column."""
 
     def __init__(
         self, columns: tuple[torch.Tensor, ...] | dict[str, torch.Tensor], name: str
@@ -122,7 +121,7 @@ class ColumnSource:
         return self._length
 
     def batches(self, shares: Iterable[Share]) -> Iterator[Delivered]:
-        """Yield one tuple (or dict) of tensors for each share; no chance is involved."""
+        """Yield one tuple (or dict) of tensors per share; nothing is random."""
         for share in shares:
             rows = torch.as_tensor(share.indices, dtype=torch.int64)
             if isinstance(self._columns, dict):
@@ -131,22 +130,23 @@ class ColumnSource:
                 yield rows.numpy(), tuple(v[rows] for v in self._columns)
 
     def close(self) -> None:
-        """Do nothing: there is no process to end."""
+        """Do nothing: there is no loader process."""
 
 
 class ItemSource:
-    """A map-style data set, sample by sample, in this process or by loader processes."""
+    """A map-style data set, read sample by sample, in this process or in loader processes."""
 
     def __init__(self, data: Any, collate: Callable[[list[Any]], Any], num_workers: int) -> None:
         self._fetcher = _Fetcher(data, collate)
         self._shares = _Shares()
+        # The loader outlives generations: starting its processes takes seconds.
         self._loader = self._start_loader(num_workers) if num_workers else None
 
     def __len__(self) -> int:
         return len(self._fetcher)
 
     def batches(self, shares: Iterable[Share]) -> Iterator[Delivered]:
-        """Yield one collated batch for each share."""
+        """Yield one collated batch per share."""
         if self._loader is not None:
             self._shares.feed = shares
             for indices, batch in self._loader:
@@ -157,17 +157,17 @@ class ItemSource:
             yield np.asarray(indices, dtype=np.int64), batch
 
     def close(self) -> None:
-        """End the loader processes."""
-        self._loader = None  # its iterator's destructor does it
+        """Stop the loader processes."""
+        self._loader = None  # its iterator's destructor stops them
 
     def _start_loader(self, num_workers: int) -> DataLoader[Any]:
-        # Spawned, never forked: the trainer has threads, and perhaps a CUDA context.
+        # Spawned, not forked: the trainer has threads, and possibly a CUDA context.
         return DataLoader(
             cast("Dataset[Any]", self._fetcher),
-            batch_sampler=cast("Any", self._shares),  # an order is passed on as it is
+            batch_sampler=cast("Any", self._shares),  # passes an order on unchanged
             num_workers=num_workers,
-            collate_fn=_as_it_is,  # the fetcher has collated already
-            # Without one of its own it would draw from the generator that the model draws from.
+            collate_fn=_unchanged,  # the fetcher has already collated
+            # Without its own generator it would draw from the model's.
             generator=torch.Generator(),
             persistent_workers=True,
             multiprocessing_context="spawn",
@@ -175,7 +175,7 @@ class ItemSource:
 
 
 class _Shares:
-    """The batch sampler of a loader that outlives generations: it reads whatever feed is set."""
+    """Batch sampler of a loader that outlives a generation: it reads the current feed."""
 
     def __init__(self) -> None:
         self.feed: Iterable[Share] = ()
@@ -185,7 +185,7 @@ class _Shares:
 
 
 class _Order(NamedTuple):
-    """A share as it travels to a loader process."""
+    """A share as it is sent to a loader process."""
 
     indices: list[int]
     seed: int
@@ -196,9 +196,9 @@ def _order_of(share: Share) -> _Order:
 
 
 class _Fetcher:
-    """Fetches and collates, here or in a loader process, and tells what it has fetched.
+    """Fetch and collate samples, here or in a loader process, and return their indices, too.
 
-    Plain pickle would look for the notebook's classes in a module; so it travels by value.
+    It is pickled by value: plain pickle would look for the notebook's classes in a module.
     """
 
     def __init__(self, data: Any, collate: Callable[[list[Any]], Any]) -> None:
@@ -212,11 +212,12 @@ class _Fetcher:
         return len(self._data)
 
     def __getitems__(self, order: _Order) -> tuple[list[int], Any]:
-        # A loader process calls it by this name.
+        # The name that a loader process calls.
         with seeded(order.seed):
             return self._fetch(order.indices)
 
     def _fetch(self, indices: list[int]) -> tuple[list[int], Any]:
+        # The same protocol as torch's own fetcher: one call for the whole batch.
         if hasattr(self._data, "__getitems__"):
             samples = list(self._data.__getitems__(indices))
         else:
@@ -224,7 +225,7 @@ class _Fetcher:
         try:
             return indices, self._collate(samples)
         except Exception as exc:
-            exc.add_note(f"while joining samples {reprlib.repr(indices)} to a batch")
+            exc.add_note(f"while collating samples {reprlib.repr(indices)} into a batch")
             raise
 
 
@@ -232,18 +233,18 @@ def _fetcher_from(data: bytes) -> _Fetcher:
     return _Fetcher(*cloudpickle.loads(data))
 
 
-def _as_it_is(fetched: Any) -> Any:
+def _unchanged(fetched: Any) -> Any:
     return fetched
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Move every tensor of a batch, however nested."""
+    """Move every tensor of a nested batch to a device."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, Mapping):
         return {key: to_device(value, device) for key, value in batch.items()}
     if isinstance(batch, tuple | list):
         moved = [to_device(value, device) for value in batch]
-        is_named = hasattr(batch, "_fields")  # a named tuple takes its elements one by one
+        is_named = hasattr(batch, "_fields")  # takes its elements as arguments
         return type(batch)(*moved) if is_named else type(batch)(moved)
     return batch

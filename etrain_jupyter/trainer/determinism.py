@@ -1,4 +1,4 @@
-"""The settings of torch under which the same inputs give the same bits."""
+"""Deterministic settings of torch."""
 
 from __future__ import annotations
 
@@ -8,20 +8,19 @@ import torch
 
 
 def compute_deterministically(device: torch.device) -> None:
-    """Make torch's kernels give equal results for equal inputs, in this process, for good.
+    """Make torch's kernels deterministic, for the rest of this process.
 
-    One thread on a CPU, because a sum inside a kernel is cut into as many pieces as there are
-    threads. An operation that has no deterministic kernel raises, and torch's message names it.
-    What remains is the hardware: machines whose processors (or GPUs) differ may choose different
-    kernels, so that equal digests are promised for machines of one type.
+    A CPU uses one thread, because a kernel splits a sum into as many pieces as there are threads.
+    An operation without a deterministic kernel raises, and torch's message names it. The result
+    still depends on the hardware: different processors or GPUs may use different kernels, so equal
+    digests are guaranteed only for machines of the same type.
     """
     if device.type == "cpu":
         torch.set_num_threads(1)
-    # cuBLAS reads it when it is used for the first time.
+    # cuBLAS reads this when it is first used.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    # Every fresh tensor would be filled: that costs time and helps only who reads uninitialised
-    # memory.
+    # Filling every new tensor costs time, and only matters to code that reads uninitialized memory.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = False

@@ -1,4 +1,4 @@
-"""Which device this worker trains on, and what must be set before torch speaks through it."""
+"""Choose this worker's device, and set up NCCL's environment for it."""
 
 from __future__ import annotations
 
@@ -9,40 +9,40 @@ import torch
 import torch.distributed as dist
 
 _NCCL_ENVIRONMENT = {
-    # A lost peer is the coordinator's business: the watchdog must neither end this process nor
-    # wait for it. A generation's communicator is aborted by ``RankGroup.abort``.
+    # The coordinator handles a lost peer: the watchdog must neither end this process nor wait for
+    # the peer. ``RankGroup.abort`` aborts the communicator of a generation.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
-    # A wait returns when the work is queued on the device; waiting for its end is done by an event.
+    # A wait returns when the work is queued on the device; an event waits for its end.
     "TORCH_NCCL_BLOCKING_WAIT": "0",
     # By default the watchdog throws a CUDA error out of its thread, which ends the process by
-    # SIGABRT before Python has reported whose error it is.
+    # SIGABRT before Python has reported the error.
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
     # After an error of a peer the watchdog sleeps four times this long, 15 s by default, and holds
     # a lock that every new collective takes: an abort would wait for it.
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
 }
-"""Set whatever the environment says: with other values a lost peer ends or blocks the survivors.
-Read in torch's sources (``ProcessGroupNCCL.hpp`` of 2.13); not tried on a device yet."""
+"""These override the environment: with other values a lost peer ends or blocks the survivors.
+Source: ``ProcessGroupNCCL.hpp`` of torch 2.13."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceFacts:
-    """What the coordinator is told of a rank's device."""
+    """Description of a rank's device, for the coordinator."""
 
     name: str
     """``cpu`` or ``cuda:0``."""
     gpu: str
-    """The UUID of the GPU, if ranks may speak NCCL through it; empty otherwise. Two ranks with the
-    same UUID share a GPU, and NCCL refuses that."""
+    """UUID of the GPU if NCCL is available, else empty. Two ranks with the same UUID share a GPU,
+    which NCCL refuses."""
     memory_bytes: int
     """The GPU's memory; 0 without one."""
 
 
 def choose_device() -> torch.device:
-    """Return the GPU of this worker's slot, the only one that it sees, or else the CPU."""
+    """Return the GPU of this worker's slot, the only visible one, or else the CPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     os.environ.update(_NCCL_ENVIRONMENT)
@@ -52,7 +52,7 @@ def choose_device() -> torch.device:
 
 
 def facts_of(device: torch.device) -> DeviceFacts:
-    """Return what there is to tell of a device."""
+    """Return the description of a device."""
     if device.type != "cuda":
         return DeviceFacts(name=str(device), gpu="", memory_bytes=0)
     properties = torch.cuda.get_device_properties(device)

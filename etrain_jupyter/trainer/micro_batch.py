@@ -1,8 +1,8 @@
-"""``batch.micro``: the most samples that this rank puts through the model at once.
+"""Micro-batch size of this rank, for ``batch.micro``.
 
-``auto`` tries what fits, before the rank says hello, and gives way when memory runs out later. The
-size is this rank's own affair: its share of a step goes through in as many passes as it takes, and
-the ranks exchange one sum after the last.
+``auto`` finds the largest size that fits in the warm-up, and halves it when memory runs out later.
+Each rank has its own size: it splits its share of a step into as many passes as necessary, and the
+ranks exchange one sum after the last pass.
 """
 
 from __future__ import annotations
@@ -21,38 +21,38 @@ from etrain_jupyter.rules.samples.batch_plan import plan_step
 from etrain_jupyter.trainer.references import WorkloadError
 
 NUM_REFINEMENTS = 3
-"""Tries between the largest size that was seen to fit and the smallest that was seen not to."""
+"""Number of bisection steps between the largest size that fits and the smallest that does not."""
 
 MARGIN = 0.05
-"""Part of a GPU's memory that a try leaves free: connections and kernels come later."""
+"""Fraction of a GPU's memory that a trial leaves free, for connections and kernels."""
 
 STATE_TENSORS = 2
-"""As large as the weights, that an optimizer is taken to keep if it does not let itself be tried:
-those of Adam."""
+"""Number of state tensors per weight (as for Adam) that is assumed for an optimizer whose state
+cannot be measured."""
 
 
 class MicroBatch:
-    """The size of this rank's micro batches, and how it changes.
+    """The size of this rank's micro-batches.
 
     Args:
-        batch: What the cell says.
-        most: Samples of the largest pass that this rank can ever make (``largest_pass``).
+        batch: The cell's batch config.
+        most: Samples in the largest pass that this rank can ever make (``largest_pass``).
     """
 
     def __init__(self, batch: BatchConfig, most: int) -> None:
-        asked = batch.micro_batch_size
-        self.is_auto = asked == "auto"
+        size = batch.micro_batch_size
+        self.is_auto = size == "auto"
         self.most = most
-        self.size: int | None = most if asked == "auto" else asked
-        """None for no limit."""
+        self.size: int | None = most if size == "auto" else size
+        """Maximum number of samples per pass; None for no limit."""
         self._has_shrunk = False
 
     def find(self, fits: Callable[[int], bool], describe: Callable[[], str]) -> int:
-        """Find the size by trying; return how many tries it took.
+        """Find the size by trial; return the number of trials.
 
         Args:
-            fits: Whether a pass of so many samples fits; see ``largest_fit``.
-            describe: Returns the memory figures, for an error.
+            fits: Returns True if a pass of N samples fits; see ``largest_fit``.
+            describe: Returns the memory figures, for an error message.
 
         Raises:
             WorkloadError: If not even one sample fits.
@@ -69,9 +69,9 @@ class MicroBatch:
         return len(tries)
 
     def give_way(self, exc: BaseException) -> bool:
-        """Halve the size if ``exc`` says that memory ran out; return whether it can get smaller.
+        """Halve the size if ``exc`` is an out-of-memory error; return False if it cannot shrink.
 
-        Nothing else bounds how often: each time is another half, down to one sample.
+        The number of times is bounded by the size alone, which goes down to one sample.
         """
         if not self.is_auto or not is_out_of_memory(exc) or self.size in (None, 1):
             return False
@@ -81,23 +81,23 @@ class MicroBatch:
         return True
 
     def never_above(self, earlier: MicroBatch) -> None:
-        """Do not try again what gave way to an ``earlier`` one of this process."""
+        """Start at the size that an ``earlier`` instance in this process was reduced to."""
         if self.is_auto and earlier.size is not None:
             self.size = self.most = min(self.most, earlier.size)
 
     def tidy_up(self) -> None:
-        """Free what a pass that gave way has left, once nothing refers to its exception."""
+        """Free the memory of a pass that failed, once nothing refers to its exception."""
         if self._has_shrunk:
             self._has_shrunk = False
             free_memory()
 
 
 def largest_pass(batch: BatchConfig, num_samples: int) -> int:
-    """Return the samples of the largest pass of a rank that is alone, which has the largest share.
+    """Return the samples in the largest pass of a single rank, which has the largest share.
 
     Args:
-        batch: What the cell says.
-        num_samples: Of the first step.
+        batch: The cell's batch config.
+        num_samples: Samples of the first step.
     """
     count = min(batch.size(1), num_samples)
     plan = plan_step(
@@ -113,16 +113,18 @@ def largest_pass(batch: BatchConfig, num_samples: int) -> int:
 def largest_fit(fits: Callable[[int], bool], most: int) -> int:
     """Return a size up to ``most`` that fits; 0 if not even 1 does.
 
-    From ``most`` it is halved until it fits, at most ``log2(most) + 1`` tries. Then at most
-    ``NUM_REFINEMENTS`` more halve the gap to the smallest that did not: what is found is at least
-    8/9 of what would have fitted.
+    Halve ``most`` until it fits, in at most ``log2(most) + 1`` trials. Then bisect the gap to the
+    smallest size that did not fit, in at most ``NUM_REFINEMENTS`` trials. The result is at least
+    8/9 of the largest size that fits: each bisection halves a gap of at most the size itself.
 
     >>> largest_fit(lambda size: size <= 100, 256)
     96
     """
     size, too_large = most, 0
+    # Phase 1: halve until it fits.
     while size and not fits(size):
         size, too_large = size // 2, size
+    # Phase 2: bisect between the largest size that fits and the smallest that does not.
     for _ in range(NUM_REFINEMENTS):
         middle = (size + too_large) // 2
         if not size or middle <= size:
@@ -138,18 +140,18 @@ def largest_fit(fits: Callable[[int], bool], most: int) -> int:
 
 
 def is_out_of_memory(exc: BaseException) -> bool:
-    """Return whether a device's memory, or that of the CPU, ran out, as torch says it."""
+    """Return True if torch reports that memory of a device or of the CPU ran out."""
     if isinstance(exc, torch.OutOfMemoryError):
         return True
-    # What CUDA allocates without torch's allocator, and the CPU's, have no class of their own.
+    # Allocations of CUDA without torch's allocator, and those of the CPU, raise RuntimeError.
     if isinstance(exc, RuntimeError) and "CUDA error: out of memory" in str(exc):
         return True
-    is_ours = isinstance(exc, RuntimeError) and "DefaultCPUAllocator" in str(exc)
-    return is_ours and any(words in str(exc) for words in ("allocate memory", "enough memory"))
+    is_cpu = isinstance(exc, RuntimeError) and "DefaultCPUAllocator" in str(exc)
+    return is_cpu and any(text in str(exc) for text in ("allocate memory", "enough memory"))
 
 
 def lack_of_memory_in(exc: BaseException) -> BaseException | None:
-    """Return the lack of memory that led to this exception, of the host or a device; else None."""
+    """Return the out-of-memory error, of the host or a device, behind an exception; else None."""
     for link in (exc, exc.__cause__):
         if link is not None and (isinstance(link, MemoryError) or is_out_of_memory(link)):
             return link
@@ -157,16 +159,16 @@ def lack_of_memory_in(exc: BaseException) -> BaseException | None:
 
 
 def hint_for_memory(config: TrainConfig) -> str:
-    """Return what to type where memory ran out and nothing could give way."""
+    """Return the remedy for an out-of-memory error that no smaller micro-batch can fix."""
     if config.batch.micro_batch_size == "auto":
-        return "not even one sample at a time fits: use a smaller model, or workers with more"
+        return "not even one sample fits: use a smaller model, or workers with more memory"
     if config.reproducible is not None:
         return "write batch: {micro: N}, with an N that fits on the smallest worker"
-    return "write batch: {micro: auto}, which passes as many samples at once as fit"
+    return "write batch: {micro: auto}, which finds the largest micro-batch that fits"
 
 
 def does_not_fit(figures: str) -> WorkloadError:
-    """Build the error for a model that has no micro batch."""
+    """Return the error for a model that does not fit with a single sample."""
     return WorkloadError(
         f"batch.micro: auto: not even one sample fits into memory ({figures}). Use a smaller "
         "model or shorter samples, precision: bf16, or workers with more memory."
@@ -174,14 +176,14 @@ def does_not_fit(figures: str) -> WorkloadError:
 
 
 def free_memory() -> None:
-    """Give back what nobody uses any more, also what only a cycle of references holds."""
+    """Free unused memory, including tensors that only a reference cycle holds."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 class DeviceMemory(NamedTuple):
-    """What a device has; in bytes."""
+    """Memory of a device in bytes."""
 
     free: int
     total: int
@@ -191,7 +193,7 @@ class DeviceMemory(NamedTuple):
 
 
 def memory_of(device: torch.device) -> DeviceMemory:
-    """Return what is free on a device: for us as well as for others."""
+    """Return the memory of a device; the free part is shared with other processes."""
     if device.type == "cuda":
         return DeviceMemory(*torch.cuda.mem_get_info(device))
     found = psutil.virtual_memory()
@@ -199,15 +201,15 @@ def memory_of(device: torch.device) -> DeviceMemory:
 
 
 def in_gib(num_bytes: int) -> str:
-    """Return a size for a person."""
+    """Return a size as text, in GiB."""
     return f"{num_bytes / 2**30:.2f} GiB"
 
 
 class Reserve:
-    """Room for what is in memory while training but not while trying.
+    """Memory that training needs but a trial pass does not.
 
-    That is the optimizer's state, which its first step allocates; the buckets in which DDP copies
-    the gradients to send them; and a margin on a GPU.
+    That is the optimizer's state, which its first step allocates; the buckets into which DDP copies
+    the gradients; and a margin on a GPU.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
@@ -219,12 +221,12 @@ class Reserve:
 
     @property
     def num_bytes(self) -> int:
-        """How much that is."""
+        """Size of the reserve."""
         return sum(self._sizes)
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Hold it, in pieces as large as the real ones."""
+        """Allocate the reserve in blocks as large as the real tensors: fragmentation matters."""
         blocks = [torch.empty(n, dtype=torch.uint8, device=self._device) for n in self._sizes]
         try:
             yield
@@ -241,20 +243,20 @@ def _size_of(tensor: torch.Tensor) -> int:
 
 
 def _state_sizes(optimizer: torch.optim.Optimizer) -> list[int]:
-    """Return the bytes of each tensor of the state that the optimizer has not got yet.
+    """Return the size in bytes of each state tensor that the optimizer will allocate.
 
-    A copy of it steps on tiny parameters, one for each real one: what is as large as these there
-    will be as large as the weights.
+    A copy of the optimizer makes a step on tiny parameters, one for each real parameter: a state
+    tensor as large as the tiny parameter will be as large as the real one.
     """
     parameters = [p for p in _parameters_of(optimizer) if p.requires_grad]
     tiny = [torch.zeros([min(2, n) for n in p.shape]).to(p) for p in parameters]
     try:
-        # Whatever refers to a parameter refers to its stand-in in the copy.
+        # In the copy, every reference to a parameter refers to its tiny stand-in.
         twin = copy.deepcopy(optimizer, {id(p): t for p, t in zip(parameters, tiny, strict=True)})
         for stand_in in tiny:
             stand_in.grad = torch.ones_like(stand_in)
         twin.step()
-    except Exception:  # the notebook's own optimizer may be anything
+    except Exception:  # the notebook's own optimizer may raise anything
         return [_size_of(p) for p in parameters for _ in range(STATE_TENSORS)]
     return [
         p.numel() * value.element_size()

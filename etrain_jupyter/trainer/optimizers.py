@@ -1,4 +1,4 @@
-"""What updates the weights: an optimizer by its name, or what a function of the notebook makes."""
+"""Build the optimizer: by name, or by a function of the notebook."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _IN_PACKAGE: dict[str, tuple[str, dict[str, Any]]] = {
     "LAMB": ("Lamb", {"weight_decouple": False, "adam_debias": True}),
     "LARS": ("LARS", {}),
 }
-"""Class and our own defaults of the names that torch.optim does not have."""
+"""Class and our defaults of the optimizers that torch.optim does not have."""
 
 
 def build_optimizer(
@@ -32,14 +32,14 @@ def build_optimizer(
     """Build the optimizer of a model's trainable parameters.
 
     Raises:
-        WorkloadError: If it cannot be had, or does not fit the parameters.
+        WorkloadError: If it is not available, or does not fit the parameters.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     if config.name is None:
         made = references.evaluate("optimizer")(parameters)
         if not isinstance(made, torch.optim.Optimizer):
             raise WorkloadError(
-                f"optimizer gave a {type(made).__name__}. Let it be a function (parameters) -> "
+                f"optimizer returned a {type(made).__name__}. Give a function (parameters) -> "
                 "Optimizer."
             )
         return made
@@ -71,7 +71,7 @@ def _find(name: str) -> tuple[Optimizers, dict[str, Any]]:
 
 
 def _groups(config: OptimizerConfig, parameters: list[nn.Parameter]) -> list[Any]:
-    """Return the parameters, or with ``no_decay`` two groups of them; empty ones are left out."""
+    """Return the parameters, or two groups of them for ``no_decay``, without empty groups."""
     if config.no_decay is None:
         return parameters
     decayed = [p for p in parameters if p.ndim >= 2]
@@ -88,7 +88,7 @@ def _check_dimensions(model: nn.Module) -> None:
     others = [f"{name} {tuple(p.shape)}" for name, p in named if p.ndim != 2]
     if others:
         raise WorkloadError(
-            f"optimizer Muon updates matrices only, and {len(others)} of {len(named)} parameters "
-            f"are none: {', '.join(others[:3])} ... Freeze them with requires_grad_(False), or "
+            f"optimizer Muon updates only matrices, and {len(others)} of {len(named)} parameters "
+            f"are not: {', '.join(others[:3])} ... Freeze them with requires_grad_(False), or "
             "use AdamW."
         )

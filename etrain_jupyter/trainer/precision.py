@@ -1,10 +1,11 @@
-"""Numbers of the forward pass: bf16 and fp16 by autocast, and the loss scale that fp16 needs.
+"""Mixed precision: autocast to bf16 or fp16, and the loss scale that fp16 needs.
 
 Weights, gradients, their sums over the ranks and the optimizer stay in float32. Small gradients
-would vanish in fp16, so the loss is scaled up before the backward pass and the gradients down
-before the update (Micikevicius et al., "Mixed Precision Training", ICLR 2018). A scale that was too
-large shows as infinities. They go through the sums, so that all ranks see them, skip the update
-alike and halve the scale: its state is part of what newcomers and checkpoints get.
+would underflow in fp16, so the loss is scaled up before the backward pass and the gradients are
+scaled down before the update (Micikevicius et al., "Mixed Precision Training", ICLR 2018). If the
+scale is too large, gradients become infinite. The sums carry the infinities to all ranks, which
+skip the update alike and halve the scale. The scale is part of the state that checkpoints and new
+ranks get.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ _HAS_NO_KERNEL = re.compile(r"not implemented for '(Half|BFloat16)'")
 
 
 class Precision:
-    """How one trainer computes.
+    """The precision in which one trainer computes.
 
     Args:
         name: ``fp32``, ``bf16`` or ``fp16``.
-        device: Where the model is.
+        device: The model's device.
     """
 
     def __init__(self, name: str = "fp32", device: torch.device | str = "cpu") -> None:
@@ -38,7 +39,7 @@ class Precision:
 
     @property
     def extras(self) -> Mapping[str, Stateful]:
-        """Return what has a state: the scaler, if there is one."""
+        """Return the stateful components to checkpoint: the scaler, if there is one."""
         return {} if self._scaler is None else {"scaler": self._scaler}
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
@@ -49,10 +50,10 @@ class Precision:
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """Say of torch's error which key of the cell asked for what this device cannot do.
+        """Add the config key to torch's error about an operation that this device does not support.
 
         Raises:
-            WorkloadError: If torch has no kernel for these numbers here.
+            WorkloadError: If torch has no kernel for this precision on this device.
         """
         try:
             yield
@@ -66,14 +67,14 @@ class Precision:
             ) from exc
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return what to differentiate."""
+        """Return the loss to differentiate, multiplied by the loss scale."""
         if self._scaler is None:
             return loss
         scaled: torch.Tensor = self._scaler.scale(loss)
         return scaled
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Bring the summed gradients back to size, before anything looks at them."""
+        """Divide the summed gradients by the loss scale, before they are clipped or applied."""
         if self._scaler is not None:
             self._scaler.unscale_(optimizer)
 
@@ -85,17 +86,18 @@ class Precision:
         before = self._scaler.get_scale()
         self._scaler.step(optimizer)
         self._scaler.update()
+        # The scaler does not report a skipped update, but it lowers the scale exactly then.
         return self._scaler.get_scale() >= before
 
     def undo(self) -> None:
-        """Forget that the gradients of an undone step were unscaled; the loss scale stays.
+        """Reset the scaler after a step that is undone; keep the loss scale.
 
-        Else the scaler, which is reset by its ``update`` alone, refuses to unscale the next step.
+        Otherwise the scaler, which only ``update`` resets, refuses to unscale the next step.
         """
         if self._scaler is not None:
             self._scaler._per_optimizer_states.clear()
 
     @property
     def loss_scale(self) -> float:
-        """The present scale; 1.0 without one."""
+        """The current loss scale; 1.0 without one."""
         return 1.0 if self._scaler is None else float(self._scaler.get_scale())

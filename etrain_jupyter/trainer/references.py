@@ -1,4 +1,4 @@
-"""The notebook's expressions as a rank sees them, and what it says if one does not fit."""
+"""References to the notebook's expressions, and the error for one that does not fit."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Any, Protocol
 
 
 class References(Protocol):
-    """The notebook's expressions, to be evaluated here: an opened bundle."""
+    """The notebook's expressions, to be evaluated on this rank: an opened bundle."""
 
     def evaluate(self, key: str) -> Any:
-        """Return the value of one of the config's references, built anew."""
+        """Evaluate the expression of a config key, and return a new value."""
         ...
 
 
 class WorkloadError(ValueError):
-    """The notebook's objects do not fit together; the message says which and how to mend it."""
+    """The notebook's objects do not fit together; the message names them and the fix."""

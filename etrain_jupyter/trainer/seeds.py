@@ -1,4 +1,4 @@
-"""Chance from counters: there is no generator's state to lose, to send or to save."""
+"""Counter-based random numbers: stateless, so there is no RNG state to save or transfer."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ import torch
 
 
 def seed_all(seed: int, *, step: int, rank: int) -> None:
-    """Seed torch, numpy and random for what the model draws in a step.
+    """Seed torch, numpy and random for one step of the model.
 
-    A step that is done again after a fault draws the same numbers, and no two ranks draw the same.
+    A step that is repeated after a fault draws the same numbers, and no two ranks draw the same.
 
     Args:
-        seed: The job's.
-        step: The number of the step that is being made, from 1; 0 to build the model.
-        rank: Of this trainer; with ``reproducible``, the number of the shard.
+        seed: The job's seed.
+        step: Number of the step in progress, from 1; 0 to build the model.
+        rank: This trainer's rank; with ``reproducible``, the number of the shard.
     """
     _seed_generators((seed * 1_000_003 + step) * 4_099 + rank)
 
 
 def seed_of(seed: int, *names: str | int) -> int:
-    """Return a seed of 63 bits for whatever has these names; any other name gives another."""
+    """Return a 63-bit seed that is different for each sequence of names."""
     text = "/".join(map(str, (seed, *names)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
 
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Draw from ``seed`` inside, and leave the generators as they were before."""
+    """Seed the generators within the context, and restore their state afterwards."""
     state = torch.get_rng_state(), np.random.get_state(), random.getstate()
     _seed_generators(seed)
     try:
@@ -46,8 +46,8 @@ def seeded(seed: int) -> Iterator[None]:
 
 @functools.cache
 def _seeder() -> Callable[[int], object]:
-    # Without an accelerator torch.manual_seed spends nearly all of its 0.1 ms on noting down who
-    # asked, for the case that one turns up.
+    # Without an accelerator, torch.manual_seed spends nearly all of its 0.1 ms on recording the
+    # caller's stack for a later initialization.
     has_more = torch.accelerator.is_available()
     return torch.manual_seed if has_more else torch.default_generator.manual_seed
 

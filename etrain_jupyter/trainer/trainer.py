@@ -37,7 +37,6 @@ from etrain_jupyter.trainer.group.process_group import (
     CommunicationError,
     RankGroup,
 )
-from etrain_jupyter.trainer.loop.schedule import WorkPlan
 from etrain_jupyter.trainer.loop.train_loop import OUT_OF_MEMORY, TrainLoop
 from etrain_jupyter.trainer.micro_batch import (
     free_memory,
@@ -45,9 +44,11 @@ from etrain_jupyter.trainer.micro_batch import (
     is_out_of_memory,
     lack_of_memory_in,
 )
+from etrain_jupyter.trainer.schedule import WorkPlan
 from etrain_jupyter.trainer.state.capture import put_state, take_state
 from etrain_jupyter.trainer.state.checkpointer import Checkpointer
 from etrain_jupyter.trainer.state.packing import Tensors
+from etrain_jupyter.trainer.state.train_state import TrainState
 from etrain_jupyter.trainer.state.transfer import Transferred, receive_state, send_state
 from etrain_jupyter.trainer.workload import build_workload
 from etrain_jupyter.wire.channel import Channel
@@ -170,10 +171,10 @@ class Trainer:
                 self._inbox.put(message)
             case RequestCheckpoint():
                 if self._checkpointer is not None:
-                    self._checkpointer.ask()
+                    self._checkpointer.request()
             case SetPace():
                 if self._checkpointer is not None:
-                    self._checkpointer.pace.adopt(message.pace)
+                    self._checkpointer.pace.adopt(message.pace, now=time.monotonic())
             case StoreEntry():
                 if self._store is not None:
                     self._store.put(message.key, message.value)
@@ -270,11 +271,17 @@ class Trainer:
         assert self._bundle is not None
         workload = build_workload(self._config, self._bundle, choose_device())
         plan = WorkPlan.of(self._config, workload)
-        loop = TrainLoop(workload, self._config, plan, self._reporter.send)
-        if self._loop is not None:  # the control thread may have set it already
-            loop.change_pending = self._loop.change_pending
+        state = TrainState(workload, self._config, plan)
+        loop = TrainLoop(
+            state,
+            self._reporter.send,
+            faults=self._faults,
+            page=self._page,
+            # The control thread may have set it already.
+            change_pending=self._loop.change_pending if self._loop is not None else None,
+        )
+        if self._loop is not None:
             loop.micro.never_above(self._loop.micro)
-        loop.faults, loop.page = self._faults, self._page
         self._loop = loop
         self._beat()
         loop.warm_up()
@@ -282,17 +289,14 @@ class Trainer:
         starts = self._checkpointer.starts if self._checkpointer is not None else []
         self._checkpointer = Checkpointer(
             store=open_store(self._launch.checkpoints),
-            loop=loop,
+            state=state,
             job_id=self._launch.job_id,
-            config=self._config,
             send=self._reporter.send,
             records_after=self._reporter.records_after,
             code_digest=self._bundle.code.digest if self._bundle.code is not None else "",
+            starts=starts,
+            page=self._page,
         )
-        self._checkpointer.starts = starts
-        loop.asks_save = self._checkpointer.asks_save
-        loop.after_step.append(self._checkpointer.after_step)
-        loop.after_eval.append(self._checkpointer.after_eval)
         self._is_fresh = True
 
     def _enter_folder(self) -> None:
@@ -304,7 +308,7 @@ class Trainer:
 
     def _tell_hello(self, warm_s: float) -> None:
         assert self._loop is not None
-        plan = self._loop.plan
+        plan = self._loop.state.plan
         model = self._loop.workload.model
         facts = facts_of(self._loop.workload.device)
         self._is_busy = False
@@ -379,7 +383,7 @@ class Trainer:
                 error=failure.error,
                 backend=failure.backend,
                 is_excused=failure.is_excused,
-                ended_early=self._loop.judge.end_record() if why == "done" else None,
+                ended_early=self._loop.state.best_tracker.end_record() if why == "done" else None,
                 loss=nan.loss if nan is not None else None,
                 is_source=nan is not None and nan.is_source,
             )
@@ -486,7 +490,7 @@ class Trainer:
         self._tell_formed(group, spans, moved)
         assert self._store is not None
         if message.pace is not None:
-            self._checkpointer.pace.adopt(message.pace)
+            self._checkpointer.pace.adopt(message.pace, now=time.monotonic())
         self._checkpointer.begin(group, self._store)
         # After that: the log learns first at which step the generation begins.
         self._reporter.begin(
@@ -494,7 +498,7 @@ class Trainer:
         )
         self._is_fresh = self._is_forming = False
         self._num_lacks = 0
-        return self._loop.run(group, gradients)
+        return self._loop.run(group, gradients, self._checkpointer)
 
     def _tell_formed(self, group: RankGroup, spans: list[float], moved: Transferred | None) -> None:
         assert self._loop is not None
@@ -541,7 +545,7 @@ class Trainer:
             on_overwrite=self._let_go_of_state,
         )
         put_state(workload.model, workload.optimizer, header, tensors, workload.extras)
-        self._loop.set_counters(header["counters"])
+        self._loop.state.set_counters(header["counters"])
         self._reporter.adopt(header["records"])
         return moved
 
@@ -549,7 +553,7 @@ class Trainer:
         assert self._loop is not None
         workload = self._loop.workload
         header, tensors = take_state(workload.model, workload.optimizer, workload.extras)
-        return {"counters": self._loop.counters(), **header}, tensors
+        return {"counters": self._loop.state.counters(), **header}, tensors
 
     def _restore(self, group: RankGroup, log_end: int) -> None:
         """Load the newest checkpoint on rank 0, because no trainer holds the state any more."""
@@ -572,7 +576,7 @@ class Trainer:
         # Perhaps the rank 0 that had not sent these steps yet is dead: send them from here.
         self._reporter.begin(generation=generation, rank=0, logged_step=message.logged_step)
         if self._loop is not None:
-            self._loop.tell_evaluations(generation)
+            self._loop.report_evaluations(generation)
         self._checkpointer.starts = list(message.starts)
         self._checkpointer.save_now(generation)
         self._beat(phase="idle")

@@ -1,7 +1,7 @@
-"""What a rank tries before it says hello, while nobody waits for it; all of it is undone.
+"""Warm-up of a rank: trial passes that are undone, before it reports that it is ready.
 
 A forward and backward pass finds errors, and what a pass changes. With ``compile: true`` the model
-is compiled; with ``batch.micro: auto`` it is found out how many samples fit.
+is compiled; with ``batch.micro: auto`` the micro-batch size is determined. No other rank waits.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.trainer.compiled import (
     compile_in_place,
     freeze_compiled,
+    heartbeats,
     mark_batch,
     reason_of,
-    signs_of_life,
     undo_compile,
 )
 from etrain_jupyter.trainer.control.reporter import Send
 from etrain_jupyter.trainer.data import Indices, SampleSource, Share, to_device
 from etrain_jupyter.trainer.loop.evaluation import eval_mode
-from etrain_jupyter.trainer.loop.schedule import WorkPlan
 from etrain_jupyter.trainer.micro_batch import (
     MicroBatch,
     Reserve,
@@ -38,32 +37,33 @@ from etrain_jupyter.trainer.micro_batch import (
     memory_of,
 )
 from etrain_jupyter.trainer.references import WorkloadError
+from etrain_jupyter.trainer.schedule import WorkPlan
 from etrain_jupyter.trainer.seeds import seeded
-from etrain_jupyter.trainer.state.running_buffers import MovingBuffers
+from etrain_jupyter.trainer.state.running_buffers import RunningBuffers
 from etrain_jupyter.trainer.workload import Workload
 from etrain_jupyter.wire.messages import TextLogged
 
 
 class PassEffects(NamedTuple):
-    """What a pass does to the model."""
+    """Effects of a pass on the model."""
 
-    moving: MovingBuffers
-    """The buffers that it moves."""
+    moving: RunningBuffers
+    """Running buffers: those that a pass changes."""
     has_unused: bool
-    """Whether it leaves some parameters without a gradient."""
+    """True if a pass leaves some parameters without a gradient."""
 
 
 class WarmUp:
     """The warm-up of one workload.
 
     Args:
-        workload: What is tried.
-        config: What the cell says.
-        plan: What is to be trained.
-        micro: Where the size of a pass is found.
-        order: The samples of the first epoch.
-        send: Tells the log.
-        beat: Gives a sign of life.
+        workload: The workload to try.
+        config: The cell's config.
+        plan: The job's work plan.
+        micro: The micro-batch size; determined here for ``auto``.
+        order: Order of the samples in the first epoch, shape ``(num_train,)``.
+        send: Sends a message to the coordinator.
+        beat: Sends a heartbeat.
     """
 
     def __init__(
@@ -84,17 +84,18 @@ class WarmUp:
         self._order = order
         self._send = send
         self._beat = beat
-        self._buffers = MovingBuffers(workload.model.buffers())
+        self._buffers = RunningBuffers(workload.model.buffers())
         self._before = self._buffers.copy()
         self._has_tried_metrics = False
 
     def run(self) -> PassEffects:
-        """Try everything.
+        """Run all trials, and return the effects of a pass.
 
         Raises:
             WorkloadError: If the notebook's objects do not fit together, or into memory.
-            Exception: Whatever the notebook's code raises on its own data.
+            Exception: Any error of the notebook's code on its own data.
         """
+        # The trials draw random numbers; training must not notice.
         with seeded(self._config.seed):
             count = self._first_pass()
             parameters = [p for p in self._workload.model.parameters() if p.requires_grad]
@@ -102,6 +103,7 @@ class WarmUp:
             self._check_gradients()
             moving = self._buffers.moved_since(self._before)
             self._undo()
+            # Compile before the search: compiled passes need another amount of memory.
             if self._config.compile:
                 self._compile(count)
             if self._micro.is_auto:
@@ -111,9 +113,9 @@ class WarmUp:
     # --- passes ---
 
     def _first_pass(self) -> int:
-        """Make a pass of a few samples; return of how many."""
+        """Run a pass of a few samples; return their number."""
         if self._micro.is_auto:
-            # How many fit is found out later, when it is known how they are computed.
+            # The size is determined later, after the model is compiled.
             few = min(2, self._micro.most)
             if not (count := largest_fit(self._fits, few)):
                 raise does_not_fit(self._describe())
@@ -125,7 +127,7 @@ class WarmUp:
         return count
 
     def _pass(self, indices: Indices, *, marks: bool = False) -> None:
-        """Differentiate the loss of real samples; the gradients stay."""
+        """Run a forward and backward pass of real samples; keep the gradients."""
         count = len(indices)
         batch = self._fetch(self._workload.train, indices, marks=marks)
         with self._workload.precision.explained():
@@ -145,7 +147,7 @@ class WarmUp:
         return batch
 
     def _fits(self, count: int) -> bool:
-        """Whether a pass of so many samples fits; its gradients stay if it does."""
+        """Return True if a pass of ``count`` samples fits; its gradients are kept then."""
         self._undo()
         try:
             self._pass(self._order[:count])
@@ -154,7 +156,7 @@ class WarmUp:
                 raise
         else:
             return True
-        # Outside of the clause: the exception holds the frames, and these hold the tensors.
+        # After the except clause: the exception keeps the frames, and so the tensors, alive.
         self._undo()
         free_memory()
         return False
@@ -177,7 +179,7 @@ class WarmUp:
     # --- batch.micro: auto ---
 
     def _find_micro_batch(self) -> None:
-        """Try passes with all else in memory that training has there."""
+        """Run trial passes with everything else that training needs in memory."""
         device = self._workload.device
         reserve = Reserve(self._workload.optimizer, device)
         peak = 0
@@ -200,14 +202,14 @@ class WarmUp:
             "info",
             f"batch.micro: auto: {self._micro.size} of {self._micro.most} samples in one pass "
             f"on {device}, after {num_tries} {'try' if num_tries == 1 else 'tries'} ({used}"
-            f"{in_gib(reserve.num_bytes)} of it kept for what training adds; {self._describe()})",
+            f"{in_gib(reserve.num_bytes)} of it reserved for training; {self._describe()})",
         )
 
     def _fits_beside(self, reserve: Reserve, count: int) -> bool:
         try:
             with reserve.held():
                 return self._fits(count)
-        except Exception as exc:  # the reserve itself
+        except Exception as exc:  # the reserve itself does not fit
             if not is_out_of_memory(exc):
                 raise
         free_memory()
@@ -219,11 +221,11 @@ class WarmUp:
     # --- compile: true ---
 
     def _compile(self, count: int) -> None:
-        """Compile what training and evaluation will call; go on without if that fails."""
+        """Compile everything that training and evaluation call; use eager mode on errors."""
         model = self._workload.model
         started = time.monotonic()
         try:
-            with signs_of_life(self._beat):
+            with heartbeats(self._beat):
                 compile_in_place(model)
                 self._call_all(count)
         except Exception as exc:
@@ -231,18 +233,19 @@ class WarmUp:
         else:
             freeze_compiled()
             took_s = time.monotonic() - started
-            self._log("info", f"compile: true: the model is compiled, in {took_s:.1f} s")
+            self._log("info", f"compile: true: the model was compiled in {took_s:.1f} s")
             return
         finally:
             self._undo()
         undo_compile(model)
         free_memory()
-        self._log("warning", f"compile: true: the model trains uncompiled, because {reason}")
+        self._log("warning", f"compile: true: the model trains in eager mode, because {reason}")
 
     def _call_all(self, count: int) -> None:
-        """Call the model in each mode with batches of two sizes: dimensions that differ may vary.
+        """Call the model in each mode with batches of two sizes.
 
-        A second batch has other samples, which may be longer or shorter.
+        Dimensions that differ become dynamic. The second batch has other samples, which may be
+        longer or shorter.
         """
         for indices in _two_batches(self._order, count):
             self._pass(indices, marks=True)
@@ -263,7 +266,7 @@ class WarmUp:
 def _two_batches(order: Indices, count: int) -> list[Indices]:
     """Return a batch of the first samples, and one of the last that is larger or smaller by one.
 
-    A single sample is compiled as such: it is no smaller batch, and only there if nothing else is.
+    A batch of one sample is compiled separately, so it is used only if there is no other.
 
     >>> _two_batches(range(9), 4), _two_batches(range(9), 2), _two_batches(range(1), 4)
     ([range(0, 4), range(6, 9)], [range(0, 2), range(6, 9)], [range(0, 1)])

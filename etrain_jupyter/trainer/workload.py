@@ -1,4 +1,4 @@
-"""What the notebook gave us, built on the rank: model, data, loss, metrics, optimizer."""
+"""Workload of a job, built on the rank: model, data, loss, metrics and optimizer."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from etrain_jupyter.trainer.state.capture import Stateful
 
 
 class Pass(NamedTuple):
-    """What one batch gave."""
+    """Result of one batch."""
 
     loss: torch.Tensor
-    """Its share of the mean loss, a scalar to be differentiated."""
+    """Its share of the mean loss, a scalar to differentiate."""
     shares: list[torch.Tensor]
     """Its shares of the other means, scalars; see ``Measures``."""
     output: Any
-    """The model's; None with ``step``."""
+    """The model's output; None with ``step``."""
     target: Any
 
 
 @dataclass(kw_only=True)
 class Workload:
-    """Everything that a rank trains with."""
+    """The objects that a rank trains with."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -48,33 +48,34 @@ class Workload:
     eval: SampleSource | None
     device: torch.device
     weight: Weight | None = None
-    """What a batch counts for; None if its samples count."""
+    """Weight of a batch in the mean; None if every sample counts equally."""
     whole_set: Mapping[str, WholeSetMetric] = field(default_factory=dict)
     """Metrics that are computed over all of data.eval."""
     loss_source: str = "loss"
-    """What the loss comes from, for messages."""
+    """Origin of the loss, for messages."""
     precision: Precision = field(default_factory=Precision)
     extras: Mapping[str, Stateful] = field(default_factory=dict)
-    """What else has a state that goes where the weights go: a gradient scaler, a scheduler."""
+    """Other stateful components that are saved and sent with the weights, by name."""
 
     @cached_property
     def module(self) -> nn.Module:
-        """The model with its objective, from a batch to a loss: what a rank passes and wraps."""
+        """The model with its objective, which maps a batch to a loss; DDP wraps this module."""
         return OnePass(self.model, self.objective)
 
     def forward(self, module: nn.Module, batch: Any, count: int, num_samples: int) -> Pass:
-        """Put one batch through ``module``.
+        """Run the forward pass of one batch.
 
         Args:
-            module: This workload's, perhaps wrapped.
-            batch: Some of the samples that are averaged over.
-            count: How many samples the batch was made of.
-            num_samples: How many are averaged over, in all batches of all ranks.
+            module: This workload's module, possibly wrapped.
+            batch: Some of the samples of the mean.
+            count: Number of samples in the batch.
+            num_samples: Number of samples in the mean, over all batches of all ranks.
 
         Returns:
-            This batch's shares: summed over batches and ranks they are what ``measures.means``
-            makes means of.
+            This batch's shares. ``measures.means`` turns their sums over all batches and ranks into
+            means.
         """
+        # Before the batch is moved: the weight is computed in host memory.
         weight = self.weight.of(batch, count) if self.weight is not None else None
         portion = Portion(count, num_samples, weight)
         with self.precision.autocast():
@@ -89,7 +90,7 @@ class Workload:
         return Pass(loss, self.measures.shares(passed, portion), passed.output, passed.target)
 
     def close(self) -> None:
-        """End the data sets' loader processes."""
+        """Stop the loader processes of the data sets."""
         self.train.close()
         if self.eval is not None:
             self.eval.close()
@@ -105,14 +106,15 @@ def _check_count(target: Any, count: int) -> None:
 
 
 def build_workload(config: TrainConfig, references: References, device: torch.device) -> Workload:
-    """Build everything from the bundle, the same on every rank.
+    """Build the workload from the bundle, the same on every rank.
 
     Raises:
-        WorkloadError, DataError: If an object is not what its key needs.
-        Exception: Whatever the notebook's own code raises.
+        WorkloadError, DataError: If an object does not fit its key.
+        Exception: Any error of the notebook's own code.
     """
     if config.reproducible is not None:
         compute_deterministically(device)
+    # Every rank builds the same initial weights.
     seed_all(config.seed, step=0, rank=0)
     model = _build_model(references.evaluate("model")).to(device)
     collate = references.evaluate("data.collate") if config.data.collate else None
@@ -167,7 +169,7 @@ def _build_metrics(
             continue
         if config.data.eval is None:
             raise WorkloadError(
-                f"metric {name!r} is of torchmetrics: it is computed over the whole of data.eval, "
+                f"metric {name!r} is from torchmetrics: it is computed over all of data.eval, "
                 "which is missing. Add for example 'data: {train: train_set, eval: eval_set}', or "
                 "give a function (output, target)."
             )
@@ -179,9 +181,8 @@ def _build_model(value: Any) -> nn.Module:
     model = value if isinstance(value, nn.Module) else value() if callable(value) else value
     if not isinstance(model, nn.Module):
         raise WorkloadError(
-            f"model gave {model!r}, a {type(model).__name__}, which is no nn.Module. Let it be a "
-            "module, its class, "
-            f"or a function that returns one."
+            f"model gave {model!r}, a {type(model).__name__}, which is not an nn.Module. Give a "
+            "module, its class, or a function that returns one."
         )
     if not any(p.requires_grad for p in model.parameters()):
         raise WorkloadError(

@@ -1,11 +1,15 @@
-// Cells of notebooks: the one that shows a job, and new ones.
+// Find the notebook cell that shows a job, and insert new cells.
 import { JupyterFrontEnd } from '@jupyterlab/application';
 import { Notebook, NotebookActions, NotebookPanel } from '@jupyterlab/notebook';
 import { showLine } from './jobs';
 import { MIME } from './mime';
 import { Entry, Follower } from './session';
+import { list, object, text } from './untrusted';
 
-/** Go to the cell that shows a job; where there is none, one is made in the notebook that follows it. */
+/**
+ * Scroll to the cell that shows a job. Without one, insert it into a notebook that is attached to
+ * the job.
+ */
 export async function showInNotebook(shell: JupyterFrontEnd.IShell, entry: Entry): Promise<void> {
   for (const { notebook } of entry.followers) {
     const index = cellOf(notebook.content, entry.id);
@@ -13,7 +17,7 @@ export async function showInNotebook(shell: JupyterFrontEnd.IShell, entry: Entry
       shell.activateById(notebook.id);
       notebook.content.activeCellIndex = index;
       await notebook.content.scrollToCell(notebook.content.widgets[index], 'smart');
-      NotebookActions.focusActiveCell(notebook.content);
+      await NotebookActions.focusActiveCell(notebook.content);
       return;
     }
   }
@@ -22,53 +26,75 @@ export async function showInNotebook(shell: JupyterFrontEnd.IShell, entry: Entry
   await addCell(notebook, showLine(entry.id), true);
 }
 
-/** Add a cell below the active one, and run it if that is wanted. */
-export async function addCell(notebook: NotebookPanel, source: string, isRun: boolean): Promise<void> {
+/** Add a cell below the active one, and run it if `isRun`. */
+export async function addCell(
+  notebook: NotebookPanel,
+  source: string,
+  isRun: boolean
+): Promise<void> {
   const { content, sessionContext } = notebook;
-  content.deselectAll(); // what is run is what is selected
+  content.deselectAll(); // NotebookActions.run runs every selected cell
   const active = content.activeCell?.model;
-  // A notebook that was just made has one empty cell: that is the one to fill.
-  if (!active || active.type !== 'code' || active.sharedModel.getSource().trim()) {
+  // Fill an empty active cell, such as the only cell of a new notebook.
+  if (active?.type !== 'code' || active.sharedModel.getSource().trim()) {
     NotebookActions.insertBelow(content);
   }
-  content.activeCell!.model.sharedModel.setSource(source);
-  await content.scrollToCell(content.activeCell!, 'smart');
+  const cell = content.activeCell;
+  if (!cell) {
+    return;
+  }
+  cell.model.sharedModel.setSource(source);
+  await content.scrollToCell(cell, 'smart');
   if (isRun) {
     await NotebookActions.run(content, sessionContext);
   } else {
-    NotebookActions.focusActiveCell(content, { waitUntilReady: true, preventScroll: true });
+    await NotebookActions.focusActiveCell(content, { waitUntilReady: true, preventScroll: true });
     content.mode = 'edit';
   }
 }
 
-/** What makes our magics known to a kernel. */
+/** The line that loads our magics into a kernel. */
 export const LOAD = '%load_ext etrain_jupyter';
 
-/** A commented cell to start from, from the package that the kernel has. */
+/**
+ * Return the commented template of a training cell, from the package that is installed in the
+ * kernel.
+ */
 export async function templateOf({ notebook, link }: Follower): Promise<string> {
   if (link.isUp) {
-    return link.ask({ kind: 'session', ask: 'template' });
+    return link.request({ kind: 'session', ask: 'template' });
   }
   const kernel = notebook.sessionContext.session?.kernel;
   if (!kernel) {
-    throw new Error('This notebook has no kernel. Start one: the template comes from the package that it has.');
+    throw new Error(
+      'This notebook has no kernel. Start one: the template comes from the package installed there.'
+    );
   }
-  // Evaluated, not run: it leaves no trace in the notebook's names or history.
-  const text = "__import__('etrain_jupyter.config', fromlist=['template']).template()";
-  const code = `__import__('IPython.display', fromlist=['JSON']).JSON({'text': ${text}})`;
-  const future = kernel.requestExecute({ code: '', silent: true, store_history: false, user_expressions: { code } });
+  // A user expression, not executed code: it changes neither the notebook's variables nor its
+  // history.
+  const source = "__import__('etrain_jupyter.config', fromlist=['template']).template()";
+  const code = `__import__('IPython.display', fromlist=['JSON']).JSON({'text': ${source}})`;
+  const future = kernel.requestExecute({
+    code: '',
+    silent: true,
+    store_history: false,
+    user_expressions: { code }
+  });
   const { content } = await future.done;
-  const found = (content.status === 'ok' ? content.user_expressions?.code : null) as any;
-  if (found?.status !== 'ok') {
-    const why = found ? `${found.ename}: ${found.evalue}` : content.status;
-    throw new Error(`The kernel has no template (${why}). pip install etrain-jupyter where it runs.`);
+  const found = object(content.status === 'ok' ? content.user_expressions.code : null);
+  if (found.status !== 'ok') {
+    const why = found.ename ? `${text(found.ename)}: ${text(found.evalue)}` : content.status;
+    throw new Error(
+      `The kernel cannot provide the template (${why}). Run pip install etrain-jupyter in its environment.`
+    );
   }
-  return `%%etrain distributed\n${found.data['application/json'].text}`;
+  const template = object(object(found.data)['application/json']).text;
+  return `%%etrain distributed\n${text(template)}`;
 }
 
 function cellOf(notebook: Notebook, jobId: string): number {
   return notebook.widgets.findIndex(({ model }) => {
-    const cell = model.toJSON() as { outputs?: { data?: Record<string, any> }[] };
-    return (cell.outputs ?? []).some(output => output.data?.[MIME]?.snapshot?.job_id === jobId);
+    const outputs = list(object(model.toJSON()).outputs);
+    return outputs.some(({ data }) => object(object(object(data)[MIME]).snapshot).job_id === jobId);
   });
 }

@@ -1,16 +1,19 @@
-// All charts of one view: one range, one cursor, and the bar above them that says how they are drawn.
+// All charts of one view. They share a range and a cursor; the bar above them sets axis, smoothing
+// and zoom.
 import uPlot from 'uplot';
 import { Axis, Unit, UNITS } from './axis';
-import { Chart, IChartSpec, IShared } from './chart';
+import { Chart } from './chart';
 import { keepChoices, readChoices } from './choices';
 import { make, setText } from './dom';
 import { drawing, onDrawing } from './drawing';
+import { JobData } from './job_data';
 import { key } from './marks';
-import { ISnapshot, JobData } from './protocol';
+import { ISnapshot } from './snapshot';
+import { IChartSpec, IShared } from './spec';
 
-const ASK_AFTER_MS = 120;
+const REQUEST_AFTER_MS = 120;
 
-/** Which charts a job has; known from its configuration, so that none appears late. */
+/** List the charts of a job. They follow from its configuration, so that no chart appears late. */
 function specs({ charts }: ISnapshot, isCompact: boolean): IChartSpec[] {
   const evaluated = (name: string) => (charts.has_eval ? name : '');
   const all: IChartSpec[] = [
@@ -22,7 +25,14 @@ function specs({ charts }: ISnapshot, isCompact: boolean): IChartSpec[] {
       canLog: true
     })),
     { title: 'samples/s', train: 'samples_per_s', evaluation: '', fromZero: true },
-    { title: 'workers', train: 'world_size', evaluation: '', fromZero: true, isCount: true, isWorld: true }
+    {
+      title: 'workers',
+      train: 'world_size',
+      evaluation: '',
+      fromZero: true,
+      isCount: true,
+      isWorld: true
+    }
   ];
   return isCompact ? [all[0], ...all.slice(1, -2).slice(0, 1), all[all.length - 1]] : all;
 }
@@ -38,13 +48,14 @@ export class Charts {
   private readonly choices = readChoices();
   private charts: Chart[] = [];
   private signature = '';
-  private asked = '';
+  private requested = '';
   private drawnIn = '';
   private timer = 0;
-  private drawSmoothing = () => {};
-  private readonly deafen: () => void;
+  private readonly slider = make('input');
+  private readonly smoothing = make('output');
+  private readonly stopListening: () => void;
 
-  /** `onZoom` hears of the steps that somebody wants to see in detail. */
+  /** `onZoom` receives a range of steps whose points should be requested from the kernel. */
   constructor(
     private readonly data: JobData,
     private readonly onZoom: (first: number, last: number) => void,
@@ -63,13 +74,13 @@ export class Charts {
       onCursor: value => setText(this.place, value === null ? '' : this.axis.describe(value))
     };
     this.element.append(this.buildBar(group), this.grid, key());
-    this.deafen = onDrawing(() => this.draw());
+    this.stopListening = onDrawing(() => this.draw());
   }
 
-  /** Draw what the data hold now. */
+  /** Draw the current data. */
   draw(): void {
     if (!this.grid.clientWidth) {
-      return; // JupyterLab renders outputs before it attaches them; the resize observer draws then
+      return; // JupyterLab renders outputs before it attaches them. The resize observer draws them later.
     }
     this.arrange();
     this.drawSmoothing();
@@ -77,10 +88,13 @@ export class Charts {
     this.useUnit();
     this.reset.disabled = !this.axis.zoom;
     this.charts.forEach(chart => chart.draw());
-    this.askForDetail();
+    this.requestDetail();
   }
 
-  /** Draw anew if the theme has other colours now: a canvas does not notice, and a theme may arrive in pieces. */
+  /**
+   * Redraw if the theme's colours have changed. A canvas does not notice, and a theme may load in
+   * several parts.
+   */
   recolour(): void {
     if (this.grid.clientWidth && this.colours() !== this.drawnIn) {
       this.draw();
@@ -92,13 +106,13 @@ export class Charts {
     this.draw();
   }
 
-  /** Whoever was asked for detail does not answer any more. */
-  forgetAsked(): void {
-    this.asked = '';
+  /** Forget the pending detail request: the kernel that received it will not answer. */
+  forgetRequest(): void {
+    this.requested = '';
   }
 
   destroy(): void {
-    this.deafen();
+    this.stopListening();
     window.clearTimeout(this.timer);
     this.empty();
   }
@@ -108,7 +122,7 @@ export class Charts {
     this.charts = [];
   }
 
-  /** The chosen unit; steps where this job does not tell it. */
+  /** Use the chosen unit, or steps if the job does not report that unit. */
   private useUnit(): void {
     const unit = this.choices.unit && this.axis.has(this.choices.unit) ? this.choices.unit : 'step';
     if (unit !== this.axis.unit) {
@@ -125,19 +139,21 @@ export class Charts {
     this.draw();
   }
 
-  private askForDetail(): void {
+  private requestDetail(): void {
     const [first, last] = this.axis.steps();
     const wanted = this.axis.zoom ? `${first} ${last}` : '';
-    if (wanted && wanted !== this.asked && !this.data.hasDetail(first, last)) {
-      this.asked = wanted;
+    if (wanted && wanted !== this.requested && !this.data.hasDetail(first, last)) {
+      this.requested = wanted;
       window.clearTimeout(this.timer);
-      this.timer = window.setTimeout(() => this.onZoom(first, last), ASK_AFTER_MS);
+      this.timer = window.setTimeout(() => this.onZoom(first, last), REQUEST_AFTER_MS);
     }
   }
 
   private colours(): string {
     const style = getComputedStyle(this.element);
-    return ['--etrain-train', '--etrain-faint', '--etrain-grid'].map(name => style.getPropertyValue(name)).join();
+    return ['--etrain-train', '--etrain-faint', '--etrain-grid']
+      .map(name => style.getPropertyValue(name))
+      .join();
   }
 
   private arrange(): void {
@@ -153,7 +169,7 @@ export class Charts {
     const most = wanted.length <= 4 ? wanted.length : wanted.length <= 6 ? 3 : 4;
     this.grid.style.setProperty('--etrain-columns', String(most));
     this.charts = wanted.map(spec => new Chart(this.grid, spec, this.shared));
-    this.charts.forEach(chart => chart.resize()); // the first ones took the width that others share now
+    this.charts.forEach(chart => chart.resize()); // the first charts were created at the full width
   }
 
   private buildBar(group: string): HTMLElement {
@@ -165,7 +181,7 @@ export class Charts {
   private buildUnits(group: string): HTMLElement {
     const set = make('fieldset', 'etrain-units');
     const legend = make('legend');
-    legend.textContent = 'over';
+    legend.textContent = 'x axis';
     set.append(legend);
     for (const unit of UNITS) {
       const label = make('label');
@@ -180,8 +196,9 @@ export class Charts {
         this.draw();
       };
       this.units.set(unit, input);
-      label.append(input, make('span'));
-      label.lastElementChild!.textContent = unit === 'step' ? 'steps' : unit;
+      const word = make('span');
+      word.textContent = unit === 'step' ? 'steps' : unit;
+      label.append(input, word);
       set.append(label);
     }
     return set;
@@ -189,28 +206,28 @@ export class Charts {
 
   private buildSmoothing(): HTMLElement {
     const label = make('label', 'etrain-smoothing');
-    const slider = make('input');
-    const shown = make('output');
+    const { slider } = this;
     Object.assign(slider, { type: 'range', min: '0', max: '0.99', step: '0.01' });
     slider.oninput = () => {
       this.choices.weight = Number(slider.value);
       keepChoices(this.choices);
       this.draw();
     };
-    this.drawSmoothing = () => {
-      this.shared.weight = this.choices.weight ?? drawing.smoothing;
-      slider.value = String(this.shared.weight);
-      setText(shown, this.shared.weight ? this.shared.weight.toFixed(2) : 'off');
-    };
     this.drawSmoothing();
-    label.append('smoothing', slider, shown);
+    label.append('smoothing', slider, this.smoothing);
     return label;
+  }
+
+  private drawSmoothing(): void {
+    this.shared.weight = this.choices.weight ?? drawing.smoothing;
+    this.slider.value = String(this.shared.weight);
+    setText(this.smoothing, this.shared.weight ? this.shared.weight.toFixed(2) : 'off');
   }
 
   private buildReset(): HTMLElement {
     this.reset.type = 'button';
     this.reset.textContent = 'Show all';
-    this.reset.title = 'Undo the zoom (double-click in a chart does so, too)';
+    this.reset.title = 'Reset the zoom (or double-click a chart)';
     this.reset.onclick = () => this.zoom(null);
     return this.reset;
   }

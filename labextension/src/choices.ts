@@ -1,21 +1,24 @@
-// How a person likes the charts: kept by the browser for the next view, where it may keep anything.
+// Chart preferences of the user, kept in the browser's local storage for the next view.
 import { Unit, UNITS } from './axis';
 
 const KEY = 'etrain-jupyter:charts';
 const MOST_TITLES = 100;
 
-/** Null, or a missing title, where nobody has chosen. */
+/** Preferences; null, or a missing title, means the default. */
 export interface IChoices {
   unit: Unit | null;
-  /** Of the smoothing: 0 for none, up to 0.99. */
+  /** Weight of the smoothing: 0 for none, up to 0.99. */
   weight: number | null;
-  /** Whether the scale is logarithmic, by title of the chart. */
+  /** Whether the scale is logarithmic, by chart title. */
   isLog: Map<string, boolean>;
 }
 
 type Store = Pick<Storage, 'getItem' | 'setItem'>;
 
-/** Browsers that forbid it throw at the very name: in frames without an origin, or with cookies blocked. */
+/**
+ * Return the local storage; null if the browser forbids it (opaque origin, blocked cookies): then
+ * even its name throws.
+ */
 function storeOfBrowser(): Store | null {
   try {
     return window.localStorage;
@@ -24,16 +27,18 @@ function storeOfBrowser(): Store | null {
   }
 }
 
-/** Read them; whatever else may be written there counts for nothing. */
+/** Read the preferences. Ignore anything that is invalid. */
 export function readChoices(store: Store | null = storeOfBrowser()): IChoices {
   let kept: Partial<Record<keyof IChoices, unknown>> = {};
   try {
-    kept = Object(JSON.parse(store?.getItem(KEY) ?? '{}'));
+    kept = Object(JSON.parse(store?.getItem(KEY) ?? '{}')) as typeof kept;
   } catch {
-    // Not ours, or not allowed: as if there was nothing.
+    // Invalid JSON, or storage that may not be read: use the defaults.
   }
   const { unit, weight, isLog } = kept;
-  const pairs = Array.isArray(isLog) ? isLog.filter(pair => Array.isArray(pair) && typeof pair[0] === 'string') : [];
+  const isPair = (pair: unknown): pair is [string, unknown] =>
+    Array.isArray(pair) && typeof pair[0] === 'string';
+  const pairs = Array.isArray(isLog) ? isLog.filter(isPair) : [];
   return {
     unit: UNITS.find(one => one === unit) ?? null,
     weight: typeof weight === 'number' && weight >= 0 && weight <= 0.99 ? weight : null,
@@ -43,8 +48,11 @@ export function readChoices(store: Store | null = storeOfBrowser()): IChoices {
 
 export function keepChoices(choices: IChoices, store: Store | null = storeOfBrowser()): void {
   try {
-    store?.setItem(KEY, JSON.stringify({ ...choices, isLog: [...choices.isLog].slice(-MOST_TITLES) }));
+    store?.setItem(
+      KEY,
+      JSON.stringify({ ...choices, isLog: [...choices.isLog].slice(-MOST_TITLES) })
+    );
   } catch {
-    // Full or forbidden: they hold as long as this view does.
+    // The storage is full or forbidden: the preferences last as long as this view.
   }
 }

@@ -1,4 +1,5 @@
-// Columns that grow, and their thinning to what a screen can show. The twin of dashboard/series.py.
+// Growing columns of numbers, and thinning to the resolution of a screen. The counterpart of
+// series.py.
 
 /** A typed array that grows; appending costs amortised constant time. */
 export class Column<T extends Float64Array | Float32Array> {
@@ -30,10 +31,15 @@ export class Column<T extends Float64Array | Float32Array> {
   }
 }
 
-/** Points that a curve holds at most; the kernel has the others, and gives them to whoever zooms. */
+/** Maximum points of a curve. The kernel keeps all of them and sends more for a zoomed range. */
 export const CAPACITY = 1 << 15;
 
-/** One curve: y over a never falling x. A curve of means averages what it has no room for, others keep the extremes. */
+/**
+ * One curve: y over a non-decreasing x.
+ *
+ * Above CAPACITY, a curve of means averages neighbouring points; any other curve keeps the
+ * extremes.
+ */
 export class Curve {
   readonly x = new Column<Float64Array>(Float64Array);
   readonly y = new Column<Float32Array>(Float32Array);
@@ -44,13 +50,15 @@ export class Curve {
     this.x.append(x);
     this.y.append(y);
     if (this.x.length > CAPACITY) {
-      const [fewerX, fewerY] = this.isMean ? average(this, -Infinity, Infinity, CAPACITY / 2) : thin(this, -Infinity, Infinity, CAPACITY / 4);
+      const [fewerX, fewerY] = this.isMean
+        ? average(this, -Infinity, Infinity, CAPACITY / 2)
+        : thin(this, -Infinity, Infinity, CAPACITY / 4);
       this.x.replace(fewerX);
       this.y.replace(fewerY.map(value => value ?? NaN));
     }
   }
 
-  /** The value at `x`: that of the last point up to there. */
+  /** The value at `x`: that of the last point at or before it. */
   at(x: number): number | undefined {
     const i = x === Infinity ? this.x.length - 1 : lowerBound(this.x.view(), x + 0.5) - 1;
     return i >= 0 ? this.y.view()[i] : undefined;
@@ -58,12 +66,18 @@ export class Curve {
 }
 
 /**
- * Cut the places from `start` to `end` into at most `count` stretches of equal width along x; empty ones are left out.
+ * Split the indices from `start` to `end` into at most `count` buckets of equal width along x; skip
+ * empty buckets.
  *
- * Equal widths, not equal numbers of points: where a curve was thinned before, it has fewer points than where it is new,
- * and as much right to the screen.
+ * Equal widths, not equal numbers of points: the old part of a curve has been thinned before and
+ * has fewer points, but it covers the same share of the screen.
  */
-function* stretches(x: Float64Array, start: number, end: number, count: number): Generator<[number, number]> {
+function* splitEqually(
+  x: Float64Array,
+  start: number,
+  end: number,
+  count: number
+): Generator<[number, number]> {
   const width = end > start ? (x[end - 1] - x[start]) / count : 0;
   let from = start;
   while (from < end) {
@@ -78,7 +92,7 @@ function* stretches(x: Float64Array, start: number, end: number, count: number):
   }
 }
 
-/** The first index whose value is at least `value`. */
+/** Return the first index whose value is at least `value`. */
 export function lowerBound(sorted: ArrayLike<number>, value: number): number {
   let low = 0;
   let high = sorted.length;
@@ -96,12 +110,20 @@ export function lowerBound(sorted: ArrayLike<number>, value: number): number {
 export type Points = [number[], (number | null)[]];
 
 /**
- * The points between `min` and `max`, at most two for each of `buckets`, so that every peak still shows.
+ * Thin the points between `min` and `max` to the minimum and maximum of each bucket, so that every
+ * peak is visible.
  *
- * One point beyond each end is kept too, so that lines run to the edge. NaN becomes null, which draws a gap. Of stairs
- * the last point is kept as well: it holds until the next one.
+ * Keep one point beyond each end, so that lines run to the edge. NaN becomes null, which draws a
+ * gap. For a staircase, also keep the last point of each bucket: its value holds until the next
+ * bucket.
  */
-export function thin(curve: Curve, min: number, max: number, buckets: number, isStairs = false): Points {
+export function thin(
+  curve: Curve,
+  min: number,
+  max: number,
+  buckets: number,
+  isStairs = false
+): Points {
   const x = curve.x.view();
   const y = curve.y.view();
   const start = Math.max(0, lowerBound(x, min) - 1);
@@ -118,7 +140,7 @@ export function thin(curve: Curve, min: number, max: number, buckets: number, is
     }
     return [outX, outY];
   }
-  for (const [from, to] of stretches(x, start, end, buckets)) {
+  for (const [from, to] of splitEqually(x, start, end, buckets)) {
     let low = -1;
     let high = -1;
     for (let i = from; i < to; i++) {
@@ -133,7 +155,10 @@ export function thin(curve: Curve, min: number, max: number, buckets: number, is
   return [outX, outY];
 }
 
-/** The means of the points between `min` and `max` and one beyond each end, at most `count` of them. */
+/**
+ * Return at most `count` means of the points between `min` and `max`, and of one point beyond each
+ * end.
+ */
 export function average(curve: Curve, min: number, max: number, count: number): Points {
   const x = curve.x.view();
   const y = curve.y.view();
@@ -141,8 +166,11 @@ export function average(curve: Curve, min: number, max: number, count: number): 
   const end = Math.min(x.length, lowerBound(x, max) + 1);
   const out: Points = [[], []];
   const isFew = end - start <= count;
-  const each = Array.from({ length: isFew ? end - start : 0 }, (_, i) => [start + i, start + i + 1]);
-  for (const [from, to] of isFew ? each : stretches(x, start, end, count)) {
+  const each = Array.from({ length: isFew ? end - start : 0 }, (_, i) => [
+    start + i,
+    start + i + 1
+  ]);
+  for (const [from, to] of isFew ? each : splitEqually(x, start, end, count)) {
     const near = y.subarray(from, to).filter(Number.isFinite);
     out[0].push(x.subarray(from, to).reduce((sum, value) => sum + value, 0) / (to - from));
     out[1].push(near.length ? near.reduce((sum, value) => sum + value, 0) / near.length : null);
@@ -150,25 +178,31 @@ export function average(curve: Curve, min: number, max: number, count: number): 
   return out;
 }
 
-/** How many places a weight is given for: smoothing looks the same however many points there are, zoomed or not. */
-const PLACES = 1000;
+/**
+ * Units per visible range for which a smoothing weight is defined, so that zoom and resolution do
+ * not change it.
+ */
+const UNITS_PER_SPAN = 1000;
 
 /**
- * The running mean of `points`, in which a point counts `weight` times less with every thousandth of `span`.
+ * Smooth `points` with an exponential moving average: a point's influence decays by `weight` per
+ * thousandth of `span`.
  *
- * A gap stays a gap, and the mean goes on behind it. Weights are divided by their sum, so that the start is not drawn
- * towards zero.
+ * A gap stays a gap; the average continues after it. Weights are normalized by their sum, so that
+ * the first values are not biased towards zero.
  */
 export function smooth([x, y]: Points, weight: number, span: number): Points {
   let sum = 0;
   let weights = 0;
-  let before = NaN;
+  let previous = NaN;
   const means = y.map((value, i) => {
     if (value === null) {
       return null;
     }
-    const faded = Number.isNaN(before) ? 0 : Math.pow(weight, (Math.max(0, x[i] - before) / span) * PLACES);
-    before = x[i];
+    const faded = Number.isNaN(previous)
+      ? 0
+      : Math.pow(weight, (Math.max(0, x[i] - previous) / span) * UNITS_PER_SPAN);
+    previous = x[i];
     sum = sum * faded + value;
     weights = weights * faded + 1;
     return sum / weights;
@@ -176,7 +210,10 @@ export function smooth([x, y]: Points, weight: number, span: number): Points {
   return [x, means];
 }
 
-/** The smallest round number that leaves a little room after `step`, but never beyond `total`. */
+/**
+ * Return the end of an axis: a little more than `step`, at most `total`, and stable while `step`
+ * grows.
+ */
 export function roomFor(step: number, total: number | null): number {
   const needed = Math.max(10, step * 1.02);
   let room = Math.pow(10, Math.floor(Math.log10(needed)));

@@ -1,5 +1,5 @@
-// The commands of the palette. They are about the job that was looked at last in the panel, else about the only one
-// that is active; what ends something asks first.
+// Commands of the palette. They apply to the job selected in the panel, or else to the only active
+// job. Stopping a job asks for confirmation.
 import { JupyterFrontEnd } from '@jupyterlab/application';
 import { Dialog, ICommandPalette, Notification, showDialog } from '@jupyterlab/apputils';
 import { addCell, LOAD, templateOf } from './cells';
@@ -20,99 +20,153 @@ export const COMMANDS = {
   stop: 'etrain:stop-job'
 };
 
-/** Label without a job, and with one. */
-const REQUESTS: Record<string, [command: string, label: string, about: (name: string) => string]> = {
-  pause: [COMMANDS.pause, 'Pause the Job', name => `Pause ${name}`],
-  resume: [COMMANDS.resume, 'Resume the Job', name => `Resume ${name}`],
-  checkpoint: [COMMANDS.checkpoint, 'Save a Checkpoint', name => `Save a Checkpoint of ${name}`],
-  stop: [COMMANDS.stop, 'Stop the Job…', name => `Stop ${name}…`]
+/** A command that sends a request to a job. */
+interface IJobCommand {
+  command: string;
+  /** Label while there is no job to apply it to. */
+  label: string;
+  labelOf: (name: string) => string;
+}
+
+const REQUESTS: Record<string, IJobCommand> = {
+  pause: { command: COMMANDS.pause, label: 'Pause the Job', labelOf: name => `Pause ${name}` },
+  resume: { command: COMMANDS.resume, label: 'Resume the Job', labelOf: name => `Resume ${name}` },
+  checkpoint: {
+    command: COMMANDS.checkpoint,
+    label: 'Save a Checkpoint',
+    labelOf: name => `Save a Checkpoint of ${name}`
+  },
+  stop: { command: COMMANDS.stop, label: 'Stop the Job…', labelOf: name => `Stop ${name}…` }
 };
 
-export function addCommands(app: JupyterFrontEnd, session: Session, palette: ICommandPalette | null, panelId: string): void {
+export function addCommands(
+  app: JupyterFrontEnd,
+  session: Session,
+  palette: ICommandPalette | null,
+  panelId: string
+): void {
   const { commands } = app;
   commands.addCommand(COMMANDS.show, {
     label: 'Show Training Jobs',
     caption: 'Open the side panel with the jobs of all open notebooks',
     execute: () => app.shell.activateById(panelId)
   });
-  const inNotebook = (label: string, caption: string, work: (current: Follower) => Promise<void>) => ({
+  const inNotebook = (
+    label: string,
+    caption: string,
+    work: (current: Follower) => Promise<void>
+  ) => ({
     label,
     caption,
     isEnabled: () => session.current() !== null,
-    execute: () => reported(() => work(session.current()!))
+    execute: () =>
+      reported(async () => {
+        const current = session.current();
+        if (current) {
+          await work(current);
+        }
+      })
   });
   commands.addCommand(
     COMMANDS.insert,
-    inNotebook('Insert a Training Cell', 'Add a commented %%etrain cell to start from', async current => {
-      const template = await templateOf(current);
-      if (!current.link.isUp) {
-        await addCell(current.notebook, LOAD, false);
+    inNotebook(
+      'Insert a Training Cell',
+      'Add a commented %%etrain cell to start from',
+      async current => {
+        const template = await templateOf(current);
+        if (!current.link.isUp) {
+          await addCell(current.notebook, LOAD, false);
+        }
+        await addCell(current.notebook, template, false);
       }
-      await addCell(current.notebook, template, false);
-    })
+    )
   );
   commands.addCommand(
     COMMANDS.doctor,
-    inNotebook('Run the Doctor', 'Add a cell that tells what is wrong here and how to mend it, and run it', current =>
-      addCell(current.notebook, current.link.isUp ? '%etrain doctor' : `${LOAD}\n%etrain doctor`, true)
+    inNotebook(
+      'Run the Doctor',
+      'Add and run a cell that finds problems of this installation and how to fix them',
+      current =>
+        addCell(
+          current.notebook,
+          current.link.isUp ? '%etrain doctor' : `${LOAD}\n%etrain doctor`,
+          true
+        )
     )
   );
-  for (const [request, [command, label, about]] of Object.entries(REQUESTS)) {
+  for (const [request, { command, label, labelOf }] of Object.entries(REQUESTS)) {
     commands.addCommand(command, {
       label: () => {
         const target = session.target();
-        return target ? about(target.row.snapshot.name) : label;
+        return target ? labelOf(target.row.snapshot.name) : label;
       },
-      caption: () => whyNot(session.target(), request) || 'The job that was opened last, or the only one that is active',
+      caption: () =>
+        whyNot(session.target(), request) ||
+        'Applies to the job opened last, or to the only active one',
       isEnabled: () => !whyNot(session.target(), request),
       execute: () => requestOf(session.target(), request)
     });
   }
   Object.values(COMMANDS).forEach(command => palette?.addItem({ command, category: CATEGORY }));
-  let told = '';
+  let notified = '';
   session.changed.connect(() => {
-    // Rows change twice a second; the palette and menus draw anew whenever they hear of a change.
+    // Rows change twice a second. Notify only real changes: each one redraws the palette and the
+    // menus.
     const target = session.target();
     const reasons = Object.keys(REQUESTS).map(request => whyNot(target, request));
-    const state = JSON.stringify([session.current()?.notebook.id, target?.id, target?.row.snapshot.name, reasons]);
-    if (state !== told) {
-      told = state;
+    const state = JSON.stringify([
+      session.current()?.notebook.id,
+      target?.id,
+      target?.row.snapshot.name,
+      reasons
+    ]);
+    if (state !== notified) {
+      notified = state;
       Object.values(COMMANDS).forEach(command => commands.notifyCommandChanged(command));
     }
   });
 }
 
-/** Follow a job that runs elsewhere, from the kernel of the current notebook if that offers it. */
+/** Attach to a job that runs elsewhere, preferably from the kernel of the current notebook. */
 export async function attach(session: Session, jobId: string): Promise<void> {
   const { entries, offers } = session.merged;
-  const known = entries.find(entry => entry.id === jobId)?.offers ?? offers.find(offer => offer.other.job_id === jobId)?.offers;
+  const known =
+    entries.find(entry => entry.id === jobId)?.offers ??
+    offers.find(offer => offer.other.job_id === jobId)?.offers;
   await reported(async () => {
     if (!known?.length) {
-      throw new Error('No kernel offers to follow this job any more. Look again with ⟳ in the panel.');
+      throw new Error(
+        'No open kernel can attach to this job any more. Refresh the list with ⟳ in the panel.'
+      );
     }
-    await known[0].link.ask({ kind: 'session', ask: 'attach', job_id: jobId });
+    await known[0].link.request({ kind: 'session', ask: 'attach', job_id: jobId });
   });
 }
 
-/** Ask for something, after a confirmation if it ends the job, and tell how it went. */
+/** Send a request to the kernel and show its answer; ask for confirmation before a stop. */
 async function requestOf(entry: Entry | null, request: string): Promise<void> {
   if (!entry || whyNot(entry, request)) {
     return;
   }
-  const args = request === 'stop' ? await askToStop(entry) : {};
+  const args = request === 'stop' ? await confirmStop(entry) : {};
   if (args) {
     const { link } = entry.followers[0];
     await reported(async () => {
-      const text = await link.ask({ kind: 'request', job_id: entry.id, request, args });
-      Notification.success(text || `${REQUESTS[request][2](entry.row.snapshot.name)}: done.`, { autoClose: SHOWN_MS });
+      const answer = await link.request({ kind: 'request', job_id: entry.id, request, args });
+      Notification.success(
+        answer || `${REQUESTS[request].labelOf(entry.row.snapshot.name)}: done.`,
+        {
+          autoClose: SHOWN_MS
+        }
+      );
     });
   }
 }
 
-async function askToStop({ row: { snapshot } }: Entry): Promise<{ now?: boolean } | null> {
+async function confirmStop({ row: { snapshot } }: Entry): Promise<{ now?: boolean } | null> {
   const { button } = await showDialog({
     title: `Stop ${snapshot.name}?`,
-    body: `Stopping with a checkpoint loses nothing. Stopping now: ${stopLoss(snapshot)}.`,
+    body: `Stop with a checkpoint to lose nothing. Stop now: ${stopLoss(snapshot)}.`,
     buttons: [
       Dialog.cancelButton(),
       Dialog.warnButton({ label: 'Stop Now', actions: ['now'] }),
@@ -122,7 +176,7 @@ async function askToStop({ row: { snapshot } }: Entry): Promise<{ now?: boolean 
   return !button.accept ? null : button.actions.includes('now') ? { now: true } : {};
 }
 
-/** Do something, and say what went wrong. */
+/** Run `work` and show its error, if any. */
 async function reported(work: () => Promise<void>): Promise<void> {
   try {
     await work();

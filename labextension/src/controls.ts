@@ -1,7 +1,9 @@
-// The buttons. What a person asks for is answered right below them; what cannot be undone is asked about first.
-import { make, setText } from './dom';
+// The buttons of a job. Answers appear below them; requests that cannot be undone ask for
+// confirmation.
+import { find, make, setText } from './dom';
 import * as format from './format';
-import { ISnapshot } from './protocol';
+import { asSnapshot } from './protocol';
+import { ISnapshot } from './snapshot';
 
 export type Send = (request: string, args: Record<string, unknown>) => void;
 
@@ -11,12 +13,20 @@ interface IAction {
   about: string;
 }
 const ACTIONS: Record<string, IAction> = {
-  pause: { label: 'Pause', busy: 'Pausing …', about: 'Let the workers wait after this step, with their state' },
-  resume: { label: 'Resume', busy: 'Resuming …', about: 'Let it go on' },
-  checkpoint: { label: 'Checkpoint', busy: 'Saving …', about: 'Save a checkpoint after this step; training goes on' },
-  scale: { label: 'Scale', busy: 'Scaling …', about: 'Change how many workers train' },
-  preempt: { label: 'Preempt', busy: 'Preempting …', about: 'Take a worker away with a notice' },
-  stop: { label: 'Stop', busy: 'Stopping …', about: 'End the job' }
+  pause: {
+    label: 'Pause',
+    busy: 'Pausing …',
+    about: 'Pause after the current step; workers keep their state'
+  },
+  resume: { label: 'Resume', busy: 'Resuming …', about: 'Resume training' },
+  checkpoint: {
+    label: 'Checkpoint',
+    busy: 'Saving …',
+    about: 'Save a checkpoint after the current step; training continues'
+  },
+  scale: { label: 'Scale', busy: 'Scaling …', about: 'Change the number of workers' },
+  preempt: { label: 'Preempt', busy: 'Preempting …', about: 'Preempt a worker, with a notice' },
+  stop: { label: 'Stop', busy: 'Stopping …', about: 'Stop the job' }
 };
 const ANSWER_WITHIN_MS = 35000;
 const SHOW_ANSWER_MS = 9000;
@@ -29,7 +39,7 @@ export class Controls {
   private readonly answer = make('p', 'etrain-answer');
   private readonly form = make('div', 'etrain-form');
   private readonly pending = new Map<string, number>();
-  private snapshot: ISnapshot | null = null;
+  private snapshot = asSnapshot({});
   private isLive = false;
   private isStopping = false;
   private opener: HTMLElement | null = null;
@@ -78,61 +88,66 @@ export class Controls {
     }
   }
 
-  /** Why a request cannot be made now; empty where it can. */
+  /** Return why a request is not possible now; empty if it is. */
   whyNot(request: string): string {
-    if (!this.isLive && !(this.snapshot && isOver(this.snapshot))) {
-      return 'This kernel does not follow the job.';
+    if (!this.isLive && !isOver(this.snapshot)) {
+      return 'This kernel is not attached to the job.';
     }
     if (!this.isLive) {
-      return 'The job is over.';
+      return 'The job has ended.';
     }
-    return this.snapshot?.controls[request] ?? '';
+    return this.snapshot.controls[request] ?? '';
   }
 
-  /** A button was pressed: say why not, ask for what is missing, or ask the kernel. */
+  /**
+   * Handle a button: explain why it is not possible, ask for missing input, or send the request.
+   */
   press(request: string, opener: HTMLElement, worker = ''): void {
     const reason = this.whyNot(request);
     this.opener = opener;
     if (reason) {
-      this.say('info', reason);
+      this.showAnswer('info', reason);
     } else if (this.isBusy(request) || (request === 'stop' && this.isStopping)) {
       return;
     } else if (request === 'stop') {
-      this.askToStop();
-    } else if (request === 'resume' && isOver(this.snapshot!)) {
-      this.askToResume();
+      this.confirmStop();
+    } else if (request === 'resume' && isOver(this.snapshot)) {
+      this.confirmResume();
     } else if (request === 'preempt') {
-      this.askToPreempt(worker);
+      this.confirmPreempt(worker);
     } else if (request === 'scale') {
-      this.askForBounds();
+      this.enterBounds();
     } else {
       this.close();
-      this.ask(request, {});
+      this.submit(request, {});
     }
   }
 
-  /** The kernel answered a request. */
-  hear(request: string, level: string, text: string): void {
+  /** Show the kernel's answer to a request. */
+  onAnswer(request: string, level: string, text: string): void {
     this.pending.delete(request);
     const isError = level === 'error';
     this.isStopping &&= !(isError && request === 'stop');
-    this.say(level, isError ? `Error: ${text}` : text || `${ACTIONS[request]?.label ?? request} was asked for.`);
+    this.showAnswer(
+      level,
+      isError ? `Error: ${text}` : text || `${ACTIONS[request]?.label ?? request} was requested.`
+    );
   }
 
   private isBusy(request: string): boolean {
     return Date.now() - (this.pending.get(request) ?? 0) < ANSWER_WITHIN_MS;
   }
 
-  private ask(request: string, args: Record<string, unknown>): void {
+  private submit(request: string, args: Record<string, unknown>): void {
     this.pending.set(request, Date.now());
     this.isStopping ||= request === 'stop';
     this.send(request, args);
-    this.draw(this.snapshot!, this.isLive);
+    this.draw(this.snapshot, this.isLive);
   }
 
-  // The box below the buttons. It lies over what is below it, so that nothing moves.
+  // The box below the buttons overlays the content, so that opening it causes no layout shift.
 
-  private say(level: string, text: string): void {
+  private showAnswer(level: string, text: string): void {
     window.clearTimeout(this.answerTimer);
     this.form.replaceChildren();
     this.answer.hidden = false;
@@ -162,46 +177,57 @@ export class Controls {
     const text = make('p');
     text.textContent = question;
     const row = make('div', 'etrain-choices');
-    row.append(...parts, this.button('Cancel', () => this.close()));
+    row.append(
+      ...parts,
+      this.button('Cancel', () => this.close())
+    );
     this.form.replaceChildren(text, row);
     this.box.hidden = false;
-    (row.querySelector('input, button') as HTMLElement).focus();
+    find(row, 'input, button').focus();
   }
 
-  private askToStop(): void {
+  private confirmStop(): void {
     this.open(
-      `Stop ${this.snapshot!.name}?`,
+      `Stop ${this.snapshot.name}?`,
       this.choice('Stop with a checkpoint', 'stop', {}),
-      this.choice(`Stop now: ${stopLoss(this.snapshot!)}`, 'stop', { now: true }, true)
+      this.choice(`Stop now: ${stopLoss(this.snapshot)}`, 'stop', { now: true }, true)
     );
   }
 
-  private askToResume(): void {
-    const { name, checkpoint } = this.snapshot!;
-    const where = checkpoint ? `from its checkpoint of step ${format.count(checkpoint.step)}` : 'from its beginning: nothing was saved';
-    this.open(`Resume ${name}? It goes on ${where}; workers are started if there are none.`, this.choice('Resume', 'resume', {}));
+  private confirmResume(): void {
+    const { name, checkpoint } = this.snapshot;
+    const source = checkpoint
+      ? `from the checkpoint at step ${format.count(checkpoint.step)}`
+      : 'from the beginning, since nothing was saved';
+    this.open(
+      `Resume ${name}? It continues ${source}; workers are started if none are running.`,
+      this.choice('Resume', 'resume', {})
+    );
   }
 
-  private askToPreempt(worker: string): void {
+  private confirmPreempt(worker: string): void {
     this.open(
-      `Take ${worker} away, as a spot market does? It leaves after this step; the others go on.`,
+      `Preempt ${worker}, as a spot market does? It leaves after the current step; the others continue.`,
       this.choice(`Preempt ${worker}`, 'preempt', { worker }, true)
     );
   }
 
-  private askForBounds(): void {
-    const { min_workers, max_workers } = this.snapshot!;
+  private enterBounds(): void {
+    const { min_workers, max_workers } = this.snapshot;
     const least = this.number('at least', min_workers ?? 1);
     const most = this.number('at most', max_workers ?? 1);
     const apply = this.button('Scale', () => {
       const min = Number(least.input.value);
       const max = Number(most.input.value);
       if (!(Number.isInteger(min) && Number.isInteger(max) && 1 <= min && min <= max)) {
-        setText(note, `${least.input.value || 'nothing'} to ${most.input.value || 'nothing'}: write 1 or more, and at most as many`);
+        setText(
+          note,
+          `${least.input.value || 'nothing'} to ${most.input.value || 'nothing'} is not a range of workers: enter at least 1, and a maximum that is not less`
+        );
         return;
       }
       this.close();
-      this.ask('scale', { min, max });
+      this.submit('scale', { min, max });
     });
     apply.classList.add('etrain-primary');
     const note = make('span', 'etrain-hint');
@@ -209,10 +235,15 @@ export class Controls {
     this.open('How many workers?', least.label, most.label, apply, note);
   }
 
-  private choice(label: string, request: string, args: Record<string, unknown>, isHarsh = false): HTMLElement {
+  private choice(
+    label: string,
+    request: string,
+    args: Record<string, unknown>,
+    isHarsh = false
+  ): HTMLElement {
     const button = this.button(label, () => {
       this.close();
-      this.ask(request, args);
+      this.submit(request, args);
     });
     button.classList.add(isHarsh ? 'etrain-harsh' : 'etrain-primary');
     return button;
@@ -229,18 +260,26 @@ export class Controls {
   private number(name: string, value: number): { label: HTMLElement; input: HTMLInputElement } {
     const label = make('label');
     const input = make('input');
-    Object.assign(input, { type: 'number', min: '1', max: '10000', step: '1', value: String(value) });
+    Object.assign(input, {
+      type: 'number',
+      min: '1',
+      max: '10000',
+      step: '1',
+      value: String(value)
+    });
     label.append(`${name} `, input);
     return { label, input };
   }
 }
 
-/** What a stop without a checkpoint costs. */
+/** Describe what a stop without a checkpoint loses. */
 export function stopLoss({ checkpoint }: ISnapshot): string {
-  return checkpoint ? `all after step ${format.count(checkpoint.step)} is lost` : 'nothing has been saved yet';
+  return checkpoint
+    ? `all training after step ${format.count(checkpoint.step)} will be lost`
+    : 'all training will be lost, since nothing has been saved yet';
 }
 
-/** Whether it stands still and the kernel says that it can go on. */
+/** Whether the job is paused, or has ended and the kernel can resume it. */
 function canResume(snapshot: ISnapshot): boolean {
   return snapshot.status === 'paused' || (isOver(snapshot) && snapshot.controls.resume === '');
 }

@@ -1,44 +1,62 @@
-// The view of one job, free of any framework: it draws what a source brings and sends what a person asks for.
-// Texts enter the page as text only, never as markup: names and messages are the user's, or a stranger's.
+// The view of one job, independent of any framework: it draws the snapshots of a source and sends
+// it requests. Texts enter the page as text only, never as markup: names and messages may come from
+// an untrusted notebook.
 import { Charts } from './charts';
 import { Controls } from './controls';
 import { make, setText } from './dom';
 import { drawing } from './drawing';
 import { Events } from './events';
 import * as format from './format';
-import { Buffer, ISnapshot, jobId, JobData, savedAt } from './protocol';
+import { Buffer, JobData } from './job_data';
+import { savedAt } from './protocol';
+import { ISnapshot } from './snapshot';
 import { Tiles } from './tiles';
+import { jobId } from './untrusted';
 import { Workers } from './workers';
 
-/** What a transport (anywidget model, JupyterLab comm) provides. */
+/** A transport: the anywidget model or JupyterLab's comm. */
 export interface IJobSource {
-  /** What the notebook keeps of the job; drawn until the kernel answers, and if it never does. */
+  /**
+   * Return the saved state of the job in the notebook. It is drawn until the kernel answers, or if
+   * it never does.
+   */
   saved(): unknown;
-  /** Hear the kernel's messages, and whether there is a way to it. Returns how to stop. */
-  listen(onMessage: (content: unknown, buffers: readonly Buffer[]) => void, onLink: (isUp: boolean) => void): () => void;
-  /** Send to the kernel; without one, nothing happens. */
+  /**
+   * Listen to the kernel's messages and to connects and disconnects. Return a function that stops
+   * listening.
+   */
+  listen(
+    onMessage: (content: unknown, buffers: readonly Buffer[]) => void,
+    onLink: (isUp: boolean) => void
+  ): () => void;
+  /** Send a message to the kernel; without a kernel, drop it. */
   send(content: Record<string, unknown>): void;
 }
 
 export interface IMountedJob {
-  /** The notebook keeps something newer now. */
+  /** The notebook has saved a newer state. */
   refresh(): void;
   unmount(): void;
 }
 
 const ANSWER_WITHIN_MS = 3000;
-/** A screen reader hears of no more than one change of status in this time. */
-const SPEAK_EVERY_MS = 3000;
-const OVER = new Set(['finished', 'stopped', 'failed']);
+/** Minimum interval between two announcements to a screen reader. */
+const ANNOUNCE_EVERY_MS = 3000;
+const ENDED = new Set(['finished', 'stopped', 'failed']);
 
-type Phase = 'asking' | 'live' | 'gone';
+/** Connection to the kernel: waiting for an answer, receiving updates, or none. */
+type Phase = 'connecting' | 'live' | 'gone';
 
 export interface IJobOptions {
-  /** For a narrow place: few charts, and no table of the workers. */
+  /** Layout for the side panel: few charts, and no table of workers. */
   isCompact?: boolean;
 }
 
-export function mountJob(host: HTMLElement, source: IJobSource, options: IJobOptions = {}): IMountedJob {
+export function mountJob(
+  host: HTMLElement,
+  source: IJobSource,
+  options: IJobOptions = {}
+): IMountedJob {
   const view = new JobElement(host, source, options.isCompact ?? false);
   return { refresh: () => view.refresh(), unmount: () => view.unmount() };
 }
@@ -48,29 +66,39 @@ class JobElement {
   private readonly root = make('section', 'etrain-job');
   private readonly name = make('strong', 'etrain-name');
   private readonly pill = make('span', 'etrain-status');
-  private readonly spoken = make('span', 'etrain-spoken');
+  private readonly announcement = make('span', 'etrain-visually-hidden');
   private readonly progress = make('progress', 'etrain-progress');
-  private readonly where = make('span', 'etrain-where');
+  private readonly position = make('span', 'etrain-where');
   private readonly note = make('span', 'etrain-note');
   private readonly error = make('pre', 'etrain-error');
   private readonly tiles = new Tiles();
   private readonly controls = new Controls((request, args) => this.request(request, args));
   private readonly charts: Charts;
-  private readonly workers = new Workers((worker, opener) => this.controls.press('preempt', opener, worker));
+  private readonly workers = new Workers((worker, opener) =>
+    this.controls.press('preempt', opener, worker)
+  );
   private readonly events = new Events();
   private readonly cleanups: (() => void)[] = [];
-  private phase: Phase = 'asking';
-  private askedAt = 0;
-  /** When the newest event happened that the notebook keeps. */
+  private phase: Phase = 'connecting';
+  private helloAt = 0;
+  /** Time of the newest event that the notebook has saved. */
   private savedAt = 0;
   private drawnAt = 0;
   private tookMs = 0;
   private timer = 0;
-  private spokenAt = 0;
-  private spokenStatus = '';
+  private announcedAt = 0;
+  private announcedStatus = '';
 
-  constructor(host: HTMLElement, private readonly source: IJobSource, private readonly isCompact: boolean) {
-    this.charts = new Charts(this.data, (first, last) => this.askForDetail(first, last), isCompact);
+  constructor(
+    host: HTMLElement,
+    private readonly source: IJobSource,
+    private readonly isCompact: boolean
+  ) {
+    this.charts = new Charts(
+      this.data,
+      (first, last) => this.requestDetail(first, last),
+      isCompact
+    );
     this.build();
     host.append(this.root);
     this.refresh();
@@ -82,9 +110,12 @@ class JobElement {
     );
     const observer = new ResizeObserver(() => this.charts.resize());
     observer.observe(this.root);
-    // A change of theme changes CSS variables only, which a canvas does not notice.
+    // A theme changes CSS variables, which a canvas does not notice.
     const themes = new MutationObserver(() => this.charts.draw());
-    themes.observe(document.body, { attributes: true, attributeFilter: ['class', 'data-jp-theme-name', 'data-jp-theme-light'] });
+    themes.observe(document.body, {
+      attributes: true,
+      attributeFilter: ['class', 'data-jp-theme-name', 'data-jp-theme-light']
+    });
     const clock = window.setInterval(() => this.tick(), 1000);
     this.cleanups.push(() => {
       observer.disconnect();
@@ -92,7 +123,7 @@ class JobElement {
       window.clearInterval(clock);
       window.clearTimeout(this.timer);
     });
-    if (this.phase === 'asking') {
+    if (this.phase === 'connecting') {
       this.hello();
     }
   }
@@ -114,11 +145,11 @@ class JobElement {
   }
 
   private hello(): void {
-    this.askedAt = Date.now();
+    this.helloAt = Date.now();
     if (this.phase === 'gone') {
-      this.setPhase('asking');
+      this.setPhase('connecting');
     }
-    this.charts.forgetAsked();
+    this.charts.forgetRequest();
     this.source.send({ kind: 'hello', view: this.data.view });
   }
 
@@ -126,7 +157,7 @@ class JobElement {
     this.source.send({ kind: 'request', request, args, view: this.data.view });
   }
 
-  private askForDetail(first: number, last: number): void {
+  private requestDetail(first: number, last: number): void {
     if (this.phase === 'live') {
       this.source.send({ kind: 'detail', view: this.data.view, first, last });
     }
@@ -138,15 +169,15 @@ class JobElement {
     const taken = this.data.take(content, buffers);
     if (taken === 'gap') {
       this.hello();
-    } else if (taken === 'news') {
+    } else if (taken === 'update') {
       if (message.reset) {
-        this.charts.forgetAsked(); // what was known in detail is not known any more
+        this.charts.forgetRequest(); // a reset has discarded the details of a zoomed range
       }
       this.setPhase('live');
     } else if (kind === 'unknown' && to === this.data.view) {
       this.setPhase('gone');
     } else if (kind === 'notice' && to === this.data.view) {
-      this.controls.hear(String(message.request), String(message.level), String(message.text));
+      this.controls.onAnswer(String(message.request), String(message.level), String(message.text));
     }
     this.schedule();
   }
@@ -159,23 +190,24 @@ class JobElement {
   }
 
   private tick(): void {
-    const isLate = Date.now() - this.askedAt > ANSWER_WITHIN_MS;
-    if (this.phase === 'asking' && isLate) {
+    const isTimedOut = Date.now() - this.helloAt > ANSWER_WITHIN_MS;
+    if (this.phase === 'connecting' && isTimedOut) {
       this.setPhase('gone');
     }
-    // What the kernel said last may have been lost on its way; then nothing that follows shows a gap.
+    // The kernel's last message may have been lost. Then no later message reveals the gap, but the
+    // notebook's newer state does.
     const isBehind = this.data.snapshot.updated_at < this.savedAt;
-    if (this.phase === 'live' && isLate && (!this.data.isSynced || isBehind)) {
+    if (this.phase === 'live' && isTimedOut && (!this.data.isSynced || isBehind)) {
       this.hello();
     }
-    if (this.phase === 'live' && !this.isOver) {
-      this.drawFigures(); // ages grow without messages
+    if (this.phase === 'live' && !this.hasEnded) {
+      this.drawFigures(); // ages grow between messages
     }
     this.charts.recolour();
-    this.speak();
+    this.announce();
   }
 
-  /** Draw soon, but not more often than an eye can follow, nor more than a third of the time. */
+  /** Schedule a redraw: at most `redrawsPerS`, and drawing takes at most a third of the time. */
   private schedule(): void {
     if (!this.timer) {
       const pause = Math.max(1000 / drawing.redrawsPerS, 2 * this.tookMs);
@@ -194,31 +226,36 @@ class JobElement {
     }
     this.events.draw(snapshot.events);
     this.charts.draw();
-    this.speak();
+    this.announce();
     this.drawnAt = Date.now();
     this.tookMs = this.drawnAt - startedAt;
   }
 
-  private get isOver(): boolean {
-    return OVER.has(this.data.snapshot.status);
+  private get hasEnded(): boolean {
+    return ENDED.has(this.data.snapshot.status);
   }
 
   private drawFigures(): void {
     const { snapshot } = this.data;
     this.drawHeader(snapshot);
     this.controls.draw(snapshot, this.phase === 'live');
-    this.tiles.draw(snapshot, this.phase === 'live' && !this.isOver ? Date.now() / 1000 : null);
+    this.tiles.draw(snapshot, this.phase === 'live' && !this.hasEnded ? Date.now() / 1000 : null);
   }
 
   private drawHeader(s: ISnapshot): void {
-    Object.assign(this.root.dataset, { jobId: s.job_id, status: s.status, step: String(s.step), phase: this.phase });
+    Object.assign(this.root.dataset, {
+      jobId: s.job_id,
+      status: s.status,
+      step: String(s.step),
+      phase: this.phase
+    });
     setText(this.name, s.name);
     this.name.title = s.job_id;
     this.pill.dataset.status = this.isGone ? 'gone' : s.status;
     setText(this.pill, this.statusText(s));
     this.pill.title = s.reason;
     this.progress.value = s.progress ?? 0;
-    setText(this.where, whereabouts(s));
+    setText(this.position, describeProgress(s));
     const note = this.noteText(s);
     setText(this.note, note);
     this.note.title = note;
@@ -226,9 +263,9 @@ class JobElement {
     setText(this.error, s.error ? s.error.traceback || s.error.error : '');
   }
 
-  /** Nobody tells what becomes of the job, and when it was seen last it was not over. */
+  /** The kernel no longer reports on the job, and the job had not ended when it last did. */
   private get isGone(): boolean {
-    return this.phase === 'gone' && !this.isOver;
+    return this.phase === 'gone' && !this.hasEnded;
   }
 
   private statusText(s: ISnapshot): string {
@@ -239,7 +276,7 @@ class JobElement {
     if (this.isGone) {
       const seen = s.updated_at ? ` at ${format.timeOfDay(s.updated_at)}` : '';
       const lines = `%load_ext etrain_jupyter, then %etrain attach ${jobId(s.name) || s.job_id}`;
-      return `Seen last${seen}; this kernel does not follow it. To follow it: ${lines}`;
+      return `Last seen${seen}; this kernel is not attached to the job. To attach: ${lines}`;
     }
     if (s.reason) {
       return s.reason;
@@ -248,41 +285,59 @@ class JobElement {
     return s.eta_s === null ? passed : `${passed} · ${format.clock(s.eta_s)} left`;
   }
 
-  /** Tell a screen reader when the status is another one, and nothing else. */
-  private speak(): void {
+  /** Announce changes of the status to a screen reader, and nothing else. */
+  private announce(): void {
     const { snapshot } = this.data;
     const status = this.statusText(snapshot);
     const now = Date.now();
-    if (snapshot.job_id && status !== this.spokenStatus && now - this.spokenAt >= SPEAK_EVERY_MS) {
-      this.spokenStatus = status;
-      this.spokenAt = now;
+    if (
+      snapshot.job_id &&
+      status !== this.announcedStatus &&
+      now - this.announcedAt >= ANNOUNCE_EVERY_MS
+    ) {
+      this.announcedStatus = status;
+      this.announcedAt = now;
       const reason = snapshot.reason ? `: ${snapshot.reason}` : '';
-      setText(this.spoken, `Job ${snapshot.name} ${status}${reason}, ${whereabouts(snapshot)}`);
+      setText(
+        this.announcement,
+        `Job ${snapshot.name} ${status}${reason}, ${describeProgress(snapshot)}`
+      );
     }
   }
 
   private build(): void {
     this.root.setAttribute('aria-label', 'training job');
-    this.spoken.setAttribute('role', 'status');
-    this.spoken.setAttribute('aria-live', 'polite');
+    this.announcement.setAttribute('role', 'status');
+    this.announcement.setAttribute('aria-live', 'polite');
     this.progress.max = 1;
-    this.progress.setAttribute('aria-label', 'progress of training');
+    this.progress.setAttribute('aria-label', 'training progress');
     this.error.tabIndex = 0;
-    this.error.setAttribute('aria-label', 'what made the job fail');
+    this.error.setAttribute('aria-label', 'error of the job');
     const header = make('header');
-    header.append(this.name, this.pill, this.spoken, this.controls.element);
+    header.append(this.name, this.pill, this.announcement, this.controls.element);
     const facts = make('div', 'etrain-facts');
-    facts.append(this.where, this.note);
+    facts.append(this.position, this.note);
     const lower = make('div', 'etrain-lower');
     lower.append(...(this.isCompact ? [] : [this.workers.element]), this.events.element);
     this.root.classList.toggle('etrain-compact', this.isCompact);
-    this.root.append(header, this.progress, facts, this.error, this.tiles.element, this.charts.element, lower);
+    this.root.append(
+      header,
+      this.progress,
+      facts,
+      this.error,
+      this.tiles.element,
+      this.charts.element,
+      lower
+    );
   }
 }
 
-function whereabouts(s: ISnapshot): string {
+function describeProgress(s: ISnapshot): string {
   const steps = s.total_steps === null ? '' : ` of ${format.count(s.total_steps)}`;
   const percent = s.progress === null ? '' : ` · ${Math.floor(s.progress * 100)} %`;
-  const epochs = s.epochs === null ? '' : ` · epoch ${format.count(s.epoch + 1)} of ${format.count(Math.ceil(s.epochs))}`;
+  const epochs =
+    s.epochs === null
+      ? ''
+      : ` · epoch ${format.count(s.epoch + 1)} of ${format.count(Math.ceil(s.epochs))}`;
   return `step ${format.count(s.step)}${steps}${percent}${epochs}`;
 }

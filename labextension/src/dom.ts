@@ -1,6 +1,9 @@
-// Small helpers that touch the page, and only ever put text into it.
+// Small DOM helpers. They insert text, never markup.
 
-export function make<K extends keyof HTMLElementTagNameMap>(tag: K, className = ''): HTMLElementTagNameMap[K] {
+export function make<K extends keyof HTMLElementTagNameMap>(
+  tag: K,
+  className = ''
+): HTMLElementTagNameMap[K] {
   const element = document.createElement(tag);
   if (className) {
     element.className = className;
@@ -8,7 +11,16 @@ export function make<K extends keyof HTMLElementTagNameMap>(tag: K, className = 
   return element;
 }
 
-/** A box of fixed height that a keyboard can scroll. */
+/** Return the first descendant that matches `selector`; it must exist. */
+export function find(parent: Element, selector: string): HTMLElement {
+  const found = parent.querySelector<HTMLElement>(selector);
+  if (!found) {
+    throw new Error(`No element matches ${selector}.`);
+  }
+  return found;
+}
+
+/** Return a box of fixed height that can be scrolled with the keyboard. */
 export function scrolling(className: string, label: string, content: HTMLElement): HTMLElement {
   const box = make('div', `etrain-scroll ${className}`);
   box.tabIndex = 0;
@@ -18,14 +30,14 @@ export function scrolling(className: string, label: string, content: HTMLElement
   return box;
 }
 
-/** Change a text only if it is another one: a selection or a pointer over it stays. */
+/** Set a text if it has changed. An unchanged text keeps its selection and its hover state. */
 export function setText(element: HTMLElement, text: string): void {
   if (element.textContent !== text) {
     element.textContent = text;
   }
 }
 
-/** Make the children of `parent` stand for `items`, and keep those elements that stay. Keys may repeat. */
+/** Create, update, move and remove the children of `parent` to match `items`. Keys may repeat. */
 export function reconcile<T>(
   parent: HTMLElement,
   items: T[],
@@ -33,7 +45,9 @@ export function reconcile<T>(
   create: (item: T) => HTMLElement,
   fill: (element: HTMLElement, item: T) => void
 ): void {
-  const present = new Map([...parent.children].map(child => [(child as HTMLElement).dataset.key, child as HTMLElement]));
+  const present = new Map(
+    [...parent.children].map(child => [(child as HTMLElement).dataset.key, child as HTMLElement])
+  );
   let place = parent.firstElementChild;
   const seen = new Map<string, number>();
   for (const item of items) {

@@ -1,25 +1,25 @@
-// How views are drawn at first. JupyterLab's settings change it; elsewhere it is what stands here.
+// Drawing defaults of a view. JupyterLab's settings override them.
 
 export interface IDrawing {
-  /** Weight of the moving average that charts begin with; 0 for none. */
+  /** Initial weight of the moving average; 0 for none. */
   smoothing: number;
-  /** Whether charts that can begin with a logarithmic scale. */
+  /** Whether charts that offer a logarithmic scale start with it. */
   logScale: boolean;
-  /** A view is drawn anew at most that often. */
+  /** Maximum redraws of a view per second. */
   redrawsPerS: number;
 }
 
 export const drawing: IDrawing = { smoothing: 0.8, logScale: false, redrawsPerS: 20 };
 
-const hearers = new Set<() => void>();
+const listeners = new Set<() => void>();
 
-export function changeDrawing(wanted: Partial<IDrawing>): void {
-  Object.assign(drawing, wanted);
-  hearers.forEach(hear => hear());
+export function changeDrawing(changes: Partial<IDrawing>): void {
+  Object.assign(drawing, changes);
+  listeners.forEach(listener => listener());
 }
 
-/** Hear of changes; returns how to stop. */
-export function onDrawing(hear: () => void): () => void {
-  hearers.add(hear);
-  return () => hearers.delete(hear);
+/** Call `listener` after each change. Return a function that removes it. */
+export function onDrawing(listener: () => void): () => void {
+  listeners.add(listener);
+  return () => listeners.delete(listener);
 }

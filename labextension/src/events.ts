@@ -1,7 +1,7 @@
-// The list of events, newest first, and what of it is shown.
+// The list of events, newest first, with filters by text and level.
 import { make, reconcile, scrolling, setText } from './dom';
 import * as format from './format';
-import { IEventLine } from './protocol';
+import { IEventLine } from './snapshot';
 
 const LEVELS: [string, string][] = [
   ['all', 'all levels'],
@@ -55,14 +55,27 @@ export class Events {
     const least = SEVERITY[this.level.value] ?? 0;
     const shown = this.events
       .filter(event => (SEVERITY[event.level] ?? 0) >= least)
-      .filter(event => words.every(word => `${event.level} ${event.kind} ${event.text}`.toLowerCase().includes(word)))
+      .filter(event =>
+        words.every(word =>
+          `${event.level} ${event.kind} ${event.text}`.toLowerCase().includes(word)
+        )
+      )
       .slice(-MAX_LISTED)
       .reverse();
-    reconcile(this.list, shown, event => `${event.seq} ${event.time} ${event.text}`, makeEvent, () => undefined);
+    reconcile(
+      this.list,
+      shown,
+      event => `${event.seq} ${event.time} ${event.text}`,
+      makeEvent,
+      () => undefined
+    );
     const isFiltered = least > 0 || words.length > 0;
-    setText(this.count, isFiltered ? `${shown.length} of ${this.events.length}` : String(this.events.length));
+    setText(
+      this.count,
+      isFiltered ? `${shown.length} of ${this.events.length}` : String(this.events.length)
+    );
     this.none.hidden = shown.length > 0;
-    setText(this.none, this.events.length ? 'No event matches.' : 'Nothing has happened yet.');
+    setText(this.none, this.events.length ? 'No events match.' : 'No events yet.');
   }
 }
 

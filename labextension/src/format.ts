@@ -1,10 +1,10 @@
-// Numbers, durations and sizes as a person reads them.
+// Format numbers, durations, sizes and amounts for display.
 
 const GROUPED = new Intl.NumberFormat('en-US', { maximumFractionDigits: 0 });
 const COMPACT = new Intl.NumberFormat('en-US', { notation: 'compact', maximumFractionDigits: 1 });
 export const NONE = '–';
 
-/** Four significant digits; `–` for what is not there. */
+/** Four significant digits; `–` for a missing value. */
 export function number(value: number | null | undefined): string {
   if (value === null || value === undefined) {
     return NONE;
@@ -19,10 +19,13 @@ export function number(value: number | null | undefined): string {
   return size >= 1000 ? GROUPED.format(value) : String(Number(value.toPrecision(4)));
 }
 
-/** Three significant digits and no zeros behind them: `3e−4`, `0.05`. */
+/** Three significant digits without trailing zeros: `3e−4`, `0.05`. */
 export function brief(value: number): string {
   const size = Math.abs(value);
-  const text = size && size < 1e-3 ? Number(value.toPrecision(3)).toExponential() : String(Number(value.toPrecision(3)));
+  const text =
+    size && size < 1e-3
+      ? Number(value.toPrecision(3)).toExponential()
+      : String(Number(value.toPrecision(3)));
   return text.replace(/-/g, '−');
 }
 
@@ -30,13 +33,17 @@ export function count(value: number | null | undefined): string {
   return value === null || value === undefined ? NONE : GROUPED.format(value);
 }
 
-/** A label of an axis: as short as it can be. */
+/** The shortest label of a tick. */
 export function tick(value: number): string {
   const size = Math.abs(value);
   if (value !== 0 && (size < 1e-3 || size >= 1e12)) {
     return value.toExponential(0);
   }
-  return size >= 10000 ? COMPACT.format(value) : size >= 1000 ? GROUPED.format(value) : String(Number(value.toPrecision(4)));
+  return size >= 10000
+    ? COMPACT.format(value)
+    : size >= 1000
+      ? GROUPED.format(value)
+      : String(Number(value.toPrecision(4)));
 }
 
 /** `0:42`, `12:05`, `3:04:09`. */
@@ -48,7 +55,7 @@ export function clock(seconds: number): string {
   return hours ? `${hours}:${two(minutes)}:${two(whole % 60)}` : `${minutes}:${two(whole % 60)}`;
 }
 
-/** `3 s`, `4 min`, `2 h`, `5 d`: how long ago something was. */
+/** An age: `3 s`, `4 min`, `2 h`, `5 d`. */
 export function age(seconds: number): string {
   const s = Math.max(0, seconds);
   if (s < 60) {
@@ -82,11 +89,11 @@ export function money(usd: number): string {
   if (usd >= 100) {
     return `$${GROUPED.format(usd)}`;
   }
-  // A minute of a machine costs cents.
+  // A minute of a machine costs cents: show fractions of a cent.
   return `$${Math.max(0, usd).toFixed(usd > 0 && usd < 0.1 ? 4 : 2)}`;
 }
 
-/** The local time of day of an instant in seconds since the epoch. */
+/** Local time of day; `seconds` counts from the epoch. */
 export function timeOfDay(seconds: number): string {
   const date = new Date(seconds * 1000);
   return Number.isNaN(date.getTime()) ? '' : date.toTimeString().slice(0, 8);

@@ -1,5 +1,5 @@
-// The plugins of the JupyterLab extension; another one is another entry of the list at the end. They run in Notebook 7,
-// too, which has no status bar and no palette on some of its pages: such things are optional.
+// Plugins of the JupyterLab extension. To add one, append it to the list at the end. They also run
+// in Notebook 7, where some pages have no status bar or palette: those dependencies are optional.
 import { ILayoutRestorer, JupyterFrontEnd, JupyterFrontEndPlugin } from '@jupyterlab/application';
 import { ICommandPalette } from '@jupyterlab/apputils';
 import { EditorExtensionRegistry, IEditorExtensionRegistry } from '@jupyterlab/codemirror';
@@ -21,14 +21,19 @@ const PYTHON = new Set(['text/x-ipython', 'text/x-python']);
 
 const settings: JupyterFrontEndPlugin<ISettings> = {
   id: SETTINGS_ID,
-  description: 'Reads what a person chose for etrain.',
+  description: 'Reads the settings of etrain.',
   autoStart: true,
   provides: ISettings,
   optional: [ISettingRegistry],
   activate: (_app: JupyterFrontEnd, registry: ISettingRegistry | null) => {
     const chosen = new Settings();
-    // Nobody waits for them: cells and outputs are drawn at once, and again if the settings differ from the defaults.
-    registry && void chosen.follow(registry).catch(reason => console.error(`etrain: the defaults hold, ${reason}`));
+    // Do not wait for the settings: draw with the defaults, and redraw when settings that differ
+    // have loaded.
+    if (registry) {
+      chosen.follow(registry).catch((reason: unknown) => {
+        console.error('etrain: cannot read the settings, using the defaults', reason);
+      });
+    }
     return chosen;
   }
 };
@@ -39,16 +44,18 @@ const highlight: JupyterFrontEndPlugin<void> = {
   autoStart: true,
   requires: [IEditorExtensionRegistry, ISettings],
   activate: (_app: JupyterFrontEnd, registry: IEditorExtensionRegistry, chosen: ISettings) => {
-    const isWanted = () => chosen.choices.highlight;
-    const onChange = (hear: () => void) => {
-      chosen.changed.connect(hear);
-      return () => chosen.changed.disconnect(hear);
+    const isEnabled = () => chosen.choices.highlight;
+    const onChange = (listener: () => void) => {
+      chosen.changed.connect(listener);
+      return () => chosen.changed.disconnect(listener);
     };
     registry.addExtension({
       name: 'etrain-jupyter:magic',
       factory: ({ inline, model }) =>
         inline || PYTHON.has(model.mimeType)
-          ? EditorExtensionRegistry.createImmutableExtension(magicLanguage(model.sharedModel.getSource(), isWanted, onChange))
+          ? EditorExtensionRegistry.createImmutableExtension(
+              magicLanguage(model.sharedModel.getSource(), isEnabled, onChange)
+            )
           : null
     });
   }
@@ -56,7 +63,7 @@ const highlight: JupyterFrontEndPlugin<void> = {
 
 const output: JupyterFrontEndPlugin<void> = {
   id: 'etrain-jupyter:output',
-  description: 'Draws the jobs of a notebook, live or as they were saved.',
+  description: 'Renders the jobs of a notebook, live or as saved.',
   autoStart: true,
   requires: [INotebookTracker],
   activate: (_app: JupyterFrontEnd, tracker: INotebookTracker) => {
@@ -74,7 +81,7 @@ const output: JupyterFrontEndPlugin<void> = {
 
 const session: JupyterFrontEndPlugin<Session> = {
   id: 'etrain-jupyter:session',
-  description: 'Knows the training jobs of all open notebooks.',
+  description: 'Collects the training jobs of all open notebooks.',
   autoStart: true,
   provides: ISession,
   requires: [INotebookTracker],
@@ -83,7 +90,7 @@ const session: JupyterFrontEndPlugin<Session> = {
 
 const panel: JupyterFrontEndPlugin<void> = {
   id: 'etrain-jupyter:panel',
-  description: 'The side panel with all training jobs, and the commands about them.',
+  description: 'Adds the side panel with all training jobs, and their commands.',
   autoStart: true,
   requires: [ISession, ISettings],
   optional: [ICommandPalette, ILayoutRestorer],
@@ -105,10 +112,18 @@ const panel: JupyterFrontEndPlugin<void> = {
   }
 };
 
-/** Open the panel when a first job begins, if that is wanted; the keyboard stays where it is. */
-function openWithFirst(app: JupyterFrontEnd, jobs: Session, chosen: ISettings, widget: JobsPanel): void {
+/**
+ * Open the panel when the first job starts, if the settings say so. The keyboard focus stays where
+ * it is.
+ */
+function openWithFirst(
+  app: JupyterFrontEnd,
+  jobs: Session,
+  chosen: ISettings,
+  widget: JobsPanel
+): void {
   let isDone = false;
-  const look = () => {
+  const openOnce = () => {
     if (!isDone && jobs.merged.entries.some(isActive)) {
       isDone = true;
       if (chosen.choices.openPanel && !widget.isVisible) {
@@ -118,12 +133,12 @@ function openWithFirst(app: JupyterFrontEnd, jobs: Session, chosen: ISettings, w
       }
     }
   };
-  void app.restored.then(() => jobs.changed.connect(look));
+  void app.restored.then(() => jobs.changed.connect(openOnce));
 }
 
 const status: JupyterFrontEndPlugin<void> = {
   id: 'etrain-jupyter:status',
-  description: 'Tells in the status bar how many jobs and workers there are.',
+  description: 'Shows the number of running jobs and workers in the status bar.',
   autoStart: true,
   requires: [ISession, ISettings],
   optional: [IStatusBar],
@@ -135,11 +150,18 @@ const status: JupyterFrontEndPlugin<void> = {
         align: 'left',
         rank: 50,
         isActive: () => item.isActive,
-        activeStateChanged: item.activeChanged as any
+        activeStateChanged: item.activeChanged
       });
     }
   }
 };
 
-const plugins: JupyterFrontEndPlugin<any>[] = [settings, highlight, output, session, panel, status];
+const plugins: JupyterFrontEndPlugin<unknown>[] = [
+  settings,
+  highlight,
+  output,
+  session,
+  panel,
+  status
+];
 export default plugins;

@@ -1,23 +1,24 @@
-// The jobs of all kernels as one list: what the panel, the status bar and the palette decide from. Nothing here
-// touches the page or JupyterLab. What kernels send is treated as hostile, as in protocol.ts.
-import { asSnapshot, finite, finiteOrNull, ISnapshot, jobId, line, list, object, Raw, text } from './protocol';
+// Merge the jobs of all kernels into one list for the panel, the status bar and the palette.
+// Independent of the DOM and of JupyterLab. Messages of kernels are untrusted, as in protocol.ts.
+import { asSnapshot } from './protocol';
+import { ISnapshot } from './snapshot';
+import { finite, finiteOrNull, jobId, line, list, object, Raw, text } from './untrusted';
 
-export const OVER = new Set(['finished', 'stopped', 'failed']);
-/** A pool may rest for a while between two jobs before that is worth a warning. */
+export const ENDED = new Set(['finished', 'stopped', 'failed']);
+/** Seconds without a job after which the panel warns of an idle pool. */
 export const IDLE_AFTER_S = 60;
-const MOST_POINTS = 200;
+const MAX_POINTS = 200;
 
-/** A job that a kernel follows, or followed until it was gone. */
+/** A job that a kernel is attached to, or was attached to before it died. */
 export interface IRow {
   snapshot: ISnapshot;
-  submitted_at: number;
-  /** As a notebook keeps a job: what its view starts from. */
+  /** The same format as a job saved in a notebook: the initial state of its view. */
   saved: { snapshot: Raw; series: { loss: { x: string; y: string } } };
-  /** The small curve; null where there was no number. */
+  /** Loss values of the sparkline; null for a value that is not finite. */
   curve: (number | null)[];
 }
 
-/** A job that runs and that a kernel offers to follow. */
+/** A running job that a kernel can attach to. */
 export interface IOther {
   job_id: string;
   name: string;
@@ -31,21 +32,26 @@ export interface IPool {
   pool: string;
   cluster_id: string;
   workers: number;
-  /** 0 while it has a job. */
+  /** Seconds without a job; 0 while it has one. */
   idle_s: number;
-  /** When it ends by itself; null for never. */
+  /** Seconds until it shuts down; null for never. */
   ends_in_s: number | null;
   time: number;
 }
 
+const submittedAt = (row: IRow): number => row.snapshot.submitted_at ?? 0;
+
 function asRow(raw: Raw): IRow {
   const snapshot = object(raw.snapshot);
   const { x, y } = object(raw.loss);
-  const numbers = (values: unknown) => (Array.isArray(values) ? values : []).slice(0, MOST_POINTS).map(finiteOrNull);
-  const written = (values: unknown) => numbers(values).map(value => value ?? 'NaN').join(' ');
+  const numbers = (values: unknown) =>
+    (Array.isArray(values) ? values : []).slice(0, MAX_POINTS).map(finiteOrNull);
+  const written = (values: unknown) =>
+    numbers(values)
+      .map(value => value ?? 'NaN')
+      .join(' ');
   return {
     snapshot: asSnapshot(snapshot),
-    submitted_at: finite(snapshot.submitted_at),
     saved: { snapshot, series: { loss: { x: written(x), y: written(y) } } },
     curve: numbers(y)
   };
@@ -69,15 +75,18 @@ const asPool = (raw: Raw): IPool => ({
   time: finite(raw.time)
 });
 
-/** What one kernel has told, and what it had told before it was gone. */
+/**
+ * The jobs that one kernel has reported, including those of its dead predecessors in the same
+ * notebook.
+ */
 export class KernelJobs {
   rows = new Map<string, IRow>();
   others: IOther[] = [];
   pools: IPool[] = [];
-  /** Jobs that nobody tells of any more. */
+  /** Last known state of jobs whose kernel has died. */
   readonly lost = new Map<string, IRow>();
 
-  /** Take a message of side_panel.py's. */
+  /** Apply a message of side_panel.py. */
   take(content: unknown): void {
     const message = object(content);
     if (message.whole) {
@@ -91,14 +100,16 @@ export class KernelJobs {
     }
     (Array.isArray(message.gone) ? message.gone : []).forEach(id => this.rows.delete(text(id)));
     if (Array.isArray(message.others)) {
-      this.others = list(message.others).map(asOther).filter(other => other.job_id);
+      this.others = list(message.others)
+        .map(asOther)
+        .filter(other => other.job_id);
     }
     if (Array.isArray(message.pools)) {
       this.pools = list(message.pools).map(asPool);
     }
   }
 
-  /** The kernel is gone: what it told is the last that was seen. */
+  /** The kernel has died: keep its last report. */
   lose(): void {
     this.rows.forEach((row, id) => this.lost.set(id, row));
     this.rows = new Map();
@@ -107,7 +118,7 @@ export class KernelJobs {
   }
 }
 
-/** Whoever follows jobs: a notebook and its kernel. */
+/** A notebook and its kernel, which may be attached to jobs. */
 export interface IFollower {
   readonly jobs: KernelJobs;
 }
@@ -115,10 +126,10 @@ export interface IFollower {
 export interface IEntry<F> {
   id: string;
   row: IRow;
-  /** All that follow it; those that did, if nobody does. */
+  /** Notebooks attached to it; if there are none, those that were. */
   followers: F[];
   isGone: boolean;
-  /** Who could follow it, if nobody does. */
+  /** Notebooks that can attach to it, if none is attached. */
   offers: F[];
 }
 
@@ -128,13 +139,18 @@ export interface IOffer<F> {
 }
 
 export interface IMerged<F> {
-  /** The newest first; each job once, however many follow it. */
+  /** Newest job first; each job once, even if several notebooks are attached. */
   entries: IEntry<F>[];
-  /** Running jobs that nobody follows or followed. */
+  /** Running jobs that no notebook is or was attached to. */
   offers: IOffer<F>[];
 }
 
-/** Make one list; where several followers know a job, the earlier one speaks for it. */
+/**
+ * Merge the jobs of all followers.
+ *
+ * If several followers report a job, the first one's report is used. Of dead kernels, the newest
+ * report is used.
+ */
 export function merge<F extends IFollower>(followers: readonly F[]): IMerged<F> {
   const entries = new Map<string, IEntry<F>>();
   const enter = (id: string, row: IRow, follower: F, isGone: boolean) => {
@@ -143,7 +159,8 @@ export function merge<F extends IFollower>(followers: readonly F[]): IMerged<F> 
       entries.set(id, { id, row, followers: [follower], isGone, offers: [] });
     } else if (known.isGone === isGone) {
       known.followers.push(follower);
-      known.row = isGone && row.snapshot.updated_at > known.row.snapshot.updated_at ? row : known.row;
+      known.row =
+        isGone && row.snapshot.updated_at > known.row.snapshot.updated_at ? row : known.row;
     }
   };
   followers.forEach(f => f.jobs.rows.forEach((row, id) => enter(id, row, f, false)));
@@ -160,37 +177,49 @@ export function merge<F extends IFollower>(followers: readonly F[]): IMerged<F> 
       }
     }
   }
-  const newest = (a: IEntry<F>, b: IEntry<F>) => b.row.submitted_at - a.row.submitted_at || (a.id < b.id ? -1 : 1);
+  const newest = (a: IEntry<F>, b: IEntry<F>) =>
+    submittedAt(b.row) - submittedAt(a.row) || (a.id < b.id ? -1 : 1);
   return { entries: [...entries.values()].sort(newest), offers: [...offers.values()] };
 }
 
-/** Whether something still happens to it, as far as anybody tells. */
-export const isActive = (entry: IEntry<unknown>): boolean => !entry.isGone && !OVER.has(entry.row.snapshot.status);
+/** Whether the job is attached and has not ended. */
+export const isActive = (entry: IEntry<unknown>): boolean =>
+  !entry.isGone && !ENDED.has(entry.row.snapshot.status);
 
-/** The line of a cell that shows a job. A cell is run, so nothing but the id of a job gets into it. */
+/**
+ * Return the source of a cell that shows a job. The cell is executed, so only a valid job ID may
+ * enter it.
+ */
 export function showLine(id: unknown): string {
-  if (!jobId(id)) {
-    throw new Error('This is not the id of a job, so no cell was made of it.');
+  const checked = jobId(id);
+  if (!checked) {
+    throw new Error('Invalid job ID. No cell was inserted.');
   }
-  return `%etrain show ${id}`;
+  return `%etrain show ${checked}`;
 }
 
-/** Whom a command is about: the selected job if it is active, else the only one that is, else the selected one. */
+/**
+ * Return the job that a command applies to: the selected job if active, else the only active job,
+ * else the selected one.
+ */
 export function targetOf<F>(entries: readonly IEntry<F>[], selected: string): IEntry<F> | null {
   const chosen = entries.find(entry => entry.id === selected) ?? null;
   const active = entries.filter(isActive);
   return chosen && isActive(chosen) ? chosen : active.length === 1 ? active[0] : chosen;
 }
 
-/** Why a request cannot be made of a job; empty where it can. */
+/** Return why a request is not possible; empty if it is. */
 export function whyNot(entry: IEntry<unknown> | null, request: string): string {
   if (!entry) {
     return 'Select a job in the etrain panel.';
   }
-  return entry.isGone ? 'No kernel follows the job.' : entry.row.snapshot.controls[request] ?? 'The kernel does not say.';
+  return entry.isGone
+    ? 'No kernel is attached to the job.'
+    : (entry.row.snapshot.controls[request] ??
+        'The kernel has not reported whether this is possible.');
 }
 
-/** The clusters that are up, each once, as they were told of last. */
+/** Return the running clusters, each once, by its newest report. */
 export function poolsOf(followers: readonly IFollower[]): IPool[] {
   const pools = new Map<string, IPool>();
   for (const pool of followers.flatMap(follower => follower.jobs.pools)) {
@@ -201,10 +230,13 @@ export function poolsOf(followers: readonly IFollower[]): IPool[] {
   return [...pools.values()];
 }
 
-/** Those that are up for nothing, unless a job has come since it was looked. */
-export function idlePools(followers: readonly IFollower[], entries: readonly IEntry<unknown>[]): IPool[] {
-  const newest = Math.max(...entries.filter(isActive).map(entry => entry.row.submitted_at));
-  return poolsOf(followers).filter(pool => pool.idle_s >= IDLE_AFTER_S && newest < pool.time);
+/** Return the clusters without a job, unless a job was submitted after the report. */
+export function idlePools(
+  followers: readonly IFollower[],
+  entries: readonly IEntry<unknown>[]
+): IPool[] {
+  const newestJob = Math.max(...entries.filter(isActive).map(entry => submittedAt(entry.row)));
+  return poolsOf(followers).filter(pool => pool.idle_s >= IDLE_AFTER_S && newestJob < pool.time);
 }
 
 export interface ICounts {

@@ -1,13 +1,16 @@
-// The way to a kernel's jobs: one comm a kernel, shared by all outputs of a notebook and by the side panel.
+// Connection to the jobs of a kernel: one comm per kernel, shared by all outputs of a notebook and
+// the side panel.
 import { ISessionContext } from '@jupyterlab/apputils';
 import { Kernel, KernelMessage } from '@jupyterlab/services';
+import { JSONObject } from '@lumino/coreutils';
 import { ISignal, Signal } from '@lumino/signaling';
 import { IJobSource } from './core';
+import { Buffer } from './job_data';
 import { IFollower, KernelJobs } from './jobs';
-import { Buffer } from './protocol';
+import { text } from './untrusted';
 
 const TARGET = 'etrain.jobs';
-/** The kernel tells its jobs for as long as somebody asks; see side_panel.py. */
+/** Interval of the requests that keep the kernel reporting its jobs; see side_panel.py. */
 const WATCH_EVERY_MS = 20000;
 const ANSWER_WITHIN_MS = 35000;
 
@@ -18,8 +21,11 @@ interface IListener {
 }
 
 /**
- * The kernel opens the comm on %load_ext; we never open one, so a kernel without etrain sees no more than one
- * question. After a reload of the page we look for the comm that the kernel already has.
+ * The comm of one notebook's kernel.
+ *
+ * The kernel opens the comm on %load_ext. The front end never does, so a kernel without etrain
+ * receives one comm_info_request and nothing else. After a page reload, that request finds the comm
+ * that is already open.
  */
 export class KernelLink implements IFollower {
   readonly jobs = new KernelJobs();
@@ -30,7 +36,7 @@ export class KernelLink implements IFollower {
   private readonly waiting = new Map<string, (level: string, text: string) => void>();
   private readonly changes = new Signal<this, void>(this);
 
-  /** The kernel told something about its jobs, came or went. */
+  /** The kernel reported on its jobs, connected or disconnected. */
   get changed(): ISignal<this, void> {
     return this.changes;
   }
@@ -55,18 +61,23 @@ export class KernelLink implements IFollower {
     }
   }
 
-  /** The kernel died or started anew. */
+  /** The kernel died or restarted. */
   drop(): void {
     this.comm = null;
     window.clearInterval(this.clock);
     this.jobs.lose();
-    this.waiting.forEach(answer => answer('error', 'The kernel is gone. Nobody knows whether that was done.'));
+    this.waiting.forEach(answer =>
+      answer(
+        'error',
+        'The kernel died or restarted before it answered. The request may have been carried out.'
+      )
+    );
     this.waiting.clear();
     this.listeners.forEach(listener => listener.onLink(false));
     this.changes.emit();
   }
 
-  /** Another kernel took the place of the one that we knew. */
+  /** The notebook has a different kernel now. */
   replace(kernel: Kernel.IKernelConnection | null | undefined): void {
     this.kernel = null;
     this.drop();
@@ -85,30 +96,37 @@ export class KernelLink implements IFollower {
     };
   }
 
-  /** Ask for something about a job (`request`) or about all of them (`session`), and be answered in words. */
-  ask(content: Record<string, unknown>): Promise<string> {
+  /**
+   * Send a request about one job (kind `request`) or about all jobs (kind `session`). Return the
+   * text of the answer.
+   */
+  request(content: Record<string, unknown>): Promise<string> {
     const view = Math.random().toString(36).slice(2);
     return new Promise((resolve, reject) => {
       if (!this.isUp) {
         reject(new Error('This kernel has not loaded etrain. Run %load_ext etrain_jupyter in it.'));
         return;
       }
-      const late = `The kernel has not answered within ${ANSWER_WITHIN_MS / 1000} s. What was asked for may still happen.`;
-      const timer = window.setTimeout(() => this.answer(view, 'error', late), ANSWER_WITHIN_MS);
+      const timeout = `The kernel did not answer within ${ANSWER_WITHIN_MS / 1000} s. The request may still be carried out.`;
+      const timer = window.setTimeout(() => this.answer(view, 'error', timeout), ANSWER_WITHIN_MS);
       this.waiting.set(view, (level, text) => {
         window.clearTimeout(timer);
-        level === 'error' ? reject(new Error(text)) : resolve(text);
+        if (level === 'error') {
+          reject(new Error(text));
+        } else {
+          resolve(text);
+        }
       });
       this.send({ ...content, view });
     });
   }
 
-  /** Have the kernel look for other jobs and for pools now. */
-  look(): void {
+  /** Make the kernel scan for other jobs and for pools now. */
+  scan(): void {
     this.send({ kind: 'session', ask: 'look' });
   }
 
-  /** Forget the jobs of kernels that are gone. */
+  /** Forget the jobs of dead kernels. */
   forget(): void {
     this.jobs.lost.clear();
     this.changes.emit();
@@ -116,7 +134,7 @@ export class KernelLink implements IFollower {
 
   private send(content: Record<string, unknown>): void {
     if (this.comm && !this.comm.isDisposed) {
-      this.comm.send(content as any);
+      this.comm.send(content as JSONObject);
     }
   }
 
@@ -142,7 +160,7 @@ export class KernelLink implements IFollower {
       this.jobs.take(content);
       this.changes.emit();
     } else if (content.kind === 'session' || content.kind === 'notice') {
-      this.answer(String(content.to), String(content.level), String(content.text ?? ''));
+      this.answer(text(content.to), text(content.level), text(content.text));
     }
     this.listeners.forEach(listener => {
       if (listener.jobId === content.job_id) {
@@ -152,15 +170,15 @@ export class KernelLink implements IFollower {
   }
 
   private answer(view: string, level: string, text: string): void {
-    const hear = this.waiting.get(view);
+    const receive = this.waiting.get(view);
     this.waiting.delete(view);
-    hear?.(level, text);
+    receive?.(level, text);
   }
 }
 
 const links = new WeakMap<ISessionContext, KernelLink>();
 
-/** The link of a notebook; it follows the notebook from kernel to kernel. */
+/** Return the link of a notebook. It stays the same when the notebook changes its kernel. */
 export function linkOf(context: ISessionContext): KernelLink {
   const known = links.get(context);
   if (known) {
@@ -170,7 +188,12 @@ export function linkOf(context: ISessionContext): KernelLink {
   links.set(context, link);
   context.kernelChanged.connect(() => link.replace(context.session?.kernel));
   context.statusChanged.connect((_, status) => {
-    if (status === 'restarting' || status === 'autorestarting' || status === 'dead' || status === 'terminating') {
+    if (
+      status === 'restarting' ||
+      status === 'autorestarting' ||
+      status === 'dead' ||
+      status === 'terminating'
+    ) {
       link.drop();
     }
   });

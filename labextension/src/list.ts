@@ -1,14 +1,15 @@
-// The list of jobs: a row each, always of the same height, with what a person asks most often.
-import { make, reconcile, setText } from './dom';
+// The list of jobs in the side panel: one row of fixed height per job.
+import { find, make, reconcile, setText } from './dom';
 import * as format from './format';
-import { IEntry, IFollower, IMerged, IOffer, isActive, OVER } from './jobs';
-import { checkpointTrouble, ISnapshot } from './protocol';
+import { IEntry, IFollower, IMerged, IOffer, isActive, ENDED } from './jobs';
+import { checkpointTrouble } from './protocol';
+import { ISnapshot } from './snapshot';
 
 const CURVE_WIDTH = 72;
 const CURVE_HEIGHT = 22;
-const SVG = 'http://www.w3.org/2000/svg';
+export const SVG = 'http://www.w3.org/2000/svg';
 
-/** A notebook that follows jobs. */
+/** A notebook that may be attached to jobs. */
 export interface INamed extends IFollower {
   readonly name: string;
 }
@@ -20,15 +21,15 @@ export interface IListActions {
   attach(jobId: string): void;
 }
 
-/** `4 of 8`; of a job that is over, none. */
+/** Workers as `4 of 8`; a dash for a job that has ended. */
 function workersOf(s: ISnapshot): string {
   const most = s.max_workers === null ? '' : ` of ${s.max_workers}`;
-  return OVER.has(s.status) ? format.NONE : `${s.world_size}${most}`;
+  return ENDED.has(s.status) ? format.NONE : `${s.world_size}${most}`;
 }
 
 export function statusOf(entry: IEntry<unknown>): string {
   const { status } = entry.row.snapshot;
-  return entry.isGone && !OVER.has(status) ? `last seen ${status}` : status;
+  return entry.isGone && !ENDED.has(status) ? `last seen ${status}` : status;
 }
 
 export class List<F extends INamed> {
@@ -43,13 +44,13 @@ export class List<F extends INamed> {
     this.rows.onkeydown = event => this.onKey(event);
     const title = make('h3');
     title.textContent = 'Running elsewhere';
-    title.title = 'Jobs of the run store that no open notebook follows';
-    this.offered.setAttribute('aria-label', 'jobs that run elsewhere');
+    title.title = 'Running jobs in the run store that no open notebook is attached to';
+    this.offered.setAttribute('aria-label', 'jobs running elsewhere');
     this.offers.append(title, this.offered);
     this.element.append(this.empty, this.rows, this.offers);
   }
 
-  /** `selected` is the job that the palette's commands are about. */
+  /** `selected` is the job that the palette's commands apply to. */
   draw({ entries, offers }: IMerged<F>, isUp: boolean, selected: string, now: number): void {
     const isEmpty = !entries.length && !offers.length;
     this.empty.hidden = !isEmpty;
@@ -64,7 +65,7 @@ export class List<F extends INamed> {
       e => this.row(e.id),
       (element, e) => {
         this.fillRow(element, e, now);
-        element.querySelector('.etrain-open')!.setAttribute('aria-current', String(e.id === selected));
+        find(element, '.etrain-open').setAttribute('aria-current', String(e.id === selected));
       }
     );
     this.offers.hidden = !offers.length;
@@ -77,16 +78,26 @@ export class List<F extends INamed> {
     );
   }
 
-  /** Put the keyboard on a job, else on the first one. */
+  /** Focus a job; without it, the first one. */
   focus(jobId = ''): void {
     const all = [...this.rows.querySelectorAll<HTMLElement>('.etrain-open')];
-    (all.find(open => open.closest('li')!.dataset.key === jobId) ?? all[0])?.focus();
+    const chosen = all.find(open => open.closest('li')?.dataset.key === jobId);
+    (chosen ?? all[0])?.focus();
   }
 
   private explain(isUp: boolean): void {
     const lines = isUp
-      ? ['No job yet.', 'Begin a cell with', '%%etrain distributed', 'or take “Insert a Training Cell” from the command palette.']
-      : ['No open notebook has loaded etrain.', 'Run in one of them', '%load_ext etrain_jupyter'];
+      ? [
+          'No jobs yet.',
+          'Start a cell with',
+          '%%etrain distributed',
+          'or choose “Insert a Training Cell” in the command palette.'
+        ]
+      : [
+          'No open notebook has loaded etrain.',
+          'Run this in one of them:',
+          '%load_ext etrain_jupyter'
+        ];
     const kinds = ['strong', 'p', 'code', 'p'] as const;
     const signature = lines.join('\n');
     if (this.empty.dataset.lines !== signature) {
@@ -111,7 +122,7 @@ export class List<F extends INamed> {
     head.append(open, make('span', 'etrain-status'));
     const progress = make('progress', 'etrain-progress');
     progress.max = 1;
-    progress.setAttribute('aria-hidden', 'true'); // the line below says it
+    progress.setAttribute('aria-hidden', 'true'); // the line below has the same information
     const where = make('div', 'etrain-row-line');
     where.append(make('span', 'etrain-where'), make('span', 'etrain-left'));
     const facts = make('div', 'etrain-row-facts');
@@ -123,7 +134,7 @@ export class List<F extends INamed> {
     const attach = make('button', 'etrain-link etrain-attach');
     attach.type = 'button';
     attach.textContent = 'Attach';
-    attach.title = 'Follow this job from the current notebook’s kernel';
+    attach.title = 'Attach to this job from the kernel of the current notebook';
     attach.onclick = () => this.actions.attach(id);
     foot.append(show, attach);
     row.append(head, progress, where, facts, foot);
@@ -132,7 +143,7 @@ export class List<F extends INamed> {
 
   private fillRow(row: HTMLElement, entry: IEntry<F>, now: number): void {
     const s = entry.row.snapshot;
-    const part = <E extends HTMLElement>(selector: string) => row.querySelector<E>(selector)!;
+    const part = (selector: string) => find(row, selector);
     const status = statusOf(entry);
     row.dataset.status = entry.isGone ? 'gone' : s.status;
     setText(part('.etrain-open'), s.name || entry.id);
@@ -141,15 +152,25 @@ export class List<F extends INamed> {
     pill.dataset.status = status === s.status ? s.status : 'gone';
     pill.title = s.reason;
     setText(pill, status);
-    part<HTMLProgressElement>('.etrain-progress').value = s.progress ?? 0;
+    (part('.etrain-progress') as HTMLProgressElement).value = s.progress ?? 0;
     const steps = s.total_steps === null ? '' : ` of ${format.count(s.total_steps)}`;
     const percent = s.progress === null ? '' : ` · ${Math.floor(s.progress * 100)} %`;
     setText(part('.etrain-where'), `step ${format.count(s.step)}${steps}${percent}`);
-    setText(part('.etrain-left'), isActive(entry) && s.eta_s !== null ? `${format.clock(s.eta_s)} left` : '');
+    setText(
+      part('.etrain-left'),
+      isActive(entry) && s.eta_s !== null ? `${format.clock(s.eta_s)} left` : ''
+    );
     const trouble = checkpointTrouble(s, isActive(entry) ? now : s.updated_at);
-    setFact(part('[data-fact=loss]'), s.loss !== null && Number.isFinite(s.loss) ? format.brief(s.loss) : format.number(s.loss));
+    setFact(
+      part('[data-fact=loss]'),
+      s.loss !== null && Number.isFinite(s.loss) ? format.brief(s.loss) : format.number(s.loss)
+    );
     setFact(part('[data-fact=workers]'), workersOf(s));
-    setFact(part('[data-fact=checkpoint]'), checkpointOf(s, isActive(entry) ? now : null, trouble), trouble);
+    setFact(
+      part('[data-fact=checkpoint]'),
+      checkpointOf(s, isActive(entry) ? now : null, trouble),
+      trouble
+    );
     drawCurve(part('.etrain-spark'), entry.row.curve);
     const names = [...new Set(entry.followers.map(follower => follower.name))];
     const show = part('.etrain-link');
@@ -159,7 +180,7 @@ export class List<F extends INamed> {
     const attach = part('.etrain-attach');
     attach.hidden = !entry.isGone || !entry.offers.length;
     attach.setAttribute('aria-label', `Attach to ${s.name}`);
-    const workers = OVER.has(s.status) ? '' : `, ${workersOf(s)} workers`;
+    const workers = ENDED.has(s.status) ? '' : `, ${workersOf(s)} workers`;
     const about = `${s.name || entry.id}, ${status}, ${part('.etrain-where').textContent}${workers}. Open`;
     if (part('.etrain-open').getAttribute('aria-label') !== about) {
       part('.etrain-open').setAttribute('aria-label', about);
@@ -187,20 +208,25 @@ export class List<F extends INamed> {
     pill.dataset.status = other.status;
     setText(pill, other.status);
     const steps = other.total_steps ? ` of ${format.count(other.total_steps)}` : '';
-    setText(row.querySelector('.etrain-where')!, `step ${format.count(other.step)}${steps}`);
-    const attach = row.querySelector<HTMLElement>('.etrain-link')!;
-    attach.title = `Follow it from the kernel of ${offers[0].name}`;
+    setText(find(row, '.etrain-where'), `step ${format.count(other.step)}${steps}`);
+    const attach = find(row, '.etrain-link');
+    attach.title = `Attach to this job from the kernel of ${offers[0].name}`;
     attach.setAttribute('aria-label', `Attach to ${other.name}`);
   }
 
-  /** Up, Down, Home and End go from job to job; Tab does so, too. */
+  /** Move between jobs with Up, Down, Home and End, in addition to Tab. */
   private onKey(event: KeyboardEvent): void {
     const all = [...this.rows.querySelectorAll<HTMLElement>('.etrain-open')];
     const at = all.indexOf(document.activeElement as HTMLElement);
-    const places: Record<string, number> = { ArrowDown: at + 1, ArrowUp: at - 1, Home: 0, End: all.length - 1 };
-    const place = places[event.key];
-    if (at >= 0 && place !== undefined && all[place]) {
-      all[place].focus();
+    const places: Record<string, number> = {
+      ArrowDown: at + 1,
+      ArrowUp: at - 1,
+      Home: 0,
+      End: all.length - 1
+    };
+    const next = event.key in places ? all[places[event.key]] : null;
+    if (at >= 0 && next) {
+      next.focus();
       event.preventDefault();
     }
   }
@@ -221,35 +247,42 @@ function setFact(element: HTMLElement, figure: string, alarm = ''): void {
   element.title = `${element.dataset.fact} ${figure}`;
 }
 
-/** How old the newest durable checkpoint is; its step where nobody counts the time any more. */
+/** Age of the newest durable checkpoint; its step once the job has ended. */
 function checkpointOf(s: ISnapshot, now: number | null, trouble: string): string {
   if (!s.checkpoint) {
     return trouble ? `${trouble}, none` : 'none yet';
   }
-  const age = now === null ? `step ${format.count(s.checkpoint.step)}` : `${format.age(now - s.checkpoint.time)} ago`;
+  const age =
+    now === null
+      ? `step ${format.count(s.checkpoint.step)}`
+      : `${format.age(now - s.checkpoint.time)} ago`;
   return trouble ? `${trouble}, ${age}` : age;
 }
 
 function curve(): SVGSVGElement {
-  const svg = document.createElementNS(SVG, 'svg') as SVGSVGElement;
+  const svg = document.createElementNS(SVG, 'svg');
   svg.setAttribute('class', 'etrain-spark');
   svg.setAttribute('viewBox', `0 0 ${CURVE_WIDTH} ${CURVE_HEIGHT}`);
   svg.setAttribute('preserveAspectRatio', 'none');
-  svg.setAttribute('aria-hidden', 'true'); // the figure beside it says where the loss is
+  svg.setAttribute('aria-hidden', 'true'); // the loss is next to it as text
   svg.append(document.createElementNS(SVG, 'path'));
   return svg;
 }
 
 function drawCurve(svg: Element, values: (number | null)[]): void {
   const path = curvePath(values, CURVE_WIDTH, CURVE_HEIGHT);
-  const element = svg.firstElementChild!;
-  if (element.getAttribute('d') !== path) {
+  const element = svg.firstElementChild;
+  if (element && element.getAttribute('d') !== path) {
     element.setAttribute('d', path);
   }
 }
 
-/** A small curve as an SVG path: the highest value at the top, gaps where there is no number. */
-export function curvePath(values: readonly (number | null)[], width: number, height: number): string {
+/** Return a sparkline as an SVG path. Null values are gaps. */
+export function curvePath(
+  values: readonly (number | null)[],
+  width: number,
+  height: number
+): string {
   const known = values.filter((value): value is number => value !== null);
   const least = Math.min(...known);
   const span = Math.max(...known) - least || 1;

@@ -1,8 +1,8 @@
-// The lists of a snapshot come in pieces: what changed in their rows. The twin of dashboard/changes.py.
+// Apply changes to the lists of a snapshot, row by row. The counterpart of changes.py.
 
 export type Row = Record<string, unknown>;
 
-/** The lists, and the field by which each knows its rows. */
+/** The lists, each with the field that identifies its rows. */
 export const LISTS = [
   ['events', 'id'],
   ['markers', 'id'],
@@ -10,18 +10,23 @@ export const LISTS = [
 ] as const;
 
 export interface IPatch {
-  /** New ones whole; of those that changed, the key and the fields that did. */
+  /** New rows with all fields; changed rows with their key and the changed fields. */
   rows: Row[];
-  /** Keys. */
+  /** Keys of removed rows. */
   gone: string[];
-  /** All keys, where the rows do not stand as before with the new ones at the end. */
+  /** All keys in order; empty if the order is unchanged and new rows are at the end. */
   order: string[];
 }
 
 export function patched(rows: Row[], key: string, { rows: changed, gone, order }: IPatch): Row[] {
-  const keyOf = (row: Row) => (typeof row[key] === 'object' ? '' : String(row[key])); // an object's own toString may throw
+  const keyOf = (row: Row) => {
+    const value = row[key];
+    return typeof value === 'string' || typeof value === 'number' ? String(value) : '';
+  };
   const byKey = new Map(rows.map(row => [keyOf(row), row]));
   changed.forEach(row => byKey.set(keyOf(row), { ...byKey.get(keyOf(row)), ...row }));
   gone.forEach(name => byKey.delete(name));
-  return order.length ? order.map(name => byKey.get(name)).filter(row => row !== undefined) : [...byKey.values()];
+  return order.length
+    ? order.map(name => byKey.get(name)).filter(row => row !== undefined)
+    : [...byKey.values()];
 }

@@ -1,4 +1,4 @@
-// YAML in cells that start with %%etrain: CodeMirror gets another language for as long as they do.
+// Highlight cells that start with %%etrain as YAML, by changing CodeMirror's language.
 import { LanguageSupport, StreamLanguage, StreamParser, StringStream } from '@codemirror/language';
 import { yaml } from '@codemirror/legacy-modes/mode/yaml';
 import { Compartment, EditorState, Extension, Prec } from '@codemirror/state';
@@ -7,7 +7,7 @@ import { ViewPlugin } from '@codemirror/view';
 const MAGIC = /^\s*%%etrain\b/;
 
 interface IState {
-  /** Whether the line of the magic itself is being read. */
+  /** Whether the parser is in the first line, that of the magic. */
   isHead: boolean;
   numWords: number;
   body: unknown;
@@ -17,7 +17,7 @@ const body = yaml as StreamParser<unknown>;
 
 const parser: StreamParser<IState> = {
   name: 'etrain-yaml',
-  startState: unit => ({ isHead: true, numWords: 0, body: body.startState!(unit) }),
+  startState: unit => ({ isHead: true, numWords: 0, body: body.startState?.(unit) }),
   copyState: state => ({
     ...state,
     body: body.copyState ? body.copyState(state.body) : { ...(state.body as object) }
@@ -31,8 +31,11 @@ const parser: StreamParser<IState> = {
 };
 
 /**
- * JupyterLab completes by every token of the cell that begins like the one at the cursor, and by all of them where
- * there is none. So all text is a token, blanks are not the beginning of one, and brackets are no part of `: `.
+ * Return the style of the next token of the body.
+ *
+ * JupyterLab offers as completions all tokens of the cell that start like the token at the cursor,
+ * or all tokens if there is none. So all text must be a token, no token may start with blanks, and
+ * brackets must not be part of `: `.
  */
 function bodyToken(stream: StringStream, state: IState): string {
   if (!stream.sol() && stream.eatSpace()) {
@@ -42,12 +45,16 @@ function bodyToken(stream: StringStream, state: IState): string {
   if (style !== 'meta' || !/^[[\]{}]$/.test(stream.current())) {
     return style;
   }
-  // The mode looks for a key at the beginning of a line and after a comma; one begins here, too.
+  // The YAML mode expects a key only at the start of a line and after a comma. A key may start
+  // here, too.
   (state.body as { pair: boolean }).pair = false;
   return 'bracket';
 }
 
-/** `%%etrain distributed --name digits  # comment`: magic, sub-command, flags, their values. */
+/**
+ * Return the style of the next token of the first line, such as `%%etrain distributed --name digits
+ * # comment`.
+ */
 function headToken(stream: StringStream, state: IState): string | null {
   const style = headStyle(stream, state);
   if (stream.eol()) {
@@ -76,17 +83,23 @@ function headStyle(stream: StringStream, state: IState): string | null {
 const language = new LanguageSupport(StreamLanguage.define(parser));
 
 /**
- * Switches the language of one editor by its first line, if that is wanted; `text` is what the cell holds at first.
- * `onChange` hears when what is wanted changes, and returns how to stop that.
+ * Return an extension that sets the language of one editor by its first line.
+ *
+ * `text` is the initial text of the cell. `onChange` registers a listener for changes of
+ * `isEnabled` and returns a function that removes it.
  */
-export function magicLanguage(text: string, isWanted: () => boolean, onChange: (hear: () => void) => () => void): Extension {
+export function magicLanguage(
+  text: string,
+  isEnabled: () => boolean,
+  onChange: (listener: () => void) => () => void
+): Extension {
   const slot = new Compartment();
   const choose = (isOn: boolean): Extension => (isOn ? Prec.highest(language) : []);
-  let isOn = isWanted() && MAGIC.test(text);
+  let isOn = isEnabled() && MAGIC.test(text);
   return [
     slot.of(choose(isOn)),
     EditorState.transactionExtender.of(transaction => {
-      const isNext = isWanted() && MAGIC.test(transaction.newDoc.sliceString(0, 64));
+      const isNext = isEnabled() && MAGIC.test(transaction.newDoc.sliceString(0, 64));
       if (isNext === isOn) {
         return null;
       }

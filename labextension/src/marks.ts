@@ -1,9 +1,13 @@
-// What happened, marked on the axis of the charts: a shape of its own for each kind, and its name on hover and focus.
+// Event markers of the charts: a shape per kind, and buttons that make them accessible to the
+// keyboard.
 import { make, reconcile, setText } from './dom';
 import * as format from './format';
-import { IMarker } from './protocol';
+import { IMarker } from './snapshot';
 
-/** Paths in a box from -5 to 5; `isLine` ones are drawn as lines, others filled. */
+/**
+ * SVG paths in a box from -5 to 5, stroked if `isLine` and filled otherwise; most important kind
+ * first.
+ */
 const SHAPES: Record<string, { path: string; isLine?: boolean; word: string }> = {
   failed: { path: 'M-2-5H2L5-2V2L2 5H-2L-5 2V-2Z', word: 'error' },
   lost: { path: 'M-4-4L4 4M4-4L-4 4', isLine: true, word: 'lost' },
@@ -17,30 +21,37 @@ const SHAPES: Record<string, { path: string; isLine?: boolean; word: string }> =
   checkpoint: { path: 'M0-4L4 0L0 4L-4 0Z', isLine: true, word: 'saved' }
 };
 const UNKNOWN = { path: 'M0-2A2 2 0 1 1-.01-2Z', word: '' };
-/** Where two fall on one spot, the one that stands first here is drawn. */
-const WEIGHTIEST = Object.keys(SHAPES);
-const shapeOf = (kind: string) => (Object.prototype.hasOwnProperty.call(SHAPES, kind) ? SHAPES[kind] : UNKNOWN);
-const weight = (marker: IMarker) => (WEIGHTIEST.indexOf(marker.kind) + 99) % 99;
+/** Of several markers at one place, the most important kind is drawn. */
+const BY_IMPORTANCE = Object.keys(SHAPES);
+const shapeOf = (kind: string) =>
+  Object.prototype.hasOwnProperty.call(SHAPES, kind) ? SHAPES[kind] : UNKNOWN;
+const importance = (marker: IMarker) => (BY_IMPORTANCE.indexOf(marker.kind) + 99) % 99;
 const NEAR_PX = 9;
 const MAX_NAMED = 5;
 const SVG = 'http://www.w3.org/2000/svg';
 
-/** The CSS variable of a kind's colour; of a kind that we do not know, that of faint text. */
-export const colourOf = (kind: string) => (shapeOf(kind) === UNKNOWN ? '--etrain-faint' : `--etrain-${kind}`);
-/** Lines through every chart are for what changed who trains; a checkpoint changes nothing. */
+/** CSS variable with the colour of a kind; that of faint text for an unknown kind. */
+export const colourOf = (kind: string) =>
+  shapeOf(kind) === UNKNOWN ? '--etrain-faint' : `--etrain-${kind}`;
+/**
+ * Whether a marker gets a line through every chart. A checkpoint does not: it does not affect
+ * training.
+ */
 export const isMajor = (marker: IMarker) => marker.kind !== 'checkpoint';
 export const isDashed = (kind: string) => kind !== 'lost' && kind !== 'failed';
 
 export interface IPlace {
-  /** CSS pixels from the left of the plot. */
+  /** Distance from the left edge of the plot, in CSS pixels. */
   at: number;
   markers: IMarker[];
 }
 
-/** Put markers that would cover each other into one place; its first one is the weightiest. */
+/** Group markers that would overlap. The first marker of a place is the most important one. */
 export function placesOf(markers: IMarker[], position: (marker: IMarker) => number): IPlace[] {
   const places: IPlace[] = [];
-  const sorted = markers.map(marker => ({ marker, at: position(marker) })).sort((a, b) => a.at - b.at);
+  const sorted = markers
+    .map(marker => ({ marker, at: position(marker) }))
+    .sort((a, b) => a.at - b.at);
   for (const { marker, at } of sorted) {
     const last = places[places.length - 1];
     if (last && at - last.at < NEAR_PX) {
@@ -50,28 +61,41 @@ export function placesOf(markers: IMarker[], position: (marker: IMarker) => numb
     }
   }
   for (const place of places) {
-    place.markers.sort((a, b) => weight(a) - weight(b));
+    place.markers.sort((a, b) => importance(a) - importance(b));
     place.at = position(place.markers[0]);
   }
   return places;
 }
 
-/** One line for each of a place's markers, the weightiest ones first. */
+/** Describe the markers of a place, one line each, most important first. */
 export function namesOf(markers: IMarker[]): string[] {
   const names = markers
     .slice(0, MAX_NAMED)
-    .map(marker => `step ${format.count(marker.step)}, ${format.timeOfDay(marker.time)}: ${marker.text}`);
+    .map(
+      marker =>
+        `step ${format.count(marker.step)}, ${format.timeOfDay(marker.time)}: ${marker.text}`
+    );
   return markers.length > MAX_NAMED ? [...names, `and ${markers.length - MAX_NAMED} more`] : names;
 }
 
-export function drawShape(ctx: CanvasRenderingContext2D, kind: string, x: number, y: number, scale: number): void {
+export function drawShape(
+  ctx: CanvasRenderingContext2D,
+  kind: string,
+  x: number,
+  y: number,
+  scale: number
+): void {
   const { path, isLine } = shapeOf(kind) as { path: string; isLine?: boolean };
   ctx.save();
   ctx.translate(x, y);
   ctx.scale(scale, scale);
   ctx.lineWidth = 1.6;
   const shape = new Path2D(path);
-  isLine ? ctx.stroke(shape) : ctx.fill(shape);
+  if (isLine) {
+    ctx.stroke(shape);
+  } else {
+    ctx.fill(shape);
+  }
   ctx.restore();
 }
 
@@ -91,10 +115,20 @@ export function icon(kind: string): SVGElement {
   return svg;
 }
 
-/** What the shapes mean. */
+/** Return the key of the shapes. */
 export function key(): HTMLElement {
   const element = make('span', 'etrain-key');
-  for (const kind of ['lost', 'notice', 'left', 'join', 'restored', 'paused', 'resumed', 'failed', 'checkpoint']) {
+  for (const kind of [
+    'lost',
+    'notice',
+    'left',
+    'join',
+    'restored',
+    'paused',
+    'resumed',
+    'failed',
+    'checkpoint'
+  ]) {
     const item = make('span');
     item.append(icon(kind), ` ${shapeOf(kind).word}`);
     element.append(item);
@@ -102,36 +136,44 @@ export function key(): HTMLElement {
   return element;
 }
 
-/** Buttons over the shapes of one chart: the way to them for a keyboard. One tab stop; arrows go from one to the next. */
+/**
+ * Invisible buttons over the shapes of one chart, for the keyboard: one tab stop, arrow keys move
+ * between them.
+ */
 export class MarkButtons {
   readonly element = make('div', 'etrain-marks');
 
   constructor(private readonly onShow: (place: IPlace | null) => void) {
     this.element.setAttribute('role', 'group');
-    this.element.setAttribute('aria-label', 'what happened, in order');
+    this.element.setAttribute('aria-label', 'events, in order');
     this.element.onkeydown = event => this.move(event);
   }
 
   draw(places: IPlace[]): void {
     const shown = places.slice(-80);
     const keyOf = (place: IPlace) => String(place.markers[0].seq);
-    const create = (place: IPlace) => this.create(place);
-    reconcile(this.element, shown, keyOf, create, (element, place) => {
-      element.style.transform = `translateX(${Math.round(place.at) - 7}px)`;
-      setText(element.firstElementChild as HTMLElement, namesOf(place.markers).join('; '));
-      const button = element as HTMLButtonElement & { etrainPlace?: IPlace };
-      button.etrainPlace = place;
-    });
+    reconcile(
+      this.element,
+      shown,
+      keyOf,
+      () => this.create(),
+      (element, place) => {
+        element.style.transform = `translateX(${Math.round(place.at) - 7}px)`;
+        setText(element.firstElementChild as HTMLElement, namesOf(place.markers).join('; '));
+        const button = element as HTMLButtonElement & { etrainPlace?: IPlace };
+        button.etrainPlace = place;
+      }
+    );
     if (!this.element.querySelector('[tabindex="0"]')) {
       (this.element.lastElementChild as HTMLElement | null)?.setAttribute('tabindex', '0');
     }
   }
 
-  private create(_place: IPlace): HTMLElement {
+  private create(): HTMLElement {
     const button = make('button') as HTMLButtonElement & { etrainPlace?: IPlace };
     button.type = 'button';
     button.tabIndex = -1;
-    button.append(make('span', 'etrain-spoken'));
+    button.append(make('span', 'etrain-visually-hidden'));
     button.onfocus = () => this.onShow(button.etrainPlace ?? null);
     button.onblur = () => this.onShow(null);
     button.onmouseenter = () => this.onShow(button.etrainPlace ?? null);

@@ -1,12 +1,13 @@
-// Draws application/vnd.etrain.job+json: live if the kernel follows the job, else what the notebook keeps of it.
+// Renderer of application/vnd.etrain.job+json: live if the kernel is attached to the job, else its
+// saved state.
 import { IRenderMime } from '@jupyterlab/rendermime-interfaces';
 import { Widget } from '@lumino/widgets';
 import { IMountedJob, mountJob } from './core';
 import { KernelLink } from './link';
-import { jobId } from './protocol';
+import { jobId } from './untrusted';
 
 export const MIME = 'application/vnd.etrain.job+json';
-/** Before the widget view, whose rank is -10. */
+/** Preferred to the widget view, whose rank is -10. */
 export const RANK = -20;
 
 export class JobOutput extends Widget implements IRenderMime.IRenderer {
@@ -19,14 +20,14 @@ export class JobOutput extends Widget implements IRenderMime.IRenderer {
     this.addClass('etrain-output');
   }
 
-  /** The kernel refreshes the saved output now and then: a mounted view stays and only hears of it. */
-  async renderModel(model: IRenderMime.IMimeModel): Promise<void> {
+  /** Mount the view, or refresh it: the kernel updates the saved output from time to time. */
+  renderModel(model: IRenderMime.IMimeModel): Promise<void> {
     this.saved = model.data[MIME] ?? {};
     const snapshot = (this.saved as { snapshot?: { job_id?: unknown } }).snapshot;
     const id = jobId(snapshot?.job_id);
     if (this.job && this.jobId === id) {
       this.job.refresh();
-      return;
+      return Promise.resolve();
     }
     this.job?.unmount();
     this.jobId = id;
@@ -34,6 +35,7 @@ export class JobOutput extends Widget implements IRenderMime.IRenderer {
       this.node,
       this.link.source(id, () => this.saved)
     );
+    return Promise.resolve();
   }
 
   dispose(): void {

@@ -1,6 +1,5 @@
-// The side panel: the list of all jobs, and the small dashboard of the one that was opened.
+// The side panel: the list of all jobs, and the compact dashboard of the opened job.
 import { LabIcon } from '@jupyterlab/ui-components';
-import { Message } from '@lumino/messaging';
 import { Widget } from '@lumino/widgets';
 import { IMountedJob, mountJob } from './core';
 import { make, setText } from './dom';
@@ -17,7 +16,7 @@ export const jobsIcon = new LabIcon({
     'd="M3 3h2v16h16v2H3zM7 5h2c1 6 4 9 12 9v2C11 16 8 12 7 5z"/></svg>'
 });
 
-/** The rows move at most that often; a kernel tells no more, but there may be several. */
+/** Minimum interval between redraws. One kernel reports no more often, but there may be several. */
 const DRAW_EVERY_MS = 500;
 
 export interface IPanelActions {
@@ -29,19 +28,25 @@ export class JobsPanel extends Widget {
   private readonly list: List<Follower>;
   private readonly head = make('header', 'etrain-side-head');
   private readonly count = make('span', 'etrain-tally');
-  private readonly spoken = make('span', 'etrain-spoken');
+  private readonly announcement = make('span', 'etrain-visually-hidden');
   private readonly clear = make('button', 'etrain-tool');
   private readonly pools = make('p', 'etrain-pools');
   private readonly detail = make('div', 'etrain-detail');
   private readonly host = make('div', 'etrain-host');
   private readonly goTo = make('button', 'etrain-tool');
+  private readonly backButton = this.button('‹ All jobs', 'Back to the list (Escape)', () =>
+    this.back()
+  );
   private opened = '';
   private mounted: { job: IMountedJob; link: KernelLink } | null = null;
   private drawnAt = 0;
   private timer = 0;
   private clock = 0;
 
-  constructor(private readonly session: Session, private readonly actions: IPanelActions) {
+  constructor(
+    private readonly session: Session,
+    private readonly actions: IPanelActions
+  ) {
     super();
     this.id = 'etrain-jobs';
     this.addClass('etrain-side');
@@ -56,7 +61,7 @@ export class JobsPanel extends Widget {
       attach: id => void actions.attach(id)
     });
     this.build();
-    session.changed.connect(this.schedule, this);
+    session.changed.connect(() => this.schedule(), this);
     this.schedule();
   }
 
@@ -67,29 +72,33 @@ export class JobsPanel extends Widget {
     super.dispose();
   }
 
-  /** Show the small dashboard of a job. */
+  /** Show the compact dashboard of a job. */
   open(jobId: string): void {
     if (this.session.find(jobId)) {
       this.leave();
       this.opened = jobId;
       this.session.select(jobId);
       this.draw();
-      this.detail.querySelector<HTMLElement>('.etrain-back')!.focus();
+      this.backButton.focus();
     }
   }
 
-  protected onActivateRequest(_: Message): void {
+  protected onActivateRequest(): void {
     if (!this.node.contains(document.activeElement)) {
-      this.opened ? this.detail.querySelector<HTMLElement>('.etrain-back')!.focus() : this.list.focus(this.session.selected);
+      if (this.opened) {
+        this.backButton.focus();
+      } else {
+        this.list.focus(this.session.selected);
+      }
     }
   }
 
-  protected onAfterShow(_: Message): void {
+  protected onAfterShow(): void {
     this.draw();
-    this.clock = window.setInterval(() => this.schedule(), 1000); // ages grow without messages
+    this.clock = window.setInterval(() => this.schedule(), 1000); // ages grow between messages
   }
 
-  protected onAfterHide(_: Message): void {
+  protected onAfterHide(): void {
     window.clearInterval(this.clock);
   }
 
@@ -125,21 +134,27 @@ export class JobsPanel extends Widget {
 
   private drawHead(): void {
     const { jobs, active, workers } = countsOf(this.session.merged.entries);
-    const heard = format.plural(jobs, 'job') + (jobs ? `, ${active || 'none'} active` : '');
-    setText(this.count, heard + (active ? `, ${format.plural(workers, 'worker')}` : ''));
-    setText(this.spoken, heard); // without the workers, who come and go too often to be told aloud
+    const summary = format.plural(jobs, 'job') + (jobs ? `, ${active || 'none'} active` : '');
+    setText(this.count, summary + (active ? `, ${format.plural(workers, 'worker')}` : ''));
+    setText(this.announcement, summary); // the number of workers changes too often to be announced
     this.clear.hidden = !this.session.hasLost || !!this.opened;
     this.pools.hidden = !this.session.idle.length;
-    setText(this.pools, this.session.idle.map(pool => `⚠ ${describeIdle(pool, Date.now() / 1000)}`).join('\n'));
+    setText(
+      this.pools,
+      this.session.idle.map(pool => `⚠ ${describeIdle(pool, Date.now() / 1000)}`).join('\n')
+    );
   }
 
-  /** Another kernel may tell of the job than the one that did; then it is asked. */
+  /** Mount the dashboard; mount it again if a different kernel reports the job now. */
   private drawDetail(entry: Entry): void {
     const { link } = entry.followers[0];
     if (this.mounted?.link !== link) {
       this.mounted?.job.unmount();
       const saved = () => this.session.find(entry.id)?.row.saved ?? entry.row.saved;
-      this.mounted = { job: mountJob(this.host, link.source(entry.id, saved), { isCompact: true }), link };
+      this.mounted = {
+        job: mountJob(this.host, link.source(entry.id, saved), { isCompact: true }),
+        link
+      };
     }
   }
 
@@ -149,7 +164,9 @@ export class JobsPanel extends Widget {
     this.leave();
     if (this.isVisible) {
       this.draw();
-      hadFocus && this.list.focus(id);
+      if (hadFocus) {
+        this.list.focus(id);
+      }
     }
   }
 
@@ -161,27 +178,31 @@ export class JobsPanel extends Widget {
 
   private showInNotebook(id: string): void {
     const entry = this.session.find(id);
-    entry && void this.actions.show(entry);
+    if (entry) {
+      void this.actions.show(entry);
+    }
   }
 
   private build(): void {
     const title = make('h2');
     title.textContent = 'etrain jobs';
-    this.spoken.setAttribute('role', 'status');
-    const look = this.button('⟳', 'Look for jobs that run elsewhere', () => this.session.look());
-    look.setAttribute('aria-label', look.title);
+    this.announcement.setAttribute('role', 'status');
+    const refresh = this.button('⟳', 'Refresh the jobs that run elsewhere', () =>
+      this.session.scan()
+    );
+    refresh.setAttribute('aria-label', refresh.title);
     this.clear.textContent = 'Clear';
     this.clear.type = 'button';
-    this.clear.title = 'Forget the jobs whose kernel is gone; the jobs themselves are not touched';
+    this.clear.title =
+      'Remove jobs of dead kernels from this list. The jobs themselves are not affected.';
     this.clear.onclick = () => this.session.forget();
-    this.head.append(title, this.spoken, this.clear, look);
+    this.head.append(title, this.announcement, this.clear, refresh);
     this.goTo.type = 'button';
     this.goTo.textContent = 'Show in Notebook';
     this.goTo.onclick = () => this.showInNotebook(this.opened);
-    const back = this.button('‹ All jobs', 'Back to the list (Escape)', () => this.back());
-    back.classList.add('etrain-back');
+    this.backButton.classList.add('etrain-back');
     const bar = make('div', 'etrain-detail-bar');
-    bar.append(back, this.goTo);
+    bar.append(this.backButton, this.goTo);
     this.detail.append(bar, this.host);
     this.detail.onkeydown = event => event.key === 'Escape' && this.back();
     this.node.append(this.head, this.count, this.pools, this.list.element, this.detail);
@@ -197,9 +218,12 @@ export class JobsPanel extends Widget {
   }
 }
 
-/** What an idle pool costs, and how it ends. */
+/** Describe an idle pool: since when, its workers, and when it shuts down. */
 export function describeIdle(pool: IPool, now: number): string {
   const passed = Math.max(0, now - pool.time);
-  const left = pool.ends_in_s === null ? 'until %etrain down' : `ends in ${format.age(pool.ends_in_s - passed)}`;
+  const left =
+    pool.ends_in_s === null
+      ? 'runs until %etrain down'
+      : `shuts down in ${format.age(pool.ends_in_s - passed)}`;
   return `pool ${pool.pool} is up and idle for ${format.age(pool.idle_s + passed)}: ${format.plural(pool.workers, 'worker')}, ${left}`;
 }

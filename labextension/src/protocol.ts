@@ -1,415 +1,188 @@
-// What comes from the kernel or from a saved notebook. Both are treated as hostile: every field is checked and
-// coerced here, once, so that the drawing code can trust it. See etrain_jupyter/dashboard/feed.py for the messages.
-import { Curve } from './columns';
-import { LISTS, patched } from './lists';
+// Check and convert snapshots. They are untrusted: every field is checked here, once, so that the
+// drawing code can rely on its type. feed.py describes the messages.
+import {
+  IBestValue,
+  IChartList,
+  ICostSummary,
+  IErrorSummary,
+  IEventLine,
+  ILatestCheckpoint,
+  ILatestEval,
+  IMarker,
+  ISnapshot,
+  ITimeSplit,
+  IWorkerRow
+} from './snapshot';
+import {
+  finite,
+  finiteOrNull,
+  jobId,
+  line,
+  list,
+  numberOrNull,
+  numbers,
+  object,
+  Raw,
+  text,
+  textList,
+  texts
+} from './untrusted';
 
-export interface IWorker {
-  worker: string;
-  rank: number | null;
-  state: string;
-  note: string;
-  device: string;
-  machine: string;
-  zone: string;
-  lifecycle: string;
-  usd_per_h: number | null;
-  trainer_pid: number | null;
-  steps: number;
-  waits_for: string;
-  /** What its latest steps took; null until it has told. */
-  split: { step: number; num_steps: number; samples_per_s: number | null; shares: Record<string, number> } | null;
-}
-export interface IEventLine {
-  seq: number;
-  time: number;
-  kind: string;
-  level: string;
-  text: string;
-}
-export interface IMarker {
-  seq: number;
-  step: number;
-  time: number;
-  kind: string;
-  text: string;
-}
-export interface ISnapshot {
-  job_id: string;
-  name: string;
-  status: string;
-  reason: string;
-  started_at: number | null;
-  updated_at: number;
-  step: number;
-  total_steps: number | null;
-  epoch: number;
-  epochs: number | null;
-  progress: number | null;
-  eta_s: number | null;
-  elapsed_s: number | null;
-  loss: number | null;
-  lr: number | null;
-  metrics: Record<string, number>;
-  eval: { step: number; loss: number | null; metrics: Record<string, number> } | null;
-  samples_per_s: number | null;
-  global_batch_size: number | null;
-  world_size: number;
-  min_workers: number | null;
-  max_workers: number | null;
-  generation: number;
-  num_lost: number;
-  num_preempted: number;
-  checkpoint: { step: number; time: number; size_bytes: number } | null;
-  /** Overdue `limit_s` seconds after `since`, if both are known; `failed` says what went wrong after the newest. */
-  checkpoint_due: { since: number | null; limit_s: number | null; failed: string };
-  /** What the machines cost, where their pool knows it. */
-  cost: { spent_usd: number; saved_usd: number; wasted_usd: number } | null;
-  /** Why each request cannot be made now; empty where it can. */
-  controls: Record<string, string>;
-  error: { error: string; traceback: string } | null;
-  charts: { metrics: string[]; has_eval: boolean };
-  workers: IWorker[];
-  events: IEventLine[];
-  markers: IMarker[];
-}
+const MAX_METRICS = 8;
 
-export type Raw = Record<string, unknown>;
-const MAX_ITEMS = 2000;
-const MAX_TEXT = 20000;
-/** Beyond any step, second or byte that there will be, and far from where arithmetic breaks. */
-const MAX_NUMBER = 1e15;
-
-export const object = (value: unknown): Raw => (value && typeof value === 'object' && !Array.isArray(value) ? (value as Raw) : {});
-export const list = (value: unknown): Raw[] => (Array.isArray(value) ? value.slice(0, MAX_ITEMS).map(object) : []);
-export const text = (value: unknown): string =>
-  (typeof value === 'string' ? value : typeof value === 'number' ? String(value) : '').slice(0, MAX_TEXT);
-
-/** What may be the id of a job: one word, in a cell and in a path. The same pattern as in untrusted.py. */
-const JOB_ID = /^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$/;
-/** The id of a job; empty for anything else, which is never made a cell of or sent anywhere. */
-export const jobId = (value: unknown): string => (typeof value === 'string' && JOB_ID.test(value) ? value : '');
-
-const MAX_LINE = 200;
-/** Control characters, and what ends a line or turns the direction of text around. */
-const NOT_IN_A_LINE = /[\u0000-\u001f\u007f-\u009f\u2028\u2029\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]+/g;
-/** A text of one line, for a title or a name. */
-export const line = (value: unknown): string => text(value).slice(0, MAX_LINE).replace(NOT_IN_A_LINE, ' ');
-
-const texted = (value: unknown): string[] => (Array.isArray(value) ? value.slice(0, MAX_ITEMS).map(text) : []);
-
-/** A number; null where there is none. The strings NaN and Infinity stand for what JSON lacks. */
-function maybe(value: unknown): number | null {
-  if (typeof value === 'number') {
-    return value;
-  }
-  return value === 'NaN' || value === 'Infinity' || value === '-Infinity' ? Number(value) : null;
-}
-export const finiteOrNull = (value: unknown): number | null => {
-  const n = maybe(value);
-  return n !== null && Number.isFinite(n) ? Math.min(MAX_NUMBER, Math.max(-MAX_NUMBER, n)) : null;
-};
-/** A finite number, 0 if it is not. */
-export const finite = (value: unknown): number => finiteOrNull(value) ?? 0;
-
-function numbers(value: unknown): Record<string, number> {
-  const out: Record<string, number> = Object.create(null);
-  for (const [key, item] of Object.entries(object(value)).slice(0, 50)) {
-    const n = maybe(item);
-    if (n !== null) {
-      out[key] = n;
-    }
-  }
-  return out;
-}
-
-function texts(value: unknown): Record<string, string> {
-  return Object.fromEntries(Object.entries(object(value)).slice(0, 50).map(([key, item]) => [key, text(item)]));
-}
-
-function asWorker(w: Raw): IWorker {
-  const split = w.split ? object(w.split) : null;
-  return {
-    worker: text(w.worker),
-    rank: finiteOrNull(w.rank),
-    state: text(w.state),
-    note: text(w.note),
-    device: text(w.device),
-    machine: text(w.machine),
-    zone: text(w.zone),
-    lifecycle: text(w.lifecycle),
-    usd_per_h: finiteOrNull(w.usd_per_h),
-    trainer_pid: finiteOrNull(w.trainer_pid),
-    steps: finite(w.steps),
-    waits_for: text(w.waits_for),
-    split: split && {
-      step: finite(split.step),
-      num_steps: finite(split.num_steps),
-      samples_per_s: maybe(split.samples_per_s),
-      shares: numbers(split.shares)
-    }
-  };
-}
-
-/** Make a whole snapshot of whatever came. */
+/** Convert any value to a snapshot. Missing and invalid fields get defaults. */
 export function asSnapshot(value: unknown): ISnapshot {
   const raw = object(value);
-  const charts = object(raw.charts);
-  const evaluated = raw.eval ? object(raw.eval) : null;
-  const checkpoint = raw.checkpoint ? object(raw.checkpoint) : null;
   const due = object(raw.checkpoint_due);
-  const cost = raw.cost ? object(raw.cost) : null;
-  const error = raw.error ? object(raw.error) : null;
   const progress = finiteOrNull(raw.progress);
   return {
     job_id: jobId(raw.job_id),
     name: line(raw.name),
     status: line(raw.status) || 'unknown',
     reason: text(raw.reason),
+    pool: text(raw.pool),
+    submitted_at: finiteOrNull(raw.submitted_at),
     started_at: finiteOrNull(raw.started_at),
     updated_at: finite(raw.updated_at),
+    ended_at: finiteOrNull(raw.ended_at),
     step: finite(raw.step),
     total_steps: finiteOrNull(raw.total_steps),
     epoch: finite(raw.epoch),
     epochs: finiteOrNull(raw.epochs),
-    progress: progress === null ? null : Math.min(1, Math.max(0, progress)),
-    eta_s: finiteOrNull(raw.eta_s),
-    elapsed_s: finiteOrNull(raw.elapsed_s),
-    loss: maybe(raw.loss),
-    lr: maybe(raw.lr),
+    loss: numberOrNull(raw.loss),
+    lr: numberOrNull(raw.lr),
     metrics: numbers(raw.metrics),
-    eval: evaluated && { step: finite(evaluated.step), loss: maybe(evaluated.loss), metrics: numbers(evaluated.metrics) },
-    samples_per_s: maybe(raw.samples_per_s),
+    eval: orNull(raw.eval, asEval),
+    best: orNull(raw.best, asBest),
     global_batch_size: finiteOrNull(raw.global_batch_size),
+    num_parameters: finiteOrNull(raw.num_parameters),
     world_size: finite(raw.world_size),
     min_workers: finiteOrNull(raw.min_workers),
     max_workers: finiteOrNull(raw.max_workers),
     generation: finite(raw.generation),
+    num_generations: finite(raw.num_generations),
     num_lost: finite(raw.num_lost),
     num_preempted: finite(raw.num_preempted),
-    checkpoint: checkpoint && {
-      step: finite(checkpoint.step),
-      time: finite(checkpoint.time),
-      size_bytes: finite(checkpoint.size_bytes)
-    },
-    checkpoint_due: { since: finiteOrNull(due.since), limit_s: finiteOrNull(due.limit_s), failed: text(due.failed) },
-    cost: cost && {
-      spent_usd: finite(cost.spent_usd),
-      saved_usd: finite(cost.saved_usd),
-      wasted_usd: finite(cost.wasted_usd)
+    num_undone: finite(raw.num_undone),
+    stall_s: finiteOrNull(raw.stall_s),
+    checkpoint: orNull(raw.checkpoint, asCheckpoint),
+    cost: orNull(raw.cost, asCost),
+    error: orNull(raw.error, asError),
+    charts: asCharts(object(raw.charts)),
+    progress: progress === null ? null : Math.min(1, Math.max(0, progress)),
+    eta_s: finiteOrNull(raw.eta_s),
+    elapsed_s: finiteOrNull(raw.elapsed_s),
+    samples_per_s: numberOrNull(raw.samples_per_s),
+    checkpoint_due: {
+      since: finiteOrNull(due.since),
+      limit_s: finiteOrNull(due.limit_s),
+      failed: text(due.failed)
     },
     controls: texts(raw.controls),
-    error: error && { error: text(error.error), traceback: text(error.traceback) },
-    charts: {
-      metrics: (Array.isArray(charts.metrics) ? charts.metrics : []).slice(0, 8).map(text),
-      has_eval: charts.has_eval === true
-    },
     workers: list(raw.workers).map(asWorker),
-    events: list(raw.events).map(e => ({
-      seq: finite(e.seq),
-      time: finite(e.time),
-      kind: text(e.kind),
-      level: text(e.level),
-      text: text(e.text)
-    })),
-    markers: list(raw.markers).map(m => ({
-      seq: finite(m.seq),
-      step: finite(m.step),
-      time: finite(m.time),
-      kind: text(m.kind),
-      text: text(m.text)
-    }))
+    events: list(raw.events).map(asEvent),
+    markers: list(raw.markers).map(asMarker)
   };
 }
 
-/** When the newest event of a saved picture happened. */
-export const savedAt = (saved: unknown): number => finite(object(object(saved).snapshot).updated_at);
-
-export type Buffer = ArrayBuffer | ArrayBufferView;
-
-/** Copy a buffer's bytes: what arrives may be unaligned. */
-function bytesOf(buffer: Buffer): ArrayBuffer {
-  return buffer instanceof ArrayBuffer
-    ? buffer
-    : (buffer.buffer.slice(buffer.byteOffset, buffer.byteOffset + buffer.byteLength) as ArrayBuffer);
+function orNull<T>(value: unknown, convert: (raw: Raw) => T): T | null {
+  return value ? convert(object(value)) : null;
 }
 
-const BYTES_A_ROW = 12;
-const MEAN = 'mean.';
-export type Taken = 'news' | 'detail' | 'gap' | 'nothing';
+const asEval = (raw: Raw): ILatestEval => ({
+  step: finite(raw.step),
+  epoch: finite(raw.epoch),
+  samples: finite(raw.samples),
+  loss: numberOrNull(raw.loss),
+  metrics: numbers(raw.metrics)
+});
 
-/** The curves of whose means a smoothed line is drawn; the same rule as `_is_noisy` in feed.py. */
-const isNoisy = (name: string) => name === 'loss' || name === 'samples_per_s' || name.startsWith('metrics.');
+const asBest = (raw: Raw): IBestValue => ({
+  step: finite(raw.step),
+  metric: line(raw.metric),
+  value: numberOrNull(raw.value)
+});
 
-/** Curves by name. Where the kernel had no need to thin, the points serve as their own means. */
-class Curves {
-  private readonly byName = new Map<string, Curve>();
+const asCheckpoint = (raw: Raw): ILatestCheckpoint => ({
+  step: finite(raw.step),
+  time: finite(raw.time),
+  size_bytes: finite(raw.size_bytes),
+  count: finite(raw.count)
+});
 
-  get(name: string): Curve | undefined {
-    return this.byName.get(name);
-  }
+const asCost = (raw: Raw): ICostSummary => ({
+  spent_usd: finite(raw.spent_usd),
+  saved_usd: finite(raw.saved_usd),
+  wasted_usd: finite(raw.wasted_usd)
+});
 
-  has(name: string): boolean {
-    return this.byName.has(name);
-  }
+const asError = (raw: Raw): IErrorSummary => ({
+  error: text(raw.error),
+  traceback: text(raw.traceback),
+  workers: textList(raw.workers),
+  step: finite(raw.step)
+});
 
-  append(name: string, x: ArrayLike<number>, y: ArrayLike<number>): void {
-    let curve = this.byName.get(name);
-    if (!curve) {
-      curve = new Curve(name.startsWith(MEAN));
-      this.byName.set(name, curve);
-    }
-    curve.append(x, y);
-  }
+const asCharts = (raw: Raw): IChartList => ({
+  metrics: textList(raw.metrics).slice(0, MAX_METRICS),
+  has_eval: raw.has_eval === true
+});
 
-  /** Take blocks of a message. */
-  take(blocks: Raw[], buffers: readonly Buffer[]): void {
-    const names = new Set(blocks.map(block => text(block.name)));
-    blocks.forEach((block, i) => {
-      const name = text(block.name);
-      const rows = finite(block.rows);
-      const buffer = buffers[i];
-      if (!buffer || buffer.byteLength !== rows * BYTES_A_ROW) {
-        return;
-      }
-      const bytes = bytesOf(buffer);
-      this.add(name, new Float64Array(bytes, 0, rows), new Float32Array(bytes, rows * 8, rows), names);
-    });
-  }
+const asWorker = (raw: Raw): IWorkerRow => ({
+  worker: text(raw.worker),
+  rank: finiteOrNull(raw.rank),
+  state: text(raw.state),
+  note: text(raw.note),
+  device: text(raw.device),
+  machine: text(raw.machine),
+  zone: text(raw.zone),
+  lifecycle: text(raw.lifecycle),
+  usd_per_h: finiteOrNull(raw.usd_per_h),
+  trainer_pid: finiteOrNull(raw.trainer_pid),
+  steps: finite(raw.steps),
+  split: orNull(raw.split, asSplit),
+  waits_for: text(raw.waits_for)
+});
 
-  /** Take curves of a saved notebook; points that go backwards are left out. */
-  load(series: Raw): void {
-    const entries = Object.entries(series).slice(0, 50);
-    const names = new Set(entries.map(([name]) => name));
-    for (const [name, value] of entries) {
-      const x = written(object(value).x).map(finite);
-      const y = written(object(value).y);
-      if (x.length === y.length) {
-        const rising = rowsThatRise(x);
-        this.add(name, rising.map(i => x[i]), rising.map(i => y[i]), names);
-      }
-    }
-  }
+const asSplit = (raw: Raw): ITimeSplit => ({
+  step: finite(raw.step),
+  num_steps: finite(raw.num_steps),
+  samples_per_s: finite(raw.samples_per_s),
+  shares: numbers(raw.shares)
+});
 
-  private add(name: string, x: ArrayLike<number>, y: ArrayLike<number>, names: Set<string>): void {
-    this.append(name, x, y);
-    if (isNoisy(name) && !names.has(MEAN + name)) {
-      this.append(MEAN + name, x, y);
-    }
-  }
-}
+const asEvent = (raw: Raw): IEventLine => ({
+  id: finite(raw.id),
+  seq: finite(raw.seq),
+  time: finite(raw.time),
+  kind: text(raw.kind),
+  level: text(raw.level),
+  text: text(raw.text)
+});
 
-const MAX_SAVED = 20000;
+const asMarker = (raw: Raw): IMarker => ({
+  id: finite(raw.id),
+  seq: finite(raw.seq),
+  step: finite(raw.step),
+  time: finite(raw.time),
+  kind: text(raw.kind),
+  text: text(raw.text)
+});
 
-/** Numbers of a saved curve: one text, since in a list JupyterLab gives each a line of its own. */
-const written = (value: unknown): number[] => (typeof value === 'string' && value ? value.split(' ', MAX_SAVED).map(Number) : []);
+/** Return the time of the newest event of a saved job. */
+export const savedAt = (saved: unknown): number =>
+  finite(object(object(saved).snapshot).updated_at);
 
-function rowsThatRise(x: number[]): number[] {
-  let highest = -Infinity;
-  return x.flatMap((value, i) => {
-    const isRising = value >= highest;
-    highest = Math.max(highest, value);
-    return isRising ? [i] : [];
-  });
-}
-
-interface IDetail {
-  first: number;
-  last: number;
-  curves: Curves;
-}
-
-/** All that one view knows of its job. */
-export class JobData {
-  snapshot = asSnapshot({});
-  curves = new Curves();
-  /** Whether every message since the last start has come. */
-  isSynced = false;
-  /** The curves of the steps that somebody zoomed to, as the kernel has them. */
-  private detail: IDetail | null = null;
-  private rawSnapshot: Raw = {};
-  private seq = 0;
-
-  constructor(readonly view: string) {}
-
-  /** Start from what a notebook keeps. */
-  load(saved: unknown): void {
-    const raw = object(saved);
-    this.rawSnapshot = object(raw.snapshot);
-    this.snapshot = asSnapshot(this.rawSnapshot);
-    this.begin();
-    this.curves.load(object(raw.series));
-    this.isSynced = false;
-  }
-
-  /** Take a message of the kernel's; `gap` means that some were missed and a hello is due. */
-  take(content: unknown, buffers: readonly Buffer[]): Taken {
-    const message = object(content);
-    if (typeof message.seq !== 'number') {
-      return 'nothing';
-    }
-    const isNext = message.seq === this.seq + 1;
-    this.seq = message.seq;
-    const isMine = !message.to || message.to === this.view;
-    if (this.isSynced && !isNext && !(message.reset && isMine)) {
-      this.isSynced = false;
-      return 'gap';
-    }
-    if (message.kind === 'detail' && isMine && this.isSynced) {
-      this.detail = { first: finite(message.first), last: finite(message.last), curves: new Curves() };
-      this.detail.curves.take(list(message.blocks), buffers);
-      return 'detail';
-    }
-    if (message.kind !== 'update' || !isMine || !(message.reset || this.isSynced)) {
-      return 'nothing';
-    }
-    if (message.reset) {
-      this.begin();
-      this.rawSnapshot = {};
-    }
-    this.rawSnapshot = { ...this.rawSnapshot, ...object(message.snapshot) };
-    for (const [name, key] of LISTS) {
-      const { rows, gone, order } = object(object(message.lists)[name]);
-      if (rows || gone || order) {
-        const patch = { rows: list(rows), gone: texted(gone), order: texted(order) };
-        this.rawSnapshot[name] = patched(list(this.rawSnapshot[name]), key, patch);
-      }
-    }
-    this.snapshot = asSnapshot(this.rawSnapshot);
-    this.curves.take(list(message.blocks), buffers);
-    if (this.detail && this.detail.last >= this.snapshot.step) {
-      this.detail.curves.take(list(message.blocks), buffers);
-    }
-    this.isSynced = true;
-    return 'news';
-  }
-
-  /** Whether the kernel has told all that it knows between two steps. */
-  hasDetail(first: number, last: number): boolean {
-    return this.detail !== null && this.detail.first <= first && this.detail.last >= last;
-  }
-
-  /** The curve that tells most between two steps. */
-  curveIn(name: string, first: number, last: number): Curve | undefined {
-    return this.hasDetail(first, last) ? this.detail!.curves.get(name) : this.curves.get(name);
-  }
-
-  /** The curve of means of another one. */
-  meansIn(name: string, first: number, last: number): Curve | undefined {
-    return this.curveIn(MEAN + name, first, last);
-  }
-
-  private begin(): void {
-    this.curves = new Curves();
-    this.detail = null;
-  }
-}
-
-/** What is wrong with the newest checkpoint at `now`, in seconds; the same rule as `trouble_of` in freshness.py. */
+/**
+ * Return the problem with the newest checkpoint at `now`, in seconds. The same rule as `trouble_of`
+ * in freshness.py.
+ */
 export function checkpointTrouble(s: ISnapshot, now: number): '' | 'failed' | 'overdue' {
   const { since, limit_s, failed } = s.checkpoint_due;
   if (failed) {
     return 'failed';
   }
-  const isOverdue = s.status === 'running' && since !== null && limit_s !== null && now - since > limit_s;
+  const isOverdue =
+    s.status === 'running' && since !== null && limit_s !== null && now - since > limit_s;
   return isOverdue ? 'overdue' : '';
 }

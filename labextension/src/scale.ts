@@ -1,11 +1,12 @@
-// The vertical axis: its range and its ticks, straight or logarithmic. Logarithms are taken here, not by the plot.
+// Range and ticks of the vertical axis, linear or logarithmic. Logarithms are computed here, not by
+// uPlot.
 import { Points } from './columns';
 
 const MAX_TICKS = 5;
-/** What the logarithm of a single value, or of nothing, is shown within. */
-const LEAST_DECADES = 0.1;
+/** Minimum height of a logarithmic range, in decades. */
+const MIN_DECADES = 0.1;
 
-/** A range around the values, with a little room; from 0 where that means something. */
+/** Return a range around the values with a margin; it starts at 0 if `isFromZero`. */
 export function range(values: number[], isFromZero: boolean): [number, number] {
   let low = isFromZero ? 0 : Infinity;
   let high = -Infinity;
@@ -20,7 +21,7 @@ export function range(values: number[], isFromZero: boolean): [number, number] {
   return [isFromZero ? low : low - margin, high + margin];
 }
 
-/** The same for the logarithms of positive values. */
+/** Return a range around the logarithms of positive values. */
 export function logRange(values: number[]): [number, number] {
   let low = Infinity;
   let high = -Infinity;
@@ -31,24 +32,26 @@ export function logRange(values: number[]): [number, number] {
   if (!(high > -Infinity)) {
     return [0, 1];
   }
-  const margin = Math.max((high - low) * 0.06, LEAST_DECADES / 2);
+  const margin = Math.max((high - low) * 0.06, MIN_DECADES / 2);
   return [low - margin, high + margin];
 }
 
-/** The logarithms of points; what has none is a gap. */
+/** Return the logarithms of points. A value that is not positive becomes a gap. */
 export function logged([x, y]: Points): Points {
   return [x, y.map(value => (value !== null && value > 0 ? Math.log10(value) : null))];
 }
 
-/** Few round numbers in a range. */
+/** Return a few round numbers in a range. */
 export function splits([low, high]: [number, number], isCount: boolean): number[] {
   const step = roundStep((high - low) / MAX_TICKS, isCount);
   const first = Math.ceil(low / step);
   const last = Math.floor(high / step);
-  return Array.from({ length: Math.min(20, Math.max(0, last - first + 1)) }, (_, i) => Number(((first + i) * step).toPrecision(12)));
+  return Array.from({ length: Math.min(20, Math.max(0, last - first + 1)) }, (_, i) =>
+    Number(((first + i) * step).toPrecision(12))
+  );
 }
 
-/** The logarithms of round numbers whose logarithms lie in a range. */
+/** Return the logarithms of round numbers, for a range of logarithms. */
 export function logSplits([low, high]: [number, number]): number[] {
   if (high - low < 0.7) {
     const straight = splits([10 ** low, 10 ** high], false);
@@ -70,6 +73,8 @@ export function logSplits([low, high]: [number, number]): number[] {
 
 function roundStep(rough: number, isCount: boolean): number {
   const power = 10 ** Math.floor(Math.log10(rough || 1));
-  const step = [1, 2, 5, 10].map(factor => factor * power).find(candidate => candidate >= rough * 0.8) ?? rough;
+  const step =
+    [1, 2, 5, 10].map(factor => factor * power).find(candidate => candidate >= rough * 0.8) ??
+    rough;
   return isCount ? Math.max(1, Math.round(step)) : step;
 }

@@ -1,11 +1,11 @@
-// All jobs of this JupyterLab: those of every notebook that is open, and which of them is meant.
+// The jobs of all open notebooks, and the job that commands apply to.
 import { INotebookTracker, NotebookPanel } from '@jupyterlab/notebook';
 import { Token } from '@lumino/coreutils';
 import { ISignal, Signal } from '@lumino/signaling';
 import { IEntry, IFollower, IMerged, IPool, idlePools, KernelJobs, merge, targetOf } from './jobs';
 import { KernelLink, linkOf } from './link';
 
-/** A notebook, and what its kernel tells. */
+/** A notebook and the jobs that its kernel reports. */
 export class Follower implements IFollower {
   readonly link: KernelLink;
 
@@ -24,7 +24,10 @@ export class Follower implements IFollower {
 
 export type Entry = IEntry<Follower>;
 
-export const ISession = new Token<Session>('etrain-jupyter:ISession', 'The training jobs of all open notebooks.');
+export const ISession = new Token<Session>(
+  'etrain-jupyter:ISession',
+  'The training jobs of all open notebooks.'
+);
 
 export class Session {
   merged: IMerged<Follower> = { entries: [], offers: [] };
@@ -39,12 +42,12 @@ export class Session {
     tracker.currentChanged.connect(() => this.update());
   }
 
-  /** There is something else to see, or another job is meant. */
+  /** The jobs or the selected job have changed. */
   get changed(): ISignal<this, void> {
     return this.changes;
   }
 
-  /** The job that was looked at last. */
+  /** The job that was opened or focused last. */
   get selected(): string {
     return this.chosen;
   }
@@ -56,7 +59,7 @@ export class Session {
     }
   }
 
-  /** Whom a command is about. */
+  /** The job that commands apply to. */
   target(): Entry | null {
     return targetOf(this.merged.entries, this.chosen);
   }
@@ -65,7 +68,7 @@ export class Session {
     return this.merged.entries.find(entry => entry.id === jobId);
   }
 
-  /** Whether some kernel can be asked. */
+  /** Whether any kernel has loaded etrain. */
   get isUp(): boolean {
     return this.followers.some(follower => follower.link.isUp);
   }
@@ -74,23 +77,25 @@ export class Session {
     return this.merged.entries.some(entry => entry.isGone);
   }
 
-  look(): void {
-    this.followers.forEach(follower => follower.link.look());
+  scan(): void {
+    this.followers.forEach(follower => follower.link.scan());
   }
 
   forget(): void {
     this.followers.forEach(follower => follower.link.forget());
   }
 
-  /** The notebook that a person works in. */
+  /** The notebook that has the focus. */
   current(): Follower | null {
-    return this.followers.find(follower => follower.notebook === this.tracker.currentWidget) ?? null;
+    return (
+      this.followers.find(follower => follower.notebook === this.tracker.currentWidget) ?? null
+    );
   }
 
   private add(notebook: NotebookPanel): void {
     const follower = new Follower(notebook);
     this.followers.push(follower);
-    follower.link.changed.connect(this.update, this);
+    follower.link.changed.connect(() => this.update(), this);
     notebook.disposed.connect(() => {
       this.followers = this.followers.filter(other => other !== follower);
       this.update();
@@ -98,10 +103,15 @@ export class Session {
     this.update();
   }
 
-  /** The current notebook comes first: what several follow is asked for there. */
+  /**
+   * Merge the jobs. The current notebook comes first, so that requests about shared jobs go through
+   * its kernel.
+   */
   private update(): void {
     const current = this.current();
-    const inOrder = current ? [current, ...this.followers.filter(follower => follower !== current)] : this.followers;
+    const inOrder = current
+      ? [current, ...this.followers.filter(follower => follower !== current)]
+      : this.followers;
     this.merged = merge(inOrder);
     this.idle = idlePools(inOrder, this.merged.entries);
     this.changes.emit();

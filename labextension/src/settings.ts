@@ -1,10 +1,10 @@
-// What a person chose in JupyterLab's settings. Until they are read, and where there are none, the defaults hold.
+// JupyterLab's settings of etrain. The defaults apply until they are loaded, or if they cannot be.
 import { ISettingRegistry } from '@jupyterlab/settingregistry';
 import { Token } from '@lumino/coreutils';
 import { ISignal, Signal } from '@lumino/signaling';
-import { changeDrawing } from './drawing';
+import { changeDrawing, IDrawing } from './drawing';
 
-/** Plugin id, and so the name of schema/settings.json. */
+/** Plugin ID; it determines the name of schema/settings.json. */
 export const SETTINGS_ID = 'etrain-jupyter:settings';
 
 export interface IChoices {
@@ -18,7 +18,10 @@ export interface ISettings {
   readonly changed: ISignal<ISettings, void>;
 }
 
-export const ISettings = new Token<ISettings>('etrain-jupyter:ISettings', 'What a person chose for etrain.');
+export const ISettings = new Token<ISettings>(
+  'etrain-jupyter:ISettings',
+  'The settings of etrain.'
+);
 
 export class Settings implements ISettings {
   choices: IChoices = { highlight: true, statusBar: true, openPanel: false };
@@ -28,15 +31,17 @@ export class Settings implements ISettings {
     return this.changes;
   }
 
-  /** Read them, now and whenever they change. */
+  /** Load the settings, and follow their changes. */
   async follow(registry: ISettingRegistry): Promise<void> {
     const settings = await registry.load(SETTINGS_ID);
-    settings.changed.connect(() => this.take(settings.composite));
-    this.take(settings.composite);
+    settings.changed.connect(() => this.apply(settings.composite));
+    this.apply(settings.composite);
   }
 
-  private take(values: Record<string, any>): void {
-    const { highlight, statusBar, openPanel, smoothing, logScale, redrawsPerS } = values;
+  private apply(values: unknown): void {
+    // JupyterLab has validated them against schema/settings.json, which gives a default for each.
+    const { highlight, statusBar, openPanel, ...drawn } = values as IChoices & IDrawing;
+    const { smoothing, logScale, redrawsPerS } = drawn;
     this.choices = { highlight, statusBar, openPanel };
     changeDrawing({ smoothing, logScale, redrawsPerS });
     this.changes.emit();

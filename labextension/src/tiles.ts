@@ -1,58 +1,102 @@
-// The figures of a job at a glance.
+// The key figures of a job.
 import { make, setText } from './dom';
 import * as format from './format';
-import { checkpointTrouble, ISnapshot } from './protocol';
+import { checkpointTrouble } from './protocol';
+import { ICostSummary, ISnapshot } from './snapshot';
 
-/** A name, its figure, what goes with it, and whether something is wrong. */
-type Tile = [name: string, figure: string, more: string, alarm?: string];
+interface ITile {
+  name: string;
+  figure: string;
+  /** Small text below the figure. */
+  detail?: string;
+  /** Problem that the tile warns of. */
+  alarm?: string;
+}
+
+const MAX_METRICS = 2;
 
 export class Tiles {
   readonly element = make('div', 'etrain-tiles');
 
-  /** `now` is in seconds; null where nobody brings the picture up to date: it is judged by its own time. */
+  /** `now` is in seconds; null if the snapshot receives no updates: then its own time counts. */
   draw(s: ISnapshot, now: number | null): void {
     const tiles = tilesOf(s, now);
     while (this.element.children.length > tiles.length) {
-      this.element.lastChild!.remove();
+      this.element.lastChild?.remove();
     }
     tiles.forEach((tile, i) => fill(this.tile(i), tile, s.checkpoint_due.failed));
   }
 
   private tile(i: number): HTMLElement {
-    if (!this.element.children[i]) {
-      const tile = make('div');
-      tile.append(make('span', 'etrain-label'), make('strong'), make('span', 'etrain-sub'));
-      this.element.append(tile);
+    const present = this.element.children.item(i);
+    if (present) {
+      return present as HTMLElement;
     }
-    return this.element.children[i] as HTMLElement;
+    const tile = make('div');
+    tile.append(make('span', 'etrain-label'), make('strong'), make('span', 'etrain-sub'));
+    this.element.append(tile);
+    return tile;
   }
 }
 
-function fill(tile: HTMLElement, [name, figure, more, alarm]: Tile, failure: string): void {
-  [name, figure, more].forEach((text, i) => setText(tile.children[i] as HTMLElement, text));
+function fill(
+  tile: HTMLElement,
+  { name, figure, detail = '', alarm = '' }: ITile,
+  failure: string
+): void {
+  [name, figure, detail].forEach((text, i) => setText(tile.children[i] as HTMLElement, text));
   tile.dataset.tile = name;
-  tile.dataset.alarm = alarm ?? '';
-  tile.title = [name, figure, more, alarm === 'failed' ? failure : ''].filter(Boolean).join(' · ');
+  tile.dataset.alarm = alarm;
+  tile.title = [name, figure, detail, alarm === 'failed' ? failure : '']
+    .filter(Boolean)
+    .join(' · ');
 }
 
-function tilesOf(s: ISnapshot, now: number | null): Tile[] {
+function tilesOf(s: ISnapshot, now: number | null): ITile[] {
   const trouble = checkpointTrouble(s, now ?? s.updated_at);
-  return [
-    ['loss', format.number(s.loss), s.eval ? `eval ${format.number(s.eval.loss)}` : ''],
-    ...s.charts.metrics.slice(0, 2).map((name): Tile => {
-      const evaluated = s.eval?.metrics[name];
-      return [name, format.number(s.metrics[name]), evaluated === undefined ? '' : `eval ${format.number(evaluated)}`];
-    }),
-    ['samples/s', format.count(s.samples_per_s), ''],
-    ['batch', format.count(s.global_batch_size), s.lr === null ? '' : `lr ${format.brief(s.lr)}`],
-    ['workers', String(s.world_size) + (s.max_workers === null ? '' : ` of ${s.max_workers}`), `generation ${s.generation}`],
-    ['checkpoint', s.checkpoint ? `step ${format.count(s.checkpoint.step)}` : format.NONE, age(s, now, trouble), trouble],
-    ...(s.cost ? [['cost', format.money(s.cost.spent_usd), apart(s.cost)] as Tile] : []),
-    ['faults', String(s.num_lost + s.num_preempted), faults(s)]
+  const tiles: ITile[] = [
+    {
+      name: 'loss',
+      figure: format.number(s.loss),
+      detail: s.eval ? `eval ${format.number(s.eval.loss)}` : ''
+    },
+    ...s.charts.metrics.slice(0, MAX_METRICS).map(name => metricTile(s, name)),
+    { name: 'samples/s', figure: format.count(s.samples_per_s) },
+    {
+      name: 'batch',
+      figure: format.count(s.global_batch_size),
+      detail: s.lr === null ? '' : `lr ${format.brief(s.lr)}`
+    },
+    {
+      name: 'workers',
+      figure: String(s.world_size) + (s.max_workers === null ? '' : ` of ${s.max_workers}`),
+      detail: `generation ${s.generation}`
+    },
+    {
+      name: 'checkpoint',
+      figure: s.checkpoint ? `step ${format.count(s.checkpoint.step)}` : format.NONE,
+      detail: checkpointAge(s, now, trouble),
+      alarm: trouble
+    }
   ];
+  if (s.cost) {
+    tiles.push({
+      name: 'cost',
+      figure: format.money(s.cost.spent_usd),
+      detail: costDetail(s.cost)
+    });
+  }
+  tiles.push({ name: 'faults', figure: String(s.num_lost + s.num_preempted), detail: faults(s) });
+  return tiles;
 }
 
-function age(s: ISnapshot, now: number | null, trouble: string): string {
+function metricTile(s: ISnapshot, name: string): ITile {
+  const evaluated = s.eval?.metrics[name];
+  const detail = evaluated === undefined ? '' : `eval ${format.number(evaluated)}`;
+  return { name, figure: format.number(s.metrics[name]), detail };
+}
+
+function checkpointAge(s: ISnapshot, now: number | null, trouble: string): string {
   const parts = trouble ? [trouble] : [];
   if (!s.checkpoint) {
     return [...parts, 'none yet'].join(' · ');
@@ -66,10 +110,11 @@ function age(s: ISnapshot, now: number | null, trouble: string): string {
   return parts.join(' · ');
 }
 
-/** What was saved against on-demand prices, and what preemptions wasted. */
-function apart(cost: NonNullable<ISnapshot['cost']>): string {
-  const told = (usd: number, word: string): string[] => (usd > 0 ? [`${format.money(usd)} ${word}`] : []);
-  return [...told(cost.saved_usd, 'saved'), ...told(cost.wasted_usd, 'wasted')].join(' · ');
+/** Describe what spot machines saved against on-demand prices, and what preemptions wasted. */
+function costDetail(cost: ICostSummary): string {
+  const part = (usd: number, word: string): string[] =>
+    usd > 0 ? [`${format.money(usd)} ${word}`] : [];
+  return [...part(cost.saved_usd, 'saved'), ...part(cost.wasted_usd, 'wasted')].join(' · ');
 }
 
 function faults(s: ISnapshot): string {

@@ -1,8 +1,19 @@
-// The anywidget: for front ends without our extension. Bundled by esbuild to etrain_jupyter/static/widget.js.
+// The anywidget, for front ends without our extension. esbuild bundles it to
+// etrain_jupyter/static/widget.js.
 import type { AnyModel } from '@anywidget/types';
 import uplotStyle from 'uplot/dist/uPlot.min.css';
-import style from '../style/job.css';
+import theme from '../style/theme.css';
+import header from '../style/header.css';
+import controls from '../style/controls.css';
+import tiles from '../style/tiles.css';
+import chartBar from '../style/chart_bar.css';
+import chart from '../style/chart.css';
+import workers from '../style/workers.css';
+import events from '../style/events.css';
 import { IJobSource, mountJob } from './core';
+
+// The same order as in style/index.css, which the JupyterLab extension loads.
+const STYLES = [uplotStyle, theme, header, controls, tiles, chartBar, chart, workers, events];
 
 type Model = AnyModel<{ saved: unknown }>;
 
@@ -12,7 +23,7 @@ function addStyle(element: HTMLElement): void {
   if (!place.querySelector('style[data-etrain]')) {
     const tag = document.createElement('style');
     tag.dataset.etrain = '';
-    tag.textContent = uplotStyle + style;
+    tag.textContent = STYLES.join('\n');
     place.append(tag);
   }
 }
@@ -22,15 +33,19 @@ function sourceOf(model: Model): IJobSource {
     saved: () => model.get('saved'),
     send: content => model.send(content),
     listen(onMessage, onLink) {
-      const hear = (content: unknown, buffers: DataView[]) => onMessage(content, buffers);
-      // An event of the Backbone model beneath: the kernel restarted or died.
-      const lose = () => onLink(false);
-      const events = model as unknown as { on(name: string, f: () => void): void; off(name: string, f: () => void): void };
-      model.on('msg:custom', hear);
-      events.on('comm_live_update', lose);
+      const receive = (content: unknown, buffers: DataView[]) => onMessage(content, buffers);
+      // An event of the underlying Backbone model, missing in anywidget's types: the kernel
+      // restarted or died.
+      const disconnect = () => onLink(false);
+      const events = model as unknown as {
+        on(name: string, f: () => void): void;
+        off(name: string, f: () => void): void;
+      };
+      model.on('msg:custom', receive);
+      events.on('comm_live_update', disconnect);
       return () => {
-        model.off('msg:custom', hear);
-        events.off('comm_live_update', lose);
+        model.off('msg:custom', receive);
+        events.off('comm_live_update', disconnect);
       };
     }
   };

@@ -1,10 +1,20 @@
-// The table of workers: who they are, what they do, where their time goes, what they wait for.
-import { make, reconcile, scrolling, setText } from './dom';
+// The table of workers: rank, state, device, throughput, time split and what each waits for.
+import { find, make, reconcile, scrolling, setText } from './dom';
 import * as format from './format';
-import { ISnapshot, IWorker } from './protocol';
+import { ISnapshot, IWorkerRow } from './snapshot';
 
 const MAX_ROWS = 200;
-const TITLES = ['rank', 'worker', 'state', 'device', 'samples/s', 'time goes into', 'waits for', 'steps', ''];
+const TITLES = [
+  'rank',
+  'worker',
+  'state',
+  'device',
+  'samples/s',
+  'time goes into',
+  'waits for',
+  'steps',
+  ''
+];
 const SIGNS: Record<string, string> = {
   starting: '◔',
   warm: '◑',
@@ -28,10 +38,10 @@ export class Workers {
   private readonly body = make('tbody');
   private readonly more = make('p', 'etrain-more');
 
-  /** `onPreempt` hears of the button of a row. */
+  /** `onPreempt` receives the worker whose Preempt button was pressed. */
   constructor(private readonly onPreempt: (worker: string, opener: HTMLElement) => void) {
     const table = make('table');
-    const caption = make('caption', 'etrain-spoken');
+    const caption = make('caption', 'etrain-visually-hidden');
     caption.textContent = 'Workers';
     table.append(caption, this.head(), this.body);
     this.element = make('section', 'etrain-panel');
@@ -47,7 +57,10 @@ export class Workers {
 
   draw(snapshot: ISnapshot, whyNoPreemption: string): void {
     const { workers } = snapshot;
-    this.element.classList.toggle('etrain-with-machines', workers.some(worker => worker.machine));
+    this.element.classList.toggle(
+      'etrain-with-machines',
+      workers.some(worker => worker.machine)
+    );
     reconcile(
       this.body,
       workers.slice(0, MAX_ROWS),
@@ -68,7 +81,7 @@ export class Workers {
       cell.textContent = title;
       row.append(cell);
     }
-    row.lastElementChild!.setAttribute('aria-label', 'requests');
+    row.lastElementChild?.setAttribute('aria-label', 'requests');
     head.append(row);
     return head;
   }
@@ -107,11 +120,11 @@ function part(name: string): HTMLElement {
   return element;
 }
 
-function fill(row: HTMLElement, worker: IWorker, whyNoPreemption: string): void {
+function fill(row: HTMLElement, worker: IWorkerRow, whyNoPreemption: string): void {
   row.dataset.state = worker.state;
   row.dataset.worker = worker.worker;
   const state = `${SIGNS[worker.state] ?? '·'} ${worker.state}${worker.note ? `: ${worker.note}` : ''}`;
-  const isThere = !['left', 'lost'].includes(worker.state);
+  const isPresent = !['left', 'lost'].includes(worker.state);
   const isStepping = worker.state === 'training' || worker.state === 'leaving';
   const texts: Record<number, string> = {
     0: worker.rank === null ? '' : String(worker.rank),
@@ -119,7 +132,7 @@ function fill(row: HTMLElement, worker: IWorker, whyNoPreemption: string): void 
     2: state,
     3: machineOf(worker),
     4: worker.split && isStepping ? format.count(worker.split.samples_per_s) : format.NONE,
-    6: worker.waits_for || (isThere ? format.NONE : ''),
+    6: worker.waits_for || (isPresent ? format.NONE : ''),
     7: format.count(worker.steps)
   };
   for (const [i, text] of Object.entries(texts)) {
@@ -128,37 +141,43 @@ function fill(row: HTMLElement, worker: IWorker, whyNoPreemption: string): void 
     cell.title = text;
   }
   if (worker.trainer_pid !== null) {
-    (row.children[1] as HTMLElement).title = `${worker.worker} on ${worker.device}, process ${worker.trainer_pid}`;
+    (row.children[1] as HTMLElement).title =
+      `${worker.worker} on ${worker.device}, process ${worker.trainer_pid}`;
   }
   if (worker.machine) {
-    const price = worker.usd_per_h === null ? '' : `, ${format.money(worker.usd_per_h)} an hour when it joined`;
-    (row.children[3] as HTMLElement).title = `${worker.device} of ${worker.machine} in ${worker.zone}, ${worker.lifecycle}${price}`;
+    const price =
+      worker.usd_per_h === null
+        ? ''
+        : `, ${format.money(worker.usd_per_h)} per hour when it joined`;
+    (row.children[3] as HTMLElement).title =
+      `${worker.device} of ${worker.machine} in ${worker.zone}, ${worker.lifecycle}${price}`;
   }
-  fillSplit(row.children[5].firstElementChild as HTMLElement, worker, isThere);
+  fillSplit(row.children[5].firstElementChild as HTMLElement, worker, isPresent);
   const button = row.children[8].firstElementChild as HTMLElement;
   button.hidden = worker.state !== 'training';
   button.setAttribute('aria-disabled', String(!!whyNoPreemption));
   button.setAttribute('aria-label', `Preempt ${worker.worker}`);
-  button.title = whyNoPreemption || `Take ${worker.worker} away with a notice`;
+  button.title = whyNoPreemption || `Preempt ${worker.worker} with a notice`;
 }
 
-/** The type and the price of the worker's machine where its pool knows them, else its device. */
-function machineOf(worker: IWorker): string {
+/** Type and price of the worker's machine if the pool reports them, else its device. */
+function machineOf(worker: IWorkerRow): string {
   const price = worker.usd_per_h === null ? '' : ` ${format.money(worker.usd_per_h)}/h`;
   return worker.machine ? `${worker.machine}${price}` : worker.device;
 }
 
-function fillSplit(bar: HTMLElement, worker: IWorker, isThere: boolean): void {
-  const split = isThere ? worker.split : null;
+function fillSplit(bar: HTMLElement, worker: IWorkerRow, isPresent: boolean): void {
+  const split = isPresent ? worker.split : null;
   bar.dataset.empty = String(!split);
   const words = PARTS.map(([name, word]) => {
-    const share = Math.min(1, Math.max(0, split?.shares[name] || 0));
-    (bar.querySelector(`[data-part='${name}']`) as HTMLElement).style.flexGrow = String(share);
+    const reported = split?.shares[name] ?? 0;
+    const share = Number.isNaN(reported) ? 0 : Math.min(1, Math.max(0, reported));
+    find(bar, `[data-part='${name}']`).style.flexGrow = String(share);
     return `${word} ${Math.round(share * 100)} %`;
   });
-  const told = split
-    ? `${words.join(', ')} of ${format.count(split.num_steps)} steps up to ${format.count(split.step)}`
-    : 'not told yet: a worker tells now and then';
-  bar.title = told;
-  bar.setAttribute('aria-label', told);
+  const summary = split
+    ? `${words.join(', ')} (${format.count(split.num_steps)} steps up to step ${format.count(split.step)})`
+    : 'not reported yet';
+  bar.title = summary;
+  bar.setAttribute('aria-label', summary);
 }

@@ -1,4 +1,4 @@
-// Loads one module of the sources; tests run on what is shipped, not on a copy of it.
+// Bundle and load one module of the sources.
 import { mkdtempSync, rmSync } from 'node:fs';
 import { tmpdir } from 'node:os';
 import { join } from 'node:path';

@@ -1,17 +1,33 @@
-// The list of jobs: what the panel, the status bar and the palette decide from.
+// The merged list of jobs behind the panel, the status bar and the palette.
 import assert from 'node:assert/strict';
 import { test } from 'node:test';
 import { load } from './helpers.mjs';
 
 const { countsOf, idlePools, KernelJobs, merge, showLine, targetOf, whyNot } = await load('jobs');
-const { JobData } = await load('protocol');
+const { JobData } = await load('job_data');
 const { curvePath, statusOf } = await load('list');
 
 const row = (job_id, more = {}) => ({
-  snapshot: { job_id, name: job_id, status: 'running', step: 3, submitted_at: 1, controls: { stop: '' }, ...more },
+  snapshot: {
+    job_id,
+    name: job_id,
+    status: 'running',
+    step: 3,
+    submitted_at: 1,
+    controls: { stop: '' },
+    ...more
+  },
   loss: { x: [1, 2], y: [2, 1] }
 });
-const pool = (more = {}) => ({ pool: 'local', cluster_id: 'c', workers: 2, idle_s: 300, ends_in_s: 600, time: 1000, ...more });
+const pool = (more = {}) => ({
+  pool: 'local',
+  cluster_id: 'c',
+  workers: 2,
+  idle_s: 300,
+  ends_in_s: 600,
+  time: 1000,
+  ...more
+});
 
 function follower(name, ...rows) {
   const jobs = new KernelJobs();
@@ -19,20 +35,20 @@ function follower(name, ...rows) {
   return { name, jobs };
 }
 
-test('a message with news changes those rows and no other', () => {
+test('a message changes the rows it contains and no other', () => {
   const { jobs } = follower('n', row('a'), row('b'));
   jobs.take({ rows: [row('b', { step: 9 })], gone: ['a', 'x'] });
   assert.deepEqual([...jobs.rows.keys()], ['b']);
   assert.equal(jobs.rows.get('b').snapshot.step, 9);
 });
 
-test('a whole message replaces what was known', () => {
+test('a whole message replaces all rows', () => {
   const { jobs } = follower('n', row('a'));
   jobs.take({ whole: true, rows: [row('b')] });
   assert.deepEqual([...jobs.rows.keys()], ['b']);
 });
 
-test('what others and pools there are holds until it is told anew', () => {
+test('other jobs and pools stay until the next report', () => {
   const { jobs } = follower('n');
   jobs.take({ rows: [], others: [{ job_id: 'x' }], pools: [pool()] });
   jobs.take({ rows: [row('a')] });
@@ -41,55 +57,82 @@ test('what others and pools there are holds until it is told anew', () => {
   assert.equal(jobs.others.length + jobs.pools.length, 0);
 });
 
-test('a job that two notebooks follow is listed once', () => {
+test('a job that two notebooks are attached to is listed once', () => {
   const [a, b] = [follower('a', row('x')), follower('b', row('x'), row('y', { submitted_at: 2 }))];
   const { entries } = merge([a, b]);
-  assert.deepEqual(entries.map(entry => [entry.id, entry.followers.map(f => f.name)]), [['y', ['b']], ['x', ['a', 'b']]]);
+  assert.deepEqual(
+    entries.map(entry => [entry.id, entry.followers.map(f => f.name)]),
+    [
+      ['y', ['b']],
+      ['x', ['a', 'b']]
+    ]
+  );
 });
 
-test('the newest job comes first, and equal ones keep an order', () => {
+test('the newest job comes first, and jobs of equal age are sorted by id', () => {
   const { entries } = merge([follower('n', row('b'), row('a'), row('new', { submitted_at: 5 }))]);
-  assert.deepEqual(entries.map(entry => entry.id), ['new', 'a', 'b']);
+  assert.deepEqual(
+    entries.map(entry => entry.id),
+    ['new', 'a', 'b']
+  );
 });
 
-test('jobs of a kernel that is gone are last seen, until another kernel tells of them', () => {
-  const [old, other] = [follower('old', row('x'), row('done', { status: 'finished' })), follower('other')];
+test('jobs of a dead kernel are shown as last seen, until another kernel reports them', () => {
+  const [old, other] = [
+    follower('old', row('x'), row('done', { status: 'finished' })),
+    follower('other')
+  ];
   old.jobs.lose();
   const [done, x] = merge([old, other]).entries;
-  assert.deepEqual([statusOf(x), x.isGone, statusOf(done)], ['last seen running', true, 'finished']);
+  assert.deepEqual(
+    [statusOf(x), x.isGone, statusOf(done)],
+    ['last seen running', true, 'finished']
+  );
   assert.match(whyNot(x, 'stop'), /No kernel/);
 
   other.jobs.take({ rows: [row('x', { step: 8 })] });
   const again = merge([old, other]).entries.find(entry => entry.id === 'x');
-  assert.deepEqual([again.isGone, again.row.snapshot.step, again.followers.map(f => f.name)], [false, 8, ['other']]);
+  assert.deepEqual(
+    [again.isGone, again.row.snapshot.step, again.followers.map(f => f.name)],
+    [false, 8, ['other']]
+  );
 });
 
-test('of two kernels that are gone, the one that saw more speaks', () => {
-  const [a, b] = [follower('a', row('x', { updated_at: 5, step: 5 })), follower('b', row('x', { updated_at: 9, step: 9 }))];
+test('of two dead kernels, the newer report is shown', () => {
+  const [a, b] = [
+    follower('a', row('x', { updated_at: 5, step: 5 })),
+    follower('b', row('x', { updated_at: 9, step: 9 }))
+  ];
   a.jobs.lose();
   b.jobs.lose();
   assert.equal(merge([a, b]).entries[0].row.snapshot.step, 9);
 });
 
-test('a new kernel in the same notebook takes a lost job back', () => {
+test('a new kernel in the same notebook reports a lost job again', () => {
   const { jobs } = follower('n', row('x'));
   jobs.lose();
   jobs.take({ whole: true, rows: [row('x')] });
   assert.equal(jobs.lost.size, 0);
 });
 
-test('a job that runs elsewhere is offered once, and beside its row if it was lost', () => {
+test('a job running elsewhere is offered once, and in its own row if its kernel has died', () => {
   const [a, b] = [follower('a', row('x'), row('mine')), follower('b')];
   a.jobs.lose();
   for (const { jobs } of [a, b]) {
     jobs.take({ rows: [], others: [{ job_id: 'x' }, { job_id: 'y', name: 'y' }] });
   }
   const { entries, offers } = merge([a, b]);
-  assert.deepEqual(entries.find(entry => entry.id === 'x').offers.map(f => f.name), ['a', 'b']);
-  assert.deepEqual(offers.map(offer => [offer.other.job_id, offer.offers.length]), [['y', 2]]);
+  assert.deepEqual(
+    entries.find(entry => entry.id === 'x').offers.map(f => f.name),
+    ['a', 'b']
+  );
+  assert.deepEqual(
+    offers.map(offer => [offer.other.job_id, offer.offers.length]),
+    [['y', 2]]
+  );
 });
 
-test('commands are about the selected job if it is active, else about the only active one', () => {
+test('commands apply to the selected job if it is active, else to the only active one', () => {
   const rows = [row('a'), row('b', { status: 'finished' })];
   const { entries } = merge([follower('n', ...rows)]);
   assert.equal(targetOf(entries, '').id, 'a');
@@ -101,27 +144,42 @@ test('commands are about the selected job if it is active, else about the only a
   assert.equal(targetOf([], 'b'), null);
 });
 
-test('a request is refused in the words of the kernel, and one that it does not know is refused', () => {
-  const [entry] = merge([follower('n', row('a', { controls: { stop: '', pause: 'The job is paused.' } }))]).entries;
+test('a request is refused with the reason of the kernel, and so is one that it does not report', () => {
+  const [entry] = merge([
+    follower('n', row('a', { controls: { stop: '', pause: 'The job is paused.' } }))
+  ]).entries;
   assert.equal(whyNot(entry, 'stop'), '');
   assert.equal(whyNot(entry, 'pause'), 'The job is paused.');
-  assert.match(whyNot(entry, 'checkpoint'), /does not say/);
+  assert.match(whyNot(entry, 'checkpoint'), /has not reported/);
   assert.match(whyNot(null, 'stop'), /Select a job/);
 });
 
-test('workers are counted of the jobs that are active', () => {
-  const rows = [row('a', { world_size: 3 }), row('b', { world_size: 2 }), row('c', { status: 'finished', world_size: 4 })];
-  assert.deepEqual(countsOf(merge([follower('n', ...rows)]).entries), { jobs: 3, active: 2, workers: 5 });
+test('only workers of active jobs are counted', () => {
+  const rows = [
+    row('a', { world_size: 3 }),
+    row('b', { world_size: 2 }),
+    row('c', { status: 'finished', world_size: 4 })
+  ];
+  assert.deepEqual(countsOf(merge([follower('n', ...rows)]).entries), {
+    jobs: 3,
+    active: 2,
+    workers: 5
+  });
 });
 
-test('a pool that rests longer than a minute is idle, and told of once', () => {
+test('a pool without a job for a minute is idle, and listed once', () => {
   const [a, b] = [follower('a'), follower('b')];
-  a.jobs.take({ pools: [pool(), pool({ cluster_id: 'd', idle_s: 5 }), pool({ cluster_id: 'e', idle_s: 0 })] });
+  a.jobs.take({
+    pools: [pool(), pool({ cluster_id: 'd', idle_s: 5 }), pool({ cluster_id: 'e', idle_s: 0 })]
+  });
   b.jobs.take({ pools: [pool({ time: 1010, workers: 1 })] });
-  assert.deepEqual(idlePools([a, b], []).map(p => [p.cluster_id, p.workers]), [['c', 1]]);
+  assert.deepEqual(
+    idlePools([a, b], []).map(p => [p.cluster_id, p.workers]),
+    [['c', 1]]
+  );
 });
 
-test('a pool is not called idle when a job has come since it was looked', () => {
+test('a pool is not idle if a job was submitted after its report', () => {
   const n = follower('n', row('a', { submitted_at: 1001 }));
   n.jobs.take({ pools: [pool()] });
   assert.deepEqual(idlePools([n], merge([n]).entries), []);
@@ -130,42 +188,77 @@ test('a pool is not called idle when a job has come since it was looked', () => 
   assert.equal(idlePools([before], merge([before]).entries).length, 1);
 });
 
-test('hostile messages break nothing', () => {
+test('hostile messages are harmless', () => {
   const { jobs } = follower('n');
-  for (const message of [null, 3, 'x', [], { rows: 3, others: 'x', pools: {} }, { rows: [null, 1, { snapshot: 4 }], gone: 7 }]) {
+  for (const message of [
+    null,
+    3,
+    'x',
+    [],
+    { rows: 3, others: 'x', pools: {} },
+    { rows: [null, 1, { snapshot: 4 }], gone: 7 }
+  ]) {
     jobs.take(message);
   }
-  jobs.take({ rows: [{ snapshot: { job_id: 'constructor', step: 1e300 }, loss: { y: ['x', null, 'NaN', 2] } }], pools: [null] });
+  jobs.take({
+    rows: [
+      { snapshot: { job_id: 'constructor', step: 1e300 }, loss: { y: ['x', null, 'NaN', 2] } }
+    ],
+    pools: [null]
+  });
   const [taken, ...more] = merge([{ jobs }]).entries;
   assert.deepEqual([taken.id, more], ['constructor', []]);
   assert.deepEqual(taken.row.curve, [null, null, null, 2]);
   assert.ok(Number.isFinite(taken.row.snapshot.step));
 });
 
-// Review S4: "Show in ..." makes a cell with the id in it, and runs it.
-const EVIL_IDS = ["x\nopen('PWNED','w')", 'x\n', 'x y', 'x;y', '--help', '.x', '../x', '<b>', '__proto__', 'x\u2028y', 'x'.repeat(65), '', 3, null, {}];
+// "Show in ..." runs a cell that contains the job ID.
+const EVIL_IDS = [
+  "x\nopen('PWNED','w')",
+  'x\n',
+  'x y',
+  'x;y',
+  '--help',
+  '.x',
+  '../x',
+  '<b>',
+  '__proto__',
+  'x\u2028y',
+  'x'.repeat(65),
+  '',
+  3,
+  null,
+  {}
+];
 
-test('nothing but the id of a job gets into a cell that is run', () => {
+test('only a valid job ID gets into a cell that is run', () => {
   assert.equal(showLine('my.digits_2-00c0ffee'), '%etrain show my.digits_2-00c0ffee');
   for (const id of EVIL_IDS) {
-    assert.throws(() => showLine(id), /not the id of a job/);
+    assert.throws(() => showLine(id), /Invalid job ID/);
   }
 });
 
-test('a job whose id is none is neither listed nor offered', () => {
+test('a job with an invalid ID is neither listed nor offered', () => {
   const { jobs } = follower('n');
-  jobs.take({ rows: EVIL_IDS.map(id => row(id)), others: EVIL_IDS.map(id => ({ job_id: id, name: 'x' })), pools: [] });
+  jobs.take({
+    rows: EVIL_IDS.map(id => row(id)),
+    others: EVIL_IDS.map(id => ({ job_id: id, name: 'x' })),
+    pools: []
+  });
   assert.deepEqual(merge([{ jobs }]), { entries: [], offers: [] });
 });
 
 test('a name is one line without control characters', () => {
-  const { jobs } = follower('n', row('a', { name: 'a\n%run evil\u202e\u001b[2J' + 'x'.repeat(1e6) }));
+  const { jobs } = follower(
+    'n',
+    row('a', { name: 'a\n%run evil\u202e\u001b[2J' + 'x'.repeat(1e6) })
+  );
   const { name } = jobs.rows.get('a').snapshot;
   assert.equal(name.slice(0, 16), 'a %run evil [2Jx');
   assert.ok(name.length <= 200);
 });
 
-test('the view of a job whose kernel is gone starts from its row', () => {
+test('the view of a job with a dead kernel starts from its row', () => {
   const { jobs } = follower('n', { ...row('a'), loss: { x: [1, 2, 3], y: [2, null, 1] } });
   const data = new JobData('v');
   data.load(jobs.rows.get('a').saved);
@@ -173,7 +266,7 @@ test('the view of a job whose kernel is gone starts from its row', () => {
   assert.deepEqual([...data.curves.get('loss').y.view()], [2, NaN, 1]);
 });
 
-test('a small curve has its highest value at the top and gaps where there is no number', () => {
+test('a sparkline has its highest value at the top and gaps for null', () => {
   assert.equal(curvePath([2, 1], 10, 12), 'M0.0 1.0L10.0 11.0');
   assert.equal(curvePath([1, null, 1, 1], 30, 12), 'M0.0 11.0M20.0 11.0L30.0 11.0');
   assert.equal(curvePath([], 10, 12), '');

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def ready() -> None:
-    """Skip where something is missing."""
+    """Skip the test if the browser or the front end is missing."""
     skip_without("browser")
 
 
 @pytest.fixture(scope="session")
 def lab(ready: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    """A JupyterLab server for all browser tests."""
+    """Provide one JupyterLab server for all browser tests."""
     from tests.browser.lab import Lab
 
     server = Lab(tmp_path_factory.mktemp("lab"))
@@ -32,7 +32,7 @@ def lab(ready: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 
 @pytest.fixture
 def lab_without_extension(ready: None, tmp_path: Path) -> Iterator[Lab]:
-    """A JupyterLab that has anywidget but not our extension, as on many a hub."""
+    """Provide a JupyterLab with anywidget but without our extension, as on some hubs."""
     from tests.browser.lab import Lab
 
     server = Lab(tmp_path, with_extension=False)
@@ -42,7 +42,7 @@ def lab_without_extension(ready: None, tmp_path: Path) -> Iterator[Lab]:
 
 @pytest.fixture(scope="module")
 def browser(ready: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrowserContext]:
-    """Chromium for one module: while it is open, asyncio tests elsewhere could not run."""
+    """Provide Chromium for one module: while it is open, asyncio tests of others cannot run."""
     from playwright.sync_api import sync_playwright
 
     from tests.browser.lab import CHROMIUM_ARGUMENTS
@@ -61,7 +61,7 @@ def browser(ready: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[B
 
 @pytest.fixture
 def page(browser: BrowserContext) -> Iterator[Page]:
-    """A page of its own for one test."""
+    """Provide a new page for one test."""
     page = browser.new_page()
     yield page
     page.close()
@@ -69,7 +69,7 @@ def page(browser: BrowserContext) -> Iterator[Page]:
 
 @pytest.fixture
 def open_notebook(lab: Lab, page: Page) -> Callable[..., Notebook]:
-    """Return a function ``(name, *cells)`` that writes a notebook and opens it."""
+    """Provide a function ``(name, *cells)`` that writes a notebook and opens it."""
     from tests.browser.lab import Notebook
 
     def open_it(name: str, *cells: str) -> Notebook:

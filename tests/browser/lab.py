@@ -1,4 +1,4 @@
-"""A real JupyterLab in a folder of its own, and a page of headless Chromium to drive it."""
+"""A real JupyterLab server in its own folder, and a page of headless Chromium to drive it."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ CHROMIUM_ARGUMENTS = (
     "--disable-component-update",
     "--disable-sync",
 )
-# Without a token, hence on the loopback interface only; the application is exposed to the page's
-# scripts, which is far steadier than clicking through menus.
+# No token, therefore on the loopback interface only. The application is exposed to scripts of the
+# page, which is more reliable than clicking through menus.
 SERVER_CONFIG = """
 c.ServerApp.ip = "127.0.0.1"
 c.ServerApp.port = {port}
@@ -45,11 +45,11 @@ START_LIMIT_S = 60
 
 
 class Lab:
-    """A JupyterLab server whose files, settings and runtime live under ``folder``.
+    """A JupyterLab server with its files, settings and runtime in ``folder``.
 
     Args:
-        folder: Where; made if need be.
-        with_extension: Whether our extension is enabled; without it the anywidget draws.
+        folder: Folder of the server; created if it does not exist.
+        with_extension: True to enable our extension; otherwise anywidget renders the jobs.
     """
 
     def __init__(self, folder: Path, *, with_extension: bool = True) -> None:
@@ -64,7 +64,7 @@ class Lab:
             name: str(folder / name.lower())
             for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR")
         }
-        # The front end of this checkout, not one that is installed beside it.
+        # Use the front end of this checkout, not an installed one.
         places["JUPYTER_PATH"] = str(folder / "checkout")
         extensions = folder / "checkout" / "labextensions"
         extensions.mkdir(parents=True)
@@ -94,7 +94,7 @@ class Lab:
         self._wait_until_up()
 
     def close(self) -> None:
-        """End the server and its kernels."""
+        """Shut down the server and its kernels."""
         self.end_sessions()
         self._process.terminate()
         try:
@@ -105,7 +105,7 @@ class Lab:
         self._log.close()
 
     def write_notebook(self, name: str, *cells: str) -> Path:
-        """Write a notebook of code cells under the server's root."""
+        """Write a notebook of code cells below the server's root folder."""
         notebook = {
             "nbformat": 4,
             "nbformat_minor": 5,
@@ -131,7 +131,7 @@ class Lab:
         return path
 
     def end_sessions(self) -> None:
-        """End every kernel: a notebook that is opened again would get its old one back."""
+        """Shut down every kernel: a reopened notebook would reconnect to its previous one."""
         try:
             with urllib.request.urlopen(f"{self.url}/api/sessions") as reply:
                 sessions = json.load(reply)
@@ -139,7 +139,7 @@ class Lab:
                 address = f"{self.url}/api/sessions/{session['id']}"
                 urllib.request.urlopen(urllib.request.Request(address, method="DELETE")).close()
         except urllib.error.URLError:
-            pass  # the server is gone, and its kernels with it
+            pass  # the server has stopped, and its kernels with it
 
     def _wait_until_up(self) -> None:
         deadline = time.monotonic() + START_LIMIT_S
@@ -156,7 +156,7 @@ class Lab:
 
 
 class Notebook:
-    """One notebook open in one page."""
+    """One notebook, open in one page."""
 
     def __init__(self, lab: Lab, page: Page, name: str) -> None:
         self.lab, self.page, self.name = lab, page, name
@@ -171,7 +171,7 @@ class Notebook:
         return self
 
     def run(self, cell: int, *, wait: bool = True) -> None:
-        """Run the cell with that number, from 0."""
+        """Run the cell with this index."""
         self.page.evaluate(
             """index => {
                 const notebook = window.jupyterapp.shell.currentWidget.content;
@@ -193,13 +193,13 @@ class Notebook:
         return self.output(cell).locator(".etrain-job")
 
     def save(self) -> dict[str, Any]:
-        """Save the notebook and return what the file holds."""
+        """Save the notebook and return the contents of the file."""
         self.page.evaluate("() => window.jupyterapp.commands.execute('docmanager:save')")
         saved: dict[str, Any] = json.loads((self.lab.root / self.name).read_text())
         return saved
 
     def restart_kernel(self) -> None:
-        """Restart the kernel without the dialog."""
+        """Restart the kernel without the confirmation dialog."""
         self.page.evaluate(
             "() => window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.restart()"
         )
@@ -213,7 +213,7 @@ class Notebook:
         self.page.wait_for_selector(f'body[data-jp-theme-name="{theme}"]', state="attached")
 
     def hide_side_bars(self) -> None:
-        """Give the notebook the whole width."""
+        """Collapse both side bars to give the notebook the whole width."""
         self.page.evaluate(
             """() => {
                 window.jupyterapp.shell.collapseLeft();
@@ -232,7 +232,7 @@ class Notebook:
         )
 
     def _load(self) -> None:
-        """Load JupyterLab; a network interface that appears on the host can abort a first try."""
+        """Load JupyterLab; retry, because a new network interface on the host can abort a load."""
         for attempt in range(3):
             self.page.goto(f"{self.lab.url}/lab/tree/{self.name}?reset", timeout=60_000)
             try:

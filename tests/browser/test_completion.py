@@ -1,4 +1,4 @@
-"""Tab, Shift-Tab and the contextual help in JupyterLab; what is offered is tested elsewhere."""
+"""Tab, Shift-Tab and contextual help in JupyterLab; other tests check the completions in full."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ CELL = "%%etrain distributed --name digits -o job\nmodel: N"
 
 
 def press_tab(page: Page) -> None:
-    """Press Tab once it completes; before, it indents."""
+    """Press Tab after the completer is enabled; before that, Tab indents."""
     page.wait_for_selector(".jp-mod-completer-enabled", state="attached")
     page.keyboard.press("Tab")
 
 
-def test_tab_lists_what_may_follow_and_shift_tab_says_what_it_means(
+def test_tab_lists_completions_and_shift_tab_explains_a_key(
     open_notebook: Callable[..., Notebook], page: Page
 ) -> None:
     notebook = open_notebook("editor.ipynb", SET_UP, "")
@@ -43,14 +43,14 @@ def test_tab_lists_what_may_follow_and_shift_tab_says_what_it_means(
 
     page.keyboard.type(CELL)
     press_tab(page)
-    # The first and only one; nothing of Jedi's, and no other word of the cell.
+    # The only entry: no completions from Jedi, and no other words of the cell.
     expect(entries).to_have_text(["Net"], timeout=PATIENCE_MS)
     page.keyboard.press("Enter")
     page.keyboard.type("(hidden=8)\noptimizer: {name: SGD, m")
     press_tab(page)
     expect(entries).to_have_text(["maximize: ", "momentum: "], timeout=PATIENCE_MS)
     if folder := os.environ.get("ETRAIN_SHOTS"):
-        # The README's picture: the cells and the list, without the empty page below.
+        # The picture of the README: the cells and the list, without the empty page below.
         clip = {"x": 60, "y": 96, "width": 760, "height": 244}
         page.screenshot(path=Path(folder) / "completion.png", clip=clip)
     page.keyboard.press("ArrowDown")
@@ -74,11 +74,11 @@ def test_tab_lists_what_may_follow_and_shift_tab_says_what_it_means(
     expect(hint.locator("strong")).to_have_text("precision", timeout=PATIENCE_MS)
     shoot(page, "hint")
 
-    # What has no colour has no element of its own: all keys are coloured, also the first in braces.
+    # Only highlighted text has its own element: all keys are highlighted, including nested ones.
     coloured = editor.locator(".cm-line").nth(2).locator("span").all_inner_texts()
     assert {"optimizer", "name", "momentum"} <= set(coloured)
 
-    # The contextual help asks the same when the cursor moves.
+    # The contextual help sends the same request when the cursor moves.
     page.evaluate("() => window.jupyterapp.commands.execute('inspector:open')")
     editor.locator(".cm-line").nth(1).click()
     page.keyboard.press("Home")

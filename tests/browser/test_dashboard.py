@@ -1,4 +1,4 @@
-"""The dashboard in a real JupyterLab, driven by a scripted job: no cluster is needed to draw."""
+"""The dashboard in a real JupyterLab, driven by a scripted job without a cluster."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ OpenNotebook = Callable[..., Notebook]
 
 
 def shoot(page: Page, name: str) -> None:
-    """Keep a picture for a person to look at, where the variable ETRAIN_SHOTS names a folder."""
+    """Save a screenshot for review if the variable ETRAIN_SHOTS names a folder."""
     folder = os.environ.get("ETRAIN_SHOTS")
     if folder:
         page.screenshot(path=Path(folder) / f"{name}.png")
@@ -65,17 +65,17 @@ def wait_for_step(notebook: Notebook, cell: int, step: int) -> None:
             return job && Number(job.dataset.step) >= step;
         }""",
         arg=[cell, step],
-        timeout=90_000,  # on a busy machine a worker takes long to come
+        timeout=90_000,  # on a busy machine a worker starts slowly
     )
 
 
 def stop(notebook: Notebook, cell: int) -> None:
-    """Press the button, and say yes to the question that it asks."""
+    """Click Stop and confirm the question."""
     notebook.job(cell).locator(".etrain-stop").click()
     notebook.job(cell).get_by_role("button", name="Stop with a checkpoint").click()
 
 
-def test_the_dashboard_moves_and_stops_while_another_cell_computes(
+def test_dashboard_updates_and_stops_the_job_while_another_cell_runs(
     open_notebook: OpenNotebook, page: Page
 ) -> None:
     notebook = open_notebook("busy.ipynb", SET_UP, START, BUSY, "print(asked, board.num_errors)")
@@ -97,7 +97,7 @@ def test_the_dashboard_moves_and_stops_while_another_cell_computes(
     assert notebook.output(2).locator(".etrain-job").count() == 0
 
 
-def test_a_request_that_fails_is_explained_and_can_be_repeated(
+def test_failed_request_shows_its_error_and_can_be_repeated(
     open_notebook: OpenNotebook,
 ) -> None:
     notebook = open_notebook("refused.ipynb", SET_UP, f"is_refusing = True; {START}")
@@ -112,13 +112,13 @@ def test_a_request_that_fails_is_explained_and_can_be_repeated(
     expect(notebook.job(1).locator(".etrain-stop")).to_be_enabled()
 
 
-def test_the_dashboard_survives_a_reload_and_then_the_kernel(
+def test_dashboard_survives_a_reload_and_a_kernel_restart(
     lab: Lab, open_notebook: OpenNotebook, page: Page
 ) -> None:
     notebook = open_notebook("reload.ipynb", SET_UP, START)
     notebook.run(0)
     notebook.run(1)
-    wait_for_step(notebook, 1, 560)  # past the first refresh of what is saved
+    wait_for_step(notebook, 1, 560)  # after the first refresh of the saved output
     notebook.save()
 
     notebook.open(new_kernel=False)
@@ -144,7 +144,7 @@ def test_the_dashboard_survives_a_reload_and_then_the_kernel(
     expect(reopened.job(1)).to_have_attribute("data-phase", "live")
 
 
-def test_what_a_finished_job_leaves_in_the_notebook_is_small_and_complete(
+def test_saved_output_of_a_finished_job_is_small_and_complete(
     open_notebook: OpenNotebook, page: Page
 ) -> None:
     notebook = open_notebook("finished.ipynb", SET_UP, START_SHORT)
@@ -165,7 +165,7 @@ def test_what_a_finished_job_leaves_in_the_notebook_is_small_and_complete(
     assert "widgets" not in saved["metadata"]
 
 
-def test_without_our_extension_the_widget_draws_and_html_stays(
+def test_without_the_extension_anywidget_renders_and_html_is_saved(
     lab_without_extension: Lab, page: Page
 ) -> None:
     stopped = "print(asked[0], board.num_errors)"
@@ -200,7 +200,7 @@ def test_without_our_extension_the_widget_draws_and_html_stays(
     shoot(page, "plain-reopened")
 
 
-def test_two_views_of_one_job_both_move(open_notebook: OpenNotebook) -> None:
+def test_two_views_of_one_job_both_update(open_notebook: OpenNotebook) -> None:
     notebook = open_notebook("two.ipynb", SET_UP, START, "board.show()")
     notebook.run(0)
     notebook.run(1)
@@ -211,14 +211,16 @@ def test_two_views_of_one_job_both_move(open_notebook: OpenNotebook) -> None:
         wait_for_step(notebook, cell, step_of(notebook, cell) + 50)
 
 
-def test_nothing_moves_in_the_layout_while_a_job_runs(open_notebook: OpenNotebook) -> None:
+def test_layout_does_not_shift_while_a_job_runs(open_notebook: OpenNotebook) -> None:
     notebook = open_notebook("calm.ipynb", SET_UP, START)
     notebook.run(0)
     notebook.run(1)
     wait_for_step(notebook, 1, 20)
     before = notebook.job(1).bounding_box()
 
-    wait_for_step(notebook, 1, 900)  # workers joined, evaluation and checkpoints came
+    wait_for_step(
+        notebook, 1, 900
+    )  # by then workers have joined, and evaluations and checkpoints are shown
 
     after = notebook.job(1).bounding_box()
     assert before is not None
@@ -227,16 +229,16 @@ def test_nothing_moves_in_the_layout_while_a_job_runs(open_notebook: OpenNoteboo
 
 
 SPY = """
-from etrain_jupyter.notebook.dashboard.feed import Feed
-zooms, detail = [], Feed.detail
+from etrain_jupyter.notebook.dashboard.feed import ViewFeed
+zooms, detail = [], ViewFeed.detail
 def spy(feed, view, to, first, last):
     zooms.append((first, last))
     detail(feed, view, to, first, last)
-Feed.detail = spy
+ViewFeed.detail = spy
 """
 
 
-def test_a_zoom_brings_the_points_of_the_kernel(open_notebook: OpenNotebook, page: Page) -> None:
+def test_zoom_requests_the_points_from_the_kernel(open_notebook: OpenNotebook, page: Page) -> None:
     cells = [SET_UP + SPY, "board = start(20000, 20000)", "print(zooms)"]
     notebook = open_notebook("zoom.ipynb", *cells)
     notebook.run(0)
@@ -252,7 +254,7 @@ def test_a_zoom_brings_the_points_of_the_kernel(open_notebook: OpenNotebook, pag
     page.mouse.move(box["x"] + box["width"] * 0.52, box["y"] + 50, steps=4)
     page.mouse.up()
     expect(notebook.job(1).locator(".etrain-reset")).to_be_enabled()
-    page.wait_for_timeout(1000)  # a view that was not answered would ask again
+    page.wait_for_timeout(1000)  # a view without a reply would repeat its request
     notebook.run(2)
     shoot(page, "zoomed")
 
@@ -292,7 +294,7 @@ for payload in [
 """
 
 
-def test_hostile_payloads_execute_nothing_and_break_nothing(
+def test_hostile_payloads_execute_no_script_and_raise_no_error(
     open_notebook: OpenNotebook, page: Page
 ) -> None:
     errors: list[str] = []

@@ -1,4 +1,4 @@
-"""Several jobs in one page, and one of 200,000 steps, whose log a script has written."""
+"""Several live jobs on one page with a job of 200,000 steps, whose log is synthetic."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ STEPS = 200_000
 NAMED = "board = start(4000, 100, job_id='{}-1234')"
 
 
-def test_three_jobs_move_beside_one_of_200000_steps(
+def test_three_live_jobs_update_next_to_one_of_200000_steps(
     lab: Lab, open_notebook: Callable[..., Notebook], page: Page
 ) -> None:
-    runs = RunStore(lab.root / "etrain-runs")  # where `%etrain show` looks: beside the notebook
+    runs = RunStore(lab.root / "etrain-runs")  # where `%etrain show` finds it: next to the notebook
     record = runs.create({"name": "long", "created": 1.7e9, "config": {}})
     log.write(record.log_path, STEPS, job_id=record.job_id)
     jobs = [NAMED.format(name) for name in ("one", "two", "three")]
@@ -40,10 +40,10 @@ def test_three_jobs_move_beside_one_of_200000_steps(
         wait_for_step(notebook, cell, step_of(notebook, cell) + 100)
     shoot(page, "three-jobs")
 
-    # A zoom into the long one brings its points from the kernel while the others move.
+    # A zoom into the long job loads its points from the kernel while the others update.
     plot = notebook.job(1).locator(".u-over").first
     width = plot.evaluate("element => element.clientWidth")
-    # To hover waits until the place stands still: JupyterLab may still scroll.
+    # `hover` waits until the element is stable: JupyterLab may still scroll.
     plot.hover(position={"x": width * 0.5, "y": 40})
     page.mouse.down()
     plot.hover(position={"x": width * 0.55, "y": 50})

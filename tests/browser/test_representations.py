@@ -1,4 +1,4 @@
-"""What a notebook shows of its jobs after a reload, without trust, and in exports."""
+"""Job outputs of a notebook after a reload, in an untrusted notebook, and in exports."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ DARK, LIGHT = "JupyterLab Dark", "JupyterLab Light"
 
 @pytest.fixture(scope="module")
 def notebook(lab: Lab, browser: BrowserContext) -> Iterator[Notebook]:
-    """A notebook with a job that runs and one that has finished, saved while both are live."""
+    """Provide a notebook with a running and a finished job, saved while both are live."""
     page = browser.new_page()
     lab.write_notebook("jobs.ipynb", SET_UP, START, START_SHORT)
     notebook = Notebook(lab, page, "jobs.ipynb").open()
     for cell in (0, RUNNING, FINISHED):
         notebook.run(cell)
     expect(notebook.job(FINISHED)).to_have_attribute("data-status", "finished", timeout=60_000)
-    wait_for_step(notebook, RUNNING, 560)  # past the first refresh of what is saved
+    wait_for_step(notebook, RUNNING, 560)  # after the first refresh of the saved output
     notebook.save()
     yield notebook
     page.close()
@@ -45,7 +45,7 @@ def notebook(lab: Lab, browser: BrowserContext) -> Iterator[Notebook]:
 
 @pytest.fixture
 def saved(notebook: Notebook) -> dict[str, Any]:
-    """What its file holds."""
+    """Provide the contents of the notebook's file."""
     kept: dict[str, Any] = json.loads((notebook.lab.root / notebook.name).read_text())
     return kept
 
@@ -67,7 +67,7 @@ def log_button(job: Locator) -> Locator:
     return job.get_by_role("button", name="logarithmic scale of loss")
 
 
-def test_after_a_reload_both_jobs_are_live_and_the_charts_as_they_were_chosen(
+def test_reload_keeps_jobs_live_and_chart_settings(
     notebook: Notebook,
 ) -> None:
     job = notebook.job(RUNNING)
@@ -90,11 +90,14 @@ def test_after_a_reload_both_jobs_are_live_and_the_charts_as_they_were_chosen(
     log_button(notebook.job(RUNNING)).click()
 
 
-def test_without_trust_both_jobs_are_drawn_from_what_is_saved(
+def test_untrusted_notebook_draws_jobs_from_the_saved_output(
     notebook: Notebook, saved: dict[str, Any], browser: BrowserContext
 ) -> None:
     for cell in saved["cells"]:
-        cell["source"] = ["# changed by somebody else\n", *cell["source"]]  # breaks the signature
+        cell["source"] = [
+            "# changed by another user\n",
+            *cell["source"],
+        ]  # invalidates the signature
     (notebook.lab.root / "strange.ipynb").write_text(json.dumps(saved))
     page = browser.new_page()
     strange = Notebook(notebook.lab, page, "strange.ipynb").open(new_kernel=False)
@@ -111,7 +114,7 @@ def test_without_trust_both_jobs_are_drawn_from_what_is_saved(
     page.close()
 
 
-def test_an_exported_page_shows_both_jobs_as_pictures_and_tables(
+def test_exports_show_jobs_as_pictures_and_tables(
     saved: dict[str, Any], browser: BrowserContext, tmp_path: Path
 ) -> None:
     kept = nbformat.reads(json.dumps(saved), as_version=4)

@@ -1,4 +1,4 @@
-"""The side panel, the palette and the status bar of a real JupyterLab, over scripted jobs."""
+"""The side panel, the command palette and the status bar of a real JupyterLab."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ os.environ.update(ETRAIN_STATE=os.path.abspath("state"), ETRAIN_RUNS=os.path.abs
 from etrain_jupyter.notebook.dashboard.link import link
 from etrain_jupyter.notebook.dashboard.side_panel import OtherJobs
 from etrain_jupyter.notebook.dashboard.widget import Dashboard
-from etrain_jupyter.log import types as t
+from etrain_jupyter.log import events as t
 from tests.unit.notebook.dashboard.scripted_job import Script, play
 
 asked = []
@@ -61,7 +61,7 @@ link().panel.serve(
         others=tuple(
             {"job_id": f"{name}-7f3a", "name": called, "status": "running", "step": 40,
              "total_steps": 900, "world_size": 2}
-            # What is no id of a job is not offered, whatever it is called (Review S4).
+            # Regression: an invalid job id must not be offered, whatever the job's name is.
             for name, called in {"elsewhere": "elsewhere", "lost": "lost", "evil": evil,
                                  evil: "x", "y\\nimport os": "y"}.items()
             if f"{name}-7f3a" not in job_ids
@@ -76,7 +76,7 @@ link().panel.serve(
 
 
 def show_panel(page: Page) -> Locator:
-    """Open the side panel by its command."""
+    """Open the side panel with its command."""
     page.evaluate("() => window.jupyterapp.commands.execute('etrain:show-jobs')")
     panel = page.locator("#etrain-jobs")
     expect(panel).to_be_visible()
@@ -88,7 +88,7 @@ def row(panel: Locator, job_id: str) -> Locator:
 
 
 def wait_for_rows_to_move(page: Page, job_ids: list[str]) -> None:
-    """Wait until the step of each of these rows has grown."""
+    """Wait until the step of each of these rows has changed."""
     page.evaluate("() => { window.etrainSteps = {}; }")
     page.wait_for_function(
         """ids => ids.every(id => {
@@ -119,7 +119,7 @@ PATIENCE_MS = 30_000
 JOBS = ["digits-7f3a", "squad-7f3a", "albert-large-7f3a"]
 
 
-def test_three_jobs_are_listed_live_after_a_reload_and_as_last_seen_after_a_restart(
+def test_panel_lists_live_jobs_after_a_reload_and_last_seen_jobs_after_a_restart(
     open_notebook: OpenNotebook, page: Page
 ) -> None:
     notebook = open_notebook("panel.ipynb", SET_UP, f"{SHORT}; {THREE}")
@@ -139,7 +139,7 @@ def test_three_jobs_are_listed_live_after_a_reload_and_as_last_seen_after_a_rest
     assert [panel.locator(".etrain-row").nth(i).bounding_box() for i in range(4)] == boxes
     shoot(page, "panel-light")
     if folder := os.environ.get("ETRAIN_SHOTS"):
-        # The picture of docs/jupyterlab.md: see docs/README.md.
+        # The picture of docs/how-to/use-the-side-panel.md, for `make screenshots`.
         box, last = panel.bounding_box(), boxes[-1]
         assert box is not None
         assert last is not None
@@ -169,7 +169,7 @@ def test_three_jobs_are_listed_live_after_a_reload_and_as_last_seen_after_a_rest
     expect(panel.locator(".etrain-row")).to_have_count(4)
 
 
-def test_a_job_is_opened_stopped_and_found_in_its_notebook_from_the_panel(
+def test_panel_opens_and_stops_a_job_and_shows_its_cell(
     open_notebook: OpenNotebook, page: Page
 ) -> None:
     cells = [SET_UP, "1 + 1", THREE, "2 + 2", "print(asked)"]
@@ -179,7 +179,7 @@ def test_a_job_is_opened_stopped_and_found_in_its_notebook_from_the_panel(
     panel = show_panel(page)
     expect(panel.locator(".etrain-row")).to_have_count(3)
 
-    # By the keyboard alone: the newest is on top, the one below it is opened, Escape goes back.
+    # By keyboard only: the newest job is on top; open the one below it; Escape returns.
     panel.locator(".etrain-open").first.focus()
     page.keyboard.press("ArrowDown")
     page.keyboard.press("Enter")
@@ -210,7 +210,7 @@ def test_a_job_is_opened_stopped_and_found_in_its_notebook_from_the_panel(
     assert notebook.output(4).inner_text().strip() == "[('digits', 'stop', {})]"
 
 
-def test_the_palette_is_about_the_job_that_is_meant(
+def test_palette_commands_apply_to_the_selected_job(
     open_notebook: OpenNotebook, page: Page
 ) -> None:
     one = "start('digits', is_shown=True);"
@@ -220,7 +220,9 @@ def test_the_palette_is_about_the_job_that_is_meant(
         """() => window.jupyterapp.shell.currentWidget.content.activeCell
             .model.sharedModel.getSource().startsWith('%%etrain distributed')"""
     )
-    assert "\nmodel: " in source_of_active_cell(page), "it came from a kernel without our magics"
+    assert "\nmodel: " in source_of_active_cell(page), (
+        "the template must work in a kernel without our magics"
+    )
     assert not is_enabled(page, "etrain:pause-job")
     expect(page.locator(".jp-Notebook .jp-CodeCell")).to_have_count(6)
 
@@ -257,7 +259,7 @@ def test_the_palette_is_about_the_job_that_is_meant(
 
 @pytest.fixture
 def set_setting(lab: Lab, page: Page) -> Iterator[Callable[[str, Any], None]]:
-    """Change a setting as the settings editor does; other tests find the defaults again."""
+    """Provide a function that changes a setting; restore the defaults at the end."""
 
     def set_it(key: str, value: Any) -> None:
         page.evaluate(
@@ -272,7 +274,7 @@ def set_setting(lab: Lab, page: Page) -> Iterator[Callable[[str, Any], None]]:
     (settings / "settings.jupyterlab-settings").unlink(missing_ok=True)
 
 
-def test_jobs_elsewhere_are_offered_idle_pools_warned_of_and_names_are_only_text(
+def test_panel_offers_other_jobs_warns_of_idle_pools_and_escapes_names(
     lab: Lab,
     open_notebook: OpenNotebook,
     page: Page,
@@ -287,11 +289,13 @@ def test_jobs_elsewhere_are_offered_idle_pools_warned_of_and_names_are_only_text
     )
     notebook.run(0)
     panel = show_panel(page)
-    panel.get_by_role("button", name="Look for jobs").click()
+    panel.get_by_role("button", name="Refresh the jobs").click()
     expect(panel.locator(".etrain-offer")).to_have_count(3, timeout=PATIENCE_MS)
-    expect(panel.locator(".etrain-pools")).to_contain_text("idle for 6 min: 2 workers, ends in 8")
+    expect(panel.locator(".etrain-pools")).to_contain_text(
+        "idle for 6 min: 2 workers, shuts down in 8"
+    )
     bar = page.locator(".etrain-statusbar")
-    expect(bar).to_have_text("etrain: no job runs · ⚠ pool local idle")
+    expect(bar).to_have_text("etrain: no running jobs · ⚠ pool local idle")
     shoot(page, "panel-around")
 
     row(panel, "lost-7f3a").get_by_role("button", name="Attach").click()
@@ -300,7 +304,7 @@ def test_jobs_elsewhere_are_offered_idle_pools_warned_of_and_names_are_only_text
     expect(row(panel, "elsewhere-7f3a").locator(".etrain-open")).to_be_visible()
     expect(bar).to_contain_text("etrain: 1 job, ")
 
-    # Another kernel follows the same job: one row, and both notebooks are named.
+    # Another kernel follows the same job: the panel has one row that names both notebooks.
     page.evaluate(
         "() => window.jupyterapp.commands.execute('docmanager:open', {path: 'other.ipynb'})"
     )
@@ -327,7 +331,7 @@ def test_jobs_elsewhere_are_offered_idle_pools_warned_of_and_names_are_only_text
     assert page.evaluate("() => window.hacked === undefined")
     assert panel.locator("img, script").count() == 0
 
-    # Settings are heard at once.
+    # Changed settings apply immediately.
     comment = notebook.page.locator(".jp-Notebook:visible .jp-CodeCell").nth(2)
     expect(comment.locator(".cm-line span", has_text="# comment")).to_have_count(1)
     set_setting("highlight", False)

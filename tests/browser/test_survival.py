@@ -1,4 +1,4 @@
-"""One run loses its kernel, its scheduler and then every worker, and is one curve in the end."""
+"""One run survives the loss of its kernel, its scheduler and all workers, with one curve."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["cluster"]
 
 PATIENT_LOSS = """
 def patient_loss(output, target):
-    time.sleep(0.02)  # a step takes time, but leaves the processor to the others
+    time.sleep(0.02)  # steps are slow but use no CPU time
     return F.cross_entropy(output, target)
 """
 TRAIN = """%%etrain distributed --name survivor -o job
@@ -42,14 +42,14 @@ STEPS = 80 * 22
 
 
 def kill(folder: Path, module: str) -> int:
-    """SIGKILL every process of the cluster that runs this module; return how many there were."""
+    """Kill every process of the cluster that runs this module; return their number."""
     found = [p for p in processes_of(folder) if f"etrain_jupyter.{module}" in p.cmdline()]
     for process in found:
         os.kill(process.pid, signal.SIGKILL)
     return len(found)
 
 
-def test_run_outlives_its_kernel_its_scheduler_and_all_its_workers(
+def test_run_survives_its_kernel_its_scheduler_and_all_its_workers(
     open_notebook: Callable[..., Notebook],
     page: Page,
     cluster: dict[str, str],
@@ -67,7 +67,7 @@ def test_run_outlives_its_kernel_its_scheduler_and_all_its_workers(
     kernel = int(re.findall(r"\d+", notebook.output(2).inner_text())[0])
 
     os.kill(kernel, signal.SIGKILL)
-    # JupyterLab tells that it starts another one.
+    # JupyterLab shows a dialog that the kernel restarts.
     page.locator(".jp-Dialog").get_by_text("Ok").click(timeout=60_000)
     notebook.wait_until_idle()
     notebook.run(3)
@@ -76,11 +76,11 @@ def test_run_outlives_its_kernel_its_scheduler_and_all_its_workers(
     wait_for_step(notebook, 4, step_of(notebook, 4) + 20)
     shoot(page, "survival-another-kernel")
 
-    assert kill(tmp_path, "pools.local_head") == 1
+    assert kill(tmp_path, "head.main") == 1
     wait_for_step(notebook, 4, step_of(notebook, 4) + 40)
     shoot(page, "survival-another-scheduler")
 
-    assert kill(tmp_path, "pools.local_worker") == 2
+    assert kill(tmp_path, "worker.main") == 2
     job = etrain_jupyter.attach("survivor")
     before = job.step
     wait_for_step(notebook, 4, before + 20)

@@ -1,4 +1,4 @@
-"""A real job on a real cluster, seen in a real JupyterLab while a worker is killed."""
+"""Real jobs on a real cluster in a real JupyterLab: a killed worker, and several jobs at once."""
 
 from __future__ import annotations
 
@@ -50,12 +50,15 @@ batch: {global: 64}
 epochs: 400
 workers: {min: 1, max: 4}
 """
-BUSY = "end = time.time() + 8\nwhile time.time() < end: sum(range(1000))"
+BUSY = """
+end = time.time() + 120
+while not os.path.exists({flag!r}) and time.time() < end: sum(range(1000))
+"""
 
 
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
-    """Name the folders of a cluster of the test's own, and end it afterwards."""
+    """Provide the folders of a cluster for the test; shut the cluster down at the end."""
     folders = {"state": str(tmp_path / "state"), "runs": str(tmp_path / "runs")}
     monkeypatch.setenv("ETRAIN_STATE", folders["state"])
     yield folders
@@ -63,18 +66,19 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[st
 
 
 def wait_for_world(notebook: Notebook, cell: int, world_size: int) -> None:
-    """Wait until the dashboard tells this number of workers."""
+    """Wait until the dashboard shows this number of workers."""
     tiles = notebook.job(cell).locator(".etrain-tiles")
     expect(tiles).to_contain_text(f"{world_size} of 4", timeout=90_000)
 
 
-def test_a_killed_worker_is_seen_and_training_goes_on(
-    open_notebook: Callable[..., Notebook], page: Page, cluster: dict[str, str]
+def test_dashboard_shows_a_killed_worker_and_training_continues(
+    open_notebook: Callable[..., Notebook], page: Page, cluster: dict[str, str], tmp_path: Path
 ) -> None:
+    flag = tmp_path / "end-of-the-busy-cell"
     cells = [
         SET_UP.format(**cluster),
         TRAIN,
-        BUSY,
+        BUSY.format(flag=str(flag)),
         "print(job.kill())",
         "job.stop()",
         "%etrain wait",
@@ -93,9 +97,10 @@ def test_a_killed_worker_is_seen_and_training_goes_on(
     busy = notebook.page.evaluate(
         "() => window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.status"
     )
-    assert busy == "busy", "the widget moved, but the other cell had ended already"
+    assert busy == "busy", "the dashboard must update while another cell runs"
 
-    notebook.run(3)  # waits for the busy cell first
+    flag.touch()
+    notebook.run(3)
     expect(notebook.output(3)).to_contain_text("was killed")
     wait_for_world(notebook, 1, 3)
     shoot(page, "training-during-the-kill")
@@ -105,7 +110,7 @@ def test_a_killed_worker_is_seen_and_training_goes_on(
     wait_for_step(notebook, 1, step_of(notebook, 1) + 20)
     shoot(page, "training-after-the-kill")
     if folder := os.environ.get("ETRAIN_SHOTS"):
-        # The README's picture: see docs/README.md. The page is made tall enough for all of it.
+        # The picture of the README, for `make screenshots`, on a page that is tall enough.
         page.set_viewport_size({"width": 1300, "height": 1500})
         notebook.job(1).screenshot(path=Path(folder) / "dashboard.png")
 
@@ -140,7 +145,7 @@ workers: {{min: 1, max: 1}}
 """
 PATIENT_LOSS = """
 def patient_loss(output, target):
-    time.sleep(0.03)  # a step takes time, but leaves the processor to the others
+    time.sleep(0.03)  # steps are slow but use no CPU time
     return F.cross_entropy(output, target)
 """
 
@@ -178,7 +183,7 @@ def test_three_jobs_train_at_once_and_buttons_scale_preempt_and_stop_them(
     worker.click()
     beta.locator(".etrain-box").get_by_role("button", name=name).click()
     expect(beta.locator(".etrain-answer")).to_contain_text("120 s")
-    # Its only worker leaves when another one can take over; nothing is lost.
+    # Its only worker leaves when another one has taken over its state; nothing is lost.
     expect(beta.locator(".etrain-events")).to_contain_text("left", timeout=90_000)
     wait_for_step(notebook, 2, step_of(notebook, 2) + 10)
     shoot(page, "training-three-preempted")

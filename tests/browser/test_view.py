@@ -1,4 +1,4 @@
-"""What a person does with the view of a job, and what must never happen to it."""
+"""The view of a job: zoom, charts, controls, accessibility and hostile input."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EVIL = "<img src=x onerror='window.hacked = 1'><script>window.hacked = 1</script
 
 
 def until(script: Script, step: int) -> list[t.Event]:
-    """The scripted events up to a step, and what followed on it."""
+    """Return the scripted events up to a step, including the other events of that step."""
     found: list[t.Event] = []
     for event in script.events():
         if isinstance(event, t.StepCompleted) and event.step > step:
@@ -43,7 +43,7 @@ def view(page: Page) -> View:
 
 
 def drag(view: View, plot: int, start: float, end: float) -> None:
-    """Draw a range over a chart, in shares of its width."""
+    """Drag over a range of a chart, given as fractions of its width."""
     box = view.plot(plot).bounding_box()
     assert box is not None
     mouse = view.page.mouse
@@ -59,7 +59,7 @@ def step_under_cursor(view: View) -> int:
     return int(text.split(" · ")[0].removeprefix("step ").replace(",", ""))
 
 
-def test_nothing_shifts_while_workers_come_and_go_and_numbers_grow(
+def test_layout_does_not_shift_while_workers_change_and_numbers_grow(
     view: View, script: Script
 ) -> None:
     events = until(script, 599)
@@ -74,7 +74,7 @@ def test_nothing_shifts_while_workers_come_and_go_and_numbers_grow(
     expect(view.root).to_have_attribute("data-status", "paused")
 
 
-def test_a_zoom_is_shared_brings_the_kernels_points_and_is_undone(
+def test_zoom_applies_to_all_charts_requests_points_and_can_be_reset(
     view: View, script: Script
 ) -> None:
     view.add(until(script, 500))
@@ -86,7 +86,7 @@ def test_a_zoom_is_shared_brings_the_kernels_points_and_is_undone(
 
     assert 100 < asked["first"] < asked["last"] < 350
     ticks = view.page.evaluate("() => window.sent.filter(m => m.kind === 'detail').length")
-    assert ticks == 1, "the answer was not taken: the view asked again"
+    assert ticks == 1, "the view ignored the reply and repeated its request"
     view.plot(0).hover(position={"x": 2, "y": 50})
     assert abs(step_under_cursor(view) - asked["first"]) <= 5
 
@@ -113,7 +113,7 @@ def test_one_cursor_shows_the_values_of_all_charts(view: View, script: Script) -
     assert legends.all_inner_texts() == newest
 
 
-def test_the_axis_can_be_samples_or_time_and_keeps_the_zoom(view: View, script: Script) -> None:
+def test_axis_unit_changes_keep_the_zoom(view: View, script: Script) -> None:
     view.add(until(script, 400))
     drag(view, 0, 0.3, 0.6)
     steps = view.answer_detail()
@@ -126,7 +126,7 @@ def test_the_axis_can_be_samples_or_time_and_keeps_the_zoom(view: View, script: 
         view.page.mouse.move(2, 2)
 
 
-def test_smoothing_and_log_scale_change_what_is_drawn(view: View, script: Script) -> None:
+def test_smoothing_and_log_scale_change_the_drawing(view: View, script: Script) -> None:
     view.add(until(script, 400))
     canvas = view.root.locator(".etrain-chart canvas").first
     read = "canvas => canvas.toDataURL()"
@@ -144,12 +144,12 @@ def test_smoothing_and_log_scale_change_what_is_drawn(view: View, script: Script
     assert len({smooth, raw, canvas.evaluate(read)}) == 3
 
 
-def test_charts_take_the_colours_of_a_theme_that_arrives_late(view: View, script: Script) -> None:
+def test_charts_use_the_colors_of_a_theme_that_loads_late(view: View, script: Script) -> None:
     view.add(until(script, 300))
     canvas = view.root.locator(".etrain-chart canvas").first
     before = canvas.evaluate("canvas => canvas.toDataURL()")
 
-    # JupyterLab sets its attributes at one time, and the style sheet of the theme comes at another.
+    # JupyterLab sets its attributes before the style sheet of the theme is loaded.
     view.page.evaluate("() => document.body.style.setProperty('--jp-ui-font-color2', '#ff0000')")
 
     canvas.evaluate(
@@ -161,7 +161,7 @@ def test_charts_take_the_colours_of_a_theme_that_arrives_late(view: View, script
     )
 
 
-def test_what_happened_is_named_on_hover_and_for_a_keyboard(view: View, script: Script) -> None:
+def test_chart_markers_are_explained_on_hover_and_by_keyboard(view: View, script: Script) -> None:
     view.add(until(script, 300))
     marks = view.root.locator(".etrain-marks button")
     tip = view.root.locator(".etrain-tip:not([hidden])")
@@ -181,28 +181,30 @@ def test_what_happened_is_named_on_hover_and_for_a_keyboard(view: View, script: 
     assert marks.nth(0).locator("xpath=ancestor::*[@role='group']").count() >= 1
 
 
-def test_a_rewind_takes_back_the_curve_and_says_so(view: View, script: Script) -> None:
+def test_restored_checkpoint_rewinds_the_curve_and_adds_a_marker(
+    view: View, script: Script
+) -> None:
     view.add(until(script, 300))
     before = view.root.locator(".etrain-legend").first.inner_text()
 
     script.step = 120
     view.add([script.make(t.JobRestored, step=120, num_undone=180)])
 
-    assert view.root.get_attribute("data-step") == "120"
+    expect(view.root).to_have_attribute("data-step", "120")
     assert view.root.locator(".etrain-legend").first.inner_text() != before
     expect(view.root.locator(".etrain-legend").first).to_contain_text("undone")
     rewound = view.root.locator(".etrain-marks button").filter(has_text="step 120")
-    expect(rewound.filter(has_text="180 steps are trained again")).to_have_count(1)
+    expect(rewound.filter(has_text="180 steps will be trained again")).to_have_count(1)
 
 
-def test_what_ends_a_job_is_asked_about_first(view: View, script: Script) -> None:
+def test_stop_asks_for_confirmation(view: View, script: Script) -> None:
     view.add(until(script, 300))
     stop = view.root.locator(".etrain-stop")
 
     stop.click()
     assert view.sent("request") == []
     expect(view.root.get_by_role("button", name="Stop now")).to_contain_text(
-        "all after step 200 is lost"
+        "all training after step 200 will be lost"
     )
     view.page.keyboard.press("Escape")
     expect(stop).to_be_focused()
@@ -217,7 +219,7 @@ def test_what_ends_a_job_is_asked_about_first(view: View, script: Script) -> Non
     expect(stop).to_have_text("Stopping …")
 
 
-def test_a_worker_is_preempted_after_a_question(view: View, script: Script) -> None:
+def test_preempt_asks_for_confirmation(view: View, script: Script) -> None:
     view.add(until(script, 300))
 
     view.root.get_by_role("button", name="Preempt w3").first.click()
@@ -227,7 +229,7 @@ def test_a_worker_is_preempted_after_a_question(view: View, script: Script) -> N
     assert (request["request"], request["args"]) == ("preempt", {"worker": "w3"})
 
 
-def test_workers_are_scaled_within_sense(view: View, script: Script) -> None:
+def test_scale_rejects_a_minimum_above_the_maximum(view: View, script: Script) -> None:
     view.add(until(script, 300))
     view.root.locator(".etrain-scale").click()
     least, most = view.root.locator(".etrain-box input").all()
@@ -244,7 +246,9 @@ def test_workers_are_scaled_within_sense(view: View, script: Script) -> None:
     assert request["args"] == {"min": 9, "max": 12}
 
 
-def test_buttons_follow_the_status_and_say_why_not(view: View, script: Script) -> None:
+def test_buttons_follow_the_status_and_explain_why_they_are_disabled(
+    view: View, script: Script
+) -> None:
     view.add(until(script, 300))
     view.add([script.make(t.JobStatusChanged, status="paused")])
     save = view.root.locator(".etrain-checkpoint")
@@ -261,14 +265,14 @@ def test_buttons_follow_the_status_and_say_why_not(view: View, script: Script) -
         expect(button).to_have_attribute("title", "The job has finished.")
 
 
-def test_a_job_that_was_stopped_is_resumed_after_a_question(view: View, script: Script) -> None:
+def test_resume_of_a_stopped_job_asks_for_confirmation(view: View, script: Script) -> None:
     view.add(until(script, 300))
     view.add([script.make(t.JobStatusChanged, status="stopped")])
     resume = view.root.locator(".etrain-buttons").get_by_role("button", name="Resume")
 
     resume.click()
     box = view.root.locator(".etrain-box")
-    expect(box).to_contain_text("Resume digits? It goes on from its checkpoint of step 200;")
+    expect(box).to_contain_text("Resume digits? It continues from the checkpoint at step 200;")
     box.get_by_role("button", name="Cancel").click()
     assert view.sent("request") == []
     expect(resume).to_be_focused()
@@ -282,14 +286,14 @@ def test_a_job_that_was_stopped_is_resumed_after_a_question(view: View, script: 
     expect(view.root.get_by_role("button", name="Pause")).to_be_enabled()
 
 
-def test_events_are_filtered_and_stay_where_they_are_read(view: View, script: Script) -> None:
+def test_events_are_filtered_and_keep_their_scroll_position(view: View, script: Script) -> None:
     view.add(until(script, 300))
     items = view.root.locator(".etrain-events li")
     assert "Generation" in items.first.inner_text() or "Checkpoint" in items.first.inner_text()
 
     view.root.get_by_label("show events of level").select_option("error")
     assert [text.split("error")[1].strip() for text in items.all_inner_texts()] == [
-        "w1 lost (trainer killed), known after 4 ms"
+        "w1 lost (trainer killed), detected after 4 ms"
     ]
     view.root.get_by_label("show events of level").select_option("all")
     view.root.get_by_label("show events that contain").fill("warm w3")
@@ -305,7 +309,7 @@ def test_events_are_filtered_and_stay_where_they_are_read(view: View, script: Sc
     assert read.bounding_box() == place
 
 
-def test_a_worker_says_where_its_time_goes(view: View, script: Script) -> None:
+def test_worker_row_shows_the_split_of_its_time(view: View, script: Script) -> None:
     view.add(until(script, 300))
     spent = {"elapsed_s": 2.0, "data_s": 0.9, "compute_s": 0.8, "optimizer_s": 0.1}
     view.add(
@@ -322,13 +326,13 @@ def test_a_worker_says_where_its_time_goes(view: View, script: Script) -> None:
     expect(row.get_by_role("img")).to_have_attribute(
         "aria-label",
         "data 45 %, forward and backward 40 %, other ranks 10 %, optimizer 5 %, other 0 % "
-        "of 100 steps up to 300",
+        "(100 steps up to step 300)",
     )
     expect(row).to_contain_text("3,200")
     expect(row).to_contain_text("data, 45 %")
 
 
-def test_money_is_shown_where_it_is_known(view: View, script: Script) -> None:
+def test_cost_is_shown_if_it_is_known(view: View, script: Script) -> None:
     view.add(until(script, 20))
     expect(view.tile("cost")).to_have_count(0)
 
@@ -337,11 +341,13 @@ def test_money_is_shown_where_it_is_known(view: View, script: Script) -> None:
 
     cost = {"spent_usd": 1.5, "on_demand_usd": 4.0, "wasted_usd": 0.0512}
     view.add([script.make(t.CostUpdated, **cost)])
-    told = ["cost", "$1.50", "$2.50 saved · $0.0512 wasted"]
-    assert view.tile("cost").inner_text().split("\n") == told
+    expected = ["cost", "$1.50", "$2.50 saved · $0.0512 wasted"]
+    assert view.tile("cost").inner_text().split("\n") == expected
 
 
-def test_a_screen_reader_hears_of_changes_of_status_only(view: View, script: Script) -> None:
+def test_screen_reader_announces_status_changes_only(page: Page, script: Script) -> None:
+    page.clock.install()
+    view = View(page)
     view.add(until(script, 100))
     spoken = view.root.locator("[role=status]")
     assert spoken.count() == 1
@@ -349,13 +355,13 @@ def test_a_screen_reader_hears_of_changes_of_status_only(view: View, script: Scr
     assert "digits running" in first
 
     view.add(list(script.complete(101)))
-    view.page.wait_for_timeout(3100)  # longer than the least pause between two sentences
+    page.clock.run_for(3100)  # longer than the minimum pause between two announcements
     assert spoken.inner_text() == first
     view.add([script.make(t.JobStatusChanged, status="paused")])
     expect(spoken).to_contain_text("digits paused")
 
 
-def test_nothing_pulses_for_who_wants_less_motion(view: View, script: Script) -> None:
+def test_status_does_not_pulse_with_reduced_motion(view: View, script: Script) -> None:
     view.add(until(script, 20))
     animation = "() => getComputedStyle(document.querySelector('.etrain-status'), '::before')"
     assert view.page.evaluate(f"{animation}.animationName") == "etrain-pulse"
@@ -365,7 +371,7 @@ def test_nothing_pulses_for_who_wants_less_motion(view: View, script: Script) ->
     assert view.page.evaluate(f"{animation}.animationName") == "none"
 
 
-def test_a_keyboard_reaches_charts_and_controls_and_sees_where_it_is(
+def test_keyboard_reaches_charts_and_controls_with_a_visible_focus(
     view: View, script: Script
 ) -> None:
     view.add(until(script, 300))
@@ -439,7 +445,7 @@ HOSTILE: list[Any] = [
 ]
 
 
-def test_hostile_payloads_execute_nothing_and_break_nothing(page: Page) -> None:
+def test_hostile_payloads_execute_no_script_and_raise_no_error(page: Page) -> None:
     series = {
         "loss": {"x": "3 1 1e308 x", "y": "1e308 nan y {}"},
         "elapsed_s": {"x": "1 2", "y": "9 1"},
@@ -468,7 +474,7 @@ def test_hostile_payloads_execute_nothing_and_break_nothing(page: Page) -> None:
     assert view.errors == []
 
 
-def test_a_name_is_shown_as_it_is_written(view: View, script: Script) -> None:
+def test_html_in_a_name_is_shown_as_text(view: View, script: Script) -> None:
     view.add(until(script, 10))
     view.add([script.make(t.LogLine, level="error", worker=EVIL, text=EVIL)])
 

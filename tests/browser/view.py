@@ -1,4 +1,4 @@
-"""The view of a job on a blank page, fed by the real fold and feed: no kernel, no server."""
+"""The view of a job on a blank page, fed by the real JobView and ViewFeed, without a kernel."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from playwright.sync_api import Locator, Page
 from etrain_jupyter.log import events as t
 from etrain_jupyter.notebook.dashboard.browser import WIDGET_SCRIPT
 from etrain_jupyter.notebook.dashboard.feed import ViewFeed
-from etrain_jupyter.notebook.dashboard.snapshot import JobView
+from etrain_jupyter.notebook.dashboard.job_view import JobView
 
-# What anywidget would do with our module, and what a test wants to know of the page.
+# Mount our module like anywidget, and record sent messages and layout shifts for the tests.
 MOUNT = """
 async ([script, saved]) => {
     const address = URL.createObjectURL(new Blob([script], {type: 'text/javascript'}));
@@ -37,7 +37,7 @@ async ([script, saved]) => {
     window.shifts = [];
     new PerformanceObserver(list => {
         for (const entry of list.getEntries()) {
-            // Within their boxes, events make room for newer ones and ranks change their order.
+            // Inside scrolling boxes, new events shift older ones and ranks change their order.
             const moved = entry.sources.map(({node}) => node?.closest ? node : node?.parentElement);
             const names = moved.filter(node => !node?.closest('.etrain-scroll'))
                 .map(node => node?.className || node?.nodeName);
@@ -47,7 +47,7 @@ async ([script, saved]) => {
     window.unmount = widget.render({model, el: document.querySelector('#host')});
 }
 """
-# A frame is drawn at most every 80 ms, and two of them make sure that it is on the screen.
+# The view draws at most every 80 ms; two animation frames later the drawing is on the screen.
 SETTLED = """
 () => new Promise(done => setTimeout(
     () => requestAnimationFrame(() => requestAnimationFrame(done)), 120))
@@ -55,11 +55,11 @@ SETTLED = """
 
 
 class View:
-    """One view, its job, and the channel between them.
+    """One mounted view, its job, and the channel between them.
 
     Args:
-        page: Where it is mounted.
-        saved: What a notebook keeps of the job.
+        page: Page to mount the view on.
+        saved: Saved output of the job, as in a notebook.
     """
 
     def __init__(self, page: Page, saved: Any = None) -> None:
@@ -74,7 +74,7 @@ class View:
         self.root = page.locator(".etrain-job")
 
     def add(self, events: Iterable[t.Event]) -> None:
-        """Let events happen, and show them."""
+        """Add events to the job and show them."""
         self.job.add(events)
         if self.feed.is_open:
             self.feed.flush(self.job)
@@ -85,11 +85,11 @@ class View:
     def answer(self, request: str, text: str, level: str = "info") -> None:
         """Answer a request as the kernel does."""
         notice = {"kind": "notice", "request": request, "to": self.name}
-        self.feed.say(notice | {"level": level, "text": text})
+        self.feed.post(notice | {"level": level, "text": text})
         self.settle()
 
     def answer_detail(self) -> dict[str, Any]:
-        """Answer the newest question about the steps that somebody zoomed to; return it."""
+        """Answer the newest request for the steps of a zoom; return the request."""
         self.page.wait_for_function("() => window.sent.some(m => m.kind === 'detail')")
         asked = self.sent("detail")[-1]
         self.feed.detail(self.job, self.name, asked["first"], asked["last"])
@@ -97,25 +97,25 @@ class View:
         return asked
 
     def bring(self, content: dict[str, Any], buffers: list[bytes]) -> None:
-        """Bring a message to the view, whatever is in it."""
+        """Deliver a message, even an invalid one, to the view."""
         texts = [base64.b64encode(buffer).decode() for buffer in buffers]
         self.page.evaluate("([content, texts]) => window.bring(content, texts)", [content, texts])
 
     def sent(self, kind: str) -> list[dict[str, Any]]:
-        """Return what the view has sent of a kind."""
+        """Return the messages of one kind that the view has sent."""
         found: list[dict[str, Any]] = self.page.evaluate(
             "kind => window.sent.filter(message => message.kind === kind)", kind
         )
         return found
 
     def settle(self) -> None:
-        """Wait until what came is drawn."""
+        """Wait until the newest message is drawn."""
         self.page.evaluate(SETTLED)
 
     def plot(self, number: int) -> Locator:
-        """Return the drawing area of a chart, from 0."""
+        """Return the drawing area of the chart with this index."""
         return self.root.locator(".etrain-chart .u-over").nth(number)
 
     def tile(self, name: str) -> Locator:
-        """Return a figure of the header."""
+        """Return one of the figures in the header."""
         return self.root.locator(f".etrain-tiles [data-tile='{name}']")

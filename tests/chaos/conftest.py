@@ -1,4 +1,4 @@
-"""The rig as a fixture: a cluster for each test, one zygote for the session; and spot clusters."""
+"""Fixtures of the chaos tests: a rig per test, one zygote per session, and spot clusters."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tests.chaos.trainers import Spawned, Trainers
 
 MEMORY = Path("/dev/shm")
 LOCAL_WORKER = {**dict.fromkeys(THREADS, "1"), "CUDA_VISIBLE_DEVICES": ""}
-"""What a local pool sets for a worker without a GPU."""
+"""Environment that a local pool sets for a worker without a GPU."""
 
 MakeRig = Callable[..., AbstractAsyncContextManager[Rig]]
 
 
 @pytest.fixture(scope="session")
 def zygote() -> Iterator[Zygote]:
-    """Give the process that forks trainers."""
+    """Provide the process that forks trainers."""
     made = Zygote()
     yield made
     made.close()
@@ -35,7 +35,7 @@ def zygote() -> Iterator[Zygote]:
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """Give a folder for run folders, in memory where there is one: the disk is not the subject."""
+    """Provide a folder for runs, in memory if possible: these tests do not measure the disk."""
     made = Path(tempfile.mkdtemp(dir=MEMORY if MEMORY.is_dir() else None))
     yield made
     shutil.rmtree(made, ignore_errors=True)
@@ -43,13 +43,13 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture
 def make() -> MakeRig:
-    """Give what makes a cluster, for tests that need several, one after the other."""
+    """Provide the factory of rigs, for tests that need several, one after the other."""
     return make_rig
 
 
 @pytest.fixture
 def trainers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Trainers:
-    """Give what starts a test's trainers: as the product does, unless it is marked ``forked``."""
+    """Spawn trainers as the product does, or fork them if the test is marked ``forked``."""
     marker = request.node.get_closest_marker("forked")
     if marker and (marker.kwargs.get("always") or "ETRAIN_SPAWN" not in os.environ):
         found: Trainers = request.getfixturevalue("zygote")
@@ -62,20 +62,20 @@ def trainers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture
 def limits(trainers: Trainers, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a rank that hangs be found after some seconds, not after half a minute."""
+    """Detect a hung rank after a few seconds instead of 30."""
     monkeypatch.setenv("ETRAIN_HANG_S", str(trainers.limits.hang_s))
 
 
 @pytest_asyncio.fixture
 async def rig(trainers: Trainers, folder: Path, limits: None) -> AsyncIterator[Rig]:
-    """Give a cluster of up to four workers."""
+    """Provide a cluster of up to four workers."""
     async with make_rig(trainers, folder) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
 def spot_cloud() -> Iterator[FakeAws]:
-    """Give one cloud for a file, where machines have networks of their own if that can be had."""
+    """Provide one cloud per test file; machines get network namespaces if the system allows it."""
     with open_cloud() as cloud:
         yield cloud
 
@@ -87,5 +87,5 @@ def spot(
     tmp_path: Path,
     request: pytest.FixtureRequest,
 ) -> Iterator[Spot]:
-    """Give a user's folder in that cloud, as new; nothing may be left afterwards."""
+    """Provide a new user's folder in the reset cloud; the test must leave nothing behind."""
     yield from open_spot(spot_cloud, monkeypatch, tmp_path, request.node.name)

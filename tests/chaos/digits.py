@@ -1,7 +1,7 @@
-"""The digits of scikit-learn through the real system: runs whose workers change in mid-run.
+"""Train on scikit-learn's digits with the real system while the number of workers changes.
 
-The set-up is that of the plain-PyTorch experiment which the thresholds come from: 1,437 digits to
-train on, 360 to test, an MLP 64-64-10, SGD with momentum 0.9, 16 samples a worker.
+The setup is the same as in the plain PyTorch experiment that the thresholds come from: 1,437
+training samples, 360 test samples, an MLP 64-64-10, SGD with momentum 0.9, 16 samples per worker.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PATIENCE_S = 240.0
 
 @functools.cache
 def digits() -> tuple[Pair, Pair]:
-    """Return what is trained on, and what is not."""
+    """Return the training set and the test set."""
     pixels, labels = load_digits(return_X_y=True)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     x = torch.tensor(pixels / 16, dtype=torch.float32)[order]
@@ -43,10 +43,10 @@ def digits() -> tuple[Pair, Pair]:
 
 
 def as_one_epoch(seed: int) -> Pair:
-    """Return the training set many times over, for jobs that end before it does.
+    """Return many copies of the training set as one epoch that is longer than the job.
 
-    A job of this seed sees one whole shuffled set after the other, as in the experiment, and no
-    smaller step where one ends.
+    A job with this seed sees one shuffled copy after another, as in the experiment, without the
+    smaller step at the end of an epoch.
     """
     (x, y), _ = digits()
     generator = torch.Generator().manual_seed(1000 + seed)
@@ -58,7 +58,7 @@ def as_one_epoch(seed: int) -> Pair:
 
 
 def mlp(seed: int | None = None) -> nn.Module:
-    """Return the network, with the experiment's weights of a seed or with those of the job."""
+    """Return the network, initialized from ``seed`` as in the experiment, or by the job."""
     if seed is not None:
         torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
@@ -70,27 +70,27 @@ def gated(make: Callable[[], nn.Module], gates: Gates) -> nn.Module:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a job left."""
+    """Results of a finished job."""
 
     steps: list[StepCompleted]
     evals: dict[int, float]
     """Loss on the evaluation set after each step."""
     accuracy: float
-    """On the test set, in the end."""
+    """Final accuracy on the test set."""
     weights: dict[str, torch.Tensor]
-    """In the end."""
+    """Final weights."""
 
     def changes(self) -> list[int]:
-        """Return the last step of each number of workers but the last one."""
+        """Return the last step before each change of the world size."""
         pairs = zip(self.steps, self.steps[1:], strict=False)
         return [a.step for a, b in pairs if a.world_size != b.world_size]
 
     def peak(self, change: int, num_steps: int = 60) -> float:
-        """Return the highest loss of the steps after a change."""
+        """Return the highest loss in the steps after a change."""
         return max(self.evals[step] for step in range(change + 1, change + 1 + num_steps))
 
     def peak_by_pre(self, change: int) -> float:
-        """Return that by the mean loss of the 20 steps before it."""
+        """Return the peak after a change divided by the mean loss of the 20 steps before it."""
         before = [self.evals[step] for step in range(change - 19, change + 1)]
         return self.peak(change) * len(before) / sum(before)
 
@@ -106,9 +106,9 @@ async def train(
     eval_set: Pair | None = None,
     **keys: Any,
 ) -> Run:
-    """Train with these numbers of workers, for so many steps each, then stop the job.
+    """Train through ``phases`` of (number of workers, number of steps), then stop the job.
 
-    It makes a step more where a stop comes too late for the last one; ``steps`` prevents that.
+    The job may take one extra step if the stop request arrives late; the key ``steps`` prevents it.
     """
     (train_set, test_set), folder = data or digits(), folder / f"{len(list(folder.iterdir()))}"
     folder.mkdir()
@@ -154,15 +154,15 @@ async def train(
 def train_plainly(
     factors: Iterable[tuple[int, float]], *, seed: int = 0, lr: float = 0.1
 ) -> tuple[dict[int, float], float]:
-    """Do the same in one process, in plain PyTorch, with any factors of the rate.
+    """Train the same model in one process with plain PyTorch and given learning rate factors.
 
     Args:
-        factors: Of each step, its number of workers and what its rate is multiplied by.
-        seed: The job's: the weights and the order of the samples are the same.
-        lr: Of the base batch.
+        factors: Number of workers and learning rate factor of each step.
+        seed: Seed of the job, which determines the initial weights and the order of samples.
+        lr: Learning rate for the base batch.
 
     Returns:
-        The loss on the training set after each step, and the accuracy in the end.
+        The loss on the training set after each step, and the final accuracy.
     """
     (x, y), test_set = digits()
     torch.manual_seed(seed * 1_000_003 * 4_099)
@@ -186,7 +186,7 @@ def train_plainly(
 def linear_factors(
     phases: Sequence[tuple[int, int]], *, up: int, down: int = 0
 ) -> Iterator[tuple[int, float]]:
-    """Yield workers and factor of each step: linear, over so many steps up and down."""
+    """Yield the number of workers and the linear factor of each step, with ramps up and down."""
     factor = float(phases[0][0])
     for world_size, num_steps in phases:
         start, length = factor, up if world_size > factor else down

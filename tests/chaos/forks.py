@@ -1,9 +1,8 @@
-"""Trainers forked from a zygote, in place of what ``create_subprocess_exec`` would start.
+"""Trainers forked from a zygote, as a substitute for ``asyncio.create_subprocess_exec``.
 
-A forked trainer is there after 50 ms and costs no imports, where a spawned one costs 3 s of
-processor time. It differs from the product's: its command line and ``ranks.main.main`` are not
-used, the zygote is its parent, it never waits as a warm spare that still imports, and its limits
-are shorter.
+A forked trainer starts in 50 ms, without imports; a spawned one costs 3 s of CPU time. It differs
+from the product's trainer: it skips the command line and ``trainer.main.main``, its parent is the
+zygote, it is never a warm spare that is still importing, and its timeouts are shorter.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
 class ForkedProcess:
-    """What ``TrainerProcess`` needs of an ``asyncio.subprocess.Process``."""
+    """The part of ``asyncio.subprocess.Process`` that ``TrainerProcess`` uses."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -41,7 +40,7 @@ class ForkedProcess:
         self.ended = asyncio.Event()
 
     async def read_from(self, out: int, err: int) -> None:
-        """Read what it prints."""
+        """Start reading its stdout and stderr."""
         self.stdout, self.stderr = await self._reader(out), await self._reader(err)
 
     async def _reader(self, descriptor: int) -> asyncio.StreamReader:
@@ -53,17 +52,17 @@ class ForkedProcess:
         return reader
 
     def send_signal(self, number: int) -> None:
-        """Send it a signal, if it lives."""
+        """Send it a signal if it is running."""
         if self.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """End it with SIGKILL."""
+        """Kill it with SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
     def end(self, code: int) -> None:
-        """Take in that it has ended."""
+        """Record its exit status."""
         self.returncode = code
         self.ended.set()
 
@@ -74,14 +73,14 @@ class ForkedProcess:
 
 
 class Zygote:
-    """The process that forks, as seen from the test's process. One loop at a time uses it.
+    """Handle of the forking process in the test process. Used by one event loop at a time.
 
     Args:
-        keep_records: How many records a rank keeps; the product's number if it is None.
-        collective_timeout_s: After how long a collective times out; the product's if it is None.
+        keep_records: Number of records that a rank keeps; the product's default if None.
+        collective_timeout_s: Timeout of a collective; the product's default if None.
     """
 
-    # Nothing is slow here that would need much patience, and a newcomer imports nothing.
+    # Short timeouts suffice: nothing is slow here, and a new trainer imports nothing.
     limits = Limits(hang_s=3.0, beat_s=0.25, restore_patience=2, warm_up_patience=2)
     warms_up = False
 
@@ -105,7 +104,7 @@ class Zygote:
             )
         try:
             assert json.loads(self._socket.recv(100)) == {"ready": True}
-        except BaseException:  # a time-out of the test, too: its imports take long at times
+        except BaseException:  # including the test's timeout: imports are sometimes slow
             self._process.kill()
             self.close()
             raise
@@ -114,18 +113,18 @@ class Zygote:
         self.living: dict[int, ForkedProcess] = {}
 
     def attach(self) -> None:
-        """Let the running loop hear of forks and ends."""
+        """Read the zygote's messages in the running loop."""
         asyncio.get_running_loop().add_reader(self._socket, self._read)
 
     async def detach(self) -> None:
-        """End what is left, and let go of the running loop."""
+        """Kill the remaining trainers and leave the running loop."""
         for process in list(self.living.values()):
             process.kill()
             await asyncio.wait_for(process.ended.wait(), 10)
         asyncio.get_running_loop().remove_reader(self._socket)
 
     def close(self) -> None:
-        """End the zygote, and with it whatever it has forked."""
+        """Stop the zygote, and with it all processes that it has forked."""
         self._socket.close()
         self._process.wait(30)
 
@@ -149,19 +148,19 @@ class Zygote:
 
     @property
     def pid(self) -> int:
-        """The zygote's own process."""
+        """Process id of the zygote itself."""
         return self._process.pid
 
     def _read(self) -> None:
         with contextlib.suppress(BlockingIOError):
             while packet := self._socket.recv(100):
-                told = json.loads(packet)
-                if "forked" in told:
-                    process = self.living[told["forked"]] = ForkedProcess(told["forked"])
+                message = json.loads(packet)
+                if "forked" in message:
+                    process = self.living[message["forked"]] = ForkedProcess(message["forked"])
                     asked = self._forking.popleft()
                     if asked.cancelled():
-                        process.kill()  # whoever asked for it is gone
+                        process.kill()  # its requester was cancelled
                     else:
                         asked.set_result(process)
                 else:
-                    self.living.pop(told["exited"]).end(told["code"])
+                    self.living.pop(message["exited"]).end(message["code"])

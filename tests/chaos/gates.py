@@ -1,4 +1,4 @@
-"""Steps at which ranks wait for the test, so that what it asks for comes exactly there."""
+"""Steps at which ranks wait for the test, so that a requested change takes effect exactly there."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from etrain_jupyter.trainer.loop.train_loop import TrainLoop
 from tests.chaos.rig import RigJob
 
 HEARD_WITHIN_S = 5.0
-"""If it is longer, nothing was to be told: the change had come with another one."""
+"""Maximum wait for a change message; without one, an earlier message included the change."""
 
 
 @dataclass(frozen=True)
 class Gates:
-    """Steps at whose forward pass every rank waits until the test opens the gate."""
+    """Steps in whose forward pass every rank waits until the test opens the gate."""
 
     folder: str
     steps: tuple[int, ...]
     seed: int = 0
-    """The job's."""
+    """Seed of the job."""
 
     def path(self, step: int) -> Path:
-        """Return the pipe that is a gate: who opens it for reading waits for one that writes."""
+        """Return the gate's named pipe: opening it for reading blocks until a writer opens it."""
         return Path(self.folder) / f"gate-{self.seed}-{step}"
 
     def pass_through(self) -> None:
-        """Wait, on a rank, if the step that it makes has a gate that is closed."""
-        # The seed is all that tells a model which step it is.
+        """Wait, on a rank, while the current step has a closed gate."""
+        # A model can derive the current step from the RNG seed only.
         step = torch.initial_seed() // 4_099 - self.seed * 1_000_003
         if step in self.steps:
             with contextlib.suppress(FileNotFoundError), self.path(step).open():
@@ -42,9 +42,9 @@ class Gates:
 
 
 def _wait_for_change() -> None:
-    """Wait, on a rank, until it has heard of the change that the gate was opened for.
+    """Wait, on a rank, for the message about the change that the gate was opened for.
 
-    What told it is under way when the gate opens; the step could be over before it comes.
+    The message is already in flight when the gate opens, but the step could end before it arrives.
     """
     for known in gc.get_objects():
         if isinstance(known, TrainLoop):
@@ -52,7 +52,7 @@ def _wait_for_change() -> None:
 
 
 class Gated(nn.Module):
-    """A model that waits at gates when it trains."""
+    """A model that waits at gates in training mode."""
 
     def __init__(self, model: nn.Module, gates: Gates) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Gated(nn.Module):
 
 
 class Keeper:
-    """Makes gates, closed, and opens them."""
+    """Create closed gates and open them."""
 
     def __init__(self, gates: Gates) -> None:
         self._gates = gates
@@ -74,7 +74,7 @@ class Keeper:
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[Keeper]:
-        """Keep the gates; afterwards nobody waits at them."""
+        """Create the gates; open all of them at the end."""
         for step in self._gates.steps:
             os.mkfifo(self._gates.path(step))
         with self._writers:
@@ -83,20 +83,20 @@ class Keeper:
                 self.open(step)
 
     def open(self, step: int) -> None:
-        """Let everybody through, also those that come later."""
+        """Open a gate for all ranks, including those that reach it later."""
         path = self._gates.path(step)
         if path.exists():
             self._writers.callback(os.close, os.open(path, os.O_RDWR))
             path.unlink()
 
     async def scale(self, job: RigJob, step: int, world_size: int) -> None:
-        """Have exactly so many workers after ``step``, at whose gate everybody waits."""
+        """Change to ``world_size`` workers right after ``step``, at whose gate all ranks wait."""
 
         def is_ready() -> bool:
             state = job.hosted.state
             num_here = len([*state.in_phase("ranked"), *state.in_phase("warm")])
             # Somebody else's join may have been under way, and the change come with it.
-            is_made = state.phase == "running" and state.world_size == world_size
+            is_made = state.phase == "running" and state.current.world_size == world_size
             return is_made or (state.phase == "changing" and num_here >= world_size)
 
         await job.until(lambda: job.step >= step - 1)

@@ -1,9 +1,9 @@
-"""Machines that can vanish: workers in network namespaces of their own, on a bridge of the test's.
+"""Simulated machines that can vanish: network namespaces connected by a bridge.
 
-A bridge is the network, a namespace with one virtual cable is a machine. ``Machine.vanish`` takes
-the cable's near end down: from then on everything that the machine sends or is sent is dropped, and
-no connection is ever closed. That is what a worker looks like whose host has lost its network or
-its power. Needs root and ``ip`` (iproute2).
+The bridge is the network, and a namespace with one veth pair is a machine. ``Machine.vanish`` takes
+the host's end of the pair down: from then on all traffic from and to the machine is dropped, and no
+connection is closed. A worker whose host has lost its network or power looks the same. Needs root
+and ``ip`` (iproute2).
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ from dataclasses import dataclass
 from pathlib import Path
 
 NETWORK = "10.213.77"
-"""Of a private range; the bridge has the address ``.1``."""
+"""Prefix of a private address range; the bridge has the address ``.1``."""
 
 
 def ip(*words: str) -> None:
-    """Run ``ip`` with these words."""
+    """Run ``ip`` with these arguments."""
     subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """One namespace with an address, and the name of its cable's near end."""
+    """One namespace with its address and the host's end of its veth pair."""
 
     name: str
     address: str
     cable: str
 
     def vanish(self) -> None:
-        """Drop all its traffic from now on; it does not notice."""
+        """Drop all its traffic from now on; no connection is closed."""
         ip("link", "set", self.cable, "down")
 
     def return_(self) -> None:
-        """Let its traffic through again."""
+        """Restore its traffic."""
         ip("link", "set", self.cable, "up")
 
     def start(self, module: str, *words: str, log: Path) -> subprocess.Popen[bytes]:
-        """Start ``python -m MODULE`` on this machine, its output in a file."""
+        """Start ``python -m MODULE`` on this machine with its output in ``log``."""
         command = ["ip", "netns", "exec", self.name, sys.executable, "-m", module, *words]
         with log.open("ab") as out:
-            # `ip netns exec` becomes the command: the pid is the Python process's.
+            # `ip netns exec` execs the command, so the pid is that of the Python process.
             return subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, process_group=0
             )
@@ -53,7 +53,7 @@ class Machine:
 
 @contextlib.contextmanager
 def network(num_machines: int) -> Iterator[tuple[str, list[Machine]]]:
-    """Make a bridge with machines on it; yield the bridge's address and them. Removes both."""
+    """Create a bridge with machines; yield its address and the machines, and remove all of it."""
     tag = f"et{os.getpid() % 100_000}"
     bridge = f"{tag}br"
     with contextlib.ExitStack() as stack:

@@ -1,6 +1,6 @@
-"""The processes of a cluster over several machines: ``python -m tests.chaos.processes ROLE ...``.
+"""Processes of a cluster of several machines: ``python -m tests.chaos.processes ROLE ...``.
 
-What the local pool starts on loopback, here on the address of a machine: a scheduler with the
+The same processes as in a local pool, but listening on a machine's address: a scheduler with the
 coordinator, and workers with the supervisor.
 """
 
@@ -15,7 +15,7 @@ from etrain_jupyter.process.tls import configure_dask, read_security, without_ht
 
 
 async def run_scheduler(options: argparse.Namespace) -> None:
-    """Serve until this process is ended."""
+    """Run a scheduler until this process is killed."""
     from distributed import Scheduler
 
     from etrain_jupyter.head.coordinator.coordinator import Coordinator
@@ -36,7 +36,7 @@ async def run_scheduler(options: argparse.Namespace) -> None:
 
 
 async def run_worker(options: argparse.Namespace) -> None:
-    """Serve until this process is ended or the scheduler is gone."""
+    """Run a worker until this process is killed or the scheduler has stopped."""
     from distributed import Worker
 
     from etrain_jupyter.worker.supervisor import Supervisor
@@ -56,7 +56,7 @@ async def run_worker(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Run one role."""
+    """Run the given role."""
     parser = argparse.ArgumentParser()
     parser.add_argument("role", choices=("scheduler", "worker"))
     parser.add_argument("--host", required=True)

@@ -1,11 +1,10 @@
-"""A whole cluster in one event loop: everything is real but Dask's connections and process starts.
+"""A whole cluster in one event loop; only Dask's connections and process starts are replaced.
 
-The coordinator, the supervisors and what they say to each other, the trainer processes, gloo
-between them, and the signals that end or stop them are the product's. The messages that Dask would
-carry are handed over within this process (through msgpack, as on the wire). Trainers are spawned by
-the supervisors, with their warm spares, as in the product (``Spawned``), or forked from a process
-that has imported torch (``Zygote``): then a trainer is there after 50 ms instead of 4 s, which is
-what makes hundreds of schedules affordable.
+The coordinator, the supervisors and their messages, the trainer processes, gloo and the signals are
+the product's. The messages that Dask would transport are delivered within this process, encoded
+with msgpack as on the wire. The supervisors spawn trainers and warm spares as in the product
+(``Spawned``), or fork them from a process that has imported torch (``Zygote``). A forked trainer
+starts in 50 ms instead of 4 s, which makes hundreds of schedules affordable.
 """
 
 from __future__ import annotations
@@ -38,16 +37,16 @@ from etrain_jupyter.worker.trainer_process import TrainerProcess
 from tests.chaos.trainers import Process, Trainers
 
 PATIENCE_S = 150.0
-"""Longest wait for anything: the machine may be busy, and spawned trainers import for seconds."""
+"""Timeout of every wait: the machine may be busy, and spawned trainers import for seconds."""
 START_S = 0.02
-"""How long a new worker takes to be there: a machine that is waiting to be used."""
+"""Start time of a new worker, as on a machine that is already running."""
 
 Message = dict[str, Any]
 _HERE: contextvars.ContextVar[RigWorker] = contextvars.ContextVar("worker")
 
 
 class RigSupervisor(Supervisor):
-    """The product's, which also knows when its first spare has imported everything."""
+    """The product's supervisor, with an event that is set when its first spare is warm."""
 
     def __init__(self) -> None:
         super().__init__(device="cpu")
@@ -60,7 +59,7 @@ class RigSupervisor(Supervisor):
 
 
 class RigWorker:
-    """A worker: what its supervisor needs of Dask's ``Worker``, and the processes it started."""
+    """The part of Dask's ``Worker`` that a supervisor uses, and the processes it has started."""
 
     def __init__(self, rig: Rig, name: str, number: int) -> None:
         self.name = name
@@ -77,7 +76,7 @@ class RigWorker:
         self.context.run(_HERE.set, self)
 
     async def start(self) -> None:
-        """Let its supervisor say hello."""
+        """Start its supervisor, which sends hello."""
         work = self.supervisor.setup(self)  # type: ignore[arg-type]
         await asyncio.create_task(work, context=self.context)
         self.stream_handlers["etrain_order"] = self._receive
@@ -88,22 +87,22 @@ class RigWorker:
             self.supervisor._handle(m.TO_SUPERVISOR.decode(message))
 
     def send(self, message: Message) -> None:
-        """Send to the scheduler; nothing arrives from a worker that is gone."""
+        """Send to the scheduler; messages of a removed worker are dropped."""
         rig = self._rig
         rig.deliver(message, self, rig.scheduler.stream_handlers, {"worker": self.address})
 
     def kill_processes(self) -> None:
-        """Kill what it started, as the end of a machine would."""
+        """Kill its processes, as the loss of a machine would."""
         for process in self.processes:
             if process.returncode is None:
                 process.kill()
 
     async def close(self) -> None:
-        """End with everything that belongs to it."""
+        """Stop the worker and all its processes."""
         self.is_gone = True
         starting = [task for task in self.starting if not task.done()]
         if starting:
-            await asyncio.wait(starting)  # one that is broken off would leave a socket open
+            await asyncio.wait(starting)  # cancelling a start would leave a socket open
         self.kill_processes()
         await self.supervisor.teardown(self)  # type: ignore[arg-type]
 
@@ -121,7 +120,7 @@ class ToWorker:
 
 
 class RigScheduler:
-    """What the coordinator needs of Dask's ``Scheduler``."""
+    """The part of Dask's ``Scheduler`` that the coordinator uses."""
 
     def __init__(self) -> None:
         self.stream_handlers: dict[str, Callable[..., Any]] = {}
@@ -147,12 +146,12 @@ class Rig:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._is_closing = False
         self.failures: list[BaseException] = []
-        """What went wrong where nobody waits for it."""
+        """Errors of background work, which ``until`` and ``close`` raise."""
         defects = self.coordinator._defects
         defects.take = self._note_defect  # type: ignore[method-assign]
 
     def _note_defect(self, job: HostedJob | None, doing: str, exc: Exception) -> None:
-        """Remember what the coordinator survives, and a test must not."""
+        """Record an error that the coordinator tolerates but a test must not."""
         self.failures.append(exc)
 
     def deliver(
@@ -162,14 +161,14 @@ class Rig:
         handlers: Mapping[str, Callable[..., Any]],
         more: Mapping[str, str],
     ) -> None:
-        """Carry a message from or to a worker, as a connection does: later, in order, by value."""
+        """Deliver a message from or to a worker like a connection: later, in order, by value."""
         packed = msgpack.packb(message)
 
         def arrive() -> None:
             if not worker.is_gone:
-                told = msgpack.unpackb(packed, strict_map_key=False)
+                content = msgpack.unpackb(packed, strict_map_key=False)
                 try:
-                    handlers[told.pop("op")](**told, **more)
+                    handlers[content.pop("op")](**content, **more)
                 except Exception as exc:
                     self.failures.append(exc)
 
@@ -177,7 +176,7 @@ class Rig:
         asyncio.get_running_loop().call_soon(arrive, context=context)
 
     def go(self, work: Any) -> None:
-        """Do something beside everything else."""
+        """Run a coroutine in the background."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._take_end)
@@ -190,29 +189,29 @@ class Rig:
     # --- the node source ---
 
     def want(self, count: int, *, reason: str) -> None:
-        """Start workers that are missing."""
+        """Start the missing workers."""
         for _ in range(min(count, self.slots) - len(self._workers)):
             number = next(self._numbers)
             worker = self._workers[f"w{number}"] = RigWorker(self, f"w{number}", number)
             self.go(self._start(worker))
 
     def capacity(self) -> int | None:
-        """Return how many workers there can be."""
+        """Return the maximum number of workers."""
         return self.slots
 
     def nodes(self) -> list[dict[str, Any]]:
-        """Return a record a worker."""
+        """Return one record per worker."""
         return [{"worker": w.name, "pid": 0, "state": "running"} for w in self._workers.values()]
 
     def release(self, worker: str, *, drain_s: float) -> None:
-        """End a worker gently."""
+        """Release a worker; here the same as killing it."""
         self.kill(worker)
 
     def note_notice(self, worker: str, *, kind: str, deadline: float = 0.0) -> None:
-        """Do nothing: there are slots, and no more."""
+        """Do nothing: the number of slots is fixed."""
 
     def kill(self, worker: str) -> None:
-        """End a worker and all that belongs to it."""
+        """Kill a worker and all its processes."""
         found = self._workers.pop(worker, None)
         if found is not None:
             found.is_gone = True
@@ -256,13 +255,13 @@ class Rig:
         return RigJob(self, order["job_id"], folder=self._folder)
 
     async def _warm_up(self, count: int) -> None:
-        """Start workers and wait for their spares, as in a cluster that is there already."""
+        """Start workers and wait for their spares, as in a cluster that is already running."""
         self.want(count, reason="a job is about to come")
         for worker in list(self._workers.values()):
             await asyncio.wait_for(worker.supervisor.has_warm_spare.wait(), PATIENCE_S)
 
     async def resume(self, job: RigJob, keys: Mapping[str, Any], **values: Any) -> RigJob:
-        """Resume a job of this rig or of one that has crashed, as ``job.resume`` does."""
+        """Resume a job of this rig or of a crashed rig, as ``job.resume`` does."""
         plan = plan_of(keys)
         order = {
             "job_id": job.id,
@@ -281,17 +280,17 @@ class Rig:
         return RigJob(self, job.id, folder=self._folder)
 
     def _put_bundle(self, plan: Any, job_id: str) -> Message:
-        """Write a job's bundle as the kernel does; return what its order says of it."""
+        """Write a job's bundle as the kernel does; return the bundle's fields of the order."""
         folder = self._folder / job_id
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "bundle").write_bytes(data := plan.bundle.data)
         return {"bundle_digest": plan.bundle.digest, "bundle_size": len(data)}
 
     def crash(self, job: RigJob) -> None:
-        """Let the scheduler's process die, as far as a job can tell; then close this rig.
+        """Simulate the death of the scheduler process for a job; then close this rig.
 
-        Nothing more is written, its log is let go as the system does it, and whatever the workers
-        still say is lost.
+        No more events are written, the lock on the log is released as the operating system would
+        do, and later messages of the workers are lost.
         """
         job.hosted._log.close()
         del self.coordinator._jobs[job.id]
@@ -302,7 +301,7 @@ class Rig:
         return q.decode_reply(request, await handler(**q.encode_request(request)))
 
     async def close(self) -> None:
-        """End everything; fails if a process is left."""
+        """Stop everything; raise the first recorded error."""
         self._is_closing = True
         await self.coordinator.close()
         for worker in list(self._workers.values()):
@@ -315,7 +314,7 @@ class Rig:
 
 
 class RigJob:
-    """A job of the rig, as the coordinator holds it and as its log tells."""
+    """A job of the rig: the coordinator's object and the durable log."""
 
     def __init__(self, rig: Rig, job_id: str, *, folder: Path) -> None:
         self.id = job_id
@@ -330,7 +329,7 @@ class RigJob:
     @property
     def step(self) -> int:
         """The newest step in the log."""
-        return self.hosted.step_clock.logged_step
+        return self.hosted.record.logged_step
 
     @property
     def status(self) -> str:
@@ -339,7 +338,7 @@ class RigJob:
 
     @property
     def ranks(self) -> list[str]:
-        """The workers of the living generation in rank order, if it steps; else nobody."""
+        """Workers of the current generation in rank order; empty if it is not training."""
         state = self.hosted.state
         members = [state.members.get(name) for name in self.hosted.step_clock.ranks]
         if state.phase != "running" or not all(m and m.formed for m in members):
@@ -352,11 +351,11 @@ class RigJob:
         return self.hosted.state.is_ended
 
     def events(self) -> list[Event]:
-        """Return what the durable log says."""
+        """Return all events of the durable log."""
         return list(read_events(self.folder / "events.jsonl"))
 
     def found(self, kind: type[Event]) -> list[Any]:
-        """Return the log's events of one kind."""
+        """Return the events of one kind."""
         return [event for event in self.events() if isinstance(event, kind)]
 
     async def request(self, request: str, **args: Any) -> str:
@@ -365,7 +364,7 @@ class RigJob:
         return (await self._rig.ask(control)).message
 
     async def until(self, condition: Callable[[], Any], patience_s: float = PATIENCE_S) -> Any:
-        """Wait until something holds; it is looked at whenever the log grows."""
+        """Wait until a condition holds; it is evaluated whenever the log grows."""
         deadline = time.monotonic() + patience_s
         while not (found := condition()):
             if self._rig.failures:
@@ -380,12 +379,12 @@ class RigJob:
         return found
 
     async def end(self, patience_s: float = PATIENCE_S) -> list[Event]:
-        """Wait for the end and return the log."""
+        """Wait until the job has ended and return its log."""
         await self.until(lambda: self.is_ended, patience_s)
         return self.events()
 
     def describe(self) -> str:
-        """Return the log's last lines, for a failure."""
+        """Return the last lines of the log, for a failure message."""
         lines = [
             f"{e.time % 1000:7.3f} g{e.generation} {e}"[:300]
             for e in self.events()
@@ -396,7 +395,7 @@ class RigJob:
 
 @asynccontextmanager
 async def make_rig(trainers: Trainers, folder: Path, *, slots: int = 4) -> AsyncIterator[Rig]:
-    """Give a cluster; afterwards every process that it started must be gone."""
+    """Provide a cluster; at the end all its processes must have exited."""
     rig = Rig(folder, slots=slots, warms_up=trainers.warms_up)
     trainers.attach()
 
@@ -429,13 +428,13 @@ _commit_fault_of_trainer = supervisor._commit_fault
 
 
 def _commit_fault(trainer: TrainerProcess, kind: str) -> None:
-    """Leave the end of a whole worker to the node source: here all of them are this process."""
+    """Leave killing a whole worker to the node source: here all workers are in this process."""
     if kind != "kill_worker":
         _commit_fault_of_trainer(trainer, kind)
 
 
 async def _wait_for_readers() -> None:
-    """Wait until everything that the trainers wrote has been read to its end."""
+    """Wait until all output of the trainers has been read."""
     reading = [t for t in asyncio.all_tasks() if "TrainerProcess." in t.get_coro().__qualname__]
     if reading:
         await asyncio.wait(reading, timeout=10)
@@ -445,7 +444,7 @@ _plans: dict[str, launch.Plan] = {}
 
 
 def plan_of(keys: Mapping[str, Any]) -> launch.Plan:
-    """Check and capture a job, once for the same keys."""
+    """Validate and bundle a job; the result is cached by its keys."""
     text = repr(sorted(keys.items(), key=lambda item: item[0]))
     if text not in _plans:
         _plans[text] = launch.plan_job(parse_mapping(dict(keys), {}), {})

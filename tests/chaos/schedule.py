@@ -1,4 +1,4 @@
-"""Random schedules: a plan of faults, and what people and machines do meanwhile, from one seed."""
+"""Random schedules from a seed: planned faults, and the requests of users and machines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SLOTS = 4
 
 @dataclass(frozen=True)
 class Act:
-    """Something that is asked for once a step is in the log."""
+    """A request that is sent when a step is in the log."""
 
     step: int
     request: str
@@ -27,7 +27,7 @@ class Act:
 
 @dataclass(frozen=True)
 class Schedule:
-    """All that happens to one job. Prints as the code that makes it again."""
+    """All faults and requests for one job. Its string is the code that recreates it."""
 
     slots: int
     plan: FaultPlan = field(default_factory=FaultPlan)
@@ -39,10 +39,10 @@ class Schedule:
 
     @classmethod
     def random(cls, seed: int, *, num_steps: int) -> Schedule:
-        """Make the schedule of a seed."""
+        """Create the schedule of a seed."""
         chance = random.Random(f"schedule {seed}")
         slots = chance.choice((1, 2, 3, 3, 4, 4))
-        # Where nobody waits for a rank that hangs, it may take its time; see ``_rescue``.
+        # With one rank no other rank waits for a hung one, so it is not evicted; see ``_rescue``.
         kinds = [kind for kind in KINDS if slots > 1 or kind != "hang"]
         plan = FaultPlan.random(seed, num_steps=num_steps, num_ranks=slots, kinds=kinds)
         acts: list[Act] = []
@@ -69,7 +69,7 @@ def _random_act(chance: random.Random, step: int, slots: int) -> list[Act]:
 
 
 async def play(rig: Rig, job: RigJob, schedule: Schedule) -> None:
-    """Ask for what the schedule asks for, each time that its step is in the log."""
+    """Send each request of the schedule when its step is in the log."""
     rig.go(_rescue(rig, job))
     for act in schedule.acts:
         await job.until(lambda act=act: job.step >= act.step or job.is_ended)
@@ -86,17 +86,15 @@ async def play(rig: Rig, job: RigJob, schedule: Schedule) -> None:
 
 
 async def _rescue(rig: Rig, job: RigJob) -> None:
-    """Kill what the job warns of, as a person would.
+    """Kill the ranks that the job warns about, as a user would.
 
-    A rank that hangs while nobody waits for it may be at work on something long: it is not killed
-    without being asked.
+    A rank without progress, for which no other rank waits, may be running a long computation. The
+    product warns about it but kills it only on request.
     """
     num_seen = 0
     while not job.is_ended:
         warnings = [
-            line
-            for line in job.found(LogLine)
-            if line.worker and "this is what it is doing" in line.text
+            line for line in job.found(LogLine) if line.worker and "its stacks follow" in line.text
         ]
         for line in warnings[num_seen:]:
             with contextlib.suppress(RefusedRequestError):

@@ -1,7 +1,8 @@
 """A spot cluster for tests: the real head, agents, workers and trainers on a fake EC2.
 
-What a test leaves running is ended, and then nothing may be left: no machine, no object but the
-ledger, no process of a head. The ledger must be what the fake EC2 charges.
+``Spot.finish`` stops what a test has left running and asserts that nothing remains: no machine, no
+object except the ledger, no head process. ``Spot.check_costs`` compares the ledger with the bill of
+the fake EC2.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from etrain_jupyter.pools.base import Leftovers
 from etrain_jupyter.pools.ec2.client.pool import AwsSpotPool
 from etrain_jupyter.pools.ec2.ec2_api import Clients
 from etrain_jupyter.pools.local.pool import LocalPool
-from etrain_jupyter.process.cluster_dir import cluster_dirs, processes_of, stamp_of
+from etrain_jupyter.process.cluster_dir import cluster_dirs
+from etrain_jupyter.process.processes import processes_of, stamp_of
 from etrain_jupyter.testing.fakeaws import FakeAws
 from etrain_jupyter.testing.fakeaws.fixtures import point_boto_at
 from etrain_jupyter.testing.fakeaws.records import InstanceRecord
@@ -41,7 +43,7 @@ from tests.capabilities import only_in_endurance
 PATIENCE_S = 100.0
 ROOT = Path(__file__).parents[2]
 SLOW = Path(tempfile.mkdtemp()) / "slow"
-"""While this file is there, steps take time, but leave the processor to the others."""
+"""While this file exists, steps are slow but use no CPU time."""
 ETRAIN = """
 import sys, time
 now = time.time
@@ -52,11 +54,11 @@ sys.exit(main())
 TERMINAL = ("finished", "stopped", "failed")
 
 LONG = (pytest.mark.slow, only_in_endurance("ETRAIN_SPOT"))
-"""For scenarios that other layers show in part: the suite has its time."""
+"""Marks for scenarios that other layers cover in part; they run in ``make endurance`` only."""
 
 
 def long(scenario: Callable[..., None]) -> Callable[..., None]:
-    """Have a scenario in ``make endurance`` only."""
+    """Mark a scenario to run in ``make endurance`` only."""
     for mark in LONG:
         scenario = mark(scenario)
     return scenario
@@ -78,11 +80,11 @@ def slow_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 class Spot:
-    """One user's folder, with pools in ``pools.yaml``, and what was begun from it.
+    """One user's folder with ``pools.yaml``, and the jobs and processes started from it.
 
     Args:
-        cloud: Where machines come from.
-        folder: The user's.
+        cloud: The cloud that provides machines.
+        folder: The user's folder.
     """
 
     def __init__(self, cloud: FakeAws, folder: Path) -> None:
@@ -98,7 +100,7 @@ class Spot:
     # --- what a user does ---
 
     def configure(self, name: str = "spot", **keys: Any) -> None:
-        """Write a pool into ``pools.yaml``: the groups given, over what suits a test."""
+        """Write a pool into ``pools.yaml``: the given keys over defaults for tests."""
         usual: dict[str, Any] = {
             "kind": "aws-spot",
             "region": self.account.region,
@@ -124,7 +126,7 @@ class Spot:
         return found
 
     def submit(self, workers: int = 2, **keys: Any) -> TrainingJob:
-        """Submit a job that trains until it is stopped, for all that a test takes."""
+        """Submit a job that is long enough to train until the test stops it."""
         body = {
             "model": make_model,
             "data": {"train": make_data},
@@ -139,7 +141,7 @@ class Spot:
         return job
 
     def train(self, workers: int = 2, **keys: Any) -> TrainingJob:
-        """Submit a job and wait until all its workers have made steps."""
+        """Submit a job and wait until all its workers train."""
         job = self.submit(workers, **keys)
         self.until(lambda: job.world_size == workers and job.step >= 3, f"{workers} workers", job)
         return job
@@ -151,13 +153,13 @@ class Spot:
         cwd: Path,
         days_later: float = 0.0,
     ) -> str:
-        """Run ``etrain`` in another process to its end; return what it printed.
+        """Run ``etrain`` in another process and return its output.
 
         Args:
-            words: After ``etrain``.
-            environment: More variables.
-            cwd: Where.
-            days_later: How far its clock is ahead.
+            words: Arguments of ``etrain``.
+            environment: Additional environment variables.
+            cwd: Working directory.
+            days_later: Offset of its clock in days.
         """
         done = subprocess.run(
             [sys.executable, "-c", ETRAIN.format(24 * 3600 * days_later), *words],
@@ -171,7 +173,7 @@ class Spot:
         return done.stdout
 
     def open_kernel(self, code: str) -> subprocess.Popen[str]:
-        """Run code in another process, as a kernel does, and do not wait."""
+        """Run code in another process, like a kernel, and do not wait for it."""
         child = subprocess.Popen(
             [sys.executable, "-c", code],
             env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -181,10 +183,10 @@ class Spot:
         self._children.append(child)
         return child
 
-    # --- what is there ---
+    # --- what a test observes ---
 
     def until(self, is_true: Callable[[], Any], what: str, job: TrainingJob | None = None) -> Any:
-        """Wait for something and return it; say how things stand if it does not come."""
+        """Wait for a true value and return it; on timeout, fail with a description of the state."""
         ends_at = time.monotonic() + PATIENCE_S
         while not (found := is_true()):
             assert time.monotonic() < ends_at, f"{what} did not come\n{self.describe(job)}"
@@ -192,7 +194,7 @@ class Spot:
         return found
 
     def describe(self, job: TrainingJob | None = None) -> str:
-        """Return how things stand."""
+        """Return a description of the current state for failure messages."""
         lines = [str(job)] if job else []
         if job:
             lines += [str(event)[:200] for event in job.events()[-15:]]
@@ -204,15 +206,15 @@ class Spot:
         return "\n".join(lines)
 
     def living(self) -> list[InstanceRecord]:
-        """Return the machines that cost."""
+        """Return the machines that are charged."""
         return self.cloud.instances("pending", "running")
 
     def ids(self) -> list[str]:
-        """Return the clusters that this machine knows."""
+        """Return the ids of the clusters known on this machine."""
         return [cluster.cluster_id for cluster in cluster_dirs()]
 
     def ledgers(self) -> dict[str, dict[str, Any]]:
-        """Return what the clusters have written about their money, by cluster."""
+        """Return the clusters' cost ledgers, by cluster."""
         bucket = Clients(self.pool(next(iter(self._pools))).spec).bucket
         keys = bucket.keys("ledgers", "test")
         return {Path(key).stem: json.loads(bucket.get(key, "test") or b"{}") for key in keys}
@@ -220,28 +222,28 @@ class Spot:
     # --- what a test does to it ---
 
     def kill_heads(self) -> None:
-        """End with SIGKILL, at once, all that runs on this machine of any cluster."""
+        """Kill the keepers and schedulers of all clusters at once, with SIGKILL."""
         heads = [one for cluster in cluster_dirs() for one in self.heads_of(cluster.cluster_id)]
-        for pid in heads:  # none may see another one die
+        for pid in heads:  # stop them first, so that none observes the death of another one
             os.kill(pid, signal.SIGSTOP)
         for pid in heads:
             os.kill(pid, signal.SIGKILL)
         self.until(lambda: all(stamp_of(pid) is None for pid in heads), "the end of the head")
 
     def heads_of(self, cluster_id: str) -> list[int]:
-        """Return the keeper and the scheduler of a cluster, not what runs on its machines."""
+        """Return the keeper and the scheduler of a cluster, without processes on its machines."""
         found = processes_of(cluster_id)
         return [one.pid for one in found if "ETRAIN_FAKEAWS_INSTANCE" not in one.environ()]
 
     def kill_kernels(self) -> None:
-        """End what ``open_kernel`` began."""
+        """Kill the processes that ``open_kernel`` has started."""
         for child in self._children:
             child.kill()
             child.wait()
         self._children.clear()
 
     def finish(self) -> None:
-        """Stop what runs, check each job's log, end all clusters; nothing may be left."""
+        """Stop all jobs, check each log, shut down all clusters and assert that nothing is left."""
         self.cloud.set_faults()
         self.cloud.set_lag(0)
         SLOW.unlink(missing_ok=True)
@@ -254,13 +256,13 @@ class Spot:
         assert self.cloud.leftovers() == {}
 
     def end_clusters(self) -> None:
-        """End every cluster of this folder, as ``%etrain down`` does."""
+        """Shut down every cluster of this folder, as ``%etrain down`` does."""
         self.kill_kernels()
         for name in self._pools:
             assert self.pool(name).down() == Leftovers()
 
-    def check_money(self) -> None:
-        """Compare what the clusters' ledgers say with what the fake EC2 charges, disks included."""
+    def check_costs(self) -> None:
+        """Compare the clusters' ledgers with the charges of the fake EC2, including disks."""
         bill, ledgers = self.cloud.bill(), self.ledgers()
         rows = [row for ledger in ledgers.values() for row in ledger["rows"]]
         assert {row["id"] for row in rows} == {row.instance_id for row in bill.rows}
@@ -273,7 +275,7 @@ class Spot:
 
 
 def check(job: TrainingJob) -> None:
-    """Check all that a job promises."""
+    """Assert the audit and the invariants of a job."""
     report = job.audit()
     assert report.ok, str(report)
     assert_invariants(job.events())
@@ -285,15 +287,15 @@ def events(job: TrainingJob, *kinds: type[Event]) -> list[Any]:
 
 
 def trainers(job: TrainingJob) -> dict[str, int]:
-    """Return the trainer's process of each worker, as the last generation has them."""
+    """Return the process id of each worker's trainer in the last generation."""
     last = events(job, GenerationFormed)[-1]
     return dict(zip(last.ranks, last.trainer_pids, strict=True))
 
 
 def open_cloud() -> FakeAws:
-    """Start a cloud whose machines' timers run 60 times as fast as said.
+    """Start a cloud in which a minute of a machine's timers takes one second.
 
-    ``ETRAIN_SPOT_MODE=loopback`` has the tests run as they do without root.
+    ``ETRAIN_SPOT_MODE=loopback`` runs the tests as they run without root.
     """
     mode: Any = os.environ.get("ETRAIN_SPOT_MODE", "auto")
     return FakeAws(mode, minute_s=1.0)
@@ -302,7 +304,7 @@ def open_cloud() -> FakeAws:
 def open_spot(
     cloud: FakeAws, monkeypatch: pytest.MonkeyPatch, folder: Path, name: str
 ) -> Iterator[Spot]:
-    """Give a user's folder in a cloud that is as new; nothing is left in it afterwards."""
+    """Provide a new user's folder in the reset cloud; assert at the end that nothing is left."""
     cloud.reset()
     cloud.set_boot(0)
     point_boto_at(cloud, monkeypatch, folder)
@@ -321,6 +323,6 @@ def open_spot(
         SLOW.unlink(missing_ok=True)
         spot.end_clusters()
         LocalPool().down()
-        told = ", ".join(f"{key} {value:.3g}" for key, value in spot.figures.items())
-        print(f"\n{name} ({cloud.mode}): {told}")
+        figures_text = ", ".join(f"{key} {value:.3g}" for key, value in spot.figures.items())
+        print(f"\n{name} ({cloud.mode}): {figures_text}")
     assert cloud.leftovers() == {}

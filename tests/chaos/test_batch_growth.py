@@ -1,19 +1,18 @@
-"""The learning rate of a batch that grows and shrinks with the workers, through the real system.
+"""Learning rate scaling on the real system when the batch grows and shrinks with the workers.
 
-Each worker is a trainer process of its own with a connection to every other, up to twelve of them
-on whatever cores there are: the mathematics knows of their number alone, and small models leave
-the cores time for all. Changes come at a known step (``tests/chaos/gates.py``). The set-ups are
-those of an experiment in plain PyTorch whose findings became the defaults (Lin et al., arXiv
-1904.12043, and ``rules/policy/scaling.py``); what comes of a change is judged by the loss on the
-whole training set after each step, its highest in the 60 steps after the change by its mean in the
-20 before.
+Each worker is a trainer process that is connected to all others. Up to twelve of them share the
+available cores: the result depends only on their number, and the models are small. Changes take
+effect at a known step (``tests/chaos/gates.py``). The setups are those of an experiment in plain
+PyTorch whose findings became the defaults (Lin et al., arXiv 1904.12043, and
+``rules/policy/scaling.py``). A change is judged by the loss on the whole training set after each
+step: the highest loss in the 60 steps after the change, divided by the mean of the 20 steps before.
 
-In one point the system differs from that experiment: its epochs end with a smaller step, at the
-full rate. That adds noise (a peak of up to 1.7 where the rate is kept), and large batches that
-overshoot recover more often. So the experiment's own samples come as one long epoch where its
-thresholds are at stake.
+The system differs from that experiment in one point: its epochs end with a smaller step at the full
+learning rate. That adds noise (peaks of up to 1.7 at a constant rate), and large batches that
+overshoot recover more often. Tests of the experiment's thresholds therefore train on its samples as
+one long epoch.
 
-One or two seeds of three or five are in the ordinary suite; ``make endurance`` has them all.
+The ordinary suite runs one or two of three or five seeds; ``make endurance`` runs all of them.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ pytestmark = pytest.mark.timeout(600)
 
 GROWTH = ((1, 200), (12, 100))
 RAMP = 105
-"""What follows from a momentum of 0.9 for a rate that grows twelve times."""
+"""Steps of the default ramp for momentum 0.9 and a rate that grows by a factor of twelve."""
 OTHER_SEEDS = [
     pytest.mark.slow,
     only_in_endurance("ETRAIN_ALL_SEEDS"),
@@ -59,7 +58,7 @@ SEEDS = [
     pytest.param(range(2, 5), id="seeds 2-4", marks=OTHER_SEEDS),
 ]
 MNIST = Path("shared", "data", "mnist10k")
-"""Beside the repository or in it."""
+"""Relative to the repository or one of its parent folders."""
 
 
 def sgd(lr: float) -> dict[str, Any]:
@@ -67,14 +66,14 @@ def sgd(lr: float) -> dict[str, Any]:
 
 
 def peak_by_pre(run: Run) -> float:
-    """Return how far the loss overshot at the only change, which came where it should."""
+    """Assert that the only change took effect at the planned step; return its overshoot."""
     [change] = run.changes()
     assert change == GROWTH[0][1]
     return run.peak_by_pre(change)
 
 
 def assert_is_the_plain_loop(run: Run, seed: int) -> None:
-    """The real system with twelve processes follows the mathematics in one, loss by loss."""
+    """Assert that the losses of the job equal those of the plain PyTorch loop."""
     [change] = run.changes()
     phases = ((1, change), (12, len(run.steps) - change))
     losses, _ = train_plainly(linear_factors(phases, up=RAMP), seed=seed)
@@ -89,10 +88,10 @@ def assert_is_the_plain_loop(run: Run, seed: int) -> None:
         pytest.param(range(5), id="seeds 0-4", marks=OTHER_SEEDS),
     ],
 )
-async def test_a_rate_that_jumps_with_the_batch_overshoots_and_one_that_ramps_does_not(
+async def test_learning_rate_overshoots_without_a_ramp_and_not_with_one(
     zygote: Zygote, folder: Path, seeds: Sequence[int]
 ) -> None:
-    """The very samples and weights of the experiment: its thresholds hold."""
+    """Uses the samples and weights of the experiment, so its thresholds apply."""
     jumped, ramped = [], []
     for seed in seeds:
         (train_set, test_set), copies = digits(), as_one_epoch(seed)
@@ -112,16 +111,16 @@ async def test_a_rate_that_jumps_with_the_batch_overshoots_and_one_that_ramps_do
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=OTHER_SEEDS)])
-async def test_twelve_processes_follow_the_mathematics_in_one(
+async def test_twelve_processes_reproduce_the_losses_of_one_process(
     zygote: Zygote, folder: Path, seed: int
 ) -> None:
-    """With epochs that end in a smaller step, and a ramp as long as the momentum says."""
+    """Epochs end with a smaller step, and the momentum determines the length of the ramp."""
     run = await train(zygote, folder, GROWTH, seed=seed, scaling={"rule": "linear"})
     assert_is_the_plain_loop(run, seed)
 
 
 @pytest.mark.parametrize("seeds", SEEDS)
-async def test_ramp_must_be_as_long_as_the_momentum_says(
+async def test_ramp_shorter_than_the_momentum_requires_overshoots(
     zygote: Zygote, folder: Path, seeds: range
 ) -> None:
     phases, peaks = (GROWTH[0], (12, 62)), {}
@@ -130,7 +129,7 @@ async def test_ramp_must_be_as_long_as_the_momentum_says(
         runs = [await train(zygote, folder, phases, seed=seed, scaling=scaling) for seed in seeds]
         peaks[ramp] = statistics.mean(peak_by_pre(run) for run in runs)
     assert peaks[8] > 2
-    assert peaks[96] < (1.3 if 4 not in seeds else 1.4)  # see above: the noise of seed 4
+    assert peaks[96] < (1.3 if 4 not in seeds else 1.4)  # seed 4 is noisy; see the module docstring
 
 
 SHRINKING = ((1, 200), (12, 200), (1, 120))
@@ -144,7 +143,7 @@ SHRINKING = ((1, 200), (12, 200), (1, 120))
         pytest.param(0.05, range(5), id="lr 0.05", marks=OTHER_SEEDS),
     ],
 )
-async def test_batch_that_shrinks_takes_its_rate_over_at_once(
+async def test_shrinking_batch_lowers_the_learning_rate_immediately(
     zygote: Zygote, folder: Path, lr: float, seeds: range
 ) -> None:
     for seed in seeds:
@@ -156,8 +155,8 @@ async def test_batch_that_shrinks_takes_its_rate_over_at_once(
 
 
 @pytest.mark.parametrize("lr", [0.1, 0.05])
-def test_control_arm_a_literal_ramp_down_would_ruin_the_small_batch(lr: float) -> None:
-    """In plain PyTorch: the system has no such ramp."""
+def test_control_ramp_down_in_plain_pytorch_diverges_with_the_small_batch(lr: float) -> None:
+    """Uses plain PyTorch, because the system has no such ramp."""
     peaks = []
     for seed in range(5):
         losses, _ = train_plainly(linear_factors(SHRINKING, up=96, down=96), seed=seed, lr=lr)
@@ -166,7 +165,7 @@ def test_control_arm_a_literal_ramp_down_would_ruin_the_small_batch(lr: float) -
 
 
 def cnn() -> nn.Module:
-    """Without normalisation, which would hide a rate that is too large."""
+    """Return a model without normalization, which would hide an excessive learning rate."""
     return nn.Sequential(
         *(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.MaxPool2d(2)),
         *(nn.Conv2d(8, 16, 3), nn.ReLU(), nn.MaxPool2d(2)),
@@ -175,7 +174,7 @@ def cnn() -> nn.Module:
 
 
 def mnist() -> tuple[Pair, Pair]:
-    """Return 8,000 digits to train on and 2,000 to test."""
+    """Return 8,000 training and 2,000 test samples."""
     found = [folder / MNIST for folder in Path(__file__).parents if (folder / MNIST).is_dir()]
     if not found:
         pytest.skip(f"data: needs the 10,000 digits of MNIST's test half in {MNIST}")
@@ -196,10 +195,10 @@ def mnist() -> tuple[Pair, Pair]:
         pytest.param(range(1, 3), id="seeds 1-2", marks=OTHER_SEEDS),
     ],
 )
-async def test_a_network_may_never_recover_from_the_overshoot(
+async def test_cnn_does_not_recover_from_the_overshoot_without_a_ramp(
     zygote: Zygote, folder: Path, seeds: range
 ) -> None:
-    """By the losses of the steps: at 768 samples of 8,000, they tell as much as the whole set."""
+    """Judged by the losses of the steps, because 768 of 8,000 samples represent the whole set."""
     data, phases = mnist(), ((1, 250), (12, 60))
     batch = {"per_worker": 64}
     keys = {"optimizer": sgd(0.05), "make": cnn, "data": data, "batch": batch, "eval": "1e6 steps"}
@@ -222,10 +221,10 @@ async def test_a_network_may_never_recover_from_the_overshoot(
         pytest.param(range(1, 5), id="seeds 1-4", marks=OTHER_SEEDS),
     ],
 )
-async def test_adascale_bears_a_rate_at_which_the_linear_rule_fails(
+async def test_adascale_converges_at_a_rate_at_which_the_linear_rule_fails(
     zygote: Zygote, folder: Path, seeds: range
 ) -> None:
-    """A ramp only postpones what is too large in the end: 12 times 0.2."""
+    """A ramp only postpones the final rate of 12 x 0.2, which is too large."""
     accuracies: dict[str, list[float]] = {"linear": [], "adascale": []}
     for rule, seed in itertools.product(accuracies, seeds):
         keys = {"seed": seed, "optimizer": sgd(0.2), "scaling": {"rule": rule}}
@@ -235,12 +234,10 @@ async def test_adascale_bears_a_rate_at_which_the_linear_rule_fails(
     assert statistics.mean(accuracies["adascale"]) > 0.95, accuracies
 
 
-async def test_workers_that_come_and_go_as_spot_machines_do_cost_no_accuracy(
-    zygote: Zygote, folder: Path
-) -> None:
-    """Beside one worker that trains as many samples: that is what a job is counted in.
+async def test_spot_like_scaling_costs_no_accuracy(zygote: Zygote, folder: Path) -> None:
+    """Compare with one worker that trains the same number of samples, the unit of a job's length.
 
-    It makes 2,340 steps for them, the others 360; with as many steps it would be the weaker one.
+    It takes 2,340 steps for them, the elastic job 360. With equal steps it would be less accurate.
     """
     sizes = (1, 12, 4, 12, 2, 8)
     phases, num_static = [(size, 60) for size in sizes], 60 * sum(sizes)
@@ -252,9 +249,9 @@ async def test_workers_that_come_and_go_as_spot_machines_do_cost_no_accuracy(
 
 
 def mean_of_means(num_steps: int, sizes: list[int] | None) -> dict[str, torch.Tensor]:
-    """Train with the mean over 64 samples, or that of the means of parts of these sizes.
+    """Train with the mean over 64 samples, or with the mean of the means of parts of these sizes.
 
-    The latter is what DistributedDataParallel does where ranks have unequal shares.
+    DistributedDataParallel computes the latter if ranks have unequal shares.
     """
     (x, y), _ = digits()
     torch.manual_seed(0)
@@ -276,15 +273,15 @@ def mean_of_means(num_steps: int, sizes: list[int] | None) -> dict[str, torch.Te
 
 
 def sizes_of(rows: torch.Tensor, sizes: list[int]) -> list[int]:
-    """Share the rows of a smaller step alike."""
+    """Return the sizes of the parts in proportion for a smaller step."""
     first, second = (round(len(rows) * size / 64) for size in sizes[:2])
     return [first, second, len(rows) - first - second]
 
 
-async def test_uneven_shares_give_the_exact_mean_of_the_samples(
+async def test_uneven_shares_compute_the_exact_mean_over_samples(
     zygote: Zygote, folder: Path
 ) -> None:
-    """Eight shards on three workers, which have 24, 24 and 16 of 64 samples."""
+    """Eight shards on three workers, which get 24, 24 and 16 of 64 samples."""
     keys = {
         "batch": {"global": 64},
         "reproducible": {"shards": 8},
@@ -302,5 +299,5 @@ async def test_uneven_shares_give_the_exact_mean_of_the_samples(
 
 
 def farthest(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
-    """Return the largest difference of two weights."""
+    """Return the largest absolute difference between two sets of weights."""
     return max((value - theirs[name]).abs().max().item() for name, value in ours.items())

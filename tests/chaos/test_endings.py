@@ -1,4 +1,4 @@
-"""Best weights, early ends and losses that are not finite, on processes that die in between."""
+"""Best weights, early stopping and non-finite losses while processes are killed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from etrain_jupyter.log.events import (
     WorkerLost,
 )
 from etrain_jupyter.notebook.audit import audit_log
-from etrain_jupyter.notebook.job.run_store import JobRecord
+from etrain_jupyter.notebook.job.job_record import JobRecord
 from etrain_jupyter.notebook.job.weights import find_saved, load_weights
 from etrain_jupyter.storage.checkpoints import LocalStore
 from etrain_jupyter.testing import FaultPlan
@@ -35,12 +35,12 @@ from tests.chaos.rig import Rig, RigJob
 from tests.chaos.workload import STEPS_PER_EPOCH, Net, body
 
 PATH = (0.5, 0.6, 0.9, 0.7, 0.8, 0.75, 0.7, 0.65)
-"""What each evaluation gives, from the first on; the third is the best."""
+"""Score of each evaluation in order; the third one is the best."""
 EVAL_STEPS = 10
 
 
 class Scripted(nn.Module):
-    """Counts its own steps in a buffer, which is all that its evaluations depend on."""
+    """Counts its steps in a buffer, the only value that its evaluations depend on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ BEST_STEP, STOP_STEP = 30, 60
 
 
 def forked_but(plans: dict[str, FaultPlan], spawned: str) -> list[Any]:
-    """Return a parameter for each plan; one of them is played on spawned trainers."""
+    """Return a parameter for each plan; the one named ``spawned`` uses spawned trainers."""
     return [
         pytest.param(name, marks=() if name == spawned else pytest.mark.forked) for name in plans
     ]
@@ -100,7 +100,7 @@ def best_weights(job: RigJob) -> dict[str, torch.Tensor]:
 
 
 KILLS = {
-    "nobody dies": FaultPlan(),
+    "no rank dies": FaultPlan(),
     "rank 0 dies in the step after the best": FaultPlan().kill(rank=0, step=BEST_STEP + 1),
     "rank 0 dies in the evaluation that is the best": FaultPlan().kill(
         rank=0, step=BEST_STEP, at="eval"
@@ -115,7 +115,7 @@ KILLS = {
 
 
 @pytest.mark.parametrize("name", forked_but(KILLS, "two die around it"))
-async def test_best_weights_survive_whoever_dies_around_them(rig: Rig, name: str) -> None:
+async def test_best_weights_survive_deaths_around_the_best_step(rig: Rig, name: str) -> None:
     job = await rig.submit(scripted(**BEST), faults=KILLS[name].to_list())
     log = await job.end()
 
@@ -128,8 +128,10 @@ async def test_best_weights_survive_whoever_dies_around_them(rig: Rig, name: str
     assert best_weights(job)["passes"] == 30
 
 
-async def test_job_that_goes_back_behind_its_best_step_finds_the_best_again(rig: Rig) -> None:
-    # All die after the best was saved; what the next generation reads decides where it goes on.
+async def test_best_step_is_found_again_after_the_job_restored_an_older_checkpoint(
+    rig: Rig,
+) -> None:
+    # All ranks die after the best step was saved; the next generation restores a checkpoint.
     plan = FaultPlan()
     for rank in range(4):
         plan = plan.kill(rank=rank, step=45, at="forward")
@@ -143,7 +145,7 @@ async def test_job_that_goes_back_behind_its_best_step_finds_the_best_again(rig:
 
 
 ENDS = {
-    "nobody dies": FaultPlan(),
+    "no rank dies": FaultPlan(),
     "rank 0 dies in the deciding evaluation": FaultPlan().kill(rank=0, step=STOP_STEP, at="eval"),
     "rank 0 dies after the deciding evaluation": FaultPlan().kill(
         rank=0, step=STOP_STEP, at="evaluated"
@@ -160,7 +162,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("name", forked_but(ENDS, "all but one die before it"))
-async def test_job_ends_early_at_the_same_step_whoever_dies(rig: Rig, name: str) -> None:
+async def test_early_stopping_ends_at_the_same_step_despite_deaths(rig: Rig, name: str) -> None:
     job = await rig.submit(scripted(**STOP), faults=ENDS[name].to_list())
     log = await job.end()
 
@@ -179,9 +181,9 @@ async def test_job_ends_early_at_the_same_step_whoever_dies(rig: Rig, name: str)
 
 
 @pytest.mark.forked
-async def test_newcomers_and_restored_ranks_know_how_long_nothing_has_improved(rig: Rig) -> None:
+async def test_restored_ranks_keep_the_early_stopping_counter(rig: Rig) -> None:
     plan = FaultPlan()
-    for rank in range(4):  # all of them: what is known must come out of a checkpoint
+    for rank in range(4):  # all ranks, so that the counter must come from a checkpoint
         plan = plan.kill(rank=rank, step=58, at="forward")
     keys = {"checkpoint": {"every": "7 steps"}, "workers": {"min": 4, "max": 4}}
     job = await rig.submit(scripted(**STOP, **keys), faults=plan.to_list())
@@ -196,7 +198,7 @@ NAN_STEP = 17
 
 
 @pytest.mark.forked
-async def test_loss_that_is_nan_fails_the_job_after_the_last_good_step(rig: Rig) -> None:
+async def test_nan_loss_fails_the_job_after_the_last_good_step(rig: Rig) -> None:
     plan = FaultPlan().nan_loss(rank=2, step=NAN_STEP)
     job = await rig.submit(body(workers={"min": 4, "max": 4}), faults=plan.to_list())
     log = await job.end()
@@ -209,17 +211,17 @@ async def test_loss_that_is_nan_fails_the_job_after_the_last_good_step(rig: Rig)
         "which are those of step 16; the newest checkpoint is of step 16"
     )
     assert found(log, JobStatusChanged)[-1].reason == words
-    [told] = found(log, LossNotFinite)
-    assert (told.step, told.ranks, told.workers) == (NAN_STEP, [2], [formed.ranks[2]])
-    assert math.isnan(told.loss)
+    [detected] = found(log, LossNotFinite)
+    assert (detected.step, detected.ranks, detected.workers) == (NAN_STEP, [2], [formed.ranks[2]])
+    assert math.isnan(detected.loss)
     assert [e.error for e in found(log, UserErrorRaised)] == [words]
     assert max(e.step for e in found(log, StepCompleted)) == NAN_STEP - 1
     assert [e.step for e in found(log, CheckpointCommitted)][-1] == NAN_STEP - 1
     assert found(log, StepUndone) == found(log, WorkerLost) == []
-    assert len(found(log, GenerationFormed)) == 1  # nobody had to be freed
+    assert len(found(log, GenerationFormed)) == 1  # no rank had to be aborted
 
 
-async def test_loss_that_is_nan_pauses_the_job_and_resume_tries_the_step_again(rig: Rig) -> None:
+async def test_nan_loss_pauses_the_job_and_resume_retries_the_step(rig: Rig) -> None:
     plan = FaultPlan().nan_loss(rank=1, step=NAN_STEP)
     keys = {"on_nan_loss": "pause", "workers": {"min": 4, "max": 4}}
     job = await rig.submit(body(**keys), faults=plan.to_list())
@@ -227,7 +229,7 @@ async def test_loss_that_is_nan_pauses_the_job_and_resume_tries_the_step_again(r
 
     reason = job.hosted.state.reason
     assert "the loss of step 17 is nan on rank 1" in reason
-    assert "%etrain resume tries the step again" in reason
+    assert "%etrain resume retries the step" in reason
     assert job.step == NAN_STEP - 1
     assert await job.request("resume") == "goes on"
     log = await job.end()
@@ -238,7 +240,7 @@ async def test_loss_that_is_nan_pauses_the_job_and_resume_tries_the_step_again(r
 
 
 @pytest.mark.forked
-async def test_job_that_a_nan_has_paused_can_be_stopped_with_a_checkpoint(rig: Rig) -> None:
+async def test_job_paused_by_a_nan_loss_stops_with_a_checkpoint(rig: Rig) -> None:
     plan = FaultPlan().nan_loss(rank=0, step=NAN_STEP)
     job = await rig.submit(body(on_nan_loss="pause"), faults=plan.to_list())
     await job.until(lambda: job.status == "paused")
@@ -252,10 +254,10 @@ async def test_job_that_a_nan_has_paused_can_be_stopped_with_a_checkpoint(rig: R
 
 @pytest.mark.forked
 @pytest.mark.parametrize("reproducible", [False, True])
-async def test_sample_that_makes_the_loss_infinite_is_found_on_every_retry(
+async def test_sample_with_an_infinite_loss_is_detected_on_every_retry(
     rig: Rig, reproducible: bool
 ) -> None:
-    """No fault on purpose: the data do it, and the weights stay as they were."""
+    """The data cause the infinite loss, without fault injection; the weights do not change."""
     keys = {"on_nan_loss": "pause", "workers": {"min": 2, "max": 2}, "epochs": 1}
     data = {"train": poisoned_data, "eval": make_clean_data}
     job = await rig.submit(body(data=data, reproducible=reproducible, **keys))
@@ -286,7 +288,7 @@ def poisoned_data() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.forked
-async def test_rank_that_dies_as_the_loss_is_nan_does_not_hide_it(rig: Rig) -> None:
+async def test_rank_that_dies_during_a_nan_loss_does_not_hide_it(rig: Rig) -> None:
     plan = FaultPlan().nan_loss(rank=1, step=NAN_STEP).kill(rank=3, step=NAN_STEP, at="all_reduce")
     keys = {"on_nan_loss": "pause", "workers": {"min": 1, "max": 4}}
     job = await rig.submit(body(**keys), faults=plan.to_list())
@@ -308,7 +310,7 @@ def nan_metric(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.forked
-async def test_evaluation_or_metric_that_is_nan_fails_nothing(rig: Rig) -> None:
+async def test_nan_in_an_evaluation_or_metric_does_not_fail_the_job(rig: Rig) -> None:
     job = await rig.submit(
         body(loss=bad_without_grad, metrics={"bad": nan_metric}, model=Net, epochs=1)
     )
@@ -321,15 +323,15 @@ async def test_evaluation_or_metric_that_is_nan_fails_nothing(rig: Rig) -> None:
 
 
 class Unreadable(nn.Module):
-    """Fails with a file name that is not UTF-8, as ``os.listdir`` returns it."""
+    """Fails with a file name that is not valid UTF-8, as ``os.listdir`` returns it."""
 
     def __init__(self) -> None:
         super().__init__()
         raise ValueError("bad file data/caf\udce9.png")
 
 
-async def test_error_with_a_file_name_that_is_not_utf8_reaches_the_user(rig: Rig) -> None:
-    """Review R4: the trainer died over it, and the user read of three dead trainers."""
+async def test_error_with_an_invalid_utf8_file_name_reaches_the_user(rig: Rig) -> None:
+    """Regression: the report killed the trainer, and the user saw three dead trainers instead."""
     job = await rig.submit(body(model=Unreadable))
     log = await job.end()
 

@@ -1,4 +1,4 @@
-"""Every fault by name, on real processes: who is lost, why, and what it costs the others."""
+"""Every kind of fault on real processes: lost workers, causes and the cost for the others."""
 
 from __future__ import annotations
 
@@ -27,41 +27,41 @@ from tests.chaos.workload import STEPS_PER_EPOCH, body
 
 NUM_STEPS = 3 * STEPS_PER_EPOCH
 AT = 12
-"""The step in which the first fault comes: the first epoch is not over, nothing is saved yet."""
+"""Step of the first fault, in the first epoch, before the first checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One fault of the table, at four ranks, and what it must come to."""
+    """One fault of the table, for a job of four ranks, and its expected outcome."""
 
     name: str
     plan: FaultPlan
     lost: int = 1
-    """How many workers count as lost."""
+    """Expected number of lost workers."""
     causes: str = ""
-    """What each of them says in ``WorkerLost``."""
+    """Text in the cause of each ``WorkerLost``."""
     undoes: bool = True
-    """Whether a step was in flight; each fault may cost one."""
+    """True if a step was in flight; each fault may undo one step."""
     restored: bool = False
-    """Whether nobody survived, so that the state is an older one."""
+    """True if no rank survives, so that the job restores an older state."""
     stacks: str = ""
-    """What the culprit's logged stacks must name, where there are any."""
+    """Text that the logged stack dump of the lost rank must contain; empty if there is none."""
     keys: dict[str, Any] = field(default_factory=dict)
     spawned: bool = False
-    """Whether the suite plays it on spawned trainers: one row for each way to die or to hang. The
-    others on forked ones, except with ``ETRAIN_SPAWN``."""
+    """True to run it on spawned trainers, one row for each way to die or to hang. Other rows use
+    forked trainers, except with ``ETRAIN_SPAWN``."""
     quick: bool = False
-    """Whether a newcomer must be there before the job's 87 steps are over: always forked."""
+    """True if a new worker must join before the job's 87 steps are over: always forked."""
 
     @property
     def param(self) -> Any:
-        """The row as a parameter of a test."""
+        """This row as a test parameter."""
         marks = () if self.spawned else pytest.mark.forked(always=self.quick)
         return pytest.param(self, id=self.name.replace(" ", "-"), marks=marks)
 
 
 def plan(*, ranks: tuple[int, ...] = (1,), kind: str = "kill", at: str = "") -> FaultPlan:
-    """Plan the same fault for several ranks; at once, where they are not in an exchange yet."""
+    """Plan the same fault for each rank; for several ranks, before they exchange gradients."""
     made = FaultPlan()
     at = at or ("all_reduce" if len(ranks) == 1 else "forward")
     for rank in ranks:
@@ -70,7 +70,7 @@ def plan(*, ranks: tuple[int, ...] = (1,), kind: str = "kill", at: str = "") -> 
 
 
 FIRST = FaultPlan().kill(rank=3, step=AT)
-"""Makes the survivors form a generation, and brings a newcomer."""
+"""Makes the survivors form a new generation and a new worker join."""
 
 TABLE = (
     Row(name="SIGKILL before the forward pass", plan=plan(at="forward"), causes="SIGKILL"),
@@ -94,7 +94,7 @@ TABLE = (
     Row(name="SIGSTOP", plan=plan(kind="stop"), causes="SIGSTOP", spawned=True),
     Row(name="SIGSTOP of rank 0", plan=plan(kind="stop", ranks=(0,)), causes="SIGSTOP"),
     Row(
-        name="GIL held for ever",
+        name="GIL held forever",
         plan=plan(kind="hold_gil"),
         causes="held the GIL",
         stacks="_hold_gil",
@@ -109,7 +109,7 @@ TABLE = (
     ),
     Row(
         name="main thread hangs before the exchange of a generation's second step",
-        # DDP agrees on its buckets there, in a broadcast of its own.
+        # In that step DDP synchronizes its buckets with a broadcast.
         plan=FaultPlan().hang(rank=3, step=2),
         causes="no progress",
         stacks="_hang",
@@ -129,7 +129,8 @@ TABLE = (
     Row(name="two at once", plan=plan(ranks=(1, 2)), lost=2, causes="SIGKILL"),
     Row(name="every rank but one", plan=plan(ranks=(0, 1, 2)), lost=3, causes="SIGKILL"),
     Row(
-        # The first may die while the last is still at the end of the step before, which it undoes.
+        # The first rank may die while the last one is still finishing the previous step, which is
+        # then undone as well.
         name="all ranks",
         plan=plan(ranks=(0, 1, 2, 3)),
         lost=4,
@@ -177,7 +178,7 @@ TABLE = (
     Row(
         name="death of a newcomer before it is warm",
         quick=True,
-        # Trainers are counted from 0: the fifth is the one in the place of the first lost.
+        # Trainers are numbered from 0: the fifth one replaces the first lost trainer.
         plan=FIRST.kill(rank=4, step=0, at="warm"),
         lost=2,
         causes="SIGKILL",
@@ -194,7 +195,7 @@ TABLE = (
 
 
 @pytest.mark.parametrize("row", [row.param for row in TABLE])
-async def test_fault_costs_what_it_may_and_harms_nobody_else(rig: Rig, row: Row) -> None:
+async def test_fault_costs_at_most_one_step_and_no_other_worker(rig: Rig, row: Row) -> None:
     job = await start(rig, row.plan, **row.keys)
     log = await job.end()
 
@@ -212,16 +213,16 @@ async def test_fault_costs_what_it_may_and_harms_nobody_else(rig: Rig, row: Row)
     if row.restored:
         assert went_back
     else:
-        # Of several that die at once, each may hold the step before alone: it is made again.
+        # If several ranks die at once, the previous step may be lost with them and is repeated.
         assert sum(e.num_undone for e in went_back) <= (len(row.plan.faults) > 1), went_back
     assert_others_kept_their_process(log, {e.worker for e in lost})
     if row.stacks:
-        told = "\n".join(e.text for e in found(log, LogLine) if e.worker == lost[0].worker)
-        assert row.stacks in told, told
+        log_text = "\n".join(e.text for e in found(log, LogLine) if e.worker == lost[0].worker)
+        assert row.stacks in log_text, log_text
 
 
-async def test_without_a_fault_nothing_is_wasted(rig: Rig) -> None:
-    """The control arm."""
+async def test_control_without_faults_no_step_is_wasted(rig: Rig) -> None:
+    """Control run."""
     job = await start(rig, FaultPlan())
     log = await job.end()
 
@@ -234,7 +235,7 @@ async def test_without_a_fault_nothing_is_wasted(rig: Rig) -> None:
     assert whys <= {"start", "join"}
 
 
-async def test_noticed_worker_leaves_without_a_loss_and_another_one_comes(rig: Rig) -> None:
+async def test_preempted_worker_leaves_without_loss_and_is_replaced(rig: Rig) -> None:
     job = await start(rig, FaultPlan().notice(rank=1, step=AT))
     log = await job.end()
 
@@ -247,8 +248,8 @@ async def test_noticed_worker_leaves_without_a_loss_and_another_one_comes(rig: R
     assert len(found(log, StepCompleted)) == NUM_STEPS
 
 
-async def test_notice_to_all_that_hold_the_state_saves_it_before_they_go(rig: Rig) -> None:
-    # Their successors take longer to warm up than the notice leaves.
+async def test_preemption_of_all_workers_saves_the_state_first(rig: Rig) -> None:
+    # Their replacements take longer to warm up than the notice period.
     faults = FaultPlan()
     for rank in range(4):
         faults = faults.notice(rank=rank, step=AT, notice_s=1.0)
@@ -264,7 +265,9 @@ async def test_notice_to_all_that_hold_the_state_saves_it_before_they_go(rig: Ri
 
 
 @pytest.mark.forked
-async def test_notice_during_a_form_is_kept_until_the_next_step_boundary(rig: Rig) -> None:
+async def test_notice_while_a_generation_forms_takes_effect_at_the_next_step_boundary(
+    rig: Rig,
+) -> None:
     job = await start(rig, FIRST)
     formed = await job.until(lambda: [e for e in job.found(GenerationFormed) if e.step >= AT - 1])
     noticed = formed[0].ranks[1]
@@ -279,7 +282,7 @@ async def test_notice_during_a_form_is_kept_until_the_next_step_boundary(rig: Ri
 
 
 @pytest.mark.forked
-async def test_machine_that_is_taken_before_its_notice_is_over_costs_one_step(rig: Rig) -> None:
+async def test_worker_killed_during_its_notice_period_costs_at_most_one_step(rig: Rig) -> None:
     job = await start(rig, FaultPlan())
     await job.until(lambda: job.step >= AT)
     ranks = job.found(GenerationFormed)[-1].ranks
@@ -293,7 +296,7 @@ async def test_machine_that_is_taken_before_its_notice_is_over_costs_one_step(ri
     assert len(found(log, StepUndone)) <= 1
 
 
-async def test_below_min_the_job_waits_says_why_and_goes_on_by_itself(rig: Rig) -> None:
+async def test_job_below_min_workers_waits_reports_why_and_continues(rig: Rig) -> None:
     job = await start(rig, plan(), workers={"min": 4, "max": 4})
     log = await job.end()
 
@@ -313,14 +316,14 @@ async def test_below_min_the_job_waits_says_why_and_goes_on_by_itself(rig: Rig) 
     [
         ("lose_sample", f"step {AT} trained 31 samples, due were 32"),
         ("repeat_sample", f"step {AT} trained sample"),
-        # Every rank tells a fingerprint of its weights with the step after.
+        # Every rank reports its weight fingerprint with the next step.
         ("diverge", f"step {AT + 1} the ranks"),
     ],
 )
-async def test_planted_bug_fails_the_audit_and_the_step_is_named(
+async def test_audit_detects_a_planted_bug_and_names_the_step(
     rig: Rig, kind: str, words: str
 ) -> None:
-    # Shares of eight: BatchNorm would refuse one that is left with a single sample.
+    # Shares of eight samples: BatchNorm rejects a batch of one.
     keys = {"batch": {"global": 32}, "epochs": 4}
     job = await start(rig, FaultPlan().add(kind, rank=1, step=AT), **keys)
     log = await job.end()
@@ -331,7 +334,7 @@ async def test_planted_bug_fails_the_audit_and_the_step_is_named(
 
 
 async def start(rig: Rig, faults: FaultPlan, **keys: Any) -> RigJob:
-    """Submit a job of four ranks that are there from the first step on."""
+    """Submit a job that starts with four ranks."""
     job = await rig.submit(
         body(**{"epochs": 3, "workers": {"min": 1, "max": 4}, **keys}), faults=faults.to_list()
     )
@@ -347,7 +350,7 @@ def is_end(event: Event) -> bool:
 
 
 def assert_others_kept_their_process(log: list[Event], lost: set[str]) -> None:
-    """Only who was lost was started again."""
+    """Assert that only lost workers were restarted."""
     pids: dict[str, set[int]] = {}
     for formed in found(log, GenerationFormed):
         for worker, pid in zip(formed.ranks, formed.trainer_pids, strict=True):

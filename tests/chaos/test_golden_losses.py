@@ -1,9 +1,9 @@
-"""Every family of optimizers: an elastic run equals a loop written by hand, bit for bit.
+"""Golden losses: for every family of optimizers, an elastic run equals a manual loop bit for bit.
 
-The run is ``reproducible``, on real trainer processes that come, go and are killed in mid-run. The
-loop is one process and plain PyTorch (``tests/unit/trainer/plain_loop.py``). Equal are the losses
-of all steps and the SHA-256 of the weights: who changes the arithmetic of a step, of a sum or of
-what newcomers get of an optimizer's state, sees it here.
+The run is ``reproducible``, on real trainer processes that join, leave and are killed during the
+run. The loop is plain PyTorch in one process (``tests/unit/trainer/plain_loop.py``). The losses of
+all steps and the SHA-256 of the final weights must be equal. A change in the arithmetic of a step,
+of a sum, or of the optimizer state that joining ranks receive fails these tests.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ from tests.chaos.rig import make_rig
 from tests.chaos.workload import make_data
 from tests.unit.trainer.plain_loop import PlainJob, train_plainly
 
-BATCH, SHARDS, NUM_STEPS = 16, 4, 45  # three epochs; the last step of each has 6 samples
+BATCH, SHARDS, NUM_STEPS = 16, 4, 45  # three epochs; the last step of each epoch has 6 samples
 GATES = (12, 20)
 FAULTS = FaultPlan().kill(rank=1, step=6, at="all_reduce").kill(rank=3, step=30)
-"""Between them three ranks become one, and one becomes four."""
+"""Between these faults, the job scales from three ranks to one and from one to four."""
 
 
 def layers() -> nn.Module:
-    """What has a state of its own, or draws by chance."""
+    """Return a model with buffers and with a layer that uses random numbers."""
     return nn.Sequential(
         nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 2)
     )
 
 
 def matrices() -> nn.Module:
-    """The only parameters that Muon takes."""
+    """Return a model whose parameters are all matrices, as Muon requires."""
     return nn.Sequential(
         nn.Linear(8, 16, bias=False), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 2, bias=False)
     )
 
 
 def lamb(parameters: Any, **options: Any) -> torch.optim.Optimizer:
-    """Return LAMB of the paper: decay inside the trust ratio, no bias correction."""
+    """Return LAMB as in the paper: decay inside the trust ratio, no bias correction."""
     package = pytest.importorskip("pytorch_optimizer")
     return package.Lamb(parameters, weight_decouple=False, adam_debias=True, **options)
 
@@ -62,7 +62,7 @@ def lars(parameters: Any, **options: Any) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One optimizer by its name in the cell, and as one would make it by hand."""
+    """One optimizer: its name in the cell, and its class for the manual loop."""
 
     name: str
     by_hand: Callable[..., torch.optim.Optimizer]
@@ -84,7 +84,7 @@ TABLE = (
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
-async def test_elastic_run_equals_the_loop_by_hand_to_the_last_bit(
+async def test_elastic_run_equals_the_manual_loop_bit_for_bit(
     zygote: Zygote, folder: Path, row: Row
 ) -> None:
     by_hand = train_plainly(
@@ -106,7 +106,7 @@ async def test_elastic_run_equals_the_loop_by_hand_to_the_last_bit(
         "batch": {"global": BATCH},
         "steps": NUM_STEPS,
         "reproducible": {"shards": SHARDS},
-        "workers": {"min": 3, "max": 3},  # it waits for who takes the place of the one killed
+        "workers": {"min": 3, "max": 3},  # it waits for the replacement of the killed rank
     }
     async with make_rig(zygote, folder) as rig:
         with Keeper(gates).at_work() as keeper:
@@ -126,7 +126,7 @@ async def test_elastic_run_equals_the_loop_by_hand_to_the_last_bit(
 
 
 def digest(model: nn.Module) -> str:
-    """Return the SHA-256 of the names and values of a model that stands behind gates."""
+    """Return the SHA-256 of the names and values of a model as wrapped by ``Gated``."""
     sha = hashlib.sha256()
     for name, value in model.state_dict().items():
         sha.update(f"model.{name}".encode())

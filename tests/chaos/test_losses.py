@@ -1,4 +1,4 @@
-"""A model that computes its own loss, dict batches and a weight, while workers are lost."""
+"""Losses of a model with its own loss, dict batches and weights, when a worker is lost."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ NUM_STEPS = 12
 
 
 class TaggedRight(MulticlassAccuracy):
-    """The share of right tokens, by torchmetrics."""
+    """Share of correct tokens, by torchmetrics."""
 
     def update(self, output: torch.Tensor, target: torch.Tensor) -> None:
         super().update(output.transpose(1, 2), target)
 
 
 @pytest.mark.forked
-async def test_losses_of_a_job_that_loses_a_worker_are_the_means_over_all_tokens(rig: Rig) -> None:
+async def test_losses_are_means_over_all_tokens_although_a_worker_is_lost(rig: Rig) -> None:
     plan = FaultPlan().kill(rank=1, step=5, at="all_reduce")
     keys = {
         "model": Tagger,
@@ -62,6 +62,6 @@ async def test_losses_of_a_job_that_loses_a_worker_are_the_means_over_all_tokens
     for event, expected in zip(steps, numbers[:NUM_STEPS], strict=True):
         assert {"loss": event.loss, **event.metrics} == pytest.approx(expected, abs=1e-5)
     last = job.found(EvalCompleted)[-1]
-    told = {"loss": last.loss, **last.metrics}
-    assert told.pop("tagged_right") == pytest.approx(told["token_accuracy"], abs=1e-6)
-    assert told == pytest.approx(numbers[-1], abs=1e-5)
+    values = {"loss": last.loss, **last.metrics}
+    assert values.pop("tagged_right") == pytest.approx(values["token_accuracy"], abs=1e-6)
+    assert values == pytest.approx(numbers[-1], abs=1e-5)

@@ -1,4 +1,4 @@
-"""Workers that differ in memory or run out of it, and compiled ones, on real processes."""
+"""Out-of-memory recovery, ``micro: auto`` and ``compile: true`` on real processes."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from tests.chaos.rig import Rig
 from tests.chaos.workload import Net, body
 
 BATCH = 32
-STEPS_PER_EPOCH = 8  # the last of 6 samples
+STEPS_PER_EPOCH = 8  # the last one has 6 samples
 AUTO = {"batch": {"global": BATCH, "micro": "auto"}, "workers": {"min": 2, "max": 2}}
 
 
 class SmallMemory(Net):
-    """A model for which a pass takes as much memory as a test says, on each trainer."""
+    """A model with a simulated memory limit, in samples per pass, for each trainer."""
 
     def __init__(self, folder: str, *, limits: tuple[int, ...], after: int = 0) -> None:
         super().__init__()
         self.limit = limits[number_of_process(folder)]
         self.after = after
-        """Passes over half of what fits before memory becomes short."""
+        """Number of large passes before the limit applies."""
         self.num_passes = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -51,7 +51,7 @@ class SmallMemory(Net):
 
 
 def number_of_process(folder: str) -> int:
-    """Return 0 in the first process of a job that asks, 1 in the second ..."""
+    """Return the rank of this process in the order of the first call: 0, 1, ..."""
     for number in range(100):
         try:
             with open(f"{folder}/process-{number}", "x") as file:
@@ -61,11 +61,11 @@ def number_of_process(folder: str) -> int:
                 return number
         else:
             return number
-    raise AssertionError("that many processes?")
+    raise AssertionError("more than 100 processes")
 
 
 @pytest.mark.forked
-async def test_workers_with_different_memory_find_different_sizes_and_train_together(
+async def test_workers_with_different_memory_use_different_micro_batches(
     rig: Rig, folder: Path
 ) -> None:
     model = functools.partial(SmallMemory, str(folder), limits=(3, 10))
@@ -78,10 +78,10 @@ async def test_workers_with_different_memory_find_different_sizes_and_train_toge
     assert sorted(re.findall(r"auto: (\d+) of 32 samples", told(log))) == ["10", "3"]
 
 
-async def test_memory_that_runs_out_later_costs_one_step_and_halves_that_ranks_passes(
+async def test_later_out_of_memory_error_costs_one_step_and_halves_the_micro_batch(
     rig: Rig, folder: Path
 ) -> None:
-    # Only the first process runs short, in the midst of the second epoch.
+    # Only the first process runs out of memory, in the middle of the second epoch.
     model = functools.partial(SmallMemory, str(folder), limits=(9, 1000), after=12)
     job = await rig.submit(body(model=model, **AUTO))
     log = await job.end()
@@ -89,14 +89,14 @@ async def test_memory_that_runs_out_later_costs_one_step_and_halves_that_ranks_p
     assert job.status == "finished", job.describe()
     assert_invariants(log)
     assert re.findall(r"auto: (\d+) of 32 samples", told(log)) == ["32", "32"]
-    assert re.findall(r"go down to (\d+)", told(log)) == ["16", "8"]
+    assert re.findall(r"are reduced to (\d+)", told(log)) == ["16", "8"]
     assert len(found(log, StepUndone)) == 2
-    assert_nobody_was_lost(log)
+    assert_no_worker_was_lost(log)
     assert len(found(log, StepCompleted)) == 3 * STEPS_PER_EPOCH
 
 
 class ShortInStep(torch.optim.SGD):
-    """Runs out of memory in the middle of its ``at``-th update, once in a process."""
+    """Runs out of memory in the middle of its ``at``-th update, once per process."""
 
     def __init__(self, folder: str, count: int, at: int, parameters: Any) -> None:
         super().__init__(parameters, lr=0.05)
@@ -110,7 +110,7 @@ class ShortInStep(torch.optim.SGD):
         if self.num_steps == self.at and not self.mark.exists():
             self.mark.touch()
             with torch.no_grad():
-                self.param_groups[0]["params"][0].add_(os.getpid())  # other ones on each rank
+                self.param_groups[0]["params"][0].add_(os.getpid())  # different on each rank
             raise torch.OutOfMemoryError("no memory for the state")
         super().step()
 
@@ -119,7 +119,7 @@ class ShortInStep(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("num_workers", "num_short", "at"), [(1, 1, 12), (2, 1, 12), (1, 1, 1), (2, 2, 1)]
 )
-async def test_update_that_runs_out_of_memory_leaves_no_half_updated_weights(
+async def test_out_of_memory_error_in_an_update_leaves_no_half_updated_weights(
     rig: Rig, folder: Path, num_workers: int, num_short: int, at: int
 ) -> None:
     keys = {**AUTO, "workers": {"min": num_workers, "max": num_workers}}
@@ -130,9 +130,9 @@ async def test_update_that_runs_out_of_memory_leaves_no_half_updated_weights(
 
     assert job.status == "finished", job.describe()
     assert_invariants(log)
-    assert told(log).count("go down to 16") == num_short
+    assert told(log).count("are reduced to 16") == num_short
     if (num_workers, at) == (1, 12):
-        # Nobody else has the state: the newest checkpoint is that of the first epoch.
+        # No other rank has the state, so the job restores the checkpoint of the first epoch.
         assert len(found(log, WorkerLost)) == 1
         assert [(e.step, e.num_undone) for e in found(log, JobRestored)] == [(STEPS_PER_EPOCH, 3)]
     else:
@@ -141,7 +141,7 @@ async def test_update_that_runs_out_of_memory_leaves_no_half_updated_weights(
 
 
 @pytest.mark.forked
-async def test_without_auto_a_lack_of_memory_is_the_cells_and_the_error_says_what_helps(
+async def test_out_of_memory_error_without_auto_fails_the_job_and_suggests_auto(
     rig: Rig, folder: Path
 ) -> None:
     model = functools.partial(SmallMemory, str(folder), limits=(9, 9), after=12)
@@ -154,7 +154,7 @@ async def test_without_auto_a_lack_of_memory_is_the_cells_and_the_error_says_wha
 
 
 @pytest.mark.forked
-async def test_model_of_which_not_one_sample_fits_fails_before_training(
+async def test_model_with_no_memory_for_one_sample_fails_before_training(
     rig: Rig, folder: Path
 ) -> None:
     model = functools.partial(SmallMemory, str(folder), limits=(0, 0))
@@ -170,7 +170,7 @@ async def test_model_of_which_not_one_sample_fits_fails_before_training(
 
 
 class CountsEagerCalls(Net):
-    """Notes each call that is not compiled."""
+    """Records each call that is not compiled."""
 
     def __init__(self, folder: str) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ def note(path: str, count: int) -> None:
 
 @pytest.mark.forked
 @needs("compiler")
-async def test_compiled_job_loses_a_rank_and_takes_a_newcomer_that_compiles_while_others_step(
+async def test_compiled_job_replaces_a_lost_rank_while_the_survivor_trains(
     rig: Rig, folder: Path
 ) -> None:
     keys = {"batch": {"global": BATCH}, "workers": {"min": 1, "max": 2}, "epochs": 10_000}
@@ -205,12 +205,12 @@ async def test_compiled_job_loses_a_rank_and_takes_a_newcomer_that_compiles_whil
     assert job.status == "stopped", job.describe()
     assert_invariants(log)
     assert len(re.findall("the model is compiled", told(log))) == 3, told(log)
-    # All but each trainer's first pass, in its warm-up, went through what was compiled there:
-    # alone and with DDP, full steps and the last of an epoch, training and evaluating.
+    # Each trainer runs only its first pass, in the warm-up, eagerly. All others are compiled: alone
+    # and with DDP, full and smaller steps, training and evaluation.
     calls = [line.split() for line in (folder / "eager").read_text().splitlines()]
     assert len(calls) == 3, calls
     assert set(Counter(pid for pid, _ in calls).values()) == {1}
-    # The survivor went on while the newcomer compiled.
+    # The survivor trained while the new rank compiled.
     lost_at, warm_at = found(log, WorkerLost)[0].time, found(log, WorkerWarmed)[-1].time
     assert [e for e in found(log, StepCompleted) if lost_at < e.time < warm_at]
 
@@ -223,7 +223,7 @@ def found(log: list[Event], kind: type[Event]) -> list[Any]:
     return [event for event in log if isinstance(event, kind)]
 
 
-def assert_nobody_was_lost(log: list[Event]) -> None:
+def assert_no_worker_was_lost(log: list[Event]) -> None:
     assert found(log, WorkerLost) == []
     assert found(log, JobRestored) == []
     assert len({frozenset(e.trainer_pids) for e in found(log, GenerationFormed)}) == 1

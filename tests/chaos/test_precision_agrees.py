@@ -1,4 +1,4 @@
-"""bf16 and fp16 reach the accuracy of fp32, also when ranks come and go in mid-run."""
+"""bf16 and fp16 reach the accuracy of fp32 although ranks join and leave during the run."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def images() -> tuple[Pair, Pair]:
 
 @pytest.fixture(scope="module")
 def known() -> dict[str, float]:
-    """Keep what fp32 has reached, for both of the others."""
+    """Cache the accuracy of fp32 for both comparisons."""
     return {}
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-async def test_accuracy_is_that_of_fp32_within_a_percent(
+async def test_accuracy_is_within_one_percent_of_fp32(
     zygote: Zygote, folder: Path, known: dict[str, float], precision: str
 ) -> None:
     keys = {
@@ -45,7 +45,7 @@ async def test_accuracy_is_that_of_fp32_within_a_percent(
         "data": images(),
         "batch": {"global": 64},
         "optimizer": {"name": "SGD", "lr": 0.05, "momentum": 0.9},
-        # To rest: at a constant rate the accuracy of a step differs from that of the next.
+        # Decay to zero: at a constant rate the accuracy fluctuates from step to step.
         "schedule": {"decay": "cosine"},
         "steps": sum(length for _, length in PHASES),
         "eval": "1000000 steps",
@@ -59,8 +59,8 @@ async def test_accuracy_is_that_of_fp32_within_a_percent(
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_control_arm_the_forward_pass_is_another_one(precision: str) -> None:
-    """What is compared above does compute in fewer bits."""
+def test_control_forward_pass_differs_from_fp32(precision: str) -> None:
+    """Control: autocast does compute with fewer bits."""
     model, x = cnn(), images()[0][0][:32]
     with torch.no_grad():
         exact = model(x)

@@ -1,4 +1,4 @@
-"""A job goes on after its end, and after the death of everything that trained it."""
+"""Resume ended jobs, and jobs whose workers and coordinator have died."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SAME_BITS = {"reproducible": {"shards": 4}}
 
 
 def digest(job: Any) -> str:
-    """Return the digest of the weights that a job has ended with."""
+    """Return the last step and the digest of the final weights of a job."""
     hashed = job.found(WeightsHashed)
     last = max(event.step for event in hashed)
     [found] = {event.digest for event in hashed if event.step == last}
@@ -43,12 +43,12 @@ def digest(job: Any) -> str:
 
 
 def curve(job: Any) -> dict[int, float]:
-    """Return the loss of each step as it holds at the end."""
+    """Return the final loss of each step, without undone steps."""
     return {event.step: event.loss for event in job.found(StepCompleted)}
 
 
 @pytest.mark.forked
-async def test_resume_with_another_world_size_gives_the_bits_of_an_undisturbed_run(
+async def test_resume_with_another_world_size_is_bitwise_equal_to_an_undisturbed_run(
     rig: Rig,
 ) -> None:
     undisturbed = await rig.submit(body(**SAME_BITS, workers={"min": 1, "max": 1}))
@@ -72,7 +72,7 @@ async def test_resume_with_another_world_size_gives_the_bits_of_an_undisturbed_r
     assert_invariants(log)
 
 
-async def test_job_goes_on_after_all_its_workers_and_its_coordinator_died(
+async def test_job_resumes_after_all_workers_and_the_coordinator_died(
     trainers: Trainers, folder: Path, limits: None, make: MakeRig
 ) -> None:
     keys = body(**SAME_BITS, checkpoint={"every": "10 steps"}, workers={"min": 1, "max": 2})
@@ -98,7 +98,7 @@ async def test_job_goes_on_after_all_its_workers_and_its_coordinator_died(
 
 
 @pytest.mark.forked
-async def test_finished_job_goes_on_with_more_epochs(rig: Rig) -> None:
+async def test_finished_job_resumes_for_more_epochs(rig: Rig) -> None:
     job = await rig.submit(body(epochs=1))
     await job.end()
 
@@ -116,7 +116,7 @@ async def test_finished_job_goes_on_with_more_epochs(rig: Rig) -> None:
 
 
 @pytest.mark.forked
-async def test_job_without_a_checkpoint_begins_anew_in_the_same_log(
+async def test_job_without_a_checkpoint_restarts_at_step_zero_in_the_same_log(
     trainers: Trainers, folder: Path, limits: None, make: MakeRig
 ) -> None:
     async with make(trainers, folder) as first:
@@ -134,7 +134,7 @@ async def test_job_without_a_checkpoint_begins_anew_in_the_same_log(
 
 
 class Broken(Net):
-    """Raises in the fifth pass of the second epoch."""
+    """Raises an error in the second epoch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,22 +148,22 @@ class Broken(Net):
         return super().forward(x)
 
 
-class Mended(Broken):
-    """The same without the mistake."""
+class Fixed(Broken):
+    """The same model without the error."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return Net.forward(self, x)
 
 
 @pytest.mark.forked
-async def test_failed_job_goes_on_with_mended_code(rig: Rig) -> None:
+async def test_failed_job_resumes_with_fixed_code(rig: Rig) -> None:
     one = {"workers": {"min": 1, "max": 1}}
     job = await rig.submit(body(model=Broken, **one))
     await job.end()
     assert job.status == "failed"
     failed_at = job.step
 
-    await rig.resume(job, body(model=Mended, **one), differs=["code"])
+    await rig.resume(job, body(model=Fixed, **one), differs=["code"])
     log = await job.end()
 
     assert job.status == "finished"
@@ -181,7 +181,7 @@ class Wider(nn.Module):
 
 
 @pytest.mark.forked
-async def test_another_model_fails_clearly_and_loses_nothing(rig: Rig) -> None:
+async def test_resume_with_another_model_fails_and_keeps_all_checkpoints(rig: Rig) -> None:
     job = await rig.submit(body(epochs=1))
     await job.end()
     saved = LocalStore(job.hosted.order.run_dir).list_steps()
@@ -204,7 +204,7 @@ def fewer() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.forked
-async def test_data_of_another_length_needs_force(rig: Rig) -> None:
+async def test_resume_with_data_of_another_length_requires_force(rig: Rig) -> None:
     job = await rig.submit(body(epochs=1))
     await job.end()
     other = body(epochs=6, data={"train": fewer, "eval": fewer})
@@ -222,7 +222,7 @@ async def test_data_of_another_length_needs_force(rig: Rig) -> None:
 
 
 @pytest.mark.forked
-async def test_another_optimizer_begins_anew_and_says_so(rig: Rig) -> None:
+async def test_resume_with_another_optimizer_resets_its_state_and_logs_it(rig: Rig) -> None:
     job = await rig.submit(body(epochs=1, loss=F.cross_entropy))
     await job.end()
     other = body(epochs=2, optimizer={"name": "SGD", "lr": 0.05, "momentum": 0.9})

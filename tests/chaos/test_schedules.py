@@ -1,4 +1,4 @@
-"""Random schedules of faults and orders, on real processes: nothing may come of them."""
+"""Random schedules of faults and requests on real processes must not change the results."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.forked(always=True)]
 EPOCHS = 2
 NUM_STEPS = EPOCHS * STEPS_PER_EPOCH
 NUM_SCHEDULES = int(os.environ.get("ETRAIN_CHAOS_SCHEDULES", "0"))
-"""How many schedules to play in all, half of them reproducible; ``make endurance`` plays 500."""
+"""Total number of schedules, half of them reproducible; ``make endurance`` runs 500."""
 BLOCK = 25
 NUM_DEFAULT, NUM_REPRODUCIBLE = 14, 10
-"""Schedules of each kind in the ordinary suite; each takes some seconds."""
+"""Schedules of each kind in the ordinary suite; each takes a few seconds."""
 
 REPRODUCIBLE = {"reproducible": {"shards": 4}}
 PATIENCE_S = 90.0
 
 
 async def run(zygote: Zygote, folder: Path, schedule: Schedule, **keys: object) -> list[Event]:
-    """Play a schedule to its end and return the job's log."""
+    """Run a job under a schedule to its end and return the log."""
     async with make_rig(zygote, folder, slots=schedule.slots) as rig:
         job = await rig.submit(body(**keys), faults=schedule.plan.to_list())
         await play(rig, job, schedule)
@@ -41,7 +41,7 @@ async def run(zygote: Zygote, folder: Path, schedule: Schedule, **keys: object) 
 
 
 async def check(zygote: Zygote, folder: Path, seed: int, **keys: object) -> list[Event]:
-    """Play the schedule of a seed and assert what must hold whatever it was."""
+    """Run the schedule of a seed and assert the invariants that hold for every schedule."""
     schedule = Schedule.random(seed, num_steps=NUM_STEPS)
     try:
         log = await run(zygote, folder / str(seed), schedule, **keys)
@@ -54,10 +54,12 @@ async def check(zygote: Zygote, folder: Path, seed: int, **keys: object) -> list
 
 
 def assert_only_culprits_were_lost(log: list[Event]) -> None:
-    """Every lost worker must have suffered a fault on purpose."""
+    """Assert that every lost worker had an injected fault."""
     suffered = Counter(e.worker for e in log if isinstance(e, FaultInjected))
     lost = Counter(e.worker for e in log if isinstance(e, WorkerLost))
-    assert not lost - suffered, f"lost {dict(lost)}, but faults befell only {dict(suffered)}"
+    assert not lost - suffered, (
+        f"lost {dict(lost)}, but faults were injected only into {dict(suffered)}"
+    )
 
 
 def final_digests(log: list[Event]) -> set[str]:
@@ -65,7 +67,7 @@ def final_digests(log: list[Event]) -> set[str]:
 
 
 def blocks(num_in_suite: int) -> list[object]:
-    """Return ranges of seeds: one each in the ordinary suite, blocks of the others, marked slow."""
+    """Return ranges of seeds: single seeds for the ordinary suite, then blocks marked slow."""
     start, num = num_in_suite, NUM_SCHEDULES // 2
     slow = [range(first, min(first + BLOCK, num)) for first in range(start, num, BLOCK)]
     return [
@@ -76,12 +78,12 @@ def blocks(num_in_suite: int) -> list[object]:
 
 @pytest.fixture(scope="module")
 def calm() -> set[str]:
-    """Hold the final digest of an undisturbed run, once it was made."""
+    """Cache the final digest of an undisturbed run."""
     return set()
 
 
 @pytest.mark.parametrize("seeds", blocks(NUM_DEFAULT))
-async def test_every_sample_is_trained_once_whatever_happens(
+async def test_every_sample_is_trained_once_under_a_random_schedule(
     zygote: Zygote, folder: Path, limits: None, seeds: range
 ) -> None:
     for seed in seeds:
@@ -89,7 +91,7 @@ async def test_every_sample_is_trained_once_whatever_happens(
 
 
 @pytest.mark.parametrize("seeds", blocks(NUM_REPRODUCIBLE))
-async def test_reproducible_weights_are_the_undisturbed_runs_to_the_last_bit(
+async def test_reproducible_weights_are_bitwise_equal_under_a_random_schedule(
     zygote: Zygote, folder: Path, limits: None, calm: set[str], seeds: range
 ) -> None:
     if not calm:
@@ -102,8 +104,8 @@ async def test_reproducible_weights_are_the_undisturbed_runs_to_the_last_bit(
         assert final_digests(log) == calm, f"seed {seed + 1_000}"
 
 
-def test_schedule_of_a_seed_is_always_the_same_and_prints_as_code() -> None:
-    from etrain_jupyter.testing import FaultPlan  # noqa: F401  (named by the code)
+def test_schedule_is_determined_by_its_seed_and_prints_as_code() -> None:
+    from etrain_jupyter.testing import FaultPlan  # noqa: F401  (used by eval)
     from tests.chaos.schedule import Act  # noqa: F401
 
     for seed in range(200):

@@ -1,4 +1,4 @@
-"""One job through very many generations: nothing may grow in any of its processes."""
+"""Soak test: threads, file descriptors and memory do not grow over many generations."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from tests.chaos.rig import RigJob, make_rig
 from tests.chaos.workload import body
 
 COLLECTIVE_TIMEOUT_S = 20.0
-"""Of these trainers; half an hour in the product. Until then gloo keeps a thread for some sends."""
+"""For these trainers; 30 min in the product. Until then gloo keeps a thread for some sends."""
 SETTLE_S = COLLECTIVE_TIMEOUT_S + 10
-"""How long what a generation leaves to threads in the background may take to be gone."""
+"""Timeout until the background threads of a generation must have exited."""
 KEEP_RECORDS = 500
-"""Records that these ranks keep, so that this memory is full early on; 10,000 in the product."""
+"""Records that these ranks keep, so that the buffer is full early; 10,000 in the product."""
 
 GROWTH_BYTES = 8 << 20
-"""What may be there in the end that was not after a fifth of the way: allocators and caches fill in
-the first thousand steps, about 6 MB in a trainer."""
+"""Allowed growth after the first fifth of the run: allocators and caches fill during the first
+thousand steps, about 6 MB in a trainer."""
 GROWTH_BYTES_PER_FORM = 4 << 10
-"""And what may be added to it each time; a group that is not freed is a hundred times as much."""
+"""Additional growth per generation; a group that is not freed takes a hundred times as much."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """How large a process is."""
+    """Resources of one process."""
 
     threads: int
     descriptors: int
@@ -46,14 +46,14 @@ class Size:
 
 @pytest.fixture(scope="module")
 def zygote() -> Iterator[Zygote]:
-    """Give one whose trainers are full, and settle, sooner than the product's."""
+    """Provide a zygote whose trainers reach their bounds early."""
     made = Zygote(keep_records=KEEP_RECORDS, collective_timeout_s=COLLECTIVE_TIMEOUT_S)
     yield made
     made.close()
 
 
 @pytest.mark.timeout(600)  # its own zygote imports torch first
-async def test_sixty_generations_leave_nothing_behind(
+async def test_sixty_generations_leak_no_resources(
     zygote: Zygote, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await soak(zygote, folder, monkeypatch, num_forms=60)
@@ -62,15 +62,15 @@ async def test_sixty_generations_leave_nothing_behind(
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @only_in_endurance("ETRAIN_SOAK")
-async def test_a_thousand_generations_leave_nothing_behind(
+async def test_a_thousand_generations_leak_no_resources(
     zygote: Zygote, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await soak(zygote, folder, monkeypatch, num_forms=1000)
 
 
 async def soak(zygote: Zygote, folder: Path, patch: pytest.MonkeyPatch, *, num_forms: int) -> None:
-    """Let one job form so many generations; compare its processes with what they were early on."""
-    # The coordinator keeps this many events in memory by design; let it be full from the start.
+    """Form ``num_forms`` generations; compare each process with its size early in the run."""
+    # The coordinator keeps this many events in memory by design; fill that buffer early.
     patch.setattr(job_log, "RECENT_EVENTS", 100)
     async with make_rig(zygote, folder, slots=3) as rig:
         job = await rig.submit(body(epochs=100_000, workers={"min": 1, "max": 3}))
@@ -94,7 +94,7 @@ async def soak(zygote: Zygote, folder: Path, patch: pytest.MonkeyPatch, *, num_f
 
 
 async def form_often(job: RigJob, num_forms: int) -> None:
-    """Let planned and broken generations follow each other until there were so many."""
+    """Alternate planned and aborted generations until the given number is reached."""
     changes = (pause_and_resume, disconnect, scale_down, disconnect, scale_up)
     while job.hosted.state.generation < num_forms:
         for change in changes:
@@ -109,7 +109,7 @@ async def pause_and_resume(job: RigJob) -> None:
 
 
 async def disconnect(job: RigJob) -> None:
-    """Break a rank's connections: the generation is aborted, nobody is lost."""
+    """Break a rank's connections: the generation is aborted, but no worker is lost."""
     before = job.hosted.state
     victim = job.ranks[before.generation % len(job.ranks)]
     await job.request("fault", worker=victim, kind="disconnect")
@@ -128,7 +128,7 @@ async def scale_up(job: RigJob) -> None:
 
 
 async def stepping(job: RigJob, world_size: int) -> None:
-    """Wait until a generation of that size has made a step."""
+    """Wait until a generation of that size has completed a step."""
     await job.until(lambda: len(job.ranks) == world_size)
     goal = job.step + 1
     await job.until(lambda: job.step >= goal)
@@ -137,7 +137,7 @@ async def stepping(job: RigJob, world_size: int) -> None:
 async def measure(
     job: RigJob, pids: list[int], *, like: dict[int, Size] | None = None
 ) -> dict[int, Size]:
-    """Return the sizes of these processes while the job is paused and nothing is under way."""
+    """Return the sizes of these processes while the job is paused and idle."""
     await job.request("pause")
     await job.until(lambda: job.status == "paused")
     assert job.found(WorkerLost) == [], job.describe()

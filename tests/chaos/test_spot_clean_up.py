@@ -1,7 +1,7 @@
-"""Nothing keeps running on EC2: each way in which machines end, alone, with the others disabled.
+"""Nothing keeps running on EC2: test each safeguard alone, with all others disabled.
 
-The ways are: ``down``; the lease, which nodes look at; timers, the system's and the agent's;
-``reap`` by tag. Disabled means: nobody asks, or it is set to hours.
+The safeguards are ``down``, the lease that nodes check, the timers of the operating system and of
+the agent, and ``reap`` by tag. A safeguard is disabled by not calling it or by setting it to hours.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from tests.chaos.spot import LONG, Spot, long
 pytestmark = [pytest.mark.aws, pytest.mark.timeout(240)]
 
 NEVER = {"lease_ttl": "10 h", "max": "20 h", "boot": "600 min"}
-"""No lease ends, no timer is due."""
+"""Settings under which no lease expires and no timer fires."""
 MACHINES = ("instances", "volumes", "processes", "cables")
 
 
 def hold(spot: Spot, workers: int = 1) -> list[str]:
-    """Have machines whose workers serve, without a job; return their ids."""
+    """Start machines with connected workers, without a job; return their ids."""
     spot.pool().up()
     spot.pool().want(workers, reason="test")
     return await_workers(spot, workers)
 
 
 def await_workers(spot: Spot, workers: int) -> list[str]:
-    """Wait until so many workers are connected; return their machines."""
+    """Wait until that many workers are connected; return their machines."""
 
     def serving() -> list[str]:
         return [node.id for node in spot.pool().nodes() if node.state == "running"]
@@ -43,7 +43,7 @@ def await_workers(spot: Spot, workers: int) -> list[str]:
 
 
 def await_end(spot: Spot) -> float:
-    """Wait until no machine and nothing of one is there; return how long that took."""
+    """Wait until all machines and their resources are gone; return the elapsed seconds."""
     began = time.time()
     spot.until(lambda: not spot.living(), "the machines' end")
     spot.until(lambda: not set(spot.cloud.leftovers()) & set(MACHINES), "the end of what they had")
@@ -51,17 +51,19 @@ def await_end(spot: Spot) -> float:
 
 
 def elsewhere(spot: Spot, folder: Path) -> dict[str, str]:
-    """Return the variables of a process that has credentials and nothing else of ours."""
+    """Return the environment of a process that has credentials but no state of this user."""
     folder.mkdir()
     empty = {"HOME": str(folder), "ETRAIN_STATE": str(folder / "state")}
     return empty | {"ETRAIN_POOLS": str(folder / "no-pools.yaml")} | spot.cloud.environment
 
 
-def test_down_from_another_process_by_id_ends_everything(spot: Spot, tmp_path: Path) -> None:
+def test_down_by_cluster_id_from_another_process_removes_everything(
+    spot: Spot, tmp_path: Path
+) -> None:
     spot.configure(lifetime=NEVER)
     hold(spot)
     [cluster] = spot.ids()
-    # It has the state folder of the user, and no pools.yaml.
+    # The process has the user's state folder but no pools.yaml.
     (tmp_path / "away").mkdir()
     gone = {"ETRAIN_POOLS": str(tmp_path / "away" / "none.yaml")}
     told = spot.run("down", cluster, environment=gone, cwd=tmp_path / "away")
@@ -69,18 +71,18 @@ def test_down_from_another_process_by_id_ends_everything(spot: Spot, tmp_path: P
     assert told.strip() == f"{cluster} has ended"
     assert spot.cloud.leftovers() == {}
     assert spot.ids() == []
-    spot.check_money()
+    spot.check_costs()
 
 
 @pytest.mark.parametrize("how", ["killed", "frozen"])
-def test_lease_alone_ends_machines_whose_head_is_gone(spot: Spot, how: str) -> None:
+def test_lease_alone_terminates_machines_without_a_head(spot: Spot, how: str) -> None:
     spot.configure(lifetime={**NEVER, "lease_ttl": "6 s"})
     hold(spot)
     [cluster] = spot.ids()
     heads = spot.heads_of(cluster)
     if how == "killed":
         spot.kill_heads()
-    else:  # as if its machine were unplugged: connections stay, nobody answers
+    else:  # as if its machine had lost power: connections stay open without a reply
         for pid in heads:
             os.kill(pid, signal.SIGSTOP)
     spot.figures[f"head {how} to all machines off"] = await_end(spot)
@@ -93,13 +95,13 @@ def test_lease_alone_ends_machines_whose_head_is_gone(spot: Spot, how: str) -> N
 
 
 @long
-def test_lease_alone_ends_machines_that_train(spot: Spot) -> None:
+def test_lease_alone_terminates_machines_that_train(spot: Spot) -> None:
     spot.configure(lifetime={**NEVER, "lease_ttl": "8 s"})
     job = spot.train()
     spot.kill_heads()
     spot.figures["head killed to all machines off"] = await_end(spot)
 
-    # Somebody comes after all: the job goes on from its checkpoint, on new machines.
+    # A later kernel attaches, and the job resumes from its checkpoint on new machines.
     spot.pool().up()
     again = etrain_jupyter.attach(job.id)
     spot.jobs = [again]
@@ -109,7 +111,7 @@ def test_lease_alone_ends_machines_that_train(spot: Spot) -> None:
     spot.finish()
 
 
-def test_timer_of_the_boot_alone_ends_a_machine_whose_agent_never_starts(spot: Spot) -> None:
+def test_boot_timer_alone_terminates_a_machine_whose_agent_never_starts(spot: Spot) -> None:
     spot.configure(image={"setup": ["sleep 3600"]}, lifetime={**NEVER, "boot": "10 min"})
     spot.pool().up()
     spot.pool().want(1, reason="test")
@@ -121,10 +123,10 @@ def test_timer_of_the_boot_alone_ends_a_machine_whose_agent_never_starts(spot: S
     assert len(spot.cloud.instances()) == 1
 
 
-def test_timer_of_the_lifetime_alone_ends_a_machine_that_cannot_look_at_its_lease(
+def test_lifetime_timer_alone_terminates_a_machine_that_cannot_read_its_lease(
     spot: Spot,
 ) -> None:
-    """The agent's own clock is not sped up: it is the system's timer that ends the machine."""
+    """The agent's clock is not accelerated, so the system's timer terminates the machine."""
     spot.configure(lifetime={**NEVER, "max": "15 min"})
     hold(spot)
     spot.until(lambda: spot.cloud.instances()[0].off_at, "the agent's timer")
@@ -136,7 +138,7 @@ def test_timer_of_the_lifetime_alone_ends_a_machine_that_cannot_look_at_its_leas
     assert "turning off" not in spot.cloud.console(one.instance_id)
 
 
-def test_reap_by_tag_alone_ends_a_cluster_once_it_has_expired(spot: Spot, tmp_path: Path) -> None:
+def test_reap_by_tag_alone_removes_an_expired_cluster(spot: Spot, tmp_path: Path) -> None:
     spot.configure(lifetime=NEVER)
     hold(spot)
     [cluster] = spot.ids()
@@ -146,14 +148,14 @@ def test_reap_by_tag_alone_ends_a_cluster_once_it_has_expired(spot: Spot, tmp_pa
     look = ["reap", "--region", spot.account.region]
     told = spot.run(*look, environment=variables, cwd=away)
 
-    assert f"left alone, as not expired: {cluster}" in told
+    assert f"kept, not expired: {cluster}" in told
     assert len(spot.living()) == 1
     told = spot.run(*look, environment=variables, cwd=away, days_later=2)
     assert told.strip() == f"{cluster} has ended"
     assert spot.cloud.leftovers() == {}
 
 
-# --- killed at each stage of a launch ---
+# --- processes killed at each stage of a launch ---
 
 KERNEL = """
 from etrain_jupyter.pools import get_pool
@@ -164,7 +166,7 @@ pool.want(2, reason="test")
 
 
 def reach(spot: Spot, stage: str) -> None:
-    """Let a kernel bring two machines up, as far as a stage."""
+    """Start two machines from a kernel, and return when the launch has reached a stage."""
     cloud = spot.cloud
     if stage == "before the template":
         cloud.set_faults(ApiFault(action="CreateLaunchTemplate", seconds=4.0))
@@ -202,18 +204,18 @@ STAGES = (
 
 
 def stages(*always: str) -> list[object]:
-    """Return all of them; those that are not named here are for ``make endurance``."""
+    """Return all stages as parameters; those not in ``always`` run in ``make endurance`` only."""
     return [pytest.param(one, marks=() if one in always else LONG) for one in STAGES]
 
 
 def kill_all(spot: Spot) -> None:
-    """End the kernel and the head at once."""
+    """Kill the kernel and the head at once."""
     spot.kill_kernels()
     spot.kill_heads()
 
 
 @pytest.mark.parametrize("stage", stages("after the template", "fleet acknowledged", "answer lost"))
-def test_head_and_kernel_killed_while_launching_leave_what_the_next_up_adopts(
+def test_next_up_adopts_the_machines_of_a_head_and_kernel_killed_during_launch(
     spot: Spot, stage: str
 ) -> None:
     spot.configure(lifetime=NEVER)
@@ -223,16 +225,16 @@ def test_head_and_kernel_killed_while_launching_leave_what_the_next_up_adopts(
     spot.cloud.set_faults()
     workers = hold(spot, 2)
 
-    # What was there is used; none is launched twice.
+    # Existing machines are adopted; none is launched twice.
     assert before <= set(workers) or stage == "before the template"
     assert {one.instance_id for one in spot.living()} == set(workers)
     assert len(spot.cloud.instances()) == 2
     spot.finish()
-    spot.check_money()
+    spot.check_costs()
 
 
 @pytest.mark.parametrize("stage", stages("before the template"))
-def test_head_and_kernel_killed_while_launching_leave_nothing_that_reap_does_not_find(
+def test_reap_finds_everything_of_a_head_and_kernel_killed_during_launch(
     spot: Spot, stage: str, tmp_path: Path
 ) -> None:
     spot.configure(lifetime=NEVER)
@@ -243,19 +245,19 @@ def test_head_and_kernel_killed_while_launching_leave_nothing_that_reap_does_not
     away = tmp_path / "away"
     variables = elsewhere(spot, away)
     if stage in ("before the template", "after the template"):
-        time.sleep(5.0)  # the cloud carries out what it was asked before the kill
+        time.sleep(5.0)  # the cloud executes the request that was sent before the kill
     spot.run("reap", "--region", spot.account.region, "--all", environment=variables, cwd=away)
 
     left = spot.cloud.leftovers()
     assert set(left) <= {"objects"}
-    # With nothing tagged, nobody but the folder of the user knows of its objects.
+    # If nothing was tagged, only the user's folder has a reference to its objects.
     assert not left or stage == "before the template"
     spot.end_clusters()
     assert spot.cloud.leftovers() == {}
 
 
 @pytest.mark.parametrize("stage", stages("fleet acknowledged")[:3])
-def test_kernel_killed_alone_while_launching_leaves_a_head_that_goes_on(
+def test_head_continues_when_only_the_kernel_is_killed_during_launch(
     spot: Spot, stage: str
 ) -> None:
     spot.configure(lifetime=NEVER)
@@ -267,4 +269,4 @@ def test_kernel_killed_alone_while_launching_leaves_a_head_that_goes_on(
     assert len(workers) == 2
     assert len(spot.ids()) == 1
     spot.finish()
-    spot.check_money()
+    spot.check_costs()

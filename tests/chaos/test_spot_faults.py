@@ -1,9 +1,9 @@
-"""A whole life of a spot cluster with the rights that we hand out and no more, in bad weather.
+"""Lifecycle of a spot cluster under the documented IAM policies, with faults on the way.
 
-One real cluster for all checks: its launcher is a user with the launcher's policy, its nodes have
-the role's, and IAM is enforced, with every condition (review S5). EC2 has no capacity at first;
-then a node's metadata service hangs, the launcher's credentials expire and are renewed in the
-shared file, and a node is taken.
+All tests share one real cluster. Its launcher is a user with the launcher policy, its nodes have
+the node policy, and IAM is enforced with every condition. First EC2 has no capacity; then a node's
+metadata service hangs, the launcher's credentials expire and are renewed in the shared file, and
+EC2 reclaims a node.
 """
 
 from __future__ import annotations
@@ -43,34 +43,34 @@ KEYS = "[default]\naws_access_key_id = {AWS_ACCESS_KEY_ID}\n" + (
 
 @dataclass
 class Life:
-    """What was seen."""
+    """Observations of the one run that all tests share."""
 
     waiting: str = ""
-    """The job's status while there was no capacity."""
-    told: list[str] = field(default_factory=list)
-    """What its log said until training began."""
+    """Status of the job while there was no capacity."""
+    lines_before_training: list[str] = field(default_factory=list)
+    """Log lines of the job until training began."""
     rights: dict[str, str] = field(default_factory=dict)
-    """What a node was answered, by what it tried."""
+    """Result of each API call that a node tried, by description."""
     steps_hanging: int = 0
-    """Made while a metadata service hung."""
+    """Steps completed while a metadata service hung."""
     expired: str = ""
-    """What the log said of the credentials."""
+    """Log line about the expired credentials."""
     steps_expired: int = 0
-    """Made while they had expired."""
+    """Steps completed while the credentials had expired."""
     lost_then: int = 0
-    """Workers lost until then."""
+    """Workers lost until the credentials were renewed."""
     noticed: str = ""
-    """Who was taken with a notice afterwards."""
+    """Worker that was reclaimed with a notice afterwards."""
     replaced_by: int = 0
-    """Machines that came for it."""
+    """Number of machines launched to replace it."""
     audit: AuditReport | None = None
     checkpoints: list[str] = field(default_factory=list)
-    """Their manifests in the bucket."""
+    """Keys of the checkpoint manifests in the bucket."""
     leftovers: dict[str, list[str]] = field(default_factory=dict)
 
 
 def make_data(bucket: str, cluster_id: str, region: str, image: str) -> Callable[[], Any]:
-    """Return the training data; whoever makes them tries what a node must not do, first."""
+    """Return the training data factory; on the worker it first tries forbidden API calls."""
 
     def try_rights() -> dict[str, str]:
         import boto3
@@ -143,7 +143,7 @@ def slow_loss(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def life(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Life]:
-    """Live it once; each test looks at a part of it."""
+    """Run the lifecycle once; each test asserts a part of it."""
     folder = tmp_path_factory.mktemp("spot")
     with pytest.MonkeyPatch.context() as patch, FakeAws(minute_s=1.0) as cloud:
         point_boto_at(cloud, patch, folder)
@@ -236,12 +236,17 @@ def live(
             time.sleep(0.05)
         return found
 
-    until(lambda: any("no capacity" in line for line in lines()), "told that there is none")
-    seen.waiting, seen.told = job.status, lines()
+    until(
+        lambda: any("no capacity" in line for line in lines()), "the warning about missing capacity"
+    )
+    seen.waiting, seen.lines_before_training = job.status, lines()
     cloud.set_capacity(4)
-    until(lambda: job.world_size == 2 and job.step > 5, "two train")
+    until(lambda: job.world_size == 2 and job.step > 5, "training on two workers")
     found = "etrain/runs/rights/checkpoints/answers.json"
-    until(lambda: found in cloud.s3.list_keys(keys["bucket"], "etrain/runs/rights"), "rights tried")
+    until(
+        lambda: found in cloud.s3.list_keys(keys["bucket"], "etrain/runs/rights"),
+        "the answers about the rights",
+    )
     seen.rights = json.loads(cloud.s3.read(keys["bucket"], found))
 
     victim = cloud.instances("running")[0].instance_id
@@ -251,7 +256,7 @@ def live(
         lambda: next((line for line in lines() if "credentials" in line), ""), "expired"
     )
     first = job.step
-    until(lambda: job.step > first + 10, "training on")
+    until(lambda: job.step > first + 10, "more steps")
     seen.steps_expired = job.step - first
     seen.lost_then = sum(isinstance(event, events.WorkerLost) for event in job.events())
     sign_in()
@@ -259,8 +264,11 @@ def live(
     num_before = len(cloud.instances())
     cloud.preempt(victim, notice_s=15, rebalance_s=2)
     until(lambda: len(cloud.instances()) > num_before, "another machine")
-    until(lambda: victim not in {worker["worker"] for worker in job.workers()}, "its leave")
-    until(lambda: job.world_size == 2, "two again")
+    until(
+        lambda: victim not in {worker["worker"] for worker in job.workers()},
+        "the departure of the worker",
+    )
+    until(lambda: job.world_size == 2, "two workers again")
     seen.noticed = next(
         (event.worker for event in job.events() if isinstance(event, events.PreemptionNoticed)), ""
     )
@@ -274,37 +282,37 @@ def live(
 
 
 def hang(cloud: FakeAws, job: TrainingJob, node: str, until: Callable[..., Any]) -> int:
-    """Let a node's metadata service hang for some of its looks; return the steps made meanwhile."""
+    """Make a node's metadata service hang for several polls; return the steps completed then."""
     cloud.break_imds(node, "hang")
     first, asked = job.step, len(cloud.imds_requests(node))
-    until(lambda: job.step > first + 20, "training beside a service that hangs")
+    until(lambda: job.step > first + 20, "training while the service hangs")
     cloud.break_imds(node, "")
-    until(lambda: len(cloud.imds_requests(node)) > asked + 1, "looks at the service again")
+    until(lambda: len(cloud.imds_requests(node)) > asked + 1, "polls of the service")
     return job.step - first
 
 
-def test_without_capacity_the_job_waits_and_says_what_is_tried_next(life: Life) -> None:
-    (text,) = [line for line in life.told if "no capacity" in line]
+def test_job_waits_without_capacity_and_logs_the_next_attempt(life: Life) -> None:
+    (text,) = [line for line in life.lines_before_training if "no capacity" in line]
 
     assert life.waiting == "waiting"
     assert "no capacity for" in text
-    assert "of g6.xlarge in us-east-1a" in text
+    assert "(g6.xlarge in us-east-1a)" in text
     assert "The next attempt is in" in text
-    assert "Training goes on when it has" in text
+    assert "Training continues when it has" in text
 
 
-def test_launcher_policy_suffices_from_launch_to_down(life: Life) -> None:
+def test_launcher_policy_is_sufficient_from_launch_to_down(life: Life) -> None:
     assert life.replaced_by == 1
     assert life.leftovers == {}
 
 
-def test_node_policy_suffices_for_checkpoints_in_the_bucket(life: Life) -> None:
+def test_node_policy_is_sufficient_for_checkpoints_in_the_bucket(life: Life) -> None:
     assert life.rights["write a checkpoint"] == "allowed"
     assert life.rights["read the lease"] == "allowed"
     assert life.checkpoints
 
 
-def test_node_may_do_nothing_else(life: Life) -> None:
+def test_node_policy_allows_no_other_call(life: Life) -> None:
     allowed = {what for what, answer in life.rights.items() if answer == "allowed"}
 
     assert allowed == {"write a checkpoint", "read the lease"}
@@ -313,20 +321,20 @@ def test_node_may_do_nothing_else(life: Life) -> None:
     assert len(life.rights) == 20
 
 
-def test_metadata_service_that_hangs_holds_nothing_up(life: Life) -> None:
+def test_hanging_metadata_service_does_not_block_training(life: Life) -> None:
     assert life.steps_hanging > 20
     assert life.noticed
 
 
-def test_job_trains_on_with_expired_credentials_and_its_log_says_what_to_do(life: Life) -> None:
+def test_job_keeps_training_with_expired_credentials_and_logs_the_remedy(life: Life) -> None:
     assert "the credentials have expired" in life.expired
     assert "aws sso login" in life.expired
-    assert "Nodes run on" in life.expired
+    assert "Nodes keep running" in life.expired
     assert life.steps_expired > 10
     assert life.lost_then == 0
 
 
-def test_every_sample_was_trained_once(life: Life) -> None:
+def test_every_sample_is_trained_once(life: Life) -> None:
     assert life.audit is not None
     assert life.audit.ok, str(life.audit)
     assert life.audit.steps_rolled_back == 0

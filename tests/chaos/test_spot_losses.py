@@ -1,4 +1,4 @@
-"""What a spot cluster meets without a notice, while a job trains: each time it goes on, or ends."""
+"""Failures of a spot cluster without a notice, while a job trains on it."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from tests.chaos.spot import PATIENCE_S, SLOW, Spot, check, events, long, traine
 pytestmark = [pytest.mark.aws, pytest.mark.timeout(240)]
 
 
-def most_at_once(cloud: FakeAws) -> int:
-    """Return how many machines there were at once, at most."""
+def max_machines(cloud: FakeAws) -> int:
+    """Return the maximum number of machines at one time."""
     ones = cloud.instances()
     ends = {one.instance_id: one.ended_at or time.time() for one in ones}
     return max(
@@ -37,12 +37,12 @@ def most_at_once(cloud: FakeAws) -> int:
 
 
 def num_undone(job: TrainingJob) -> int:
-    """Return how many steps were trained again."""
+    """Return the number of steps that were repeated."""
     return len(events(job, StepUndone)) + sum(one.num_undone for one in events(job, JobRestored))
 
 
 def lose_a_machine(spot: Spot, job: TrainingJob) -> None:
-    """End one of two machines without a word, and wait until the job is whole again."""
+    """Terminate one of two machines without a notice; wait until two workers train again."""
     victim, other = spot.living()
     kept = trainers(job)[other.instance_id]
     began = time.time()
@@ -59,21 +59,21 @@ def lose_a_machine(spot: Spot, job: TrainingJob) -> None:
     assert num_undone(job) <= 1
     assert trainers(job)[other.instance_id] == kept
     spot.figures |= {
-        "death to told": events(job, WorkerLost)[0].time - began,
+        "death to report": events(job, WorkerLost)[0].time - began,
         "death to replacement launched": replacement.launched_at - began,
         "death to whole": events(job, GenerationFormed)[-1].time - began,
         "steps undone": num_undone(job),
     }
 
 
-def test_silent_death_undoes_one_step_at_most(spot: Spot) -> None:
+def test_machine_lost_without_notice_undoes_at_most_one_step(spot: Spot) -> None:
     spot.configure()
     lose_a_machine(spot, spot.train())
     spot.finish()
-    spot.check_money()
+    spot.check_costs()
 
 
-def test_throttling_errors_and_lost_answers_bring_no_machine_twice(spot: Spot) -> None:
+def test_throttling_errors_and_lost_replies_launch_no_machine_twice(spot: Spot) -> None:
     spot.configure()
     job = spot.train()
     spot.cloud.set_faults(
@@ -87,11 +87,11 @@ def test_throttling_errors_and_lost_answers_bring_no_machine_twice(spot: Spot) -
 
     assert asked >= 4
     assert len(spot.cloud.instances()) == 3
-    assert most_at_once(spot.cloud) == 2
-    spot.check_money()
+    assert max_machines(spot.cloud) == 2
+    spot.check_costs()
 
 
-def test_lists_that_are_six_seconds_late_never_bring_more_machines_than_wanted(spot: Spot) -> None:
+def test_api_lists_with_six_seconds_lag_launch_no_extra_machine(spot: Spot) -> None:
     spot.cloud.set_lag(6)
     spot.configure()
     job = spot.train()
@@ -99,11 +99,11 @@ def test_lists_that_are_six_seconds_late_never_bring_more_machines_than_wanted(s
     spot.finish()
 
     assert len(spot.cloud.instances()) == 3
-    assert most_at_once(spot.cloud) == 2
-    spot.check_money()
+    assert max_machines(spot.cloud) == 2
+    spot.check_costs()
 
 
-def test_next_up_adopts_machines_and_trainers_of_a_launcher_that_was_killed(spot: Spot) -> None:
+def test_next_up_adopts_machines_and_trainers_of_a_killed_launcher(spot: Spot) -> None:
     spot.configure()
     job = spot.train()
     machines = [one.instance_id for one in spot.living()]
@@ -113,7 +113,7 @@ def test_next_up_adopts_machines_and_trainers_of_a_launcher_that_was_killed(spot
     killed_at = time.time()
     address = spot.pool().up()
     again = etrain_jupyter.attach(job.id)
-    spot.until(lambda: events(again, SchedulerRestarted), "the news of the restart", again)
+    spot.until(lambda: events(again, SchedulerRestarted), "the event of the restart", again)
     step = again.step
     spot.until(lambda: again.step > step + 3, "steps", again)
 
@@ -125,12 +125,14 @@ def test_next_up_adopts_machines_and_trainers_of_a_launcher_that_was_killed(spot
     spot.figures["kill to news"] = events(again, SchedulerRestarted)[0].time - killed_at
     spot.jobs = [again]
     spot.finish()
-    spot.check_money()
+    spot.check_costs()
 
 
 @long
-def test_budget_stops_with_a_checkpoint_and_the_job_goes_on_elsewhere(spot: Spot) -> None:
-    spot.cloud.set_price(360.0)  # ten cents a second, six dollars at least
+def test_exhausted_budget_saves_a_checkpoint_and_the_job_resumes_on_another_pool(
+    spot: Spot,
+) -> None:
+    spot.cloud.set_price(360.0)  # $0.10 per second, at least $6.00 per machine
     spot.configure(
         workers={"max": 1}, budget={"max_total": 7.0}, interruption={"drain": "1 s"}, tick="0.5 s"
     )
@@ -151,10 +153,10 @@ def test_budget_stops_with_a_checkpoint_and_the_job_goes_on_elsewhere(spot: Spot
     assert len(spot.cloud.instances()) == 1
     assert num_undone(job) == 0
     spot.finish()
-    spot.check_money()
+    spot.check_costs()
 
 
-def test_nodes_that_never_boot_stop_the_buying_and_the_job_says_what_they_printed(
+def test_nodes_that_never_boot_stop_launches_and_the_job_logs_their_console(
     spot: Spot,
 ) -> None:
     spot.configure(image={"setup": ["echo no such driver", "shutdown -h now"]})
@@ -163,11 +165,11 @@ def test_nodes_that_never_boot_stop_the_buying_and_the_job_says_what_they_printe
     words = "\n".join(one.text for one in events(job, LogLine))
 
     assert "no such driver" in words
-    assert re.search("[34] nodes in a row never said hello", words)
+    assert re.search("[34] nodes in a row never connected", words)
     # Two are asked for at a time.
     assert 3 <= len(spot.cloud.instances()) <= 4
     spot.finish()
-    spot.check_money()
+    spot.check_costs()
 
 
 @long
@@ -192,4 +194,4 @@ def test_two_clusters_in_one_account_do_not_touch_each_other(spot: Spot) -> None
     assert events(second, WorkerLost, StepUndone, JobRestored) == []
     SLOW.unlink()
     spot.finish()
-    spot.check_money()
+    spot.check_costs()

@@ -1,4 +1,4 @@
-"""EC2 takes machines from a job that trains, and says so before: no step is lost."""
+"""EC2 reclaims machines with a notice while a job trains on them: no step is lost."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def assert_nothing_lost(job: TrainingJob) -> None:
 
 
 def ride_out_a_notice(spot: Spot) -> None:
-    """Let EC2 recommend, announce and take one of two machines; the job is whole again."""
+    """Recommend a rebalance, then interrupt one of two machines; wait for its replacement."""
     spot.configure()
     job = spot.train()
     [victim, other] = spot.living()
@@ -41,7 +41,7 @@ def ride_out_a_notice(spot: Spot) -> None:
     spot.until(lambda: len(spot.cloud.instances()) == 3, "a replacement", job)
     replacement = spot.cloud.instances()[2]
     assert victim.instance_id in {one.instance_id for one in spot.living()}
-    spot.until(lambda: events(job, WorkerLeft), "the victim's leave", job)
+    spot.until(lambda: events(job, WorkerLeft), "the departure of the victim", job)
     whole = {other.instance_id, replacement.instance_id}
     spot.until(lambda: set(trainers(job)) == whole, "two workers again", job)
     step = job.step
@@ -51,35 +51,35 @@ def ride_out_a_notice(spot: Spot) -> None:
     assert [event.worker for event in events(job, WorkerLeft)] == [victim.instance_id]
     assert trainers(job)[other.instance_id] == kept
     assert_nothing_lost(job)
-    [told] = events(job, PreemptionNoticed)
+    [reported] = events(job, PreemptionNoticed)
     ended = spot.cloud.instances()[0]
     assert ended.ended_at is None or ended.ended_at > events(job, WorkerLeft)[0].time
     spot.figures |= {
         "rebalance to replacement launched": replacement.launched_at - began,
         "notice to left": events(job, WorkerLeft)[0].time - (began + 3),
-        "notice to told": told.time - (began + 3),
+        "notice to report": reported.time - (began + 3),
         "rebalance to whole": events(job, GenerationFormed)[-1].time - began,
     }
     spot.until(lambda: spot.cloud.instances("terminated"), "the victim's end", job)
 
 
-def test_machine_is_replaced_before_ec2_takes_it_and_no_step_is_lost(spot: Spot) -> None:
+def test_machine_is_replaced_before_its_interruption_and_no_step_is_lost(spot: Spot) -> None:
     ride_out_a_notice(spot)
     spot.finish()
-    spot.check_money()
+    spot.check_costs()
 
 
-def test_without_namespaces_no_step_is_lost_either(
+def test_no_step_is_lost_without_network_namespaces(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     with FakeAws("loopback", minute_s=1.0) as cloud:
         for spot in open_spot(cloud, monkeypatch, tmp_path, request.node.name):
             ride_out_a_notice(spot)
             spot.finish()
-            spot.check_money()
+            spot.check_costs()
 
 
-def test_two_notices_at_once_leave_the_third_worker_and_bring_two_machines(spot: Spot) -> None:
+def test_two_simultaneous_notices_keep_the_third_worker_and_launch_two_machines(spot: Spot) -> None:
     spot.configure(workers={"max": 3})
     job = spot.train(3)
     victims = [one.instance_id for one in spot.living()[:2]]
@@ -87,7 +87,7 @@ def test_two_notices_at_once_leave_the_third_worker_and_bring_two_machines(spot:
     kept = trainers(job)[survivor]
     for victim in victims:
         spot.cloud.preempt(victim, notice_s=12)
-    spot.until(lambda: len(events(job, WorkerLeft)) == 2, "two leaves", job)
+    spot.until(lambda: len(events(job, WorkerLeft)) == 2, "two departures", job)
     spot.until(lambda: job.world_size == 3, "three workers again", job)
 
     assert {event.worker for event in events(job, WorkerLeft)} == set(victims)
@@ -95,10 +95,10 @@ def test_two_notices_at_once_leave_the_third_worker_and_bring_two_machines(spot:
     assert trainers(job)[survivor] == kept
     assert_nothing_lost(job)
     spot.finish()
-    spot.check_money()
+    spot.check_costs()
 
 
-def test_notice_while_the_replacement_boots_brings_another_one(spot: Spot) -> None:
+def test_notice_for_a_booting_replacement_launches_another_one(spot: Spot) -> None:
     spot.configure()
     job = spot.train()
     first, second = (one.instance_id for one in spot.living())
@@ -117,10 +117,10 @@ def test_notice_while_the_replacement_boots_brings_another_one(spot: Spot) -> No
     assert {event.worker for event in events(job, WorkerLost)} <= {replacement}
     assert len(spot.cloud.instances()) == 4
     spot.finish()
-    spot.check_money()
+    spot.check_costs()
 
 
-def test_notice_to_the_worker_that_saves_loses_neither_step_nor_checkpoint(
+def test_notice_during_a_checkpoint_loses_neither_step_nor_checkpoint(
     spot: Spot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spot.configure()
@@ -128,12 +128,12 @@ def test_notice_to_the_worker_that_saves_loses_neither_step_nor_checkpoint(
     monkeypatch.setenv("ETRAIN_RUNS", runs)
     job = spot.train(checkpoint={"every": "1 h"})
     saver = events(job, GenerationFormed)[-1].ranks[0]
-    # Its next checkpoint is under way for seconds.
+    # Its next checkpoint takes seconds to write.
     spot.cloud.set_faults(S3Fault(kind="slow", match="/data/", seconds=2.0))
     job.checkpoint()
     asked_at = job.step
     spot.cloud.preempt(saver, notice_s=12)
-    spot.until(lambda: events(job, WorkerLeft), "its leave", job)
+    spot.until(lambda: events(job, WorkerLeft), "the departure of the victim", job)
     spot.until(lambda: job.world_size == 2, "two workers again", job)
     saved = spot.until(lambda: events(job, CheckpointCommitted), "a checkpoint", job)
 
@@ -146,11 +146,11 @@ def test_notice_to_the_worker_that_saves_loses_neither_step_nor_checkpoint(
     last = events(job, StepCompleted)[-1].step
     assert [one.step for one in events(job, CheckpointCommitted)][-1] == last
     spot.finish()
-    spot.check_money()
+    spot.check_costs()
 
 
 @long
-def test_notices_get_through_a_metadata_service_that_fails(spot: Spot) -> None:
+def test_notices_arrive_despite_a_failing_metadata_service(spot: Spot) -> None:
     spot.configure(workers={"max": 3})
     job = spot.train(3)
     for how, heals_s in (("expire-tokens", 0.0), ("500", 4.0), ("hang", 6.0)):
@@ -160,18 +160,18 @@ def test_notices_get_through_a_metadata_service_that_fails(spot: Spot) -> None:
         began = time.time()
         spot.cloud.preempt(victim, notice_s=20)
         if heals_s:
-            time.sleep(heals_s)  # that long it fails, notice and all
+            time.sleep(heals_s)  # the service fails for this time, while the notice is pending
             assert victim not in {event.worker for event in events(job, PreemptionNoticed)}
             spot.cloud.break_imds(victim, "")
         spot.until(
             lambda victim=victim: [e for e in events(job, WorkerLeft) if e.worker == victim],
-            "its leave",
+            "the departure of the victim",
             job,
         )
-        [told] = [one for one in events(job, PreemptionNoticed) if one.worker == victim]
-        spot.figures[f"{how}: notice to told"] = told.time - began
+        [reported] = [one for one in events(job, PreemptionNoticed) if one.worker == victim]
+        spot.figures[f"{how}: notice to report"] = reported.time - began
         spot.until(lambda: job.world_size >= 2, "two workers", job)
 
     assert_nothing_lost(job)
     spot.finish()
-    spot.check_money()
+    spot.check_costs()

@@ -1,4 +1,4 @@
-"""Checkpoints in S3 through deaths, and stores that fail and come back while a job trains."""
+"""Checkpoint stores that fail and recover, and ranks that die while saving."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from etrain_jupyter.log.events import (
     StepUndone,
     WorkerLost,
 )
-from etrain_jupyter.notebook.job.run_store import JobRecord
+from etrain_jupyter.notebook.job.job_record import JobRecord
 from etrain_jupyter.notebook.job.weights import find_saved, load_weights
 from etrain_jupyter.storage.checkpoints import LocalStore, open_newest, open_store
 from etrain_jupyter.testing.invariants import assert_invariants
@@ -36,12 +36,12 @@ from tests.chaos.workload import Net, body
 
 @pytest.fixture
 def limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing hangs here, and a store that is slow on a busy machine is no hang."""
+    """Raise the hang timeout: a slow store on a busy machine must not count as a hang."""
     monkeypatch.setenv("ETRAIN_HANG_S", "15")
 
 
 def net_with(environment: dict[str, str]) -> nn.Module:
-    """Let trainers find the server: they are forked from a process that started before it."""
+    """Set the server's address in the trainers: the zygote started before the server."""
     os.environ.update(environment)
     return Net()
 
@@ -57,11 +57,11 @@ def found(log: list[Event], kind: type[Event]) -> list[Any]:
 
 
 @pytest.mark.forked
-async def test_acknowledged_checkpoints_in_s3_survive_whoever_dies_while_saving(
+async def test_acknowledged_checkpoints_in_s3_survive_deaths_while_saving(
     rig: Rig, s3_server: S3Server, s3_bucket: str
 ) -> None:
     s3_server.set_faults(
-        # Slow, so that ranks die while they save: a checkpoint takes some twenty requests.
+        # Slow, so that ranks die while saving: a checkpoint takes about twenty requests.
         S3Fault(kind="slow", seconds=0.02),
         S3Fault(kind="lose_answer", every=23),
         S3Fault(kind="spoil_upload", every=11, match="PUT "),
@@ -92,19 +92,19 @@ async def test_acknowledged_checkpoints_in_s3_survive_whoever_dies_while_saving(
     )
 
 
-def net_that_is_spread(environment: dict[str, str]) -> nn.Module:
+def net_that_is_sharded(environment: dict[str, str]) -> nn.Module:
     """Let the trainers write even this small state together."""
-    sharded_write.SPREAD_BYTES = 1
+    sharded_write.SHARDED_BYTES = 1
     return net_with(environment)
 
 
 @pytest.mark.forked
-async def test_ranks_that_write_a_checkpoint_together_may_die_over_it(
+async def test_ranks_may_die_while_writing_a_sharded_checkpoint(
     rig: Rig, s3_server: S3Server, s3_bucket: str
 ) -> None:
     s3_server.set_faults(S3Fault(kind="slow", seconds=0.02))
     keys = body_on(s3_server, s3_bucket, epochs=1000, workers={"min": 2, "max": 3})
-    keys["model"] = functools.partial(net_that_is_spread, dict(s3_server.environment))
+    keys["model"] = functools.partial(net_that_is_sharded, dict(s3_server.environment))
     job = await rig.submit(keys)
     store = open_store(f"s3://{s3_bucket}/runs/{job.id}")
     seen: set[str] = set()
@@ -135,12 +135,12 @@ async def test_ranks_that_write_a_checkpoint_together_may_die_over_it(
 
 
 def went_back(job: RigJob) -> list[JobRestored]:
-    """Return the times that the state came out of a checkpoint, not from a survivor."""
+    """Return the restores from a checkpoint, as opposed to those from a survivor."""
     return [e for e in job.found(JobRestored) if e.num_undone > 1]
 
 
 async def kill_while_saving(job: RigJob, server: S3Server, *, num_ranks: int) -> None:
-    """Wait until a checkpoint was acknowledged and the next one is under way, then kill ranks."""
+    """Wait for an acknowledged checkpoint and the start of the next one, then kill ranks."""
     known = len(job.found(CheckpointCommitted))
     await job.until(lambda: len(job.found(CheckpointCommitted)) > known and len(job.ranks) == 2)
     puts = server.counts()["PUT"]
@@ -160,13 +160,17 @@ def record_of(job: RigJob) -> JobRecord:
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("no_bucket", "there is no such bucket. Make it, or correct checkpoint.to"),
-        ("deny", "access denied. docs/checkpoints.md lists what a role needs"),
+        ("no_bucket", "there is no such bucket. Create it, or correct checkpoint.to"),
+        (
+            "deny",
+            "access denied. docs/how-to/store-checkpoints-in-s3.md lists the permissions that a "
+            "role needs",
+        ),
         ("expire", "the credentials have expired. Renew them"),
-        ("slow_down", "S3 asks to slow down"),
+        ("slow_down", "S3 limits the request rate"),
     ],
 )
-async def test_job_trains_on_while_s3_refuses_and_saves_again_afterwards(
+async def test_job_keeps_training_while_s3_refuses_and_saves_afterwards(
     rig: Rig, s3_server: S3Server, s3_bucket: str, kind: Any, words: str
 ) -> None:
     @contextmanager
@@ -181,14 +185,14 @@ async def test_job_trains_on_while_s3_refuses_and_saves_again_afterwards(
 
 
 def limited_loss(flag: str, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Let the system refuse whatever this process writes to a file while the flag is there."""
+    """Make all file writes of this process fail while the flag file exists."""
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     soft = 64 if os.path.exists(flag) else hard
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     return F.cross_entropy(output, target)
 
 
-async def test_job_trains_on_while_nothing_can_be_written_and_saves_again_afterwards(
+async def test_job_keeps_training_while_writes_fail_and_saves_afterwards(
     rig: Rig, tmp_path: Path
 ) -> None:
     flag = tmp_path / "full"
@@ -211,7 +215,7 @@ async def test_job_trains_on_while_nothing_can_be_written_and_saves_again_afterw
 
 
 @pytest.mark.forked
-async def test_job_trains_on_while_its_folder_cannot_be_used_and_saves_again_afterwards(
+async def test_job_keeps_training_while_its_folder_is_unusable_and_saves_afterwards(
     rig: Rig, tmp_path: Path
 ) -> None:
     to = tmp_path / "elsewhere"
@@ -225,7 +229,7 @@ async def test_job_trains_on_while_its_folder_cannot_be_used_and_saves_again_aft
 
     @contextmanager
     def failing() -> Iterator[None]:
-        # Root may write to a read-only folder; nobody can to one that is none.
+        # Root can write to a read-only folder, so replace the folder by a file.
         folder = to / job.id
         folder.rename(tmp_path / "aside")
         folder.touch()
@@ -240,7 +244,7 @@ async def test_job_trains_on_while_its_folder_cannot_be_used_and_saves_again_aft
 async def assert_trains_on(
     job: RigJob, failing: Callable[[], contextmanager[None]], words: str
 ) -> None:
-    """Let the store fail for a while, between two checkpoints."""
+    """Make the store fail between two checkpoints; assert that the job trains and recovers."""
     await job.until(lambda: job.found(CheckpointCommitted))
     with failing():
         [failed, *_] = await job.until(lambda: job.found(CheckpointFailed))

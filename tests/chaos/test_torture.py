@@ -1,4 +1,4 @@
-"""Ranks, workers and schedulers die by the dozen while they save; no checkpoint is lost."""
+"""Kill many ranks, workers and schedulers while they save; no checkpoint may be lost."""
 
 from __future__ import annotations
 
@@ -43,41 +43,41 @@ NUM_KILLS = int(os.environ.get("ETRAIN_TORTURE", "10"))
 EPOCHS = 3 * NUM_KILLS
 PATIENCE_S = 120.0
 KINDS = {"trainer": 5, "worker": 3, "everybody": 1, "scheduler": 1}
-"""What dies, and how often beside the others."""
+"""Relative frequency of each kind of victim."""
 MOMENTS = {"saving": 7, "any": 3}
-"""When it dies, and how often beside the others."""
+"""Relative frequency of each moment."""
 SAVING_S = 10.0
-"""How long a save may be waited for, where it dies while saving."""
+"""Timeout for a save to begin, for kills while saving."""
 
 
 @pytest.fixture
 def limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing hangs here, and a store that is slow on a busy machine is no hang."""
+    """Raise the hang timeout: a slow store on a busy machine must not count as a hang."""
     monkeypatch.setenv("ETRAIN_HANG_S", "15")
 
 
 def make_net(environment: dict[str, str]) -> Net:
-    """Let trainers find the server: they are forked from a process that started before it."""
+    """Set the server's address in the trainers: the zygote started before the server."""
     os.environ.update(environment)
     return Net()
 
 
 def paced_loss(flag: str, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Take the seconds that the flag says, while it is there."""
+    """Sleep for the seconds in the flag file while it exists."""
     with suppress(FileNotFoundError):
         time.sleep(float(Path(flag).read_text()))
     return F.cross_entropy(output, target)
 
 
 class Torture:
-    """Kills what a seed says, each time right after the job went on from the time before.
+    """Kills random victims, each one right after the job has recovered from the previous kill.
 
     Args:
-        make: Makes a cluster; a new one for each scheduler that dies.
-        keys: The job.
-        store: Opens what its checkpoints are in.
-        is_saving: Tells whether parts are there, or on their way, that have no manifest yet.
-        seed: Decides what dies, and when.
+        make: Creates a cluster; called again for each scheduler that dies.
+        keys: Keys of the job.
+        store: Opens the job's checkpoint store.
+        is_saving: Returns true while parts are stored or in flight without a manifest.
+        seed: Random seed of victims and moments.
     """
 
     def __init__(
@@ -95,8 +95,8 @@ class Torture:
         self.num_while_saving = 0
         self._acknowledged: list[int] = []
 
-    async def run(self, num_kills: int, last_words: Callable[[], None]) -> list[Event]:
-        """Kill so often, then let the job end; return its log."""
+    async def run(self, num_kills: int, before_end: Callable[[], None]) -> list[Event]:
+        """Kill ``num_kills`` times, then wait for the job's end; return its log."""
         async with AsyncExitStack() as stack:
             rig = await stack.enter_async_context(self._make())
             job = await rig.submit(self._keys)
@@ -111,21 +111,21 @@ class Torture:
                     self._check_store(job)
                     rig = await stack.enter_async_context(self._make())
                     job = await rig.resume(job, self._keys)
-            last_words()
+            before_end()
             log = await job.end(PATIENCE_S)
             assert job.status == "finished", job.describe()
             self._check_store(job)
             return log
 
     def _draw(self, counts: dict[str, int]) -> Iterator[str]:
-        """Yield what comes next: in ten times everything as often as is said, in any order."""
+        """Yield keys in random order, each exactly with its frequency within a deck."""
         while True:
             deck = [kind for kind, count in counts.items() for _ in range(count)]
             self._random.shuffle(deck)
             yield from deck
 
     async def _await_moment(self, job: RigJob, moment: str) -> None:
-        """Wait until the job has got on since the last time, and then for something to begin."""
+        """Wait until the job has made progress since the last kill, and then for the moment."""
         begin = job.step
         self._has_committed()
 
@@ -143,7 +143,7 @@ class Torture:
             await asyncio.sleep(self._random.uniform(0, 0.2))
 
     def _has_committed(self) -> bool:
-        """Tell whether a checkpoint was acknowledged since the last one of which this told."""
+        """Return true if a checkpoint was acknowledged since the last call."""
         news = [event.step for event in self._log.read() if isinstance(event, CheckpointCommitted)]
         self._acknowledged += news
         return bool(news)
@@ -162,7 +162,7 @@ class Torture:
                 os.kill(self._random.choice(formed.trainer_pids), signal.SIGKILL)
 
     def _check_store(self, job: RigJob) -> None:
-        """What was acknowledged is there, or something newer."""
+        """Assert that the newest checkpoint is at least the newest acknowledged one."""
         self._has_committed()
         newest = open_newest(self._store(job), job_id=job.id)
         assert newest.skipped == []
@@ -200,7 +200,7 @@ def keys_of(flag: Path, environment: dict[str, str], **checkpoint: Any) -> dict[
 async def assert_survives(
     torture: Torture, flag: Path, pace_s: float, undisturbed: dict[str, Any], other_rig: Any
 ) -> None:
-    """Compare with a job that nobody disturbs; passes take ``pace_s`` while the killing goes on."""
+    """Compare with an undisturbed job; passes take ``pace_s`` while processes are killed."""
     async with other_rig() as rig:
         job = await rig.submit(undisturbed)
         expected = digest(await job.end(PATIENCE_S))
@@ -217,7 +217,7 @@ async def assert_survives(
     assert torture.num_while_saving >= NUM_KILLS // 3
 
 
-async def test_local_checkpoints_survive_whatever_dies(
+async def test_local_checkpoints_survive_random_kills(
     zygote: Any, folder: Path, limits: None, make: MakeRig, tmp_path: Path
 ) -> None:
     new_rig, other_rig = (functools.partial(make, zygote, folder / name) for name in "ab")
@@ -233,7 +233,7 @@ async def test_local_checkpoints_survive_whatever_dies(
     await assert_survives(torture, flag, 0.005, keys, other_rig)
 
 
-async def test_checkpoints_in_a_failing_s3_survive_whatever_dies(
+async def test_checkpoints_in_a_faulty_s3_survive_random_kills(
     zygote: Any,
     folder: Path,
     limits: None,

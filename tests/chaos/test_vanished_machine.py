@@ -1,4 +1,4 @@
-"""A machine vanishes without closing a connection: its traffic is dropped, and later comes back."""
+"""A machine vanishes without closing its connections; later its traffic is restored."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ def until(condition: Callable[[], Any], what: str) -> Any:
 
 @pytest.fixture
 def machines(tmp_path: Path) -> Iterator[tuple[SchedulerAddress, list[Machine]]]:
-    """Give a scheduler on a bridge and a worker on each of three machines."""
+    """Provide a scheduler on a bridge and a worker on each of three machines."""
     write_certificates(tmp_path / "tls", mint_certificates("machines"))
     tls = ("--tls", str(tmp_path / "tls"), "--port", str(PORT))
     with network(3) as (host, found), contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.chdir(ROOT)  # `-m tests...` is looked for there
+        patch.chdir(ROOT)  # for `-m tests...`
         patch.setenv("ETRAIN_SILENCE_S", str(SILENCE_S))
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -94,7 +94,7 @@ def is_listening(host: str) -> bool:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and its group; trainers lead groups of their own and die with their parent."""
+    """Kill a process and its group; trainers lead their own groups and die with their parent."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -123,7 +123,7 @@ def is_whole(job: TrainingJob) -> bool:
     return job.world_size == 3 and job.status == "running"
 
 
-def test_survivors_of_a_vanished_machine_go_on_and_it_joins_anew_when_it_is_back(
+def test_survivors_of_a_vanished_machine_continue_and_it_rejoins_with_a_new_trainer(
     machines: tuple[SchedulerAddress, list[Machine]], tmp_path: Path
 ) -> None:
     address, found = machines
@@ -147,7 +147,7 @@ def test_survivors_of_a_vanished_machine_go_on_and_it_joins_anew_when_it_is_back
     found[1].return_()
     until(lambda: is_whole(job), "the return of the machine")
     again = {w["worker"]: w["trainer_pid"] for w in job.workers()}
-    assert again["w1"] != before["w1"], "it must not go on with the state that it had"
+    assert again["w1"] != before["w1"], "it must not continue with its previous state"
     SLOW.unlink()
     assert job.wait(timeout=PATIENCE_S) == "finished", job
     assert_invariants(job.events())

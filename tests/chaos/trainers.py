@@ -1,4 +1,4 @@
-"""Ways to start the rig's trainers: as the product does, or (``forks.py``) from a zygote."""
+"""Strategies to start the rig's trainers: spawn like the product, or fork (``forks.py``)."""
 
 from __future__ import annotations
 
@@ -11,72 +11,71 @@ from etrain_jupyter.rules.membership import stalls
 from etrain_jupyter.worker import supervisor
 
 _create_subprocess_exec = asyncio.create_subprocess_exec
-"""Of asyncio, before a rig replaces it to learn of its workers' processes."""
+"""asyncio's own function; a rig replaces it to track its workers' processes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Times after which the product takes something for dead or stuck."""
+    """Timeouts after which the product declares a process dead or hung."""
 
     hang_s: float
-    """``ETRAIN_HANG_S``: how long a rank may make no progress."""
+    """``ETRAIN_HANG_S``: timeout for a rank without progress."""
     beat_s: float = supervisor.BEAT_S
     """Interval of the supervisors' heartbeats."""
     restore_patience: float = stalls.RESTORE_PATIENCE
     warm_up_patience: float = stalls.WARM_UP_PATIENCE
-    """How many times ``hang_s`` a trainer may be frozen while it restores or warms up."""
+    """Timeout of a trainer that restores or warms up, as a multiple of ``hang_s``."""
 
 
 class Process(Protocol):
-    """A trainer's process, as the rig and the supervisor need it."""
+    """Interface of a trainer's process for the rig and the supervisor."""
 
     pid: int
 
     @property
     def returncode(self) -> int | None:
-        """Exit status; None while it runs."""
+        """Exit status; None while it is running."""
 
     def kill(self) -> None:
         """Send SIGKILL."""
 
 
 class Trainers(Protocol):
-    """What starts trainers, in place of ``asyncio.create_subprocess_exec``."""
+    """Interface that starts trainers, as a substitute for ``asyncio.create_subprocess_exec``."""
 
     limits: Limits
     warms_up: bool
-    """Whether a job waits until its workers' spares are warm; else workers come while it starts."""
+    """If true, a job waits for warm spares; if false, workers start while the job starts."""
 
     def attach(self) -> None:
-        """Begin to serve the running loop."""
+        """Attach to the running event loop."""
 
     async def detach(self) -> None:
-        """Let go of the running loop. Every process has ended then."""
+        """Detach from the running event loop, after every process has exited."""
 
     async def start_process(self, *words: str, pass_fds: Sequence[int], **options: Any) -> Process:
         """Start a trainer."""
 
 
 class Spawned:
-    """Trainers that run the supervisor's own command, with the product's own limits but one.
+    """Trainers that run the supervisor's own command, with the product's timeouts except one.
 
-    A rank that hangs is found after some seconds instead of 30: ``ETRAIN_HANG_S`` is an option of
-    the product.
+    A hung rank is detected after a few seconds instead of 30, by the product's ``ETRAIN_HANG_S``.
     """
 
     limits = Limits(hang_s=6.0)
-    # Otherwise spares would import beside the trainers that still do: twice the processor time.
+    # Otherwise spares would import at the same time as the trainers, for twice the CPU time.
     warms_up = True
 
     def __init__(self) -> None:
         self._started: list[asyncio.subprocess.Process] = []
 
     def attach(self) -> None:
-        """Forget the processes of the rig before."""
+        """Forget the processes of the previous rig."""
         self._started.clear()
 
     async def detach(self) -> None:
-        """Wait until the last one has ended."""
+        """Kill the remaining processes and wait until all have exited."""
         for process in self._started:
             if process.returncode is None:
                 process.kill()

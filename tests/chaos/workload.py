@@ -1,4 +1,4 @@
-"""The small job of the chaos tests: BatchNorm and dropout, steps of a few milliseconds."""
+"""Small job for the chaos tests: BatchNorm and dropout, steps of a few milliseconds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-NUM_SAMPLES, BATCH = 230, 8  # 29 steps an epoch, the last of 6 samples
+NUM_SAMPLES, BATCH = 230, 8  # 29 steps per epoch; the last one has 6 samples
 STEPS_PER_EPOCH = 29
 
 
@@ -34,7 +34,7 @@ def accuracy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def body(**changes: Any) -> dict[str, Any]:
-    """Return a cell's body with these keys changed."""
+    """Return the body of a cell with these keys changed."""
     return {
         "model": Net,
         "data": {"train": make_data, "eval": make_data},

@@ -1,12 +1,12 @@
-"""A process that has imported everything and forks trainers.
+"""Process that has imported torch and forks trainers.
 
-The product spawns trainers, which costs seconds of imports each; hundreds of schedules on real
-processes are affordable only if that is paid once. What a fork must not copy is kept out of the
-zygote: it has one thread, no CUDA, and has computed nothing.
+The product spawns trainers, each of which imports for seconds. Hundreds of schedules on real
+processes are affordable only if this cost is paid once. The zygote avoids state that a fork must
+not copy: it has one thread, no CUDA context, and has computed nothing.
 
-``python -m tests.chaos.zygote FD CHANGES``: CHANGES are ``Zygote``'s arguments in JSON. It reads
-requests from a socket (four descriptors: channel, progress page, stdout, stderr) and answers
-``{"forked": pid}``; it tells ``{"exited": pid, "code": n}`` of each trainer's end.
+``python -m tests.chaos.zygote FD CHANGES``: CHANGES are the arguments of ``Zygote`` as JSON. It
+reads requests from a socket (four descriptors: channel, progress page, stdout, stderr), replies
+``{"forked": pid}`` and reports ``{"exited": pid, "code": n}`` when a trainer exits.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ NUM_FDS = 4
 
 
 def main() -> None:
-    """Fork on request until the rig closes its end."""
+    """Fork trainers on request until the rig closes its end of the socket."""
     import torch
-    import torch._dynamo  # every optimizer imports it when it is made
+    import torch._dynamo  # imported by the constructor of every optimizer
 
     import etrain_jupyter.trainer.trainer  # noqa: F401  (what a trainer imports)
     from etrain_jupyter.trainer.control import reporter
     from etrain_jupyter.trainer.group import backends
     from etrain_jupyter.trainer.main import die_with_parent
 
-    # Two things that grow by design up to a bound, which the test of growth should not have to
-    # wait for: the records that a rank keeps, and threads that gloo lets go of at its time-out
-    # only (a send that its own thread was about to make when the connection broke is told to
-    # nobody). All other tests keep the product's values.
+    # Two things grow by design up to a bound, and the soak test should reach the bounds early: the
+    # records that a rank keeps, and threads that gloo frees only at its timeout (gloo does not
+    # report the failure of a send that its thread was about to start when the connection broke).
+    # All other tests keep the product's values.
     changes = json.loads(sys.argv[2])
     assert reporter.KEEP_RECORDS, backends.COLLECTIVE_TIMEOUT
     if changes["keep_records"] is not None:
@@ -60,23 +60,23 @@ def main() -> None:
         ready, _, _ = select.select([rig, ends], [], [])
         if ends in ready:
             ends.recv(4096)
-            tell_ends(rig)
+            report_exits(rig)
         if rig in ready and not serve(rig):
-            os._exit(0)  # there is nothing to tidy up, and taking torch down takes seconds
+            os._exit(0)  # nothing to clean up, and unloading torch takes seconds
 
 
-def tell_ends(rig: socket.socket) -> None:
-    """Tell of every trainer that has ended."""
+def report_exits(rig: socket.socket) -> None:
+    """Report every trainer that has exited."""
     with contextlib.suppress(ChildProcessError):
         while True:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if not pid:
                 return
-            tell(rig, exited=pid, code=os.waitstatus_to_exitcode(status))
+            send(rig, exited=pid, code=os.waitstatus_to_exitcode(status))
 
 
 def serve(rig: socket.socket) -> bool:
-    """Fork one trainer; return False once the rig is gone."""
+    """Fork one trainer; return False after the rig has closed the socket."""
     request, ancillary, _, _ = rig.recvmsg(16, socket.CMSG_SPACE(NUM_FDS * 4))
     if not request:
         return False
@@ -90,17 +90,17 @@ def serve(rig: socket.socket) -> bool:
         live(list(fds), zygote)
     for fd in fds:
         os.close(fd)
-    tell(rig, forked=pid)
+    send(rig, forked=pid)
     return True
 
 
-def tell(rig: socket.socket, **words: int) -> None:
+def send(rig: socket.socket, **message: int) -> None:
     """Send one packet."""
-    rig.send(json.dumps(words).encode())
+    rig.send(json.dumps(message).encode())
 
 
 def live(fds: list[int], parent: int) -> NoReturn:
-    """Be a trainer: what ``ranks.main`` does after its imports."""
+    """Run as a trainer: the part of ``trainer.main`` after the imports."""
     from etrain_jupyter.trainer import main as trainer
     from etrain_jupyter.wire.channel import Channel
 

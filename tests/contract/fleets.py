@@ -1,4 +1,4 @@
-"""For tests of the fake cloud: launch templates, fleets and instances with boto3."""
+"""Helpers for tests of the fake cloud: launch templates, fleets and instances with boto3."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ TAGS = [{"Key": "etrain:cluster", "Value": "c-1"}]
 
 
 def client(service: str) -> Any:
-    """A client that tries once, with what the environment says now."""
+    """Return a client without retries, configured by the current environment."""
     names = ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
     return _client(service, *(os.environ[name] for name in names))
 
 
-@functools.cache  # making one takes a tenth of a second
+@functools.cache  # creating a client takes 0.1 s
 def _client(service: str, url: str, key: str, secret: str) -> Any:
     once = Config(retries={"mode": "standard", "total_max_attempts": 1})
     session = boto3.Session(key, secret, region_name="us-east-1")
@@ -32,12 +32,12 @@ def _client(service: str, url: str, key: str, secret: str) -> Any:
 
 
 def ec2() -> Any:
-    """The client of EC2."""
+    """Return an EC2 client."""
     return client("ec2")
 
 
 def make_template(cloud: FakeAws, user_data: str = HELLO, **data: Any) -> str:
-    """Make a launch template as our pool's; return its id."""
+    """Create a launch template like our pool's; return its id."""
     account = cloud.make_account()
     template = {
         "ImageId": account.image,
@@ -67,7 +67,7 @@ def fleet_request(
     overrides: list[dict[str, Any]] | None = None,
     **words: Any,
 ) -> dict[str, Any]:
-    """The words of ``create_fleet`` for so many machines, of g5 and g6 in two zones."""
+    """Return the arguments of ``create_fleet`` for machines of types g5 and g6 in two zones."""
     default = [
         {"InstanceType": name, "AvailabilityZone": zone}
         for name in ("g5.xlarge", "g6.xlarge")
@@ -96,18 +96,18 @@ def fleet_request(
 
 
 def create_fleet(template: str, num_spot: int = 1, **words: Any) -> dict[str, Any]:
-    """Ask for machines once."""
+    """Request machines once."""
     answer: dict[str, Any] = ec2().create_fleet(**fleet_request(template, num_spot, **words))
     return answer
 
 
 def ids_of(answer: dict[str, Any]) -> list[str]:
-    """The ids that a fleet request returned."""
+    """Return the instance ids in the response of a fleet request."""
     return [name for entry in answer["Instances"] for name in entry["InstanceIds"]]
 
 
 def described() -> dict[str, dict[str, Any]]:
-    """What DescribeInstances lists, by id."""
+    """Return the instances that DescribeInstances lists, by id."""
     pages = ec2().get_paginator("describe_instances").paginate()
     return {
         one["InstanceId"]: one
@@ -118,7 +118,7 @@ def described() -> dict[str, dict[str, Any]]:
 
 
 def links_of(pid: int) -> list[str]:
-    """The bridge and the cables of a harness."""
+    """Return the bridge and the veth interfaces of a harness process."""
     names = [name for _, name in socket.if_nameindex()]
     return [name for name in names if name == f"{PREFIX}{pid}" or name.startswith(f"{CABLE}{pid}n")]
 
@@ -130,6 +130,6 @@ def launch(cloud: FakeAws, user_data: str = HELLO, **words: int) -> str:
 
 
 def wait_for_text(cloud: FakeAws, instance_id: str, text: str) -> str:
-    """Wait until it printed this; return all that it printed."""
+    """Wait until the console contains ``text``; return the console."""
     cloud.wait_until(lambda: text in cloud.console(instance_id))
     return cloud.console(instance_id)

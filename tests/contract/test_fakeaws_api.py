@@ -1,4 +1,4 @@
-"""What the fake cloud answers to boto3: what AWS would, as far as a spot cluster needs it."""
+"""The fake cloud answers boto3 as AWS does, for the API calls that a spot cluster uses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.contract.fleets import (
 
 @pytest.fixture(autouse=True)
 def nothing_boots(fresh_cloud: FakeAws) -> None:
-    """These tests look at answers: no instance need run."""
+    """Keep instances from booting: these tests check API responses only."""
     fresh_cloud.set_boot(1000)
 
 
@@ -32,7 +32,7 @@ def code_of(caught: pytest.ExceptionInfo[ClientError]) -> str:
     return str(caught.value.response["Error"]["Code"])
 
 
-def test_the_same_client_token_gives_the_same_machines(fresh_cloud: FakeAws) -> None:
+def test_same_client_token_returns_the_same_machines(fresh_cloud: FakeAws) -> None:
     template = make_template(fresh_cloud)
 
     first = create_fleet(template, 2, ClientToken="c-1-7")
@@ -45,7 +45,7 @@ def test_the_same_client_token_gives_the_same_machines(fresh_cloud: FakeAws) -> 
     assert code_of(caught) == "IdempotentParameterMismatch"
 
 
-def test_the_same_client_token_runs_the_same_instance(fresh_cloud: FakeAws) -> None:
+def test_same_client_token_returns_the_same_instance(fresh_cloud: FakeAws) -> None:
     image = fresh_cloud.make_account().image
     words = {"ImageId": image, "InstanceType": "m5.large", "MinCount": 1, "MaxCount": 1}
 
@@ -55,7 +55,7 @@ def test_the_same_client_token_runs_the_same_instance(fresh_cloud: FakeAws) -> N
     assert len(described()) == 1
 
 
-def test_an_answer_that_was_lost_is_given_again_to_the_same_token(fresh_cloud: FakeAws) -> None:
+def test_lost_response_is_repeated_for_the_same_client_token(fresh_cloud: FakeAws) -> None:
     template = make_template(fresh_cloud)
     fresh_cloud.set_faults(ApiFault(action="CreateFleet", is_answer_lost=True, count=1))
     with pytest.raises(ConnectionClosedError):
@@ -66,7 +66,7 @@ def test_an_answer_that_was_lost_is_given_again_to_the_same_token(fresh_cloud: F
     assert list(described()) == ids_of(got)
 
 
-def test_faults_meet_one_action_so_many_times(fresh_cloud: FakeAws) -> None:
+def test_faults_apply_to_one_action_for_a_number_of_calls(fresh_cloud: FakeAws) -> None:
     template = make_template(fresh_cloud)
     fresh_cloud.set_faults(
         ApiFault(action="CreateFleet", code="RequestLimitExceeded", count=2),
@@ -95,7 +95,7 @@ def test_faults_meet_one_action_so_many_times(fresh_cloud: FakeAws) -> None:
         ("s3", "list_buckets", "ExpiredToken"),
     ],
 )
-def test_every_service_answers_errors_in_its_own_words(
+def test_every_service_returns_errors_in_its_own_format(
     fresh_cloud: FakeAws, service: str, action: str, code: str
 ) -> None:
     fresh_cloud.set_faults(ApiFault(service=service, code=code))
@@ -106,7 +106,7 @@ def test_every_service_answers_errors_in_its_own_words(
     assert code_of(caught) == code
 
 
-def test_the_faults_of_s3_are_there_in_the_same_process(fresh_cloud: FakeAws) -> None:
+def test_s3_faults_apply_to_the_same_process(fresh_cloud: FakeAws) -> None:
     bucket = fresh_cloud.make_account().bucket
     s3 = client("s3")
     fresh_cloud.set_faults(S3Fault(kind="slow_down", match="/lease.json", count=1))
@@ -122,7 +122,7 @@ def test_the_faults_of_s3_are_there_in_the_same_process(fresh_cloud: FakeAws) ->
     assert code_of(caught) == "PreconditionFailed"
 
 
-def test_an_image_that_does_not_exist_is_named(fresh_cloud: FakeAws) -> None:
+def test_unknown_image_is_rejected_by_name(fresh_cloud: FakeAws) -> None:
     words = {"ImageId": "ami-0badbad", "InstanceType": "m5.large", "MinCount": 1, "MaxCount": 1}
     with pytest.raises(ClientError) as caught:
         ec2().run_instances(**words)
@@ -134,7 +134,7 @@ def test_an_image_that_does_not_exist_is_named(fresh_cloud: FakeAws) -> None:
     assert {one["ErrorCode"] for one in got["Errors"]} == {"InvalidAMIID.NotFound"}
 
 
-def test_images_can_be_found_by_parameter(fresh_cloud: FakeAws) -> None:
+def test_images_are_found_by_ssm_parameter(fresh_cloud: FakeAws) -> None:
     account = fresh_cloud.make_account()
     ssm = client("ssm")
     public = "/aws/service/ami-amazon-linux-latest/al2023-ami-kernel-default-x86_64"
@@ -147,7 +147,7 @@ def test_images_can_be_found_by_parameter(fresh_cloud: FakeAws) -> None:
     assert ran["Instances"][0]["ImageId"] == theirs
 
 
-def test_run_instances_is_refused_without_capacity(fresh_cloud: FakeAws) -> None:
+def test_run_instances_fails_without_capacity(fresh_cloud: FakeAws) -> None:
     image = fresh_cloud.make_account().image
     fresh_cloud.set_on_demand(instance_type="m5.large", capacity=1)
     words = {"ImageId": image, "InstanceType": "m5.large", "MinCount": 1, "MaxCount": 1}
@@ -160,7 +160,7 @@ def test_run_instances_is_refused_without_capacity(fresh_cloud: FakeAws) -> None
     assert caught.value.response["ResponseMetadata"]["HTTPStatusCode"] == 500
 
 
-def test_the_price_history_follows_the_market(fresh_cloud: FakeAws) -> None:
+def test_spot_price_history_follows_the_market(fresh_cloud: FakeAws) -> None:
     words: dict[str, Any] = {
         "InstanceTypes": ["g5.xlarge"],
         "AvailabilityZone": "us-east-1a",
@@ -176,7 +176,7 @@ def test_the_price_history_follows_the_market(fresh_cloud: FakeAws) -> None:
     assert [row["SpotPrice"] for row in in_force["SpotPriceHistory"]] == ["0.770000"]
 
 
-def test_placement_scores_tell_where_there_is_room(fresh_cloud: FakeAws) -> None:
+def test_placement_scores_reflect_capacity(fresh_cloud: FakeAws) -> None:
     names = ["g4dn.xlarge", "g5.xlarge", "g6.xlarge"]
     fresh_cloud.set_capacity(0, zone="us-east-1b")
 
@@ -198,7 +198,7 @@ def _zones() -> list[dict[str, Any]]:
     return zones
 
 
-def test_on_demand_rates_come_from_the_pricing_api(fresh_cloud: FakeAws) -> None:
+def test_pricing_api_returns_on_demand_rates(fresh_cloud: FakeAws) -> None:
     fresh_cloud.set_on_demand(instance_type="g5.xlarge", price_usd=1.25)
     wanted = {
         "instanceType": "g5.xlarge",
@@ -222,7 +222,7 @@ def test_on_demand_rates_come_from_the_pricing_api(fresh_cloud: FakeAws) -> None
     assert product["publicationDate"] == "2026-01-01T00:00:00Z"
 
 
-def test_new_instances_are_not_listed_for_a_while(fresh_cloud: FakeAws) -> None:
+def test_new_instances_are_listed_with_a_lag(fresh_cloud: FakeAws) -> None:
     template = make_template(fresh_cloud)
     create_fleet(template)
     (old,) = described()
@@ -240,7 +240,7 @@ def test_new_instances_are_not_listed_for_a_while(fresh_cloud: FakeAws) -> None:
     assert set(described()) == {old, young}
 
 
-def test_the_clock_of_s3_may_be_ahead_and_an_age_by_it_is_right(fresh_cloud: FakeAws) -> None:
+def test_object_age_is_correct_although_the_s3_clock_is_ahead(fresh_cloud: FakeAws) -> None:
     bucket = fresh_cloud.make_account().bucket
     fresh_cloud.set_clock_skew(600)
     s3 = client("s3")
@@ -249,14 +249,14 @@ def test_the_clock_of_s3_may_be_ahead_and_an_age_by_it_is_right(fresh_cloud: Fak
     head = s3.head_object(Bucket=bucket, Key="lease.json")
     (shown,) = s3.list_objects_v2(Bucket=bucket)["Contents"]
 
-    told = head["ResponseMetadata"]["HTTPHeaders"]["date"]
-    at = time.mktime(time.strptime(told, "%a, %d %b %Y %H:%M:%S GMT")) - time.timezone
+    date = head["ResponseMetadata"]["HTTPHeaders"]["date"]
+    at = time.mktime(time.strptime(date, "%a, %d %b %Y %H:%M:%S GMT")) - time.timezone
     assert 500 < at - time.time() <= 601
     assert 0 <= at - head["LastModified"].timestamp() < 100
     assert abs(shown["LastModified"].timestamp() - head["LastModified"].timestamp()) <= 1
 
 
-def test_a_clock_that_is_far_off_is_refused(fresh_cloud: FakeAws) -> None:
+def test_request_with_a_large_clock_skew_is_rejected(fresh_cloud: FakeAws) -> None:
     fresh_cloud.set_clock_skew(3600)
 
     with pytest.raises(ClientError) as of_s3:
@@ -267,18 +267,18 @@ def test_a_clock_that_is_far_off_is_refused(fresh_cloud: FakeAws) -> None:
     assert (code_of(of_s3), code_of(of_ec2)) == ("RequestTimeTooSkewed", "RequestExpired")
 
 
-def test_instance_types_tell_their_gpus_and_whether_they_encrypt(fresh_cloud: FakeAws) -> None:
+def test_instance_types_report_gpus_and_encryption_in_transit(fresh_cloud: FakeAws) -> None:
     names = ["g4dn.12xlarge", "t3.medium"]
-    told = ec2().describe_instance_types(InstanceTypes=names)["InstanceTypes"]
+    described_types = ec2().describe_instance_types(InstanceTypes=names)["InstanceTypes"]
 
-    types = {one["InstanceType"]: one for one in told}
+    types = {one["InstanceType"]: one for one in described_types}
 
     assert types["g4dn.12xlarge"]["GpuInfo"]["Gpus"][0]["Count"] == 4
     assert types["g4dn.12xlarge"]["NetworkInfo"]["EncryptionInTransitSupported"] is True
     assert "GpuInfo" not in types["t3.medium"]
 
 
-def test_an_action_that_is_missing_here_is_an_error_that_boto_understands(
+def test_unsupported_action_returns_an_error_that_boto_parses(
     fresh_cloud: FakeAws,
 ) -> None:
     with pytest.raises(ClientError) as caught:
@@ -287,7 +287,7 @@ def test_an_action_that_is_missing_here_is_an_error_that_boto_understands(
     assert code_of(caught) == "InvalidAction"
 
 
-def test_a_dry_run_launches_nothing(fresh_cloud: FakeAws) -> None:
+def test_dry_run_launches_nothing(fresh_cloud: FakeAws) -> None:
     with pytest.raises(ClientError) as caught:
         create_fleet(make_template(fresh_cloud), DryRun=True)
 
@@ -300,7 +300,7 @@ def allow(*actions: str, resource: str = "*") -> dict[str, Any]:
     return {"Version": "2012-10-17", "Statement": [statement]}
 
 
-def test_policies_are_enforced_when_told(
+def test_iam_policies_are_enforced_when_enabled(
     fresh_cloud: FakeAws, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     template = make_template(fresh_cloud)
@@ -335,7 +335,7 @@ def test_policies_are_enforced_when_told(
     assert code_of(elsewhere) == "AccessDenied"
 
 
-def test_a_wrong_word_from_a_test_is_an_error(fresh_cloud: FakeAws) -> None:
+def test_invalid_arguments_of_test_controls_are_errors(fresh_cloud: FakeAws) -> None:
     with pytest.raises(ValueError, match="no instance i-0 runs"):
         fresh_cloud.preempt("i-0")
     with pytest.raises(ValueError, match=r"no pool with instance_type='g5\.huge'"):

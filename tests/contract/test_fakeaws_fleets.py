@@ -1,4 +1,4 @@
-"""What CreateFleet gives in the fake cloud: machines from a market, and an error for each pool."""
+"""CreateFleet in the fake cloud: machines from a market, and an error for each empty pool."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.contract.fleets import create_fleet, described, ec2, ids_of, make_tem
 
 @pytest.fixture(autouse=True)
 def nothing_boots(fresh_cloud: FakeAws) -> None:
-    """These tests look at answers: no instance need run."""
+    """Keep instances from booting: these tests check API responses only."""
     fresh_cloud.set_boot(1000)
 
 
@@ -20,7 +20,7 @@ def pool(name: str, zone: str, capacity: int, price_usd: float) -> dict[str, Any
     return {"instance_type": name, "zone": zone, "capacity": capacity, "price_usd": price_usd}
 
 
-def test_a_fleet_gets_what_there_is_and_an_error_for_each_pool_that_is_empty(
+def test_fleet_gets_the_available_machines_and_an_error_for_each_empty_pool(
     fresh_cloud: FakeAws,
 ) -> None:
     fresh_cloud.set_market([pool("g5.xlarge", "us-east-1a", 1, 0.3)])
@@ -46,7 +46,7 @@ def test_a_fleet_gets_what_there_is_and_an_error_for_each_pool_that_is_empty(
     ]
 
 
-def test_no_capacity_anywhere_is_an_answer_with_errors_and_no_instance(
+def test_fleet_without_any_capacity_returns_errors_and_no_instance(
     fresh_cloud: FakeAws,
 ) -> None:
     template = make_template(fresh_cloud)
@@ -57,7 +57,7 @@ def test_no_capacity_anywhere_is_an_answer_with_errors_and_no_instance(
     assert (ids_of(got), len(got["Errors"])) == ([], 4)
 
 
-def test_one_zone_and_the_least_target_are_kept(fresh_cloud: FakeAws) -> None:
+def test_single_zone_and_minimum_target_capacity_are_respected(fresh_cloud: FakeAws) -> None:
     fresh_cloud.set_market(
         [pool("g5.xlarge", "us-east-1a", 1, 0.1), pool("g6.xlarge", "us-east-1b", 2, 0.9)]
     )
@@ -73,7 +73,7 @@ def test_one_zone_and_the_least_target_are_kept(fresh_cloud: FakeAws) -> None:
     assert (len(ids_of(two)), zones) == (2, {"us-east-1b"})
 
 
-def test_on_demand_and_spot_come_in_one_call_with_the_tags_of_both_places(
+def test_one_call_launches_on_demand_and_spot_with_the_tags_of_template_and_request(
     fresh_cloud: FakeAws,
 ) -> None:
     more = [{"Key": "etrain:role", "Value": "node"}]
@@ -96,7 +96,7 @@ def test_on_demand_and_spot_come_in_one_call_with_the_tags_of_both_places(
     assert len(volumes["Volumes"]) == 2
 
 
-def test_a_weight_counts_as_so_many_units(fresh_cloud: FakeAws) -> None:
+def test_weighted_capacity_counts_as_several_units(fresh_cloud: FakeAws) -> None:
     heavy = [
         {"InstanceType": "g5.xlarge", "AvailabilityZone": "us-east-1a", "WeightedCapacity": 4.0}
     ]

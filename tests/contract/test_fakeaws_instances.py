@@ -1,4 +1,4 @@
-"""The life of an instance of the fake cloud: it runs, is told, ends and is charged as on EC2."""
+"""Lifecycle of a fake instance: it runs, gets notices, terminates and is charged as on EC2."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ def ask(path, method="GET", **headers):
     request = urllib.request.Request(base + "/latest/" + path, headers=headers, method=method)
     return urllib.request.urlopen(request, timeout=30).read().decode()
 token = ask("api/token", "PUT", **{{"X-aws-ec2-metadata-token-ttl-seconds": "60"}})
-def tell(path):
+def read(path):
     return ask("meta-data/" + path, **{{"X-aws-ec2-metadata-token": token}})
-region = tell("placement/region")
+region = read("placement/region")
 arn = boto3.client("sts", region_name=region).get_caller_identity()["Arn"]
 s3 = boto3.client("s3", region_name=region)
 s3.put_object(Bucket="etrain-bucket", Key="from-the-node", Body=b"1")
 print(json.dumps({{
-    "id": tell("instance-id"), "ip": tell("local-ipv4"), "life": tell("instance-life-cycle"),
-    "cluster": tell("tags/instance/etrain:cluster"), "region": region, "arn": arn,
+    "id": read("instance-id"), "ip": read("local-ipv4"), "life": read("instance-life-cycle"),
+    "cluster": read("tags/instance/etrain:cluster"), "region": region, "arn": arn,
     "given": sorted(name for name in os.environ if name.startswith("AWS_")),
 }}), flush=True)
 END
@@ -57,7 +57,7 @@ END
 def either(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Iterator[FakeAws]:
-    """A cloud of each mode, as new, with nothing left afterwards."""
+    """Provide a reset cloud in each mode; assert at the end that nothing is left."""
     loopback = request.param == "loopback"
     name = "loopback_cloud_process" if loopback else "cloud_process"
     cloud: FakeAws = request.getfixturevalue(name)
@@ -72,28 +72,28 @@ def either(
 
 
 def wait_for_end(cloud: FakeAws, instance_id: str) -> str:
-    """Wait until it is terminated; return why."""
+    """Wait until it is terminated; return the reason."""
     cloud.wait_until(lambda: described()[instance_id]["State"]["Name"] == "terminated")
     return str(described()[instance_id]["StateReason"]["Code"])
 
 
-def test_an_instance_runs_its_user_data_and_acts_with_its_role(either: FakeAws) -> None:
+def test_instance_runs_its_user_data_with_its_role(either: FakeAws) -> None:
     instance_id = launch(either, WHO_AM_I)
 
-    told = json.loads(wait_for_text(either, instance_id, "}").strip().splitlines()[-1])
+    output = json.loads(wait_for_text(either, instance_id, "}").strip().splitlines()[-1])
 
     shown = described()[instance_id]
-    assert (told["id"], told["life"], told["region"]) == (instance_id, "spot", "us-east-1")
-    assert told["ip"] == shown["PrivateIpAddress"]
-    assert told["cluster"] == "c-1"
-    assert told["arn"].endswith(f"assumed-role/etrain-node/{instance_id}")
+    assert (output["id"], output["life"], output["region"]) == (instance_id, "spot", "us-east-1")
+    assert output["ip"] == shown["PrivateIpAddress"]
+    assert output["cluster"] == "c-1"
+    assert output["arn"].endswith(f"assumed-role/etrain-node/{instance_id}")
     endpoint = "AWS_EC2_METADATA_SERVICE_ENDPOINT"
-    assert set(told["given"]) - {endpoint} == {"AWS_ENDPOINT_URL"}
+    assert set(output["given"]) - {endpoint} == {"AWS_ENDPOINT_URL"}
     assert either.s3.read("etrain-bucket", "from-the-node") == b"1"
     client("s3").delete_object(Bucket="etrain-bucket", Key="from-the-node")
 
 
-def test_a_role_may_do_what_its_policy_allows_and_no_more(either: FakeAws) -> None:
+def test_role_is_limited_to_its_policy(either: FakeAws) -> None:
     arn = "arn:aws:s3:::etrain-bucket/nodes/*"
     statement = {"Effect": "Allow", "Action": "s3:PutObject", "Resource": arn}
     policy = {"Version": "2012-10-17", "Statement": [statement]}
@@ -114,26 +114,26 @@ def test_a_role_may_do_what_its_policy_allows_and_no_more(either: FakeAws) -> No
     (instance_id,) = ids_of(create_fleet(template))
     either.enforce_iam()
 
-    told = wait_for_text(either, instance_id, "lease.json")
+    output = wait_for_text(either, instance_id, "lease.json")
 
     either.enforce_iam(False)
-    assert "may nodes/1" in told
-    assert "may not lease.json" in told
-    assert "AccessDenied" in told
+    assert "may nodes/1" in output
+    assert "may not lease.json" in output
+    assert "AccessDenied" in output
 
 
-def test_what_an_instance_printed_is_its_console_output(either: FakeAws) -> None:
+def test_console_output_is_what_the_instance_printed(either: FakeAws) -> None:
     instance_id = launch(either, "#!/bin/sh\necho no such python >&2\nexit 1\n")
     wait_for_text(either, instance_id, "no such python")
 
-    told = ec2().get_console_output(InstanceId=instance_id)
+    output = ec2().get_console_output(InstanceId=instance_id)
 
-    assert told["Output"] == "no such python\n"
-    # A user-data that failed is no reason for EC2 to end the machine.
+    assert output["Output"] == "no such python\n"
+    # EC2 does not terminate a machine because its user data failed.
     assert described()[instance_id]["State"]["Name"] == "running"
 
 
-def test_a_shutdown_from_inside_terminates_it(either: FakeAws) -> None:
+def test_shutdown_from_inside_terminates_the_instance(either: FakeAws) -> None:
     words = ("shutdown -h now", "poweroff -f", "systemctl poweroff --force")
     ended = [launch(either, f"#!/bin/bash\n{command}\nsleep 1000\n") for command in words]
 
@@ -141,20 +141,20 @@ def test_a_shutdown_from_inside_terminates_it(either: FakeAws) -> None:
         assert wait_for_end(either, instance_id) == "Client.InstanceInitiatedShutdown"
 
 
-def test_commands_of_this_machine_are_not_those_of_an_instance(either: FakeAws) -> None:
+def test_instance_cannot_run_power_commands_of_the_host(either: FakeAws) -> None:
     instance_id = launch(
         either, "#!/bin/bash\nreboot\nsystemctl stop x\nshutdown -r now\necho on\n"
     )
 
-    told = wait_for_text(either, instance_id, "on\n")
+    output = wait_for_text(either, instance_id, "on\n")
 
-    assert told.count("not in a fake instance") == 2
-    assert "does not know the option -r" in told
+    assert output.count("not in a fake instance") == 2
+    assert "does not know the option -r" in output
     assert described()[instance_id]["State"]["Name"] == "running"
 
 
-def test_a_timer_goes_off_unless_it_is_cancelled(either: FakeAws) -> None:
-    # A minute of this cloud is a second.
+def test_shutdown_timer_fires_unless_cancelled(either: FakeAws) -> None:
+    # A minute of this cloud takes one second.
     armed = launch(either, "#!/bin/bash\nshutdown -h +900; shutdown -h +1000; echo armed\n")
     kept = launch(either, "#!/bin/bash\nshutdown -h +1000; shutdown -c; echo kept\n")
     ended = launch(either, "#!/bin/bash\nshutdown -h +1\n")
@@ -170,7 +170,7 @@ def test_a_timer_goes_off_unless_it_is_cancelled(either: FakeAws) -> None:
     assert (records[kept].off_at, records[kept].state) == (None, "running")
 
 
-def test_without_the_behaviour_terminate_a_shutdown_leaves_a_disk_that_costs(
+def test_shutdown_without_terminate_behavior_leaves_a_charged_disk(
     either: FakeAws,
 ) -> None:
     script = "#!/bin/bash\nshutdown -h now\n"
@@ -182,7 +182,7 @@ def test_without_the_behaviour_terminate_a_shutdown_leaves_a_disk_that_costs(
     assert list(either.leftovers("c-1")) == ["instances", "volumes"]
 
 
-def test_terminating_ends_every_process_of_it_and_no_other(either: FakeAws) -> None:
+def test_termination_kills_all_processes_of_the_instance_and_no_other(either: FakeAws) -> None:
     script = "#!/bin/bash\nsetsid sleep 1001 &\nnohup sleep 1002 &\ndisown -a\necho hello\n"
     other, instance_id = launch(either), launch(either, script)
     wait_for_text(either, instance_id, "hello")
@@ -197,13 +197,13 @@ def test_terminating_ends_every_process_of_it_and_no_other(either: FakeAws) -> N
     assert [one.pid is None for one in either.instances()] == [False, True]
 
 
-def test_an_interruption_is_told_ahead_and_kept(either: FakeAws) -> None:
+def test_interruption_is_announced_and_carried_out(either: FakeAws) -> None:
     watch = WHO_AM_I.split("region =")[0] + (
         "import time, urllib.error\n"
         "for path in ('events/recommendations/rebalance', 'spot/instance-action'):\n"
         "    while True:\n"
         "        try:\n"
-        "            print(path, tell(path), flush=True)\n"
+        "            print(path, read(path), flush=True)\n"
         "            break\n"
         "        except urllib.error.HTTPError as exc:\n"
         "            assert exc.code == 404\n"
@@ -230,7 +230,7 @@ def test_an_interruption_is_told_ahead_and_kept(either: FakeAws) -> None:
     assert record.ended_at - before >= 6
 
 
-def test_a_silent_end_takes_the_capacity_with_it(either: FakeAws) -> None:
+def test_silent_interruption_removes_the_capacity(either: FakeAws) -> None:
     zone = {"instance_type": "g5.xlarge", "zone": "us-east-1a", "capacity": 1, "price_usd": 0.3}
     either.set_market([zone])
     instance_id = launch(either)
@@ -242,7 +242,7 @@ def test_a_silent_end_takes_the_capacity_with_it(either: FakeAws) -> None:
     assert ids_of(create_fleet(make_template(either))) == []
 
 
-def test_an_on_demand_instance_gets_no_notice_but_its_host_may_fail(either: FakeAws) -> None:
+def test_on_demand_instance_gets_no_notice_but_its_host_may_fail(either: FakeAws) -> None:
     instance_id = launch(either, num_spot=0, num_on_demand=1)
     wait_for_text(either, instance_id, "hello")
 
@@ -253,7 +253,7 @@ def test_an_on_demand_instance_gets_no_notice_but_its_host_may_fail(either: Fake
     assert described()[instance_id]["StateReason"]["Code"] == "Server.InternalError"
 
 
-def test_a_pending_instance_that_is_terminated_never_runs(either: FakeAws) -> None:
+def test_instance_terminated_while_pending_never_runs(either: FakeAws) -> None:
     either.set_boot(1000)
     instance_id = launch(either)
     pending = described()[instance_id]["State"]["Name"]
@@ -266,7 +266,7 @@ def test_a_pending_instance_that_is_terminated_never_runs(either: FakeAws) -> No
     assert either.console(instance_id) == ""
 
 
-def test_the_bill_charges_a_minute_at_least_and_waives_what_ec2_took(either: FakeAws) -> None:
+def test_bill_charges_at_least_a_minute_and_waives_interrupted_instances(either: FakeAws) -> None:
     either.set_price(3.6)
     either.set_on_demand(price_usd=7.2)
     taken, ended = launch(either), launch(either)
@@ -287,7 +287,7 @@ def test_the_bill_charges_a_minute_at_least_and_waives_what_ec2_took(either: Fak
     assert either.bill().num_alive == 0
 
 
-def test_a_killed_first_process_is_a_failed_host_and_leaves_nothing(either: FakeAws) -> None:
+def test_killed_init_process_is_a_host_failure_and_leaves_no_process(either: FakeAws) -> None:
     instance_id = launch(either, "#!/bin/bash\nsetsid sleep 1003 &\necho hello\nsleep 1004\n")
     wait_for_text(either, instance_id, "hello")
     (record,) = either.instances()
@@ -299,7 +299,7 @@ def test_a_killed_first_process_is_a_failed_host_and_leaves_nothing(either: Fake
     either.wait_until(lambda: "processes" not in either.leftovers())
 
 
-def test_instances_reach_this_machine_and_each_other(either: FakeAws) -> None:
+def test_instances_reach_the_host_and_each_other(either: FakeAws) -> None:
     serve = (
         f"#!/bin/bash\nexec {sys.executable} - <<'END'\n"
         "import os, socket\n"
@@ -309,7 +309,7 @@ def test_instances_reach_this_machine_and_each_other(either: FakeAws) -> None:
     )
     with socket.create_server((either.host_address, 0)) as here:
         port = here.getsockname()[1]
-        # The address is told when it is known; the first instance asks its metadata.
+        # The address is known only after the launch, so the first instance listens on all.
         first = launch(either, serve.replace("os.environ['WHERE']", "''"))
         wait_for_text(either, first, "serving")
         address = described()[first]["PrivateIpAddress"]
@@ -325,7 +325,7 @@ def test_instances_reach_this_machine_and_each_other(either: FakeAws) -> None:
 
 
 @needs_namespaces
-def test_a_machine_without_power_closes_no_connection(cloud: FakeAws) -> None:
+def test_machine_that_loses_power_closes_no_connection(cloud: FakeAws) -> None:
     with socket.create_server((cloud.host_address, 0)) as here:
         port = here.getsockname()[1]
         instance_id = launch(

@@ -1,4 +1,4 @@
-"""However the fake cloud ends, nothing of it is left on this machine."""
+"""The fake cloud leaves nothing on this machine, however it ends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.contract.fleets import launch, links_of, wait_for_text
 
 needs_namespaces = needs("namespaces")
 
-# Its fork has all its pipes, as a pool of processes in a notebook does.
+# The fork inherits all pipes, like a process pool in a notebook.
 HOLDER = """
 import os, sys, time
 from etrain_jupyter.testing.fakeaws import FakeAws
@@ -33,7 +33,7 @@ time.sleep(1000)
 
 @pytest.mark.parametrize("mode", ["loopback", pytest.param("namespaces", marks=needs_namespaces)])
 @pytest.mark.parametrize("victim", ["harness", "holder"])
-def test_nothing_is_left_when_it_is_killed(
+def test_killed_fake_cloud_leaves_nothing(
     mode: str, victim: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     holder = subprocess.Popen(
@@ -54,7 +54,7 @@ def test_nothing_is_left_when_it_is_killed(
             _wait(lambda: not any(psutil.pid_exists(one) for one in marks))
             _wait(lambda: not links_of(pid))
             _wait(lambda: not folder.exists())
-            # The other one is as it was.
+            # The other cloud is unaffected.
             assert beside.instances() == []
     finally:
         os.kill(fork, signal.SIGKILL)
@@ -66,7 +66,7 @@ def test_nothing_is_left_when_it_is_killed(
 def _start_instance_at(
     url: str, face: FakeAws, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> list[int]:
-    """Start an instance with children in the cloud of another process; return its processes."""
+    """Start an instance with children in another process's cloud; return its process ids."""
     monkeypatch.setattr(face, "url", url)
     point_boto_at(face, monkeypatch, tmp_path)
     instance_id = launch(face, "#!/bin/bash\nsetsid sleep 1005 &\necho hello\nsleep 1006\n")
@@ -94,7 +94,7 @@ def _wait(is_true: object) -> None:
 
 
 @needs_namespaces
-def test_a_bridge_that_a_dead_harness_left_is_removed_by_the_next() -> None:
+def test_stale_bridge_of_a_dead_harness_is_removed() -> None:
     done = subprocess.Popen([sys.executable, "-c", ""])
     done.wait()
     bridge = f"{networks.PREFIX}{done.pid}"
@@ -107,7 +107,7 @@ def test_a_bridge_that_a_dead_harness_left_is_removed_by_the_next() -> None:
     assert not Path(f"/sys/class/net/{bridge}").exists()
 
 
-def test_namespaces_that_cannot_be_had_are_refused_or_done_without(
+def test_missing_namespaces_are_an_error_or_a_fallback_to_loopback(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(networks, "why_no_namespaces", lambda: "needs a wizard")
@@ -117,8 +117,8 @@ def test_namespaces_that_cannot_be_had_are_refused_or_done_without(
     assert networks.make_network("auto").mode == "loopback"
 
 
-def test_heads_end_too_when_a_kernel_is_killed_with_its_group() -> None:
-    """Jupyter interrupts and kills the group of a kernel that it started."""
+def test_heads_are_killed_with_the_process_group_of_their_kernel() -> None:
+    """Jupyter interrupts and kills the process group of its kernels."""
     kernel = subprocess.Popen(
         [sys.executable, "-c", HOLDER, "loopback"],
         stdout=subprocess.PIPE,
@@ -147,7 +147,7 @@ def test_heads_end_too_when_a_kernel_is_killed_with_its_group() -> None:
         head.wait()
 
 
-def test_heads_that_live_on_a_cloud_end_with_it_and_others_do_not() -> None:
+def test_heads_of_a_cloud_are_killed_with_it_and_others_are_not() -> None:
     sleeper = [sys.executable, "-c", "import time; time.sleep(1000)"]
     with FakeAws("loopback") as cloud:
         marks = {"ETRAIN_CLUSTER_ID": "aws-1-a", "AWS_ENDPOINT_URL": cloud.url}

@@ -18,7 +18,8 @@ from etrain_jupyter.errors import PoolError
 from etrain_jupyter.pools.ec2.bootstrap import config_of
 from etrain_jupyter.pools.ec2.client.check import check_account
 from etrain_jupyter.pools.ec2.client.policy import head_policy, launcher_policy
-from etrain_jupyter.pools.ec2.ec2_api import Clients, create_fleet, list_instances, tag_list
+from etrain_jupyter.pools.ec2.ec2_api import Clients, list_instances, tag_list
+from etrain_jupyter.pools.ec2.fleet_launch import create_fleet
 from etrain_jupyter.pools.ec2.fleet_state import LaunchRequest
 from etrain_jupyter.pools.ec2.launch_context import LaunchContext, set_up
 from etrain_jupyter.pools.ec2.reaping import remove
@@ -33,7 +34,7 @@ ID = "aws-0a1b2c-000001"
 
 @pytest.fixture
 def spec(fresh_cloud: FakeAws, monkeypatch: pytest.MonkeyPatch) -> AwsSpotSpec:
-    monkeypatch.setattr(bucket_owners, "_learnt", {})
+    monkeypatch.setattr(bucket_owners, "_registered", {})
     account = fresh_cloud.make_account()
     for role in ("etrain-head", "stranger"):
         fresh_cloud.make_account(role=role)

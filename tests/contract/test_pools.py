@@ -13,7 +13,7 @@ from etrain_jupyter.pools.ec2.client.pool import AwsSpotPool
 from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
 from etrain_jupyter.pools.external.pool import AddressPool
 from etrain_jupyter.pools.local.pool import LocalPool
-from etrain_jupyter.process.cluster_dir import LocalSettings
+from etrain_jupyter.process.cluster_settings import ClusterSettings
 from etrain_jupyter.testing.fakeaws import FakeAws
 from etrain_jupyter.testing.pool_contract import PoolContract
 from tests.integration.dask_cluster import DaskCluster
@@ -24,7 +24,7 @@ class TestLocalPool(PoolContract):
     @pytest.fixture
     def make_pool(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], LocalPool]:
         monkeypatch.setenv("ETRAIN_STATE", str(tmp_path / "state"))
-        settings = LocalSettings(
+        settings = ClusterSettings(
             idle_s=60, coordinator=standins.COORDINATOR, supervisor=standins.SUPERVISOR
         )
         return lambda: LocalPool(settings=settings)

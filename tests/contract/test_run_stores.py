@@ -11,7 +11,8 @@ import pytest
 from etrain_jupyter.log.event_log import EventLog
 from etrain_jupyter.log.events import Event
 from etrain_jupyter.notebook.job import training_job
-from etrain_jupyter.notebook.job.run_store import JobRecord, RunStore
+from etrain_jupyter.notebook.job.job_record import JobRecord
+from etrain_jupyter.notebook.job.run_store import RunStore
 from etrain_jupyter.notebook.job.s3_run_store import S3RunStore
 from etrain_jupyter.storage.bucket_log.chain import Chain
 from etrain_jupyter.storage.bucket_log.local_copy import LogCopy
@@ -24,8 +25,9 @@ from etrain_jupyter.testing.s3_server import S3Server
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a job wait for its log as long as a bucket with faults takes on a busy machine."""
+    """Raise the timeout of a job for its log: a faulty bucket is slow on a busy machine."""
     monkeypatch.setattr(training_job, "CATCH_UP_S", 120.0)
+    monkeypatch.setattr(training_job, "GLANCE_S", 120.0)
 
 
 class FolderPlace:
@@ -80,7 +82,7 @@ class BucketPlace:
         self.server.write(self.bucket, f"mine/runs/{key}", data)
 
     def take(self, record: JobRecord, end: int) -> None:
-        # Each taker is a machine of its own, which has seen the same end of the log.
+        # Each claim comes from another machine that has read the log up to the same end.
         number = next(self._numbers)
         chain = Chain(RunObjects(record.place))
         path = self.folder / f"taker{number}" / record.job_id / "events.jsonl"
@@ -109,7 +111,7 @@ class TestBucket(RunStoreContract):
 
 
 class TestBucketWithFaults(RunStoreContract):
-    """The same through faults that retries must get over."""
+    """The same contract with faults that retries must handle."""
 
     @pytest.fixture
     def place(

@@ -74,7 +74,7 @@ class TestS3Store(StoreContract):
 
 
 class TestS3StoreWithFaults(StoreContract):
-    """The same through faults that retries must get over; each request may meet several."""
+    """The same contract with faults that retries must handle; a request may hit several."""
 
     @pytest.fixture
     def place(self, s3_server: S3Server, s3_bucket: str, no_pauses: None) -> BucketPlace:

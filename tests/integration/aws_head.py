@@ -1,4 +1,4 @@
-"""A head of ``aws-spot`` against the fake cloud, with stand-ins for who joins; and its fixtures."""
+"""Fixtures for a head of ``aws-spot`` on the fake cloud, with simulated worker connections."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import pytest_asyncio
 
 from etrain_jupyter.pools.ec2.head.nodes import AwsNodes
 from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
-from etrain_jupyter.process.cluster_dir import ClusterDir, LocalSettings
+from etrain_jupyter.process.cluster_dir import ClusterDir
+from etrain_jupyter.process.cluster_settings import ClusterSettings
 from etrain_jupyter.process.tls import mint_certificates, write_certificates
 from etrain_jupyter.testing.fakeaws import FakeAws
 from etrain_jupyter.testing.fakeaws.fixtures import point_boto_at
@@ -23,12 +24,12 @@ __all__ = ["Head", "cloud", "cluster_dir", "machines", "make_head", "make_spec",
 
 PATIENCE_S = 90.0
 STAYS = "sleep 3600"
-"""What a node runs instead of its agent."""
+"""Command that a node runs instead of its agent."""
 
 
 @pytest.fixture(scope="module")
 def machines() -> Iterator[FakeAws]:
-    """One cloud whose machines are processes on the loopback interface."""
+    """Provide one cloud whose machines are processes on the loopback interface."""
     with FakeAws("loopback") as cloud:
         yield cloud
 
@@ -62,7 +63,7 @@ def make_spec(cloud: FakeAws, **keys: Any) -> AwsSpotSpec:
 
 @dataclasses.dataclass
 class Head:
-    """What stands in for the scheduler and the coordinator."""
+    """Stand-in for the scheduler and the coordinator."""
 
     cloud: FakeAws
     nodes: AwsNodes
@@ -72,7 +73,7 @@ class Head:
     warnings: list[str] = dataclasses.field(default_factory=list)
     halts: list[str] = dataclasses.field(default_factory=list)
     is_serving: bool = True
-    """Whether machines join as soon as they are listed."""
+    """True if machines connect as soon as they are listed."""
 
     async def until(self, is_true: Callable[[], object]) -> None:
         loop = asyncio.get_running_loop()
@@ -97,7 +98,7 @@ class Head:
 @pytest.fixture
 def cluster_dir(tmp_path: Path) -> ClusterDir:
     (tmp_path / "state").mkdir()
-    made = ClusterDir.create(tmp_path / "state", LocalSettings())
+    made = ClusterDir.create(tmp_path / "state", ClusterSettings())
     write_certificates(made.tls, mint_certificates(made.cluster_id))
     return made
 
@@ -119,7 +120,7 @@ def make_head(cloud: FakeAws, cluster_dir: ClusterDir, spec: AwsSpotSpec) -> Hea
 
 @pytest_asyncio.fixture
 async def open_head(cloud: FakeAws, cluster_dir: ClusterDir) -> AsyncIterator[Any]:
-    """Give a function that starts a head; all are closed at the end."""
+    """Provide a function that starts a head; close all heads at the end."""
     made: list[Head] = []
 
     async def start(**keys: Any) -> Head:

@@ -1,4 +1,4 @@
-"""One real local cluster for a module's tests, and small jobs whose steps take time but no CPU."""
+"""Fixtures for a real local cluster that the tests of a module share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PATIENCE_S = 150.0
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Give a run store and a state directory of the module's own; nothing may be left in it."""
+    """Provide a run store and a state directory for the module; assert that no process is left."""
     folder = tmp_path_factory.mktemp("cluster")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ETRAIN_STATE", str(folder / "state"))
@@ -48,7 +48,7 @@ def processes_of(folder: Path) -> list[psutil.Process]:
 
 @pytest.fixture
 def submit(runs: Path) -> Iterator[Callable[..., TrainingJob]]:
-    """Submit small jobs; one that a test leaves running is stopped."""
+    """Provide a function that submits jobs; stop those that a test leaves running."""
     started: list[TrainingJob] = []
 
     def submit_job(**keys: Any) -> TrainingJob:

@@ -1,4 +1,4 @@
-"""A Dask cluster as others make it: processes of Dask's own commands, which know nothing of us."""
+"""An external Dask cluster: plain processes of Dask's own commands."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ PATIENCE_S = 90.0
 
 
 class DaskCluster:
-    """A scheduler, and workers that come and go.
+    """A scheduler and a variable number of workers.
 
     Args:
-        folder: Where its processes write what they say.
-        tls: Options of Dask's commands for TLS; none for plain TCP.
-        environment: More variables for its processes.
+        folder: Folder for the logs of its processes.
+        tls: TLS options of Dask's commands; None for plain TCP.
+        environment: Additional environment variables for its processes.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class DaskCluster:
         return self._processes[name].poll() is None
 
     def kill(self, name: str) -> None:
-        """End a process of theirs with SIGKILL."""
+        """Kill a process of the cluster with SIGKILL."""
         process = self._processes.pop(name)
         process.kill()
         process.wait()
@@ -112,7 +112,7 @@ class DaskCluster:
             self._end(name)
 
     def trainers(self) -> list[int]:
-        """Return the processes below its workers that are ours."""
+        """Return the ids of our processes below its workers."""
         found: list[int] = []
         for process in self._processes.values():
             try:

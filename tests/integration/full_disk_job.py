@@ -1,9 +1,9 @@
-"""A job whose run store fills up in mid-run and is freed later; prints what came of it as JSON.
+"""Run a job whose run store fills up during the run and is freed later; print results as JSON.
 
     unshare --mount python -m tests.integration.full_disk_job FOLDER SECONDS
 
-It mounts a file system of 2 MB at ``FOLDER/runs``, for this process and those that it starts: with
-the last of them it is gone.
+It mounts a file system of 2 MB at ``FOLDER/runs`` in a mount namespace, which disappears with the
+last process that uses it.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from tests.integration.slow_jobs import PATIENCE_S, until
 
 DISK_BYTES = 2_000_000
 LEFT_BYTES = 150_000
-"""What other files leave of the disk for the job's log and checkpoints, at first."""
+"""Space that other files leave for the job's log and checkpoints at first."""
 STEPS_PER_S = 60
-"""How much longer the job is for each second; its whole log has to fit the disk."""
+"""Additional steps of the job per second of full disk; its whole log must fit on the disk."""
 SHOW = "import sys; from etrain_jupyter.cli import main; main(['show', sys.argv[1]])"
 
 
@@ -80,12 +80,12 @@ def run(folder: Path, full_s: float) -> dict[str, Any]:
     until(lambda: "the log cannot be written" in job.reason, "a full disk")
     step = job.step
     time.sleep(full_s)
-    shown = until(lambda: say_why(job.id), "a word of the disk by etrain show")
+    shown = until(lambda: say_why(job.id), "an explanation by etrain show")
     meanwhile = {"status": job.status, "reason": job.reason, "step": job.step, "shown": shown}
     num_free = free_bytes(runs)
     after = pids_of(job)
     (runs / "others").unlink()
-    until(lambda: job.step > step, "an event after the disk was freed")
+    until(lambda: job.step > step, "a step after the disk was freed")
     status = job.wait(PATIENCE_S)
     log = list(read_events(job.record.log_path))
     steps = [event.step for event in log if isinstance(event, StepCompleted)]
@@ -113,9 +113,9 @@ def run(folder: Path, full_s: float) -> dict[str, Any]:
 
 
 def say_why(job_id: str) -> str:
-    """Return what ``etrain show`` prints, once it says why the log is behind.
+    """Return the output of ``etrain show`` if it explains why the log lags behind, else ``""``.
 
-    On a busy machine it may give up waiting for the scheduler's answer before that comes.
+    On a busy machine, its request to the scheduler may time out.
     """
     command = [sys.executable, "-c", SHOW, job_id]
     done = subprocess.run(command, check=False, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""What a rank with a GPU does in the tests: importable, because each rank is a process."""
+"""Work of a rank in the GPU tests; importable, because each rank is a process."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ WIDTH = 1024
 
 
 class _Rendezvous(dist.PrefixStore):
-    """A store of torch's own with the one method more that a generation's needs."""
+    """A torch store with the additional method of a generation's store."""
 
     def abort(self) -> None:
-        """Do nothing: nobody waits in it after the group has formed."""
+        """Do nothing: no rank waits for the store after the group has formed."""
 
 
 class Rank:
-    """A model on a device, and generations of it."""
+    """A model on a device that trains in several generations."""
 
     def __init__(self, rank: int, world_size: int, port: int, backend: str, device: str) -> None:
         self.rank, self.world_size, self.backend = rank, world_size, backend
@@ -43,7 +43,7 @@ class Rank:
         self.optimizer = torch.optim.AdamW(self.model.parameters())
 
     def form(self, generation: int) -> RankGroup:
-        """Return a group that has formed."""
+        """Form the group of a generation and return it."""
         group = RankGroup(
             generation=generation,
             rank=self.rank,
@@ -56,7 +56,7 @@ class Rank:
         return group
 
     def share_state(self, group: RankGroup) -> None:
-        """Give all ranks the state of rank 0."""
+        """Send the state of rank 0 to all other ranks."""
         behind = list(range(1, self.world_size))
         if group.rank == 0:
             send_state(group, *take_state(self.model, self.optimizer), behind)
@@ -65,13 +65,13 @@ class Rank:
             put_state(self.model, self.optimizer, header, tensors)
 
     def wrap(self, group: RankGroup) -> nn.Module:
-        """Return the model as this group's ranks run it."""
+        """Return the model wrapped in DDP for this group."""
         module = DistributedDataParallel(self.model, init_sync=False)
         module.register_comm_hook(None, lambda _, bucket: group.ddp_hook(bucket))
         return module
 
     def step(self, group: RankGroup, module: nn.Module, number: int) -> float:
-        """Make an update; return by how much the gradients differ from those of one process."""
+        """Run one step; return the relative difference of its gradients from one process's."""
         generator = torch.Generator().manual_seed(number)
         batch = torch.randn(self.world_size, 4, WIDTH, generator=generator).to(self.device)
         whole = [
@@ -90,7 +90,7 @@ class Rank:
 
 
 def train(answers: Queue[Any], *place: Any) -> None:
-    """Form two generations; in each share rank 0's state and make three steps."""
+    """Form two generations; in each, share the state of rank 0 and run three steps."""
     rank = Rank(*place)
     gaps = []
     for generation in (1, 2):
@@ -104,7 +104,7 @@ def train(answers: Queue[Any], *place: Any) -> None:
 
 
 def abort(answers: Queue[Any], *place: Any) -> None:
-    """Leave rank 0 alone in a backward pass, abort it, and train on in the next generation."""
+    """Abort rank 0 in a backward pass that rank 1 does not join; train in the next generation."""
     rank = Rank(*place)
     group = rank.form(1)
     rank.share_state(group)
@@ -118,7 +118,7 @@ def abort(answers: Queue[Any], *place: Any) -> None:
             failure = str(exc)
         rank.optimizer.zero_grad()
         rank.store.set("aborted", "1")
-    rank.store.wait(["aborted"])  # rank 1 stays, and says nothing
+    rank.store.wait(["aborted"])  # rank 1 stays alive but silent
     del module
     group.close()
     group = rank.form(2)

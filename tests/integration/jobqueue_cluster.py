@@ -1,8 +1,7 @@
 """A dask-jobqueue cluster in a process: ``python -m tests.integration.jobqueue_cluster FOLDER``.
 
-Its jobs are processes of this machine, by jobqueue's own stand-in for a batch system. It prints the
-scheduler's address and keeps as many workers as each line that it reads says, until there is no
-more.
+Its jobs are processes on this machine, started by jobqueue's own stand-in for a batch system. It
+prints the scheduler's address, then reads the desired number of workers from each input line.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Any
 
 
 def main() -> None:
-    """Serve until the input ends."""
+    """Run until the end of the input."""
     from dask_jobqueue.local import LocalCluster
 
     make: Any = LocalCluster

@@ -1,6 +1,6 @@
-"""A machine for the agent of a node: a metadata service, S3, and a `shutdown` that only writes.
+"""A simulated machine for a node's agent: metadata service, S3 and a harmless `shutdown`.
 
-The agent is a real process with a search path that holds nothing else, so that it cannot reach the
+The agent is a real process. Its PATH contains only the fake `shutdown`, so that it cannot call the
 real command of the machine that runs the tests.
 """
 
@@ -34,7 +34,7 @@ KEYS = "keys/0123"
 FOLDER = f"etrain/clusters/{CLUSTER}"
 MARK = "ETRAIN_TEST_MACHINE"
 NOBODY = "tls://127.0.0.1:1"
-"""A scheduler that never answers: a worker tries for a while, and lives."""
+"""Address without a scheduler: a worker keeps retrying and stays alive."""
 
 SHUTDOWN = """#!/bin/sh
 echo "$@" >> "$ETRAIN_TEST_SHUTDOWNS"
@@ -68,7 +68,7 @@ SCHEDULER = """if True:
 
 
 class RemoteScheduler:
-    """A Dask scheduler in a process of its own, told what to do on its standard input."""
+    """A Dask scheduler in its own process, controlled by its standard input."""
 
     def __init__(self, folder: Path) -> None:
         self._process = subprocess.Popen(
@@ -94,11 +94,11 @@ class RemoteScheduler:
         return self._ask("workers")
 
     def dismiss(self, name: str) -> None:
-        """Let a worker end, as a pool does that releases it."""
+        """Dismiss a worker, as a pool does when it releases it."""
         self._ask(f"dismiss {name}")
 
     def kill(self) -> None:
-        """End it with SIGKILL."""
+        """Kill the scheduler with SIGKILL."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
@@ -107,7 +107,7 @@ class RemoteScheduler:
 
 
 class Machine:
-    """One instance, from its launch to its end."""
+    """One instance, from its launch to its termination."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class Machine:
         certificates: Mapping[str, str] | None = None,
         **identity: Any,
     ) -> None:
-        """Prepare it; ``certificates`` are those of its cluster, if others belong to that too."""
+        """Prepare the machine. Pass ``certificates`` if the cluster has other members."""
         folder.mkdir(exist_ok=True)
         self.folder, self._s3, self._bucket = folder, s3, bucket
         self.instance_id = instance_id
@@ -145,10 +145,10 @@ class Machine:
         self.renew_lease(NOBODY)
         self.process: subprocess.Popen[bytes] | None = None
 
-    # --- what others do ---
+    # --- actions of the head and the cloud ---
 
     def put(self, name: str, data: bytes) -> None:
-        """Make an object of the cluster."""
+        """Write an object of the cluster."""
         self._s3.write(self._bucket, f"{FOLDER}/{name}", data)
 
     def remove(self, name: str) -> None:
@@ -156,16 +156,16 @@ class Machine:
         self._s3.remove(self._bucket, f"{FOLDER}/{name}")
 
     def renew_lease(self, scheduler: str, num_lives: int = 1) -> None:
-        """Do as the head does."""
+        """Renew the lease as the head does."""
         lease = {"scheduler": scheduler, "num_lives": num_lives, "renewals": 1}
         self.put("lease.json", json.dumps(lease).encode())
 
     def configure(self, **values: Any) -> None:
-        """Change what ``config.json`` says."""
+        """Change values of ``config.json``."""
         self.config = dataclasses.replace(self.config, **values)
 
     def start(self, **environment: str) -> None:
-        """Run the user-data's last line."""
+        """Run the last line of the user data."""
         self.put("config.json", json.dumps(dataclasses.asdict(self.config)).encode())
         kept = {
             key: value
@@ -198,31 +198,31 @@ class Machine:
         assert self.process is not None
         self.process.send_signal(signal.SIGTERM)
 
-    # --- what can be seen ---
+    # --- observations ---
 
     def console(self) -> str:
-        """Return what the machine has written."""
+        """Return the console output of the machine."""
         return (self.folder / "console").read_text(errors="replace")
 
     def shutdowns(self) -> list[str]:
-        """Return how `shutdown` was called."""
+        """Return the arguments of each call of `shutdown`."""
         return self._shutdowns.read_text().splitlines() if self._shutdowns.exists() else []
 
     @property
     def is_off(self) -> bool:
-        """Whether the machine was told to turn off at once."""
+        """True if the machine was turned off without a delay."""
         return "-h now" in self.shutdowns()
 
     def report(self) -> dict[str, Any]:
-        """Return what the node says of itself; empty if it has not said anything."""
+        """Return the node's own report; empty if there is none yet."""
         name = f"{FOLDER}/nodes/{self.instance_id}.json"
         if name not in self._s3.list_keys(self._bucket, f"{FOLDER}/nodes/"):
             return {}
-        told: dict[str, Any] = json.loads(self._s3.read(self._bucket, name))
-        return told
+        report: dict[str, Any] = json.loads(self._s3.read(self._bucket, name))
+        return report
 
     def processes(self) -> list[psutil.Process]:
-        """Return the processes of the machine but the agent's own."""
+        """Return the processes of the machine without the agent."""
         found = []
         for process in psutil.process_iter():
             try:
@@ -237,21 +237,21 @@ class Machine:
         return found
 
     def until(self, is_so: Callable[[], Any]) -> None:
-        """Wait for something."""
+        """Wait until a condition holds."""
         deadline = time.monotonic() + PATIENCE_S
         while not is_so():
             assert time.monotonic() < deadline, self.console()
             time.sleep(0.05)
 
     def until_off(self) -> str:
-        """Wait until the agent has turned the machine off and ended; return the console."""
+        """Wait until the agent has turned the machine off and exited; return the console."""
         assert self.process is not None
         self.until(lambda: self.is_off)
         assert self.process.wait(PATIENCE_S) == 0
         return self.console()
 
     def close(self) -> None:
-        """Cut the power, and see that nothing is left."""
+        """Kill the agent and wait until no process is left."""
         if self.process is not None and self.process.poll() is None:
             self.process.kill()
             self.process.wait()

@@ -1,4 +1,4 @@
-"""A real kernel, driven as a notebook drives it: cells in, what they showed and how out."""
+"""A real kernel, driven like a notebook: run cells, and return their output and status."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from typing import Any
 from jupyter_client.manager import KernelManager
 
 PATIENCE_S = 120.0
-"""Longest wait for a kernel, or for a cell's end: the machine may be busy."""
+"""Timeout for the start of a kernel and for a cell: the machine may be busy."""
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shown:
-    """What one cell showed."""
+    """Result of one cell."""
 
     status: str
-    """``ok`` or ``error``; after an error "Run All" stops."""
+    """``ok`` or ``error``; "Run All" stops after an error."""
     text: str
-    """What it printed and its error's lines, without colours; displays as ``text/plain``."""
+    """Printed text and traceback without colors, and displays as ``text/plain``."""
     took_s: float
 
 
 class Notebook:
-    """A kernel in a process of its own, in ``folder``."""
+    """A kernel process with working directory ``folder``."""
 
     def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
         self.folder = folder
@@ -44,20 +44,20 @@ class Notebook:
         self._client.start_channels()
         self._client.wait_for_ready(timeout=PATIENCE_S)
         self._parts: dict[str, list[str]] = {}
-        """What each cell that runs has shown so far."""
+        """Output so far of each running cell, by request id."""
 
     @property
     def pid(self) -> int:
-        """The kernel's process."""
+        """Process id of the kernel."""
         return int(self._manager.provisioner.pid)
 
     @property
     def is_alive(self) -> bool:
-        """Whether the kernel was neither killed nor closed."""
+        """True unless the kernel was killed or closed."""
         return bool(self._manager.has_kernel)
 
     def send(self, code: str) -> str:
-        """Let a cell begin; ``finish`` waits for its end."""
+        """Start a cell and return its request id; ``finish`` waits for its end."""
         request = str(self._client.execute(code, store_history=True, stop_on_error=False))
         self._parts[request] = []
         while True:
@@ -67,13 +67,13 @@ class Notebook:
                 return request
 
     def read_until(self, request: str, words: str, timeout: float = PATIENCE_S) -> None:
-        """Wait until a cell that runs has shown ``words``."""
+        """Wait until a running cell has shown ``words``."""
         deadline = time.monotonic() + timeout
         while words not in "".join(self._parts[request]):
             self._take(self._next_message(timeout=deadline - time.monotonic()))
 
     def finish(self, request: str, timeout: float = PATIENCE_S) -> Shown:
-        """Wait for a cell's end and return what it showed."""
+        """Wait for the end of a cell and return its result."""
         started = time.monotonic()
         deadline = started + timeout
         while True:
@@ -96,7 +96,7 @@ class Notebook:
             parts.append(_text_of(message["msg_type"], message["content"]))
 
     def _status_of(self, request: str) -> str:
-        """Return what "Run All" goes by: the status in the reply."""
+        """Return the status in the reply, by which "Run All" decides whether to stop."""
         return str(self._answer(request)["status"])
 
     def _answer(self, request: str, timeout: float = PATIENCE_S) -> dict[str, Any]:
@@ -107,29 +107,29 @@ class Notebook:
                 return content
 
     def run(self, code: str, timeout: float = PATIENCE_S) -> Shown:
-        """Run a cell to its end."""
+        """Run a cell and return its result."""
         return self.finish(self.send(code), timeout)
 
     def complete(self, code: str, cursor: int) -> dict[str, Any]:
-        """Press Tab; return the kernel's answer."""
+        """Send a completion request (Tab) and return the reply."""
         return self._answer(self._client.complete(code, cursor))
 
     def inspect(self, code: str, cursor: int, detail_level: int = 0) -> dict[str, Any]:
-        """Press Shift-Tab; return the kernel's answer."""
+        """Send an inspection request (Shift-Tab) and return the reply."""
         return self._answer(self._client.inspect(code, cursor, detail_level))
 
     def interrupt(self) -> None:
-        """Press the interrupt key."""
+        """Interrupt the kernel."""
         self._manager.interrupt_kernel()
 
     def kill(self) -> None:
-        """End the kernel with SIGKILL, as the out-of-memory killer does."""
+        """Kill the kernel with SIGKILL, as the out-of-memory killer does."""
         os.kill(self.pid, signal.SIGKILL)
         self._client.stop_channels()
         self._manager.shutdown_kernel(now=True)
 
     def close(self) -> None:
-        """End the kernel."""
+        """Shut the kernel down."""
         if self._manager.has_kernel:
             self._client.stop_channels()
             self._manager.shutdown_kernel(now=True)

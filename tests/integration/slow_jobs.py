@@ -1,4 +1,4 @@
-"""Small jobs on Dask clusters of others: their steps take time but no CPU."""
+"""Small jobs for external Dask clusters, with steps that are slow but use no CPU time."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def submit(address: str) -> TrainingJob:
 
 
 def await_steps(job: TrainingJob, *, world_size: int) -> None:
-    """Wait until a generation of that size has made steps."""
+    """Wait until a generation of that size has completed steps."""
 
     def trains(after: int) -> bool:
         job.raise_for_status()

@@ -1,4 +1,4 @@
-"""Training on somebody else's Dask cluster: plain `dask scheduler` and `dask worker` processes."""
+"""Training on an external Dask cluster of plain `dask scheduler` and `dask worker` processes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.integration.slow_jobs import BODY, NAMES, PATIENCE_S, await_steps, su
 
 pytestmark = [
     pytest.mark.timeout(300),
-    # Dask forgets the plain socket of a connection that does not become TLS.
+    # Dask does not close the plain socket of a failed TLS handshake.
     pytest.mark.filterwarnings(
         "ignore:unclosed <socket:ResourceWarning",
         "ignore:Exception ignored.*<socket:pytest.PytestUnraisableExceptionWarning",
@@ -37,7 +37,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def forgotten_sockets() -> Iterator[None]:
-    """Let the warning about them come in the test that made them, not in one of another file."""
+    """Raise the warning about leaked sockets in the test that caused it."""
     yield
     gc.collect()
 
@@ -46,7 +46,7 @@ def forgotten_sockets() -> Iterator[None]:
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("ETRAIN_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("ETRAIN_STATE", str(tmp_path / "state"))
-    monkeypatch.setattr(address_module, "_said", set())
+    monkeypatch.setattr(address_module, "_notified", set())
     return tmp_path / "runs"
 
 
@@ -64,14 +64,14 @@ def cluster(tmp_path: Path, runs: Path) -> Iterator[DaskCluster]:
         yield cluster
 
 
-def test_job_of_a_cell_outlives_a_worker_and_is_followed_from_a_second_kernel(
+def test_job_survives_a_lost_worker_and_a_second_kernel_attaches_to_it(
     cluster: DaskCluster, runs: Path
 ) -> None:
     first, second = cluster.start_worker(), cluster.start_worker("--nanny", "--nthreads", "2")
     job = submit(cluster.address)
     await_steps(job, world_size=2)
 
-    # A kernel that knows nothing but the run store, and then asks for the pool itself.
+    # A second kernel that has only the run store, and then opens the pool itself.
     code = (
         "import etrain_jupyter\n"
         "from etrain_jupyter.pools.external.pool import AddressPool\n"
@@ -92,7 +92,7 @@ def test_job_of_a_cell_outlives_a_worker_and_is_followed_from_a_second_kernel(
     third = cluster.start_worker()
     await_steps(job, world_size=2)
 
-    # The scheduler is still everybody's: a task of Dask's runs beside the training.
+    # The scheduler remains usable by others: a Dask task runs during the training.
     with Client(cluster.address, set_as_default=False) as client:
         assert client.submit(sum, [1, 2]).result(timeout=PATIENCE_S) == 3
 
@@ -100,7 +100,7 @@ def test_job_of_a_cell_outlives_a_worker_and_is_followed_from_a_second_kernel(
     assert pool.down(timeout_s=60.0) == Leftovers()
     assert job.wait(timeout=PATIENCE_S) == "stopped"
     saved = sorted((job.record.folder / "manifests").glob("*.json"))[-1]
-    assert saved.stem == f"step_{job.step:08d}", "they were stopped with a checkpoint"
+    assert saved.stem == f"step_{job.step:08d}", "the job was stopped with a checkpoint"
     assert_invariants(job.events())
     assert job.audit().ok
     assert cluster.trainers() == []
@@ -112,7 +112,7 @@ def test_job_of_a_cell_outlives_a_worker_and_is_followed_from_a_second_kernel(
         assert client.submit(sum, [1, 2]).result(timeout=PATIENCE_S) == 3
     with pytest.raises(PoolError, match="runs no etrain coordinator"):
         pool.nodes()
-    assert pool.down(timeout_s=5.0) == Leftovers(), "once more is no error"
+    assert pool.down(timeout_s=5.0) == Leftovers(), "a second down succeeds"
 
 
 def _names_of_ours(dask_scheduler: Any) -> list[str]:
@@ -124,7 +124,7 @@ def _plugins_of_ours(dask_worker: Any) -> tuple[str, ...]:
     return tuple(name for name in dask_worker.plugins if "etrain" in name)
 
 
-def test_scheduler_that_was_started_again_knows_no_job_and_the_job_is_resumed_there(
+def test_job_lost_by_a_restarted_scheduler_is_resumed_there(
     cluster: DaskCluster, runs: Path
 ) -> None:
     cluster.start_worker()
@@ -137,7 +137,7 @@ def test_scheduler_that_was_started_again_knows_no_job_and_the_job_is_resumed_th
     cluster.start_scheduler()
     cluster.end_workers()
     cluster.start_worker()
-    until(lambda: job.lost, "the news that the job is lost")
+    until(lambda: job.lost, "the detection that the job is lost")
     assert "runs no etrain coordinator" in job.lost
 
     said = job.resume()
@@ -149,12 +149,14 @@ def test_scheduler_that_was_started_again_knows_no_job_and_the_job_is_resumed_th
     assert job.audit().ok
 
 
-def test_nothing_of_ours_runs_before_and_after_a_job(cluster: DaskCluster, runs: Path) -> None:
+def test_no_process_or_task_of_ours_runs_before_and_after_a_job(
+    cluster: DaskCluster, runs: Path
+) -> None:
     cluster.start_worker()
     AddressPool(cluster.address).up()
     with Client(cluster.address, set_as_default=False) as client:
         (before,) = client.run(_tasks_of_ours).values()
-        assert (before, cluster.trainers()) == ((), []), "nothing beats and no spare is there"
+        assert (before, cluster.trainers()) == ((), []), "no heartbeat task and no spare trainer"
     job = submit(cluster.address)
     await_steps(job, world_size=1)
     assert cluster.trainers() != []
@@ -162,7 +164,10 @@ def test_nothing_of_ours_runs_before_and_after_a_job(cluster: DaskCluster, runs:
     assert job.wait(timeout=PATIENCE_S) == "stopped"
     until(lambda: cluster.trainers() == [], "the end of trainers and spares")
     with Client(cluster.address, set_as_default=False) as client:
-        until(lambda: set(client.run(_tasks_of_ours).values()) == {()}, "the end of beats")
+        until(
+            lambda: set(client.run(_tasks_of_ours).values()) == {()},
+            "the end of the heartbeat tasks",
+        )
     assert AddressPool(cluster.address).down(timeout_s=10.0) == Leftovers()
 
 
@@ -173,7 +178,7 @@ def _tasks_of_ours(dask_worker: Any) -> tuple[str, ...]:
     return tuple(name for name in names if "Supervisor._beat" in name)
 
 
-# --- what is installed there ---
+# --- packages installed on the cluster ---
 
 
 def without(package: str, folder: Path) -> dict[str, str]:
@@ -190,7 +195,7 @@ def without(package: str, folder: Path) -> dict[str, str]:
     return {"PYTHONPATH": str(folder)}
 
 
-def test_workers_that_lack_the_package_are_named_and_stay_whole(
+def test_workers_without_the_package_are_named_and_remain_usable_for_dask(
     cluster: DaskCluster, runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bare = without("etrain_jupyter", tmp_path / "bare")
@@ -207,15 +212,18 @@ def test_workers_that_lack_the_package_are_named_and_stay_whole(
     pool.up()
     pool.up()
     said = capsys.readouterr().out
-    assert said.count("1 of 2 workers of") == 1, "it is said once"
-    until(lambda: [n.id for n in pool.nodes() if n.state == "running"] == [fit], "the fit one")
+    assert said.count("1 of 2 workers of") == 1, "the warning is shown once"
+    until(
+        lambda: [n.id for n in pool.nodes() if n.state == "running"] == [fit],
+        "the worker with the package",
+    )
     job = submit(cluster.address)
     await_steps(job, world_size=1)
-    # One that comes later must start all the same, and the job's log tells of it.
+    # A worker that joins later must start nevertheless, and the job's log mentions it.
     late = cluster.start_worker(environment=bare)
     lines = until(
         lambda: [e.text for e in job.events() if isinstance(e, LogLine) and e.worker == late],
-        "the word of the late worker",
+        "the log line of the late worker",
     )
     assert "takes no part: ModuleNotFoundError" in lines[0]
     with Client(cluster.address, set_as_default=False) as client:
@@ -226,17 +234,17 @@ def test_workers_that_lack_the_package_are_named_and_stay_whole(
     assert pool.down(timeout_s=10.0) == Leftovers()
 
 
-def test_scheduler_that_lacks_the_package_is_refused_with_what_to_install(
+def test_scheduler_without_the_package_is_refused_with_the_install_command(
     tmp_path: Path, runs: Path
 ) -> None:
     bare = without("etrain_jupyter", tmp_path / "bare")
     with running(DaskCluster(tmp_path / "dask", environment=bare)) as cluster:
-        with pytest.raises(PoolError, match=r"cannot load etrain-jupyter .*pip install"):
+        with pytest.raises(PoolError, match=r"cannot import etrain-jupyter .*pip install"):
             AddressPool(cluster.address).up()
         assert AddressPool(cluster.address).down(timeout_s=5.0) == Leftovers()
 
 
-def test_other_version_there_is_refused(
+def test_cluster_with_another_version_is_refused(
     cluster: DaskCluster, runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster.start_worker()
@@ -244,7 +252,9 @@ def test_other_version_there_is_refused(
     pool.up()
     monkeypatch.setattr("etrain_jupyter.pools.external.pool.__version__", "9.9.9")
     monkeypatch.setattr("etrain_jupyter.pools.external.messages.__version__", "9.9.9")
-    with pytest.raises(PoolError, match=r"has etrain-jupyter 0\.\S+ and a coordinator .* 9\.9\.9"):
+    with pytest.raises(
+        PoolError, match=r"has etrain-jupyter 0\.\S+ and runs a coordinator .* 9\.9\.9"
+    ):
         pool.up()
 
 
@@ -252,7 +262,7 @@ def test_other_version_there_is_refused(
 
 
 def make_certificates(folder: Path) -> Path:
-    """Make the certificates of an authority, as an administrator would."""
+    """Create the certificates of a separate authority, as an administrator would."""
     write_certificates(folder, mint_certificates(folder.name))
     return folder
 
@@ -265,22 +275,20 @@ def files_of(folder: Path, role: str = "client") -> dict[str, str]:
     }
 
 
-def test_cluster_with_certificates_of_its_own_trains_and_lets_nobody_else_in(
+def test_cluster_with_its_own_certificates_trains_and_rejects_all_others(
     tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     certificates = make_certificates(tmp_path / "theirs")
     make_certificates(tmp_path / "strangers")
     options = {
         "ca-file": str(certificates / "ca.pem"),
-        # Dask's workers are servers and clients of each other by one certificate.
+        # Dask workers use one certificate both as servers and as clients.
         "cert": str(certificates / "worker.pem"),
         "key": str(certificates / "worker.key"),
     }
     with running(DaskCluster(tmp_path / "dask", tls=options)) as cluster:
         cluster.start_worker("--protocol", "tls")
-        pool = AddressPool.from_spec(
-            {"address": cluster.address, "tls": {**files_of(certificates), "min_version": "1.3"}}
-        )
+        pool = AddressPool(cluster.address, tls=files_of(certificates), min_version="1.3")
         address = pool.up()
         assert (address.state_dir, address.tls_dir) == ("", "")
         assert address.tls_key == str(certificates / "client.key")
@@ -289,8 +297,8 @@ def test_cluster_with_certificates_of_its_own_trains_and_lets_nobody_else_in(
         mixed = files_of(tmp_path / "strangers") | {"ca": str(certificates / "ca.pem")}
         wrong: list[tuple[AddressPool, str]] = [
             (AddressPool(cluster.address, tls=files_of(tmp_path / "strangers")), "not signed by"),
-            (AddressPool(cluster.address, tls=mixed), "may not accept our certificate"),
-            (AddressPool(cluster.address.replace("tls", "tcp")), "may want TLS"),
+            (AddressPool(cluster.address, tls=mixed), "may reject the certificate"),
+            (AddressPool(cluster.address.replace("tls", "tcp")), "may require TLS"),
             (AddressPool(cluster.address), "needs certificates"),
         ]
         for stranger, words in wrong:
@@ -306,31 +314,31 @@ def test_cluster_with_certificates_of_its_own_trains_and_lets_nobody_else_in(
         assert job.wait(timeout=PATIENCE_S) == "stopped"
 
 
-# --- a scheduler that is not there ---
+# --- unreachable schedulers ---
 
 
-def test_address_where_nobody_answers_is_told_apart_and_has_nothing_of_ours(
+def test_unreachable_addresses_are_distinguished_and_need_no_clean_up(
     cluster: DaskCluster, runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said: list[str] = []
-    AddressPool(cluster.address, say=said.append).up()
-    assert said == [
-        f"{cluster.address} has no worker now. Whoever made it starts them; jobs wait until some "
-        "are there."
+    shown: list[str] = []
+    AddressPool(cluster.address, notify=shown.append).up()
+    assert shown == [
+        f"{cluster.address} has no workers yet. Jobs wait until you start some, for example with "
+        "`dask worker`."
     ]
     monkeypatch.setattr("etrain_jupyter.pools.external.pool.CONNECT_S", 1.0)
-    tls = AddressPool.from_spec(
-        {
-            "address": cluster.address.replace("tcp", "tls"),
-            "tls": files_of(make_certificates(runs.parent / "ours")),
-        }
+    tls = AddressPool(
+        cluster.address.replace("tcp", "tls"),
+        tls=files_of(make_certificates(runs.parent / "ours")),
     )
-    with pytest.raises(PoolError, match=r"does not speak TLS.*Write tcp://"):
+    with pytest.raises(PoolError, match=r"does not use TLS.*Write tcp://"):
         tls.up()
 
     cluster.kill("scheduler")
     pool = AddressPool(cluster.address)
-    with pytest.raises(PoolError, match=r"nobody listens at tcp://.*Start the scheduler there"):
+    with pytest.raises(
+        PoolError, match=r"no scheduler is listening at tcp://.*Start the scheduler there"
+    ):
         pool.up()
     assert pool.down(timeout_s=5.0) == Leftovers()
     with pytest.raises(PoolError, match="cannot be reached from this machine"):

@@ -1,4 +1,4 @@
-"""What goes wrong between a spot cluster and AWS: what the system does, and what a user reads."""
+"""AWS failures of a spot cluster: reactions of the system and messages for the user."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ LAUNCHING = (
     "DescribeSpotPriceHistory",
     "CreateFleet",
 )
-"""What EC2 is asked for on the way to a machine."""
+"""EC2 actions that a launch calls."""
 
 
-# --- before anything is launched, in the cell ---
+# --- before the launch, in the cell ---
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ LAUNCHING = (
         (
             ApiFault(service="", code="AuthFailure"),
             {},
-            ("does not know these credentials", "~/.aws"),
+            ("does not accept these credentials", "~/.aws"),
         ),
         (
             ApiFault(service="", code="ExpiredToken"),
@@ -88,7 +88,7 @@ LAUNCHING = (
         "no-profile",
     ],
 )
-def test_cell_says_what_is_wrong_and_nothing_is_left(
+def test_cell_reports_the_problem_and_nothing_is_left(
     cloud: FakeAws,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -111,14 +111,14 @@ def test_cell_says_what_is_wrong_and_nothing_is_left(
     assert [found for found in (tmp_path / "state").glob("*") if found.is_dir()] == []
 
 
-# --- while machines are launched ---
+# --- during a launch ---
 
 
 @pytest.mark.parametrize("code", ["RequestLimitExceeded", "InternalError", "Unavailable"])
-async def test_trouble_with_every_request_delays_the_nodes_and_no_more(
+async def test_errors_of_every_request_only_delay_the_nodes(
     open_head: Any, cloud: FakeAws, code: str
 ) -> None:
-    # Beside throttling boto3 slows all that it asks down, for longer with each error.
+    # After throttling, boto3 slows down all its requests, more with each error.
     count = 1 if code == "RequestLimitExceeded" else 2
     cloud.set_faults(*(ApiFault(action=action, code=code, count=count) for action in LAUNCHING))
     head = await open_head()
@@ -131,9 +131,7 @@ async def test_trouble_with_every_request_delays_the_nodes_and_no_more(
     assert (head.gone, head.halts) == ({}, [])
 
 
-async def test_ec2_that_does_not_answer_for_long_leaves_the_nodes_alone_and_says_so(
-    open_head: Any, cloud: FakeAws
-) -> None:
+async def test_long_ec2_outage_keeps_the_nodes_and_warns(open_head: Any, cloud: FakeAws) -> None:
     head = await open_head()
     head.nodes.want(1, reason="test")
     await head.until(head.running)
@@ -141,8 +139,8 @@ async def test_ec2_that_does_not_answer_for_long_leaves_the_nodes_alone_and_says
     head.nodes.want(2, reason="test")
     await head.until(lambda: head.warnings)
 
-    assert "EC2 cannot be asked" in head.warnings[0]
-    assert "Nodes run on; it is tried again" in head.warnings[0]
+    assert "EC2 cannot be reached" in head.warnings[0]
+    assert "Nodes keep running; the next check retries" in head.warnings[0]
     assert (len(head.living()), head.gone, head.halts) == (1, {}, [])
 
     cloud.set_faults()
@@ -150,7 +148,7 @@ async def test_ec2_that_does_not_answer_for_long_leaves_the_nodes_alone_and_says
     assert len(head.launched()) == 2
 
 
-async def test_launch_that_is_throttled_for_long_is_one_launch_and_is_told(
+async def test_long_throttled_launch_warns_and_launches_once(
     open_head: Any, cloud: FakeAws
 ) -> None:
     head = await open_head()
@@ -164,7 +162,7 @@ async def test_launch_that_is_throttled_for_long_is_one_launch_and_is_told(
     assert len(head.launched()) == 2
 
 
-async def test_no_capacity_anywhere_is_told_at_once_with_what_comes_next(
+async def test_missing_capacity_warns_immediately_with_the_next_attempt(
     open_head: Any, cloud: FakeAws
 ) -> None:
     cloud.set_capacity(0)
@@ -177,12 +175,12 @@ async def test_no_capacity_anywhere_is_told_at_once_with_what_comes_next(
     assert "g5.xlarge" in text
     assert "g6.xlarge" in text
     assert "The next attempt is in 1" in text  # fifteen seconds, less what has passed
-    assert "Training goes on when it has" in text
+    assert "Training continues when it has" in text
     assert "capacity.on_demand.max" in text
     assert (head.launched(), head.halts) == ([], [])
 
 
-async def test_capacity_that_comes_is_taken(
+async def test_new_capacity_is_used(
     open_head: Any, cloud: FakeAws, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("etrain_jupyter.pools.ec2.fleet_state.FIRST_BACK_OFF_S", 0.5)
@@ -205,7 +203,7 @@ async def test_capacity_that_comes_is_taken(
         ("InvalidAMIID.NotFound", ("no such image", "Correct image.ami")),
     ],
 )
-async def test_refused_launch_is_told_with_what_to_do(
+async def test_refused_launch_warns_with_the_remedy(
     open_head: Any, cloud: FakeAws, code: str, words: tuple[str, ...]
 ) -> None:
     head = await open_head()
@@ -218,7 +216,7 @@ async def test_refused_launch_is_told_with_what_to_do(
     assert head.launched() == []
 
 
-async def test_launches_that_are_never_allowed_end_the_trying(
+async def test_repeatedly_denied_launches_halt_the_pool(
     open_head: Any, cloud: FakeAws, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("etrain_jupyter.pools.ec2.fleet_state.FIRST_BACK_OFF_S", 0.1)
@@ -227,18 +225,18 @@ async def test_launches_that_are_never_allowed_end_the_trying(
     head.nodes.want(1, reason="test")
     await head.until(lambda: head.halts)
 
-    assert "refused 3 launches in a row. No more are tried." in head.halts[0]
+    assert "refused 3 launches in a row. No more are attempted." in head.halts[0]
     assert "%etrain pools policy" in head.halts[0]
     assert cloud.calls()["ec2.CreateFleet"] == 3
 
 
-# --- while they run ---
+# --- while nodes run ---
 
 
-async def test_credentials_that_expire_are_told_and_read_again_when_renewed(
+async def test_expired_credentials_warn_and_renewed_ones_are_reloaded(
     open_head: Any, cloud: FakeAws, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = tmp_path / "aws_credentials"  # where the fixture points boto3
+    file = tmp_path / "aws_credentials"  # the file that the fixture sets for boto3
     keys = "[default]\naws_access_key_id = {}\naws_secret_access_key = testing\n"
     file.write_text(keys.format("AKIAOLD"))
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
@@ -265,7 +263,7 @@ async def test_credentials_that_expire_are_told_and_read_again_when_renewed(
 
 
 @pytest.mark.parametrize("skew_s", [600, -600])
-async def test_clock_of_aws_ten_minutes_off_neither_ends_nor_keeps_nodes(
+async def test_clock_skew_of_ten_minutes_neither_ends_nor_extends_the_lease(
     open_head: Any, cloud: FakeAws, skew_s: float
 ) -> None:
     cloud.set_clock_skew(skew_s)
@@ -277,7 +275,7 @@ async def test_clock_of_aws_ten_minutes_off_neither_ends_nor_keeps_nodes(
         cloud.wait_until, lambda: "the scheduler is at" in cloud.console(node), within_s=PATIENCE_S
     )
     renewals = head.nodes._reconciler._renewals
-    # Renewed every quarter of the time that it holds.
+    # The head renews the lease four times per lease duration.
     await head.until(lambda: head.nodes._reconciler._renewals >= renewals + 5)
     assert head.living() == [node]
 

@@ -1,4 +1,4 @@
-"""The control plane of ``aws-spot`` against the fake cloud, with stand-ins for who joins."""
+"""Control plane of ``aws-spot`` on the fake cloud, with simulated worker connections."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import pytest
 
 from etrain_jupyter.errors import PoolError
 from etrain_jupyter.pools.ec2.ec2_api import Clients
-from etrain_jupyter.process.cluster_dir import ClusterDir, LocalSettings
+from etrain_jupyter.process.cluster_dir import ClusterDir
+from etrain_jupyter.process.cluster_settings import ClusterSettings
 from etrain_jupyter.process.tls import mint_certificates, write_certificates
 from etrain_jupyter.testing.fakeaws import ApiFault, FakeAws
 from tests.integration.aws_head import *  # noqa: F403
@@ -20,7 +21,7 @@ from tests.integration.aws_head import make_head, make_spec
 pytestmark = pytest.mark.aws
 
 
-async def test_lists_that_lag_bring_no_machine_twice(open_head: Any, cloud: FakeAws) -> None:
+async def test_lagging_api_lists_launch_no_machine_twice(open_head: Any, cloud: FakeAws) -> None:
     cloud.set_lag(6)
     head = await open_head()
     head.nodes.want(2, reason="test")
@@ -30,7 +31,7 @@ async def test_lists_that_lag_bring_no_machine_twice(open_head: Any, cloud: Fake
     assert cloud.calls()["ec2.CreateFleet"] == 1
 
 
-async def test_throttling_and_lost_answers_bring_no_machine_twice(
+async def test_throttling_and_lost_replies_launch_no_machine_twice(
     open_head: Any, cloud: FakeAws
 ) -> None:
     head = await open_head()
@@ -45,7 +46,7 @@ async def test_throttling_and_lost_answers_bring_no_machine_twice(
     assert len(head.launched()) == 2
 
 
-async def test_without_capacity_it_waits_says_so_and_then_pays_for_on_demand(
+async def test_without_capacity_the_pool_warns_waits_and_then_launches_on_demand(
     open_head: Any, cloud: FakeAws
 ) -> None:
     cloud.set_capacity(0)
@@ -53,17 +54,17 @@ async def test_without_capacity_it_waits_says_so_and_then_pays_for_on_demand(
     head = await open_head(capacity=keys)
     head.nodes.want(2, reason="test")
     await head.until(head.running)
-    # On a busy machine the second is over before the first answer: then the words come after.
+    # On a busy machine, the 1 s can pass before the first reply; then the warning comes later.
     await head.until(lambda: any("EC2 has no capacity for" in text for text in head.warnings))
 
     (node,) = head.nodes.nodes()
     assert (node["lifecycle"], node["price_usd_per_h"]) == ("on-demand", 1.006)
     told = " ".join(head.warnings)
     assert "At most 1 come on demand after 1 s of it" in told
-    assert "1 node of g5.xlarge asked for on demand, at the full price" in told
+    assert "requesting 1 node of g5.xlarge on demand, at the full price" in told
 
 
-async def test_nodes_that_never_boot_stop_the_buying(open_head: Any, cloud: FakeAws) -> None:
+async def test_nodes_that_never_boot_halt_the_launches(open_head: Any, cloud: FakeAws) -> None:
     account = cloud.make_account()
     broken = {"ami": account.image, "setup": ["echo no such driver", "shutdown -h now"]}
     head = await open_head(image=broken)
@@ -71,12 +72,14 @@ async def test_nodes_that_never_boot_stop_the_buying(open_head: Any, cloud: Fake
     head.nodes.want(1, reason="test")
     await head.until(lambda: head.halts)
 
-    assert "3 nodes in a row never said hello" in head.halts[0]
+    assert "3 nodes in a row never connected" in head.halts[0]
     assert "no such driver" in head.halts[0]
     assert len(head.launched()) == 3
 
 
-async def test_dead_machine_is_told_at_once_and_replaced(open_head: Any, cloud: FakeAws) -> None:
+async def test_dead_machine_is_reported_immediately_and_replaced(
+    open_head: Any, cloud: FakeAws
+) -> None:
     head = await open_head()
     head.nodes.want(2, reason="test")
     await head.until(lambda: len(head.running()) == 2)
@@ -84,7 +87,7 @@ async def test_dead_machine_is_told_at_once_and_replaced(open_head: Any, cloud: 
     cloud.preempt(first, silent=True)
     await head.until(lambda: first in head.gone)
 
-    assert "EC2 took the spot machine back" in head.gone[first]
+    assert "EC2 reclaimed the spot machine" in head.gone[first]
     await head.until(lambda: len(head.running()) == 2)
     assert second in head.running()
     costs = {cost.node_id: cost for cost in head.nodes.costs()}
@@ -92,7 +95,7 @@ async def test_dead_machine_is_told_at_once_and_replaced(open_head: Any, cloud: 
     assert costs[second].on_demand_usd > costs[second].spent_usd > 0.0
 
 
-async def test_noticed_machine_gets_a_replacement_beyond_max_and_is_left_to_ec2(
+async def test_noticed_machine_is_replaced_beyond_max_and_left_to_ec2(
     open_head: Any, cloud: FakeAws
 ) -> None:
     head = await open_head(workers={"max": 2})
@@ -102,20 +105,20 @@ async def test_noticed_machine_gets_a_replacement_beyond_max_and_is_left_to_ec2(
     deadline = cloud.instances()[0].launched_at + 1000
     head.nodes.note_notice(old, kind="interruption", deadline=deadline)
     await head.until(lambda: len(head.running()) == 3)
-    cloud.set_faults()  # counts begin anew
+    cloud.set_faults()  # resets the call counts
     head.nodes.release(old, drain_s=0.0)
     await head.until(lambda: cloud.calls().get("ec2.DescribeInstances", 0) >= 5)
     assert len(head.living()) == 3
     cloud.preempt(old, silent=True)
     await head.until(lambda: old in head.gone)
 
-    assert "EC2 took the spot machine back" in head.gone[old]
+    assert "EC2 reclaimed the spot machine" in head.gone[old]
     assert len(head.living()) == 2
     cost = next(cost for cost in head.nodes.costs() if cost.node_id == old)
     assert cost.spent_usd < 0.001
 
 
-async def test_machine_that_is_told_to_power_off_is_not_left_to_ec2(
+async def test_noticed_machine_with_first_hour_power_off_is_terminated(
     open_head: Any, cloud: FakeAws
 ) -> None:
     head = await open_head(interruption={"drain": "1 s", "first_hour": "power-off"})
@@ -131,7 +134,9 @@ async def test_machine_that_is_told_to_power_off_is_not_left_to_ec2(
     assert head.gone[old] == "released"
 
 
-async def test_node_that_refuses_is_ended_with_its_reason(open_head: Any, cloud: FakeAws) -> None:
+async def test_node_that_refuses_to_join_is_terminated_with_its_reason(
+    open_head: Any, cloud: FakeAws
+) -> None:
     head = await open_head(lifetime={"max_boot_failures": 2, "linger": "0.2 s"})
     head.is_serving = False
     head.nodes.want(1, reason="test")
@@ -141,20 +146,20 @@ async def test_node_that_refuses_is_ended_with_its_reason(open_head: Any, cloud:
 
     def refuse() -> bool:
         for one in set(head.living()) - refused:
-            told = json.dumps({"state": "refused", "error": "torch 2.6 there, 2.7 here"})
-            bucket.put(f"{home}/{one}.json", told.encode(), "test")
+            report = json.dumps({"state": "refused", "error": "torch 2.6 there, 2.7 here"})
+            bucket.put(f"{home}/{one}.json", report.encode(), "test")
             refused.add(one)
         return bool(head.halts)
 
     await head.until(refuse)
 
     assert "torch 2.6 there, 2.7 here" in head.warnings[0]
-    assert "2 nodes in a row never said hello" in head.halts[0]
+    assert "2 nodes in a row never connected" in head.halts[0]
     assert len(head.launched()) == 2
     await head.until(lambda: not head.living())
 
 
-async def test_prices_that_rise_above_max_hourly_give_notice_to_the_jobs(
+async def test_prices_above_max_hourly_give_the_jobs_a_notice(
     open_head: Any, cloud: FakeAws
 ) -> None:
     cloud.set_price(0.5)
@@ -168,7 +173,7 @@ async def test_prices_that_rise_above_max_hourly_give_notice_to_the_jobs(
     thread = head.nodes._reconciler
     assert thread is not None
     cloud.set_price(0.8)
-    thread._prices.fetched_at = 1.0  # as if prices were old
+    thread._prices.fetched_at = 1.0  # as if the prices were stale
     await head.until(lambda: len(head.gone) == 1)
 
     assert set(head.gone) == set(notices)
@@ -176,14 +181,16 @@ async def test_prices_that_rise_above_max_hourly_give_notice_to_the_jobs(
     assert any("prices have risen" in text for text in head.warnings)
 
 
-async def test_lease_is_renewed_and_says_where_the_head_is(open_head: Any, cloud: FakeAws) -> None:
+async def test_lease_is_renewed_and_contains_the_scheduler_address(
+    open_head: Any, cloud: FakeAws
+) -> None:
     head = await open_head(lifetime={"lease_ttl": "2 s"})
     bucket = Clients(make_spec(cloud)).bucket
     key = f"clusters/{head.nodes._dir.cluster_id}/lease.json"
 
     def lease() -> dict[str, Any]:
-        told: dict[str, Any] = json.loads(bucket.get(key, "test") or b"{}")
-        return told
+        lease_record: dict[str, Any] = json.loads(bucket.get(key, "test") or b"{}")
+        return lease_record
 
     await head.until(lambda: lease()["renewals"] >= 3)
 
@@ -191,7 +198,7 @@ async def test_lease_is_renewed_and_says_where_the_head_is(open_head: Any, cloud
     assert lease()["scheduler"] == "tls://127.0.0.1:1"
 
 
-async def test_released_and_surplus_machines_end_when_no_job_uses_them(
+async def test_released_and_surplus_machines_terminate_when_no_job_uses_them(
     open_head: Any, cloud: FakeAws
 ) -> None:
     head = await open_head()
@@ -202,7 +209,7 @@ async def test_released_and_surplus_machines_end_when_no_job_uses_them(
     head.nodes.want(2, reason="test")
     await head.until(lambda: set(head.living()) == {one, two})
     head.nodes.release(one, drain_s=1000.0)
-    await head.until(lambda: len(head.living()) == 3)  # the next one is here before it leaves
+    await head.until(lambda: len(head.living()) == 3)  # the replacement joins before the release
     assert one in head.living()
     head.busy = {two}
     await head.until(lambda: {one, three} <= set(head.gone))
@@ -212,12 +219,14 @@ async def test_released_and_surplus_machines_end_when_no_job_uses_them(
     await head.until(lambda: two in head.gone)
 
 
-@pytest.mark.timeout(240)  # a minute is owed for each machine at once, and only then the cost grows
-async def test_budget_is_not_exceeded_and_ends_the_machines(
+@pytest.mark.timeout(
+    240
+)  # each machine is charged for a minute first, so the cost grows only after that
+async def test_budget_is_not_exceeded_and_terminates_the_machines(
     open_head: Any, cloud: FakeAws, cluster_dir: ClusterDir
 ) -> None:
     cloud.set_price(36.0)
-    # Each of them costs 0.60 at least: a minute.
+    # Each machine costs at least $0.60, the charge for one minute.
     head = await open_head(budget={"max_total": 1.25})
     head.nodes.want(4, reason="test")
     await head.until(lambda: head.halts)
@@ -228,14 +237,14 @@ async def test_budget_is_not_exceeded_and_ends_the_machines(
     assert cloud.bill().usd <= 1.25
 
 
-async def test_next_head_adopts_what_the_one_before_has_left(
+async def test_next_head_adopts_the_machines_of_a_killed_head(
     open_head: Any, cloud: FakeAws, cluster_dir: ClusterDir
 ) -> None:
     first = await open_head()
     first.nodes.want(2, reason="test")
     await first.until(lambda: len(first.running()) == 2)
     old = first.running()
-    await asyncio.to_thread(first.nodes._reconciler.stop)  # as SIGKILL does, without farewell
+    await asyncio.to_thread(first.nodes._reconciler.stop)  # without clean-up, like SIGKILL
     second = await open_head()
     second.nodes.want(2, reason="test")
     await second.until(lambda: second.running() == old)
@@ -250,12 +259,12 @@ async def test_next_head_adopts_what_the_one_before_has_left(
     assert (lease["num_lives"], lease["scheduler"]) == (2, "tls://127.0.0.1:1")
 
 
-async def test_two_clusters_leave_each_other_alone(
+async def test_two_clusters_do_not_affect_each_other(
     open_head: Any, cloud: FakeAws, tmp_path: Path
 ) -> None:
     one = await open_head()
     (tmp_path / "other").mkdir()
-    other_dir = ClusterDir.create(tmp_path / "other", LocalSettings())
+    other_dir = ClusterDir.create(tmp_path / "other", ClusterSettings())
     write_certificates(other_dir.tls, mint_certificates(other_dir.cluster_id))
     two = make_head(cloud, other_dir, make_spec(cloud))
     await two.nodes.start("tls://127.0.0.1:2")
@@ -269,7 +278,7 @@ async def test_two_clusters_leave_each_other_alone(
     assert cloud.leftovers(other_dir.cluster_id) == {}
 
 
-async def test_ledger_agrees_with_the_bill_and_outlives_the_cluster(
+async def test_ledger_equals_the_bill_and_outlives_the_cluster(
     cloud: FakeAws, cluster_dir: ClusterDir
 ) -> None:
     spec = make_spec(cloud)
@@ -284,13 +293,13 @@ async def test_ledger_agrees_with_the_bill_and_outlives_the_cluster(
 
     bill = cloud.bill()
     kept = Clients(spec).bucket.get(f"ledgers/{cluster_dir.cluster_id}.json", "test")
-    told = json.loads(kept or b"")
-    assert {row["id"] for row in told["rows"]} == {row.instance_id for row in bill.rows}
-    assert all(row["ended_at"] for row in told["rows"])
-    assert told["spent_usd"] - told["volumes_usd"] == pytest.approx(bill.compute_usd, rel=0.05)
-    assert told["waived_usd"] > 0
-    # What the head last shows of it is the same.
-    assert sum(cost.spent_usd for cost in head.nodes.costs()) == pytest.approx(told["spent_usd"])
+    ledger = json.loads(kept or b"")
+    assert {row["id"] for row in ledger["rows"]} == {row.instance_id for row in bill.rows}
+    assert all(row["ended_at"] for row in ledger["rows"])
+    assert ledger["spent_usd"] - ledger["volumes_usd"] == pytest.approx(bill.compute_usd, rel=0.05)
+    assert ledger["waived_usd"] > 0
+    # The head's final costs are the same.
+    assert sum(cost.spent_usd for cost in head.nodes.costs()) == pytest.approx(ledger["spent_usd"])
     assert not any(cost.is_alive for cost in head.nodes.costs())
 
 
@@ -303,7 +312,7 @@ async def test_ledger_agrees_with_the_bill_and_outlives_the_cluster(
     ],
     ids=lambda value: value if isinstance(value, str) else value.code,
 )
-async def test_what_aws_refuses_is_told_before_anything_is_launched(
+async def test_requests_that_aws_refuses_are_reported_before_any_launch(
     cloud: FakeAws, cluster_dir: ClusterDir, fault: ApiFault, words: str
 ) -> None:
     head = make_head(cloud, cluster_dir, make_spec(cloud))
@@ -317,7 +326,7 @@ async def test_what_aws_refuses_is_told_before_anything_is_launched(
     assert head.launched() == []
 
 
-async def test_profile_that_is_not_there_halts_with_what_to_do(
+async def test_missing_instance_profile_warns_with_the_remedy(
     open_head: Any, cloud: FakeAws
 ) -> None:
     head = await open_head()
@@ -325,5 +334,5 @@ async def test_profile_that_is_not_there_halts_with_what_to_do(
     head.nodes.want(1, reason="test")
     await head.until(lambda: head.warnings)
 
-    assert "Make it with what `%etrain pools policy` prints" in head.warnings[0]
+    assert "Create it with the policy that `%etrain pools policy` prints" in head.warnings[0]
     assert head.launched() == []

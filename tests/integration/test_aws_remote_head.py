@@ -1,4 +1,4 @@
-"""A head with a machine of its own: reached directly or by a tunnel, ended, lost, too late."""
+"""A head on its own EC2 machine: direct access, SSM tunnel, shutdown, loss and failed start."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MakePool = Callable[..., AwsSpotPool]
 
 @pytest.fixture
 def account(cloud: FakeAws, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Account:
-    """Give an account with both roles, and no state of this machine's user."""
+    """Provide an account with both roles and a state directory for the test."""
     monkeypatch.setenv("ETRAIN_STATE", str(tmp_path / "state"))
     monkeypatch.chdir(tmp_path)
     cloud.make_account(role="etrain-head")
@@ -50,7 +50,7 @@ def account(cloud: FakeAws, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def make_pool(account: Account, tmp_path: Path) -> MakePool:
-    """Give what writes pools.yaml and returns the pool of it."""
+    """Provide a function that writes pools.yaml and returns its pool."""
 
     def make(**changes: Any) -> AwsSpotPool:
         keys = {
@@ -62,7 +62,7 @@ def make_pool(account: Account, tmp_path: Path) -> MakePool:
             "tick": "1 s",
             "capacity": "{types: [g5.xlarge]}",
             "image": f"{{ami: {account.image}, python: {sys.executable}}}",
-            # A minute of these machines is a second.
+            # A minute of these machines takes one second.
             "lifetime": "{lease_ttl: 8 s, boot: 60 min, linger: 2 s}",
             **changes,
         }
@@ -85,7 +85,7 @@ def running(cloud: FakeAws, role: str) -> list[str]:
     return [one.instance_id for one in found if one.tags.get("etrain:role") == role]
 
 
-def test_job_trains_under_a_head_of_its_own_and_nothing_is_left(
+def test_job_trains_with_a_remote_head_and_down_leaves_nothing(
     cloud: FakeAws, make_pool: MakePool
 ) -> None:
     pool = make_pool()
@@ -95,12 +95,12 @@ def test_job_trains_under_a_head_of_its_own_and_nothing_is_left(
     assert job.cost().spent_usd > 0
     assert len(running(cloud, "head")) == 1
 
-    assert pool.up() == get_pool("spot").up(), "another kernel finds it"
+    assert pool.up() == get_pool("spot").up(), "another kernel finds the same head"
     assert not pool.down(timeout_s=PATIENCE_S)
     assert cluster_dirs() == []
 
 
-def test_scheduler_that_sees_no_folder_of_this_machine_gets_no_job_of_one(
+def test_remote_head_refuses_a_job_with_a_local_run_store(
     cloud: FakeAws, make_pool: MakePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_pool()
@@ -113,7 +113,7 @@ def test_scheduler_that_sees_no_folder_of_this_machine_gets_no_job_of_one(
     assert cloud.instances() == []
 
 
-def test_machines_end_when_their_head_is_lost_and_the_next_up_starts_afresh(
+def test_machines_terminate_after_the_loss_of_their_head_and_up_starts_a_new_cluster(
     cloud: FakeAws, make_pool: MakePool
 ) -> None:
     pool = make_pool()
@@ -129,7 +129,7 @@ def test_machines_end_when_their_head_is_lost_and_the_next_up_starts_afresh(
     assert not pool.down(timeout_s=PATIENCE_S)
 
 
-def test_head_that_never_serves_is_removed_and_its_console_is_shown(
+def test_head_that_fails_to_start_is_removed_and_its_console_is_shown(
     cloud: FakeAws, make_pool: MakePool, account: Account
 ) -> None:
     image = f"{{ami: {account.image}, python: /nowhere/python}}"
@@ -161,10 +161,10 @@ async def main():
     await server.serve_forever()
 asyncio.run(main())
 """
-"""In place of the AWS command line's ``ssm start-session`` with a port forward."""
+"""Stand-in for ``aws ssm start-session`` with port forwarding."""
 
 
-def test_machine_outside_the_network_reaches_its_head_through_a_tunnel(
+def test_client_outside_the_network_reaches_the_head_through_an_ssm_tunnel(
     cloud: FakeAws, make_pool: MakePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = tmp_path / "bin" / "aws"
@@ -180,11 +180,11 @@ def test_machine_outside_the_network_reaches_its_head_through_a_tunnel(
     tunnel = json.loads((cluster.path / "tunnel.json").read_text())
 
     os.kill(tunnel["pid"], signal.SIGKILL)
-    assert pool.up() == address, "it is opened again, at the same port"
+    assert pool.up() == address, "the tunnel is reopened at the same port"
     assert not pool.down(timeout_s=PATIENCE_S)
 
 
-def test_tunnel_without_the_command_line_says_what_to_install(
+def test_tunnel_without_the_aws_command_line_names_the_missing_program(
     cloud: FakeAws, make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("etrain_jupyter.pools.ec2.client.tunnel.shutil.which", lambda _: None)

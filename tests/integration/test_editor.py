@@ -1,4 +1,4 @@
-"""Tab, Shift-Tab and ``?`` as a front end sends them to a real kernel."""
+"""Completion and inspection requests of a front end (Tab, Shift-Tab) to a real kernel."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TYPES = "_jupyter_types_experimental"
 
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
-    """A kernel with some names and one job in its run store; no cluster."""
+    """Provide a kernel with some names and one job in its run store, without a cluster."""
     folder = tmp_path_factory.mktemp("editor")
     job = folder / "runs" / "digits-0a1b2c3d"
     job.mkdir(parents=True)
@@ -38,13 +38,13 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
 
 
 def cut(marked: str) -> tuple[str, int]:
-    """Return a text without its ``|``, and where that was."""
+    """Return a text without its ``|``, and the position of the ``|``."""
     cursor = marked.index("|")
     return marked[:cursor] + marked[cursor + 1 :], cursor
 
 
 def completed(kernel: Notebook, marked: str) -> list[tuple[str, str]]:
-    """Return the text before the cursor with each completion in its place, and its type."""
+    """Return the line up to the cursor with each completion applied, and its type."""
     text, cursor = cut(marked)
     reply = kernel.complete(text, cursor)
     assert reply["status"] == "ok"
@@ -84,13 +84,13 @@ def explained(kernel: Notebook, marked: str) -> dict[str, Any]:
         (HEAD + "# im|", []),
     ],
 )  # fmt: skip
-def test_tab_offers_what_may_stand_there_and_nothing_else(
+def test_tab_offers_exactly_the_valid_completions(
     kernel: Notebook, marked: str, expected: list[tuple[str, str]]
 ) -> None:
     assert completed(kernel, marked) == expected
 
 
-def test_tab_in_other_cells_is_ipythons(kernel: Notebook) -> None:
+def test_tab_in_other_cells_uses_ipython(kernel: Notebook) -> None:
     assert ("samples", "instance") in completed(kernel, "sampl|")
 
 
@@ -104,16 +104,18 @@ def test_tab_in_other_cells_is_ipythons(kernel: Notebook) -> None:
         (HEAD + "model: unknown|", "**model** — Python expression"),
     ],
 )
-def test_shift_tab_explains_words_of_ours(kernel: Notebook, marked: str, begins: str) -> None:
+def test_shift_tab_explains_etrain_keys_and_commands(
+    kernel: Notebook, marked: str, begins: str
+) -> None:
     assert explained(kernel, marked)["text/markdown"].startswith(begins)
 
 
-def test_shift_tab_on_a_name_shows_pythons_help(kernel: Notebook) -> None:
+def test_shift_tab_on_a_name_shows_its_python_help(kernel: Notebook) -> None:
     assert "A small net." in explained(kernel, HEAD + "model: N|et(hidden=3)")["text/plain"]
     assert "how many" in explained(kernel, HEAD + "metrics: {a: accu|racy}")["text/plain"]
 
 
-def test_shift_tab_in_other_cells_is_ipythons(kernel: Notebook) -> None:
+def test_shift_tab_in_other_cells_uses_ipython(kernel: Notebook) -> None:
     assert "A small net." in explained(kernel, "Ne|t()")["text/plain"]
     assert explained(kernel, "compres|sion: bf16") == {}
 
@@ -125,7 +127,7 @@ def test_help_starts_nothing(kernel: Notebook) -> None:
     assert kernel.run("%etrain ls").text.count("digits") == 1
 
 
-def test_without_the_extension_the_kernel_answers_as_ever(kernel: Notebook) -> None:
+def test_unloading_the_extension_restores_ipythons_completion(kernel: Notebook) -> None:
     assert kernel.run("%unload_ext etrain_jupyter").status == "ok"
     try:
         assert explained(kernel, HEAD + "compres|sion: bf16") == {}

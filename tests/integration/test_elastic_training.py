@@ -1,4 +1,4 @@
-"""The engine with real processes: kills, notices, joins, and what must hold afterwards."""
+"""Elastic training on a real local pool: kills, notices, joins, and the invariants after them."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from etrain_jupyter.log.events import (
     WorkerLost,
 )
 from etrain_jupyter.notebook.commands.other_jobs import find_pools, look_around
-from etrain_jupyter.notebook.job.run_store import open_runs
+from etrain_jupyter.notebook.job.runs import open_runs
 from etrain_jupyter.notebook.job.training_job import TrainingJob
 from etrain_jupyter.testing.invariants import assert_invariants
 from tests.integration.conftest import until
 
-pytestmark = pytest.mark.timeout(400)  # real processes, and machines that do other things too
+pytestmark = pytest.mark.timeout(400)  # real processes on a machine that may be busy
 
 NUM_SAMPLES, BATCH = 100, 16  # the last step of an epoch has 4 samples
 
@@ -56,7 +56,7 @@ class Net(nn.Module):
 
 
 class Plain(nn.Module):
-    """Without BatchNorm: the mathematics does not depend on the number of ranks at all."""
+    """Model without BatchNorm, so the result does not depend on the number of ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Plain(nn.Module):
 
 
 SLOW = Path(tempfile.mkdtemp()) / "slow"
-"""While this file is there, steps take time, but leave the processor to the others."""
+"""While this file exists, steps are slow but use no CPU time."""
 
 
 def slow_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -78,7 +78,7 @@ def slow_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture(autouse=True)
 def slow() -> Iterator[None]:
-    """Let steps be slow until a test lets its job finish."""
+    """Make steps slow until ``finish`` is called."""
     SLOW.touch()
     yield
     SLOW.unlink(missing_ok=True)
@@ -112,7 +112,7 @@ def body(**changes: Any) -> dict[str, Any]:
 
 
 def steps_on(job: TrainingJob, count: int = 5) -> None:
-    """Wait until the job has made some more steps."""
+    """Wait until the job has completed ``count`` more steps."""
     goal = job.step + count
     until(lambda: job.step >= goal or job.status in TERMINAL_STATUSES, f"step {goal}")
     job.raise_for_status()
@@ -140,7 +140,7 @@ def rank(job: TrainingJob, number: int) -> dict[str, Any]:
     return next(w for w in job.workers() if w["rank"] == number)
 
 
-def test_kills_at_four_ranks_leave_the_survivors_processes_and_every_sample_alone(submit):
+def test_kills_restart_no_survivor_and_lose_no_sample(submit):
     job = submit(**body(workers={"min": 1, "max": 4}, epochs=300))
     full(job, 4)
     for victim in ("trainer of rank 0", "trainer of rank 2", "Dask worker of rank 1"):
@@ -160,8 +160,8 @@ def test_kills_at_four_ranks_leave_the_survivors_processes_and_every_sample_alon
     assert len({e.step for e in found(job, StepUndone)}) <= 3
 
 
-def test_uneven_shares_train_the_same_mathematics_as_one_rank(submit):
-    """3 ranks share 16 samples as 6, 5, 5 and the last 4 of an epoch as 2, 2, 0."""
+def test_uneven_shares_give_the_same_losses_as_one_rank(submit):
+    """Three ranks share 16 samples as 6, 5, 5, and the last 4 of an epoch as 2, 2, 0."""
     keys = {"model": Plain, "epochs": 4, "loss": F.cross_entropy}
     data = {"train": make_data}
     alone = submit(**body(**keys, data=data, workers={"min": 1, "max": 1}))
@@ -177,7 +177,7 @@ def test_uneven_shares_train_the_same_mathematics_as_one_rank(submit):
     assert list(a) == pytest.approx(list(b), abs=1e-5)
 
 
-def test_ranks_without_a_sample_take_part_and_count_for_nothing(submit):
+def test_ranks_without_a_sample_do_not_change_the_losses(submit):
     """The last step of an epoch has 1 sample for 3 ranks."""
     x, y = make_data()
     keys = {
@@ -193,7 +193,7 @@ def test_ranks_without_a_sample_take_part_and_count_for_nothing(submit):
     assert list(alone.history()["loss"]) == pytest.approx(list(three.history()["loss"]), abs=1e-5)
 
 
-def test_notice_costs_no_step_and_the_machine_is_replaced(submit):
+def test_preemption_costs_no_step_and_the_worker_is_replaced(submit):
     job = submit(**body())
     full(job, 2)
     noticed = rank(job, 1)["worker"]
@@ -206,7 +206,7 @@ def test_notice_costs_no_step_and_the_machine_is_replaced(submit):
     assert found(job, WorkerLost) == []
 
 
-def test_only_worker_hands_its_state_over_before_it_leaves(submit):
+def test_preempted_only_worker_transfers_its_state_before_it_leaves(submit):
     job = submit(**body(workers={"min": 1, "max": 1}, epochs=200))
     full(job, 1)
     first = rank(job, 0)["worker"]
@@ -217,7 +217,7 @@ def test_only_worker_hands_its_state_over_before_it_leaves(submit):
     assert found(job, StepUndone) == []
 
 
-def test_when_every_worker_dies_the_job_goes_on_from_its_newest_checkpoint(submit):
+def test_job_restores_its_newest_checkpoint_after_all_workers_died(submit):
     job = submit(**body(epochs=200))
     until(lambda: found(job, CheckpointCommitted), "a checkpoint")
     steps_on(job, 2)
@@ -245,10 +245,10 @@ def test_scale_down_pause_and_resume_lose_nothing(submit):
     finish(job)
     assert found(job, StepUndone) == []
     pids = {p for e in found(job, GenerationFormed) for p in e.trainer_pids[:1]}
-    assert len(pids) == 1, "the first trainer must live through all of it"
+    assert len(pids) == 1, "the first trainer must not be restarted"
 
 
-def test_stop_keeps_a_checkpoint_of_the_last_step(submit):
+def test_stop_saves_a_checkpoint_of_the_last_step(submit):
     job = submit(**body(epochs=500))
     full(job, 2)
     job.stop()
@@ -259,7 +259,7 @@ def test_stop_keeps_a_checkpoint_of_the_last_step(submit):
     assert job.audit().ok
 
 
-def test_weights_in_the_notebook_are_those_that_were_evaluated(submit):
+def test_weights_loaded_in_the_notebook_are_the_evaluated_ones(submit):
     job = submit(**body(epochs=8))
     finish(job)
     model = job.load_into(Net()).eval()
@@ -271,11 +271,11 @@ def test_weights_in_the_notebook_are_those_that_were_evaluated(submit):
     assert len(digests) == 1
 
 
-def test_two_jobs_share_the_pool_and_each_keeps_its_own(submit):
+def test_two_jobs_share_the_pool(submit):
     first = submit(**body(workers={"min": 1, "max": 2}, epochs=200))
     second = submit(**body(workers={"min": 1, "max": 2}, epochs=10))
     until(lambda: first.step and second.step, "steps of both")
-    # What another kernel's side panel is told of them, and of the pool.
+    # The view of another kernel's side panel on the jobs and the pool.
     around = look_around(open_runs(), {first.id}, is_asked=False)
     assert [other["job_id"] for other in around.others or ()] == [second.id]
     until(lambda: find_pools()[0]["workers"] >= 2, "two workers in the pool's load")
@@ -287,7 +287,7 @@ def test_two_jobs_share_the_pool_and_each_keeps_its_own(submit):
     until(lambda: find_pools()[0]["idle_s"] > 0.0, "an idle pool")
 
 
-def test_loader_processes_deliver_every_sample_once_through_a_change(submit):
+def test_data_loader_processes_deliver_every_sample_once_across_a_scale_down(submit):
     job = submit(**body(data={"train": Pairs, "num_workers": 1}, epochs=20))
     full(job, 2)
     job.scale(max=1)
@@ -295,7 +295,7 @@ def test_loader_processes_deliver_every_sample_once_through_a_change(submit):
     finish(job)
 
 
-def test_what_a_rank_prints_is_in_the_log(submit):
+def test_output_of_a_rank_is_logged(submit):
     def chatty(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         print("hello from the loss")
         return F.cross_entropy(output, target)
@@ -306,7 +306,7 @@ def test_what_a_rank_prints_is_in_the_log(submit):
 
 
 class Torn(torch.optim.SGD):
-    """Moves the first weights, and raises before it moves the others."""
+    """Updates the first parameter and raises an error before it updates the others."""
 
     def step(self, closure: Any = None) -> None:
         self.num_steps = getattr(self, "num_steps", 0) + 1
@@ -328,11 +328,11 @@ def test_half_updated_weights_are_never_saved(submit):
     (error,) = found(job, UserErrorRaised)
     assert "ArithmeticError: the update went wrong" in error.error
     assert error.step == 11
-    # One an epoch of seven steps; the last good step's weights are gone.
+    # One checkpoint per epoch of seven steps; the weights of the last good step are lost.
     assert [event.step for event in found(job, CheckpointCommitted)] == [7]
 
 
-def test_batch_per_worker_follows_the_workers_and_trains_every_sample_once(submit):
+def test_batch_per_worker_scales_and_trains_every_sample_once(submit):
     job = submit(
         **body(
             batch={"per_worker": 4},
@@ -351,6 +351,6 @@ def test_batch_per_worker_follows_the_workers_and_trains_every_sample_once(submi
     steps = found(job, StepCompleted)
     assert {s.samples for s in steps if s.first + s.samples < NUM_SAMPLES} <= {4, 8, 12}
     assert all(s.samples <= 4 * s.world_size for s in steps)
-    # Linear for SGD: with one worker the rate is the cell's, and it never goes beyond threefold.
+    # Linear scaling for SGD: one worker uses the rate of the cell, three at most three times it.
     assert steps[-1].lr == pytest.approx(0.01)
     assert 0.01 <= max(s.lr for s in steps) <= 0.03 + 1e-9

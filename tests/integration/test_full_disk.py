@@ -1,7 +1,7 @@
-"""A run store that fills up in mid-run, with real processes and a real file system.
+"""A run store that fills up during a run, with real processes and a real file system.
 
-Review R1: all trainers ended, workers were started for ever, and more than 1,000 steps were trained
-again once there was space.
+Regression: all trainers exited, workers were restarted endlessly, and more than 1,000 steps were
+repeated when there was space again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 FULL_S = 5.0
 UNSHARE = ["unshare", "--mount", *([] if os.geteuid() == 0 else ["--map-root-user"])]
-"""In a mount name space of its own: whatever fails, no mount is left."""
+"""Run in a separate mount namespace, so that no mount is left after a failure."""
 
 
 def can_mount() -> bool:
@@ -33,7 +33,7 @@ def can_mount() -> bool:
 
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(not can_mount(), reason="no file system can be mounted in a name space here")
-def test_job_whose_disk_is_full_for_a_while_finishes_without_losing_a_worker(
+def test_job_survives_a_temporarily_full_disk_without_losing_a_worker(
     tmp_path: Path,
 ) -> None:
     command = [sys.executable, "-m", "tests.integration.full_disk_job", str(tmp_path), str(FULL_S)]
@@ -41,7 +41,7 @@ def test_job_whose_disk_is_full_for_a_while_finishes_without_losing_a_worker(
         done = subprocess.run([*UNSHARE, *command], check=False, capture_output=True, text=True)
         assert processes_of(tmp_path) == []
     finally:
-        for process in processes_of(tmp_path):  # of a test that was broken off
+        for process in processes_of(tmp_path):  # after a timeout of the test
             process.kill()
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])

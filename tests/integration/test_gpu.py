@@ -1,4 +1,4 @@
-"""The engine on GPUs. Written on a machine without one: they have to be run on one that has."""
+"""The engine on GPUs; most of these tests need one or two CUDA devices."""
 
 from __future__ import annotations
 
@@ -17,12 +17,8 @@ from etrain_jupyter.trainer.group.backends import GLOO, NCCL, connect_nccl, end_
 from etrain_jupyter.trainer.group.process_group import RankGroup
 from etrain_jupyter.trainer.group.rendezvous import BroadcastStore
 from etrain_jupyter.trainer.state.capture import digest_of, put_state, take_state
-from etrain_jupyter.trainer.state.transfer import (
-    CHUNK_BYTES,
-    Transferred,
-    receive_state,
-    send_state,
-)
+from etrain_jupyter.trainer.state.transfer import Transferred, receive_state, send_state
+from etrain_jupyter.trainer.state.transfer_plan import CHUNK_BYTES
 from tests.integration import gpu_ranks
 from tests.unit.trainer.peers import linked_groups, on_each
 
@@ -30,7 +26,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def needs_gpus(count: int) -> Callable[[Any], Any]:
-    """Skip a test where there are fewer."""
+    """Return a mark that skips a test if there are fewer CUDA devices."""
 
     def mark(test: Any) -> Any:
         is_short = torch.cuda.device_count() < count
@@ -48,7 +44,7 @@ def on_ranks(
     device: str = "cuda",
     share: bool = True,
 ) -> list[Any]:
-    """Run ``work`` on two ranks, on the first GPU or on one each; return the answers by rank."""
+    """Run ``work`` on two ranks, sharing the first GPU or with one each; return their results."""
     store = dist.TCPStore(gpu_ranks.HOST, 0, None, True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
@@ -67,7 +63,7 @@ def on_ranks(
             process.kill()
 
 
-def test_ranks_on_the_cpu_do_what_those_on_a_gpu_are_tested_by(monkeypatch):
+def test_gpu_scenarios_work_on_the_cpu(monkeypatch):
     first, second = on_ranks(gpu_ranks.train, GLOO, monkeypatch, device="cpu")
     assert first[1] == second[1]
     assert max(first[2], second[2]) < 1e-5
@@ -77,14 +73,14 @@ def test_ranks_on_the_cpu_do_what_those_on_a_gpu_are_tested_by(monkeypatch):
 
 
 @needs_gpus(1)
-def test_two_ranks_that_share_a_gpu_train_by_gloo(monkeypatch):
+def test_two_ranks_sharing_a_gpu_train_with_gloo(monkeypatch):
     first, second = on_ranks(gpu_ranks.train, GLOO, monkeypatch)
     assert first[1] == second[1]
     assert max(first[2], second[2]) < 1e-4
 
 
 @needs_gpus(1)
-def test_abort_frees_a_rank_that_shares_a_gpu_and_it_trains_on(monkeypatch):
+def test_aborted_rank_on_a_shared_gpu_trains_in_the_next_generation(monkeypatch):
     first, second = on_ranks(gpu_ranks.abort, GLOO, monkeypatch)
     assert first[1] == second[1]
     assert first[3] == "rank 1 is silent"
@@ -92,7 +88,7 @@ def test_abort_frees_a_rank_that_shares_a_gpu_and_it_trains_on(monkeypatch):
 
 @needs_gpus(1)
 @pytest.mark.parametrize("gently", [True, False])
-def test_nccl_of_a_single_rank_connects_and_ends(gently):
+def test_nccl_of_a_single_rank_connects_and_shuts_down(gently):
     kept: list[Any] = []
     facts = facts_of(choose_device())
     assert facts.gpu.startswith("GPU-")
@@ -105,18 +101,18 @@ def test_nccl_of_a_single_rank_connects_and_ends(gently):
     (thread,) = [t for t in threading.enumerate() if t.name == "etrain-nccl-end"]
     thread.join(60)
     assert not thread.is_alive()
-    assert (torch.ones(2, device="cuda") + 1).tolist() == [2, 2]  # the device goes on working
+    assert (torch.ones(2, device="cuda") + 1).tolist() == [2, 2]  # the device is still usable
 
 
 @needs_gpus(2)
-def test_two_ranks_with_a_gpu_each_train_by_nccl(monkeypatch):
+def test_two_ranks_with_one_gpu_each_train_with_nccl(monkeypatch):
     first, second = on_ranks(gpu_ranks.train, NCCL, monkeypatch, share=False)
     assert first[1] == second[1]
     assert max(first[2], second[2]) < 1e-4
 
 
 @needs_gpus(2)
-def test_abort_frees_a_rank_of_nccl_and_it_trains_on(monkeypatch):
+def test_aborted_nccl_rank_trains_in_the_next_generation(monkeypatch):
     first, second = on_ranks(gpu_ranks.abort, NCCL, monkeypatch, share=False)
     assert first[1] == second[1]
     assert first[3] == "rank 1 is silent"
@@ -124,8 +120,7 @@ def test_abort_frees_a_rank_of_nccl_and_it_trains_on(monkeypatch):
 
 @needs_gpus(1)
 @pytest.mark.parametrize("keep", [True, False])
-def test_survivor_that_is_behind_receives_without_a_second_state_on_its_gpu(keep):
-    # Review G1
+def test_lagging_survivor_receives_the_state_without_a_second_copy_on_its_gpu(keep):
     def stepped(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(seed)
         model = nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(8)]).to("cuda")

@@ -1,4 +1,4 @@
-"""A ``transformers`` model from the cell to ``from_pretrained``, with what its users write."""
+"""A ``transformers`` model from the cell to ``from_pretrained``, with typical user code."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def small_albert() -> Any:
     return transformers.AlbertForMaskedLM(config)
 
 
-def test_a_trained_albert_is_exported_and_opened_by_from_pretrained(
+def test_trained_albert_is_exported_and_loaded_by_from_pretrained(
     submit: Any, tmp_path: Path
 ) -> None:
-    """Its output layer shares the embedding's weight, which is saved under both names."""
+    """The output layer shares the embedding's weight, which is saved under both names."""
     job = submit(
         model=small_albert,
         data={"train": Tokens()},
@@ -80,11 +80,11 @@ def test_a_trained_albert_is_exported_and_opened_by_from_pretrained(
     assert not torch.equal(words, small_albert().albert.embeddings.word_embeddings.weight)
     body = transformers.AutoModel.from_pretrained(folder, add_pooling_layer=False)
     assert torch.equal(body.embeddings.word_embeddings.weight, words)
-    # The checkpoint itself is such a folder, too.
+    # The checkpoint itself is also such a folder.
     again = transformers.AlbertForMaskedLM.from_pretrained(job.checkpoints()[0]["where"])
     with torch.no_grad():
         assert torch.equal(again.eval()(input_ids=ids).logits, expected)
-    # And one file for whoever has the class.
+    # A single file can be loaded into the model class.
     path = job.export(tmp_path / "albert.safetensors")
     weights = transformers.AlbertForMaskedLM(opened.config)
     from safetensors.torch import load_file

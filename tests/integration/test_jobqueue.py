@@ -1,4 +1,4 @@
-"""Training on workers that dask-jobqueue has queued, by its own stand-in for a batch system."""
+"""Training on workers queued by dask-jobqueue, with its own stand-in for a batch system."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from etrain_jupyter.testing.invariants import assert_invariants
 from tests.integration.dask_cluster import ROOT
 from tests.integration.slow_jobs import PATIENCE_S, await_steps, submit, until
 
-# Not `importorskip`: its import takes over SIGINT of the process, and here that of the other tests.
+# Not `importorskip`: importing it replaces the SIGINT handler of the whole test process.
 pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.skipif(
@@ -33,7 +33,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
-    """Keep what the import of dask-jobqueue takes over from the tests that follow."""
+    """Restore the signal handlers that the import of dask-jobqueue replaces."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
     for number, handler in before.items():
@@ -88,7 +88,7 @@ def queued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[QueuedCl
                 process.kill()
 
 
-def test_job_goes_on_when_a_queued_worker_is_killed_and_jobqueue_brings_another(
+def test_job_survives_a_killed_queued_worker_and_uses_its_replacement(
     queued: QueuedCluster,
 ) -> None:
     pool = AddressPool(queued.address)
@@ -106,16 +106,16 @@ def test_job_goes_on_when_a_queued_worker_is_killed_and_jobqueue_brings_another(
     lost = until(lambda: [e.worker for e in job.events() if isinstance(e, WorkerLost)], "a loss")
     assert lost == [victim]
 
-    # jobqueue calls the one that it queues in its place by the same name.
+    # jobqueue gives the replacement the same name.
     after = until(lambda: len(f := pids()) == 2 and f[victim] != pid and f, "its replacement")
     assert after.keys() == before.keys()
     await_steps(job, world_size=2)
 
-    # Dask's adaptive mode sees no tasks, but it must not take a worker amid a step.
+    # Dask's adaptive mode sees no tasks, but it must not retire a worker during a step.
     queued.keep(1)
     await_steps(job, world_size=2)
     job.scale(min=1, max=1)
-    until(lambda: len(pool.nodes()) == 1, "the end of the worker that is free now")
+    until(lambda: len(pool.nodes()) == 1, "the end of the idle worker")
     await_steps(job, world_size=1)
     assert [e.worker for e in job.events() if isinstance(e, WorkerLost)] == [victim]
 
@@ -123,19 +123,19 @@ def test_job_goes_on_when_a_queued_worker_is_killed_and_jobqueue_brings_another(
     assert job.wait(timeout=PATIENCE_S) == "stopped"
     assert_invariants(job.events())
     assert job.audit().ok
-    assert queued.process.poll() is None, "it is not ours to end"
+    assert queued.process.poll() is None, "down must not stop it"
 
 
-def test_script_that_the_manual_asks_for_hands_slurms_signal_to_the_worker() -> None:
+def test_documented_slurm_script_delivers_the_signal_to_the_worker() -> None:
     from dask_jobqueue.slurm import SLURMJob
 
-    text = (ROOT / "docs" / "pools.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "how-to" / "use-slurm.md").read_text(encoding="utf-8")
     call = text.partition("cluster = SLURMCluster(")[2].partition("scheduler_options=")[0]
     options = eval(f"dict({call})", {"sys": sys})
     script = SLURMJob(scheduler="tcp://head:8786", name="w", **options).job_script()
 
     *_, command = script.strip().splitlines()
     assert "#SBATCH --signal=B:USR1@120" in script
-    # What the shell becomes is the worker itself: no shell and no nanny in between.
+    # The shell execs the worker itself, without a shell or a nanny in between.
     assert command.startswith(f"exec {sys.executable} -m distributed.cli.dask_worker tcp://head:")
     assert command.split().index("--no-nanny") > command.split().index("--nanny")

@@ -1,4 +1,4 @@
-"""The kernel owns nothing: its death, its interrupts and its cluster's end, with real processes."""
+"""Jobs survive the kernel: its death, its interrupts and the end of its cluster."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from torch.utils.data import TensorDataset
 from etrain_jupyter.notebook.job import feed, link, training_job
 %load_ext etrain_jupyter
 # No time-out of the kernel's passes within a test: a cell that waits for one does not come back.
-link.CONNECT_S = feed.POLL_S = training_job.CATCH_UP_S = 600.0
+link.CONNECT_S = feed.POLL_S = training_job.CATCH_UP_S = training_job.GLANCE_S = 600.0
 x = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
 y = (x.sum(1) > 0).long()
 train_set = TensorDataset(x, y)
@@ -42,7 +42,7 @@ class Net(nn.Module):
     def forward(self, x):
         return self.layers(x)
 def slow_loss(output, target):
-    time.sleep(0.02)  # a step takes time, but leaves the processor to the others
+    time.sleep(0.02)  # steps are slow but use no CPU time
     return F.cross_entropy(output, target)
 """
 CELL = """\
@@ -63,7 +63,7 @@ print(job.id)"""
 
 
 class Desk:
-    """A folder with notebooks that share a cluster and a run store."""
+    """A folder of notebooks that share a cluster and a run store."""
 
     def __init__(self, folder: Path, **environment: str) -> None:
         self.folder = folder
@@ -82,7 +82,7 @@ class Desk:
         return notebook
 
     def begin(self, notebook: Notebook, *, epochs: int = 10_000) -> str:
-        """Submit a job, wait until two workers step, and return its id."""
+        """Submit a job, wait until two workers train, and return its id."""
         assert notebook.run(CELL.format(epochs=epochs)).status == "ok"
         return notebook.run(AT_TWO).text
 
@@ -102,7 +102,7 @@ class Desk:
         return read_events(self.folder / "runs" / job_id / "events.jsonl")
 
     def cluster(self) -> list[psutil.Process]:
-        """Return the processes that are no kernel."""
+        """Return the processes of the folder without the kernels."""
         kernels = {notebook.pid for notebook in self._open if notebook.is_alive}
         return [p for p in processes_of(self.folder) if p.pid not in kernels]
 
@@ -119,7 +119,7 @@ class Desk:
 
 @pytest.fixture(scope="module")
 def desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
-    """One desk for all: whatever a test does to the cluster, the next one works."""
+    """Provide one desk for all tests: each must work whatever the previous one did."""
     desk = Desk(tmp_path_factory.mktemp("desk"))
     yield desk
     desk.close()
@@ -141,7 +141,7 @@ def value(notebook: Notebook, expression: str) -> Any:
     return json.loads(shown.text)
 
 
-def test_training_survives_kill_9_of_the_kernel_and_a_new_one_misses_nothing(desk: Desk) -> None:
+def test_training_survives_a_killed_kernel_and_a_new_kernel_sees_all_events(desk: Desk) -> None:
     first = desk.notebook()
     job_id = desk.begin(first, epochs=200)
     before = desk.events(job_id)
@@ -151,23 +151,23 @@ def test_training_survives_kill_9_of_the_kernel_and_a_new_one_misses_nothing(des
     until(lambda: len(steps_of(desk.events(job_id))) > len(steps_of(before)) + 20, "20 more steps")
     assert trainers_of(desk.events(job_id)) == trainers_of(before)
     assert all(psutil.pid_exists(pid) for pid in trainers_of(before).values())
-    told = desk.terminal("show")
-    assert told.returncode == 0
-    assert f"job             {job_id}\nstatus          running\n" in told.stdout
+    shown = desk.terminal("show")
+    assert shown.returncode == 0
+    assert f"job             {job_id}\nstatus          running\n" in shown.stdout
 
     second = desk.notebook()
     attached = second.run("%etrain attach survivor -o job")
     assert attached.status == "ok"
     assert "survivor" in attached.text
     assert value(second, "job.id") == job_id
-    assert value(second, "job.status") == "running", "it did not wait for the job's end"
+    assert value(second, "job.status") == "running", "attach must not wait for the end of the job"
     numbers = value(second, "[event.seq for event in job.events()]")
     assert numbers == list(range(1, len(numbers) + 1))
     steps = value(second, "job.history()['step']")
     assert steps == list(range(1, len(steps) + 1))
     assert len(steps) > len(steps_of(before)) + 20
     live = "first = job.step\nwhile job.step < first + 10: time.sleep(0.02)"
-    assert second.run(live).status == "ok", "the new kernel sees it move"
+    assert second.run(live).status == "ok", "the new kernel must see new steps"
 
     waited = second.run("%etrain wait")
     assert (waited.status, "finished, step 800/800" in waited.text) == ("ok", True), waited.text
@@ -179,13 +179,13 @@ def test_training_survives_kill_9_of_the_kernel_and_a_new_one_misses_nothing(des
     assert trainers_of(desk.events(job_id)) == trainers_of(before)
 
 
-def test_interrupt_touches_no_job_but_the_one_that_is_waited_for(desk: Desk) -> None:
+def test_interrupt_stops_only_the_job_that_the_cell_waits_for(desk: Desk) -> None:
     notebook = desk.notebook()
     job_id = desk.begin(notebook)
     before = desk.events(job_id)
 
     busy = notebook.send("time.sleep(60)")
-    time.sleep(0.3)  # inside the cell's code, which cannot be seen from outside
+    time.sleep(0.3)  # inside the cell's code, which cannot be observed from outside
     notebook.interrupt()
     assert "KeyboardInterrupt" in notebook.finish(busy).text
     done = len(steps_of(desk.events(job_id)))
@@ -193,9 +193,9 @@ def test_interrupt_touches_no_job_but_the_one_that_is_waited_for(desk: Desk) -> 
     assert trainers_of(desk.events(job_id)) == trainers_of(before)
 
     waiting = notebook.send("%etrain wait")
-    time.sleep(0.5)  # inside the wait itself
+    time.sleep(0.5)  # inside the wait
     notebook.interrupt()
-    shown = notebook.finish(waiting)  # the job would go on for many minutes
+    shown = notebook.finish(waiting)  # without the stop, the job would run for many minutes
 
     assert shown.status == "error", '"Run All" stops'
     assert f"etrain: stopping {job_id} after this step, with a checkpoint." in shown.text
@@ -206,7 +206,7 @@ def test_interrupt_touches_no_job_but_the_one_that_is_waited_for(desk: Desk) -> 
     assert notebook.run("job.load_into(Net())").status == "ok"
 
 
-def test_job_goes_on_after_the_end_of_a_notebook_that_was_executed(desk: Desk) -> None:
+def test_job_continues_after_an_executed_notebook_has_ended(desk: Desk) -> None:
     cells = [SETUP, CELL.format(epochs=10_000), AT_TWO]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     client = NotebookClient(notebook, timeout=120, kernel_name="python3")
@@ -219,8 +219,8 @@ def test_job_goes_on_after_the_end_of_a_notebook_that_was_executed(desk: Desk) -
     until(lambda: len(steps_of(desk.events(job_id))) > len(steps_of(before)) + 20, "20 more steps")
 
     assert trainers_of(desk.events(job_id)) == trainers_of(before)
-    told = desk.terminal("stop", job_id)
-    assert told.returncode == 0, told.stderr
+    stopped = desk.terminal("stop", job_id)
+    assert stopped.returncode == 0, stopped.stderr
     until(lambda: desk.terminal("wait", job_id).returncode == 1, "the end")
 
 
@@ -240,7 +240,7 @@ def assert_says_that_it_is_lost(desk: Desk, notebook: Notebook, asked: Shown, jo
     assert notebook.run("job.load_into(Net())").status == "ok"
 
 
-def test_after_sigkill_of_the_keeper_a_waiting_cell_says_soon_what_remains(desk: Desk) -> None:
+def test_waiting_cell_reports_a_killed_keeper_and_the_saved_weights(desk: Desk) -> None:
     notebook = desk.notebook()
     job_id = desk.begin(notebook)
     waiting = notebook.send("%etrain wait")
@@ -250,12 +250,12 @@ def test_after_sigkill_of_the_keeper_a_waiting_cell_says_soon_what_remains(desk:
     shown = notebook.finish(waiting)
     assert_says_that_it_is_lost(desk, notebook, shown, job_id)
     until(lambda: desk.cluster() == [], "the end of every process")
-    # The next cell makes a new cluster and clears the old one away.
+    # The next cell starts a new cluster and removes the old one.
     again = notebook.run(CELL.format(epochs=1).replace("--quiet", "--quiet --wait"))
     assert again.status == "ok", again.text
 
 
-def test_after_sigkill_of_the_keeper_whoever_asks_later_is_told(desk: Desk) -> None:
+def test_later_commands_report_a_killed_keeper(desk: Desk) -> None:
     notebook = desk.notebook()
     job_id = desk.begin(notebook)
     desk.keeper().kill()
@@ -264,7 +264,7 @@ def test_after_sigkill_of_the_keeper_whoever_asks_later_is_told(desk: Desk) -> N
     assert_says_that_it_is_lost(desk, notebook, notebook.run("%etrain wait"), job_id)
 
 
-def test_down_in_mid_job_stops_the_job_and_leaves_no_process(desk: Desk) -> None:
+def test_down_during_a_job_stops_it_and_leaves_no_process(desk: Desk) -> None:
     notebook = desk.notebook()
     job_id = desk.begin(notebook)
     waiting = notebook.send("%etrain wait")
@@ -274,14 +274,14 @@ def test_down_in_mid_job_stops_the_job_and_leaves_no_process(desk: Desk) -> None
     assert down.returncode == 0, down.stderr
     assert desk.cluster() == []
     shown = notebook.finish(waiting)
-    assert shown.status == "error"  # "Run All" must not go on with what was not trained
+    assert shown.status == "error"  # "Run All" must not continue with an untrained model
     assert f"job {job_id} was stopped at step " in shown.text
     assert "stopped" in notebook.run("%etrain show").text
     refused = notebook.run("%etrain scale 3")
     assert f"job {job_id} has been stopped: there is nothing to scale." in refused.text
 
 
-def test_idle_cluster_ends_by_itself_and_its_jobs_can_still_be_read(tmp_path: Path) -> None:
+def test_idle_cluster_shuts_down_and_its_jobs_remain_readable(tmp_path: Path) -> None:
     desk = Desk(tmp_path, ETRAIN_IDLE_S="2")
     notebook = desk.notebook()
     assert notebook.run(CELL.format(epochs=2).replace("--quiet", "--quiet --wait")).status == "ok"
@@ -291,13 +291,13 @@ def test_idle_cluster_ends_by_itself_and_its_jobs_can_still_be_read(tmp_path: Pa
     assert "survivor" in notebook.run("%etrain show").text
     assert "finished, step 8/8" in notebook.run("%etrain wait").text
     assert value(notebook, "job.history()['step']") == list(range(1, 9))
-    # The key that signs records of jobs is the user's, and no cluster's.
+    # The key that signs job records belongs to the user, not to a cluster.
     assert os.listdir(tmp_path / "state") == ["signing.key"]
     desk.close()
 
 
-def test_after_sigkill_of_the_keeper_resume_goes_on_with_the_same_curve(desk: Desk) -> None:
-    """The scheduler dies with every worker, and a new cluster goes on in the same log."""
+def test_resume_after_a_killed_keeper_continues_the_same_curve(desk: Desk) -> None:
+    """The scheduler and all workers die; a new cluster continues in the same log."""
     notebook = desk.notebook()
     begun = notebook.run(CELL.format(epochs=60))
     assert begun.status == "ok", begun.text
@@ -318,18 +318,20 @@ def test_after_sigkill_of_the_keeper_resume_goes_on_with_the_same_curve(desk: De
     assert value(notebook, "job.id") == job_id
     assert value(notebook, "job.history()['step']") == list(range(1, 241))
     after = desk.events(job_id)
-    assert after[: len(before)] == before, "the same log goes on"
+    assert after[: len(before)] == before, "resume must append to the same log"
     assert [event.seq for event in after] == list(range(1, len(after) + 1))
     assert "audit ok" in other.run("%etrain audit survivor").text
 
 
-def test_cell_with_resume_names_what_differs_and_goes_on_with_force(desk: Desk) -> None:
+def test_cell_with_resume_lists_differences_and_continues_when_they_are_reverted(
+    desk: Desk,
+) -> None:
     first = desk.notebook()
     job_id = desk.begin(first, epochs=10_000)
     assert first.run("%etrain stop\n%etrain wait").status == "error"
     stopped_at = value(first, "job.step")
     first.close()
-    second = desk.notebook()  # the same code in another kernel is the same code
+    second = desk.notebook()  # the same code in another kernel counts as unchanged
     cell = CELL.replace("--name survivor", f"--resume {job_id}").format(epochs=10_000)
 
     mended = "def slow_loss(output, target):\n    return F.cross_entropy(output, target) * 2"

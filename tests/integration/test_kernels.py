@@ -1,4 +1,4 @@
-"""Buttons and the interrupt key in real kernels of three versions, driven over the protocol."""
+"""Buttons and interrupts in kernels of three ipykernel versions, driven over the protocol."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 from tests.integration.notebook import Notebook
 
 REPOSITORY = Path(__file__).parents[2]
-# 6.31 is the last one without subshells, 7.3 the last that leaves the choice of one to the front
-# end, 7.4 chooses itself.
+# 6.31 is the last version without subshells. In 7.3 the front end chooses the subshell of a
+# message; from 7.4 on the kernel does.
 VERSIONS = ("6.31.0", "7.3.0", "7.4.0")
 
 SET_UP = """
@@ -56,7 +56,7 @@ ANSWER_ON_SCREEN = {"kind": "notice", "request": "stop", "level": "info", "text"
 
 
 class FrontEnd(Notebook):
-    """A notebook that has views of jobs, as JupyterLab with our extension has."""
+    """A notebook with job views, as in JupyterLab with our extension."""
 
     def __init__(self, folder: Path, environment: dict[str, str]) -> None:
         self._comms: dict[str, str] = {}
@@ -64,23 +64,23 @@ class FrontEnd(Notebook):
         super().__init__(folder, environment)
 
     def open_subshell(self) -> str:
-        """Return the id of a new subshell; empty if the kernel has none."""
+        """Return the id of a new subshell; empty if the kernel does not support them."""
         info = self._client.kernel_info(reply=True, timeout=30)["content"]
         if "kernel subshells" not in info.get("supported_features", []):
             return ""
         self._client.control_channel.send(self._client.session.msg("create_subshell_request", {}))
         return str(self._client.get_control_msg(timeout=30)["content"]["subshell_id"])
 
-    def tell(self, subshell: str, **data: Any) -> None:
-        """Send a message of a view to the kernel."""
+    def send_message(self, subshell: str, **data: Any) -> None:
+        """Send a message from a view to the kernel."""
         content = {"comm_id": self._comms["etrain.jobs"], "data": {"view": "me", **data}}
         message = self._client.session.msg("comm_msg", content)
         if subshell:
             message["header"]["subshell_id"] = subshell
         self._client.shell_channel.send(message)
 
-    def hear(self, kind: str) -> dict[str, Any]:
-        """Wait for the next message of the kernel's to the view that is of this kind."""
+    def receive(self, kind: str) -> dict[str, Any]:
+        """Wait for the next message of this kind from the kernel to the view."""
         while True:
             while self._said:
                 if (said := self._said.pop(0))["kind"] == kind:
@@ -104,11 +104,11 @@ def version(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def notebook(version: str, tmp_path: Path) -> Iterator[FrontEnd]:
-    """A kernel of this version of ipykernel, which need not be the installed one."""
+    """Provide a kernel of this ipykernel version; install it if it is not the current one."""
     paths = [str(REPOSITORY)]
     if version_of("ipykernel") != version:
         paths.insert(0, str(tmp_path / "packages"))
-        # 6.31 needs the second one, newer ones have another in its place.
+        # 6.31 needs nest-asyncio; newer versions replaced it by another package.
         wanted = [f"ipykernel=={version}", "nest-asyncio"]
         install = [sys.executable, "-m", "pip", "install", "--no-deps", "--target", paths[0]]
         done = subprocess.run([*install, *wanted], capture_output=True, text=True, check=False)
@@ -121,38 +121,40 @@ def notebook(version: str, tmp_path: Path) -> Iterator[FrontEnd]:
     notebook.close()
 
 
-def test_buttons_and_the_interrupt_key_do_what_they_say(notebook: FrontEnd, version: str) -> None:
+def test_buttons_and_interrupts_work_in_every_kernel_version(
+    notebook: FrontEnd, version: str
+) -> None:
     assert notebook.run("import ipykernel; print(ipykernel.__version__)").text == version
     shown = notebook.run(SET_UP)
     assert shown.status == "ok", shown.text
     subshell = notebook.open_subshell()
     assert bool(subshell) == (version >= "7")
 
-    # A button, while another cell computes and the dashboard goes on publishing.
-    notebook.tell(subshell, kind="hello", job_id="digits-1")
-    notebook.hear("update")
+    # A button is clicked while another cell computes and the dashboard keeps publishing.
+    notebook.send_message(subshell, kind="hello", job_id="digits-1")
+    notebook.receive("update")
     busy = notebook.send(
         "shown_job.screen.add_events(Script(20).events())\n"
         "while not Path('door').exists(): time.sleep(0.01)\n"
         "print('asked in time:', shown_link.requests)"
     )
-    notebook.hear("update")
-    notebook.tell(subshell, kind="request", job_id="digits-1", request="stop", args={})
+    notebook.receive("update")
+    notebook.send_message(subshell, kind="request", job_id="digits-1", request="stop", args={})
     if subshell:
-        assert ANSWER_ON_SCREEN.items() <= notebook.hear("notice").items()
+        assert ANSWER_ON_SCREEN.items() <= notebook.receive("notice").items()
     (notebook.folder / "door").touch()
     stop = "[('stop', {})]"
-    in_time = stop if subshell else "[]"  # documented: it waits for the cell
+    in_time = stop if subshell else "[]"  # documented: without subshells it waits for the cell
     assert f"asked in time: {in_time}" in notebook.finish(busy).text
     assert notebook.run("print(shown_link.requests)").text == stop
 
-    # The interrupt key in a cell that waits for nothing: no job hears of it.
+    # An interrupt of a cell that waits for no job reaches no job.
     sleeping = notebook.send("print('a slice'); time.sleep(600)")
     notebook.read_until(sleeping, "a slice")
     notebook.interrupt()
     assert "KeyboardInterrupt" in notebook.finish(sleeping).text
 
-    # In a cell that waits: the first stops gracefully, the second at once.
+    # In a waiting cell, the first interrupt stops the job with a checkpoint, the second at once.
     for number, wait in enumerate(("print('then', await job)", "print('then', job.wait())")):
         assert notebook.run(f"job, link = make('waited-{number}')").status == "ok"
         waiting = notebook.send(wait)

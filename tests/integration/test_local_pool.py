@@ -1,4 +1,4 @@
-"""The embedded pool with real processes: who gets in, who survives whom, and what is left."""
+"""The local pool with real processes: access, survival of processes, and clean-up."""
 
 from __future__ import annotations
 
@@ -10,24 +10,22 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
 
 from etrain_jupyter.errors import PoolError
-from etrain_jupyter.head.keeper import MOST_DEATHS
+from etrain_jupyter.head.keeper import MAX_DEATHS
 from etrain_jupyter.pools.base import Leftovers, Node
-from etrain_jupyter.pools.local.pool import LocalPool, find_clusters
+from etrain_jupyter.pools.local.pool import LocalPool
 from etrain_jupyter.pools.rpc import ask
 from etrain_jupyter.process.address import SchedulerAddress
-from etrain_jupyter.process.cluster_dir import (
-    ClusterDir,
-    ClusterRecord,
-    LocalSettings,
-    environment_key,
-    wait_until,
-)
+from etrain_jupyter.process.cluster_dir import ClusterDir, ClusterRecord, cluster_dirs
+from etrain_jupyter.process.cluster_settings import ClusterSettings
+from etrain_jupyter.process.processes import wait_until
+from etrain_jupyter.process.state_root import environment_key
 from etrain_jupyter.process.tls import mint_certificates, write_certificates
 from etrain_jupyter.wire.requests import DescribeCluster
 from tests.unit.pools import standins
@@ -41,7 +39,7 @@ MakePool = Callable[..., LocalPool]
 
 @pytest.fixture
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Give a state directory of our own; whatever still runs there at the end is a failure."""
+    """Provide a state directory; fail if a process of it is still running at the end."""
     path = tmp_path / "state"
     monkeypatch.setenv("ETRAIN_STATE", str(path))
     yield path
@@ -54,19 +52,52 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def make_pool(state: Path) -> MakePool:
-    def make(**changes: object) -> LocalPool:
-        settings = {
-            "coordinator": standins.COORDINATOR,
-            "supervisor": standins.SUPERVISOR,
-            "idle_s": 60.0,
-        }
-        return LocalPool(settings=LocalSettings(**(settings | changes)))
+    return new_pool
 
-    return make
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
+    """Provide one cluster with a worker for all tests that do not change it."""
+    path = tmp_path_factory.mktemp("shared") / "state"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ETRAIN_STATE", str(path))
+        pool = new_pool(idle_s=3600.0)
+        try:
+            address = pool.up()
+            pool.want(1, reason="test")
+            [node] = await_running(pool, 1)
+            yield Shared(state=path, address=address, node=node)
+        finally:
+            leftovers = pool.down()
+    assert leftovers == Leftovers()
+    assert processes_in(path) == []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """A cluster that several tests share, and its only worker."""
+
+    state: Path
+    address: SchedulerAddress
+    node: Node
+
+
+def new_pool(**changes: object) -> LocalPool:
+    settings = {
+        "coordinator": standins.COORDINATOR,
+        "supervisor": standins.SUPERVISOR,
+        "idle_s": 60.0,
+    }
+    return LocalPool(settings=ClusterSettings(**(settings | changes)))
+
+
+def running_cluster_ids() -> list[str]:
+    records = [cluster.record() for cluster in cluster_dirs()]
+    return [record.cluster_id for record in records if record is not None and record.is_alive]
 
 
 def processes_in(state: Path) -> list[psutil.Process]:
-    """Find processes by the environment that all under a cluster inherit."""
+    """Find processes by the environment variable that all processes of a cluster inherit."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -99,7 +130,7 @@ def record_of(address: SchedulerAddress) -> ClusterRecord:
     return record
 
 
-# --- who gets in ---
+# --- access ---
 
 
 async def try_to_enter(address: str, connection_args: dict[str, object]) -> object:
@@ -112,10 +143,8 @@ async def try_to_enter(address: str, connection_args: dict[str, object]) -> obje
         await scheduler.close_rpc()
 
 
-def test_only_a_client_with_this_clusters_certificate_gets_in(
-    make_pool: MakePool, tmp_path: Path
-) -> None:
-    address = make_pool().up()
+def test_only_clients_with_the_clusters_certificate_connect(shared: Shared, tmp_path: Path) -> None:
+    address = shared.address
     write_certificates(tmp_path / "foreign", mint_certificates(address.cluster_id))
     foreign = SchedulerAddress(
         address=address.address, cluster_id="x", tls_dir=str(tmp_path / "foreign")
@@ -128,51 +157,37 @@ def test_only_a_client_with_this_clusters_certificate_gets_in(
     assert ask(address, DescribeCluster()).cluster_id == address.cluster_id
 
 
-def test_every_port_is_on_loopback_and_there_is_none_for_http(make_pool: MakePool) -> None:
-    pool = make_pool()
-    address = pool.up()
-    pool.want(1, reason="test")
-    [node] = await_running(pool, 1)
-
+def test_all_ports_are_on_loopback_and_none_serves_http(shared: Shared) -> None:
     listening = {
         pid: [c.laddr for c in psutil.Process(pid).net_connections("inet") if c.status == "LISTEN"]
-        for pid in (record_of(address).scheduler_pid, node.pid)
+        for pid in (record_of(shared.address).scheduler_pid, shared.node.pid)
     }
 
     assert {pid: len(ports) for pid, ports in listening.items()} == dict.fromkeys(listening, 1)
     assert {port.ip for ports in listening.values() for port in ports} == {"127.0.0.1"}
 
 
-def test_what_lies_in_the_state_directory_is_the_owners_alone(
-    make_pool: MakePool, state: Path
-) -> None:
-    pool = make_pool()
-    address = pool.up()
-    pool.want(1, reason="test")
-    await_running(pool, 1)
-
-    cluster = Path(address.state_dir)
+def test_state_directory_is_readable_by_its_owner_only(shared: Shared) -> None:
+    cluster = Path(shared.address.state_dir)
     secrets = [
         path for path in cluster.rglob("*") if path.is_file() and "scratch" not in path.parts
     ]
 
-    for folder in (state, cluster, cluster / "tls", cluster / "scratch"):
+    for folder in (shared.state, cluster, cluster / "tls", cluster / "scratch"):
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert {path.name for path in secrets} >= {"ca.pem", "client.key", "head.log", "w1.log"}
     assert {stat.S_IMODE(path.stat().st_mode) for path in secrets} == {0o600}
 
 
-# --- who survives whom ---
+# --- survival ---
 
 
-def test_the_cluster_outlives_the_process_that_started_it_and_is_found_again(
-    make_pool: MakePool, state: Path
-) -> None:
+def test_cluster_outlives_the_process_that_started_it(make_pool: MakePool, state: Path) -> None:
     code = """if True:
         import json, sys, time
         from etrain_jupyter.pools.local.pool import LocalPool
-        from etrain_jupyter.process.cluster_dir import LocalSettings
-        pool = LocalPool(settings=LocalSettings(**json.loads(sys.argv[1])))
+        from etrain_jupyter.process.cluster_settings import ClusterSettings
+        pool = LocalPool(settings=ClusterSettings(**json.loads(sys.argv[1])))
         print(json.dumps(pool.up().to_dict()), flush=True)
         time.sleep(600)
     """
@@ -190,7 +205,7 @@ def test_the_cluster_outlives_the_process_that_started_it_and_is_found_again(
     assert psutil.Process(keeper_pid(address)).ppid() != os.getpid()
 
 
-def test_after_a_sigkill_of_the_keeper_all_is_gone_and_the_next_up_starts_afresh(
+def test_killed_keeper_ends_the_cluster_and_the_next_up_starts_a_new_one(
     make_pool: MakePool, state: Path
 ) -> None:
     pool = make_pool()
@@ -202,7 +217,7 @@ def test_after_a_sigkill_of_the_keeper_all_is_gone_and_the_next_up_starts_afresh
 
     assert wait_until(lambda: not processes_in(state), timeout_s=PATIENCE_S), processes_in(state)
     # Its pipe is closed, and so everything under it ends, a moment before the system has buried it.
-    assert wait_until(lambda: find_clusters() == [], timeout_s=PATIENCE_S)
+    assert wait_until(lambda: running_cluster_ids() == [], timeout_s=PATIENCE_S)
     new = pool.up()
     assert new.cluster_id != old.cluster_id
     assert not Path(old.state_dir).exists()
@@ -217,7 +232,7 @@ def kill_scheduler(address: SchedulerAddress) -> None:
     ), ClusterDir(Path(address.state_dir)).log_tail()
 
 
-def test_a_scheduler_that_is_killed_comes_back_with_its_workers(
+def test_killed_scheduler_is_restarted_and_adopts_its_workers(
     make_pool: MakePool, state: Path
 ) -> None:
     pool = make_pool()
@@ -227,13 +242,13 @@ def test_a_scheduler_that_is_killed_comes_back_with_its_workers(
 
     kill_scheduler(address)
 
-    assert await_running(pool, 2) == before, "the same processes"
-    assert pool.up() == address, "at the same place"
+    assert await_running(pool, 2) == before, "the workers are the same processes"
+    assert pool.up() == address, "the address is the same"
     assert pool.down() == Leftovers()
     assert processes_in(state) == []
 
 
-def test_a_scheduler_that_keeps_dying_is_given_up_with_all_its_processes(
+def test_cluster_shuts_down_when_its_scheduler_keeps_dying(
     make_pool: MakePool, state: Path
 ) -> None:
     pool = make_pool()
@@ -242,16 +257,16 @@ def test_a_scheduler_that_keeps_dying_is_given_up_with_all_its_processes(
     pool.want(1, reason="test")
     await_running(pool, 1)
 
-    for _ in range(MOST_DEATHS - 1):
+    for _ in range(MAX_DEATHS - 1):
         kill_scheduler(address)
     os.kill(record_of(address).scheduler_pid, signal.SIGKILL)
 
     assert wait_until(lambda: not processes_in(state), timeout_s=PATIENCE_S), processes_in(state)
-    assert "is given up" in cluster.log_tail()
-    assert wait_until(lambda: find_clusters() == [], timeout_s=PATIENCE_S)
+    assert "Giving up on cluster" in cluster.log_tail()
+    assert wait_until(lambda: running_cluster_ids() == [], timeout_s=PATIENCE_S)
 
 
-def test_a_worker_whose_scheduler_wants_it_no_more_ends(make_pool: MakePool) -> None:
+def test_worker_released_by_a_restarted_scheduler_exits(make_pool: MakePool) -> None:
     pool = make_pool()
     address = pool.up()
     pool.want(1, reason="test")
@@ -264,7 +279,7 @@ def test_a_worker_whose_scheduler_wants_it_no_more_ends(make_pool: MakePool) -> 
     assert wait_until(lambda: not psutil.pid_exists(node.pid), timeout_s=PATIENCE_S)
 
 
-def test_a_worker_that_is_killed_is_replaced_under_a_new_name(make_pool: MakePool) -> None:
+def test_killed_worker_is_replaced_under_a_new_name(make_pool: MakePool) -> None:
     pool = make_pool()
     pool.up()
     pool.want(2, reason="test")
@@ -280,7 +295,7 @@ def test_a_worker_that_is_killed_is_replaced_under_a_new_name(make_pool: MakePoo
     assert third.id == "w3"
 
 
-def test_a_worker_that_is_stopped_is_taken_by_force_at_its_deadline(make_pool: MakePool) -> None:
+def test_suspended_worker_is_killed_at_its_release_deadline(make_pool: MakePool) -> None:
     pool = make_pool()
     pool.up()
     pool.want(1, reason="test")
@@ -293,38 +308,36 @@ def test_a_worker_that_is_stopped_is_taken_by_force_at_its_deadline(make_pool: M
     assert wait_until(lambda: not psutil.pid_exists(node.pid), timeout_s=PATIENCE_S)
 
 
-def test_a_launcher_that_is_killed_in_mid_start_leaves_one_cluster_to_the_next(
+def test_launcher_killed_during_the_start_leaves_no_second_cluster(
     make_pool: MakePool, state: Path
 ) -> None:
     code = """if True:
         import sys
         from etrain_jupyter.pools.local.pool import LocalPool
-        from etrain_jupyter.process.cluster_dir import LocalSettings
-        LocalPool(settings=LocalSettings(coordinator=sys.argv[1])).up()
+        from etrain_jupyter.process.cluster_settings import ClusterSettings
+        LocalPool(settings=ClusterSettings(coordinator=sys.argv[1])).up()
     """
     with subprocess.Popen(
         [sys.executable, "-c", code, standins.SLOW_COORDINATOR], cwd=ROOT
     ) as kernel:
         assert wait_until(lambda: len(processes_in(state)) > 1, timeout_s=PATIENCE_S)
         kernel.kill()
-    assert find_clusters() == [], "it was killed too late for this test"
+    assert running_cluster_ids() == [], "it was killed too late for this test"
 
     address = make_pool().up()
 
-    assert [found.cluster_id for found in find_clusters()] == [address.cluster_id]
+    assert running_cluster_ids() == [address.cluster_id]
     assert len(processes_in(state)) == 2
 
 
-def test_a_kernel_whose_event_loop_runs_can_use_the_pool(make_pool: MakePool) -> None:
+def test_pool_works_in_a_kernel_with_a_running_event_loop(make_pool: MakePool) -> None:
     async def cell() -> SchedulerAddress:
         return make_pool().up()
 
     assert asyncio.run(cell()) == make_pool().up()
 
 
-def test_a_cluster_whose_record_was_removed_ends_since_nobody_can_find_it(
-    make_pool: MakePool, state: Path
-) -> None:
+def test_cluster_without_a_record_shuts_down(make_pool: MakePool, state: Path) -> None:
     address = make_pool().up()
 
     (Path(address.state_dir) / "cluster.json").unlink()
@@ -332,15 +345,13 @@ def test_a_cluster_whose_record_was_removed_ends_since_nobody_can_find_it(
     assert wait_until(lambda: not processes_in(state), timeout_s=PATIENCE_S)
 
 
-# --- the end ---
+# --- shutdown ---
 
 
-def test_an_idle_cluster_ends_by_itself_and_leaves_nothing(
-    make_pool: MakePool, state: Path
-) -> None:
+def test_idle_cluster_shuts_down_and_leaves_nothing(make_pool: MakePool, state: Path) -> None:
     address = make_pool(idle_s=1.0).up()
     ask(address, PretendJob(num_workers=1))
-    assert not wait_until(lambda: not find_clusters(), timeout_s=1.5), "it ended during a job"
+    assert not wait_until(lambda: not running_cluster_ids(), timeout_s=1.5), "it ended during a job"
 
     ask(address, PretendJob(num_workers=0))
 
@@ -348,7 +359,7 @@ def test_an_idle_cluster_ends_by_itself_and_leaves_nothing(
     assert list(state.iterdir()) == []
 
 
-def test_workers_that_nobody_wants_go_after_a_while(make_pool: MakePool) -> None:
+def test_unused_workers_exit_after_the_linger_time(make_pool: MakePool) -> None:
     pool = make_pool(linger_s=0.2)
     address = pool.up()
     ask(address, PretendJob(num_workers=1))
@@ -359,7 +370,7 @@ def test_workers_that_nobody_wants_go_after_a_while(make_pool: MakePool) -> None
     assert wait_until(lambda: pool.nodes() == [], timeout_s=PATIENCE_S)
 
 
-def test_down_takes_a_silent_head_by_force(make_pool: MakePool, state: Path) -> None:
+def test_down_kills_a_suspended_head(make_pool: MakePool, state: Path) -> None:
     pool = make_pool()
     address = pool.up()
     pool.want(1, reason="test")
@@ -383,7 +394,7 @@ def test_down_leaves_no_file_and_no_process(make_pool: MakePool, state: Path) ->
     assert processes_in(state) == []
 
 
-def test_a_sigterm_ends_the_cluster_in_order(make_pool: MakePool, state: Path) -> None:
+def test_sigterm_shuts_the_cluster_down_cleanly(make_pool: MakePool, state: Path) -> None:
     pool = make_pool()
     address = pool.up()
     pool.want(1, reason="test")
@@ -395,30 +406,32 @@ def test_a_sigterm_ends_the_cluster_in_order(make_pool: MakePool, state: Path) -
     assert list(state.iterdir()) == []
 
 
-# --- what can go wrong ---
+# --- errors ---
 
 
-def test_a_head_that_fails_tells_why_and_leaves_nothing(make_pool: MakePool, state: Path) -> None:
+def test_failing_head_reports_its_error_and_leaves_nothing(
+    make_pool: MakePool, state: Path
+) -> None:
     with pytest.raises(PoolError, match="the coordinator has a bad day"):
         make_pool(coordinator=standins.FAILING_COORDINATOR).up()
 
     assert [path.name for path in state.iterdir()] == [f"start-{environment_key()}.lock"]
 
 
-def test_a_worker_that_cannot_start_is_tried_again_with_pauses(make_pool: MakePool) -> None:
+def test_worker_that_cannot_start_is_retried_with_back_off(make_pool: MakePool) -> None:
     pool = make_pool(supervisor=standins.FAILING_SUPERVISOR)
     cluster = ClusterDir(Path(pool.up().state_dir))
     pool.want(1, reason="test")
 
     def has_failed_twice() -> bool:
-        return cluster.log_tail().count("died by itself") >= 2
+        return cluster.log_tail().count("died after") >= 2
 
     assert wait_until(has_failed_twice, timeout_s=PATIENCE_S)
-    assert "the next may start in 0.5 s" in cluster.log_tail()
+    assert "the next worker may start in 0.5 s" in cluster.log_tail()
     assert "the supervisor has a bad day" in cluster.log_tail("w1", num_lines=50)
 
 
-def test_a_silent_head_is_an_error_with_advice_and_no_second_cluster(
+def test_suspended_head_is_an_error_with_advice_and_no_second_cluster(
     make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     address = make_pool().up()
@@ -428,10 +441,10 @@ def test_a_silent_head_is_an_error_with_advice_and_no_second_cluster(
     with pytest.raises(PoolError, match=r"did not answer etrain_pool_touch.*%etrain down"):
         make_pool().up()
 
-    assert [found.cluster_id for found in find_clusters()] == [address.cluster_id]
+    assert running_cluster_ids() == [address.cluster_id]
 
 
-def test_a_bound_pool_says_that_its_cluster_has_ended(state: Path) -> None:
+def test_pool_of_an_ended_cluster_raises_an_error(state: Path) -> None:
     with pytest.raises(PoolError, match="local-dead-1 has ended"):
         LocalPool(cluster_id="local-dead-1").up()
 
@@ -439,8 +452,8 @@ def test_a_bound_pool_says_that_its_cluster_has_ended(state: Path) -> None:
 # --- with the real coordinator and supervisor ---
 
 
-def test_trainers_go_with_the_keeper(state: Path) -> None:
-    pool = LocalPool(settings=LocalSettings(idle_s=60))
+def test_trainers_exit_with_the_keeper(state: Path) -> None:
+    pool = LocalPool(settings=ClusterSettings(idle_s=60))
     address = pool.up()
     pool.want(1, reason="test")
     await_running(pool, 1)

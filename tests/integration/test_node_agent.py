@@ -1,4 +1,4 @@
-"""The agent of a node, with real workers: how it serves, and each reason to turn itself off."""
+"""The agent of a node with real workers: normal operation, and each reason to turn off."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ROLE = {
 def launch(
     tmp_path: Path, s3_server: S3Server, s3_bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Launch]:
-    """Launch a machine that is gone afterwards, whatever happens."""
+    """Provide a function that launches machines; remove all of them at the end."""
     monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
     machines: list[Machine] = []
 
@@ -47,7 +47,7 @@ def launch(
 
 @pytest.fixture
 def scheduler(tmp_path: Path) -> Iterator[Callable[[], RemoteScheduler]]:
-    """Start schedulers of the machine's cluster."""
+    """Provide a function that starts schedulers of the machine's cluster."""
     started: list[RemoteScheduler] = []
 
     def start() -> RemoteScheduler:
@@ -59,7 +59,7 @@ def scheduler(tmp_path: Path) -> Iterator[Callable[[], RemoteScheduler]]:
         one.kill()
 
 
-def test_node_serves_with_its_role_follows_the_scheduler_and_ends_with_its_workers(
+def test_node_follows_a_restarted_scheduler_and_turns_off_after_its_workers_exited(
     launch: Launch, scheduler: Callable[[], RemoteScheduler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
@@ -79,7 +79,7 @@ def test_node_serves_with_its_role_follows_the_scheduler_and_ends_with_its_worke
     assert report["fingerprint"] == machine.config.fingerprint
     assert (machine.folder / "node").stat().st_mode & 0o777 == 0o700
 
-    # Tokens end, and the head dies: neither ends the workers.
+    # Neither expired tokens nor the death of the head stop the workers.
     machine.imds.expire_tokens()
     workers = sorted(process.pid for process in machine.processes())
     first.kill()
@@ -101,16 +101,16 @@ def test_node_serves_with_its_role_follows_the_scheduler_and_ends_with_its_worke
         assert secret not in console
 
 
-def test_node_without_a_lease_that_is_renewed_turns_off(launch: Launch) -> None:
+def test_node_turns_off_when_its_lease_is_not_renewed(launch: Launch) -> None:
     machine = launch()
     machine.configure(lease_ttl_s=3.0)
     machine.start()
-    assert "s old; it holds for 3 s" in machine.until_off()
+    assert "s old; it is valid for 3 s" in machine.until_off()
     # The launcher is gone: the timer of the boot, which nobody has armed anew, was not needed.
     assert machine.shutdowns() == ["-h now"]
 
 
-def test_node_that_serves_a_living_scheduler_turns_off_without_a_lease(
+def test_node_turns_off_without_a_lease_although_its_scheduler_is_alive(
     launch: Launch, scheduler: Callable[[], RemoteScheduler]
 ) -> None:
     machine = launch()
@@ -124,11 +124,11 @@ def test_node_that_serves_a_living_scheduler_turns_off_without_a_lease(
     machine.renew_lease(there.address)
     machine.start()
     machine.until(serves)
-    assert "s old; it holds for 4 s" in machine.until_off()
+    assert "s old; it is valid for 4 s" in machine.until_off()
     machine.until(lambda: there.workers() == [])
 
 
-def test_node_whose_lease_was_removed_turns_off(launch: Launch) -> None:
+def test_node_turns_off_when_its_lease_is_removed(launch: Launch) -> None:
     machine = launch()
     machine.start()
     machine.until(machine.processes)
@@ -137,7 +137,7 @@ def test_node_whose_lease_was_removed_turns_off(launch: Launch) -> None:
 
 
 @pytest.mark.parametrize("kind", ["reset", "deny"])
-def test_node_that_cannot_reach_s3_turns_off(
+def test_node_turns_off_when_it_cannot_reach_s3(
     launch: Launch, s3_server: S3Server, kind: Any
 ) -> None:
     machine = launch()
@@ -147,12 +147,10 @@ def test_node_that_cannot_reach_s3_turns_off(
     machine.until(machine.processes)
     machine.renew_lease(NOBODY)
     s3_server.set_faults(S3Fault(kind=kind))
-    assert "turning off: nothing was heard of the lease for" in machine.until_off()
+    assert "turning off: the lease could not be read for" in machine.until_off()
 
 
-def test_credentials_that_have_expired_are_fetched_again(
-    launch: Launch, s3_server: S3Server
-) -> None:
+def test_expired_credentials_are_fetched_again(launch: Launch, s3_server: S3Server) -> None:
     machine = launch()
     s3_server.set_faults(S3Fault(kind="expire", every=2))
     machine.configure(lease_check_s=0.05)
@@ -162,7 +160,7 @@ def test_credentials_that_have_expired_are_fetched_again(
     assert machine.processes()
 
 
-def test_node_of_another_environment_refuses_and_turns_off(launch: Launch) -> None:
+def test_node_with_an_incompatible_environment_refuses_and_turns_off(launch: Launch) -> None:
     machine = launch()
     kernel = {**machine.config.fingerprint, "python": "3.1.0", "torch": "1.2.0+cu130"}
     machine.configure(fingerprint=kernel)
@@ -177,7 +175,7 @@ def test_node_of_another_environment_refuses_and_turns_off(launch: Launch) -> No
     assert "started as process" not in console
 
 
-def test_metadata_service_that_hangs_at_the_start_only_delays(launch: Launch) -> None:
+def test_hanging_metadata_service_only_delays_the_start(launch: Launch) -> None:
     machine = launch()
     machine.imds.break_("hang")
     machine.start()
@@ -187,14 +185,14 @@ def test_metadata_service_that_hangs_at_the_start_only_delays(launch: Launch) ->
     assert not machine.is_off
 
 
-def test_lifetime_ends_whatever_goes_on(launch: Launch) -> None:
+def test_node_turns_off_at_the_end_of_its_lifetime(launch: Launch) -> None:
     machine = launch(launched_at=time.time() - 1000)
     machine.configure(lifetime_s=1008.0)
     machine.start()
     assert "turning off: its lifetime of 1008 s is over" in machine.until_off()
 
 
-def test_worker_that_crashes_ends_the_machine(launch: Launch) -> None:
+def test_node_turns_off_when_its_worker_crashes(launch: Launch) -> None:
     machine = launch()
     machine.configure(supervisor="no_such_module:Supervisor")
     machine.start()
@@ -202,7 +200,7 @@ def test_worker_that_crashes_ends_the_machine(launch: Launch) -> None:
     machine.until(lambda: machine.report()["state"] == "ended")
 
 
-def test_spot_machine_that_ec2_takes_in_its_first_hour_waits_for_it(
+def test_noticed_spot_machine_in_its_first_hour_waits_for_ec2(
     launch: Launch, scheduler: Callable[[], RemoteScheduler]
 ) -> None:
     machine = launch(launched_at=time.time() - 60)
@@ -213,10 +211,10 @@ def test_spot_machine_that_ec2_takes_in_its_first_hour_waits_for_it(
     machine.imds.interrupt(time.time() + 100)
     machine.until(lambda: "notice of this machine: interruption" in machine.console())
     there.dismiss("i-1")
-    machine.until(lambda: "EC2 takes this machine in" in machine.console())
+    machine.until(lambda: "EC2 reclaims this machine in" in machine.console())
     assert not machine.is_off
     machine.terminate()
-    assert "and EC2 has not taken this machine as it said" in machine.until_off()
+    assert "and EC2 has not reclaimed this machine as announced" in machine.until_off()
 
 
 @pytest.mark.parametrize(
@@ -228,7 +226,7 @@ def test_spot_machine_that_ec2_takes_in_its_first_hour_waits_for_it(
     ],
     ids=["old", "on-demand", "by choice"],
 )
-def test_noticed_machine_that_is_charged_all_the_same_turns_off_at_once(
+def test_noticed_machine_that_is_charged_anyway_turns_off_immediately(
     launch: Launch,
     scheduler: Callable[[], RemoteScheduler],
     identity: dict[str, Any],
@@ -246,7 +244,7 @@ def test_noticed_machine_that_is_charged_all_the_same_turns_off_at_once(
     assert "turning off: all workers have ended (i-1: exit code 0)\n" in machine.until_off()
 
 
-def test_agent_that_is_asked_to_end_ends_its_workers_first(
+def test_agent_stops_its_workers_before_it_turns_off_on_sigterm(
     launch: Launch, scheduler: Callable[[], RemoteScheduler]
 ) -> None:
     machine = launch()
@@ -257,10 +255,10 @@ def test_agent_that_is_asked_to_end_ends_its_workers_first(
     machine.terminate()
     console = machine.until_off()
     ended = console.index("worker i-1 has ended with exit code 0")
-    assert ended < console.index("turning off: the agent was asked to end")
+    assert ended < console.index("turning off: the agent was asked to stop")
 
 
-def test_workers_end_with_an_agent_that_is_killed(launch: Launch) -> None:
+def test_workers_exit_with_a_killed_agent(launch: Launch) -> None:
     machine = launch()
     machine.start()
     machine.until(machine.processes)
@@ -268,11 +266,11 @@ def test_workers_end_with_an_agent_that_is_killed(launch: Launch) -> None:
     machine.process.kill()
     machine.process.wait()
     machine.until(lambda: not machine.processes())
-    # The system's own timer ends the machine then.
+    # The operating system's timer then turns the machine off.
     assert machine.shutdowns() == []
 
 
-def test_role_that_this_version_does_not_know_turns_the_machine_off(launch: Launch) -> None:
+def test_node_with_an_unknown_role_turns_off(launch: Launch) -> None:
     machine = launch()
     machine.start(ETRAIN_ROLE="librarian")
     assert "ETRAIN_ROLE=librarian is unknown to this version" in machine.until_off()

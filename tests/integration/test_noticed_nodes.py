@@ -1,4 +1,4 @@
-"""Machines are noticed while a job trains on them; agents, supervisors, coordinator are real."""
+"""Interruption notices during training, with real agents, supervisors and coordinator."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def slow_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 def cluster(
     tmp_path: Path, s3_server: S3Server, s3_bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[SchedulerAddress, Callable[[str], Machine]]]:
-    """Give a coordinator, and what launches machines of its cluster."""
+    """Provide a coordinator and a function that launches machines of its cluster."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     certificates = mint_certificates(CLUSTER)
@@ -108,7 +108,7 @@ def submit(address: SchedulerAddress, store: RunStore) -> TrainingJob:
     return submit_job(plan.config, plan.bundle, address=address, store=store)
 
 
-def test_noticed_machine_is_replaced_and_leaves_with_nothing_lost(
+def test_noticed_machine_is_replaced_without_losing_a_step(
     cluster: tuple[SchedulerAddress, Callable[[str], Machine]], tmp_path: Path
 ) -> None:
     address, start = cluster
@@ -132,7 +132,7 @@ def test_noticed_machine_is_replaced_and_leaves_with_nothing_lost(
         lambda: any(e.step >= at - 1 for e in found(events.CheckpointCommitted)),
         "a checkpoint of the machine at risk",
     )
-    start("i-3")  # what a pool does that replaces early
+    start("i-3")  # as a pool that replaces machines early
     until(lambda: job.step > at + 3, "more steps on the machine at risk")
     assert members() == {"i-1", "i-2"}
 

@@ -1,4 +1,4 @@
-"""Jobs whose run store is a bucket: seen live from another machine, and trained on there."""
+"""Jobs with a run store in a bucket: another machine follows one live and resumes it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Net(nn.Module):
     def forward(self, x):
         return self.layers(x)
 def slow_loss(output, target):
-    # Slow for as long as the first machine is there.
+    # Slow while the first machine exists.
     time.sleep(0.4 if os.path.exists("FOLDER") else 0.0)
     return F.cross_entropy(output, target)
 job = etrain_jupyter.distributed(
@@ -56,7 +56,7 @@ print(job.id, flush=True)
 
 
 class Machine:
-    """Processes with a home folder, a state directory and a host name of their own."""
+    """Processes with a separate home folder, state directory and host name."""
 
     def __init__(self, folder: Path, host: str, root: str) -> None:
         self.folder, self.host = folder, host
@@ -91,7 +91,7 @@ class Machine:
         return self.run(f"raise SystemExit(cli.main({list(words)!r}))")
 
     def vanish(self) -> None:
-        """End everything on it at once, and lose its disk."""
+        """Kill all its processes at once and delete its disk."""
         for process in processes_of(self.folder):
             try:
                 process.send_signal(signal.SIGKILL)
@@ -109,7 +109,7 @@ def machines(tmp_path: Path, s3_server: S3Server, s3_bucket: str) -> Iterator[tu
         machine.vanish()
 
 
-def test_job_is_seen_from_another_machine_and_goes_on_there(
+def test_job_is_followed_and_resumed_on_another_machine(
     machines: tuple[Machine, ...], s3_server: S3Server, s3_bucket: str
 ) -> None:
     first, second = machines

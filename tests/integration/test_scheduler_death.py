@@ -1,4 +1,4 @@
-"""A scheduler that is killed is brought back, and the job goes on: with real processes."""
+"""Jobs survive a killed scheduler, which the keeper restarts; with real processes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from tests.integration.conftest import PATIENCE_S, until
 pytestmark = pytest.mark.slow
 
 SLOW = Path(tempfile.mkdtemp()) / "slow"
-"""While this file is there, steps take time, but leave the processor to the others."""
+"""While this file exists, steps are slow but use no CPU time."""
 
 Submit = Callable[..., TrainingJob]
 
@@ -73,9 +73,9 @@ def body(**changes: Any) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def slow(runs: Path) -> Iterator[None]:
-    """Let steps be slow until a test lets its job finish, and give each a cluster of its own.
+    """Make steps slow until ``finish`` is called, and use a new cluster for each test.
 
-    The keeper gives up a cluster whose scheduler dies five times in a minute.
+    The keeper shuts a cluster down if its scheduler dies five times within a minute.
     """
     SLOW.touch()
     yield
@@ -91,7 +91,7 @@ def record() -> ClusterRecord:
 
 
 def kill_scheduler() -> None:
-    """Kill the scheduler and wait until another one serves."""
+    """Kill the scheduler and wait until the next one is running."""
     before = record()
     os.kill(before.scheduler_pid, signal.SIGKILL)
     until(lambda: record().num_lives > before.num_lives, "another scheduler")
@@ -109,15 +109,15 @@ def run(submit: Submit, **changes: Any) -> TrainingJob:
     return job
 
 
-def goes_on(job: TrainingJob, num_restarts: int = 1) -> None:
-    """Wait until a job that has outlived its scheduler steps on."""
-    until(lambda: len(found(job, SchedulerRestarted)) >= num_restarts, "the news of the restart")
+def await_restart(job: TrainingJob, num_restarts: int = 1) -> None:
+    """Wait until a job that has survived its scheduler completes more steps."""
+    until(lambda: len(found(job, SchedulerRestarted)) >= num_restarts, "the event of the restart")
     step = job.step
     until(lambda: job.step > step + 5 or job.status == "finished", f"step {step + 5}")
 
 
 def finish(job: TrainingJob) -> str:
-    """Let a job end, check all that is promised, and return the digest of its weights."""
+    """Wait for the job's end, assert the invariants, and return the digest of its weights."""
     SLOW.unlink()
     assert job.wait(timeout=PATIENCE_S) == "finished", job
     assert job.history()["step"] == list(range(1, 401))
@@ -127,7 +127,7 @@ def finish(job: TrainingJob) -> str:
 
 @pytest.fixture(scope="module")
 def undisturbed(runs: Path) -> str:
-    """Return the digest of the weights that nobody disturbed."""
+    """Return the digest of the final weights of an undisturbed job."""
     import etrain_jupyter
 
     SLOW.unlink(missing_ok=True)
@@ -136,7 +136,7 @@ def undisturbed(runs: Path) -> str:
     return str(found(job, WeightsHashed)[-1].digest)
 
 
-def test_trainers_train_on_while_the_scheduler_is_dead_twice(
+def test_trainers_keep_training_while_the_scheduler_is_dead(
     submit: Submit, undisturbed: str
 ) -> None:
     SLOW.touch()
@@ -144,28 +144,26 @@ def test_trainers_train_on_while_the_scheduler_is_dead_twice(
     trainers = found(job, GenerationFormed)[-1].trainer_pids
 
     kill_scheduler()
-    goes_on(job)
+    await_restart(job)
     kill_scheduler()
-    goes_on(job, 2)
+    await_restart(job, 2)
 
     digest = finish(job)
     steps = [event.step for event in found(job, StepCompleted)]
-    assert steps == list(range(1, 401)), "no step is missing and none is there twice"
+    assert steps == list(range(1, 401)), "every step is logged exactly once"
     assert found(job, GenerationFormed)[-1].trainer_pids == trainers
-    assert len(found(job, GenerationFormed)) <= 2, "the generation went on"
+    assert len(found(job, GenerationFormed)) <= 2, "no restart may form a new generation"
     assert [event.lost for event in found(job, SchedulerRestarted)] == [[], []]
     assert digest == undisturbed
 
 
-def test_a_worker_that_dies_with_the_scheduler_is_replaced(
-    submit: Submit, undisturbed: str
-) -> None:
+def test_worker_that_dies_with_the_scheduler_is_replaced(submit: Submit, undisturbed: str) -> None:
     SLOW.touch()
     job = run(submit)
     victim, survivor = job.workers()
     os.kill(victim["pid"], signal.SIGKILL)
     kill_scheduler()
-    goes_on(job)
+    await_restart(job)
 
     digest = finish(job)
     assert victim["worker"] in {event.worker for event in found(job, WorkerLost)}
@@ -174,7 +172,7 @@ def test_a_worker_that_dies_with_the_scheduler_is_replaced(
     assert digest == undisturbed
 
 
-def test_when_all_die_the_newest_checkpoint_is_what_the_job_goes_on_from(
+def test_job_restores_its_newest_checkpoint_when_scheduler_and_workers_die(
     submit: Submit, undisturbed: str
 ) -> None:
     SLOW.touch()
@@ -183,7 +181,7 @@ def test_when_all_die_the_newest_checkpoint_is_what_the_job_goes_on_from(
     for worker in job.workers():
         os.kill(worker["pid"], signal.SIGKILL)
     kill_scheduler()
-    goes_on(job)
+    await_restart(job)
 
     digest = finish(job)
     [restarted] = found(job, SchedulerRestarted)
@@ -191,7 +189,7 @@ def test_when_all_die_the_newest_checkpoint_is_what_the_job_goes_on_from(
     assert digest == undisturbed
 
 
-def test_job_in_a_bucket_outlives_its_scheduler_and_is_whole_in_the_bucket(
+def test_job_with_its_log_in_a_bucket_survives_its_scheduler(
     submit: Submit,
     undisturbed: str,
     s3_server: S3Server,
@@ -199,7 +197,7 @@ def test_job_in_a_bucket_outlives_its_scheduler_and_is_whole_in_the_bucket(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    LocalPool().down()  # the one that is up does not know this S3
+    LocalPool().down()  # the running cluster has no access to this S3 server
     root = f"s3://{s3_bucket}/runs"
     monkeypatch.setenv("ETRAIN_RUNS", root)
     SLOW.touch()
@@ -207,7 +205,7 @@ def test_job_in_a_bucket_outlives_its_scheduler_and_is_whole_in_the_bucket(
     trainers = found(job, GenerationFormed)[-1].trainer_pids
 
     kill_scheduler()
-    goes_on(job)
+    await_restart(job)
 
     assert finish(job) == undisturbed
     assert found(job, GenerationFormed)[-1].trainer_pids == trainers
@@ -227,7 +225,7 @@ def test_job_in_a_bucket_outlives_its_scheduler_and_is_whole_in_the_bucket(
         ("CheckpointCommitted", 2),
     ],
 )
-def test_whenever_the_scheduler_dies_the_job_comes_to_the_same_end(
+def test_job_has_the_same_result_whenever_the_scheduler_dies(
     submit: Submit, runs: Path, undisturbed: str, kind: str, count: int
 ) -> None:
     SLOW.touch()
@@ -235,7 +233,8 @@ def test_whenever_the_scheduler_dies_the_job_comes_to_the_same_end(
     job = submit(**body())
     [folder] = [folder for folder in runs.iterdir() if folder.name not in before]
     if (kind, count) == ("GenerationFormed", 2):
-        # Both workers may have been there for the first one; else the second one makes the next.
+        # The first generation may include both workers; if not, the second worker's join forms
+        # another one.
         until(lambda: job.step >= 5, "steps of the first generation")
         if job.world_size == 2:
             job.scale(max=1)
@@ -244,31 +243,31 @@ def test_whenever_the_scheduler_dies_the_job_comes_to_the_same_end(
         log = folder / "events.jsonl"
         return log.exists() and log.read_bytes().count(f'"event":"{kind}"'.encode()) >= count
 
-    # The log has it before anybody was told.
+    # An event is logged before its message is sent.
     until(has_happened, f"{kind} {count}")
     kill_scheduler()
-    goes_on(job)
+    await_restart(job)
 
     digest = finish(job)
     assert [event.seq for event in job.events()] == list(range(1, len(job.events()) + 1))
     assert digest == undisturbed
 
 
-def test_a_paused_job_is_paused_afterwards_and_can_be_resumed(submit: Submit) -> None:
+def test_paused_job_stays_paused_and_can_be_resumed(submit: Submit) -> None:
     job = run(submit)
     job.pause()
     until(lambda: job.status == "paused", "the pause")
     step = job.step
 
     kill_scheduler()
-    until(lambda: found(job, SchedulerRestarted), "the news of the restart")
+    until(lambda: found(job, SchedulerRestarted), "the event of the restart")
     assert (job.status, job.step) == ("paused", step)
     job.resume()
     until(lambda: job.step > step + 5, "steps after the pause")
     finish(job)
 
 
-def test_a_job_that_was_asked_to_stop_stops(submit: Submit) -> None:
+def test_job_stops_although_the_scheduler_dies_after_the_request(submit: Submit) -> None:
     job = run(submit)
     scheduler = record().scheduler_pid
     job.stop()
@@ -280,7 +279,7 @@ def test_a_job_that_was_asked_to_stop_stops(submit: Submit) -> None:
     assert_invariants(job.events())
 
 
-def test_a_scheduler_that_dies_before_the_first_step_forgets_no_job(submit: Submit) -> None:
+def test_scheduler_that_dies_before_the_first_step_keeps_the_job(submit: Submit) -> None:
     job = submit(**body(epochs=10))
 
     kill_scheduler()
@@ -291,22 +290,22 @@ def test_a_scheduler_that_dies_before_the_first_step_forgets_no_job(submit: Subm
     assert_invariants(job.events())
 
 
-def test_a_scheduler_that_dies_while_a_newcomer_warms_up_admits_it_later(submit: Submit) -> None:
+def test_worker_that_warms_up_during_a_restart_is_admitted_later(submit: Submit) -> None:
     job = submit(**body(workers={"min": 1, "max": 1}, reproducible={"shards": 2}))
     until(lambda: job.step > 5, "steps of one worker")
     job.scale(max=2)
 
     kill_scheduler()
-    until(lambda: job.world_size == 2, "the newcomer")
+    until(lambda: job.world_size == 2, "the second worker")
     finish(job)
 
 
-def test_what_is_asked_while_the_scheduler_is_dead_waits_for_the_next_one(submit: Submit) -> None:
+def test_request_while_the_scheduler_is_dead_waits_for_the_next_one(submit: Submit) -> None:
     job = run(submit)
     os.kill(record().scheduler_pid, signal.SIGKILL)
 
     states = [node.state for node in LocalPool().nodes()]
-    goes_on(job)
+    await_restart(job)
 
     assert len(states) == 2
     finish(job)

@@ -1,4 +1,4 @@
-"""Processes that are suspended: a worker's is replaced, the head's own makes nobody look dead."""
+"""Suspended processes: a suspended worker is replaced, a suspended head evicts no worker."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SLOW = Path(tempfile.mkdtemp()) / "slow"
 
 @pytest.fixture(scope="module", autouse=True)
 def limits() -> Iterator[None]:
-    """Let silence be noticed soon. Set before the module's cluster starts."""
+    """Lower the heartbeat timeout, before the module's cluster starts."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ETRAIN_SILENCE_S", str(SILENCE_S))
         yield
@@ -52,7 +52,7 @@ def lost(job: TrainingJob) -> list[WorkerLost]:
 
 
 def whole(job: TrainingJob) -> list[dict[str, Any]]:
-    """Wait until both ranks step, and return their workers."""
+    """Wait until both ranks train, and return their workers."""
 
     def is_whole() -> bool:
         job.raise_for_status()
@@ -64,7 +64,7 @@ def whole(job: TrainingJob) -> list[dict[str, Any]]:
     return [worker for worker in job.workers() if worker["rank"] is not None]
 
 
-def test_suspended_worker_is_replaced_and_a_suspended_head_gives_nobody_up(
+def test_suspended_worker_is_replaced_and_a_suspended_head_evicts_no_worker(
     submit: Callable[..., TrainingJob], runs: Path
 ) -> None:
     SLOW.touch()
@@ -79,7 +79,7 @@ def test_suspended_worker_is_replaced_and_a_suspended_head_gives_nobody_up(
     survivor, victim = whole(job)
 
     os.kill(victim["pid"], signal.SIGSTOP)
-    until(lambda: lost(job), "the discovery of the silence")
+    until(lambda: lost(job), "the detection of the silent worker")
     [event] = lost(job)
     assert event.worker == victim["worker"]
     assert event.cause.startswith("silent for ")
@@ -89,7 +89,7 @@ def test_suspended_worker_is_replaced_and_a_suspended_head_gives_nobody_up(
     formed = [e for e in job.events() if isinstance(e, GenerationFormed)][-1]
     assert survivor["trainer_pid"] in formed.trainer_pids
 
-    [head] = [p for p in processes_of(runs.parent) if "local_head" in " ".join(p.cmdline())]
+    [head] = [p for p in processes_of(runs.parent) if "etrain_jupyter.head.main" in p.cmdline()]
     step = job.step
     head.suspend()
     time.sleep(2 * SILENCE_S)

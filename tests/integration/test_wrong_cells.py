@@ -1,7 +1,7 @@
-"""What a wrong cell shows, in a real kernel with a real cluster: where, why, and what to type.
+"""Error messages of wrong cells in a real kernel with a real cluster: place, cause and remedy.
 
-Whatever is wrong, the cell ends as an error so that "Run All" stops, in seconds, and nothing is
-left behind. The names of workers differ from run to run and are no part of what is expected.
+Every wrong cell fails within seconds, so that "Run All" stops, and leaves nothing behind. Worker
+names differ from run to run and are not part of the expected messages.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ TWO = {"workers": "{min: 2, max: 2}"}
 
 @dataclass(frozen=True)
 class Case:
-    """A body that differs from a good one in some keys, and what it shows."""
+    """A cell body that differs from a valid one in some keys, and its expected message."""
 
     name: str
     keys: dict[str, str]
     shows: list[str]
-    """Fragments, in this order."""
+    """Expected fragments, in this order."""
     code: str = ""
-    """A cell that runs before."""
+    """Code of a cell that runs first."""
     without: list[str] = field(default_factory=list)
-    """Keys that are left out."""
+    """Keys to leave out."""
 
     @property
     def cell(self) -> str:
-        """The whole cell."""
+        """Source of the cell."""
         body = {key: value for key, value in GOOD.items() if key not in self.without}
         lines = [f"{key}: {value}" for key, value in (body | self.keys).items()]
         return "\n".join(["%%etrain distributed --quiet --wait", *lines])
@@ -170,17 +170,17 @@ generator_loss = make_loss()""",
         code="uneven = (x, y[:60])",
     ),
     Case(
-        "model of None",
+        "model is None",
         {"model": "None"},
         ["line 2, column 8: model is None", "run the cell that builds it"],
     ),
     Case(
-        "argument that the model does not take",
+        "unknown argument of the model",
         {"model": "Net(hiden=3)"},
         ["unexpected keyword argument 'hiden'", "it takes Net(hidden=8)"],
     ),
     Case(
-        "module that is nowhere",
+        "missing module",
         {"model": '"no_such_module:Net"'},
         ["model: there is no module 'no_such_module' here"],
     ),
@@ -205,7 +205,7 @@ generator_loss = make_loss()""",
         ["scaling needs a batch that grows with the workers", "write batch: {per_worker: 32}"],
     ),
     Case(
-        "a bucket that cannot be",
+        "invalid bucket name",
         {"checkpoint": "{to: s3://Bucket/run}"},
         ["checkpoint.to names the bucket 'Bucket', but a bucket has", "write s3://bucket/prefix"],
     ),
@@ -216,7 +216,7 @@ generator_loss = make_loss()""",
         ["unknown key 'global'", "'global' belongs into 'batch'"],
     ),
     Case(
-        "more workers than the pool can have",
+        "more workers than the pool allows",
         {"workers": "{min: 30, max: 30}", "batch": "{global: 64}"},
         ["workers.min=30 is more than the 8 workers", "Nothing was submitted", "of 8 or less"],
     ),
@@ -255,7 +255,7 @@ def raising_loss(output, target):
     Case(
         "step that returns no loss",
         {"step": "lossless"},
-        [NEVER_BEGUN, "step returned a dict with the keys 'accuracy' and no 'loss'"],
+        [NEVER_BEGUN, "step returned a dict with the keys 'accuracy' but without 'loss'"],
         code="def lossless(model, batch): return {'accuracy': model(batch[0]).mean()}",
         without=["loss"],
     ),
@@ -274,7 +274,7 @@ def raising_loss(output, target):
     Case(
         "torchmetrics without data.eval",
         {"metrics": "{f1: MulticlassF1Score(2)}"},
-        [NEVER_BEGUN, "metric 'f1' is of torchmetrics", "data.eval, which is missing"],
+        [NEVER_BEGUN, "metric 'f1' is from torchmetrics", "data.eval, which is missing"],
         code="from torchmetrics.classification import MulticlassF1Score",
     ),
     Case(
@@ -294,7 +294,7 @@ def raising_loss(output, target):
         {"data": "{train: Ragged()}"} | TWO,
         [
             "stack expects each tensor to be equal size",
-            "while joining samples [",
+            "while collating samples [",
             "failed after step 7 on w",
             "The weights of step 7 are saved in",
             "job.load_into(model) loads them",
@@ -317,9 +317,9 @@ y7 = y.clone(); y7[5] = 7
 rare = TensorDataset(x, y7)""",
     ),
     Case(
-        "factory that returns no model",
+        "factory that returns None",
         {"model": "no_model"},
-        [NEVER_BEGUN, "model gave None, a NoneType, which is no nn.Module"],
+        [NEVER_BEGUN, "model gave None, a NoneType, which is not an nn.Module"],
         code="def no_model(): return None",
     ),
     Case(
@@ -360,7 +360,7 @@ rare = TensorDataset(x, y7)""",
     Case(
         "module that only the notebook can import",
         {"model": "far_models.far()"},
-        [NEVER_BEGUN, "needs the module 'far_models', which this worker lacks", "Install it"],
+        [NEVER_BEGUN, "needs the module 'far_models', which is not installed", "Install it"],
         code="""\
 elsewhere = pathlib.Path(tempfile.mkdtemp())
 (elsewhere / "far_models.py").write_text("import torch\\ndef far(): return torch.nn.Linear(4, 2)")
@@ -387,7 +387,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def notebook(folder: Path) -> Iterator[Notebook]:
-    """One kernel and one cluster for all cases; in the end nothing of them may be left."""
+    """Provide one kernel and one cluster for all cases; assert that no process is left."""
     environment = {
         "ETRAIN_STATE": str(folder / "state"),
         "ETRAIN_RUNS": str(folder / "runs"),
@@ -405,7 +405,7 @@ def notebook(folder: Path) -> Iterator[Notebook]:
 
 
 def run(notebook: Notebook, case: Case, folder: Path) -> Shown:
-    """Run a case and keep what it showed for people to read: ``transcript.txt``."""
+    """Run a case, append its output to ``transcript.txt`` for readers, and return it."""
     if case.code:
         assert notebook.run(case.code).status == "ok"
     shown = notebook.run(case.cell, timeout=PATIENCE_S)
@@ -417,7 +417,7 @@ def run(notebook: Notebook, case: Case, folder: Path) -> Shown:
 
 
 def assert_shows(shown: Shown, fragments: list[str]) -> None:
-    """Look for all fragments in this order."""
+    """Assert that the cell failed and shows all fragments in this order."""
     assert shown.status == "error", shown.text
     rest = shown.text
     for fragment in fragments:
@@ -442,8 +442,8 @@ def test_wrong_cell_is_refused_before_anything_starts(
     assert_shows_no_frame_of_ours(shown)
     assert "Traceback" not in shown.text
     if "pool" not in case.name:
-        assert processes_of(folder) == before, "no cluster was started, nor one of its workers"
-    assert not list((folder / "runs").glob("*")), "a refused job leaves no folder"
+        assert processes_of(folder) == before, "a refused cell must not start a process"
+    assert not list((folder / "runs").glob("*")), "a refused cell must not create a run folder"
 
 
 @pytest.mark.parametrize("case", SUBMITTED, ids=[case.name for case in SUBMITTED])
@@ -455,7 +455,7 @@ def test_wrong_cell_fails_on_the_worker(notebook: Notebook, folder: Path, case: 
     assert_shows_no_frame_of_ours(shown)
 
 
-def test_result_shows_the_line_that_asked_and_the_users_traceback(notebook: Notebook) -> None:
+def test_result_shows_the_calling_line_and_the_users_traceback(notebook: Notebook) -> None:
     submit = """\
 import etrain_jupyter
 failing = etrain_jupyter.distributed(
@@ -470,7 +470,7 @@ failing = etrain_jupyter.distributed(
     assert_shows_no_frame_of_ours(shown)
 
 
-def test_job_that_hangs_in_the_notebooks_code_can_be_stopped_at_once(
+def test_job_that_hangs_in_user_code_can_be_stopped_immediately(
     notebook: Notebook, folder: Path
 ) -> None:
     asleep = folder / "asleep"
@@ -491,10 +491,10 @@ def sleepy():
     assert_shows(waited, ["was stopped at step 0"])
     until(lambda: not trainer.is_running(), "the end of the trainer")
     lost = notebook.run("print('WorkerLost' in [event.kind for event in sleeping.events()])")
-    assert lost.text == "False", "it did not wait until the trainer counted as hung"
+    assert lost.text == "False", "the stop must not wait for the hang timeout"
 
 
-def test_same_cell_twice_makes_two_jobs_that_share_the_pool(notebook: Notebook) -> None:
+def test_same_cell_run_twice_submits_two_jobs_on_one_pool(notebook: Notebook) -> None:
     cell = Case("", {"name": "twin", "epochs": "4"}, []).cell
     for name in ("first", "second"):
         assert notebook.run(cell.replace("--wait", f"-o {name}")).status == "ok"

@@ -1,4 +1,4 @@
-"""Every tutorial runs from its first cell to its last, and what it asserts about itself holds."""
+"""Run every tutorial notebook from the first cell to the last, including its own assertions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LIMIT_S = 600
 
 
 def warnings_in(executed: Path) -> list[str]:
-    """What cells wrote to stderr: a newcomer would ask what is wrong."""
+    """Return the stderr output of all cells: a tutorial must not show warnings."""
     cells = json.loads(executed.read_text())["cells"]
     outputs = [output for cell in cells for output in cell.get("outputs", [])]
     return ["".join(o["text"]) for o in outputs if o.get("name") == "stderr"]
@@ -25,7 +25,7 @@ def warnings_in(executed: Path) -> list[str]:
 
 @pytest.mark.timeout(LIMIT_S + 60)
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
-def test_notebook_runs_to_its_end_and_leaves_no_output_behind(path: Path, tmp_path: Path) -> None:
+def test_notebook_runs_to_its_end_and_its_file_is_unchanged(path: Path, tmp_path: Path) -> None:
     for capability in ("libraries", "moto"):
         skip_without(capability)
     before = path.read_bytes()

@@ -1,12 +1,12 @@
-"""Pytest plugin: print at the end what was skipped and rerun, and fail the run for too much of it.
+"""Pytest plugin: report skips and reruns at the end, and fail the run if there are too many.
 
 - Skips are counted by group and reason. ``ETRAIN_REQUIRE`` names capabilities of
   ``tests/capabilities.py``, separated by commas. The run fails if a test of such a group was
   skipped, and before its first test if this machine lacks the capability.
-- Each test that was rerun is named with the error of its first attempt. The run fails if more than
+- Each rerun test is listed with the error of its first attempt. The run fails if more than
   ``MAX_RERUNS`` tests were rerun.
 
-With xdist only the controller, which gets the reports of all workers, prints and decides.
+With xdist, only the controller prints and decides: it receives the reports of all workers.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from tests.capabilities import CAPABILITIES, MARKERS, OTHER_GROUPS, why_missing
 VARIABLE = "ETRAIN_REQUIRE"
 MAX_RERUNS = 5
 UNKNOWN = "other"
-"""The group of a skip that names none."""
+"""Group of a skip that names no group."""
 
 Report = pytest.TestReport | pytest.CollectReport
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Check what is required, once; then collect reports."""
+    """Check the required capabilities once, then register the collector of reports."""
     if hasattr(config, "workerinput"):
         return
     required = read_required(os.environ.get(VARIABLE, ""))
@@ -42,10 +42,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def read_required(text: str) -> tuple[str, ...]:
-    """Return the capabilities that a comma-separated list names.
+    """Parse a comma-separated list of capabilities.
 
     Raises:
-        pytest.UsageError: If it names one that does not exist.
+        pytest.UsageError: If it names an unknown capability.
     """
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     if unknown := [name for name in names if name not in CAPABILITIES]:
@@ -58,7 +58,7 @@ def read_required(text: str) -> tuple[str, ...]:
 
 @dataclass(eq=False)  # pluggy needs a hash
 class RunReport:
-    """Count skips and reruns of a session, and decide whether it may pass."""
+    """Count the skips and reruns of a session, and decide whether it may pass."""
 
     required: tuple[str, ...]
     skipped: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -75,13 +75,13 @@ class RunReport:
             self.skipped[group_and_reason(report)] += 1
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Count a module that was skipped as a whole, as one test."""
+        """Count a module that was skipped as a whole as one test."""
         if report.skipped:
             self.skipped[group_and_reason(report)] += 1
 
     @property
     def complaints(self) -> list[str]:
-        """Reasons for which the run fails although its tests may have passed."""
+        """Reasons why the run fails even if all its tests have passed."""
         found = [
             f"{count} test{'s' * (count != 1)} of {group!r} skipped, which {VARIABLE} requires: "
             f"{reason}"
@@ -94,7 +94,7 @@ class RunReport:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> Iterator[None]:
-        """Let the run fail; this wraps the terminal's hook, which prints the summary."""
+        """Fail the run if there are complaints. Wraps the terminal's hook, which prints them."""
         if self.complaints and session.exitstatus in (
             pytest.ExitCode.OK,
             pytest.ExitCode.NO_TESTS_COLLECTED,
@@ -103,7 +103,7 @@ class RunReport:
         return (yield)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Print skipped groups, reruns and complaints, in this order."""
+        """Print skips, reruns and complaints, in this order."""
         write = terminalreporter.write_line
         if self.skipped:
             terminalreporter.write_sep("=", f"skipped: {self.skipped.total()}")
@@ -120,7 +120,7 @@ class RunReport:
 
 
 def group_and_reason(report: Report) -> tuple[str, str]:
-    """Return the group and the reason of a skip: the reason names the group, or a marker does."""
+    """Return the group and the reason of a skip; the reason or a marker determines the group."""
     text = str(report.longrepr[2]) if isinstance(report.longrepr, tuple) else str(report.longrepr)
     text = text.removeprefix("Skipped: ").strip()
     if text.startswith("could not import"):  # by pytest.importorskip
@@ -133,7 +133,7 @@ def group_and_reason(report: Report) -> tuple[str, str]:
 
 
 def error_of(report: pytest.TestReport) -> str:
-    """Return the first line of what an attempt failed with."""
+    """Return the first line of an attempt's error."""
     crash = getattr(report.longrepr, "reprcrash", None)
     text = str(crash.message if crash else report.longrepr).strip()
     return f"{report.when}: {text.splitlines()[0][:200]}" if text else f"{report.when}: no message"

@@ -38,8 +38,8 @@ SHIPPED_TEST_HELPERS = "testing"
 # Library -> prefixes of the modules (relative to the package) that may import it.
 CONFINED: dict[str, tuple[str, ...]] = {
     "torch": ("trainer",),
-    "boto3": ("pools.ec2", "storage.objects", "storage.checkpoints.s3"),
-    "botocore": ("pools.ec2", "storage.objects", "storage.checkpoints.s3"),
+    "boto3": ("pools.ec2", "storage.objects"),
+    "botocore": ("pools.ec2", "storage.objects"),
     "IPython": ("magics", "launch", "__init__", "notebook.editor"),
     "anywidget": ("notebook.dashboard",),
     "ipywidgets": ("notebook.dashboard",),
@@ -202,12 +202,7 @@ def module_arrows() -> dict[str, set[str]]:
     return arrows
 
 
-KNOWN_CIRCLES: list[list[str]] = [
-    ["notebook.job.requests", "notebook.job.resume", "notebook.job.training_job"],
-    ["notebook.job.run_store", "notebook.job.s3_run_store"],
-    ["pools.ec2.client.pool", "pools.ec2.client.remote_pool"],
-    ["pools.ec2.machine.agent", "pools.ec2.machine.head_agent"],
-]
+KNOWN_CIRCLES: list[list[str]] = []
 """Circles that are still to be broken; never add one."""
 
 

@@ -18,7 +18,7 @@ def _no_jobs_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def runs(tmp_path: Path) -> str:
-    """A run store with one finished job, ``digits-1``."""
+    """Create a run store with one finished job, ``digits-1``."""
     record = RunStore(tmp_path).create({"name": "digits", "created": 1.0}, job_id="digits-1")
     log = EventLog(record.log_path, fsync_every_s=None)
     common = {"job_id": "digits-1", "time": 1.0}
@@ -44,13 +44,15 @@ def runs(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-def test_ls_shows_the_store_that_was_named(runs: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ls_lists_the_jobs_of_the_given_store(
+    runs: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["--runs", runs, "ls"]) == 0
 
     assert "digits-1  finished" in capsys.readouterr().out
 
 
-def test_tensorboard_files_of_an_old_job_are_written_and_the_command_is_printed(
+def test_tensorboard_writes_files_for_a_finished_job_and_prints_the_command(
     runs: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("tensorboard")
@@ -60,11 +62,13 @@ def test_tensorboard_files_of_an_old_job_are_written_and_the_command_is_printed(
     folder = Path(runs) / "digits-1" / "tensorboard"
     said = capsys.readouterr().out
     assert f"In a terminal: tensorboard --logdir {folder}" in said
-    assert "what the job has done until now" in said
+    assert "The files show the job until now" in said
     assert len(list(folder.iterdir())) == 1
 
 
-def test_runs_may_stand_after_the_subcommand(runs: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_option_is_accepted_after_the_subcommand(
+    runs: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["show", f"--runs={runs}"]) == 0
 
     shown = capsys.readouterr().out
@@ -73,7 +77,7 @@ def test_runs_may_stand_after_the_subcommand(runs: str, capsys: pytest.CaptureFi
     assert str(Path(runs) / "digits-1") in shown
 
 
-def test_store_comes_from_the_environment_otherwise(
+def test_store_defaults_to_the_environment_variable(
     runs: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("ETRAIN_RUNS", runs)
@@ -82,7 +86,7 @@ def test_store_comes_from_the_environment_otherwise(
     assert "digits-1: finished" in capsys.readouterr().out
 
 
-def test_what_cannot_be_done_is_status_1_on_stderr(
+def test_failure_is_printed_on_stderr_with_exit_status_1(
     runs: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["--runs", runs, "stop", "mnist"]) == 1
@@ -92,7 +96,7 @@ def test_what_cannot_be_done_is_status_1_on_stderr(
     assert captured.err.startswith("etrain: no job 'mnist'")
 
 
-def test_terminal_speaks_of_its_own_commands(
+def test_messages_in_the_terminal_name_terminal_commands(
     runs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["--runs", runs, "scale", "2"]) == 1
@@ -101,22 +105,24 @@ def test_terminal_speaks_of_its_own_commands(
 
     shown = capsys.readouterr().err
     assert "etrain ls shows the jobs that run." in shown
-    assert "etrain ls shows the jobs there are." in shown
+    assert "etrain ls lists the jobs." in shown
     assert "%etrain ls" not in shown
-    assert "Run a %%etrain distributed cell first" in shown, "that is for the notebook"
+    assert "Run a %%etrain distributed cell first" in shown, "only a notebook can do this"
     assert "(1 job there)" in shown
 
 
-def test_far_away_word_suggests_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_word_without_a_similar_command_has_no_suggestion(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["foo"]) == 2
 
     assert capsys.readouterr().err == (
-        "etrain: there is no etrain foo\n  etrain --help lists what there is\n"
+        "etrain: there is no etrain foo\n  etrain --help lists all sub-commands\n"
     )
 
 
-def test_audit_that_fails_is_status_1(runs: str, capsys: pytest.CaptureFixture[str]) -> None:
-    # The one step of this log claims samples that no epoch begins with.
+def test_failed_audit_has_exit_status_1(runs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    # The only step of this log contains samples that do not start an epoch.
     assert main(["--runs", runs, "audit"]) == 1
 
     assert "audit FAILED" in capsys.readouterr().err
@@ -133,7 +139,9 @@ def test_audit_that_fails_is_status_1(runs: str, capsys: pytest.CaptureFixture[s
         ["plan"],
     ],
 )
-def test_mistyped_line_is_status_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_usage_error_has_exit_status_2(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(words) == 2
 
     assert capsys.readouterr().err.startswith("etrain: ")
@@ -146,7 +154,7 @@ def test_each_subcommand_has_help(name: str, capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out.startswith(f"usage: etrain {name}")
 
 
-def test_overview_leaves_out_what_only_a_notebook_can(capsys: pytest.CaptureFixture[str]) -> None:
+def test_overview_omits_commands_that_need_a_notebook(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
 
     shown = capsys.readouterr().out
@@ -154,7 +162,7 @@ def test_overview_leaves_out_what_only_a_notebook_can(capsys: pytest.CaptureFixt
     assert "%" not in shown
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
 
     assert capsys.readouterr().out.startswith("etrain 0.")

@@ -1,4 +1,4 @@
-"""Errors show what a person needs: the line that asked, our words, the hint, no frame of ours."""
+"""Test error output: the calling line, the message and the hint, without internal frames."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from traitlets.config import Config
 from etrain_jupyter.errors import ConfigError, JobFailedError
 
 
-def test_hint_and_the_users_traceback_are_in_pythons_own_traceback() -> None:
+def test_python_traceback_includes_the_hint_and_the_users_traceback() -> None:
     for error, last in (
         (ConfigError("unknown key 'modle'", hint="did you mean 'model'?"), "did you mean 'model'?"),
         (JobFailedError("job x failed", traceback="Cell In[1], line 2"), "Cell In[1], line 2"),
@@ -19,7 +19,7 @@ def test_hint_and_the_users_traceback_are_in_pythons_own_traceback() -> None:
         assert traceback.format_exception_only(error)[-1] == f"{last}\n"
 
 
-def test_error_from_python_shows_the_line_that_asked_and_none_of_our_frames(
+def test_error_of_a_python_call_shows_the_calling_line_and_no_internal_frames(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: str
 ) -> None:
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))

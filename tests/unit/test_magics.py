@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import os
 import shlex
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,11 +25,13 @@ from etrain_jupyter.log.events import (
     WorkerLost,
 )
 from etrain_jupyter.magics import give_empty_body, split_line
+from etrain_jupyter.notebook import display
 from etrain_jupyter.notebook.commands.subcommands import LATER, SUBCOMMANDS, Subcommand
 from etrain_jupyter.notebook.dashboard import widget
 from etrain_jupyter.notebook.dashboard.link import PanelComm
 from etrain_jupyter.notebook.job import open_jobs
-from etrain_jupyter.notebook.job.run_store import JobRecord, RunStore
+from etrain_jupyter.notebook.job.job_record import JobRecord
+from etrain_jupyter.notebook.job.run_store import RunStore
 from etrain_jupyter.notebook.job.training_job import TrainingJob
 
 BODY = """\
@@ -94,9 +98,15 @@ def submitted(monkeypatch: pytest.MonkeyPatch) -> list[launch.Plan]:
     return plans
 
 
-def make_job(*events: Event, name: str = "digits", created: float = 1.0) -> TrainingJob:
+def make_job(
+    *events: Event,
+    name: str = "digits",
+    created: float = 1.0,
+    cluster: dict[str, str] | None = None,
+) -> TrainingJob:
     """Put a finished job into the run store."""
-    record: JobRecord = RunStore().create({"name": name, "created": created})
+    values = {"name": name, "created": created, "cluster": cluster or {}}
+    record: JobRecord = RunStore().create(values)
     log = EventLog(record.log_path, fsync_every_s=None)
     first = JobSubmitted(job_id=record.job_id, time=1.0, name=name, min_workers=1, max_workers=2)
     last = JobStatusChanged(job_id=record.job_id, time=2.0, status="finished")
@@ -119,7 +129,7 @@ def test_loading_in_a_terminal_opens_no_way_to_a_browser(
     shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = PanelComm()
-    monkeypatch.setattr(launch, "link", lambda: made)
+    monkeypatch.setattr(display, "link", lambda: made)
 
     etrain_jupyter.load_ipython_extension(shell)
 
@@ -134,10 +144,10 @@ def posted(
     made, heard = PanelComm(), list[dict[str, Any]]()
     monkeypatch.setattr(made, "open", lambda: None)
     monkeypatch.setattr(made.panel, "_post", heard.append)
-    for module in (launch, widget):
+    for module in (display, widget):
         monkeypatch.setattr(module, "link", lambda: made)
     monkeypatch.setattr("etrain_jupyter.notebook.dashboard.browser.has_front_end", lambda: True)
-    for module in (launch, magics):
+    for module in (launch, magics, display):
         monkeypatch.setattr(module, "has_front_end", lambda: True)
     etrain_jupyter.load_ipython_extension(shell)
     return made, heard
@@ -202,7 +212,7 @@ def test_help_of_a_subcommand_is_got_in_every_way_and_starts_nothing(run: Run, l
     is_ok, shown = run(line)
 
     assert is_ok
-    assert shown.startswith("usage: %etrain show [-h] [job]")
+    assert shown.startswith("usage: %etrain show [-h] [-o VAR] [job]")
 
 
 @pytest.mark.parametrize("command", [c for c in SUBCOMMANDS if c.example], ids=lambda c: c.name)
@@ -286,7 +296,7 @@ def test_subcommands_of_later_versions_are_refused(run: Run, name: str) -> None:
         ("%%etrain ls\nmodel: Net\n", "ls takes no body"),
         ("%%etrain distribute\nmodel: Net\n", "no %%etrain distribute"),
         ("%%etrain distributed --nmae a\nmodel: Net\n", "did you mean --name?"),
-        ("%%etrain distributed -o 2x\nmodel: Net\n", "no name for a variable"),
+        ("%%etrain distributed -o 2x\nmodel: Net\n", "not a valid variable name"),
     ],
 )
 def test_mistyped_line_fails_the_cell_without_frames(run: Run, line: str, words: str) -> None:
@@ -307,7 +317,7 @@ def test_mistyped_line_fails_the_cell_without_frames(run: Run, line: str, words:
         ),
         (
             "preempt --notice soon",
-            "--notice soon: that is no duration\n  write for example --notice 15s",
+            "--notice soon: this is not a duration\n  write for example --notice 15s",
         ),
         (
             "chaos --mtbf 0",
@@ -315,21 +325,21 @@ def test_mistyped_line_fails_the_cell_without_frames(run: Run, line: str, words:
         ),
         (
             "chaos --duration nan",
-            "--duration nan: that is no duration\n  write for example --duration 15s",
+            "--duration nan: this is not a duration\n  write for example --duration 15s",
         ),
         (
             "chaos --mtbf 3steps",
-            "--mtbf 3steps: that is no duration\n  write for example --mtbf 15s",
+            "--mtbf 3steps: this is not a duration\n  write for example --mtbf 15s",
         ),
         (
             "logs -n -4",
-            "-n -4: that must be a whole number of 1 or more\n  write for example -n 50",
+            "-n -4: this must be a whole number of 1 or more\n  write for example -n 50",
         ),
-        ("ls -n 0", "-n 0: that must be a whole number of 1 or more\n  write for example -n 50"),
+        ("ls -n 0", "-n 0: this must be a whole number of 1 or more\n  write for example -n 50"),
         (
             "preempt --notice",
             "%etrain preempt: argument --notice: expected one argument\n"
-            "  --notice TIME: how long before it goes, for example 2min (120s)",
+            "  --notice TIME: time until the worker ends, for example 2min (120s)",
         ),
     ],
 )
@@ -479,6 +489,30 @@ def test_ls_lists_the_newest_first(run: Run) -> None:
     assert lines[1].split()[1] == "finished"
 
 
+def test_ls_says_when_a_job_was_last_seen_that_may_have_lost_its_cluster(run: Run) -> None:
+    foreign = {"cluster_id": "Scheduler-1", "address": "tcp://10.9.9.9:8786"}
+    job = make_job(JobStatusChanged(job_id="digits", time=2.0, status="running"), cluster=foreign)
+    three_hours_ago = time.time() - 3 * 3600
+    os.utime(job.record.log_path, (three_hours_ago, three_hours_ago))
+
+    _, shown = run("%etrain ls")
+
+    assert "running (last seen 3 h ago)" in shown
+
+
+def test_ls_says_that_the_cluster_of_a_job_has_ended(run: Run) -> None:
+    make_job(JobStatusChanged(job_id="digits", time=2.0, status="running"))
+
+    assert "failed (its cluster has ended)" in run("%etrain ls")[1]
+
+
+def test_ls_trusts_a_job_that_has_just_written_its_log(run: Run) -> None:
+    foreign = {"cluster_id": "Scheduler-1", "address": "tcp://10.9.9.9:8786"}
+    make_job(JobStatusChanged(job_id="digits", time=2.0, status="running"), cluster=foreign)
+
+    assert "last seen" not in run("%etrain ls")[1]
+
+
 def test_empty_store_is_said_plainly(run: Run) -> None:
     assert run("%etrain ls")[1].startswith("No jobs in ")
     assert "there is no job in" in run("%etrain show")[1]
@@ -491,6 +525,43 @@ def test_attach_binds_and_later_lines_mean_that_job(run: Run, shell: Interactive
 
     assert shell.user_ns["mine"].id == old.id
     assert run("%etrain stop") == (True, f"{old.id} has finished already\n")
+
+
+@pytest.mark.parametrize("line", ["show old -o mine", "resume old -o mine", "attach old -o mine"])
+def test_attach_resume_and_show_bind_the_job_to_a_variable(
+    run: Run, shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    monkeypatch.setattr(TrainingJob, "resume", lambda self, **values: "resuming")
+    old, _ = make_job(name="old", created=1.0), make_job(name="new", created=2.0)
+
+    is_ok, shown = run(f"%etrain {line}")
+
+    assert is_ok, shown
+    assert shell.user_ns["mine"].id == old.id
+
+
+@pytest.mark.parametrize("line", ["show -o 2x", "resume -o 2x", "attach -o 2x"])
+def test_a_variable_that_is_not_a_name_is_refused_before_anything_is_done(
+    run: Run, monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    monkeypatch.setattr(TrainingJob, "resume", lambda self, **values: pytest.fail("resumed"))
+    make_job()
+
+    is_ok, shown = run(f"%etrain {line}")
+
+    assert not is_ok
+    assert "-o 2x: this is not a valid variable name" in shown
+
+
+def test_force_without_resume_is_refused_before_the_cell_is_read(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "plan_cell", lambda *args: pytest.fail("captured"))
+
+    is_ok, shown = run(f"%%etrain distributed --force\n{BODY}")
+
+    assert not is_ok
+    assert "--force goes with --resume" in shown
 
 
 def test_unknown_job_names_the_nearest(run: Run) -> None:
@@ -687,7 +758,7 @@ def test_logs_tell_of_faults_and_losses_in_between(run: Run) -> None:
 
     assert [line[9:] for line in shown.splitlines()] == [
         "info    w1: hello",
-        "warning w1 suffers kill on purpose",
+        "warning Fault kill injected into w1",
         "error   w1 lost (ended by SIGKILL)",
         "info    w0: I go on",
     ]
@@ -788,7 +859,7 @@ def test_faults_on_purpose_are_asked_of_the_job(
     ("line", "hint"),
     [
         ("kill --how sigstop", "did you mean stop?"),
-        ("kill --how fire", "there are worker, kill, segfault, exit, stop, hold_gil, hang"),
+        ("kill --how fire", "known values: worker, kill, segfault, exit, stop, hold_gil, hang"),
         ("chaos --mode hagn", "did you mean hang?"),
         ("chaos --mtbf 15m5", "write for example --mtbf 15s"),
         ("chaos --mtbf soon", "write for example --mtbf 15s"),

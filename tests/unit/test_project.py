@@ -1,8 +1,7 @@
-"""What must be true of the repository as a whole: clean files and notebooks, a true README."""
+"""Repository-wide rules: clean files and notebooks, and a README without dead links."""
 
 from __future__ import annotations
 
-import importlib
 import re
 import subprocess
 import tomllib
@@ -16,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 MAX_CELLS = 12
 
-# Assembled from pieces, so that this file does not break the rule that it checks.
+# Split into parts, so that this file does not violate the rule that it checks.
 MACHINE_FOLDERS = ("work", "root", "farm", "Users", "home/[a-z]+")
 MACHINE_PATH = re.compile(rf"(?<![\w.}}~])/(?:{'|'.join(MACHINE_FOLDERS)})/")
 REGISTRY_HOST = re.compile(
@@ -35,7 +34,7 @@ LOCK_FILES = ("constraints.txt", "labextension/yarn.lock")
 
 
 def project_files() -> list[Path]:
-    """Every file that is, or would be, in the repository."""
+    """Return every file that is tracked by git or would be added to it."""
     git = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     done = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -44,13 +43,13 @@ def project_files() -> list[Path]:
 
 
 def lines_matching(pattern: re.Pattern[str]) -> list[str]:
-    """``file:line: text`` of every line of the project that matches."""
+    """Return ``file:line: text`` for every matching line of the project."""
     found = []
     for path in project_files():
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
         except UnicodeDecodeError:
-            continue  # a picture
+            continue  # binary file
         found += [
             f"{path.relative_to(ROOT)}:{number}: {line[:120]}"
             for number, line in enumerate(lines, 1)
@@ -59,25 +58,25 @@ def lines_matching(pattern: re.Pattern[str]) -> list[str]:
     return found
 
 
-def test_no_file_names_a_path_of_somebodys_machine() -> None:
+def test_no_file_contains_a_machine_specific_path() -> None:
     assert lines_matching(MACHINE_PATH) == []
 
 
-def test_no_file_names_a_registry_host() -> None:
+def test_no_file_contains_a_registry_host() -> None:
     assert lines_matching(REGISTRY_HOST) == []
 
 
 @pytest.mark.parametrize("text", ["/{}/main/x.py", "open('/{}/.cache')"])
-def test_the_search_for_machine_paths_finds_them(text: str) -> None:
+def test_machine_path_is_found(text: str) -> None:
     assert MACHINE_PATH.search(text.format("work")) is not None
 
 
-def test_the_search_for_registry_hosts_finds_them() -> None:
+def test_registry_host_is_found() -> None:
     assert REGISTRY_HOST.search("https://pypi.org/" + "simple/") is not None
 
 
 @pytest.mark.parametrize("name", LOCK_FILES)
-def test_lock_file_records_versions_and_no_addresses(name: str) -> None:
+def test_lock_file_contains_no_urls(name: str) -> None:
     text = (ROOT / name).read_text(encoding="utf-8")
 
     assert re.findall(r"\w+://\S*|^.* @ .*$", text, flags=re.MULTILINE) == []
@@ -86,7 +85,9 @@ def test_lock_file_records_versions_and_no_addresses(name: str) -> None:
 def test_constraints_pin_every_direct_dependency() -> None:
     project = pyproject()["project"]
     extras = project["optional-dependencies"]
-    wanted = {requirement_name(r) for r in [*project["dependencies"], *extras["test"]]}
+    wanted = {
+        requirement_name(r) for r in [*project["dependencies"], *extras["test"], *extras["docs"]]
+    }
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pinned = {requirement_name(line) for line in lines if "==" in line}
 
@@ -94,13 +95,13 @@ def test_constraints_pin_every_direct_dependency() -> None:
 
 
 def requirement_name(requirement: str) -> str:
-    """``types-PyYAML>=6`` -> ``types-pyyaml``, as package indexes compare names."""
+    """Return the normalized package name: ``types-PyYAML>=6`` gives ``types-pyyaml``."""
     name = re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0]
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def pyproject() -> dict[str, Any]:
-    """The parsed ``pyproject.toml``."""
+    """Return the parsed ``pyproject.toml``."""
     return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
@@ -114,12 +115,12 @@ def test_notebook_has_no_outputs_and_few_cells(path: Path) -> None:
         if cell.get("outputs") or cell.get("execution_count") is not None
     ]
 
-    assert ran == [], f"clear it: jupyter nbconvert --clear-output --inplace {path.name}"
+    assert ran == [], f"clear the outputs: jupyter nbconvert --clear-output --inplace {path.name}"
     assert len(notebook.cells) <= MAX_CELLS
     assert set(notebook.metadata) <= {"kernelspec", "language_info"}
 
 
-def test_there_are_notebooks_to_check() -> None:
+def test_notebooks_are_found() -> None:
     assert [path.name for path in NOTEBOOKS][:1] == ["01_quickstart.ipynb"]
 
 
@@ -138,7 +139,7 @@ def test_every_marker_is_registered() -> None:
     assert used - registered - built_in - plugins == set()
 
 
-def test_every_make_target_of_the_readme_exists_and_is_explained() -> None:
+def test_every_make_target_in_the_readme_exists_and_has_a_help_text() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     explained = set(re.findall(r"^([a-z]+):.*## \S", makefile, flags=re.MULTILINE))
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -148,25 +149,15 @@ def test_every_make_target_of_the_readme_exists_and_is_explained() -> None:
     assert shown - explained == set()
 
 
-def test_every_file_that_the_readme_links_to_exists() -> None:
+def test_every_file_linked_from_the_readme_exists() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     links = re.findall(r"\]\((?!https?://|#)([^)#\s]+)", readme)
 
     assert [link for link in links if not (ROOT / link).exists()] == []
 
 
-def test_every_sub_command_of_the_readme_exists_and_all_are_there() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    subcommands = importlib.import_module(
-        "etrain_jupyter.notebook.commands.subcommands"
-    ).SUBCOMMANDS
-    shown = set(re.findall(r"(?<!%)%etrain ([a-z]+)", "\n".join(code_of(readme))))
-
-    assert shown == {command.name for command in subcommands}
-
-
 def code_of(markdown: str) -> list[str]:
-    """The fenced blocks and the `inline code` of a Markdown text."""
+    """Return the fenced blocks and the `inline code` of a Markdown text."""
     fenced = re.findall(r"```.*?\n(.*?)```", markdown, flags=re.DOTALL)
     rest = re.sub(r"```.*?```", "", markdown, flags=re.DOTALL)
     return [*fenced, *re.findall(r"`([^`]+)`", rest)]

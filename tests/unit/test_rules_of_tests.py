@@ -1,4 +1,4 @@
-"""Rules for the tests themselves: a skip has a reason, and no assertion bounds elapsed time."""
+"""Rules for the tests themselves: every skip has a reason, and no assertion limits elapsed time."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ TESTS = Path(__file__).parents[1]
 FILES = sorted(TESTS.rglob("*.py"))
 
 WALL_CLOCKS = {"monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "time", "time_ns"}
-"""Functions of ``time`` that also count while other processes run."""
+"""Functions of ``time`` whose differences include the CPU time of other processes."""
 
 
 def skips_without_a_reason(source: str) -> Iterator[int]:
-    """Yield the lines of ``skip``, ``skipif`` and ``xfail`` that give no reason."""
+    """Yield the lines of ``skip``, ``skipif`` and ``xfail`` without a reason."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and is_skip(node.func):
             kind = ast.unparse(node.func).rpartition(".")[2]
@@ -30,14 +30,14 @@ def skips_without_a_reason(source: str) -> Iterator[int]:
 
 
 def is_skip(node: ast.AST) -> bool:
-    """Tell whether this names what skips a test, or lets it fail."""
+    """Return whether a node is ``skip``, ``skipif`` or ``xfail`` of pytest."""
     if not isinstance(node, ast.Attribute) or node.attr not in ("skip", "skipif", "xfail"):
         return False
     return ast.unparse(node.value) in ("pytest", "pytest.mark")
 
 
 def bounds_of_elapsed_time(source: str) -> Iterator[int]:
-    """Yield the lines that assert that something took less than some wall-clock time."""
+    """Yield the lines with an assertion that limits elapsed wall-clock time."""
     for function in ast.walk(ast.parse(source)):
         if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
@@ -55,7 +55,7 @@ def bounds_of_elapsed_time(source: str) -> Iterator[int]:
 
 
 def is_elapsed(node: ast.AST) -> bool:
-    """Tell whether this is ``time.monotonic() - something``, with any clock of the wall."""
+    """Return whether a node is ``time.monotonic() - start``, with any wall clock."""
     return (
         isinstance(node, ast.BinOp)
         and isinstance(node.op, ast.Sub)
@@ -65,7 +65,7 @@ def is_elapsed(node: ast.AST) -> bool:
 
 
 def is_bound(compare: ast.Compare, names: set[str]) -> bool:
-    """Tell whether elapsed time, or one of the names that hold it, must be less than something."""
+    """Return whether a comparison limits elapsed time, directly or through one of ``names``."""
     sides = [compare.left, *compare.comparators]
     for left, operator, right in zip(sides, compare.ops, sides[1:], strict=False):
         if isinstance(operator, ast.Lt | ast.LtE):
@@ -87,14 +87,14 @@ def places(check: object) -> list[str]:
     ]
 
 
-def test_no_test_is_skipped_without_a_reason() -> None:
+def test_every_skip_has_a_reason() -> None:
     assert places(skips_without_a_reason) == []
 
 
-def test_no_test_asserts_that_something_was_quick() -> None:
-    """A machine that is shared is slow at times: wait for an event, with a long time-out.
+def test_no_assertion_limits_elapsed_time() -> None:
+    """Shared machines are slow at times, so tests wait for an event with a long timeout.
 
-    What must be cheap is measured in processor time (``time.process_time``), or counted.
+    To test that an operation is cheap, measure CPU time (``time.process_time``) or count calls.
     """
     assert places(bounds_of_elapsed_time) == []
 
@@ -122,7 +122,7 @@ def test_skip_without_a_reason_is_found(source: str) -> None:
         "@pytest.mark.skipif(True, reason=why)\ndef test_it(): ...",
     ],
 )
-def test_skip_with_a_reason_passes(source: str) -> None:
+def test_skip_with_a_reason_is_accepted(source: str) -> None:
     assert list(skips_without_a_reason(source)) == []
 
 
@@ -134,7 +134,7 @@ def test_skip_with_a_reason_passes(source: str) -> None:
         "took_s = time.perf_counter() - start\n    assert 0 < took_s < 2, 'slow'",
     ],
 )
-def test_bound_of_elapsed_time_is_found(body: str) -> None:
+def test_limit_of_elapsed_time_is_found(body: str) -> None:
     assert len(list(bounds_of_elapsed_time(f"def test_it():\n    {body}"))) == 1
 
 
@@ -147,5 +147,5 @@ def test_bound_of_elapsed_time_is_found(body: str) -> None:
         "left_s = deadline - time.monotonic()\n    assert left_s > 0",
     ],
 )
-def test_patience_lower_bounds_and_processor_time_pass(body: str) -> None:
+def test_timeouts_lower_limits_and_cpu_time_are_accepted(body: str) -> None:
     assert list(bounds_of_elapsed_time(f"def test_it():\n    {body}")) == []

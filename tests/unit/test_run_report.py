@@ -1,4 +1,4 @@
-"""Review T1: a run says what it skipped and reran, and fails for too much of it."""
+"""Test the run report: it lists skips and reruns, and fails the run for unacceptable ones."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_unsteady(number, seen=set()):
 CONFTEST = """
 from tests import capabilities
 known = capabilities.CAPABILITIES
-known.update(dict.fromkeys(known, str))  # nothing is missing: this machine is not the subject
+known.update(dict.fromkeys(known, str))  # pretend that every capability is available
 pytest_plugins = ["tests.plugins.run_report"]
 """
 
@@ -58,7 +58,7 @@ Run = Callable[..., pytest.RunResult]
 
 @pytest.fixture
 def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
-    """Run a test file under the plugin, without our configuration."""
+    """Return a function that runs a test file with the plugin, without this project's settings."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setattr(capabilities, "CAPABILITIES", dict(capabilities.CAPABILITIES))
     pytester.makeini("[pytest]\nmarkers =\n    gpu: needs a GPU\n")
@@ -101,7 +101,7 @@ def test_skip_of_a_required_capability_fails_the_run(run: Run) -> None:
     assert result.outlines[-1].strip("= ").startswith("1 passed, 5 skipped")
 
 
-def test_module_that_is_skipped_for_a_missing_library_fails_the_run_that_requires_it(
+def test_module_skipped_for_a_missing_required_library_fails_the_run(
     run: Run,
 ) -> None:
     source = "import pytest\npytest.importorskip('no_such_library')\ndef test_it(): pass\n"
@@ -112,18 +112,18 @@ def test_module_that_is_skipped_for_a_missing_library_fails_the_run_that_require
     result.stdout.fnmatch_lines(["    1  libraries: could not import 'no_such_library'*"])
 
 
-def test_skip_of_something_else_than_what_is_required_passes(run: Run) -> None:
+def test_skip_of_a_capability_that_is_not_required_passes(run: Run) -> None:
     assert run(SKIPS, require="node,namespaces").ret == pytest.ExitCode.OK
 
 
-def test_run_without_skips_and_reruns_prints_nothing_of_them(run: Run) -> None:
+def test_run_without_skips_and_reruns_prints_no_report(run: Run) -> None:
     result = run("def test_it(): pass")
 
     assert result.ret == pytest.ExitCode.OK
     assert [line for line in result.outlines if "skipped:" in line or "rerun:" in line] == []
 
 
-def test_five_reruns_are_named_and_pass(run: Run) -> None:
+def test_five_reruns_are_listed_and_pass(run: Run) -> None:
     result = run(UNSTEADY.format(MAX_RERUNS))
 
     assert result.ret == pytest.ExitCode.OK
@@ -140,7 +140,7 @@ def test_more_than_five_reruns_fail_the_run(run: Run) -> None:
     result.assert_outcomes(passed=6)
 
 
-def test_controller_of_xdist_counts_for_all_processes(run: Run) -> None:
+def test_xdist_controller_counts_skips_and_reruns_of_all_processes(run: Run) -> None:
     source = UNSTEADY.format(MAX_RERUNS + 1) + SKIPS
 
     result = run(source, "-n", "2", require="browser")
@@ -163,7 +163,7 @@ def names_of_reruns(result: pytest.RunResult) -> list[str]:
     return [name.split("::")[1] for name in lines]
 
 
-def test_machine_that_lacks_what_is_required_runs_no_test(
+def test_missing_required_capability_prevents_the_run(
     run: Run, monkeypatch: pytest.MonkeyPatch, pytester: pytest.Pytester
 ) -> None:
     pytester.makeconftest(CONFTEST.replace("str))", "lambda: 'there is no wizard'))"))
@@ -175,29 +175,29 @@ def test_machine_that_lacks_what_is_required_runs_no_test(
     result.stderr.fnmatch_lines(["ERROR: ETRAIN_REQUIRE requires *", "  node: there is no wizard"])
 
 
-def test_requirement_that_does_not_exist_is_an_error_that_names_those_that_do() -> None:
+def test_unknown_requirement_is_an_error_that_lists_the_capabilities() -> None:
     with pytest.raises(pytest.UsageError, match=r"names wizard\. The capabilities are browser, co"):
         read_required("moto,wizard")
     assert read_required(" node,,moto ,node") == ("node", "moto")
     assert read_required("") == ()
 
 
-def test_every_group_is_known_once() -> None:
+def test_skip_groups_are_unique_and_every_marker_has_one() -> None:
     assert not set(capabilities.CAPABILITIES) & set(capabilities.OTHER_GROUPS)
     known = {*capabilities.CAPABILITIES, *capabilities.OTHER_GROUPS}
     assert set(capabilities.MARKERS.values()) <= known
 
 
 def start_ci(folder: Path, *tools: str, user: int, require: str | None = None) -> list[str]:
-    """Run ``.ci/run`` with stand-ins for the tools; return what each ``make`` was required."""
-    stand_ins = {
+    """Run ``.ci/run`` with stub tools; return target and requirements of each ``make`` call."""
+    stubs = {
         "make": f'echo "$1 ${VARIABLE} $ETRAIN_LABEXTENSION"',
         "id": f"echo {user}",
         "python3": "",
         "apt-get": "",
         **dict.fromkeys(tools, ""),
     }
-    for name, script in stand_ins.items():
+    for name, script in stubs.items():
         (folder / name).write_text(f"#!/bin/sh\n{script}\n")
         (folder / name).chmod(0o755)
     for name in ("awk", "bash", "dirname"):
@@ -214,14 +214,14 @@ def test_ci_requires_what_it_installs(tmp_path: Path) -> None:
     status = Path("/proc/self/status").read_text()
     may_unshare = int(re.findall(r"CapEff:\s+(\w+)", status)[0], 16) >> 21 & 1
     required = "libraries,moto,node,browser" + ",namespaces" * may_unshare
-    assert found == [f"lint {required} require", f"test {required} require"]
+    assert found == [f"{target} {required} require" for target in ("lint", "docs", "test")]
 
 
-def test_ci_requires_no_browser_of_a_user_who_has_none(tmp_path: Path) -> None:
+def test_ci_does_not_require_a_browser_that_it_cannot_install(tmp_path: Path) -> None:
     found = start_ci(tmp_path, user=1000)
 
-    assert found == ["lint libraries,moto", "test libraries,moto"]
+    assert found == [f"{target} libraries,moto" for target in ("lint", "docs", "test")]
 
 
-def test_ci_lets_the_variable_decide(tmp_path: Path) -> None:
-    assert start_ci(tmp_path, "node", user=0, require="")[1].split() == ["test", "require"]
+def test_environment_variable_overrides_the_requirements_of_ci(tmp_path: Path) -> None:
+    assert start_ci(tmp_path, "node", user=0, require="")[-1].split() == ["test", "require"]

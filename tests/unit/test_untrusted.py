@@ -17,7 +17,7 @@ from etrain_jupyter.untrusted import (
 
 
 @pytest.mark.parametrize("name", ["digits", "../../etc", "x" * 99, "…", "a.b_c", "-rf", "1"])
-def test_ids_that_are_given_out_are_ids(name: str) -> None:
+def test_generated_job_ids_are_valid(name: str) -> None:
     assert is_job_id(new_job_id(name))
 
 
@@ -28,11 +28,11 @@ def test_ids_that_are_given_out_are_ids(name: str) -> None:
         *("%etrain", "a;b", "<b>", "x" * 65, 3, None, ["a"]),
     ],
 )
-def test_what_could_be_a_path_a_flag_or_code_is_no_id(text: object) -> None:
-    """Review S4."""
+def test_paths_flags_and_code_are_not_valid_job_ids(text: object) -> None:
+    """Untrusted input must be rejected."""
     assert not is_job_id(text)
     if isinstance(text, str):
-        with pytest.raises(ValueError, match="is not the id of a job"):
+        with pytest.raises(ValueError, match="is not a valid job id"):
             check_job_id(text)
 
 
@@ -47,13 +47,13 @@ def test_what_could_be_a_path_a_flag_or_code_is_no_id(text: object) -> None:
         ("lines\nand\ttabs, ä, 你, 🙂", "lines\nand\ttabs, ä, 你, 🙂"),
     ],
 )
-def test_text_for_a_terminal_is_shown_and_not_obeyed(text: str, shown: str) -> None:
-    """Review S4."""
+def test_control_characters_are_escaped(text: str, shown: str) -> None:
+    """Untrusted input must be rejected."""
     assert plain_text(text) == shown
     shown.encode()
 
 
-def test_a_line_is_one_line_and_not_longer_than_asked_for() -> None:
+def test_plain_line_is_one_line_of_limited_length() -> None:
     assert plain_line("a\nb") == "a\\nb"
     assert len(plain_line("x" * 10**6)) == 200
 
@@ -67,14 +67,14 @@ def test_only_regular_files_are_read(tmp_path: Path) -> None:
 
     assert read_regular(file) == read_regular(file, most_bytes=5) == b"12345"
     assert read_regular(link, follow=True) == b"12345"
-    refused = {pipe: "not a regular", tmp_path: "not a regular", link: "it is a link"}
-    for path, words in refused.items():
-        with pytest.raises(OSError, match=words):
+    refused = {pipe: "not a regular", tmp_path: "not a regular", link: "it is a symbolic link"}
+    for path, message in refused.items():
+        with pytest.raises(OSError, match=message):
             open_regular(path)
     for follow in (False, True):
         with pytest.raises(OSError, match=r"link|symbolic"):
             open_regular(tmp_path / "loop", follow=follow)
     with pytest.raises(FileNotFoundError):
         open_regular(tmp_path / "none")
-    with pytest.raises(OSError, match="more than 4 bytes"):
+    with pytest.raises(OSError, match="larger than 4 bytes"):
         read_regular(file, most_bytes=4)

@@ -27,6 +27,7 @@ from etrain_jupyter.head.coordinator.requests import RequestError, Requests, Unk
 from etrain_jupyter.head.coordinator.roster import WorkerFacts, WorkerRoster
 from etrain_jupyter.head.coordinator.serving import Serving
 from etrain_jupyter.head.coordinator.sharing import Sharing
+from etrain_jupyter.head.head_coordinator import HeadCoordinator
 from etrain_jupyter.head.jobs.costs import Money
 from etrain_jupyter.head.jobs.hosted_job import HostedJob
 from etrain_jupyter.head.jobs.job_records import JobRecords
@@ -58,7 +59,7 @@ Handler = Callable[[Any], Awaitable[Any]]
 """Handles one kind of request of a kernel."""
 
 
-class Coordinator(SchedulerPlugin):
+class Coordinator(SchedulerPlugin, HeadCoordinator):
     """Run the jobs of one cluster. Everything happens on the scheduler's event loop.
 
     What depends on whether all workers are known is in its mode: ``Serving``, or ``Recovering``

@@ -102,13 +102,13 @@ class Requests:
         return "stops at the next step boundary, with a checkpoint" + _standstill(job)
 
     def _pause(self, job: HostedJob) -> str:
-        if job.state.paused:
+        if job.state.is_paused:
             return f"is paused already, at step {job.state.step}; %etrain resume goes on"
         job.handle(s.PauseAsked())
         return "pauses at the next step boundary; its workers keep the state" + _standstill(job)
 
     def _resume(self, job: HostedJob) -> str:
-        if not job.state.paused:
+        if not job.state.is_paused:
             return f"is not paused; it is {job.state.status} at step {job.state.step}"
         job.handle(s.ResumeAsked())
         return "goes on"
@@ -221,8 +221,9 @@ class Requests:
 def _standstill(job: HostedJob) -> str:
     """Return a warning if the next step boundary may never come."""
     state = job.state
-    quiet_s = clock.now() - state.last_step_at
-    usual_s = max(STANDSTILL_S, 10 * state.step_s)
-    if state.phase not in ("running", "changing") or not state.last_step_at or quiet_s < usual_s:
+    quiet_s = clock.now() - state.timings.last_step_at
+    usual_s = max(STANDSTILL_S, 10 * state.timings.step_s)
+    has_stepped = state.phase in ("running", "changing") and state.timings.last_step_at
+    if not has_stepped or quiet_s < usual_s:
         return ""
     return f". No step has ended for {quiet_s:.0f} s: %etrain stop --now does not wait for one"

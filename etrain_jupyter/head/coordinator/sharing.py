@@ -80,7 +80,7 @@ class Sharing:
         """Release workers with a notice once the others train without them, or time is short."""
         used = self._used()
         is_changing = any(
-            j.state.phase == "running" and not j.state.is_ready for j in self._active()
+            j.state.phase == "running" and not j.state.current.is_ready for j in self._active()
         )
         now = clock.now()
         for facts in self._workers:

@@ -1,14 +1,14 @@
-"""A job in the coordinator: its state, its log, and the reports of its trainers."""
+"""One job inside the coordinator: its state, its log and its record."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
 from etrain_jupyter.head.coordinator import clock
 from etrain_jupyter.head.coordinator.defects import Defects
@@ -21,23 +21,19 @@ from etrain_jupyter.head.jobs.reports import Consequence, Relay, TrainerMessages
 from etrain_jupyter.head.jobs.steps import StepClock
 from etrain_jupyter.head.jobs.take_over import (
     find_trainers,
-    past_from,
-    read_past,
-    state_after,
-    state_of_recalled,
+    read_record,
+    recovered_state,
+    resumed_state,
 )
 from etrain_jupyter.log import events
-from etrain_jupyter.log.event_log import read_events
+from etrain_jupyter.log.job_record import JobRecord
 from etrain_jupyter.log.tensorboard import follow_elsewhere
 from etrain_jupyter.rules.membership import commands as c
 from etrain_jupyter.rules.membership import stimuli as s
 from etrain_jupyter.rules.membership.membership import JobState
 from etrain_jupyter.rules.membership.state_machine import handle
-from etrain_jupyter.rules.policy.checkpoint_interval import words_of
-from etrain_jupyter.rules.policy.job_costs import RunningCost
+from etrain_jupyter.rules.policy.checkpoint_interval import describe_choice
 from etrain_jupyter.rules.replay.checkpoint_evidence import Evidence
-from etrain_jupyter.rules.replay.recalled_workers import RecalledWorkers, recall
-from etrain_jupyter.rules.replay.replay import Past
 from etrain_jupyter.wire import messages as m
 
 Send = Callable[[str, m.ToSupervisor | m.ToTrainer], None]
@@ -57,23 +53,22 @@ class HostedJob:
     defects: Defects = field(default_factory=Defects)
     """Logs the exceptions of our own code."""
     hang_s: float = 30.0
-    """Minimum time without progress after which ranks count as hung."""
+    """Minimum seconds without progress after which ranks count as stalled."""
     opened: OpenedRun | None = None
-    """This process as the writer of the log of a job that is stored in a bucket."""
+    """The log of a job in a bucket, opened by this process as its writer; None for other jobs."""
     recalls: PendingRequests | None = None
-    """The requests to a job whose scheduler died, so that its trainers may be alive; None for one
-    that is submitted."""
-    recalled: RecalledWorkers | None = field(default=None, init=False)
-    """The workers in its log, until its trainers were found; None for one that is submitted."""
+    """The pending requests of a job whose scheduler died; None for a job that is submitted."""
+    recalled: JobRecord | None = field(default=None, init=False)
+    """The record of a job whose scheduler died, until its trainers were adopted; else None."""
     state: JobState = field(init=False)
-    said: TrainerMessages = field(init=False)
-    """What its trainers have reported."""
+    record: JobRecord = field(default_factory=JobRecord, init=False)
+    """Everything that its log says, folded from the events that this object appends."""
+    messages: TrainerMessages = field(init=False)
+    """What its trainers have reported, and what follows from it."""
     evidence: Evidence = field(default_factory=Evidence, init=False)
-    """What ``checkpoint.every: auto`` follows from."""
-    cost_before: RunningCost = field(default_factory=RunningCost, init=False)
-    """The earlier cost of a job that was resumed, or whose scheduler died."""
+    """The basis of ``checkpoint.every: auto``: the same events, by this process's clock."""
     is_let_go: bool = field(default=False, init=False)
-    """Whether what an ended job does not need any more was freed."""
+    """Whether the resources of an ended job were freed."""
     is_recorded: bool = field(default=True, init=False)
     """Whether the next scheduler would find its record."""
 
@@ -87,14 +82,17 @@ class HostedJob:
             pauses_on_nan=order.config.get("on_nan_loss") == "pause",
             backend=order.config.get("backend") or "auto",
         )
-        self.said = TrainerMessages(order)
         self._log = self._open_log()
         try:
-            if self.recalls is None or not self._log.last_seq:
+            has_log = self._log.last_seq > 0
+            if order.resumes or (self.recalls is not None and has_log):
+                self._read_log()
+            self.messages = TrainerMessages(order, self.record)
+            if self.recalls is not None and has_log:
+                self._recall(self.recalls)
+            else:
                 self._begin()
                 self._log.check()
-            else:
-                self._recall(self.recalls)
         except BaseException:
             self._log.abandon()  # another process may open it
             raise
@@ -105,7 +103,7 @@ class HostedJob:
         return MirroredLog(self.order, self.opened, lambda: self.handle(s.StopAsked(now=True)))
 
     def _begin(self) -> None:
-        """Tell the log that the job begins, or goes on from what it has."""
+        """Log that the job begins, or that it is resumed from its log."""
         order = self.order
         asked: dict[str, Any] = {
             "min_workers": order.min_workers,
@@ -113,45 +111,41 @@ class HostedJob:
             "pool": order.pool,
             "config": order.config,
         }
-        past = read_past(order, order.log_path) if order.resumes else Past()
-        if past.num_events:
-            self._go_on_from(past)
-            told = {"from_status": past.status, "step": past.step, "differs": order.differs}
-            self.log(events.JobResumed, **asked, **told)
+        before = self.record
+        if before.num_events:
+            self.state = resumed_state(before, self.state)
+            self.log(
+                events.JobResumed,
+                **asked,
+                from_status=before.status,
+                step=before.logged_step,
+                differs=order.differs,
+            )
         else:
             self.log(events.JobSubmitted, name=order.name, **asked)
         self.log(events.JobStatusChanged, status="submitted")
         self._follow_with_tensorboard()
 
-    def _go_on_from(self, past: Past) -> None:
-        self.state = state_after(past, self.state)
-        self.said.starts, self.said.num_samples_before = past.starts, past.num_train_samples
-        self.evidence, self.cost_before = past.evidence, past.cost
+    def _read_log(self) -> None:
+        """Fold what earlier coordinators have appended."""
+        self.record, self.evidence = read_record(self.order, self.order.log_path)
         self.evidence.shift(clock.from_wall(0.0))
-        self.said.evaluated_step, self.said.best = past.evaluated_step, past.best
-        self.step_clock.logged_step = past.step
 
     def _recall(self, wishes: PendingRequests) -> None:
-        """Stand where the coordinator stood that died; the trainers are looked for later."""
-        log = read_events(self.order.log_path)
-        past, self.recalled = past_from(log, self.order), recall(log)
-        if self.recalled.last_step_at:
-            self.recalled.last_step_at = clock.from_wall(self.recalled.last_step_at)
-        self._go_on_from(past)
-        self.state = state_of_recalled(self.state, self.recalled, wishes, past=past)
-        self.said.plan, self.step_clock.step_s = self.recalled.plan, self.recalled.step_s
-        self.said.ended_early_in = self.recalled.ended_early_in
+        """Recover the state that the dead coordinator had; the trainers are adopted later."""
+        self.recalled = self.record
+        self.state = recovered_state(self.record, self.state, wishes)
+        self.step_clock.step_s = self.record.step_s
         if wishes.faults is not None:
             left = [fault for fault in self.order.faults if fault["id"] in wishes.faults]
-            self.said.planned = PlannedFaults(left)
-        if self.recalled.is_ended:
-            self.state = self.state.replace(phase="ended")
+            self.messages.planned = PlannedFaults(left)
+        if self.state.is_ended:
             self._log.close()
             return
         self._follow_with_tensorboard()
 
     def adopt(self, summaries: Mapping[str, m.TrainerSummary], *, away_s: float) -> None:
-        """Continue with those trainers of a recalled job that are alive.
+        """Adopt the surviving trainers of a recovered job.
 
         Args:
             summaries: The supervisors' summaries of their trainers, by name.
@@ -160,11 +154,11 @@ class HostedJob:
         recalled, self.recalled = self.recalled, None
         assert recalled is not None
         pairs = list(find_trainers(recalled, self.state, summaries))
-        self.said.trainers = {found.trainer: facts for found, facts in pairs}
+        self.messages.trainers = {found.trainer: facts for found, facts in pairs}
         workers = [found.worker for found, _ in pairs]
         lost = tuple(worker for worker in recalled.trainers if worker not in workers)
         self.step_clock.ranks = tuple(recalled.trainers.get(w, "") for w in recalled.ranks)
-        step = self.step_clock.logged_step
+        step = recalled.logged_step
         told = {"workers": workers, "lost": list(lost)}
         self.log(events.SchedulerRestarted, step=step, away_s=away_s, **told)
         self.handle(
@@ -184,25 +178,25 @@ class HostedJob:
     @property
     def trainers(self) -> dict[str, TrainerFacts]:
         """Its trainers by name, with what they reported of themselves."""
-        return self.said.trainers
+        return self.messages.trainers
 
     @property
     def step_clock(self) -> StepClock:
         """Which steps the log has."""
-        return self.said.step_clock
+        return self.messages.step_clock
 
     @property
     def planned(self) -> PlannedFaults:
         """Its planned faults that have not fired."""
-        return self.said.planned
+        return self.messages.planned
 
     @property
     def wishes(self) -> PendingRequests:
-        """What somebody has asked for that the log does not tell yet."""
+        """The user's requests that are not in the log yet."""
         state = self.state
         return PendingRequests(
-            paused=state.paused,
-            pause_reason=state.pause_reason,
+            paused=state.pause is not None,
+            pause_reason=state.pause.reason if state.pause else "",
             is_stopping=state.outcome == "stopped",
             faults=self.planned.left,
         )
@@ -214,48 +208,49 @@ class HostedJob:
     def _write_tensorboard(self, log_path: Path, folder: Path) -> None:
         loop = asyncio.get_running_loop()
 
-        def tell(why: str) -> None:
-            loop.call_soon_threadsafe(self._remark, f"TensorBoard's files are not written: {why}")
+        def warn(why: str) -> None:
+            loop.call_soon_threadsafe(self._warn, f"TensorBoard's files are not written: {why}")
 
-        follow_elsewhere(log_path, folder, tell)
+        follow_elsewhere(log_path, folder, warn)
 
-    def _remark(self, text: str) -> None:
+    def _warn(self, text: str) -> None:
         if not self.state.is_ended:  # its log is closed then
             self.log(events.LogLine, level="warning", worker="", text=text)
 
     # --- the log ---
 
     def log(self, kind: type[events.Event], **values: Any) -> None:
-        """Append one fact that happened now, unless it brings its own ``time``."""
+        """Append one event that happened now, unless ``values`` have its ``time``."""
         common = {"time": time.time(), "generation": self.state.generation}
         self._append([kind(job_id=self.order.job_id, **{**common, **values})])
 
-    def log_all(self, facts: Sequence[events.Event]) -> None:
-        """Append facts that bring their own time and generation."""
-        self._append(list(facts))
+    def log_all(self, new: Sequence[events.Event]) -> None:
+        """Append events that have their own time and generation."""
+        self._append(list(new))
 
-    def _append(self, facts: list[events.Event]) -> None:
-        self._log.append(facts)
-        for event in facts:
+    def _append(self, new: list[events.Event]) -> None:
+        self._log.append(new)
+        for event in new:
+            self.record.apply(event)
             self.evidence.fold(event, clock.now())
-        if any(isinstance(event, events.CheckpointCommitted) for event in facts):
-            self.review_pace()  # it has shown what one costs
+        if any(isinstance(event, events.CheckpointCommitted) for event in new):
+            self.review_pace()  # the checkpoint has shown its cost
 
     def review_pace(self) -> None:
-        """Choose the interval of ``checkpoint.every: auto`` again; send all ranks a new one."""
+        """Update the interval of ``checkpoint.every: auto``; notify the ranks if it changes."""
         if not self.order.is_paced or self.state.outcome:
             return
         choice = self.evidence.review(clock.now())
         if choice is None:
             return
-        told = dataclasses.asdict(choice)
-        self.log(events.CheckpointIntervalChosen, **told, reason=words_of(choice))
+        values = dataclasses.asdict(choice)
+        self.log(events.CheckpointIntervalChosen, **values, reason=describe_choice(choice))
         for member in self.state.in_phase("ranked"):
             pace = m.PaceUpdate(interval_s=choice.interval_s)
             self.send(m.SetPace(trainer=member.trainer, pace=pace))
 
     def _pace(self, *, restore: bool) -> m.PaceUpdate | None:
-        """Return how often the next generation saves, and the age of the newest checkpoint."""
+        """Return the next generation's checkpoint interval and the age of the newest checkpoint."""
         choice = self.evidence.choice
         if choice is None:
             return None
@@ -273,58 +268,83 @@ class HostedJob:
 
     @property
     def has_told_its_end(self) -> bool:
-        """Whether it has ended, and listeners may know: a bucket may get the end first."""
+        """Whether it has ended, and readers may see that: a bucket may have to get it first."""
         return self.state.is_ended and self._log.is_told
 
     @property
     def is_uploading(self) -> bool:
-        """Whether a bucket does not have the whole log yet, and may get it."""
+        """Whether the upload of an ended job's log to a bucket is still in progress."""
         return self.state.is_ended and self._log.is_uploading
 
     @property
     def is_log_behind(self) -> bool:
-        """Whether events are only in memory, because the disk does not accept them."""
+        """Whether events are only in memory, because the disk rejects them."""
         return self._log.is_behind
 
     @property
     def log_trouble(self) -> str:
-        """Why events are only in memory, and what to do about it; empty if none are."""
+        """Why events are only in memory, with a remedy; empty if none are."""
         return self._log.trouble
 
     def retry_log(self) -> None:
-        """Write the events that the disk did not accept before."""
+        """Retry to write the events that the disk rejected."""
         self._log.retry()
 
     def abandon_log(self) -> None:
-        """Close the log without them: the process ends."""
+        """Close the log without them, because the process exits."""
         self._log.abandon()
 
     def let_go(self) -> None:
-        """Free what an ended job does not need any more."""
+        """Free the resources of an ended job."""
         self.is_let_go = True
         self.trainers.clear()
 
     @property
     def changed(self) -> asyncio.Event:
-        """Set with the next event."""
+        """Set when the next event is appended."""
         return self._log.changed
 
     # --- the state machine ---
 
     def handle(self, stimulus: s.Stimulus) -> None:
-        """Let the state machine decide, and do what it says.
+        """Pass a stimulus to the state machine and carry out its commands.
 
-        The state is the new one before its commands are carried out, so each of them is, also if
-        one before it raises.
+        The new state is in place before the commands are carried out, and each of them is carried
+        out even if an earlier one raises.
         """
         was_ended = self.state.is_ended
         with self.defects.watch(self, f"deciding on {type(stimulus).__name__}"):
             self.state, commands = handle(self.state, stimulus, clock.now(), wall=time.time())
             for command in commands:
                 with self.defects.watch(self, f"carrying out {type(command).__name__}"):
-                    _CARRY_OUT[type(command)](self, command)
+                    self._carry_out(command)
         if self.state.is_ended and not was_ended:
             self._log.close()
+
+    def _carry_out(self, command: c.Command) -> None:
+        match command:
+            case c.StartTrainer():
+                self._start(command)
+            case c.AnnounceChange():
+                self._announce(command)
+            case c.AbortGeneration():
+                self._abort(command)
+            case c.FormGeneration():
+                self._form(command)
+            case c.SaveCheckpoint():
+                self._save(command)
+            case c.AskForCheckpoint():
+                self._ask_for_checkpoint(command)
+            case c.ReleaseTrainer():
+                self._release(command)
+            case c.KillTrainer():
+                self._kill(command)
+            case c.DumpStacks():
+                self._dump_stacks(command)
+            case c.Publish():
+                self._publish(command)
+            case _:
+                assert_never(command)
 
     def _start(self, command: c.StartTrainer) -> None:
         self.trainers[command.trainer] = TrainerFacts(command.worker, clock.now())
@@ -347,7 +367,7 @@ class HostedJob:
         )
 
     def send(self, message: m.AboutTrainer) -> None:
-        """Send a message to the supervisor of the trainer that it names."""
+        """Send a message to a trainer, through its supervisor."""
         self.send_to(self.trainers[message.trainer].worker, message)
 
     def _announce(self, command: c.AnnounceChange) -> None:
@@ -371,11 +391,11 @@ class HostedJob:
                     is_guarded=command.is_guarded,
                     behind=command.behind,
                     restore=command.restore,
-                    logged_step=min(self.step_clock.logged_step, command.step),
-                    log_end=self.step_clock.logged_step,
+                    logged_step=min(self.record.logged_step, command.step),
+                    log_end=self.record.logged_step,
                     backend=command.backend,
                     faults=tuple(self.planned.of_rank(rank, world_size)),
-                    starts=tuple(self.said.starts),
+                    starts=tuple(self.record.starts),
                     pace=self._pace(restore=command.restore),
                 )
             )
@@ -385,8 +405,8 @@ class HostedJob:
             m.SaveState(
                 trainer=command.trainer,
                 generation=self.state.generation,
-                logged_step=self.step_clock.logged_step,
-                starts=tuple(self.said.starts),
+                logged_step=self.record.logged_step,
+                starts=tuple(self.record.starts),
             )
         )
 
@@ -414,41 +434,23 @@ class HostedJob:
             pids = [by_worker.get(worker, 0) for worker in event.ranks]
             event = dataclasses.replace(event, trainer_pids=pids)
         if isinstance(event, events.JobStatusChanged) and event.status in events.TERMINAL_STATUSES:
-            with self.defects.watch(self, "logging what must precede its end"):
+            with self.defects.watch(self, "logging the totals"):
                 self.before_end(self)
-                self._carry_on(list(self.said.dropped_lines(is_last=True)))
+                self._follow_up(self.messages.dropped_lines(is_last=True))
         self._append([event])
         if isinstance(event, events.GenerationFormed):
             self.review_pace()
-            if self.said.begin_generation(event, is_restoring=self.state.is_restoring):
-                self._carry_on([self.said.go_back(event.step)])
+            if self.state.current.is_restoring:
+                return  # the first rank that joins reports the checkpoint's step
+            self.record.started_from(event.step)
+            if event.step < self.record.logged_step:
+                self.log_restored(event.step)
 
     # --- reports of trainers ---
 
     def take_report(self, report: m.AnyReport) -> None:
         """Handle one report of a trainer of this job."""
-        self._carry_on(self.said.take(report, self.state))
-
-    def _carry_on(self, consequences: Sequence[Consequence]) -> None:
-        """Append events, relay entries and decide on stimuli, in order.
-
-        Events that follow each other are appended together: a report of a fast job has hundreds.
-        """
-        facts: list[events.Event] = []
-        for item in consequences:
-            if isinstance(item, events.Event):
-                facts.append(self.said.complete(item, self.state))
-                continue
-            if facts:
-                self._append(facts)
-                facts = []
-            if isinstance(item, Relay):
-                for trainer in item.trainers:
-                    self.send(dataclasses.replace(item.entry, trainer=trainer, number=0))
-            else:
-                self.handle(item)
-        if facts:
-            self._append(facts)
+        self._follow_up(self.messages.take(report, self.state))
 
     def take_progress(self, trainer: str, page: m.PageCopy) -> None:
         """Handle a copy of a trainer's progress page."""
@@ -465,29 +467,52 @@ class HostedJob:
                 )
             )
 
-    # --- what others want to know ---
+    def _follow_up(self, consequences: Iterable[Consequence]) -> None:
+        """Append events, relay entries and decide on stimuli, one by one.
+
+        The next consequence may be derived from the record with the events before it, so that
+        nothing is collected here.
+        """
+        for item in consequences:
+            match item:
+                case Relay():
+                    for trainer in item.trainers:
+                        self.send(dataclasses.replace(item.entry, trainer=trainer, number=0))
+                case events.Event():
+                    self._append([self.messages.complete(item, self.state)])
+                case list():
+                    self.log_all(item)
+                case _:
+                    self.handle(item)
+
+    def log_restored(self, step: int) -> None:
+        """Log that the steps after ``step`` are trained again."""
+        self._follow_up([self.messages.restored_to(step)])
+
+    # --- queries ---
 
     def ranks(self) -> list[str]:
-        """Return the workers that train in the living generation, in rank order."""
+        """Return the workers of the current generation, in rank order."""
         ranked = {m.trainer: m.worker for m in self.state.in_phase("ranked")}
         return [ranked[name] for name in self.step_clock.ranks if name in ranked]
 
     def summary(self) -> dict[str, Any]:
         """Return one line of the list of jobs."""
         state = self.state
+        plan = self.record.plan if self.record.is_planned else None
         return {
             "job_id": state.job_id,
             "name": self.order.name,
             "status": state.status,
             "step": state.step,
-            "total_steps": self.said.plan.get("total_steps", 0),
+            "total_steps": plan.total_steps if plan is not None else 0,
             "world_size": len(state.in_phase("ranked", "reported")),
             "generation": state.generation,
             "run_dir": str(self.order.run_dir),
         }
 
     def members(self) -> list[dict[str, Any]]:
-        """Return a record a member: worker, rank, state, device, trainer_pid."""
+        """Return a record per member: worker, rank, state, device, trainer_pid."""
         records = []
         ranks = {name: rank for rank, name in enumerate(self.step_clock.ranks)}
         for member in self.state.in_phase("ranked", "reported", "warm", "starting"):
@@ -504,17 +529,3 @@ class HostedJob:
                 }
             )
         return records
-
-
-_CARRY_OUT: dict[type, Callable[[HostedJob, Any], None]] = {
-    c.StartTrainer: HostedJob._start,
-    c.AnnounceChange: HostedJob._announce,
-    c.AbortGeneration: HostedJob._abort,
-    c.FormGeneration: HostedJob._form,
-    c.SaveCheckpoint: HostedJob._save,
-    c.AskForCheckpoint: HostedJob._ask_for_checkpoint,
-    c.ReleaseTrainer: HostedJob._release,
-    c.KillTrainer: HostedJob._kill,
-    c.DumpStacks: HostedJob._dump_stacks,
-    c.Publish: HostedJob._publish,
-}

@@ -181,7 +181,7 @@ class JobLog:
             self._shut()
 
     def _write(self, facts: list[events.Event]) -> None:
-        self._recent.extend(event.to_dict() for event in self._log.append(facts))
+        self._recent.extend(event.to_json_dict() for event in self._log.append(facts))
         self._announce()
         try:
             self._compactor.look(self._log.last_seq)
@@ -200,7 +200,7 @@ class JobLog:
             return list(itertools.islice(self._recent, skip, skip + limit))
         if seq >= self._log.last_seq:
             return []
-        return [event.to_dict() for event in self._read(seq, limit)]
+        return [event.to_json_dict() for event in self._read(seq, limit)]
 
     def _read(self, seq: int, limit: int) -> list[events.Event]:
         """Return events that are on the disk only."""

@@ -22,8 +22,9 @@ from etrain_jupyter.head.jobs.planned_faults import FATAL, PlannedFaults
 from etrain_jupyter.head.jobs.printed_lines import BURST, PER_S, PrintedLines
 from etrain_jupyter.head.jobs.steps import StepClock
 from etrain_jupyter.log import events
+from etrain_jupyter.log.job_record import JobRecord
 from etrain_jupyter.rules.membership import stimuli as s
-from etrain_jupyter.rules.membership.lineage import NOT_BEGUN, is_of_job
+from etrain_jupyter.rules.membership.lineage import is_of_job
 from etrain_jupyter.rules.membership.membership import JobState
 from etrain_jupyter.wire import messages as m
 
@@ -39,7 +40,9 @@ class Relay:
     trainers: tuple[str, ...]
 
 
-Consequence = events.Event | s.Stimulus | Relay
+Consequence = events.Event | list[events.Event] | s.Stimulus | Relay
+"""One thing to do. A list of events is appended as one block, because a report may have hundreds of
+steps."""
 
 
 class TrainerMessages:
@@ -47,32 +50,21 @@ class TrainerMessages:
 
     Args:
         order: The job.
+        record: What the job's log says; ``HostedJob`` adds each event to it.
     """
 
-    def __init__(self, order: JobSpec) -> None:
-        self._order = order
+    def __init__(self, order: JobSpec, record: JobRecord) -> None:
+        self._order, self._record = order, record
         self.trainers: dict[str, TrainerFacts] = {}
         """By name: all that were launched, also those that have left."""
-        self.plan: dict[str, Any] = {}
-        """The fields of ``JobPlanned``; empty before the first trainer is warm."""
         self.step_clock = StepClock()
         self.planned = PlannedFaults(order.faults)
         self.printed = PrintedLines()
-        self.starts: list[int] = []
-        """The step at which each generation began; see ``rules.membership.lineage``."""
-        self.restoring = 0
-        """The generation that begins with a checkpoint, until a rank reports its step; else 0."""
-        self.evaluated_step = -1
-        """Step of the newest evaluation in the log that holds."""
-        self.best: dict[str, Any] | None = None
-        """The fields of the newest ``BestReached`` that holds."""
-        self.num_samples_before = 0
-        """Training samples that a resumed job had; 0 for another one."""
-        self.ended_early_in = 0
-        """The generation that reported an early end; 0 if none has."""
 
-    def take(self, report: m.AnyReport, state: JobState) -> list[Consequence]:
-        """Return what follows from a report, in order. Empty if the report is fenced.
+    def take(self, report: m.AnyReport, state: JobState) -> Iterator[Consequence]:
+        """Yield what follows from a report, in order. Nothing follows if the report is fenced.
+
+        Carry out each consequence before taking the next one, which may depend on the record.
 
         Args:
             report: The report of a trainer of this job.
@@ -81,10 +73,9 @@ class TrainerMessages:
         facts = self.trainers.get(report.trainer)
         is_member = report.trainer in state.members
         if facts is None or state.is_ended:
-            return []
-        if not m.is_current(report, generation=state.generation, is_member=is_member):
-            return []
-        return list(self._follow(report, facts, state))
+            return
+        if m.is_current(report, generation=state.generation, is_member=is_member):
+            yield from self._follow(report, facts, state)
 
     @staticmethod
     def complete(event: events.Event, state: JobState) -> events.Event:
@@ -105,7 +96,7 @@ class TrainerMessages:
                 others = (member.trainer for member in state.in_phase("ranked"))
                 yield Relay(entry=report, trainers=tuple(t for t in others if t != report.trainer))
             case m.GenerationJoined():
-                yield from self._on_joined(report)
+                yield from self._on_joined(report, state)
             case m.GenerationLeft():
                 yield from self._on_left(report)
             case m.StepsTrained():
@@ -113,10 +104,7 @@ class TrainerMessages:
             case m.EvalFinished():
                 yield from self._on_eval(report.record)
             case m.BestFound():
-                # Rank 0 of each generation reports the best: the one that found it may be lost.
-                if report.record != self.best:
-                    self.best = report.record
-                    yield self._event(events.BestReached, **report.record)
+                yield from self._on_best(report.record)
             case m.WeightsFingerprinted():
                 values = {"step": report.step, "rank": report.rank, "digest": report.digest}
                 yield self._event(events.WeightsHashed, worker=facts.worker, **values)
@@ -159,7 +147,8 @@ class TrainerMessages:
 
     def _on_hello(self, report: m.TrainerHello, facts: TrainerFacts) -> Iterator[Consequence]:
         facts.pid, facts.device, facts.gpu = report.pid, report.device, report.gpu
-        before, now = self.num_samples_before, report.plan["num_train_samples"]
+        before, now = self._record.num_samples_before, report.plan["num_train_samples"]
+        plan = self._record.plan if self._record.is_planned else None
         if before not in (0, now) and not self._order.is_forced:
             yield _user_error(
                 report.trainer,
@@ -168,15 +157,14 @@ class TrainerMessages:
                 "checkpoint is there. Give it the same data, or resume with --force.",
             )
             return
-        if not self.plan:
-            self.plan = report.plan
-            yield self._event(events.JobPlanned, **self.plan)
-        elif _lengths(report.plan) != _lengths(self.plan):
+        if plan is None:
+            yield self._event(events.JobPlanned, **report.plan)
+        elif _lengths(report.plan) != (plan.num_train_samples, plan.num_eval_samples):
             yield _user_error(
                 report.trainer,
                 f"data of different length on the workers: {_lengths(report.plan)} samples on "
-                f"{facts.worker}, {_lengths(self.plan)} on the first. data.train and data.eval "
-                "must give the same samples everywhere.",
+                f"{facts.worker}, {plan.num_train_samples, plan.num_eval_samples} on the first. "
+                "data.train and data.eval must give the same samples everywhere.",
             )
             return
         yield self._event(
@@ -189,16 +177,14 @@ class TrainerMessages:
             trainer=report.trainer, warm_s=report.warm_s, device=facts.device, gpu=facts.gpu
         )
 
-    def _on_joined(self, report: m.GenerationJoined) -> Iterator[Consequence]:
-        if report.generation == self.restoring:
+    def _on_joined(self, report: m.GenerationJoined, state: JobState) -> Iterator[Consequence]:
+        if state.current.is_restoring and self._record.restored_in != report.generation:
             # ::
             #
             #     log            ... 38 39 40                     40 was the newest step
             #     checkpoint     ... 35                           rank 0 restored this one
             #     first to join  "generation 4 begins at 35": steps 36 to 40 are undone
-            self.restoring = 0
-            self.starts[report.generation - 1] = report.step
-            yield self.go_back(report.step)
+            yield self.restored_to(report.step)
         yield s.TrainerFormed(
             trainer=report.trainer,
             generation=report.generation,
@@ -220,9 +206,8 @@ class TrainerMessages:
             )
             return
         ended_early = report.ended_early
-        if ended_early and self.ended_early_in != report.generation:
-            # All ranks report it; the first report counts.
-            self.ended_early_in = report.generation
+        if ended_early and self._record.early_stop_generation != report.generation:
+            # All ranks report the same: the first report is logged.
             yield self._event(events.EarlyStopped, **ended_early)
         yield s.TrainerReported(
             trainer=report.trainer,
@@ -237,26 +222,30 @@ class TrainerMessages:
         )
 
     def _on_steps(self, report: m.StepsTrained) -> Iterator[Consequence]:
-        job_id, steps = self._order.job_id, self.step_clock
-        records = steps.take(report.records)
-        for record in records:
-            yield events.StepCompleted(job_id=job_id, **record)
+        job_id, timing = self._order.job_id, self.step_clock
+        records = timing.take(report.records, after=self._record.logged_step)
         if records:
+            yield [events.StepCompleted(job_id=job_id, **record) for record in records]
             yield s.StepsCommitted(
-                step=steps.logged_step,
-                step_s=steps.step_s,
+                step=self._record.logged_step,
+                step_s=timing.step_s,
                 committed_at=_local_instant(records[-1]["time"]),
             )
 
     def _on_eval(self, record: Mapping[str, Any]) -> Iterator[Consequence]:
-        if record["step"] == self.evaluated_step:
-            return  # rank 0 repeats what the previous rank 0 may not have reported
-        self.evaluated_step = record["step"]
+        if record["step"] == self._record.evaluated_step:
+            return  # a new rank 0 repeats what the previous one may not have sent
         yield self._event(events.EvalCompleted, **record)
         if not math.isfinite(record["loss"]):
             what = f"the loss of the evaluation is {record['loss']}; training goes on"
             text = f"step {record['step']}: {what}"
             yield self._event(events.LogLine, level="warning", worker="", text=text)
+
+    def _on_best(self, record: Mapping[str, Any]) -> Iterator[Consequence]:
+        # Rank 0 of each generation reports the best: the one that found it may be lost.
+        known = self._record.best_told
+        if known is None or any(getattr(known, name) != record[name] for name in record):
+            yield self._event(events.BestReached, **record)
 
     def _on_checkpoint(self, report: m.CheckpointWritten, state: JobState) -> Iterator[Consequence]:
         """Accept a checkpoint of the job's history, also from a trainer that was released.
@@ -270,7 +259,8 @@ class TrainerMessages:
         """
         step = report.record["step"]
         is_ahead = report.trainer not in state.members and step > state.step
-        if is_ahead or not is_of_job(generation=report.generation, step=step, starts=self.starts):
+        starts = self._record.starts
+        if is_ahead or not is_of_job(generation=report.generation, step=step, starts=starts):
             return
         yield self._event(events.CheckpointCommitted, **report.record)
         if step <= state.step:
@@ -301,28 +291,15 @@ class TrainerMessages:
         except (OSError, BundleError):
             return {}
 
-    # --- what the job itself reports here ---
+    # --- events for the job itself ---
 
-    def begin_generation(self, event: events.GenerationFormed, *, is_restoring: bool) -> bool:
-        """Note that a generation forms; return whether it starts before the newest logged step."""
-        if is_restoring:  # the first rank that joins reports the step
-            self.restoring = event.generation
-            self.starts.append(NOT_BEGUN)
-            return False
-        self.starts.append(event.step)
-        return event.step < self.step_clock.logged_step
+    def restored_to(self, step: int) -> events.Event:
+        """Return the event that the steps after ``step`` are trained again.
 
-    def go_back(self, step: int) -> events.Event:
-        """Undo what follows ``step``, which is trained again; return the event.
-
-        A checkpoint may be ahead of the log. Then the ranks have the missing records.
+        A checkpoint may be ahead of the log; then the ranks have the missing step records.
         """
-        undone = max(0, self.step_clock.logged_step - step)
-        self.step_clock.logged_step -= undone
-        self.evaluated_step = -1 if self.evaluated_step > step else self.evaluated_step
-        if self.best is not None and self.best["step"] > step:
-            self.best = None
-        return self._event(events.JobRestored, step=step, num_undone=undone)
+        num_undone = max(0, self._record.logged_step - step)
+        return self._event(events.JobRestored, step=step, num_undone=num_undone)
 
     def dropped_lines(self, *, is_last: bool = False) -> Iterator[events.Event]:
         """Yield an event with the number of printed lines that were not logged, if it is due."""

@@ -1,4 +1,4 @@
-"""Which steps the log has, and how long one takes."""
+"""Filter step records that are sent again, and measure how long a step takes."""
 
 from __future__ import annotations
 
@@ -9,23 +9,26 @@ from typing import Any
 
 @dataclass
 class StepClock:
-    """Takes step records once each and in order, whoever sends them again."""
+    """Takes each step record once and in order, whichever rank sends it again."""
 
-    logged_step: int = 0
-    """The newest step in the log."""
     step_s: float = 0.0
-    """How long a step takes, smoothed over the last ten or so; 0 before the first."""
+    """Duration of a step in seconds, smoothed over about ten steps; 0 before the first."""
     ranks: tuple[str, ...] = field(default=())
-    """Trainers of the living generation in rank order."""
+    """Trainers of the current generation in rank order."""
 
-    def take(self, records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return those records that are new; the audit tells if one is missing before them."""
+    def take(self, records: Sequence[dict[str, Any]], *, after: int) -> list[dict[str, Any]]:
+        """Return the new records. A gap before them is for the audit to report.
+
+        Args:
+            records: Step records, oldest first.
+            after: The newest step in the log.
+        """
         fresh = []
         for record in records:
-            if record["step"] <= self.logged_step:
+            if record["step"] <= after:
                 continue
-            self.logged_step = record["step"]
-            took = record["samples"] / max(record["samples_per_s"], 1e-9)
-            self.step_s = took if not self.step_s else 0.9 * self.step_s + 0.1 * took
+            after = record["step"]
+            duration_s = record["samples"] / max(record["samples_per_s"], 1e-9)
+            self.step_s = 0.9 * self.step_s + 0.1 * duration_s if self.step_s else duration_s
             fresh.append(record)
         return fresh

@@ -1,9 +1,10 @@
-"""Takes over the run folder of a job that no coordinator has any more."""
+"""Take over a job: fold its log, recover its state, and find its surviving trainers."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from etrain_jupyter.errors import CheckpointError
@@ -11,33 +12,34 @@ from etrain_jupyter.head.coordinator import clock
 from etrain_jupyter.head.jobs.job_records import PendingRequests
 from etrain_jupyter.head.jobs.job_spec import JobSpec, TrainerFacts
 from etrain_jupyter.log.event_log import read_events
-from etrain_jupyter.log.events import Event
+from etrain_jupyter.log.job_record import JobRecord
 from etrain_jupyter.rules.membership import stimuli as s
 from etrain_jupyter.rules.membership.adoption import is_of_job
-from etrain_jupyter.rules.membership.lineage import NOT_BEGUN
-from etrain_jupyter.rules.membership.membership import JobState
-from etrain_jupyter.rules.replay.recalled_workers import RecalledWorkers
-from etrain_jupyter.rules.replay.replay import Past, past_of
+from etrain_jupyter.rules.membership.membership import (
+    GenerationState,
+    JobState,
+    Pause,
+    Stopping,
+    Timings,
+)
+from etrain_jupyter.rules.replay.checkpoint_evidence import Evidence
 from etrain_jupyter.storage.checkpoints import open_store
 from etrain_jupyter.wire.messages import TrainerSummary
 
 
-def read_past(order: JobSpec, log: Path) -> Past:
-    """Return what the log of a job tells, and its checkpoints of generations that the log lost.
+def read_record(order: JobSpec, log: Path) -> tuple[JobRecord, Evidence]:
+    """Fold a job's log, for the coordinator that resumes the job or takes it over.
 
-    A crash of the whole machine may take the last second of the log along, but no checkpoint.
-    Whoever goes on takes a higher number than any that has written one: that is what fences.
+    A crash of the whole machine may lose the last second of the log, but no checkpoint. So the
+    record counts generations from the newest one that has written either: the next generation's
+    number fences all of them.
     """
-    return past_from(read_events(log), order)
-
-
-def past_from(log: Sequence[Event], order: JobSpec) -> Past:
-    """Return the same from the events of a log."""
-    past = past_of(log)
-    newest = max(past.generation, _newest_writer(order))
-    past.starts += [NOT_BEGUN] * (newest - len(past.starts))
-    past.generation = newest
-    return past
+    events = read_events(log)
+    record, evidence = JobRecord().apply_all(events), Evidence()
+    for event in events:
+        evidence.fold(event)
+    record.generation = max(record.generation, _newest_writer(order))
+    return record, evidence
 
 
 def _newest_writer(order: JobSpec) -> int:
@@ -51,48 +53,47 @@ def _newest_writer(order: JobSpec) -> int:
     return newest
 
 
-def state_after(past: Past, fresh: JobState) -> JobState:
-    """Return the state of a job whose trainers have all died, from that of a new one."""
-    return fresh.replace(
-        generation=past.generation,
-        step=past.step,
-        saved_steps=past.saved_steps,
-        num_started=past.num_started,
-        whys=("resume",) if past.generation else fresh.whys,
+def resumed_state(record: JobRecord, fresh: JobState) -> JobState:
+    """Return the state of a job whose trainers have all died, from that of a new job."""
+    return replace(
+        fresh,
+        current=GenerationState(number=record.generation),
+        step=record.logged_step,
+        saved_steps=record.saved_steps,
+        num_started=record.num_started,
+        next_whys=("resume",) if record.generation else fresh.next_whys,
     )
 
 
-def state_of_recalled(
-    state: JobState, recalled: RecalledWorkers, wishes: PendingRequests, *, past: Past
-) -> JobState:
-    """Return the state of a job whose trainers may live, from that of one whose have died."""
-    low, high = recalled.bounds or (state.min_workers, state.max_workers)
-    return state.replace(
+def recovered_state(record: JobRecord, fresh: JobState, wishes: PendingRequests) -> JobState:
+    """Return the state of a job whose trainers may live, from that of a new job."""
+    low, high = record.workers
+    last_step_at = clock.from_wall(record.last_step.time) if record.last_step else 0.0
+    return replace(
+        resumed_state(record, fresh),
         min_workers=low,
         max_workers=high,
-        status=recalled.status,
-        reason=recalled.reason,
-        whys=("restart",) if past.generation else ("start",),
-        has_trained=recalled.has_trained,
-        step_s=recalled.step_s,
-        last_step_at=recalled.last_step_at,
-        paused=wishes.paused,
-        pause_reason=wishes.pause_reason,
-        outcome="stopped" if wishes.is_stopping else "",
+        status=record.status,
+        reason=record.reason,
+        next_whys=("restart",) if record.generation else ("start",),
+        has_trained=record.has_trained,
+        timings=Timings(step_s=record.step_s, last_step_at=last_step_at),
+        pause=Pause(reason=wishes.pause_reason) if wishes.paused else None,
+        ending=Stopping() if wishes.is_stopping else None,
     )
 
 
 def find_trainers(
-    recalled: RecalledWorkers, state: JobState, summaries: Mapping[str, TrainerSummary]
+    record: JobRecord, state: JobState, summaries: Mapping[str, TrainerSummary]
 ) -> Iterator[tuple[s.SurvivorFound, TrainerFacts]]:
-    """Yield those of the job's trainers that are alive, with what they reported of themselves.
+    """Yield the surviving trainers of a job, with their facts.
 
     Args:
-        recalled: Which trainers the job had.
+        record: The record of the job, which has its trainers.
         state: The job.
         summaries: The supervisors' summaries of their trainers, by name.
     """
-    for worker, name in recalled.trainers.items():
+    for worker, name in record.trainers.items():
         known = summaries.get(name)
         if known is None:
             continue
@@ -102,7 +103,7 @@ def find_trainers(
             worker=worker,
             generation=known.generation,
             # A rank that has left the newest generation counts as inside, and its report is handled
-            # again: it may say why the job ends.
+            # again: it may be the reason why the job ends.
             is_inside=bool(known.generation)
             and (known.left is None or known.generation == state.generation),
             is_warm=hello is not None,

@@ -1,4 +1,4 @@
-"""What the audit found, to be read by a person or asserted by a test."""
+"""The audit's report, for users to read and for tests to assert."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ class EpochCoverage:
 
     epoch: int
     samples: int
-    """Trainings together, a repeated sample counted as often as it was trained."""
+    """Samples trained; a repeated sample counts each time."""
     seen_once: int
     """Samples trained exactly once."""
     repeated: int
     """Samples trained more than once."""
     missing: int
-    """Samples that were due and not trained; those still to come are not due."""
+    """Samples that were due and not trained; samples of future steps are not due."""
     is_complete: bool
-    """Whether all of the epoch was due; False for the one in progress or cut short."""
+    """Whether the whole epoch was due; False for an epoch in progress or cut short."""
 
     @property
     def is_exact(self) -> bool:
-        """Whether each sample that was due was trained once, and no other was."""
+        """Whether each due sample was trained once, and no other was."""
         return self.repeated == 0 and self.missing == 0
 
 
@@ -42,7 +42,7 @@ class AuditReport:
     """The result of ``audit_log``; ``print`` it, or assert ``ok``."""
 
     problems: tuple[str, ...] = ()
-    """What is wrong, a sentence each; empty if nothing is."""
+    """The problems, a sentence each; empty without any."""
     epochs: tuple[EpochCoverage, ...] = ()
     """One row for each epoch that was begun."""
     status: str = ""
@@ -50,13 +50,13 @@ class AuditReport:
     steps_committed: int = 0
     """Steps that led to the newest weights."""
     steps_undone: int = 0
-    """Steps begun and undone because a worker was lost; their samples were trained again."""
+    """Steps undone because a worker was lost; their samples were trained again."""
     steps_rolled_back: int = 0
-    """Committed steps made again from a checkpoint because no worker survived."""
+    """Committed steps trained again from a checkpoint because no worker survived."""
     steps_compared: int = 0
-    """Committed steps of several ranks that told equal fingerprints of a part of their weights."""
+    """Committed steps of several ranks with equal fingerprints of a part of their weights."""
     steps_alone: int = 0
-    """Committed steps of a single rank, whose weights nobody else held."""
+    """Committed steps of a single rank, with no other rank to compare."""
     digests_compared: int = 0
     """Digests of a rank's weights that were compared with another rank's of the same step."""
     last_step: int = 0
@@ -68,18 +68,18 @@ class AuditReport:
     newest_digest: str = ""
     """The newest SHA-256 of the weights and its step: equal for equal ``reproducible`` jobs."""
     num_evals: int = 0
-    """Evaluations that were made."""
+    """Number of evaluations."""
     num_kinds: dict[str, int] = field(default_factory=dict)
-    """How many events of each kind the log has."""
+    """Number of events by kind."""
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether there is no problem."""
         return not self.problems
 
     @property
     def steps_executed(self) -> int:
-        """Steps that cost time: committed, undone, and made again."""
+        """Steps that took time: committed, undone, and trained again."""
         return self.steps_committed + self.steps_undone + self.steps_rolled_back
 
     @property
@@ -129,7 +129,7 @@ class AuditReport:
         """Return the lines under the table: a name and a text each."""
         wasted = f"{self.steps_undone} undone"
         if self.steps_rolled_back:
-            wasted += f", {self.steps_rolled_back} made again from a checkpoint"
+            wasted += f", {self.steps_rolled_back} trained again from a checkpoint"
         lost, left = self.num_kinds.get("WorkerLost", 0), self.num_kinds.get("WorkerLeft", 0)
         formed = self.num_kinds.get("GenerationFormed", 0)
         return [
@@ -147,10 +147,10 @@ class AuditReport:
     def _digest(self) -> str:
         if self.digest_step == self.last_step:
             return self.newest_digest
-        return f"{self.newest_digest}; of step {self.last_step}, the last one, none was told"
+        return f"{self.newest_digest}; the last step, {self.last_step}, has none"
 
     def _proof_of_weights(self) -> str:
-        """Tell how far the log proves that all ranks held the same weights."""
+        """Describe how far the log proves that all ranks had the same weights."""
         parts = []
         if self.steps_compared:
             steps = _count(self.steps_compared, "step")
@@ -168,7 +168,7 @@ class AuditReport:
         return [*listed, f"... and {more} more in report.problems"] if more > 0 else listed
 
     def _listed_epochs(self) -> list[EpochCoverage]:
-        """Return the rows to show: all, or those that are wrong and the newest."""
+        """Return the rows to show: all, or the incorrect and the newest ones."""
         if len(self.epochs) <= _MOST_ROWS:
             return list(self.epochs)
         wrong = [row for row in self.epochs if not row.is_exact][:_MOST_ROWS]

@@ -1,9 +1,9 @@
-"""The audit: proof from the durable log alone that training was what it promises to be.
+"""Audit a job: prove from the durable log alone that it trained every sample exactly once.
 
-The ledger says which samples each step had to train; the checksum in the log says which ones the
-ranks trained. Where the two differ, a sample was lost or repeated. This is worth what the checksum
-is worth: ranks must sum it up over the indices that came with the batches which they put through
-forward and backward, never over the plan, or the ledger would only be compared with itself.
+The ledger has the samples that each step had to train; the checksum in the log shows which ones the
+ranks trained. If the two differ, a sample was lost or repeated. The proof depends on the checksum:
+ranks must compute it from the indices of the batches that they put through forward and backward,
+never from the plan, or the ledger would only be compared with itself.
 """
 
 from __future__ import annotations
@@ -15,55 +15,53 @@ from etrain_jupyter.log.events import (
     TERMINAL_STATUSES,
     CheckpointCommitted,
     EarlyStopped,
-    EvalCompleted,
     Event,
     FaultInjected,
     GenerationFormed,
-    JobPlanned,
     JobStatusChanged,
     StepCompleted,
     StepUndone,
     UserErrorRaised,
     WorkerLost,
 )
+from etrain_jupyter.log.job_record import JobRecord
+from etrain_jupyter.notebook.audit.attempts import Attempt, attempts_of, check_attempts
 from etrain_jupyter.notebook.audit.history import WeightHistory, follow_history
-from etrain_jupyter.notebook.audit.lives import Attempt, check_lives, lives_of
 from etrain_jupyter.notebook.audit.report import AuditReport
 from etrain_jupyter.notebook.audit.weights import compare_weights
 from etrain_jupyter.rules.samples.ledger import StepRange
 
 
 def audit_log(events: Iterable[Event]) -> AuditReport:
-    """Check a job's events, finished or not, against what the job had to do.
+    """Check a job's events, finished or not, against the work that was due.
 
     Args:
-        events: All of them, in order, for example from ``events.log.read_events``.
+        events: All of them, in order, for example from ``log.event_log.read_events``.
 
     Returns:
-        The report; ``ok`` is True if there is nothing to object to, also for a job that has not
-        trained yet.
+        The report; ``ok`` is True if there is no problem, also for a job that has not trained yet.
     """
     log = list(events)
     history = follow_history(log)
-    lives = lives_of(log)
-    planned = next((life.planned for life in reversed(lives) if life.planned is not None), None)
+    attempts = attempts_of(log)
+    record = JobRecord().apply_all(log)
+    num_kinds = Counter(event.kind for event in log)
     steps, start = history.steps, history.start
-    epochs, sample_problems = check_lives(lives, steps, start)
+    epochs, sample_problems = check_attempts(attempts, steps, start)
     weights = compare_weights(log, history)
-    evals = [e for e in log if isinstance(e, EvalCompleted)]
     return AuditReport(
         problems=(
             *_check_log(log),
-            *_check_plan(lives, steps),
+            *_check_plan(attempts, steps),
             *history.problems,
             *_check_steps(start, steps),
             *sample_problems,
             *_check_losses(log, history),
             *weights.problems,
-            *_check_end(log, planned, start, steps, num_lives=len(lives)),
+            *_check_end(log, record, start, steps, num_attempts=len(attempts)),
         ),
         epochs=epochs,
-        status=_last_status(log),
+        status=record.status if num_kinds["JobStatusChanged"] else "",
         steps_committed=len(steps),
         steps_undone=len({(e.generation, e.step) for e in log if isinstance(e, StepUndone)}),
         steps_rolled_back=history.num_rolled_back,
@@ -74,13 +72,13 @@ def audit_log(events: Iterable[Event]) -> AuditReport:
         saved_step=max((e.step for e in log if isinstance(e, CheckpointCommitted)), default=0),
         digest_step=weights.newest_step,
         newest_digest=weights.newest,
-        num_evals=len(evals),
-        num_kinds=dict(Counter(event.kind for event in log)),
+        num_evals=num_kinds["EvalCompleted"],
+        num_kinds=dict(num_kinds),
     )
 
 
 def _check_log(log: Sequence[Event]) -> Iterator[str]:
-    """Look for lines that are missing from the log itself."""
+    """Find lines that are missing in the log."""
     expected = 1
     for event in log:
         if event.seq and event.seq != expected:
@@ -91,14 +89,17 @@ def _check_log(log: Sequence[Event]) -> Iterator[str]:
         yield f"the log has events of {len(job_ids)} jobs: {', '.join(job_ids)}"
 
 
-def _check_plan(lives: Sequence[Attempt], steps: Sequence[StepCompleted]) -> Iterator[str]:
-    if all(life.planned is None for life in lives):
+def _check_plan(attempts: Sequence[Attempt], steps: Sequence[StepCompleted]) -> Iterator[str]:
+    if all(attempt.planned is None for attempt in attempts):
         if steps:
-            yield f"{len(steps)} steps were committed, but no plan says what they had to train"
+            yield (
+                f"{len(steps)} steps were committed, but the log has no plan of what they had to "
+                "train"
+            )
         return
-    for life in lives:
-        length = life.planned.num_eval_samples if life.planned is not None else None
-        for done in life.evals:
+    for attempt in attempts:
+        length = attempt.planned.num_eval_samples if attempt.planned is not None else None
+        for done in attempt.evals:
             if length is not None and done.samples != length:
                 yield (
                     f"the evaluation at step {done.step} went through {done.samples} samples, "
@@ -107,7 +108,7 @@ def _check_plan(lives: Sequence[Attempt], steps: Sequence[StepCompleted]) -> Ite
 
 
 def _check_steps(start: int, steps: Sequence[StepCompleted]) -> Iterator[str]:
-    """Steps must be committed one after the other, by generations that do not grow older."""
+    """Check that steps are committed one after the other, by the newest generation."""
     newest, generation = start, 0
     for step in steps:
         if step.step <= newest:
@@ -127,10 +128,10 @@ def _name_steps(first: int, last: int) -> str:
 
 
 def _check_losses(log: Sequence[Event], history: WeightHistory) -> Iterator[str]:
-    """A planned change undoes no step, and a loss at most the one in flight.
+    """Check that a planned change undoes no step, and a loss at most the current one.
 
-    Both are told by generation: steps that were committed before a loss may be logged after it, so
-    the order of the lines says nothing. Only ranks count: a newcomer's death costs nobody a step.
+    Counted by generation: steps that were committed before a loss may be logged after it, so the
+    order of the lines proves nothing. Only ranks count: the death of a newcomer costs no step.
     """
     undone: dict[int, set[int]] = defaultdict(set)
     losses: dict[int, set[str]] = defaultdict(set)
@@ -141,26 +142,26 @@ def _check_losses(log: Sequence[Event], history: WeightHistory) -> Iterator[str]
             formed = history.formed.get(event.generation)
             if formed is None or event.worker in formed.ranks:
                 losses[event.generation].add(event.worker)
-        elif _ends_at_once(event):
+        elif _is_abrupt_end(event):
             losses[event.generation].add("")
-        elif isinstance(event, GenerationFormed) and _tells_of_broken_connections(event):
+        elif isinstance(event, GenerationFormed) and _follows_broken_connections(event):
             losses[event.generation - 1].add("")
     for generation, steps in undone.items():
         if len(steps) > len(losses[generation]):
             yield _name_waste(steps, len(losses[generation]))
 
 
-def _tells_of_broken_connections(event: GenerationFormed) -> bool:
-    """Return whether the generation before ended by a fault of the network, or of the scheduler.
+def _follows_broken_connections(event: GenerationFormed) -> bool:
+    """Whether the previous generation ended by a fault of the network or the scheduler.
 
-    A planned change that broke them is no excuse: then its reason stands beside.
+    A planned change is no excuse for broken connections: then its reason is listed, too.
     """
     whys = set(event.why.split("+"))
     return bool(whys & {"stalled", "restart"}) or whys == {"broken"}
 
 
-def _ends_at_once(event: Event) -> bool:
-    """Return whether the step in flight may be given up for this although nobody is lost."""
+def _is_abrupt_end(event: Event) -> bool:
+    """Whether the current step may be dropped for this event although no worker is lost."""
     if isinstance(event, JobStatusChanged):
         return event.status in TERMINAL_STATUSES
     return isinstance(event, UserErrorRaised)
@@ -176,24 +177,25 @@ def _name_waste(undone: set[int], num_losses: int) -> str:
 
 def _check_end(
     log: Sequence[Event],
-    planned: JobPlanned | None,
+    record: JobRecord,
     start: int,
     steps: Sequence[StepCompleted],
     *,
-    num_lives: int,
+    num_attempts: int,
 ) -> Iterator[str]:
-    if planned is None or _last_status(log) != "finished":
+    planned = record.plan
+    if planned is None or record.status != "finished":
         return
     reached = max((step.step for step in steps), default=start)
-    # A decision is void once a later generation has gone on, from an older state.
+    # A decision is void once a later generation has continued from an older state.
     newest = max((step.generation for step in steps), default=0)
     decided = [e.step for e in log if isinstance(e, EarlyStopped) and e.generation >= newest]
     if decided:
         if decided[-1] != reached:
             yield f"the job finished at step {reached}, to be stopped early at {decided[-1]}"
         return
-    # After a resume with another batch the number of steps is another one, not that of samples.
-    if planned.per_worker_batch_size or (num_lives > 1 and planned.total_samples):
+    # A resume with another batch size changes the number of steps, but not that of samples.
+    if planned.per_worker_batch_size or (num_attempts > 1 and planned.total_samples):
         last = max(steps, key=lambda step: step.step, default=None)
         trained = 0
         if last is not None:
@@ -203,8 +205,3 @@ def _check_end(
             yield f"the job finished after {trained} of {planned.total_samples} samples"
     elif reached != planned.total_steps:
         yield f"the job finished at step {reached} of {planned.total_steps}"
-
-
-def _last_status(log: Sequence[Event]) -> str:
-    statuses = [event.status for event in log if isinstance(event, JobStatusChanged)]
-    return statuses[-1] if statuses else ""

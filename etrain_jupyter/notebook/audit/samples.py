@@ -1,4 +1,4 @@
-"""The part of the audit that proves which samples were trained, epoch by epoch."""
+"""Prove which samples were trained, one epoch at a time."""
 
 from __future__ import annotations
 
@@ -22,27 +22,28 @@ from etrain_jupyter.rules.samples.ledger import (
 
 _NUM_EXAMPLES = 5
 _TOP = 1 << 32
-"""No sample's term of the checksum is as large."""
+"""Upper bound of a sample's term in the checksum, exclusive."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What the ledger needs to say which samples a step had to train."""
+    """The parameters from which the ledger derives the samples of each step."""
 
     seed: int
     num_samples: int
     global_batch_size: int
     per_worker_batch_size: int = 0
-    """If above 0, a step has so many samples for each of its ranks."""
+    """If above 0, samples of a step per rank."""
     total_samples: int = 0
-    """Where the job ends, over all epochs; 0 if that is not known."""
+    """Samples of the whole job, over all epochs; 0 if unknown."""
     base_step: int = 0
-    """The step from which on it counts: more than 0 after a resume with another batch or data."""
+    """The step from which these parameters apply: above 0 after a resume with another batch or
+    data."""
     base_position: int = 0
-    """The samples up to there, over all epochs."""
+    """Samples up to that step, over all epochs."""
 
     def position_after(self, step: int) -> int:
-        """Return the samples of the first ``step`` steps, at a batch that never changes."""
+        """Return the number of samples of the first ``step`` steps, at a constant batch."""
         if not self.base_step:
             return position_after(step, self.num_samples, self.global_batch_size)
         rest = -self.base_position % self.num_samples
@@ -54,7 +55,7 @@ class Work:
         return self.base_position + rest + after
 
     def due_at(self, position: int, world_size: int) -> StepRange:
-        """Return what the step of so many ranks after ``position`` samples has to train."""
+        """Return the samples of a step of ``world_size`` ranks that starts at ``position``."""
         return range_at(
             position,
             num_samples=self.num_samples,
@@ -66,22 +67,22 @@ class Work:
 def check_samples(
     steps: Sequence[StepCompleted], start: int, work: Work
 ) -> tuple[tuple[EpochCoverage, ...], list[str]]:
-    """Compare what the steps trained with what the ledger orders.
+    """Compare the samples of the steps with those that the ledger requires.
 
     Args:
-        steps: The committed ones.
-        start: The step that the log begins at.
-        work: What there was to do.
+        steps: The committed steps that count.
+        start: The step at which the log begins.
+        work: The parameters of the job.
 
     Returns:
-        A row for each epoch that was begun, and problems in words.
+        A row for each epoch that was begun, and the problems as text.
     """
     begun = position = work.base_position if work.base_step else work.position_after(start)
     due: dict[int, StepRange] = {}
     by_epoch: dict[int, list[StepCompleted]] = defaultdict(list)
     for step in sorted(steps, key=lambda step: step.step):
         by_epoch[step.epoch].append(step)
-        if not work.per_worker_batch_size:  # whatever else is missing, this much is known
+        if not work.per_worker_batch_size:  # known even if steps are missing
             position = work.position_after(step.step - 1)
         if step.step not in due:
             due[step.step] = work.due_at(position, step.world_size)
@@ -103,18 +104,18 @@ def check_samples(
 
 
 class _EpochCheck:
-    """Counts, for each position of one epoch's order, how often its sample was trained."""
+    """Counts how often each sample of one epoch was trained, by position in the epoch's order."""
 
     def __init__(self, work: Work, epoch: int) -> None:
         self._work, self._epoch = work, epoch
         self._order = epoch_order(seed=work.seed, epoch=epoch, num_samples=work.num_samples)
         self._terms = checksum_terms(self._order).astype(np.int64)
-        # Sums up to each position, so that any range costs one subtraction.
+        # Prefix sums, so that any range costs one subtraction.
         self._sums = np.concatenate(([0], np.cumsum(self._terms)))
         self._counts = np.zeros(work.num_samples, dtype=np.int64)
 
     def take(self, step: StepCompleted, due: StepRange) -> Iterator[str]:
-        """Count one step's samples; tell how they differ from those that were due."""
+        """Count one step's samples, and yield how they differ from those that were due."""
         if (step.epoch, step.first) != (due.epoch, due.first):
             yield (
                 f"step {step.step} began at sample {step.first} of epoch {step.epoch}, "
@@ -153,7 +154,7 @@ class _EpochCheck:
         return int(self._sums[end] - self._sums[first]) if is_inside else None
 
     def _explain(self, step: StepCompleted, first: int, end: int) -> str:
-        """Find the one sample by which a wrong checksum is off; count what was trained then."""
+        """Find the single sample that explains a wrong checksum, and count accordingly."""
         expected = self._sum_of(first, end)
         if expected is None:
             return f"step {step.step} trained samples outside of the epoch"
@@ -170,7 +171,7 @@ class _EpochCheck:
         return self._explain_exchange(step, first, end, expected)
 
     def _explain_exchange(self, step: StepCompleted, first: int, end: int, expected: int) -> str:
-        # Kept in the range of int64; a difference as large as this matches nothing.
+        # Clipped to the range of int64; a difference of this size matches nothing.
         difference = max(-_TOP, min(_TOP, step.sample_checksum - expected))
         wanted = self._terms[first:end] + difference
         matches = np.flatnonzero(np.isin(wanted, self._terms))

@@ -1,8 +1,8 @@
-"""The part of the audit that proves, as far as the log reaches, that all ranks held equal weights.
+"""Prove from the log, as far as it reaches, that all ranks had equal weights.
 
-With each step every rank tells a fingerprint of a part of its weights, and the step's record says
-whether they were equal. At the end of each epoch and of the job every rank tells a SHA-256 of all
-its weights. Where there was one rank, there is nothing to compare.
+In each step every rank computes a fingerprint of a part of its weights, and the step's record has
+whether they were equal. At the end of each epoch and of the job every rank reports a SHA-256 of all
+its weights. With a single rank there is nothing to compare.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from etrain_jupyter.notebook.audit.history import WeightHistory
 
 @dataclass(frozen=True, kw_only=True)
 class WeightsProof:
-    """What the log says of the ranks' weights."""
+    """The evidence in the log about the ranks' weights."""
 
     problems: tuple[str, ...]
     num_compared: int
@@ -25,15 +25,15 @@ class WeightsProof:
     num_alone: int
     """Committed steps of one rank."""
     num_digests: int
-    """Digests that were compared with another rank's of the same step."""
+    """Digests that were compared with those of another rank at the same step."""
     newest_step: int
-    """The newest step of which a digest was told; 0 without one."""
+    """The newest step with a digest; 0 without one."""
     newest: str
-    """The newest digest and its step, to be compared with another job's; empty without one."""
+    """The newest digest and its step, for comparison with another job; empty without one."""
 
 
 def compare_weights(log: Sequence[Event], history: WeightHistory) -> WeightsProof:
-    """Compare what the ranks told of their weights, in the steps that count."""
+    """Compare the ranks' fingerprints and digests in the steps that count."""
     groups = _digests_by_step(log, history)
     shared = [step for step in history.steps if step.world_size > 1]
     agreed = [step for step in shared if step.ranks_agree]
@@ -48,20 +48,20 @@ def compare_weights(log: Sequence[Event], history: WeightHistory) -> WeightsProo
 
 
 def _check_fingerprints(steps: Sequence[StepCompleted], history: WeightHistory) -> Iterator[str]:
-    """Name the first step of each generation whose ranks did not agree: the rest follows."""
-    told: set[int] = set()
+    """Report the first step of each generation whose ranks disagreed; later ones follow from it."""
+    reported: set[int] = set()
     for step in steps:
-        if not step.ranks_agree and step.generation not in told:
-            told.add(step.generation)
+        if not step.ranks_agree and step.generation not in reported:
+            reported.add(step.generation)
             formed = history.formed.get(step.generation)
             names = ", ".join(formed.ranks) if formed else f"generation {step.generation}"
-            yield f"at step {step.step} the ranks ({names}) told different fingerprints"
+            yield f"at step {step.step} the ranks ({names}) had different fingerprints"
 
 
 def _digests_by_step(
     log: Sequence[Event], history: WeightHistory
 ) -> dict[int, list[WeightsHashed]]:
-    """Return the digests of the steps that count; one that was made again has told others."""
+    """Return the digests of the steps that count; a step that was trained again has others."""
     committed_by = {step.step: step.generation for step in history.steps}
     groups: dict[int, list[WeightsHashed]] = defaultdict(list)
     for event in log:
@@ -78,11 +78,11 @@ def _check_digests(groups: dict[int, list[WeightsHashed]], history: WeightHistor
             formed = history.formed.get(event.generation)
             if formed is not None and event.worker not in formed.ranks:
                 yield (
-                    f"at step {step} {event.worker} told its weights as a rank of generation "
+                    f"at step {step} {event.worker} reported its weights as a rank of generation "
                     f"{event.generation}, which it was not in"
                 )
         if len(by_digest) > 1:
-            # The larger side is taken to be right, so that the culprit is named last.
+            # The larger side is assumed to be right, so that the smaller one is named last.
             sides = sorted(by_digest.items(), key=lambda side: -len(side[1]))
-            told = "; ".join(f"{digest[:12]} on {', '.join(who)}" for digest, who in sides)
-            yield f"at step {step} the ranks had different weights: {told}"
+            found = "; ".join(f"{digest[:12]} on {', '.join(who)}" for digest, who in sides)
+            yield f"at step {step} the ranks had different weights: {found}"

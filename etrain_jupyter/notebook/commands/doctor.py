@@ -21,13 +21,14 @@ from typing import TYPE_CHECKING
 
 from etrain_jupyter import __version__
 from etrain_jupyter.errors import ConfigError, EtrainError
-from etrain_jupyter.head.local_workers import finish_gpu_query, start_gpu_query, torch_has_cuda
 from etrain_jupyter.notebook.job.link import open_link
 from etrain_jupyter.notebook.job.run_store import ROOT_VARIABLE, RunStore
 from etrain_jupyter.pools.catalog import PoolEntry, files, read_catalog
 from etrain_jupyter.pools.clusters import AWS, aws_specs
 from etrain_jupyter.pools.registry import make_pool
-from etrain_jupyter.process.cluster_dir import cluster_dirs, state_root
+from etrain_jupyter.process.cluster_dir import cluster_dirs
+from etrain_jupyter.process.gpus import finish_gpu_query, start_gpu_query, torch_has_cuda
+from etrain_jupyter.process.state_root import state_root
 from etrain_jupyter.process.tls import mint_certificates, read_security, write_certificates
 from etrain_jupyter.wire.requests import DescribeCluster
 
@@ -38,8 +39,8 @@ if TYPE_CHECKING:
 NEEDED = ("torch", "distributed", "cloudpickle", "safetensors", "pydantic", "ipykernel")
 FOR_THE_SCREEN = ("jupyterlab", "anywidget")
 EXTENSION = "etrain-jupyter"
-WIDGET_SCRIPT = Path(__file__).parent / "static" / "widget.js"
-GUIDE = "docs/troubleshooting.md"
+WIDGET_SCRIPT = Path(__file__).parents[2] / "static" / "widget.js"
+GUIDE = "docs/how-to/troubleshoot.md"
 EC2_S = 15.0
 """How long to wait for what EC2 says of a region."""
 MARKS = {"ok": "  ok ", "note": "note ", "wrong": "WRONG"}
@@ -55,7 +56,7 @@ class Finding:
     remedy: str = ""
     """What to do; empty if nothing need be done."""
     topic: str = ""
-    """The section of docs/troubleshooting.md that says more."""
+    """The section of docs/how-to/troubleshoot.md that says more."""
 
     def __str__(self) -> str:
         line = f"{MARKS[self.state]} {self.what}"

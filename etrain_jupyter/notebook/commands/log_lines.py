@@ -137,5 +137,5 @@ def _await_next_life(job: TrainingJob, store: RunStore) -> TrainingJob:
         time.sleep(LOOK_S)
         with contextlib.suppress(EtrainError):  # the store may be out of reach for a while
             record = store.find(job.id)
-            if record.cluster != job.record.cluster or not store.standing(record).is_gone:
+            if record.cluster != job.record.cluster or not store.summarize(record).is_gone:
                 return hold(record)

@@ -40,7 +40,7 @@ def find_others(store: RunStore, followed: Collection[str]) -> list[dict[str, An
     for record in itertools.islice(store.records(), MAX_LOOKED_AT):
         if record.job_id in followed:
             continue
-        known = store.standing(record)
+        known = store.summarize(record)
         if not known.is_gone and known.status not in TERMINAL_STATUSES:
             found.append(
                 {

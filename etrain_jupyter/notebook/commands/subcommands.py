@@ -1,139 +1,144 @@
-"""The sub-commands that ``%etrain`` and ``etrain`` share: each a function that returns text.
+"""The sub-commands of ``%etrain`` and ``etrain``: one function each, which returns a text.
 
-A sub-command gets a ``Surface``: how this place finds a job and shows one. The table at the end of
-the file is the list that help, completion and the nearest-name hint are made from.
+A sub-command's arguments, help and example come from its signature and docstring, see
+``arguments``. Its first parameter is a ``Surface``: the notebook or the terminal.
 """
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import shlex
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Protocol
+from typing import Annotated, Any, Protocol
 
 from pydantic import ValidationError
 
-from etrain_jupyter.config import template
+from etrain_jupyter.config import template as make_template
 from etrain_jupyter.config.schema import LogConfig
 from etrain_jupyter.errors import ConfigError, EtrainError, NotSupportedYetError, PoolError
-from etrain_jupyter.log.events import (
-    TERMINAL_STATUSES,
-)
+from etrain_jupyter.log.events import TERMINAL_STATUSES
 from etrain_jupyter.log.tensorboard import convert, require_tensorboard
 from etrain_jupyter.notebook.commands.arguments import (
     TRAINER_FAULTS,
     HelpRequested,
+    Number,
     Parser,
-    add_all,
-    add_bounds,
-    add_chances,
-    add_cluster,
-    add_export,
-    add_follow,
-    add_how,
-    add_job,
-    add_job_option,
-    add_notice,
-    add_now,
-    add_number,
-    add_out,
-    add_pool,
-    add_pools,
-    add_reap,
-    add_resume,
-    add_timeout,
-    add_verify,
-    add_worker,
+    Seconds,
+    SecondsOrZero,
+    Spelling,
+    StoreCount,
+    Variable,
+    add_parameters,
     make_parser,
     one_of,
     question_as_help,
+    read_docstring,
 )
 from etrain_jupyter.notebook.commands.doctor import examine
 from etrain_jupyter.notebook.commands.log_lines import follow_lines, log_lines
 from etrain_jupyter.notebook.dashboard.saved_table import table_of_saved
 from etrain_jupyter.notebook.job.export import FORMATS
-from etrain_jupyter.notebook.job.run_store import JobRecord, Listing, RunStore
+from etrain_jupyter.notebook.job.job_record import JobRecord
+from etrain_jupyter.notebook.job.run_store import JobSummary, Listing, RunStore
 from etrain_jupyter.notebook.job.store_link import refresh_log
 from etrain_jupyter.notebook.job.training_job import TrainingJob
 from etrain_jupyter.pools import clusters
 from etrain_jupyter.rules.policy.chaos import MODES
 from etrain_jupyter.untrusted import plain_line
 
-MOST_NAMED = 10
-"""Folders that ``ls`` names as unreadable."""
+MAX_PROBLEMS = 10
+"""Maximum number of unreadable folders that ``ls`` names."""
+IN_DOUBT_S = 60.0
+"""Age of the last sign of a job after which ``ls`` shows that age, in seconds."""
 LATER = ("diagnose", "plan")
-"""Sub-commands of the contract that this version does not have."""
+"""Sub-commands that are planned for a later version."""
+
+Count = Annotated[int, Spelling(flags=("-n",), metavar="N", action=StoreCount)]
+Workers = Annotated[int | None, Spelling(flags=("--workers",), metavar="N")]
 
 
 class Surface(Protocol):
-    """The place from which a sub-command was typed."""
+    """The place where a sub-command was typed: a notebook or a terminal."""
 
     @property
     def store(self) -> RunStore:
-        """Where its jobs are."""
+        """The run store of its jobs."""
 
     def find(self, name_or_id: str | None) -> TrainingJob:
-        """Return the job of that name or id; the latest without one."""
+        """Return the job with that name or id; by default the latest."""
 
-    def show(self, job: TrainingJob, variable: str | None = None) -> str:
-        """Show a job, and bind it to ``variable`` if the place has variables."""
+    def show(self, job: TrainingJob) -> str:
+        """Show a job; return what is to be printed."""
+
+    def bind(self, variable: str | None, job: TrainingJob | None = None) -> None:
+        """Assign the job to a variable, if one is given; without a job, only check its name."""
 
     def say(self, line: str) -> None:
-        """Print one line at once, while the sub-command goes on."""
+        """Print one line immediately, while the sub-command continues."""
 
     def open_tensorboard(self, folder: Path) -> str:
-        """Open TensorBoard on a folder where the place can; return what there is to read."""
+        """Open TensorBoard on a folder if possible; return what is to be printed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Subcommand:
-    """One sub-command: its words, its arguments and what it does."""
+    """One sub-command, described by its function."""
 
-    name: str
-    summary: str
-    run: Callable[[Surface, argparse.Namespace], str]
-    arguments: tuple[Callable[[argparse.ArgumentParser], object], ...] = ()
-    example: str = ""
-    """A line that somebody may type, without ``%etrain``."""
+    run: Callable[..., str]
     is_for_notebooks_only: bool = False
+
+    @property
+    def name(self) -> str:
+        """The word that runs it."""
+        return self.run.__name__
+
+    @property
+    def summary(self) -> str:
+        """What it does, in one line."""
+        text = read_docstring(self.run).summary
+        return text[:1].lower() + text[1:]
+
+    @property
+    def example(self) -> str:
+        """A valid line, without ``%etrain``; empty if there is none."""
+        return read_docstring(self.run).example
 
     def parser(self, prog: str) -> Parser:
         """Return the parser of its line."""
         epilog = f"example: {prog} {self.example}" if self.example else ""
         parser = make_parser(f"{prog} {self.name}", self.summary, epilog)
-        for add in self.arguments:
-            add(parser)
+        add_parameters(parser, self.run)
         return parser
 
 
 def run_line(surface: Surface, words: Sequence[str], *, prog: str) -> str:
-    """Carry out one line, for example ``["scale", "4"]``, and return what there is to read.
+    """Run one line, for example ``["scale", "4"]``, and return what is to be printed.
 
     Raises:
-        EtrainError: For what cannot be done; the message says what to type instead.
+        EtrainError: If the sub-command fails; the message says what to type instead.
     """
     words = question_as_help(words)
     if not words or words[0] in ("-h", "--help", "help"):
         return overview(prog)
     command = find_subcommand(words[0], prog=prog)
-    parser = command.parser(prog)
     try:
-        return command.run(surface, parser.parse_args(words[1:]))
+        arguments = vars(command.parser(prog).parse_args(words[1:]))
     except HelpRequested as help_text:
         return str(help_text)
+    return command.run(surface, **arguments)
 
 
 def find_subcommand(name: str, *, prog: str, others: Sequence[str] = ()) -> Subcommand:
-    """Return the sub-command of that name; ``others`` are words that may have been meant.
+    """Return the sub-command with that name; ``others`` are further words for the hint.
 
     Raises:
-        ConfigError: If there is none; the message names the nearest.
-        NotSupportedYetError: If a later version brings it.
+        ConfigError: If there is no such sub-command; the message has the nearest word.
+        NotSupportedYetError: If a later version will have it.
     """
     for command in SUBCOMMANDS:
         if command.name == name:
@@ -142,17 +147,17 @@ def find_subcommand(name: str, *, prog: str, others: Sequence[str] = ()) -> Subc
         raise NotSupportedYetError(f"{prog} {name} comes with a later version")
     known = [*others, *(c.name for c in SUBCOMMANDS)]
     near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {prog} {near[0]}?" if near else f"{prog} --help lists what there is"
+    hint = f"did you mean {prog} {near[0]}?" if near else f"{prog} --help lists all sub-commands"
     raise ConfigError(f"there is no {prog} {name}", hint=hint)
 
 
 def overview(prog: str) -> str:
     """Return the list of sub-commands."""
     is_notebook = prog.startswith("%")
-    lines = [f"{prog} SUB-COMMAND [arguments]; each takes --help and defaults to the latest job."]
+    lines = [f"{prog} SUB-COMMAND [arguments]; the default is the latest job. All have --help."]
     if is_notebook:
         lines.append(
-            "  %%etrain distributed   train what the cell's YAML says; see %etrain template"
+            "  %%etrain distributed   train the job in the cell's YAML body; see %etrain template"
         )
     lines += [
         f"  {c.name:<13}{c.summary}"
@@ -162,59 +167,123 @@ def overview(prog: str) -> str:
     return "\n".join(lines)
 
 
+def check_variable(name: str | None) -> None:
+    """Check the name after ``-o``.
+
+    Raises:
+        ConfigError: If it is not a valid variable name.
+    """
+    if name is not None and not name.isidentifier():
+        raise ConfigError(f"-o {name}: this is not a valid variable name", hint="-o job")
+
+
 # --- the sub-commands -----------------------------------------------------------------------------
 
 
-def _list(surface: Surface, args: argparse.Namespace) -> str:
-    machines = f"\n\n{clusters.describe_aws(region=args.region)}" if args.all else ""
+def ls(
+    surface: Surface, *, number: Count = 50, all: bool = False, region: str | None = None
+) -> str:
+    """List the jobs, the newest first.
+
+    Args:
+        number: At most N jobs, 1 or more (50).
+        all: Also list all clusters on EC2, with age and price.
+
+    Example:
+        ls -n 10
+    """
+    machines = f"\n\n{clusters.describe_aws(region=region)}" if all else ""
     listing = surface.store.scan()
-    records = listing.jobs
-    machines = _unreadable(listing) + machines
-    if not records:
-        return f"No jobs in {surface.store}.{machines}"
+    end = _describe_problems(listing) + machines
+    if not listing.jobs:
+        return f"No jobs in {surface.store}.{end}"
     table: list[tuple[str, ...]] = [("JOB", "STATUS", "STEP", "WORKERS", "SUBMITTED")]
-    table += [_row(surface.store, record) for record in records[: args.number]]
+    table += [_row(surface.store, record) for record in listing.jobs[:number]]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in table]
-    return "\n".join(lines) + machines
+    return "\n".join(lines) + end
 
 
-def _unreadable(listing: Listing) -> str:
-    """Return lines about what looks like a job and is none that can be used."""
+def _describe_problems(listing: Listing) -> str:
+    """Return lines about the folders with an invalid record."""
     if not listing.problems:
         return ""
     named = [f"  {plain_line(name, 60)}: {why}" for name, why in listing.problems.items()]
-    more = [f"  and {len(named) - MOST_NAMED} more"] if len(named) > MOST_NAMED else []
-    return "\n".join(["\n\nNot listed, since they cannot be used:", *named[:MOST_NAMED], *more])
+    more = [f"  and {len(named) - MAX_PROBLEMS} more"] if len(named) > MAX_PROBLEMS else []
+    return "\n".join(
+        ["\n\nNot listed, because their records are invalid:", *named[:MAX_PROBLEMS], *more]
+    )
 
 
 def _row(store: RunStore, record: JobRecord) -> tuple[str, ...]:
-    """Return how a job stands, without asking its cluster."""
-    known = store.standing(record)
+    """Return a job's line, without asking its cluster."""
+    known = store.summarize(record)
     has_none = known.is_gone or known.status in TERMINAL_STATUSES
     return (
         record.job_id,
-        "failed (its cluster has ended)" if known.is_gone else plain_line(known.status, 40),
+        describe_status(known),
         f"{known.step}/{known.total_steps}" if known.total_steps else str(known.step),
         "-" if has_none else str(known.world_size),
         datetime.fromtimestamp(record.created).strftime("%Y-%m-%d %H:%M"),
     )
 
 
-def _show(surface: Surface, args: argparse.Namespace) -> str:
-    return surface.show(surface.find(args.job))
+def describe_status(job: JobSummary) -> str:
+    """Return a job's status for a list; of a job in doubt also when it was last seen."""
+    if job.is_gone:
+        return "failed (its cluster has ended)"
+    status = plain_line(job.status, 40)
+    age_s = 0.0 if job.last_seen_at is None else time.time() - job.last_seen_at
+    return f"{status} (last seen {format_age(age_s)} ago)" if age_s > IN_DOUBT_S else status
 
 
-def _attach(surface: Surface, args: argparse.Namespace) -> str:
-    return surface.show(surface.find(args.job), args.out)
+def format_age(seconds: float) -> str:
+    """Return an age in its largest unit.
+
+    >>> format_age(90), format_age(3 * 3600), format_age(200_000)
+    ('1 min', '3 h', '2 days')
+    """
+    minutes, hours, days = (int(seconds // unit) for unit in (60, 3600, 86_400))
+    if days:
+        return f"{days} day" + ("" if days == 1 else "s")
+    return f"{hours} h" if hours else f"{minutes} min"
 
 
-def _wait(surface: Surface, args: argparse.Namespace) -> str:
-    return wait_for(surface.find(args.job), args.timeout)
+def show(surface: Surface, job: str | None = None, *, out: Variable = None) -> str:
+    """Show a job.
+
+    Example:
+        show digits
+    """
+    surface.bind(out)
+    found = surface.find(job)
+    surface.bind(out, found)
+    return surface.show(found)
+
+
+def attach(surface: Surface, job: str | None = None, *, out: Variable = None) -> str:
+    """Follow a job from this notebook.
+
+    Example:
+        attach digits -o job
+    """
+    return show(surface, job, out=out)
+
+
+def wait(surface: Surface, job: str | None = None, *, timeout: SecondsOrZero | None = None) -> str:
+    """Block until a job has ended; an interrupt stops the job.
+
+    Args:
+        timeout: Stop waiting after this time, for example 5min.
+
+    Example:
+        wait --timeout 5min
+    """
+    return wait_for(surface.find(job), timeout)
 
 
 def wait_for(job: TrainingJob, timeout: float | None = None) -> str:
-    """Block until a job has ended; all but success is an error, so that "Run All" stops."""
+    """Block until a job has ended. Any end but success is an error, so that "Run All" stops."""
     if job.note:
         print(f"etrain: {job.note}", flush=True)
     status = job.wait(timeout)
@@ -222,62 +291,126 @@ def wait_for(job: TrainingJob, timeout: float | None = None) -> str:
         job.screen.settle()
     if status not in TERMINAL_STATUSES:
         raise EtrainError(
-            f"job {job.id} is still {status} after {timeout:g} s, at step {job.step}. It goes on; "
-            "%etrain wait without --timeout waits for its end."
+            f"job {job.id} is still {status} after {timeout:g} s, at step {job.step}. It "
+            "continues; %etrain wait without --timeout waits for its end."
         )
     job.raise_for_status()
     if job.was_interrupted or status == "stopped":
         by = "by the interrupt " if job.was_interrupted else ""
         raise EtrainError(
             f"job {job.id} was stopped {by}at step {job.step}. "
-            "Run the next cells by hand to go on with what it has learnt."
+            "Run the next cells by hand to use the current weights."
         )
     return repr(job)
 
 
-def _pause(surface: Surface, args: argparse.Namespace) -> str:
-    return surface.find(args.job).pause()
+def pause(surface: Surface, job: str | None = None) -> str:
+    """Pause a job; its ranks keep their state.
+
+    Example:
+        pause digits
+    """
+    return surface.find(job).pause()
 
 
-def _resume(surface: Surface, args: argparse.Namespace) -> str:
-    if args.epochs is not None and args.steps is not None:
+def resume(
+    surface: Surface,
+    job: str | None = None,
+    *,
+    pool: str | None = None,
+    min: Number = None,
+    max: Workers = None,
+    epochs: Annotated[float | None, Spelling(metavar="N")] = None,
+    steps: Number = None,
+    force: bool = False,
+    trust: bool = False,
+    out: Variable = None,
+) -> str:
+    """Resume a paused job, or an ended job from its last checkpoint.
+
+    Args:
+        pool: Pool of its workers; by default the same pool.
+        epochs: Number of epochs in total.
+        steps: Number of steps in total, instead of epochs.
+
+    Example:
+        resume digits --epochs 12 --max 2
+    """
+    if epochs is not None and steps is not None:
         raise ConfigError("resume takes --epochs or --steps, not both")
-    return surface.find(args.job).resume(
-        pool=args.pool,
-        min=args.min,
-        max=args.max,
-        epochs=args.epochs,
-        steps=args.steps,
-        force=args.force,
-        trust=args.trust,
+    surface.bind(out)
+    found = surface.find(job)
+    message = found.resume(
+        pool=pool, min=min, max=max, epochs=epochs, steps=steps, force=force, trust=trust
     )
+    surface.bind(out, found)
+    return message
 
 
-def _stop(surface: Surface, args: argparse.Namespace) -> str:
-    return surface.find(args.job).stop(now=args.now)
+def stop(surface: Surface, job: str | None = None, *, now: bool = False) -> str:
+    """Stop a job after its next step, with a checkpoint.
+
+    Args:
+        now: Stop immediately, without a checkpoint.
+
+    Example:
+        stop digits --now
+    """
+    return surface.find(job).stop(now=now)
 
 
-def _checkpoint(surface: Surface, args: argparse.Namespace) -> str:
-    return surface.find(args.job).checkpoint()
+def checkpoint(surface: Surface, job: str | None = None) -> str:
+    """Write a checkpoint after the next step.
+
+    Example:
+        checkpoint
+    """
+    return surface.find(job).checkpoint()
 
 
-def _checkpoints(surface: Surface, args: argparse.Namespace) -> str:
-    job = surface.find(args.job)
-    return table_of_saved(job.id, job.checkpoints(verify=args.verify))
+def checkpoints(surface: Surface, job: str | None = None, *, verify: bool = False) -> str:
+    """List a job's checkpoints, and check that they are complete.
+
+    Args:
+        verify: Read all of them and compare their SHA-256.
+
+    Example:
+        checkpoints --verify
+    """
+    found = surface.find(job)
+    return table_of_saved(found.id, found.checkpoints(verify=verify))
 
 
-def _export(surface: Surface, args: argparse.Namespace) -> str:
-    if args.best and args.step is not None:
+def export(
+    surface: Surface,
+    path: str,
+    *,
+    best: bool = False,
+    step: Number = None,
+    format: Annotated[str, Spelling(metavar="FORMAT")] = "safetensors",
+    overwrite: bool = False,
+    job: str | None = None,
+) -> str:
+    """Write saved weights to a file, or to a folder for from_pretrained.
+
+    Args:
+        path: The file, or with --format transformers the folder, to write.
+        best: The best weights instead of the newest.
+        step: The weights of the checkpoint at step N.
+        format: Safetensors (default: one file), or transformers (a folder for from_pretrained).
+        overwrite: Replace existing files.
+
+    Example:
+        export net.safetensors --best
+    """
+    if best and step is not None:
         raise ConfigError("export takes --best or --step N, not both")
-    which = "best" if args.best else "last" if args.step is None else args.step
-    job = surface.find(args.job)
-    written = job.export(
-        args.path,
-        format=one_of("--format", args.format, FORMATS),
-        which=which,
-        overwrite=args.overwrite,
+    which = "best" if best else "last" if step is None else step
+    found = surface.find(job)
+    written = found.export(
+        path, format=one_of("--format", format, FORMATS), which=which, overwrite=overwrite
     )
-    return f"{describe_which(which)} weights of {job.id} are in {written}"
+    return f"{describe_which(which)} weights of {found.id} are in {written}"
 
 
 def describe_which(which: str | int) -> str:
@@ -286,31 +419,77 @@ def describe_which(which: str | int) -> str:
     return known.get(str(which), f"Step {which}'s")
 
 
-def _scale(surface: Surface, args: argparse.Namespace) -> str:
-    if args.number is not None and args.max is not None:
+def scale(
+    surface: Surface,
+    number: Number = None,
+    *,
+    min: Number = None,
+    max: Number = None,
+    job: str | None = None,
+) -> str:
+    """Change the number of workers that a job may use.
+
+    Args:
+        number: Short for --max N.
+
+    Example:
+        scale --min 1 --max 4
+    """
+    if number is not None and max is not None:
         raise ConfigError("scale takes N or --max, not both: N is short for --max N")
-    most = args.max if args.number is None else args.number
-    if most is None and args.min is None:
+    most = max if number is None else number
+    if most is None and min is None:
         raise ConfigError("scale to how many workers?", hint="scale N, or --min N and --max N")
-    return surface.find(args.job).scale(min=args.min, max=most)
+    return surface.find(job).scale(min=min, max=most)
 
 
-def _preempt(surface: Surface, args: argparse.Namespace) -> str:
-    job = surface.find(args.job)
-    with _job_told_from_worker(surface, "preempt", args.worker):
-        return job.preempt(args.worker, notice_s=args.notice)
+def preempt(
+    surface: Surface,
+    worker: str | None = None,
+    *,
+    notice: SecondsOrZero = 120.0,
+    job: str | None = None,
+) -> str:
+    """Preempt a worker after a notice, as a spot market does.
+
+    Args:
+        worker: Its name; by default the coordinator chooses one.
+        notice: Time until the worker ends, for example 2min (120s).
+
+    Example:
+        preempt --notice 30s
+    """
+    found = surface.find(job)
+    with _job_is_not_a_worker(surface, "preempt", worker):
+        return found.preempt(worker, notice_s=notice)
 
 
-def _kill(surface: Surface, args: argparse.Namespace) -> str:
-    how = one_of("--how", args.how, ("worker", *TRAINER_FAULTS))
-    job = surface.find(args.job)
-    with _job_told_from_worker(surface, "kill", args.worker):
-        return job.kill(args.worker, how=how)
+def kill(
+    surface: Surface,
+    worker: str | None = None,
+    *,
+    how: Annotated[str, Spelling(metavar="KIND")] = "worker",
+    job: str | None = None,
+) -> str:
+    """Kill a worker's process: fault injection.
+
+    Args:
+        worker: Its name; by default the coordinator chooses one.
+        how: Worker (default: its whole process), or a fault of its trainer: kill, segfault, exit,
+            stop, hold_gil or hang.
+
+    Example:
+        kill --how hang
+    """
+    kind = one_of("--how", how, ("worker", *TRAINER_FAULTS))
+    found = surface.find(job)
+    with _job_is_not_a_worker(surface, "kill", worker):
+        return found.kill(worker, how=kind)
 
 
 @contextmanager
-def _job_told_from_worker(surface: Surface, command: str, worker: str | None) -> Iterator[None]:
-    """Say of a worker that the coordinator does not know that a job is called so."""
+def _job_is_not_a_worker(surface: Surface, command: str, worker: str | None) -> Iterator[None]:
+    """Add a hint to the error for an unknown worker if a job has that name."""
     try:
         yield
     except PoolError as exc:
@@ -322,40 +501,96 @@ def _job_told_from_worker(surface: Surface, command: str, worker: str | None) ->
         raise PoolError(f"{exc}. {worker!r} is a job: %etrain {command} --job {worker}") from exc
 
 
-def _chaos(surface: Surface, args: argparse.Namespace) -> str:
-    if args.off:
-        return surface.find(args.job).chaos(off=True)
-    mode = one_of("--mode", args.mode, MODES)
-    job = surface.find(args.job)
-    return job.chaos(mtbf_s=args.mtbf, mode=mode, duration_s=args.duration, seed=args.seed)
+def chaos(
+    surface: Surface,
+    job: str | None = None,
+    *,
+    mtbf: Seconds = 15.0,
+    mode: Annotated[str, Spelling(metavar="KIND")] = "mix",
+    duration: Seconds | None = None,
+    seed: Number = None,
+    off: bool = False,
+) -> str:
+    """Inject random faults, to see that training survives them.
+
+    Args:
+        mtbf: Mean time between two faults (15s).
+        mode: Mix of all (default), or one of: kill, segfault, exit, stop, hold_gil, hang, notice,
+            worker.
+        duration: Stop after this time, for example 5min.
+        seed: Repeat the faults of a run with the same seed.
+        off: Stop now.
+
+    Example:
+        chaos --mtbf 30s --mode kill --duration 5min
+    """
+    if off:
+        return surface.find(job).chaos(off=True)
+    kind = one_of("--mode", mode, MODES)
+    return surface.find(job).chaos(mtbf_s=mtbf, mode=kind, duration_s=duration, seed=seed)
 
 
-def _audit(surface: Surface, args: argparse.Namespace) -> str:
-    report = surface.find(args.job).audit()
+def cost(surface: Surface, job: str | None = None) -> str:
+    """Show what a job has cost: spent, saved, wasted by interruptions.
+
+    Example:
+        cost digits
+    """
+    found = surface.find(job)
+    return f"{found.id} is {found.status}\n{found.cost()}"
+
+
+def audit(surface: Surface, job: str | None = None) -> str:
+    """Prove from the log that each sample was trained once per epoch.
+
+    Example:
+        audit digits
+    """
+    report = surface.find(job).audit()
     if not report.ok:
-        # A proof that fails must stop whatever relies on it.
+        # A failed proof must stop the cells that rely on it.
         raise EtrainError(str(report))
     return str(report)
 
 
-def _logs(surface: Surface, args: argparse.Namespace) -> str:
-    job = surface.find(args.job)
-    if args.follow:
-        for line in follow_lines(job, surface.store, number=args.number):
+def logs(
+    surface: Surface,
+    job: str | None = None,
+    *,
+    number: Count = 50,
+    follow: Annotated[bool, Spelling(flags=("-f",))] = False,
+) -> str:
+    """Show what the trainers printed, how they spent their time, and which workers were lost.
+
+    Args:
+        number: At most N lines, 1 or more (50).
+        follow: Print new lines, through a resume, until the job has ended.
+
+    Example:
+        logs digits -n 100 --follow
+    """
+    found = surface.find(job)
+    if follow:
+        for line in follow_lines(found, surface.store, number=number):
             surface.say(line)
         return ""
-    return "\n".join(log_lines(job.events())[-args.number :]) or "No log lines."
+    return "\n".join(log_lines(found.events())[-number:]) or "No log lines."
 
 
-def _tensorboard(surface: Surface, args: argparse.Namespace) -> str:
+def tensorboard(surface: Surface, job: str | None = None) -> str:
+    """Open TensorBoard on a job.
+
+    Example:
+        tensorboard digits
+    """
     require_tensorboard()
-    record = surface.find(args.job).record
+    record = surface.find(job).record
     try:
         log = LogConfig.model_validate(record.config.get("log") or {})
     except ValidationError as exc:
         raise EtrainError(
-            f"the configuration of job {record.job_id} has a group log that this version does not "
-            f"know: {plain_line(str(exc.errors()[0]['msg']))}. Nothing was opened."
+            f"the group 'log' in the configuration of job {record.job_id} is invalid in this "
+            f"version: {plain_line(str(exc.errors()[0]['msg']))}. Nothing was opened."
         ) from exc
     folder = log.tensorboard_of(record.job_id, record.folder)
     if folder is None or (record.place and not folder.exists()):
@@ -365,202 +600,99 @@ def _tensorboard(surface: Surface, args: argparse.Namespace) -> str:
             raise EtrainError(f"{folder} is a link, which is not followed. Nothing was written.")
         convert(record.log_path, folder)
     command = f"tensorboard --logdir {shlex.quote(str(folder))}"
-    how = "" if log.tensorboard else " The files say what the job has done until now."
+    note = "" if log.tensorboard else " The files show the job until now."
     shown = surface.open_tensorboard(folder)
-    return f"{shown}In a terminal: {command}{how}"
+    return f"{shown}In a terminal: {command}{note}"
 
 
-def _template(surface: Surface, args: argparse.Namespace) -> str:
-    return template()
+def template(surface: Surface) -> str:
+    """Print a commented body."""
+    return make_template()
 
 
-def _doctor(surface: Surface, args: argparse.Namespace) -> str:
-    found = examine(surface.store, with_ec2=args.all, region=args.region)
-    return "\n".join(map(str, found))
+def pools(
+    surface: Surface,
+    what: Annotated[str | None, Spelling(metavar="policy")] = None,
+    pool: str | None = None,
+) -> str:
+    """List the pools and their clusters, or print the IAM policies of a pool.
 
+    Args:
+        what: Print IAM policies.
+        pool: Policies of this pool; by default of the only one.
 
-def _cost(surface: Surface, args: argparse.Namespace) -> str:
-    job = surface.find(args.job)
-    return f"{job.id} is {job.status}\n{job.cost()}"
-
-
-def _pools(surface: Surface, args: argparse.Namespace) -> str:
-    if args.what is None:
+    Example:
+        pools policy spot-p3
+    """
+    if what is None:
         return clusters.describe_pools()
-    one_of("pools", args.what, ("policy",))
-    return clusters.policies(args.pool)
+    one_of("pools", what, ("policy",))
+    return clusters.policies(pool)
 
 
-def _up(surface: Surface, args: argparse.Namespace) -> str:
-    return clusters.bring_up(args.pool, num_workers=args.workers)
+def up(
+    surface: Surface,
+    pool: str = "local",
+    *,
+    workers: Annotated[int | None, Spelling(flags=("-w",), metavar="N")] = None,
+) -> str:
+    """Bring a pool up before a job needs it.
+
+    Args:
+        pool: Its name; by default local.
+        workers: Keep at least N workers, even if no job needs them.
+
+    Example:
+        up spot-p3 --workers 4
+    """
+    return clusters.bring_up(pool, num_workers=workers)
 
 
-def _reap(surface: Surface, args: argparse.Namespace) -> str:
-    return clusters.reap(args.cluster, all_clusters=args.all, region=args.region)
+def down(surface: Surface, cluster: str | None = None) -> str:
+    """Shut down clusters that we started.
+
+    Args:
+        cluster: Id of a cluster, or a pool for all of its clusters; by default all of yours.
+
+    Example:
+        down
+    """
+    return clusters.down(cluster)
 
 
-def _down(surface: Surface, args: argparse.Namespace) -> str:
-    return clusters.down(args.cluster)
+def reap(
+    surface: Surface, cluster: str | None = None, *, all: bool = False, region: str | None = None
+) -> str:
+    """Remove the remains of dead clusters on EC2, by their tags.
+
+    Args:
+        cluster: Its id; by default all that have expired.
+        all: Also those that have not expired, whose users lose their machines.
+
+    Example:
+        reap --all
+    """
+    return clusters.reap(cluster, all_clusters=all, region=region)
 
 
-SUBCOMMANDS: tuple[Subcommand, ...] = (
-    Subcommand(
-        name="ls",
-        summary="list the jobs, the newest first",
-        example="ls -n 10",
-        run=_list,
-        arguments=(add_number, add_all),
-    ),
-    Subcommand(
-        name="show", summary="show a job", example="show digits", run=_show, arguments=(add_job,)
-    ),
-    Subcommand(
-        name="attach",
-        summary="follow a job from this notebook",
-        example="attach digits -o job",
-        run=_attach,
-        arguments=(add_job, add_out),
-        is_for_notebooks_only=True,
-    ),
-    Subcommand(
-        name="wait",
-        summary="block until a job has ended; an interrupt stops it",
-        example="wait --timeout 5min",
-        run=_wait,
-        arguments=(add_job, add_timeout),
-    ),
-    Subcommand(
-        name="pause",
-        summary="let the ranks wait with their state",
-        example="pause digits",
-        run=_pause,
-        arguments=(add_job,),
-    ),
-    Subcommand(
-        name="resume",
-        summary="go on after pause, or from the last checkpoint of an ended job",
-        example="resume digits --epochs 12 --max 2",
-        run=_resume,
-        arguments=(add_job, add_resume),
-    ),
-    Subcommand(
-        name="stop",
-        summary="end a job after its next step, with a checkpoint",
-        example="stop digits --now",
-        run=_stop,
-        arguments=(add_job, add_now),
-    ),
-    Subcommand(
-        name="checkpoint",
-        summary="write a checkpoint after the next step",
-        example="checkpoint",
-        run=_checkpoint,
-        arguments=(add_job,),
-    ),
-    Subcommand(
-        name="checkpoints",
-        summary="list what is saved of a job, and whether it is whole",
-        example="checkpoints --verify",
-        run=_checkpoints,
-        arguments=(add_job, add_verify),
-    ),
-    Subcommand(
-        name="export",
-        summary="write saved weights to a file, or to a folder for from_pretrained",
-        example="export net.safetensors --best",
-        run=_export,
-        arguments=(add_export, add_job_option),
-    ),
-    Subcommand(
-        name="scale",
-        summary="change how many workers a job may have",
-        example="scale --min 1 --max 4",
-        run=_scale,
-        arguments=(add_bounds, add_job_option),
-    ),
-    Subcommand(
-        name="preempt",
-        summary="take a worker away with a notice, as a spot market does",
-        example="preempt --notice 30s",
-        run=_preempt,
-        arguments=(add_worker, add_notice, add_job_option),
-    ),
-    Subcommand(
-        name="kill",
-        summary="kill a worker's process: a fault on purpose",
-        example="kill --how hang",
-        run=_kill,
-        arguments=(add_worker, add_how, add_job_option),
-    ),
-    Subcommand(
-        name="chaos",
-        summary="let faults happen at random, to see that nothing comes of it",
-        example="chaos --mtbf 30s --mode kill --duration 5min",
-        run=_chaos,
-        arguments=(add_job, add_chances),
-    ),
-    Subcommand(
-        name="cost",
-        summary="what a job has cost: spent, saved, wasted by interruptions",
-        example="cost digits",
-        run=_cost,
-        arguments=(add_job,),
-    ),
-    Subcommand(
-        name="audit",
-        summary="prove from the log that each sample was trained once an epoch",
-        example="audit digits",
-        run=_audit,
-        arguments=(add_job,),
-    ),
-    Subcommand(
-        name="logs",
-        summary="what the trainers printed, what their time went into, and who was lost",
-        example="logs digits -n 100 --follow",
-        run=_logs,
-        arguments=(add_job, add_number, add_follow),
-    ),
-    Subcommand(
-        name="tensorboard",
-        summary="open TensorBoard on a job",
-        example="tensorboard digits",
-        run=_tensorboard,
-        arguments=(add_job,),
-    ),
-    Subcommand(name="template", summary="print a commented body", run=_template),
-    Subcommand(
-        name="pools",
-        summary="list the pools and their clusters, or print the IAM policies of one",
-        example="pools policy spot-p3",
-        run=_pools,
-        arguments=(add_pools,),
-    ),
-    Subcommand(
-        name="up",
-        summary="bring a pool up before a job needs it",
-        example="up spot-p3 --workers 4",
-        run=_up,
-        arguments=(add_pool,),
-    ),
-    Subcommand(
-        name="down",
-        summary="end clusters that we started",
-        example="down",
-        run=_down,
-        arguments=(add_cluster,),
-    ),
-    Subcommand(
-        name="reap",
-        summary="remove what dead clusters left on EC2, by its tags",
-        example="reap --all",
-        run=_reap,
-        arguments=(add_reap,),
-    ),
-    Subcommand(
-        name="doctor",
-        summary="what is wrong here, and how to mend it",
-        example="doctor --all",
-        run=_doctor,
-        arguments=(add_all,),
-    ),
+def doctor(surface: Surface, *, all: bool = False, region: str | None = None) -> str:
+    """Check this installation, and say how to fix it.
+
+    Args:
+        all: Also check the clusters on EC2.
+
+    Example:
+        doctor --all
+    """
+    return "\n".join(map(str, examine(surface.store, with_ec2=all, region=region)))
+
+
+_IN_ORDER: tuple[Callable[..., Any], ...] = (
+    ls, show, attach, wait, pause, resume, stop, checkpoint, checkpoints, export, scale, preempt,
+    kill, chaos, cost, audit, logs, tensorboard, template, pools, up, down, reap, doctor,
+)  # fmt: skip
+
+SUBCOMMANDS = tuple(
+    Subcommand(run=function, is_for_notebooks_only=function is attach) for function in _IN_ORDER
 )
+"""All sub-commands, in the order of the help."""

@@ -1,12 +1,13 @@
-"""What a person sees of a job, drawn from its events alone.
+"""The display of a job, derived from its events alone.
 
-Read in this order: ``series`` (growable columns, thinning), ``words`` (an event as a sentence),
-``entries``, ``waiting``, ``workers``, ``controls``, ``pace`` and ``snapshot`` (the pure fold:
-events in, one JSON-able picture out), ``html`` (that picture without JavaScript), ``feed`` (what a
-view is told), ``row`` and ``side_panel`` (all jobs of this kernel as a list), ``browser`` and
-``link`` (the ways there) and ``widget`` (``Dashboard``: the fold, kept on the screen).
+Read in this order: ``series`` (growing columns, thinning), ``event_text`` (an event as a line),
+``snapshot`` (the state that the front end draws), ``entries``, ``waiting``, ``workers``,
+``controls``, ``pace``, ``freshness`` and ``curves`` (the parts of the fold), ``job_view`` (the pure
+fold: events in, snapshot and curves out), ``html`` (a snapshot without JavaScript), ``feed`` (the
+messages to a view), ``row`` and ``side_panel`` (the jobs of this kernel as a list), ``browser`` and
+``link`` (the channels to the browser) and ``widget`` (``Dashboard``: the fold, kept on display).
 
-The front end in ``labextension/`` gets the picture and sends requests; it decides nothing. Since
-nothing but events goes in, a replay of the log shows the same screen as the run itself (invariant
+The front end in ``labextension/`` receives snapshots and sends requests; it decides nothing. Since
+events are the only input, a replay of the log shows the same display as the run itself (invariant
 I9 of the design).
 """

@@ -1,7 +1,7 @@
-"""This kernel's shell and its displays, and the anywidget: the way into most front ends.
+"""This kernel's shell and displays, and the anywidget that most front ends show.
 
-JupyterLab with our extension has another way, see ``link``. Nothing here imports IPython: where it
-was never imported, nobody is looking.
+JupyterLab with our extension uses ``link`` instead. This module does not import IPython: if it is
+not loaded, there is no front end.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ from typing import Any
 
 Receive = Callable[[dict[str, Any]], None]
 
-WIDGET_SCRIPT = Path(__file__).parents[1] / "static" / "widget.js"
+WIDGET_SCRIPT = Path(__file__).parents[2] / "static" / "widget.js"
 
 
 def current_shell() -> Any | None:
-    """Return the IPython shell that runs in this process, or None."""
+    """Return the IPython shell of this process, or None."""
     ipython = sys.modules.get("IPython")
     return ipython.get_ipython() if ipython else None
 
 
 def cell_numbers() -> Mapping[str, int]:
-    """Return the execution count of each cell of this kernel by the file name of its code."""
+    """Return the execution count of each cell of this kernel, by the file name of its code."""
     return dict(getattr(getattr(current_shell(), "compile", None), "_filename_map", {}))
 
 
 def has_front_end() -> bool:
-    """Tell whether the shell belongs to a Jupyter kernel, not to a terminal."""
+    """Return whether the shell belongs to a Jupyter kernel, not to a terminal."""
     return hasattr(current_shell(), "kernel")
 
 
 def publish(bundle: dict[str, Any], display_id: str, *, update: bool) -> None:
-    """Display ``bundle`` in the running cell, or refresh what has this ``display_id``.
+    """Display ``bundle`` in the running cell, or update the display with this ``display_id``.
 
-    A refresh is published on behalf of whichever cell runs now. Front ends find its place by the
-    display id alone; nbclient passes over whatever is not of the cell that it waits for.
+    An update belongs to the cell that is running when it is published. Front ends find its display
+    by the ID alone; nbclient ignores updates that do not belong to the cell it waits for.
     """
     shell = current_shell()
     if shell is not None:
@@ -47,20 +47,22 @@ def publish(bundle: dict[str, Any], display_id: str, *, update: bool) -> None:
 
 
 def keep_subshell(comm: Any) -> None:
-    """Let requests from the browser reach the thread that the front end chose for them.
+    """Deliver requests of the browser on the subshell that the front end has chosen.
 
-    ipykernel 7.4 hands a message from the front end to the shell that last published on its comm.
-    We publish from a background thread, which counts as the main shell, and there a press of Stop
-    would wait for the busy cell.
+    ipykernel 7.4 delivers a message of a front end to the shell that last published on its comm.
+    The dashboard publishes from a background thread, which counts as the main shell. There, a stop
+    request would wait until the running cell ends.
     """
     if hasattr(comm, "_reply_subshell_for"):
         comm._reply_subshell_for = lambda data, default: default
 
 
 class WidgetChannel:
-    """One anywidget.
+    """Channel to one anywidget.
 
-    Raises OSError where its script was not built, ImportError where anywidget is not installed.
+    Raises:
+        OSError: If its script was not built.
+        ImportError: If anywidget is not installed.
     """
 
     def __init__(self, saved: dict[str, Any], receive: Receive) -> None:
@@ -69,15 +71,15 @@ class WidgetChannel:
         self._widget.on_msg(lambda _widget, content, _buffers: receive(content))
 
     def send(self, content: dict[str, Any], buffers: list[bytes]) -> None:
-        """Send to every view of it."""
+        """Send a message to every view of the widget."""
         self._widget.send(content, buffers=buffers)
 
     def save(self, saved: dict[str, Any]) -> None:
-        """Set the picture that a view starts from when no kernel answers."""
+        """Set the state that a view shows if no kernel answers."""
         self._widget.saved = saved
 
     def mime(self) -> dict[str, Any]:
-        """Return its representation in a display."""
+        """Return its MIME bundle."""
         return {
             "application/vnd.jupyter.widget-view+json": {
                 "version_major": 2,
@@ -87,13 +89,13 @@ class WidgetChannel:
         }
 
     def close(self) -> None:
-        """Close it and its views."""
+        """Close the widget and its views."""
         self._widget.close()
 
 
 @cache
 def _widget_class() -> Any:
-    """Make the widget's class; late, because anywidget takes a while to import."""
+    """Define the widget's class on first use: importing anywidget is slow."""
     import anywidget
     import traitlets
 

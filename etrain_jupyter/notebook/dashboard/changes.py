@@ -1,8 +1,8 @@
-"""What is new in a picture since a channel was last told, said in few bytes.
+"""Changes of a snapshot since the last message of a channel.
 
-Ten times a second a snapshot of 200 workers and as many sentences would be 800 kB a second, and
-what is new in it is a few numbers. So only facts that changed are sent, and of lists only what
-changed in their rows. The front end puts them together again, see ``protocol.ts``.
+At ten messages per second, whole snapshots of 200 workers and as many event lines would take
+800 kB per second, while few numbers change. So a message contains only changed fields, and of lists
+only the changed fields of rows. The front end merges them: see ``lists.ts``.
 """
 
 from __future__ import annotations
@@ -11,66 +11,66 @@ from collections.abc import Mapping
 from typing import Any
 
 LISTS = {"events": "id", "markers": "id", "workers": "worker"}
-"""The lists of a snapshot, and the field by which each knows its rows."""
+"""The lists of a snapshot, each with the field that identifies its rows."""
 
-Row = dict[str, Any]
+JsonRow = dict[str, Any]
 
 
-class Told:
-    """The picture as the other side has it."""
+class SentSnapshot:
+    """The snapshot that the views of a channel have, in its JSON form."""
 
     def __init__(self) -> None:
         self._facts: dict[str, Any] = {}
-        self._rows: dict[str, dict[Any, Row]] = {}
+        self._rows: dict[str, dict[Any, JsonRow]] = {}
 
-    def tell_all(self, snapshot: Mapping[str, Any]) -> None:
-        """Take note that the whole of ``snapshot`` is sent."""
+    def record_all(self, snapshot: Mapping[str, Any]) -> None:
+        """Record that the whole snapshot is sent."""
         self._facts = {key: value for key, value in snapshot.items() if key not in LISTS}
         self._rows = {name: _by_key(name, snapshot[name]) for name in LISTS}
 
-    def tell_news(self, snapshot: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what to send of ``snapshot``, and take note of it.
+    def record_changes(self, snapshot: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what to send of a snapshot, and record that it is sent.
 
         Args:
-            snapshot: A list that it lacks did not change.
+            snapshot: The current snapshot. A list that is missing has not changed.
 
         Returns:
-            ``snapshot``: the facts that changed. ``lists``, by name: ``rows`` that are new, whole,
-            and of those that changed their key and the fields that did; ``gone``, the keys of those
-            that are not there any more; ``order``, all keys, where the rows do not stand as before
-            with the new ones at the end.
+            ``snapshot`` contains the changed fields. ``lists`` contains by name: ``rows``, new rows
+            with all fields and changed rows with their key and the changed fields; ``gone``, the
+            keys of removed rows; ``order``, all keys, unless the order is unchanged and new rows
+            are at the end.
         """
-        facts, before = {}, self._facts
+        facts, previous = {}, self._facts
         for key, value in snapshot.items():
-            if key not in LISTS and (key not in before or before[key] != value):
-                facts[key] = before[key] = value
+            if key not in LISTS and (key not in previous or previous[key] != value):
+                facts[key] = previous[key] = value
         lists = {name: self._patch(name, snapshot[name]) for name in LISTS if name in snapshot}
         return {"snapshot": facts, "lists": {name: patch for name, patch in lists.items() if patch}}
 
-    def _patch(self, name: str, rows: list[Row]) -> dict[str, Any]:
-        before, now = self._rows[name], _by_key(name, rows)
-        self._rows[name] = now
+    def _patch(self, name: str, rows: list[JsonRow]) -> dict[str, Any]:
+        previous, current = self._rows[name], _by_key(name, rows)
+        self._rows[name] = current
         changed = [
-            _difference(before.get(key, {}), row, LISTS[name])
-            for key, row in now.items()
-            if before.get(key) != row
+            _difference(previous.get(key, {}), row, LISTS[name])
+            for key, row in current.items()
+            if previous.get(key) != row
         ]
-        gone = [key for key in before if key not in now]
-        as_before = [key for key in before if key in now]
-        as_before += [key for key in now if key not in before]
-        order = [] if as_before == list(now) else list(now)
+        gone = [key for key in previous if key not in current]
+        default_order = [key for key in previous if key in current]
+        default_order += [key for key in current if key not in previous]
+        order = [] if default_order == list(current) else list(current)
         patch = {"rows": changed, "gone": gone, "order": order}
         return {part: value for part, value in patch.items() if value}
 
 
-def _by_key(name: str, rows: list[Row]) -> dict[Any, Row]:
+def _by_key(name: str, rows: list[JsonRow]) -> dict[Any, JsonRow]:
     return {row[LISTS[name]]: row for row in rows}
 
 
-def _difference(before: Row, now: Row, key: str) -> Row:
-    """Return the fields that are others now, and the key."""
+def _difference(previous: JsonRow, current: JsonRow, key: str) -> JsonRow:
+    """Return the key and the fields that differ."""
     return {
         field: value
-        for field, value in now.items()
-        if field == key or field not in before or before[field] != value
+        for field, value in current.items()
+        if field == key or field not in previous or previous[field] != value
     }

@@ -1,26 +1,26 @@
-"""Which requests a job can be asked for now, and why not the others: a rule without I/O."""
+"""Decide which requests a job accepts, and why not the others: a rule without I/O."""
 
 from __future__ import annotations
 
 from etrain_jupyter.log.events import TERMINAL_STATUSES
 
 REQUESTS = ("pause", "resume", "checkpoint", "scale", "preempt", "stop")
-"""What the screen has buttons for."""
+"""The requests that have a button."""
 
 _ENDED = {"finished": "has finished", "stopped": "was stopped", "failed": "has failed"}
 
 
 def controls_of(status: str, *, num_training: int) -> dict[str, str]:
-    """Return for each request why it cannot be made now; empty where it can.
+    """Return for each request why it is not possible now; empty if it is.
 
     Args:
-        status: The job's.
-        num_training: Workers that train, those that are leaving included.
+        status: Status of the job.
+        num_training: Workers that train, including those about to leave.
     """
     if status in TERMINAL_STATUSES:
-        over = dict.fromkeys(REQUESTS, f"The job {_ENDED[status]}.")
-        longer = "The job has finished. %etrain resume --epochs N lets it go on for longer."
-        return over | {"resume": longer if status == "finished" else ""}
+        ended = dict.fromkeys(REQUESTS, f"The job {_ENDED[status]}.")
+        longer = "The job has finished. To train longer, run %etrain resume --epochs N."
+        return ended | {"resume": longer if status == "finished" else ""}
     refused = dict.fromkeys(REQUESTS, "")
     if status == "paused":
         refused["pause"] = "The job is paused."

@@ -1,17 +1,17 @@
-"""The event list and the markers of the charts, neither of which may grow for ever."""
+"""The event list and the markers of the charts, each with a limit."""
 
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
+from dataclasses import replace
 
 from etrain_jupyter.log.events import Event
 from etrain_jupyter.notebook.dashboard.event_text import Line
-from etrain_jupyter.notebook.dashboard.facts import marker_of
+from etrain_jupyter.notebook.dashboard.snapshot import EventLine, Marker
 
 MAX_ENTRIES = 120
 MAX_ALARMS = 80
-"""Warnings and errors have room of their own: no flood of checkpoints drives them out."""
+"""Warnings and errors have a limit of their own, so that many other events do not displace them."""
 MAX_MARKERS = 300
 MAX_CHECKPOINT_MARKERS = 60
 
@@ -19,51 +19,59 @@ _ALARMING = ("warning", "error")
 
 
 class Entries:
-    """The newest sentences about a job, and the newest that warn."""
+    """The newest entries of the event list."""
 
     def __init__(self) -> None:
         self._num = 0
-        self._calm: deque[dict[str, Any]] = deque(maxlen=MAX_ENTRIES)
-        self._alarms: deque[dict[str, Any]] = deque(maxlen=MAX_ALARMS)
+        self._calm: deque[EventLine] = deque(maxlen=MAX_ENTRIES)
+        self._alarms: deque[EventLine] = deque(maxlen=MAX_ALARMS)
 
     def add(self, event: Event, line: Line) -> None:
-        """Append what an event says."""
+        """Append the line of an event."""
+        # Events that are not in the log have no number: several of them share ``seq`` 0.
         self._num += 1
-        # What no log has, has no number of its own: several such events share ``seq`` 0.
-        entry = {"id": self._num, "seq": event.seq, "time": event.time, "kind": event.kind}
-        entry |= {"level": line.level, "text": line.text}
-        room = self._alarms if line.level in _ALARMING else self._calm
-        room.append(entry)
+        entry = EventLine(
+            id=self._num,
+            seq=event.seq,
+            time=event.time,
+            kind=event.kind,
+            level=line.level,
+            text=line.text,
+        )
+        entries = self._alarms if line.level in _ALARMING else self._calm
+        entries.append(entry)
 
     def amend(self, seq: int, text: str) -> bool:
-        """Say something else in the entry of an event; tell whether it is still there."""
-        for room in (self._calm, self._alarms):
-            for place, entry in enumerate(room):
-                if entry["seq"] == seq:
-                    # A new one: a snapshot that was taken before shares the entries.
-                    room[place] = entry | {"text": text}
+        """Replace the text of an event's entry; return whether the entry is still in the list."""
+        for entries in (self._calm, self._alarms):
+            for index, entry in enumerate(entries):
+                if entry.seq == seq:
+                    entries[index] = replace(entry, text=text)
                     return True
         return False
 
-    def to_list(self) -> list[dict[str, Any]]:
-        """Return the entries, the oldest first."""
-        return sorted([*self._calm, *self._alarms], key=lambda entry: entry["id"])
+    def to_tuple(self) -> tuple[EventLine, ...]:
+        """Return the entries, oldest first."""
+        return tuple(sorted([*self._calm, *self._alarms], key=lambda entry: entry.id))
 
 
 class Markers:
-    """What the charts mark, with room of its own for checkpoints."""
+    """The newest markers of the charts, with a limit of their own for checkpoints."""
 
     def __init__(self) -> None:
         self._num = 0
-        self._others: deque[dict[str, Any]] = deque(maxlen=MAX_MARKERS)
-        self._checkpoints: deque[dict[str, Any]] = deque(maxlen=MAX_CHECKPOINT_MARKERS)
+        self._others: deque[Marker] = deque(maxlen=MAX_MARKERS)
+        self._checkpoints: deque[Marker] = deque(maxlen=MAX_CHECKPOINT_MARKERS)
 
     def add(self, event: Event, kind: str, step: int, text: str) -> None:
         """Mark an event at a step."""
         self._num += 1
-        room = self._checkpoints if kind == "checkpoint" else self._others
-        room.append({"id": self._num, **marker_of(event, kind, step, text)})
+        marker = Marker(
+            id=self._num, seq=event.seq, step=step, time=event.time, kind=kind, text=text
+        )
+        markers = self._checkpoints if kind == "checkpoint" else self._others
+        markers.append(marker)
 
-    def to_list(self) -> list[dict[str, Any]]:
+    def to_tuple(self) -> tuple[Marker, ...]:
         """Return the markers in the order of their events."""
-        return sorted([*self._others, *self._checkpoints], key=lambda marker: marker["id"])
+        return tuple(sorted([*self._others, *self._checkpoints], key=lambda marker: marker.id))

@@ -1,4 +1,4 @@
-"""Each event as a sentence for the event list, and its marker on the charts."""
+"""Text of each event in the event list and in the log, and the formatting of its numbers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from etrain_jupyter.log.events import (
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """What the event list says of one event."""
+    """One line of the event list."""
 
     text: str
     level: str = "info"
@@ -53,46 +53,47 @@ class Line:
 
 @singledispatch
 def describe(event: Event) -> Line | None:
-    """Return the sentence for ``event``, or None for one that the list leaves out."""
+    """Return the line of an event; None for an event that the list omits."""
     return Line(text=event.kind)
 
 
 @describe.register
-def _(
+def _describe_nothing(
     event: StepCompleted | WeightsHashed | GenerationReady | RankTimed | CostUpdated,
 ) -> Line | None:
-    return None  # too many to list: the charts and the audit show them
+    return None  # too many for the list: the charts and the audit show them
 
 
 @describe.register
-def _(event: JobSubmitted) -> Line:
+def _describe_job_submitted(event: JobSubmitted) -> Line:
     bounds = span(event.min_workers, event.max_workers)
     return Line(text=f"Submitted to pool {event.pool} for {bounds}")
 
 
 @describe.register
-def _(event: JobResumed) -> Line:
+def _describe_job_resumed(event: JobResumed) -> Line:
     bounds = span(event.min_workers, event.max_workers)
-    differs = f"; what differs: {', '.join(event.differs)}" if event.differs else ""
+    differs = f"; differences: {', '.join(event.differs)}" if event.differs else ""
     place = f"on pool {event.pool} for {bounds}"
     return Line(text=f"Resumed {place}, {event.step:,} steps in the log{differs}", level="good")
 
 
 @describe.register
-def _(event: SchedulerRestarted) -> Line:
-    alive = f"{workers(len(event.workers))} kept their trainers"
-    if len(event.workers) == 1:
-        alive = "1 worker kept its trainer"
-    gone = f"; lost meanwhile: {', '.join(event.lost)}" if event.lost else ""
-    away = f"The scheduler died and was started again: away for {seconds(event.away_s)}"
-    return Line(text=f"{away}, {alive}{gone}", level="warning")
+def _describe_scheduler_restarted(event: SchedulerRestarted) -> Line:
+    trainers = "its trainer" if len(event.workers) == 1 else "their trainers"
+    kept = f"{workers(len(event.workers))} kept {trainers}"
+    lost = f"; lost meanwhile: {', '.join(event.lost)}" if event.lost else ""
+    return Line(
+        text=f"The scheduler died and restarted after {seconds(event.away_s)}; {kept}{lost}",
+        level="warning",
+    )
 
 
 @describe.register
-def _(event: JobPlanned) -> Line:
+def _describe_job_planned(event: JobPlanned) -> Line:
     parameters = f", {event.num_parameters:,} parameters" if event.num_parameters else ""
     each = event.per_worker_batch_size
-    size = f"{each} a worker and step" if each else f"{event.global_batch_size} a step"
+    size = f"{each} per worker and step" if each else f"{event.global_batch_size} per step"
     length = f"{event.total_samples:,} samples" if each else f"{event.total_steps:,} steps"
     return Line(
         text=f"Planned {length} over {event.num_train_samples:,} samples, {size}{parameters}"
@@ -100,11 +101,11 @@ def _(event: JobPlanned) -> Line:
 
 
 @describe.register
-def _(event: JobStatusChanged) -> Line:
+def _describe_job_status_changed(event: JobStatusChanged) -> Line:
     text = event.status.capitalize() + (f": {event.reason}" if event.reason else "")
     level = _STATUS_LEVELS.get(event.status, "info")
     if level == "info" and event.reason and not event.seq:
-        # No log has it: whoever follows the job says that something is wrong with the line to it.
+        # Not in the log: this kernel reports a problem of its connection to the job.
         level = "warning"
     return Line(text=text, level=level)
 
@@ -113,45 +114,47 @@ _STATUS_LEVELS = {"failed": "error", "waiting": "warning", "finished": "good"}
 
 
 @describe.register
-def _(event: WorkersScaled) -> Line:
+def _describe_workers_scaled(event: WorkersScaled) -> Line:
     return Line(text=f"Scaled to {span(event.min_workers, event.max_workers)}")
 
 
 @describe.register
-def _(event: WorkerJoined) -> Line:
-    return Line(text=f"{event.worker} given to the job, its trainer starts")
+def _describe_worker_joined(event: WorkerJoined) -> Line:
+    return Line(text=f"{event.worker} joined the job; its trainer is starting")
 
 
 @describe.register
-def _(event: WorkerWarmed) -> Line:
+def _describe_worker_warmed(event: WorkerWarmed) -> Line:
     return Line(text=f"{event.worker} is warm after {seconds(event.warm_s)}")
 
 
 @describe.register
-def _(event: GenerationFormed) -> Line:
-    stall = f", stood still for {seconds(event.stall_s)}" if event.stall_s else ""
-    go = "goes" if event.world_size == 1 else "go"
+def _describe_generation_formed(event: GenerationFormed) -> Line:
+    stall = f" after a stall of {seconds(event.stall_s)}" if event.stall_s else ""
+    continues = "continues" if event.world_size == 1 else "continue"
     return Line(
         text=f"Generation {event.generation} ({event.why}): "
-        f"{workers(event.world_size)} {go} on from step {event.step:,}{stall}",
+        f"{workers(event.world_size)} {continues} from step {event.step:,}{stall}",
         level="good",
     )
 
 
 @describe.register
-def _(event: StepUndone) -> Line:
-    done_by = counted(len(event.workers), "survivor")
-    return Line(text=f"Step {event.step:,} undone on {done_by}; trained again", level="warning")
+def _describe_step_undone(event: StepUndone) -> Line:
+    survivors = counted(len(event.workers), "survivor")
+    return Line(
+        text=f"Step {event.step:,} undone on {survivors}; it will be trained again",
+        level="warning",
+    )
 
 
 @describe.register
-def _(event: JobRestored) -> Line:
-    again = f", {event.num_undone:,} steps are trained again" if event.num_undone else ""
-    return Line(text=f"Restored the state of step {event.step:,}{again}", level="warning")
+def _describe_job_restored(event: JobRestored) -> Line:
+    return Line(text=restored_text(event), level="warning")
 
 
 @describe.register
-def _(event: EvalCompleted) -> Line:
+def _describe_eval_completed(event: EvalCompleted) -> Line:
     values = "".join(f", {name} {number(value)}" for name, value in event.metrics.items())
     return Line(
         text=f"Evaluated step {event.step:,} on {event.samples:,} samples: "
@@ -160,7 +163,7 @@ def _(event: EvalCompleted) -> Line:
 
 
 @describe.register
-def _(event: BestReached) -> Line:
+def _describe_best_reached(event: BestReached) -> Line:
     return Line(
         text=f"Best so far: {event.metric} {number(event.value)} at step {event.step:,}",
         level="good",
@@ -168,12 +171,12 @@ def _(event: BestReached) -> Line:
 
 
 @describe.register
-def _(event: EarlyStopped) -> Line:
+def _describe_early_stopped(event: EarlyStopped) -> Line:
     return Line(text=f"{event.reason[:1].upper()}{event.reason[1:]}", level="good")
 
 
 @describe.register
-def _(event: LossNotFinite) -> Line:
+def _describe_loss_not_finite(event: LossNotFinite) -> Line:
     where = f" on {', '.join(event.workers)}" if event.workers else ""
     return Line(
         text=f"The loss of step {event.step:,} is {event.loss}{where}: no worker updated its "
@@ -183,73 +186,81 @@ def _(event: LossNotFinite) -> Line:
 
 
 @describe.register
-def _(event: PreemptionNoticed) -> Line:
+def _describe_preemption_noticed(event: PreemptionNoticed) -> Line:
     left = seconds(max(0.0, event.deadline - event.time))
     return Line(text=f"{event.worker} will be preempted in {left}", level="warning")
 
 
 @describe.register
-def _(event: RebalanceRecommended) -> Line:
+def _describe_rebalance_recommended(event: RebalanceRecommended) -> Line:
     return Line(
-        text=f"{event.worker} is likely to be preempted; it trains on, and a checkpoint is saved",
+        text=f"{event.worker} is likely to be preempted; it keeps training, and a checkpoint is "
+        "saved",
         level="warning",
     )
 
 
 @describe.register
-def _(event: WorkerLeft) -> Line:
-    return Line(text=f"{event.worker} left ({event.reason}), nothing lost")
+def _describe_worker_left(event: WorkerLeft) -> Line:
+    return Line(text=f"{event.worker} left ({event.reason}); nothing was lost")
 
 
 @describe.register
-def _(event: WorkerLost) -> Line:
-    known = f", known after {seconds(event.detected_s)}" if event.detected_s else ""
-    return Line(text=f"{event.worker} lost ({event.cause}){known}", level="error")
+def _describe_worker_lost(event: WorkerLost) -> Line:
+    detected = f", detected after {seconds(event.detected_s)}" if event.detected_s else ""
+    return Line(text=f"{event.worker} lost ({event.cause}){detected}", level="error")
 
 
 @describe.register
-def _(event: FaultInjected) -> Line:
-    return Line(text=f"{event.worker} suffers {event.fault} on purpose", level="warning")
+def _describe_fault_injected(event: FaultInjected) -> Line:
+    return Line(text=f"Fault {event.fault} injected into {event.worker}", level="warning")
 
 
 @describe.register
-def _(event: CheckpointCommitted) -> Line:
+def _describe_checkpoint_committed(event: CheckpointCommitted) -> Line:
     return Line(
-        text=f"Checkpoint of step {event.step:,}, {size(event.size_bytes)} "
-        f"in {seconds(event.duration_s)}, training stood still for {seconds(event.stall_s)}"
+        text=f"Checkpoint of step {event.step:,}: {size(event.size_bytes)} "
+        f"in {seconds(event.duration_s)}, training stalled for {seconds(event.stall_s)}"
     )
 
 
 @describe.register
-def _(event: CheckpointIntervalChosen) -> Line:
+def _describe_checkpoint_interval_chosen(event: CheckpointIntervalChosen) -> Line:
     return Line(text=f"Checkpoints {event.reason}")
 
 
 @describe.register
-def _(event: CheckpointFailed) -> Line:
+def _describe_checkpoint_failed(event: CheckpointFailed) -> Line:
     return Line(text=f"Checkpoint of step {event.step:,} failed: {event.error}", level="error")
 
 
 @describe.register
-def _(event: UserErrorRaised) -> Line:
+def _describe_user_error_raised(event: UserErrorRaised) -> Line:
     where = ", ".join(event.workers)
     what = f"Your code raised on {where}" if event.traceback else "Failed"
     return Line(text=f"{what}: {event.error}", level="error")
 
 
 @describe.register
-def _(event: LogLine) -> Line:
+def _describe_log_line(event: LogLine) -> Line:
     level = event.level if event.level in ("warning", "error") else "info"
     return Line(text=f"{event.worker}: {event.text}" if event.worker else event.text, level=level)
 
 
 @describe.register
-def _(event: UnknownEvent) -> Line:
+def _describe_unknown_event(event: UnknownEvent) -> Line:
     return Line(text=f"{event.name} (written by a newer version)")
 
 
+def restored_text(event: JobRestored) -> str:
+    """Return what a restore means, for the event list and the marker."""
+    undone = counted(event.num_undone, "step")
+    again = f", {undone} will be trained again" if event.num_undone else ""
+    return f"Restored the state of step {event.step:,}{again}"
+
+
 def describe_times(event: RankTimed) -> str:
-    """Return what some steps of a worker took it, as a line of the log."""
+    """Return the step times that a worker reports, as a line of the log."""
     whole = max(event.elapsed_s, 1e-9)
     parts = {
         "data": event.data_s,
@@ -257,16 +268,16 @@ def describe_times(event: RankTimed) -> str:
         "communication": event.communication_s,
         "optimizer": event.optimizer_s,
     }
-    apart = {"evaluation": event.evaluation_s, "checkpoints": event.checkpoint_s}
-    told = [f"{name} {seconds(spent)}" for name, spent in apart.items() if spent >= 0.001]
+    other = {"evaluation": event.evaluation_s, "checkpoints": event.checkpoint_s}
+    extra = [f"{name} {seconds(spent)}" for name, spent in other.items() if spent >= 0.001]
     if not event.num_steps:
-        return f"after step {event.step:,}: {', '.join(told)}"
+        return f"after step {event.step:,}: {', '.join(extra)}"
     shares = ", ".join(f"{name} {spent / whole:.0%}" for name, spent in parts.items())
     text = (
         f"{counted(event.num_steps, 'step')} to {event.step:,} at "
         f"{event.samples / whole:,.0f} samples/s: {shares}"
     )
-    return "; ".join([text, *told])
+    return "; ".join([text, *extra])
 
 
 def workers(count: int) -> str:
@@ -276,7 +287,7 @@ def workers(count: int) -> str:
 
 def counted(count: int, noun: str) -> str:
     """Return ``1 frame``, ``3 frames``."""
-    return f"{count} {noun}" + ("" if count == 1 else "s")
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
 
 
 def span(least: int, most: int) -> str:
@@ -296,7 +307,7 @@ def number(value: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """Return a duration in the unit a person would choose.
+    """Return a duration in the unit that fits its length.
 
     >>> seconds(0.0314), seconds(7.25), seconds(95), seconds(4000)
     ('31 ms', '7.2 s', '1 min 35 s', '1 h 06 min')
@@ -325,7 +336,7 @@ def size(value: float) -> str:
 
 
 def dollars(usd: float) -> str:
-    """Return an amount for people; a minute of a machine costs cents.
+    """Return an amount, with four digits below ten cents: what a minute of a machine costs.
 
     >>> [dollars(usd) for usd in (1234.5, 1.5, 0.0512, 0.0)]
     ['$1,234.50', '$1.50', '$0.0512', '$0.00']

@@ -1,24 +1,24 @@
-"""Whether the newest durable checkpoint is as new as the job's cell promised: a rule without I/O.
+"""Decide whether the newest durable checkpoint is too old: a rule without I/O.
 
-What counts is the time in which something was trained that is not durable. So the clock starts with
-the last checkpoint, or when training last began or went on, whichever is later.
+What counts is the time trained since the last checkpoint. So the clock starts at the last
+checkpoint, or when training last started or resumed, whichever is later.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from etrain_jupyter.config.fields import Interval
+from etrain_jupyter.notebook.dashboard.snapshot import CheckpointDue, Snapshot
 
 OVERDUE_AFTER = 3
-"""Intervals without a checkpoint that are too many: one may be in flight, one late."""
-LEAST_S = 30.0
-"""Never overdue sooner: people do not read the screen more often."""
+"""Number of intervals without a checkpoint that is too many: one may be in flight, one late."""
+MIN_LIMIT_S = 30.0
+"""Minimum time until a checkpoint is overdue, so that short intervals raise no false alarm."""
 
 
 class Freshness:
-    """Folds what the screen must know to tell that no checkpoint comes any more."""
+    """Track when the next checkpoint is overdue."""
 
     def __init__(self) -> None:
         self._every: Interval | None = None
@@ -26,44 +26,44 @@ class Freshness:
         self._duration_s = 0.0
         self._failed = ""
 
-    def promise(self, config: dict[str, Any]) -> None:
-        """Take ``checkpoint.every`` from the JSON form of a job's configuration."""
+    def configure(self, config: dict[str, Any]) -> None:
+        """Set ``checkpoint.every`` from the JSON form of a job's configuration."""
         text = (config.get("checkpoint") or {}).get("every")
         self._every = Interval.parse(text) if text else None
 
     def choose(self, interval_s: float) -> None:
-        """Take the interval that ``auto`` has come to."""
+        """Set the interval that ``checkpoint.every: auto`` has chosen."""
         self._every = Interval(value=interval_s, unit="s")
 
-    def train_from(self, time: float) -> None:
-        """Training began or went on."""
+    def start_training(self, time: float) -> None:
+        """Start the clock, when training starts or resumes."""
         self._since = max(time, self._since or time)
 
     def commit(self, time: float, duration_s: float) -> None:
-        """A checkpoint is durable."""
+        """Restart the clock: a checkpoint is durable."""
         self._since, self._duration_s, self._failed = time, duration_s, ""
 
     def fail(self, step: int, error: str) -> None:
-        """A checkpoint could not be written."""
+        """Record that a checkpoint could not be written."""
         self._failed = f"step {step:,}: {error}"
 
-    def to_dict(self, *, step_s: float | None, steps_per_epoch: int | None) -> dict[str, Any]:
-        """Return since when, and after how many seconds from then, a checkpoint is overdue.
+    def due(self, *, step_s: float | None, steps_per_epoch: int | None) -> CheckpointDue:
+        """Return when the next checkpoint is overdue.
 
         Args:
-            step_s: Seconds a step takes now; None while that is unknown.
-            steps_per_epoch: Steps of an epoch; None while that is unknown.
+            step_s: Current seconds per step; None if unknown.
+            steps_per_epoch: None if unknown.
         """
         interval_s = self._interval_s(step_s, steps_per_epoch)
         limit_s = None
         if interval_s is not None:
-            limit_s = max(OVERDUE_AFTER * interval_s + self._duration_s, LEAST_S)
-        return {"since": self._since, "limit_s": limit_s, "failed": self._failed}
+            limit_s = max(OVERDUE_AFTER * interval_s + self._duration_s, MIN_LIMIT_S)
+        return CheckpointDue(since=self._since, limit_s=limit_s, failed=self._failed)
 
     def _interval_s(self, step_s: float | None, steps_per_epoch: int | None) -> float | None:
         every = self._every
         if every is None:
-            return None  # auto has saved none so far: it does not know what one costs
+            return None  # `auto` chooses an interval once it has measured a checkpoint
         if every.unit == "s":
             return every.value
         steps = every.value
@@ -72,16 +72,16 @@ class Freshness:
         return steps * step_s if step_s is not None and steps else None
 
 
-def trouble_of(snapshot: Mapping[str, Any], now: float) -> str:
-    """Return ``failed`` or ``overdue``, or nothing where all is well.
+def trouble_of(snapshot: Snapshot, now: float) -> str:
+    """Return ``failed``, ``overdue``, or an empty text if there is no problem.
 
     Args:
-        snapshot: What ``JobView.snapshot`` gave.
+        snapshot: The job.
         now: Seconds since the epoch.
     """
-    due = snapshot["checkpoint_due"]
-    if due["failed"]:
+    due = snapshot.checkpoint_due
+    if due.failed:
         return "failed"
-    if snapshot["status"] != "running" or due["since"] is None or due["limit_s"] is None:
+    if snapshot.status != "running" or due.since is None or due.limit_s is None:
         return ""
-    return "overdue" if now - due["since"] > due["limit_s"] else ""
+    return "overdue" if now - due.since > due.limit_s else ""

@@ -1,7 +1,7 @@
-"""The picture without JavaScript: for exports, other front ends, terminals.
+"""A job without JavaScript: for exports, other front ends and terminals.
 
-Sanitisers of untrusted notebooks drop ``<svg>`` and ``<style>`` but keep an ``<img>`` with a data
-address, so the chart is one; its colours are mid tones that read on white and on black.
+Sanitizers of untrusted notebooks remove ``<svg>`` and ``<style>``, but keep an ``<img>`` with a
+data URL. So the chart is such an image, in mid tones that are readable on white and on black.
 """
 
 from __future__ import annotations
@@ -16,6 +16,14 @@ import numpy as np
 from etrain_jupyter.notebook.dashboard.event_text import dollars, number, seconds
 from etrain_jupyter.notebook.dashboard.freshness import trouble_of
 from etrain_jupyter.notebook.dashboard.series import Floats, SmallFloats, thin
+from etrain_jupyter.notebook.dashboard.snapshot import (
+    CostSummary,
+    EventLine,
+    Marker,
+    Snapshot,
+    TimeSplit,
+    WorkerRow,
+)
 from etrain_jupyter.untrusted import plain_line
 
 Curves = Mapping[str, tuple[Floats, SmallFloats]]
@@ -33,25 +41,25 @@ WORKER_COLUMNS = (
 )
 
 
-def render_text(snapshot: Mapping[str, Any]) -> str:
-    """Return the picture as one line."""
+def render_text(snapshot: Snapshot) -> str:
+    """Return the job as one line."""
     facts = [_status(snapshot), _steps(snapshot)]
-    if snapshot["loss"] is not None:
-        facts.append(f"loss {number(float(snapshot['loss']))}")
-    if snapshot["eval"]:
-        facts += [f"eval {name} {value}" for name, value in _values(snapshot["eval"]["metrics"])]
+    if snapshot.loss is not None:
+        facts.append(f"loss {number(float(snapshot.loss))}")
+    if snapshot.eval:
+        facts += [f"eval {name} {value}" for name, value in _values(snapshot.eval.metrics)]
     facts.append(f"workers {_workers(snapshot)}")
     if trouble := _checkpoint_trouble(snapshot):
         facts.append(trouble)
-    if snapshot["eta_s"] is not None:
-        facts.append(f"{seconds(snapshot['eta_s'])} left")
-    return plain_line(f"<etrain job {snapshot['name']!r}: {', '.join(facts)}>", most=4000)
+    if snapshot.eta_s is not None:
+        facts.append(f"{seconds(snapshot.eta_s)} left")
+    return plain_line(f"<etrain job {snapshot.name!r}: {', '.join(facts)}>", max_length=4000)
 
 
-def render_html(snapshot: Mapping[str, Any], curves: Curves) -> str:
-    """Return the picture as HTML that survives a sanitiser."""
+def render_html(snapshot: Snapshot, curves: Curves) -> str:
+    """Return the job as HTML that a sanitizer does not change."""
     parts = [
-        f"<p><b>{escape(str(snapshot['name']))}</b> {escape(_headline(snapshot))}</p>",
+        f"<p><b>{escape(str(snapshot.name))}</b> {escape(_headline(snapshot))}</p>",
         _progress(snapshot),
         _warning(snapshot),
         _chart_image(snapshot, curves),
@@ -62,160 +70,159 @@ def render_html(snapshot: Mapping[str, Any], curves: Curves) -> str:
     return "<div>" + "".join(part for part in parts if part) + "</div>"
 
 
-def _headline(snapshot: Mapping[str, Any]) -> str:
+def _headline(snapshot: Snapshot) -> str:
     facts = [_status(snapshot), _steps(snapshot)]
-    if snapshot["loss"] is not None:
-        facts.append(f"loss {number(float(snapshot['loss']))}")
-    facts += [f"{name} {value}" for name, value in _values(snapshot["metrics"])]
-    if snapshot["eval"]:
-        facts += [f"eval {name} {value}" for name, value in _values(snapshot["eval"]["metrics"])]
-    if snapshot["samples_per_s"] is not None:
-        facts.append(f"{number(float(snapshot['samples_per_s']))} samples/s")
-    if snapshot["global_batch_size"] is not None:
-        facts.append(f"batch {snapshot['global_batch_size']:,}")
-    if snapshot["lr"] is not None:
-        facts.append(f"lr {float(snapshot['lr']):.3g}")
+    if snapshot.loss is not None:
+        facts.append(f"loss {number(float(snapshot.loss))}")
+    facts += [f"{name} {value}" for name, value in _values(snapshot.metrics)]
+    if snapshot.eval:
+        facts += [f"eval {name} {value}" for name, value in _values(snapshot.eval.metrics)]
+    if snapshot.samples_per_s is not None:
+        facts.append(f"{number(float(snapshot.samples_per_s))} samples/s")
+    if snapshot.global_batch_size is not None:
+        facts.append(f"batch {snapshot.global_batch_size:,}")
+    if snapshot.lr is not None:
+        facts.append(f"lr {float(snapshot.lr):.3g}")
     facts.append(f"workers {_workers(snapshot)}")
-    if snapshot["cost"]:
-        cost = snapshot["cost"]
-        names = {"spent": "spent_usd", "saved": "saved_usd", "wasted": "wasted_usd"}
-        told = {name: cost.get(key, 0.0) for name, key in names.items()}
-        facts.append(
-            ", ".join(
-                f"{dollars(usd)} {name}" for name, usd in told.items() if usd or name == "spent"
-            )
-        )
-    if snapshot["elapsed_s"] is not None:
-        facts.append(seconds(snapshot["elapsed_s"]))
+    if snapshot.cost:
+        facts.append(_cost(snapshot.cost))
+    if snapshot.elapsed_s is not None:
+        facts.append(seconds(snapshot.elapsed_s))
     return " · ".join(facts)
 
 
-def _warning(snapshot: Mapping[str, Any]) -> str:
-    """Say in words what the colour says, too: a sanitiser may drop the colour."""
+def _cost(cost: CostSummary) -> str:
+    amounts = {"spent": cost.spent_usd, "saved": cost.saved_usd, "wasted": cost.wasted_usd}
+    shown = {name: usd for name, usd in amounts.items() if usd or name == "spent"}
+    return ", ".join(f"{dollars(usd)} {name}" for name, usd in shown.items())
+
+
+def _warning(snapshot: Snapshot) -> str:
+    """Return the problem with checkpoints as text, since a sanitizer may remove the colour."""
     text = _checkpoint_trouble(snapshot)
     return f'<p style="color:{ALARM}">{escape(text)}</p>' if text else ""
 
 
-def _checkpoint_trouble(snapshot: Mapping[str, Any]) -> str:
-    """Say what is wrong with the newest durable checkpoint, by the time of the newest event."""
-    trouble = trouble_of(snapshot, snapshot["updated_at"])
+def _checkpoint_trouble(snapshot: Snapshot) -> str:
+    """Describe the problem with checkpoints at the time of the newest event."""
+    trouble = trouble_of(snapshot, snapshot.updated_at)
     if not trouble:
         return ""
-    newest = snapshot["checkpoint"]
-    last = f"the newest is of step {newest['step']:,}" if newest else "there is none yet"
+    newest = snapshot.checkpoint
+    last = f"the newest is from step {newest.step:,}" if newest else "none yet"
     if newest and trouble == "overdue":
-        last += f", {seconds(snapshot['updated_at'] - newest['time'])} old"
+        last += f", {seconds(snapshot.updated_at - newest.time)} old"
     return f"checkpoint {trouble}, {last}"
 
 
-def _status(snapshot: Mapping[str, Any]) -> str:
-    reason = f" ({snapshot['reason']})" if snapshot["reason"] else ""
-    return f"{snapshot['status']}{reason}"
+def _status(snapshot: Snapshot) -> str:
+    reason = f" ({snapshot.reason})" if snapshot.reason else ""
+    return f"{snapshot.status}{reason}"
 
 
-def _steps(snapshot: Mapping[str, Any]) -> str:
-    total = snapshot["total_steps"]
-    return f"step {snapshot['step']:,}" + (f" of {total:,}" if total else "")
+def _steps(snapshot: Snapshot) -> str:
+    total = snapshot.total_steps
+    return f"step {snapshot.step:,}" + (f" of {total:,}" if total else "")
 
 
-def _workers(snapshot: Mapping[str, Any]) -> str:
-    most = snapshot["max_workers"]
-    return f"{snapshot['world_size']}" + (f" of {most}" if most else "")
+def _workers(snapshot: Snapshot) -> str:
+    most = snapshot.max_workers
+    return f"{snapshot.world_size}" + (f" of {most}" if most else "")
 
 
 def _values(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(name, number(float(value))) for name, value in metrics.items()]
 
 
-def _progress(snapshot: Mapping[str, Any]) -> str:
-    if snapshot["progress"] is None:
+def _progress(snapshot: Snapshot) -> str:
+    if snapshot.progress is None:
         return ""
-    percent = f"{snapshot['progress'] * 100:.0f} %"
-    return f'<progress max="1" value="{snapshot["progress"]:.4f}">{percent}</progress> {percent}'
+    percent = f"{snapshot.progress * 100:.0f} %"
+    return f'<progress max="1" value="{snapshot.progress:.4f}">{percent}</progress> {percent}'
 
 
-def _error(snapshot: Mapping[str, Any]) -> str:
-    error = snapshot["error"]
-    return f"<pre>{escape(error['traceback'] or error['error'])}</pre>" if error else ""
+def _error(snapshot: Snapshot) -> str:
+    error = snapshot.error
+    return f"<pre>{escape(error.traceback or error.error)}</pre>" if error else ""
 
 
-def _worker_table(snapshot: Mapping[str, Any]) -> str:
-    if not snapshot["workers"]:
+def _worker_table(snapshot: Snapshot) -> str:
+    if not snapshot.workers:
         return ""
     heads = "".join(f"<th>{name}</th>" for name in WORKER_COLUMNS)
-    rows = "".join(_worker_row(worker) for worker in snapshot["workers"])
+    rows = "".join(_worker_row(worker) for worker in snapshot.workers)
     return f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>"
 
 
-def _worker_row(worker: Mapping[str, Any]) -> str:
-    rank = "" if worker["rank"] is None else worker["rank"]
-    state = worker["state"] + (f" ({worker['note']})" if worker["note"] else "")
-    split = worker["split"]
+def _worker_row(worker: WorkerRow) -> str:
+    rank = "" if worker.rank is None else worker.rank
+    state = worker.state + (f" ({worker.note})" if worker.note else "")
+    split = worker.split
     cells = (
         rank,
-        worker["worker"],
+        worker.worker,
         state,
         _machine_of(worker),
-        f"{split['samples_per_s']:,.0f}" if split else "",
+        f"{split.samples_per_s:,.0f}" if split else "",
         _shares(split) if split else "",
-        worker["waits_for"],
-        f"{worker['steps']:,}",
+        worker.waits_for,
+        f"{worker.steps:,}",
     )
     return "<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in cells) + "</tr>"
 
 
-def _machine_of(worker: Mapping[str, Any]) -> str:
-    """Return type, price and zone of a machine where the pool knows them, else the device."""
-    if not worker["machine"]:
-        return str(worker["device"])
-    price = "" if worker["usd_per_h"] is None else f" ${worker['usd_per_h']:.2f}/h"
-    return f"{worker['machine']}{price} {worker['zone']}"
+def _machine_of(worker: WorkerRow) -> str:
+    """Return type, price and zone of the machine if the pool reports them, else the device."""
+    if not worker.machine:
+        return str(worker.device)
+    price = "" if worker.usd_per_h is None else f" ${worker.usd_per_h:.2f}/h"
+    return f"{worker.machine}{price} {worker.zone}"
 
 
-def _shares(split: Mapping[str, Any]) -> str:
-    """Say what a worker's steps went into, the largest part first."""
-    parts = sorted(split["shares"].items(), key=lambda part: -part[1])
+def _shares(split: TimeSplit) -> str:
+    """Return the shares of a worker's time, largest first."""
+    parts = sorted(split.shares.items(), key=lambda part: -part[1])
     return ", ".join(f"{name} {share:.0%}" for name, share in parts if share >= 0.01)
 
 
-def _event_list(snapshot: Mapping[str, Any]) -> str:
-    latest = snapshot["events"][-MAX_LISTED_EVENTS:]
+def _event_list(snapshot: Snapshot) -> str:
+    latest = snapshot.events[-MAX_LISTED_EVENTS:]
     items = "".join(
-        f"<li>{escape(_since_start(event, snapshot))} {_level(event)}{escape(event['text'])}</li>"
+        f"<li>{escape(_since_start(event, snapshot))} {_level(event)}{escape(event.text)}</li>"
         for event in reversed(latest)
     )
     return f"<details><summary>Latest events</summary><ul>{items}</ul></details>" if items else ""
 
 
-def _level(event: Mapping[str, Any]) -> str:
-    return f"<b>{event['level']}</b> " if event["level"] in ("warning", "error") else ""
+def _level(event: EventLine) -> str:
+    return f"<b>{event.level}</b> " if event.level in ("warning", "error") else ""
 
 
-def _since_start(event: Mapping[str, Any], snapshot: Mapping[str, Any]) -> str:
-    """Minutes and seconds since submission: an export has no time zone to show a clock in."""
-    passed = max(0, round(event["time"] - (snapshot["submitted_at"] or event["time"])))
+def _since_start(event: EventLine, snapshot: Snapshot) -> str:
+    """Return minutes and seconds since submission: an export does not know a time zone."""
+    passed = max(0, round(event.time - (snapshot.submitted_at or event.time)))
     return f"+{passed // 60}:{passed % 60:02d}"
 
 
-def _chart_image(snapshot: Mapping[str, Any], curves: Curves) -> str:
+def _chart_image(snapshot: Snapshot, curves: Curves) -> str:
     loss = curves.get("loss")
     if loss is None or len(loss[0]) < 2:
         return ""
     svg = _chart(snapshot, curves).encode()
-    alt = f"loss over {snapshot['step']:,} steps, last {number(float(loss[1][-1]))}; world size"
+    alt = f"loss over {snapshot.step:,} steps, last {number(float(loss[1][-1]))}; world size"
     data = base64.b64encode(svg).decode()
     return f'<p><img alt="{alt}" width="{WIDTH}" src="data:image/svg+xml;base64,{data}"></p>'
 
 
-def _chart(snapshot: Mapping[str, Any], curves: Curves) -> str:
-    """Draw loss above, world size below, both over steps."""
+def _chart(snapshot: Snapshot, curves: Curves) -> str:
+    """Draw the loss above the world size, both over steps."""
     last_step = max(float(curves["loss"][0][-1]), 1.0)
     world_top = TOP + LOSS_HEIGHT + GAP
     height = world_top + WORLD_HEIGHT + 20
     lines = [("loss", TRAIN, 1.2), ("eval.loss", EVAL, 2.0)]
     drawn = {name: thin(*curves[name], MAX_CURVE_POINTS) for name, _, _ in lines if name in curves}
     losses = _Panel(TOP, LOSS_HEIGHT, last_step, *_range(list(drawn.values())))
-    worlds = _Panel(world_top, WORLD_HEIGHT, last_step, 0, float(snapshot["max_workers"] or 1))
+    worlds = _Panel(world_top, WORLD_HEIGHT, last_step, 0, float(snapshot.max_workers or 1))
     parts = [
         losses.frame("loss: train blue, eval orange" if "eval.loss" in drawn else "loss"),
         worlds.frame("workers"),
@@ -225,7 +232,7 @@ def _chart(snapshot: Mapping[str, Any], curves: Curves) -> str:
             if name in drawn
         ),
         _world_curve(worlds, curves, last_step),
-        *(_marker_line(marker, losses, height) for marker in snapshot["markers"]),
+        *(_marker_line(marker, losses, height) for marker in snapshot.markers),
         _label(WIDTH - RIGHT, height - 4, f"step {last_step:,.0f}"),
     ]
     style = f'font-family="sans-serif" font-size="11" fill="{TEXT}"'
@@ -247,7 +254,7 @@ def _range(curves: Sequence[tuple[Floats, SmallFloats]]) -> tuple[float, float]:
 
 
 class _Panel:
-    """One pair of axes of the SVG."""
+    """One pair of axes of the chart."""
 
     def __init__(self, top: int, height: int, last_step: float, low: float, high: float) -> None:
         self.top, self.height = top, height
@@ -282,7 +289,7 @@ class _Panel:
 
 
 def _world_curve(panel: _Panel, curves: Curves, last_step: float) -> str:
-    """World size is a staircase: it holds until it changes."""
+    """Draw the world size as a staircase: each value lasts until the next."""
     steps, sizes = curves.get("world_size", (np.zeros(0), np.zeros(0, np.float32)))
     if not len(steps):
         return ""
@@ -295,12 +302,12 @@ def _world_curve(panel: _Panel, curves: Curves, last_step: float) -> str:
     return f'<path d="{path}" fill="none" stroke="{TRAIN}" stroke-width="1.5"/>'
 
 
-def _marker_line(marker: Mapping[str, Any], panel: _Panel, height: int) -> str:
-    colour = MARKER_COLOURS.get(marker["kind"])
+def _marker_line(marker: Marker, panel: _Panel, height: int) -> str:
+    colour = MARKER_COLOURS.get(marker.kind)
     if colour is None:
         return ""
-    x = f"{panel.x(marker['step']):.1f}"
+    x = f"{panel.x(marker.step):.1f}"
     return (
         f'<path d="M{x} {panel.top}V{height - 20}" stroke="{colour}" stroke-dasharray="3 3">'
-        f"<title>{escape(marker['text'])}</title></path>"
+        f"<title>{escape(marker.text)}</title></path>"
     )

@@ -1,11 +1,11 @@
-"""The way from this kernel into JupyterLab with our extension: one comm, for whatever it draws.
+"""Comm between this kernel and JupyterLab with our extension.
 
-JupyterLab draws a job from its saved output and asks the link for news, so it still draws when the
-kernel is gone. A message about a job carries its ``job_id`` and is one of ``feed``'s; one of the
-kind ``session`` is about all of them and belongs to ``side_panel``.
+JupyterLab draws a job from its saved output and requests updates through this comm, so it still
+draws the job after the kernel has died. Messages about one job have a ``job_id``; ``feed``
+describes them. Messages of the kind ``session`` are about all jobs; ``side_panel`` describes them.
 
-The kernel opens the comm and the browser finds it, never the other way round: a front end that
-opened it would make every kernel without our package refuse it.
+The kernel opens the comm and the browser finds it, never the other way round. A front end that
+opened it would make every kernel without our package log an error.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ SESSION = "session"
 
 
 class PanelComm:
-    """The one comm of this kernel that JupyterLab's side of the package listens to.
+    """The kernel's comm with our JupyterLab extension.
 
     Attributes:
-        panel: What the side panel is told.
+        panel: The messages of the side panel.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class PanelComm:
         self.panel = SidePanel(self._post)
 
     def register(self, job_id: str, receive: Receive) -> None:
-        """Hand the messages about ``job_id`` to ``receive``, in place of whoever had them."""
+        """Route messages about ``job_id`` to ``receive``, instead of a previous receiver."""
         with self._lock:
             self._receivers.pop(job_id, None)
             self._receivers[job_id] = receive
@@ -47,20 +47,20 @@ class PanelComm:
         self.open()
 
     def unregister(self, job_id: str, receive: Receive) -> None:
-        """Stop doing so, unless somebody else took over."""
+        """Stop routing messages to ``receive``, unless another receiver has replaced it."""
         with self._lock:
             if self._receivers.get(job_id) == receive:
                 del self._receivers[job_id]
 
     def send(self, job_id: str, receive: Receive, content: dict[str, Any], buffers: Any) -> None:
-        """Send to every view of ``job_id``, if ``receive`` still stands for it."""
+        """Send to every view of ``job_id``, if ``receive`` is still its receiver."""
         with self._lock:
             comm = self._comm if self._receivers.get(job_id) == receive else None
         if comm is not None:
             comm.send({**content, "job_id": job_id}, buffers=buffers)
 
     def open(self) -> None:
-        """Open the comm, so that a front end can find this kernel; once is enough."""
+        """Open the comm if it is closed, so that a front end can find it."""
         with self._lock:
             if self._comm is not None:
                 return
@@ -93,7 +93,7 @@ class PanelComm:
             comm.send({**content, "kind": SESSION})
 
     def _on_close(self, _message: dict[str, Any]) -> None:
-        """A front end without our extension refuses the comm; the next dashboard tries again."""
+        """Forget the comm. A front end without our extension closes it; ``open`` makes another."""
         with self._lock:
             self._comm = None
 

@@ -1,4 +1,4 @@
-"""How fast a job goes, and so how long it will take."""
+"""Measure a job's pace and estimate its remaining time."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from etrain_jupyter.log.blocks import StepRun
 from etrain_jupyter.log.events import EvalCompleted, StepCompleted
 
 RATE_WINDOW = 129
-"""Logged steps from which the remaining time is foretold."""
+"""Number of logged steps from which the remaining time is estimated."""
 SMOOTH_WINDOW = 15
-"""Logged steps whose median throughput is shown."""
+"""Number of logged steps whose median throughput is shown."""
 
 
 class StepRate:
-    """Folds when steps and evaluations were done."""
+    """Fold of the times of steps and evaluations."""
 
     def __init__(self) -> None:
         self._instants: deque[tuple[int, float]] = deque(maxlen=RATE_WINDOW)
@@ -24,12 +24,12 @@ class StepRate:
         self._eval_s = 0.0
 
     def add_step(self, event: StepCompleted) -> None:
-        """A step was committed."""
+        """Add a committed step."""
         self._instants.append((event.step, event.time))
         self._rates.append(event.samples_per_s)
 
     def add_run(self, run: StepRun) -> None:
-        """Steps were committed, one after the other; only the newest matter."""
+        """Add a run of committed steps; only the newest matter."""
         steps, times, rates = (
             run.column(name)[-RATE_WINDOW:].tolist() for name in ("step", "time", "samples_per_s")
         )
@@ -37,12 +37,12 @@ class StepRate:
         self._rates.extend(rates)
 
     def add_eval(self, event: EvalCompleted) -> None:
-        """An evaluation was done."""
+        """Add an evaluation."""
         self._num_evals += 1
         self._eval_s = event.duration_s
 
     def rewind(self) -> None:
-        """The job went back to an older step: no rate spans that."""
+        """Forget the times of steps: a rate must not span a rewind."""
         self._instants.clear()
 
     def samples_per_s(self) -> float | None:
@@ -50,7 +50,7 @@ class StepRate:
         return statistics.median(self._rates) if self._rates else None
 
     def remaining_s(self, step: int, total_steps: int) -> float | None:
-        """Foretell the remaining time; evaluation is added as it was, spread over the steps."""
+        """Estimate the remaining time, with past evaluations spread over the steps."""
         step_s = self.step_s()
         if step_s is None or not step:
             return None
@@ -58,10 +58,10 @@ class StepRate:
         return max(0, total_steps - step) * max(0.0, step_s + eval_s)
 
     def step_s(self) -> float | None:
-        """Return seconds a step, by a rate that neither stalls nor batches of events upset.
+        """Return seconds per step, robust against stalls and batched events.
 
-        Each logged step is compared with the one a quarter of the window later; the median of these
-        rates ignores what happens seldom, such as a generation forming. None before the third step.
+        Compare each logged step with the one a quarter of the window later. The median of these
+        rates ignores rare delays, such as a new generation. None before the third step.
         """
         if len(self._instants) < 3:
             return None

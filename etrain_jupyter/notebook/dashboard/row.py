@@ -1,29 +1,30 @@
-"""A job as one row of a list: its picture without the long parts, and its loss as a small curve."""
+"""A job as one row of a list: its snapshot without the long parts, and its loss as a sparkline."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+from etrain_jupyter.notebook.dashboard.job_view import JobView
 from etrain_jupyter.notebook.dashboard.series import means
-from etrain_jupyter.notebook.dashboard.snapshot import JobView
 
 MAX_CURVE_POINTS = 48
-"""More than the small curve has pixels for."""
+"""Maximum points of the sparkline, at least as many as it has pixels."""
+LONG_FIELDS = ("workers", "events", "markers")
 
 
 def row_of(view: JobView) -> dict[str, Any]:
-    """Return ``snapshot`` without its lists and tracebacks, and ``loss`` as ``{x, y}``."""
-    snapshot = view.snapshot(has_lists=False)
-    del snapshot["workers"]
-    if snapshot["error"]:
-        snapshot["error"] = snapshot["error"] | {"traceback": ""}
+    """Return ``snapshot`` without its lists and traceback, and ``loss`` as ``{x, y}``."""
+    snapshot = view.snapshot()
+    if snapshot.error is not None:
+        snapshot = replace(snapshot, error=replace(snapshot.error, traceback=""))
     curve = view.series().get("loss")
     x, y = means(*curve, MAX_CURVE_POINTS) if curve else ((), ())
     return {
-        "snapshot": snapshot,
+        "snapshot": snapshot.to_json(without=LONG_FIELDS),
         "loss": {
             "x": [round(float(step), 1) for step in x],
-            # JSON has no NaN: the curve has a gap there.
+            # JSON has no NaN: null is a gap of the sparkline.
             "y": [float(f"{v:.4g}") if abs(v) < float("inf") else None for v in map(float, y)],
         },
     }

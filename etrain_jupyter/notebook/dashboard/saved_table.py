@@ -1,4 +1,4 @@
-"""The table of ``%etrain checkpoints``."""
+"""Table of ``%etrain checkpoints``."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ HEAD = ("STEP", "AGE", "SIZE", "STALL", "GENERATION", "MARK", "STATE")
 
 
 def table_of_saved(job_id: str, records: Sequence[Mapping[str, Any]]) -> str:
-    """Return the table, and below it what is wrong with each that is broken."""
+    """Return the table, followed by the problem of each broken checkpoint."""
     if not records:
         return (
-            f"Job {job_id} has no checkpoint yet. One is written after some seconds or as "
-            "checkpoint.every says, at the end, and by %etrain checkpoint."
+            f"Job {job_id} has no checkpoint yet. Checkpoints are written at the interval of "
+            "checkpoint.every, at the end of the job, and by %etrain checkpoint."
         )
     rows = [HEAD, *(_row(record) for record in records)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

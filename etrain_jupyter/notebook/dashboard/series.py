@@ -1,4 +1,4 @@
-"""Columns that grow, and their thinning to what a screen can show."""
+"""Growing columns of numbers, and thinning to the resolution of a screen."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ FIRST_CAPACITY = 256
 
 
 class Series:
-    """One curve: ``y`` over a never falling ``x``; appending costs amortised constant time.
+    """One curve: ``y`` over a non-decreasing ``x``, with amortized constant time per append.
 
-    Doubling keeps a million points at 12 bytes each; ``y`` is single precision because a screen
-    needs no more, and the durable log has the exact numbers.
+    A point takes 12 bytes. ``y`` is single precision: a screen needs no more, and the durable log
+    has the exact numbers.
     """
 
     def __init__(self) -> None:
@@ -31,26 +31,26 @@ class Series:
 
     @property
     def x(self) -> Floats:
-        """The positions so far, shape ``(n,)``; a view that the next append may leave behind."""
+        """The positions, shape ``(n,)``: a view that the next append may invalidate."""
         return self._x[: self._length]
 
     @property
     def y(self) -> SmallFloats:
-        """The values so far, shape ``(n,)``; a view that the next append may leave behind."""
+        """The values, shape ``(n,)``: a view that the next append may invalidate."""
         return self._y[: self._length]
 
     def append(self, x: float, y: float) -> None:
-        """Add one point; ``x`` must not be smaller than the last one."""
+        """Append a point; ``x`` must not be less than the last one."""
         if self._length == len(self._x):
             self._x = np.concatenate([self._x, np.empty_like(self._x)])
             self._y = np.concatenate([self._y, np.empty_like(self._y)])
         self._x[self._length] = x
-        with np.errstate(over="ignore"):  # a diverging loss is drawn as infinite, not warned of
+        with np.errstate(over="ignore"):  # a diverging loss becomes infinite, without a warning
             self._y[self._length] = y
         self._length += 1
 
     def extend(self, x: npt.NDArray[Any], y: npt.NDArray[Any]) -> None:
-        """Add points, shape ``(n,)`` each; their ``x`` must not fall."""
+        """Append points, shape ``(n,)`` each; ``x`` must not decrease."""
         length = self._length + len(x)
         while length > len(self._x):
             self._x = np.concatenate([self._x, np.empty_like(self._x)])
@@ -61,7 +61,7 @@ class Series:
         self._length = length
 
     def cut_from(self, x: float) -> bool:
-        """Forget the points at ``x`` and after; tell whether there were any."""
+        """Remove the points at and after ``x``; return whether there were any."""
         length = int(np.searchsorted(self.x, x, side="left"))
         was_cut = length < self._length
         self._length = length
@@ -69,15 +69,15 @@ class Series:
 
 
 def thin(x: Floats, y: SmallFloats, max_points: int) -> tuple[Floats, SmallFloats]:
-    """Keep at most about ``max_points`` points so that every peak and dip still shows.
+    """Keep about ``max_points`` points, so that every peak and every dip is visible.
 
-    The row is cut into equal buckets and each keeps its smallest and its largest value at their
-    own places; the first and the last point always stay. NaN counts as neither small nor large.
+    Split the curve into buckets with the same number of points. Keep the minimum and the maximum of
+    each bucket at their positions, and the first and the last point. NaN is neither.
 
     Args:
         x: Positions, shape ``(n,)``.
         y: Values, shape ``(n,)``.
-        max_points: How many to keep, 4 or more; up to two more are returned.
+        max_points: Points to keep, at least 4; up to two more are returned.
 
     Returns:
         The kept positions and values, in order.
@@ -95,16 +95,16 @@ def thin(x: Floats, y: SmallFloats, max_points: int) -> tuple[Floats, SmallFloat
 
 
 def means(x: Floats, y: SmallFloats, max_points: int) -> tuple[Floats, SmallFloats]:
-    """Average neighbours until at most ``max_points`` points are left.
+    """Average neighbouring points, so that at most ``max_points`` are left.
 
-    A smoothed line is drawn from these: the smallest and largest values alone would put it between
-    the extremes, not where most points are. NaN counts for nothing; where there is nothing else,
-    the mean is NaN.
+    Smoothed lines are drawn from these means. From the minima and maxima of ``thin``, they would
+    run halfway between the extremes, not where most points are. NaN is ignored; the mean of only
+    NaN is NaN.
 
     Args:
         x: Positions, shape ``(n,)``.
         y: Values, shape ``(n,)``.
-        max_points: How many to return, 1 or more.
+        max_points: Maximum points to return, at least 1.
     """
     if len(x) <= max_points:
         return x, y
@@ -119,14 +119,14 @@ def means(x: Floats, y: SmallFloats, max_points: int) -> tuple[Floats, SmallFloa
 
 
 def between(x: Floats, y: SmallFloats, first: float, last: float) -> tuple[Floats, SmallFloats]:
-    """Return the points from ``first`` to ``last`` and one more on either side."""
+    """Return the points from ``first`` to ``last``, and one more at each end."""
     start = max(0, int(np.searchsorted(x, first)) - 1)
     end = int(np.searchsorted(x, last, side="right")) + 1
     return x[start:end], y[start:end]
 
 
 def _extremes(y: SmallFloats, size: int, never: float) -> Indices:
-    """Return each bucket's index of the minimum (``never=inf``) or maximum (``-inf``)."""
+    """Return the index of each bucket's minimum (``never=inf``) or maximum (``-inf``)."""
     num_buckets = -(-len(y) // size)
     padded = np.full(num_buckets * size, never, np.float32)
     padded[: len(y)] = np.where(np.isnan(y), np.float32(never), y)

@@ -1,10 +1,10 @@
-"""What JupyterLab's side panel, status bar and palette are told of this kernel.
+"""Messages to JupyterLab's side panel, status bar and palette about the jobs of this kernel.
 
-They ask with ``watch``, again every now and then, and for as long as they do they are told, at most
-twice a second: ``rows``, one for each job that is followed here and has changed (all of them when
-``whole``), ``gone``, the ids of those that are not any more, and now and then ``others`` (jobs that
-run and could be followed) and ``pools`` (clusters that are up). Any other question has a name of
-its own in ``view`` and gets one ``answer`` addressed ``to`` it.
+The front end sends ``watch`` and repeats it every 20 s. As long as it does, it receives at most two
+messages per second: ``rows``, one for each attached job that has changed (for all jobs if
+``whole``); ``gone``, the IDs of jobs that are no longer attached; and less often ``others``,
+running jobs that this kernel can attach to, and ``pools``, the running clusters. Any other request
+contains a name in ``view`` and receives one ``answer`` addressed ``to`` it.
 """
 
 from __future__ import annotations
@@ -17,44 +17,44 @@ from typing import Any, Protocol
 
 ROWS_EVERY_S = 0.5
 LOOK_EVERY_S = 20.0
-"""How often it is looked for other jobs and for pools."""
+"""Interval of scans for other jobs and for pools."""
 WATCHED_S = 120.0
-"""How long a ``watch`` holds; a page that is in the background asks once a minute."""
+"""Validity of a ``watch``. A page in the background repeats it only once per minute."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OtherJobs:
-    """What there is besides the jobs that this kernel follows."""
+    """Result of a scan: jobs that this kernel is not attached to, and clusters."""
 
     others: tuple[Mapping[str, Any], ...] | None = ()
-    """Jobs that run, each with job_id, name, status, step, total_steps and world_size; None if it
-    was not looked for them: what was known of them holds."""
+    """Running jobs, each with job_id, name, status, step, total_steps and world_size; None if the
+    scan omitted them, and the previous ones remain valid."""
     pools: tuple[Mapping[str, Any], ...] = ()
-    """Clusters that are up, each with pool, cluster_id, workers, idle_s, ends_in_s and time."""
+    """Running clusters, each with pool, cluster_id, workers, idle_s, ends_in_s and time."""
 
 
 class Listed(Protocol):
-    """A job that is followed here: the dashboard, shown or not."""
+    """A job that this kernel is attached to: its dashboard, displayed or not."""
 
     def version(self) -> int:
         """Return a number that grows with each change."""
 
     def row(self) -> dict[str, Any]:
-        """Return its row, see ``row.row_of``."""
+        """Return its row; see ``row.row_of``."""
 
 
 Look = Callable[[Collection[str], bool], OtherJobs]
-"""Called with the ids of the followed jobs, and whether a person asked for it just now."""
+"""Scans for other jobs. Receives the IDs of the attached jobs, and whether a user requested it."""
 
 
 class SidePanel:
-    """Tells whoever watches, from one background thread that ends when nobody does.
+    """Send the messages, from one background thread that ends when no front end watches.
 
     Args:
-        post: Sends a message to the browsers.
+        post: Sends a message to the front ends.
 
     Attributes:
-        num_errors: How often looking or telling failed; it is counted, never raised.
+        num_errors: Number of failed scans and messages. They are counted, never raised.
     """
 
     def __init__(self, post: Callable[[dict[str, Any]], None]) -> None:
@@ -64,10 +64,10 @@ class SidePanel:
         self._jobs: dict[str, Listed] = {}
         self._look: Look | None = None
         self._questions: dict[str, Callable[[Mapping[str, Any]], str]] = {}
-        self._surroundings, self._told_surroundings = OtherJobs(), OtherJobs()
-        self._told: dict[str, tuple[int, int]] = {}
+        self._others, self._sent_others = OtherJobs(), OtherJobs()
+        self._sent: dict[str, tuple[int, int]] = {}
         self._is_whole_due = self._is_asked = False
-        self._watched_until = self._looked_at = float("-inf")
+        self._watched_until = self._scanned_at = float("-inf")
         self._threads: dict[str, threading.Thread] = {}
         self.num_errors = 0
 
@@ -78,9 +78,9 @@ class SidePanel:
         attach: Callable[[str], str],
         template: Callable[[], str],
     ) -> None:
-        """Say how to look around, how to follow another job by its id, and what a cell begins as.
+        """Set how to scan, how to attach to a job by its ID, and the template of a training cell.
 
-        ``attach`` and ``template`` return what the browser is answered.
+        ``attach`` and ``template`` return the text of the answer.
         """
         with self._lock:
             self._look = look
@@ -91,31 +91,31 @@ class SidePanel:
         self._is_due.set()
 
     def add(self, job_id: str, job: Listed) -> None:
-        """List a job; one that is listed already is replaced."""
+        """List a job, instead of a previous one with the same ID."""
         with self._lock:
             self._jobs.pop(job_id, None)
             self._jobs[job_id] = job
         self._is_due.set()
 
     def keep_only(self, job_ids: Collection[str]) -> None:
-        """List no job but these any more."""
+        """Remove all jobs but these."""
         with self._lock:
             self._jobs = {k: job for k, job in self._jobs.items() if k in job_ids}
         self._is_due.set()
 
     def remove(self, job_id: str, job: Listed) -> None:
-        """List a job no more, unless it is another one's by now."""
+        """Remove a job, unless another one has replaced it."""
         with self._lock:
             if self._jobs.get(job_id) is job:
                 del self._jobs[job_id]
         self._is_due.set()
 
     def wake(self) -> None:
-        """Say that a row has changed; never blocks."""
+        """Send changed rows soon. Never blocks."""
         self._is_due.set()
 
     def receive(self, content: Mapping[str, Any]) -> None:
-        """Take a message of a browser's; runs on a thread of the kernel's."""
+        """Handle a message of a front end, on a thread of the kernel."""
         ask = content.get("ask")
         if ask in ("watch", "look"):
             self._watch(is_asked=ask == "look")
@@ -127,8 +127,8 @@ class SidePanel:
         try:
             if question is None:
                 raise LookupError(
-                    f"this kernel cannot be asked for {ask!r}. Nothing was done. "
-                    "Run %load_ext etrain_jupyter in it, and try again."
+                    f"This kernel does not support the request {ask!r}. Nothing was done. "
+                    "Run %load_ext etrain_jupyter in it, then retry."
                 )
             text, level = question(content), "info"
         except Exception as error:
@@ -145,23 +145,23 @@ class SidePanel:
         self._is_due.set()
 
     def _start(self, name: str, work: Callable[[], None]) -> None:
-        """Start a thread of that name, if there is none; under the lock."""
+        """Start a thread of that name if there is none. The caller holds the lock."""
         if name not in self._threads:
             thread = threading.Thread(target=work, name=name, daemon=True)
             self._threads[name] = thread
             thread.start()
 
-    # The thread that tells.
+    # The thread that sends rows.
 
     def _run(self) -> None:
         while self._is_watched():
             self._is_due.clear()
             with self._lock:
-                if self._is_time_to_look():
-                    self._looked_at = time.monotonic()
-                    self._start("etrain-look-around", self._look_around)
+                if self._is_scan_due():
+                    self._scanned_at = time.monotonic()
+                    self._start("etrain-look-around", self._scan)
             try:
-                self._tell()
+                self._send_rows()
             except Exception:
                 self.num_errors += 1
             time.sleep(ROWS_EVERY_S)
@@ -171,40 +171,40 @@ class SidePanel:
         with self._lock:
             is_watched = time.monotonic() < self._watched_until
             if not is_watched:
-                del self._threads["etrain-side-panel"]  # the next watch starts another one
+                del self._threads["etrain-side-panel"]  # the next watch starts a new one
             return is_watched
 
     def _patience_s(self) -> float:
         with self._lock:
-            until = min(self._watched_until, self._looked_at + LOOK_EVERY_S)
+            until = min(self._watched_until, self._scanned_at + LOOK_EVERY_S)
         return max(0.0, until - time.monotonic())
 
-    def _tell(self) -> None:
+    def _send_rows(self) -> None:
         with self._lock:
-            jobs, told = dict(self._jobs), self._told
+            jobs, sent = dict(self._jobs), self._sent
             is_whole, self._is_whole_due = self._is_whole_due, False
-            surroundings = self._surroundings
-        gone = sorted(told.keys() - jobs.keys())
+            others = self._others
+        gone = sorted(sent.keys() - jobs.keys())
         versions = {job_id: (id(job), job.version()) for job_id, job in jobs.items()}
-        changed = [k for k in jobs if is_whole or versions[k] != told.get(k)]
-        is_news = surroundings != self._told_surroundings
-        if is_whole or changed or gone or is_news:
+        changed = [k for k in jobs if is_whole or versions[k] != sent.get(k)]
+        has_new_others = others != self._sent_others
+        if is_whole or changed or gone or has_new_others:
             content = {"tell": "jobs", "whole": is_whole, "gone": gone}
             content["rows"] = [jobs[job_id].row() for job_id in changed]
-            if is_whole or is_news:
-                content |= {"others": surroundings.others, "pools": surroundings.pools}
+            if is_whole or has_new_others:
+                content |= {"others": others.others, "pools": others.pools}
             self._post(content)
         with self._lock:
-            self._told, self._told_surroundings = versions, surroundings
+            self._sent, self._sent_others = versions, others
 
-    # The thread that looks around.
+    # The thread that scans.
 
-    def _is_time_to_look(self) -> bool:
-        is_late = time.monotonic() - self._looked_at >= LOOK_EVERY_S
+    def _is_scan_due(self) -> bool:
+        is_late = time.monotonic() - self._scanned_at >= LOOK_EVERY_S
         return self._look is not None and (is_late or self._is_asked)
 
-    def _look_around(self) -> None:
-        """Look once; it may take as long as a disk or a bucket that does not answer."""
+    def _scan(self) -> None:
+        """Scan once. A disk or a bucket that does not answer may block it for long."""
         with self._lock:
             look, job_ids = self._look, tuple(self._jobs)
             is_asked, self._is_asked = self._is_asked, False
@@ -212,8 +212,8 @@ class SidePanel:
             if look is not None:
                 found = look(job_ids, is_asked)
                 if found.others is None:
-                    found = replace(found, others=self._surroundings.others)
-                self._surroundings = found
+                    found = replace(found, others=self._others.others)
+                self._others = found
         except Exception:
             self.num_errors += 1
         finally:

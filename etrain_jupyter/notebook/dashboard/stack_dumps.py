@@ -1,4 +1,4 @@
-"""Dumps of stacks, which come as one log line a frame, as one entry of the event list."""
+"""Combine the log lines of a stack dump, one per frame, into one entry of the event list."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CellNumbers = Callable[[], Mapping[str, int]]
 """Returns the execution count of each of the notebook's cells by the file name of its code."""
 
 QUIET_S = 5.0
-"""So long after its latest line a dump is over; nothing else tells."""
+"""A dump ends when no line has followed for this many seconds. Nothing marks its end."""
 _FATAL = re.compile(r"Fatal Python error: (?P<what>.*)")
 # Python's faulthandler: no comma before "in", unlike in a traceback.
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
@@ -32,20 +32,20 @@ class _Frame:
 
 @dataclass(kw_only=True)
 class Dump:
-    """One dump, as far as it has come."""
+    """One dump, possibly incomplete."""
 
     worker: str
     header: str
     seq: int
-    """Number of the event that began it."""
-    heard_at: float
-    """Instant of its latest line."""
+    """Sequence number of its first event."""
+    updated_at: float
+    """Time of its newest line."""
     threads: list[list[_Frame]] = field(default_factory=list)
-    """The frames of each thread, the innermost first; the current thread is the first."""
+    """The frames of each thread, innermost first; the current thread is first."""
     is_in_current: bool = False
 
     def take(self, text: str) -> bool:
-        """Take the next line; return False for one that is none of a dump."""
+        """Add the next line; return False if it does not belong to a dump."""
         if found := _THREAD.fullmatch(text):
             self.is_in_current = found["is_current"] != "T"
             self.threads.insert(0 if self.is_in_current else len(self.threads), [])
@@ -59,39 +59,41 @@ class Dump:
         return True
 
     def describe(self, numbers: Mapping[str, int]) -> Line:
-        """Return the dump as one sentence, the frame of the notebook's code first."""
+        """Return the dump as one line, which names the innermost frame of the notebook's code."""
         fatal = _FATAL.match(self.header)
         level = "error" if fatal else "warning"
         frames = [frame for thread in self.threads for frame in thread]
         if not frames:
             return Line(text=f"{self.worker}: {self.header}", level=level)
         at = next((f for f in frames if _is_of_notebook(f.file, numbers)), frames[0])
-        what = f"crashed ({fatal['what']}) at" if fatal else "stood at"
+        what = f"crashed ({fatal['what']}) at" if fatal else "was at"
         place = f"{_place(at.file, numbers)}, line {at.line} in {at.name}"
         innermost = next(thread for thread in self.threads if at in thread)[0]
         if innermost != at and not _is_of_notebook(innermost.file, numbers):
-            place += f", within {innermost.name} of {PurePath(innermost.file).name}"
+            place += f", inside {innermost.name} of {PurePath(innermost.file).name}"
         count = f"{counted(len(frames), 'frame')} of {counted(len(self.threads), 'thread')}"
         return Line(text=f"{self.worker} {what} {place} ({count}: %etrain logs)", level=level)
 
 
 class StackDumps:
-    """Finds the dumps among the log lines; those of several workers may come interleaved."""
+    """Find dumps among log lines. Dumps of several workers may be interleaved."""
 
     def __init__(self) -> None:
         self._open: dict[str, Dump] = {}
 
     def add(self, event: LogLine) -> Dump | None:
-        """Return the dump that a line begins or belongs to; None for any other line."""
+        """Return the dump that a line starts or belongs to; None for any other line."""
         if event.text == STACKS_ASKED or _FATAL.match(event.text):
-            dump = Dump(worker=event.worker, header=event.text, seq=event.seq, heard_at=event.time)
+            dump = Dump(
+                worker=event.worker, header=event.text, seq=event.seq, updated_at=event.time
+            )
             self._open[event.worker] = dump
             return dump
         last = self._open.get(event.worker)
-        # Other threads may print between its lines, which ends nothing.
-        if last is None or event.time > last.heard_at + QUIET_S or not last.take(event.text):
+        # Other threads may print between its lines. That does not end the dump.
+        if last is None or event.time > last.updated_at + QUIET_S or not last.take(event.text):
             return None
-        last.heard_at = event.time
+        last.updated_at = event.time
         return last
 
 
@@ -102,5 +104,5 @@ def _is_of_notebook(file: str, numbers: Mapping[str, int]) -> bool:
 def _place(file: str, numbers: Mapping[str, int]) -> str:
     if file in numbers:
         return f"Cell In[{numbers[file]}]"
-    # A kernel that was restarted does not know the numbers of the one before.
+    # After a restart, a kernel does not know the cell numbers of its predecessor.
     return "a cell" if _CELL.fullmatch(file) else PurePath(file).name

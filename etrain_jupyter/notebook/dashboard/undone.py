@@ -1,6 +1,6 @@
-"""The part of the curves that did not happen: what came after the step that a job went back to.
+"""Curves of undone steps, which a rewind has discarded.
 
-It is drawn faintly, so that a person sees what a rewind cost and whether the second time is alike.
+The charts draw them faintly, to show what a rewind cost and whether the repeated steps are similar.
 """
 
 from __future__ import annotations
@@ -10,31 +10,32 @@ import numpy as np
 from etrain_jupyter.notebook.dashboard.series import Floats, Series, SmallFloats, thin
 
 UNDONE = "undone."
-"""How the names of these curves begin."""
+"""Name prefix of these curves."""
 MAX_POINTS = 1000
-"""Of each; a job may go back as often as it wants to."""
+"""Maximum points per curve, since the number of rewinds is not limited."""
 
 
-class Undone:
-    """Keeps, thinned, the newest value that each step had before it was undone."""
+class UndoneCurves:
+    """Keep, thinned, the newest value that each step had before it was undone."""
 
     def __init__(self) -> None:
         self._curves: dict[str, tuple[Floats, SmallFloats]] = {}
 
     def keep(self, name: str, series: Series, step: int) -> None:
-        """Take what a curve is about to lose after ``step``, and its point at that step."""
+        """Store the points that a curve is about to lose after ``step``, and the point at it."""
         if name != "loss" and not name.startswith("metrics."):
             return
         start = int(np.searchsorted(series.x, step))
         x, y = series.x[start:].copy(), series.y[start:].copy()
         if not len(x) or x[-1] <= step:
             return
-        before = self._curves.get(name)
-        if before is not None:
-            is_beyond = before[0] > x[-1]
-            x, y = np.append(x, before[0][is_beyond]), np.append(y, before[1][is_beyond])
+        previous = self._curves.get(name)
+        if previous is not None:
+            # An earlier rewind may have discarded steps beyond those of this one.
+            is_beyond = previous[0] > x[-1]
+            x, y = np.append(x, previous[0][is_beyond]), np.append(y, previous[1][is_beyond])
         self._curves[name] = thin(x, y, MAX_POINTS)
 
-    def curves(self) -> dict[str, tuple[Floats, SmallFloats]]:
-        """Return them by name."""
+    def to_dict(self) -> dict[str, tuple[Floats, SmallFloats]]:
+        """Return the curves by name."""
         return {UNDONE + name: curve for name, curve in self._curves.items()}

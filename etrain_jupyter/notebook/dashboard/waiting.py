@@ -1,13 +1,12 @@
-"""What a worker's time goes into, and what it waits for: rules without I/O."""
+"""Derive where a worker's time goes and what it waits for: rules without I/O."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from etrain_jupyter.log.events import RankTimed
+from etrain_jupyter.notebook.dashboard.snapshot import TimeSplit
 
-MUCH = 0.2
-"""A share of its time that is worth a word."""
+MIN_SHARE = 0.2
+"""Minimum share of the time that counts as waiting."""
 
 _BEFORE_TRAINING = {
     "starting": "its trainer to start",
@@ -16,10 +15,10 @@ _BEFORE_TRAINING = {
 }
 
 
-def split_of(timing: RankTimed | None) -> dict[str, Any] | None:
-    """Return the shares of a worker's time, which add up to 1, and its throughput.
+def split_of(timing: RankTimed | None) -> TimeSplit | None:
+    """Return the shares of a worker's time and its throughput; None before its first report.
 
-    ``other`` is what lies between the parts. None before the worker has told anything.
+    The share ``other`` is the time between the measured parts.
     """
     if timing is None or timing.elapsed_s <= 0:
         return None
@@ -31,16 +30,16 @@ def split_of(timing: RankTimed | None) -> dict[str, Any] | None:
     }
     whole = max(timing.elapsed_s, sum(parts.values()))
     shares = {name: spent / whole for name, spent in parts.items()}
-    return {
-        "step": timing.step,
-        "num_steps": timing.num_steps,
-        "samples_per_s": timing.samples / timing.elapsed_s,
-        "shares": shares | {"other": max(0.0, 1.0 - sum(shares.values()))},
-    }
+    return TimeSplit(
+        step=timing.step,
+        num_steps=timing.num_steps,
+        samples_per_s=timing.samples / timing.elapsed_s,
+        shares=shares | {"other": max(0.0, 1.0 - sum(shares.values()))},
+    )
 
 
 def what_it_waits_for(state: str, note: str, timing: RankTimed | None) -> str:
-    """Say in a few words what keeps a worker from computing; nothing where it computes.
+    """Return what keeps a worker from computing; empty if nothing does.
 
     >>> what_it_waits_for("warm", "", None)
     'the next generation'
@@ -52,8 +51,8 @@ def what_it_waits_for(state: str, note: str, timing: RankTimed | None) -> str:
     split = split_of(timing)
     if split is None:
         return ""
-    data, others = split["shares"]["data"], split["shares"]["communication"]
-    if max(data, others) < MUCH:
+    data, others = split.shares["data"], split.shares["communication"]
+    if max(data, others) < MIN_SHARE:
         return ""
     what, share = ("data", data) if data >= others else ("other ranks", others)
     return f"{what}, {share * 100:.0f} %"

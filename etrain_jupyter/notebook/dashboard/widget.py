@@ -1,4 +1,4 @@
-"""``Dashboard``: one job on the screen of one notebook."""
+"""``Dashboard``: the display of one job in one notebook."""
 
 from __future__ import annotations
 
@@ -8,29 +8,31 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from etrain_jupyter.log.events import Event
 from etrain_jupyter.notebook.dashboard import browser
 from etrain_jupyter.notebook.dashboard.feed import Curves, ViewFeed, thin_all
 from etrain_jupyter.notebook.dashboard.html import render_html, render_text
+from etrain_jupyter.notebook.dashboard.job_view import JobView
 from etrain_jupyter.notebook.dashboard.link import link
 from etrain_jupyter.notebook.dashboard.row import row_of
 from etrain_jupyter.notebook.dashboard.series import Floats, SmallFloats
-from etrain_jupyter.notebook.dashboard.snapshot import JobView
+from etrain_jupyter.notebook.dashboard.snapshot import Snapshot
 from etrain_jupyter.notebook.dashboard.undone import UNDONE
 
 MIME = "application/vnd.etrain.job+json"
 FLUSH_EVERY_S = 0.05
-"""At most twenty messages a second: an eye sees no more, and the kernel's channel stays free."""
+"""Minimum interval of messages. More are not visible, and would load the kernel's channel."""
 SAVE_EVERY_S = 5.0
-"""How often the saved output is refreshed where our extension draws it, or nobody does."""
+"""Interval of updates of the saved output, if our extension draws it or no view is open."""
 SAVE_SELDOM_S = 60.0
-"""The same where the anywidget draws, which each refresh makes anew."""
+"""The same if an anywidget draws it: each update mounts its view again."""
 LINGER_S = 1.0
-"""How long after its end a job may still say something."""
+"""Time after the end of a job in which late events are still shown."""
 MAX_SAVED_POINTS = 2000
-"""Of all curves together, in a saved notebook: some 40 kB."""
+"""Maximum points of all curves together in a saved notebook: about 40 kB."""
 MAX_SAVED_CURVES = 20
 MAX_SAVED_EVENTS = 50
 
@@ -38,18 +40,18 @@ OnRequest = Callable[[str, dict[str, Any]], object]
 
 
 class Dashboard:
-    """Folds a job's events and keeps every view of it up to date.
+    """Fold a job's events and keep every view of it up to date.
 
-    ``add_events`` only folds; one background thread, named ``etrain-dashboard``, sends what is new
-    at most twenty times a second, and ends with the job; another one refreshes the saved output now
-    and then, which takes long in a busy kernel. A slow, dead or missing view therefore never holds
-    up whoever brings the events. Without a Jupyter front end it shows a line of text.
+    ``add_events`` only folds. One background thread, ``etrain-dashboard``, sends the changes at
+    most twenty times per second, and ends with the job. Another one updates the saved output from
+    time to time, which is slow in a busy kernel. So a slow, dead or missing view never blocks the
+    caller of ``add_events``. Without a Jupyter front end, the display is a line of text.
 
     Args:
         job_id: The job.
-        on_request: Called with a request (``stop``, ``scale`` ...) and its arguments when somebody
-            presses a button; on a thread of the kernel's, while other cells run. A text that it
-            returns is shown to that person, and so is what it raises.
+        on_request: Called with a request (``stop``, ``scale`` ...) and its arguments when a button
+            is pressed. It runs on a thread of the kernel, also while a cell runs. The text that it
+            returns, or the error that it raises, is shown below the button.
     """
 
     def __init__(self, *, job_id: str, on_request: OnRequest) -> None:
@@ -68,10 +70,10 @@ class Dashboard:
         self._widget_feed = ViewFeed(self._send_to_widget)
         self._link_feed = ViewFeed(self._send_to_link)
         self.num_errors = 0
-        """How often sending to a browser failed; such a failure is counted, never raised."""
+        """Number of failures to send to a browser. They are counted, never raised."""
 
     def add_events(self, events: Iterable[Event]) -> None:
-        """Take the next events of the job, from any one thread."""
+        """Fold the next events of the job. Any one thread may call this."""
         with self._changed:
             self._view.add(events)
             self._version += 1
@@ -81,13 +83,13 @@ class Dashboard:
         link().panel.wake()
 
     def follow(self) -> None:
-        """List the job in JupyterLab's side panel, where it can be looked at without a display."""
+        """List the job in JupyterLab's side panel, which shows it without a display."""
         if browser.has_front_end():
             link().register(self._job_id, self._receive_from_link)
             link().panel.add(self._job_id, self)
 
     def show(self) -> None:
-        """Display the job in the running cell; may be called in several."""
+        """Display the job in the running cell. Several cells may do so."""
         if not browser.has_front_end():
             print(self.text())
             return
@@ -101,14 +103,14 @@ class Dashboard:
             browser.publish(self.bundle(), self._display_id, update=False)
 
     def settle(self) -> None:
-        """Refresh the saved output now.
+        """Update the saved output now.
 
-        For the end of a cell that waited for the job: nbclient keeps nothing that comes after it.
+        For the end of a cell that waits for the job: nbclient ignores later updates.
         """
         self._save()
 
     def close(self) -> None:
-        """Leave what is shown as it is and stop following the job."""
+        """Stop updating the display, and leave it as it is."""
         with self._changed:
             self._is_closed = True
             threads = self._thread, self._saver
@@ -120,8 +122,8 @@ class Dashboard:
         link().unregister(self._job_id, self._receive_from_link)
         link().panel.remove(self._job_id, self)
 
-    def snapshot(self) -> dict[str, Any]:
-        """Return the present picture, see ``JobView.snapshot``."""
+    def snapshot(self) -> Snapshot:
+        """Return the current state of the job."""
         with self._changed:
             return self._view.snapshot()
 
@@ -130,17 +132,17 @@ class Dashboard:
         return self._version
 
     def row(self) -> dict[str, Any]:
-        """Return the picture as a row of a list, see ``row.row_of``."""
+        """Return the job as a row of a list; see ``row.row_of``."""
         with self._changed:
             return row_of(self._view)
 
     def text(self) -> str:
-        """Return the picture as one line."""
+        """Return the job as one line."""
         return render_text(self.snapshot())
 
     def bundle(self) -> dict[str, Any]:
         """Return the representations of the job, for any front end, by MIME type."""
-        snapshot, curves = self._picture()
+        snapshot, curves = self._snapshot_and_curves()
         bundle = {
             "text/plain": render_text(snapshot),
             "text/html": render_html(snapshot, curves),
@@ -149,8 +151,8 @@ class Dashboard:
         widget = self._widget
         return bundle | (widget.mime() if widget else {})
 
-    def _picture(self) -> tuple[dict[str, Any], Curves]:
-        """Return what there is now, for whoever takes his time over it."""
+    def _snapshot_and_curves(self) -> tuple[Snapshot, Curves]:
+        """Return the snapshot and a copy of the curves, for use without the lock."""
         with self._changed:
             curves = self._view.series().items()
             return self._view.snapshot(), {name: (x.copy(), y.copy()) for name, (x, y) in curves}
@@ -170,7 +172,7 @@ class Dashboard:
     def _run(self) -> None:
         saved_at = time.monotonic()
         while True:
-            if not self._wait_for_news(saved_at):
+            if not self._wait_for_changes(saved_at):
                 break
             self._guarded(self._flush)
             if self._view.is_terminal:
@@ -181,15 +183,15 @@ class Dashboard:
             time.sleep(FLUSH_EVERY_S)
         self._guarded(self._close_widget)
 
-    def _wait_for_news(self, saved_at: float) -> bool:
-        """Block until there is something to do; return False, once, when there never will be."""
+    def _wait_for_changes(self, saved_at: float) -> bool:
+        """Wait for changes or for the next save; return False if the thread must end."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._is_unsent or self._is_closed, timeout=self._patience_s(saved_at)
             )
-            is_over = self._view.is_terminal and not self._is_unsent
-            if is_over or self._is_closed:
-                self._thread = None  # from here on add_events starts another one
+            has_ended = self._view.is_terminal and not self._is_unsent
+            if has_ended or self._is_closed:
+                self._thread = None  # from now on, add_events starts a new one
             return self._thread is not None
 
     def _patience_s(self, saved_at: float) -> float | None:
@@ -204,7 +206,7 @@ class Dashboard:
         return SAVE_SELDOM_S if is_only_widget else SAVE_EVERY_S
 
     def _guarded(self, action: Callable[[], None]) -> None:
-        """Run ``action``; a view that cannot be reached must not end the dashboard."""
+        """Run ``action`` and count its failure: a broken view must not end the dashboard."""
         try:
             action()
         except Exception:
@@ -219,13 +221,13 @@ class Dashboard:
         self._send_out()
 
     def _send_out(self) -> None:
-        """Send what the feeds have to say, in order, while events are taken all the same."""
+        """Send the queued messages in order, without the lock, so that events are not blocked."""
         with self._sending:
             while self._outbox:
                 self._guarded(self._outbox.popleft())
 
     def _start_saver(self) -> None:
-        """Refresh the saved output, unless that is being done: messages must not wait for it."""
+        """Update the saved output in its own thread, unless one is running."""
         with self._changed:
             if self._is_closed or (self._saver is not None and self._saver.is_alive()):
                 return
@@ -244,7 +246,7 @@ class Dashboard:
                 is_terminal, widget = self._view.is_terminal, self._widget
             bundle = self.bundle()
             if is_terminal:
-                # A finished job outlives its widget in a saved notebook: let the HTML be shown.
+                # The widget ends with the kernel. A saved notebook must show the HTML instead.
                 bundle.pop("application/vnd.jupyter.widget-view+json", None)
             if widget is not None:
                 widget.save(bundle[MIME])
@@ -254,9 +256,11 @@ class Dashboard:
 
     def _open_widget(self) -> browser.WidgetChannel | None:
         try:
-            return browser.WidgetChannel(_saved(*self._picture()), self._receive_from_widget)
+            return browser.WidgetChannel(
+                _saved(*self._snapshot_and_curves()), self._receive_from_widget
+            )
         except (OSError, ImportError):
-            return None  # not built or not installed: the HTML representation is there
+            return None  # not built or not installed: front ends show the HTML instead
 
     def _close_widget(self) -> None:
         with self._changed:
@@ -272,8 +276,8 @@ class Dashboard:
             self._outbox.append(lambda: widget.send(about, buffers))
 
     def _send_to_link(self, content: dict[str, Any], buffers: list[bytes]) -> None:
-        told = self._job_id, self._receive_from_link, content, buffers
-        self._outbox.append(lambda: link().send(*told))
+        message = self._job_id, self._receive_from_link, content, buffers
+        self._outbox.append(lambda: link().send(*message))
 
     def _receive_from_widget(self, content: dict[str, Any]) -> None:
         self._receive(self._widget_feed, content)
@@ -282,21 +286,23 @@ class Dashboard:
         self._receive(self._link_feed, content)
 
     def _receive(self, feed: ViewFeed, content: dict[str, Any]) -> None:
-        """Answer a view; runs on a thread of the kernel's."""
+        """Handle a message of a view, on a thread of the kernel."""
         if content.get("kind") == "hello":
             with self._changed:
                 feed.greet(self._view, str(content.get("view", "")))
         elif content.get("kind") == "detail":
             first, last = float(content.get("first", 0)), float(content.get("last", 0))
             with self._changed:
-                feed.flush(self._view)  # what is new comes first: no point may be missing between
+                feed.flush(
+                    self._view
+                )  # first, so that no point between update and detail is missing
                 feed.detail(self._view, str(content.get("view", "")), first, last)
         elif content.get("kind") == "request":
-            self._obey(feed, content)
+            self._carry_out(feed, content)
         self._send_out()
 
-    def _obey(self, feed: ViewFeed, content: dict[str, Any]) -> None:
-        """Do what a view asks for, and tell it what came of that."""
+    def _carry_out(self, feed: ViewFeed, content: dict[str, Any]) -> None:
+        """Carry out a request of a view, and send it the result."""
         request, args = str(content.get("request", "")), dict(content.get("args") or {})
         try:
             answer, level = self._on_request(request, args), "info"
@@ -304,26 +310,26 @@ class Dashboard:
             answer, level = str(error), "error"
         notice = {"kind": "notice", "request": request, "to": str(content.get("view", ""))}
         with self._changed:
-            feed.say(notice | {"level": level, "text": answer if isinstance(answer, str) else ""})
+            feed.post(notice | {"level": level, "text": answer if isinstance(answer, str) else ""})
 
 
 def _written(numbers: Floats | SmallFloats, digits: str) -> str:
-    """Return numbers as one text: in a list, JupyterLab gives each a line of its own.
+    """Return numbers as one text, since JupyterLab saves a list with one line per number.
 
-    Five significant digits are enough for a chart; steps are whole, and means of them need not be
-    exact.
+    Five significant digits are enough for a chart. Steps are whole numbers; means of steps need not
+    be exact.
     """
     return " ".join(map(digits.format, numbers.tolist()))
 
 
-def _saved(snapshot: dict[str, Any], curves: Curves) -> dict[str, Any]:
-    """The picture with thinned curves: what a notebook keeps of the job."""
+def _saved(snapshot: Snapshot, curves: Curves) -> dict[str, Any]:
+    """Return the snapshot with thinned curves, as a notebook saves it."""
     drawn = (item for item in curves.items() if item[0] != "lr" and not item[0].startswith(UNDONE))
     kept = list(itertools.islice(drawn, MAX_SAVED_CURVES))
     share = MAX_SAVED_POINTS // max(5, len(kept))
     return {
         "version": 1,
-        "snapshot": snapshot | {"events": snapshot["events"][-MAX_SAVED_EVENTS:]},
+        "snapshot": replace(snapshot, events=snapshot.events[-MAX_SAVED_EVENTS:]).to_json(),
         "series": {
             name: {"x": _written(x, "{:.9g}"), "y": _written(y, "{:.5g}")}
             for name, (x, y) in thin_all(dict(kept), share).items()

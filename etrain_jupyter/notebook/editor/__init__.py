@@ -1,6 +1,6 @@
-"""What an editor asks while a cell is being written: what may stand here, and what this means.
+"""Completion and inline help for ``%etrain`` lines and cells.
 
 ``complete`` and ``inspect`` are functions of the text, the cursor and the ``Facts`` of a notebook;
-they change nothing and start nothing. ``hooks`` puts them into IPython's completer and into the
-kernel's answer to Shift-Tab.
+they have no effects. ``hooks`` installs them in IPython's completer and in the kernel's reply to
+Shift-Tab.
 """

@@ -1,4 +1,4 @@
-"""``complete``: what may stand at the cursor, on a line of ``%etrain`` or in a cell."""
+"""Complete the text at the cursor, on an ``%etrain`` line or in a cell."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ _METRIC_OF = (("early_stopping", "metric"), ("checkpoint", "best", "metric"))
 
 
 def complete(text: str, cursor: int, facts: Facts) -> Offers | None:
-    """Return what may stand at the cursor, or None where the text is none of ours.
+    """Return the completions at the cursor; None if the text is not an etrain line or cell.
 
-    Nothing of the user's is run. A text with mistakes gets what can be known in spite of them.
+    Runs no user code. A cell with errors gets the completions that are possible despite them.
 
     Args:
         text: The whole cell.
-        cursor: Offset in it.
-        facts: What is known of the notebook.
+        cursor: Offset in the cell.
+        facts: Facts about the notebook.
     """
     cursor = min(max(cursor, 0), len(text))
     magic = find_magic(text, cursor)
@@ -52,7 +52,7 @@ def complete(text: str, cursor: int, facts: Facts) -> Offers | None:
     start = magic.body_start
     outline = read_outline(text[start:], cursor - start)
     place = outline.place
-    # In front of a word, or within it, nothing that is inserted could be right.
+    # Before or inside an existing word, an insertion would leave the rest of the word behind.
     if place is None or place.rest.strip() or place.is_whole:
         return Offers(cursor)
     if place.is_key:
@@ -61,7 +61,7 @@ def complete(text: str, cursor: int, facts: Facts) -> Offers | None:
 
 
 def _in_cell(offers: Offers, place: CursorContext, body_start: int) -> Offers:
-    """Move offers from the value to its place in the cell."""
+    """Convert offsets in a value to offsets in the cell."""
     if place.lacks_space:
         offers = Offers(offers.start, tuple(Completion(f" {o.text}", o.kind) for o in offers.items))
     return Offers(body_start + place.start + offers.start, offers.items)
@@ -87,7 +87,7 @@ def _free_keys(group: KeyPath, outline: Outline) -> list[str]:
 
 
 def _metric_keys(place: CursorContext, outline: Outline, facts: Facts) -> list[Completion]:
-    """Offer the notebook's functions, each under its own name."""
+    """Return the notebook's functions as metrics, each under its own name."""
     given = outline.given(METRICS)
     found = []
     for offer in names_for((*METRICS, "any"), facts.names):
@@ -101,7 +101,7 @@ def _metric_keys(place: CursorContext, outline: Outline, facts: Facts) -> list[C
 
 
 def _values(place: CursorContext, outline: Outline, facts: Facts) -> Offers:
-    """Return what a value may be; ``start`` is an offset in what is written of it."""
+    """Return the completions of a value; ``start`` is an offset in the value's text."""
     word, path = place.word, place.path
     if place.is_computed:
         return facts.complete_python(word)
@@ -110,19 +110,21 @@ def _values(place: CursorContext, outline: Outline, facts: Facts) -> Offers:
     optimizer = outline.values.get((*OPTIMIZER, "name"), "").strip("'\"") or "AdamW"
     if not is_reference(path) and describe(path, optimizer=optimizer) is None:
         return Offers(0)
+    # After a number only a unit is possible, such as "30 min".
     units = _units(path, word)
     if units is not None:
         return units
-    offers = Offers(0, tuple(_words(place, outline, facts)))
+    offers = Offers(0, tuple(_literals(place, outline, facts)))
     if not is_reference(path):
         return offers
     found = _python(path, word, facts)
+    # Inside an expression (start > 0), literal values of the key are not possible.
     if found.start == 0:
         return Offers(0, (*offers.items, *found.items))
     return found
 
 
-def _words(place: CursorContext, outline: Outline, facts: Facts) -> Iterator[Completion]:
+def _literals(place: CursorContext, outline: Outline, facts: Facts) -> Iterator[Completion]:
     word, path = place.word, place.path
     if path == ("pool",):
         known = [pool for pool in facts.pools() if accepts(path, pool)]
@@ -132,6 +134,7 @@ def _words(place: CursorContext, outline: Outline, facts: Facts) -> Iterator[Com
     else:
         names = NAMED_LR if path == OPTIMIZER else ()
         yield from matching([*words_of(path), *names], word, "value")
+    # An empty value of a group can also start a group in braces.
     if not word and group_at(path) is not None:
         yield from (Completion(f"{{{key}: ", "key") for key in _free_keys(path, outline))
     if not word and path == METRICS:
@@ -140,7 +143,7 @@ def _words(place: CursorContext, outline: Outline, facts: Facts) -> Iterator[Com
 
 
 def _units(path: KeyPath, word: str) -> Offers | None:
-    """Return the units after a number; None if there is none, or if none is due."""
+    """Return the units after a number; None if the text is no number or the key has no units."""
     match = _NUMBER.fullmatch(word)
     if match is None:
         return None
@@ -149,7 +152,7 @@ def _units(path: KeyPath, word: str) -> Offers | None:
     start = match.start(3)
     if not units:
         return None
-    # Between number and unit stands a space, as in the answers of the job.
+    # Write a space between number and unit, as a job's output does.
     lead = "" if space else " "
     start = match.start(3) if space else len(number)
     items = [Completion(f"{lead}{unit}", "unit") for unit in units if unit.startswith(begun)]
@@ -160,10 +163,11 @@ def _units(path: KeyPath, word: str) -> Offers | None:
 
 
 def _python(path: KeyPath, word: str, facts: Facts) -> Offers:
-    """Return what an expression may go on with; a first name must fit the key."""
+    """Return the completions of a Python expression; a simple name must fit the key."""
     if _NAME.fullmatch(word):
         fitting = names_for(path, facts.names)
         return Offers(0, tuple(offer for offer in fitting if offer.text.startswith(word)))
+    # "package.module:attribute" is not Python, so IPython cannot complete it.
     imported = _IMPORTED.fullmatch(word)
     if imported is not None:
         return _of_module(path, *imported.groups(), start=imported.start(2))
@@ -176,7 +180,7 @@ def _python(path: KeyPath, word: str, facts: Facts) -> Offers:
 
 
 def _module(dotted: str, facts: Facts) -> ModuleType | None:
-    """Return the module behind dotted names, without loading one."""
+    """Return the module of a dotted name if it is loaded; imports nothing."""
     first, *rest = dotted.split(".")
     found = facts.names.get(first)
     for name in rest:
@@ -185,7 +189,7 @@ def _module(dotted: str, facts: Facts) -> ModuleType | None:
 
 
 def _of_module(path: KeyPath, name: str, begun: str, *, start: int) -> Offers:
-    """Return the attributes of a module that is loaded, for ``package.module:attribute``."""
+    """Return the attributes of a loaded module, for ``package.module:attribute``."""
     module = sys.modules.get(name)
     if module is None or name == "__main__":
         return Offers(start)

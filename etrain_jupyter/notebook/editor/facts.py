@@ -1,7 +1,7 @@
-"""What is known of this kernel's notebook: its names, the jobs, the pools, and Python's own words.
+"""Facts about this kernel's notebook: names, jobs, pools, and Python's completions.
 
-A completion must never make somebody wait. What comes from a disk is asked for by a thread that may
-take as long as it likes; who waits for it waits ``PATIENCE_S``, and then has what was known before.
+A completion must not block typing. A background thread reads lists from the disk; the caller waits
+``MAX_WAIT_S`` for it and otherwise gets the previous list.
 """
 
 from __future__ import annotations
@@ -22,21 +22,24 @@ from IPython.core.guarded_eval import EvaluationContext, guarded_eval
 from etrain_jupyter.errors import EtrainError
 from etrain_jupyter.notebook.editor.offers import Completion, Offers
 from etrain_jupyter.notebook.job.known_jobs import list_known_jobs
-from etrain_jupyter.pools.local.pool import find_remains
+from etrain_jupyter.pools.local.pool import list_cluster_ids
 from etrain_jupyter.pools.registry import pool_names
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-PATIENCE_S = 0.15
+MAX_WAIT_S = 0.15
+"""Maximum time that a completion waits for a list, in seconds."""
 FRESH_S = 2.0
+"""Time for which a list is reused, in seconds."""
 
 _BUILTINS = frozenset(dir(builtins))
 _UNWANTED = frozenset(keyword.kwlist) - frozenset(
     ("True", "False", "None", "lambda", "not", "and", "or", "if", "else", "for", "in", "is")
 )
-# Each of these would run code of the user's, read the disk, or is no expression.
-_NOT_ASKED = tuple(
+# Each of these matchers would run user code, read the disk, or complete something other than an
+# expression.
+_DISABLED_MATCHERS = tuple(
     f"IPCompleter.{name}_matcher" for name in ("python_func_kw", "magic", "magic_config", "file")
 )
 _UNTYPED = (None, "<unknown>")
@@ -44,12 +47,12 @@ _OPEN_CALL = re.compile(r"([^\W\d][\w.]*)\(([^()]*)$")
 
 
 class CachedList:
-    """A list that is looked up in the background, at most once at a time.
+    """A list that a background thread loads, at most one at a time.
 
     Args:
-        look_up: Returns it; may take long. What it raises counts as an empty list.
-        name: Of the thread.
-        clock: Seconds that never go back.
+        look_up: Loads the list; may be slow. An exception counts as an empty list.
+        name: Name of the thread.
+        clock: Monotonic clock, in seconds.
     """
 
     def __init__(
@@ -63,39 +66,39 @@ class CachedList:
         self._known_at = float("-inf")
         self._thread: threading.Thread | None = None
 
-    def get(self, patience_s: float = PATIENCE_S) -> Sequence[str]:
-        """Return the list, an older one if looking it up takes longer than that."""
-        if self._clock() - self._known_at > FRESH_S and not self._is_busy():
-            # A daemon: a disk that hangs must not keep the kernel from ending.
-            self._thread = threading.Thread(target=self._recall, name=self._name, daemon=True)
+    def get(self, max_wait_s: float = MAX_WAIT_S) -> Sequence[str]:
+        """Return the list, or the previous one if loading takes longer than ``max_wait_s``."""
+        if self._clock() - self._known_at > FRESH_S and not self._is_loading():
+            # A daemon: a disk that hangs must not keep the kernel from exiting.
+            self._thread = threading.Thread(target=self._load, name=self._name, daemon=True)
             self._thread.start()
         if self._thread is not None:
-            self._thread.join(patience_s)
+            self._thread.join(max_wait_s)
         return self._known
 
-    def _is_busy(self) -> bool:
+    def _is_loading(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def _recall(self) -> None:
+    def _load(self) -> None:
         try:
             self._known = self._look_up()
-        except Exception:  # The top of a thread, and nobody is helped by a traceback while typing.
+        except Exception:  # The top of a thread. A traceback while typing would not help.
             self._known = ()
         self._known_at = self._clock()
 
 
 class ShellFacts:
-    """The facts of one shell."""
+    """The facts of one IPython shell."""
 
     def __init__(self, shell: InteractiveShell) -> None:
         self._shell = shell
         self._jobs = CachedList(list_known_jobs, "etrain-known-jobs")
-        self._clusters = CachedList(find_remains, "etrain-known-clusters")
+        self._clusters = CachedList(list_cluster_ids, "etrain-known-clusters")
 
     @property
     def names(self) -> Mapping[str, Any]:
         """The notebook's names."""
-        # What IPython itself has put there, such as its own ``open``, is nobody's model.
+        # Hide what IPython itself put there, such as its own ``open``, unless the user replaced it.
         hidden = self._shell.user_ns_hidden
         names: dict[str, Any] = self._shell.user_ns
         return {
@@ -103,25 +106,25 @@ class ShellFacts:
         }
 
     def jobs(self) -> Sequence[str]:
-        """Names and ids of jobs, the newest first."""
+        """Names and ids of jobs, newest first."""
         return self._jobs.get()
 
     def pools(self) -> Sequence[str]:
-        """The names of pools; only the one that needs no file if that cannot be read."""
+        """Names of pools; only ``local``, which needs no file, if ``pools.yaml`` is invalid."""
         try:
             return pool_names()
         except EtrainError:
             return ["local"]
 
     def clusters(self) -> Sequence[str]:
-        """The ids of living clusters."""
+        """Ids of the user's clusters on this machine."""
         return self._clusters.get()
 
     def complete_python(self, code: str) -> Offers:
-        """Return what IPython's completer says of an expression, and keywords of an open call.
+        """Complete an expression with IPython's completer, plus keywords of an open call.
 
-        The completer is one of our own: the shell's has Jedi, which is slow at first, and looks for
-        keywords by evaluating the function without a guard.
+        Uses a completer of its own. The shell's completer uses Jedi, whose first call is slow, and
+        finds keywords by evaluating the function expression without a guard.
         """
         completer = IPCompleter(  # type: ignore[no-untyped-call]
             shell=self._shell,
@@ -130,12 +133,12 @@ class ShellFacts:
             parent=self._shell.Completer,
             use_jedi=False,
         )
-        completer.disable_matchers = [*completer.disable_matchers, *_NOT_ASKED]
+        completer.disable_matchers = [*completer.disable_matchers, *_DISABLED_MATCHERS]
         with provisionalcompleter(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             found = list(rectify_completions(code, completer.completions(code, len(code))))
         start = found[0].start if found else len(code)
-        # An attribute comes as .name or as owner.name, by the version of IPython.
+        # Depending on its version, IPython returns an attribute as .name or as owner.name.
         owner = code[start : code.rfind(".") + 1]
         items = [
             Completion(c.text.removeprefix(owner), "name" if c.type in _UNTYPED else str(c.type))
@@ -150,7 +153,7 @@ class ShellFacts:
         return Offers(start + len(owner), tuple(items))
 
     def _keywords(self, code: str) -> Offers:
-        """Return ``hidden=`` within ``Net(``; the function is looked at, not called."""
+        """Return keywords such as ``hidden=`` inside ``Net(``, from the function's signature."""
         match = _OPEN_CALL.search(code)
         begun = re.search(r"(?:^|[(,])\s*([^\W\d]\w*)?$", code)
         if match is None or begun is None:
@@ -161,7 +164,7 @@ class ShellFacts:
         )
         try:
             parameters = inspect.signature(guarded_eval(match[1], context)).parameters
-        except Exception:  # Whatever the guard, the name or the signature has against it.
+        except Exception:  # a forbidden expression, an unknown name, or no signature
             return Offers(len(code))
         given = set(re.findall(r"([^\W\d]\w*)\s*=", match[2]))
         free = [

@@ -1,4 +1,4 @@
-"""What ``?`` and ``--help`` print, and the texts that hints are made of."""
+"""Text of ``?`` and ``--help``, which hints use too."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ CELL_PROG = f"%%etrain {CELL_COMMAND}"
 
 
 def help_on_magic() -> str:
-    """Return what ``%etrain?`` and ``%%etrain?`` show."""
+    """Return the text of ``%etrain?`` and ``%%etrain?``."""
     return (
         f"{overview('%etrain')}\n\n"
-        "The name of a job is its name, its id or the start of its id.\n\n"
+        "Refer to a job by its name, its id, or the start of its id.\n\n"
         f"An example of a cell:\n\n{_indented(example_cell())}\n\n"
-        f"{CELL_PROG} --help lists its flags and every key of its body."
+        f"{CELL_PROG} --help lists the flags and all keys of the body."
     )
 
 
 def help_on_cell() -> str:
-    """Return what ``%%etrain distributed --help`` prints."""
+    """Return the text of ``%%etrain distributed --help``."""
     return (
         f"{distributed_parser().format_help().rstrip()}\n\n"
         f"keys of the body, in YAML:\n{keys_in_words()}\n\n"
@@ -31,12 +31,12 @@ def help_on_cell() -> str:
 
 
 def example_cell() -> str:
-    """Return a cell with the usual keys."""
+    """Return an example cell with common keys."""
     return f"{CELL_PROG} --name digits -o job\n{example_body()}".rstrip()
 
 
 def find_parser(words: list[str], *, is_cell: bool) -> Parser | None:
-    """Return the parser of a line that begins with these words, or None if it is no sub-command."""
+    """Return the parser for a line that starts with these words; None without a sub-command."""
     if not words:
         return None
     if words[0] == CELL_COMMAND:
@@ -46,8 +46,8 @@ def find_parser(words: list[str], *, is_cell: bool) -> Parser | None:
     return next((c.parser("%etrain") for c in SUBCOMMANDS if c.name == words[0]), None)
 
 
-def spelt(argument: argparse.Action) -> str:
-    """Return how an argument is written: ``-n N, --number N``, or ``job``."""
+def usage_of(argument: argparse.Action) -> str:
+    """Return the usage of an argument: ``-n N, --number N``, or ``job``."""
     value = _value_of(argument)
     if not argument.option_strings:
         return value

@@ -1,4 +1,4 @@
-"""``inspect``: what the word at the cursor means, on a line of ``%etrain`` or in a cell."""
+"""Explain the word at the cursor, on an ``%etrain`` line or in a cell."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from etrain_jupyter.notebook.editor.help_texts import (
     find_parser,
     help_on_cell,
     help_on_magic,
-    spelt,
+    usage_of,
 )
 from etrain_jupyter.notebook.editor.lines import Magic, find_flag, find_magic, find_place
 from etrain_jupyter.notebook.editor.outline import read_outline
@@ -26,7 +26,7 @@ from etrain_jupyter.notebook.editor.place import CursorContext, Outline
 
 @dataclass(frozen=True, kw_only=True)
 class Expression:
-    """A Python expression under the cursor, of which IPython itself says what it is."""
+    """A Python expression at the cursor, which IPython itself explains."""
 
     code: str
     cursor: int
@@ -34,24 +34,24 @@ class Expression:
 
 @dataclass(frozen=True, kw_only=True)
 class Hint:
-    """What is to be said of the word at the cursor."""
+    """Explanation of the word at the cursor, as plain text and as Markdown."""
 
     plain: str
     markdown: str
     expression: Expression | None = None
-    """What IPython should be asked first."""
+    """Expression that IPython should explain instead, if it can."""
 
 
 def inspect(text: str, cursor: int, names: Mapping[str, Any]) -> Hint | None:
-    """Return what the word at the cursor means.
+    """Return an explanation of the word at the cursor.
 
     Args:
         text: The whole cell. Front ends cut it at the cursor while they show completions.
-        cursor: Offset in it; one beyond its end counts as the end.
-        names: The notebook's, to tell its names from words of ours.
+        cursor: Offset in the cell; an offset after its end counts as the end.
+        names: The notebook's names, which take precedence over optimizer names.
 
     Returns:
-        None where the text is none of ours, or nothing is known.
+        The hint; None if the text is not an etrain line or cell, or has no explanation.
     """
     cursor = min(max(cursor, 0), len(text))
     magic = find_magic(text, cursor)
@@ -69,7 +69,7 @@ def inspect(text: str, cursor: int, names: Mapping[str, Any]) -> Hint | None:
 
 
 def _on_magic(text: str, cursor: int) -> Hint | None:
-    """The cursor on the name of the magic itself."""
+    """Explain the name of the magic itself."""
     line = text[text.rfind("\n", 0, cursor) + 1 :].lstrip()
     word = line.split()[0] if line.split() else ""
     return _preformatted(help_on_magic()) if word in ("%etrain", "%%etrain") else None
@@ -88,6 +88,7 @@ def _on_line(magic: Magic, cursor: int) -> Hint | None:
     parser = find_parser(words, is_cell=magic.is_cell)
     if parser is None:
         return None
+    # The word at the cursor is a flag, or the value of the flag before it.
     for word in reversed(words[1:][-2:]):
         flag = find_flag(parser, word)
         if flag is not None and (word == words[-1] or flag.nargs != 0):
@@ -101,7 +102,7 @@ def _on_line(magic: Magic, cursor: int) -> Hint | None:
 
 def _on_flag(prog: str, argument: argparse.Action) -> Hint:
     meaning = argument.help or ""
-    flag = spelt(argument)
+    flag = usage_of(argument)
     return Hint(plain=f"{prog} {flag}\n\n{meaning}", markdown=f"`{prog} {flag}`\n\n{meaning}")
 
 
@@ -122,7 +123,7 @@ def _on_key(place: CursorContext, outline: Outline) -> Hint | None:
 
 
 def _on_unknown(path: KeyPath) -> Hint | None:
-    """Of a key that is none: where other systems' keys are, or which may have been meant."""
+    """Explain an unknown key: the equivalent of another system's key, or the nearest key."""
     hint = KNOWN_ELSEWHERE.get(".".join((*path[:-1], path[-1].replace("-", "_").lower())), "")
     group = group_at(path[:-1])
     hint = hint or (did_you_mean(path[-1], keys_of(group)) if group is not None else "")
@@ -133,7 +134,7 @@ def _on_unknown(path: KeyPath) -> Hint | None:
 
 
 def _on_group(path: KeyPath) -> Hint | None:
-    """Of an empty place: what may stand there."""
+    """Explain an empty position: the keys that are possible there."""
     group = group_at(path)
     if group is None:
         return _of(describe(path))
@@ -155,6 +156,7 @@ def _on_value(place: CursorContext, outline: Outline, names: Mapping[str, Any]) 
     is_python = place.is_computed or is_reference(place.path)
     if not is_python or not whole or place.is_whole:
         return own
+    # The value is a Python expression: IPython explains the object, the key is the fallback.
     expression = Expression(code=f"{place.word}{place.rest}", cursor=len(place.word))
     if own is None:
         return Hint(plain="", markdown="", expression=expression)

@@ -1,9 +1,8 @@
-"""Puts completion and hints into an IPython shell, and takes them out again.
+"""Install completion and hints in an IPython shell, and remove them.
 
-IPython asks matchers in every front end, a terminal too. Hints are an answer of the kernel: to
-Shift-Tab, to the contextual help, and to a list of completions that shows what each entry means.
-Whatever goes wrong here leaves the word to IPython: an editor that raises is worse than one that
-knows nothing.
+IPython calls matchers for every front end, including a terminal. Hints are replies of the kernel:
+to Shift-Tab, to the contextual help, and to a list of completions that shows a description of each
+entry. On any error, IPython answers alone: no help is better than an exception while typing.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ if TYPE_CHECKING:
     from etrain_jupyter.notebook.editor.hints import Hint
 
 PRIORITY = 1_000
-"""Before all matchers of IPython: in a cell of ours those are not even asked."""
+"""Higher than all matchers of IPython, which are then not called in an etrain cell."""
 
 _log = logging.getLogger(__name__)
 
 
 class _OnlyOurs(list[SimpleCompletion]):
-    """Completions that silence those of others, also where there are none.
+    """Completions that suppress those of other matchers, even if the list is empty.
 
-    IPython lets a matcher suppress the others only if it offers something. Where a cell of ours has
-    nothing to offer, file names and Python's keywords would be noise.
+    IPython lets a matcher suppress the others only if it returns completions. In an etrain cell,
+    file names and Python keywords would be wrong even if there is no completion.
     """
 
     def __len__(self) -> int:
@@ -42,7 +41,7 @@ class _OnlyOurs(list[SimpleCompletion]):
 
 
 class _Hooks:
-    """What was put into one shell."""
+    """The matcher and the inspector that are installed in one shell."""
 
     def __init__(self, shell: InteractiveShell) -> None:
         facts = ShellFacts(shell)
@@ -56,7 +55,7 @@ class _Hooks:
             self._kernel.do_inspect = self._inspector
 
     def remove(self) -> None:
-        """Take it out; if somebody has wrapped the kernel's answer since, ours only passes on."""
+        """Remove both. If another extension has wrapped the inspector, it forwards all calls."""
         if self._matcher in self._matchers:
             self._matchers.remove(self._matcher)
         if self._inspector is not None:
@@ -69,13 +68,13 @@ _installed: WeakKeyDictionary[InteractiveShell, _Hooks] = WeakKeyDictionary()
 
 
 def install(shell: InteractiveShell) -> None:
-    """Complete and explain in this shell; to do so twice is to do so once."""
+    """Install completion and hints in this shell; idempotent."""
     remove(shell)
     _installed[shell] = _Hooks(shell)
 
 
 def remove(shell: InteractiveShell) -> None:
-    """Leave the shell as it was."""
+    """Restore the shell's own completion and hints."""
     hooks = _installed.pop(shell, None)
     if hooks is not None:
         hooks.remove()
@@ -83,14 +82,14 @@ def remove(shell: InteractiveShell) -> None:
 
 def _matcher(facts: Facts) -> Callable[[CompletionContext], SimpleMatcherResult]:
     def match(context: CompletionContext) -> SimpleMatcherResult:
-        # Whoever loads the extension waits for what it imports; whoever presses Tab comes later.
+        # Import on the first completion: loading the extension should be fast.
         from etrain_jupyter.notebook.editor.completion import complete
 
         lines = context.full_text.split("\n")[: context.cursor_line]
         cursor = sum(len(line) + 1 for line in lines) + context.cursor_position
         try:
             offers = complete(context.full_text, cursor, facts)
-        except Exception:  # The top of what a front end asks.
+        except Exception:  # The top of a request from a front end.
             _log.debug("completion failed", exc_info=True)
             offers = Offers(cursor)
         if offers is None:
@@ -108,7 +107,7 @@ def _matcher(facts: Facts) -> Callable[[CompletionContext], SimpleMatcherResult]
 
 
 class _Inspector:
-    """Answers in the kernel's place where a text is ours, and passes everything else on."""
+    """Answer inspect requests for etrain text; forward all others to the kernel."""
 
     def __init__(self, facts: Facts, original: Callable[..., Any]) -> None:
         self.is_on = True
@@ -118,12 +117,13 @@ class _Inspector:
         hint = self._hint(code, cursor_pos) if self.is_on else None
         if hint is None:
             return self._original(code, cursor_pos, *args, **kwargs)
-        asked = hint.expression
-        if asked is not None:
-            answer = self._original(asked.code, asked.cursor, *args, **kwargs)
-            # A kernel that answers later cannot be asked first.
-            if not isinstance(answer, dict) or answer.get("found"):
-                return answer
+        expression = hint.expression
+        if expression is not None:
+            reply = self._original(expression.code, expression.cursor, *args, **kwargs)
+            # Prefer the kernel's own reply. An awaitable is returned as it is: whether the kernel
+            # finds anything is known only after this call has returned.
+            if not isinstance(reply, dict) or reply.get("found"):
+                return reply
         return _reply(hint)
 
     def _hint(self, code: str, cursor: int) -> Hint | None:
@@ -131,8 +131,8 @@ class _Inspector:
 
         try:
             return inspect(code, cursor, self._facts.names)
-        except Exception:  # The top of what a front end asks.
-            _log.debug("a hint failed", exc_info=True)
+        except Exception:  # The top of a request from a front end.
+            _log.debug("inspection failed", exc_info=True)
             return None
 
 

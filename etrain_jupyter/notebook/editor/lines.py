@@ -1,4 +1,4 @@
-"""The line of the magic: which words may follow, and which word is under the cursor."""
+"""Complete sub-commands, flags and arguments on an ``%etrain`` line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from etrain_jupyter.notebook.editor.help_texts import find_parser
 from etrain_jupyter.notebook.editor.offers import Completion, Facts, Offers, matching
 
 MAX_JOBS = 200
-"""More names than anybody reads; IPython itself cuts a list at 500."""
+"""Maximum number of jobs to offer. IPython itself limits a list to 500."""
 
 _CELL = re.compile(r"\s*%%etrain(?![\w?])")
 _LINE = re.compile(r"[ \t]*+(?:[\w.,*()\[\] \t]++=[ \t]*+)?%etrain(?![\w?])")
@@ -21,23 +21,24 @@ _LINE = re.compile(r"[ \t]*+(?:[\w.,*()\[\] \t]++=[ \t]*+)?%etrain(?![\w?])")
 
 @dataclass(frozen=True, kw_only=True)
 class Magic:
-    """A line of ours with the cursor in it, or a cell of ours."""
+    """An ``%etrain`` line or an ``%%etrain`` cell that contains the cursor."""
 
     is_cell: bool
     start: int
-    """Offset of what follows ``%etrain`` on the line."""
+    """Offset of the text after ``%etrain`` on the line."""
     line: str
-    """What follows it."""
+    """The text after ``%etrain``."""
     body_start: int
-    """Offset of the body; that of the cell's end for a line."""
+    """Offset of the body; for a line, an offset after the end of the cell."""
 
     def is_in_body(self, cursor: int) -> bool:
-        """Tell whether the cursor is below the line."""
+        """Return True if the cursor is in the body of a cell."""
         return self.is_cell and cursor >= self.body_start
 
 
 def find_magic(text: str, cursor: int) -> Magic | None:
-    """Return the magic of ours that the cursor is in, behind its name; None if there is none."""
+    """Return the ``etrain`` magic around the cursor; None if the cursor is not after its name."""
+    # A cell magic must start the cell. A line magic may be on any line, also in an assignment.
     match = _CELL.match(text)
     is_cell = match is not None
     if match is None:
@@ -56,23 +57,23 @@ def find_magic(text: str, cursor: int) -> Magic | None:
 
 @dataclass(frozen=True, kw_only=True)
 class LinePlace:
-    """Where the cursor is on the line of a magic."""
+    """The word at the cursor on the line of a magic, and the words before it."""
 
     words: tuple[str, ...]
-    """The words before that at the cursor."""
+    """The words before the one at the cursor."""
     word: str
-    """The word at the cursor, all of it."""
+    """The whole word at the cursor."""
     begun: str
-    """What stands of it before the cursor."""
+    """Its part before the cursor."""
 
     @property
     def is_at_end(self) -> bool:
-        """Whether the cursor is at the end of its word."""
+        """True if the cursor is at the end of its word."""
         return self.word == self.begun
 
 
 def find_place(line: str, column: int) -> LinePlace | None:
-    """Return where on a line the cursor is; None in the comment at its end."""
+    """Find the word at a column; None in a comment."""
     words: list[str] = []
     for match in re.finditer(r"\S+", line):
         if match.start() > column:
@@ -87,8 +88,9 @@ def find_place(line: str, column: int) -> LinePlace | None:
 
 
 def complete_line(magic: Magic, cursor: int, facts: Facts) -> Offers:
-    """Return what may stand at the cursor on the line of a magic."""
+    """Return the completions at the cursor on the line of a magic."""
     place = find_place(magic.line, cursor - magic.start)
+    # Inside a word, an insertion would leave the rest of the word behind.
     if place is None or not place.is_at_end:
         return Offers(cursor)
     start = cursor - len(place.begun)
@@ -102,8 +104,20 @@ def complete_line(magic: Magic, cursor: int, facts: Facts) -> Offers:
 
 
 def _complete_argument(parser: Parser, place: LinePlace, start: int, facts: Facts) -> Offers:
+    """Return the completions after a sub-command.
+
+    ==========================  =======================================
+    text before the cursor      completions
+    ==========================  =======================================
+    ``--pool lo``               values of the flag before
+    ``--pool=lo``               values of this flag, after the ``=``
+    ``-``                       flags that were not given yet
+    anything else               values of the next positional argument, then flags
+    ==========================  =======================================
+    """
     given = place.words[1:]
     flag, equals, value = place.begun.partition("=")
+    # A flag with nargs == 0 is a switch: the word after it is not its value.
     awaited = find_flag(parser, given[-1]) if given and "=" not in given[-1] else None
     if awaited is not None and awaited.nargs != 0:
         return Offers(start, tuple(_values(awaited, place.begun, facts)))
@@ -122,13 +136,13 @@ def _complete_argument(parser: Parser, place: LinePlace, start: int, facts: Fact
 
 
 def find_flag(parser: Parser, word: str) -> argparse.Action | None:
-    """Return the argument that a flag stands for: ``-n``, ``--number`` or ``--number=3``."""
+    """Return the argument of a flag such as ``-n``, ``--number`` or ``--number=3``."""
     flag = word.partition("=")[0]
     return next((a for a in parser.arguments if flag in a.option_strings), None)
 
 
 def _free_flags(parser: Parser, given: Sequence[str]) -> list[str]:
-    """Return the flags that were not given, each by its longest name, and help at last."""
+    """Return the longest names of the flags that were not given, with ``--help`` last."""
     used = {id(find_flag(parser, word)) for word in given if word.startswith("-")}
     flags = [a for a in parser.arguments if a.option_strings and id(a) not in used]
     names = [max(a.option_strings, key=len) for a in flags]
@@ -136,7 +150,7 @@ def _free_flags(parser: Parser, given: Sequence[str]) -> list[str]:
 
 
 def _positional(parser: Parser, given: Sequence[str]) -> list[argparse.Action]:
-    """Return the arguments without a flag that are still to come."""
+    """Return the positional arguments that were not given yet."""
     rest = [argument for argument in parser.arguments if not argument.option_strings]
     is_value = False
     for word in given:
@@ -148,7 +162,7 @@ def _positional(parser: Parser, given: Sequence[str]) -> list[argparse.Action]:
 
 
 def _values(argument: argparse.Action, begun: str, facts: Facts) -> list[Completion]:
-    """Return what an argument takes."""
+    """Return the values of an argument that start with ``begun``."""
     name = "job" if argument.metavar == "JOB" else argument.dest
     if name == "job":
         return matching(facts.jobs(), begun, "job")[:MAX_JOBS]
@@ -162,7 +176,7 @@ def _values(argument: argparse.Action, begun: str, facts: Facts) -> list[Complet
 
 
 def _variables(facts: Facts) -> list[str]:
-    """Return the names that a job may be bound to: those that hold one already, or ``job``."""
+    """Return variable names for a job: variables that already hold a job, and ``job``."""
     held = [
         name
         for name, value in facts.names.items()

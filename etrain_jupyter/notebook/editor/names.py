@@ -1,8 +1,8 @@
-"""Which of the notebook's names may serve as a key's value.
+"""Select the notebook's names that fit a key, without running user code.
 
-The checks before submit (``config.references``) look closer, but may run code of the user's, as
-``len`` of a data set does. This runs none: it looks at types, and at what functions take. It never
-asks ``isinstance``, which asks the object for its class: a proxy would begin to load.
+The checks at submit (``config.references``) are stricter, but may run user code: ``len`` of a data
+set does. This module inspects types and signatures only. It does not use ``isinstance``, which
+reads ``__class__`` of the object: a lazy proxy would start to load.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ _DATA = (("data", "train"), ("data", "eval"))
 _ROUTINES = (FunctionType, BuiltinFunctionType, MethodType)
 _SCALARS = (str, bytes, int, float, complex)
 _NUM_ARGUMENTS = {"loss": 2, "metrics": 2, "step": 2, "weight": 1, "optimizer": 1, "data": 1}
-"""With how many arguments a key's function is called; ``data`` stands for ``data.collate``."""
+"""Number of arguments with which a key's function is called; ``data`` means ``data.collate``."""
 
 
 def names_for(path: KeyPath, names: Mapping[str, Any]) -> list[Completion]:
-    """Return the notebook's names that fit a key, the likeliest first.
+    """Return the notebook's names that fit a key, most likely first.
 
-    What must be called with arguments ends in ``(``, a module in ``.``.
+    A name that must be called with arguments ends with ``(``, a module with ``.``.
     """
     ranked = []
     for name in visible_names(names):
         offer = _offer(path, name, names[name])
         if offer is not None:
             ranked.append((_rank(path, names[name]), offer))
-    # What was defined last is most likely what the next cell is about; a sort keeps that order.
+    # Within a rank, the name that was defined last comes first: the next cell likely uses it.
     return [offer for _, offer in sorted(reversed(ranked), key=lambda pair: pair[0])]
 
 
 def is_module(value: Any) -> bool:
-    """Tell whether an object is a module."""
+    """Return True if an object is a module."""
     return issubclass(type(value), ModuleType)
 
 
 def fits(path: KeyPath, value: Any) -> bool:
-    """Tell whether an object may serve as a key's value, by its type and what it can be given."""
+    """Return True if an object can be a key's value, judged by its type and signature."""
     kind = type(value)
     if value is None or issubclass(kind, (*_SCALARS, ModuleType)):
         return False
@@ -61,6 +61,7 @@ def _is_data(value: Any) -> bool:
     if issubclass(kind, type):
         return _looks_like_data(value)
     if issubclass(kind, list | tuple | dict):
+        # len() of a built-in container runs no user code; a subclass may define its own.
         return len(value) > 0 if kind.__module__ == "builtins" else True
     return issubclass(kind, _ROUTINES) or _looks_like_data(kind)
 
@@ -82,7 +83,7 @@ def _offer(path: KeyPath, name: str, value: Any) -> Completion | None:
 
 
 def kind_of(value: Any) -> str:
-    """Return what Python calls such an object, in the words of completions."""
+    """Return the kind of an object for IPython's completions."""
     if is_module(value):
         return "module"
     if issubclass(type(value), type):
@@ -91,33 +92,34 @@ def kind_of(value: Any) -> str:
 
 
 def _must_be_called(path: KeyPath, value: Any) -> bool:
-    """Tell whether the name alone would be refused, for want of arguments."""
+    """Return True if the name alone would be rejected, because the object needs arguments."""
     is_built = path == ("model",) or path in _DATA
     kind = type(value)
     if not (issubclass(kind, type) or (is_built and issubclass(kind, FunctionType))):
         return False
+    # A class for these keys is called by the trainer, which passes the arguments.
     if path in (("optimizer",), ("data", "collate")):
         return False
     return not _takes(value, 0)
 
 
 def _takes(function: Any, count: int) -> bool:
-    """Tell whether a function can be called with so many arguments; true where that is unknown."""
+    """Return True if a function accepts ``count`` positional arguments, or if that is unknown."""
     kind = type(function)
     is_plain = issubclass(kind, (type, *_ROUTINES))
     try:
-        # Of an object with __call__, the class is asked.
-        asked = inspect.signature(function if is_plain else kind.__call__)
-        asked.bind(*[None] * (count if is_plain else count + 1))
+        # For an object with __call__, read the class: attributes of the object may run user code.
+        signature = inspect.signature(function if is_plain else kind.__call__)
+        signature.bind(*[None] * (count if is_plain else count + 1))
     except TypeError:
         return False
-    except Exception:  # A signature may be any object of the user's.
+    except Exception:  # __signature__ may be any object of the user.
         return True
     return True
 
 
 def _rank(path: KeyPath, value: Any) -> int:
-    """Return 0 for what is meant most probably, 1 for what is possible, 2 for modules."""
+    """Return 0 for a likely value, 1 for a possible value, 2 for a module."""
     if is_module(value):
         return 2
     kind = value if issubclass(type(value), type) else type(value)
@@ -132,12 +134,12 @@ def _rank(path: KeyPath, value: Any) -> int:
 def fitting_attributes(
     path: KeyPath, owner: ModuleType, offers: Sequence[Completion]
 ) -> list[Completion]:
-    """Return those attributes of a module that fit a key, or that lead on to more."""
+    """Return the attributes of a module that fit a key, and its submodules."""
     known = vars(owner)
     found = []
     for offer in offers:
         value = known.get(offer.text.rpartition(".")[2], offer)
-        if value is offer:  # Not loaded yet; looking at it would import it.
+        if value is offer:  # Not in the module's dict: reading a lazy attribute would import it.
             found.append(offer)
         elif is_module(value) or fits(path, value):
             end = "(" if _must_be_called(path, value) else ""

@@ -1,4 +1,4 @@
-"""What is offered at the cursor, and what a notebook is asked for it."""
+"""Completions at the cursor, and the interface to the notebook that they are computed from."""
 
 from __future__ import annotations
 
@@ -12,46 +12,46 @@ class Completion:
     """One completion."""
 
     text: str
-    """What replaces the text from ``Offers.start`` to the cursor."""
+    """Replacement for the text from ``Offers.start`` to the cursor."""
     kind: str
-    """``command``, ``flag``, ``key``, ``value``, ``unit``, ``job``, ``pool``, ``cluster``, or what
-    Python calls a name."""
+    """``command``, ``flag``, ``key``, ``value``, ``unit``, ``job``, ``pool``, ``cluster``, or a
+    kind of Python name such as ``function``."""
 
 
 @dataclass(frozen=True)
 class Offers:
-    """The completions at a place, the likeliest first."""
+    """Completions at the cursor, most likely first."""
 
     start: int
-    """Offset in the cell."""
+    """Offset in the cell at which the replaced text starts."""
     items: tuple[Completion, ...] = ()
 
 
 class Facts(Protocol):
-    """What can be known of a notebook without running anything in it."""
+    """Facts about a notebook that are available without running any of its code."""
 
     @property
     def names(self) -> Mapping[str, Any]:
         """The notebook's names."""
 
     def jobs(self) -> Sequence[str]:
-        """Names and ids of jobs, the newest first; what is not known at once is left out."""
+        """Names and ids of jobs, newest first; incomplete if listing them takes too long."""
 
     def pools(self) -> Sequence[str]:
-        """The names of pools."""
+        """Names of pools."""
 
     def clusters(self) -> Sequence[str]:
-        """The ids of living clusters."""
+        """Ids of the user's clusters on this machine."""
 
     def complete_python(self, code: str) -> Offers:
-        """Return what Python offers at the end of an expression; ``start`` is an offset in it."""
+        """Complete an expression at its end; ``start`` is an offset in the expression."""
 
 
-def matching(words: Iterable[str], begun: str, kind: str) -> list[Completion]:
-    """Return those of ``words`` that go on with what is begun, in any case.
+def matching(candidates: Iterable[str], prefix: str, kind: str) -> list[Completion]:
+    """Return the candidates that start with a prefix, ignoring case.
 
     >>> matching(["AdamW", "SGD"], "ad", "value")
-    [Offer(text='AdamW', kind='value')]
+    [Completion(text='AdamW', kind='value')]
     """
-    begun = begun.casefold()
-    return [Completion(word, kind) for word in words if word.casefold().startswith(begun)]
+    prefix = prefix.casefold()
+    return [Completion(text, kind) for text in candidates if text.casefold().startswith(prefix)]

@@ -1,9 +1,9 @@
-"""Where the cursor stands in a body that is still being written.
+"""Error-tolerant outline of a cell body, with the key or value at the cursor.
 
-The parser of ``config`` refuses what is not whole; a body under somebody's hands hardly ever is.
-So this reads it line by line, never raises, and is content with keys, values and where they begin:
-in blocks by indentation, in ``{}`` and ``[]`` by brackets. A bracket or a quote that is still open
-ends where a line begins that looks like the next key.
+The parser in ``config`` rejects an incomplete body, and a body that is being edited is usually
+incomplete. This reader goes line by line, never raises, and extracts only keys, values and their
+positions: in blocks by indentation, in ``{}`` and ``[]`` by brackets. An open bracket or quote ends
+at a line that looks like the next key.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _QUOTED = r"\"(?:[^\"\\\n]|\\.)*\"|'(?:[^'\n]|'')*'"
 _KEY_LINE = re.compile(rf"((?:{_QUOTED})[ \t]*+|[^\s\"'#\[\]{{}},&*!|>%@`-][^#\n]*?):(?=\s|$)")
 _BLOCK_TEXT = re.compile(r"[|>][-+0-9]*[ \t]*(#.*)?$")
 _TAGGED = re.compile(r"!py[ \t]+")
-_DEEPEST = 50
-"""Brackets in brackets that are followed; no body needs more than three."""
+_MAX_DEPTH = 50
+"""Maximum nesting of brackets. A real body needs three; the limit prevents deep recursion."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,12 @@ class _Block:
 
 
 def read_outline(body: str, cursor: int, opens: Callable[[KeyPath], bool] = opens_group) -> Outline:
-    """Read a body, whatever state it is in.
+    """Read a body, which may be incomplete or invalid.
 
     Args:
         body: The cell without its first line.
-        cursor: Offset in it.
-        opens: Whether keys may stand below a path.
+        cursor: Offset in the body.
+        opens: Returns True if a path may have keys below it.
     """
     reader = _Reader(body, cursor, opens)
     reader.read()
@@ -43,23 +43,24 @@ def read_outline(body: str, cursor: int, opens: Callable[[KeyPath], bool] = open
 
 
 class _Reader:
-    """Goes once through a body; ``_see_...`` notes what the cursor touches on the way."""
+    """Single-pass reader of a body; the ``_see_...`` methods check each part for the cursor."""
 
     def __init__(self, text: str, cursor: int, opens: Callable[[KeyPath], bool]) -> None:
         self._text, self._at, self._opens = text, cursor, opens
         self._blocks: list[_Block] = []
         self._last: KeyPath = ()
-        """The key that was read last on block level."""
+        """The last key at block level."""
         self._last_is_open = True
-        """Whether its value may still follow on the next lines."""
+        """True if its value may follow on the next lines."""
         self._depth = 0
-        """How many brackets are open."""
+        """Number of open brackets."""
         self._base = 0
-        """Column of the key before a brace: a line that begins there ends it."""
+        """Column of the key before a bracket. A key in this column or left of it ends the bracket,
+        even if it was not closed."""
         self.outline = Outline()
 
     def read(self) -> None:
-        """Read it all."""
+        """Read the whole body."""
         pos = 0
         while pos <= len(self._text):
             pos = self._read_line(pos)
@@ -72,6 +73,7 @@ class _Reader:
         text = line.lstrip(" \t")
         indent = len(line) - len(text)
         begin = pos + indent
+        # An empty line or a comment: the cursor may be in the indentation of the next key.
         if not text or text.startswith("#"):
             if pos <= self._at <= (end if not text else begin):
                 self._see_gap(self._at - pos)
@@ -82,7 +84,7 @@ class _Reader:
         if match is None and text[0] in "{[":
             self._base = self._blocks[-1].indent if self._blocks else -1
             pos = self._after_flow(self._read_flow(begin, self._last))
-            # After a body that is one group in braces, nothing can follow.
+            # A body that is one group in braces ends with it: skip the rest.
             return pos if self._last else len(self._text) + 1
         group = self._enter(indent)
         if match is None or group is None:
@@ -104,6 +106,7 @@ class _Reader:
             if match.end() <= self._at <= stop:
                 self._see_value(path, self._at, stop, lacks_space=self._at == match.end())
             return end + 1
+        # The value is on this line, so lines below it are not its keys.
         self._last_is_open = False
         self._see_space(path, match.end(), value)
         if rest[0] in "{[":
@@ -116,7 +119,10 @@ class _Reader:
         return end + 1
 
     def _enter(self, column: int) -> KeyPath | None:
-        """Return the group whose keys begin in a column, and leave those that are deeper in."""
+        """Return the group with keys in this column, and close the groups that are indented more.
+
+        Returns None if no key is valid in this column.
+        """
         while self._blocks and self._blocks[-1].indent > column:
             self._blocks.pop()
         group = self._group_in(column)
@@ -125,6 +131,8 @@ class _Reader:
         return group
 
     def _group_in(self, column: int) -> KeyPath | None:
+        # A key can start in a column in two cases: an open block has its keys there, or it is the
+        # first key of a new block under the last key, whose value is still empty.
         blocks = [block for block in self._blocks if block.indent <= column]
         if not blocks:
             return () if not self._blocks else None
@@ -134,7 +142,7 @@ class _Reader:
         return self._last if is_child and self._opens(self._last) else None
 
     def _skip_text(self, pos: int, indent: int, path: KeyPath) -> int:
-        """Pass over the lines of a text after ``|`` or ``>``."""
+        """Skip the lines of a block scalar after ``|`` or ``>``."""
         while pos <= len(self._text):
             end = self._end_of_line(pos)
             line = self._text[pos:end]
@@ -149,7 +157,12 @@ class _Reader:
     # -------------------------------------------------------------------------------- in brackets
 
     def _read_flow(self, pos: int, path: KeyPath) -> tuple[int, bool]:
-        """Read from a bracket to its end; tell where that is, and whether it was closed there."""
+        """Read from an opening bracket; return the end position, and whether it was closed.
+
+        ``is_torn`` marks a group in which a value has an open parenthesis: commas after it may
+        belong to a Python call, so that the text after it is not treated as keys. ``is_ready`` is
+        True after the bracket and after a comma, where a new item may start.
+        """
         is_group, is_torn, is_ready = self._text[pos] == "{", False, True
         pos, is_closed = pos + 1, True
         self._depth += 1
@@ -164,10 +177,10 @@ class _Reader:
                 self._depth -= 1
                 return (pos, False) if is_over else (pos + 1, True)
             is_ready = mark == ","
-            if is_ready or (mark in "{[" and self._depth > _DEEPEST):
+            if is_ready or (mark in "{[" and self._depth > _MAX_DEPTH):
                 pos += 1
             elif mark in "{[":
-                # Such a group has no key, so that nothing is known of what may stand in it.
+                # A group without a key: use a path that no schema knows, so nothing is offered.
                 pos, is_closed = self._read_flow(pos, (*path, ""))
             elif is_group:
                 pos, is_closed, is_torn = self._read_flow_entry(pos, path, is_torn)
@@ -194,7 +207,7 @@ class _Reader:
         self.outline.values.setdefault(path, "")
         if at_end:
             return value, not is_over, is_torn
-        if self._text[value] in "{[" and self._depth <= _DEEPEST:
+        if self._text[value] in "{[" and self._depth <= _MAX_DEPTH:
             pos, is_closed = self._read_flow(value, path)
             return pos, is_closed, is_torn
         pos = self._read_scalar(path, value, self._end_of_line(value), is_flow=True)
@@ -206,7 +219,7 @@ class _Reader:
         return self._end_of_line(pos) + 1 if is_closed else pos
 
     def _skip_blank(self, pos: int) -> tuple[int, bool]:
-        """Pass over blanks, line breaks and comments; tell whether the brackets end there."""
+        """Skip blanks, line breaks and comments; return True as well if the brackets end there."""
         while pos < len(self._text):
             mark = self._text[pos]
             if mark == "\n" and self._is_next_key(pos + 1):
@@ -220,7 +233,7 @@ class _Reader:
         return len(self._text) + 1, True
 
     def _is_next_key(self, pos: int) -> bool:
-        """Tell whether the line there is a key beside the one before the bracket, or above it."""
+        """Return True if the line at ``pos`` is a key on the bracket's level or an outer level."""
         line = self._text[pos : self._end_of_line(pos)]
         text = line.lstrip(" ")
         return len(line) - len(text) <= self._base and bool(_KEY_LINE.match(text))
@@ -234,12 +247,13 @@ class _Reader:
         text = self._text[begin:stop].rstrip()
         if note:
             self.outline.values[path] = text
-        # Blanks after the last word still belong to it while it is being typed.
+        # While a value is being typed, blanks after its last word belong to it.
         if begin <= self._at <= stop:
             self._see_value(path, begin, begin + len(text))
         return max(stop, begin + 1)
 
     def _end_of_scalar(self, pos: int, end: int, *, is_flow: bool, is_key: bool = False) -> int:
+        # A quoted text after the tag may contain ':' and '#', as one without a tag may.
         tag = _TAGGED.match(self._text, pos, end)
         pos = tag.end() if tag else pos
         mark = self._text[pos : pos + 1]
@@ -290,6 +304,7 @@ class _Reader:
         is_computed = bool(tag) and tag.end() <= self._at if tag else False
         if tag and is_computed:
             begin = tag.end()
+        # Leave quotes out of the value. After the closing quote nothing can be completed.
         if self._text[begin : begin + 1] in ("'", '"') and begin < self._at:
             quote = self._text[begin]
             begin += 1
@@ -310,12 +325,12 @@ class _Reader:
         )
 
     def _see_space(self, path: KeyPath, begin: int, end: int) -> None:
-        """The cursor between a colon and a value that is there already."""
+        """Handle the cursor between a colon and an existing value."""
         if begin <= self._at < end:
             self._see_value(path, self._at, end, lacks_space=self._at == begin, here=False)
 
     def _see_item(self, path: KeyPath, is_key: bool, before: str) -> None:
-        """The cursor in brackets, between two items; ``before`` is what comes next."""
+        """Handle the cursor in brackets between two items; ``before`` is the next character."""
         if not is_key:
             self.outline.place = None
             return
@@ -325,7 +340,7 @@ class _Reader:
         )
 
     def _see_gap(self, column: int, *, before: str = "") -> None:
-        """The cursor on a line of its own, or left of one's text."""
+        """Handle the cursor on an empty line, or in the indentation before text."""
         group = self._group_in(column)
         if group is not None:
             self.outline.place = CursorContext(
@@ -335,7 +350,7 @@ class _Reader:
             self._see_value(self._last, self._at, self._at)
 
     def _see_loose_text(self, begin: int, end: int, group: KeyPath | None) -> None:
-        """The cursor on a line without a key: one that begins, or what goes on with a value."""
+        """Handle a line without a colon: an incomplete key, or the continuation of a value."""
         self._last_is_open = self._last_is_open and group is not None
         stop = self._end_of_scalar(begin, end, is_flow=False)
         stop = begin + len(self._text[begin:stop].rstrip())
@@ -358,7 +373,7 @@ class _Reader:
         return pos
 
     def _is_in_comment(self, begin: int) -> bool:
-        """Tell whether the cursor stands in a comment that begins at ``begin`` or after it."""
+        """Return True if the cursor is in a comment that starts at or after ``begin``."""
         start = max(begin, self._text.rfind("\n", 0, self._at) + 1)
         return re.search(r"(?:^|\s)#", self._text[max(0, start - 1) : self._at]) is not None
 

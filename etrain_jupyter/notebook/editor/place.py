@@ -1,4 +1,4 @@
-"""What stands at the cursor in a body, and around it."""
+"""The key or value at the cursor in a cell body, and the keys around it."""
 
 from __future__ import annotations
 
@@ -9,40 +9,40 @@ from etrain_jupyter.config.keys import KeyPath
 
 @dataclass(frozen=True, kw_only=True)
 class CursorContext:
-    """What stands at the cursor: a key, or a value, written as far as the cursor."""
+    """The key or value at the cursor."""
 
     path: KeyPath
-    """Of a key: the group that it stands in. Of a value: its key."""
+    """For a key: the path of its group. For a value: the path of its key."""
     is_key: bool
     start: int
-    """Offset at which the key or the value begins."""
+    """Offset at which the key or value starts."""
     word: str
-    """What is written of it before the cursor, a quote at its beginning left out."""
+    """Its text before the cursor, without an opening quote."""
     rest: str = ""
-    """What is written of it after the cursor."""
+    """Its text after the cursor."""
     name: str = ""
-    """Of a key: the whole of it."""
+    """For a key: its whole text."""
     has_colon: bool = False
-    """Of a key: whether its colon is there already."""
+    """For a key: True if its colon exists already."""
     is_computed: bool = False
-    """Of a value: whether it stands after ``!py``."""
+    """For a value: True after ``!py``."""
     lacks_space: bool = False
-    """Of a value: whether it would touch the colon."""
+    """For a value: True if it would touch the colon, so that a completion must add a space."""
     is_whole: bool = False
-    """Whether the value is a group in braces that opens after the cursor, or a text of lines."""
+    """True if a complete value follows the cursor, so that nothing can be inserted."""
 
 
 @dataclass
 class Outline:
-    """What a body says so far."""
+    """Keys and values of a body that may be incomplete."""
 
     place: CursorContext | None = None
-    """None in a comment, and where neither a key nor a value can stand."""
+    """None in a comment, and where neither a key nor a value is possible."""
     values: dict[KeyPath, str] = field(default_factory=dict)
-    """Every key with its value, as far as that is on its line; empty for a group."""
+    """Every key with the part of its value on the same line; empty for a group."""
 
     def given(self, group: KeyPath) -> dict[str, str]:
-        """Return the keys of a group but for the one at the cursor, with their values."""
+        """Return the keys of a group with their values, except the key at the cursor."""
         found = {path[-1]: text for path, text in self.values.items() if path[:-1] == group}
         if self.place is not None and self.place.is_key and self.place.path == group:
             found.pop(self.place.name, None)

@@ -1,7 +1,7 @@
-"""The history of a job as columns, a row for each step that counts.
+"""The history of a job as columns, one row per step that counts.
 
-Rows come one by one while a job runs, and by the thousand from the blocks of a log; what is full is
-put into arrays, 8 bytes a number and less, and only who asks for lists gets numbers as objects.
+Rows arrive one by one while a job runs, and by the thousand from the blocks of a log. They are
+packed into arrays of at most 8 bytes per number; only ``columns`` returns them as Python objects.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ STEP_COLUMNS = (
     "communication_s",
     "optimizer_s",
 )
-"""The columns that every history has, in this order; those of metrics follow."""
+"""The columns of every history, in this order; the columns of metrics follow."""
 
 _PACK_AT = 4096
-"""So many single rows are put into arrays."""
+"""Number of single rows that are packed into arrays."""
 
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Rows in arrays of equal length; a metric that they did not measure is missing."""
+    """Rows in arrays of equal length, with the columns of the metrics that they measured."""
 
     columns: dict[str, Column]
 
@@ -51,23 +51,23 @@ class _Chunk:
 
 
 class History:
-    """Columns of equal length, one row a committed step; what a step did not measure is NaN."""
+    """Columns of equal length, one row per committed step; NaN for metrics not measured."""
 
     def __init__(self) -> None:
         self._chunks: list[_Chunk] = []
         self._num_chunked = 0
         self._tail: list[dict[str, Any]] = []
-        """Rows that are in no chunk yet."""
+        """Rows that are not packed yet."""
         self._measured: dict[str, None] = {}
-        """The columns beyond ``STEP_COLUMNS``, in the order in which they came."""
+        """The columns beyond ``STEP_COLUMNS``, in the order of their first value."""
         self._evals: dict[str, dict[int, float]] = {}
-        """By column and row: what was measured seldom."""
+        """Values of evaluations, by column and row."""
 
     def __len__(self) -> int:
         return self._num_chunked + len(self._tail)
 
     def add_step(self, event: StepCompleted) -> None:
-        """Append a row; a step that was committed before replaces itself and all after it."""
+        """Append a row; a step that is committed again replaces its row and all later ones."""
         if len(self) and self._last_step() >= event.step:
             self.rewind_to(event.step - 1)
         row = {name: getattr(event, name) for name in STEP_COLUMNS}
@@ -78,7 +78,7 @@ class History:
             self._pack()
 
     def add_run(self, run: StepRun) -> None:
-        """Append the rows of steps that follow on each other."""
+        """Append the rows of consecutive steps."""
         first = int(run.column("step")[0])
         if len(self) and self._last_step() >= first:
             self.rewind_to(first - 1)
@@ -89,7 +89,7 @@ class History:
         self._push(_Chunk(columns))
 
     def add_eval(self, event: EvalCompleted) -> None:
-        """Write an evaluation into the row of the step after which it was made."""
+        """Write an evaluation into the row of its step."""
         row = self._rows_up_to(event.step) - 1
         if row < 0:
             return
@@ -98,7 +98,7 @@ class History:
             self._evals.setdefault(f"eval_{name}", {})[row] = value
 
     def rewind_to(self, step: int) -> None:
-        """Drop the rows after a step: they are trained again from a checkpoint."""
+        """Drop the rows after a step, because they are trained again."""
         num_rows = self._rows_up_to(step)
         del self._tail[max(0, num_rows - self._num_chunked) :]
         while self._num_chunked > num_rows:
@@ -110,7 +110,7 @@ class History:
             self._evals[name] = {row: value for row, value in values.items() if row < num_rows}
 
     def columns(self) -> dict[str, list[Any]]:
-        """Return a copy that ``pandas.DataFrame`` takes."""
+        """Return a copy for ``pandas.DataFrame``."""
         self._pack()
         found = {name: self._column(name).tolist() for name in STEP_COLUMNS}
         for name in self._measured:
@@ -131,7 +131,7 @@ class History:
         return int(self._tail[-1]["step"] if self._tail else self._chunks[-1].columns["step"][-1])
 
     def _rows_up_to(self, step: int) -> int:
-        """Return how many rows are of this step and those before it."""
+        """Return the number of rows up to and including this step."""
         if self._tail and self._tail[0]["step"] <= step:
             in_tail = bisect_right(self._tail, step, key=lambda row: int(row["step"]))
             return self._num_chunked + in_tail
@@ -144,7 +144,7 @@ class History:
         return 0
 
     def _pack(self) -> None:
-        """Put the single rows into arrays, a chunk for those in a row that measured the same."""
+        """Pack the single rows into chunks of consecutive rows with the same metrics."""
         rows, self._tail = self._tail, []
         start = 0
         for end in range(1, len(rows) + 1):
@@ -160,5 +160,5 @@ class History:
 
 
 def _column_of(metric: str) -> str:
-    """Return a metric's column; one that is called like another column gets a name of its own."""
+    """Return a metric's column; a name that is already a column gets a prefix."""
     return f"metric_{metric}" if metric in STEP_COLUMNS else metric

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from etrain_jupyter.errors import CheckpointError, ConfigError
-from etrain_jupyter.notebook.job.run_store import JobRecord
+from etrain_jupyter.notebook.job.job_record import JobRecord
 from etrain_jupyter.notebook.job.weights import MODEL_PART, Saved, differences, load_weights
 from etrain_jupyter.storage.checkpoints.files import fsync_folder, link_if_absent, removed_at_end
 

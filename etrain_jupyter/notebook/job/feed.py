@@ -147,11 +147,17 @@ class EventFeed:
             return self.caught_up.is_set()
         return self.caught_up.wait(timeout)
 
-    def wait_until_answered(self, timeout: float) -> None:
-        """Wait for the coordinator's first answer, once: only it knows its trouble with the log."""
+    def wait_until_answered(self, timeout: float, *, is_last: bool = True) -> None:
+        """Wait for the coordinator's first answer: only it knows its trouble with the log.
+
+        Args:
+            timeout: Longest wait in seconds.
+            is_last: Whether later calls do not wait any more.
+        """
         if threading.current_thread() is not self._thread and not self.ended.is_set():
             self._answered.wait(timeout)
-            self._answered.set()
+            if is_last:
+                self._answered.set()
 
     def events(self) -> Events:
         """Return everything that has come so far."""

@@ -7,8 +7,8 @@ from typing import Any
 
 from etrain_jupyter.bundle.files import CHUNK_BYTES
 from etrain_jupyter.errors import PoolError
+from etrain_jupyter.notebook.job.job_record import JobRecord
 from etrain_jupyter.notebook.job.link import JobLink
-from etrain_jupyter.notebook.job.run_store import JobRecord
 from etrain_jupyter.wire.requests import PutBundle, SubmitJob
 
 SUBMIT_S = 120.0

@@ -7,7 +7,8 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from etrain_jupyter.notebook.job.run_store import RECORD_FILE, ROOT_VARIABLE, default_root
+from etrain_jupyter.notebook.job.job_record import RECORD_FILE
+from etrain_jupyter.notebook.job.run_store import ROOT_VARIABLE, default_root
 from etrain_jupyter.storage.bucket_log.place import is_remote, spool_of_root
 
 _ID = re.compile(r"(.+)-[0-9a-f]{8}")

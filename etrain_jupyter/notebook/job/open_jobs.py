@@ -14,15 +14,10 @@ from etrain_jupyter import __version__
 from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.errors import PoolError, RunStoreError
 from etrain_jupyter.notebook.job.handover import bundle_facts, hand_over
+from etrain_jupyter.notebook.job.job_record import JobRecord, safe_name
 from etrain_jupyter.notebook.job.link import JobLink, open_link
-from etrain_jupyter.notebook.job.run_store import (
-    ROOT_VARIABLE,
-    JobRecord,
-    RunStore,
-    absolute_paths,
-    open_runs,
-    safe_name,
-)
+from etrain_jupyter.notebook.job.run_store import ROOT_VARIABLE, RunStore, absolute_paths
+from etrain_jupyter.notebook.job.runs import open_runs
 from etrain_jupyter.notebook.job.store_link import StoreLink
 from etrain_jupyter.notebook.job.training_job import TrainingJob
 from etrain_jupyter.notebook.job.whereabouts import find_cluster

@@ -1,24 +1,22 @@
-"""What a person may ask of a job that runs: each request is a sentence back."""
+"""Requests to the coordinator of a job; each returns a message."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from etrain_jupyter.errors import ConfigError, EtrainError, JobLostError, PoolError
 from etrain_jupyter.log.events import TERMINAL_STATUSES
 from etrain_jupyter.notebook.job.feed import EventFeed
 from etrain_jupyter.notebook.job.history import LatestValues
+from etrain_jupyter.notebook.job.job_record import JobRecord
 from etrain_jupyter.notebook.job.link import JobLink, NoAnswerError
-from etrain_jupyter.notebook.job.run_store import JobRecord
+from etrain_jupyter.notebook.job.resume_request import ResumeRequest
 from etrain_jupyter.wire.requests import ControlJob
 
-if TYPE_CHECKING:
-    from etrain_jupyter.notebook.job.resume import ResumeRequest
-
 REQUEST_S = 30.0
-"""How long the coordinator may take to answer."""
+"""Timeout of a request, in seconds."""
 
 _NOTHING_TO = {
     "chaos": "no worker left to disturb",
@@ -28,16 +26,16 @@ _NOTHING_TO = {
     "checkpoint": "nothing left to save",
 }
 
-_ENDED = {"finished": "finished", "stopped": "been stopped", "failed": "failed"}
+ENDED = {"finished": "finished", "stopped": "been stopped", "failed": "failed"}
 
 
 class JobRequests(ABC):
-    """The half of a job that asks its coordinator for something."""
+    """The part of ``TrainingJob`` that sends requests to the coordinator."""
 
     record: JobRecord
-    """What the run store says of it."""
+    """The job's record in the run store."""
     _link: JobLink | None
-    """The line to its cluster; None if there is no such cluster any more."""
+    """Connection to its cluster; None if the cluster has ended."""
     _feed: EventFeed
     _view: LatestValues
 
@@ -49,10 +47,14 @@ class JobRequests(ABC):
     @property
     @abstractmethod
     def note(self) -> str:
-        """Why only its log is followed from here; empty where its cluster can be asked."""
+        """Why its cluster cannot be reached and only its log is followed; empty if it can."""
+
+    @abstractmethod
+    def _latest(self) -> LatestValues:
+        """Return the folded values, with the whole history in them."""
 
     def pause(self) -> str:
-        """Let the ranks wait after their next step, with their state."""
+        """Pause the ranks after their next step; they keep their state."""
         return self.request("pause")
 
     def resume(
@@ -66,60 +68,60 @@ class JobRequests(ABC):
         force: bool = False,
         trust: bool = False,
     ) -> str:
-        """Go on after ``pause``, or after the end of the job or of its cluster.
+        """Resume a paused job, or a job that has ended, or whose cluster has ended.
 
-        An ended job goes on from its newest checkpoint: the same job, with the same log and curve.
+        An ended job is resumed from its newest checkpoint, and keeps its log and curve.
 
         Args:
-            pool: Where its workers come from now; without it, the same pool.
-            min: Fewest workers from now on.
-            max: Most workers from now on.
-            epochs: Times through the training data, all in all.
-            steps: Steps all in all, instead.
-            force: Go on even if what differs changes the curve.
-            trust: Go on even if somebody else submitted the job: its code runs as you.
+            pool: New pool of its workers; by default the same pool.
+            min: New minimum number of workers.
+            max: New maximum number of workers.
+            epochs: Number of epochs in total.
+            steps: Number of steps in total, instead of epochs.
+            force: Resume even if a difference changes the rest of the curve.
+            trust: Resume even if another user submitted the job: its code runs as you.
 
         Raises:
-            ConfigError: If that does not fit the job, or nothing is left to train.
-            UntrustedJobError: If you did not submit it, as far as this machine knows.
-            EtrainError: If it is being trained.
+            ConfigError: If a value is invalid for the job, or no step is left to train.
+            UntrustedJobError: If this machine has no proof that you submitted the job.
+            EtrainError: If the job is being trained.
         """
         given = {"pool": pool, "min": min, "max": max, "epochs": epochs, "steps": steps}
         values = {key: value for key, value in given.items() if value is not None}
+        self._latest()
         is_over = self.status in TERMINAL_STATUSES or self._feed.lost or self._feed.trouble
         is_log_only = bool(self.note) and not self.record.place
         if not is_over and not is_log_only and not values:
             return self.request("resume")
-        from etrain_jupyter.notebook.job.resume import ResumeRequest
-
         return self.resume_as(ResumeRequest(values=values, is_forced=force, is_trusted=trust))
 
     @abstractmethod
     def resume_as(self, wish: ResumeRequest) -> str:
-        """Resume an ended job with these wishes."""
+        """Resume an ended job with these changes."""
 
     def stop(self, now: bool = False) -> str:
-        """End the job after its next step with a checkpoint; with ``now`` at once, without."""
+        """Stop the job after its next step with a checkpoint; with ``now``, stop immediately."""
+        self._latest()
         if self.status in TERMINAL_STATUSES and not self._feed.lost:
-            return f"{self.record.job_id} has {_ENDED[self.status]} already"
+            return f"{self.record.job_id} has {ENDED[self.status]} already"
         return self.request("stop", now=now)
 
     def checkpoint(self) -> str:
-        """Write a checkpoint after the next step; training goes on."""
+        """Write a checkpoint after the next step; training continues."""
         return self.request("checkpoint")
 
     def scale(self, min: int | None = None, max: int | None = None) -> str:
-        """Change the bounds of the number of workers; what is left out stays."""
+        """Change the minimum or maximum number of workers; an omitted bound is kept."""
         return self.request("scale", min=min, max=max)
 
     def preempt(self, worker: str | None = None, notice_s: float = 120) -> str:
-        """Take a worker away as a spot market does: with a notice of ``notice_s`` seconds."""
+        """Preempt a worker as a spot market does, with a notice of ``notice_s`` seconds."""
         if not notice_s >= 0:
             raise ConfigError(f"notice_s={notice_s}: a notice is 0 s or more", hint="notice_s=120")
         return self.request("preempt", worker=worker, notice_s=notice_s)
 
     def kill(self, worker: str | None = None, how: str = "worker") -> str:
-        """Put a worker out of action without notice: a fault on purpose.
+        """Kill or disturb a worker without notice, for fault injection.
 
         Args:
             worker: Its name; by default the coordinator chooses one that trains.
@@ -139,35 +141,36 @@ class JobRequests(ABC):
         *,
         off: bool = False,
     ) -> str:
-        """Let faults happen at random from now on, to see that nothing comes of it.
+        """Inject random faults from now on, to see that training survives them.
 
         Args:
             mtbf_s: Mean time between two faults.
             mode: One kind of fault, or ``mix``.
-            duration_s: When it ends; by default with the job.
+            duration_s: Stop after this time; by default at the end of the job.
             seed: Repeats the faults of a run with the same seed.
-            off: End it now.
+            off: Stop now.
         """
         if off:
             return self.request("chaos", off=True)
         return self.request("chaos", mtbf_s=mtbf_s, mode=mode, duration_s=duration_s, seed=seed)
 
     def obey(self, request: str, args: Mapping[str, Any]) -> str:
-        """Do what a button of the screen asks for; an ended job can be resumed there, too."""
+        """Handle a button of the dashboard, which can also resume an ended job."""
         return self.resume() if request == "resume" else self.request(request, **args)
 
     def request(self, request: str, **args: Any) -> str:
-        """Ask the coordinator for something and return what it says to that.
+        """Send a request to the coordinator and return its message.
 
         Raises:
             JobLostError: If the cluster is gone.
             EtrainError: If the job has ended.
             PoolError: If the coordinator refuses, or does not answer in time.
         """
+        self._latest()
         status, job_id = self.status, self.record.job_id
         if status in TERMINAL_STATUSES and not self._feed.lost:
             raise EtrainError(
-                f"job {job_id} has {_ENDED[status]}: there is "
+                f"job {job_id} has {ENDED[status]}: there is "
                 f"{_NOTHING_TO.get(request, f'nothing to {request}')}. "
                 "%etrain ls shows the jobs that run."
             )

@@ -7,9 +7,9 @@ import fcntl
 import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
 from pydantic import ValidationError
 
@@ -27,20 +27,22 @@ from etrain_jupyter.errors import (
     RunStoreError,
     UntrustedJobError,
 )
+from etrain_jupyter.log import job_record
 from etrain_jupyter.log.events import (
     TERMINAL_STATUSES,
-    EarlyStopped,
     Event,
-    JobPlanned,
     JobResumed,
-    JobStatusChanged,
     StepCompleted,
 )
 from etrain_jupyter.log.segments import read_log
 from etrain_jupyter.notebook.job.handover import bundle_facts, hand_over
-from etrain_jupyter.notebook.job.link import open_link
-from etrain_jupyter.notebook.job.run_store import JobRecord, RunStore, absolute_paths, store_of
+from etrain_jupyter.notebook.job.job_record import JobRecord
+from etrain_jupyter.notebook.job.link import JobLink, open_link
+from etrain_jupyter.notebook.job.resume_request import ResumeRequest
+from etrain_jupyter.notebook.job.run_store import RunStore, absolute_paths
+from etrain_jupyter.notebook.job.runs import store_of
 from etrain_jupyter.notebook.job.store_link import refresh_log
+from etrain_jupyter.pools import get_pool
 from etrain_jupyter.pools.own_clusters import note_scheduler
 from etrain_jupyter.rules.samples.ledger import total_steps
 from etrain_jupyter.storage.checkpoints import open_store
@@ -49,7 +51,6 @@ from etrain_jupyter.wire.versions import read_fingerprint
 
 if TYPE_CHECKING:
     from etrain_jupyter.bundle.capture import Bundle
-    from etrain_jupyter.notebook.job.training_job import TrainingJob
     from etrain_jupyter.process.address import SchedulerAddress
 
 FORCE = "type --force to go on all the same"
@@ -58,22 +59,53 @@ FORCE = "type --force to go on all the same"
 _OTHER_CODE = "code is another one"
 
 
-@dataclass(frozen=True, kw_only=True)
-class ResumeRequest:
-    """What shall be otherwise from now on."""
+class ResumableJob(Protocol):
+    """The part of a ``TrainingJob`` that a resume reads and changes."""
 
-    values: Mapping[str, Any] = field(default_factory=dict)
-    """``pool``, ``min``, ``max``, ``epochs``, ``steps``, each if it was given."""
-    config: TrainConfig | None = None
-    """A cell's whole configuration instead; None keeps the job's own."""
-    bundle: Bundle | None = None
-    """The notebook's objects of that cell."""
-    cell: str = ""
-    """Its text."""
-    is_forced: bool = False
-    """Whether to go on whatever differs."""
-    is_trusted: bool = False
-    """Whether to run what somebody else submitted."""
+    record: JobRecord
+
+    @property
+    def id(self) -> str:
+        """Return its id."""
+        ...
+
+    @property
+    def status(self) -> str:
+        """Return its status."""
+        ...
+
+    @property
+    def reason(self) -> str:
+        """Return the reason for its status."""
+        ...
+
+    @property
+    def lost(self) -> str:
+        """Return why it counts as lost; empty if it does not."""
+        ...
+
+    @property
+    def note(self) -> str:
+        """Return why its cluster cannot be reached; empty if it can."""
+        ...
+
+    @property
+    def step(self) -> int:
+        """Return the number of committed steps."""
+        ...
+
+    @property
+    def is_reachable(self) -> bool:
+        """Return whether its scheduler answers."""
+        ...
+
+    def events(self) -> Sequence[Event]:
+        """Return its events, in order."""
+        ...
+
+    def follow_again(self, record: JobRecord, link: JobLink | None) -> None:
+        """Follow its log from the beginning, under a new record."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +120,7 @@ class _Next:
 
 
 def resume_job(
-    job: TrainingJob, wish: ResumeRequest, *, address: SchedulerAddress | None = None
+    job: ResumableJob, wish: ResumeRequest, *, address: SchedulerAddress | None = None
 ) -> str:
     """Hand a job that nobody trains to a cluster once more, and say from where it goes on.
 
@@ -113,9 +145,7 @@ def resume_job(
         end = _end_of_log(job)
         coming = _prepare(store, known, wish, job.events())
         if address is None:
-            from etrain_jupyter.pools import get_pool
-
-            pool = get_pool(coming.config.pool)
+            pool = wish.pool or get_pool(coming.config.pool)
             _check_reach(coming, pool.shared_place())
             address = pool.up()
         here = replace(coming.record, cluster=address.to_dict(), host=platform.node())
@@ -164,7 +194,8 @@ def _check_reach(coming: _Next, place: str) -> None:
         )
 
 
-def _check_nobody_trains(job: TrainingJob, wish: ResumeRequest) -> None:
+def _check_nobody_trains(job: ResumableJob, wish: ResumeRequest) -> None:
+    is_reachable = job.is_reachable  # first: it waits for the history and for an answer
     status, reason = job.status, job.reason
     if job.lost or status in TERMINAL_STATUSES:
         return
@@ -176,7 +207,7 @@ def _check_nobody_trains(job: TrainingJob, wish: ResumeRequest) -> None:
             f"still be training: {job.note} Two would spoil each other's work, so nothing was "
             "done. If you know that its cluster is gone, type --force."
         )
-    if not job.is_reachable:
+    if not is_reachable:
         if wish.is_forced:
             return
         raise EtrainError(
@@ -190,7 +221,7 @@ def _check_nobody_trains(job: TrainingJob, wish: ResumeRequest) -> None:
     )
 
 
-def _end_of_log(job: TrainingJob) -> int | None:
+def _end_of_log(job: ResumableJob) -> int | None:
     """Return the newest event of a job that lies in a bucket; None for another one.
 
     Raises:
@@ -330,22 +361,20 @@ def _check_work_is_left(
     Raises:
         ConfigError: If all steps were made, or early stopping would end it again.
     """
-    plans = [event for event in log if isinstance(event, JobPlanned)]
-    statuses = [event.status for event in log if isinstance(event, JobStatusChanged)]
-    if not plans or not statuses or statuses[-1] != "finished":
+    done = job_record.JobRecord().apply_all(log)
+    if done.plan is None or done.status != "finished":
         return
-    early = [event for event in log if isinstance(event, EarlyStopped)]
-    newest = max((event.generation for event in log), default=0)
-    if early and early[-1].generation == newest:
+    early = done.early_stop
+    if early is not None and early.generation == done.generation:
         if old.early_stopping == new.early_stopping:
             raise ConfigError(
-                f"job {known.job_id} has finished early: {early[-1].reason}. It would do so again. "
+                f"job {known.job_id} has finished early: {early.reason}. It would do so again. "
                 "Nothing was done.",
                 hint=f"change early_stopping in its cell: %%etrain distributed --resume "
                 f"{known.job_id}",
             )
         return
-    plan = plans[-1]
+    plan = done.plan
     size = plan.global_batch_size if plan.per_worker_batch_size else new.batch.size(1)
     steps = total_steps(new.epochs, new.steps, plan.num_train_samples, size)
     if steps <= plan.total_steps and new.batch == old.batch:

@@ -1,4 +1,4 @@
-"""What is saved of a job, as records for a table."""
+"""Records of a job's checkpoints, for a table."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def records_of(
     now: float,
     stalls: Mapping[int, float] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
-    """Return one record a checkpoint; what its manifest does not tell is None.
+    """Return one record per checkpoint; unknown values are None.
 
     Args:
-        listed: What is there, the newest first.
+        listed: The checkpoints in the store, newest first.
         best: The step of the best one.
         where: The store.
         now: Seconds since the epoch.
-        stalls: For how long training stood still for each, by step, as far as the log tells.
+        stalls: Seconds for which each blocked training, by step, as far as the log has them.
     """
     newest = next((row.step for row in listed if not row.problem), None)
     records = []

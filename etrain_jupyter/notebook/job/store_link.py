@@ -15,8 +15,8 @@ from typing import Any, TypeVar, cast
 
 from etrain_jupyter.errors import RunStoreError
 from etrain_jupyter.log.event_log import LogReader
+from etrain_jupyter.notebook.job.job_record import JobRecord
 from etrain_jupyter.notebook.job.link import ClusterEndedError, UnreachableError
-from etrain_jupyter.notebook.job.run_store import JobRecord
 from etrain_jupyter.storage.bucket_log.chain import Chain
 from etrain_jupyter.storage.bucket_log.local_copy import LogCopy
 from etrain_jupyter.storage.bucket_log.mirror import SILENT_S
@@ -102,7 +102,7 @@ class StoreLink:
         found = self._lines(lambda: reader.read(limit))
         if found:
             self._reader = (found[-1].seq, self._reader[1])
-        return [event.to_dict() for event in found]
+        return [event.to_json_dict() for event in found]
 
     def _lines(self, read: Callable[[], T]) -> T:
         """Return what is read of the log.

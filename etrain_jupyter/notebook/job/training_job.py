@@ -11,7 +11,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -28,22 +28,28 @@ from etrain_jupyter.notebook.job.cost import JobCost, cost_of
 from etrain_jupyter.notebook.job.feed import EventFeed, Listener
 from etrain_jupyter.notebook.job.history import LatestValues, peek_log
 from etrain_jupyter.notebook.job.interrupts import Interrupts
+from etrain_jupyter.notebook.job.job_record import JobRecord
 from etrain_jupyter.notebook.job.link import SLICE_S, JobLink
-from etrain_jupyter.notebook.job.requests import REQUEST_S, JobRequests
-from etrain_jupyter.notebook.job.run_store import JobRecord
+from etrain_jupyter.notebook.job.plot import plot_job
+from etrain_jupyter.notebook.job.requests import ENDED, REQUEST_S, JobRequests
+from etrain_jupyter.notebook.job.resume import resume_job
+from etrain_jupyter.notebook.job.resume_request import ResumeRequest
 from etrain_jupyter.notebook.job.screen import Screen, table_of
 from etrain_jupyter.notebook.job.store_link import StoreLink, refresh_log, try_refresh_log
 from etrain_jupyter.notebook.job.weights import find_saved, list_saved, load_weights, put_weights
 from etrain_jupyter.wire.requests import ListWorkers
 
 if TYPE_CHECKING:
-    from etrain_jupyter.notebook.audit import AuditReport
-    from etrain_jupyter.notebook.job.resume import ResumeRequest
+    from matplotlib.figure import Figure
 
+    from etrain_jupyter.notebook.audit import AuditReport
+
+GLANCE_S = 1.0
+"""Longest wait for the history in all properties together, in seconds."""
 CATCH_UP_S = 10.0
-"""Longest wait for the history when a property is read first, in seconds."""
+"""Longest wait for the history in a method that needs all of it, in seconds."""
 ANSWER_S = 5.0
-"""Longest wait for the coordinator's first answer, where only it knows, in seconds."""
+"""Longest wait for the coordinator's first answer, in seconds."""
 
 Model = TypeVar("Model")
 
@@ -51,10 +57,11 @@ Model = TypeVar("Model")
 class TrainingJob(JobRequests):
     """A job that somebody submitted.
 
-    It follows the job's events from the first question on; ``await job`` and ``job.wait()`` block
-    until it has ended. The first question waits until the job's history was read, from its folder
-    where this machine has it, else from its cluster or bucket: 10 s at most (``CATCH_UP_S``), while
-    these do not answer.
+    It follows the job's events from the first access on; ``await job`` and ``job.wait()`` block
+    until the job has ended. A property such as ``job.step`` returns the last value that is known:
+    it waits for the history for at most ``GLANCE_S``, and then reads the end of the log on this
+    machine. A method that needs the whole history waits for the job's folder, cluster or bucket
+    for at most ``CATCH_UP_S``.
 
     Args:
         record: What the run store says of it.
@@ -72,6 +79,7 @@ class TrainingJob(JobRequests):
         self._link = link
         self._view = LatestValues()
         self._feed = self._make_feed()
+        self._glance_until = math.inf
 
     def _make_feed(self) -> EventFeed:
         record = self.record
@@ -89,6 +97,7 @@ class TrainingJob(JobRequests):
         self.record, self._link, self.was_interrupted = record, link, False
         self._view = LatestValues()
         self._feed = self._make_feed()
+        self._glance_until = math.inf
         if self.screen is not None:
             self._feed.subscribe(self.screen.add_events)
 
@@ -101,8 +110,9 @@ class TrainingJob(JobRequests):
 
     @property
     def is_reachable(self) -> bool:
-        """Whether the job's scheduler answers, as far as is known."""
+        """Whether the job's scheduler answers, as far as is known; waits for its first answer."""
         self._latest()
+        self._feed.wait_until_answered(ANSWER_S)
         return not self._feed.trouble
 
     @property
@@ -112,8 +122,6 @@ class TrainingJob(JobRequests):
 
     def resume_as(self, wish: ResumeRequest) -> str:
         """Let the job go on that has ended, or whose cluster has; see ``resume``."""
-        from etrain_jupyter.notebook.job.resume import resume_job
-
         return resume_job(self, wish)
 
     # --- what it is -----------------------------------------------------------------------------
@@ -131,7 +139,7 @@ class TrainingJob(JobRequests):
     @property
     def status(self) -> str:
         """One of submitted, waiting, running, paused, finished, stopped, failed."""
-        view = self._latest()
+        view = self._glance()
         return "failed" if self._feed.lost else view.status
 
     @property
@@ -141,8 +149,8 @@ class TrainingJob(JobRequests):
         While its scheduler cannot be reached, or cannot write the job's log because the disk is
         full, that is said here, and the status is the last known.
         """
-        view = self._latest()
-        self._feed.wait_until_answered(ANSWER_S)
+        view = self._glance()
+        self._feed.wait_until_answered(self._glance_left(), is_last=False)
         return self._feed.lost or self._feed.trouble or self._feed.log_trouble or view.reason
 
     @property
@@ -158,27 +166,27 @@ class TrainingJob(JobRequests):
     @property
     def step(self) -> int:
         """Optimizer updates committed so far."""
-        return self._latest().step
+        return self._glance().step
 
     @property
     def epoch(self) -> int:
         """The epoch of the newest step, from 0."""
-        return self._latest().epoch
+        return self._glance().epoch
 
     @property
     def world_size(self) -> int:
         """Ranks of the newest generation; 0 before the first."""
-        return self._latest().world_size
+        return self._glance().world_size
 
     @property
     def generation(self) -> int:
         """The newest generation, from 1; 0 before the first."""
-        return self._latest().generation
+        return self._glance().generation
 
     @property
     def metrics(self) -> dict[str, float]:
         """Latest ``loss`` and metrics; those of the evaluation begin with ``eval_``."""
-        return dict(self._latest().metrics)
+        return dict(self._glance().metrics)
 
     def history(self) -> dict[str, list[Any]]:
         """Return columns of equal length, one row a step, for ``pandas.DataFrame(job.history())``.
@@ -211,7 +219,7 @@ class TrainingJob(JobRequests):
 
         The states are those of the dashboard: starting, warm, training, waiting.
         """
-        if self.status in TERMINAL_STATUSES or self._link is None:
+        if self._latest().status in TERMINAL_STATUSES or self._link is None:
             return []
         found = self._link.call(ListWorkers(job_id=self.id), timeout=REQUEST_S)
         return [
@@ -240,6 +248,16 @@ class TrainingJob(JobRequests):
             events = Events()
         return audit_log(events or self.events())
 
+    def plot(self) -> Figure:
+        """Return a Matplotlib figure: loss, learning rate and number of workers by step.
+
+        Lost and preempted workers are marked. Requires the package matplotlib.
+
+        Raises:
+            ConfigError: If matplotlib is not installed.
+        """
+        return plot_job(self)
+
     def cost(self) -> JobCost:
         """Return what the job has cost so far: spent, saved against on-demand, wasted.
 
@@ -249,23 +267,66 @@ class TrainingJob(JobRequests):
 
     # --- waiting --------------------------------------------------------------------------------
 
-    def wait(self, timeout: float | None = None) -> str:
-        """Block until the job has ended, or for ``timeout`` seconds; return the status.
+    def wait(
+        self,
+        timeout: float | None = None,
+        *,
+        until: Callable[[TrainingJob], bool] | None = None,
+    ) -> str:
+        """Block until the job has ended, or until a condition holds; return the status.
 
-        While its scheduler cannot be reached, the wait says so and goes on: the job may be running.
-        An interrupt asks the job to stop after a checkpoint, and waiting goes on; a second one
-        within 5 s stops it at once; a third one leaves the wait.
+        While the scheduler cannot be reached, a message says so and the wait continues: the job may
+        still be running. The first interrupt stops the job with a checkpoint, and the wait
+        continues. A second one within 5 s stops the job immediately, a third one ends the wait.
+        With ``until``, an interrupt only ends the wait.
+
+        Args:
+            timeout: Longest wait in seconds; without it, no limit.
+            until: A condition that is polled about five times a second, for example
+                ``lambda job: job.world_size == 4``.
+
+        Raises:
+            EtrainError: If the job ends, or the timeout passes, before ``until`` holds.
+            JobFailedError: If the job fails before ``until`` holds.
+            JobLostError: If the job's cluster ends before ``until`` holds.
         """
         self._feed.start()
         deadline = math.inf if timeout is None else time.monotonic() + timeout
-        said = ""
+        if until is not None:
+            return self._wait_until(until, deadline)
+        kind = ""
         with self._interrupts() as interrupts:
             while time.monotonic() < deadline:
-                said = self._say_trouble(said)
+                kind = self._say_trouble(kind)
                 if self._feed.ended.wait(SLICE_S):
                     break
                 self._answer(interrupts)
         return self.status
+
+    def _wait_until(self, condition: Callable[[TrainingJob], bool], deadline: float) -> str:
+        """Block until ``condition`` holds; raise if the job ends or the time passes before."""
+        started_at = time.monotonic()
+        kind = ""
+        while True:
+            # Read before the condition: what happened until the end must count for it.
+            has_ended = self._feed.ended.is_set()
+            if condition(self):
+                return self.status
+            if has_ended:
+                self.raise_for_status()
+                raise EtrainError(
+                    f"job {self.id} has {ENDED[self.status]} at step {self.step}, and the "
+                    "condition of job.wait(until=...) does not hold. Check the condition, or let "
+                    "the job train longer."
+                )
+            if time.monotonic() >= deadline:
+                waited_s = time.monotonic() - started_at
+                raise EtrainError(
+                    f"the condition of job.wait(until=...) does not hold after {waited_s:.0f} s: "
+                    f"{self!r}. The job continues. Wait again, or with a longer timeout."
+                )
+            kind = self._say_trouble(kind)
+            self._feed.ended.wait(min(SLICE_S, max(0.0, deadline - time.monotonic())))
 
     def __await__(self) -> Generator[Any, None, str]:
         """Wait without blocking; the interrupt key of a notebook means what it does in ``wait``.
@@ -358,7 +419,7 @@ class TrainingJob(JobRequests):
 
         Only a job with ``checkpoint.best`` has one.
         """
-        found = self._latest().best
+        found = self._glance().best
         if not found:
             return None
         return {"step": found[-1].step, "metric": found[-1].metric, "value": found[-1].value}
@@ -441,7 +502,7 @@ class TrainingJob(JobRequests):
     # --- showing --------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
-        view = self._latest()
+        view = self._glance()
         total = f"/{view.total_steps}" if view.total_steps else ""
         loss = f", loss {view.metrics['loss']:.4g}" if "loss" in view.metrics else ""
         reason = f" ({self.reason})" if self.reason else ""
@@ -453,14 +514,31 @@ class TrainingJob(JobRequests):
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
         if self.screen is not None:
             return self.screen._repr_mimebundle_(include=include, exclude=exclude)
-        table = table_of(self._latest(), self.id, self.status)
+        table = table_of(self._glance(), self.id, self.status)
         return {"text/plain": repr(self), "text/html": table}
 
     def _latest(self) -> LatestValues:
-        """Return the folded values with the history in them; a slow cluster does not delay it."""
+        """Return the folded values, with the whole history in them."""
         self._feed.start()
         self._feed.wait_until_caught_up(CATCH_UP_S)
         return self._view
+
+    def _glance(self) -> LatestValues:
+        """Return the values that are known now.
+
+        Until the feed has read the history, from a slow cluster or bucket or from a long log, these
+        are the values at the end of the log on this machine.
+        """
+        self._feed.start()
+        if self._feed.wait_until_caught_up(self._glance_left()):
+            return self._view
+        return peek_log(self.record.log_path)
+
+    def _glance_left(self) -> float:
+        """Return the rest of the time that properties may wait, which begins with the first one."""
+        if self._glance_until == math.inf:
+            self._glance_until = time.monotonic() + GLANCE_S
+        return max(0.0, self._glance_until - time.monotonic())
 
 
 _WORKER_STATES = {"reported": "waiting"}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from etrain_jupyter.errors import CheckpointError, ConfigError
-from etrain_jupyter.notebook.job.run_store import JobRecord
+from etrain_jupyter.notebook.job.job_record import JobRecord
 from etrain_jupyter.storage.checkpoints import (
     CheckpointStore,
     ListedCheckpoint,

@@ -24,8 +24,10 @@ class Whereabouts:
 
     address: SchedulerAddress | None = None
     """Where to ask it; from this user's own files."""
+    is_alive: bool = False
+    """Whether its scheduler is known to be alive: a process of this machine."""
     has_ended: bool = False
-    """Whether it is known to have ended, or the job was never given to one."""
+    """Whether it is known to have ended, or the job was never submitted to a cluster."""
     why: str = ""
     """Why it cannot be asked from here, and what to do about that."""
 
@@ -53,19 +55,15 @@ def find_cluster(cluster: Mapping[str, str], host: str) -> Whereabouts:
     if own is not None and is_out_of_reach(own):
         return Whereabouts(why=_why_not_asked(cluster, host))
     if own is not None:
-        address = address_of(own)
-        return Whereabouts(address=address, has_ended=address is None)
+        address, process = address_of(own), own.record()
+        is_alive = process is not None and process.is_here and process.is_alive
+        return Whereabouts(address=address, is_alive=is_alive, has_ended=address is None)
     if not state_dir:
         known = find_scheduler(cluster_id, said)
         return Whereabouts(address=known, why="" if known else _why_not_asked(cluster, host))
     # A cluster of this user and machine has a folder for as long as it lives.
     is_here = host in ("", platform.node()) and PurePath(state_dir).parent in state_roots()
     return Whereabouts(has_ended=is_here, why="" if is_here else _why_not_asked(cluster, host))
-
-
-def has_ended(cluster: Mapping[str, str], host: str) -> bool:
-    """Tell whether a job's cluster is known to have ended."""
-    return find_cluster(cluster, host).has_ended
 
 
 def _why_not_asked(cluster: Mapping[str, str], host: str) -> str:

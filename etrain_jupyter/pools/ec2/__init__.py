@@ -1,7 +1,8 @@
-"""Spot machines of EC2 as a pool: launched, watched, paid for and taken down through boto3.
+"""Pool of EC2 spot machines: launch, monitor, bill and remove them with boto3.
 
-``spec`` says what is wanted. ``fleet`` and ``ledger`` decide and count, without any I/O.
-``prices``, ``ec2``, ``network`` and ``bootstrap`` talk to AWS. ``reconciler`` and ``nodes`` bring
-both together beside the coordinator. ``reaping`` finds what is left, from any machine, and
-``policy`` prints what roles need. Nothing here is imported before a pool of this kind is asked for.
+``spec`` is the configuration. ``head.fleet`` and ``ledger`` are pure rules. ``prices``,
+``ec2_api``, ``network`` and ``bootstrap`` send requests to AWS. ``head.reconciler`` and
+``head.nodes`` apply the rules in the scheduler process, ``machine.agent`` runs on each instance.
+``reaping`` removes what is left, from any machine. This package is imported when a pool of this
+kind is used.
 """

@@ -1,4 +1,4 @@
-"""What an error of EC2 means: of which kind it is, and in words that say what to type next."""
+"""Classify and explain errors of EC2: what happened, and what to do next."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from botocore.exceptions import (
 from etrain_jupyter.errors import PoolError
 from etrain_jupyter.storage.objects.s3_messages import (
     code_of,
-    is_of_credentials,
-    place_of,
-    words_of,
+    endpoint_of,
+    is_credentials_error,
+    message_of,
 )
 
 Kind = Literal["capacity", "quota", "unsupported", "transient", "credentials", "fatal"]
@@ -55,42 +55,42 @@ _SIGN_IN = (
     "of the machine"
 )
 _QUOTA = (
-    "the account's quota of spot machines is used up. Ask for more at Service Quotas ('All G and "
+    "the account's quota of spot machines is used up. Request more at Service Quotas ('All G and "
     "VT Spot Instance Requests', L-3819A6DF), or use types of another family"
 )
-_POLICY = "`%etrain pools policy` prints what the role or user needs"
+_POLICY = "`%etrain pools policy` prints the policy that the role or user needs"
 
 _CODES: dict[str, str] = {
     "UnauthorizedOperation": f"AWS does not allow it. {_POLICY}",
     "AccessDenied": f"AWS does not allow it. {_POLICY}",
     "AccessDeniedException": f"AWS does not allow it. {_POLICY}",
-    "AuthFailure": f"AWS does not know these credentials. {_SIGN_IN}",
-    "InvalidClientTokenId": f"AWS does not know these credentials. {_SIGN_IN}",
-    "SignatureDoesNotMatch": f"AWS does not know these credentials. {_SIGN_IN}",
+    "AuthFailure": f"AWS does not accept these credentials. {_SIGN_IN}",
+    "InvalidClientTokenId": f"AWS does not accept these credentials. {_SIGN_IN}",
+    "SignatureDoesNotMatch": f"AWS does not accept these credentials. {_SIGN_IN}",
     "RequestExpired": f"the credentials have expired, or this machine's clock is wrong. {_SIGN_IN}",
     "ExpiredToken": f"the credentials have expired. {_SIGN_IN}",
     "ExpiredTokenException": f"the credentials have expired. {_SIGN_IN}",
     "MaxSpotInstanceCountExceeded": _QUOTA,
     "VcpuLimitExceeded": (
-        "the account's quota of on-demand vCPUs is used up. Ask for more at Service Quotas "
+        "the account's quota of on-demand vCPUs is used up. Request more at Service Quotas "
         "('Running On-Demand G and VT instances'), or lower capacity.on_demand.max"
     ),
-    "InstanceLimitExceeded": "the account's quota of machines is used up. Ask for more at Service "
+    "InstanceLimitExceeded": "the account's quota of machines is used up. Request more at Service "
     "Quotas",
-    "InsufficientInstanceCapacity": "EC2 has none of them there now. Add types or zones to "
+    "InsufficientInstanceCapacity": "EC2 has no capacity for it there. Add types or zones to "
     "capacity",
-    "Unsupported": "this zone does not have this type. Take it out of capacity.types, or set zones",
+    "Unsupported": "this zone does not have this type. Remove it from capacity.types, or set zones",
     "OptInRequired": "the account may not use this region or service. Enable it in the console",
-    "PendingVerification": "AWS still verifies the account. Wait for its mail",
-    "Blocked": "AWS has blocked the account. Ask its support",
-    "RequestLimitExceeded": "EC2 asks to slow down. It is tried again soon",
+    "PendingVerification": "AWS is still verifying the account. Wait for its mail",
+    "Blocked": "AWS has blocked the account. Contact its support",
+    "RequestLimitExceeded": "EC2 limits the request rate. The next request retries",
 }
 _BEGINNINGS = (
     ("InvalidAMIID", "there is no such image in this region. Correct image.ami in pools.yaml"),
     (
         "InvalidIamInstanceProfile",
-        "there is no such instance profile. Make it with what `%etrain pools policy` prints, or "
-        "correct iam.instance_profile",
+        "there is no such instance profile. Create it with the policy that `%etrain pools policy` "
+        "prints, or correct iam.instance_profile",
     ),
     ("InvalidSubnet", "there is no such subnet in this region. Correct network.subnets"),
     ("InvalidGroup", "there is no such security group. Correct network.security_group"),
@@ -102,8 +102,8 @@ _BEGINNINGS = (
 
 
 def kind_of(exc: BaseException) -> Kind:
-    """Tell what to do about an error: wait for capacity, ask again, sign in, or give up."""
-    if is_of_credentials(exc):
+    """Classify an error: wait for capacity, retry, renew credentials, or stop."""
+    if is_credentials_error(exc):
         return "credentials"
     if isinstance(exc, ClientError):
         status = exc.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
@@ -112,7 +112,7 @@ def kind_of(exc: BaseException) -> Kind:
 
 
 def kind_of_code(code: str, *, is_server_error: bool = False) -> Kind:
-    """Tell the same of a code, as CreateFleet lists them for each pool.
+    """Classify an error code, as in CreateFleet's list of errors.
 
     >>> kind_of_code("InsufficientInstanceCapacity")
     'capacity'
@@ -120,24 +120,24 @@ def kind_of_code(code: str, *, is_server_error: bool = False) -> Kind:
     return _KINDS.get(code, "transient" if is_server_error else "fatal")
 
 
-def words_of_code(code: str, message: str = "") -> str:
-    """Return what a code means, and what to do about it."""
-    for beginning, words in _BEGINNINGS:
+def message_of_code(code: str, message: str = "") -> str:
+    """Return the meaning of a code, and what to do about it."""
+    for beginning, meaning in _BEGINNINGS:
         if code.startswith(beginning):
-            return f"{words} ({code})"
+            return f"{meaning} ({code})"
     if "iamInstanceProfile" in message:
         return f"{_BEGINNINGS[1][1]} ({code})"
     if code in _CODES:
         return f"{_CODES[code]} ({code})"
     error = {"Error": {"Code": code, "Message": message}}
-    return words_of(ClientError(error, "EC2"), setting="pools.yaml")
+    return message_of(ClientError(error, "EC2"), setting="pools.yaml")
 
 
-def words_of_error(exc: BaseException) -> str:
-    """Return what an exception of boto3 means, without credentials."""
+def message_of_error(exc: BaseException) -> str:
+    """Return the meaning of a boto3 exception, without credentials."""
     if isinstance(exc, ClientError):
         message = str(exc.response.get("Error", {}).get("Message", ""))
-        return words_of_code(code_of(exc), message)
+        return message_of_code(code_of(exc), message)
     if isinstance(exc, ProfileNotFound):
         return (
             f"there is no profile {exc.kwargs.get('profile', '')!r} in ~/.aws on this machine. Add "
@@ -145,26 +145,26 @@ def words_of_error(exc: BaseException) -> str:
         )
     if isinstance(exc, EndpointConnectionError):
         return (
-            f"{place_of(exc.kwargs.get('endpoint_url', ''))} cannot be reached. Look at the "
-            "network, at region and endpoint_url in pools.yaml, and at AWS_ENDPOINT_URL "
+            f"{endpoint_of(exc.kwargs.get('endpoint_url', ''))} cannot be reached. Check the "
+            "network, region and endpoint_url in pools.yaml, and AWS_ENDPOINT_URL "
             "(EndpointConnectionError)"
         )
-    return words_of(exc, setting="bucket")
+    return message_of(exc, setting="bucket")
 
 
 def pool_error(what: str, exc: BaseException, done: str) -> PoolError:
-    """Build the error for users.
+    """Return the error for users.
 
     Args:
-        what: What was being done, with its values.
-        exc: What AWS said.
+        what: What failed, with its values.
+        exc: The error from AWS.
         done: What the system did about it.
     """
-    words, _, advice = words_of_error(exc).partition(". ")
-    code = f" ({code_of(exc)})" if code_of(exc) and code_of(exc) not in words else ""
+    cause, _, advice = message_of_error(exc).partition(". ")
+    code = f" ({code_of(exc)})" if code_of(exc) and code_of(exc) not in cause else ""
     advice = advice.removesuffix(f" ({code_of(exc)})")
-    return PoolError(f"{what}: {words}{code}. {done} {advice or 'Try again'}.")
+    return PoolError(f"{what}: {cause}{code}. {done} {advice or 'Retry'}.")
 
 
 AwsErrors = (ClientError, BotoCoreError)
-"""All that boto3 raises."""
+"""Base classes of all errors of boto3."""

@@ -1,10 +1,10 @@
-"""What a node starts from: objects in the bucket, a launch template, a few lines of user-data.
+"""Prepare the boot of nodes: objects in the bucket, launch template, user-data.
 
-User-data can be read by every process of a node and by whoever may describe it, so that it holds no
-secret: the certificates lie in the bucket, which a node reads with its own role. All nodes of a
-pool share that role. What keeps a node from the keys of another cluster is the name of the folder
-that they lie in: it cannot be guessed or listed with the role, and user-data tells it to the
-cluster's own nodes. Neither the name nor the role is of use alone.
+User-data can be read by every process of a node and by anyone who may describe the instance, so it
+contains no secret: the certificates are in the bucket, which a node reads with its role. All nodes
+of a pool share the role. A node cannot read the keys of another cluster because it does not know
+the name of their folder: the name cannot be guessed, the role cannot list it, and only the
+cluster's own user-data contains it. Name and role are useless without each other.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from botocore.exceptions import ClientError
 
 from etrain_jupyter.config.store_url import split_s3_url
-from etrain_jupyter.errors import CheckpointError, PoolError
+from etrain_jupyter.errors import PoolError, StoreError
 from etrain_jupyter.pools.ec2.aws_messages import pool_error
 from etrain_jupyter.pools.ec2.ec2_api import CLUSTER_TAG, Clients, tag_list
 from etrain_jupyter.pools.ec2.network import NOTHING, Network
@@ -32,12 +32,12 @@ from etrain_jupyter.storage.objects.s3_messages import code_of
 
 AGENT = "etrain_jupyter.pools.ec2.machine.agent"
 MOST_USER_DATA = 16_384
-"""Bytes that EC2 takes; ours has a few hundred, and what ``image.setup`` adds."""
+"""EC2's limit in bytes; ours has a few hundred, plus ``image.setup``."""
 KEYS = "keys"
-"""Folder of folders with keys, of which the role may list none."""
+"""Parent of the folders with keys, which the role may not list."""
 NODE_TLS = ("ca.pem", "worker.pem", "worker.key")
 SETTINGS = "settings.json"
-"""Of a cluster whose head has a machine of its own: how it shall behave."""
+"""Settings of a cluster whose head has its own machine."""
 HEAD_TLS = ("ca.pem", "scheduler.pem", "scheduler.key", "client.pem", "client.key")
 
 
@@ -48,7 +48,7 @@ def config_of(
     fingerprint: Mapping[str, str] | None = None,
     supervisor: str = "",
 ) -> NodeConfig:
-    """Return what the agents of a cluster are told."""
+    """Return the configuration for a cluster's agents."""
     given = {"supervisor": supervisor} if supervisor else {}
     return NodeConfig(
         cluster_id=cluster_id,
@@ -69,21 +69,21 @@ def config_of(
 def tags_of(
     spec: AwsSpotSpec, cluster_id: str, *, expires_at: float, role: str = "node"
 ) -> dict[str, str]:
-    """Return the tags of everything that is made for a cluster, from the first request on."""
+    """Return the tags of all resources of a cluster."""
     return {
         CLUSTER_TAG: cluster_id,
         "etrain:pool": KIND,
         "etrain:owner": spec.owner or getpass.getuser(),
         "etrain:expires": str(int(expires_at)),
         "etrain:role": role,
-        # Where the rest of it lies, for whoever reaps it with nothing but credentials.
+        # Location of the cluster's objects, for `etrain reap`, which only has credentials.
         "etrain:home": spec.home(cluster_id),
     }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BootWords:
-    """What the agent of a node must know before it can read anything."""
+class BootFacts:
+    """What a node's agent needs to read its files."""
 
     keys: str
     """Folder of the cluster's keys, below its home."""
@@ -92,7 +92,7 @@ class BootWords:
 
 
 def keys_folder(tls_dir: Path) -> str:
-    """Return where a cluster's keys lie: each of its heads, which have the keys, finds the same."""
+    """Return the folder of a cluster's keys, derived from a key: each head finds the same."""
     secret = (tls_dir / "worker.key").read_bytes()
     return f"{KEYS}/{hashlib.sha256(b'etrain keys folder' + secret).hexdigest()[:32]}"
 
@@ -104,11 +104,11 @@ def put_node_files(
     tls_dir: Path,
     *,
     with_head: bool = False,
-) -> BootWords:
-    """Put what nodes read into the bucket; return what they must be told to find it.
+) -> BootFacts:
+    """Write the nodes' files to the bucket; return what a node needs to find them.
 
     Raises:
-        PoolError: If the bucket does not take it.
+        PoolError: If the bucket cannot be written.
     """
     bucket, folder, keys = clients.bucket, f"clusters/{cluster_id}", keys_folder(tls_dir)
     try:
@@ -119,22 +119,22 @@ def put_node_files(
             bucket.put(f"{folder}/tls-head/{name}", data, "storing a key")
         data = json.dumps(dataclasses.asdict(config), indent=1).encode()
         bucket.put(f"{folder}/config.json", data, "storing the nodes' configuration")
-        return BootWords(keys=keys, owner=clients.bucket_owner())
-    except CheckpointError as exc:
+        return BootFacts(keys=keys, owner=clients.bucket_owner())
+    except StoreError as exc:
         raise PoolError(
             f"the nodes' files cannot be stored: {exc}. {NOTHING} `%etrain pools policy` prints "
-            "what the role or user needs."
+            "the policy that the role or user needs."
         ) from exc
 
 
-def user_data(spec: AwsSpotSpec, cluster_id: str, boot: BootWords, *, role: str = "node") -> str:
+def user_data(spec: AwsSpotSpec, cluster_id: str, boot: BootFacts, *, role: str = "node") -> str:
     """Return the script that a node runs first.
 
-    Its first line turns the machine off if all else fails: an agent that serves arms the timer
-    anew for the lifetime.
+    Its first line arms a timer that turns the machine off if all else fails; an agent that serves
+    arms it again for the lifetime.
 
     Raises:
-        PoolError: If it is too long for EC2, or would unpack an archive that nobody vouches for.
+        PoolError: If it is too long for EC2, or ``image.archive`` has no digest.
     """
     minutes = max(1, round(spec.lifetime.boot / 60))
     lines = [
@@ -145,33 +145,33 @@ def user_data(spec: AwsSpotSpec, cluster_id: str, boot: BootWords, *, role: str 
     if spec.image.archive:
         lines += _unpack_archive(spec, boot)
     lines += spec.image.setup
-    words = [AGENT, spec.home(cluster_id), "--keys", boot.keys]
-    words += ["--owner", boot.owner] if boot.owner else []
-    lines.append(f"{spec.image.python} -m {shlex.join(words)}")
-    # An agent that cannot even be started costs no more than the boot.
+    command = [AGENT, spec.home(cluster_id), "--keys", boot.keys]
+    command += ["--owner", boot.owner] if boot.owner else []
+    lines.append(f"{spec.image.python} -m {shlex.join(command)}")
+    # If the agent does not even start, turn the machine off.
     lines.append("shutdown -h now")
     text = "\n".join(lines) + "\n"
     size = len(text.encode())
     if size > MOST_USER_DATA:
         raise PoolError(
-            f"the script that starts a node has {size} bytes, EC2 takes {MOST_USER_DATA}. "
-            f"{NOTHING} Put what image.setup does into image.archive."
+            f"the script that starts a node has {size} bytes, EC2's limit is {MOST_USER_DATA}. "
+            f"{NOTHING} Move commands of image.setup into image.archive."
         )
     if "PRIVATE KEY" in text:
         raise PoolError(
-            f"image.setup holds a private key, which every process of a node could read. {NOTHING} "
-            "Put it into the bucket or a secret store, and read it with the node's role."
+            f"image.setup contains a private key, which every process of a node could read. "
+            f"{NOTHING} Put it into the bucket or a secret store, and read it with the node's role."
         )
     return text
 
 
-def _unpack_archive(spec: AwsSpotSpec, boot: BootWords) -> list[str]:
-    """Return the lines that fetch ``image.archive``, compare it, and only then unpack it."""
+def _unpack_archive(spec: AwsSpotSpec, boot: BootFacts) -> list[str]:
+    """Return the commands that fetch ``image.archive``, verify it, and then unpack it."""
     archive, digest = spec.image.archive or "", spec.image.archive_sha256
     if not digest:
         raise PoolError(
             f"image.archive ({archive}) has no image.archive_sha256. {NOTHING} Nodes unpack it at "
-            "/ as root, and so nothing that nobody vouches for: add the digest, which "
+            "/ as root, and therefore only with a digest: add the one that "
             f"`sha256sum {archive.rpartition('/')[2]}` prints."
         )
     bucket, key = split_s3_url(archive)
@@ -179,7 +179,7 @@ def _unpack_archive(spec: AwsSpotSpec, boot: BootWords) -> list[str]:
     if boot.owner and bucket == spec.bucket:
         get += ["--expected-bucket-owner", boot.owner]
     refused = (
-        f"etrain: {archive} could not be fetched, or is not what image.archive_sha256 says. "
+        f"etrain: {archive} could not be fetched, or does not match image.archive_sha256. "
         "Nothing was unpacked."
     )
     return [
@@ -192,10 +192,10 @@ def _unpack_archive(spec: AwsSpotSpec, boot: BootWords) -> list[str]:
 
 
 def find_image(clients: Clients, spec: AwsSpotSpec) -> tuple[str, str]:
-    """Return the id of the image and the name of its root device.
+    """Return the image's id and the name of its root device.
 
     Raises:
-        PoolError: If there is no such image, or AWS does not tell.
+        PoolError: If there is no such image, or AWS refuses the request.
     """
     named = spec.image.ami
     try:
@@ -218,17 +218,17 @@ def make_template(
     cluster_id: str,
     network: Network,
     tags: Mapping[str, str],
-    boot: BootWords,
+    boot: BootFacts,
     *,
     role: str = "node",
 ) -> str:
-    """Return the id of the cluster's launch template, made if it is not there.
+    """Return the id of the cluster's launch template; create it if it does not exist.
 
     Raises:
-        PoolError: If EC2 does not take it.
+        PoolError: If EC2 refuses it.
     """
     name = f"etrain-{cluster_id}" + ("" if role == "node" else f"-{role}")
-    # Looked for first: an on-demand head may use templates, but not make them.
+    # Look it up first: an on-demand head may use templates, but not create them.
     filters = [{"Name": "launch-template-name", "Values": [name]}]
     if found := clients.ec2.describe_launch_templates(Filters=filters)["LaunchTemplates"]:
         return str(found[0]["LaunchTemplateId"])
@@ -243,7 +243,7 @@ def make_template(
         return str(made["LaunchTemplate"]["LaunchTemplateId"])
     except ClientError as exc:
         if code_of(exc) != "InvalidLaunchTemplateName.AlreadyExistsException":
-            raise pool_error("the launch template cannot be made", exc, NOTHING) from exc
+            raise pool_error("the launch template cannot be created", exc, NOTHING) from exc
     found = clients.ec2.describe_launch_templates(LaunchTemplateNames=[name])["LaunchTemplates"]
     return str(found[0]["LaunchTemplateId"])
 
@@ -253,13 +253,13 @@ def template_data(
     cluster_id: str,
     network: Network,
     tags: Mapping[str, str],
-    boot: BootWords,
+    boot: BootFacts,
     *,
     ami: str,
     root: str,
     role: str = "node",
 ) -> dict[str, Any]:
-    """Return what all machines of a cluster have in common, as EC2 takes it."""
+    """Return the template of all machines of a cluster, as EC2 takes it."""
     script = user_data(spec, cluster_id, boot, role=role).encode()
     data: dict[str, Any] = {
         "ImageId": ami,
@@ -268,7 +268,7 @@ def template_data(
         "IamInstanceProfile": {
             "Name": spec.iam.head_profile if role == "head" else spec.iam.instance_profile
         },
-        # A session's token, and not one hop further: containers and redirected requests get none.
+        # Require a session token with a hop limit of 1: containers and forwarded requests get none.
         "MetadataOptions": {
             "HttpTokens": "required",
             "HttpPutResponseHopLimit": 1,
@@ -292,7 +292,7 @@ def template_data(
     if role == "head":
         data["InstanceType"] = spec.head_type
     if spec.network.public_ip:
-        # An address can only be asked for with an interface, which then has the group.
+        # A public address requires an interface, which then has the security group.
         data["NetworkInterfaces"] = [
             {
                 "DeviceIndex": 0,

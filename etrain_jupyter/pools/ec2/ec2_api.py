@@ -1,17 +1,13 @@
-"""Requests to EC2: which are tried again, and how; and what their answers mean.
+"""Requests to EC2: clients, descriptions of machines and types, termination.
 
-Reads are tried again by boto3 in its adaptive mode. A launch is not, since EC2 reports missing
-capacity as an HTTP 500, which boto3 would ask for again and again: we repeat it ourselves, within
-bounds, under the same ``ClientToken``, which EC2 answers with the same machines.
+boto3 retries reads in its adaptive mode. It must not retry launches, see ``fleet_launch``.
 """
 
 from __future__ import annotations
 
-import random
 import re
 import threading
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -21,20 +17,18 @@ from botocore.config import Config
 from botocore.exceptions import ClientError
 from botocore.parsers import ResponseParserError
 
-from etrain_jupyter.errors import CheckpointError
+from etrain_jupyter.errors import StoreError
 from etrain_jupyter.pools.ec2.aws_messages import (
     AwsErrors,
-    kind_of,
-    kind_of_code,
-    words_of_code,
-    words_of_error,
+    message_of_error,
 )
-from etrain_jupyter.pools.ec2.fleet_state import Ack, FleetResult, LaunchFailure, LaunchRequest
-from etrain_jupyter.pools.ec2.spec import AwsSpotSpec, GpuSpec
+from etrain_jupyter.pools.ec2.capacity_spec import GpuSpec
+from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
 from etrain_jupyter.storage.objects.bucket_owners import expect_owner, expected_owner, named_owner
-from etrain_jupyter.storage.objects.s3_bucket import Bucket, S3Limits
+from etrain_jupyter.storage.objects.s3_bucket import Bucket
 from etrain_jupyter.storage.objects.s3_deadlines import guard
-from etrain_jupyter.storage.objects.s3_messages import code_of, is_of_credentials
+from etrain_jupyter.storage.objects.s3_messages import code_of, is_credentials_error
+from etrain_jupyter.storage.objects.s3_requests import S3Limits
 
 CLUSTER_TAG = "etrain:cluster"
 LIVING = ("pending", "running", "stopping", "stopped")
@@ -49,7 +43,7 @@ S3_LIMITS = S3Limits(
     patience_s=20.0,
     deadline_s=20.0,
 )
-"""Of the lease and what else the head writes: it must not wait for long."""
+"""For the lease and the head's other objects: it must not wait for long."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,20 +58,20 @@ class Instance:
     launched_at: float
     private_ip: str = ""
     reason: str = ""
-    """Code of why it ended, or is about to."""
+    """EC2's code for why it ended, or is about to."""
     ended_at: float | None = None
-    """If EC2 says so."""
+    """None if EC2 does not report it."""
     tags: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def is_living(self) -> bool:
-        """Whether it may still be charged for."""
+        """True if it may still be charged for."""
         return self.state in LIVING
 
 
 @dataclass(frozen=True, kw_only=True)
 class TypeFacts:
-    """What a type of machine has."""
+    """Properties of a machine type."""
 
     gpus: int = 0
     gpu_memory_gib: float = 0.0
@@ -86,10 +80,10 @@ class TypeFacts:
 
 
 class Clients:
-    """Clients of boto3 for one spec, made when they are needed; safe to use from several threads.
+    """boto3 clients for one spec, created on first use; safe to use from several threads.
 
     Args:
-        spec: Says region, profile and endpoint; the rest is what boto3's users set.
+        spec: Region, profile and endpoint; everything else comes from boto3's configuration.
     """
 
     def __init__(self, spec: AwsSpotSpec) -> None:
@@ -101,29 +95,29 @@ class Clients:
 
     @property
     def ec2(self) -> Any:
-        """For reads and for what may be repeated."""
+        """Client for reads and idempotent requests."""
         return self._client("ec2", {"mode": "adaptive", "total_max_attempts": 6})
 
     @property
     def launcher(self) -> Any:
-        """For launches: it repeats nothing."""
+        """Client for launches, without retries."""
         return self._client("ec2", {"mode": "standard", "total_max_attempts": 1}, "launcher")
 
     @property
     def ssm(self) -> Any:
-        """For images that a parameter names."""
+        """Client for images that a parameter names."""
         return self._client("ssm", {"mode": "standard", "total_max_attempts": 4})
 
     @property
     def pricing(self) -> Any:
-        """For on-demand rates; the service answers in few regions."""
+        """Client for on-demand rates, which only a few regions serve."""
         return self._client(
             "pricing", {"mode": "standard", "total_max_attempts": 2}, region="us-east-1"
         )
 
     @property
     def bucket(self) -> Bucket:
-        """The spec's bucket below its prefix."""
+        """The spec's bucket, below its prefix."""
         with self._lock:
             if "bucket" not in self._made:
                 self._made["bucket"] = Bucket(
@@ -138,7 +132,7 @@ class Clients:
             return made
 
     def bucket_at(self, name: str) -> Bucket:
-        """Return all of a bucket, which need not be the spec's."""
+        """Return a bucket without prefix, which need not be the spec's."""
         owner = self.bucket_owner if name == self._spec.bucket else None
         return Bucket(
             name, "", S3_LIMITS, setting="image.archive", make_client=self._s3, owner=owner
@@ -147,37 +141,37 @@ class Clients:
     def bucket_owner(self) -> str:
         """Return the account that the bucket must belong to; empty for any.
 
-        Unless it is named, it is the account of our credentials, which is asked for once.
+        By default it is the account of our credentials, which is requested once.
 
         Raises:
-            CheckpointError: If it cannot be asked for, with what to write instead.
+            StoreError: If the account cannot be determined, with what to write instead.
             ClientError: If the credentials are not valid.
         """
         bucket = self._spec.bucket
         owner = named_owner(bucket) or self._spec.bucket_owner or self._account()
-        expect_owner(bucket, owner)  # also of a run store, and of checkpoints, in that bucket
+        expect_owner(bucket, owner)  # also for a run store and checkpoints in that bucket
         return expected_owner(bucket)
 
     def _account(self) -> str:
         with self._lock:
             if not self._own_account:
                 try:
-                    told = self._client("sts", {"mode": "standard", "total_max_attempts": 3})
-                    self._own_account = str(told.get_caller_identity()["Account"])
+                    sts_client = self._client("sts", {"mode": "standard", "total_max_attempts": 3})
+                    self._own_account = str(sts_client.get_caller_identity()["Account"])
                 except AwsErrors as exc:
-                    if is_of_credentials(exc):
+                    if is_credentials_error(exc):
                         raise
-                    raise CheckpointError(
-                        f"the account of these credentials cannot be asked for (STS: "
-                        f"{words_of_error(exc)}), so it is not known whose bucket "
-                        f"{self._spec.bucket} must be. Nothing was asked of it. Write "
+                    raise StoreError(
+                        f"the account of these credentials cannot be determined (STS: "
+                        f"{message_of_error(exc)}), so the expected owner of bucket "
+                        f"{self._spec.bucket} is unknown. No request was sent to it. Write "
                         "bucket_owner: '111122223333', the bucket's account, for this pool in "
                         "pools.yaml"
                     ) from exc
             return self._own_account
 
     def forget(self) -> None:
-        """Read the credentials again: those that were given have expired."""
+        """Drop all clients and read the credentials again: they have expired."""
         with self._lock:
             self._made.clear()
             self._session = None
@@ -222,13 +216,13 @@ class Clients:
 def list_instances(
     ec2: Any, *, cluster_id: str = "", states: Sequence[str] = (), ids: Sequence[str] = ()
 ) -> list[Instance]:
-    """Return the machines that carry our tag, the oldest first.
+    """Return the machines with our tag, oldest first.
 
     Args:
-        ec2: A client.
-        cluster_id: Of which cluster; empty for all.
-        states: Only those; all if empty.
-        ids: Only those. An id that EC2 does not know is no error.
+        ec2: An EC2 client.
+        cluster_id: Only this cluster; empty for all.
+        states: Only these states; all if empty.
+        ids: Only these machines. Ids unknown to EC2 are ignored.
     """
     by_tag = {"Name": f"tag:{CLUSTER_TAG}", "Values": [cluster_id]}
     filters = [by_tag if cluster_id else {"Name": "tag-key", "Values": [CLUSTER_TAG]}]
@@ -269,14 +263,14 @@ def _instance(data: Mapping[str, Any]) -> Instance:
 
 
 def describe_types(ec2: Any, types: Iterable[str]) -> dict[str, TypeFacts]:
-    """Return what types have; one that EC2 does not know is left out."""
+    """Return the properties of types; types unknown to EC2 are left out."""
     filters = [{"Name": "instance-type", "Values": sorted(set(types))}]
     pages = ec2.get_paginator("describe_instance_types").paginate(Filters=filters)
     return {one["InstanceType"]: _facts(one) for page in pages for one in page["InstanceTypes"]}
 
 
 def find_gpu_types(ec2: Any, gpu: GpuSpec) -> dict[str, TypeFacts]:
-    """Return all x86 types with NVIDIA GPUs that are sold as spot and have what ``gpu`` asks."""
+    """Return all x86 types with NVIDIA GPUs that are sold as spot and match ``gpu``."""
     filters = [
         {"Name": "supported-usage-class", "Values": ["spot"]},
         {"Name": "processor-info.supported-architecture", "Values": ["x86_64"]},
@@ -286,7 +280,7 @@ def find_gpu_types(ec2: Any, gpu: GpuSpec) -> dict[str, TypeFacts]:
     return {
         name: facts
         for name, facts in sorted(known.items())
-        # A GPU of 24 GiB is listed with a little less.
+        # A GPU of 24 GiB is listed with slightly less.
         if facts.gpus == gpu.count and facts.gpu_memory_gib >= 0.9 * gpu.memory_gib
     }
 
@@ -305,7 +299,7 @@ def _facts(data: Mapping[str, Any]) -> TypeFacts:
 
 
 def placement_scores(ec2: Any, types: Sequence[str], count: int, region: str) -> dict[str, int]:
-    """Return EC2's scores of zones, 1 to 10; none where it does not tell."""
+    """Return EC2's scores of zones, 1 to 10; empty if they are not available."""
     try:
         zones = ec2.describe_availability_zones()["AvailabilityZones"]
         names = {zone["ZoneId"]: zone["ZoneName"] for zone in zones}
@@ -316,18 +310,18 @@ def placement_scores(ec2: Any, types: Sequence[str], count: int, region: str) ->
             RegionNames=[region],
         )
     except (*AwsErrors, ResponseParserError):
-        return {}  # It only ranks zones, and may not be allowed.
+        return {}  # It only ranks zones, and the role may not have the permission.
     scores = answer.get("SpotPlacementScores", ())
     return {names.get(s.get("AvailabilityZoneId", ""), ""): int(s["Score"]) for s in scores}
 
 
 def console_tail(ec2: Any, instance_id: str, num_lines: int = 20) -> str:
-    """Return the end of what a machine printed while it booted; empty if EC2 has none."""
+    """Return the end of a machine's console output; empty if EC2 has none."""
     try:
         answer = ec2.get_console_output(InstanceId=instance_id)
     except AwsErrors:
         return ""
-    # boto3 has decoded it.
+    # boto3 has decoded the base64.
     lines = str(answer.get("Output") or "").replace("\r", "").rstrip().splitlines()
     return "\n".join(lines[-num_lines:])
 
@@ -335,117 +329,10 @@ def console_tail(ec2: Any, instance_id: str, num_lines: int = 20) -> str:
 # ------------------------------------------------------------------------------------------- writes
 
 
-def create_fleet(
-    launcher: Any,
-    request: LaunchRequest,
-    *,
-    template_id: str,
-    subnets: Mapping[str, str],
-    allocation: str,
-    tags: Mapping[str, str],
-    pause: Callable[[float], Any] = time.sleep,
-) -> FleetResult | None:
-    """Ask for machines and return what came of it; None if nobody knows.
-
-    Args:
-        launcher: A client that repeats nothing.
-        request: What is wanted. All its machines are of one size, so that EC2 cannot give more
-            workers than asked for; with ``WeightedCapacity`` it may.
-        template_id: The cluster's launch template.
-        subnets: By zone.
-        allocation: How EC2 chooses among the overrides.
-        tags: Of the fleet, of machines and of their disks. The template has them, too, but what a
-            role may launch depends on the tags that the request itself has.
-        pause: Waits between tries.
-    """
-    number = request.num_nodes
-    is_spot = request.lifecycle == "spot"
-    overrides = [
-        {"InstanceType": type, "SubnetId": subnets[zone]} for type, zone in request.overrides
-    ]
-    arguments: dict[str, Any] = {
-        "Type": "instant",
-        "ClientToken": request.token,
-        "LaunchTemplateConfigs": [
-            {
-                "LaunchTemplateSpecification": {
-                    "LaunchTemplateId": template_id,
-                    "Version": "$Latest",
-                },
-                "Overrides": overrides,
-            }
-        ],
-        "TargetCapacitySpecification": {
-            "TotalTargetCapacity": number,
-            "OnDemandTargetCapacity": 0 if is_spot else number,
-            "SpotTargetCapacity": number if is_spot else 0,
-            "DefaultTargetCapacityType": request.lifecycle,
-        },
-        "TagSpecifications": [
-            {"ResourceType": kind, "Tags": tag_list(tags)}
-            for kind in ("fleet", "instance", "volume")
-        ],
-    }
-    if is_spot:
-        arguments["SpotOptions"] = {"AllocationStrategy": allocation}
-    else:
-        arguments["OnDemandOptions"] = {"AllocationStrategy": "lowest-price"}
-    for attempt in range(NUM_LAUNCH_TRIES):
-        if attempt:
-            pause(random.uniform(0.5, 1.0) * FIRST_PAUSE_S * 2.0**attempt)
-        try:
-            return _answer(launcher.create_fleet(**arguments), request, subnets)
-        except AwsErrors as exc:
-            kind = kind_of(exc)
-            if kind == "credentials":
-                raise
-            if kind != "transient":
-                return FleetResult(refusals=(_refusal("", "", code_of(exc), str(exc)),))
-    return None
-
-
-def _answer(
-    data: Mapping[str, Any], request: LaunchRequest, subnets: Mapping[str, str]
-) -> FleetResult:
-    zones = {subnet: zone for zone, subnet in subnets.items()}
-    now = time.time()
-
-    def place(one: Mapping[str, Any]) -> tuple[str, str]:
-        told = one.get("LaunchTemplateAndOverrides", {}).get("Overrides", {})
-        zone = told.get("AvailabilityZone") or zones.get(told.get("SubnetId", ""), "")
-        return one.get("InstanceType") or told.get("InstanceType", ""), zone
-
-    acks = tuple(
-        Ack(
-            id=id,
-            type=place(one)[0],
-            zone=place(one)[1],
-            lifecycle=one.get("Lifecycle") or request.lifecycle,
-            workers=request.workers_each,
-            at=now,
-        )
-        for one in data.get("Instances", ())
-        for id in one.get("InstanceIds", ())
-    )
-    refusals = tuple(
-        _refusal(*place(one), one.get("ErrorCode", ""), one.get("ErrorMessage", ""))
-        for one in data.get("Errors", ())
-    )
-    return FleetResult(acks=acks, refusals=refusals)
-
-
-def _refusal(type: str, zone: str, code: str, message: str) -> LaunchFailure:
-    kind = kind_of_code(code)
-    # What will pass is as good as no capacity: the pool is left alone for a while.
-    kind = "capacity" if kind in ("transient", "credentials") else kind
-    words = words_of_code(code, message)
-    return LaunchFailure(type=type, zone=zone, code=code, message=words, kind=kind)
-
-
 def terminate(ec2: Any, ids: Sequence[str]) -> None:
-    """End machines; one that EC2 does not know (yet) does not keep the others.
+    """Terminate machines; ids unknown to EC2 (yet) do not prevent the others.
 
-    An answer, or its lack, is no proof: look again whether they are still listed.
+    A response, or its absence, proves nothing: list the machines again.
     """
     if not ids:
         return

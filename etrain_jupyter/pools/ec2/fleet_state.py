@@ -1,7 +1,7 @@
-"""What the rules of the fleet remember from one look at EC2 to the next, and how it changes.
+"""State of the fleet's rules: launches in progress, back-offs, failures.
 
-Plain data, written to disk before each launch: a head that is killed between asking for machines
-and hearing of them asks again under the same token, and so gets the same machines.
+Plain data, written to disk before each launch. A head that is killed between a request and its
+answer repeats the request with the same token, and so gets the same machines.
 """
 
 from __future__ import annotations
@@ -14,45 +14,45 @@ from typing import Any, Self
 FIRST_BACK_OFF_S = 15.0
 MAX_BACK_OFF_S = 300.0
 UNSUPPORTED_S = 3600.0
-"""A type that a zone does not have is not asked for again so soon."""
+"""Back-off for a type that a zone does not have, in seconds."""
 VISIBLE_S = 120.0
-"""After that time EC2 lists what it has acknowledged; until then it counts as coming."""
+"""Time after which EC2 lists a machine that it has acknowledged, in seconds."""
 MAX_REFUSALS = 3
-"""A request that is refused so often in a row, for reasons that do not pass, is given up."""
+"""Number of consecutive permanent refusals after which launches stop."""
 
-MEMORY_FILE = "fleet.json"
-"""Where it lies in the cluster's folder, written before each launch."""
+STATE_FILE = "fleet.json"
+"""In the cluster's folder; written before each launch."""
 
 PoolKey = tuple[str, str, str]
-"""Type, zone and lifecycle: what has capacity or has none."""
+"""Type, zone and lifecycle: EC2's unit of capacity."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchRequest:
-    """Machines to ask for, all of one lifecycle and with equally many workers."""
+    """A request for machines of one lifecycle with equally many workers."""
 
     token: str
-    """EC2 answers the same token with the same machines, however often it is sent."""
+    """Makes the request idempotent: EC2 returns the same machines for the same token."""
     lifecycle: str
     num_nodes: int
     workers_each: int
     overrides: tuple[tuple[str, str], ...]
-    """Types and zones that will do."""
+    """Acceptable types and zones."""
 
     @property
     def num_workers(self) -> int:
-        """Of all its machines together."""
+        """Number of workers of all its machines."""
         return self.num_nodes * self.workers_each
 
     @property
     def keys(self) -> tuple[PoolKey, ...]:
-        """Where it may be filled from."""
+        """The capacity pools that it may be filled from."""
         return tuple((type, zone, self.lifecycle) for type, zone in self.overrides)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ack:
-    """A machine that EC2 has acknowledged and does not list yet."""
+    """A machine that EC2 has acknowledged but does not list yet."""
 
     id: str
     type: str
@@ -64,20 +64,20 @@ class Ack:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchFailure:
-    """Why one pool, or all of a request's, gave nothing."""
+    """Why a capacity pool, or the whole request, was refused."""
 
     type: str
-    """Empty for all of the request."""
+    """Empty for the whole request."""
     zone: str
     code: str
     message: str
     kind: str
-    """``capacity``, ``quota``, ``unsupported`` or ``fatal``, see ``aws_words.kind_of``."""
+    """``capacity``, ``quota``, ``unsupported`` or ``fatal``, see ``aws_messages.kind_of``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FleetResult:
-    """What came of a request."""
+    """The answer to a request."""
 
     acks: tuple[Ack, ...] = ()
     refusals: tuple[LaunchFailure, ...] = ()
@@ -85,7 +85,7 @@ class FleetResult:
 
 @dataclass(frozen=True, kw_only=True)
 class BackOff:
-    """A pool that had no capacity is left alone for a while, each time for longer."""
+    """Exponential back-off of a capacity pool that had no capacity."""
 
     until: float
     num: int
@@ -93,42 +93,42 @@ class BackOff:
 
 @dataclass(frozen=True, kw_only=True)
 class FleetState:
-    """What the rules know besides what EC2 lists."""
+    """What the rules know in addition to EC2's listing."""
 
     life: int = 1
-    """Which of the cluster's heads it is; part of tokens."""
+    """Incarnation number of the head; part of the tokens."""
     seq: int = 0
     """Number of the last request."""
     acks: tuple[Ack, ...] = ()
     unanswered: tuple[tuple[LaunchRequest, float], ...] = ()
-    """Requests whose answers never came, and when they were last sent."""
+    """Requests without an answer, and when they were last sent."""
     back_offs: Mapping[PoolKey, BackOff] = field(default_factory=dict)
     zone: str = ""
-    """Where single-az keeps the workers."""
+    """The zone of all workers with ``placement: single-az``."""
     short_since: float | None = None
-    """Since when workers are missing."""
+    """Time since which workers are missing."""
     surplus_since: float | None = None
-    """Since when there are more than anybody wants."""
+    """Time since which there are more workers than wanted."""
     num_refusals: int = 0
-    """Requests in a row that were refused for reasons that do not pass."""
+    """Consecutive requests with permanent refusals."""
     num_boot_failures: int = 0
-    """Nodes in a row that never said hello."""
+    """Consecutive nodes whose workers never connected."""
     blamed: frozenset[str] = frozenset()
-    """Nodes that count as boot failures already."""
+    """Nodes already counted as boot failures."""
     halted: str = ""
-    """Why nothing is launched any more: ``budget``, ``boot`` or ``refused``; empty if it may."""
+    """Why launches have stopped: ``budget``, ``boot`` or ``refused``; empty if they have not."""
     halted_at: float = 0.0
 
-    # --- what is known of requests ---
+    # --- requests ---
 
     def sent(self, request: LaunchRequest, now: float) -> FleetState:
-        """Note a request before it goes out, for the first time or once more."""
+        """Record a request before it is sent or repeated."""
         is_new = all(known.token != request.token for known, _ in self.unanswered)
         rest = tuple(one for one in self.unanswered if one[0].token != request.token)
-        return self._with(seq=self.seq + is_new, unanswered=(*rest, (request, now)))
+        return self.with_(seq=self.seq + is_new, unanswered=(*rest, (request, now)))
 
     def answered(self, request: LaunchRequest, answer: FleetResult, now: float) -> FleetState:
-        """Note what came of a request: machines that are coming, pools that have none."""
+        """Record the answer to a request: machines, and pools without capacity."""
         known = {ack.id for ack in self.acks}
         acks = (*self.acks, *(ack for ack in answer.acks if ack.id not in known))
         back_offs = dict(self.back_offs)
@@ -141,50 +141,47 @@ class FleetState:
             for key in _keys_of(refusal, request):
                 back_offs[key] = _longer(self.back_offs.get(key), refusal.kind, now)
         is_fatal = not answer.acks and any(one.kind == "fatal" for one in refusals)
-        memory = self._with(
+        state = self.with_(
             acks=acks, back_offs=back_offs, num_refusals=self.num_refusals + 1 if is_fatal else 0
         ).forgot(request)
-        return memory.halt("refused", now) if memory.num_refusals >= MAX_REFUSALS else memory
+        return state.halt("refused", now) if state.num_refusals >= MAX_REFUSALS else state
 
     def forgot(self, request: LaunchRequest) -> FleetState:
-        """Give up waiting for the answer to a request."""
+        """Drop an unanswered request."""
         rest = tuple(one for one in self.unanswered if one[0].token != request.token)
-        return self._with(unanswered=rest)
+        return self.with_(unanswered=rest)
 
-    # --- what is known of machines ---
+    # --- machines ---
 
     def listed(self, ids: Iterable[str]) -> FleetState:
-        """Note which machines EC2 lists, in whatever state."""
+        """Record which machines EC2 lists, in any state."""
         seen = set(ids)
-        return self._with(acks=tuple(ack for ack in self.acks if ack.id not in seen))
+        return self.with_(acks=tuple(ack for ack in self.acks if ack.id not in seen))
 
     def looked_up(self, found: Iterable[str], missing: Iterable[str], now: float) -> FleetState:
-        """Note what EC2 says of single machines that it should have listed long ago."""
+        """Record the result of querying machines that EC2 should have listed by now."""
         there, gone = set(found), set(missing)
         acks = (dataclasses.replace(a, at=now) if a.id in there else a for a in self.acks)
-        return self._with(acks=tuple(ack for ack in acks if ack.id not in gone))
+        return self.with_(acks=tuple(ack for ack in acks if ack.id not in gone))
 
-    def said_hello(self) -> FleetState:
-        """Note that a node works, so that the image and the rest of the set-up do."""
-        return self._with(num_boot_failures=0) if self.num_boot_failures else self
+    def boot_succeeded(self) -> FleetState:
+        """Record that a node's workers have connected: the image and the configuration work."""
+        return self.with_(num_boot_failures=0) if self.num_boot_failures else self
 
     def failed_to_boot(self, node: str, limit: int, now: float) -> FleetState:
-        """Count a node that never said hello; after ``limit`` in a row nothing is launched."""
+        """Count a node whose workers never connected; after ``limit`` in a row, stop launches."""
         if node in self.blamed:
             return self
         num = self.num_boot_failures + 1
-        memory = self._with(num_boot_failures=num, blamed=self.blamed | {node})
-        return memory.halt("boot", now) if num >= limit else memory
+        state = self.with_(num_boot_failures=num, blamed=self.blamed | {node})
+        return state.halt("boot", now) if num >= limit else state
 
     def halt(self, why: str, now: float) -> FleetState:
-        """Launch nothing any more; the first reason stays."""
-        return self if self.halted else self._with(halted=why, halted_at=now)
+        """Stop launches; the first reason stays."""
+        return self if self.halted else self.with_(halted=why, halted_at=now)
 
     def with_(self, **changes: Any) -> FleetState:
-        """Return it with other values."""
-        return self._with(**changes)
-
-    def _with(self, **changes: Any) -> FleetState:
+        """Return a copy with changed fields."""
         return dataclasses.replace(self, **changes)
 
     # --- JSON ---
@@ -198,7 +195,7 @@ class FleetState:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Rebuild from the JSON form."""
+        """Parse the JSON form."""
         requests = (
             (LaunchRequest(**one | {"overrides": tuple(map(tuple, one["overrides"]))}), at)
             for one, at in data["unanswered"]

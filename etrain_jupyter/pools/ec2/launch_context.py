@@ -1,4 +1,4 @@
-"""What a cluster needs in AWS before its first node, made or found again by each of its heads."""
+"""AWS resources that a cluster needs before its first node; each head creates or finds them."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from etrain_jupyter.pools.ec2.placement import Offer
 from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
 
 AFTER_LIFE_S = 3600.0
-"""So long after the longest life of a node, what carries its tag may be reaped."""
+"""Time after a node's maximum lifetime from which ``etrain reap`` may remove it, in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchContext:
-    """What launches refer to."""
+    """What launch requests refer to."""
 
     types: Mapping[str, TypeFacts]
     subnets: Mapping[str, str]
-    """By zone."""
+    """Subnet of each zone."""
     network: Network
     template_id: str
     tags: Mapping[str, str]
@@ -45,7 +45,7 @@ class LaunchContext:
     def offers(
         self, spec: AwsSpotSpec, book: PriceBook, scores: Mapping[str, int], now: float
     ) -> tuple[Offer, ...]:
-        """Return every type in every zone, with the prices of now."""
+        """Return an offer for each type and zone, with current prices."""
         return make_offers(spec, self.types, self.subnets, book, scores, now)
 
 
@@ -57,7 +57,7 @@ def make_offers(
     scores: Mapping[str, int],
     now: float,
 ) -> tuple[Offer, ...]:
-    """Return every type in every zone."""
+    """Return an offer for each type and zone."""
     return tuple(
         Offer(
             type=name,
@@ -73,7 +73,7 @@ def make_offers(
 
 
 def workers_of(spec: AwsSpotSpec, facts: TypeFacts | None) -> int:
-    """Return how many workers a machine of a type has."""
+    """Return the number of workers of a machine type."""
     return spec.workers.per_node or max(1, facts.gpus if facts else 1)
 
 
@@ -81,7 +81,7 @@ def find_types(clients: Clients, spec: AwsSpotSpec) -> dict[str, TypeFacts]:
     """Return the types that the spec allows.
 
     Raises:
-        PoolError: If there is none.
+        PoolError: If the region has none of them.
     """
     capacity = spec.capacity
     try:
@@ -103,10 +103,10 @@ def find_types(clients: Clients, spec: AwsSpotSpec) -> dict[str, TypeFacts]:
 
 
 def survey(clients: Clients, spec: AwsSpotSpec) -> tuple[dict[str, TypeFacts], dict[str, str]]:
-    """Return types and subnets, before anything is made: for a dry run and the worst case.
+    """Return types and subnets without creating anything: for a dry run and the worst case.
 
     Raises:
-        PoolError: If the account or the spec does not allow a cluster.
+        PoolError: If the region has no such types, or the network cannot be used.
     """
     types = find_types(clients, spec)
     try:
@@ -122,10 +122,10 @@ def set_up(
     tls_dir: Path,
     config: NodeConfig,
 ) -> LaunchContext:
-    """Make what is missing; blocks.
+    """Create the resources that do not exist yet; blocks.
 
     Raises:
-        PoolError: If something cannot be had. What was made until then carries the cluster's tag.
+        PoolError: If one cannot be created. Those created before carry the cluster's tag.
     """
     types = find_types(clients, spec)
     tags = tags_of(spec, cluster_id, expires_at=time.time() + spec.lifetime.max + AFTER_LIFE_S)
@@ -146,14 +146,14 @@ def set_up(
 
 
 @dataclass(kw_only=True)
-class Renewal:
-    """When something that is done again and again was done last."""
+class Timer:
+    """Interval of a periodic action."""
 
     every_s: float
     last: float = field(default=float("-inf"))
 
-    def is_due(self, now: float) -> bool:
-        """Tell whether it is time; if so, it counts as done."""
+    def restart_if_due(self, now: float) -> bool:
+        """Return whether the action is due; if so, restart the interval."""
         if now - self.last < self.every_s:
             return False
         self.last = now

@@ -1,8 +1,8 @@
-"""What machines cost, as a pure function of when they ran and of the prices in force then.
+"""Cost of machines: a pure function of their run times and the prices at those times.
 
-Nothing is added up from tick to tick: a head that starts again computes the same amounts from the
-same rows. Spot machines are charged by the second at the price in force, at least a minute; one
-that EC2 takes in its first hour costs nothing; disks are charged for as long as they exist.
+Nothing is accumulated from tick to tick: a restarted head computes the same amounts from the same
+rows. Spot machines are charged per second at the price in force, at least for a minute; one that
+EC2 reclaims in its first hour is free; disks are charged while they exist.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 LEAST_S = 60.0
-"""EC2 charges a minute at least, for disks too."""
+"""EC2's minimum charge, for disks too, in seconds."""
 FIRST_HOUR_S = 3600.0
 TAKEN_BY_EC2 = "Server.SpotInstance"
-"""How the reason of a machine's end begins if EC2 took it back."""
+"""Prefix of the reason if EC2 reclaimed a machine."""
 HOURS_OF_MONTH = 730.0
-"""As AWS counts them, for disks."""
+"""AWS's definition of a month, for disks."""
 
 Point = tuple[float, float]
-"""An instant in seconds since the epoch, and the price in US dollars an hour from then on."""
+"""A time in seconds since the epoch, and the price in US dollars an hour from then on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,21 +30,21 @@ class PriceBook:
     """Prices over time."""
 
     spot: Mapping[tuple[str, str], Sequence[Point]] = field(default_factory=dict)
-    """By type and zone, the oldest first."""
+    """By type and zone, oldest first."""
     on_demand: Mapping[str, float] = field(default_factory=dict)
     """US dollars an hour by type."""
     volume_gib_month: float = 0.08
-    """US dollars for a GiB of a disk for a month."""
+    """US dollars per GiB of disk and month."""
 
     def spot_at(self, type: str, zone: str, at: float) -> float | None:
-        """Return the price in force; the first one known before that, None if none is known."""
+        """Return the price in force, or the first known one; None if there is none."""
         points = self.spot.get((type, zone), ())
         if not points:
             return None
         return points[max(0, bisect_right(points, (at, float("inf"))) - 1)][1]
 
     def rate(self, type: str, zone: str, lifecycle: str, at: float) -> float | None:
-        """Return US dollars an hour; the on-demand rate bounds a spot price that is not known."""
+        """Return US dollars an hour; the on-demand rate bounds an unknown spot price."""
         if lifecycle == "spot" and (price := self.spot_at(type, zone, at)) is not None:
             return price
         return self.on_demand.get(type)
@@ -64,7 +64,7 @@ class PriceBook:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One machine, as far as money is concerned."""
+    """One machine's lifetime, for billing."""
 
     id: str
     type: str
@@ -82,7 +82,7 @@ class Row:
 
     @property
     def is_waived(self) -> bool:
-        """Whether EC2 took it back in its first hour."""
+        """True if EC2 reclaimed it in its first hour."""
         return (
             self.lifecycle == "spot"
             and self.ended_at is not None
@@ -93,23 +93,23 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Charge:
-    """What a machine has cost until now, in US dollars."""
+    """Cost of a machine so far, in US dollars."""
 
     spent: float = 0.0
-    """All of it, the disk included."""
+    """Total cost, including the disk."""
     on_demand: float = 0.0
-    """What it would have cost on demand, the disk included."""
+    """Cost on demand, including the disk."""
     waived: float = 0.0
-    """What was not charged since EC2 took it in its first hour."""
+    """Amount not charged because EC2 reclaimed the machine in its first hour."""
     volume: float = 0.0
-    """Of ``spent``: the disk."""
+    """The disk's part of ``spent``."""
     hours: float = 0.0
     is_known: bool = True
-    """Whether its price is; else ``spent`` is the disk alone."""
+    """Whether the price is known; otherwise ``spent`` is the disk alone."""
 
     @property
     def saved(self) -> float:
-        """Against on-demand; below 0 if spot was dearer."""
+        """Savings against on-demand; negative if spot was more expensive."""
         return self.on_demand - self.spent
 
     def __add__(self, other: Charge) -> Charge:
@@ -124,7 +124,7 @@ class Charge:
 
 
 def charge_of(row: Row, prices: PriceBook, now: float) -> Charge:
-    """Return what a machine has cost from its launch to its end, or to ``now``.
+    """Return the cost of a machine from its launch to its end, or to ``now``.
 
     >>> book = PriceBook(spot={("g5.xlarge", "a"): [(0.0, 0.36)]}, on_demand={"g5.xlarge": 1.0})
     >>> row = Row(id="i-1", type="g5.xlarge", zone="a", lifecycle="spot", launched_at=0.0)
@@ -134,7 +134,7 @@ def charge_of(row: Row, prices: PriceBook, now: float) -> Charge:
     """
     begin = row.launched_at
     end = max(begin, now if row.ended_at is None else row.ended_at)
-    # A machine that runs has cost what it ran; one that ended in its first minute, that minute.
+    # A running machine is charged for its run time; one that ended, for at least a minute.
     charged_end = end if row.ended_at is None else max(end, begin + LEAST_S)
     full = prices.on_demand.get(row.type)
     on_demand = None if full is None else (charged_end - begin) / 3600 * full
@@ -147,7 +147,7 @@ def charge_of(row: Row, prices: PriceBook, now: float) -> Charge:
     spent = (machine or 0.0) - waived + disk
     return Charge(
         spent=spent,
-        # Without a rate nothing is said to be saved.
+        # Without a rate, no savings are reported.
         on_demand=(on_demand if on_demand is not None else (machine or 0.0)) + disk,
         waived=waived,
         volume=disk,
@@ -158,13 +158,13 @@ def charge_of(row: Row, prices: PriceBook, now: float) -> Charge:
 
 @dataclass(frozen=True, kw_only=True)
 class Ledger:
-    """All machines that a cluster ever had."""
+    """All machines in a cluster's history."""
 
     rows: Mapping[str, Row] = field(default_factory=dict)
-    """By instance id, the oldest first."""
+    """By instance id, oldest first."""
 
     def with_rows(self, seen: Iterable[Row]) -> Ledger:
-        """Add machines, or what became of them; an end once known stays as it is."""
+        """Add or update machines; a known end time is kept."""
         rows = dict(self.rows)
         for row in seen:
             known = rows.get(row.id)
@@ -176,17 +176,17 @@ class Ledger:
         return Ledger(rows=rows)
 
     def charges(self, prices: PriceBook, now: float) -> dict[str, Charge]:
-        """Return what each machine has cost."""
+        """Return the cost of each machine."""
         return {row.id: charge_of(row, prices, now) for row in self.rows.values()}
 
     def total(self, prices: PriceBook, now: float) -> Charge:
-        """Return what all of them have cost."""
+        """Return the total cost."""
         return sum(self.charges(prices, now).values(), Charge())
 
     def committed(self, prices: PriceBook, now: float) -> float:
-        """Return US dollars that are owed even if everything ended now: first minutes count whole.
+        """Return US dollars owed even if everything ended now: first minutes are charged in full.
 
-        A budget that went by ``total`` would be exceeded by machines that have just been launched.
+        With ``total``, machines that have just been launched would exceed the budget.
         """
         rows = [
             row if row.ended_at is not None else dataclasses.replace(row, ended_at=now)
@@ -195,7 +195,7 @@ class Ledger:
         return sum(charge_of(row, prices, now).spent for row in rows)
 
     def rate(self, prices: PriceBook, now: float) -> float:
-        """Return US dollars an hour of those that run, disks included."""
+        """Return US dollars an hour of running machines, including disks."""
         living = [row for row in self.rows.values() if row.ended_at is None]
         machines = [prices.rate(row.type, row.zone, row.lifecycle, now) or 0.0 for row in living]
         disks = sum(row.volume_gib for row in living)
@@ -207,7 +207,7 @@ class Ledger:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Rebuild from the JSON form; unknown keys are left out."""
+        """Parse the JSON form; unknown keys are ignored."""
         known = {one.name for one in dataclasses.fields(Row)}
         rows = [Row(**{k: v for k, v in row.items() if k in known}) for row in data["rows"]]
         return cls(rows={row.id: row for row in rows})
@@ -215,14 +215,14 @@ class Ledger:
 
 @dataclass(frozen=True, kw_only=True)
 class WorstCase:
-    """The most that a cluster can cost, before anything is launched."""
+    """The maximum cost of a cluster, before anything is launched."""
 
     hourly: float
-    """All machines at the dearest price."""
+    """With all machines at the highest price."""
     total: float
     """For a whole lifetime."""
     uncapped_total: float
-    """The same without ``budget``."""
+    """The total without ``budget``."""
 
 
 def worst_case(
@@ -236,9 +236,9 @@ def worst_case(
     max_hourly: float | None = None,
     max_total: float | None = None,
 ) -> WorstCase:
-    """Return the most that ``num_nodes`` machines cost, if all are the dearest and none ends early.
+    """Return the cost of ``num_nodes`` machines at the highest price for the whole lifetime.
 
-    ``head_usd`` is what the head costs an hour, if it is a machine of its own.
+    ``head_usd`` is the cost of the head in US dollars an hour, if it has its own machine.
 
     >>> worst_case(num_nodes=4, dearest_usd=0.5, lifetime_s=7200, max_total=3.0).total
     3.0

@@ -1,4 +1,4 @@
-"""Where nodes stand: a subnet a zone, and a security group that lets in its own members only."""
+"""Network of the nodes: a subnet per zone, and a security group for the cluster's members."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ NOTHING = "Nothing was launched."
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """What launches need to know."""
+    """What launch requests need to know."""
 
     subnets: Mapping[str, str]
-    """One a zone."""
+    """Subnet of each zone."""
     vpc_id: str
     security_group: str
     is_ours: bool
-    """Whether the group was made for the cluster, and goes with it."""
+    """The group was created for the cluster, and is removed with it."""
 
 
 def open_network(ec2: Any, spec: AwsSpotSpec, cluster_id: str, tags: Mapping[str, str]) -> Network:
-    """Find the subnets, and find or make the security group.
+    """Find the subnets, and find or create the security group.
 
     Raises:
-        PoolError: If there are none, or AWS does not let us.
+        PoolError: If there are no subnets, or AWS refuses a request.
     """
     try:
         vpc_id, subnets = find_subnets(ec2, spec)
@@ -51,8 +51,8 @@ def find_subnets(ec2: Any, spec: AwsSpotSpec) -> tuple[str, dict[str, str]]:
     """Return the VPC and a subnet for each zone that the spec allows.
 
     Raises:
-        PoolError: If there is none.
-        ClientError: If EC2 does not tell.
+        PoolError: If there are none, or they belong to several VPCs.
+        ClientError: If EC2 refuses the request.
     """
     named = spec.network.subnets
     if named == "auto":
@@ -68,10 +68,10 @@ def find_subnets(ec2: Any, spec: AwsSpotSpec) -> tuple[str, dict[str, str]]:
     vpcs = sorted({one["VpcId"] for one in found})
     if len(vpcs) > 1:
         raise PoolError(
-            f"network.subnets are of {len(vpcs)} VPCs ({', '.join(vpcs)}); workers reach each "
-            f"other within one. {NOTHING} Keep the subnets of one of them."
+            f"network.subnets belong to {len(vpcs)} VPCs ({', '.join(vpcs)}); workers can only "
+            f"reach each other within one. {NOTHING} Keep the subnets of one of them."
         )
-    # The one with the most free addresses.
+    # Choose the one with the most free addresses.
     found.sort(key=lambda one: (one["AvailabilityZone"], -one.get("AvailableIpAddressCount", 0)))
     subnets: dict[str, str] = {}
     for one in found:
@@ -80,20 +80,20 @@ def find_subnets(ec2: Any, spec: AwsSpotSpec) -> tuple[str, dict[str, str]]:
     if zones != "auto":
         if missing := [zone for zone in zones if zone not in subnets]:
             raise PoolError(
-                f"capacity.zones names {', '.join(missing)}, where there is no subnet; there are "
-                f"some in {', '.join(subnets)}. {NOTHING} Correct capacity.zones, or add a subnet."
+                f"there is no subnet in {', '.join(missing)} (capacity.zones), but in "
+                f"{', '.join(subnets)}. {NOTHING} Correct capacity.zones, or add a subnet."
             )
         subnets = {zone: subnets[zone] for zone in zones}
     return vpcs[0], subnets
 
 
 def make_security_group(ec2: Any, vpc_id: str, cluster_id: str, tags: Mapping[str, str]) -> str:
-    """Return the cluster's group, made if it is not there: members reach members, nobody else.
+    """Return the cluster's security group, which admits only members; create it if missing.
 
-    A notebook that is the head must be a member, or be in ``network.security_group``.
+    A notebook that runs the head must be a member, or be in ``network.security_group``.
 
     Raises:
-        ClientError: If EC2 does not let us.
+        ClientError: If EC2 refuses a request.
     """
     name = f"etrain-{cluster_id}"
     ours = [
@@ -115,7 +115,7 @@ def make_security_group(ec2: Any, vpc_id: str, cluster_id: str, tags: Mapping[st
 
 
 def _lets_members_in(group: Mapping[str, Any]) -> bool:
-    """Whether the rule is there; an on-demand head may use the group, but not change it."""
+    """Return whether the rule exists; an on-demand head may use the group, but not change it."""
     return any(
         rule.get("IpProtocol") == "-1" and pair.get("GroupId") == group["GroupId"]
         for rule in group.get("IpPermissions", ())

@@ -1,4 +1,4 @@
-"""``config.json``: what the agent of a node is told by whoever launches nodes."""
+"""``config.json``: configuration of a node's agent, written by the cluster's head."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ from typing import Self
 
 @dataclass(frozen=True, kw_only=True)
 class NodeConfig:
-    """What a node is to be; keys that this version does not know are ignored."""
+    """Configuration of a node; unknown keys are ignored."""
 
     cluster_id: str
     region: str
     role_env: Mapping[str, str] = field(default_factory=dict)
-    """Variables for the workers."""
+    """Environment variables for the workers."""
     imds_poll_s: float = 2.0
     lease_ttl_s: float = 300.0
-    """Age of a lease from which it does not hold any more."""
+    """Age from which a lease is no longer valid."""
     lease_check_s: float = 30.0
     lifetime_s: float = 43_200.0
-    """The machine is off so long after it was launched, whatever happens."""
+    """Maximum lifetime of the machine, from its launch."""
     drain_s: float = 90.0
-    """How long before that its workers are given notice, and how long they may take to end."""
+    """Time before the end of the lifetime at which workers get a notice to leave."""
     first_hour: str = "wait-for-ec2"
-    """What a spot machine does that was noticed in its first hour and whose workers have ended:
-    ``wait-for-ec2`` (what EC2 takes then is not charged) or ``power-off``."""
+    """Action of a spot machine that got a notice in its first hour, after its workers have ended:
+    ``wait-for-ec2`` (a machine reclaimed by EC2 is free) or ``power-off``."""
     workers_per_node: int = 0
-    """0 is one a GPU, or one where there is none."""
+    """0 is one per GPU, or one on a machine without GPUs."""
     fingerprint: Mapping[str, str] = field(default_factory=dict)
-    """What is installed where the notebook runs, see ``node.fingerprint``."""
+    """Versions of the packages at the notebook, see ``wire.versions``."""
     supervisor: str = "etrain_jupyter.worker.supervisor:Supervisor"
 
     @classmethod
     def from_json(cls, text: bytes) -> Self:
-        """Return what an object says.
+        """Parse the object.
 
         Raises:
-            ValueError: If it is no such object.
+            ValueError: If it is not a valid configuration.
         """
-        told = json.loads(text)
-        if not isinstance(told, dict):
-            raise ValueError("config.json holds no mapping")
+        data = json.loads(text)
+        if not isinstance(data, dict):
+            raise ValueError("config.json is not a mapping")
         known = {f.name for f in dataclasses.fields(cls)}
         try:
-            return cls(**{key: value for key, value in told.items() if key in known})
+            return cls(**{key: value for key, value in data.items() if key in known})
         except TypeError as exc:
-            raise ValueError(f"config.json is not complete: {exc}") from exc
+            raise ValueError(f"config.json is incomplete: {exc}") from exc

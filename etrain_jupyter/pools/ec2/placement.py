@@ -1,4 +1,4 @@
-"""Which types and zones a launch may use, and how many machines the budget lets in."""
+"""Choose types and zones for a launch, and the number of machines within the budget."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ UNKNOWN_SCORE = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Offer:
-    """A type in a zone, and what it costs there."""
+    """A machine type in a zone, and its prices."""
 
     type: str
     zone: str
     workers: int = 1
-    """Of one machine: one a GPU."""
+    """Workers of one machine, one per GPU."""
     spot_usd: float | None = None
-    """US dollars an hour; None if EC2 names none, and so sells none."""
+    """US dollars an hour; None if EC2 lists no price: it does not sell the type there."""
     on_demand_usd: float | None = None
-    """None if nobody knows."""
+    """None if unknown."""
     score: int = 0
-    """EC2's spot placement score, 1 to 10; 0 if it was not asked."""
+    """EC2's spot placement score, 1 to 10; 0 if unknown."""
 
     def usd(self, lifecycle: str) -> float | None:
         """Return the price of a lifecycle."""
@@ -32,19 +32,19 @@ class Offer:
 
 def usable(
     offers: Sequence[Offer],
-    memory: FleetState,
+    state: FleetState,
     lifecycle: str,
     now: float,
     *,
     must_know_price: bool,
 ) -> list[Offer]:
-    """Return those that may be asked for: on sale, and not known to have no capacity now."""
+    """Return the offers that are on sale and not known to lack capacity."""
     found = []
     for offer in offers:
-        back_off = memory.back_offs.get((offer.type, offer.zone, lifecycle))
+        back_off = state.back_offs.get((offer.type, offer.zone, lifecycle))
         if back_off is not None and now < back_off.until:
             continue
-        # A spot price that is not in the history means that the pool does not exist.
+        # A pool without spot price history does not exist.
         if offer.usd(lifecycle) is None and (must_know_price or lifecycle == "spot"):
             continue
         found.append(offer)
@@ -52,15 +52,15 @@ def usable(
 
 
 def best_zone(offers: Sequence[Offer], candidates: Sequence[Offer], lifecycle: str) -> str:
-    """Return the zone with the best price for a worker, capacity considered; empty if none.
+    """Return the zone with the lowest risk-adjusted price per worker; empty if none.
 
-    A full score costs nothing, the lowest nearly doubles the price; so does, by half, that many of
-    the zone's types have just been refused.
+    The price is multiplied by 1 (score 10) to 1.9 (score 1), and by up to 1.5 for the share of the
+    zone's types that have just been refused.
 
     Args:
-        offers: All of them.
-        candidates: Those that may be asked for.
-        lifecycle: What is to be launched.
+        offers: All offers.
+        candidates: Offers that may be requested.
+        lifecycle: Lifecycle to launch.
     """
     rated: list[tuple[float, str]] = []
     for zone in sorted({offer.zone for offer in candidates}):
@@ -77,22 +77,22 @@ def best_zone(offers: Sequence[Offer], candidates: Sequence[Offer], lifecycle: s
 def best_size(
     candidates: Sequence[Offer], lifecycle: str, missing: int, room: int
 ) -> tuple[list[Offer], int]:
-    """Return offers of one size, and how many machines of it are to be launched.
+    """Return offers of one size, and the number of machines to launch.
 
-    All machines of a request have equally many workers, so that EC2 cannot give more than asked
-    for.
+    All machines of a request have equally many workers, so that EC2 cannot launch more than
+    requested.
 
     Args:
-        candidates: What may be asked for.
-        lifecycle: What is to be launched.
-        missing: Workers that are wanted and neither here nor coming.
-        room: Workers that there may be more, ``missing`` included.
+        candidates: Offers that may be requested.
+        lifecycle: Lifecycle to launch.
+        missing: Wanted workers that are neither running nor being launched.
+        room: Maximum additional workers, ``missing`` included.
     """
     best: tuple[float, int, int] | None = None
     for size in sorted({offer.workers for offer in candidates}):
         count = missing // size
         if count == 0 and size <= room:
-            count = 1  # more than wanted, since nothing smaller is there
+            count = 1  # more than wanted, because nothing smaller is available
         if count:
             same = [offer for offer in candidates if offer.workers == size]
             price = min(offer.usd(lifecycle) or 0.0 for offer in same) / size
@@ -112,16 +112,16 @@ def within_budget(
     *,
     disk_usd: float = 0.0,
 ) -> tuple[list[Offer], int]:
-    """Return the offers and the number of machines whose dearest outcome ``room_usd`` pays for.
+    """Return the offers and the number of machines that ``room_usd`` pays for in the worst case.
 
-    EC2 may fill a request from the dearest offer alone. Dear offers are left out where that lets
-    more machines in.
+    EC2 may fill a request from the most expensive offer alone. Expensive offers are left out if
+    that allows more machines.
 
     Args:
-        candidates: Of one size.
-        lifecycle: What is to be launched.
-        count: Machines that are wanted.
-        room_usd: US dollars an hour that are left; None without a bound.
+        candidates: Offers of one size.
+        lifecycle: Lifecycle to launch.
+        count: Machines wanted.
+        room_usd: Remaining US dollars an hour; None without a budget.
         disk_usd: US dollars an hour of one machine's disk.
     """
     if room_usd is None:

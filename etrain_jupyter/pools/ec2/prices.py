@@ -1,4 +1,4 @@
-"""What machines cost: EC2's history of spot prices, and on-demand rates with their source."""
+"""Fetch prices: EC2's spot price history, and on-demand rates with their source."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ ON_DEMAND_USD: Mapping[str, float] = {
     "t3.large": 0.0832,
     "m5.large": 0.096,
 }
-"""US dollars an hour for Linux in one region: for where the Pricing API cannot be asked."""
+"""US dollars an hour for Linux in one region: fallback if the Pricing API is not available."""
 VOLUME_USD = {"gp3": 0.08, "gp2": 0.10}
-"""US dollars for a GiB and a month."""
+"""US dollars per GiB and month."""
 
 
 @dataclass(kw_only=True)
 class Prices:
-    """Prices that are fetched again when they are old. Used by one thread.
+    """Prices, refreshed when they are old. Used by one thread.
 
     Args:
-        clients: Of EC2 and of the Pricing API.
-        region: Whose rates.
-        volume_type: Of the nodes' disks.
+        clients: Clients for EC2 and the Pricing API.
+        region: Region of the prices.
+        volume_type: Volume type of the nodes' disks.
     """
 
     clients: Clients
@@ -65,13 +65,13 @@ class Prices:
     on_demand: dict[str, float] = field(default_factory=dict)
     fetched_at: float = 0.0
     unknown: set[str] = field(default_factory=set)
-    """Types for which there is no on-demand rate."""
+    """Types without a known on-demand rate."""
     source: str = ""
-    """Where on-demand rates come from, and of when they are."""
+    """Source and date of the on-demand rates."""
 
     @property
     def book(self) -> PriceBook:
-        """All that is known."""
+        """All known prices."""
         return PriceBook(
             spot=self.spot,
             on_demand=self.on_demand,
@@ -79,15 +79,15 @@ class Prices:
         )
 
     def refresh(self, types: Iterable[str], *, since: float, now: float) -> None:
-        """Fetch what is missing or old.
+        """Fetch missing or old prices.
 
         Args:
-            types: Of machines.
-            since: Prices are needed from then on, in seconds since the epoch.
-            now: The instant.
+            types: Machine types.
+            since: Prices are needed from this time on, in seconds since the epoch.
+            now: The current time.
 
         Raises:
-            ClientError: If EC2 does not tell the spot prices.
+            ClientError: If EC2 refuses the request for spot prices.
         """
         wanted = sorted(set(types))
         missing = [t for t in wanted if t not in self.on_demand and t not in self.unknown]
@@ -110,7 +110,7 @@ class Prices:
                     found[type] = usd
             self.source = f"Pricing API, {time.strftime('%Y-%m-%d', time.gmtime())}"
         except (*AwsErrors, ValueError, KeyError):
-            # It is another service, which a role may not ask and which a test stand-in lacks.
+            # A separate service: the role may lack the permission, a simulation the service.
             self.source = f"built-in table, {TABLE_REGION}, {TABLE_DATE}"
         for type in types:
             usd = found.get(type, ON_DEMAND_USD.get(type))
@@ -120,20 +120,20 @@ class Prices:
                 self.on_demand[type] = usd
 
     def describe(self) -> str:
-        """Return the sources in words, for the screen."""
+        """Return the sources of the prices as text, for the screen."""
         at = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(self.fetched_at))
-        words = f"spot prices: EC2, {at}; on-demand rates: {self.source or 'not asked for'}"
+        summary = f"spot prices: EC2, {at}; on-demand rates: {self.source or 'not requested'}"
         if self.source.startswith("built-in") and self.region != TABLE_REGION:
-            words += f" (your region is {self.region})"
+            summary += f" (your region is {self.region})"
         if self.unknown:
-            words += f"; no on-demand rate for {', '.join(sorted(self.unknown))}"
-        return words
+            summary += f"; no on-demand rate for {', '.join(sorted(self.unknown))}"
+        return summary
 
 
 def spot_history(
     ec2: Any, types: Iterable[str], since: float
 ) -> dict[tuple[str, str], list[Point]]:
-    """Return the prices of types by zone since an instant; the one in force then comes first."""
+    """Return the price changes by type and zone since an instant, first the price in force then."""
     names = sorted(set(types))
     found: dict[tuple[str, str], list[Point]] = {}
     if not names:
@@ -155,12 +155,12 @@ def spot_history(
 
 
 def on_demand_rate(pricing: Any, type: str, region: str) -> float | None:
-    """Return US dollars an hour for Linux from the Pricing API; None if it does not know the type.
+    """Return US dollars an hour for Linux from the Pricing API; None if it lacks the type.
 
     Raises:
-        ClientError: If it does not answer.
+        ClientError: If the request fails.
     """
-    told = {
+    attributes = {
         "instanceType": type,
         "regionCode": region,
         "operatingSystem": "Linux",
@@ -168,7 +168,9 @@ def on_demand_rate(pricing: Any, type: str, region: str) -> float | None:
         "preInstalledSw": "NA",
         "capacitystatus": "Used",
     }
-    filters = [{"Type": "TERM_MATCH", "Field": key, "Value": word} for key, word in told.items()]
+    filters = [
+        {"Type": "TERM_MATCH", "Field": key, "Value": word} for key, word in attributes.items()
+    ]
     answer = pricing.get_products(ServiceCode="AmazonEC2", Filters=filters, MaxResults=10)
     for text in answer["PriceList"]:
         product = json.loads(text) if isinstance(text, str) else text

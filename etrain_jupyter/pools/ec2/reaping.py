@@ -1,6 +1,6 @@
-"""What is there of our clusters, and how it is removed: by its tags, with nothing but credentials.
+"""Find and remove the resources of clusters by their tags; requires nothing but credentials.
 
-Works from any machine, on any day, as often as one likes.
+Works from any machine, and can be repeated.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 from botocore.exceptions import ClientError
 
 from etrain_jupyter.config.store_url import S3, split_s3_url
-from etrain_jupyter.errors import CheckpointError
+from etrain_jupyter.errors import StoreError
 from etrain_jupyter.pools.base import Leftovers
-from etrain_jupyter.pools.ec2.aws_messages import AwsErrors, pool_error, words_of_error
+from etrain_jupyter.pools.ec2.aws_messages import AwsErrors, message_of_error, pool_error
 from etrain_jupyter.pools.ec2.ec2_api import (
     CLUSTER_TAG,
     LIVING,
@@ -30,12 +30,12 @@ from etrain_jupyter.storage.objects.s3_messages import code_of
 LOOK_S = 0.5
 MAX_LOOK_S = 5.0
 NUM_CLEAN_LOOKS = 2
-"""So often in a row EC2 must list no machine: its lists are late."""
+"""Number of consecutive listings without machines: EC2's listings lag behind."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tagged:
-    """One thing in AWS that belongs to a cluster."""
+    """One resource in AWS that belongs to a cluster."""
 
     kind: str
     """``instance``, ``launch-template``, ``security-group`` or ``volume``."""
@@ -43,7 +43,7 @@ class Tagged:
     cluster_id: str
     region: str
     since: float = 0.0
-    """When it was made, in seconds since the epoch; 0.0 if AWS does not tell."""
+    """When it was created, in seconds since the epoch; 0.0 if unknown."""
     expires_at: float = 0.0
     type: str = ""
     state: str = ""
@@ -54,24 +54,24 @@ class Tagged:
     role: str = ""
     """``node`` or ``head``."""
     usd_per_h: float | None = None
-    """None if nobody knows; 0.0 for what costs nothing."""
+    """None if unknown; 0.0 for resources without cost."""
 
     @property
     def is_of_head(self) -> bool:
-        """Whether the head cannot remove it while its machine runs."""
+        """The head cannot remove it while its own machine runs."""
         return self.role == "head" or self.kind == "security-group"
 
     @property
     def is_expired(self) -> bool:
-        """Whether its cluster should have ended."""
+        """Its cluster should have ended."""
         return bool(self.expires_at) and time.time() > self.expires_at
 
 
 def find_tagged(clients: Clients, region: str, *, cluster_id: str = "") -> list[Tagged]:
-    """Return everything in a region that carries our tag, or that of one cluster.
+    """Return all resources in a region with our tag, or with that of one cluster.
 
     Raises:
-        PoolError: If EC2 does not tell.
+        PoolError: If EC2 refuses a request.
     """
     ec2 = clients.ec2
     try:
@@ -80,7 +80,7 @@ def find_tagged(clients: Clients, region: str, *, cluster_id: str = "") -> list[
             found.append(_tagged(region=region, **one))
     except AwsErrors as exc:
         raise pool_error(
-            f"what is left in {region} cannot be listed", exc, "Nothing was removed."
+            f"the resources in {region} cannot be listed", exc, "Nothing was removed."
         ) from exc
     return sorted(found, key=lambda one: (one.cluster_id, one.kind, one.since, one.id))
 
@@ -133,7 +133,7 @@ def _others(ec2: Any, cluster_id: str) -> list[dict[str, Any]]:
         pages = ec2.get_paginator(operation).paginate(Filters=filters)
         for one in (one for page in pages for one in page[key]):
             if kind == "volume" and one.get("Attachments"):
-                continue  # it goes with its machine
+                continue  # deleted with its machine
             tags = {tag["Key"]: tag["Value"] for tag in one.get("Tags", ())}
             at = one[since].timestamp() if since and since in one else 0.0
             usd = None if kind == "volume" else 0.0
@@ -165,20 +165,20 @@ def remove(
     spares_head: bool = False,
     pause: Callable[[float], Any] = time.sleep,
 ) -> Leftovers:
-    """Remove everything of one cluster but its ledger; say what would not go.
+    """Remove all resources of a cluster except its ledger; return those that remain.
 
     Args:
-        clients: Of the region.
-        region: Where it is.
-        cluster_id: Which.
-        timeout_s: How long to go on.
-        home: URL of its objects, if no tag is left that says so.
-        spares_head: Leave the head's machine alone, which is this one, with its template and the
-            security group that it is in.
-        pause: Waits between two looks.
+        clients: Clients of the region.
+        region: The cluster's region.
+        cluster_id: The cluster.
+        timeout_s: When to stop retrying, in seconds.
+        home: URL of its objects, for the case that no resource with a tag is left.
+        spares_head: Keep the head's machine, which is this one, with its template and security
+            group.
+        pause: Waits between two attempts.
 
     Raises:
-        PoolError: If EC2 does not even list it.
+        PoolError: If EC2 cannot list the resources.
     """
     deadline = time.monotonic() + timeout_s
     first = find_tagged(clients, region, cluster_id=cluster_id)
@@ -191,10 +191,10 @@ def remove(
             for one in find_tagged(clients, region, cluster_id=cluster_id)
             if one.kind != "instance" and not (spares_head and one.is_of_head)
         ]
-        stuck = [words for one in others if (words := _delete(clients.ec2, one))]
+        stuck = [problem for one in others if (problem := _delete(clients.ec2, one))]
         if not stuck or time.monotonic() > deadline:
             break
-        pause(wait_s)  # a group is in use until its machines are gone, which takes minutes
+        pause(wait_s)  # a group is in use until its machines have ended, which takes minutes
         wait_s = min(2 * wait_s, MAX_LOOK_S)
     return Leftovers(
         processes=tuple(left), files=(*stuck, *_remove_objects(clients, home, cluster_id))
@@ -220,7 +220,7 @@ def _end_machines(
         try:
             terminate(ec2, [one.id for one in living])
         except AwsErrors as exc:
-            last = f" ({words_of_error(exc)})"
+            last = f" ({message_of_error(exc)})"
         if time.monotonic() > deadline:
             return [f"{one.id} {one.type} {one.state}{last}" for one in living]
         pause(LOOK_S)
@@ -240,12 +240,12 @@ def _delete(ec2: Any, one: Tagged) -> str:
     except ClientError as exc:
         if "NotFound" in code_of(exc) or "NotExist" in code_of(exc):
             return ""
-        return f"{one.id} {one.kind} ({words_of_error(exc)})"
+        return f"{one.id} {one.kind} ({message_of_error(exc)})"
     return ""
 
 
 def _remove_objects(clients: Clients, home: str, cluster_id: str) -> list[str]:
-    """Remove the folder of a cluster; its ledger lies elsewhere and stays."""
+    """Delete a cluster's folder in the bucket; its ledger is elsewhere and stays."""
     if not home.startswith(S3) or not home.endswith(f"/clusters/{cluster_id}"):
         return []
     name, key = split_s3_url(home)
@@ -253,12 +253,12 @@ def _remove_objects(clients: Clients, home: str, cluster_id: str) -> list[str]:
     below = key.removeprefix(f"{bucket.prefix}/") if bucket.prefix else key
     if name != bucket.name or (bucket.prefix and not key.startswith(f"{bucket.prefix}/")):
         return [f"{home} (another bucket than the pool's)"]
-    what = f"removing the files of {cluster_id}"
+    what = f"the files of {cluster_id} cannot be deleted"
     try:
         for one in bucket.keys(below, what):
             bucket.delete(one, what)
         return [f"s3://{name}/{bucket.prefix}/{one}" for one in bucket.keys(below, what)]
-    except CheckpointError as exc:
+    except StoreError as exc:
         return [f"{home} ({exc})"]
 
 
@@ -270,14 +270,14 @@ def reap(
     all_clusters: bool = False,
     timeout_s: float = 120.0,
 ) -> dict[str, Leftovers]:
-    """Remove one cluster, all that have expired, or all; return what is left of each.
+    """Remove one cluster, all expired ones, or all; return what remains of each.
 
     Args:
-        clients_of: Makes the clients of a region.
-        regions: Where to look.
-        cluster_id: Only that one, expired or not.
-        all_clusters: Those too that have not expired.
-        timeout_s: For each cluster.
+        clients_of: Returns the clients of a region.
+        regions: Regions to search.
+        cluster_id: Only this cluster, expired or not.
+        all_clusters: Include clusters that have not expired.
+        timeout_s: Timeout per cluster, in seconds.
     """
     done: dict[str, Leftovers] = {}
     for region in regions:
@@ -290,18 +290,18 @@ def reap(
 
 
 def by_cluster(found: Sequence[Tagged]) -> dict[str, list[Tagged]]:
-    """Return what was found of each cluster, by its id."""
+    """Group resources by cluster id."""
     ids = sorted({one.cluster_id for one in found})
     return {name: [one for one in found if one.cluster_id == name] for name in ids}
 
 
 def is_meant(own: Sequence[Tagged], *, cluster_id: str, all_clusters: bool) -> bool:
-    """Whether a cluster shall be removed.
+    """Return whether to remove a cluster.
 
     Args:
-        own: What was found of it.
-        cluster_id: Only that one, expired or not; empty for any.
-        all_clusters: Those too that have not expired.
+        own: Its resources.
+        cluster_id: Only this cluster, expired or not; empty for any.
+        all_clusters: Include clusters that have not expired.
     """
     if cluster_id:
         return own[0].cluster_id == cluster_id
@@ -311,12 +311,12 @@ def is_meant(own: Sequence[Tagged], *, cluster_id: str, all_clusters: bool) -> b
 def remove_found(
     spec: AwsSpotSpec, found: Sequence[Tagged], *, timeout_s: float = 120.0
 ) -> Leftovers:
-    """Remove one cluster of which something was found; its tags say which bucket it has.
+    """Remove one cluster whose resources are known; their tags contain its bucket.
 
     Args:
         spec: Region, profile and endpoint.
-        found: What was found of it.
-        timeout_s: How long to go on.
+        found: Its resources.
+        timeout_s: When to stop retrying, in seconds.
     """
     [cluster_id] = {one.cluster_id for one in found}
     home = next((one.home for one in found if one.home), "")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from etrain_jupyter import __version__
-from etrain_jupyter.head.local_workers import torch_has_cuda
+from etrain_jupyter.process.gpus import torch_has_cuda
 from etrain_jupyter.worker.supervisor import Supervisor
 
 DEVICES = Path("/dev")

@@ -1,4 +1,4 @@
-"""What the pool ``address`` says of somebody else's cluster: what is missing, what to type."""
+"""Errors and warnings of the ``address`` pool about an existing Dask cluster."""
 
 from __future__ import annotations
 
@@ -13,17 +13,25 @@ from dataclasses import dataclass
 from typing import Any
 
 from etrain_jupyter import __version__
+from etrain_jupyter.errors import PoolError
 
-ENDED = "nobody listens at"
 PROBE_S = 2.0
-NEEDED = ("python", "etrain-jupyter", "torch")
-"""What must be alike: functions are sent as code, the parts speak one protocol, and the ranks of a
-job exchange tensors."""
-MOST_NAMED = 6
+"""Timeout for opening a connection, to find out why a scheduler does not answer."""
+REQUIRED = ("python", "etrain-jupyter", "torch")
+"""Packages whose versions must match the kernel's.
+
+Functions are sent as bytecode, the processes share a protocol, and the ranks exchange tensors.
+"""
+MAX_NAMED = 6
+"""Maximum number of workers that a message lists."""
+
+
+class NotListeningError(PoolError):
+    """The scheduler's machine refuses connections: no process listens at the port."""
 
 
 def installed_here() -> dict[str, str]:
-    """Return what the kernel has of ``NEEDED``."""
+    """Return the kernel's versions of the packages in ``REQUIRED``."""
     found = {"python": platform.python_version(), "etrain-jupyter": __version__, "torch": ""}
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         found["torch"] = importlib.metadata.version("torch")
@@ -31,16 +39,28 @@ def installed_here() -> dict[str, str]:
 
 
 def plain_tcp(address: str) -> str:
-    """Warn of a scheduler without TLS."""
+    """Return a warning about a scheduler without TLS."""
     return (
-        f"{address} has no TLS: anybody who reaches that port can run code there as you, and read "
-        "what your cells send. It is used all the same, since it is not ours to change. Start it "
-        "with certificates and write tls:// to mend it."
+        f"{address} does not use TLS: anyone who can connect to that port can run code there as "
+        "you, and read what your cells send. Using it anyway. To fix this, start the scheduler "
+        "with certificates and write tls://."
     )
 
 
-async def unreachable(address: str, exc: BaseException) -> str:
-    """Return why a scheduler could not be reached, as far as can be told, and what to type."""
+async def unreachable(address: str, exc: BaseException) -> PoolError:
+    """Return an error that explains why a scheduler could not be reached.
+
+    Opens a plain connection to separate the cases:
+
+    =========================  ==================================================
+    the connection ...         likely cause
+    =========================  ==================================================
+    is refused                 no scheduler listens there: ``NotListeningError``
+    fails or times out         wrong host, or a firewall
+    opens, then TLS fails      certificates of another cluster, or TLS on one side
+    opens, then nothing        not a Dask scheduler, or it rejects our certificate
+    =========================  ==================================================
+    """
     cause = exc
     while cause.__cause__ is not None:
         cause = cause.__cause__
@@ -49,36 +69,37 @@ async def unreachable(address: str, exc: BaseException) -> str:
     try:
         await _probe(address)
     except ConnectionRefusedError:
-        return (
-            f"{ENDED} {address}. Nothing was done. Start the scheduler there, or correct the "
-            "address: `dask scheduler` prints it."
+        return NotListeningError(
+            f"no scheduler is listening at {address}. Nothing was done. Start the scheduler there, "
+            "or correct the address: `dask scheduler` prints it."
         )
     except (OSError, TimeoutError) as failure:
-        return (
+        return PoolError(
             f"{address} cannot be reached from this machine ({_short(failure)}). Nothing was done. "
-            "Correct the address, or ask who runs it whether its port is open to you."
+            "Correct the address, or check with its administrator whether the port is open to you."
         )
     if isinstance(cause, ssl.SSLCertVerificationError) or "CERTIFICATE_VERIFY" in text:
-        return (
+        return PoolError(
             f"the certificate of {address} was not signed by the authority in tls.ca "
-            f"({_short(cause)}). Nothing was sent there. Name the ca.pem of that cluster in "
-            "pools.yaml; if it is the right one, another machine may answer at that address."
+            f"({_short(cause)}). Nothing was sent there. Set tls.ca in pools.yaml to the ca.pem of "
+            "that cluster. If it is the right file, another machine may answer at that address."
         )
-    # The greeting of a scheduler without TLS may come before ours: tornado says that otherwise.
-    others = ("WRONG_VERSION_NUMBER", "record layer", "cannot convert to SSL")
-    if is_tls and any(words in text for words in others):
-        return (
-            f"{address} does not speak TLS. Nothing was sent there. Write tcp:// if that is how "
-            "it is meant to be, or start it with certificates."
+    # A scheduler without TLS may send its first bytes before ours arrive. Depending on who is
+    # faster, OpenSSL reports a wrong version or tornado a connection that it cannot convert.
+    plain_text_errors = ("WRONG_VERSION_NUMBER", "record layer", "cannot convert to SSL")
+    if is_tls and any(error in text for error in plain_text_errors):
+        return PoolError(
+            f"{address} does not use TLS. Nothing was sent there. Write tcp:// if this is "
+            "intended, or start the scheduler with certificates."
         )
     advice = (
-        "It may want TLS: write tls:// and name its certificates in pools.yaml."
+        "It may require TLS: write tls:// and set its certificates in pools.yaml."
         if not is_tls
-        else "It may not accept our certificate: tls.cert must be signed by its authority."
+        else "It may reject the certificate in tls.cert, which its authority must have signed."
     )
-    return (
-        f"{address} takes connections, but does not answer as a Dask scheduler ({_short(cause)}). "
-        f"Nothing was done. {advice}"
+    return PoolError(
+        f"{address} accepts connections but does not answer like a Dask scheduler "
+        f"({_short(cause)}). Nothing was done. {advice}"
     )
 
 
@@ -86,9 +107,9 @@ async def _probe(address: str) -> None:
     """Open a connection and close it again.
 
     Raises:
-        ConnectionRefusedError: If nobody listens there.
-        OSError: If the machine is not found or not reached.
-        TimeoutError: If it does not answer.
+        ConnectionRefusedError: If no process listens at the port.
+        OSError: If the machine is not found or not reachable.
+        TimeoutError: If the machine does not answer.
     """
     host, _, port = address.partition("://")[2].rpartition(":")
     async with asyncio.timeout(PROBE_S):
@@ -103,57 +124,58 @@ def _short(exc: BaseException) -> str:
 
 
 def unfit_scheduler(address: str, exc: BaseException, here: Mapping[str, str]) -> str:
-    """Say that the scheduler's process cannot run our coordinator."""
+    """Return the error for a scheduler that cannot run the coordinator."""
     if isinstance(exc, ImportError):
         return (
-            f"the scheduler at {address} cannot load etrain-jupyter ({exc}). Nothing was changed. "
-            f"{install_advice(here)} Then start the scheduler again, and its workers."
+            f"the scheduler at {address} cannot import etrain-jupyter ({exc}). "
+            f"Nothing was changed. {install_advice(here)} Then restart the scheduler and workers."
         )
     return (
-        f"the scheduler at {address} refuses to run our code ({_short(exc)}): Dask's setting "
-        "distributed.scheduler.pickle must be true there. Nothing was changed."
+        f"the scheduler at {address} refuses to run etrain's code ({_short(exc)}). Nothing was "
+        "changed. Set distributed.scheduler.pickle to true in its Dask configuration."
     )
 
 
 def of_other_version(address: str, found: Mapping[str, str], here: Mapping[str, str]) -> str:
-    """Say that the scheduler has another etrain-jupyter, perhaps with jobs of somebody in it."""
-    busy = " and a coordinator of it, perhaps with jobs" if found["coordinator"] else ""
+    """Return the error for a scheduler with another version of etrain-jupyter."""
+    busy = " and runs a coordinator of it, possibly with jobs" if found["coordinator"] else ""
     return (
         f"the scheduler at {address} has etrain-jupyter {found['etrain-jupyter']}{busy}; this "
-        f"notebook has {here['etrain-jupyter']}. Nothing was changed. Use the same one here: pip "
-        f"install 'etrain-jupyter=={found['etrain-jupyter']}'; or install "
-        f"{here['etrain-jupyter']} there and start the scheduler and its workers again."
+        f"notebook has {here['etrain-jupyter']}. Nothing was changed. Install the same version "
+        f"here: pip install 'etrain-jupyter=={found['etrain-jupyter']}'; or install "
+        f"{here['etrain-jupyter']} there and restart the scheduler and its workers."
     )
 
 
 def install_advice(here: Mapping[str, str]) -> str:
-    """Return the command that makes an environment like the kernel's."""
+    """Return the command that installs the kernel's versions."""
     torch = here["torch"].partition("+")[0]
     return (
-        f"In Python {_minor(here['python'])} there: pip install "
-        f"'etrain-jupyter=={here['etrain-jupyter']}' 'torch=={torch}'."
+        f"Install the versions of this notebook there (Python {_minor(here['python'])}): pip "
+        f"install 'etrain-jupyter=={here['etrain-jupyter']}' 'torch=={torch}'."
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnfitWorkers:
-    """Workers that cannot take part."""
+    """Message about workers that cannot train."""
 
     num_unfit: int
     text: str
-    """Which, and why."""
+    """The workers and the reasons."""
     advice: str
+    """The command that fixes them."""
 
 
 def unfit_workers(
     address: str, found: Mapping[str, Any], here: Mapping[str, str]
 ) -> UnfitWorkers | None:
-    """Return which workers cannot take part; None if all can.
+    """Return a message about the workers that cannot train; None if all can.
 
     Args:
-        address: The scheduler's.
-        found: By worker, what is installed there, or the exception of whoever wanted to know.
-        here: What is installed in the kernel.
+        address: Address of the scheduler.
+        found: Installed versions by worker, or the exception of the query.
+        here: Installed versions of the kernel.
     """
     by_reason: dict[str, list[str]] = {}
     for worker, facts in found.items():
@@ -168,12 +190,12 @@ def unfit_workers(
 
 
 def _reason(facts: Any, here: Mapping[str, str]) -> str:
-    # What goes wrong before a function runs comes as the text of an exception.
+    # Dask reports an error that occurs before the function runs as the text of an exception.
     if isinstance(facts, ImportError) or re.search(r"ModuleNotFound|ImportError", str(facts)):
-        return f"etrain-jupyter cannot be loaded ({_short(facts)})"
+        return f"etrain-jupyter cannot be imported ({_short(facts)})"
     if not isinstance(facts, Mapping):
-        return f"it cannot be asked what is installed ({_short(facts)})"
-    for name in NEEDED:
+        return f"installed versions are unknown ({_short(facts)})"
+    for name in REQUIRED:
         there = facts.get(name, "")
         if not there:
             return f"{name} is missing"
@@ -191,5 +213,5 @@ def _minor(version: str) -> str:
 
 
 def _named(workers: list[str]) -> str:
-    more = len(workers) - MOST_NAMED
-    return ", ".join(workers[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+    more = len(workers) - MAX_NAMED
+    return ", ".join(workers[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")

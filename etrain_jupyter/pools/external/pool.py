@@ -1,8 +1,8 @@
-"""The pool ``address``: a Dask scheduler that somebody else made, with its own workers.
+"""The ``address`` pool: an existing Dask scheduler with its own workers.
 
-``up()`` puts our coordinator into the scheduler and a supervisor onto every worker that there is or
-that comes; ``down()`` takes both away again. The scheduler and the workers are theirs: we start
-none, and end none but a worker that we are asked to release.
+``up()`` registers the coordinator as a scheduler plugin and the supervisor as a worker plugin, also
+for workers that connect later. ``down()`` unregisters both. The pool starts no scheduler and no
+worker, and stops a worker only in ``release()``.
 """
 
 from __future__ import annotations
@@ -14,14 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from pydantic import ValidationError
-
 from etrain_jupyter import __version__
 from etrain_jupyter.config.fields import Section
-from etrain_jupyter.errors import ConfigError, PoolError
+from etrain_jupyter.errors import PoolError
 from etrain_jupyter.pools.base import CostReport, Leftovers, Node
 from etrain_jupyter.pools.external.messages import (
-    ENDED,
+    NotListeningError,
     installed_here,
     of_other_version,
     plain_tcp,
@@ -47,35 +45,35 @@ if TYPE_CHECKING:
 
 CONNECT_S = 10.0
 INSTALL_S = 60.0
-"""How long our part may take to get onto a scheduler and its workers."""
+"""Timeout for installing the plugins on the scheduler and all workers, in seconds."""
 
 T = TypeVar("T")
-Say = Callable[[str], None]
+Notify = Callable[[str], None]
 
-_said: set[str] = set()
-"""What this process has said once."""
+_notified: set[str] = set()
+"""Messages that this process has already shown."""
 
 
 class TlsSpec(Section):
-    """Files by which a scheduler lets us in. They stay where they are."""
+    """Certificate files for a scheduler with TLS. They are not copied."""
 
     ca: str
-    """File with the authority that signed the cluster's certificates."""
+    """File of the authority that signed the cluster's certificates."""
     cert: str
-    """File with the certificate that we show."""
+    """File of the client certificate."""
     key: str
-    """File with its key; only you should be able to read it."""
+    """File of the certificate's private key; only you should be able to read it."""
     min_version: Literal["", "1.2", "1.3"] = ""
-    """Oldest TLS that is spoken; empty for Dask's default."""
+    """Minimum TLS version; empty for Dask's default."""
 
 
 class AddressSpec(Section):
-    """What ``pools.yaml`` says of a scheduler that somebody else made."""
+    """Options of a pool of kind ``address`` in ``pools.yaml``."""
 
     address: str
-    """Where it listens: tcp://HOST:PORT, or tls://HOST:PORT with tls."""
+    """Address of the scheduler: tcp://HOST:PORT, or tls://HOST:PORT with tls."""
     tls: TlsSpec | None = None
-    """Of a tls:// address: the files that let us in."""
+    """Certificate files for a tls:// address."""
 
 
 class AddressPool:
@@ -83,9 +81,9 @@ class AddressPool:
 
     Args:
         address: ``tcp://HOST:PORT`` or ``tls://HOST:PORT``.
-        tls: The files ``ca``, ``cert`` and ``key``, for the latter.
-        min_version: Oldest TLS that is spoken, ``1.2`` or ``1.3``; empty for Dask's default.
-        say: Told, once a process, what a person should know; prints by default.
+        tls: The files ``ca``, ``cert`` and ``key`` for a ``tls://`` address.
+        min_version: Minimum TLS version, ``1.2`` or ``1.3``; empty for Dask's default.
+        notify: Shows a message to the user, once per process; prints by default.
     """
 
     is_head_elsewhere = False
@@ -96,9 +94,9 @@ class AddressPool:
         *,
         tls: Mapping[str, str] | None = None,
         min_version: str = "",
-        say: Say | None = None,
+        notify: Notify | None = None,
     ) -> None:
-        self._say = say or _print
+        self._notify = notify or _print
         files = {
             kind: str(Path(path).expanduser().absolute()) for kind, path in (tls or {}).items()
         }
@@ -111,68 +109,58 @@ class AddressPool:
             tls_min_version=min_version,
         )
 
+    @classmethod
+    def at(cls, address: SchedulerAddress) -> AddressPool:
+        """Return the pool of a scheduler whose address and certificates are known."""
+        files = {"ca": address.tls_ca, "cert": address.tls_cert, "key": address.tls_key}
+        tls = {kind: path for kind, path in files.items() if path}
+        return cls(address.address, tls=tls, min_version=address.tls_min_version)
+
     @property
     def address(self) -> SchedulerAddress:
-        """Where it is, and what lets us in; its id is known once somebody has asked."""
+        """Address and certificates. The cluster id is the address, until ``up`` has connected."""
         return self._address
 
     @classmethod
-    def from_spec(cls, values: Mapping[str, Any]) -> AddressPool:
-        """Return the pool that ``address`` and ``tls`` of a file describe.
-
-        Raises:
-            ConfigError: If they are not what they should be.
-        """
-        try:
-            return cls._of(AddressSpec.model_validate(dict(values)))
-        except ValidationError as exc:
-            first = exc.errors()[0]
-            words = str((first.get("ctx") or {}).get("message") or first["msg"])
-            key = ".".join(map(str, first["loc"])) or "the pool"
-            raise ConfigError(f"{key}: {words.replace('{key}', key)}") from exc
-
-    @classmethod
     def from_entry(cls, entry: PoolEntry) -> AddressPool:
-        """Return the pool of an entry of ``pools.yaml``; nothing is asked yet.
+        """Create the pool from an entry of ``pools.yaml``, without connecting.
 
         Raises:
-            ConfigError: If its keys are not what they should be, with the place of the fault.
+            ConfigError: If a key is invalid, with its position in the file.
         """
-        return cls._of(entry.read_as(AddressSpec), folder=entry.file.parent)
-
-    @classmethod
-    def _of(cls, spec: AddressSpec, folder: Path = Path()) -> AddressPool:
-        """Return the pool; relative paths begin in ``folder``, where its file is."""
+        spec, folder = entry.read_as(AddressSpec), entry.file.parent
         if spec.tls is None:
             return cls(spec.address)
+        # Relative paths start in the folder of pools.yaml, wherever the kernel runs.
         files = {"ca": spec.tls.ca, "cert": spec.tls.cert, "key": spec.tls.key}
         tls = {kind: str(folder / Path(path).expanduser()) for kind, path in files.items()}
         return cls(spec.address, tls=tls, min_version=spec.tls.min_version)
 
     def up(self) -> SchedulerAddress:
-        """Put our part onto the scheduler and its workers, unless it is there; nothing is started.
+        """Install the plugins on the scheduler and its workers, unless they are installed.
 
         Raises:
-            PoolError: If the scheduler cannot be reached, or something is missing there.
+            PoolError: If the scheduler cannot be reached, or a required package is missing there.
         """
         self._check()
+        # A connection within this machine does not cross a network, so it needs no warning.
         host = self._address.address.partition("://")[2].rpartition(":")[0].strip("[]")
         if self._address.address.startswith("tcp://") and not _is_loopback(host):
-            self._say_once(plain_tcp(self._address.address))
-        return self._ask_dask(self._settle_in)
+            self._notify_once(plain_tcp(self._address.address))
+        return self._with_client(self._install)
 
     def want(self, n: int, *, reason: str) -> None:
-        """Say how many workers are wished for: whoever made the cluster starts them."""
+        """Set the number of wanted workers. This pool cannot start any: it notifies the user."""
         present = ask(self._address, WantWorkers(count=n, reason=reason)).num_present
         if n > present:
-            self._say_once(
-                f"{n} workers are wanted at {self._address.address}, which has {present}. They are "
-                "somebody else's: start more as that cluster was made (`cluster.scale`, "
-                "`cluster.adapt`, `dask worker`); those that come are used."
+            self._notify_once(
+                f"{self._address.address} has {present} of {n} wanted workers. etrain does not "
+                "start workers of an existing cluster. Start more with `cluster.scale`, "
+                "`cluster.adapt` or `dask worker`; jobs use them as soon as they connect."
             )
 
     def nodes(self) -> list[Node]:
-        """Return the Dask workers that can take part, in the order in which they came."""
+        """Return the Dask workers that can train, in the order in which they connected."""
         return [
             Node(
                 id=record["worker"],
@@ -187,82 +175,94 @@ class AddressPool:
         ]
 
     def release(self, node_id: str, *, drain_s: float) -> None:
-        """Ask Dask to retire a worker, after our jobs have left it; nobody replaces it."""
+        """Retire a Dask worker after its ranks have left; this pool does not replace it."""
         ask(self._address, ReleaseWorker(worker=node_id, drain_s=drain_s))
 
     def shared_place(self) -> str:
-        """Return nothing: its workers see the same folders, which `up` sees to."""
+        """Return an empty string: the workers share the kernel's folders, which submit checks."""
         return ""
 
     def price(self, max_workers: int) -> str:
-        """Return that nobody knows here."""
-        return "not known here: the cluster is somebody else's"
+        """Return that the price of an existing cluster is unknown."""
+        return "unknown, this is an existing Dask cluster"
 
     def cost(self) -> CostReport:
-        """Return zeros: what these machines cost is between their owner and whoever pays."""
+        """Return zeros: the cost of an existing cluster is unknown."""
         return CostReport()
 
-    def down(self, *, timeout_s: float = 30.0) -> Leftovers:
-        """Stop our jobs there, with a checkpoint, and take our part away; theirs stays as it is.
+    def is_installed(self) -> bool:
+        """Return whether our coordinator is on the scheduler; False if the scheduler has ended.
 
-        Returns:
-            What is still there of ours.
+        Raises:
+            PoolError: If the scheduler cannot be reached.
         """
         self._check()
         try:
-            if not self._ask_dask(self._is_there):
+            return self._with_client(self._is_installed)
+        except NotListeningError:
+            return False
+
+    def down(self, *, timeout_s: float = 30.0) -> Leftovers:
+        """Stop etrain's jobs with a checkpoint and remove the plugins; Dask keeps running.
+
+        Returns:
+            Plugins that could not be removed.
+        """
+        self._check()
+        try:
+            if not self._with_client(self._is_installed):
                 return Leftovers()
             stop = ShutDownCluster(drain_s=timeout_s)
             ask(self._address, stop, timeout_s=timeout_s + CONNECT_S)
-            return self._ask_dask(self._move_out)
+            return self._with_client(self._uninstall)
+        except NotListeningError:
+            return Leftovers()  # the scheduler has ended, and the plugins with it
         except PoolError as exc:
-            if ENDED in str(exc):
-                return Leftovers()  # their scheduler has ended, and our part with it
-            return Leftovers(processes=(f"our part of {self._address.address}: {exc}",))
+            return Leftovers(processes=(f"etrain's plugins at {self._address.address}: {exc}",))
 
     # --- checks that need no network ---
 
     def _check(self) -> None:
-        """Refuse what cannot work.
+        """Validate the address and the certificate files.
 
         Raises:
-            PoolError: If the address is none, or the certificates are missing or of no use.
+            PoolError: If the address is invalid, or certificates are missing or superfluous.
         """
         scheme, _, rest = self._address.address.partition("://")
         host, _, port = rest.rpartition(":")
         if scheme not in ("tcp", "tls") or not host or not port.isdigit():
             raise PoolError(
-                f"{self._address.address!r} is no address of a Dask scheduler. Nothing was done. "
-                "Write tcp://HOST:8786 or tls://HOST:8786, as `dask scheduler` prints it."
+                f"{self._address.address!r} is not a valid address of a Dask scheduler. Nothing "
+                "was done. Write tcp://HOST:8786 or tls://HOST:8786, as `dask scheduler` prints it."
             )
         files = [self._address.tls_ca, self._address.tls_cert, self._address.tls_key]
         if scheme == "tcp" and any(files):
             raise PoolError(
-                f"{self._address.address} comes with certificates, but tcp:// does not use any. "
-                f"Nothing was done. Write tls://{rest}, or leave tls out."
+                f"{self._address.address} is configured with certificates, but tcp:// does not use "
+                f"any. Nothing was done. Write tls://{rest}, or remove tls."
             )
         if scheme == "tls" and not all(files):
             raise PoolError(
-                f"{self._address.address} needs certificates. Nothing was done. Name the pool in "
+                f"{self._address.address} needs certificates. Nothing was done. Define the pool in "
                 f"pools.yaml: 'lab: {{kind: address, address: {self._address.address}, tls: "
                 "{ca: ca.pem, cert: client.pem, key: client.key}}', and write pool: lab."
             )
         missing = [file for file in files if file and not Path(file).is_file()]
         if missing:
             raise PoolError(
-                f"{', '.join(missing)} is not there, so that {self._address.address} would not let "
-                "us in. Nothing was done. Correct tls of this pool in pools.yaml."
+                f"certificate files of {self._address.address} are missing: {', '.join(missing)}. "
+                "Nothing was done. Correct tls of this pool in pools.yaml."
             )
 
-    def _say_once(self, text: str) -> None:
-        if text not in _said:
-            _said.add(text)
-            self._say(text)
+    def _notify_once(self, text: str) -> None:
+        if text not in _notified:
+            _notified.add(text)
+            self._notify(text)
 
-    # --- what needs Dask's own client ---
+    # --- requests through Dask's client ---
 
-    def _ask_dask(self, work: Callable[[Any], Coroutine[Any, Any, T]]) -> T:
-        """Run ``work`` with a client of the cluster, on a thread: a kernel's has a loop already.
+    def _with_client(self, work: Callable[[Any], Coroutine[Any, Any, T]]) -> T:
+        """Run ``work`` with a Dask client, in a thread: the kernel's thread runs a loop already.
 
         Raises:
             PoolError: If the scheduler cannot be reached.
@@ -272,7 +272,7 @@ class AddressPool:
             import distributed
 
             make: Any = distributed.Client
-            # Made before it is awaited: one that does not connect must be closed, too.
+            # Create the client before awaiting it: one that fails to connect must be closed too.
             client = make(
                 self._address.address,
                 security=self._address.security() if self._address.tls_ca else None,
@@ -285,71 +285,74 @@ class AddressPool:
                 await client
             except (OSError, TimeoutError, ValueError) as exc:
                 await client.close()
-                raise PoolError(await unreachable(self._address.address, exc)) from exc
+                raise await unreachable(self._address.address, exc) from exc
             try:
                 async with asyncio.timeout(INSTALL_S):
                     return await work(client)
             except (OSError, TimeoutError) as exc:
-                raise PoolError(await unreachable(self._address.address, exc)) from exc
+                raise await unreachable(self._address.address, exc) from exc
             finally:
                 await client.close()
 
         with ThreadPoolExecutor(1, thread_name_prefix="etrain-pool-ask") as thread:
             return thread.submit(asyncio.run, run()).result()
 
-    async def _settle_in(self, client: Any) -> SchedulerAddress:
-        """Check what is installed there, and put our two plugins there."""
+    async def _install(self, client: Any) -> SchedulerAddress:
+        """Check the installed versions and register the two plugins."""
         from etrain_jupyter.pools.external.coordinator import GuestCoordinator
         from etrain_jupyter.pools.external.guest import GuestSupervisor, sent_as_code
 
-        where = self._address.address
+        address = self._address.address
         here = installed_here()
         await self._check_scheduler(client, here)
         await self._check_workers(client, here)
         info = client.scheduler_info()
         coordinator = GuestCoordinator(cluster_id=str(info["id"]))
         await client.register_plugin(coordinator)
+        # Pickle the plugin by value: by name, a worker without etrain-jupyter could not start.
         with sent_as_code():
             await client.register_plugin(GuestSupervisor(__version__))
-        values = self._address.to_dict() | {"address": where, "cluster_id": str(info["id"])}
+        values = self._address.to_dict() | {"address": address, "cluster_id": str(info["id"])}
         return SchedulerAddress.from_dict(values)
 
     async def _check_scheduler(self, client: Any, here: Mapping[str, str]) -> None:
         from etrain_jupyter.pools.external.guest_worker import look_here
 
-        where = self._address.address
+        address = self._address.address
         try:
             found = await client.run_on_scheduler(look_here)
+        # Dask unpickles the function by name there: ImportError if the package is missing,
+        # ValueError if the scheduler refuses pickles.
         except (ImportError, ValueError, AttributeError) as exc:
-            raise PoolError(unfit_scheduler(where, exc, here)) from exc
+            raise PoolError(unfit_scheduler(address, exc, here)) from exc
         if found["etrain-jupyter"] != __version__:
-            raise PoolError(of_other_version(where, found, here))
+            raise PoolError(of_other_version(address, found, here))
         if found["coordinator"] not in ("", "GuestCoordinator"):
             raise PoolError(
-                f"{where} is a cluster that etrain started itself. Nothing was done. Leave pool "
-                "out, or name the pool that started it."
+                f"{address} is a cluster that etrain started itself. Nothing was done. Remove the "
+                "key pool, or set it to the pool that started the cluster."
             )
 
     async def _check_workers(self, client: Any, here: Mapping[str, str]) -> None:
-        """Refuse a cluster none of whose workers can take part; say which of them cannot."""
+        """Reject a cluster without a usable worker; notify the user of unusable workers."""
         from etrain_jupyter.pools.external.guest_worker import look_here
 
         found = await client.run(look_here, on_error="return")
         if not found:
-            self._say_once(
-                f"{self._address.address} has no worker now. Whoever made it starts them; jobs "
-                "wait until some are there."
+            self._notify_once(
+                f"{self._address.address} has no workers yet. Jobs wait until you start some, for "
+                "example with `dask worker`."
             )
-        words = unfit_workers(self._address.address, found, here)
-        if not words:
+        unfit = unfit_workers(self._address.address, found, here)
+        if not unfit:
             return
-        if words.num_unfit == len(found):
-            raise PoolError(f"{words.text} {words.advice}")
-        self._say_once(
-            f"{words.text} The other {len(found) - words.num_unfit} train. {words.advice}"
+        if unfit.num_unfit == len(found):
+            raise PoolError(f"{unfit.text} {unfit.advice}")
+        self._notify_once(
+            f"{unfit.text} The other {len(found) - unfit.num_unfit} train. {unfit.advice}"
         )
 
-    async def _is_there(self, client: Any) -> bool:
+    async def _is_installed(self, client: Any) -> bool:
         from etrain_jupyter.pools.external.guest_worker import look_here
 
         try:
@@ -358,16 +361,16 @@ class AddressPool:
             return False
         return bool(found["coordinator"] == "GuestCoordinator")
 
-    async def _move_out(self, client: Any) -> Leftovers:
-        """Take the supervisors away, which ends the trainers, and then the coordinator."""
+    async def _uninstall(self, client: Any) -> Leftovers:
+        """Unregister the supervisors, which stops the trainers, and then the coordinator."""
         left: tuple[str, ...] = ()
         try:
             await client.unregister_worker_plugin("etrain-supervisor")
         except ValueError:
-            pass  # somebody else has just done it
+            pass  # another client has just unregistered it
         except (KeyError, OSError) as exc:
-            # A worker that came or went meanwhile; the others were told.
-            left = (f"perhaps a supervisor on a worker that did not answer ({exc!r})",)
+            # A worker connected or left during the request. The others have unregistered it.
+            left = (f"possibly a supervisor on a worker that did not answer ({exc!r})",)
         try:
             await call_scheduler(client.scheduler, RemoveCoordinator())
         except (NotOursError, RefusedRequestError) as exc:

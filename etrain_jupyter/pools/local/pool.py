@@ -1,4 +1,4 @@
-"""The embedded pool: processes on this machine, detached from the kernel that started them."""
+"""The ``local`` pool: worker processes on this machine, detached from the kernel."""
 
 from __future__ import annotations
 
@@ -6,72 +6,58 @@ from pathlib import Path
 
 from etrain_jupyter.pools.base import CostReport
 from etrain_jupyter.pools.detached import DetachedPool
-from etrain_jupyter.process.address import SchedulerAddress
-from etrain_jupyter.process.cluster_dir import (
-    LocalSettings,
-    cluster_dirs,
-    local_prefix,
-    remove_stale,
-)
+from etrain_jupyter.process.cluster_dir import cluster_dirs, remove_stale
+from etrain_jupyter.process.cluster_settings import ClusterSettings
+from etrain_jupyter.process.state_root import local_prefix
 from etrain_jupyter.wire.requests import ClusterFacts
 
 
 class LocalPool(DetachedPool):
-    """Workers on this machine: one a GPU, else CPU slots.
+    """Workers on this machine: one per GPU, or CPU slots if there is no GPU.
 
     Args:
-        cluster_id: Bind the object to that cluster, instead of the one of this Python environment.
-        settings: How a cluster that has to be started shall behave; by default what the environment
-            says.
+        cluster_id: Bind this object to one cluster. By default it uses the running cluster of this
+            Python environment.
+        settings: Settings for a new cluster; by default from environment variables.
     """
 
     def __init__(
-        self, *, cluster_id: str | None = None, settings: LocalSettings | None = None
+        self, *, cluster_id: str | None = None, settings: ClusterSettings | None = None
     ) -> None:
         super().__init__(name="local", prefix=local_prefix(), cluster_id=cluster_id)
         self._settings = settings
 
-    def settings(self) -> LocalSettings:
-        """Return how a cluster that has to be started shall behave."""
-        return self._settings or LocalSettings.from_environment()
+    def settings(self) -> ClusterSettings:
+        """Return the settings for a new cluster."""
+        return self._settings or ClusterSettings.from_environment()
 
     def prepare_start(self, root: Path) -> None:
-        """Remove what dead clusters left: their workers have ended with their keepers."""
+        """Remove the folders of dead clusters. Their workers exited with their keepers."""
         remove_stale(root)
 
     def shared_place(self) -> str:
-        """Return nothing: its workers see this machine's folders."""
+        """Return an empty string: the workers see this machine's folders."""
         return ""
 
     def price(self, max_workers: int) -> str:
-        """Return that there is none."""
+        """Return that the user's own machine costs nothing."""
         return "nothing, this is your own machine"
 
     def cost(self) -> CostReport:
-        """Return zeros: your own machine is free."""
+        """Return zeros: the user's own machine is free."""
         return CostReport()
 
 
-def find_clusters() -> list[SchedulerAddress]:
-    """Return this user's living clusters on this machine, the newest first."""
-    found = []
-    for cluster in cluster_dirs():
-        record = cluster.record()
-        if record is not None and record.is_alive:
-            found.append(cluster.address(record))
-    return found
-
-
-def find_remains() -> list[str]:
-    """Return the ids of this user's clusters on this machine, living, starting, ending or dead."""
+def list_cluster_ids() -> list[str]:
+    """Return the ids of this user's clusters on this machine, running, starting or dead."""
     records = [(cluster.cluster_id, cluster.record()) for cluster in cluster_dirs()]
     return [cluster_id for cluster_id, record in records if record is None or record.is_here]
 
 
-def load_in_words(facts: ClusterFacts) -> str:
-    """Return how many workers and jobs a cluster has, and how long it has been without any.
+def describe_load(facts: ClusterFacts) -> str:
+    """Return the number of workers and jobs of a cluster, and its idle time.
 
-    >>> load_in_words(ClusterFacts(cluster_id="c", pid=1, workers=1, jobs=0, idle_s=7.4))
+    >>> describe_load(ClusterFacts(cluster_id="c", pid=1, workers=1, jobs=0, idle_s=7.4))
     '1 worker, no job, idle for 7 s'
     """
     num_workers, num_jobs = facts.workers, facts.jobs

@@ -1,52 +1,68 @@
-"""A scheduler has died and another one takes over: what becomes of the trainers that live.
+"""Adopt the trainers that have outlived their scheduler.
 
-If every rank of the newest generation is there and has stepped in it, the generation goes on: its
-ranks have trained meanwhile and need nothing. Else it is ended, as if a rank had been lost, and the
-next one takes the newest state that anybody holds.
+============================================================  ====================================
+trainers of the newest generation                             what happens
+============================================================  ====================================
+all are there, and have stepped in it                         it continues: its ranks have trained
+                                                              on and need nothing
+all are there, but it was still forming                       it is aborted (``restart``)
+some are missing                                              it is aborted (``lost``; ``restart``
+                                                              if no worker was lost)
+none was inside                                               the job gathers workers
+============================================================  ====================================
+
+After an abort the next generation starts from the newest state that any trainer holds.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from etrain_jupyter.log import events
 from etrain_jupyter.rules.membership import stimuli as s
-from etrain_jupyter.rules.membership.losses import KEEP_LOST
 from etrain_jupyter.rules.membership.membership import JobState, Member, MemberPhase
-from etrain_jupyter.rules.membership.turn import Turn, begin_collecting, enter_phase
+from etrain_jupyter.rules.membership.turn import Turn, begin_collecting
 
-RESTARTED = "restart"
-"""Why a generation forms whose predecessor no scheduler knew well enough."""
-
-LOST_MEANWHILE = "lost while the scheduler was away"
+LOST_MEANWHILE = "lost while the scheduler was down"
 
 
 def take_found(turn: Turn, stimulus: s.TrainersFound) -> None:
-    """Adopt the trainers that are there, and do without the others."""
+    """Adopt the trainers that were found, and count the other workers as lost."""
     for found in stimulus.found:
-        turn.state = turn.state.with_member(_member_of(turn, found, stimulus.is_ready))
-    turn.set(assigned=tuple(found.worker for found in stimulus.found))
-    turn.set(warm_s=max([turn.state.warm_s, *(found.warm_s for found in stimulus.found)]))
+        turn.put(_member_of(turn, found, stimulus.is_ready))
+    turn.assign(found.worker for found in stimulus.found)
+    timings = turn.state.timings
+    warm_s = max([timings.warm_s, *(found.warm_s for found in stimulus.found)])
+    turn.update_timings(replace(timings, warm_s=warm_s))
     for worker in stimulus.lost:
-        turn.set(lost=(*turn.state.lost, (worker, LOST_MEANWHILE))[-KEEP_LOST:])
+        turn.update_faults(turn.state.faults.with_lost(worker, LOST_MEANWHILE))
         turn.publish(events.WorkerLost, worker=worker, cause=LOST_MEANWHILE, detected_s=0.0)
     ranked = turn.state.in_phase("ranked")
     if not ranked:
-        enter_phase(turn, "gathering")
+        turn.enter_phase("gathering")
         return
-    turn.set(world_size=stimulus.world_size, is_ready=stimulus.is_ready, whys=())
-    turn.set(used_backend=stimulus.backend, first_step=turn.state.step, ready_at=turn.now)
-    enter_phase(turn, "running")
-    if len(ranked) < stimulus.world_size:
-        turn.set(has_lost=bool(stimulus.lost))
-        begin_collecting(turn, "lost" if stimulus.lost else RESTARTED)
+    is_short = len(ranked) < stimulus.world_size
+    current = replace(
+        turn.state.current,
+        world_size=stimulus.world_size,
+        backend=stimulus.backend,
+        first_step=turn.state.step,
+        ready_at=turn.now if stimulus.is_ready else None,
+        has_lost=is_short and bool(stimulus.lost),
+    )
+    turn.adopt_generation(current)
+    turn.enter_phase("running")
+    if is_short:
+        begin_collecting(turn, "lost" if stimulus.lost else "restart")
     elif not stimulus.is_ready:
-        begin_collecting(turn, RESTARTED)
+        begin_collecting(turn, "restart")
 
 
 def is_of_job(found: s.SurvivorFound, state: JobState) -> bool:
-    """Whether a trainer may be adopted: one that is still inside an older generation was given up.
+    """Whether a trainer may be adopted: one still inside an older generation was fenced.
 
-    >>> old = s.Found(trainer="j/w1/1", worker="w1", generation=2, is_inside=True)
-    >>> is_of_job(old, JobState(job_id="j", min_workers=1, max_workers=1, generation=3))
+    >>> old = s.SurvivorFound(trainer="j/w1/1", worker="w1", generation=2, is_inside=True)
+    >>> is_of_job(old, JobState(job_id="j", min_workers=1, max_workers=1))
     False
     """
     return not found.is_inside or found.generation == state.generation

@@ -1,4 +1,4 @@
-"""What is to be done next, as values: the output of the state machine."""
+"""Commands: the output of the state machine, as values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class StartTrainer:
 
 @dataclass(frozen=True, kw_only=True)
 class AnnounceChange:
-    """Tell the ranks that they shall all leave the generation after the same step."""
+    """Have all ranks leave the generation after the same step."""
 
     generation: int
     trainers: tuple[str, ...]
@@ -25,7 +25,7 @@ class AnnounceChange:
 
 @dataclass(frozen=True, kw_only=True)
 class AbortGeneration:
-    """Break the ranks' collectives: a member is gone and the step in flight cannot complete."""
+    """Abort the ranks' collectives: a rank is gone, and the current step cannot complete."""
 
     generation: int
     trainers: tuple[str, ...]
@@ -33,63 +33,63 @@ class AbortGeneration:
 
 @dataclass(frozen=True, kw_only=True)
 class FormGeneration:
-    """Tell these trainers, in rank order, that they are a generation now."""
+    """Make these trainers, in rank order, the next generation."""
 
     generation: int
     trainers: tuple[str, ...]
     is_guarded: bool = False
-    """Whether the ranks admit only announced connections, which takes them longer."""
+    """Whether the ranks accept only announced connections, which takes longer."""
     behind: tuple[int, ...]
     """Ranks whose state is older than rank 0's: they receive it before the first step."""
     step: int
-    """The step that rank 0 stands at."""
+    """The step that rank 0 has committed last."""
     restore: bool
-    """Nobody holds state any more: rank 0 loads the newest checkpoint first."""
+    """Whether no trainer holds the state: then rank 0 loads the newest checkpoint first."""
     backend: str
     """The backend that sums its gradients, ``nccl`` or ``gloo``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SaveCheckpoint:
-    """Ask one trainer, which holds the newest state, to make it durable."""
+    """Order one trainer that holds the newest state to save it and report."""
 
     trainer: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class AskForCheckpoint:
-    """Ask the ranks for a checkpoint in the background, at their next step boundary."""
+    """Request a background checkpoint at the next step boundary of the ranks."""
 
     trainers: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReleaseTrainer:
-    """Let a trainer end by itself."""
+    """Let a trainer exit by itself."""
 
     trainer: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class KillTrainer:
-    """End a trainer's process from outside."""
+    """Kill a trainer's process."""
 
     trainer: str
     why: str
     stacks: bool = False
-    """Log before that what each of its threads is doing."""
+    """Whether to log the stack of each of its threads first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DumpStacks:
-    """Log what each thread of a trainer is doing, and leave it alone."""
+    """Log the stack of each thread of a trainer, and let it run."""
 
     trainer: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Publish:
-    """Append a fact to the log."""
+    """Append an event to the log."""
 
     event: Event
 

@@ -1,10 +1,10 @@
-"""Connect the next generation: by which backend, and when to retry or give up."""
+"""Choose the backend of the next generation, and decide when to retry or fail after it broke."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from etrain_jupyter.rules.membership.adoption import RESTARTED
 from etrain_jupyter.rules.membership.failed_forms import MAX_FAILED_FORMS, FailedForms
 from etrain_jupyter.rules.membership.membership import JobState, Member, UserError
 from etrain_jupyter.rules.membership.turn import Turn
@@ -13,8 +13,8 @@ from etrain_jupyter.rules.policy.backend import (
     GLOO,
     NCCL,
     choose_backend,
-    nccl_words,
     remedy_for,
+    shorten_message,
     why_no_nccl,
 )
 
@@ -28,29 +28,42 @@ _STRANGER_REMEDY = (
 
 
 def count_failed_form(turn: Turn) -> None:
-    """Count the generation that has just been aborted, if no lost worker explains it."""
-    state = turn.state
-    if state.phase != "collecting" or state.outcome:
+    """Count the generation that has just been aborted, if no lost worker explains it.
+
+    ==============================================  ==============================================
+    case, the first that applies                    what happens
+    ==============================================  ==============================================
+    a rank was lost                                 the count of failures in a row starts over
+    the scheduler had died, or a rank has an        nothing: it says nothing of the connections
+    excuse (out of memory, an injected fault)
+    it stepped, and then stalled                    counts without a wait: stalled steps have a
+                                                    budget of their own, and took long enough
+    otherwise                                       counts; the next attempt waits longer each
+                                                    time, and the last failure fails the job
+    ==============================================  ==============================================
+    """
+    state, current, faults = turn.state, turn.state.current, turn.state.faults
+    if state.phase != "collecting" or state.ending:
         return
-    if state.has_lost or len(state.in_phase("reported")) < state.world_size:
-        turn.set(failed_forms=state.failed_forms.after_loss())
+    if current.has_lost or len(state.in_phase("reported")) < current.world_size:
+        turn.update_faults(replace(faults, failed_forms=faults.failed_forms.after_loss()))
         return
-    if RESTARTED in state.whys or any(told.is_excused for told in state.breaks):
+    if "restart" in state.next_whys or any(found.is_excused for found in current.breaks):
         return
-    failed = state.failed_forms.after_failure(
-        state.breaks,
-        backend=state.used_backend,
-        has_stepped=state.step > state.first_step,
-        stepped_s=turn.now - state.ready_at if state.is_ready else 0.0,
+    failed = faults.failed_forms.after_failure(
+        current.breaks,
+        backend=current.backend,
+        has_stepped=state.step > current.first_step,
+        stepped_s=turn.now - current.ready_at if current.ready_at is not None else 0.0,
     )
-    if state.is_ready and "stalled" in state.whys:
-        # A step that stalls has a budget of its own, and the long wait lies behind it.
-        turn.set(failed_forms=failed)
+    if current.is_ready and "stalled" in state.next_whys:
+        turn.update_faults(replace(faults, failed_forms=failed))
         return
-    turn.set(failed_forms=failed, form_at=turn.now + failed.wait_s)
+    form_at = turn.now + failed.wait_s
+    turn.update_faults(replace(faults, failed_forms=failed, form_at=form_at))
     turn.log(f"{_what(state)}{_because(failed)}")
     if failed.is_final:
-        _give_up(turn, failed)
+        _fail(turn, failed)
 
 
 def backend_for(turn: Turn, members: Sequence[Member]) -> str:
@@ -58,7 +71,7 @@ def backend_for(turn: Turn, members: Sequence[Member]) -> str:
     state = turn.state
     if state.backend == GLOO or choose_backend([(m.device, m.gpu) for m in members]) == GLOO:
         return GLOO
-    is_avoided = state.failed_forms.avoids_nccl([m.worker for m in members])
+    is_avoided = state.faults.failed_forms.avoids_nccl([m.worker for m in members])
     return GLOO if state.backend == AUTO and is_avoided else NCCL
 
 
@@ -69,12 +82,12 @@ def why_gloo(state: JobState) -> str:
     """
     ranked = state.in_phase("ranked")
     could = choose_backend([(m.device, m.gpu) for m in ranked]) == NCCL
-    failed = state.failed_forms
-    if state.used_backend == NCCL or state.backend != AUTO or not could or not failed.num_nccl:
+    failed = state.faults.failed_forms
+    if state.current.backend == NCCL or state.backend != AUTO or not could or not failed.num_nccl:
         return ""
-    said = f" ({nccl_words(failed.nccl_error)})" if failed.nccl_error else ""
+    message = f" ({shorten_message(failed.nccl_error)})" if failed.nccl_error else ""
     return (
-        f"NCCL failed {failed.num_nccl} times in a row{said}; gradients now travel by gloo through "
+        f"NCCL failed {failed.num_nccl} times in a row{message}; gradients now use gloo and "
         f"host memory, which is slower. To use NCCL again: {remedy_for(failed.nccl_error)}; then "
         "restart the workers"
     )
@@ -82,13 +95,13 @@ def why_gloo(state: JobState) -> str:
 
 def why_retrying(state: JobState) -> str:
     """Explain why the job waits before it forms the next generation."""
-    failed = state.failed_forms
+    failed = state.faults.failed_forms
     attempt = f"attempt {failed.num + 1} of {MAX_FAILED_FORMS} follows"
     return f"{_what(state)}{_because(failed)}; {attempt}"
 
 
 def why_not_with_nccl(state: JobState) -> str:
-    """Explain why ``backend: nccl`` cannot hold for the workers that are here; empty if it can."""
+    """Explain why ``backend: nccl`` cannot work with the available workers; empty if it can."""
     if state.backend != NCCL:
         return ""
     here = state.in_phase("warm", "ranked", "reported")
@@ -101,13 +114,13 @@ def why_not_with_nccl(state: JobState) -> str:
     )
 
 
-def _give_up(turn: Turn, failed: FailedForms) -> None:
+def _fail(turn: Turn, failed: FailedForms) -> None:
     state = turn.state
     what = (
         f"{failed.num} generations in a row did not form or broke before their first step, "
         "although no worker was lost and the workers stayed the same"
     )
-    if state.used_backend == NCCL:
+    if state.current.backend == NCCL:
         remedy = f"To fix NCCL: {remedy_for(failed.nccl_error)}"
         if state.backend == NCCL:
             remedy += "; or write backend: auto, which continues with gloo"
@@ -115,12 +128,11 @@ def _give_up(turn: Turn, failed: FailedForms) -> None:
         remedy = _STRANGER_REMEDY if "unknown process" in failed.error else _GLOO_REMEDY
     error = f"{what}; the last failed with {failed.error}. {remedy}" if failed.error else what
     workers = tuple(sorted(failed.workers))
-    error_of_all = UserError(error=error, traceback="", workers=workers, step=state.step)
-    turn.set(user_error=error_of_all, outcome="failed")
+    turn.fail(UserError(error=error, traceback="", workers=workers, step=state.step))
 
 
 def _what(state: JobState) -> str:
-    did = f"broke at step {state.step + 1}" if state.is_ready else "did not form"
+    did = f"broke at step {state.step + 1}" if state.current.is_ready else "did not form"
     return f"generation {state.generation} {did} although no worker was lost"
 
 

@@ -1,4 +1,4 @@
-"""Count generations that break although no worker was lost, and decide what follows.
+"""Count generations that break although no worker was lost, and decide when to retry.
 
 A lost worker explains a broken generation, and costs nothing. Without one, the connections between
 the ranks are the cause: retry, with NCCL at most twice, and fail the job when retrying is useless.
@@ -40,7 +40,7 @@ class Break:
     backend: str = ""
     """The backend that failed on this rank; empty if unknown."""
     is_excused: bool = False
-    """It says nothing about the connections: memory ran out, or a fault was injected."""
+    """Whether it has another cause than the connections: out of memory, or an injected fault."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,13 +48,13 @@ class FailedForms:
     """Generations in a row that broke although no worker was lost."""
 
     num: int = 0
-    """Without a committed step in between, and with the same workers."""
+    """Without a committed step between them, and with the same workers."""
     workers: frozenset[str] = frozenset()
     """The workers of the last one."""
     error: str = ""
     """Why the last one broke, as its ranks reported it; empty if none knew."""
     num_nccl: int = 0
-    """Failures in a row with NCCL, whatever was committed in between."""
+    """Failures in a row with NCCL, even if steps were committed between them."""
     nccl_workers: frozenset[str] = frozenset()
     """The workers of the last of these."""
     nccl_error: str = ""
@@ -74,7 +74,7 @@ class FailedForms:
         return self.num_nccl >= MAX_NCCL_FAILURES and self.nccl_workers <= set(workers)
 
     def after_loss(self) -> FailedForms:
-        """Return what is left of the count after a generation that lost a worker."""
+        """Return the count after a generation that lost a worker."""
         return dataclasses.replace(self, num=0, error="")
 
     def after_failure(
@@ -88,12 +88,12 @@ class FailedForms:
         """Count a generation that broke although no worker was lost.
 
         Args:
-            breaks: What its ranks reported, all of them.
+            breaks: The reports of all its ranks.
             backend: The backend that summed its gradients.
             has_stepped: Whether it has committed a step.
-            stepped_s: How long all its ranks had been stepping; 0.0 if they never did.
+            stepped_s: Seconds for which all its ranks had been stepping; 0.0 if they never did.
         """
-        workers = frozenset(told.worker for told in breaks)
+        workers = frozenset(found.worker for found in breaks)
         is_repeated = workers == self.workers and not has_stepped
         after = dataclasses.replace(
             self,
@@ -103,7 +103,7 @@ class FailedForms:
         )
         if not is_of_nccl(breaks, backend):
             return after
-        # One more failure is enough where NCCL has failed with a worker that has left since.
+        # One more failure is enough if NCCL has failed with a worker that has left since.
         num_before = self.num_nccl if stepped_s < HEALTHY_S else 0
         if not self.nccl_workers <= workers:
             num_before = min(num_before, MAX_NCCL_FAILURES - 1)
@@ -120,12 +120,12 @@ def is_of_nccl(breaks: Sequence[Break], backend: str) -> bool:
 
     A rank that leaves closes its gloo connections: the others may report only that.
     """
-    backends = {told.backend for told in breaks if told.error}
+    backends = {found.backend for found in breaks if found.error}
     return backend == NCCL and (NCCL in backends or GLOO not in backends)
 
 
 def _cause(breaks: Sequence[Break], backend: str) -> str:
-    """Return the most telling error, after the name of its worker."""
-    told = [b for b in breaks if b.error]
-    told.sort(key=lambda b: b.backend != backend)  # stable: the first to report comes first
-    return f"{told[0].worker}: {told[0].error}" if told else ""
+    """Return the most specific error, after the name of its worker."""
+    found = [b for b in breaks if b.error]
+    found.sort(key=lambda b: b.backend != backend)  # stable: the first to report comes first
+    return f"{found[0].worker}: {found[0].error}" if found else ""

@@ -1,9 +1,10 @@
-"""What follows from a state: changes begin, generations form, the job waits or ends."""
+"""Form generations: announce changes, choose the ranks, wait, or end the job."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 
 from etrain_jupyter.log import events
 from etrain_jupyter.rules.membership import stimuli as s
@@ -18,7 +19,12 @@ from etrain_jupyter.rules.membership.connecting import (
     why_gloo,
     why_retrying,
 )
-from etrain_jupyter.rules.membership.membership import JobState, Member, Saving, UserError
+from etrain_jupyter.rules.membership.membership import (
+    GenerationState,
+    JobState,
+    Member,
+    UserError,
+)
 from etrain_jupyter.rules.membership.saving import (
     close_job,
     is_newest_durable,
@@ -29,21 +35,21 @@ from etrain_jupyter.rules.membership.saving import (
 from etrain_jupyter.rules.membership.turn import (
     Turn,
     begin_collecting,
-    enter_phase,
-    let_go,
     publish_undone,
+    release,
 )
 
 ADMISSION_GRACE_S = 1.0
-"""How long warm newcomers wait for others that still warm up: one change admits them together."""
+"""Seconds that warm newcomers wait for others that still warm up: one change admits all of them."""
 
 MAX_FAULTS = 3
-"""Faults in a row at one place (before the first step, or in one step) that count as the user's."""
+"""Faults in a row in the same place (before the first step, or in one step) that fail the job: the
+notebook's code is at fault, not a machine."""
 
 GUARDED_S = 600.0
-"""How long after a failed attempt to form the ranks admit only connections that they announce to
-each other. It costs some ms a generation, and lets a job form while strangers connect to its ports.
-"""
+"""Seconds after a failed attempt to form in which the ranks accept only connections that they have
+announced to each other. This costs a few milliseconds per generation, and lets a job form while
+other processes connect to its ports."""
 
 
 def advance(turn: Turn) -> None:
@@ -53,78 +59,98 @@ def advance(turn: Turn) -> None:
     if phase == "running":
         _announce_if_due(turn)
     elif phase in ("changing", "collecting"):
-        if not turn.state.in_phase("ranked") and not _is_end_awaited(turn):
+        if not turn.state.in_phase("ranked") and not _awaits_exit(turn.state):
             _settle(turn)
-    elif phase == "gathering" and not _is_end_awaited(turn):
+    elif phase == "gathering" and not _awaits_exit(turn.state):
         _settle(turn)
-    elif phase == "closing" and not _is_end_awaited(turn):
+    elif phase == "closing" and not _awaits_exit(turn.state):
         close_job(turn)
         if turn.state.phase == "gathering":
             _settle(turn)
 
 
-def _is_end_awaited(turn: Turn) -> bool:
-    """Whether a holder of the state was killed and has not ended: it would break what is formed."""
-    return any(m.killed_at for m in turn.state.in_phase("reported"))
+def _awaits_exit(state: JobState) -> bool:
+    """Whether a holder of the state was killed and has not exited: it would break a generation."""
+    return any(m.killed_at for m in state.in_phase("reported"))
 
 
 def _check_budgets(turn: Turn) -> None:
-    """Give up where starting again would only fail again."""
-    state = turn.state
-    step, generations = state.same_step_faults
-    if state.outcome or state.last_fault is None:
+    """Fail the job where another attempt would fail in the same way."""
+    state, faults = turn.state, turn.state.faults
+    step, generations = faults.at_step
+    if state.ending or faults.last is None:
         return
-    if state.warm_faults >= MAX_FAULTS:
-        text = f"{state.warm_faults} trainers in a row ended before they were ready to train"
+    if faults.num_warm_ups >= MAX_FAULTS:
+        text = f"{faults.num_warm_ups} trainers in a row ended before they were ready to train"
     elif step == state.step and len(generations) >= MAX_FAULTS:
-        what = "ended a trainer" if state.last_fault.workers else "came to nothing"
+        what = "ended a trainer" if faults.last.workers else "did not complete"
         text = f"step {step + 1} {what} in {len(generations)} generations in a row"
     else:
         return
-    last = state.last_fault
-    error = dataclasses.replace(last, error=f"{text}, {last.error}", step=state.step)
-    turn.set(user_error=error, outcome="failed")
+    turn.fail(replace(faults.last, error=f"{text}, {faults.last.error}", step=state.step))
     begin_collecting(turn)
 
 
 def _announce_if_due(turn: Turn) -> None:
-    """Begin a planned change if somebody shall come or go, or too few are here to go on."""
+    """Begin a planned change if members come or go, or too few are left to continue.
+
+    Which of the leaving ranks go now depends on who would remain, which are the ranks that stay and
+    the warm newcomers:
+
+    =============================  ==========================================================
+    would remain                   leave now
+    =============================  ==========================================================
+    none: all state would go       ranks past ``save_at``; until then all train on, and the
+                                   state is backed up in the background
+    fewer than ``min_workers``     ranks without a deadline or past ``save_at``: the others
+                                   train on, because the job would have to wait without them
+    enough                         all of them
+    =============================  ==========================================================
+
+    Timeline of a job with one worker, whose machine receives a notice::
+
+        notice -> background checkpoint -> ... trains on ... -> save_at -> change -> report
+               -> last checkpoint (``_save_before_it_is_gone``) -> release -> interruption
+
+    A change waits until the generation has formed: one change at a time.
+    """
     state = turn.state
     ranked = state.in_phase("ranked")
     stays = [m for m in ranked if not m.leaving]
     newcomers = _admissible(turn)
     leaves = [m for m in ranked if m.leaving]
     if not (stays or newcomers):
-        # The last holders of the state do not leave before somebody has taken it over, or before
-        # there is just time enough left to save it.
         _back_up(turn, ranked)
         leaves = [m for m in leaves if m.save_at <= turn.now]
     elif len(stays) + len(newcomers) < state.min_workers:
         leaves = [m for m in leaves if not _has_time(m, turn.now)]
     is_short = len(ranked) + len(_newcomers(turn.state)) < state.min_workers
-    if not (newcomers or leaves or is_short or state.paused or state.outcome):
+    if not (newcomers or leaves or is_short or state.pause or state.ending):
         return
     if any(not m.formed for m in ranked):
-        return  # one change at a time: the generation is still forming
-    for why, due in (("join", newcomers), ("leave", leaves), ("resume", is_short)):
-        if due:
-            turn.add_why(why)
+        return
+    if newcomers:
+        turn.add_why("join")
+    if leaves:
+        turn.add_why("leave")
+    if is_short:
+        turn.add_why("resume")
     names = tuple(m.trainer for m in ranked)
     turn.do(AnnounceChange(generation=state.generation, trainers=names))
-    enter_phase(turn, "changing")
+    turn.enter_phase("changing")
 
 
-def _back_up(turn: Turn, ranked: list[Member]) -> None:
-    """Have the state saved while training goes on: a machine may be taken before its time."""
-    state = turn.state
+def _back_up(turn: Turn, ranked: Sequence[Member]) -> None:
+    """Save the state once while training continues: a machine may be taken before its deadline."""
+    current = turn.state.current
     is_noticed = any(m.save_at < math.inf for m in ranked)
-    if is_noticed and state.backed_up != state.generation:
-        turn.set(backed_up=state.generation)
+    if is_noticed and not current.has_backup:
+        turn.update_generation(replace(current, has_backup=True))
         turn.do(AskForCheckpoint(trainers=tuple(m.trainer for m in ranked)))
 
 
 def _admissible(turn: Turn) -> list[Member]:
-    """Return the warm newcomers, or nobody while it pays to wait for more of them."""
+    """Return the warm newcomers; none while it pays to wait for others that still warm up."""
     warm = _newcomers(turn.state)
     if not warm or not turn.state.in_phase("starting"):
         return warm
@@ -137,50 +163,51 @@ def _newcomers(state: JobState) -> list[Member]:
 
 
 def _settle(turn: Turn) -> None:
-    """Nobody steps: form the next generation, wait, or end."""
+    """Form the next generation, wait, or end the job. Called while no rank steps."""
     _settle_nan_loss(turn)
     publish_undone(turn)
     count_failed_form(turn)
-    if turn.state.outcome:
+    if turn.state.ending:
         close_job(turn)
-        if turn.state.outcome:
+        if turn.state.ending:
             return
     newcomers = _newcomers(turn.state)
-    holders = _let_leavers_go(turn)
+    holders = _release_leavers(turn)
     state = turn.state
     members = holders + newcomers
-    has_enough = not state.paused and len(members) >= state.min_workers
+    has_enough = not state.pause and len(members) >= state.min_workers
     is_saving = _save_before_it_is_gone(turn, has_enough=has_enough)
-    if state.paused:
-        enter_phase(turn, "gathering")
-        turn.set_status("paused", state.pause_reason)
+    if state.pause:
+        turn.enter_phase("gathering")
+        turn.set_status("paused", state.pause.reason)
     elif not has_enough:
-        enter_phase(turn, "gathering")
+        turn.enter_phase("gathering")
         if state.generation or not state.in_phase("starting"):
             turn.set_status("waiting", _why_too_few(state, len(members)))
     elif is_saving:
-        enter_phase(turn, "gathering")
+        turn.enter_phase("gathering")
         turn.set_status("waiting", _why_it_saves(turn.state))
-    elif turn.now < state.form_at:
-        enter_phase(turn, "gathering")
+    elif turn.now < state.faults.form_at:
+        turn.enter_phase("gathering")
         turn.set_status("waiting", why_retrying(state))
     elif state.phase != "gathering" or _is_worth_forming(turn):
         _form(turn, members)
 
 
 def _settle_nan_loss(turn: Turn) -> None:
-    """Fail or pause, once all ranks have told whose loss was not finite.
+    """Fail or pause the job after a loss that was not finite, when all ranks have reported.
 
-    A generation that has ended otherwise meanwhile is no excuse: the step would come out the same.
+    This holds even if the generation ended in another way meanwhile: the step would have the same
+    loss again.
     """
-    state = turn.state
-    found = state.nan_loss
+    state, current = turn.state, turn.state.current
+    found = current.nan_loss
     if found is None:
         return
-    # A rank may have seen the others leave before it had the loss: it undid the same step.
-    undone = tuple(told for told in state.undone if told[0] != found.step)
-    turn.set(nan_loss=None, undone=undone)
-    words = found.to_words(state.saved_step)
+    # A rank may have seen the others leave before it knew the loss: it undid the same step.
+    undone = tuple(pair for pair in current.undone if pair[0] != found.step)
+    turn.update_generation(replace(current, nan_loss=None, undone=undone))
+    text = found.to_text(state.saved_step)
     turn.publish(
         events.LossNotFinite,
         step=found.step,
@@ -189,38 +216,49 @@ def _settle_nan_loss(turn: Turn) -> None:
         workers=[worker for _, worker in found.sources],
         saved_step=max(0, state.saved_step),
     )
-    if state.outcome:
+    if state.ending:
         return
     if state.pauses_on_nan:
-        asked = "%etrain resume tries the step again, %etrain stop ends the job"
-        turn.set(paused=True, pause_reason=f"{words}. {asked}")
+        remedy = "%etrain resume retries the step, %etrain stop ends the job"
+        turn.pause(f"{text}. {remedy}")
         return
     error = UserError(
-        error=words,
+        error=text,
         traceback="",
         workers=tuple(worker for _, worker in found.sources),
         step=found.step - 1,
         nan_loss=found,
     )
-    turn.set(user_error=error, outcome="failed")
+    turn.fail(error)
 
 
 def _save_before_it_is_gone(turn: Turn, *, has_enough: bool) -> bool:
-    """Have the newest state saved if all that hold it will go and nobody can take it over.
+    """Save the newest state if all its holders leave and no other trainer can take it over.
 
-    It is done at once where nobody steps anyway, else when the last of them must not step on.
+    ==========================================================  ==============================
+    case, the first that applies                                what happens
+    ==========================================================  ==============================
+    a holder is writing it already                              wait; an order to form would
+                                                                queue behind the checkpoint
+    a holder stays, or there is none                            nothing
+    the next generation has a member that stays                 nothing: it takes the state
+    the state is durable                                        nothing
+    all holders are past ``save_at``                            save now, and wait
+    some deadline is known, and too few are here to form        save now: nothing else to do
+    otherwise                                                   nothing: train on for a while
+    ==========================================================  ==============================
 
     Returns:
-        Whether the next generation has to wait for that.
+        Whether the next generation has to wait for the checkpoint.
     """
     if saver_of(turn.state) is not None:
-        return True  # what it is told meanwhile would wait in its queue, and the others with it
+        return True
     holders = newest_holders(turn.state)
     if not holders or not all(m.leaving for m in holders):
         return False
-    is_due = all(m.save_at <= turn.now for m in holders)
     if _has_successor(turn.state) or is_newest_durable(turn.state):
         return False
+    is_due = all(m.save_at <= turn.now for m in holders)
     is_known = any(m.save_at < math.inf for m in holders)
     if not is_due and (has_enough or not is_known):
         return False
@@ -229,25 +267,41 @@ def _save_before_it_is_gone(turn: Turn, *, has_enough: bool) -> bool:
 
 
 def _why_it_saves(state: JobState) -> str:
-    """Say why nobody steps although enough could, shortly before machines are taken."""
+    """Explain why no rank steps although enough are here, shortly before an interruption."""
     going = ", ".join(m.worker for m in newest_holders(state))
     failure = f"; the last attempt failed ({state.saving.error})" if state.saving.error else ""
-    return f"step {state.step} is saved before {going} is taken{failure}"
+    return f"saving step {state.step} before {going} is interrupted{failure}"
 
 
 def _why_too_few(state: JobState, num_here: int) -> str:
-    """Say how many workers are here, and what is known of the others."""
-    known = [f"{m.worker} warms up" for m in state.in_phase("starting")]
-    known += [f"{w} was lost: {cause}" for w, cause in state.lost if state.of_worker(w) is None]
-    has_nobody = all(m.progress == s.NO_PROGRESS for m in state.in_phase("reported"))
-    if state.step > 0 and has_nobody and state.saved_step >= state.step:
-        known.append(f"the checkpoint of step {state.saved_step} has the state")
+    """Explain how many workers are here, and what is known of the others."""
+    known = [f"{m.worker} is warming up" for m in state.in_phase("starting")]
+    known += [f"{w} was lost: {cause}" for w, cause in state.faults.lost if not state.of_worker(w)]
+    has_no_holder = all(m.progress == s.NO_PROGRESS for m in state.in_phase("reported"))
+    if state.step > 0 and has_no_holder and state.saved_step >= state.step:
+        known.append(f"the state is in the checkpoint of step {state.saved_step}")
     missing = f" ({'; '.join(known)})" if known else ""
-    return f"{num_here} of min {state.min_workers} workers are here{missing}"
+    return f"{num_here} of min {state.min_workers} workers available{missing}"
 
 
-def _let_leavers_go(turn: Turn) -> list[Member]:
-    """Release those that shall leave, if the newest state stays here; return who is left."""
+def _release_leavers(turn: Turn) -> list[Member]:
+    """Release the members that leave, if the newest state stays here; return those that remain.
+
+    ==================================================  ==========================================
+    the newest state is held by ...                     released
+    ==================================================  ==========================================
+    a member that stays                                 all that leave; if too few would be left,
+                                                        only those without a deadline or past it
+    leaving members only, and one still has time, or    those past ``save_at``: the others keep
+    no member that stays could take the state over      the state until it is durable
+    leaving members only, all past ``save_at``, and a   none: they hand the state over in the next
+    member that stays would be in the next generation   generation, and leave after that
+    ==================================================  ==========================================
+
+    In every case none is released if the newest state would be lost with them, or if one of them is
+    writing it. If the newest state leaves as a checkpoint, the remaining holders are older than
+    that: they drop their state, and the next generation restores the checkpoint.
+    """
     holders = turn.state.in_phase("reported")
     newest = newest_holders(turn.state)
     if any(not m.leaving for m in newest):
@@ -256,98 +310,107 @@ def _let_leavers_go(turn: Turn) -> list[Member]:
         if num_left < turn.state.min_workers:
             going = [m for m in going if not _has_time(m, turn.now)]
     elif any(m.save_at > turn.now for m in newest) or not _has_successor(turn.state):
-        # All that have it must go. Those whose machines are taken soonest go first; the last ones
-        # go when it is durable.
         going = [m for m in holders if m.leaving and m.save_at <= turn.now]
     else:
-        return holders  # they hand their state over in the next generation, and leave then
+        return holders
     stays = [m for m in holders if m not in going]
     is_kept = any(m in stays for m in newest) or is_newest_durable(turn.state)
     if not is_kept or saver_of(turn.state) in going:
         return holders
     for member in going:
-        let_go(turn, member, member.leaving)
+        assert member.leaving
+        release(turn, member, member.leaving)
     if not any(m in stays for m in newest):
-        # They are older than the checkpoint of those that went: it is what the job goes on from.
         for member in stays:
-            turn.set_member(member, progress=s.NO_PROGRESS)
+            turn.put(replace(member, progress=s.NO_PROGRESS))
     return [turn.state.members[m.trainer] for m in stays]
 
 
 def _has_time(member: Member, now: float) -> bool:
-    """Whether a noticed machine is there for a while: it trains on where too few would be left."""
+    """Whether its machine has a deadline that is not due: it trains on if it would be missed."""
     return now < member.save_at < math.inf
 
 
 def _has_successor(state: JobState) -> bool:
-    """Whether somebody that need not go would be in the next generation, if it formed now."""
+    """Whether the next generation, if it formed now, would have a member that stays."""
     members = [*state.in_phase("reported"), *_newcomers(state)]
-    has_enough = not state.paused and len(members) >= state.min_workers
+    has_enough = not state.pause and len(members) >= state.min_workers
     return has_enough and any(not m.leaving for m in members)
 
 
 def _still_missing(state: JobState, num_ranks: int) -> tuple[tuple[str, str], ...]:
-    """Return the lost workers that nobody has replaced so far."""
+    """Return the lost workers that have not been replaced."""
     num_missing = max(0, state.max_workers - num_ranks)
-    away = [pair for pair in state.lost if state.of_worker(pair[0]) is None]
+    away = [pair for pair in state.faults.lost if state.of_worker(pair[0]) is None]
     return tuple(away[-num_missing:]) if num_missing else ()
 
 
 def _is_worth_forming(turn: Turn) -> bool:
-    """At the start, give workers that warm up at the same time a moment to be ready together."""
+    """Whether to form now; at the start, workers that warm up together get a moment to be ready."""
     return bool(turn.state.in_phase("reported")) or bool(_admissible(turn))
 
 
-def _form(turn: Turn, members: list[Member]) -> None:
-    """Publish the next generation: newest first, so that rank 0 holds the newest state."""
+def _form(turn: Turn, members: Sequence[Member]) -> None:
+    """Form the next generation: newest state first, so that rank 0 holds it.
+
+    ::
+
+        rank        0          1          2          3
+        progress  (7, 1)     (7, 1)     (6, 1)     none       step 7, behind = (2, 3)
+        progress   none       none       none                 restore, behind = (1, 2)
+    """
+    state = turn.state
     ranks = sorted(members, key=lambda m: (-m.progress[0], -m.progress[1], m.order))
     newest = ranks[0].progress
-    generation = turn.state.generation + 1
-    restore = newest == s.NO_PROGRESS and turn.state.generation > 0
+    restore = newest == s.NO_PROGRESS and state.generation > 0
     behind = tuple(rank for rank, m in enumerate(ranks) if rank and m.progress != newest)
     if newest == s.NO_PROGRESS:
         behind = tuple(range(1, len(ranks)))
-    step = max(0, turn.state.saved_step if restore else newest[0])
-    backend = backend_for(turn, ranks)
-    is_other_backend = backend != turn.state.used_backend
-    # Where nobody was lost, the connections between the ranks were.
-    told = turn.state.whys or ("start",)
-    whys = ["broken" if why == "lost" and not turn.state.has_lost else why for why in told]
-    turn.set(
-        **{"generation": generation, "whys": (), "step": step, "world_size": len(ranks)},
-        saving=Saving(),
-        # Nobody goes back to what this generation has not come through; see ``lineage``.
-        saved_steps=tuple(saved for saved in turn.state.saved_steps if saved <= step),
-        **{"is_restoring": restore, "is_ready": False, "has_lost": False, "breaks": ()},
-        **{"used_backend": backend, "first_step": step},
-        lost=_still_missing(turn.state, len(ranks)),
-        undone=(),
+    previous = state.current
+    current = GenerationState(
+        number=previous.number + 1,
+        world_size=len(ranks),
+        first_step=max(0, state.saved_step if restore else newest[0]),
+        backend=backend_for(turn, ranks),
+        is_restoring=restore,
     )
+    why = "+".join(_whys(state))
+    turn.begin_generation(current)
+    turn.update_faults(replace(state.faults, lost=_still_missing(turn.state, len(ranks))))
     for member in ranks:
-        turn.set_member(member, phase="ranked", formed=False)
+        turn.put(replace(member, phase="ranked", since=turn.now, formed=False))
+    form_at = state.faults.form_at
     turn.do(
         FormGeneration(
-            generation=generation,
+            generation=current.number,
             trainers=tuple(m.trainer for m in ranks),
-            is_guarded=turn.state.form_at > 0.0 and turn.now < turn.state.form_at + GUARDED_S,
+            is_guarded=form_at > 0.0 and turn.now < form_at + GUARDED_S,
             behind=behind,
-            step=step,
+            step=current.first_step,
             restore=restore,
-            backend=backend,
+            backend=current.backend,
         )
     )
+    last_step_at = state.timings.last_step_at
     turn.publish(
         events.GenerationFormed,
-        why="+".join(whys),
+        why=why,
         world_size=len(ranks),
         ranks=[m.worker for m in ranks],
         behind=list(behind),
-        step=step,
-        backend=backend,
-        stall_s=turn.now - turn.state.last_step_at if turn.state.last_step_at else 0.0,
+        step=current.first_step,
+        backend=current.backend,
+        stall_s=turn.now - last_step_at if last_step_at else 0.0,
     )
-    enter_phase(turn, "running")
+    turn.enter_phase("running")
     slow = why_gloo(turn.state)
-    if slow and is_other_backend:
+    if slow and current.backend != previous.backend:
         turn.log(slow)
     turn.set_status("running", slow)
+
+
+def _whys(state: JobState) -> list[str]:
+    """Return the reasons of the next generation as the log names them."""
+    # If no worker was lost, the connections between the ranks were.
+    lost = "lost" if state.current.has_lost else "broken"
+    return [lost if why == "lost" else why for why in state.next_whys or ("start",)]

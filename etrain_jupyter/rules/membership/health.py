@@ -1,7 +1,7 @@
-"""How soon a trainer is started again on a worker on which trainers keep ending.
+"""Back off on workers whose trainers keep exiting.
 
-Faults of machines are unlimited, but a machine that is broken, and comes back only to fail, must
-not disturb the others each time: every fault in a row doubles the wait.
+A job survives any number of machine faults, but a broken machine that keeps coming back must not
+disturb the others each time: every fault in a row doubles the wait.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 HEALTHY_S = 10.0
-"""A trainer that stepped so long ended for another reason than the ones before it."""
+"""A trainer that stepped for this many seconds exited for another reason than its predecessors."""
 
 FORGET_S = 180.0
-"""A fault that long ago has nothing to do with the next one; longer than any wait."""
+"""A fault this many seconds ago is unrelated to the next one; longer than any wait."""
 
 FIRST_WAIT_S = 1.0
 MAX_WAIT_S = 60.0
@@ -20,39 +20,41 @@ MAX_WAIT_S = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Health:
-    """What is known of a worker whose trainer ended by itself."""
+    """Fault count and back-off of a worker whose trainer exited by itself."""
 
     num_faults: int
-    """In a row."""
+    """Faults in a row."""
     last_at: float
-    """When the last one came."""
+    """Time of the last fault."""
     retry_at: float
     """When the next trainer may start."""
 
 
-def after_fault(before: Health | None, *, now: float, stepped_s: float, was_ready: bool) -> Health:
-    """Count a fault and say when the next trainer may start.
+def after_fault(
+    previous: Health | None, *, now: float, stepped_s: float, was_ready: bool
+) -> Health:
+    """Count a fault and return when the next trainer may start.
 
     Args:
-        before: What was known of the worker; None if nothing was.
-        now: When the trainer ended.
-        stepped_s: How long it had been stepping in its generation.
+        previous: The worker's earlier faults; None without any.
+        now: When the trainer exited.
+        stepped_s: Seconds for which it had been stepping in its generation.
         was_ready: Whether it had ever been ready to train. One that had been may come back at
-            once after its first fault, because the others miss it.
+            once after its first fault, because the other ranks wait for it.
 
     >>> first = after_fault(None, now=0.0, stepped_s=0.0, was_ready=False)
     >>> first.retry_at, after_fault(first, now=5.0, stepped_s=0.0, was_ready=False).retry_at
     (1.0, 7.0)
     """
     num_faults = 1
-    if before is not None and stepped_s < HEALTHY_S and now - before.last_at < FORGET_S:
-        num_faults = before.num_faults + 1
+    if previous is not None and stepped_s < HEALTHY_S and now - previous.last_at < FORGET_S:
+        num_faults = previous.num_faults + 1
     wait_s = wait_after(num_faults - was_ready)
     return Health(num_faults=num_faults, last_at=now, retry_at=now + wait_s)
 
 
 def wait_after(num_faults: int) -> float:
-    """Return how long to wait after so many faults in a row.
+    """Return the back-off in seconds after ``num_faults`` faults in a row.
 
     >>> [wait_after(n) for n in (0, 1, 2, 3, 7, 99)]
     [0.0, 1.0, 2.0, 4.0, 60.0, 60.0]

@@ -1,27 +1,32 @@
-"""Which checkpoints belong to the job: a rank that was given up may still be writing some.
+"""Decide which checkpoints belong to the job: an evicted rank may still write some.
 
-A rank that nobody hears any more is done without, and the others go on from the step that they
-stand at. If it lives, cut off, it trains on, and saves what the job never had. Its generation
-tells: from the step on at which a later generation began, only that later one counts.
+A rank that stops sending heartbeats is evicted, and the others continue from their current step. If
+it still runs behind a network partition, it trains on alone and saves states that the job never
+had. Its generation number identifies them: after the step at which a later generation began, only
+the later generation counts.
+
+::
+
+    step            0         20         30         40
+    generation 1    |---------------------|..........     steps after 30 are not the job's
+    generation 2                          |----|
+    generation 3              |---------------------      began from a checkpoint of step 20
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-NOT_BEGUN = 2**53
-"""Where a generation begins that is about to load a checkpoint, until it has told which."""
-
 
 def is_of_job(*, generation: int, step: int, starts: Sequence[int]) -> bool:
-    """Whether what a generation says of its state after ``step`` is a state of the job.
+    """Whether a generation's state after ``step`` is a state of the job.
 
     Args:
-        generation: Who says it, counted from 1.
-        step: How many steps the state has.
+        generation: The generation that made the state, counted from 1.
+        step: Steps that the state has.
         starts: The step at which each generation began, the first one's first.
 
-    >>> starts = [0, 30, 20]  # the second went on from step 30, the third from a checkpoint of 20
+    >>> starts = [0, 30, 20]  # the third began from a checkpoint
     >>> [is_of_job(generation=1, step=step, starts=starts) for step in (20, 30)]
     [True, False]
     >>> is_of_job(generation=3, step=40, starts=starts)

@@ -1,31 +1,37 @@
-"""The state of one job's membership, as a value."""
+"""The state of one job's membership, as an immutable value."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
+from etrain_jupyter.log.events import TERMINAL_STATUSES, JobStatus, LeaveReason
 from etrain_jupyter.rules.membership.failed_forms import NO_FAILED_FORMS, Break, FailedForms
 from etrain_jupyter.rules.membership.health import Health
 from etrain_jupyter.rules.membership.nan_loss import NanLoss
 from etrain_jupyter.rules.membership.stimuli import NO_PROGRESS, Progress, ProgressSeen
 
 MemberPhase = Literal["starting", "warm", "ranked", "reported"]
-JobPhase = Literal["gathering", "running", "changing", "collecting", "closing", "ended"]
+JobPhase = Literal["gathering", "running", "changing", "collecting", "closing"]
+Outcome = Literal["finished", "stopped", "failed"]
+FormReason = Literal["start", "join", "leave", "lost", "stalled", "restart", "resume"]
+"""Why the next generation forms. The log has one more: ``broken`` for ``lost`` without a loss."""
+
+KEEP_LOST = 8
+"""Maximum number of lost workers that the status of a waiting job lists."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LifeSigns:
-    """What a trainer's progress page said last."""
+    """The newest reading of a trainer's progress page."""
 
     seen: ProgressSeen
     heard_at: float
-    """When it said so."""
+    """When the supervisor sent it."""
     moved_at: float
-    """When it last said something new of collectives and beats."""
+    """When the counters of collectives and beats last changed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,168 +41,245 @@ class Member:
     trainer: str
     worker: str
     order: int
-    """Counts the job's trainers: older ones get the lower ranks."""
+    """Number of this trainer within the job, from 1. Older trainers get the lower ranks."""
     device: str = ""
-    """As torch names it; empty until it is warm."""
+    """The device as torch names it; empty until the trainer is warm."""
     gpu: str = ""
     """The GPU's identifier; empty without one."""
     phase: MemberPhase = "starting"
-    """``starting`` until warm; ``ranked`` in the living generation;
-    ``reported`` between two of them."""
+    """``starting`` until it is warm, ``warm`` until it is admitted, ``ranked`` in the current
+    generation, ``reported`` after it has left one and waits for the next."""
     since: float = 0.0
     """When it entered this phase."""
     progress: Progress = NO_PROGRESS
-    leaving: str = ""
-    """Why it shall leave at the next step boundary; empty if it shall stay."""
+    leaving: LeaveReason | Literal[""] = ""
+    """Why it leaves at the next step boundary; empty if it stays."""
     save_at: float = math.inf
-    """When it stops to step at the latest, so that its state is durable before its machine goes;
-    infinite if nobody takes the machine, or nobody knows when."""
+    """Deadline for its last step, so that its state is durable before its machine goes. Infinite if
+    its machine is not going to be interrupted, or the time is unknown."""
     formed: bool = False
-    """It has said that it is stepping in the living generation."""
+    """Whether it has reported that it steps in the current generation."""
     steps_since: float = 0.0
-    """When it said so for the first time; 0.0 before that."""
+    """When it reported that for the first time; 0.0 before."""
     form_times: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    """How long it took for that to connect, to sync and to wrap, in seconds."""
+    """Seconds it took to connect, to sync and to wrap the model."""
     signs: LifeSigns | None = None
-    """None until its supervisor has told."""
+    """None until its supervisor has reported progress."""
     is_warned_of: bool = False
-    """Whether the log says already that it stands still."""
+    """Whether the log already has a warning that it is stalled."""
     killed_at: float = 0.0
-    """When its supervisor was told to kill it; 0.0 if it was not."""
+    """When its supervisor was ordered to kill it; 0.0 if it was not."""
     killed_why: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UserError:
-    """What the notebook's code raised, and where."""
+    """The exception that the notebook's code raised, and where."""
 
     error: str
     traceback: str
     workers: tuple[str, ...]
     step: int
     nan_loss: NanLoss | None = None
-    """The loss that was not finite, if it was that and no exception."""
+    """The loss that was not finite, if that is the error; None for an exception."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """A checkpoint that is waited for, because its state may be gone afterwards."""
+    """Progress of a checkpoint that blocks the job, because its state may be gone afterwards."""
 
     trainer: str = ""
-    """Who was asked to write it and has not answered; empty if nobody was."""
+    """The trainer that was ordered to write it and has not answered; empty if there is none."""
     since: float = 0.0
-    """When it was asked."""
+    """When it was ordered; 0.0 if no checkpoint was."""
     failed: tuple[str, ...] = ()
-    """Those that could not write it, since the last wait."""
+    """Trainers that could not write it in the current round."""
     num_rounds: int = 0
-    """How often nobody could, of all that hold the state."""
+    """Rounds in which no holder of the state could write it."""
     retry_at: float = 0.0
-    """When the next one may try."""
+    """Earliest time of the next attempt."""
     error: str = ""
-    """Why the last one could not; empty if none has failed."""
+    """Error of the newest failed attempt; empty if none has failed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationState:
+    """The newest generation: running, or the one that ran last."""
+
+    number: int = 0
+    """Counted from 1; 0 before the first generation."""
+    world_size: int = 0
+    """Ranks when it was formed."""
+    first_step: int = 0
+    """The step that it started from."""
+    backend: str = "gloo"
+    """The backend that sums its gradients, ``nccl`` or ``gloo``."""
+    is_restoring: bool = False
+    """Whether it started from a checkpoint."""
+    ready_at: float | None = None
+    """When all its ranks had formed; None before."""
+    has_lost: bool = False
+    """Whether one of its ranks was lost."""
+    has_backup: bool = False
+    """Whether its ranks were asked for a checkpoint because all of them will leave."""
+    breaks: tuple[Break, ...] = ()
+    """Reports of its ranks that it broke."""
+    undone: tuple[tuple[int, str], ...] = ()
+    """Steps that survivors had begun and undone, with their workers; until they are logged."""
+    nan_loss: NanLoss | None = None
+    """The step that it ended with, if the loss of that step was not finite."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all its ranks have formed."""
+        return self.ready_at is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Faults:
+    """Failures that count against a budget or delay a retry, and the workers that are missing."""
+
+    failed_forms: FailedForms = NO_FAILED_FORMS
+    """Generations in a row that broke although no worker was lost."""
+    form_at: float = 0.0
+    """Earliest time of the next attempt to form after such a failure."""
+    health: Mapping[str, Health] = field(default_factory=dict)
+    """Workers whose trainers exited by themselves."""
+    lost: tuple[tuple[str, str], ...] = ()
+    """Lost workers that are still missing, each with the cause; at most ``KEEP_LOST``."""
+    num_warm_ups: int = 0
+    """Trainers in a row that exited before any was warm, while no trainer held the state."""
+    at_step: tuple[int, tuple[int, ...]] = (-1, ())
+    """A step, and the generations that broke in it by a trainer's fault or for no known cause."""
+    last: UserError | None = None
+    """The newest of the faults above; it fails the job when a budget is used up."""
+
+    def with_lost(self, worker: str, cause: str) -> Faults:
+        """Return a copy that lists ``worker`` as the newest lost one."""
+        others = tuple(pair for pair in self.lost if pair[0] != worker)
+        return replace(self, lost=(*others, (worker, cause))[-KEEP_LOST:])
+
+    def with_warm_up_fault(self, fault: UserError) -> Faults:
+        """Return a copy with one more trainer that exited while it warmed up."""
+        return replace(self, num_warm_ups=self.num_warm_ups + 1, last=fault)
+
+    def with_step_fault(self, fault: UserError, *, generation: int) -> Faults:
+        """Return a copy with one more generation that broke in the step after ``fault.step``."""
+        step, generations = self.at_step
+        known = generations if step == fault.step else ()
+        if generation not in known:
+            known = (*known, generation)
+        return replace(self, at_step=(fault.step, known), last=fault)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timings:
+    """How long things take, which deadlines and timeouts follow from."""
+
+    step_s: float = 0.0
+    """Current duration of a step; 0 while it is unknown."""
+    warm_s: float = 0.0
+    """The longest warm-up of a trainer: no forward and backward pass takes longer."""
+    save_s: float = 0.0
+    """Recent duration of a checkpoint, from the step boundary until it is durable; 0 while it is
+    unknown."""
+    last_step_at: float = 0.0
+    """When the newest step was committed, according to the log; 0.0 before the first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pause:
+    """The job must not step."""
+
+    reason: str = ""
+    """Why the job paused by itself; empty if the user paused it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finishing:
+    """All steps are trained, or early stopping has ended training."""
+
+    reason: str = ""
+    """Why the job ends early; empty if it was trained to its planned end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stopping:
+    """The user has stopped the job."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failing:
+    """The job cannot succeed."""
+
+    error: UserError
+
+
+Ending = Finishing | Stopping | Failing
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobState:
     """Everything that decides what happens next to one job."""
 
+    # --- given by the user ---
+
     job_id: str
     min_workers: int
     max_workers: int
-    status: str = "submitted"
+    hang_s: float = 30.0
+    """Minimum time without progress after which ranks count as stalled; see ``stalls``."""
+    backend: str = "auto"
+    """``backend`` of the configuration: ``auto``, ``nccl`` or ``gloo``."""
+    pauses_on_nan: bool = False
+    """Whether a loss that is not finite pauses the job instead of failing it."""
+
+    # --- where the job is ---
+
+    status: JobStatus = "submitted"
+    """The status that the log shows; a terminal one if and only if the job has ended."""
     reason: str = ""
     phase: JobPhase = "gathering"
-    """``gathering``: no generation lives. ``running``: one does. ``changing``: its ranks were told
-    to leave after a step. ``collecting``: it was aborted, reports are awaited. ``closing``: a last
-    checkpoint is being written."""
+    """``gathering``: no generation is formed. ``running``: one steps. ``changing``: its ranks leave
+    after the current step. ``collecting``: it was aborted, and its ranks have not all reported.
+    ``closing``: no generation follows; the last checkpoint is written, or the job has ended."""
     since: float = 0.0
     """When this phase began."""
-    generation: int = 0
+    pause: Pause | None = None
+    """None unless the job is paused, or will be at the next step boundary."""
+    ending: Ending | None = None
+    """How the job will end; None while it trains."""
+
+    # --- its trainers and generations ---
+
     members: Mapping[str, Member] = field(default_factory=dict)
     assigned: tuple[str, ...] = ()
     num_started: int = 0
-    """Trainers started so far: gives each a name of its own."""
-    whys: tuple[str, ...] = ("start",)
+    """Trainers started so far; makes their names unique."""
+    current: GenerationState = GenerationState()
+    next_whys: tuple[FormReason, ...] = ("start",)
     """Reasons of the next generation."""
+    has_trained: bool = False
+    """Whether all ranks of any generation have stepped, which proves the notebook's code."""
+    faults: Faults = Faults()
+
+    # --- its training state ---
+
     step: int = 0
     """Newest step known to be committed."""
-    step_s: float = 0.0
-    """How long a step takes at present; 0 while nobody knows."""
-    warm_s: float = 0.0
-    """The longest that a trainer needed to warm up: no pass takes longer."""
-    hang_s: float = 30.0
-    """How long ranks may stand still, at least; see ``stalls``."""
-    world_size: int = 0
-    """Ranks of the newest generation when it was formed."""
-    is_restoring: bool = False
-    """Whether the newest generation began with a checkpoint."""
-    backend: str = "auto"
-    """What the cell says: ``auto``, ``nccl`` or ``gloo``."""
-    used_backend: str = "gloo"
-    """The backend that sums the gradients of the newest generation."""
-    first_step: int = 0
-    """The step that the newest generation began with."""
-    ready_at: float = 0.0
-    """When all its ranks had formed; see ``is_ready``."""
-    breaks: tuple[Break, ...] = ()
-    """Its ranks' reports that it broke."""
-    failed_forms: FailedForms = NO_FAILED_FORMS
-    """Generations in a row that broke although no worker was lost."""
-    form_at: float = 0.0
-    """When the next one may be tried."""
-    is_ready: bool = False
-    """Whether all ranks of the newest generation have stepped."""
-    has_trained: bool = False
-    """Whether that was so in any generation: the notebook's code works."""
-    has_lost: bool = False
-    """Whether any of them was lost."""
-    lost: tuple[tuple[str, str], ...] = ()
-    """Workers that are missing because they were lost, and the causes."""
-    health: Mapping[str, Health] = field(default_factory=dict)
-    """Workers whose trainers ended by themselves."""
-    undone: tuple[tuple[int, str], ...] = ()
-    """Steps that survivors had begun and undone, and their workers; until the log is told."""
-    last_step_at: float = 0.0
-    """When the newest step was committed, as far as the log knows."""
     saved_steps: tuple[int, ...] = ()
     """Steps of the newest durable checkpoints, oldest first."""
-    save_s: float = 0.0
-    """How long a checkpoint takes from the step boundary until it is durable, lately; 0 while
-    nobody knows."""
     saving: Saving = Saving()
-    """The checkpoint without which the newest state may not leave."""
-    backed_up: int = 0
-    """The generation that was asked for a checkpoint because all its ranks will leave."""
-    paused: bool = False
-    pause_reason: str = ""
-    """Why, where nobody asked for it."""
-    pauses_on_nan: bool = False
-    """Whether a loss that is not finite pauses the job, instead of failing it."""
-    nan_loss: NanLoss | None = None
-    """The step that the newest generation ended with, if its loss was that."""
-    outcome: str = ""
-    """Terminal status that the job is heading for; empty while it trains."""
-    ending: str = ""
-    """Why it is finished before its time; empty if it is not."""
-    user_error: UserError | None = None
-    warm_faults: int = 0
-    """Trainers that ended in a row before any was warm, while nobody held the state."""
-    same_step_faults: tuple[int, tuple[int, ...]] = (-1, ())
-    """A step, and the generations that broke in it by the fault of a trainer, or of nobody."""
-    last_fault: UserError | None = None
-    """How the newest of these faults came; what fails the job if it goes on like that."""
-
-    def replace(self, **changes: Any) -> JobState:
-        """Return a copy with these fields changed."""
-        return dataclasses.replace(self, **changes)
+    """The checkpoint without which the newest state must not leave."""
+    timings: Timings = Timings()
 
     def with_member(self, member: Member) -> JobState:
         """Return a copy that holds ``member`` under its name."""
-        return self.replace(members={**self.members, member.trainer: member})
+        return replace(self, members={**self.members, member.trainer: member})
 
     def without_member(self, trainer: str) -> JobState:
-        """Return a copy that knows no such trainer."""
-        return self.replace(members={k: v for k, v in self.members.items() if k != trainer})
+        """Return a copy without this trainer."""
+        return replace(self, members={k: v for k, v in self.members.items() if k != trainer})
 
     def in_phase(self, *phases: MemberPhase) -> list[Member]:
         """Return the members in one of these phases, oldest first."""
@@ -204,8 +287,13 @@ class JobState:
         return sorted(found, key=lambda m: m.order)
 
     def of_worker(self, worker: str) -> Member | None:
-        """Return the worker's trainer, if it has one."""
+        """Return the worker's trainer, or None."""
         return next((m for m in self.members.values() if m.worker == worker), None)
+
+    @property
+    def generation(self) -> int:
+        """Number of the newest generation; 0 before the first."""
+        return self.current.number
 
     @property
     def saved_step(self) -> int:
@@ -213,6 +301,24 @@ class JobState:
         return max(self.saved_steps, default=-1)
 
     @property
+    def is_paused(self) -> bool:
+        """Whether the job must not step."""
+        return self.pause is not None
+
+    @property
+    def outcome(self) -> Outcome | Literal[""]:
+        """The terminal status that the job is heading for; empty while it trains."""
+        match self.ending:
+            case None:
+                return ""
+            case Finishing():
+                return "finished"
+            case Stopping():
+                return "stopped"
+            case Failing():
+                return "failed"
+
+    @property
     def is_ended(self) -> bool:
-        """Whether nothing will happen to the job any more."""
-        return self.phase == "ended"
+        """Whether the job has ended: nothing changes any more."""
+        return self.status in TERMINAL_STATUSES

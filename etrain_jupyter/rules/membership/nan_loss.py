@@ -1,4 +1,4 @@
-"""A step whose mean loss is no finite number: what is known of it, and what is said."""
+"""A step whose mean loss was NaN or infinite, and the message about it."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ class NanLoss:
     loss: float
     """The mean over the ranks: NaN, or infinite."""
     sources: tuple[tuple[int, str], ...] = ()
-    """Rank and worker of those whose own share was not finite, as far as they have told."""
+    """Rank and worker of those that have reported that their own share was not finite."""
 
-    def to_words(self, saved_step: int) -> str:
-        """Say what happened, where, and what is left.
+    def to_text(self, saved_step: int) -> str:
+        """Describe what happened, where, and which state is left.
 
         Args:
             saved_step: The newest durable checkpoint; below 0 if there is none.
 
-        >>> NanLoss(step=12, loss=float("nan"), sources=((1, "w1"),)).to_words(8)
+        >>> NanLoss(step=12, loss=float("nan"), sources=((1, "w1"),)).to_text(8)
         'the loss of step 12 is nan on rank 1 (w1); no rank updated its weights, which are those \
 of step 11; the newest checkpoint is of step 8'
         """
         named = [f"rank {rank} ({worker})" for rank, worker in self.sources]
-        where = f" on {', '.join(named)}" if named else ", on which rank nobody is left to say"
+        where = f" on {', '.join(named)}" if named else " (the ranks that computed it were lost)"
         newest = f"the newest checkpoint is of step {saved_step}"
         return (
             f"the loss of step {self.step} is {self.loss}{where}; no rank updated its weights, "

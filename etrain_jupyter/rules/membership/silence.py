@@ -1,39 +1,39 @@
-"""Which supervisors have gone silent, by the time in which anybody could have heard them."""
+"""Detect supervisors without heartbeats, not counting time in which none could be received."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 LATE_S = 2.0
-"""A tick that comes so late tells that the coordinator itself stood still: its process was
-suspended, or its event loop was held up."""
+"""A tick that is this many seconds late means that the coordinator itself was suspended: its
+process was stopped, or its event loop was blocked."""
 
 
 @dataclass
 class Hearing:
-    """Remembers who was heard when. Time is an argument; nothing here looks at a clock.
+    """Remembers when each supervisor sent its last message. Time is an argument.
 
-    Only the time in which the coordinator was awake counts as silence: after a suspension of the
-    head nobody is silent, though nobody was heard for long.
+    Only the time in which the coordinator ran counts as silence: after a suspension of the head, no
+    supervisor counts as silent, although none was heard for a long time.
     """
 
     limit_s: float
-    """How long a supervisor may be silent."""
+    """Timeout in seconds without a message from a supervisor."""
     tick_s: float
-    """How often ``tick`` is called while all is well."""
+    """Ordinary interval between two calls of ``tick``, in seconds."""
     heard_at: dict[str, float] = field(default_factory=dict)
     _ticked_at: float | None = None
 
     def hear(self, name: str, now: float) -> None:
-        """Somebody said something."""
+        """Note a message from a supervisor."""
         self.heard_at[name] = now
 
     def forget(self, name: str) -> None:
-        """Somebody is not expected to say anything any more."""
+        """Expect no more messages from a supervisor."""
         self.heard_at.pop(name, None)
 
     def tick(self, now: float) -> float:
-        """Take in that time has passed, and return how much of it was slept through."""
+        """Advance the time, and return the seconds for which the coordinator was suspended."""
         passed_s = self.tick_s if self._ticked_at is None else now - self._ticked_at
         self._ticked_at = now
         if 0 <= passed_s < LATE_S:
@@ -44,6 +44,6 @@ class Hearing:
         return asleep_s
 
     def silent(self, now: float) -> dict[str, float]:
-        """Return who has been silent for too long, and for how long."""
+        """Return the supervisors that have timed out, and the seconds since their last message."""
         silences = {name: now - heard_at for name, heard_at in self.heard_at.items()}
         return {name: silence for name, silence in silences.items() if silence > self.limit_s}

@@ -1,15 +1,25 @@
-"""Who holds the others up: told from the ranks' progress, as their supervisors read it.
+"""Find the straggler from the ranks' progress counters, which their supervisors report.
 
-All ranks start the same collectives in the same order. So when nobody moves any more, the rank that
-has started the fewest is the one that the others wait for. A process that is stopped, or of which
-one thread keeps the interpreter to itself, may have started as many as the others: that one is told
-by its pulse. Only who is to blame is killed. Where that cannot be told the connections may be: the
-generation is formed anew, and who then does not even report has told on itself.
+All ranks start the same collectives in the same order. So when no rank makes progress, the others
+wait for the rank that has started the fewest. A process that is stopped, or in which one thread
+holds the GIL, may have started as many as the others; its pulse identifies it. Only the straggler
+is killed. If there is no clear straggler, the connections may be the cause: the generation is
+aborted and the next one formed. The hung rank is then the one that does not report, which
+identifies it.
+
+========================================  ========================================================
+no progress for ``patience_s`` and ...    action
+========================================  ========================================================
+some ranks are frozen                     kill them
+exactly one rank is behind the others     kill it
+several are behind, or none is            abort the generation (``stalled``)
+the job has one rank, which is not frozen warn, with its stacks: a step may take long
+========================================  ========================================================
 """
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 
 from etrain_jupyter.rules.membership import stimuli as s
 from etrain_jupyter.rules.membership.commands import DumpStacks, KillTrainer
@@ -19,28 +29,30 @@ from etrain_jupyter.rules.membership.saving import saver_of
 from etrain_jupyter.rules.membership.turn import Turn, begin_collecting
 
 STEPS_PER_LIMIT = 10
-"""A rank may stand still as long as so many ordinary steps take."""
+"""A rank may make no progress for the duration of this many ordinary steps."""
 
 WARM_UPS_PER_LIMIT = 3
-"""Before the first step: as long as so many warm-ups took, each of which had a whole pass in it."""
+"""Before the first step: for the duration of this many warm-ups, each of which includes a pass."""
 
 RESTORE_PATIENCE = 10
 WARM_UP_PATIENCE = 4
-"""How many times longer than in a step nobody worries: reading a checkpoint or building a workload
-may take long, and says nothing meanwhile."""
+"""Factors on the time allowed without progress: reading a checkpoint or building the model may take
+long, and reports no progress meanwhile."""
 
 FROZEN_S = 3.0
-"""A living process pulses four times a second; one that did not for so long is frozen."""
+"""A running process pulses four times a second; without a pulse for this many seconds it is
+frozen."""
 
 NEWS_S = 5.0
-"""What a trainer does is unknown if its supervisor has told nothing for so long."""
+"""Without a report for this many seconds, what a trainer does is unknown."""
 
 KILL_PATIENCE_S = 10.0
-"""A trainer that lives so long after it was killed (stuck in the kernel) is given up."""
+"""A trainer that still exists this many seconds after the kill (stuck in the kernel) is declared
+lost."""
 
 
 def take_progress(turn: Turn, seen: s.ProgressSeen) -> None:
-    """Remember what a trainer's page said, and when it last said something new."""
+    """Remember the newest reading of a trainer's page, and when its counters last changed."""
     member = turn.state.members.get(seen.trainer)
     if member is None:
         return
@@ -48,7 +60,8 @@ def take_progress(turn: Turn, seen: s.ProgressSeen) -> None:
     has_moved = old is None or _position(old.seen) != _position(seen)
     moved_at = turn.now if old is None or has_moved else old.moved_at
     signs = LifeSigns(seen=seen, heard_at=turn.now, moved_at=moved_at)
-    turn.set_member(member, signs=signs, is_warned_of=member.is_warned_of and not has_moved)
+    is_warned_of = member.is_warned_of and not has_moved
+    turn.put(replace(member, signs=signs, is_warned_of=is_warned_of))
 
 
 def _position(seen: s.ProgressSeen) -> tuple[int, int, int]:
@@ -56,8 +69,8 @@ def _position(seen: s.ProgressSeen) -> tuple[int, int, int]:
 
 
 def check_stalls(turn: Turn) -> None:
-    """Find who stands still, and do something about it. Called with each tick."""
-    _give_up_the_unkillable(turn)
+    """Find the members that make no progress, and act on it. Called with each tick."""
+    _declare_unkillable_lost(turn)
     _check_newcomers(turn)
     phase = turn.state.phase
     if phase in ("running", "changing"):
@@ -69,18 +82,19 @@ def check_stalls(turn: Turn) -> None:
 
 
 def excuse_sleep(turn: Turn, asleep_s: float) -> None:
-    """Do not count the time in which the coordinator itself stood still."""
+    """Do not count the time in which the coordinator itself was suspended."""
     for member in list(turn.state.members.values()):
         signs = member.signs
         if signs is not None:
             heard_at, moved_at = signs.heard_at + asleep_s, signs.moved_at + asleep_s
-            signs = dataclasses.replace(signs, heard_at=heard_at, moved_at=moved_at)
+            signs = replace(signs, heard_at=heard_at, moved_at=moved_at)
         killed_at = member.killed_at and member.killed_at + asleep_s
-        turn.set_member(member, since=member.since + asleep_s, signs=signs, killed_at=killed_at)
+        since = member.since + asleep_s
+        turn.put(replace(member, since=since, signs=signs, killed_at=killed_at))
     saving = turn.state.saving
     if saving.since:
-        saving = dataclasses.replace(saving, since=saving.since + asleep_s)
-    turn.set(since=turn.state.since + asleep_s, saving=saving)
+        turn.update_saving(replace(saving, since=saving.since + asleep_s))
+    turn.excuse_sleep(asleep_s)
 
 
 # --- the ranks of a generation ---
@@ -90,40 +104,40 @@ def _check_generation(turn: Turn) -> None:
     state = turn.state
     ranked = state.in_phase("ranked")
     quiet_s = turn.now - _moved_at(state, ranked)
-    if not ranked or quiet_s <= patience_s(state) or not _are_heard(turn, ranked):
+    if not ranked or quiet_s <= patience_s(state) or not _have_news(turn, ranked):
         return
     suspects = find_suspects(state, now=turn.now, quiet_s=quiet_s)
     for member in suspects:
-        num_waiting = state.world_size - len(suspects)
-        _kill(turn, member, _blame(turn, member, quiet_s, num_waiting))
+        num_waiting = state.current.world_size - len(suspects)
+        _kill(turn, member, _describe_stall(turn, member, quiet_s, num_waiting))
     if suspects:
         return
-    if state.world_size == 1:
+    if state.current.world_size == 1:
         _warn(turn, ranked[0], f"no progress for {quiet_s:.0f} s at step {state.step + 1}")
     else:
-        _form_anew(turn, quiet_s)
+        _restart_generation(turn, quiet_s)
 
 
 def patience_s(state: JobState) -> float:
-    """Return how long the ranks of a generation may all stand still."""
-    slow_s = STEPS_PER_LIMIT * state.step_s or WARM_UPS_PER_LIMIT * state.warm_s
+    """Return how many seconds all ranks of a generation may make no progress."""
+    slow_s = STEPS_PER_LIMIT * state.timings.step_s or WARM_UPS_PER_LIMIT * state.timings.warm_s
     limit_s = max(state.hang_s, slow_s)
-    if state.is_restoring and not all(m.formed for m in state.in_phase("ranked")):
+    if state.current.is_restoring and not all(m.formed for m in state.in_phase("ranked")):
         limit_s *= RESTORE_PATIENCE
     return limit_s
 
 
 def find_suspects(state: JobState, *, now: float, quiet_s: float) -> list[Member]:
-    """Return the ranks that the others wait for; nobody if it cannot be told.
+    """Return the ranks that the others wait for; none if that is not clear.
 
-    Those that have left the generation already are ahead of all that have not. Two that stand at
-    the same place, behind others, may well be waiting for each other. Alone, a rank is suspected
-    only if it is frozen.
+    Ranks that have already left the generation are ahead of all that have not. Two ranks at the
+    same place, behind the others, may be waiting for each other. A single rank is suspected only if
+    it is frozen.
 
     Args:
         state: The job, with the life signs of its ranks.
-        now: When it is so.
-        quiet_s: How long nobody has moved.
+        now: The current time.
+        quiet_s: Seconds for which no rank has made progress.
     """
     ranked = state.in_phase("ranked")
     frozen = [m for m in ranked if _is_frozen(m, now, quiet_s, state.hang_s)]
@@ -131,20 +145,20 @@ def find_suspects(state: JobState, *, now: float, quiet_s: float) -> list[Member
         return frozen
     places = {m.trainer: _place(state, m) for m in ranked}
     behind = [m for m in ranked if places[m.trainer] == min(places.values())]
-    return behind if len(behind) == 1 and state.world_size > 1 else []
+    return behind if len(behind) == 1 and state.current.world_size > 1 else []
 
 
 def _place(state: JobState, member: Member) -> tuple[bool, int]:
     seen = member.signs.seen if member.signs else None
     if seen is None or seen.generation < state.generation:
-        return False, 0  # it has not even begun
+        return False, 0  # it has not begun to form
     return True, seen.collectives
 
 
 def _is_frozen(member: Member, now: float, quiet_s: float, hang_s: float) -> bool:
-    """Whether none of its Python code has run since nobody moves, or for very long.
+    """Whether no Python code of it has run since the ranks made no progress, or for very long.
 
-    A busy machine delays a pulse, but never by so much; a rank may freeze in the midst of a step.
+    A busy machine delays a pulse, but not by that much. A rank may freeze in the middle of a step.
     """
     if member.signs is None:
         return False
@@ -154,23 +168,23 @@ def _is_frozen(member: Member, now: float, quiet_s: float, hang_s: float) -> boo
 
 
 def _moved_at(state: JobState, ranked: list[Member]) -> float:
-    """Return when anybody last made any progress."""
+    """Return when any of these ranks last made progress, or another one reported."""
     moves = [m.signs.moved_at for m in ranked if m.signs]
     reports = [m.since for m in state.in_phase("reported")]
     return max([state.since, *moves, *reports])
 
 
-def _are_heard(turn: Turn, members: list[Member]) -> bool:
+def _have_news(turn: Turn, members: list[Member]) -> bool:
     return all(m.signs and turn.now - m.signs.heard_at <= NEWS_S for m in members)
 
 
-def _form_anew(turn: Turn, quiet_s: float) -> None:
-    """It cannot be told who is to blame, so the connections between them are."""
+def _restart_generation(turn: Turn, quiet_s: float) -> None:
+    """Abort a stalled generation without a clear straggler: its connections may be the cause."""
     state = turn.state
     num_ranks = len(state.in_phase("ranked"))
-    what = f"{num_ranks} ranks stood still for {quiet_s:.0f} s with none clearly to blame"
-    turn.log(f"{what} at step {state.step + 1}; generation {state.generation} is formed anew")
-    if state.is_ready:  # else not even the step had begun: that is the network's fault
+    what = f"{num_ranks} ranks made no progress for {quiet_s:.0f} s, without a clear straggler"
+    turn.log(f"{what}, at step {state.step + 1}; aborting generation {state.generation}")
+    if state.current.is_ready:  # otherwise no step had begun, which is the network's fault
         count_step_fault(turn, error=what)
     begin_collecting(turn, "stalled")
 
@@ -179,32 +193,32 @@ def _form_anew(turn: Turn, quiet_s: float) -> None:
 
 
 def _check_reports(turn: Turn) -> None:
-    """A generation was aborted: whoever neither reports nor moves holds up the next one."""
+    """Kill the ranks of an aborted generation that neither report nor make progress."""
     state = turn.state
-    limit_s = max(state.hang_s, STEPS_PER_LIMIT * state.step_s)
+    limit_s = max(state.hang_s, STEPS_PER_LIMIT * state.timings.step_s)
     for member in state.in_phase("ranked"):
-        quiet_s = turn.now - _moved_at(state.replace(members={}), [member])
+        quiet_s = turn.now - _moved_at(replace(state, members={}), [member])
         if quiet_s > limit_s:
             is_frozen = _is_frozen(member, turn.now, quiet_s, state.hang_s)
-            how = f"{_frozen_words(member)}, " if is_frozen else ""
+            how = f"{_describe_freeze(member)}, " if is_frozen else ""
             why = f"{how}no report {quiet_s:.0f} s after its generation was aborted"
             _kill(turn, member, why)
 
 
 def _check_saver(turn: Turn) -> None:
-    """A checkpoint is waited for: whoever writes it must move, but may take long."""
+    """Kill the writer of a checkpoint that blocks the job if it makes no progress for very long."""
     state = turn.state
     saver = saver_of(state)
     _check_frozen(turn, [saver] if saver else [], state.hang_s)
     if saver is None:
         return
-    quiet_s = turn.now - _moved_at(state.replace(members={}, since=state.saving.since), [saver])
-    if quiet_s > RESTORE_PATIENCE * state.hang_s and _are_heard(turn, [saver]):
-        _kill(turn, saver, f"no progress for {quiet_s:.0f} s while it saved step {state.step}")
+    quiet_s = turn.now - _moved_at(replace(state, members={}, since=state.saving.since), [saver])
+    if quiet_s > RESTORE_PATIENCE * state.hang_s and _have_news(turn, [saver]):
+        _kill(turn, saver, f"no progress for {quiet_s:.0f} s while saving step {state.step}")
 
 
 def _check_newcomers(turn: Turn) -> None:
-    """Nobody waits for those that warm up: only what can never wake up by itself is killed."""
+    """Kill newcomers that are frozen, and warn of slow ones: no rank waits for them."""
     state = turn.state
     patience = WARM_UP_PATIENCE * state.hang_s
     _check_frozen(turn, state.in_phase("starting"), patience)
@@ -219,49 +233,49 @@ def _check_frozen(turn: Turn, members: list[Member], limit_s: float) -> None:
     for member in members:
         signs = member.signs
         if signs is not None and signs.seen.alive_age_s > limit_s:
-            how = _frozen_words(member)
+            how = _describe_freeze(member)
             _kill(turn, member, f"{how} for {signs.seen.alive_age_s:.0f} s")
 
 
-def _give_up_the_unkillable(turn: Turn) -> None:
+def _declare_unkillable_lost(turn: Turn) -> None:
     for member in list(turn.state.members.values()):
         if member.killed_at and turn.now - member.killed_at > KILL_PATIENCE_S:
             take_trainer_lost(turn, s.TrainerLost(trainer=member.trainer, cause=member.killed_why))
 
 
-# --- what is done about it ---
+# --- actions ---
 
 
 def _kill(turn: Turn, member: Member, why: str) -> None:
     if member.killed_at:
         return
-    turn.set_member(member, killed_at=turn.now, killed_why=why)
+    turn.put(replace(member, killed_at=turn.now, killed_why=why))
     turn.do(KillTrainer(trainer=member.trainer, why=why, stacks=True))
 
 
 def _warn(turn: Turn, member: Member, what: str) -> None:
-    """Nobody waits for it, so that it may take its time; but somebody may want to know."""
+    """Log once, with its stacks, that a member is slow; it may continue: no rank waits for it."""
     if member.is_warned_of or member.signs is None or member.killed_at:
         return
-    turn.set_member(member, is_warned_of=True)
-    turn.log(f"{member.worker}: {what}; this is what it is doing", worker=member.worker)
+    turn.put(replace(member, is_warned_of=True))
+    turn.log(f"{member.worker}: {what}; its stacks follow", worker=member.worker)
     turn.do(DumpStacks(trainer=member.trainer))
 
 
-def _blame(turn: Turn, member: Member, quiet_s: float, num_waiting: int) -> str:
+def _describe_stall(turn: Turn, member: Member, quiet_s: float, num_waiting: int) -> str:
     state = turn.state
-    words = [f"no progress for {quiet_s:.0f} s at step {state.step + 1}"]
+    parts = [f"no progress for {quiet_s:.0f} s at step {state.step + 1}"]
     phase = member.signs.seen.phase if member.signs else ""
     if phase in ("forming", "syncing", "evaluating", "saving"):
-        words[0] += f" ({phase})"
+        parts[0] += f" ({phase})"
     if _is_frozen(member, turn.now, quiet_s, state.hang_s):
-        words.insert(0, f"{_frozen_words(member)},")
+        parts.insert(0, f"{_describe_freeze(member)},")
     if num_waiting:
-        words.append(f"while {num_waiting} {'rank' if num_waiting == 1 else 'ranks'} waited")
-    return " ".join(words)
+        parts.append(f"while {num_waiting} {'rank' if num_waiting == 1 else 'ranks'} waited")
+    return " ".join(parts)
 
 
-def _frozen_words(member: Member) -> str:
+def _describe_freeze(member: Member) -> str:
     process = member.signs.seen.process if member.signs else ""
     if process == "stopped":
         return "stopped (SIGSTOP)"

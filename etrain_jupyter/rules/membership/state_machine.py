@@ -1,9 +1,9 @@
-"""Decides who trains with whom, and when: ``handle(state, stimulus, now) -> (state, commands)``.
+"""Decide who trains with whom, and when: ``handle(state, stimulus, now) -> (state, commands)``.
 
-No I/O, no clock, no randomness: the coordinator turns messages into stimuli and carries out the
-commands, and the tests walk through thousands of schedules in seconds.
+No I/O, no clock, no randomness. The coordinator turns messages into stimuli and carries out the
+commands; the tests simulate thousands of schedules in seconds.
 
-A job goes round this loop; each turn is a generation::
+Each turn of this loop is one generation::
 
     gathering --enough are warm--> running --join, leave, pause, stop--> changing ----+
         ^                             |                                               |
@@ -14,9 +14,8 @@ A job goes round this loop; each turn is a generation::
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import assert_never
 
 from etrain_jupyter.log import events
 from etrain_jupyter.rules.membership import stimuli as s
@@ -25,8 +24,12 @@ from etrain_jupyter.rules.membership.commands import Command
 from etrain_jupyter.rules.membership.connecting import why_not_with_nccl
 from etrain_jupyter.rules.membership.failed_forms import Break
 from etrain_jupyter.rules.membership.formation import advance
-from etrain_jupyter.rules.membership.losses import do_without, take_trainer_lost, take_worker_gone
-from etrain_jupyter.rules.membership.membership import JobState, Member, UserError
+from etrain_jupyter.rules.membership.losses import (
+    exclude_newcomer,
+    take_trainer_lost,
+    take_worker_gone,
+)
+from etrain_jupyter.rules.membership.membership import Failing, JobState, Member, UserError
 from etrain_jupyter.rules.membership.nan_loss import NanLoss
 from etrain_jupyter.rules.membership.saving import take_saved
 from etrain_jupyter.rules.membership.stalls import check_stalls, excuse_sleep, take_progress
@@ -35,75 +38,129 @@ from etrain_jupyter.rules.membership.turn import (
     ask_to_leave,
     begin_collecting,
     end_job,
-    enter_phase,
     start_missing,
 )
 
-SCALED_DOWN = "scaled down"
-"""Why a worker leaves that the job may not have any more."""
-
 LAST_SAVE_S = 30.0
-"""How long before its machine is taken the last holder of the state stops to step, and saves it; at
-most half of the time that the notice gave, if it is not known that a checkpoint takes longer."""
+"""Seconds before the interruption at which the last holder of the state stops stepping and saves
+it. At most half of the notice, unless checkpoints are known to take longer."""
 
 SAVES_PER_LEAD = 1.5
-"""Time is kept for the last one as if it took so many times as long as the newest ones."""
+"""Safety factor on the duration of recent checkpoints, for the time kept free for the last one."""
 
 
 def handle(
     state: JobState, stimulus: s.Stimulus, now: float, *, wall: float | None = None
 ) -> tuple[JobState, list[Command]]:
-    """Take one thing that happened and say what is to be done.
+    """Apply one stimulus and return the next state with the commands to carry out.
 
     Args:
-        state: The job as it was.
-        stimulus: What happened.
-        now: Seconds by a clock that nobody sets. All instants in the state and in stimuli are its.
+        state: The job before.
+        stimulus: The input.
+        now: Seconds of a monotonic clock. All instants in the state and in stimuli are its.
         wall: Seconds since the epoch, for the events; None stands for ``now``.
 
     Returns:
-        The job as it is now, and the commands to carry out in this order.
+        The job after, and the commands in the order in which to carry them out.
     """
     if state.is_ended:
         return state, []
     turn = Turn(state, now, now if wall is None else wall)
-    _TAKE[type(stimulus)](turn, stimulus)
+    _take(turn, stimulus)
     if not turn.state.is_ended:
         advance(turn)
     return turn.state, turn.commands
 
 
+def _take(turn: Turn, stimulus: s.Stimulus) -> None:
+    match stimulus:
+        case s.WorkersAssigned():
+            _take_assigned(turn, stimulus)
+        case s.WorkerNoticed():
+            _take_noticed(turn, stimulus)
+        case s.WorkerGone():
+            take_worker_gone(turn, stimulus)
+        case s.TrainerWarm():
+            _take_warm(turn, stimulus)
+        case s.TrainerFormed():
+            _take_formed(turn, stimulus)
+        case s.TrainerReported():
+            _take_reported(turn, stimulus)
+        case s.NonFiniteLoss():
+            _take_nan_loss(turn, stimulus)
+        case s.TrainerLost():
+            take_trainer_lost(turn, stimulus)
+        case s.ProgressSeen():
+            take_progress(turn, stimulus)
+        case s.UserErrorSeen():
+            _take_user_error(turn, stimulus)
+        case s.StepsCommitted():
+            _take_steps(turn, stimulus)
+        case s.CheckpointSaved():
+            take_saved(turn, stimulus)
+        case s.BoundsChanged():
+            _take_bounds(turn, stimulus)
+        case s.PauseAsked():
+            turn.pause()
+        case s.ResumeAsked():
+            _take_resume(turn)
+        case s.StopAsked():
+            _take_stop(turn, stimulus)
+        case s.TrainersFound():
+            take_found(turn, stimulus)
+        case s.Tick():
+            _take_tick(turn, stimulus)
+        case _:
+            assert_never(stimulus)
+
+
 def _take_assigned(turn: Turn, stimulus: s.WorkersAssigned) -> None:
-    turn.set(assigned=stimulus.workers)
-    if turn.state.phase == "closing" or turn.state.outcome:
+    turn.assign(stimulus.workers)
+    if turn.state.phase == "closing" or turn.state.ending:
         return
     for member in list(turn.state.members.values()):
         is_assigned = member.worker in stimulus.workers
         if not is_assigned and not member.leaving:
-            ask_to_leave(turn, member, SCALED_DOWN)
-        elif is_assigned and member.leaving == SCALED_DOWN:
-            turn.set_member(member, leaving="")  # scaled up again before it had left
+            ask_to_leave(turn, member, "scaled down")
+        elif is_assigned and member.leaving == "scaled down":
+            turn.put(replace(member, leaving=""))  # scaled up again before it had left
     start_missing(turn)
 
 
 def _take_noticed(turn: Turn, stimulus: s.WorkerNoticed) -> None:
-    turn.set(assigned=tuple(w for w in turn.state.assigned if w != stimulus.worker))
+    """Let a worker leave before its machine is interrupted.
+
+    ::
+
+        notice                      save_at              deadline
+          |------- it trains on -------|------ lead_s ------|
+          |------------------- left_s ----------------------|
+
+    The lead is 30 s or half of the notice, whichever is less; but at least as long as the recent
+    checkpoints took, with a margin. Only the last holder of the state uses the time until
+    ``save_at``; every other member leaves at the next step boundary.
+    """
+    turn.unassign(stimulus.worker)
     member = turn.state.of_worker(stimulus.worker)
     if member is not None:
         left_s = max(0.0, stimulus.deadline - turn.now)
         lead_s = min(LAST_SAVE_S, left_s / 2)
-        lead_s = max(lead_s, min(left_s, SAVES_PER_LEAD * turn.state.save_s))
-        save_at = stimulus.deadline - lead_s
-        turn.set_member(member, save_at=save_at)
-        ask_to_leave(turn, turn.state.members[member.trainer], "preempted")
+        lead_s = max(lead_s, min(left_s, SAVES_PER_LEAD * turn.state.timings.save_s))
+        member = replace(member, save_at=stimulus.deadline - lead_s)
+        turn.put(member)
+        ask_to_leave(turn, member, "preempted")
 
 
 def _take_warm(turn: Turn, stimulus: s.TrainerWarm) -> None:
     member = turn.state.members.get(stimulus.trainer)
     if member is None or member.phase != "starting":
         return
-    turn.set_member(member, phase="warm", device=stimulus.device, gpu=stimulus.gpu)
-    turn.set(warm_faults=0, warm_s=max(turn.state.warm_s, stimulus.warm_s))
+    turn.put(
+        replace(member, phase="warm", since=turn.now, device=stimulus.device, gpu=stimulus.gpu)
+    )
+    turn.update_faults(replace(turn.state.faults, num_warm_ups=0))
+    timings = turn.state.timings
+    turn.update_timings(replace(timings, warm_s=max(timings.warm_s, stimulus.warm_s)))
     why = why_not_with_nccl(turn.state)
     if why:
         seen = s.UserErrorSeen(
@@ -120,20 +177,22 @@ def _take_formed(turn: Turn, stimulus: s.TrainerFormed) -> None:
     member = turn.state.members.get(stimulus.trainer)
     if member is None or stimulus.generation != turn.state.generation or member.formed:
         return
-    if turn.state.is_restoring and not any(m.formed for m in turn.state.in_phase("ranked")):
-        known = tuple(saved for saved in turn.state.saved_steps if saved <= stimulus.step)
-        turn.set(step=stimulus.step, first_step=stimulus.step, saved_steps=known)
+    # The first rank to report says from which checkpoint all of them start.
+    if turn.state.current.is_restoring and not any(m.formed for m in turn.state.in_phase("ranked")):
+        turn.restored_at(stimulus.step)
     times = (stimulus.connect_s, stimulus.sync_s, stimulus.wrap_s)
     since = member.steps_since or turn.now
-    turn.set_member(member, formed=True, steps_since=since, form_times=times)
+    turn.put(replace(member, formed=True, steps_since=since, form_times=times))
     ranks = [m for m in turn.state.in_phase("ranked", "reported") if m.formed]
-    if len(ranks) == turn.state.world_size:
-        slowest = [max(m.form_times[part] for m in ranks) for part in range(3)]
-        turn.set(is_ready=True, ready_at=turn.now, has_trained=True)
+    if len(ranks) == turn.state.current.world_size:
+        turn.ready()
+        connect_s, sync_s, wrap_s = (max(m.form_times[part] for m in ranks) for part in range(3))
         turn.publish(
             events.GenerationReady,
             world_size=len(ranks),
-            **dict(zip(("connect_s", "sync_s", "wrap_s"), slowest, strict=True)),
+            connect_s=connect_s,
+            sync_s=sync_s,
+            wrap_s=wrap_s,
         )
 
 
@@ -141,25 +200,36 @@ def _take_reported(turn: Turn, stimulus: s.TrainerReported) -> None:
     member = turn.state.members.get(stimulus.trainer)
     if member is None or member.phase != "ranked" or stimulus.generation != turn.state.generation:
         return
-    turn.set_member(member, phase="reported", progress=stimulus.progress)
-    turn.set(step=max(turn.state.step, stimulus.progress[0]))
+    turn.put(replace(member, phase="reported", since=turn.now, progress=stimulus.progress))
+    turn.committed(stimulus.progress[0])
+    current = turn.state.current
     if stimulus.undone:
-        turn.set(undone=(*turn.state.undone, (stimulus.progress[0] + 1, member.worker)))
-    if stimulus.why == "done":
-        turn.set(outcome=turn.state.outcome or "finished", ending=stimulus.ending)
-        if turn.state.phase == "running":
-            enter_phase(turn, "changing")
-    elif stimulus.why == "failed":
-        told = Break(
-            worker=member.worker,
-            error=stimulus.error,
-            backend=stimulus.backend,
-            is_excused=stimulus.is_excused,
-        )
-        turn.set(breaks=(*turn.state.breaks, told))
-        begin_collecting(turn)
-    elif turn.state.phase == "running":
-        enter_phase(turn, "changing")
+        undone = (*current.undone, (stimulus.progress[0] + 1, member.worker))
+        turn.update_generation(replace(current, undone=undone))
+    match stimulus.why:
+        case "failed":
+            found = Break(
+                worker=member.worker,
+                error=stimulus.error,
+                backend=stimulus.backend,
+                is_excused=stimulus.is_excused,
+            )
+            current = turn.state.current
+            turn.update_generation(replace(current, breaks=(*current.breaks, found)))
+            begin_collecting(turn)
+        case "done":
+            turn.finish(stimulus.ending)
+            _expect_reports(turn)
+        case "planned":
+            _expect_reports(turn)
+        case _:
+            assert_never(stimulus.why)
+
+
+def _expect_reports(turn: Turn) -> None:
+    """Wait for the reports of all ranks, which leave the generation by themselves."""
+    if turn.state.phase == "running":
+        turn.enter_phase("changing")
 
 
 def _take_nan_loss(turn: Turn, stimulus: s.NonFiniteLoss) -> None:
@@ -167,15 +237,15 @@ def _take_nan_loss(turn: Turn, stimulus: s.NonFiniteLoss) -> None:
     if member is None or member.phase != "ranked" or stimulus.generation != turn.state.generation:
         return
     step = stimulus.progress[0] + 1
-    turn.set_member(member, phase="reported", progress=stimulus.progress)
-    turn.set(step=max(turn.state.step, stimulus.progress[0]))
-    known = turn.state.nan_loss or NanLoss(step=step, loss=stimulus.loss)
+    turn.put(replace(member, phase="reported", since=turn.now, progress=stimulus.progress))
+    turn.committed(stimulus.progress[0])
+    current = turn.state.current
+    found = current.nan_loss or NanLoss(step=step, loss=stimulus.loss)
     if stimulus.is_source:
-        sources = sorted({*known.sources, (stimulus.rank, member.worker)})
-        known = dataclasses.replace(known, sources=tuple(sources))
-    turn.set(nan_loss=known)
-    if turn.state.phase == "running":
-        enter_phase(turn, "changing")
+        sources = sorted({*found.sources, (stimulus.rank, member.worker)})
+        found = replace(found, sources=tuple(sources))
+    turn.update_generation(replace(current, nan_loss=found))
+    _expect_reports(turn)
 
 
 def _take_user_error(turn: Turn, stimulus: s.UserErrorSeen) -> None:
@@ -183,59 +253,57 @@ def _take_user_error(turn: Turn, stimulus: s.UserErrorSeen) -> None:
     if member is None:
         return
     if _is_dispensable(turn.state, member):
-        do_without(turn, member, stimulus)
+        exclude_newcomer(turn, member, stimulus)
         return
-    known = turn.state.user_error
-    # An update that broke off leaves no state behind; the log knows how far it was.
+    # An update that broke off leaves no state behind; the log knows which step was the newest.
     holds_none = stimulus.progress == s.NO_PROGRESS
     step = turn.state.step if holds_none else stimulus.progress[0]
-    if known is None:
-        found = UserError(
-            error=stimulus.error,
-            traceback=stimulus.traceback,
-            workers=(member.worker,),
-            step=step,
-        )
-    else:
-        found = dataclasses.replace(known, workers=(*known.workers, member.worker))
-    turn.set(user_error=found, outcome="failed")
-    holds_state = member.phase == "ranked" and stimulus.generation == turn.state.generation
-    if holds_state:
-        turn.set_member(member, phase="reported", progress=stimulus.progress)
+    match turn.state.ending:
+        case Failing(error=known):
+            error = replace(known, workers=(*known.workers, member.worker))
+        case _:
+            error = UserError(
+                error=stimulus.error,
+                traceback=stimulus.traceback,
+                workers=(member.worker,),
+                step=step,
+            )
+    turn.fail(error)
+    if member.phase == "ranked" and stimulus.generation == turn.state.generation:
+        turn.put(replace(member, phase="reported", since=turn.now, progress=stimulus.progress))
     begin_collecting(turn)
 
 
 def _is_dispensable(state: JobState, member: Member) -> bool:
-    """Whether the job trains well without it: others hold a state that the same code has made."""
+    """Whether the job trains without this member: others hold a state that the same code made."""
     is_newcomer = member.phase in ("starting", "warm")
     return is_newcomer and state.has_trained and bool(state.in_phase("ranked", "reported"))
 
 
 def _take_steps(turn: Turn, stimulus: s.StepsCommitted) -> None:
-    turn.set(step=max(turn.state.step, stimulus.step), step_s=stimulus.step_s)
-    turn.set(last_step_at=stimulus.committed_at or turn.now)
+    turn.committed(stimulus.step)
+    last_step_at = stimulus.committed_at or turn.now
+    timings = replace(turn.state.timings, step_s=stimulus.step_s, last_step_at=last_step_at)
+    turn.update_timings(timings)
 
 
 def _take_bounds(turn: Turn, stimulus: s.BoundsChanged) -> None:
-    turn.set(min_workers=stimulus.min_workers, max_workers=stimulus.max_workers)
-    turn.publish(
-        events.WorkersScaled, min_workers=stimulus.min_workers, max_workers=stimulus.max_workers
-    )
+    low, high = stimulus.min_workers, stimulus.max_workers
+    turn.set_bounds(min_workers=low, max_workers=high)
+    turn.publish(events.WorkersScaled, min_workers=low, max_workers=high)
 
 
-def _take_pause(turn: Turn, _: s.PauseAsked) -> None:
-    turn.set(paused=True)
-
-
-def _take_resume(turn: Turn, _: s.ResumeAsked) -> None:
-    turn.set(paused=False, pause_reason="")
+def _take_resume(turn: Turn) -> None:
+    turn.unpause()
     if turn.state.phase == "gathering":
         turn.add_why("resume")
 
 
 def _take_stop(turn: Turn, stimulus: s.StopAsked) -> None:
-    if not turn.state.outcome or (stimulus.now and turn.state.outcome == "finished"):
-        turn.set(outcome="stopped")  # at once: the last state is not durable yet
+    outcome = turn.state.outcome
+    # A job that has trained all its steps finishes, unless it must not wait for its last state.
+    if not outcome or (stimulus.now and outcome == "finished"):
+        turn.stop()
     if stimulus.now:
         end_job(turn)
 
@@ -244,27 +312,5 @@ def _take_tick(turn: Turn, stimulus: s.Tick) -> None:
     if stimulus.asleep_s:
         excuse_sleep(turn, stimulus.asleep_s)
     check_stalls(turn)
-    if not turn.state.outcome:
+    if not turn.state.ending:
         start_missing(turn)
-
-
-_TAKE: dict[type, Callable[[Turn, Any], None]] = {
-    s.WorkersAssigned: _take_assigned,
-    s.WorkerNoticed: _take_noticed,
-    s.WorkerGone: take_worker_gone,
-    s.TrainerWarm: _take_warm,
-    s.TrainerFormed: _take_formed,
-    s.TrainerReported: _take_reported,
-    s.NonFiniteLoss: _take_nan_loss,
-    s.TrainerLost: take_trainer_lost,
-    s.ProgressSeen: take_progress,
-    s.UserErrorSeen: _take_user_error,
-    s.StepsCommitted: _take_steps,
-    s.CheckpointSaved: take_saved,
-    s.BoundsChanged: _take_bounds,
-    s.PauseAsked: _take_pause,
-    s.ResumeAsked: _take_resume,
-    s.StopAsked: _take_stop,
-    s.TrainersFound: take_found,
-    s.Tick: _take_tick,
-}

@@ -1,37 +1,38 @@
-"""What can happen to a job, as values: the input of the state machine."""
+"""Stimuli: the input of the state machine, as values."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 Progress = tuple[int, int]
-"""How far a trainer's state is: ``(committed steps, evaluations done)``.
+"""Progress of a trainer's state: ``(committed steps, evaluations done)``.
 
-``NO_PROGRESS`` before it holds any."""
+``NO_PROGRESS`` while it holds no state."""
 
 NO_PROGRESS: Progress = (-1, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkersAssigned:
-    """These workers, in order of preference, and no others belong to the job from now on."""
+    """The workers of the job from now on, in order of preference; it may use no others."""
 
     workers: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerNoticed:
-    """A worker's machine will be taken away: it leaves at the next step boundary."""
+    """A worker's machine will be interrupted: the worker leaves at the next step boundary."""
 
     worker: str
     deadline: float = math.inf
-    """When it will be taken, by the clock of the state machine; infinite if nobody knows."""
+    """Time of the interruption, by the clock of the state machine; infinite if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerGone:
-    """A worker's connection closed, or its machine vanished; its trainer is gone with it."""
+    """A worker's connection closed, or its machine is gone; so is its trainer."""
 
     worker: str
     cause: str
@@ -44,62 +45,63 @@ class TrainerWarm:
 
     trainer: str
     warm_s: float = 0.0
-    """How long it took to build all and run one pass; 0 if nobody knows."""
+    """Seconds to build everything and run one pass; 0 if unknown."""
     device: str = ""
-    """What it trains on, as torch names it."""
+    """The device that it trains on, as torch names it."""
     gpu: str = ""
     """The GPU's identifier; empty without one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerFormed:
-    """A rank has its process group and the newest state, and goes on stepping."""
+    """A rank has its process group and the newest state, and steps."""
 
     trainer: str
     generation: int
     connect_s: float = 0.0
     sync_s: float = 0.0
     wrap_s: float = 0.0
-    """How long the parts took it, see ``events.GenerationReady``."""
+    """Durations of its parts, see ``events.GenerationReady``."""
     step: int = 0
-    """Where it goes on from; only the ranks know which checkpoint could be read."""
+    """The step that it continues from; only the ranks know which checkpoint could be read."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerReported:
-    """A rank has left its generation and stands at a step boundary.
+    """A rank has left its generation and is at a step boundary.
 
     ``why`` is ``planned`` (a change was pending), ``failed`` (its collectives broke or were
-    aborted; ``undone`` tells whether a step had been begun) or ``done`` (nothing is left to train).
+    aborted; ``undone`` if a step had begun) or ``done`` (nothing is left to train).
     """
 
     trainer: str
     generation: int
     progress: Progress
-    why: str
+    why: Literal["planned", "failed", "done"]
     undone: bool = False
     ending: str = ""
-    """Why nothing is left to train, if that is so before the planned end."""
+    """Why nothing is left to train before the planned end; empty at the planned end."""
     error: str = ""
-    """If ``failed``, the text of the failure; empty if this rank only saw the abort."""
+    """If ``failed``, the error message; empty if this rank only saw the abort."""
     backend: str = ""
     """The backend that the failure came from, ``nccl`` or ``gloo``; empty if unknown."""
     is_excused: bool = False
-    """The failure says nothing about the connections: memory ran out, or a fault was injected."""
+    """Whether the failure has another cause than the connections: out of memory, or an injected
+    fault."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NonFiniteLoss:
     """A rank has undone a step whose mean loss is NaN or infinite, and left its generation.
 
-    All ranks of the generation do so by themselves, unless they are lost.
+    All ranks of the generation do so on their own, unless they are lost.
     """
 
     trainer: str
     generation: int
     rank: int
     progress: Progress
-    """Of the step before."""
+    """Its progress before that step."""
     loss: float
     is_source: bool
     """Whether its own share of the loss was not finite."""
@@ -107,22 +109,22 @@ class NonFiniteLoss:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerLost:
-    """A trainer's process ended while its worker lives."""
+    """A trainer's process exited while its worker lives."""
 
     trainer: str
     cause: str
     detected_s: float = 0.0
     last_words: str = ""
-    """What it printed at the end, as a person should see it."""
+    """The end of its output, formatted for users."""
     injected: bool = False
-    """Somebody did it on purpose: it says nothing about the notebook or the machine."""
+    """Whether fault injection caused it: then neither the notebook nor the machine is at fault."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProgressSeen:
-    """What a supervisor read on a trainer's progress page, once a second.
+    """One reading of a trainer's progress page, which its supervisor reports once a second.
 
-    See ``ranks.control.progress.TrainerProgress`` for the numbers.
+    See ``trainer.control.progress.TrainerProgress`` for the numbers.
     """
 
     trainer: str
@@ -132,12 +134,12 @@ class ProgressSeen:
     phase: str = "idle"
     alive_age_s: float = 0.0
     process: str = ""
-    """The process as the system sees it, asked for only if it seems frozen: ``stopped`` ..."""
+    """State of the process in the system, queried only if it seems frozen: ``stopped`` ..."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UserErrorSeen:
-    """The notebook's code raised in a trainer, which stands at the last good step now."""
+    """The notebook's code raised in a trainer, whose state is that of the last good step."""
 
     trainer: str
     generation: int
@@ -148,12 +150,12 @@ class UserErrorSeen:
 
 @dataclass(frozen=True, kw_only=True)
 class StepsCommitted:
-    """The newest committed step that the log has, and how long a step takes at present."""
+    """The newest committed step in the log, and the current duration of a step."""
 
     step: int
     step_s: float
     committed_at: float = 0.0
-    """When rank 0 made it, by the coordinator's clock as far as is known; 0.0 if it is not."""
+    """When rank 0 committed it, by the coordinator's clock; 0.0 if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,16 +165,16 @@ class CheckpointSaved:
     step: int
     ok: bool = True
     trainer: str = ""
-    """Who wrote it; empty stands for whoever was asked to."""
+    """The trainer that wrote it; empty stands for the one that was ordered to."""
     error: str = ""
-    """Why it could not be written."""
+    """The error, if it could not be written."""
     duration_s: float = 0.0
-    """From the step boundary until it was durable."""
+    """Seconds from the step boundary until it was durable."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BoundsChanged:
-    """Somebody asked for other bounds of the number of workers."""
+    """The user has changed the minimum and maximum number of workers."""
 
     min_workers: int
     max_workers: int
@@ -180,50 +182,50 @@ class BoundsChanged:
 
 @dataclass(frozen=True, kw_only=True)
 class PauseAsked:
-    """Stop stepping at the next boundary; ranks keep their state."""
+    """The user pauses the job at the next step boundary; ranks keep their state."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeAsked:
-    """Go on after a pause."""
+    """The user ends a pause."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StopAsked:
-    """End the job: at the next step boundary with a checkpoint, or ``now`` without either."""
+    """The user stops the job: at the next step boundary with a checkpoint, or ``now`` without."""
 
     now: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class SurvivorFound:
-    """A trainer that has outlived the scheduler which started it, as its supervisor knows it."""
+    """A trainer that has outlived the scheduler that started it, as its supervisor reports it."""
 
     trainer: str
     worker: str
     generation: int = 0
-    """The newest that it was told to form; 0 if none."""
+    """The newest generation that it was ordered to form; 0 if none."""
     is_inside: bool = False
-    """Whether it has neither reported from that one nor failed in it."""
+    """Whether it is still in that generation: it has neither reported nor failed."""
     is_warm: bool = False
     warm_s: float = 0.0
     device: str = ""
     gpu: str = ""
     progress: Progress = NO_PROGRESS
-    """As it reported last; inside a generation it may be further by now."""
+    """Its newest report; inside a generation it may be further by now."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainersFound:
-    """Another scheduler has taken the job over, and these of its trainers are there."""
+    """A new scheduler has taken the job over, and found these of its trainers."""
 
     found: tuple[SurvivorFound, ...]
     lost: tuple[str, ...] = ()
-    """Workers that are not there any more, or not with the job's trainer."""
+    """Workers that are gone, or whose trainer is."""
     world_size: int = 0
     """Ranks of the newest generation when it was formed."""
     is_ready: bool = False
-    """Whether all of them had stepped in it."""
+    """Whether all of its ranks had stepped."""
     backend: str = "gloo"
     """The backend that sums its gradients."""
 
@@ -233,8 +235,8 @@ class Tick:
     """Time has passed."""
 
     asleep_s: float = 0.0
-    """Of it, what the coordinator itself slept through: nobody could be heard meanwhile, so that
-    nobody's silence or standstill counts."""
+    """Seconds of it in which the coordinator itself was suspended. It could receive nothing in that
+    time, so no silence and no stall in it counts."""
 
 
 Stimulus = (

@@ -1,9 +1,9 @@
-"""One call of the state machine: the state as it changes, and what every rule may do to it."""
+"""One call of the state machine: the state as it changes, and the transitions that rules share."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from etrain_jupyter.log import events
@@ -14,11 +14,28 @@ from etrain_jupyter.rules.membership.commands import (
     ReleaseTrainer,
     StartTrainer,
 )
-from etrain_jupyter.rules.membership.membership import JobState, Member
+from etrain_jupyter.rules.membership.membership import (
+    Failing,
+    Faults,
+    Finishing,
+    FormReason,
+    GenerationState,
+    JobPhase,
+    JobState,
+    Member,
+    Pause,
+    Saving,
+    Stopping,
+    Timings,
+    UserError,
+)
 
 
 class Turn:
-    """One call of ``handle``: the state as it changes, and the commands so far."""
+    """One call of ``handle``: the state as it changes, and the commands so far.
+
+    The state changes only through these methods, each of which is one transition.
+    """
 
     def __init__(self, state: JobState, now: float, wall: float) -> None:
         self.state = state
@@ -27,140 +44,250 @@ class Turn:
         """Seconds since the epoch, for the log only: the wall clock may be set at any time."""
         self.commands: list[Command] = []
 
-    def set(self, **changes: Any) -> None:
-        """Change fields of the state."""
-        self.state = self.state.replace(**changes)
-
-    def set_member(self, member: Member, **changes: Any) -> None:
-        """Change fields of one member; a new phase begins now."""
-        if "phase" in changes and changes["phase"] != member.phase:
-            changes.setdefault("since", self.now)
-        self.state = self.state.with_member(dataclasses.replace(member, **changes))
+    # --- outputs ---
 
     def do(self, command: Command) -> None:
         """Add a command."""
         self.commands.append(command)
 
     def publish(self, kind: Callable[..., events.Event], **values: Any) -> None:
-        """Add a fact for the log."""
+        """Add an event for the log."""
         state = self.state
-        fact = kind(job_id=state.job_id, time=self.wall, generation=state.generation, **values)
-        self.do(Publish(event=fact))
+        event = kind(job_id=state.job_id, time=self.wall, generation=state.generation, **values)
+        self.do(Publish(event=event))
 
     def log(self, text: str, *, level: str = "warning", worker: str = "") -> None:
-        """Add a remark for the log."""
+        """Add a message for the log."""
         self.publish(events.LogLine, level=level, worker=worker, text=text)
 
-    def set_status(self, status: str, reason: str = "") -> None:
-        """Change the job's status and say so, if it is another one."""
+    # --- where the job is ---
+
+    def enter_phase(self, phase: JobPhase) -> None:
+        """Enter a phase now; a new generation restarts the clock of ``running``."""
+        if phase != self.state.phase or phase == "running":
+            self.state = replace(self.state, phase=phase, since=self.now)
+
+    def set_status(self, status: events.JobStatus, reason: str = "") -> None:
+        """Change the job's status and log it, unless it is the current one."""
         if (status, reason) != (self.state.status, self.state.reason):
-            self.set(status=status, reason=reason)
+            self.state = replace(self.state, status=status, reason=reason)
             self.publish(events.JobStatusChanged, status=status, reason=reason)
 
-    def add_why(self, why: str) -> None:
+    def pause(self, reason: str = "") -> None:
+        """Pause the job. The user's request, without a reason, keeps that of an earlier pause."""
+        if reason or self.state.pause is None:
+            self.state = replace(self.state, pause=Pause(reason=reason))
+
+    def unpause(self) -> None:
+        """Let the job step again."""
+        self.state = replace(self.state, pause=None)
+
+    def finish(self, reason: str) -> None:
+        """Head for ``finished``, unless the job is stopped or fails."""
+        if isinstance(self.state.ending, Finishing | None):
+            self.state = replace(self.state, ending=Finishing(reason=reason))
+
+    def stop(self) -> None:
+        """Head for ``stopped``."""
+        self.state = replace(self.state, ending=Stopping())
+
+    def fail(self, error: UserError) -> None:
+        """Head for ``failed``, whatever the job was heading for."""
+        self.state = replace(self.state, ending=Failing(error=error))
+
+    def train_on(self) -> None:
+        """Head for no end any more. The coordinator assigns workers again."""
+        self.state = replace(self.state, ending=None, assigned=(), saving=Saving())
+
+    # --- workers and trainers ---
+
+    def set_bounds(self, *, min_workers: int, max_workers: int) -> None:
+        """Change the minimum and maximum number of workers."""
+        self.state = replace(self.state, min_workers=min_workers, max_workers=max_workers)
+
+    def assign(self, workers: Iterable[str]) -> None:
+        """Replace the workers that the job may use, in order of preference."""
+        self.state = replace(self.state, assigned=tuple(workers))
+
+    def unassign(self, worker: str) -> None:
+        """Remove a worker from those that the job may use."""
+        self.assign(w for w in self.state.assigned if w != worker)
+
+    def put(self, member: Member) -> None:
+        """Add a member, or replace the one of this name."""
+        self.state = self.state.with_member(member)
+
+    def remove(self, member: Member) -> None:
+        """Remove a member."""
+        self.state = self.state.without_member(member.trainer)
+
+    def start(self, worker: str) -> None:
+        """Start the next trainer on a worker."""
+        number = self.state.num_started + 1
+        trainer = f"{self.state.job_id}/{worker}/{number}"
+        self.state = replace(self.state, num_started=number)
+        self.put(Member(trainer=trainer, worker=worker, order=number, since=self.now))
+        self.do(StartTrainer(trainer=trainer, worker=worker))
+
+    # --- generations ---
+
+    def add_why(self, why: FormReason) -> None:
         """Add a reason for the next generation."""
-        if why not in self.state.whys:
-            self.set(whys=(*self.state.whys, why))
+        if why not in self.state.next_whys:
+            self.state = replace(self.state, next_whys=(*self.state.next_whys, why))
+
+    def begin_generation(self, current: GenerationState) -> None:
+        """Make this the newest generation, which starts from its first step.
+
+        Checkpoints after that step are forgotten: the job has not come through them, see
+        ``lineage``.
+        """
+        step = current.first_step
+        self.state = replace(
+            self.state,
+            current=current,
+            next_whys=(),
+            step=step,
+            saved_steps=tuple(saved for saved in self.state.saved_steps if saved <= step),
+            saving=Saving(),
+        )
+
+    def adopt_generation(self, current: GenerationState) -> None:
+        """Take the newest generation over from a previous scheduler."""
+        self.state = replace(self.state, current=current, next_whys=())
+
+    def update_generation(self, current: GenerationState) -> None:
+        """Replace what is known of the newest generation."""
+        self.state = replace(self.state, current=current)
+
+    def restored_at(self, step: int) -> None:
+        """Start the newest generation from the checkpoint that its ranks could read."""
+        known = tuple(saved for saved in self.state.saved_steps if saved <= step)
+        current = replace(self.state.current, first_step=step)
+        self.state = replace(self.state, step=step, saved_steps=known, current=current)
+
+    def ready(self) -> None:
+        """All ranks of the newest generation have formed now."""
+        current = replace(self.state.current, ready_at=self.now)
+        self.state = replace(self.state, current=current, has_trained=True)
+
+    # --- training state ---
+
+    def committed(self, step: int) -> None:
+        """Remember that a step is committed; an older one changes nothing."""
+        self.state = replace(self.state, step=max(self.state.step, step))
+
+    def saved(self, steps: Iterable[int]) -> None:
+        """Replace the steps of the durable checkpoints."""
+        self.state = replace(self.state, saved_steps=tuple(steps))
+
+    def update_saving(self, saving: Saving) -> None:
+        """Replace the progress of the checkpoint that blocks the job."""
+        self.state = replace(self.state, saving=saving)
+
+    def update_timings(self, timings: Timings) -> None:
+        """Replace the durations that timeouts follow from."""
+        self.state = replace(self.state, timings=timings)
+
+    def update_faults(self, faults: Faults) -> None:
+        """Replace the failures that are counted."""
+        self.state = replace(self.state, faults=faults)
+
+    def excuse_sleep(self, asleep_s: float) -> None:
+        """Shift the start of the phase by the time that the coordinator slept through."""
+        self.state = replace(self.state, since=self.state.since + asleep_s)
 
 
 def start_missing(turn: Turn) -> None:
-    """Start a trainer on every worker of the job that has none, and may have one now."""
+    """Start a trainer on every assigned worker that has none and whose back-off is over."""
     for worker in turn.state.assigned:
-        if turn.state.of_worker(worker) is not None:
-            continue
-        health = turn.state.health.get(worker)
-        if health is not None and health.retry_at > turn.now:
-            continue
-        number = turn.state.num_started + 1
-        trainer = f"{turn.state.job_id}/{worker}/{number}"
-        turn.set(num_started=number)
-        fresh = Member(trainer=trainer, worker=worker, order=number, since=turn.now)
-        turn.state = turn.state.with_member(fresh)
-        turn.do(StartTrainer(trainer=trainer, worker=worker))
+        health = turn.state.faults.health.get(worker)
+        is_waiting = health is not None and health.retry_at > turn.now
+        if turn.state.of_worker(worker) is None and not is_waiting:
+            turn.start(worker)
 
 
-def ask_to_leave(turn: Turn, member: Member, reason: str) -> None:
-    """Mark a member; one that holds no state yet leaves at once."""
+def ask_to_leave(turn: Turn, member: Member, reason: events.LeaveReason) -> None:
+    """Mark a member as leaving; one that holds no state yet leaves at once."""
     if member.phase in ("starting", "warm"):
-        let_go(turn, member, reason)
+        release(turn, member, reason)
     else:
-        turn.set_member(member, leaving=reason)
+        turn.put(replace(member, leaving=reason))
 
 
-def let_go(turn: Turn, member: Member, reason: str) -> None:
-    """Release a member that nobody waits for."""
+def release(turn: Turn, member: Member, reason: events.LeaveReason) -> None:
+    """Release a member that the job does not need."""
     turn.do(ReleaseTrainer(trainer=member.trainer))
-    turn.state = turn.state.without_member(member.trainer)
+    turn.remove(member)
     turn.publish(events.WorkerLeft, worker=member.worker, reason=reason)
 
 
-def begin_collecting(turn: Turn, why: str = "lost") -> None:
-    """Free the ranks that wait for one that will never answer."""
+def begin_collecting(turn: Turn, why: FormReason = "lost") -> None:
+    """Abort the generation: free the ranks that wait for one that will never answer."""
     if turn.state.phase not in ("running", "changing"):
         return
     turn.add_why(why)
     ranked = turn.state.in_phase("ranked")
-    enter_phase(turn, "collecting")
+    turn.enter_phase("collecting")
     if ranked:
         names = tuple(m.trainer for m in ranked)
         turn.do(AbortGeneration(generation=turn.state.generation, trainers=names))
 
 
 def newest_step(state: JobState) -> int:
-    """Return the step of the newest state that anybody at a step boundary holds; -1 if none."""
+    """Return the step of the newest state that a member at a step boundary holds; -1 if none."""
     return max((m.progress[0] for m in state.in_phase("reported")), default=-1)
 
 
 def publish_undone(turn: Turn) -> None:
-    """Tell of the step in flight once, with all survivors that had begun it.
+    """Log the undone step once, with all survivors that had begun it.
 
-    A step that one survivor has committed is not lost, though another one had to undo its part; it
-    may still be lost with that survivor, until the next generation has taken it over.
+    A step that one survivor has committed is not lost, although another survivor undid its part.
+    It stays in ``undone``, because it is lost if that survivor dies before it has handed its state
+    over.
     """
     newest = newest_step(turn.state)
-    known = turn.state.undone
-    lost = sorted({step for step, _ in known if step > newest})
+    current = turn.state.current
+    lost = sorted({step for step, _ in current.undone if step > newest})
     for step in lost:
-        workers = sorted(worker for begun, worker in known if begun == step)
+        workers = sorted(worker for begun, worker in current.undone if begun == step)
         turn.publish(events.StepUndone, step=step, workers=workers)
     if lost:
-        turn.set(undone=tuple(told for told in known if told[0] <= newest))
+        kept = tuple(pair for pair in current.undone if pair[0] <= newest)
+        turn.update_generation(replace(current, undone=kept))
 
 
 def end_job(turn: Turn, *, unsaved: str = "") -> None:
-    """Release everybody and tell how the job ended.
+    """Release all trainers and log how the job ended.
 
     Args:
-        turn: The job.
-        unsaved: Why its last checkpoint is missing; a job without its weights has not finished.
+        turn: The job, which is heading for an end.
+        unsaved: Why its last checkpoint is missing. A job without its weights has not finished.
     """
     for member in list(turn.state.members.values()):
         turn.do(ReleaseTrainer(trainer=member.trainer))
-    outcome = turn.state.outcome or "stopped"
-    if unsaved and outcome == "finished":
-        outcome = "failed"
-    error = turn.state.user_error
-    if error is not None and error.nan_loss is not None:
-        words = error.nan_loss.to_words(turn.state.saved_step)  # there may be a newer one now
-        error = dataclasses.replace(error, error=words)
-    if error is not None:
-        turn.publish(
-            events.UserErrorRaised,
-            error=error.error,
-            traceback=error.traceback,
-            workers=sorted(set(error.workers)),
-            step=error.step,
-        )
-    turn.set(members={})
-    enter_phase(turn, "ended")
-    ending = turn.state.ending if turn.state.outcome == "finished" else ""
-    reasons = [error.error if error is not None else "", ending, unsaved]
-    turn.set_status(outcome, "; ".join(reason for reason in reasons if reason))
-
-
-def enter_phase(turn: Turn, phase: str) -> None:
-    """Enter a phase now."""
-    if phase != turn.state.phase:
-        turn.set(phase=phase, since=turn.now)
-    elif phase == "running":
-        turn.set(since=turn.now)
+    reasons = []
+    status: events.JobStatus
+    match turn.state.ending:
+        case Failing(error=error):
+            status = "failed"
+            if error.nan_loss is not None:  # a newer checkpoint may have become durable
+                text = error.nan_loss.to_text(turn.state.saved_step)
+                error = replace(error, error=text)
+            turn.publish(
+                events.UserErrorRaised,
+                error=error.error,
+                traceback=error.traceback,
+                workers=sorted(set(error.workers)),
+                step=error.step,
+            )
+            reasons.append(error.error)
+        case Finishing(reason=reason):
+            status = "failed" if unsaved else "finished"
+            reasons.append(reason)
+        case Stopping() | None:
+            status = "stopped"
+    for member in list(turn.state.members.values()):
+        turn.remove(member)
+    turn.enter_phase("closing")
+    turn.set_status(status, "; ".join(text for text in (*reasons, unsaved) if text))

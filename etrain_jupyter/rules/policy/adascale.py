@@ -1,14 +1,14 @@
-"""How much a larger batch helps: the gain of AdaScale, from the noise of the gradients.
+"""Estimate the gain of AdaScale: how many base steps a larger batch is worth.
 
-A batch that is ``S`` times as large is worth up to ``S`` steps of the base batch where the gradient
-is mostly noise, and hardly more than one where it is not. The gain says how many, and is the factor
-of the learning rate: never more than linear scaling, and as little as the gradients bear.
+A batch that is ``S`` times as large is worth up to ``S`` steps of the base batch if the gradient is
+mostly noise, and hardly more than one if it is not. The gain is that number of steps, and scales
+the learning rate: at most linearly, and less where the gradients have little noise.
 
 Source: Johnson et al., "AdaScale SGD: A User-Friendly Algorithm for Distributed Training", ICML
 2020. With ``v`` the variance of one worker's mean gradient (summed over its components) and ``q``
 the square norm of the true gradient, the gain of ``W`` workers over ``b`` is
 ``(v / b + q) / (v / W + q)``. Both are estimated in each step, without a bias, from what the ranks'
-own gradients and their mean have as square norms, and averaged over the latest steps.
+own gradients and their mean have as square norms, and averaged over recent steps.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from dataclasses import dataclass
 from typing import Self
 
 FORGETFUL_OVER = 1000.0
-"""The means forget ``W`` parts in that many with each step of ``W`` workers."""
+"""Each step of ``W`` workers has the weight ``W / FORGETFUL_OVER`` in the running means."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradientNoise:
-    """What is known of the gradients' noise; part of a job's state."""
+    """Estimate of the gradient noise; part of the checkpointed state."""
 
     variance: float = 0.0
-    """``v``: mean over the latest steps of the estimates."""
+    """``v``: running mean of the estimates."""
     square_norm: float = 0.0
-    """``q``: the same."""
+    """``q``: running mean of the estimates."""
     num_estimates: int = 0
-    """Steps that it was estimated in; until there are many, the means are plain ones."""
+    """Number of estimates; while it is small, the running means are plain means."""
 
     def take(self, *, mean_of_squares: float, square_of_mean: float, world_size: int) -> Self:
-        """Return what is known after one more step.
+        """Return the estimate after one more step.
 
         Args:
             mean_of_squares: Mean over the ranks of the square norm of a rank's mean gradient.
             square_of_mean: Square norm of the mean over the ranks.
-            world_size: Ranks of the step, each with as many samples as any other. A single one
-                says nothing about its noise, and infinite gradients say nothing at all.
+            world_size: Ranks of the step, with equal numbers of samples. A single rank gives no
+                estimate of the noise, and neither do infinite gradients.
 
         >>> GradientNoise().take(mean_of_squares=5.0, square_of_mean=3.0, world_size=2)
         GradientNoise(variance=4.0, square_norm=1.0, num_estimates=1)
@@ -59,8 +59,8 @@ class GradientNoise:
     def gain(self, *, world_size: int, base_workers: int) -> float:
         """Return the factor of the learning rate: 1.0 at ``base_workers``, at most linear.
 
-        Before anything is known a batch that shrinks is scaled linearly, and one that grows not at
-        all: what it bears shows in its first step.
+        Before the first estimate a smaller batch is scaled linearly, and a larger one not at all:
+        its first step gives an estimate.
 
         >>> noise = GradientNoise(variance=4.0, square_norm=1.0, num_estimates=1)
         >>> noise.gain(world_size=4, base_workers=1), noise.gain(world_size=1, base_workers=1)

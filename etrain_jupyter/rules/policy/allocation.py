@@ -1,4 +1,4 @@
-"""Which workers belong to which job: everyone's minimum first, then the rest in order."""
+"""Allocate workers to jobs: first the minimum of each job, then the rest in order."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """What one job asks for."""
+    """The request of one job."""
 
     job_id: str
     min_workers: int
     max_workers: int
     held: tuple[str, ...] = ()
-    """Workers that it has now, those that it would rather keep first (rank order)."""
+    """Workers that it has now, in the order in which it keeps them (rank order)."""
     unfit: frozenset[str] = frozenset()
-    """Workers that cannot work for it."""
+    """Workers that cannot run it."""
 
 
 def allocate(claims: Sequence[Claim], workers: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """Share ``workers`` among jobs.
 
     Each job is brought to its minimum in order of submission, then to its maximum, again in that
-    order. A job keeps the workers that it holds as long as its share allows, so that nobody is
-    moved without need.
+    order. A job keeps its workers as long as its share allows, so that no worker moves without
+    need.
 
     Args:
         claims: One a job, in order of submission.
         workers: Names of all workers that may be used.
 
     Returns:
-        Job id to its workers; every worker stands in at most one job. A job may get fewer than its
-        share if others hold the only workers that can work for it.
+        Job id to its workers; every worker is in at most one job. A job may get fewer than its
+        share if other jobs hold the only workers that can run it.
 
     >>> allocate([Claim(job_id="a", min_workers=1, max_workers=4, held=("w1", "w2")),
     ...           Claim(job_id="b", min_workers=1, max_workers=2)], ["w1", "w2"])
@@ -59,7 +59,7 @@ def _pick(
         held = tuple(name for name in claim.held if name in fit)[: shares[claim.job_id]]
         kept[claim.job_id] = held
         usable -= set(held)
-    # Those that few workers fit choose first.
+    # Jobs that fit few workers choose first.
     for claim in sorted(claims, key=lambda claim: -len(claim.unfit & usable)):
         missing = shares[claim.job_id] - len(kept[claim.job_id])
         spare = [name for name in workers if name in usable and name not in claim.unfit]

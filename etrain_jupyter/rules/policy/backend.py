@@ -1,6 +1,6 @@
 """Choose the backend that sums a generation's gradients: NCCL or gloo.
 
-Also the wording for users: what NCCL said, and what usually fixes it.
+Also format the message for users: the error of NCCL, and what usually fixes it.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 AUTO, NCCL, GLOO = "auto", "nccl", "gloo"
 
-MOST_WORDS = 300
-"""Characters of NCCL's message in a status; the log has the whole text."""
+MAX_MESSAGE_CHARS = 300
+"""Length of NCCL's message in a status; the log has the whole text."""
 
 _UNKNOWN_REMEDY = "NCCL_DEBUG=INFO in the workers' environment logs what NCCL does"
 
@@ -46,17 +46,17 @@ _REMEDIES = (
         "connects the machines (ip addr lists them), and open its ports between them",
     ),
 )
-"""Words in NCCL's message, in lower case, and what fixes it; the first that fits counts."""
+"""Strings in NCCL's message, in lower case, and what fixes it; the first match counts."""
 
 
 def choose_backend(devices: Sequence[tuple[str, str]]) -> str:
     """Return ``nccl`` if every rank has a GPU of its own, else ``gloo``.
 
-    NCCL refuses two ranks on one GPU, and knows no processors.
+    NCCL rejects two ranks on one GPU, and does not support CPUs.
 
     Args:
-        devices: Of each rank, the device as torch names it and the GPU's identifier, empty if that
-            is unknown.
+        devices: Of each rank, the device as torch names it and the GPU's identifier, empty if
+            unknown.
 
     >>> choose_backend([("cuda:0", "GPU-1f"), ("cuda:0", "GPU-2e")])
     'nccl'
@@ -90,10 +90,10 @@ def why_no_nccl(devices: Sequence[tuple[str, str, str]]) -> str:
     return ""
 
 
-def nccl_words(text: str) -> str:
-    r"""Shorten NCCL's message to the kind of error and its own last words.
+def shorten_message(text: str) -> str:
+    r"""Shorten NCCL's message to the kind of error and its last lines.
 
-    >>> nccl_words("NCCL error in: a.cpp:77, unhandled system error, NCCL version 2.27.3\n"
+    >>> shorten_message("NCCL error in: a.cpp:77, unhandled system error, NCCL version 2.27.3\n"
     ...     "ncclSystemError: System call failed.\nLast error:\nNo space left on device")
     'ncclSystemError: No space left on device'
     """
@@ -102,8 +102,8 @@ def nccl_words(text: str) -> str:
     last: list[str] = []
     if "Last error:" in lines:
         last = lines[lines.index("Last error:") + 1 :]
-    words = f"{kinds[0]}: {' '.join(last)}" if kinds and last else " ".join(lines)
-    return words if len(words) <= MOST_WORDS else f"{words[: MOST_WORDS - 3]}..."
+    short = f"{kinds[0]}: {' '.join(last)}" if kinds and last else " ".join(lines)
+    return short if len(short) <= MAX_MESSAGE_CHARS else f"{short[: MAX_MESSAGE_CHARS - 3]}..."
 
 
 def remedy_for(text: str) -> str:

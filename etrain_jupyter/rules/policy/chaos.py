@@ -1,4 +1,4 @@
-"""When which worker of a job shall suffer what: faults on purpose, drawn by chance from a seed."""
+"""Schedule random faults for a job's workers, from a seed."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 FAULT_KINDS = ("kill", "segfault", "exit", "stop", "hold_gil", "hang", "notice", "worker")
-"""What chaos can do: ``worker`` kills the worker process, ``notice`` warns it before, the
-others happen to the trainer."""
+"""Kinds of faults: ``worker`` kills the worker process, ``notice`` sends it an interruption notice,
+the others affect the trainer."""
 
 MODES = (*FAULT_KINDS, "mix")
 
@@ -28,40 +28,40 @@ class Chaos:
     Args:
         mtbf_s: Mean time between two faults of the job.
         mode: One of ``MODES``; ``mix`` draws a kind for each fault.
-        seed: Two with the same seed and the same workers at the same times do the same.
-        now: When it begins.
-        duration_s: How long it lasts; None until the job ends.
+        seed: The same seed, with the same workers at the same times, gives the same faults.
+        now: Start time.
+        duration_s: Duration in seconds; None until the job ends.
     """
 
     def __init__(
         self, *, mtbf_s: float, mode: str, seed: int, now: float, duration_s: float | None = None
     ) -> None:
         if mode not in MODES:
-            raise ValueError(f"no chaos of the mode {mode!r}; there are {', '.join(MODES)}")
+            raise ValueError(f"unknown chaos mode {mode!r}; choose one of {', '.join(MODES)}")
         if not mtbf_s > 0:
-            raise ValueError(f"mtbf_s={mtbf_s:g}: it must be more than 0")
-        self._chance = random.Random(seed)
+            raise ValueError(f"mtbf_s={mtbf_s:g} must be greater than 0")
+        self._random = random.Random(seed)
         self._mtbf_s = mtbf_s
         self._mode = mode
         self._ends_at = math.inf if duration_s is None else now + duration_s
-        self._next_at = now + self._chance.expovariate(1 / mtbf_s)
+        self._next_at = now + self._random.expovariate(1 / mtbf_s)
 
     def is_over(self, now: float) -> bool:
-        """Whether nothing will come of it any more."""
+        """Whether no more faults will follow."""
         return now >= self._ends_at
 
     def due(self, workers: Sequence[str], now: float) -> Strike | None:
         """Return the fault that is due, if one is.
 
         Args:
-            workers: Those that train now. If there are none, the fault does not happen.
-            now: Several that came due at once count as one.
+            workers: The workers that train now. Without any, the fault is dropped.
+            now: The current time. Several faults that are overdue count as one.
         """
         if now < self._next_at or self.is_over(now):
             return None
-        self._next_at = now + self._chance.expovariate(1 / self._mtbf_s)
-        kind = self._chance.choice(FAULT_KINDS) if self._mode == "mix" else self._mode
-        number = self._chance.random()
+        self._next_at = now + self._random.expovariate(1 / self._mtbf_s)
+        kind = self._random.choice(FAULT_KINDS) if self._mode == "mix" else self._mode
+        number = self._random.random()
         if not workers:
             return None
         return Strike(worker=workers[int(number * len(workers))], kind=kind)

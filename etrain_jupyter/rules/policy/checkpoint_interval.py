@@ -1,9 +1,9 @@
-"""How often ``checkpoint.every: auto`` saves: a rule of what a checkpoint costs and prevents.
+"""Choose the interval of ``checkpoint.every: auto`` from the cost and the benefit of a checkpoint.
 
-A checkpoint is needed when nobody holds the state any more; while one rank survives, it has the
-weights, and nothing is read. So what counts is not how often a worker is lost but how often all
-holders are lost before anybody has taken over, or the user goes on elsewhere. From that rate and
-the measured cost of a checkpoint follows the interval that wastes the least time.
+A checkpoint is needed when no trainer holds the state; while one rank survives, it has the weights,
+and no checkpoint is read. So the relevant rate is not that of lost workers but that of losing all
+holders before a replacement has the state, or of the user continuing elsewhere. That rate and the
+measured cost of a checkpoint give the interval that wastes the least time.
 
 Sources:
     J. W. Young, A first order approximation to the optimum checkpoint interval, Communications of
@@ -21,67 +21,69 @@ import math
 from dataclasses import dataclass
 
 FIRST_S = 10.0
-"""When the first checkpoint is made: it tells what one costs."""
+"""Time of the first checkpoint in seconds: it measures the cost."""
 SHORTEST_S, LONGEST_S = 10.0, 600.0
-"""What a user waits for who goes on elsewhere, and what is lost at most, count too."""
+"""Bounds in seconds: below the first, checkpoints follow each other needlessly; the second limits
+the lost work of a user who continues elsewhere."""
 MOST_COST = 0.01
-"""Of the time; goes before the bounds above."""
+"""Maximum share of the time; takes precedence over the bounds above."""
 MOST_WRITING = 0.5
-"""Of the time; a store that is slow is not written to all the time."""
+"""Maximum share of the time in which a slow store is written to."""
 
 PRIOR_WORKER_S = 24 * 3600.0
-"""One loss in so much time of a worker is what is known before any was seen."""
+"""Prior: one loss per this many seconds of a worker."""
 PRIOR_JOB_S = 24 * 3600.0
-"""One loss of everything at once (a machine, the cluster, the session) in so much time of a job."""
+"""Prior: one loss of everything at once (a machine, the cluster, the session) per this many seconds
+of a job."""
 TOGETHER = 0.1
-"""The share of single losses that is expected to take all others along: a spot market takes a whole
-zone. A tenth is the usual guess where no data are; see Fleming."""
+"""Share of single losses that take all other workers along: a spot market may interrupt a whole
+zone. A tenth is the usual estimate without data; see Fleming."""
 REPLACED_S = 120.0
-"""How long until somebody else has the state of a worker that was lost."""
+"""Seconds until another worker has the state of a lost one."""
 MATERIAL = 1.25
-"""A new interval counts, and is told, once it differs by this factor."""
+"""A new interval takes effect, and is logged, if it differs by this factor."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Interruptions:
-    """What was seen of a job's interruptions so far."""
+    """The interruptions of a job so far."""
 
     num_holders: int = 1
     """Ranks that hold the state now."""
     num_lost: int = 0
-    """Workers that were lost or taken, together with all others or alone."""
+    """Workers that were lost or interrupted, together with all others or alone."""
     worker_s: float = 0.0
-    """In how much time of workers, added up."""
+    """Seconds of all workers, added up, in which that happened."""
     num_all_lost: int = 0
-    """How often nobody held the state any more."""
+    """Times at which no trainer held the state any more."""
     job_s: float = 0.0
-    """In how much time in which the job trained."""
+    """Seconds for which the job trained."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What one checkpoint takes."""
+    """Cost of one checkpoint."""
 
     cost_s: float
-    """Of training: while it stands still for the copy, and by which it is slower meanwhile."""
+    """Seconds of training: blocked for the copy, plus the slowdown while it is written."""
     duration_s: float = 0.0
-    """From the step boundary until it is durable."""
+    """Seconds from the step boundary until it is durable."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """An interval, and why it is this one."""
+    """An interval, and what determined it."""
 
     interval_s: float
     cost_s: float
     loss_rate_per_h: float
-    """How often all holders of the state are expected to be lost."""
+    """Expected rate of losing all holders of the state."""
     limit: str
-    """What bounds it: ``shortest``, ``longest``, ``cost`` or ``writing``; empty if nothing does."""
+    """The bound that applies: ``shortest``, ``longest``, ``cost``, ``writing``; empty for none."""
 
 
 def worker_loss_rate(seen: Interruptions) -> float:
-    """Return how often one worker is expected to be lost, a second.
+    """Return the expected loss rate of one worker, per second.
 
     The mean of a Gamma distribution: the prior is worth one loss in ``PRIOR_WORKER_S``.
 
@@ -92,11 +94,11 @@ def worker_loss_rate(seen: Interruptions) -> float:
 
 
 def total_loss_rate(seen: Interruptions) -> float:
-    """Return how often everything is expected to be lost, a second.
+    """Return the expected rate of losing all holders of the state, per second.
 
-    Three ways: something takes all at once, as was seen or as the prior says; one of the losses
-    takes the others along; or all are lost one by one, each before another one has been replaced.
-    The last is how often ``n`` units that fail and are repaired on their own are down together:
+    Three ways: one event takes all at once, as observed or according to the prior; one loss takes
+    the others along; or all are lost one by one, each before another one has been replaced. The
+    last is the rate at which ``n`` units with independent failures and repairs are down together:
     ``n / r * (x / (1 + x)) ** n``, where ``x`` is the rate times the time ``r`` of a repair.
 
     >>> alone, four = (total_loss_rate(Interruptions(num_holders=n)) for n in (1, 4))
@@ -112,11 +114,11 @@ def total_loss_rate(seen: Interruptions) -> float:
 
 
 def daly_interval(cost_s: float, mean_time_s: float) -> float:
-    """Return how long to train between two checkpoints so that the least time is wasted.
+    """Return the interval between checkpoints that wastes the least time.
 
     Args:
-        cost_s: ``C``, what one takes of training.
-        mean_time_s: ``M``, between two losses that need one.
+        cost_s: ``C``, seconds of training that one costs.
+        mean_time_s: ``M``, mean seconds between two losses that need one.
 
     >>> round(daly_interval(1.0, 3600.0), 1), round((2 * 1.0 * 3600.0) ** 0.5, 1)  # Young's
     (84.2, 84.9)
@@ -129,7 +131,7 @@ def daly_interval(cost_s: float, mean_time_s: float) -> float:
 
 
 def choose_interval(costs: Costs, seen: Interruptions) -> Choice:
-    """Choose the interval between two checkpoints from what they cost and what has happened.
+    """Choose the interval between two checkpoints from their cost and the interruptions so far.
 
     >>> chosen = choose_interval(Costs(cost_s=0.1), Interruptions(num_holders=4))
     >>> round(chosen.interval_s), chosen.limit
@@ -153,7 +155,7 @@ def choose_interval(costs: Costs, seen: Interruptions) -> Choice:
 
 
 def is_material(new: Choice, old: Choice | None) -> bool:
-    """Whether the interval differs from the one that holds by more than measuring does."""
+    """Whether the interval differs from the current one by more than measurement noise."""
     if old is None:
         return True
     shorter, longer = sorted((new.interval_s, old.interval_s))
@@ -168,10 +170,10 @@ _WHY = {
 }
 
 
-def words_of(choice: Choice) -> str:
-    """Say it to a person.
+def describe_choice(choice: Choice) -> str:
+    """Return the choice as text for users.
 
-    >>> words_of(Choice(interval_s=84.2, cost_s=1.0, loss_rate_per_h=1.0, limit=""))
+    >>> describe_choice(Choice(interval_s=84.2, cost_s=1.0, loss_rate_per_h=1.0, limit=""))
     'every 84 s: one costs 1.0 s of training, and all holders of the state are expected to be lost \
 once in 1.0 h'
     """

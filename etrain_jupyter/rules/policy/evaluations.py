@@ -1,7 +1,7 @@
-"""What a row of evaluations comes to: which were the best, and whether it pays to go on.
+"""Track the best evaluations and decide on early stopping.
 
-Every rank goes through it with the same numbers, those that all ranks have summed, so that all come
-to the same end. What is not finite is never better than anything.
+Every rank evaluates the same numbers, which all ranks have summed, so all come to the same
+decision. A value that is not finite is never better than another one.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Literal, NamedTuple
 Mode = Literal["min", "max"]
 
 KEEP_BEST = 32
-"""Evaluations that are remembered, best first: the weights of the very best may have been lost with
-the machine that was saving them, and then the next one counts."""
+"""Evaluations to remember, best first: the weights of the best one may have been lost with the
+machine that was saving them, and then the next one counts."""
 
 
 class EvaluationRecord(NamedTuple):
-    """What was measured after a step."""
+    """One measurement after a step."""
 
     step: int
     value: float
@@ -30,10 +30,10 @@ def is_better(value: float, than: float | None, *, mode: Mode, min_delta: float 
     """Return whether ``value`` improves on another one by more than ``min_delta``.
 
     Args:
-        value: What was measured.
-        than: The best one before; None if there is none.
+        value: The new value.
+        than: The best earlier one; None without any.
         mode: ``min`` if less is better, ``max`` if more is.
-        min_delta: What does not count yet.
+        min_delta: Improvements up to this size do not count.
 
     >>> [is_better(0.52, 0.5, mode="max", min_delta=d) for d in (0.0, 0.1)]
     [True, False]
@@ -51,10 +51,10 @@ def is_better(value: float, than: float | None, *, mode: Mode, min_delta: float 
 def add_evaluation(
     best: Sequence[EvaluationRecord], found: EvaluationRecord, *, mode: Mode
 ) -> tuple[EvaluationRecord, ...]:
-    """Return the best evaluations, best first, after one more; of equal ones the earlier is better.
+    """Return the best evaluations, best first, after one more; of equals the earlier is better.
 
-    >>> known = (Evaluated(20, 0.9), Evaluated(10, 0.7))
-    >>> [e.step for e in add_evaluation(known, Evaluated(30, 0.9), mode="max")]
+    >>> known = (EvaluationRecord(20, 0.9), EvaluationRecord(10, 0.7))
+    >>> [e.step for e in add_evaluation(known, EvaluationRecord(30, 0.9), mode="max")]
     [20, 30, 10]
     """
     others = [known for known in best if known.step != found.step]
@@ -73,26 +73,26 @@ class Trend:
     """None before the first finite one."""
     best_step: int = 0
     step: int = 0
-    """Of the newest evaluation."""
+    """Step of the newest evaluation."""
     num_stale: int = 0
     """Evaluations since the last improvement."""
 
     def after(self, found: EvaluationRecord, *, mode: Mode, min_delta: float) -> Trend:
-        """Return it after one more evaluation."""
+        """Return the trend after one more evaluation."""
         if is_better(found.value, self.best, mode=mode, min_delta=min_delta):
             return Trend(best=found.value, best_step=found.step, step=found.step)
         return dataclasses.replace(self, step=found.step, num_stale=self.num_stale + 1)
 
 
 def words_of_end(trend: Trend, *, metric: str) -> str:
-    """Say why a job ended early.
+    """Explain why a job ends early.
 
     >>> words_of_end(Trend(best=0.912, best_step=1200, step=1800, num_stale=3), metric="accuracy")
     'early stopping: accuracy was best at step 1200, 0.912, and not better in 3 evaluations since'
     """
     since = "1 evaluation" if trend.num_stale == 1 else f"{trend.num_stale} evaluations"
     if trend.best is None:
-        return f"early stopping: {metric} was no finite number in {since}"
+        return f"early stopping: {metric} was not finite in {since}"
     return (
         f"early stopping: {metric} was best at step {trend.best_step}, {trend.best:.4g}, and not "
         f"better in {since} since"

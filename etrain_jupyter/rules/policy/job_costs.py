@@ -1,8 +1,8 @@
-"""Whose money it was: shares what the nodes of a cluster cost among its jobs. Pure.
+"""Split the cost of a cluster's nodes among its jobs. Pure.
 
-What a node costs while workers of it are ranks of jobs is theirs. What it costs as it boots, warms
-up, drains or waits for EC2 to take it, is nobody's work: the jobs that are active share it, and it
-counts as wasted once they have trained. What EC2 waives later goes back to whoever paid.
+While workers of a node are ranks of jobs, these jobs pay for it. While it boots, warms up, drains
+or waits for its termination, the active jobs share its cost, which counts as wasted once they have
+trained. A refund by EC2 goes back to the jobs that paid.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Protocol
 
 
 class Spent(Protocol):
-    """What one node has cost since it was started; see ``cluster.nodes.NodeCost``."""
+    """Cost of one node since it was started; see ``head.coordinator.nodes.NodeCost``."""
 
     @property
     def node_id(self) -> str:
@@ -23,12 +23,12 @@ class Spent(Protocol):
 
     @property
     def workers(self) -> tuple[str, ...]:
-        """The workers that it has, or had."""
+        """Its workers, present and past."""
         ...
 
     @property
     def spent_usd(self) -> float:
-        """It may fall."""
+        """US dollars so far. May decrease, by a refund."""
         ...
 
     @property
@@ -39,7 +39,7 @@ class Spent(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class RunningCost:
-    """What a job has cost so far."""
+    """Cost of a job so far."""
 
     spent_usd: float = 0.0
     on_demand_usd: float = 0.0
@@ -57,7 +57,7 @@ class RunningCost:
 
 
 class JobCosts:
-    """Knows what each job has cost, from what the nodes have.
+    """Accumulates the cost of each job from the cost of the nodes.
 
     >>> from types import SimpleNamespace as Node
     >>> costs = JobCosts()
@@ -65,24 +65,24 @@ class JobCosts:
     >>> node = Node(node_id="i-1", workers=("i-1",), spent_usd=0.1, on_demand_usd=0.3)
     >>> costs.take([node], ranks={"i-1": "a"}, active=["a", "b"])
     >>> costs.of("a")
-    JobCost(spent_usd=0.1, on_demand_usd=0.3, wasted_usd=0.0)
+    RunningCost(spent_usd=0.1, on_demand_usd=0.3, wasted_usd=0.0)
     """
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[float, float]] | None = None
-        """What each node had cost when it was looked at last; None before the first look."""
+        """Cost of each node at the last update; None before the first."""
         self._paid: dict[str, dict[str, RunningCost]] = defaultdict(dict)
-        """What each job has paid for each node, by node."""
+        """Cost that each job has paid, by node."""
         self._has_trained: set[str] = set()
 
     def begin(self, job_id: str, cost: RunningCost, *, has_trained: bool) -> None:
-        """Take in what a job has cost before, under another scheduler or on another cluster."""
+        """Start with the earlier cost of a job, under another scheduler or on another cluster."""
         self._paid[""][job_id] = cost
         if has_trained:
             self._has_trained.add(job_id)
 
     def of(self, job_id: str) -> RunningCost:
-        """Return what a job has cost."""
+        """Return the cost of a job."""
         total = RunningCost()
         for payers in self._paid.values():
             total = total.plus(payers.get(job_id, RunningCost()))
@@ -97,27 +97,25 @@ class JobCosts:
     def take(
         self, nodes: Sequence[Spent], *, ranks: Mapping[str, str], active: Collection[str]
     ) -> None:
-        """Share what has been spent since the last look.
+        """Share the cost since the last update among jobs.
 
-        What there was at the first look is nobody's: it was spent under another scheduler.
+        The first update only sets the baseline: that cost is from another scheduler.
 
         Args:
-            nodes: All nodes that there have been.
+            nodes: All nodes, present and past.
             ranks: The job of each worker that is a rank now.
             active: The jobs that have not ended.
         """
         self._has_trained |= set(ranks.values())
-        before, self._known = (
-            self._known,
-            {n.node_id: (n.spent_usd, n.on_demand_usd) for n in nodes},
-        )
-        if before is None:
+        previous = self._known
+        self._known = {n.node_id: (n.spent_usd, n.on_demand_usd) for n in nodes}
+        if previous is None:
             return
         for node in nodes:
-            spent, on_demand = before.get(node.node_id, (0.0, 0.0))
+            spent, on_demand = previous.get(node.node_id, (0.0, 0.0))
             spent, on_demand = node.spent_usd - spent, node.on_demand_usd - on_demand
             if spent < 0:
-                self._give_back(node.node_id, -spent)
+                self._refund(node.node_id, -spent)
                 spent = 0.0
             self._charge(node, spent, on_demand, ranks, active)
 
@@ -140,8 +138,8 @@ class JobCosts:
             paid = self._paid[node.node_id]
             paid[job_id] = paid.get(job_id, RunningCost()).plus(share)
 
-    def _give_back(self, node_id: str, amount_usd: float) -> None:
-        """Share a refund in proportion to what each has paid for the node."""
+    def _refund(self, node_id: str, amount_usd: float) -> None:
+        """Share a refund in proportion to the payments for the node."""
         payers = self._paid[node_id]
         total = sum(paid.spent_usd for paid in payers.values())
         left = max(0.0, 1.0 - amount_usd / total) if total else 0.0

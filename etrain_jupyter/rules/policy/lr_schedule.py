@@ -1,6 +1,6 @@
-"""How the learning rate changes over a job, counted in samples.
+"""Learning rate schedule: a warm-up and a decay, counted in samples.
 
-In samples and not in steps, so that it means the same however many of them a step has.
+In samples and not in steps, so that it does not depend on the batch size.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ class LrSchedule:
     """A linear warm-up, then a decay to the end of the job."""
 
     warmup: int = 0
-    """Samples until the learning rate is the optimizer's own."""
+    """Samples until the learning rate reaches that of the optimizer."""
     decay: Decay = "none"
-    """``linear`` and ``cosine`` go down to 0 at the end; ``none`` stays."""
+    """``linear`` and ``cosine`` decrease to 0 at the end; ``none`` stays constant."""
     end: int
-    """Samples that the whole job trains; what comes after it has the rate of the end."""
+    """Samples that the whole job trains; later steps have the final rate."""
 
     def factor(self, position: int, count: int) -> float:
-        """Return what the learning rate of one step is multiplied by.
+        """Return the factor on the learning rate of one step.
 
-        At a constant batch of B samples, with a warm-up of W steps out of T, it is that of the
-        usual formulas, step t counting from 0: ``(t + 1) / W`` in the warm-up, so that the first
+        At a constant batch of B samples, with a warm-up of W steps out of T, these are the usual
+        formulas, with step t from 0: ``(t + 1) / W`` in the warm-up, so that the first
         step trains too; then ``(T - t) / (T - W)`` or ``(1 + cos(pi (t - W) / (T - W))) / 2``.
 
         Args:

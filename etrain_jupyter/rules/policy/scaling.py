@@ -1,14 +1,14 @@
-"""How the learning rate follows a batch that grows and shrinks with the workers.
+"""Scale the learning rate with a batch that grows and shrinks with the workers.
 
-The batch of a job with ``batch.per_worker`` is ``scale`` times its base batch. A rule says which
-factor of the learning rate goes with that. A factor that grows is approached over some steps: at a
-jump, the momentum of the small batch, whose noise is large, would be multiplied with it, and the
-loss may overshoot for good. One that shrinks is taken over at once: the new, smaller batch would
-not bear the old rate. The momentum buffer itself is never touched.
+The batch of a job with ``batch.per_worker`` is ``scale`` times its base batch. A rule gives the
+factor of the learning rate for a scale. A larger factor is approached over several steps: a jump
+would also multiply the noisy momentum of the small batch, and the loss may overshoot and not
+recover. A smaller factor takes effect at once, because the smaller batch would not be stable with
+the old rate. The momentum buffer itself never changes.
 
 Source: Lin et al., "Dynamic Mini-batch SGD for Elastic Distributed Training", 2019, arXiv
 1904.12043. Its compensation is a linear ramp of the rate over T steps; T follows from the condition
-that the old buffer is never amplified: after j steps it still weighs ``mu ** j``, and
+that the old buffer is never amplified: after j steps it still has the weight ``mu ** j``, and
 ``(1 + (r - 1) j / T) mu ** j <= 1`` for all j means ``T >= (r - 1) / ln(1 / mu)``.
 """
 
@@ -22,13 +22,13 @@ Rule = Literal["none", "linear", "sqrt"]
 
 
 def factor_of(rule: Rule, scale: float, max_factor: float = math.inf) -> float:
-    """Return the factor of the learning rate that a rule wants at a scale of the batch.
+    """Return the factor of the learning rate that a rule gives for a scale of the batch.
 
     Args:
-        rule: ``linear`` (Goyal et al., 2017), ``sqrt`` (for Adam and its like: Malladi et al.,
-            2022) or ``none``.
-        scale: Batch by base batch.
-        max_factor: Never more than that.
+        rule: ``linear`` (Goyal et al., 2017), ``sqrt`` (for Adam-family optimizers: Malladi et
+            al., 2022) or ``none``.
+        scale: Ratio of the batch to the base batch.
+        max_factor: Upper bound.
 
     >>> [factor_of(rule, 4.0) for rule in ("none", "linear", "sqrt")]
     [1.0, 4.0, 2.0]
@@ -38,12 +38,12 @@ def factor_of(rule: Rule, scale: float, max_factor: float = math.inf) -> float:
 
 
 def ramp_length(growth: float, momentum: float) -> int:
-    """Return over how many steps a factor that grows ``growth`` times is approached.
+    """Return the number of steps over which to approach a factor that grows ``growth`` times.
 
     Args:
-        growth: New factor by present one.
+        growth: Ratio of the new factor to the current one.
         momentum: Weight of the past in the optimizer's mean of the gradients: ``momentum`` of SGD,
-            beta1 of Adam and its like; 0 if there is none.
+            beta1 of Adam-family optimizers; 0 without momentum.
 
     >>> ramp_length(12.0, 0.9), ramp_length(0.5, 0.9), ramp_length(12.0, 0.0)
     (105, 0, 0)
@@ -55,16 +55,16 @@ def ramp_length(growth: float, momentum: float) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Ramp:
-    """Where the factor of the learning rate stands; part of a job's state."""
+    """The current factor of the learning rate; part of the checkpointed state."""
 
     start: float = 1.0
-    """The factor when the present ramp began."""
+    """The factor at the start of the current ramp."""
     target: float = 1.0
-    """The factor that it goes to."""
+    """The factor at its end."""
     since: int = 0
-    """Steps made on it."""
+    """Steps of the ramp so far."""
     length: int = 0
-    """Steps that it takes; 0 if the target was taken over at once."""
+    """Steps of the whole ramp; 0 if the target took effect at once."""
 
     @property
     def factor(self) -> float:
@@ -74,12 +74,12 @@ class Ramp:
         return self.start + (self.target - self.start) * self.since / self.length
 
     def aim(self, target: float, momentum: float, length: int | None = None) -> Self:
-        """Go to another target from where the factor stands; the same one changes nothing.
+        """Return a ramp from the current factor to ``target``; the same target changes nothing.
 
         Args:
-            target: The factor to go to.
+            target: The factor at the end of the ramp.
             momentum: See ``ramp_length``.
-            length: Steps that a growth takes, instead of what ``momentum`` says.
+            length: Steps for a growing factor, instead of those that follow from ``momentum``.
         """
         if target == self.target:
             return self

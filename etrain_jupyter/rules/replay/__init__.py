@@ -1,1 +1,1 @@
-"""Rebuild a job's state from its log."""
+"""Rebuild what a job's log implies for its policies."""

@@ -1,7 +1,7 @@
-"""What the log tells of a job's checkpoints and interruptions, for ``checkpoint_interval``.
+"""Fold a job's checkpoints and interruptions from its log, for ``checkpoint_interval``.
 
-Folded from the events and from nothing else: whoever resumes the job knows what the coordinator
-before it knew, and a rank 0 that dies takes nothing along.
+Only from events: the coordinator that resumes a job knows what the previous one knew, and nothing
+is lost with rank 0.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections import deque
-from collections.abc import Callable
 
 from etrain_jupyter.log import events as t
 from etrain_jupyter.rules.policy.checkpoint_interval import (
@@ -21,7 +20,7 @@ from etrain_jupyter.rules.policy.checkpoint_interval import (
 )
 
 KEEP_COSTS = 5
-"""The newest checkpoints whose median counts: the first one also pays for the memory."""
+"""Number of newest checkpoints whose median counts: the first one also allocates the memory."""
 
 
 class Evidence:
@@ -29,32 +28,48 @@ class Evidence:
 
     def __init__(self) -> None:
         self.choice: Choice | None = None
-        """What holds."""
+        """The current interval; None before the first choice."""
         self._costs: deque[Costs] = deque(maxlen=KEEP_COSTS)
         self._seen = Interruptions()
         self._began_at: float | None = None
-        """Since when ``num_holders`` ranks train; None while nobody does."""
+        """Time since which ``num_holders`` ranks train; None while none does."""
         self._newest_at = 0.0
         self._saved_at: float | None = None
-        """When the newest durable state was the present one; at first, when training began."""
+        """Time at which the newest durable state was current; at first, the start of training."""
         self._is_resuming = False
 
     def fold(self, event: t.Event, at: float | None = None) -> None:
-        """Take one event of the log in.
+        """Add one event of the log.
 
         Args:
             event: The event.
-            at: When it happened, by the clock of ``review``; None to take the event's wall time,
-                for a log that is read: ``shift`` moves all of it to that clock.
+            at: Its time by the clock of ``review``. None uses the event's wall time, for a log that
+                is read: ``shift`` then converts all of it to that clock.
         """
         at = event.time if at is None else at
-        take = _TAKE.get(type(event))
-        if take is not None:
-            take(self, event, at)
+        match event:
+            case t.GenerationFormed():
+                self._on_formed(event, at)
+            case t.JobStatusChanged(status=status) if status != "running":
+                self._stop_clock(at)
+            case t.WorkerLost():
+                self._count_lost()
+            case t.WorkerLeft(reason="preempted"):
+                self._count_lost()
+            case t.JobRestored():
+                self._on_restored(at)
+            case t.JobResumed():
+                self._on_resumed(event)
+            case t.CheckpointCommitted():
+                self._on_committed(event, at)
+            case t.CheckpointIntervalChosen():
+                self._on_chosen(event)
+            case _:
+                pass
         self._newest_at = at
 
     def shift(self, by_s: float) -> None:
-        """Move all instants, which are those of another clock."""
+        """Convert all instants from another clock, which is ``by_s`` behind."""
         self._newest_at += by_s
         if self._began_at is not None:
             self._began_at += by_s
@@ -62,9 +77,9 @@ class Evidence:
             self._saved_at += by_s
 
     def review(self, now: float) -> Choice | None:
-        """Choose anew; return the interval if it is another one than what holds.
+        """Choose again; return the choice if it differs from the current one.
 
-        Before the first checkpoint nothing is: trainers begin with the interval of that themselves.
+        Before the first checkpoint there is no choice: trainers start with a fixed interval.
         """
         costs = self.costs()
         if costs is None:
@@ -86,7 +101,7 @@ class Evidence:
         )
 
     def costs(self) -> Costs | None:
-        """Return what a checkpoint takes; None before the first."""
+        """Return the cost of a checkpoint; None before the first."""
         if not self._costs:
             return None
         return Costs(
@@ -95,7 +110,7 @@ class Evidence:
         )
 
     def age_s(self, now: float) -> float:
-        """Return how old the newest durable state is; without any, how long the job trains."""
+        """Return the age of the newest durable state in seconds; without any, of the training."""
         return max(0.0, now - self._saved_at) if self._saved_at is not None else 0.0
 
     # --- events ---
@@ -107,24 +122,16 @@ class Evidence:
         if self._saved_at is None:
             self._saved_at = at
 
-    def _on_status(self, event: t.JobStatusChanged, at: float) -> None:
-        if event.status != "running":
-            self._stop_clock(at)
-
-    def _on_lost(self, event: t.WorkerLost, _: float) -> None:
+    def _count_lost(self) -> None:
         self._seen = dataclasses.replace(self._seen, num_lost=self._seen.num_lost + 1)
 
-    def _on_left(self, event: t.WorkerLeft, _: float) -> None:
-        if event.reason == "preempted":
-            self._seen = dataclasses.replace(self._seen, num_lost=self._seen.num_lost + 1)
-
-    def _on_restored(self, event: t.JobRestored, at: float) -> None:
-        if not self._is_resuming:  # else it was counted, or somebody had ended the job
+    def _on_restored(self, at: float) -> None:
+        if not self._is_resuming:  # otherwise it is counted already, or the user had ended the job
             self._count_all_lost()
         self._is_resuming = False
         self._saved_at = at  # nothing was trained since
 
-    def _on_resumed(self, event: t.JobResumed, _: float) -> None:
+    def _on_resumed(self, event: t.JobResumed) -> None:
         self._stop_clock(self._newest_at)
         self._is_resuming = True
         self._saved_at = None
@@ -139,7 +146,7 @@ class Evidence:
         self._costs.append(Costs(cost_s=cost_s, duration_s=event.duration_s))
         self._saved_at = at - event.duration_s
 
-    def _on_chosen(self, event: t.CheckpointIntervalChosen, _: float) -> None:
+    def _on_chosen(self, event: t.CheckpointIntervalChosen) -> None:
         self.choice = Choice(
             interval_s=event.interval_s,
             cost_s=event.cost_s,
@@ -149,15 +156,3 @@ class Evidence:
 
     def _stop_clock(self, now: float) -> None:
         self._seen, self._began_at = self.seen(now), None
-
-
-_TAKE: dict[type[t.Event], Callable[..., None]] = {
-    t.GenerationFormed: Evidence._on_formed,
-    t.JobStatusChanged: Evidence._on_status,
-    t.WorkerLost: Evidence._on_lost,
-    t.WorkerLeft: Evidence._on_left,
-    t.JobRestored: Evidence._on_restored,
-    t.JobResumed: Evidence._on_resumed,
-    t.CheckpointCommitted: Evidence._on_committed,
-    t.CheckpointIntervalChosen: Evidence._on_chosen,
-}

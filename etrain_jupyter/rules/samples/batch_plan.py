@@ -1,6 +1,6 @@
-"""How the samples of one step are shared over the ranks of a generation.
+"""Split the samples of one step over the ranks of a generation.
 
-A step means the same whatever the world size: shares may be unequal, and on the last step of an
+A step means the same at any world size: shares may be unequal, and on the last step of an
 epoch some may be empty, because gradients are summed over samples and never averaged over ranks.
 """
 
@@ -14,22 +14,22 @@ from etrain_jupyter.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPlan:
-    """How a full step is shared."""
+    """The shares of a full step."""
 
     samples_per_rank: tuple[int, ...]
     """Shape ``(world_size,)``; sums to the global batch size, and no two differ by more than 1."""
     num_micro_steps: int
-    """Forward passes that each rank makes between two updates, the same number on all of them."""
+    """Forward passes of each rank between two updates, the same number on all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
-    """How the samples of one step, full or partial, are shared."""
+    """The shares of one step, full or partial."""
 
     starts: tuple[int, ...]
     """Shape ``(world_size,)``: offset of each rank's first sample within the step."""
     counts: tuple[int, ...]
-    """Shape ``(world_size,)``: how many each rank trains; 0 only if ranks outnumber samples."""
+    """Shape ``(world_size,)``: samples of each rank; 0 only if ranks outnumber samples."""
     num_micro_steps: int
     """Forward passes that the largest share needs; at least 1."""
 
@@ -39,19 +39,19 @@ def plan_batches(
 ) -> BatchPlan:
     """Share ``global_batch_size`` samples over ``world_size`` ranks as evenly as possible.
 
-    The step means the same whatever the world size: ranks may get unequal counts, so the gradient
+    The step means the same at any world size: ranks may get unequal counts, so the gradient
     is the sum over all samples divided by ``global_batch_size``, never a mean of per-rank means.
 
     Args:
         global_batch_size: Samples per optimizer step over all ranks.
         world_size: Ranks in this generation.
-        micro_batch_size: Most samples one rank puts through one forward pass; None for no limit.
+        micro_batch_size: Maximum samples per forward pass on one rank; None for no limit.
 
     Returns:
         The plan; ``samples_per_rank`` has shape ``(world_size,)``.
 
     Raises:
-        ConfigError: If some rank would get no sample.
+        ConfigError: If a rank would get no sample.
 
     >>> plan_batches(global_batch_size=256, world_size=3, micro_batch_size=32)
     BatchPlan(samples_per_rank=(86, 85, 85), num_micro_steps=3)
@@ -77,15 +77,15 @@ def plan_step(
     min_share: int = 1,
     num_passes: int = 1,
 ) -> StepPlan:
-    """Share the ``count`` samples of one step; few samples leave the last ranks none.
+    """Share the ``count`` samples of one step; with few samples, the last ranks get none.
 
     Args:
         count: Samples of this step, see ``ledger.cursor_at``.
         world_size: Ranks in this generation.
-        micro_batch_size: Most samples one rank puts through one forward pass; None for no limit.
-        min_share: Fewest samples of a rank that gets any, if the step has as many. With 2, the
+        micro_batch_size: Maximum samples per forward pass on one rank; None for no limit.
+        min_share: Minimum samples of a rank that gets any, if the step has as many. With 2, the
             small last step of an epoch leaves no rank a single sample, on which BatchNorm fails.
-        num_passes: Fewest passes of a rank, as far as each has ``min_share`` samples.
+        num_passes: Minimum passes of a rank, as far as each has ``min_share`` samples.
 
     >>> plan_step(count=5, world_size=3, micro_batch_size=1)
     StepPlan(starts=(0, 2, 4), counts=(2, 2, 1), num_micro_steps=2)
@@ -104,7 +104,7 @@ def plan_step(
 
 
 def share_samples(count: int, world_size: int) -> tuple[int, ...]:
-    """Return how many of ``count`` samples each rank gets: as even as possible, the first get more.
+    """Return each rank's number of samples: as even as possible, more on the first ranks.
 
     >>> share_samples(2, 4)
     (1, 1, 0, 0)

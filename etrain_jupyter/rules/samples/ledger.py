@@ -1,11 +1,11 @@
-"""Which samples each step trains: the ledger.
+"""Ledger: the samples that each step trains.
 
 The order of an epoch is a pure function of ``(seed, epoch, num_samples)``, and a committed step
-advances one cursor over it. World size enters nowhere, so that no history of joins and losses can
-lose or repeat a sample, and the durable log alone proves which samples were trained.
+advances one cursor over it. It does not depend on the world size, so no history of joins and losses
+can lose or repeat a sample, and the durable log alone proves which samples were trained.
 
-Everything here must give the same numbers for ever: a job resumed by a later version goes on in the
-order that an earlier one began. So the hash is our own and not ``numpy.random``, whose shuffles
+Everything here must give the same numbers for ever: a job resumed by a later version continues in
+the order of the earlier one. So the hash is our own and not ``numpy.random``, whose shuffles
 may change between versions. It is SplitMix64: Guy L. Steele Jr., Doug Lea, Christine H. Flood,
 "Fast splittable pseudorandom number generators", OOPSLA 2014, as in their public
 ``splitmix64.c`` (whose constants are David Stafford's "Mix13").
@@ -25,7 +25,7 @@ _GAMMA = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
 _CHECKSUM_KEY = 0x6574_7261_696E_3031
-"""The bytes of ``etrain01``: sets the checksum's hash apart from that of the order."""
+"""The bytes of ``etrain01``: makes the checksum's hash differ from that of the order."""
 
 
 class StepRange(NamedTuple):
@@ -36,16 +36,16 @@ class StepRange(NamedTuple):
     first: int
     """Position of the step's first sample."""
     samples: int
-    """How many samples, at least 1."""
+    """Number of samples, at least 1."""
 
     def position(self, num_samples: int) -> int:
-        """Return how many samples come before it, over all epochs of ``num_samples``."""
+        """Return the number of samples before it, over all epochs of ``num_samples``."""
         return self.epoch * num_samples + self.first
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cursor:
-    """Where training stands in the data: everything before it is committed, nothing behind it."""
+    """Position of training in the data: everything before it is committed, nothing after it."""
 
     epoch: int
     """From 0."""
@@ -53,7 +53,7 @@ class Cursor:
     """Position in the epoch's order of the next sample to train, ``0 <= first < num_samples``."""
 
     def next_range(self, *, num_samples: int, global_batch_size: int) -> StepRange:
-        """Return what the next step trains: a full batch, or what is left of the epoch."""
+        """Return the samples of the next step: a full batch, or the rest of the epoch."""
         return StepRange(self.epoch, self.first, min(global_batch_size, num_samples - self.first))
 
     def advance(self, count: int, *, num_samples: int) -> Self:
@@ -71,7 +71,7 @@ class Cursor:
 
 
 def epoch_order(*, seed: int, epoch: int, num_samples: int) -> NDArray[np.int64]:
-    """Return the order in which an epoch goes through the data set.
+    """Return the order in which an epoch visits the data set.
 
     Args:
         seed: The job's seed; taken modulo 2**64.
@@ -86,8 +86,8 @@ def epoch_order(*, seed: int, epoch: int, num_samples: int) -> NDArray[np.int64]
     """
     key = _mix_int(_mix_int(seed + _GAMMA) + (epoch + 1) * _GAMMA)
     keys = _mix(_index_states(np.arange(num_samples, dtype=np.uint64), key))
-    # The mix is a bijection and the states differ, so there are no ties; ``stable`` says that the
-    # answer would not depend on the sorting algorithm even if there were.
+    # The mix is a bijection and the states differ, so there are no ties; with ``stable`` the
+    # order would not depend on the sorting algorithm even if there were.
     return np.argsort(keys, kind="stable").astype(np.int64)
 
 
@@ -105,7 +105,7 @@ def checksum_of(indices: NDArray[np.int64]) -> int:
 
 
 def checksum_terms(indices: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Return what each sample adds to the checksum, below 2**32, in the shape of ``indices``."""
+    """Return the term of each sample in the checksum, below 2**32, in the shape of ``indices``."""
     states = _index_states(np.asarray(indices).astype(np.uint64), _CHECKSUM_KEY)
     return _mix(states) >> np.uint64(32)
 
@@ -116,7 +116,7 @@ def steps_per_epoch(num_samples: int, global_batch_size: int) -> int:
 
 
 def cursor_at(step: int, num_samples: int, global_batch_size: int) -> StepRange:
-    """Return what the update after ``step`` committed ones trains, at a constant batch size.
+    """Return the samples of the update after ``step`` committed ones, at a constant batch size.
 
     >>> cursor_at(0, 100, 32)
     StepRange(epoch=0, first=0, samples=32)
@@ -131,7 +131,7 @@ def cursor_at(step: int, num_samples: int, global_batch_size: int) -> StepRange:
 
 
 def position_after(step: int, num_samples: int, global_batch_size: int) -> int:
-    """Return how many samples ``step`` updates train, at a constant batch size.
+    """Return the number of samples that ``step`` updates train, at a constant batch size.
 
     >>> [position_after(step, 100, 32) for step in (0, 3, 4, 5)]
     [0, 96, 100, 132]
@@ -142,13 +142,13 @@ def position_after(step: int, num_samples: int, global_batch_size: int) -> int:
 def range_at(
     position: int, *, num_samples: int, global_batch_size: int, end: int | None = None
 ) -> StepRange:
-    """Return what an update trains: a batch, or what is left of its epoch or of the job.
+    """Return the samples of an update: a batch, or the rest of its epoch or of the job.
 
     Args:
         position: Samples trained before it, over all epochs.
         num_samples: Length of the training set.
-        global_batch_size: Samples of a full step, which may be another one in each step.
-        end: Samples that the job trains, over all epochs; None if that bounds nothing.
+        global_batch_size: Samples of a full step, which may change from step to step.
+        end: Samples that the job trains, over all epochs; None for no bound.
 
     >>> range_at(130, num_samples=100, global_batch_size=32)
     StepRange(epoch=1, first=30, samples=32)
@@ -164,10 +164,10 @@ def range_at(
 def total_steps(
     epochs: float | None, steps: int | None, num_samples: int, global_batch_size: int
 ) -> int:
-    """Return how many updates a job makes; ``steps`` counts if it is given, else ``epochs``.
+    """Return the number of updates of a job: ``steps`` if given, otherwise from ``epochs``.
 
-    A fraction of an epoch is rounded up to whole steps: the fewest that train at least that many
-    samples.
+    A fraction of an epoch is rounded up to whole steps, so that at least that many samples are
+    trained.
 
     >>> total_steps(3, None, 100, 32), total_steps(0.5, None, 100, 32)
     (12, 2)
@@ -192,7 +192,7 @@ def _index_states(indices: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
 
 
 def _mix(states: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Hash 64-bit states, elementwise; arrays wrap around silently, which is meant."""
+    """Hash 64-bit states, elementwise; arrays wrap around silently, as intended."""
     z = (states ^ (states >> np.uint64(30))) * np.uint64(_MIX_1)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(_MIX_2)
     return z ^ (z >> np.uint64(31))

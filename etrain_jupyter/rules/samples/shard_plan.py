@@ -1,13 +1,13 @@
-"""Which rank computes which shard, and in which order shards are added up.
+"""Assign shards to ranks, and fix the order in which the sums of shards are added.
 
-With ``reproducible`` a step's samples are cut into V shards, whatever the number of ranks, and what
-shards give is added along one binary tree over ``range(V)``: its root halves the range, its left
-part being the smaller one, and so on down to single shards. Addition of floats is not associative;
-but the tree is the same for every number of ranks, and so is the sum, to the last bit.
+With ``reproducible`` a step's samples are split into V shards at any number of ranks, and the
+shards' gradients are added along one binary tree over ``range(V)``: its root halves the range, its
+left part being the smaller one, and so on down to single shards. Addition of floats is not
+associative; but the tree is the same for every number of ranks, and so is the sum, to the last bit.
 
-A rank has a contiguous range of shards. It adds up the largest subtrees within that range; nobody
-could add more without the others' shards. The rest of the tree is added where these partial sums
-meet (``ranks.gradients.tree_sum``).
+A rank has a contiguous range of shards. It adds up the largest subtrees within that range; it
+cannot add more without the other ranks' shards. The rest of the tree is added where these partial
+sums meet (``trainer.gradients.tree_sum``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from etrain_jupyter.errors import ConfigError
 from etrain_jupyter.rules.samples.batch_plan import share_range
 
 Merge = tuple[int, int]
-"""Add the second to the first, in place: indices into what is summed."""
+"""Add the second to the first, in place: indices into the list of sums."""
 
 
 class Subtree(NamedTuple):
@@ -41,35 +41,35 @@ class Subtree(NamedTuple):
 
 
 class ShardPass(NamedTuple):
-    """What a rank does with one of its shards; sums are kept in slots."""
+    """One pass of a rank over one of its shards; sums are kept in slots."""
 
     shard: int
     slot: int
-    """Where the shard's sum goes."""
+    """Slot of the shard's sum."""
     is_fresh: bool
-    """Whether the slot begins at zero; else the shard is added to what is there."""
+    """Whether the slot starts at zero; otherwise the shard is added to its content."""
     merges: tuple[Merge, ...]
     """Slots to add up afterwards."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardPlan:
-    """How V shards lie on the ranks of one generation."""
+    """Distribution of V shards over the ranks of one generation."""
 
     num_shards: int
     shards: tuple[range, ...]
-    """Shape ``(world_size,)``: each rank's shards, at least one; no two differ by more than 1."""
+    """Shape ``(world_size,)``: each rank's shards, at least one; counts differ by at most 1."""
     subtrees: tuple[tuple[Subtree, ...], ...]
-    """Shape ``(world_size, K)``: the partial sums that each rank can make, from left to right."""
+    """Shape ``(world_size, K)``: the partial sums of each rank, from left to right."""
     merges: tuple[Merge, ...]
-    """How all ranks' partial sums, from left to right, are added up; the first holds the total."""
+    """Order in which to add all ranks' partial sums; the first one holds the total."""
 
 
 def plan_shards(*, num_shards: int, world_size: int) -> ShardPlan:
     """Share ``num_shards`` over ``world_size`` ranks in contiguous ranges, as even as possible.
 
     Raises:
-        ConfigError: If some rank would get no shard.
+        ConfigError: If a rank would get no shard.
 
     >>> plan = plan_shards(num_shards=4, world_size=3)
     >>> plan.shards
@@ -80,8 +80,9 @@ def plan_shards(*, num_shards: int, world_size: int) -> ShardPlan:
     if world_size > num_shards:
         raise ConfigError(
             f"{num_shards} shards leave {world_size - num_shards} of {world_size} workers without "
-            f"work. A reproducible job keeps its shards for ever: scale to at most {num_shards} "
-            f"workers, or start a job with reproducible: {{shards: {world_size}}} or more.",
+            "work. A reproducible job cannot change its number of shards: scale to at most "
+            f"{num_shards} workers, or start a job with reproducible: {{shards: {world_size}}} "
+            "or more.",
             path=("reproducible",),
         )
     shards = tuple(share_range(num_shards, rank, world_size) for rank in range(world_size))
@@ -95,7 +96,7 @@ def plan_shards(*, num_shards: int, world_size: int) -> ShardPlan:
 
 
 def subtrees_within(shards: range, num_shards: int) -> tuple[Subtree, ...]:
-    """Return the largest subtrees of the tree over ``range(num_shards)`` that lie in ``shards``.
+    """Return the largest subtrees of the tree over ``range(num_shards)`` within ``shards``.
 
     >>> [tuple(tree) for tree in subtrees_within(range(1, 8), 8)]
     [(1, 2), (2, 4), (4, 8)]
@@ -114,7 +115,7 @@ def subtrees_within(shards: range, num_shards: int) -> tuple[Subtree, ...]:
 
 
 def merge_order(leaves: Sequence[Subtree], root: Subtree) -> tuple[Merge, ...]:
-    """Return how to add up ``leaves``, which cover ``root``, so that the first holds the total."""
+    """Return the order in which to add ``leaves``, which cover ``root``, into the first one."""
     index_of = {tree: index for index, tree in enumerate(leaves)}
     merges: list[Merge] = []
 
@@ -130,7 +131,7 @@ def merge_order(leaves: Sequence[Subtree], root: Subtree) -> tuple[Merge, ...]:
 
 
 def shard_merges(tree: Subtree) -> tuple[Merge, ...]:
-    """Return how to add up a value of each shard of ``tree``, so that the first holds the total.
+    """Return the order in which to add the values of all shards of ``tree`` into the first one.
 
     >>> shard_merges(Subtree(0, 4))
     ((0, 1), (2, 3), (0, 2))
@@ -140,15 +141,15 @@ def shard_merges(tree: Subtree) -> tuple[Merge, ...]:
 
 
 def plan_passes(subtrees: Sequence[Subtree], *, adds_in_place: bool) -> tuple[ShardPass, ...]:
-    """Return a rank's passes in the order of its shards; few sums are alive at any time.
+    """Return a rank's passes in the order of its shards, with few sums in memory at any time.
 
-    The sum of subtree ``k`` ends up in slot ``k``. Only the slots behind it hold sums on the way,
-    so that there are at most ``log2 V`` slots more than subtrees.
+    The sum of subtree ``k`` ends up in slot ``k``. Only the slots after it hold intermediate
+    sums, so there are at most ``log2 V`` more slots than subtrees.
 
     Args:
-        subtrees: The rank's, from left to right.
-        adds_in_place: Whether a shard's value may be made by adding to its left neighbour's. That
-            is the same sum only if the value comes in one piece.
+        subtrees: Those of the rank, from left to right.
+        adds_in_place: Whether a shard's value may be accumulated onto its left neighbour's. That
+            is the same sum only if the value is computed in one piece.
 
     >>> for p in plan_passes([Subtree(0, 4)], adds_in_place=True):
     ...     print(p.shard, p.slot, p.is_fresh, p.merges)
@@ -177,5 +178,5 @@ def plan_passes(subtrees: Sequence[Subtree], *, adds_in_place: bool) -> tuple[Sh
 
 
 def num_slots(passes: Sequence[ShardPass]) -> int:
-    """Return how many sums must be kept at a time."""
+    """Return the number of sums to keep at a time."""
     return 1 + max(p.slot for p in passes)

@@ -1,16 +1,16 @@
-"""A job's log in a bucket: a chain of objects in which nobody can write twice at one place.
+"""A job's log in a bucket: a chain of objects, each written at most once.
 
 ::
 
-    log/000000000041.jsonl       the events from seq 41 on, up to the next object's first one
-    packs/000000000001-000000001000.jsonl.gz         older events: 1,000 of them, then 20,000
+    log/000000000041.jsonl       events from seq 41 up to the next object's first event
+    packs/000000000001-000000001000.jsonl.gz         older events: 1,000 of them, later 20,000
     events.segments/000000000001-000000020000.npz    the latter as columns
 
-An object of ``log/`` is named by its first event and written on the condition that its key is
-free. So a writer that goes on from the end of the log finds the next key taken if somebody else has
-gone on there: that is what fences it. Packs are copies; what they cover is removed from ``log/`` by
-the writer of it, all but the objects with which a writer began, so that the keys at which others
-were fenced stay taken.
+An object of ``log/`` is named after its first event and written only if its key is free. This
+fences writers: one that continues from the end of the log finds the next key taken if another one
+has continued there. Packs are copies. Their writer deletes the objects of ``log/`` that they
+contain, except the first object of each writer, so that the keys at which other writers were
+fenced stay taken.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from etrain_jupyter.log.segments import EVENTS_PER_SEGMENT
 from etrain_jupyter.storage.bucket_log.objects import RunObjects
 
 PIECE_EVENTS = 1_000
-"""Most events of one object of ``log/``."""
+"""Maximum events in one object of ``log/``."""
 PACKS = (EVENTS_PER_SEGMENT, 1_000)
-"""How many events a pack has, the larger first; the smaller goes when the larger has come."""
+"""Events per pack, the larger first; the smaller packs are deleted when a larger one exists."""
 _MOST_PACK_BYTES = 512 * 1024 * 1024
 FETCH_THREADS = 8
 _RELISTS = 3
@@ -41,14 +41,14 @@ _PACK_KEY = re.compile(r"packs/(\d{12})-(\d{12})\.jsonl\.gz")
 
 @dataclass(frozen=True, kw_only=True)
 class LogObject:
-    """What one object of ``log/`` holds."""
+    """Content of one object of ``log/``."""
 
     first: int
     """``seq`` of its first event."""
     lines: tuple[bytes, ...]
-    """Events as in ``events.jsonl``, without the ends of their lines."""
+    """Events as in ``events.jsonl``, without line ends."""
     writer: str
-    """Whose it is."""
+    """Name of the writer."""
 
     @property
     def last(self) -> int:
@@ -56,7 +56,7 @@ class LogObject:
         return self.first + len(self.lines) - 1
 
     def to_bytes(self) -> bytes:
-        """Return the object: a line about the others, then those."""
+        """Return the object's bytes: a header line, then the events."""
         body = b"".join(line + b"\n" for line in self.lines)
         head = {
             "etrain": "log",
@@ -69,7 +69,7 @@ class LogObject:
 
 
 def piece_key(first: int) -> str:
-    """Return the key of the object that begins with an event."""
+    """Return the key of the object that starts with an event."""
     return f"log/{first:012d}.jsonl"
 
 
@@ -79,15 +79,15 @@ def pack_key(first: int, size: int) -> str:
 
 
 def columns_key(first: int) -> str:
-    """Return the key of the columns of a large pack: the name that they have in a folder."""
+    """Return the key of a large pack's columns: their file name in a run folder."""
     return f"events.segments/{first:012d}-{first + EVENTS_PER_SEGMENT - 1:012d}.npz"
 
 
 def parse_piece(data: bytes, first: int, where: str) -> LogObject:
-    """Return what an object holds.
+    """Parse an object.
 
     Raises:
-        RunStoreError: If it is not whole, or none of ours.
+        RunStoreError: If it is truncated, or not an object of a log.
     """
     head_line, _, body = data.partition(b"\n")
     try:
@@ -99,8 +99,8 @@ def parse_piece(data: bytes, first: int, where: str) -> LogObject:
     except (ValueError, KeyError, TypeError):
         pass
     raise RunStoreError(
-        f"{where} is not a whole part of a log. The {first - 1} events before it are whole and can "
-        "be read; remove that object and those after it to go on from there"
+        f"{where} is not a complete part of a log. The {first - 1} events before it are complete "
+        "and can be read; remove that object and those after it to continue from there"
     )
 
 
@@ -111,38 +111,38 @@ class Chain:
         self.objects = objects
 
     def read_piece(self, first: int) -> LogObject | None:
-        """Return the object that begins with an event; None if there is none."""
+        """Return the object that starts with an event; None if there is none."""
         key = piece_key(first)
         data = self.objects.get(key)
         return None if data is None else parse_piece(data, first, f"{self.objects}/{key}")
 
     def put_piece(self, piece: LogObject) -> LogObject:
-        """Write an object if its key is free; return what is there then, ours or another one's."""
+        """Write an object if its key is free; return the object under the key afterwards."""
         for _ in range(_RELISTS):
             if self.objects.put_if_absent(piece_key(piece.first), piece.to_bytes()):
                 return piece
             found = self.read_piece(piece.first)
             if found is not None:
                 return found
-        raise RunStoreError(f"{self.objects}/{piece_key(piece.first)} is there and is not")
+        raise RunStoreError(f"{self.objects}/{piece_key(piece.first)} exists and cannot be read")
 
     def list_pieces(self, seq: int) -> list[int]:
-        """Return the first events of the objects that may hold ``seq`` or later ones, in order."""
+        """Return the sorted first events of the objects that may contain ``seq`` or later ones."""
         before = max(0, seq - PIECE_EVENTS)
         found = (_PIECE_KEY.fullmatch(k) for k in self.objects.keys("log", after=piece_key(before)))
         return [int(match[1]) for match in found if match]
 
     def list_packs(self) -> list[tuple[int, int]]:
-        """Return first event and size of each pack, in order, the larger first."""
+        """Return first event and size of each pack, in order, larger packs first."""
         found = (_PACK_KEY.fullmatch(key) for key in self.objects.keys("packs"))
         pairs = [(int(m[1]), int(m[2]) - int(m[1]) + 1) for m in found if m]
         return sorted((p for p in pairs if p[1] in PACKS), key=lambda p: (p[0], -p[1]))
 
     def read_pack(self, first: int, size: int) -> list[bytes] | None:
-        """Return the lines of a pack; None if it is not there.
+        """Return the lines of a pack; None if it does not exist.
 
         Raises:
-            RunStoreError: If it is not whole.
+            RunStoreError: If it is truncated.
         """
         key = pack_key(first, size)
         data = self.objects.get(key)
@@ -151,27 +151,27 @@ class Chain:
         try:
             unpacker = zlib.decompressobj(wbits=31)
             unpacked = unpacker.decompress(data, _MOST_PACK_BYTES)
-            # A thousandth of it is enough to make this much: whoever wrote it may be hostile.
+            # A small object can expand a thousandfold, and its writer may be hostile.
             lines = unpacked.split(b"\n")[:-1] if unpacker.eof else []
         except zlib.error:
             lines = []
         if len(lines) != size:
             raise RunStoreError(
-                f"{self.objects}/{key} is not a whole part of a log. The {first - 1} events before "
-                "it are whole and can be read"
+                f"{self.objects}/{key} is not a complete part of a log. The {first - 1} events "
+                "before it are complete and can be read"
             )
         return lines
 
     def put_pack(self, first: int, lines: Sequence[bytes]) -> None:
-        """Write a pack if it is not there: whoever writes it, it says the same."""
+        """Write a pack if it does not exist: all writers would write the same one."""
         data = gzip.compress(b"".join(line + b"\n" for line in lines), 3, mtime=0)
         self.objects.put_if_absent(pack_key(first, len(lines)), data)
 
     def read_from(self, seq: int) -> Iterator[tuple[int, Sequence[bytes]]]:
-        """Yield the log's parts from the one that holds ``seq`` on, each with its first event.
+        """Yield the log's parts, each with its first event, from the one that contains ``seq``.
 
         Raises:
-            RunStoreError: If a part is missing or not whole; what is before was yielded.
+            RunStoreError: If a part is missing or truncated, after yielding those before it.
         """
         at, num_tries = seq, 0
         while True:
@@ -184,16 +184,16 @@ class Chain:
             newest = self.list_pieces(at)
             if not newest or newest[-1] < at:
                 return
-            # Parts were packed and removed while we read.
+            # Parts were packed and deleted while we were reading: list again.
             num_tries += 1
             if num_tries == _RELISTS:
                 raise RunStoreError(
                     f"event {at} of the log is missing: {self.objects} has none of {piece_key(at)} "
-                    f"and its packs, but events from {newest[-1]} on. Those before are whole"
+                    f"and its packs, but events from {newest[-1]} on. Those before are complete"
                 )
 
     def _read_listed(self, seq: int) -> Iterator[tuple[int, Sequence[bytes]]]:
-        """Yield what can be listed now from ``seq`` on, up to the first gap."""
+        """Yield the parts that are listed now, from ``seq`` up to the first gap."""
         packs = self.list_packs()
         pieces = self.list_pieces(seq)
         at = seq
@@ -205,7 +205,7 @@ class Chain:
                 yield first, lines
                 at = first + size
         with ThreadPoolExecutor(FETCH_THREADS, thread_name_prefix="etrain-runs") as pool:
-            # The last object that begins at or before the place wanted may hold it.
+            # The last object that starts at or before the wanted event may contain it.
             begins = [first for first in pieces if first <= at][-1:]
             wanted = begins + [first for first in pieces if first > at]
             for start in range(0, len(wanted), 8 * FETCH_THREADS):
@@ -218,7 +218,7 @@ class Chain:
                         at = piece.last + 1
 
     def end(self) -> tuple[int, bytes]:
-        """Return the last event's ``seq`` and line; 0 and nothing if there is none."""
+        """Return the last event's ``seq`` and line; 0 and nothing if the log is empty."""
         packs = self.list_packs()
         pieces = self.list_pieces(packs[-1][0] if packs else 0)
         start = max([1, *pieces[-1:], *(first for first, _ in packs[-1:])])

@@ -1,8 +1,8 @@
-"""This machine's copy of a job's log: filled from the bucket by whoever reads.
+"""This machine's copy of a job's log, filled from the bucket by readers.
 
-A copy has at most one process that changes it: the coordinator for as long as it writes there, else
-a reader while it fills it. They hold a lock (``flock``) on ``.copy.lock``; a reader that does not
-get it reads what is there.
+A copy is changed by at most one process: the coordinator while it writes there, otherwise a reader
+while it fills the copy. That process holds a lock (``flock``) on ``.copy.lock``; a reader that does
+not get the lock reads the present copy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from etrain_jupyter.storage.bucket_log.chain import Chain, columns_key
 
 LOCK_FILE = ".copy.lock"
 RELIST_S = 15.0
-"""How long nothing may come before the log is listed again: what follows may have been packed."""
+"""Time without new events after which the log is listed again: the next ones may be packed."""
 _TAIL_BYTES = 64 * 1024
 
 
@@ -34,18 +34,18 @@ class LogCopy:
 
     Args:
         chain: The log in the bucket.
-        log_path: The copy; made if it is not there, with its folder.
+        log_path: The copy; created if missing, with its folder.
     """
 
     def __init__(self, chain: Chain, log_path: Path) -> None:
         self._chain = chain
         self.path = log_path
         self._is_checked = False
-        """Whether this copy was seen to be the beginning of the log, or to go on from its end."""
+        """The copy was checked to be the beginning of the log, or to continue from its end."""
         self._listed_at = 0.0
 
     def refresh(self) -> None:
-        """Add what the bucket has and the copy has not; another process may be doing so.
+        """Add events from the bucket to the copy, unless another process is doing so.
 
         Raises:
             RunStoreError: If the bucket cannot be read, or the log there is damaged.
@@ -57,9 +57,9 @@ class LogCopy:
                 self.forget()
 
     def fill(self) -> int:
-        """Do so for whoever holds the lock, and return the ``seq`` up to which both are one log.
+        """Fill the copy; the caller holds the lock. Return the ``seq`` up to which both agree.
 
-        A copy that has something else than the log is put aside: its writer was fenced.
+        A copy that differs from the log is renamed: its writer was fenced.
         """
         seq, line = end_of(self.path)
         if self._is_checked and time.monotonic() - self._listed_at < RELIST_S:
@@ -73,7 +73,7 @@ class LogCopy:
         return seq
 
     def forget(self) -> None:
-        """Have the next look compare the copy with the log again."""
+        """Compare the copy with the log again in the next ``refresh``."""
         self._is_checked = False
 
     def _fill_from(self, seq: int, line: bytes) -> int:
@@ -93,7 +93,7 @@ class LogCopy:
         end, last = self._chain.end()
         if end and line_at(self.path, end) != last:
             return self._begin_anew()
-        return end  # it is ahead: its writer ended before all was uploaded
+        return end  # the copy is ahead: its writer ended before everything was uploaded
 
     def _begin_anew(self) -> int:
         aside = self.path.with_name(f"{self.path.stem}.{time.time_ns()}.lost.jsonl")
@@ -107,7 +107,7 @@ class LogCopy:
             file.write(b"".join(line + b"\n" for line in lines))
 
     def _fetch_columns(self, first: int) -> None:
-        """Fetch what makes reading fast; whoever reads compares it with the lines."""
+        """Fetch the column file, which makes reading fast; readers check it against the lines."""
         key = columns_key(first)
         path = self.path.parent / key
         if path.exists() or (data := self._chain.objects.get(key)) is None:
@@ -120,7 +120,7 @@ class LogCopy:
 
 @contextlib.contextmanager
 def copy_lock(folder: Path, *, patience_s: float = 0.0) -> Iterator[bool]:
-    """Hold the lock of a copy; yields whether it was to be had within ``patience_s``."""
+    """Hold the lock of a copy; yield whether it was available within ``patience_s``."""
     handle = take_lock(folder, patience_s=patience_s)
     try:
         yield handle is not None
@@ -130,10 +130,10 @@ def copy_lock(folder: Path, *, patience_s: float = 0.0) -> Iterator[bool]:
 
 
 def take_lock(folder: Path, *, patience_s: float) -> int | None:
-    """Return an open file that holds the lock of a copy; None if somebody else goes on having it.
+    """Return an open file that holds the lock of a copy; None if another process keeps it.
 
     Raises:
-        RunStoreError: If the folder cannot be made.
+        RunStoreError: If the folder cannot be created.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -150,7 +150,7 @@ def take_lock(folder: Path, *, patience_s: float) -> int | None:
             return handle
         except OSError as exc:
             if exc.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                return handle  # a file system without locks: there is one user's one machine
+                return handle  # no locks on this file system: assume one user on one machine
             if time.monotonic() >= deadline:
                 os.close(handle)
                 return None
@@ -158,10 +158,10 @@ def take_lock(folder: Path, *, patience_s: float) -> int | None:
 
 
 def end_of(path: Path) -> tuple[int, bytes]:
-    """Return the last event's ``seq`` and line, and cut off a torn one behind it.
+    """Return the last event's ``seq`` and line, and remove an incomplete line after it.
 
     Raises:
-        RunStoreError: If the last line is no event.
+        RunStoreError: If the last line is not an event.
     """
     try:
         with path.open("r+b") as file:
@@ -184,12 +184,12 @@ def end_of(path: Path) -> tuple[int, bytes]:
         return event_from_dict(json.loads(line)).seq, line
     except (ValueError, KeyError, TypeError, AttributeError) as exc:
         raise RunStoreError(
-            f"the last line of {path} is no event. Remove that file to have it fetched anew"
+            f"the last line of {path} is not an event. Remove that file to fetch it again"
         ) from exc
 
 
 def line_at(path: Path, seq: int) -> bytes:
-    """Return one line of a copy; nothing if it is shorter."""
+    """Return one line of a copy; empty if the copy is shorter."""
     reader = LogReader(path)
     reader.skip(seq - 1)
     return b"".join(reader.read_lines(1))

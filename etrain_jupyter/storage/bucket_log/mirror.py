@@ -1,6 +1,6 @@
-"""Keeps a job's log in the bucket while it is written here, in a thread of its own.
+"""Upload a job's log to the bucket while it is written here, in a background thread.
 
-The thread ``etrain-mirror-<job>`` ends soon after ``finish``: when all is uploaded, or when the
+The thread ``etrain-mirror-<job>`` ends after ``finish``: when everything is uploaded, or when the
 bucket has not been reachable for ``GIVE_UP_S`` since then. Training never waits for it.
 """
 
@@ -18,28 +18,28 @@ from etrain_jupyter.storage.bucket_log.uploads import Uploads
 logger = logging.getLogger("etrain.mirror")
 
 FLUSH_S = 1.5
-"""How long events are collected before they are uploaded: another machine sees them so late."""
+"""Interval of uploads, in seconds: other machines see events with this delay."""
 BEAT_S = 5.0
-"""How often the bucket is told that the job's coordinator lives."""
+"""Interval of the coordinator's heartbeat in the bucket, in seconds."""
 SILENT_S = 45.0
-"""After which a coordinator that does not tell so counts as gone, for whoever cannot ask it."""
+"""A coordinator without a heartbeat for this long counts as gone, if it cannot be queried."""
 RETRY_S = 1.0
 RETRY_MOST_S = 15.0
 GIVE_UP_S = 600.0
-"""How long after the job's end it is still tried to upload the rest."""
+"""Timeout for uploading the rest after the job's end, in seconds."""
 
 
 class Mirror:
     """Uploads a log in the background.
 
     Args:
-        uploads: What brings it there; from now on this thread's alone.
-        lock: An open file with the lock of the copy; closed when nobody writes or reads it here
-            any more.
-        name: Of the job, for the thread's name.
-        on_trouble: Called from the thread when the bucket fails, with why, and with an empty text
-            when it has all again.
-        on_fenced: Called from the thread when somebody else goes on with the log, with who.
+        uploads: The uploader; from now on used by this thread only.
+        lock: An open file with the lock of the copy; closed when the copy is no longer written or
+            read here.
+        name: The job, for the thread's name.
+        on_trouble: Called from the thread with the reason when the bucket fails, and with an empty
+            text when all events are uploaded again.
+        on_fenced: Called from the thread with the new writer when another one has taken over.
     """
 
     def __init__(
@@ -54,15 +54,15 @@ class Mirror:
         self._uploads = uploads
         self._lock = lock
         self._ending = threading.Lock()
-        """Held while it is decided who closes the lock."""
+        """Held while deciding which thread closes the lock."""
         self._has_ended = False
         self._on_trouble, self._on_fenced = on_trouble, on_fenced
         self._wake = threading.Event()
         self._is_finishing = threading.Event()
         self.is_done = threading.Event()
-        """Set when nothing more will be uploaded."""
+        """Set when no more uploads follow."""
         self.trouble = ""
-        """Why the bucket cannot be written just now; empty while it can."""
+        """Why the bucket cannot be written at present; empty if it can."""
         self._beat_at = 0.0
         self._finished_at = 0.0
         self._thread = threading.Thread(target=self._run, name=f"etrain-mirror-{name}", daemon=True)
@@ -70,20 +70,20 @@ class Mirror:
 
     @property
     def seq(self) -> int:
-        """The newest event that the bucket has."""
+        """The newest event in the bucket."""
         return self._uploads.seq
 
     @property
     def where(self) -> str:
-        """The job's place in the bucket."""
+        """The job's URL in the bucket."""
         return str(self._uploads.chain.objects)
 
     def hurry(self) -> None:
-        """Upload what there is without waiting for more."""
+        """Upload now, without waiting for more events."""
         self._wake.set()
 
     def finish(self) -> None:
-        """Upload the rest and end: nothing more will be written here."""
+        """Upload the rest and end: no more events follow."""
         self._finished_at = time.monotonic()
         with self._ending:
             self._is_finishing.set()
@@ -91,7 +91,7 @@ class Mirror:
         self._wake.set()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for its end, and tell whether it came."""
+        """Wait for the thread's end; return whether it has ended."""
         return self.is_done.wait(timeout_s)
 
     def _run(self) -> None:
@@ -101,8 +101,8 @@ class Mirror:
             logger.error("%s", exc)
             self._on_fenced(str(exc))
         except Exception as exc:
-            # A mistake of ours: the job goes on, its log is here.
-            logger.exception("the log is not uploaded any more")
+            # A bug: the job continues, its log is on this machine.
+            logger.exception("uploading the log has stopped")
             self._on_trouble(f"{type(exc).__name__}: {exc}")
         finally:
             with self._ending:
@@ -111,7 +111,7 @@ class Mirror:
             self.is_done.set()
 
     def _unlock_at_end(self) -> None:
-        """Let others change the copy once it is written no more and all is uploaded."""
+        """Release the copy once it is complete and uploaded."""
         if self._has_ended and self._is_finishing.is_set() and self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -135,7 +135,7 @@ class Mirror:
                 pause_s = min(RETRY_MOST_S, RETRY_S * 2 ** min(num_failures - 1, 8))
                 if not self.trouble:
                     self.trouble = str(exc)
-                    logger.warning("%s; the log goes on here and is uploaded later", exc)
+                    logger.warning("%s; the log continues here and is uploaded later", exc)
                     self._on_trouble(self.trouble)
                 if self._has_given_up():
                     logger.error("%s; the rest of the log is on this machine only", exc)
@@ -154,7 +154,7 @@ class Mirror:
         except RunStoreError as exc:
             if not is_last:
                 raise
-            logger.warning("%s; the log is whole without", exc)
+            logger.warning("%s; the log is complete without it", exc)
 
     def _has_given_up(self) -> bool:
         is_finishing = self._is_finishing.is_set()

@@ -1,34 +1,32 @@
-"""The objects below one URL of a run store; whatever fails is a ``RunStoreError``."""
+"""Objects below one URL of a run store; all failures are raised as ``RunStoreError``."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import sys
-import time
 from collections.abc import Iterator
-from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from etrain_jupyter.config.store_url import split_s3_url
-from etrain_jupyter.errors import CheckpointError, RunStoreError
+from etrain_jupyter.errors import RunStoreError, StoreError
 
 if TYPE_CHECKING:
     from etrain_jupyter.storage.objects.s3_bucket import Bucket
 
 DEADLINE_S = 20.0
-"""Most time for one request without many bytes, however slowly it is answered."""
+"""Timeout of one request; bytes that arrive extend it."""
 PROBE = ".etrain-runs"
-"""An object at the root of each run store: proof that it can be written, and conditionally."""
+"""Key of an object at the root of each run store: proof that conditional writes work."""
 
 
 class RunObjects:
-    """Reads and writes whole objects. Nothing is asked before the first method needs it.
+    """Reads and writes whole objects. The first method call connects to S3.
 
     Args:
         url: ``s3://bucket/prefix``, of a run store or of one job in it.
-        patience_s: After which a request is not tried again.
+        patience_s: Time after which a request is not retried, in seconds.
     """
 
     def __init__(self, url: str, *, patience_s: float = 15.0) -> None:
@@ -43,11 +41,12 @@ class RunObjects:
     def _bucket(self) -> Bucket:
         if self._opened is None:
             try:
-                # boto3 comes with this import, which takes a moment: only where it is needed.
-                from etrain_jupyter.storage.objects.s3_bucket import Bucket, S3Limits
+                # Imported here because it loads boto3, which takes a moment.
+                from etrain_jupyter.storage.objects.s3_bucket import Bucket
+                from etrain_jupyter.storage.objects.s3_requests import S3Limits
             except ModuleNotFoundError as exc:
                 raise RunStoreError(
-                    f"the run store {self.url} needs boto3, which this Python lacks "
+                    f"the run store {self.url} needs boto3, which is not installed "
                     f'({sys.executable}). Install it there: pip install "etrain-jupyter[s3]"'
                 ) from exc
             limits = S3Limits(
@@ -63,92 +62,82 @@ class RunObjects:
         return self._opened
 
     def get(self, key: str, *, most_bytes: int | None = None) -> bytes | None:
-        """Return an object, or the beginning of a larger one; None if it is not there."""
-        with _as_run_store():
+        """Return an object, at most its first ``most_bytes``; None if it does not exist."""
+        with _as_run_store_error():
             return self._bucket.get(key, f"{key} cannot be read", most_bytes=most_bytes)
 
     def put(self, key: str, data: bytes) -> None:
-        """Make or replace an object."""
-        with _as_run_store():
+        """Create or replace an object."""
+        with _as_run_store_error():
             self._bucket.put(key, data, f"{key} cannot be written")
 
     def put_file(self, key: str, path: Path) -> None:
-        """Make or replace an object with the bytes of a file; a large one is sent in pieces."""
-        what, size = f"{key} cannot be written", path.stat().st_size
-        with _as_run_store():
-            if size <= self._bucket.limits.chunk_bytes:
-                self._bucket.put(key, path.read_bytes(), what)
-            else:
-                self._bucket.delete(key, what)
-                self._bucket.upload(key, path, size, what)
+        """Create or replace an object with a file's bytes, in chunks if it is large."""
+        with _as_run_store_error():
+            self._bucket.replace_file(key, path, f"{key} cannot be written")
 
     def get_file(self, key: str, path: Path) -> bool:
-        """Write an object to a new file; return False if it is not there."""
+        """Write an object to a new file; return False if the object does not exist."""
         what = f"{key} cannot be read"
-        with _as_run_store():
+        with _as_run_store_error():
             known = self._bucket.head(key, what)
             if known is not None:
                 self._bucket.download(key, known["ContentLength"], path, what)
             return known is not None
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
-        """Make an object whose key is free; return False if it is not.
+        """Create an object if the key is free; return False if it exists.
 
-        False may also mean that it is ours: of a request that was sent twice, the answer to the
-        first may have been lost.
+        After a retry, the existing object may be our own: the response to the first attempt may
+        have been lost.
         """
-        with _as_run_store():
+        with _as_run_store_error():
             return self._bucket.put_if_absent(key, data, f"{key} cannot be written")
 
     def delete(self, key: str) -> None:
-        """Remove an object; it is no error if it is not there."""
-        with _as_run_store():
-            self._bucket.delete(key, f"{key} cannot be removed")
+        """Delete an object; it need not exist."""
+        with _as_run_store_error():
+            self._bucket.delete(key, f"{key} cannot be deleted")
 
     def keys(self, folder: str, *, after: str = "") -> list[str]:
-        """Return the keys below a folder that come after another one, in order."""
-        with _as_run_store():
+        """Return the sorted keys below a folder that follow the key ``after``."""
+        with _as_run_store_error():
             return sorted(self._bucket.keys(folder, f"{folder} cannot be listed", after=after))
 
     def folders(self) -> list[str]:
         """Return the names of the folders at the top."""
-        with _as_run_store():
+        with _as_run_store_error():
             return self._bucket.folders("the jobs cannot be listed")
 
     def get_aged(self, key: str) -> tuple[dict[str, Any], float] | None:
-        """Return a JSON object and the seconds since it was written; None without a readable one.
-
-        Both instants are S3's own, so that no clock of ours matters.
-        """
-        with _as_run_store():
-            found = self._bucket.get_dated(key, f"{key} cannot be read")
+        """Return a JSON object and its age in seconds; None if it does not exist or is invalid."""
+        with _as_run_store_error():
+            found = self._bucket.get_aged(key, f"{key} cannot be read")
         if found is None:
             return None
-        data, written_at, told_at = found
-        now = parsedate_to_datetime(told_at).timestamp() if told_at else time.time()
         try:
-            value = json.loads(data)
+            value = json.loads(found.data)
         except (ValueError, RecursionError):
             return None
-        return (value, max(0.0, now - written_at)) if isinstance(value, dict) else None
+        return (value, found.age_s) if isinstance(value, dict) else None
 
     def check_writable(self) -> None:
-        """Write a small object, on the condition that it is not there, and see that S3 minds it.
+        """Check that the store can be written, and that it supports conditional writes.
 
         Raises:
-            RunStoreError: If the store cannot be written, or would let two writers write one log.
+            RunStoreError: If not; two writers could then write one log.
         """
         if self.put_if_absent(PROBE, b"{}\n") and self.put_if_absent(PROBE, b"{}\n"):
             raise RunStoreError(
-                f"{self.url}: its endpoint overwrites what is there although it was asked not to "
-                "(If-None-Match). Use a store with conditional writes, or set ETRAIN_RUNS to a "
+                f"{self.url}: its endpoint ignores the condition If-None-Match and overwrites "
+                "existing objects. Use a store with conditional writes, or set ETRAIN_RUNS to a "
                 "folder"
             )
 
 
 @contextlib.contextmanager
-def _as_run_store() -> Iterator[None]:
+def _as_run_store_error() -> Iterator[None]:
     try:
         yield
-    except CheckpointError as exc:
+    except StoreError as exc:
         raise RunStoreError(f"the run store: {exc}") from exc

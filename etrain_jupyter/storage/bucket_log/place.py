@@ -1,17 +1,17 @@
-"""Where the jobs of a bucket lie, there and on this machine.
+"""Locations of a bucket's jobs, in the bucket and on this machine.
 
 ::
 
     s3://bucket/prefix/<job_id>/job.json     bundle     checkpoints/     manifests/
-                                log/         the newest events, some seconds of them an object
-                                packs/       older ones, 1,000 and 20,000 an object
+                                log/         newest events, one object every few seconds
+                                packs/       older events, 1,000 or 20,000 per object
                                 events.segments/   the latter as columns
-                                alive.json   how the job stands; written anew every few seconds
+                                alive.json   status and heartbeat, rewritten every few seconds
 
-    <state>/runs/<bucket>-<digits>/<job_id>/   this machine's copy: a run folder like any other
+    <state>/runs/<bucket>-<digits>/<job_id>/   this machine's copy: a regular run folder
 
-The coordinator writes into its machine's folder first; who reads has the folder filled from the
-bucket. It is no temporary one: what could not be uploaded yet is only there.
+The coordinator writes to its machine's folder first; a reader's folder is filled from the bucket.
+The folder is not temporary: events that could not be uploaded yet exist only there.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from etrain_jupyter.errors import ConfigError
 
 
 def is_remote(root: object) -> bool:
-    """Tell whether a run store is a bucket's."""
+    """Return whether a run store is in a bucket."""
     return isinstance(root, str) and root.startswith(S3)
 
 
 def check_root(url: str) -> str:
-    """Return the URL of a run store as it is written in records: without a ``/`` at its end.
+    """Return the URL of a run store as written in records: without a ``/`` at its end.
 
     Raises:
-        ConfigError: If it is no such URL.
+        ConfigError: If the URL is invalid.
     """
     try:
         bucket, prefix = split_s3_url(url)
@@ -46,14 +46,14 @@ def check_root(url: str) -> str:
 
 
 def private_root(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the folder for what only this user may write, and a restart must not remove."""
+    """Return the folder that only this user may write, and that survives a restart."""
     own = environment.get("ETRAIN_STATE")
     state = Path(own).expanduser() if own else Path.home() / ".local" / "state" / "etrain"
     return state.absolute()
 
 
 def spool_root(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return where this machine's copies are: they must survive a restart of it."""
+    """Return the folder of this machine's copies: they must survive a restart."""
     return private_root(environment) / "runs"
 
 
@@ -64,6 +64,6 @@ def spool_of_root(root: str) -> Path:
 
 
 def spool_of(place: str) -> Path:
-    """Return the folder with this machine's copy of one job, which lies at ``place``."""
+    """Return the folder with this machine's copy of the job at ``place``."""
     root, _, job_id = place.rpartition("/")
     return spool_of_root(root) / job_id

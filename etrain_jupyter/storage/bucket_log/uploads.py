@@ -1,4 +1,4 @@
-"""From this machine's log to the bucket: new events first, then packs of older ones."""
+"""Upload a job's log to the bucket: new events first, then packs of older ones."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from etrain_jupyter.storage.bucket_log.chain import (
 from etrain_jupyter.storage.bucket_log.local_copy import LogCopy
 
 MARK_FILE = ".uploaded.json"
-"""In the copy's folder: who writes, and how far the bucket has it."""
+"""In the copy's folder: the writer, and the last event that it has uploaded."""
 ALIVE = "alive.json"
 CLAIM_TRIES = 5
 
 
 class Uploads:
-    """Brings a log to the bucket, as far as the folder has it. Not thread-safe.
+    """Uploads a log from its folder to the bucket. Not thread-safe.
 
     Args:
         chain: The log in the bucket.
         log_path: The log.
-        writer: Whose objects they are; without one, whoever wrote from this folder before.
-        seq: Up to which the bucket has this log; needed with ``writer``.
+        writer: The writer in the uploaded objects; by default the previous one of this folder.
+        seq: Last event of this log in the bucket; required with ``writer``.
     """
 
     def __init__(
@@ -51,21 +51,21 @@ class Uploads:
         self.writer = writer or str(known.get("writer") or new_writer())
         self.seq = int(known.get("seq", 0)) if seq is None else seq
         self._own: list[int] = []
-        """First events of our objects that may be removed once they are packed."""
+        """First events of our objects that may be deleted once they are packed."""
         self._packed: dict[int, int] = {}
-        """Up to which there are packs of each size; empty before the first look."""
+        """Last packed event by size of the packs; empty before the first listing."""
         self._began_at = self.seq + 1
         self._reader: LogReader | None = None
         self._pending: list[bytes] = []
         self.facts: dict[str, Any] = {}
-        """How the job stands, by the newest lines that were uploaded."""
+        """The job's status, from the newest uploaded lines."""
 
     def upload(self) -> bool:
         """Write the next events, at most ``PIECE_EVENTS``; return whether there were any.
 
         Raises:
-            FencedError: If somebody else has gone on with this log.
-            RunStoreError: If the bucket cannot be written; the next call tries again.
+            FencedError: If another writer has taken over this log.
+            RunStoreError: If the bucket cannot be written; the next call retries.
         """
         if not self._pending:
             self._pending = self._next_lines()
@@ -74,26 +74,28 @@ class Uploads:
         piece = LogObject(first=self.seq + 1, lines=tuple(self._pending), writer=self.writer)
         found = self.chain.put_piece(piece)
         count = len(found.lines)
-        # What we wrote before we were killed may be shorter, and its successors are not ours.
+        # We may have written a shorter object before a crash; those after it are not ours.
         if found.writer != self.writer or list(found.lines) != self._pending[:count]:
             raise FencedError(
-                f"event {piece.first} of {self.chain.objects} is of {found.writer}: the job goes "
-                "on there"
+                f"event {piece.first} of {self.chain.objects} was written by {found.writer}: the "
+                "job continues there"
             )
         self._pending = self._pending[count:]
         self._take(found)
         return True
 
     def write_next(self, line: bytes) -> None:
-        """Append a line to a log that is uploaded whole: to the chain, and only then here.
+        """Append a line to a log that is fully uploaded: to the chain, then to the copy.
 
         Raises:
-            FencedError: If somebody else has gone on with this log; then nothing was written.
+            FencedError: If another writer has taken over this log; then nothing was written.
         """
         piece = LogObject(first=self.seq + 1, lines=(line,), writer=self.writer)
         found = self.chain.put_piece(piece)
         if found != piece:
-            raise FencedError(f"event {piece.first} of {self.chain.objects} is of {found.writer}")
+            raise FencedError(
+                f"event {piece.first} of {self.chain.objects} was written by {found.writer}"
+            )
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("ab") as file:
             file.write(line + b"\n")
@@ -103,8 +105,8 @@ class Uploads:
         self._reader, self._pending = None, []
 
     def _take(self, piece: LogObject) -> None:
-        """Note that a piece of ours is there."""
-        for line in _telling(piece.lines):
+        """Record that our object was written."""
+        for line in _status_lines(piece.lines):
             with contextlib.suppress(ValueError):
                 event = json.loads(line)
                 self.facts |= {name: event[name] for name in _FACTS if name in event}
@@ -114,13 +116,13 @@ class Uploads:
         _write_mark(self._path.parent, self.writer, self.seq)
 
     def pack(self) -> None:
-        """Write the packs that the log is long enough for, and remove what they cover."""
+        """Write the packs that are due, and delete the objects that they contain."""
         if not self._packed:
             ends = [(size, first + size - 1) for first, size in self.chain.list_packs()]
             for size in PACKS:
                 self._packed[size] = max((end for n, end in ends if n >= size), default=0)
         for size in PACKS:
-            # What a larger one covers needs no smaller one.
+            # Events in a larger pack need no smaller one.
             self._packed[size] = max(n for s, n in self._packed.items() if s >= size)
             while self._packed[size] + size <= self.seq:
                 first = self._packed[size] + 1
@@ -130,7 +132,7 @@ class Uploads:
                 self._remove_packed(first, size)
 
     def _write_pack(self, first: int, size: int) -> bool:
-        """Write one pack; return False if it has to wait for the columns."""
+        """Write one pack; return False if its columns are not written yet."""
         lines = self._lines_from(first, size)
         if len(lines) != size:
             raise RunStoreError(f"{self._path} has fewer lines than were uploaded from it")
@@ -155,15 +157,15 @@ class Uploads:
                 self.chain.objects.delete(pack_key(start, PACKS[1]))
 
     def beat(self, *, has_ended: bool = False) -> None:
-        """Say how the job stands, and that its writer lives."""
-        told = {
+        """Write the job's status, which is also the writer's heartbeat."""
+        status = {
             **self.facts,
             "writer": self.writer,
             "host": platform.node(),
             "seq": self.seq,
             "has_ended": has_ended,
         }
-        self.chain.objects.put(ALIVE, json.dumps(told).encode())
+        self.chain.objects.put(ALIVE, json.dumps(status).encode())
 
     def _next_lines(self) -> list[bytes]:
         if self._reader is None:
@@ -174,34 +176,34 @@ class Uploads:
         return _reader_after(self._path, first - 1).read_lines(count)
 
 
-_TELLING = tuple(
+_STATUS_EVENTS = tuple(
     f'{{"event":"{kind}"'.encode() for kind in ("JobStatusChanged", "JobPlanned", "JobRestored")
 )
 _FACTS = ("status", "reason", "step", "total_steps", "world_size", "time")
 
 
-def _telling(lines: tuple[bytes, ...]) -> list[bytes]:
-    """Return the lines that tell how a job stands, in order; of many steps the last one."""
+def _status_lines(lines: tuple[bytes, ...]) -> list[bytes]:
+    """Return the lines that determine a job's status, in order; of the steps only the last one."""
     steps = [n for n, line in enumerate(lines) if line.startswith(b'{"event":"StepCompleted"')]
     last = steps[-1] if steps else -1
-    return [line for n, line in enumerate(lines) if n == last or line.startswith(_TELLING)]
+    return [line for n, line in enumerate(lines) if n == last or line.startswith(_STATUS_EVENTS)]
 
 
 def claim(copy: LogCopy, chain: Chain, *, job_id: str, end: int | None = None) -> Uploads:
-    """Become the one writer of a log that goes on, for whoever holds the lock of its copy.
+    """Become the only writer of a log; the caller holds the lock of its copy.
 
-    What only this machine has of it is uploaded first. Then a line that says who goes on takes the
-    next place in the chain: of two that try, one gets it.
+    Events that only this machine has are uploaded first. Then a line that names the new writer
+    takes the next key in the chain: only one of several writers gets it.
 
     Args:
         copy: This machine's copy.
         chain: The log in the bucket.
         job_id: The job.
-        end: The newest event when it was found that nobody goes on with it; None to go on behind
-            whatever there is, and to fence its writer.
+        end: The newest event when the log was found to have no writer; None to continue after any
+            last event, and to fence its writer.
 
     Raises:
-        FencedError: If somebody else writes it.
+        FencedError: If another process writes the log.
         RunStoreError: If the bucket cannot be read and written.
     """
     writer = new_writer()
@@ -216,7 +218,7 @@ def claim(copy: LogCopy, chain: Chain, *, job_id: str, end: int | None = None) -
         except FencedError as exc:
             if attempt + 1 == CLAIM_TRIES or end is not None:
                 raise FencedError(
-                    f"the log of job {job_id} is being written by somebody else: {exc}. Nothing "
+                    f"the log of job {job_id} is being written by another process: {exc}. Nothing "
                     "was done here. %etrain attach follows it; --force takes it over"
                 ) from exc
             copy.forget()
@@ -230,16 +232,16 @@ def _claim_line(job_id: str, uploads: Uploads) -> bytes:
     event = LogLine(
         job_id=job_id, time=time.time(), seq=uploads.seq + 1, level="info", worker="", text=text
     )
-    return json.dumps(event.to_dict(), separators=(",", ":"), ensure_ascii=False).encode()
+    return json.dumps(event.to_json_dict(), separators=(",", ":"), ensure_ascii=False).encode()
 
 
 def new_writer() -> str:
-    """Return a name that no other writer has."""
+    """Return a unique name for a writer."""
     return f"{platform.node()}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
 def _reader_after(path: Path, seq: int) -> LogReader:
-    """Return a reader of what follows on an event; finished segments tell where that is."""
+    """Return a reader of the events after ``seq``; starts at the finished segment before it."""
     offset = lines = 0
     for _, place in finished_segments(path, since=1 << 62):
         if lines + EVENTS_PER_SEGMENT > seq:
@@ -259,7 +261,7 @@ def _read_mark(folder: Path) -> dict[str, Any]:
 
 
 def _write_mark(folder: Path, writer: str, seq: int) -> None:
-    """Note how far it came; if this is lost, the bucket is asked for it again."""
+    """Record the progress; if this file is lost, the bucket is listed instead."""
     hidden = folder / f"{MARK_FILE}.tmp"
     hidden.write_text(json.dumps({"writer": writer, "seq": seq}), encoding="utf-8")
     hidden.replace(folder / MARK_FILE)

@@ -1,6 +1,6 @@
-"""Where checkpoints lie: stores, the manifest protocol, retention.
+"""Checkpoint stores, the manifest protocol, and retention.
 
-A part of a checkpoint is bytes or a file here; what is in it only ``ranks`` knows.
+Here a part of a checkpoint is bytes or a file; ``trainer`` defines its content.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def open_store(url: str) -> CheckpointStore:
 
     Raises:
         CheckpointError: If the store's library is not installed.
-        ConfigError: For a scheme that no store is registered for, or a URL that is none.
+        ConfigError: If no store is registered for the scheme, or the URL is invalid.
     """
     scheme = urlsplit(url).scheme if "://" in url else "file"
     if scheme not in _STORES:
@@ -64,12 +64,12 @@ def _open_folder(url: str) -> CheckpointStore:
 
 
 def _open_s3(url: str) -> CheckpointStore:
-    # boto3 comes with this import, which takes a moment: only where it is needed.
+    # Imported here because it loads boto3, which takes a moment.
     try:
         from etrain_jupyter.storage.checkpoints.s3 import S3Store
     except ModuleNotFoundError as exc:
         raise CheckpointError(
-            f"checkpoint.to={url!r} needs boto3, which this Python lacks ({sys.executable}). "
+            f"checkpoint.to={url!r} needs boto3, which is not installed ({sys.executable}). "
             'Install it there: pip install "etrain-jupyter[s3]"'
         ) from exc
     try:
@@ -83,14 +83,14 @@ def _open_s3(url: str) -> CheckpointStore:
 
 
 _STORES: dict[str, Callable[[str], CheckpointStore]] = {"file": _open_folder, "s3": _open_s3}
-"""A new store is one line here."""
+"""Add a new store here."""
 
 
 def place_of_job(to: str, job_id: str) -> str:
-    """Return a job's own place below ``checkpoint.to``, which several jobs may share.
+    """Return a job's folder below ``checkpoint.to``, which several jobs may share.
 
     Raises:
-        ValueError: If that is no job's id.
+        ValueError: If ``job_id`` is not a valid id.
 
     >>> place_of_job("s3://bucket/runs/", "digits-0a1b2c3d")
     's3://bucket/runs/digits-0a1b2c3d'

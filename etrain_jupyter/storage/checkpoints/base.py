@@ -1,4 +1,4 @@
-"""What a place for checkpoints must be able to do, and how the newest valid one is found in it."""
+"""The interface of checkpoint stores, and the search for the newest valid checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from etrain_jupyter.storage.checkpoints.manifest import (
 )
 
 Progress = Callable[[int], None]
-"""Is told the bytes of each piece of a part when it is written; from any thread."""
+"""Receives the number of bytes of each piece that is written; called from any thread."""
 
 
 def ignore_progress(num_bytes: int) -> None:
@@ -25,27 +25,27 @@ def ignore_progress(num_bytes: int) -> None:
 
 
 class CheckpointStore(Protocol):
-    """A folder, or a prefix of a bucket, that holds the checkpoints of one job.
+    """A folder, or a prefix of a bucket, with the checkpoints of one job.
 
-    Writing is ``begin``, any number of ``put_part`` (from any process, the folder's key is all they
-    need), ``commit``. Whatever is cut short before ``commit`` leaves the older checkpoints as they
-    were. All methods raise ``CheckpointError`` and nothing else when the place fails them.
+    Write with ``begin``, any number of ``put_part`` (from any process, only the folder's key is
+    needed), and ``commit``. A write that is interrupted before ``commit`` leaves older checkpoints
+    unchanged. If the store fails, all methods raise ``CheckpointError`` and nothing else.
 
     ``testing.StoreContract`` is the test suite that every store must pass.
     """
 
     @property
     def is_remote(self) -> bool:
-        """Whether each machine has a line of its own to it, so that several write faster."""
+        """Each machine has its own connection to the store, so that several write faster."""
         ...
 
     @property
     def notice(self) -> str:
-        """What the last ``prune`` left over and why, for the job's log; empty if it did all."""
+        """What the last ``prune`` could not delete and why, for the job's log; empty if nothing."""
         ...
 
     def begin(self, step: int) -> str:
-        """Return the key of a folder for this step's parts that nobody else has ever been given."""
+        """Create a folder for this step's parts, unique among all writers; return its key."""
         ...
 
     def put_part(
@@ -56,18 +56,18 @@ class CheckpointStore(Protocol):
         *,
         progress: Progress = ignore_progress,
     ) -> Part:
-        """Store one part durably, read it back, and return what the manifest must say of it.
+        """Store one part durably, read it back, and return its entry for the manifest.
 
-        ``data`` are the bytes, or a local file to copy.
+        ``data`` is the bytes, or a local file to copy.
         """
         ...
 
     def commit(self, manifest: Manifest) -> bool:
-        """Write the manifest only if there is none of that step.
+        """Write the manifest if the step has none.
 
         Returns:
-            Whether the step's manifest is this one now. Of several writers one is told True; asking
-            again with the same manifest tells the same.
+            Whether the step's manifest is now this one. True for only one of several writers, and
+            for a repeated call with the same manifest.
         """
         ...
 
@@ -76,35 +76,35 @@ class CheckpointStore(Protocol):
         ...
 
     def read_manifest(self, step: int) -> Manifest:
-        """Return a step's manifest; raise ``CheckpointError`` if there is none that is whole."""
+        """Return a step's manifest; raise ``CheckpointError`` if it is missing or corrupt."""
         ...
 
     def get_part(self, part: Part) -> Path:
-        """Return a local file that has the bytes which ``part`` says; it must not be changed."""
+        """Return a local file with the verified bytes of ``part``; it must not be modified."""
         ...
 
     def prune(self, keep_steps: Collection[int]) -> list[str]:
-        """Remove all other checkpoints, and what crashed writes left before the newest kept one.
+        """Delete all other checkpoints, and leftovers of crashed writers up to the newest kept one.
 
-        The manifest goes first, then the parts, so that a crash in between leaves no checkpoint
-        that looks whole. Parts of steps newer than the newest kept one may still be being written
-        and stay.
+        The manifest is deleted first, then the parts, so that a crash in between leaves no
+        checkpoint that looks complete. Parts of steps after the newest kept one stay, because they
+        may still be being written.
 
         Returns:
-            The keys removed: manifests and folders of parts.
+            The deleted keys: manifests and folders of parts.
         """
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpenCheckpoint:
-    """A checkpoint whose parts were all read and verified."""
+    """A checkpoint whose parts have all been read and verified."""
 
     manifest: Manifest
     files: dict[str, Path]
     """Local file of each part, by the part's name."""
     skipped: list[str]
-    """Newer checkpoints that were refused, and why, newest first."""
+    """Newer checkpoints that were skipped, with reasons, newest first."""
 
 
 def open_newest(
@@ -113,16 +113,16 @@ def open_newest(
     job_id: str | None = None,
     check: Callable[[Manifest, dict[str, Path]], None] = lambda manifest, files: None,
 ) -> OpenCheckpoint:
-    """Return the newest checkpoint that verifies; pass over those that do not, and say why.
+    """Return the newest valid checkpoint; skip invalid ones, with reasons.
 
     Args:
-        store: Where to look.
-        job_id: If given, checkpoints of other jobs are refused.
-        check: Raises ``CheckpointError`` if a whole one, with the local files of its parts, shall
-            be passed over too.
+        store: The store to search.
+        job_id: If given, skip checkpoints of other jobs.
+        check: Called with a verified checkpoint and the local files of its parts; raises
+            ``CheckpointError`` to skip it.
 
     Raises:
-        CheckpointError: If there is none, with the reason for each that was refused.
+        CheckpointError: If none is valid, with the reason for each.
     """
     skipped: list[str] = []
     for step in reversed(store.list_steps()):
@@ -137,16 +137,16 @@ def open_newest(
             return OpenCheckpoint(manifest=manifest, files=files, skipped=skipped)
     if not skipped:
         raise CheckpointError(f"{store} has no checkpoint yet.")
-    raise CheckpointError(f"{store} has no checkpoint that verifies. " + "; ".join(skipped) + ".")
+    raise CheckpointError(f"{store} has no valid checkpoint. " + "; ".join(skipped) + ".")
 
 
 def open_step(
     store: CheckpointStore, step: int, *, job_id: str | None = None
 ) -> tuple[Manifest, dict[str, Path]]:
-    """Return one step's manifest and the verified local file of each of its parts.
+    """Return one step's manifest and the verified local files of its parts.
 
     Raises:
-        CheckpointError: If anything about it is not as its writer left it.
+        CheckpointError: If anything is missing or corrupt, or belongs to another job.
     """
     manifest = store.read_manifest(step)
     if job_id is not None and manifest.job_id != job_id:
@@ -157,7 +157,7 @@ def open_step(
 def newest_valid(
     store: CheckpointStore, *, job_id: str | None = None
 ) -> tuple[Manifest, list[str]]:
-    """Return the newest manifest whose parts verify, and what was refused on the way and why."""
+    """Return the newest manifest with valid parts, and the skipped checkpoints with reasons."""
     found = open_newest(store, job_id=job_id)
     return found.manifest, found.skipped
 
@@ -165,13 +165,13 @@ def newest_valid(
 def used_folders(
     store: CheckpointStore, steps: Collection[int], names: Collection[str]
 ) -> set[str]:
-    """Return those of the folders ``names`` that the manifests of ``steps`` need."""
+    """Return the folders among ``names`` that the manifests of ``steps`` refer to."""
     used: set[str] = set()
     for step in steps:
         try:
             parts = store.read_manifest(step).parts.values()
         except CheckpointError:
-            # Unreadable now may be readable later: keep whatever could be its data.
+            # The manifest may be readable later: keep all folders that may contain its data.
             used |= {name for name in names if step_of_folder(name) == step}
         else:
             used |= {check_key(part.key).parts[1] for part in parts}

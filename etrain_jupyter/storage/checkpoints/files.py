@@ -1,4 +1,4 @@
-"""Writing files that are whole or not there, whatever cuts the writer short."""
+"""Atomic file writes, and scratch files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from etrain_jupyter.errors import CheckpointError
 _CHUNK_BYTES = 4 << 20
 _SCRATCH, _LOCK = "etrain-checkpoint-", "lock"
 _SCRATCH_AGE_S = 60.0
-"""How young a scratch folder is that may not be locked yet."""
+"""A younger scratch folder may not be locked yet."""
 _HAS_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
@@ -34,9 +34,9 @@ def write_new(
     """Write a new file durably; return its size and SHA-256.
 
     Args:
-        path: Where nothing is yet.
+        path: Path of the new file.
         data: The bytes, or a file to copy.
-        progress: Is told of each piece.
+        progress: Called with the size of each piece.
     """
     digest, size = hashlib.sha256(), 0
     with path.open("xb") as file:
@@ -62,7 +62,7 @@ def _chunks_of(data: bytes | memoryview | Path) -> Iterator[bytes | memoryview]:
 
 
 def link_if_absent(source: Path, target: Path) -> bool:
-    """Give a file a name that nothing has yet; return False if something has it."""
+    """Give a file a new name; return False if the name exists."""
     try:
         os.link(source, target)
     except FileExistsError:
@@ -75,7 +75,7 @@ def link_if_absent(source: Path, target: Path) -> bool:
 
 
 def _copy_if_absent(source: Path, target: Path) -> bool:
-    """Do it on a file system without hard links: still one writer, but a crash may cut it short."""
+    """Copy, on file systems without hard links: one writer, but a crash may truncate the copy."""
     try:
         write_new(target, source)
     except FileExistsError:
@@ -96,7 +96,7 @@ def removed_on_failure(path: Path) -> Iterator[None]:
 
 @contextmanager
 def removed_at_end(path: Path) -> Iterator[None]:
-    """Remove a temporary file when the block ends, however it ends."""
+    """Remove a temporary file at the end of the block."""
     try:
         yield
     finally:
@@ -105,7 +105,7 @@ def removed_at_end(path: Path) -> Iterator[None]:
 
 
 def fsync_folder(folder: Path) -> None:
-    """Make names durable; without it a crash of the machine may lose a file that was synced."""
+    """Make names durable; otherwise a power failure may lose a file that was synced."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -114,7 +114,7 @@ def fsync_folder(folder: Path) -> None:
 
 
 class ScratchFile(PosixPath):
-    """The path of a temporary file, which goes when nobody holds this object any more."""
+    """The path of a temporary file, which is deleted when this object is garbage-collected."""
 
     def __init__(self, *_: object) -> None:
         super().__init__()
@@ -122,20 +122,20 @@ class ScratchFile(PosixPath):
 
 
 def new_scratch_file() -> ScratchFile:
-    """Return a path that nothing has yet, in this process's scratch folder.
+    """Return an unused path in this process's scratch folder.
 
-    The folder goes with the process. One that is killed leaves it; the next process that needs such
-    a folder finds it unlocked and removes it.
+    The folder is deleted when the process exits. A process that is killed leaves its folder, which
+    the next process that needs such a folder finds unlocked and deletes.
 
     Raises:
-        CheckpointError: If it cannot be made.
+        CheckpointError: If the folder cannot be created.
     """
     try:
         return ScratchFile(_scratch_of(os.getpid()) / secrets.token_hex(8))
     except OSError as exc:
         raise CheckpointError(
-            f"no folder for copies of checkpoints can be made in {tempfile.gettempdir()}: "
-            f"{exc.strerror}. Make room there, or set TMPDIR"
+            f"no folder for copies of checkpoints can be created in {tempfile.gettempdir()}: "
+            f"{exc.strerror}. Free space there, or set TMPDIR"
         ) from exc
 
 
@@ -160,17 +160,17 @@ def _remove_scratch(path: Path, lock: int) -> None:
 
 
 def remove_unlocked_scratch(*, age_s: float = _SCRATCH_AGE_S) -> None:
-    """Remove the scratch folders of processes that were killed."""
+    """Delete the scratch folders of processes that were killed."""
     for path in Path(tempfile.gettempdir()).glob(f"{_SCRATCH}*"):
         try:
             if time.time() - path.stat().st_mtime < age_s:
                 continue
             lock = os.open(path / _LOCK, os.O_RDWR)
         except OSError:
-            continue  # gone, or another user's
+            continue  # gone, or belongs to another user
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            os.close(lock)  # its process lives
+            os.close(lock)  # its process is running
         else:
             _remove_scratch(path, lock)

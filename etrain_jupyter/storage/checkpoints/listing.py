@@ -1,4 +1,4 @@
-"""What a store holds, checkpoint by checkpoint: one that is broken is named, and hides no other."""
+"""List the checkpoints in a store, including broken ones."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ class ListedCheckpoint:
     manifest: Manifest | None
     """None if it cannot be read."""
     problem: str
-    """What is wrong with it; empty as far as is known."""
+    """What is wrong with it; empty if nothing is known."""
     is_verified: bool
-    """Whether all parts were read, and have the size and SHA-256 of the manifest."""
+    """All parts were read, and match size and SHA-256 of the manifest."""
 
 
 def list_checkpoints(
     store: CheckpointStore, *, job_id: str, verify: bool = False
 ) -> list[ListedCheckpoint]:
-    """Return every checkpoint that has a manifest, the newest first.
+    """Return all checkpoints that have a manifest, newest first.
 
     Args:
-        store: Where to look.
-        job_id: Checkpoints of other jobs are a problem.
-        verify: Also read all of their parts.
+        store: The store to list.
+        job_id: Report checkpoints of other jobs as a problem.
+        verify: Also read and verify all parts.
 
     Raises:
         CheckpointError: If the store cannot be listed.
     """
     listed = [_look_at(store, step, job_id, verify) for step in reversed(store.list_steps())]
     if any(row.problem for row in listed):
-        # A job that runs removes old ones meanwhile: what is gone now is not broken.
+        # A running job deletes old ones meanwhile: a manifest that is gone by now is not broken.
         left = set(store.list_steps())
         listed = [row for row in listed if not row.problem or row.step in left]
     return listed

@@ -1,4 +1,4 @@
-"""Checkpoints in a folder, which may be on a disk or a network file system."""
+"""Checkpoint store in a folder, on a disk or a network file system."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ _MOST_MANIFEST_BYTES = 64_000_000
 
 
 class LocalStore:
-    """A folder of checkpoints; see ``CheckpointStore`` for what its methods promise.
+    """A folder of checkpoints; ``CheckpointStore`` documents the methods.
 
     Args:
-        root: The folder, usually the job's run folder. It is made by the first write.
+        root: The folder, usually the job's run folder. The first write creates it.
     """
 
     is_remote = False
@@ -60,13 +60,13 @@ class LocalStore:
     def begin(self, step: int) -> str:
         """Return the key of a new, empty folder for the parts of this step."""
         attempt = 0
-        with self._explained(f"{step_name(step)} cannot be begun"):
+        with self._explained(f"{step_name(step)} cannot be started"):
             (self.root / PARTS_FOLDER).mkdir(parents=True, exist_ok=True)
             self._refuse_links()
             while True:
                 key = folder_key(step, attempt)
                 try:
-                    # Of several processes only one can make a folder.
+                    # mkdir is atomic: only one of several processes creates the folder.
                     (self.root / key).mkdir()
                 except FileExistsError:
                     attempt += 1
@@ -82,13 +82,13 @@ class LocalStore:
         *,
         progress: Progress = ignore_progress,
     ) -> Part:
-        """Write one part under a temporary name, sync it, read it back, and give it its name."""
+        """Write one part to a temporary file, sync it, read it back, and rename it."""
         key = f"{folder}/{name}"
         path = self._path_of(key)
         temporary = path.with_name(f".{name}.{secrets.token_hex(4)}")
         with self._explained(f"{key} cannot be written"), removed_on_failure(temporary):
             if path.exists():
-                raise CheckpointError(f"{key} is there already; keys are never used twice")
+                raise CheckpointError(f"{key} already exists; keys are never used twice")
             size, digest = write_new(temporary, data, progress)
             part = Part(key=key, sha256=digest, size=size)
             check_file(part, temporary)
@@ -97,7 +97,7 @@ class LocalStore:
         return part
 
     def commit(self, manifest: Manifest) -> bool:
-        """Link the manifest to its name, which fails for all but one of several writers."""
+        """Link the manifest to its name, which only one of several writers can do."""
         name = step_name(manifest.step)
         for part in manifest.parts.values():
             self._check_is_there(part)
@@ -127,17 +127,17 @@ class LocalStore:
         return parse_manifest(text, step=step)
 
     def get_part(self, part: Part) -> Path:
-        """Return the part's own file, after its size and SHA-256 were compared."""
+        """Return the part's own file, after comparing size and SHA-256."""
         path = self._path_of(part.key)
         check_file(part, path)
         return path
 
     def prune(self, keep_steps: Collection[int]) -> list[str]:
-        """Remove other checkpoints, manifest first, and leftovers older than the newest kept."""
+        """Delete other checkpoints, manifest first, and leftovers before the newest kept one."""
         self._refuse_links()
         listed = self.list_steps()
         kept = [step for step in listed if step in keep_steps]
-        with self._explained("old checkpoints cannot be removed"):
+        with self._explained("old checkpoints cannot be deleted"):
             removed = [manifest_key(step) for step in listed if step not in keep_steps]
             for key in removed:
                 (self.root / key).unlink(missing_ok=True)
@@ -159,16 +159,16 @@ class LocalStore:
                 (self.root / MANIFESTS_FOLDER / name).unlink(missing_ok=True)
 
     def _refuse_links(self) -> None:
-        """Refuse to write or remove anything in a folder that is somewhere else.
+        """Refuse to write or delete through a symbolic link.
 
         Raises:
-            CheckpointError: If one of the two is a link.
+            CheckpointError: If one of the two folders is a link.
         """
         for name in (PARTS_FOLDER, MANIFESTS_FOLDER):
             if (self.root / name).is_symlink():
                 raise CheckpointError(
                     f"{self.root / name} is a link, which is not followed: nothing was written or "
-                    "removed there. To keep checkpoints on another disk set checkpoint: {to: "
+                    "deleted there. To keep checkpoints on another disk set checkpoint: {to: "
                     "FOLDER} in the cell"
                 )
 
@@ -190,9 +190,9 @@ class LocalStore:
 
     def _path_of(self, key: str) -> Path:
         path = self.root / check_key(key)
-        # A link inside the folder could still lead out of it.
+        # A link inside the folder could still point outside.
         if not path.resolve().is_relative_to(self.root.resolve()):
-            raise CheckpointError(f"key {key!r} leads out of {self.root} and is refused")
+            raise CheckpointError(f"key {key!r} points outside of {self.root} and is refused")
         return path
 
     def _names_in(self, folder: str) -> list[str]:
@@ -205,7 +205,7 @@ class LocalStore:
 
     @contextmanager
     def _explained(self, what: str) -> Iterator[None]:
-        """Turn the system's errors into ours, which name the place."""
+        """Convert OSErrors to CheckpointErrors that name the folder."""
         try:
             yield
         except OSError as exc:

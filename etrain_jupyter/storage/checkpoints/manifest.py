@@ -1,10 +1,10 @@
-"""What a checkpoint consists of: the manifest, and the names of everything in a store.
+"""Manifest of a checkpoint, and the names of all objects in a store.
 
 ::
 
-    checkpoints/step_00001200/model.safetensors     parts, under keys that are never used again
-    checkpoints/step_00001200.1/model.safetensors   ... so a second attempt gets another folder
-    manifests/step_00001200.json                    written last: the checkpoint exists from here on
+    checkpoints/step_00001200/model.safetensors     parts, under keys that are never reused
+    checkpoints/step_00001200.1/model.safetensors   ... a second attempt gets another folder
+    manifests/step_00001200.json                    written last: now the checkpoint exists
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _MANIFEST_NAME = re.compile(r"step_(\d{8,})\.json")
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One file of a checkpoint, as it was when it had been written and read back."""
+    """One file of a checkpoint, as it was read back after writing."""
 
     key: str
-    """Where it lies: a relative path with ``/`` from the store's root."""
+    """Relative path from the store's root, with ``/``."""
     sha256: str
-    """Of its bytes, as 64 hexadecimal digits."""
+    """Of the bytes, as 64 hexadecimal digits."""
     size: int
     """In bytes."""
 
@@ -45,12 +45,12 @@ class Manifest:
     """The list of a checkpoint's parts; a checkpoint exists once its manifest does."""
 
     step: int
-    """Committed steps that it holds."""
+    """Number of committed steps in it."""
     job_id: str
     generation: int
     """The generation that wrote it."""
     config_digest: str
-    """Of the job's configuration, to tell a changed one on resume."""
+    """Digest of the job's configuration, to detect changes on resume."""
     created: float
     """Seconds since the epoch."""
     parts: dict[str, Part]
@@ -62,21 +62,21 @@ class Manifest:
         return sum(part.size for part in self.parts.values())
 
     def to_json(self) -> str:
-        """Return its text, which ends with a digest of the rest: one flipped bit is noticed."""
+        """Return the JSON text; it contains a digest of the rest, to detect corruption."""
         body = {"version": FORMAT_VERSION} | asdict(self)
         return json.dumps(body | {"digest": _digest_of(body)}, indent=1) + "\n"
 
 
 class AlteredError(CheckpointError):
-    """A part has other bytes than its writer left."""
+    """A part's bytes differ from those that were written."""
 
 
 def parse_manifest(text: str | bytes, *, step: int) -> Manifest:
-    """Read the manifest that should be of ``step``.
+    """Parse the manifest of ``step``.
 
     Raises:
-        CheckpointError: If it is cut short or altered, of another step or a newer format, or if it
-            names a key where no part can lie.
+        CheckpointError: If it is truncated or corrupt, of another step or a newer format, or if it
+            refers to a key outside of the folder of parts.
     """
     name = step_name(step)
     try:
@@ -84,13 +84,13 @@ def parse_manifest(text: str | bytes, *, step: int) -> Manifest:
         digest = body.pop("digest")
         version = body.pop("version")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
-        raise CheckpointError(f"{name}: its manifest is cut short or no manifest") from exc
+        raise CheckpointError(f"{name}: its manifest is truncated or not a manifest") from exc
     if version != FORMAT_VERSION:
         raise CheckpointError(
             f"{name}: its manifest has format {version}, this version reads {FORMAT_VERSION}"
         )
     if digest != _digest_of({"version": version} | body):
-        raise CheckpointError(f"{name}: its manifest was altered after it had been written")
+        raise CheckpointError(f"{name}: its manifest was modified after it had been written")
     manifest = _manifest_from(body, name)
     if manifest.step != step:
         raise CheckpointError(f"{name}: its manifest is of step {manifest.step}")
@@ -98,26 +98,26 @@ def parse_manifest(text: str | bytes, *, step: int) -> Manifest:
 
 
 def check_key(key: str) -> PurePosixPath:
-    """Return the key of a part as a path, if a part may lie there.
+    """Return the key of a part as a path, if it is inside the folder of parts.
 
-    A manifest is data from outside: a key such as ``../../.ssh/id_rsa`` or ``/etc/passwd`` must not
+    A manifest is untrusted input: a key such as ``../../.ssh/id_rsa`` or ``/etc/passwd`` must not
     make a reader open that file.
 
     Raises:
-        CheckpointError: If the key leaves the folder of the parts.
+        CheckpointError: If the key points outside of the folder of parts.
     """
     path = PurePosixPath(key)
     is_plain = str(path) == key and ".." not in path.parts and "\\" not in key and "\0" not in key
     if not is_plain or len(path.parts) != 3 or path.parts[0] != PARTS_FOLDER:
-        raise CheckpointError(f"key {key!r} lies outside of {PARTS_FOLDER}/ and is refused")
+        raise CheckpointError(f"key {key!r} points outside of {PARTS_FOLDER}/ and is refused")
     return path
 
 
 def check_file(part: Part, path: Path) -> None:
-    """Compare the file with what the manifest says of the part.
+    """Compare a file with the part's entry in the manifest.
 
     Raises:
-        CheckpointError: If it is missing, or its size or SHA-256 is another one.
+        CheckpointError: If it is missing, or its size or SHA-256 differs.
     """
     try:
         size = path.stat().st_size
@@ -151,18 +151,18 @@ def folder_key(step: int, attempt: int = 0) -> str:
 
 
 def manifest_key(step: int) -> str:
-    """Return where the manifest of a step lies."""
+    """Return the key of a step's manifest."""
     return f"{MANIFESTS_FOLDER}/{step_name(step)}.json"
 
 
 def step_of_folder(name: str) -> int | None:
-    """Return the step that a folder's name tells, or None if it is no folder of ours."""
+    """Return the step in a folder's name; None if the name is not one of ours."""
     match = _FOLDER_NAME.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def step_of_manifest(name: str) -> int | None:
-    """Return the step that a manifest's file name tells, or None if it is no manifest."""
+    """Return the step in a manifest's file name; None if it is not a manifest."""
     match = _MANIFEST_NAME.fullmatch(name)
     return int(match[1]) if match else None
 
@@ -172,7 +172,7 @@ def _manifest_from(body: Mapping[str, Any], name: str) -> Manifest:
         parts = {part_name: Part(**part) for part_name, part in body["parts"].items()}
         manifest = Manifest(**{**body, "parts": parts})
     except (TypeError, KeyError, AttributeError) as exc:
-        raise CheckpointError(f"{name}: its manifest lacks or has too many keys ({exc})") from exc
+        raise CheckpointError(f"{name}: its manifest has missing or unknown keys ({exc})") from exc
     for part in parts.values():
         check_key(part.key)
     return manifest

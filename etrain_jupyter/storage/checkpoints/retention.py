@@ -1,4 +1,4 @@
-"""Which checkpoints are kept: a rule without I/O."""
+"""Choose the checkpoints to keep and the folders to delete: pure rules."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from etrain_jupyter.storage.checkpoints.manifest import step_of_folder
 def choose_steps_to_keep(
     steps: Collection[int], *, keep: int, protected: Collection[int] = ()
 ) -> set[int]:
-    """Return the newest ``keep`` of ``steps``, and those that are protected.
+    """Return the newest ``keep`` of ``steps``, and the protected ones.
 
     Args:
         steps: Steps that have a manifest, in any order.
-        keep: How many of the newest stay, at least 1: the newest is never removed.
-        protected: Steps that stay however old they are, for example the best one.
+        keep: Number of newest steps to keep, at least 1: the newest is never deleted.
+        protected: Steps to keep regardless of age, for example the best one.
 
     >>> sorted(choose_steps_to_keep([100, 200, 300, 400], keep=2, protected=[100]))
     [100, 300, 400]
@@ -30,13 +30,13 @@ def choose_folders_to_remove(
     dropped: Collection[int],
     used: Collection[str],
 ) -> list[str]:
-    """Return the folders of parts that no kept manifest names and that nobody can be writing to.
+    """Return the folders of parts that no kept manifest refers to and no writer may be using.
 
     Args:
-        names: The folders there are, and perhaps others, which stay.
-        kept: Steps whose manifests stay. What is of a newer step may still be being written.
-        dropped: Steps whose manifests were removed.
-        used: Folders that the kept manifests name.
+        names: Existing folders; names in another format are ignored.
+        kept: Steps whose manifests are kept. Parts of newer steps may still be being written.
+        dropped: Steps whose manifests were deleted.
+        used: Folders that the kept manifests refer to.
 
     >>> choose_folders_to_remove(
     ...     ["step_00000100", "step_00000200", "step_00000200.1", "step_00000300", "notes"],

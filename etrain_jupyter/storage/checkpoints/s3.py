@@ -1,19 +1,21 @@
-"""Checkpoints under a prefix of a bucket: S3, or what speaks its protocol and writes conditionally.
+"""Checkpoint store in S3, or a compatible service with conditional writes.
 
-The layout is that of a folder. What a file system does by renaming, S3 does by writes that succeed
-only if the key is free (``If-None-Match: *``): a folder is taken by an object ``.begun`` in it, a
-part is written once, and of several writers one gets the manifest.
+The layout is the same as in a folder. Where a file system renames, S3 writes only if the key is
+free (``If-None-Match: *``): an object ``.begun`` claims a folder, a part is written once, and only
+one of several writers creates the manifest.
 """
 
 from __future__ import annotations
 
+import functools
 import secrets
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
 from etrain_jupyter.config.store_url import split_s3_url
-from etrain_jupyter.errors import CheckpointError
+from etrain_jupyter.errors import CheckpointError, StoreError
 from etrain_jupyter.storage.checkpoints.base import Progress, ignore_progress, used_folders
 from etrain_jupyter.storage.checkpoints.files import (
     ScratchFile,
@@ -35,19 +37,37 @@ from etrain_jupyter.storage.checkpoints.manifest import (
     step_of_manifest,
 )
 from etrain_jupyter.storage.checkpoints.retention import choose_folders_to_remove
-from etrain_jupyter.storage.objects.s3_bucket import AccessDeniedError, Bucket, S3Limits, Stored
+from etrain_jupyter.storage.objects.s3_bucket import Bucket
+from etrain_jupyter.storage.objects.s3_requests import AccessDeniedError, S3Limits
+from etrain_jupyter.storage.objects.s3_transfers import Stored
 
-_POLICY = "docs/checkpoints.md has the policy"
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_POLICY = "docs/how-to/store-checkpoints-in-s3.md has the policy"
 CLAIM = ".begun"
-"""The object by which a folder of parts is taken."""
+"""The object that claims a folder for the parts of one checkpoint."""
+
+
+def _checkpoint_errors(method: Callable[P, T]) -> Callable[P, T]:
+    """Let a method raise ``CheckpointError`` where the bucket raises ``StoreError``."""
+
+    @functools.wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return method(*args, **kwargs)
+        except StoreError as exc:
+            raise CheckpointError(str(exc)) from exc
+
+    return call
 
 
 class S3Store:
-    """A prefix of checkpoints; see ``CheckpointStore`` for what its methods promise.
+    """A prefix of checkpoints; ``CheckpointStore`` documents the methods.
 
     Args:
-        url: ``s3://bucket/prefix``. Nothing is asked of S3 before the first method needs it.
-        limits: How much at once, how long and how often.
+        url: ``s3://bucket/prefix``. The first method call connects to S3.
+        limits: Sizes, timeouts and numbers of attempts.
     """
 
     is_remote = True
@@ -56,9 +76,9 @@ class S3Store:
         bucket, prefix = split_s3_url(url)
         self._bucket = Bucket(bucket, prefix, limits or S3Limits())
         self._local: WeakValueDictionary[Part, ScratchFile] = WeakValueDictionary()
-        """Verified copies of parts that somebody still holds."""
+        """Verified copies of parts whose paths are still referenced."""
         self._is_conditional = False
-        """Whether the endpoint was seen to refuse a key that is taken."""
+        """Whether the endpoint has been checked to refuse a key that exists."""
         self.notice = ""
         self._may_not_list_uploads = False
 
@@ -68,17 +88,19 @@ class S3Store:
     def __str__(self) -> str:
         return str(self._bucket)
 
+    @_checkpoint_errors
     def begin(self, step: int) -> str:
         """Return the key of a new, empty folder for the parts of this step."""
-        what, attempt = f"{step_name(step)} cannot be begun", 0
+        what, attempt = f"{step_name(step)} cannot be started", 0
         while not self._claim(key := folder_key(step, attempt), what):
             attempt += 1
         if not self._is_conditional:
-            # Once: an endpoint that ignores the condition would let two writers commit.
+            # Check once: an endpoint that ignores the condition would let two writers commit.
             if self._claim(key, what):
                 raise CheckpointError(
-                    f"{what} in {self}: {self._bucket.endpoint()} overwrites what is there although"
-                    " it was asked not to (If-None-Match). Use a store with conditional writes"
+                    f"{what} in {self}: {self._bucket.endpoint()} ignores the condition "
+                    "If-None-Match and overwrites existing objects. Use a store with conditional "
+                    "writes"
                 )
             self._is_conditional = True
         return key
@@ -87,6 +109,7 @@ class S3Store:
         token = secrets.token_hex(8)
         return self._bucket.put_if_absent(f"{folder}/{CLAIM}", token.encode(), what, token=token)
 
+    @_checkpoint_errors
     def put_part(
         self,
         folder: str,
@@ -95,7 +118,7 @@ class S3Store:
         *,
         progress: Progress = ignore_progress,
     ) -> Part:
-        """Upload one part, in several chunks at once if it is large, and read it back."""
+        """Upload one part, in parallel chunks if it is large, and verify it."""
         key = f"{folder}/{name}"
         check_key(key)
         what = f"{key} cannot be written"
@@ -110,15 +133,16 @@ class S3Store:
         return part
 
     def _read_back(self, part: Part, stored: Stored) -> None:
-        """Compare what S3 says of the object, or all its bytes where it does not vouch for them."""
+        """Compare S3's checksum of the object, or download it if S3 has no checksum."""
         known = self._bucket.head(part.key, f"{part.key} cannot be read back")
         if known is None:
             raise CheckpointError(f"{part.key} is missing after it was written to {self}")
-        if not stored.is_vouched_for(known) or known["ContentLength"] != part.size:
+        if not stored.is_confirmed_by(known) or known["ContentLength"] != part.size:
             self._fetch(part)
 
+    @_checkpoint_errors
     def commit(self, manifest: Manifest) -> bool:
-        """Write the manifest on the condition that there is none, and read it back."""
+        """Write the manifest if the step has none, and read it back."""
         name = step_name(manifest.step)
         what = f"the manifest of {name} cannot be written"
         for part in manifest.parts.values():
@@ -145,12 +169,14 @@ class S3Store:
         except CheckpointError:
             return False
 
+    @_checkpoint_errors
     def list_steps(self) -> list[int]:
         """Return the steps that have a manifest, oldest first."""
         keys = self._bucket.keys(MANIFESTS_FOLDER, "the manifests cannot be listed")
         names = [key.removeprefix(f"{MANIFESTS_FOLDER}/") for key in keys]
         return sorted(step for step in map(step_of_manifest, names) if step is not None)
 
+    @_checkpoint_errors
     def read_manifest(self, step: int) -> Manifest:
         """Return a step's manifest."""
         text = self._bucket.get(
@@ -160,10 +186,11 @@ class S3Store:
             raise CheckpointError(f"{step_name(step)}: its manifest cannot be read (none is there)")
         return parse_manifest(text, step=step)
 
+    @_checkpoint_errors
     def get_part(self, part: Part) -> Path:
-        """Return a local copy, fetched in several ranges at once and compared.
+        """Return a verified local copy, downloaded in parallel chunks.
 
-        The copy goes when nobody holds the path that is returned.
+        The copy is deleted when the returned path is garbage-collected.
         """
         check_key(part.key)
         copy = self._local.get(part)
@@ -183,7 +210,7 @@ class S3Store:
         try:
             return self._fetch_once(part, what)
         except AlteredError:
-            return self._fetch_once(part, what)  # it may have been on its way only
+            return self._fetch_once(part, what)  # corrupted in transit only, perhaps
 
     def _fetch_once(self, part: Part, what: str) -> ScratchFile:
         path = new_scratch_file()
@@ -192,13 +219,14 @@ class S3Store:
             check_file(part, path)
         return path
 
+    @_checkpoint_errors
     def prune(self, keep_steps: Collection[int]) -> list[str]:
-        """Remove other checkpoints, manifest first, leftovers and uploads that nobody completed.
+        """Delete other checkpoints, manifest first, then leftovers and incomplete uploads.
 
-        The uploads come last: a role that may not list them must not keep the parts for ever.
-        ``notice`` says then what is left over.
+        Uploads come last: a role that may not list them can still delete the parts. ``notice``
+        then names what is left.
         """
-        what = "old checkpoints cannot be removed"
+        what = "old checkpoints cannot be deleted"
         listed = self.list_steps()
         kept = [step for step in listed if step in keep_steps]
         removed = [manifest_key(step) for step in listed if step not in keep_steps]
@@ -216,19 +244,18 @@ class S3Store:
     def _sort_folders(
         self, names: Collection[str], kept: Collection[int], dropped: Collection[int]
     ) -> tuple[set[str], list[str]]:
-        """Return the folders that manifests need, and those that nobody needs any more."""
+        """Return the folders that manifests refer to, and those to delete."""
         used = used_folders(self, kept, names)
         return used, choose_folders_to_remove(names, kept=kept, dropped=dropped, used=used)
 
     def _abort_uploads(self, kept: Collection[int], dropped: Collection[int]) -> set[str]:
-        """Abort the multipart uploads that nobody will complete; return their unused folders.
+        """Abort incomplete multipart uploads; return their unused folders.
 
-        Nothing is raised: all else was removed before. A role that is denied this is not asked
-        again.
+        Raises nothing: all else has been deleted before. After a denial, it is not tried again.
         """
         if self._may_not_list_uploads:
             return set()
-        what = "uploads that a crash left unfinished cannot be removed"
+        what = "incomplete uploads of crashed writers cannot be aborted"
         try:
             uploads = self._bucket.uploads(PARTS_FOLDER, what)
             names = {_folder_of(key) for key, _ in uploads}
@@ -241,17 +268,21 @@ class S3Store:
             self.notice = (
                 f"{what} in {self}: the role lacks s3:ListBucketMultipartUploads on the bucket, "
                 f"or s3:AbortMultipartUpload on its objects ({_POLICY}). Old checkpoints were "
-                "removed all the same. Allow both, or let a lifecycle rule "
-                "AbortIncompleteMultipartUpload remove those uploads"
+                "deleted nevertheless. Allow both, or let a lifecycle rule "
+                "AbortIncompleteMultipartUpload delete those uploads"
             )
             return set()
-        except CheckpointError as exc:
-            self.notice = f"{exc}. Old checkpoints were removed all the same"
+        except StoreError as exc:
+            self.notice = f"{exc}. Old checkpoints were deleted nevertheless"
             return set()
         self.notice = ""
         return set(unused)
 
 
 def _folder_of(key: str) -> str:
-    """Return the second name of ``checkpoints/step_00001200/model.safetensors``."""
+    """Return the folder's name, the second part of the key.
+
+    >>> _folder_of("checkpoints/step_00001200/model.safetensors")
+    'step_00001200'
+    """
     return key.split("/")[1]

@@ -1,1 +1,1 @@
-"""Clients for object stores."""
+"""Object storage: one client for S3 and compatible services."""

@@ -1,13 +1,12 @@
-"""Accounts that buckets must belong to: S3's ``ExpectedBucketOwner``.
+"""Expected owners of buckets: S3's ``ExpectedBucketOwner``.
 
-Names of buckets are free again once a bucket is deleted, for any account. A request that names the
-owner is refused by a bucket of somebody else, instead of reading what that account put there, or
-leaving our data with it.
+Once a bucket is deleted, any account may take its name. With the expected owner in a request, S3
+refuses access to a bucket of another account, so that we neither read that account's data nor store
+ours there.
 
 ``ETRAIN_BUCKET_OWNERS=my-bucket=111122223333,other=any`` names the owner of each bucket. A pool
-learns the owner of its own bucket (``bucket_owner`` in ``pools.yaml``, or the account of its
-credentials) and adds it here. For all other buckets nothing is expected: they may belong to another
-account on purpose.
+determines the owner of its own bucket (``bucket_owner`` in ``pools.yaml``, or the account of its
+credentials) and adds it here. All other buckets may belong to any account.
 """
 
 from __future__ import annotations
@@ -15,60 +14,60 @@ from __future__ import annotations
 import os
 import re
 
-from etrain_jupyter.errors import CheckpointError
+from etrain_jupyter.errors import StoreError
 
 VARIABLE = "ETRAIN_BUCKET_OWNERS"
 ANY = "any"
-"""Of a bucket that may belong to whomever."""
+"""Owner of a bucket that may belong to any account."""
 ACCOUNT = re.compile(r"\d{12}")
 
-_learnt: dict[str, str] = {}
+_registered: dict[str, str] = {}
 
 
 def expected_owner(bucket: str) -> str:
-    """Return the account that a bucket must belong to; empty if nothing is expected.
+    """Return the account that a bucket must belong to; empty for any.
 
     Raises:
-        CheckpointError: If ``ETRAIN_BUCKET_OWNERS`` cannot be read.
+        StoreError: If ``ETRAIN_BUCKET_OWNERS`` is invalid.
     """
     named = parse_owners(os.environ.get(VARIABLE, ""))
-    owner = named.get(bucket) or _learnt.get(bucket, "")
+    owner = named.get(bucket) or _registered.get(bucket, "")
     return "" if owner == ANY else owner
 
 
 def named_owner(bucket: str) -> str:
-    """Return what ``ETRAIN_BUCKET_OWNERS`` says of a bucket, ``any`` included."""
+    """Return the owner in ``ETRAIN_BUCKET_OWNERS``, or ``any``; empty if it is not there."""
     return parse_owners(os.environ.get(VARIABLE, "")).get(bucket, "")
 
 
 def expect_owner(bucket: str, owner: str) -> None:
     """Expect this owner in this process from now on, unless the environment names another one."""
-    _learnt[bucket] = owner
+    _registered[bucket] = owner
 
 
 def parse_owners(text: str) -> dict[str, str]:
-    """Read the variable's text.
+    """Parse the environment variable.
 
     >>> parse_owners("my-bucket=111122223333, other=any")
     {'my-bucket': '111122223333', 'other': 'any'}
 
     Raises:
-        CheckpointError: If it is wrong, with what to write instead.
+        StoreError: If it is invalid, with the correct form.
     """
     owners = {}
     for part in filter(None, (one.strip() for one in text.split(","))):
-        bucket, _, owner = (word.strip() for word in part.partition("="))
+        bucket, _, owner = (field.strip() for field in part.partition("="))
         if not bucket or not (owner == ANY or ACCOUNT.fullmatch(owner)):
-            raise CheckpointError(
-                f"{VARIABLE} has {part!r}, which names no bucket and account. Nothing was asked of "
+            raise StoreError(
+                f"{VARIABLE} has {part!r}, which is not BUCKET=ACCOUNT. No request was sent to "
                 f"S3. Write {bucket or 'my-bucket'}=111122223333 (the 12 digits of the account "
-                f"that owns the bucket), or {bucket or 'my-bucket'}=any for no check"
+                f"that owns the bucket), or {bucket or 'my-bucket'}=any to skip the check"
             )
         owners[bucket] = owner
     return owners
 
 
 def with_owner(text: str, bucket: str, owner: str) -> str:
-    """Return the variable's text with one more bucket, unless it names that already."""
+    """Return the variable's text with one more bucket, unless the bucket is already in it."""
     owners = {bucket: owner, **parse_owners(text)} if owner else parse_owners(text)
     return ",".join(f"{name}={account}" for name, account in owners.items())

@@ -1,15 +1,15 @@
 """Total deadlines for requests of boto3.
 
-The timeouts of boto3 are for one connection and one read each: a server that sends a byte now and
-then is never given up. ``Deadline`` bounds all that a thread does between two points. When it is
-over, the connections that the thread uses are shut down by a thread that watches, so that whatever
-waits for them fails at once, and new ones are refused::
+boto3's timeouts apply to each connection attempt and each read: a server that sends a byte now and
+then never exceeds them. ``Deadline`` limits everything that a thread does in a block. When the time
+is up, a watcher thread shuts down the connections that the block uses, so that pending reads and
+writes fail immediately, and new requests are refused::
 
     guard(client)
     with Deadline(20.0) as deadline:
         client.get_object(...)
 
-A client that ``guard`` does not know how to change keeps boto3's own timeouts.
+A client whose internals ``guard`` does not recognize keeps boto3's own timeouts.
 """
 
 from __future__ import annotations
@@ -26,87 +26,87 @@ import botocore.awsrequest
 _local = threading.local()
 
 
-_OVER = "the time for this request is over"
+_OVER = "the deadline of this request has passed"
 
 
 class DeadlineError(OSError):
-    """A request was not over at its deadline, or was begun after it."""
+    """A request did not complete before its deadline, or was started after it."""
 
 
 class Deadline:
-    """Bounds what this thread asks of guarded clients, as a context.
+    """Limit the time of this thread's requests to guarded clients, as a context manager.
 
     Args:
-        seconds: From its entry on.
+        seconds: Timeout, from entry.
     """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._lock = threading.Lock()
-        self._held: list[socket.socket] = []
-        """Further handles of the connections that are in use: they work whoever closes his."""
+        self._connections: list[socket.socket] = []
+        """Duplicates of the connections in use: they stay valid if the owner closes its own."""
         self.at = 0.0
         self.is_over = False
 
     def __enter__(self) -> Self:
-        """Begin."""
+        """Start the timeout."""
         self._outer = getattr(_local, "deadline", None)
         _local.deadline = self
         self.renew()
-        _watch.add(self)
+        _watcher.add(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, trace: object
     ) -> None:
-        """End, and let the connections be.
+        """Stop watching; the connections stay open.
 
         Raises:
-            DeadlineError: If the time was over before, whatever came of it: an answer that was cut
-                off in its headers may look whole, or fail anywhere in boto3.
+            DeadlineError: If the deadline passed, even if the block succeeded: a response that was
+                cut off in its headers may look complete, or fail anywhere in boto3.
         """
         _local.deadline = self._outer
-        _watch.remove(self)
+        _watcher.remove(self)
         with self._lock:
-            for handle in self._held:
+            for handle in self._connections:
                 handle.close()
-            self._held.clear()
+            self._connections.clear()
         if self.is_over and (exc is None or isinstance(exc, Exception)):
             raise DeadlineError(_OVER) from exc
 
     def renew(self) -> None:
-        """Begin anew, for the next of several requests."""
+        """Restart the timeout, for the next of several requests."""
         self.at = time.monotonic() + self._seconds
 
-    def allow(self, seconds: float) -> None:
-        """Put it off: something came of the time that went by."""
+    def extend(self, seconds: float) -> None:
+        """Postpone the deadline because the request makes progress."""
         self.at += seconds
 
     def hold(self, connection: socket.socket) -> None:
-        """Shut this connection down when the time is over."""
+        """Shut this connection down when the deadline passes."""
         handle = socket.fromfd(connection.fileno(), connection.family, connection.type)
         with self._lock:
-            self._held.append(handle)
+            self._connections.append(handle)
             if self.is_over:
                 _shut(handle)
 
     def cut(self) -> None:
-        """End all that is under way; called by the thread that watches."""
+        """Shut down all connections in use; called by the watcher thread."""
         with self._lock:
             self.is_over = True
-            for handle in self._held:
+            for handle in self._connections:
                 _shut(handle)
 
 
 def current() -> Deadline | None:
-    """Return this thread's deadline."""
+    """Return this thread's deadline, if any."""
     found: Deadline | None = getattr(_local, "deadline", None)
     return found
 
 
 def guard(client: Any) -> Any:
-    """Let the connections of a client of boto3 obey deadlines; return it."""
-    # There is no public way to give a client other classes of connections.
+    """Make a boto3 client's connections obey deadlines; return the client."""
+    # boto3 has no public way to replace a client's connection classes.
     with contextlib.suppress(AttributeError):
         session = client._endpoint.http_session
         session._pool_classes_by_scheme = _POOLS
@@ -119,8 +119,8 @@ def _shut(handle: socket.socket) -> None:
         handle.shutdown(socket.SHUT_RDWR)
 
 
-class _Watch:
-    """The thread that cuts off what is over; it is started by the first deadline."""
+class _Watcher:
+    """The watcher thread, which enforces deadlines; the first deadline starts it."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -148,25 +148,25 @@ class _Watch:
                 for deadline in [one for one in self._deadlines if one.at <= now]:
                     self._deadlines.discard(deadline)
                     deadline.cut()
-                # What is put off only wakes us too early, which does no harm.
+                # A deadline that was extended only wakes us too early, which is harmless.
                 ends = [one.at for one in self._deadlines]
                 self._changed.wait(max(0.0, min(ends) - now) if ends else None)
 
 
-_watch = _Watch()
+_watcher = _Watcher()
 
 
-def _begin_after_fork() -> None:
-    """Have a watch of our own: threads do not survive a fork, and its lock may be held."""
-    global _watch
-    _watch = _Watch()
+def _restart_after_fork() -> None:
+    """Replace the watcher: its thread does not survive a fork, and its lock may be held."""
+    global _watcher
+    _watcher = _Watcher()
 
 
-os.register_at_fork(after_in_child=_begin_after_fork)
+os.register_at_fork(after_in_child=_restart_after_fork)
 
 
 class _Guarded:
-    """Registers a connection with the deadline of the thread that uses it."""
+    """Register a connection with the deadline of the thread that uses it."""
 
     sock: socket.socket | None
 
@@ -177,12 +177,12 @@ class _Guarded:
             deadline.hold(made)
         return made
 
-    def request(self, *words: Any, **named: Any) -> Any:
+    def request(self, *args: Any, **kwargs: Any) -> Any:
         _check()
-        # One that is used again; a new one is made below, and registers itself.
+        # A reused connection; a new one is opened below, and registers itself.
         if (deadline := current()) is not None and self.sock is not None:
             deadline.hold(self.sock)
-        return super().request(*words, **named)  # type: ignore[misc]
+        return super().request(*args, **kwargs)  # type: ignore[misc]
 
 
 def _check() -> None:

@@ -1,7 +1,7 @@
-"""What an error of S3 or of boto3 means, in words: what happened, and what to type next.
+"""Explain errors of S3 and boto3: what happened, and what to do next.
 
-The services' own messages are not shown but for codes that are unknown here, and then without
-anything that looks like a credential: some of them repeat the key or the whole signed request.
+The services' own messages are only shown for codes that are not listed here, and with everything
+removed that looks like a credential: some repeat the access key or the whole signed request.
 """
 
 from __future__ import annotations
@@ -13,21 +13,23 @@ from botocore import exceptions as boto
 from botocore.exceptions import BotoCoreError, ClientError
 
 _SIGN_IN = (
-    "Renew them where the worker finds them: aws sso login, the profile in ~/.aws, or the role of "
+    "Renew them where the worker reads them: aws sso login, the profile in ~/.aws, or the role of "
     "the machine"
 )
-_POLICY = "docs/checkpoints.md lists what a role needs"
-_BUCKET = "Make it, or correct checkpoint.to"
+_POLICY = "docs/how-to/store-checkpoints-in-s3.md lists the permissions that a role needs"
+_BUCKET = "Create it, or correct checkpoint.to"
 
 _EXPIRED = f"the credentials have expired. {_SIGN_IN}"
 _REJECTED = f"the credentials are not valid. {_SIGN_IN}"
 _DENIED = f"access denied. {_POLICY}"
-_SLOW = "S3 asks to slow down. It is tried again with the next checkpoint"
+_SLOW = "S3 limits the request rate. The next checkpoint retries"
+_INTERNAL = "S3 has an internal error. The next checkpoint retries"
 _REGION = "the bucket is in another region. Set AWS_REGION or the profile's region"
+_CORRUPT = "the bytes were corrupted in transit. Check the worker's network and memory"
 
 _CODES: dict[str, str] = {
     "NoSuchBucket": f"there is no such bucket. {_BUCKET}",
-    "InvalidBucketName": f"no bucket can have this name. {_BUCKET}",
+    "InvalidBucketName": f"the bucket's name is invalid. {_BUCKET}",
     "AccessDenied": _DENIED,
     "AllAccessDisabled": _DENIED,
     "AccountProblem": _DENIED,
@@ -40,7 +42,7 @@ _CODES: dict[str, str] = {
     "TokenRefreshRequired": _EXPIRED,
     "InvalidToken": _EXPIRED,
     "RequestExpired": _EXPIRED,
-    "400": f"the request was refused, as with credentials that have expired. {_SIGN_IN}",
+    "400": f"the request was refused, possibly because the credentials have expired. {_SIGN_IN}",
     "RequestTimeTooSkewed": "the clock of this machine is wrong. Set it, for example with chrony",
     "SlowDown": _SLOW,
     "Throttling": _SLOW,
@@ -48,23 +50,23 @@ _CODES: dict[str, str] = {
     "RequestLimitExceeded": _SLOW,
     "503": _SLOW,
     "ServiceUnavailable": _SLOW,
-    "InternalError": "S3 has an internal error. It is tried again with the next checkpoint",
-    "500": "S3 has an internal error. It is tried again with the next checkpoint",
-    "RequestTimeout": "the connection is too slow for the upload. Look at the worker's network",
-    "BadDigest": "the bytes were altered on their way. Look at the worker's network and memory",
-    "XAmzContentSHA256Mismatch": "the bytes were altered on their way. Look at the network",
+    "InternalError": _INTERNAL,
+    "500": _INTERNAL,
+    "RequestTimeout": "the connection is too slow for the upload. Check the worker's network",
+    "BadDigest": _CORRUPT,
+    "XAmzContentSHA256Mismatch": _CORRUPT,
     "PermanentRedirect": _REGION,
     "301": _REGION,
     "AuthorizationHeaderMalformed": _REGION,
     "IllegalLocationConstraintException": _REGION,
-    "QuotaExceeded": "the bucket is full. Remove what is not needed, or raise its quota",
+    "QuotaExceeded": "the bucket is full. Delete unneeded objects, or raise its quota",
     "NotImplemented": "the endpoint has no conditional writes (If-None-Match). Use another one",
 }
 
 CREDENTIAL_CODES = frozenset(
-    code for code, words in _CODES.items() if words in (_EXPIRED, _REJECTED) or code == "400"
+    code for code, text in _CODES.items() if text in (_EXPIRED, _REJECTED) or code == "400"
 )
-"""After these a new session is made: the files or the role may have other credentials by then."""
+"""Worth a retry with a new session: the files or the role may have other credentials by then."""
 
 _BOTO: tuple[tuple[type[Exception], str], ...] = (
     (
@@ -72,24 +74,27 @@ _BOTO: tuple[tuple[type[Exception], str], ...] = (
         "the profile of AWS_PROFILE is not in ~/.aws on this worker. Add it, or unset AWS_PROFILE",
     ),
     (boto.NoCredentialsError, f"there are no AWS credentials on this worker. {_SIGN_IN}"),
-    (boto.PartialCredentialsError, f"the AWS credentials of this worker lack a part. {_SIGN_IN}"),
-    (boto.CredentialRetrievalError, f"the credentials cannot be had. {_SIGN_IN}"),
+    (
+        boto.PartialCredentialsError,
+        f"the AWS credentials on this worker are incomplete. {_SIGN_IN}",
+    ),
+    (boto.CredentialRetrievalError, f"the credentials cannot be read. {_SIGN_IN}"),
     (boto.SSOError, _EXPIRED),
     (boto.TokenRetrievalError, _EXPIRED),
-    (boto.MetadataRetrievalError, f"the machine's role cannot be asked for. {_SIGN_IN}"),
-    (boto.ConnectTimeoutError, "no connection within the time limit. Look at the network"),
-    (boto.ReadTimeoutError, "no answer within the time limit. Look at the network"),
+    (boto.MetadataRetrievalError, f"the machine's role cannot be read. {_SIGN_IN}"),
+    (boto.ConnectTimeoutError, "connecting timed out. Check the network"),
+    (boto.ReadTimeoutError, "the response timed out. Check the network"),
     (
         boto.EndpointConnectionError,
-        "the endpoint cannot be reached. Look at AWS_ENDPOINT_URL, AWS_REGION and the network",
+        "the endpoint cannot be reached. Check AWS_ENDPOINT_URL, AWS_REGION and the network",
     ),
-    (boto.ConnectionClosedError, "the connection broke. Look at the network"),
-    (boto.ProxyConnectionError, "the proxy cannot be reached. Look at HTTPS_PROXY"),
-    (boto.SSLError, "the endpoint's certificate is not accepted. Look at AWS_CA_BUNDLE"),
-    (boto.ResponseStreamingError, "the answer was cut short. Look at the network"),
-    (boto.IncompleteReadError, "the answer was cut short. Look at the network"),
+    (boto.ConnectionClosedError, "the connection was closed. Check the network"),
+    (boto.ProxyConnectionError, "the proxy cannot be reached. Check HTTPS_PROXY"),
+    (boto.SSLError, "the endpoint's certificate is not trusted. Check AWS_CA_BUNDLE"),
+    (boto.ResponseStreamingError, "the response was cut off. Check the network"),
+    (boto.IncompleteReadError, "the response was cut off. Check the network"),
     (boto.NoRegionError, _REGION),
-    (boto.HTTPClientError, "the connection broke. Look at the network"),
+    (boto.HTTPClientError, "the connection was closed. Check the network"),
 )
 
 _SECRETS = re.compile(
@@ -99,14 +104,14 @@ _SECRETS = re.compile(
 
 
 def code_of(exc: BaseException) -> str:
-    """Return the service's code of an error, or an empty string."""
+    """Return the error code of the service, or an empty string."""
     if not isinstance(exc, ClientError):
         return ""
     return str(exc.response.get("Error", {}).get("Code", ""))
 
 
-def is_of_credentials(exc: BaseException) -> bool:
-    """Tell whether other credentials would help."""
+def is_credentials_error(exc: BaseException) -> bool:
+    """Return whether other credentials would help."""
     kinds = (
         boto.NoCredentialsError,
         boto.PartialCredentialsError,
@@ -117,48 +122,50 @@ def is_of_credentials(exc: BaseException) -> bool:
     return code_of(exc) in CREDENTIAL_CODES or isinstance(exc, kinds)
 
 
-def words_of(exc: BaseException, *, setting: str = "checkpoint.to") -> str:
+def message_of(exc: BaseException, *, setting: str = "checkpoint.to") -> str:
     """Return what went wrong and what to do about it, without credentials.
 
     Args:
         exc: The error.
-        setting: What named the place; messages about another one than ``checkpoint.to`` are not
-            about checkpoints and not about workers only.
+        setting: The setting that names the place. For another one than ``checkpoint.to``, the
+            message does not mention checkpoints or workers.
     """
-    words = _words_of(exc)
+    message = _message_of(exc)
     if setting == "checkpoint.to":
-        return words
-    words = words.replace("checkpoint.to", setting).replace("with the next checkpoint", "soon")
-    for worker in ("of this worker", "on this worker", "the worker finds", "the worker's"):
-        words = words.replace(worker, worker.replace("worker", "machine"))
-    return words
+        return message
+    message = message.replace("checkpoint.to", setting)
+    message = message.replace("The next checkpoint retries", "The next request retries")
+    for worker in ("of this worker", "on this worker", "the worker reads", "the worker's"):
+        message = message.replace(worker, worker.replace("worker", "machine"))
+    return message
 
 
-def _words_of(exc: BaseException) -> str:
+def _message_of(exc: BaseException) -> str:
     code = code_of(exc)
     if code:
         known = _CODES.get(code)
-        return f"{known} ({code})" if known else f"{code}: {_shown(exc)}"
-    for kind, words in _BOTO:
+        return f"{known} ({code})" if known else f"{code}: {_service_message(exc)}"
+    for kind, message in _BOTO:
         if isinstance(exc, kind):
-            return f"{words} ({type(exc).__name__})"
+            return f"{message} ({type(exc).__name__})"
     if isinstance(exc, OSError):
         return exc.strerror or type(exc).__name__
-    what = _shown(exc) if isinstance(exc, BotoCoreError) else "the connection broke"
-    return f"{what} ({type(exc).__name__})"
+    is_botos = isinstance(exc, BotoCoreError)
+    message = _service_message(exc) if is_botos else "the connection was closed"
+    return f"{message} ({type(exc).__name__})"
 
 
-def place_of(url: str) -> str:
-    """Return an endpoint's address without a user's name and password.
+def endpoint_of(url: str) -> str:
+    """Return an endpoint's address without user name and password.
 
-    >>> place_of("https://me:secret@minio.example:9000/x?y")
+    >>> endpoint_of("https://me:secret@minio.example:9000/x?y")
     'https://minio.example:9000'
     """
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
 
 
-def _shown(exc: BaseException) -> str:
+def _service_message(exc: BaseException) -> str:
     text = str(exc)
     if isinstance(exc, ClientError):
         text = str(exc.response.get("Error", {}).get("Message", ""))

@@ -1,13 +1,13 @@
-"""A cloud on this machine: EC2, S3, IAM and what a spot cluster needs of AWS, without an account.
+"""A simulated AWS on this machine: EC2, S3, IAM and what else a spot cluster needs.
 
-Instances are real processes that run their real user-data; their metadata service, their console
-and their bill are real too, only their hardware is this machine's. For tests, and for notebooks
-that show a spot cluster without an account. Needs the extra ``etrain-jupyter[fakeaws]``.
+Instances are real processes that run their real user-data, with a metadata service, a console and a
+bill; only their hardware is this machine's. For tests, and for notebooks that show a spot cluster
+without an account. Requires the extra ``etrain-jupyter[fakeaws]``.
 
-Read in this order: ``cloud`` (what a test holds), ``process`` and ``control`` (the other side),
-``api`` and ``ec2`` (what AWS answers) over ``wire``, ``market`` and ``bill`` (pure), ``hypervisor``
-and ``machine`` (instances) over ``networks``, ``power``, ``imds`` and ``guest``; ``backend`` and
-``account`` are all that knows moto's insides.
+Read in this order: ``cloud`` (the client), ``process`` and ``control`` (the server), ``api`` and
+``ec2`` (AWS's actions) over ``wire``, ``market`` and ``bill`` (pure), ``hypervisor`` and
+``machine`` (instances) over ``networks``, ``power``, ``imds`` and ``guest``. Only ``backend``,
+``enforcement`` and ``account`` use moto's internals.
 """
 
 from __future__ import annotations

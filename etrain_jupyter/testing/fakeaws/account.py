@@ -1,4 +1,4 @@
-"""What an account has before a cluster is started, and what a cluster left in it."""
+"""Create an account's resources, and list what a cluster has left in it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from moto.iam.models import iam_backends
 from moto.s3.models import s3_backends
 from moto.ssm.models import ssm_backends
 
-from etrain_jupyter.testing.fakeaws.backend import ACCOUNT, Backend
+from etrain_jupyter.testing.fakeaws.backend import Backend
+from etrain_jupyter.testing.fakeaws.records import ACCOUNT
 
 CLUSTER_TAG = "etrain:cluster"
 IMAGE_PARAMETER = "/etrain/node-image"
@@ -31,9 +32,9 @@ _TRUST = {
 def make_account(
     backend: Backend, *, region: str, bucket: str, role: str, role_policy: dict[str, Any] | None
 ) -> dict[str, str]:
-    """Make a bucket, a role with an instance profile of the same name, and an image.
+    """Create a bucket, a role with an instance profile of the same name, and an image.
 
-    What is there already is left as it is.
+    Existing ones are left unchanged.
 
     Returns:
         The fields of ``cloud.Account``.
@@ -81,7 +82,7 @@ def make_account(
 
 
 def make_user(backend: Backend, *, name: str, policies: list[dict[str, Any]]) -> dict[str, str]:
-    """Make a user with these policies; return the variables that make boto3 that user."""
+    """Create a user with these policies; return the environment variables for boto3."""
     with backend.lock:
         iam = iam_backends[ACCOUNT]["aws"]
         try:
@@ -95,13 +96,13 @@ def make_user(backend: Backend, *, name: str, policies: list[dict[str, Any]]) ->
 
 
 def find_leftovers(backend: Backend, *, cluster: str, prefix: str) -> dict[str, list[str]]:
-    """Return what is still there of a cluster, or of any (empty), by kind; no empty kinds.
+    """Return the remaining resources of a cluster, or of all (empty), by kind.
 
     Args:
         backend: Moto's state.
         cluster: The value of the tag ``etrain:cluster``; empty for everything that is not part of
             a new account.
-        prefix: Where the clusters' objects are, in every bucket.
+        prefix: Prefix of the clusters' objects, in every bucket.
     """
     found: dict[str, list[str]] = {}
     with backend.lock:

@@ -1,8 +1,8 @@
-"""The fake cloud as one WSGI application: it sends each request to who answers it.
+"""The simulated cloud as one WSGI application, which dispatches requests.
 
 S3 goes through :class:`~etrain_jupyter.testing.s3_faults.FaultyS3` to moto, EC2 through the actions
-of ``ec2`` to moto, the Pricing API is answered here, and everything else is moto's. Faults and the
-cloud's clock concern all of them.
+of ``ec2`` to moto, the Pricing API is implemented here, and everything else is moto's. Faults and
+the cloud's clock affect all of them.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ class CloudApi:
     """The application."""
 
     def __init__(self, moto: Wsgi, ec2: Ec2) -> None:
-        """Put it together.
+        """Create it.
 
         Args:
             moto: Moto's application.
-            ec2: The actions that are ours.
+            ec2: Our own actions.
         """
         self._moto = moto
         self._s3 = FaultyS3(moto)
         self._ec2 = ec2
         self.faults = FaultList()
         self.clock_skew_s = 0.0
-        """How far the cloud's clock is ahead of this machine's."""
+        """Seconds by which the cloud's clock is ahead of this machine's."""
 
     def __call__(self, environ: Environ, start_response: Callable[..., Any]) -> Iterable[bytes]:
-        """Answer one request."""
+        """Process one request."""
         if environ["PATH_INFO"].startswith(CONTROL):
             return self._s3(environ, start_response)
         body = environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
@@ -66,12 +66,12 @@ class CloudApi:
         error = next((fault.error for fault in chosen if fault.error), None)
         error = error or self._skew_error(environ, call) or self._permission_error(call)
         if error is None and call.service == "s3":
-            # It streams, and has faults of its own.
+            # S3 streams, and has its own faults.
             return self._answer_s3(environ, start_response)
-        told = error_answer(call, error) if error is not None else self._answer(call)
+        result = error_answer(call, error) if error is not None else self._answer(call)
         if any(fault.is_answer_lost for fault in chosen):
             return reset_connection(environ)
-        status, headers, data = told
+        status, headers, data = result
         start_response(status, self._dated(headers))
         return [data]
 
@@ -91,16 +91,16 @@ class CloudApi:
             return self._ask_moto(call)
         except ApiError as exc:
             return error_answer(call, exc)
-        except Exception as exc:  # a fault of ours or moto's: boto3 must understand the answer
+        except Exception as exc:  # a bug: boto3 must be able to parse the response
             traceback.print_exc()
             return error_answer(call, ApiError("InternalError", repr(exc)))
 
     def _ask_moto(self, call: Call) -> Answer:
         call.environ["wsgi.input"] = io.BytesIO(call.body)
-        told: dict[str, Any] = {}
+        result: dict[str, Any] = {}
 
         def start(status: str, headers: list[tuple[str, str]], exc_info: Any = None) -> None:
-            told.update(status=status, headers=headers)
+            result.update(status=status, headers=headers)
 
         try:
             data = b"".join(self._moto(call.environ, start))
@@ -108,18 +108,18 @@ class CloudApi:
             raise ApiError(
                 "InvalidAction", f"The action {call.action} is not part of the fake cloud."
             ) from None
-        return told["status"], told["headers"], data
+        return result["status"], result["headers"], data
 
     # The clock ----------------------------------------------------------------------------------
 
     def _dated(self, headers: list[tuple[str, str]]) -> list[tuple[str, str]]:
-        """Put the cloud's time into an answer."""
+        """Set the response's date by the cloud's clock."""
         now = datetime.now(UTC) + timedelta(seconds=self.clock_skew_s)
         kept = [(name, value) for name, value in headers if name.lower() != "date"]
         return [*kept, ("Date", format_datetime(now, usegmt=True))]
 
     def _skew_error(self, environ: Environ, call: Call) -> ApiError | None:
-        """Refuse what was signed by a clock that is too far from the cloud's, as AWS does."""
+        """Refuse requests signed by a clock that is too far from the cloud's, as AWS does."""
         signed = environ.get("HTTP_X_AMZ_DATE", "")
         if not self.clock_skew_s or not signed:
             return None
@@ -155,7 +155,7 @@ class CloudApi:
 
 
 def _shifted(text: bytes, shift: timedelta) -> bytes:
-    """Move an instant of a listing; the text keeps its length.
+    """Shift a timestamp in a listing; the text keeps its length.
 
     >>> _shifted(b"2026-01-01T00:00:00.000Z", timedelta(seconds=90))
     b'2026-01-01T00:01:30.000Z'

@@ -1,6 +1,6 @@
-"""All that the fake cloud reads and changes inside moto: instances, templates, roles, permissions.
+"""Access to moto's state: instances, templates, roles.
 
-The other modules know nothing of moto's classes. Everything here is done under ``lock``.
+The other modules do not use moto's classes. Everything here is done under ``lock``.
 """
 
 from __future__ import annotations
@@ -12,32 +12,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC
 from typing import Any
-from urllib.parse import parse_qsl
 
-from moto import settings
-from moto.core.authorization import ActionAuthenticatorMixin
 from moto.core.exceptions import ServiceException
-from moto.core.request import EnvironHeaders
 from moto.ec2.models import ec2_backends
 from moto.ec2.models.instances import MetadataOptions, StateReason
-from moto.iam.access_control import (
-    CreateAccessKeyFailure,
-    IAMRequest,
-    IAMRequestBase,
-    create_access_key,
-)
 from moto.iam.models import iam_backends
 from moto.sts.models import sts_backends
-from werkzeug.exceptions import HTTPException
 
+from etrain_jupyter.testing.fakeaws.enforcement import Enforcement
 from etrain_jupyter.testing.fakeaws.imds import timestamp
 from etrain_jupyter.testing.fakeaws.market import CapacityPool, Lifecycle
-from etrain_jupyter.testing.fakeaws.permissions import World, requests_of
-from etrain_jupyter.testing.fakeaws.wire import ApiError, Call
-from etrain_jupyter.testing.iam import Request, is_allowed
-from etrain_jupyter.testing.s3_faults import AROUND
+from etrain_jupyter.testing.fakeaws.permissions import World
+from etrain_jupyter.testing.fakeaws.records import ACCOUNT
+from etrain_jupyter.testing.fakeaws.wire import ApiError
 
-ACCOUNT = "123456789012"
 SPOT_TAKEN = "Server.SpotInstanceTermination"
 HOST_FAILED = "Server.InternalError"
 GUEST_SHUTDOWN = "Client.InstanceInitiatedShutdown"
@@ -53,7 +41,7 @@ TEMPLATE_TAG = "aws:ec2launchtemplate:"
 
 @dataclass(frozen=True, kw_only=True)
 class InstanceFacts:
-    """What EC2 knows of an instance when it starts."""
+    """What EC2 knows about an instance when it starts."""
 
     instance_id: str
     pool: CapacityPool
@@ -66,15 +54,15 @@ class InstanceFacts:
     """The role of its instance profile; empty for none."""
     tags: Mapping[str, str] = field(default_factory=dict)
     shows_tags: bool = False
-    """Whether it may read them itself."""
+    """It may read its tags itself."""
     stops: bool = False
-    """Whether a shutdown from inside stops it only, so that its disk is charged on."""
+    """A shutdown from inside only stops it, so that its disk is still charged."""
     disk_gb: int = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchOrder:
-    """One machine that a fleet starts."""
+    """One machine to start for a fleet."""
 
     region: str
     template_id: str
@@ -83,24 +71,22 @@ class LaunchOrder:
     lifecycle: Lifecycle
     subnet: str | None = None
     tags: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Tags by kind of resource, beside those of the template."""
+    """Tags by kind of resource, in addition to those of the template."""
 
 
 class Backend:
-    """Moto's state, for the harness."""
+    """Moto's state."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self._credentials: dict[str, tuple[float, str]] = {}
         self.role_ttl_s = 3600
-        self.asked: dict[str, tuple[Request, bool]] = {}
-        """What IAM was asked since permissions are checked, and whether it was allowed."""
-        _let_the_test_around_permissions()
+        self.iam = Enforcement(self.lock, self._world)
 
     # Instances ----------------------------------------------------------------------------------
 
     def instances(self) -> Iterator[Any]:
-        """Yield moto's instances of all regions that were used."""
+        """Yield moto's instances in all regions in use."""
         for backend in list(ec2_backends[ACCOUNT].values()):
             for reservation in list(backend.reservations.values()):
                 yield from list(reservation.instances)
@@ -109,7 +95,7 @@ class Backend:
         """Return moto's instance.
 
         Raises:
-            ApiError: If there is none.
+            ApiError: If it does not exist.
         """
         for instance in self.instances():
             if instance.id == instance_id:
@@ -123,10 +109,10 @@ class Backend:
         return {instance.id: instance.state for instance in self.instances()}
 
     def template(self, region: str, specification: Mapping[str, Any]) -> Any:
-        """Return the version of a launch template that a request names.
+        """Return the version of a launch template that a request refers to.
 
         Raises:
-            ApiError: If there is none.
+            ApiError: If it does not exist.
         """
         ec2 = ec2_backends[ACCOUNT][region]
         try:
@@ -162,14 +148,14 @@ class Backend:
             raise ApiError("InvalidAMIID.NotFound", f"The image id '[{image}]' does not exist")
 
     def launch(self, order: LaunchOrder) -> str:
-        """Make an instance from a launch template; return its id."""
+        """Create an instance from a launch template; return its id."""
         ec2 = ec2_backends[ACCOUNT][order.region]
         reference = {"LaunchTemplateId": order.template_id, "Version": order.version}
         data = ec2.get_launch_template(order.template_id).get_version(order.version).data
         tags = {"instance": {}, "volume": _template_tags(data, "volume")}
         for kind, more in order.tags.items():
             tags[kind] = {**tags.get(kind, {}), **more}
-        words: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "instance_type": order.pool.instance_type,
             "is_instance_type_default": False,
             "launch_template": reference,
@@ -179,19 +165,19 @@ class Backend:
             "tags": tags,
         }
         if order.lifecycle == "spot":
-            words["instance_market_options"] = "spot"
+            arguments["instance_market_options"] = "spot"
         if data.get("BlockDeviceMappings"):
-            words["block_device_mappings"] = data["BlockDeviceMappings"]
+            arguments["block_device_mappings"] = data["BlockDeviceMappings"]
         try:
-            made = ec2.run_instances("", 1, None, [], **words)
+            made = ec2.run_instances("", 1, None, [], **arguments)
         except ServiceException as exc:
             raise ApiError(exc.code, exc.message) from None
         return str(made.instances[0].id)
 
     def prepare(self, instance_id: str, address: str) -> InstanceFacts:
-        """Give a new instance its address, and from its template what moto leaves out.
+        """Give a new instance its address, and the template's settings that moto ignores.
 
-        It is pending afterwards.
+        The instance is pending afterwards.
         """
         instance = self.find(instance_id)
         instance.nics[0].private_ip_address = address
@@ -216,7 +202,7 @@ class Backend:
         return self._facts(instance, tags, role)
 
     def _take_profile(self, instance: Any, of_template: Mapping[str, Any]) -> str:
-        """Associate the profile of the template; return the role of the profile."""
+        """Associate the template's profile; return its role."""
         iam = iam_backends[ACCOUNT]["aws"]
         held = instance.ec2_backend.iam_instance_profile_associations.get(instance.id)
         if held is not None:
@@ -255,14 +241,14 @@ class Backend:
         )
 
     def set_running(self, instance_id: str) -> None:
-        """Let it run."""
+        """Set its state to running."""
         instance = self.find(instance_id)
         if instance.state == "pending":
             state = instance.instance_state
             state.name, state.code = "running", 16
 
     def set_ended(self, instance_id: str, code: str, *, is_stopped: bool = False) -> None:
-        """Let it be terminated, or stopped, for a reason."""
+        """Set its state to terminated or stopped, with a reason."""
         instance = self.find(instance_id)
         if is_stopped:
             instance.stop()
@@ -273,9 +259,9 @@ class Backend:
     # Roles and permissions ----------------------------------------------------------------------
 
     def role_credentials(self, role: str, session: str) -> str:
-        """Return credentials of a role as the metadata service tells them."""
+        """Return credentials of a role in the format of the metadata service."""
         expires_at, document = self._credentials.get(session, (0.0, ""))
-        # EC2 has new ones ready five minutes before the old ones end.
+        # EC2 renews credentials five minutes before they expire.
         if expires_at - time.time() > min(300, self.role_ttl_s / 2):
             return document
         with self.lock:
@@ -288,7 +274,7 @@ class Backend:
                 external_id="",
             )
         expires_at = time.time() + self.role_ttl_s
-        told = {
+        issued = {
             "Code": "Success",
             "LastUpdated": timestamp(time.time()),
             "Type": "AWS-HMAC",
@@ -297,70 +283,8 @@ class Backend:
             "Token": made.session_token,
             "Expiration": timestamp(expires_at),
         }
-        self._credentials[session] = (expires_at, json.dumps(told))
+        self._credentials[session] = (expires_at, json.dumps(issued))
         return self._credentials[session][1]
-
-    def is_enforcing(self) -> bool:
-        """Tell whether signatures and policies are checked."""
-        return bool(ActionAuthenticatorMixin.request_count >= settings.INITIAL_NO_AUTH_ACTION_COUNT)
-
-    def enforce(self, is_on: bool) -> None:
-        """Check signatures and policies from now on, or no more."""
-        self.asked.clear()
-        settings.INITIAL_NO_AUTH_ACTION_COUNT = 0.0 if is_on else float("inf")
-        ActionAuthenticatorMixin.request_count = 0
-
-    def check_signed(self, call: Call) -> None:
-        """Refuse a call whose signature is not that of a key, where moto does not look itself.
-
-        Raises:
-            ApiError: If it is refused.
-        """
-        if not self.is_enforcing():
-            return
-        request = IAMRequest(
-            account_id=ACCOUNT,
-            method=call.environ["REQUEST_METHOD"],
-            path=call.environ["PATH_INFO"],
-            data=dict(parse_qsl(call.body.decode("latin-1"))),
-            body=call.body,
-            headers=dict(EnvironHeaders(call.environ)),
-            action=call.action,
-        )
-        try:
-            request.check_signature()
-        except (ServiceException, HTTPException):
-            raise ApiError("AuthFailure", "AWS was not able to validate the credentials.") from None
-
-    def check_permitted(self, call: Call) -> None:
-        """Refuse what the caller's policies do not allow, conditions included.
-
-        A caller whom nobody knows is left to whoever checks signatures.
-
-        Raises:
-            ApiError: If it is refused.
-        """
-        if not self.is_enforcing() or "HTTP_X_ETRAIN_AROUND" in call.environ:
-            return
-        with self.lock:
-            policies = self._policies_of(call)
-            if policies is None:
-                return
-            for request in requests_of(call, self._world(call.region)):
-                is_permitted = is_allowed(policies, request)
-                self.asked[str(request)] = (request, is_permitted)
-                if not is_permitted:
-                    code = "UnauthorizedOperation" if call.service == "ec2" else "AccessDenied"
-                    raise ApiError(code, f"not authorized to perform {request}", 403)
-
-    def _policies_of(self, call: Call) -> list[dict[str, Any]] | None:
-        headers = dict(EnvironHeaders(call.environ))
-        try:
-            key = create_access_key(ACCOUNT, "aws", call.access_key, headers)
-        except CreateAccessKeyFailure:
-            return None
-        inline = key.collect_policies()
-        return [json.loads(p if isinstance(p, str) else p["policy_document"]) for p in inline]
 
     def _world(self, region: str) -> World:
         ec2 = ec2_backends[ACCOUNT][region]
@@ -385,23 +309,6 @@ class Backend:
         )
 
 
-def _let_the_test_around_permissions() -> None:
-    """Look at no permissions of what the test itself asks of S3, which it does not sign."""
-    check = ActionAuthenticatorMixin._authenticate_and_authorize_action
-
-    def check_others(self: Any, *words: Any, **named: Any) -> None:
-        if not self.headers.get(AROUND):
-            check(self, *words, **named)
-
-    setattr(ActionAuthenticatorMixin, check.__name__, check_others)
-    # Moto looks at no condition and at few resources; ``check_permitted`` does, before.
-    IAMRequestBase.check_action_permitted = _permit  # type: ignore[method-assign]
-
-
-def _permit(self: IAMRequestBase, resource: str) -> None:
-    """Take a request whose signature was found right."""
-
-
 def _template_tags(data: Mapping[str, Any], kind: str) -> dict[str, str]:
     specifications: Sequence[Mapping[str, Any]] = data.get("TagSpecifications") or []
     return {
@@ -413,7 +320,7 @@ def _template_tags(data: Mapping[str, Any], kind: str) -> dict[str, str]:
 
 
 def _decoded(user_data: Any) -> str:
-    """Return user data as text; moto keeps it in a class of its own, as base64."""
+    """Return user data as text; moto has its own class for it, with base64."""
     if not user_data:
         return ""
     try:

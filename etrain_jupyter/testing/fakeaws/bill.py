@@ -1,7 +1,7 @@
-"""What the machines really cost, by EC2's rules. Pure.
+"""The real cost of the machines by EC2's rules. Pure.
 
-By the second, at the spot price then in force, a minute at least; nothing for a spot machine that
-EC2 itself takes in its first hour; the disk for as long as it exists.
+Charged per second at the spot price in force, at least for a minute; a spot machine that EC2
+reclaims in its first hour is free; disks are charged while they exist.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from etrain_jupyter.testing.fakeaws.market import CapacityPool, Lifecycle, Marke
 LEAST_S = 60.0
 FIRST_HOUR_S = 3600.0
 DISK_USD_PER_GB_H = 0.08 / 730
-"""gp3: eight cents a GB and month, a month being 730 hours."""
+"""gp3: 8 cents per GB and month of 730 hours."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """One machine, from its launch to its end."""
+    """One machine, from launch to end."""
 
     instance_id: str
     pool: CapacityPool
@@ -27,14 +27,14 @@ class Usage:
     launched_at: float
     ended_at: float | None = None
     disk_ended_at: float | None = None
-    """A machine that was only stopped keeps its disk."""
+    """None while it exists; a stopped machine keeps its disk."""
     reason: str = ""
     disk_gb: int = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class BillRow:
-    """What one machine cost until now."""
+    """Cost of one machine so far."""
 
     instance_id: str
     instance_type: str
@@ -42,51 +42,51 @@ class BillRow:
     lifecycle: Lifecycle
     seconds: float
     compute_usd: float
-    """After the waiver."""
+    """Cost after the waiver."""
     waived_usd: float
     disk_usd: float
     on_demand_usd: float
-    """What the same time would have cost on demand, without the waiver."""
+    """Cost of the same time on demand, without the waiver."""
     is_alive: bool
     reason: str
 
     @property
     def usd(self) -> float:
-        """All of it."""
+        """Total cost."""
         return self.compute_usd + self.disk_usd
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bill:
-    """What all machines cost until now."""
+    """Cost of all machines so far."""
 
     rows: tuple[BillRow, ...]
 
     @property
     def usd(self) -> float:
-        """All of it."""
+        """Total cost."""
         return sum(row.usd for row in self.rows)
 
     @property
     def compute_usd(self) -> float:
-        """Without disks."""
+        """Cost without disks."""
         return sum(row.compute_usd for row in self.rows)
 
     @property
     def num_alive(self) -> int:
-        """How many machines still cost."""
+        """Number of machines that are still charged."""
         return sum(row.is_alive for row in self.rows)
 
 
 def is_waived(lifecycle: Lifecycle, reason: str, seconds: float) -> bool:
-    """Tell whether EC2 charges nothing: it took a spot machine in its first hour."""
+    """Return whether the machine is free: EC2 reclaimed a spot machine in its first hour."""
     return (
         lifecycle == "spot" and reason.startswith("Server.SpotInstance") and seconds < FIRST_HOUR_S
     )
 
 
 def make_bill(usages: Iterable[Usage], market: Market, now: float) -> Bill:
-    """Charge machines as of an instant."""
+    """Compute the bill as of an instant."""
     return Bill(rows=tuple(_row(usage, market, now) for usage in usages))
 
 

@@ -1,4 +1,4 @@
-"""The fake cloud as a test or a notebook holds it: a process, and what can be done to it.
+"""Client of the simulated cloud, for tests and notebooks: starts its process and controls it.
 
 ::
 
@@ -22,8 +22,7 @@ import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from etrain_jupyter.testing.fakeaws.bill import Bill, BillRow
 from etrain_jupyter.testing.fakeaws.faults import ApiFault
@@ -32,6 +31,7 @@ from etrain_jupyter.testing.fakeaws.settings import Settings
 from etrain_jupyter.testing.iam import Request
 from etrain_jupyter.testing.s3_faults import S3Fault
 from etrain_jupyter.testing.s3_server import S3Endpoint
+from etrain_jupyter.testing.serving import Closing
 
 CLUSTERS = "etrain/clusters/"
 ANSWER_S = 120.0
@@ -40,23 +40,23 @@ ImdsFault = Literal["", "500", "hang", "expired", "expire-tokens"]
 
 @dataclass(frozen=True, kw_only=True)
 class Account:
-    """What an account has before a cluster is started."""
+    """Resources that an account has before a cluster is started."""
 
     account_id: str
     region: str
     bucket: str
     role: str
-    """The role of the nodes."""
+    """Role of the nodes."""
     instance_profile: str
     role_arn: str
     image: str
-    """The id of an AMI. Whatever it is, an instance has the programs of this machine."""
+    """Id of an AMI. Instances always have the programs of this machine."""
     image_parameter: str
-    """The SSM parameter that has it."""
+    """SSM parameter with the image's id."""
 
 
-class FakeAws:
-    """A cloud of its own. Several may run beside each other."""
+class FakeAws(Closing):
+    """A simulated cloud. Several can run at the same time."""
 
     def __init__(
         self,
@@ -70,16 +70,16 @@ class FakeAws:
         """Start it.
 
         Args:
-            mode: ``namespaces`` gives each instance a network and a process table of its own
-                (needs root), ``loopback`` makes them processes of this machine; ``auto`` takes
-                what can be had.
-            minute_s: How long the minute of an instance's ``shutdown -h +1`` is.
-            boot_s: How long an instance is pending.
-            region: Where the default market has capacity.
-            variables: More variables of the instances' environment.
+            mode: ``namespaces`` gives each instance its own network and process table (requires
+                root), ``loopback`` makes them processes of this machine; ``auto`` uses namespaces
+                if possible.
+            minute_s: Duration of a minute of an instance's ``shutdown -h +1``, in seconds.
+            boot_s: Time for which an instance is pending, in seconds.
+            region: Region of the default market.
+            variables: Additional environment variables of the instances.
 
         Raises:
-            RuntimeError: If it does not start, as without root in mode ``namespaces``.
+            RuntimeError: If it does not start, for example in mode ``namespaces`` without root.
         """
         settings = Settings(
             mode=mode,
@@ -94,9 +94,9 @@ class FakeAws:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            # Jupyter interrupts and kills the whole group of a kernel. It must end in order.
+            # Own session: Jupyter signals a kernel's whole group, but the cloud must end in order.
             start_new_session=True,
-            # A profile or an endpoint of this machine's is none of its business, nor are clusters.
+            # Without this machine's profile, endpoint and clusters.
             env={
                 name: value
                 for name, value in os.environ.items()
@@ -107,25 +107,25 @@ class FakeAws:
         line = self._process.stdout.readline()
         if not line:
             self.close()
-            raise RuntimeError("the fake cloud did not start; what it printed says why")
-        told = json.loads(line)
-        self.mode: Literal["namespaces", "loopback"] = told["mode"]
-        self.host_address: str = told["host_address"]
-        """Where this machine listens so that instances reach it."""
-        self.bridge: str = told["bridge"]
-        self.folder: str = told["folder"]
-        self.url = f"http://{self.host_address}:{told['port']}"
+            raise RuntimeError("the fake cloud did not start; its output above says why")
+        reply = json.loads(line)
+        self.mode: Literal["namespaces", "loopback"] = reply["mode"]
+        self.host_address: str = reply["host_address"]
+        """Address of this machine that instances can reach."""
+        self.bridge: str = reply["bridge"]
+        self.folder: str = reply["folder"]
+        self.url = f"http://{self.host_address}:{reply['port']}"
         self.s3 = S3Endpoint(self.url)
-        """Its S3, with what its faults and its objects are asked by."""
+        """Client for its S3, with faults and direct access to objects."""
 
     @property
     def pid(self) -> int:
-        """Its process."""
+        """Id of its process."""
         return self._process.pid
 
     @property
     def environment(self) -> dict[str, str]:
-        """What boto3, and so our product, needs to find it, and nothing else."""
+        """The variables that boto3 and this package need to find it."""
         return {
             "AWS_ENDPOINT_URL": self.url,
             "AWS_ACCESS_KEY_ID": "testing",
@@ -144,40 +144,40 @@ class FakeAws:
         role: str = "etrain-node",
         role_policy: Mapping[str, Any] | None = None,
     ) -> Account:
-        """Make a bucket, a role with its instance profile, and an image; twice does no harm.
+        """Create a bucket, a role with its instance profile, and an image, unless they exist.
 
         Args:
             bucket: The bucket's name.
-            role: The name of the role, and of the profile.
-            role_policy: What the role may do; only looked at with ``enforce_iam``.
+            role: Name of the role and of the profile.
+            role_policy: Policy of the role; only used with ``enforce_iam``.
         """
         policy = dict(role_policy) if role_policy is not None else None
-        told = self._ask(
+        reply = self._ask(
             "make_account", region=self.region, bucket=bucket, role=role, role_policy=policy
         )
-        return Account(**told)
+        return Account(**reply)
 
     def make_user(self, name: str, *policies: Mapping[str, Any]) -> dict[str, str]:
-        """Make a user with these policies; return the variables that make boto3 that user."""
-        told: dict[str, str] = self._ask("make_user", name=name, policies=list(policies))
-        return told
+        """Create a user with these policies; return the environment variables for boto3."""
+        reply: dict[str, str] = self._ask("make_user", name=name, policies=list(policies))
+        return reply
 
     def enforce_iam(self, is_on: bool = True) -> None:
-        """Check signatures and policies from now on: only users and roles made here may act.
+        """Check signatures and policies from now on: only users and roles created here may act.
 
-        Policies are evaluated with their resources and conditions, see ``testing.iam``.
+        Policies are evaluated with resources and conditions, see ``testing.iam``.
         """
         self._ask("enforce_iam", is_on=is_on)
 
     def permissions(self) -> list[tuple[Request, bool]]:
-        """Return what IAM was asked since ``enforce_iam``, and whether it was allowed."""
+        """Return the requests to IAM since ``enforce_iam``, and whether they were allowed."""
         return [
             (Request(action, resource, context), is_permitted)
             for action, resource, context, is_permitted in self._ask("permissions")
         ]
 
     def set_role_ttl(self, seconds: int) -> None:
-        """Set how long credentials of roles live that are given from now on."""
+        """Set the lifetime of role credentials issued from now on."""
         self._ask("set_role_ttl", seconds=seconds)
 
     # The market ---------------------------------------------------------------------------------
@@ -191,19 +191,19 @@ class FakeAws:
 
         Args:
             pools: Spot offers: ``instance_type``, ``zone``, ``capacity``, ``price_usd``.
-            on_demand: Offers on demand: ``instance_type``, ``price_usd`` and, if it is limited,
+            on_demand: On-demand offers: ``instance_type``, ``price_usd`` and optionally
                 ``capacity``.
         """
         self._ask("set_market", pools=[*map(dict, pools)], on_demand=[*map(dict, on_demand)])
 
     def set_price(self, usd: float, *, instance_type: str = "", zone: str = "") -> None:
-        """Set the spot price from now on, of all pools or those of a type or a zone."""
+        """Set the spot price from now on, in all pools or those of a type or zone."""
         self._ask("change_pools", instance_type=instance_type, zone=zone, price_usd=usd)
 
     def set_capacity(self, capacity: int, *, instance_type: str = "", zone: str = "") -> None:
-        """Set the spot capacity, of all pools or those of a type or a zone.
+        """Set the spot capacity, in all pools or those of a type or zone.
 
-        Machines in use count; those beyond the capacity run on until they are preempted.
+        Machines in use count; those beyond the capacity keep running until they are preempted.
         """
         self._ask("change_pools", instance_type=instance_type, zone=zone, capacity=capacity)
 
@@ -214,7 +214,7 @@ class FakeAws:
         capacity: int | None = None,
         price_usd: float | None = None,
     ) -> None:
-        """Set capacity or price on demand, of all types or one."""
+        """Set on-demand capacity or price, of all types or one."""
         self._ask(
             "change_on_demand",
             instance_type=instance_type,
@@ -225,8 +225,8 @@ class FakeAws:
     # Instances ----------------------------------------------------------------------------------
 
     def instances(self, *states: str) -> list[InstanceRecord]:
-        """Return the instances there were, oldest first; only those in these states, if given."""
-        records = [InstanceRecord(**told) for told in self._ask("instances")]
+        """Return all instances, oldest first, or those in some states."""
+        records = [InstanceRecord(**reply) for reply in self._ask("instances")]
         return [one for one in records if not states or one.state in states]
 
     def preempt(
@@ -237,13 +237,13 @@ class FakeAws:
         rebalance_s: float | None = None,
         silent: bool = False,
     ) -> None:
-        """Take an instance back; others have its capacity afterwards.
+        """Reclaim an instance; its capacity is lost.
 
         Args:
-            instance_id: Which.
-            notice_s: How long before its end it is told.
-            rebalance_s: How long before that it gets a rebalance recommendation; None for none.
-            silent: End it now, without a word. Also for on-demand instances: their host fails.
+            instance_id: The instance.
+            notice_s: Time of the notice before the end, in seconds.
+            rebalance_s: Time of a rebalance recommendation before the notice; None for none.
+            silent: End it now, without a notice. Also for on-demand instances: their host fails.
         """
         self._ask(
             "preempt",
@@ -254,103 +254,103 @@ class FakeAws:
         )
 
     def recommend_rebalance(self, instance_id: str) -> None:
-        """Tell an instance that it is at elevated risk, and do nothing."""
+        """Send an instance a rebalance recommendation only."""
         self._ask("recommend_rebalance", instance_id=instance_id)
 
     def console(self, instance_id: str) -> str:
-        """Return what an instance printed."""
+        """Return an instance's console output."""
         text: str = self._ask("console", instance_id=instance_id)
         return text
 
     def imds_requests(self, instance_id: str) -> list[str]:
-        """Return what an instance asked its metadata service, oldest first."""
-        asked: list[str] = self._ask("imds_requests", instance_id=instance_id)
-        return asked
+        """Return the requests of an instance to its metadata service, oldest first."""
+        paths: list[str] = self._ask("imds_requests", instance_id=instance_id)
+        return paths
 
     def set_boot(self, seconds: float) -> None:
-        """Set how long instances are pending that are started from now on."""
+        """Set the pending time of instances that are started from now on."""
         self._ask("set_boot", seconds=seconds)
 
     def set_variables(self, variables: Mapping[str, str]) -> None:
-        """Set more variables of the environment of instances that are started from now on."""
+        """Set additional environment variables of instances that are started from now on."""
         self._ask("set_variables", variables=dict(variables))
 
     def wait_until(self, is_true: Callable[[], object], *, within_s: float = 100.0) -> None:
-        """Wait for something, looking every moment.
+        """Poll until a condition is true.
 
         Raises:
-            TimeoutError: With what the instances printed, if it does not come.
+            TimeoutError: On timeout, with the instances' consoles.
         """
         ends_at = time.monotonic() + within_s
         while not is_true():
             if time.monotonic() > ends_at:
-                told = [
+                reply = [
                     f"{one.instance_id} {one.state} {one.reason}\n{self.console(one.instance_id)}"
                     for one in self.instances()
                 ]
-                raise TimeoutError(f"not within {within_s} s; the instances:\n" + "\n".join(told))
+                raise TimeoutError(f"not within {within_s} s; the instances:\n" + "\n".join(reply))
             time.sleep(0.05)
 
     # Faults -------------------------------------------------------------------------------------
 
     def set_faults(self, *faults: ApiFault | S3Fault) -> None:
-        """Let these go wrong from now on, and nothing else; counts begin anew."""
+        """Replace all faults and reset the counters."""
         api = [fault.to_dict() for fault in faults if isinstance(fault, ApiFault)]
         self._ask("set_faults", faults=api)
         self.s3.set_faults(*(fault for fault in faults if isinstance(fault, S3Fault)))
 
     def calls(self) -> dict[str, int]:
-        """Return how often each ``service.Action`` was asked for since the faults were set."""
+        """Return the number of requests by ``service.Action`` since the faults were set."""
         counted: dict[str, int] = self._ask("calls")
         return counted
 
     def set_lag(self, seconds: float) -> None:
-        """Leave instances that are younger out of ``DescribeInstances``, as EC2 may."""
+        """Hide younger instances from ``DescribeInstances``, as EC2 may."""
         self._ask("set_lag", seconds=seconds)
 
     def set_clock_skew(self, seconds: float) -> None:
         """Set the cloud's clock (``Date``, S3's ``LastModified``) ahead of this machine's.
 
-        As on AWS, requests that are signed more than 15 minutes off are refused.
+        As on AWS, requests with a signature time more than 15 minutes off are refused.
         """
         self._ask("set_clock_skew", seconds=seconds)
 
     def break_imds(self, instance_id: str, how: ImdsFault) -> None:
-        """Let an instance's metadata service fail until it is told ``""``.
+        """Make an instance's metadata service fail until it is set to ``""``.
 
-        ``500`` answers errors, ``hang`` does not answer, ``expired`` refuses every token;
-        ``expire-tokens`` ends those that it gave, once.
+        ``500`` responds with errors, ``hang`` does not respond, ``expired`` refuses all tokens;
+        ``expire-tokens`` expires existing tokens, once.
         """
         self._ask("break_imds", instance_id=instance_id, how=how)
 
-    # What came of it ------------------------------------------------------------------------------
+    # Results --------------------------------------------------------------------------------------
 
     def bill(self) -> Bill:
-        """Return what everything really cost until now."""
+        """Return the real cost of everything so far."""
         return Bill(rows=tuple(BillRow(**row) for row in self._ask("bill")))
 
     def leftovers(self, cluster: str = "", *, prefix: str = CLUSTERS) -> dict[str, list[str]]:
-        """Return what is still there by kind, nothing if all is gone.
+        """Return what is left, by kind; empty if all is gone.
 
         Instances that are not terminated, volumes, launch templates, security groups, objects below
         the prefix; and processes and network cables of instances that have ended.
 
         Args:
             cluster: The value of the tag ``etrain:cluster``; empty for any, with or without it.
-            prefix: Where clusters have their objects; a cluster's are in a folder of its name.
+            prefix: Prefix of the clusters' objects; each cluster has a folder with its name.
         """
         found: dict[str, list[str]] = self._ask("leftovers", cluster=cluster, prefix=prefix)
         return found
 
     def reset(self) -> None:
-        """Make everything as new: instances, objects, account, market, faults, clock."""
+        """Restore the initial state: instances, objects, account, market, faults, clock."""
         self._ask("reset")
         self.s3.set_faults()
 
-    def _ask(self, verb: str, **words: Any) -> Any:
+    def _ask(self, verb: str, **arguments: Any) -> Any:
         request = urllib.request.Request(
             f"{self.url}/_fakeaws/{verb}",
-            json.dumps(words).encode(),
+            json.dumps(arguments).encode(),
             {"Content-Type": "application/json"},
         )
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -362,7 +362,7 @@ class FakeAws:
                 raise ValueError(json.loads(exc.read())) from None
 
     def close(self) -> None:
-        """End all instances and the process; what it made on this machine is gone afterwards."""
+        """End all instances and the process, and remove everything it created on this machine."""
         if self._process.stdin is not None:
             with suppress(OSError):
                 self._process.stdin.close()
@@ -373,16 +373,3 @@ class FakeAws:
             self._process.wait()
         if self._process.stdout is not None:
             self._process.stdout.close()
-
-    def __enter__(self) -> Self:
-        """Return itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """End it."""
-        self.close()

@@ -1,6 +1,6 @@
-"""What a test asks of the fake cloud's process: each public method is a verb, with JSON both ways.
+"""Control interface of the simulated cloud: each public method is a verb, with JSON both ways.
 
-``POST /_fakeaws/VERB`` with the arguments as JSON. The other side is ``cloud.FakeAws``.
+``POST /_fakeaws/VERB`` with the arguments as JSON. The client is ``cloud.FakeAws``.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ class Control:
         zones: list[str],
         variables: Mapping[str, str],
     ) -> None:
-        """Take what is controlled.
+        """Create it.
 
         Args:
             backend: Moto's state.
             hypervisor: The machines.
-            ec2: The actions that are ours.
+            ec2: Our own actions.
             api: The application.
-            zones: Where a new market has capacity.
-            variables: More variables of the instances' environment, after a reset too.
+            zones: Zones of a new market.
+            variables: Additional environment variables of the instances, also after a reset.
         """
         self._backend = backend
         self._hypervisor = hypervisor
@@ -59,7 +59,7 @@ class Control:
         self.reset()
 
     def reset(self) -> None:
-        """Make everything as new: no instances, no objects, the default market, no faults."""
+        """Restore the initial state: no instances, no objects, the default market, no faults."""
         self._hypervisor.forget()
         with self._backend.lock:
             moto_api_backend.reset()
@@ -69,7 +69,7 @@ class Control:
             self._hypervisor.variables = dict(self._variables)
             self._hypervisor.boot_s = self._boot_s
             self._backend.role_ttl_s = 3600
-            self._backend.enforce(False)
+            self._backend.iam.enforce(False)
         self._api.faults.set(())
         self._api.clock_skew_s = 0.0
 
@@ -105,7 +105,7 @@ class Control:
         capacity: int | None = None,
         price_usd: float | None = None,
     ) -> None:
-        """Change the pools of a type and a zone; empty stands for all."""
+        """Change the pools of a type and zone; empty matches all."""
         with self._backend.lock:
             market = self._ec2.market
             chosen = [
@@ -123,7 +123,7 @@ class Control:
     def change_on_demand(
         self, instance_type: str, capacity: int | None = None, price_usd: float | None = None
     ) -> None:
-        """Change the on-demand offer of a type; empty stands for all."""
+        """Change the on-demand offer of a type; empty matches all."""
         with self._backend.lock:
             market = self._ec2.market
             for name in [instance_type] if instance_type else market.on_demand_types():
@@ -132,15 +132,15 @@ class Control:
     # Faults -------------------------------------------------------------------------------------
 
     def set_faults(self, faults: list[dict[str, Any]]) -> None:
-        """Let these go wrong from now on, and nothing else."""
+        """Replace all faults."""
         self._api.faults.set(tuple(ApiFault(**fault) for fault in faults))
 
     def calls(self) -> dict[str, int]:
-        """Return how often each action was asked for since the faults were set."""
+        """Return the number of requests by action since the faults were set."""
         return self._api.faults.calls()
 
     def set_lag(self, seconds: float) -> None:
-        """Leave instances that are younger out of lists."""
+        """Hide younger instances from listings."""
         self._ec2.lag_s = seconds
 
     def set_clock_skew(self, seconds: float) -> None:
@@ -148,7 +148,7 @@ class Control:
         self._api.clock_skew_s = seconds
 
     def break_imds(self, instance_id: str, how: str) -> None:
-        """Let a metadata service fail; ``expire-tokens`` ends its tokens once."""
+        """Make a metadata service fail; ``expire-tokens`` expires its tokens once."""
         imds = self._hypervisor.imds(instance_id)
         if how == "expire-tokens":
             imds.expire_tokens()
@@ -156,11 +156,11 @@ class Control:
             imds.break_(how)
 
     def set_boot(self, seconds: float) -> None:
-        """Set how long new instances are pending."""
+        """Set the pending time of new instances."""
         self._hypervisor.boot_s = seconds
 
     def set_variables(self, variables: dict[str, str]) -> None:
-        """Set more variables of the environment of instances that are started from now on."""
+        """Set additional environment variables of instances that are started from now on."""
         self._hypervisor.variables = {**self._variables, **variables}
 
     # Instances ----------------------------------------------------------------------------------
@@ -168,31 +168,31 @@ class Control:
     def preempt(
         self, instance_id: str, notice_s: float, rebalance_s: float | None, silent: bool
     ) -> None:
-        """Take an instance back."""
+        """Reclaim an instance."""
         self._hypervisor.preempt(
             instance_id, notice_s=notice_s, rebalance_s=rebalance_s, silent=silent
         )
 
     def recommend_rebalance(self, instance_id: str) -> None:
-        """Tell an instance that it is at elevated risk."""
+        """Send an instance a rebalance recommendation."""
         self._hypervisor.recommend_rebalance(instance_id)
 
     def instances(self) -> list[dict[str, Any]]:
-        """Return all instances there were."""
+        """Return all instances."""
         with self._backend.lock:
             return [asdict(record) for record in self._hypervisor.records()]
 
     def console(self, instance_id: str) -> str:
-        """Return what an instance printed."""
+        """Return an instance's console output."""
         return self._hypervisor.console(instance_id).decode(errors="replace")
 
     def imds_requests(self, instance_id: str) -> list[str]:
-        """Return what an instance asked its metadata service."""
-        asked: list[str] = self._hypervisor.imds(instance_id).requests()
-        return asked
+        """Return the requests of an instance to its metadata service."""
+        found: list[str] = self._hypervisor.imds(instance_id).requests()
+        return found
 
     def bill(self) -> list[dict[str, Any]]:
-        """Return what each instance cost."""
+        """Return the cost of each instance."""
         with self._backend.lock:
             bill = make_bill(self._hypervisor.usages(), self._ec2.market, time.time())
         return [asdict(row) for row in bill.rows]
@@ -202,30 +202,30 @@ class Control:
     def make_account(
         self, region: str, bucket: str, role: str, role_policy: dict[str, Any] | None
     ) -> dict[str, str]:
-        """Make what a cluster needs."""
+        """Create the account's resources."""
         return account.make_account(
             self._backend, region=region, bucket=bucket, role=role, role_policy=role_policy
         )
 
     def make_user(self, name: str, policies: list[dict[str, Any]]) -> dict[str, str]:
-        """Make a user; return its credentials."""
+        """Create a user; return its credentials."""
         return account.make_user(self._backend, name=name, policies=policies)
 
     def enforce_iam(self, is_on: bool) -> None:
-        """Check signatures and policies, or not."""
-        self._backend.enforce(is_on)
+        """Start or stop checking signatures and policies."""
+        self._backend.iam.enforce(is_on)
 
     def permissions(self) -> list[list[Any]]:
-        """Return what IAM was asked since permissions are checked: each thing once."""
-        asked = list(self._backend.asked.values())
-        return [[r.action, r.resource, dict(r.context), ok] for r, ok in asked]
+        """Return the distinct requests to IAM since enforcement started."""
+        found = list(self._backend.iam.requests.values())
+        return [[r.action, r.resource, dict(r.context), ok] for r, ok in found]
 
     def set_role_ttl(self, seconds: int) -> None:
-        """Set how long credentials of roles live that are given from now on."""
+        """Set the lifetime of role credentials issued from now on."""
         self._backend.role_ttl_s = seconds
 
     def leftovers(self, cluster: str, prefix: str) -> dict[str, list[str]]:
-        """Return what is left, also on this machine of instances that have ended."""
+        """Return what is left, including processes of ended instances on this machine."""
         strays = self._hypervisor.find_strays()
         return {
             **account.find_leftovers(self._backend, cluster=cluster, prefix=prefix),
@@ -234,7 +234,7 @@ class Control:
 
 
 def with_control(app: Wsgi, control: Control) -> Wsgi:
-    """Return an application that answers the verbs, and leaves the rest to another one."""
+    """Return an application that handles the verbs, and passes all else to another one."""
 
     def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         path: str = environ["PATH_INFO"]
@@ -245,13 +245,13 @@ def with_control(app: Wsgi, control: Control) -> Wsgi:
         status = "200 OK"
         try:
             if verb.startswith("_") or not hasattr(Control, verb):
-                raise ValueError(f"the fake cloud does not know {verb!r}")
-            told = getattr(control, verb)(**json.loads(body or b"{}"))
-        except Exception as exc:  # the test gets it
+                raise ValueError(f"the fake cloud has no verb {verb!r}")
+            result = getattr(control, verb)(**json.loads(body or b"{}"))
+        except Exception as exc:  # reported to the test
             if not isinstance(exc, ValueError):
                 print(f"fakeaws: {verb} failed: {exc!r}", file=sys.stderr, flush=True)
-            status, told = "400 Bad Request", f"{exc}" or repr(exc)
-        data = json.dumps(told).encode()
+            status, result = "400 Bad Request", f"{exc}" or repr(exc)
+        data = json.dumps(result).encode()
         headers = [("Content-Type", "application/json"), ("Content-Length", str(len(data)))]
         start_response(status, headers)
         return [data]

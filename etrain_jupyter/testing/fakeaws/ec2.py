@@ -1,7 +1,7 @@
-"""The actions of EC2 that moto lacks or does too simply, over a market and real machines.
+"""EC2 actions that moto lacks or simplifies, over a market and real machines.
 
-Each method takes a call and returns an answer, or None: then moto answers. ``after`` is called when
-moto has. All under the backend's lock.
+Each method takes a call and returns a response, or None to let moto respond. ``after`` is called
+with moto's response. All run under the backend's lock.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ _ZONE_IDS = {"a": 6, "b": 1, "c": 2, "d": 4, "e": 3, "f": 5}
 
 
 class Machines(Protocol):
-    """What EC2 asks of the hypervisor."""
+    """EC2's interface to the hypervisor."""
 
     def sync(self) -> None:
-        """Start what is new and end what was terminated."""
+        """Start new machines and end terminated ones."""
 
     def console(self, instance_id: str) -> bytes:
-        """Return what an instance printed."""
+        """Return an instance's console output."""
 
 
 class Ec2:
-    """The actions, and what must be remembered between them."""
+    """The actions, and their state."""
 
     def __init__(self, backend: Backend, market: Market, machines: Machines) -> None:
         self._backend = backend
@@ -71,7 +71,7 @@ class Ec2:
         self.lag_s = 0.0
 
     def reset(self, market: Market) -> None:
-        """Forget everything."""
+        """Reset the state."""
         self.market = market
         self._answers.clear()
         self._born.clear()
@@ -79,30 +79,30 @@ class Ec2:
 
     def check_permitted(self, call: Call) -> None:
         """Refuse a call to any service that the caller's policies do not allow."""
-        self._backend.check_permitted(call)
+        self._backend.iam.check_permitted(call)
 
     def answer(self, call: Call, ask_moto: Callable[[], Answer]) -> Answer:
-        """Answer a call to EC2."""
+        """Process a call to EC2."""
         with self._backend.lock:
             query = nested(call.body)
             token = query.get("ClientToken", "")
             key = (call.region, call.action, token)
             if token and call.action in IDEMPOTENT and key in self._answers:
-                before, told = self._answers[key]
+                before, result = self._answers[key]
                 if before != query:
                     raise ApiError(
                         "IdempotentParameterMismatch",
                         f"The client token '{token}' was used with other parameters.",
                     )
-                return told
+                return result
             known = set(self._backend.states())
-            told = self._act(call, query, ask_moto)
-            if call.action in IDEMPOTENT and told[0].startswith("200"):
-                self._answers[key] = (query, told)
+            result = self._act(call, query, ask_moto)
+            if call.action in IDEMPOTENT and result[0].startswith("200"):
+                self._answers[key] = (query, result)
             for instance_id in set(self._backend.states()) - known:
                 self._born[instance_id] = time.monotonic()
             self._machines.sync()
-            return told
+            return result
 
     def _act(self, call: Call, query: dict[str, Any], ask_moto: Callable[[], Answer]) -> Answer:
         match call.action:
@@ -132,7 +132,7 @@ class Ec2:
             )
         overrides = list(self._overrides(call.region, configs))
         tags = read_tags(query)
-        self._backend.check_signed(call)
+        self._backend.iam.check_signed(call)
         if query.get("DryRun") == "true":
             raise ApiError(
                 "DryRunOperation", "Request would have succeeded, but DryRun flag is set.", 412
@@ -177,7 +177,7 @@ class Ec2:
     def _usable(
         self, region: str, overrides: list[Override], lifecycle: Lifecycle
     ) -> tuple[list[Override], list[dict[str, Any]]]:
-        """Tell apart what can be started and what has a fault of its own, such as its image."""
+        """Separate overrides that can be launched from invalid ones, such as a wrong image."""
         usable, errors = [], []
         for one in overrides:
             try:
@@ -213,7 +213,7 @@ class Ec2:
     # RunInstances -------------------------------------------------------------------------------
 
     def _check_room(self, call: Call, query: dict[str, Any]) -> None:
-        """Refuse what moto does not: too little capacity, an image that does not exist."""
+        """Refuse what moto accepts: too little capacity, an image that does not exist."""
         data: dict[str, Any] = {}
         if "LaunchTemplate" in query:
             data = self._backend.template(call.region, query["LaunchTemplate"]).data
@@ -236,10 +236,10 @@ class Ec2:
             )
             raise ApiError(refusal.code, refusal.message)
 
-    # What is read -------------------------------------------------------------------------------
+    # Reads ----------------------------------------------------------------------------------------
 
     def _price_history(self, call: Call, query: dict[str, Any]) -> Answer:
-        self._backend.check_signed(call)
+        self._backend.iam.check_signed(call)
         filters = {one["Name"]: listed(one, "Value") for one in listed(query, "Filter")}
         types = listed(query, "InstanceType") or filters.get("instance-type", [])
         zone = query.get("AvailabilityZone")
@@ -259,7 +259,7 @@ class Ec2:
         return ec2_answer(call.action, {"spotPriceHistorySet": rows, "nextToken": ""})
 
     def _placement_scores(self, call: Call, query: dict[str, Any]) -> Answer:
-        self._backend.check_signed(call)
+        self._backend.iam.check_signed(call)
         types = listed(query, "InstanceType")
         units = int(query.get("TargetCapacity", 1))
         pools = [
@@ -267,7 +267,7 @@ class Ec2:
             for pool in self.market.pools()
             if pool.zone.startswith(call.region) and (not types or pool.instance_type in types)
         ]
-        # AWS answers low with fewer than three types, whatever there is.
+        # AWS gives low scores with fewer than three types, regardless of capacity.
         most = 10 if len(types) >= 3 else 3
         rows: list[dict[str, Any]] = []
         if query.get("SingleAvailabilityZone") == "true":
@@ -287,7 +287,7 @@ class Ec2:
         return ec2_answer(call.action, {"spotPlacementScoreSet": rows})
 
     def _console_output(self, call: Call, query: dict[str, Any]) -> Answer:
-        self._backend.check_signed(call)
+        self._backend.iam.check_signed(call)
         instance_id = query.get("InstanceId", "")
         self._backend.find(instance_id)
         output = self._machines.console(instance_id)[-LOG_BYTES:]
@@ -300,8 +300,8 @@ class Ec2:
             },
         )
 
-    def _lagging(self, query: dict[str, Any], told: Answer) -> Answer:
-        """Leave out the instances that EC2's lists do not show yet."""
+    def _lagging(self, query: dict[str, Any], result: Answer) -> Answer:
+        """Remove the instances that EC2's listings do not show yet."""
         now = time.monotonic()
         hidden = {name for name, at in self._born.items() if now - at < self.lag_s}
         for instance_id in listed(query, "InstanceId"):
@@ -310,10 +310,10 @@ class Ec2:
                     "InvalidInstanceID.NotFound",
                     f"The instance ID '{instance_id}' does not exist",
                 )
-        if not hidden or not told[0].startswith("200"):
-            return told
+        if not hidden or not result[0].startswith("200"):
+            return result
         ET.register_namespace("", EC2_NAMESPACE)
-        root = ET.fromstring(told[2])
+        root = ET.fromstring(result[2])
         prefix = root.tag.partition("}")[0] + "}" if root.tag.startswith("{") else ""
         for reservation in root.iter(f"{prefix}instancesSet"):
             for item in list(reservation):
@@ -330,7 +330,7 @@ class Ec2:
 def _price_rows(
     pool: CapacityPool, history: list[tuple[float, float]], since: float | None, until: float | None
 ) -> list[dict[str, Any]]:
-    """Return the entries of a span, and the one that was in force when it began."""
+    """Return the price changes in a time span, and the one in force at its start."""
     rows = []
     ends = [at for at, _ in history[1:]] + [float("inf")]
     for (at, usd), end in zip(history, ends, strict=True):
@@ -354,7 +354,7 @@ def _instant(text: str | None) -> float | None:
 
 
 def _short(region: str) -> str:
-    """Shorten a region as zone ids do.
+    """Abbreviate a region as zone ids do.
 
     >>> _short("us-east-1")
     'use1'

@@ -1,4 +1,4 @@
-"""What goes wrong with requests to the fake cloud's services other than S3, as data.
+"""Faults of the simulated cloud's services other than S3, as data.
 
 S3's faults are :class:`~etrain_jupyter.testing.s3_faults.S3Fault`.
 """
@@ -15,7 +15,7 @@ from etrain_jupyter.testing.fakeaws.wire import ApiError, Call
 
 @dataclass(frozen=True, kw_only=True)
 class ApiFault:
-    """Something that goes wrong with requests, from now on.
+    """A fault of requests, from now on.
 
     Usual codes: ``RequestLimitExceeded`` (throttled), ``InternalError``, ``Unavailable``,
     ``InsufficientInstanceCapacity``, ``InvalidAMIID.NotFound``, ``UnauthorizedOperation``,
@@ -23,30 +23,30 @@ class ApiFault:
     """
 
     service: str = "ec2"
-    """As boto3 calls it; empty for every service."""
+    """boto3's name of the service; empty for all."""
     action: str = ""
-    """As ``CreateFleet``; empty for every action."""
+    """Action such as ``CreateFleet``; empty for all."""
     code: str = ""
-    """The error that is answered instead of a result; empty for none."""
+    """Error code to respond with; empty for none."""
     status: int = 0
-    """Its HTTP status; 0 for the one that EC2 answers it with."""
+    """HTTP status of the error; 0 for EC2's own."""
     skip: int = 0
-    """How many requests pass before the first that it concerns."""
+    """Number of matching requests before the first affected one."""
     count: int = 0
-    """How many requests it concerns at most; 0 for all."""
+    """Maximum number of affected requests; 0 for all."""
     match: str = ""
-    """Concerns requests that have this in ``METHOD PATH ACCESS_KEY_ID BODY``."""
+    """Affects requests with this text in ``METHOD PATH ACCESS_KEY_ID BODY``."""
     seconds: float = 0.0
-    """How long the request waits first."""
+    """Delay of the request."""
     is_answer_lost: bool = False
-    """Whether the request is carried out and the connection closed without an answer."""
+    """The request is executed, and the connection closed without a response."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return its JSON form."""
+        """Return the JSON form."""
         return asdict(self)
 
     def concerns(self, call: Call) -> bool:
-        """Tell whether it is about such a request."""
+        """Return whether it affects a request."""
         return (
             self.service in ("", call.service)
             and self.action in ("", call.action)
@@ -55,34 +55,34 @@ class ApiFault:
 
     @property
     def error(self) -> ApiError | None:
-        """What is answered."""
+        """The error to respond with."""
         return ApiError(self.code, "on purpose", self.status) if self.code else None
 
 
 class FaultList:
-    """The faults that are set, and what was asked since. For several threads."""
+    """The current faults, and counters of requests. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        """Guards the three below."""
+        """Guards the next three attributes."""
         self._faults: tuple[ApiFault, ...] = ()
         self._seen: Counter[int] = Counter()
         self._calls: Counter[str] = Counter()
 
     def set(self, faults: tuple[ApiFault, ...]) -> None:
-        """Replace all; counts begin anew."""
+        """Replace all faults and reset the counters."""
         with self._lock:
             self._faults = faults
             self._seen.clear()
             self._calls.clear()
 
     def calls(self) -> dict[str, int]:
-        """Return how often each ``service.Action`` was asked for."""
+        """Return the number of requests by ``service.Action``."""
         with self._lock:
             return dict(self._calls)
 
     def choose(self, call: Call) -> list[ApiFault]:
-        """Count a request and return what goes wrong with it."""
+        """Count a request and return the fault that affects it."""
         chosen = []
         with self._lock:
             self._calls[f"{call.service}.{call.action}"] += 1

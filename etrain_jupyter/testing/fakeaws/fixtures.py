@@ -1,10 +1,10 @@
-"""Fixtures for pytest: one fake cloud for a session, as new for each test, and nothing left.
+"""pytest fixtures: one simulated cloud per session, reset for each test, with a leak check.
 
 In a ``conftest.py``::
 
     from etrain_jupyter.testing.fakeaws.fixtures import *
 
-Then a test that takes ``cloud`` finds boto3 pointed at it, and fails if it leaves anything behind.
+A test that uses ``cloud`` finds boto3 configured for it, and fails if it leaves anything behind.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ _REPLACED = (
 
 
 def needs_namespaces() -> pytest.MarkDecorator:
-    """Skip, with the reason, where instances cannot have a network of their own."""
+    """Skip, with the reason, where instances cannot have their own networks."""
     reason = why_no_namespaces()
     return pytest.mark.skipif(bool(reason), reason=reason)
 
 
 @pytest.fixture(scope="session")
 def cloud_process() -> Iterator[FakeAws]:
-    """Give one cloud for the session, with namespaces where they can be had."""
+    """Provide one cloud for the session, with namespaces if possible."""
     with FakeAws(minute_s=1.0) as cloud:
         yield cloud
 
 
 @pytest.fixture(scope="session")
 def loopback_cloud_process() -> Iterator[FakeAws]:
-    """Give one cloud for the session whose instances are on the loopback interface."""
+    """Provide one cloud for the session with instances on the loopback interface."""
     with FakeAws("loopback", minute_s=1.0) as cloud:
         yield cloud
 
@@ -51,7 +51,7 @@ def loopback_cloud_process() -> Iterator[FakeAws]:
 def fresh_cloud(
     cloud_process: FakeAws, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Iterator[FakeAws]:
-    """Give it as new and as what boto3 finds, for tests of parts that do not clean up."""
+    """Provide a reset cloud for boto3, for tests of parts that do not clean up."""
     cloud_process.reset()
     point_boto_at(cloud_process, monkeypatch, tmp_path)
     yield cloud_process
@@ -60,14 +60,14 @@ def fresh_cloud(
 
 @pytest.fixture
 def cloud(fresh_cloud: FakeAws) -> Iterator[FakeAws]:
-    """Give it as new and as what boto3 finds; afterwards nothing may be left in it."""
+    """Provide a reset cloud for boto3; afterwards nothing may be left in it."""
     yield fresh_cloud
     fresh_cloud.set_faults()
     assert fresh_cloud.leftovers() == {}
 
 
 def point_boto_at(cloud: FakeAws, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Let boto3 find this cloud only, whatever this machine's configuration is."""
+    """Make boto3 use this cloud only, regardless of this machine's configuration."""
     for name in _REPLACED:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_CONFIG_FILE", str(folder / "aws_config"))

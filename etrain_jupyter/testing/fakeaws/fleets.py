@@ -1,4 +1,4 @@
-"""What a ``CreateFleet`` request says, and how its parts are answered. Pure."""
+"""Parse ``CreateFleet`` requests, and format the parts of a response. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from etrain_jupyter.testing.fakeaws.wire import listed
 
 @dataclass(frozen=True, kw_only=True)
 class Override:
-    """One line of a fleet request: a pool, and the template that it is started from."""
+    """One override of a fleet request: a pool and its launch template."""
 
     template: Any
     subnet: str | None
@@ -19,7 +19,7 @@ class Override:
 
 
 def read_demands(query: dict[str, Any]) -> list[Demand]:
-    """Return the on-demand and the spot part of a fleet request, as far as they are wanted."""
+    """Return the on-demand and the spot part of a fleet request, if present."""
     capacity = query["TargetCapacitySpecification"]
     total = float(capacity["TotalTargetCapacity"])
     targets: dict[Lifecycle, float] = {
@@ -50,7 +50,7 @@ def read_demands(query: dict[str, Any]) -> list[Demand]:
 
 
 def read_tags(query: dict[str, Any]) -> dict[str, dict[str, str]]:
-    """Return the tags of a request by kind of resource."""
+    """Return the tags in a request by resource type."""
     found: dict[str, dict[str, str]] = {}
     for one in listed(query, "TagSpecification", "TagSpecifications"):
         tags = {tag["Key"]: tag.get("Value", "") for tag in listed(one, "Tag", "Tags")}
@@ -59,7 +59,7 @@ def read_tags(query: dict[str, Any]) -> dict[str, dict[str, str]]:
 
 
 def describe(one: Override) -> dict[str, Any]:
-    """Write which override an instance, or an error, is of."""
+    """Format the override of an instance or an error."""
     pool = one.candidate.pool
     return {
         "launchTemplateSpecification": {
@@ -76,13 +76,13 @@ def describe(one: Override) -> dict[str, Any]:
 
 
 def refusal_entry(refusal: MarketRefusal, overrides: list[Override]) -> dict[str, Any]:
-    """Write why the market gave nothing, or less."""
+    """Format why the market gave less than requested."""
     place = refusal.candidate.place if refusal.candidate is not None else 0
     return error_entry(overrides[place], refusal.lifecycle, refusal.code, refusal.message)
 
 
 def error_entry(one: Override, lifecycle: Lifecycle, code: str, message: str) -> dict[str, Any]:
-    """Write what went wrong with an override."""
+    """Format the error of an override."""
     return {
         "launchTemplateAndOverrides": describe(one),
         "lifecycle": lifecycle,
@@ -92,7 +92,7 @@ def error_entry(one: Override, lifecycle: Lifecycle, code: str, message: str) ->
 
 
 def merged(launched: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Put instances of one override and lifecycle into one entry, as EC2 does."""
+    """Group instances of one override and lifecycle into one entry, as EC2 does."""
     entries: list[dict[str, Any]] = []
     for one in launched:
         for entry in entries:

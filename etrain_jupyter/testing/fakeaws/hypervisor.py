@@ -1,7 +1,7 @@
-"""The life of every instance: started when EC2 has it, ended by whoever may end it, and charged.
+"""Lifecycle of every instance: start, end and billing.
 
 Ends come from EC2 (``TerminateInstances``), from inside (``shutdown``), from the market (a spot
-interruption, with or without notice) and from a machine that broke.
+interruption, with or without notice) and from host failures.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ class _Guest:
     machine: SimulatedMachine
     usage: Usage
     ended: threading.Event = field(default_factory=threading.Event)
-    """EC2 knows that it ended."""
+    """Set when EC2 has recorded its end."""
     off: threading.Event = field(default_factory=threading.Event)
-    """Nothing of it is left on this machine."""
+    """Set when nothing of it is left on this machine."""
     switching: threading.Lock = field(default_factory=threading.Lock)
     timer: threading.Timer | None = None
     off_at: float | None = None
 
 
 class Hypervisor:
-    """Runs machines."""
+    """Runs the machines."""
 
     def __init__(
         self,
@@ -58,14 +58,14 @@ class Hypervisor:
         minute_s: float,
         boot_s: float,
     ) -> None:
-        """Listen for the power switches.
+        """Listen for the instances' shutdown commands.
 
         Args:
             backend: Moto's instances.
-            network: What connects the machines.
-            folder: Where the machines have their files.
-            minute_s: How long the minute of ``shutdown -h +1`` is.
-            boot_s: How long a machine is pending.
+            network: Connects the machines.
+            folder: Parent of the machines' folders.
+            minute_s: Duration of a minute of ``shutdown -h +1``, in seconds.
+            boot_s: Time for which a machine is pending, in seconds.
         """
         self.endpoint = ""
         self.variables: dict[str, str] = {}
@@ -81,16 +81,16 @@ class Hypervisor:
     # Starting -----------------------------------------------------------------------------------
 
     def sync(self) -> None:
-        """Start what is new in EC2 and end what was terminated there; called under the lock."""
+        """Start new instances and end terminated ones; called under the lock."""
         for instance_id, state in self._backend.states().items():
             guest = self._guests.get(instance_id)
             if guest is None and state not in ENDED_STATES:
                 self._adopt(instance_id)
             elif guest is not None and state in ENDED_STATES:
-                # Whoever terminated it waits for no machine: EC2 answers at once.
+                # Do not wait for the machine: EC2 responds immediately.
                 self._end_soon(guest, USER_SHUTDOWN, is_stopped=state.startswith("stop"))
                 if state == "terminated" and guest.usage.disk_ended_at is None:
-                    # It was stopped before: until now its disk cost.
+                    # It was stopped before: its disk was charged until now.
                     guest.usage = replace(guest.usage, disk_ended_at=time.time())
 
     def _adopt(self, instance_id: str) -> None:
@@ -123,11 +123,11 @@ class Hypervisor:
             self._end(guest, HOST_FAILED)
             return
         with self._backend.lock:
-            # Not earlier: who sees that it runs may want to reach its metadata service.
+            # Not earlier: a client that sees it running may use its metadata service.
             if not guest.ended.is_set():
                 self._backend.set_running(facts.instance_id)
         guest.machine.on_end()
-        # Its first process is gone though nobody switched it off: the host has failed.
+        # Its first process ended without a shutdown: the host has failed.
         self._end(guest, HOST_FAILED)
 
     # Ending -------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ class Hypervisor:
             self._switch_off(guest)
 
     def _mark_ended(self, guest: _Guest, code: str, *, is_stopped: bool) -> bool:
-        """Write down that it ended, in EC2 and on the bill; under the lock. False if it had."""
+        """Record its end in EC2 and on the bill; under the lock. False if it had ended before."""
         if guest.ended.is_set():
             return False
         guest.ended.set()
@@ -156,7 +156,7 @@ class Hypervisor:
         )
         self._backend.set_ended(instance_id, code, is_stopped=is_stopped)
         if self.market is not None:
-            # Others have what EC2 takes back; it is no longer for us.
+            # Capacity that EC2 reclaims is lost to us.
             self.market.give_back(instance_id, is_lost=code == SPOT_TAKEN)
         return True
 
@@ -168,13 +168,13 @@ class Hypervisor:
                 guest.off.set()
 
     def _on_order(self, instance_id: str, order: PowerOrder) -> str:
-        """Carry out a ``shutdown`` from inside."""
+        """Execute a ``shutdown`` from inside."""
         guest = self._guests.get(instance_id)
         if guest is None or guest.ended.is_set():
             return ""
         is_stopped = guest.machine.facts.stops
         if order.minutes == 0:
-            # Not on this thread: the command that asks is one of those that end.
+            # Not on this thread: the requesting command is one of the processes that end.
             self._run(f"off {instance_id}", self._end_from_inside, guest, is_stopped)
             return ""
         with self._backend.lock:
@@ -194,17 +194,17 @@ class Hypervisor:
     def _end_from_inside(self, guest: _Guest, is_stopped: bool) -> None:
         self._end(guest, GUEST_SHUTDOWN, is_stopped=is_stopped)
 
-    # What a test does to them --------------------------------------------------------------------
+    # Actions of tests ----------------------------------------------------------------------------
 
     def preempt(
         self, instance_id: str, *, notice_s: float, rebalance_s: float | None, silent: bool
     ) -> None:
-        """Take a machine back, in the background; see ``FakeAws.preempt``."""
+        """Reclaim a machine, in the background; see ``FakeAws.preempt``."""
         guest = self._alive(instance_id)
         is_spot = guest.usage.lifecycle == "spot"
         if not is_spot and not silent:
             raise ValueError(
-                f"{instance_id} is on-demand: EC2 gives no notice to it. Use silent=True for a "
+                f"{instance_id} is on-demand: EC2 never interrupts it. Use silent=True for a "
                 "host that fails."
             )
         code = SPOT_TAKEN if is_spot else HOST_FAILED
@@ -215,7 +215,7 @@ class Hypervisor:
 
     def _interrupt(self, guest: _Guest, notice_s: float, rebalance_s: float | None) -> None:
         imds = guest.machine.imds
-        if imds is None:  # it is pending still
+        if imds is None:  # still pending
             self._end(guest, SPOT_TAKEN)
             return
         if rebalance_s is not None:
@@ -227,7 +227,7 @@ class Hypervisor:
             self._end(guest, SPOT_TAKEN)
 
     def recommend_rebalance(self, instance_id: str) -> None:
-        """Say that a machine is at elevated risk, and do nothing."""
+        """Send a machine a rebalance recommendation."""
         self.imds(instance_id).recommend_rebalance()
 
     def imds(self, instance_id: str) -> Any:
@@ -241,22 +241,22 @@ class Hypervisor:
         guest = self._guests.get(instance_id)
         if guest is None or guest.ended.is_set():
             alive = [name for name, one in self._guests.items() if not one.ended.is_set()]
-            raise ValueError(f"no instance {instance_id} runs; there are {alive}")
+            raise ValueError(f"instance {instance_id} is not running; running are {alive}")
         return guest
 
-    # What is read -------------------------------------------------------------------------------
+    # Reads ----------------------------------------------------------------------------------------
 
     def console(self, instance_id: str) -> bytes:
-        """Return what an instance printed."""
+        """Return an instance's console output."""
         guest = self._guests.get(instance_id)
         return b"" if guest is None else guest.machine.console()
 
     def usages(self) -> list[Usage]:
-        """Return every machine there ever was."""
+        """Return the usage of all machines."""
         return [guest.usage for guest in list(self._guests.values())]
 
     def records(self) -> list[InstanceRecord]:
-        """Return every instance, oldest first; call under the lock."""
+        """Return all instances, oldest first; call under the lock."""
         states = self._backend.states()
         return [
             InstanceRecord(
@@ -289,7 +289,7 @@ class Hypervisor:
     # The end ------------------------------------------------------------------------------------
 
     def forget(self) -> None:
-        """Switch everything off and forget it."""
+        """Switch all machines off and forget them."""
         with self._backend.lock:
             guests = list(self._guests.values())
             for guest in guests:
@@ -301,15 +301,15 @@ class Hypervisor:
         self._guests.clear()
 
     def wait_quiet(self) -> None:
-        """Wait until machines that have ended are off; interruptions are not waited for."""
+        """Wait until machines that have ended are off; does not wait for interruptions."""
         for guest in list(self._guests.values()):
             if guest.ended.is_set():
                 guest.off.wait(MAX_OFF_S)
 
     def close(self) -> None:
-        """Switch everything off and listen no more."""
+        """Switch all machines off and stop listening."""
         self.forget()
         self._switch.close()
 
-    def _run(self, name: str, work: Callable[..., None], *words: Any) -> None:
-        threading.Thread(target=work, args=words, name=name, daemon=True).start()
+    def _run(self, name: str, work: Callable[..., None], *arguments: Any) -> None:
+        threading.Thread(target=work, args=arguments, name=name, daemon=True).start()

@@ -1,4 +1,4 @@
-"""The metadata service (IMDSv2) of one instance, with its faults.
+"""Metadata service (IMDSv2) of one instance, with fault injection.
 
 ::
 
@@ -9,9 +9,8 @@
         imds.interrupt(at=time.time() + 120)
         imds.break_("hang")
 
-On EC2 it listens on 169.254.169.254; here it does where the instance has a network of its own, and
-on a port of the loopback interface where it has not. Every request needs a token, as with
-``HttpTokens=required``.
+On EC2 it listens on 169.254.169.254; here it does if the instance has its own network, otherwise on
+a port of the loopback interface. All requests need a token, as with ``HttpTokens=required``.
 """
 
 from __future__ import annotations
@@ -25,15 +24,16 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import TracebackType
-from typing import Any, Literal, Self, cast, get_args
+from typing import Any, Literal, cast, get_args
 from urllib.parse import unquote
 
+from etrain_jupyter.testing.serving import Closing, serve_in_thread
+
 Page = str | Callable[[], str | None]
-"""The text at a path, or what returns it; None is answered with 404."""
+"""The text at a path, or a function that returns it; None responds with 404."""
 Broken = Literal["", "500", "hang", "expired"]
-"""How the service fails from now on: not at all; with errors; without an answer; with tokens that
-have ended by the time they are used."""
+"""Kind of failure from now on: none; errors; no response; tokens that have expired before they
+are used."""
 
 MAX_TOKEN_S = 21600
 MAX_HANG_S = 60.0
@@ -42,7 +42,7 @@ _TTL = f"{_TOKEN}-ttl-seconds"
 
 
 def timestamp(at: float) -> str:
-    """Write an instant as AWS does, in whole seconds.
+    """Format an instant as AWS does, in whole seconds.
 
     >>> timestamp(1767225600.9)
     '2026-01-01T00:00:00Z'
@@ -63,19 +63,19 @@ def instance_pages(
     tags: Mapping[str, str] | None = None,
     user_data: str | None = None,
 ) -> dict[str, Page]:
-    """Return what an instance may read about itself, by path below ``/latest/``.
+    """Return the metadata of an instance, by path below ``/latest/``.
 
     Args:
         instance_id: Its id.
         instance_type: Its type.
         zone: Its availability zone; the region is the zone without its letter.
-        lifecycle: How it is paid.
+        lifecycle: ``spot`` or ``on-demand``.
         address: Its private address.
-        ami: The image that it runs.
-        account: Whose it is.
-        launched_at: When it was started; now, if not given.
-        tags: Its tags, which it sees with ``InstanceMetadataTags=enabled``; None hides them.
-        user_data: What it runs at boot.
+        ami: Its image.
+        account: Its account.
+        launched_at: Its launch time; by default now.
+        tags: Its tags, visible with ``InstanceMetadataTags=enabled``; None hides them.
+        user_data: Its boot script.
     """
     region = zone[:-1]
     identity = {
@@ -107,7 +107,7 @@ def instance_pages(
     return pages
 
 
-class ImdsServer:
+class ImdsServer(Closing):
     """The service, in threads of this process."""
 
     def __init__(
@@ -116,12 +116,12 @@ class ImdsServer:
         """Start it.
 
         Args:
-            pages: What it tells, by path below ``/latest/``.
-            listener: A listening socket, as one of another network namespace; else a port of
-                127.0.0.1 is taken.
+            pages: Its content, by path below ``/latest/``.
+            listener: A listening socket, for example in another network namespace; by default a
+                port of 127.0.0.1.
         """
         self._lock = threading.Lock()
-        """Guards the four below."""
+        """Guards the next four attributes."""
         self._pages: dict[str, Page] = dict(pages or {})
         self._tokens: dict[str, float] = {}
         self._asked: list[str] = []
@@ -129,19 +129,16 @@ class ImdsServer:
         self._mended = threading.Event()
         self._mended.set()
         self._server = _Server(listener, self)
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(0.05,), name="imds", daemon=True
-        )
-        self._thread.start()
+        self._thread = serve_in_thread(self._server, "imds")
 
     @property
     def url(self) -> str:
-        """What ``AWS_EC2_METADATA_SERVICE_ENDPOINT`` is set to."""
+        """Value for ``AWS_EC2_METADATA_SERVICE_ENDPOINT``."""
         host, port = self._server.socket.getsockname()[:2]
         return f"http://{host}:{port}"
 
     def set(self, path: str, page: Page | None) -> None:
-        """Tell this at a path below ``/latest/`` from now on; None removes it."""
+        """Set the content of a path below ``/latest/``; None removes it."""
         with self._lock:
             if page is None:
                 self._pages.pop(path, None)
@@ -149,25 +146,25 @@ class ImdsServer:
                 self._pages[path] = page
 
     def recommend_rebalance(self, at: float | None = None) -> None:
-        """Say that the instance is at elevated risk, as of an instant (now)."""
+        """Publish a rebalance recommendation with a time (by default now)."""
         noticed = json.dumps({"noticeTime": timestamp(time.time() if at is None else at)})
         self.set("meta-data/events/recommendations/rebalance", noticed)
 
     def interrupt(self, at: float) -> None:
-        """Say that EC2 takes the instance back at an instant (seconds since the epoch)."""
+        """Publish an interruption notice for a time (seconds since the epoch)."""
         action = json.dumps({"action": "terminate", "time": timestamp(at)})
         self.set("meta-data/spot/instance-action", action)
         self.set("meta-data/spot/termination-time", timestamp(at))
 
     def set_role(self, role: str, credentials: Callable[[], str]) -> None:
-        """Give the instance a role, and what returns the role's credentials as JSON."""
+        """Assign a role, and a function that returns its credentials as JSON."""
         self.set(f"meta-data/iam/security-credentials/{role}", credentials)
         self.set("meta-data/iam/security-credentials", role)
 
     def break_(self, how: Broken) -> None:
-        """Fail like this from now on; ``""`` mends it."""
+        """Fail in this way from now on; ``""`` repairs it."""
         if how not in get_args(Broken):
-            raise ValueError(f"a metadata service breaks as one of {get_args(Broken)}, not {how!r}")
+            raise ValueError(f"a metadata service fails as one of {get_args(Broken)}, not {how!r}")
         with self._lock:
             self._broken = how
         if how == "hang":
@@ -176,56 +173,43 @@ class ImdsServer:
             self._mended.set()
 
     def expire_tokens(self) -> None:
-        """End every token that it gave, once; new ones are good."""
+        """Expire all existing tokens; new ones are valid."""
         with self._lock:
             self._tokens.clear()
 
     def requests(self) -> list[str]:
-        """Return the paths that were asked for with a good token, oldest first."""
+        """Return the paths of requests with a valid token, oldest first."""
         with self._lock:
             return list(self._asked)
 
     def close(self) -> None:
-        """End it, and its open connections."""
+        """Stop it, and close its connections."""
         self._mended.set()
         self._server.shutdown()
         self._server.close_all()
         self._thread.join()
 
-    def __enter__(self) -> Self:
-        """Return itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """End it."""
-        self.close()
-
     def give_token(self, ttl_s: int) -> str:
-        """Return a new token (for the handler of requests)."""
+        """Return a new token (for the request handler)."""
         token = secrets.token_urlsafe(40)
         with self._lock:
             self._tokens[token] = time.monotonic() + ttl_s
         return token
 
     def is_good(self, token: str | None) -> bool:
-        """Tell whether a token may read (for the handler of requests)."""
+        """Return whether a token is valid (for the request handler)."""
         with self._lock:
             ends_at = self._tokens.get(token or "", 0.0)
             return self._broken != "expired" and time.monotonic() < ends_at
 
     def fails_now(self) -> bool:
-        """Wait while the service hangs; tell whether it answers with an error."""
+        """Block while the service hangs; return whether it responds with an error."""
         self._mended.wait(MAX_HANG_S)
         with self._lock:
             return self._broken == "500"
 
     def read(self, path: str) -> str | None:
-        """Return a page, or a listing of what is below a path, or None."""
+        """Return the content of a path, or a listing of the paths below it, or None."""
         with self._lock:
             self._asked.append(path)
             page = self._pages.get(path)
@@ -250,7 +234,7 @@ class _Server(ThreadingHTTPServer):
             self.socket = listener
 
     def server_bind(self) -> None:
-        # Not HTTPServer's, which asks the name service for the machine's name.
+        # Not HTTPServer's method, which looks up the machine's name in DNS.
         self.socket.bind(self.server_address)
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -262,7 +246,7 @@ class _Server(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Print nothing when a client goes away in the middle of an answer."""
+        """Print nothing when a client disconnects early."""
 
     def close_all(self) -> None:
         self.server_close()
@@ -282,7 +266,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path != "/latest/api/token":
             return self._answer(404)
         if self.headers.get("X-Forwarded-For"):
-            return self._answer(403)  # somebody asks through a proxy
+            return self._answer(403)  # the request came through a proxy
         ttl = self.headers.get(_TTL, "")
         if not ttl.isdecimal() or not 1 <= int(ttl) <= MAX_TOKEN_S:
             return self._answer(400)

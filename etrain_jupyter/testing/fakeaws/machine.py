@@ -1,6 +1,6 @@
-"""One machine: a process tree that runs an instance's user-data, with its metadata and its console.
+"""One machine: a process tree that runs an instance's user-data, with metadata and console.
 
-``ETRAIN_FAKEAWS_INSTANCE`` in the environment of a process says to which instance it belongs.
+``ETRAIN_FAKEAWS_INSTANCE`` in a process's environment is the id of its instance.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from pathlib import Path
 import psutil
 
 import etrain_jupyter
-from etrain_jupyter.testing.fakeaws.backend import ACCOUNT, InstanceFacts
+from etrain_jupyter.testing.fakeaws.backend import InstanceFacts
 from etrain_jupyter.testing.fakeaws.imds import ImdsServer, Page, instance_pages
 from etrain_jupyter.testing.fakeaws.networks import SimulatedNetwork
+from etrain_jupyter.testing.fakeaws.records import ACCOUNT
 
 MARKER = "ETRAIN_FAKEAWS_INSTANCE"
 _GUEST = Path(__file__).parent / "guest"
@@ -28,24 +29,24 @@ _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _MAX_END_S = 20.0
 
 
-def python_script(name: str, *words: str) -> list[str]:
+def python_script(name: str, *arguments: str) -> list[str]:
     """Return the command that runs one of the guest's scripts."""
-    return [sys.executable, "-I", "-S", str(_GUEST / f"{name}.py"), *words]
+    return [sys.executable, "-I", "-S", str(_GUEST / f"{name}.py"), *arguments]
 
 
 class SimulatedMachine:
-    """Made switched off; ``start`` and ``power_off`` are called once."""
+    """A machine, initially off; ``start`` and ``power_off`` are called once."""
 
     def __init__(
         self, facts: InstanceFacts, address: str, network: SimulatedNetwork, folder: Path
     ) -> None:
-        """Describe it.
+        """Create it.
 
         Args:
-            facts: What it is.
+            facts: Its description.
             address: Its private address.
-            network: What connects it.
-            folder: The harness's folder; the machine's own is made below it.
+            network: Connects it.
+            folder: The harness's folder, parent of the machine's own.
         """
         self.facts = facts
         self.address = address
@@ -57,7 +58,7 @@ class SimulatedMachine:
         self._process: subprocess.Popen[bytes] | None = None
         self._is_off = False
         self._lock = threading.Lock()
-        """Guards the switch."""
+        """Guards the power state."""
 
     @property
     def pid(self) -> int | None:
@@ -66,7 +67,7 @@ class SimulatedMachine:
         return process.pid if process is not None and process.poll() is None else None
 
     def console(self) -> bytes:
-        """Return what it printed."""
+        """Return the console output."""
         with suppress(FileNotFoundError):
             return (self._folder / "console.log").read_bytes()
         return b""
@@ -77,8 +78,8 @@ class SimulatedMachine:
         """Run its user-data.
 
         Args:
-            endpoint: Where it reaches the cloud's services.
-            variables: More variables of its environment.
+            endpoint: Address of the cloud's services.
+            variables: Additional environment variables.
             credentials: Returns the credentials of its role, if it has one.
         """
         with self._lock:
@@ -110,15 +111,15 @@ class SimulatedMachine:
             self._process.stdin.flush()
 
     def _command(self) -> list[str]:
-        """Write its user-data to a file, and return what runs it."""
+        """Write its user-data to a file; return the command that runs it."""
         text = self.facts.user_data
         if not text.startswith("#!"):
-            return ["true"]  # cloud-init runs scripts only
+            return ["true"]  # cloud-init only runs scripts
         script = self._folder / "user-data"
         script.write_text(text)
         script.chmod(0o755)
-        # Not the file itself: a script that is executed while another thread of the harness
-        # starts a process may be "busy".
+        # Run it by an interpreter: executing a file that another thread's child still has open
+        # for writing fails with "text file busy".
         return [*shlex.split(text.splitlines()[0][2:]), str(script)]
 
     def _environment(self, endpoint: str, variables: Mapping[str, str]) -> dict[str, str]:
@@ -142,11 +143,11 @@ class SimulatedMachine:
         return environment
 
     def _write_commands(self) -> Path:
-        """Write the commands that must never be those of this machine; return their folder."""
+        """Write replacements for commands that must not run here; return their folder."""
         folder = self._folder / "bin"
         folder.mkdir()
-        words = python_script("shutdown", str(self._harness_folder), self.facts.instance_id)
-        switch = shlex.join(words)
+        arguments = python_script("shutdown", str(self._harness_folder), self.facts.instance_id)
+        switch = shlex.join(arguments)
         off = f"exec {switch} -h now"
         refuse = 'echo "$0: not in a fake instance" >&2; exit 1'
         scripts = {
@@ -178,7 +179,7 @@ class SimulatedMachine:
         )
 
     def power_off(self) -> None:
-        """Pull its plug: first the network, then everything that it runs. Does it once."""
+        """Power it off, once: cut the network, then kill all its processes."""
         with self._lock:
             if self._is_off:
                 return
@@ -192,7 +193,7 @@ class SimulatedMachine:
     def _kill(self, process: subprocess.Popen[bytes]) -> None:
         was_alive = process.poll() is None
         if was_alive and self._network.mode == "namespaces":
-            # The first process of a process table takes all others with it.
+            # Killing the first process of a process table kills all others.
             with suppress(psutil.NoSuchProcess):
                 for first in psutil.Process(process.pid).children():
                     first.kill()
@@ -206,19 +207,19 @@ class SimulatedMachine:
             process.wait()
             was_alive = False
         if not was_alive:
-            # It did not end its processes itself: somebody killed it, or it hung.
+            # It did not end its own processes: it was killed, or it hung.
             for one in processes_of(self.facts.instance_id):
                 with suppress(psutil.NoSuchProcess):
                     one.kill()
 
     def on_end(self) -> None:
-        """Wait until it is off, by whatever cause."""
+        """Wait until it is off, for any reason."""
         if self._process is not None:
             self._process.wait()
 
 
 def processes_of(*instance_ids: str) -> list[psutil.Process]:
-    """Return the processes of instances, told by the marker in their environment."""
+    """Return the processes of instances, found by the marker in their environment."""
     wanted = {f"{MARKER}={instance_id}".encode() for instance_id in instance_ids}
     found = []
     for process in psutil.process_iter():

@@ -1,8 +1,8 @@
-"""Which machines there are and what they cost: a market, and how a fleet takes from it.
+"""The market of machines: capacity and prices, and how a fleet is allocated.
 
-Pure: instants are arguments, nothing is started here. A *pool* is an instance type in a zone; its
-spot capacity and price are set by whoever plays the market. On-demand machines have a price and a
-capacity by type.
+Pure: instants are arguments, nothing is started here. A *pool* is an instance type in a zone with a
+spot capacity and price, which the test sets. On-demand machines have a price and a capacity by
+type.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NO_CAPACITY = "InsufficientInstanceCapacity"
 UNFULFILLABLE = "UnfulfillableCapacity"
 PRICE_TOO_LOW = "SpotMaxPriceTooLow"
 BEFORE = -1e12
-"""When a price began that was not set by a test: long before any."""
+"""Start of prices that no test has set: long before any test."""
 
 DEFAULT_ON_DEMAND_USD = {
     "c5.xlarge": 0.17,
@@ -32,8 +32,8 @@ DEFAULT_ON_DEMAND_USD = {
     "t3.medium": 0.0416,
     "t3.small": 0.0208,
 }
-"""Prices of a market that nobody has set: Linux, us-east-1, list prices rounded. Only the harness
-charges them."""
+"""Default prices: Linux, us-east-1, rounded list prices. Only the simulation charges
+them."""
 DEFAULT_CAPACITY = 20
 
 
@@ -46,37 +46,37 @@ class CapacityPool(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A pool that a fleet request names."""
+    """A pool in a fleet request."""
 
     pool: CapacityPool
     place: int = 0
-    """Which of the request's overrides it is."""
+    """Index of the override in the request."""
     weight: float = 1.0
-    """How many units of the target one machine is."""
+    """Units of the target per machine."""
     max_price_usd: float | None = None
     priority: float = 0.0
-    """The lower, the sooner, for strategies that look at it."""
+    """Lower is preferred, for strategies that use it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Demand:
-    """The part of a fleet request that concerns one lifecycle."""
+    """The part of a fleet request with one lifecycle."""
 
     lifecycle: Lifecycle
     target: float
     """Units wanted; may be exceeded by less than one machine."""
     strategy: str = "lowest-price"
     num_pools: int = 1
-    """Over how many pools ``lowest-price`` spreads."""
+    """Number of pools for ``lowest-price``."""
     is_single_type: bool = False
     is_single_zone: bool = False
     min_target: float = 0.0
-    """Fewer units than this, and nothing is launched."""
+    """With fewer units than this, nothing is launched."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MarketRefusal:
-    """Why a pool, or the whole request (no candidate), gave less than was asked for."""
+    """Why a pool, or the whole request (no candidate), gave less than requested."""
 
     lifecycle: Lifecycle
     code: str
@@ -84,7 +84,7 @@ class MarketRefusal:
 
     @property
     def message(self) -> str:
-        """What EC2 says with it."""
+        """EC2's message for the code."""
         if self.code == NO_CAPACITY and self.candidate is not None:
             instance_type, zone = self.candidate.pool
             return (
@@ -102,7 +102,7 @@ class MarketRefusal:
 
 @dataclass(frozen=True, kw_only=True)
 class FleetPlan:
-    """What a fleet request gets: one candidate a machine, and why not more."""
+    """The allocation of a fleet request: one candidate per machine, and why not more."""
 
     launches: tuple[Candidate, ...] = ()
     refusals: tuple[MarketRefusal, ...] = ()
@@ -116,7 +116,7 @@ class _Offer:
 
 
 class Market:
-    """Capacity and prices, and who holds what. Not for several threads at once."""
+    """Capacity, prices and usage. Not thread-safe."""
 
     def __init__(self) -> None:
         self._offers: dict[CapacityPool, _Offer] = {}
@@ -126,7 +126,7 @@ class Market:
 
     @classmethod
     def default(cls, zones: Iterable[str]) -> Market:
-        """Return one with room for the usual types in some zones."""
+        """Return a market with capacity for the usual types in some zones."""
         market = cls()
         names = list(zones)
         for instance_type, usd in DEFAULT_ON_DEMAND_USD.items():
@@ -153,21 +153,21 @@ class Market:
             offer.capacity = capacity
         if price_usd is not None:
             if offer.starts and at < offer.starts[-1]:
-                raise ValueError(f"{pool} has a price of a later instant already")
+                raise ValueError(f"{pool} already has a price for a later time")
             offer.starts.append(at if offer.starts else BEFORE)
             offer.prices.append(price_usd)
 
     def set_on_demand(
         self, instance_type: str, *, price_usd: float | None = None, capacity: int | None = None
     ) -> None:
-        """Set what a type costs on demand and how many there are in all zones together."""
+        """Set a type's on-demand price, and its capacity over all zones."""
         if price_usd is not None:
             self._on_demand_usd[instance_type] = price_usd
         if capacity is not None:
             self._on_demand_capacity[instance_type] = capacity
 
     def pools(self) -> list[CapacityPool]:
-        """Return the pools, in order."""
+        """Return the pools, sorted."""
         return sorted(self._offers)
 
     def take(self, instance_id: str, pool: CapacityPool, lifecycle: Lifecycle) -> None:
@@ -175,13 +175,13 @@ class Market:
         self._taken[instance_id] = (pool, lifecycle)
 
     def give_back(self, instance_id: str, *, is_lost: bool = False) -> None:
-        """Count it no more; ``is_lost`` takes its spot capacity away with it: others use it."""
+        """Release a machine; ``is_lost`` also reduces the spot capacity: other customers use it."""
         pool, lifecycle = self._taken.pop(instance_id, (None, None))
         if pool is not None and is_lost and lifecycle == "spot" and pool in self._offers:
             self._offers[pool].capacity = max(0, self._offers[pool].capacity - 1)
 
     def free(self, pool: CapacityPool, lifecycle: Lifecycle) -> int:
-        """Return how many more machines can be started."""
+        """Return the number of machines that can still be started."""
         if lifecycle == "spot":
             offer = self._offers.get(pool)
             if offer is None or not offer.prices:
@@ -193,7 +193,7 @@ class Market:
         return max(0, capacity - self._num_taken(pool, lifecycle))
 
     def _num_taken(self, pool: CapacityPool, lifecycle: Lifecycle) -> int:
-        # On-demand capacity is counted by type.
+        # On-demand capacity is per type.
         return sum(
             kind == lifecycle
             and (held == pool if kind == "spot" else held.instance_type == pool.instance_type)
@@ -201,11 +201,11 @@ class Market:
         )
 
     def on_demand_usd(self, instance_type: str) -> float | None:
-        """Return what an hour of a type costs on demand."""
+        """Return a type's on-demand price per hour."""
         return self._on_demand_usd.get(instance_type)
 
     def on_demand_types(self) -> list[str]:
-        """Return the types that have an on-demand price."""
+        """Return the types with an on-demand price."""
         return sorted(self._on_demand_usd)
 
     def history(self, pool: CapacityPool) -> list[tuple[float, float]]:
@@ -214,7 +214,7 @@ class Market:
         return list(zip(offer.starts, offer.prices, strict=True))
 
     def spot_usd(self, pool: CapacityPool, at: float) -> float | None:
-        """Return what an hour cost at an instant."""
+        """Return the price per hour at an instant."""
         offer = self._offers.get(pool)
         if offer is None or not offer.prices:
             return None
@@ -223,7 +223,7 @@ class Market:
     def charge_usd(
         self, pool: CapacityPool, lifecycle: Lifecycle, start: float, end: float
     ) -> float:
-        """Return what a machine cost between two instants, at the prices then in force."""
+        """Return the cost of a machine between two instants, at the prices in force."""
         if lifecycle == "on-demand":
             return (end - start) / 3600 * (self.on_demand_usd(pool.instance_type) or 0.0)
         total = 0.0
@@ -234,15 +234,15 @@ class Market:
         return total
 
     def score(self, pools: Iterable[CapacityPool], units: int) -> int:
-        """Return how likely a target is to be met by these pools together, from 1 to 10."""
+        """Return the likelihood that these pools together meet a target, from 1 to 10."""
         room = sum(self.free(pool, "spot") for pool in pools)
         return max(1, min(10, round(10 * room / max(1, 2 * units))))
 
     def plan(self, candidates: Sequence[Candidate], demand: Demand, at: float) -> FleetPlan:
-        """Choose machines for a demand. Nothing is taken yet."""
+        """Choose machines for a demand, without taking them."""
         groups = _groups(candidates, demand)
         chosen = [self._fill(group, demand, at) for group in groups]
-        # Of several zones or types, the one that gives the most, then the cheapest.
+        # If only one zone or type may be used: the one with the most capacity, then the cheapest.
         best = min(
             chosen,
             key=lambda got: (-min(_units(got), demand.target), self._usd(got, demand, at)),
@@ -289,7 +289,7 @@ class Market:
     def _order(
         self, demand: Demand, got: Sequence[Candidate], at: float
     ) -> Callable[[Candidate], tuple[float, ...]]:
-        """Return what sorts the candidates that have room, the best first."""
+        """Return the sort key of candidates with capacity, best first."""
 
         def usd(candidate: Candidate) -> float:
             return self._hourly_usd(candidate, demand, at) / candidate.weight
@@ -301,13 +301,13 @@ class Market:
             return sum(one.pool == candidate.pool for one in got)
 
         def is_new(candidate: Candidate) -> bool:
-            """Tell whether it would be one pool more than ``lowest-price`` may spread over."""
+            """Return whether it would exceed the number of pools for ``lowest-price``."""
             num_used = len({one.pool for one in got})
             return used(candidate) == 0 and num_used >= demand.num_pools
 
         match demand.strategy:
             case "price-capacity-optimized":
-                # Deep pools first, then cheap ones; beyond eight machines, depth tells nothing.
+                # Deep pools first, then cheap ones; more than eight machines count the same.
                 return lambda one: (usd(one) / (1 + 0.25 * min(room(one), 8)), one.place)
             case "capacity-optimized":
                 return lambda one: (-room(one), usd(one), one.place)
@@ -340,7 +340,7 @@ def _units(got: Iterable[Candidate]) -> float:
 
 
 def _groups(candidates: Sequence[Candidate], demand: Demand) -> list[list[Candidate]]:
-    """Return the candidates that may be mixed: by zone, by type, by both or all together."""
+    """Group the candidates that may be combined: by zone, by type, by both, or all together."""
     groups: dict[tuple[str, str], list[Candidate]] = {}
     for candidate in candidates:
         key = (

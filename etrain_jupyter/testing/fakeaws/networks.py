@@ -1,10 +1,10 @@
-"""Where the machines of the fake cloud have their addresses: a network of namespaces, or loopback.
+"""Addresses of the simulated machines: network namespaces, or loopback.
 
-In ``namespaces``, each machine has a network and a process table of its own, joined by a bridge; a
-machine that loses power says no more good-bye to its peers than one on EC2. That needs root and
-``ip`` (Debian package iproute2). In ``loopback``, machines are processes of this one with an
-address each below 127.0.0.0/8, and their connections are closed when they end. A namespace has no
-name: it ends with the last process in it.
+With ``namespaces``, each machine has its own network and process table, connected by a bridge; as
+on EC2, a machine that loses power does not close its connections. This requires root and ``ip``
+(Debian package iproute2). With ``loopback``, machines are local processes, each with an address in
+127.0.0.0/8, and their connections are closed when they end. A namespace has no name: it ends with
+its last process.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from typing import Literal, Protocol
 
 Mode = Literal["namespaces", "loopback"]
 PREFIX = "etfake"
-"""How the names of bridges begin; the harness's process id follows."""
+"""Prefix of bridge names, followed by the harness's process id."""
 CABLE = "etc"
-"""How the names of cables begin; the harness's process id and ``n`` follow, and a number."""
+"""Prefix of cable names, followed by the harness's process id, ``n`` and a number."""
 IMDS_ADDRESS = ("169.254.169.254", 80)
 _CLONE_NEWNET = 0x40000000
 _MAX_HOSTS = 250
 
 
 def why_no_namespaces() -> str:
-    """Say why this machine cannot have networks of namespaces; empty if it can."""
+    """Return why this machine cannot use network namespaces; empty if it can."""
     if not (shutil.which("ip") and shutil.which("unshare") and shutil.which("nsenter")):
         return "needs `ip`, `unshare` and `nsenter` (Debian packages iproute2 and util-linux)"
     if os.geteuid():
-        return "needs root, to make network namespaces"
+        return "needs root, to create network namespaces"
     tried = ["unshare", "--net", "--pid", "--fork", "--mount-proc", "true"]
     if subprocess.run(tried, capture_output=True, check=False).returncode:
         return "this machine does not allow network namespaces"
@@ -49,34 +49,34 @@ class SimulatedNetwork(Protocol):
 
     mode: Mode
     host_address: str
-    """Where instances reach this machine."""
+    """Address at which instances reach this machine."""
     bridge: str
-    """The name of its bridge, empty for none."""
+    """Name of the bridge, empty for none."""
 
     def allocate(self) -> str:
-        """Return the address of a new machine."""
+        """Return the address for a new machine."""
 
     def release(self, address: str) -> None:
-        """Take an address back."""
+        """Release an address."""
 
     def wrap(self, command: list[str]) -> list[str]:
         """Return the command that starts a machine's first process."""
 
     def plug(self, pid: int, address: str) -> socket.socket:
-        """Connect a machine; return where its metadata service listens."""
+        """Connect a machine; return the listener of its metadata service."""
 
     def pull(self, address: str) -> None:
-        """Cut the cable: from now on nothing that it sends arrives, nor the other way."""
+        """Disconnect a machine, in both directions."""
 
     def stray_cables(self, in_use: set[str]) -> list[str]:
-        """Return the cables that are of none of these addresses."""
+        """Return the cables that belong to none of these addresses."""
 
     def close(self) -> None:
-        """Remove what is left."""
+        """Remove everything."""
 
 
 class _Addresses:
-    """Hands out the last number of an address; one that came back is used again last."""
+    """Allocates the last number of an address; a released number is reused last."""
 
     def __init__(self, prefix: str, first: int) -> None:
         self._prefix = prefix
@@ -96,7 +96,7 @@ class _Addresses:
 
 
 class LoopbackNetwork:
-    """Addresses below 127.0.0.0/8; the harness's process id keeps harnesses apart."""
+    """Addresses in 127.0.0.0/8, distinct between harnesses by process id."""
 
     mode: Mode = "loopback"
     host_address = "127.0.0.1"
@@ -107,15 +107,15 @@ class LoopbackNetwork:
         self._addresses = _Addresses(f"127.{64 + (pid >> 8) % 64}.{pid % 256}", 1)
 
     def allocate(self) -> str:
-        """Return the address of a new machine."""
+        """Return the address for a new machine."""
         return self._addresses.take()
 
     def release(self, address: str) -> None:
-        """Take an address back."""
+        """Release an address."""
         self._addresses.put_back(address)
 
     def wrap(self, command: list[str]) -> list[str]:
-        """Return the command as it is."""
+        """Return the command unchanged."""
         return command
 
     def plug(self, pid: int, address: str) -> socket.socket:
@@ -134,7 +134,7 @@ class LoopbackNetwork:
 
 
 class NamespaceNetwork:
-    """A bridge of this process, and a cable to each machine."""
+    """A bridge of this process, with a cable to each machine."""
 
     mode: Mode = "namespaces"
 
@@ -152,42 +152,42 @@ class NamespaceNetwork:
         self._addresses = _Addresses(self._prefix, 10)
 
     def _take_prefix(self) -> str:
-        """Take a network that no other interface of this machine has."""
+        """Choose a network that no other interface of this machine uses."""
         for number in range(256):
             prefix = f"10.214.{(os.getpid() + number) % 256}"
             if prefix in set(_prefixes()):
                 continue
             _ip(["addr", "add", f"{prefix}.1/24", "dev", self.bridge])
-            # Another harness may have chosen the same at the same moment.
+            # Another harness may have chosen the same one at the same time.
             if list(_prefixes()).count(prefix) == 1:
                 return prefix
             _ip(["addr", "del", f"{prefix}.1/24", "dev", self.bridge])
         raise RuntimeError("no network 10.214.x.0/24 is free on this machine")
 
     def allocate(self) -> str:
-        """Return the address of a new machine."""
+        """Return the address for a new machine."""
         return self._addresses.take()
 
     def release(self, address: str) -> None:
-        """Take an address back, and the cable away.
+        """Release an address and remove its cable.
 
-        Connections that were never closed keep an empty namespace for minutes, and it its cable.
+        Unclosed connections keep an empty namespace, and thus its cable, for minutes.
         """
         _remove_link(self._cable(address))
         self._addresses.put_back(address)
 
     def wrap(self, command: list[str]) -> list[str]:
-        """Return the command in a network and a process table of its own."""
+        """Return the command in its own network and process table."""
         return ["unshare", "--net", "--pid", "--fork", "--kill-child", "--mount-proc", *command]
 
     def plug(self, pid: int, address: str) -> socket.socket:
-        """Lay the cable, and give the machine its own address and that of the metadata service."""
+        """Create the cable; assign the machine's address and that of the metadata service."""
         path = f"/proc/{pid}/ns/net"
         _wait_for_own_namespace(path)
         cable = self._cable(address)
         octets = [int(octet) for octet in address.split(".")]
-        # A hardware address of its own for each address: one that is used again meets no stale
-        # entry in the neighbours' tables.
+        # A hardware address per IP address: a reused one meets no stale entry in the neighbour
+        # tables.
         hardware = ":".join(["02", "ac", *(f"{octet:02x}" for octet in octets)])
         _ip_batch(
             f"link add {cable} type veth peer name eth0 netns {pid}",
@@ -204,7 +204,7 @@ class NamespaceNetwork:
         return _listen_inside(path, IMDS_ADDRESS)
 
     def _cable(self, address: str) -> str:
-        # 15 characters at most; the process id has seven digits at most.
+        # Names have at most 15 characters, process ids at most seven digits.
         return f"{CABLE}{os.getpid()}n{address.rpartition('.')[2]}"
 
     def pull(self, address: str) -> None:
@@ -213,7 +213,7 @@ class NamespaceNetwork:
             _ip(["link", "set", self._cable(address), "down"])
 
     def stray_cables(self, in_use: set[str]) -> list[str]:
-        """Return the cables that are of none of these addresses."""
+        """Return the cables that belong to none of these addresses."""
         known = {self._cable(address) for address in in_use}
         names = [name for _, name in socket.if_nameindex()]
         ours = [name for name in names if name.startswith(f"{CABLE}{os.getpid()}n")]
@@ -225,7 +225,7 @@ class NamespaceNetwork:
 
 
 def remove_dead_links() -> list[str]:
-    """Remove the bridges and cables of harnesses that are no more; return their names."""
+    """Remove the bridges and cables of harnesses that have ended; return their names."""
     removed = []
     for _, name in socket.if_nameindex():
         found = re.fullmatch(rf"(?:{PREFIX}|{CABLE})(\d+)(?:n\d+)?", name)
@@ -247,27 +247,27 @@ def _is_harness(pid: int) -> bool:
 
 def _prefixes() -> Iterator[str]:
     """Yield the first three numbers of every address of this machine."""
-    told = subprocess.run(["ip", "-j", "-4", "addr"], capture_output=True, check=True).stdout
-    for interface in json.loads(told):
+    output = subprocess.run(["ip", "-j", "-4", "addr"], capture_output=True, check=True).stdout
+    for interface in json.loads(output):
         for one in interface.get("addr_info", []):
             yield one["local"].rpartition(".")[0]
 
 
-def _ip(words: list[str]) -> None:
-    done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
+def _ip(arguments: list[str]) -> None:
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"`ip {' '.join(words)}` failed: {done.stderr.strip()}")
+        raise RuntimeError(f"`ip {' '.join(arguments)}` failed: {done.stderr.strip()}")
 
 
 def _ip_batch(*lines: str, inside: str = "") -> None:
-    """Run several commands of ``ip`` in one process, in the namespace of a path."""
+    """Run several ``ip`` commands in one process, in the namespace at a path."""
     command = ["ip", "-batch", "-"]
     if inside:
         command = ["nsenter", f"--net={inside}", *command]
-    told = "\n".join(lines)
-    done = subprocess.run(command, input=told, capture_output=True, text=True, check=False)
+    script = "\n".join(lines)
+    done = subprocess.run(command, input=script, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"`ip -batch` failed: {done.stderr.strip()}; it was told\n{told}")
+        raise RuntimeError(f"`ip -batch` failed: {done.stderr.strip()}; its input was\n{script}")
 
 
 def _wait_for_own_namespace(path: str) -> None:
@@ -280,11 +280,11 @@ def _wait_for_own_namespace(path: str) -> None:
 
 
 def _listen_inside(path: str, address: tuple[str, int]) -> socket.socket:
-    """Return a listening socket of another network namespace."""
+    """Return a listening socket in another network namespace."""
     made: list[socket.socket | OSError] = []
 
     def make() -> None:
-        # The change of namespace is this thread's, and ends with it.
+        # Only this thread changes its namespace, and it ends afterwards.
         handle = os.open(path, os.O_RDONLY)
         try:
             libc = ctypes.CDLL(None, use_errno=True)
@@ -305,10 +305,10 @@ def _listen_inside(path: str, address: tuple[str, int]) -> socket.socket:
 
 
 def make_network(mode: Literal["auto", "namespaces", "loopback"]) -> SimulatedNetwork:
-    """Return the network of a mode; ``auto`` takes namespaces where they can be had.
+    """Return the network of a mode; ``auto`` uses namespaces if possible.
 
     Raises:
-        RuntimeError: If namespaces are asked for and cannot be had.
+        RuntimeError: If namespaces are requested but not possible.
     """
     reason = "" if mode == "loopback" else why_no_namespaces()
     if mode == "namespaces" and reason:

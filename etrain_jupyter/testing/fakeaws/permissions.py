@@ -1,8 +1,8 @@
-"""What AWS asks IAM for one API call: an action, a resource and its condition keys, for each.
+"""Requests to IAM for one API call: action, resource and condition keys of each.
 
-Pure but for two look-ups: tags of what is there, and launch templates. A launch alone is some ten
-requests: of the fleet, of each machine with its type, its disk, its interface, its image, subnet,
-group and template, of the tags, and of the role that is passed. All of them must be allowed.
+Pure except for two lookups: tags of existing resources, and launch templates. A launch needs about
+ten permissions: for the fleet, each machine with its type, disk, interface, image, subnet, group
+and template, for the tags, and for the role that is passed. All of them must be allowed.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ IDS = {
     "DeleteSecurityGroup": ("security-group", "GroupId"),
     "AuthorizeSecurityGroupIngress": ("security-group", "GroupId"),
 }
-"""Actions on what is there: the type of the resource, and the parameter that names it."""
+"""Actions on existing resources: resource type, and the parameter with its id."""
 KINDS = {"i": "instance", "lt": "launch-template", "sg": "security-group", "vol": "volume"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """What an account has, as far as permissions depend on it."""
+    """The parts of an account that permissions depend on."""
 
     account: str
     tags_of: Callable[[str], Mapping[str, str]]
-    """Of a resource, by its id."""
+    """Returns a resource's tags, by id."""
     template: Callable[[Mapping[str, Any]], tuple[str, Mapping[str, Any]]]
-    """Id and data of the launch template that a request names."""
+    """Returns id and data of the launch template in a request."""
     role_of: Callable[[str], str]
-    """The role of an instance profile."""
+    """Returns the role of an instance profile."""
     owner_of: Callable[[str], str]
-    """``amazon`` or an account, of an image."""
+    """Returns an image's owner: ``amazon`` or an account."""
 
 
 def requests_of(call: Call, world: World) -> list[Request]:
-    """Return what must be allowed for a call."""
+    """Return the permissions that a call needs."""
     if call.service == "s3":
         found = [_of_s3(call)]
     elif call.service == "ec2":
@@ -62,7 +62,7 @@ def requests_of(call: Call, world: World) -> list[Request]:
 
 
 def _as_aws_has_it(request: Request) -> Request:
-    """Leave out the condition keys that AWS does not have for that action and resource."""
+    """Drop condition keys that AWS does not support for that action and resource."""
     kind = kind_of(request.resource)
     known = {k: v for k, v in request.context.items() if is_supported(request.action, kind, k)}
     return Request(request.action, request.resource, known)
@@ -75,9 +75,9 @@ def _parameter(call: Call, world: World) -> str:
 
 
 def json_of(call: Call) -> dict[str, Any]:
-    """Return the body of a call to a service that speaks JSON."""
-    told: dict[str, Any] = json.loads(call.body or b"{}")
-    return told
+    """Return the body of a call to a service with JSON requests."""
+    parsed: dict[str, Any] = json.loads(call.body or b"{}")
+    return parsed
 
 
 # ------------------------------------------------------------------------------------------- S3
@@ -161,7 +161,7 @@ class _Ec2Call:
         yield from self._tags_at(action, kind, tags)
 
     def _tags_at(self, action: str, kind: str, tags: Mapping[str, str]) -> Iterator[Request]:
-        """Yield what tags need that are set while something is made."""
+        """Yield the permissions for tags that are set while creating a resource."""
         if tags:
             yield self._ask("CreateTags", kind, "new", {**_asked(tags), "ec2:CreateAction": action})
 
@@ -185,7 +185,7 @@ class _Ec2Call:
                     yield self._ask("CreateFleet", kind, "new", context)
                 subnet = str(override.get("SubnetId", "subnet-default"))
                 yield self._ask("CreateFleet", "subnet", subnet, {"ec2:SubnetID": subnet})
-                # EC2 launches in the name of who asked.
+                # EC2 launches with the caller's permissions.
                 yield from self._run(override, named, self._tags)
         capacity = self._query.get("TargetCapacitySpecification") or {}
         if capacity.get("DefaultTargetCapacityType") == "spot":
@@ -193,11 +193,11 @@ class _Ec2Call:
 
     def _run(
         self,
-        asked: Mapping[str, Any],
+        parameters: Mapping[str, Any],
         named: Mapping[str, Any] | None,
         tags: Mapping[str, Mapping[str, str]],
     ) -> Iterator[Request]:
-        """Yield what one kind of machine needs, of a fleet or of ``RunInstances``."""
+        """Yield the permissions for one kind of machine, in a fleet or ``RunInstances``."""
         id, data = self._world.template(named) if named else ("", {})
         region, account = self._call.region, self._world.account
         frame = {
@@ -206,28 +206,31 @@ class _Ec2Call:
         of_template = _tags_of_template(data)
         tags = {kind: {**of_template.get(kind, {}), **tags.get(kind, {})} for kind in _LAUNCHED}
         profile = str(
-            (asked.get("IamInstanceProfile") or data.get("IamInstanceProfile") or {}).get(
+            (parameters.get("IamInstanceProfile") or data.get("IamInstanceProfile") or {}).get(
                 "Name", ""
             )
         )
-        metadata = {**(data.get("MetadataOptions") or {}), **(asked.get("MetadataOptions") or {})}
+        metadata = {
+            **(data.get("MetadataOptions") or {}),
+            **(parameters.get("MetadataOptions") or {}),
+        }
         machine = {
             **frame,
             **_asked(tags["instance"]),
-            "ec2:InstanceType": asked.get("InstanceType") or data.get("InstanceType", ""),
+            "ec2:InstanceType": parameters.get("InstanceType") or data.get("InstanceType", ""),
             "ec2:MetadataHttpTokens": metadata.get("HttpTokens", "optional"),
             "ec2:InstanceProfile": profile and f"arn:aws:iam::{account}:instance-profile/{profile}",
         }
         yield self._ask("RunInstances", "instance", "new", machine)
         yield self._ask("RunInstances", "volume", "new", {**frame, **_asked(tags["volume"])})
         yield self._ask("RunInstances", "network-interface", "new", frame)
-        image = str(asked.get("ImageId") or data.get("ImageId", ""))
+        image = str(parameters.get("ImageId") or data.get("ImageId", ""))
         facts = {"ec2:Owner": self._world.owner_of(image), "ec2:ImageID": image}
         yield self._ask("RunInstances", "image", image, {**frame, **facts})
         yield self._ask("RunInstances", "snapshot", "snap-of-image", frame)
-        subnet = str(asked.get("SubnetId", "subnet-default"))
+        subnet = str(parameters.get("SubnetId", "subnet-default"))
         yield self._ask("RunInstances", "subnet", subnet, {**frame, "ec2:SubnetID": subnet})
-        for group in _groups(asked) or _groups(data):
+        for group in _groups(parameters) or _groups(data):
             yield self._ask(
                 "RunInstances", "security-group", group, {**frame, **self._there(group)}
             )

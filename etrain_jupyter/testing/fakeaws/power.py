@@ -1,4 +1,4 @@
-"""What instances ask their power switch: the words of ``shutdown``, and who listens for them."""
+"""The power switch of instances: parse ``shutdown`` commands, and listen for them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import re
 import socket
 import socketserver
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,33 +13,34 @@ from pathlib import Path
 from typing import cast
 
 from etrain_jupyter.testing.fakeaws.guest.shutdown import SOCKET
+from etrain_jupyter.testing.serving import serve_in_thread
 
 
 @dataclass(frozen=True, kw_only=True)
 class PowerOrder:
-    """What a ``shutdown`` command asks for."""
+    """A parsed ``shutdown`` command."""
 
     minutes: int | None
-    """In how many minutes the machine goes off; None cancels that."""
+    """Minutes until power-off; None cancels a scheduled one."""
 
 
-def read_words(words: list[str]) -> PowerOrder:
-    """Understand the words of shutdown(8), as far as a machine that only goes off needs.
+def parse_arguments(arguments: list[str]) -> PowerOrder:
+    """Parse the arguments of shutdown(8), as far as powering off needs them.
 
     Raises:
-        ValueError: With what the command prints.
+        ValueError: If they are invalid, with the command's output.
 
-    >>> read_words(["-h", "+15"])
+    >>> parse_arguments(["-h", "+15"])
     PowerOrder(minutes=15)
-    >>> read_words(["-c"]), read_words(["-P", "now", "the", "end"])
+    >>> parse_arguments(["-c"]), parse_arguments(["-P", "now", "the", "end"])
     (PowerOrder(minutes=None), PowerOrder(minutes=0))
     """
-    flags = [word for word in words if word.startswith("-")]
-    rest = [word for word in words if not word.startswith("-")]
+    flags = [word for word in arguments if word.startswith("-")]
+    rest = [word for word in arguments if not word.startswith("-")]
     known = {"-h", "-P", "-H", "-c", "--poweroff", "--halt", "--no-wall"}
     for flag in flags:
         if flag not in known:
-            raise ValueError(f"shutdown: a fake instance does not know the option {flag}")
+            raise ValueError(f"shutdown: unsupported option {flag} in a fake instance")
     if "-c" in flags:
         return PowerOrder(minutes=None)
     when = rest[0] if rest else "+1"
@@ -55,20 +55,17 @@ class PowerSwitch:
     """Listens in a folder for the ``shutdown`` commands of all instances, in threads."""
 
     def __init__(self, folder: Path, on_order: Callable[[str, PowerOrder], str]) -> None:
-        """Listen.
+        """Start listening.
 
         Args:
-            folder: Where the socket is.
-            on_order: Carries out an instance's order; returns what the command prints.
+            folder: Folder for the socket.
+            on_order: Executes an instance's command; returns the output.
         """
         self._server = _Server(folder, on_order)
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(0.05,), name="power", daemon=True
-        )
-        self._thread.start()
+        self._thread = serve_in_thread(self._server, "power")
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -83,18 +80,18 @@ class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
         super().__init__(str(folder / SOCKET), _Handler)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Print nothing: the machine went off while it asked."""
+        """Print nothing if the machine went off during the request."""
 
 
 class _Handler(socketserver.StreamRequestHandler):
     request: socket.socket
 
     def handle(self) -> None:
-        told = json.loads(self.rfile.readline())
+        message = json.loads(self.rfile.readline())
         status = 0
         try:
-            order = read_words(told["words"])
-            text = cast(_Server, self.server).on_order(told["instance"], order)
+            order = parse_arguments(message["arguments"])
+            text = cast(_Server, self.server).on_order(message["instance"], order)
         except ValueError as exc:
             text, status = str(exc), 1
         with suppress(OSError):

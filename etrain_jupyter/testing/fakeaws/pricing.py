@@ -1,4 +1,4 @@
-"""The Pricing API's ``GetProducts`` for EC2, as far as on-demand rates of Linux need it."""
+"""The Pricing API's ``GetProducts`` for EC2: on-demand rates for Linux."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from etrain_jupyter.testing.fakeaws.market import Market
 from etrain_jupyter.testing.fakeaws.wire import ApiError
 
 PUBLISHED_AT = 1767225600.0
-"""The date that the prices bear: 2026-01-01."""
+"""Date of the prices: 2026-01-01."""
 REGION_NAMES = {
     "ap-northeast-1": "Asia Pacific (Tokyo)",
     "eu-central-1": "EU (Frankfurt)",
@@ -23,12 +23,12 @@ REGION_NAMES = {
 
 
 def get_products(request: dict[str, Any], market: Market) -> dict[str, Any]:
-    """Answer ``GetProducts``: the products that match all filters, each as a JSON text.
+    """Process ``GetProducts``: return matching products, each as JSON text.
 
-    The market has one on-demand price a type: it is the price in every region.
+    The market has one on-demand price per type, which applies to all regions.
 
     Raises:
-        ApiError: For other services than EC2.
+        ApiError: For services other than EC2.
     """
     if request.get("ServiceCode") != "AmazonEC2":
         code = request.get("ServiceCode")

@@ -1,7 +1,7 @@
-"""The process of the fake cloud: ``python -m etrain_jupyter.testing.fakeaws.process SETTINGS``.
+"""Process of the simulated cloud: ``python -m etrain_jupyter.testing.fakeaws.process SETTINGS``.
 
-It prints one line of JSON when it listens, serves until its standard input or its parent ends, then
-ends the clusters' heads that live on it, and switches all instances off. A janitor removes its
+It prints one line of JSON when it listens and serves until standard input or its parent ends. Then
+it ends the clusters' heads that use it, and switches all instances off. A janitor removes its
 network and its folder if it is killed.
 """
 
@@ -14,16 +14,15 @@ import select
 import subprocess
 import sys
 import tempfile
-import threading
 from pathlib import Path
-from typing import Any
 
 from etrain_jupyter.testing.fakeaws.machine import python_script
 from etrain_jupyter.testing.fakeaws.networks import CABLE, SimulatedNetwork, make_network
 from etrain_jupyter.testing.fakeaws.settings import Settings
+from etrain_jupyter.testing.serving import make_wsgi_server, serve_in_thread
 
 END_S = 5.0
-"""How long to try to end what lives on the cloud."""
+"""Timeout for ending the heads, in seconds."""
 
 
 def main(word: str) -> None:
@@ -31,11 +30,11 @@ def main(word: str) -> None:
     settings = Settings(**json.loads(word))
     network = make_network(settings.mode)
     folder = Path(tempfile.mkdtemp(prefix="etrain-fakeaws-"))
-    words = [str(folder)]
+    arguments = [str(folder)]
     if network.bridge:
-        words += [network.bridge, f"{CABLE}{os.getpid()}n"]
+        arguments += [network.bridge, f"{CABLE}{os.getpid()}n"]
     janitor = subprocess.Popen(
-        python_script("janitor", *words), stdin=subprocess.PIPE, start_new_session=True, cwd="/"
+        python_script("janitor", *arguments), stdin=subprocess.PIPE, start_new_session=True, cwd="/"
     )
     try:
         _serve(settings, network, folder)
@@ -44,14 +43,13 @@ def main(word: str) -> None:
         assert janitor.stdin is not None
         janitor.stdin.close()
         janitor.wait(30)
-    # Threads of connections that are open still are no reason to stay.
+    # Do not wait for threads with open connections.
     os._exit(0)
 
 
 def _serve(settings: Settings, network: SimulatedNetwork, folder: Path) -> None:
     os.environ.setdefault("AWS_EC2_METADATA_DISABLED", "true")
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
-    from werkzeug.serving import WSGIRequestHandler, make_server
 
     from etrain_jupyter.testing.fakeaws.api import CloudApi
     from etrain_jupyter.testing.fakeaws.backend import Backend
@@ -59,16 +57,6 @@ def _serve(settings: Settings, network: SimulatedNetwork, folder: Path) -> None:
     from etrain_jupyter.testing.fakeaws.ec2 import Ec2
     from etrain_jupyter.testing.fakeaws.hypervisor import Hypervisor
     from etrain_jupyter.testing.fakeaws.market import Market
-
-    class Handler(WSGIRequestHandler):
-        protocol_version = "HTTP/1.1"  # else every upload waits a second for "100 Continue"
-
-        def log(self, *_: Any) -> None:
-            """Print nothing."""
-
-        def send_response(self, code: int, message: str | None = None) -> None:
-            """Send no date: the application does, by the cloud's clock."""
-            self.send_response_only(code, message)
 
     backend = Backend()
     hypervisor = Hypervisor(
@@ -89,40 +77,39 @@ def _serve(settings: Settings, network: SimulatedNetwork, folder: Path) -> None:
         variables=settings.variables,
     )
     app = with_control(api, control)
-    server = make_server("127.0.0.1", 0, app, threaded=True, request_handler=Handler)
+    # Without a date: the application sends it, by the cloud's clock.
+    server = make_wsgi_server(app, dated=False)
     port = server.server_port
     servers = [server]
     if network.host_address != "127.0.0.1":
-        servers.append(
-            make_server(network.host_address, port, app, threaded=True, request_handler=Handler)
-        )
+        servers.append(make_wsgi_server(app, host=network.host_address, port=port, dated=False))
     hypervisor.endpoint = f"http://{network.host_address}:{port}"
     for number, one in enumerate(servers):
-        threading.Thread(target=one.serve_forever, name=f"serve-{number}", daemon=True).start()
-    told = {
+        serve_in_thread(one, f"serve-{number}")
+    facts = {
         "port": port,
         "mode": network.mode,
         "host_address": network.host_address,
         "bridge": network.bridge,
         "folder": str(folder),
     }
-    print(json.dumps(told), flush=True)
+    print(json.dumps(facts), flush=True)
     wait_for_end(os.getppid())
     end_heads_at(hypervisor.endpoint)
     hypervisor.close()
 
 
 def end_heads_at(endpoint: str) -> None:
-    """SIGKILL the heads on this machine whose cloud is that one: what they live on goes.
+    """Kill the heads on this machine that use this cloud.
 
-    A head outlives its notebook, as it should where the cloud is real.
+    With a real cloud, a head should outlive its notebook.
     """
     import psutil
 
-    from etrain_jupyter.process.cluster_dir import MARKER, wait_until
+    from etrain_jupyter.process.processes import MARKER, wait_until
 
     def kill_again() -> bool:
-        # Again, because a keeper may have started a head since the last look.
+        # Repeat: a keeper may have restarted a head meanwhile.
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
@@ -141,7 +128,7 @@ def end_heads_at(endpoint: str) -> None:
 
 
 def wait_for_end(parent: int) -> None:
-    """Wait until standard input ends, or the parent: a fork of it may hold the other end open."""
+    """Wait until standard input or the parent ends: a fork may hold the other end open."""
     while os.getppid() == parent:
         if select.select([sys.stdin], [], [], 0.2)[0] and not os.read(sys.stdin.fileno(), 1024):
             return

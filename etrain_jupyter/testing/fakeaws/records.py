@@ -1,9 +1,12 @@
-"""What the fake cloud tells a test of an instance."""
+"""Description of an instance for tests."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+ACCOUNT = "123456789012"
+"""The account of the fake cloud: moto's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,13 +19,13 @@ class InstanceRecord:
     lifecycle: str
     address: str
     state: str
-    """As EC2 tells it."""
+    """EC2's instance state."""
     reason: str
-    """Why it ended, a code of EC2; empty while it lives."""
+    """EC2's code for why it ended; empty while it runs."""
     launched_at: float
     ended_at: float | None
     tags: Mapping[str, str] = field(default_factory=dict)
     pid: int | None = None
     """The first process, while it runs."""
     off_at: float | None = None
-    """When the timer of its ``shutdown -h +N`` turns it off; None for no timer."""
+    """When its timer (``shutdown -h +N``) turns it off; None without a timer."""

@@ -1,4 +1,4 @@
-"""How the fake cloud is started."""
+"""Settings of the simulated cloud's process."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How the cloud is started."""
+    """Settings of the process."""
 
     mode: Literal["auto", "namespaces", "loopback"] = "auto"
     region: str = "us-east-1"
     minute_s: float = 60.0
-    """How long the minute of an instance's ``shutdown -h +1`` is."""
+    """Duration of a minute of an instance's ``shutdown -h +1``, in seconds."""
     boot_s: float = 0.0
-    """How long an instance is pending."""
+    """Time for which an instance is pending, in seconds."""
     variables: dict[str, str] = field(default_factory=dict)
-    """More variables of the instances' environment."""
+    """Additional environment variables of the instances."""
 
     def to_json(self) -> str:
-        """Write it as one word."""
+        """Return the JSON form, as one argument."""
         return json.dumps(asdict(self))

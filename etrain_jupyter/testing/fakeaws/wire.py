@@ -1,6 +1,6 @@
-"""How AWS's services are asked and how they answer: queries, XML, JSON, errors.
+"""Wire formats of AWS's services: queries, XML, JSON, errors.
 
-Pure: bytes in, values out, and back.
+Pure: bytes to values, and back.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _STATUS_OF_CODE = {
 
 
 class ApiError(Exception):
-    """What a service answers instead of a result."""
+    """An error response of a service."""
 
     def __init__(self, code: str, message: str, status: int = 0) -> None:
         super().__init__(f"{code}: {message}")
@@ -59,22 +59,22 @@ class Call:
     service: str
     region: str
     action: str
-    """As in the API reference; for S3, the method."""
+    """Name in the API reference; for S3, the HTTP method."""
     access_key: str
     body: bytes
     environ: Environ
 
     @property
     def line(self) -> str:
-        """What faults are matched with."""
+        """The text that faults are matched against."""
         path = f"{self.environ['REQUEST_METHOD']} {self.environ['PATH_INFO']}"
         return f"{path} {self.access_key} {self.body[:4000].decode('latin-1')}"
 
 
 def read_call(environ: Environ, body: bytes) -> Call:
-    """Tell who asks which service for what.
+    """Return the caller, service and action of a request.
 
-    The service and the region are in the scope of the signature, as in
+    Service and region are in the scope of the signature, as in
     ``Credential=AKIA.../20260101/us-east-1/ec2/aws4_request``.
     """
     scope = environ.get("HTTP_AUTHORIZATION", "").partition("Credential=")[2].partition(",")[0]
@@ -100,7 +100,7 @@ def read_call(environ: Environ, body: bytes) -> Call:
 
 
 def nested(body: bytes) -> dict[str, Any]:
-    """Return a query's parameters as dictionaries and lists.
+    """Parse a query into dictionaries and lists.
 
     >>> nested(b"Action=X&Tag.1.Key=a&Tag.2.Key=b&Spot.Price=1")
     {'Action': 'X', 'Tag': [{'Key': 'a'}, {'Key': 'b'}], 'Spot': {'Price': '1'}}
@@ -124,7 +124,7 @@ def _lists(value: Any) -> Any:
 
 
 def listed(query: Mapping[str, Any], *names: str) -> list[Any]:
-    """Return a list parameter, under any of its names; one value counts as a list of one."""
+    """Return a list parameter, by any of its names; a single value becomes a list."""
     for name in names:
         value = query.get(name)
         if value not in (None, ""):
@@ -133,7 +133,7 @@ def listed(query: Mapping[str, Any], *names: str) -> list[Any]:
 
 
 def xml(value: Any, tag: str) -> str:
-    """Write a value as an element; a list becomes ``item`` elements, None nothing.
+    """Format a value as an element; a list becomes ``item`` elements, None nothing.
 
     >>> xml({"ok": True, "names": ["a&b"], "none": None}, "answer")
     '<answer><ok>true</ok><names><item>a&amp;b</item></names></answer>'
@@ -152,7 +152,7 @@ def xml(value: Any, tag: str) -> str:
 
 
 def ec2_answer(action: str, result: Mapping[str, Any]) -> Answer:
-    """Write EC2's answer to an action."""
+    """Format EC2's response to an action."""
     inner = "".join(xml(part, name) for name, part in result.items())
     tag = f"{action}Response"
     text = (
@@ -163,12 +163,12 @@ def ec2_answer(action: str, result: Mapping[str, Any]) -> Answer:
 
 
 def json_answer(result: Any, status: int = 200) -> Answer:
-    """Write an answer of the JSON services."""
+    """Format a response of a JSON service."""
     return answer(status, json.dumps(result).encode(), "application/x-amz-json-1.1")
 
 
 def error_answer(call: Call, error: ApiError) -> Answer:
-    """Write an error as the service does that was asked."""
+    """Format an error as the called service does."""
     code, message = escape(error.code), escape(error.message)
     request_id = uuid.uuid4()
     if "HTTP_X_AMZ_TARGET" in call.environ:
@@ -191,6 +191,6 @@ def error_answer(call: Call, error: ApiError) -> Answer:
 
 
 def answer(status: int, body: bytes, content_type: str) -> Answer:
-    """Put an answer together."""
+    """Assemble a response."""
     headers = [("Content-Type", content_type), ("Content-Length", str(len(body)))]
     return _STATUS.get(status, f"{status} Status"), headers, body

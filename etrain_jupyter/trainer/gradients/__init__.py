@@ -1,6 +1,6 @@
-"""How the ranks of one generation compute the gradient of a step together.
+"""Gradients of a step, computed together by the ranks of one generation.
 
-``averaged``: each rank has one share, and DistributedDataParallel adds up. ``sharded``: with
-``reproducible``, shards that are added in an order of their own. Both leave in ``p.grad`` the
-gradient of the mean loss over the step's samples, and the same moves of the buffers on all ranks.
+``averaged``: each rank has one share, and DistributedDataParallel sums the gradients. ``sharded``:
+for a ``reproducible`` job, shards are summed in a fixed order. Both leave the gradient of the mean
+loss over the step's samples in ``p.grad``, and update the running buffers alike on all ranks.
 """

@@ -1,4 +1,4 @@
-"""The default: one share a rank, and DistributedDataParallel adds up while it differentiates."""
+"""Default gradients: one share per rank, summed by DistributedDataParallel in the backward pass."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from etrain_jupyter.trainer.gradients.comm_hook import CommHook
 from etrain_jupyter.trainer.gradients.step import MicroBatch, Step, split_share
 from etrain_jupyter.trainer.gradients.stopwatch import Stopwatch
 from etrain_jupyter.trainer.group.process_group import Pending, RankGroup
-from etrain_jupyter.trainer.state.running_buffers import MovingBuffers
+from etrain_jupyter.trainer.state.running_buffers import RunningBuffers
 
-# torch 2.13 renamed the flag. Buffers are averaged by ``_start_moves`` instead.
+# torch 2.13 renamed the flag. ``_start_moves`` averages the buffers instead.
 _DDP_FLAGS = inspect.signature(DistributedDataParallel.__init__).parameters
 _NO_BUFFER_SYNC: dict[str, Any] = (
     {"forward_sync_buffers": False}
@@ -29,19 +29,22 @@ _NO_BUFFER_SYNC: dict[str, Any] = (
 
 
 class AveragedGradients:
-    """Gradients of one generation's ranks, summed in whatever order the ranks arrive in.
+    """Gradients of one generation, summed in the order in which the ranks arrive.
+
+    Each rank's loss is scaled to its share of the step's mean loss, so the gradient is the sum over
+    the ranks, never a mean of means: shares may be uneven.
 
     Args:
-        group: The generation's.
-        model: The notebook's.
-        moving: Its buffers that move.
-        has_unused: Whether some parameters get no gradient in a pass.
+        group: The process group of the generation.
+        model: The module that computes the loss.
+        moving: Its running buffers.
+        has_unused: True if some parameters get no gradient in a pass.
         global_batch_size: Samples of a full step.
-        micro_batch_size: Most samples of one pass; None for no limit.
-        num_passes: Fewest passes of a share, with one exchange after the last.
-        watch: Told when nothing is left to compute.
-        compression: How gradients travel, see ``compression.compressed``.
-        measures_noise: Whether each step shall tell ``mean_of_squares``.
+        micro_batch_size: Maximum number of samples per pass; None for no limit.
+        num_passes: Minimum number of passes per share, with one exchange after the last.
+        watch: Measures the parts of a step.
+        compression: Compression of the gradients, see ``compression.compressed``.
+        measures_noise: Set ``mean_of_squares`` of each full step.
     """
 
     num_slots = 1
@@ -52,7 +55,7 @@ class AveragedGradients:
         group: RankGroup,
         model: nn.Module,
         *,
-        moving: MovingBuffers,
+        moving: RunningBuffers,
         has_unused: bool,
         global_batch_size: int,
         micro_batch_size: int | None,
@@ -73,14 +76,16 @@ class AveragedGradients:
         )
         self._micro_batch_size = micro_batch_size
         self._num_passes = num_passes
+        # BatchNorm refuses a single sample, so a share has at least two where possible.
         self._min_share = min(2, max(1, global_batch_size // group.world_size))
         self._module = _wrap(model, group, has_unused, self._hook)
         self._num_steps = 0
 
     def parts(self, span: StepRange) -> list[MicroBatch]:
-        """Return the parts of this rank's share; a rank without one gets the first of rank 0's.
+        """Return the micro-batches of this rank's share.
 
-        It passes somebody else's samples, to take part, and counts for nothing.
+        A rank without samples passes the first micro-batch of rank 0, because DDP needs a backward
+        pass on every rank; its gradients are zeroed and it does not count.
         """
         plan, rank = self._plan_of(span), self._group.rank
         owner = rank if plan.counts[rank] else 0
@@ -99,7 +104,7 @@ class AveragedGradients:
         )
 
     def compute(self, step: Step) -> None:
-        """Pass the parts of this rank's share; the last backward pass adds up over the ranks."""
+        """Pass this rank's micro-batches; the last backward pass sums over the ranks."""
         count = self._plan_of(step.span).counts[self._group.rank]
         self._group.contributes = count > 0
         slot = 0 if count else None
@@ -107,12 +112,15 @@ class AveragedGradients:
         step.seed(self._group.rank)
         parts = self.parts(step.span)
         for _ in parts[:-1]:
+            # DDP sums in the last backward pass only: one exchange per step.
             with self._no_sync():
                 _differentiate(step.run_part(self._module, slot))
         loss = step.run_part(self._module, slot)
+        # After the last forward pass: the header contains its loss, and the backward pass hides it.
         step.start_header()
         moves = self._start_moves(step.buffers_before, count / step.span.samples)
         _differentiate(loss)
+        # First the gradients: a failed sum must raise here, before anything uses the header.
         self._group.settle()
         step.header.wait()
         if moves is not None:
@@ -122,23 +130,24 @@ class AveragedGradients:
             self._measure_noise(step)
 
     def _measure_noise(self, step: Step) -> None:
-        """Find the mean over the ranks of the square norms of their own mean gradients."""
+        """Measure the mean over the ranks of the squared norm of each rank's mean gradient."""
         square = self._hook.take_square_norm()
         if step.span.samples != self._global_batch_size:
-            return  # the shares of a small step are noisier, and perhaps uneven
-        # A rank's gradient is its share of the step's; its mean is as many times as large as there
-        # are ranks. So the mean of the squares is W * W / W times the sum of these.
+            return  # the shares of a small step are noisier, and may be uneven
+        # A rank's gradient g is its share of the step's; its mean gradient is W * g for W ranks. So
+        # the mean of the squares is sum((W * g)**2) / W = W * sum(g**2).
         own = torch.tensor([square * self._group.world_size], dtype=torch.float64)
         self._group.all_reduce(own).wait()
         step.mean_of_squares = float(own)
 
     def _agree_on_buckets(self) -> None:
-        """Let DDP do now what it would do in its second forward pass.
+        """Let DDP rebuild its buckets now, which it would do in its second forward pass.
 
-        It agrees on the order of the buckets by a broadcast that it waits for inside gloo. Here it
-        is counted, so that a rank that hangs in its own code does not look like those that wait.
-        Not in the exchange thread: abandoned there, the reducer would outlive its generation, and
-        take its hooks off the parameters while the next one differentiates.
+        The ranks agree on the order of the buckets by a broadcast that blocks inside gloo. Here it
+        is counted as a collective, so that a rank that hangs in the notebook's code is not confused
+        with the ranks that wait for it. It does not run in the exchange thread: if it were
+        abandoned there, the reducer would outlive its generation, and remove its hooks from the
+        parameters during a backward pass of the next generation.
         """
         self._num_steps += 1
         if self._num_steps == 2 and isinstance(self._module, DistributedDataParallel):
@@ -147,7 +156,7 @@ class AveragedGradients:
     def _start_moves(
         self, before: list[torch.Tensor], weight: float
     ) -> tuple[torch.Tensor, Pending] | None:
-        """Start to average how buffers (BatchNorm's statistics) moved: all ranks keep the same."""
+        """Start to average the changes of running buffers, which stay equal on all ranks."""
         if not before or self._group.world_size == 1:
             return None
         moves_B = self._moving.moves_from(before, weight)
@@ -159,10 +168,10 @@ class AveragedGradients:
         return contextlib.nullcontext()
 
     def close(self) -> None:
-        """Take DDP off the model, now and in this thread.
+        """Remove DDP from the model, now and in this thread.
 
-        Its reducer takes its hooks off the parameters when it is freed. Left to chance (some
-        exception refers to it), that may happen while the next generation differentiates.
+        Its reducer removes its hooks from the parameters when it is freed. If an exception still
+        refers to it, that might otherwise happen during a backward pass of the next generation.
         """
         if isinstance(self._module, DistributedDataParallel):
             del self._module.logger, self._module.reducer
@@ -174,7 +183,7 @@ def _wrap(model: nn.Module, group: RankGroup, has_unused: bool, hook: CommHook) 
     module = DistributedDataParallel(
         model, init_sync=False, find_unused_parameters=has_unused, **_NO_BUFFER_SYNC
     )
-    # A lambda, because torch insists that annotations be classes and ours are strings.
+    # A lambda without annotations: torch requires them to be classes, and ours are strings.
     module.register_comm_hook(None, lambda _, bucket: hook(bucket))
     return module
 

@@ -1,6 +1,6 @@
-"""Gradients of some parameters as views into flat tensors, which are summed and sent as they are.
+"""Buckets: gradients of several parameters as views into one flat tensor that is sent as it is.
 
-Shapes: ``S`` sums that are kept at a time, ``N`` numbers of the bucket.
+Shapes: ``S`` partial sums that are kept at a time, ``N`` elements of the bucket.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from etrain_jupyter.rules.samples.shard_plan import Merge
 from etrain_jupyter.trainer.gradients.tree_sum import merge
 
 BUCKET_BYTES = 4 << 20
-"""A bucket is closed when it is that large; one parameter alone may be larger."""
+"""Target size of a bucket; a single parameter may be larger."""
 ALIGN_BYTES = 64
-"""Of each gradient within its bucket, as torch itself aligns tensors."""
+"""Alignment of each gradient within its bucket, the same as torch's for tensors."""
 
 
 class GradientBucket:
-    """Sums of the gradients of some parameters of one dtype, each a row of one tensor.
+    """Partial sums of the gradients of parameters of one dtype, one row of a tensor per sum.
 
-    At the end of a row stands a flag for each parameter, which is summed with the rest: it is above
-    0 if the parameter was touched by any shard. Otherwise ``p.grad`` must stay None, because an
-    optimizer skips such parameters.
+    The end of a row has a flag per parameter, which is summed with the gradients: it is above 0 if
+    any shard touched the parameter. Otherwise ``p.grad`` must stay None, because an optimizer skips
+    such parameters.
 
-    Nothing is ever -0.0 here: a sum begins at 0.0 and cannot become it. So a shard without samples
-    adds nothing to the last bit, whether its zeros are added or not.
+    No element is ever -0.0: sums start at 0.0, and a sum is -0.0 only if all terms are. So a shard
+    without samples does not change a single bit, whether its zeros are added or not.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], num_sums: int) -> None:
@@ -50,50 +50,51 @@ class GradientBucket:
         ]
 
     def clear(self, slot: int) -> None:
-        """Let a sum be zero."""
+        """Set a sum to zero."""
         self.sums_SN[slot].zero_()
 
     def begin(self, slot: int, *, is_fresh: bool) -> None:
-        """Let backward passes add to a sum, or make a fresh one.
+        """Make backward passes add to a sum, or start a new one.
 
-        A fresh one is made of what they leave in ``p.grad`` (``take``): that costs one pass over
-        the memory, where clearing the sum and adding to it would cost two.
+        A new sum is copied from the gradients that autograd leaves in ``p.grad`` (``take``). That
+        takes one pass over the memory; clearing the sum and adding to it would take two.
         """
         for parameter, view in zip(self.parameters, self._views[slot], strict=True):
             parameter.grad = None if is_fresh else view
 
     def take(self, slot: int, index: int) -> None:
-        """Take over the gradient that a backward pass has left in a parameter."""
+        """Copy the gradient that a backward pass has left in a parameter into the sum."""
         parameter, view = self.parameters[index], self._views[slot][index]
         gradient = parameter.grad
         if gradient is not None and gradient.data_ptr() != view.data_ptr():
-            torch.add(gradient, 0.0, out=view)  # no copy: -0.0 becomes 0.0
+            torch.add(gradient, 0.0, out=view)  # instead of a copy: -0.0 becomes 0.0
             parameter.grad = view
 
     def fill(self, slot: int) -> None:
-        """Let a sum be zero where no backward pass has come."""
+        """Set a sum to zero for parameters that got no gradient."""
         for parameter, view in zip(self.parameters, self._views[slot], strict=True):
             if parameter.grad is None:
                 parameter.grad = view.zero_()
 
     def merge(self, merges: Sequence[Merge]) -> None:
-        """Add up sums."""
+        """Add partial sums to each other."""
         merge(list(self.sums_SN), merges)
 
     def set_flags(self, touched: Collection[torch.Tensor]) -> None:
-        """Write down, in the first sum, which parameters this rank's shards touched."""
+        """Set the flags of the parameters that this rank's shards touched, in the first sum."""
         flags = [float(p in touched) for p in self.parameters]
         self.sums_SN[0, self._num_gradients :] = torch.tensor(flags)
 
     def publish(self) -> None:
-        """Make the first sum the gradient."""
+        """Make the first sum the gradient of the parameters."""
         flags = self.sums_SN[0, self._num_gradients :].tolist()
         for parameter, view, flag in zip(self.parameters, self._views[0], flags, strict=True):
+            # The flag is a sum over all shards of all ranks.
             parameter.grad = view if flag else None
 
 
 def make_buckets(parameters: Sequence[torch.nn.Parameter], num_sums: int) -> list[GradientBucket]:
-    """Put parameters into buckets in the order in which backward passes come to them: reversed."""
+    """Group parameters into buckets in reverse order, as a backward pass completes them."""
     filling: dict[torch.dtype, list[torch.nn.Parameter]] = {}
     sizes: dict[torch.dtype, int] = {}
     buckets = []
@@ -101,6 +102,7 @@ def make_buckets(parameters: Sequence[torch.nn.Parameter], num_sums: int) -> lis
         dtype = parameter.dtype
         filling.setdefault(dtype, []).append(parameter)
         sizes[dtype] = sizes.get(dtype, 0) + parameter.numel() * parameter.element_size()
+        # Close the bucket: its exchange can start while later gradients are computed.
         if sizes[dtype] >= BUCKET_BYTES:
             buckets.append(GradientBucket(filling.pop(dtype), num_sums))
             sizes[dtype] = 0

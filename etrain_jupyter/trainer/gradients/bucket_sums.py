@@ -1,4 +1,4 @@
-"""Which bucket is exchanged when: as soon as the last backward pass is through with it."""
+"""Exchange each bucket as soon as the last backward pass has completed it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from etrain_jupyter.trainer.references import WorkloadError
 
 
 class BucketSums:
-    """Sums buckets over the ranks, in the same order on all of them, as early as they are ready.
+    """Sum buckets over the ranks, in the same order on all ranks, as early as possible.
 
-    The exchange itself runs on the generation's exchange thread. On a GPU it goes through the CPU's
-    memory, since it speaks gloo.
+    The exchange runs in the generation's exchange thread. Buckets on a GPU go through host memory,
+    because the exchange uses gloo.
 
     Args:
-        group: The generation's.
-        plan: How the shards lie on its ranks.
-        buckets: In the order in which backward passes complete them.
-        last_merges: What remains to be added up after the rank's last shard.
+        group: The process group of the generation.
+        plan: Distribution of the shards over the ranks.
+        buckets: The buckets, in the order in which backward passes complete them.
+        last_merges: Sums that remain to be made after the rank's last shard.
     """
 
     def __init__(
@@ -46,15 +46,16 @@ class BucketSums:
         self._pending: list[Pending] = []
         self._num_started = 0
         self.is_open = False
-        """Whether the backward pass that is under way completes buckets."""
+        """True during the backward pass that completes buckets, the last one of the step."""
         self.num_tags = 0
-        """Tags that its sums use, from 0."""
+        """Number of message tags that the sums use, from 0."""
         self._add_up = [self._sum_of(bucket, plan) for bucket in buckets]
 
     def _sum_of(self, bucket: GradientBucket, plan: ShardPlan) -> Callable[[], None]:
         if self._group.world_size == 1:
             return _nothing
         partials = list(bucket.sums_SN[: len(plan.subtrees[self._group.rank])])
+        # On a CPU these are the partial sums themselves, on a GPU staging buffers.
         on_cpu = [partial.cpu() for partial in partials]
         tree_sum = TreeSum(self._group, plan, on_cpu, tag=self.num_tags)
         self.num_tags += tree_sum.num_tags
@@ -78,16 +79,16 @@ class BucketSums:
         self.is_open = False
 
     def collect(self, p: ShardPass) -> None:
-        """Let the backward passes of a shard go where it is added up."""
+        """Direct the gradients of a shard's backward passes into its sum."""
         self._slot = p.slot
         for bucket in self._buckets:
             bucket.begin(p.slot, is_fresh=p.is_fresh)
 
     def touch(self, parameter: torch.Tensor) -> None:
-        """Take in that a backward pass has added to a parameter's gradient: the hook of torch.
+        """Record that a backward pass has added to a parameter's gradient; a hook of torch.
 
         Raises:
-            WorkloadError: If the gradient has been sent already.
+            WorkloadError: If the gradient has already been sent.
         """
         self._touched.add(parameter)
         index, place = self._places[parameter]
@@ -101,8 +102,9 @@ class BucketSums:
                 "activations, write checkpoint(..., use_reentrant=False)."
             )
         self._missing[index].discard(parameter)
-        # An exception within a hook may come out as any other: a lost peer is noticed later.
+        # torch may replace an exception in a hook by another one: ``finish`` raises a lost peer.
         with contextlib.suppress(CommunicationError):
+            # In order: all ranks must exchange the buckets in the same sequence.
             while self._num_started < len(self._missing) and not self._missing[self._num_started]:
                 self._start_next()
 
@@ -124,7 +126,7 @@ class BucketSums:
             self._pending.append(self._group.start(work))
 
     def finish(self) -> None:
-        """Exchange what the last backward pass has left, and wait for all."""
+        """Exchange the remaining buckets, and wait for all of them."""
         self.is_open = False
         while self._num_started < len(self._buckets):
             self._start_next()

@@ -1,4 +1,4 @@
-"""What DistributedDataParallel calls with each bucket of gradients that is ready to be summed."""
+"""Communication hook: DistributedDataParallel calls it with each bucket that is ready."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Send = Callable[[Any], "torch.futures.Future[torch.Tensor]"]
 
 
 class CommHook:
-    """Sends buckets, compressed if that is asked for, and looks at each before it goes.
+    """Measure and send buckets of gradients.
 
     Args:
-        group: The generation's.
+        group: The process group of the generation.
         compression: ``none``, ``bf16``, ``fp16`` or ``powersgd``.
-        watch: Told when a bucket is ready: after the last one nothing is left to compute.
-        measures_squares: Whether the square norm of this rank's own gradient is wanted.
+        watch: Records when a bucket is ready; after the last one the backward pass is complete.
+        measures_squares: Measure the squared norm of this rank's own gradient.
     """
 
     def __init__(
@@ -36,18 +36,19 @@ class CommHook:
     def __call__(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         """Start to sum a bucket over the ranks."""
         if self._measures_squares:
+            # Before the sum overwrites this rank's gradient in place.
             self._squares.append(_square(bucket.buffer()))
         self._watch.bucket_is_ready()
         return self._send(bucket)
 
     def take_square_norm(self) -> float:
-        """Return the square norm of all that was sent since the last call."""
+        """Return the squared norm of the buckets since the last call."""
         squares, self._squares = self._squares, []
         return _sum(squares)
 
 
 def square_norm(tensors: Iterable[torch.Tensor]) -> float:
-    """Return the square of the norm of some tensors taken as one vector."""
+    """Return the squared norm of tensors, taken as one vector."""
     return _sum([_square(tensor) for tensor in tensors])
 
 

@@ -1,7 +1,7 @@
-"""Gradients that travel in fewer bytes: torch's own communication hooks, over our collectives.
+"""Gradient compression: torch's communication hooks over the generation's collectives.
 
-The hooks of torch know process groups, which cannot be aborted. So what they send goes through a
-stand-in that hands it to the generation's group.
+The hooks of torch use process groups that cannot be aborted, so they get a substitute that passes
+their sums on to the generation's group.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from etrain_jupyter.trainer.group.process_group import CommunicationError, RankGroup
 
 POWERSGD_RANK = 2
-"""Of the two factors that a gradient's matrix is sent as; enough for the networks of Vogels et al.,
-"PowerSGD", NeurIPS 2019."""
+"""Rank of the two factors that approximate a gradient matrix; enough for the networks of Vogels et
+al., "PowerSGD", NeurIPS 2019."""
 POWERSGD_AFTER_STEPS = 10
-"""Steps of a generation that send whole gradients first."""
+"""Number of steps at the start of a generation that send uncompressed gradients."""
 
 Send = Callable[[Any], "torch.futures.Future[torch.Tensor]"]
 
@@ -31,14 +31,14 @@ _HALVES = {
 
 
 def compressed(group: RankGroup, compression: str) -> Send:
-    """Return what sums a bucket of gradients over the ranks of a generation.
+    """Return a function that sums a bucket of gradients over the ranks.
 
     Args:
-        group: The generation's.
-        compression: ``none``; ``bf16`` or ``fp16``, which send and sum in that format;
-            ``powersgd``, which sends two thin factors of each matrix and keeps what they leave out
-            for the next step. What it keeps is this generation's: a new one begins without, so
-            that a step that was undone leaves nothing wrong behind.
+        group: The process group of the generation.
+        compression: ``none``; ``bf16`` or ``fp16``, which send and sum in that format; or
+            ``powersgd``, which sends two low-rank factors of each matrix and adds the residual to
+            the next step's gradient. A new generation starts without a residual, so that an undone
+            step has no effect on it.
     """
     if compression == "none":
         return group.ddp_hook
@@ -56,7 +56,7 @@ def _powersgd(group: RankGroup) -> Send:
     )
 
     def send(bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        # It averages over the ranks, and ours are shares that are to be added up.
+        # The hook averages over the ranks, but our gradients are shares, to be summed.
         buffer: torch.Tensor = bucket.buffer()
         buffer.mul_(group.world_size if group.contributes else 0)
         return powerSGD_hook.powerSGD_hook(state, bucket)
@@ -65,11 +65,10 @@ def _powersgd(group: RankGroup) -> Send:
 
 
 class _SummingGroup(dist.ProcessGroup):
-    """As much of a process group as torch's hooks need.
+    """The part of a process group that torch's hooks use.
 
-    They wait for one sum inside what runs when another one is complete. On a thread of gloo's that
-    would block it, perhaps for ever; here each sum is complete when the call returns, and an abort
-    ends it.
+    The hooks wait for one sum in the callback of another. In a thread of gloo that could block
+    forever; here each sum is complete when the call returns, and an abort ends it.
     """
 
     def __init__(self, group: RankGroup) -> None:
@@ -80,7 +79,7 @@ class _SummingGroup(dist.ProcessGroup):
         self, tensors: list[torch.Tensor], opts: Any = None
     ) -> dist.Work:
         """Sum a tensor over the ranks, in place."""
-        # As in the group's own hook: the step is undone when it settles, not within torch.
+        # As in the group's own hook: ``settle`` raises the error, outside of torch's callbacks.
         with contextlib.suppress(CommunicationError):
             self._group.sum_now(tensors[0])
         return _Done(tensors)
@@ -96,9 +95,9 @@ class _Done(dist.Work):
         self._future.set_result(tensors)
 
     def wait(self, timeout: Any = None) -> bool:
-        """Return at once: it is done."""
+        """Return at once: the sum is complete."""
         return True
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """Return a future that is complete."""
+        """Return a completed future."""
         return self._future

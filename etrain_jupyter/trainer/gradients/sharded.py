@@ -1,11 +1,16 @@
-"""``reproducible``: the same gradient to the last bit, however many ranks compute it.
+"""Gradients for ``reproducible``: bit for bit the same on any number of ranks.
 
-A step has V shards (``elastic.shard_plan``). Each is a forward and backward pass of its own, with
-chance, BatchNorm statistics and micro batches of its own, as if no other shard were there: a layer
-that normalises sees one shard's samples, and running statistics move by the mean over the shards.
-Gradients, moves and losses are added in the order of one tree over the shards.
+A step has V shards (``rules.samples.shard_plan``). Each shard has its own forward and backward
+pass, with its own random numbers, BatchNorm statistics and micro-batches, as if it were alone: a
+normalization layer sees the samples of one shard, and running statistics change by the mean over
+the shards. Gradients, changes of buffers, and losses are summed in the order of one tree over the
+shards, which depends on V alone::
 
-The exchange of a bucket begins as soon as the last shard's backward pass is through with it.
+    rank 0: shards 0, 1   (0 + 1) \
+                                   + exchange -> the sum, on all ranks
+    rank 1: shards 2, 3   (2 + 3) /
+
+The exchange of a bucket starts as soon as the backward pass of the rank's last shard completes it.
 """
 
 from __future__ import annotations
@@ -22,23 +27,23 @@ from etrain_jupyter.trainer.gradients.step import MicroBatch, Step, split_share
 from etrain_jupyter.trainer.gradients.stopwatch import Stopwatch
 from etrain_jupyter.trainer.gradients.tree_sum import TreeSum, merge
 from etrain_jupyter.trainer.group.process_group import Pending, RankGroup
-from etrain_jupyter.trainer.state.running_buffers import MovingBuffers
+from etrain_jupyter.trainer.state.running_buffers import RunningBuffers
 
 
 class ShardedGradients:
-    """Gradients of one generation's ranks, in buffers that live as long as the generation.
+    """Gradients of one generation, in buffers that are freed with the generation.
 
-    An aborted exchange may go on writing into them, so that no generation uses another's.
+    An aborted exchange may still write into the buffers, so no other generation reuses them.
 
     Args:
-        group: The generation's.
-        model: The notebook's.
-        moving: Its buffers that move.
+        group: The process group of the generation.
+        model: The module that computes the loss.
+        moving: Its running buffers.
         num_shards: V.
         global_batch_size: Samples of a full step.
-        micro_batch_size: Most samples of one pass; None for no limit.
-        num_passes: Fewest passes of a share, with one exchange after the last.
-        watch: Told when nothing is left to compute.
+        micro_batch_size: Maximum number of samples per pass; None for no limit.
+        num_passes: Minimum number of passes per shard.
+        watch: Measures the parts of a step.
 
     Raises:
         ConfigError: If there are more ranks than shards.
@@ -49,7 +54,7 @@ class ShardedGradients:
         group: RankGroup,
         model: nn.Module,
         *,
-        moving: MovingBuffers,
+        moving: RunningBuffers,
         num_shards: int,
         global_batch_size: int,
         micro_batch_size: int | None,
@@ -68,6 +73,8 @@ class ShardedGradients:
         self.merges = shard_plan.shard_merges(Subtree(0, num_shards))
         largest = -(-global_batch_size // num_shards)
         self._subtrees = self._plan.subtrees[group.rank]
+        # With one micro-batch per shard, autograd may add to the previous shard's sum. With
+        # several, (a + b1) + b2 would not have the bits of a + (b1 + b2).
         is_one_pass = num_passes == 1 and (micro_batch_size or largest) >= largest
         self._passes = shard_plan.plan_passes(self._subtrees, adds_in_place=is_one_pass)
         trainable = [p for p in model.parameters() if p.requires_grad]
@@ -77,7 +84,7 @@ class ShardedGradients:
             p.register_post_accumulate_grad_hook(self._sums.touch)  # type: ignore[no-untyped-call]
             for p in trainable
         ]
-        # One row a shard of this rank: shape (shards, B).
+        # One row per shard of this rank, shape (shards, B).
         self._moves = torch.zeros(len(self._passes), moving.num_values, dtype=torch.float64)
         self._move_sum = self._make_move_sum()
         self._moves_pending: Pending | None = None
@@ -90,12 +97,12 @@ class ShardedGradients:
         return TreeSum(self._group, self._plan, partials, tag=self._sums.num_tags)
 
     def close(self) -> None:
-        """Take the hooks off the parameters."""
+        """Remove the hooks from the parameters."""
         for hook in self._hooks:
             hook.remove()
 
     def parts(self, span: StepRange) -> list[MicroBatch]:
-        """Return the parts of this rank's shards; a shard without samples has none."""
+        """Return the micro-batches of this rank's shards; a shard without samples has none."""
         plan = self._plan_of(span)
         return [part for p in self._passes for part in self._parts_of(plan, p.shard)]
 
@@ -114,21 +121,23 @@ class ShardedGradients:
         )
 
     def compute(self, step: Step) -> None:
-        """Pass this rank's shards one by one, and add them up with the other ranks'."""
+        """Pass this rank's shards one by one, and sum them with those of the other ranks."""
         plan = self._plan_of(step.span)
         busy = [p for p in self._passes if plan.counts[p.shard]]
         self._sums.begin()
         self._moves.zero_()
+        # This rank makes no pass at all, but the other ranks wait for its header.
         if not busy:
             self._start_small_sums(step)
         for p in self._passes:
             is_last = p is self._passes[-1]
+            # Small last steps leave some shards without samples: they contribute exact zeros.
             if plan.counts[p.shard]:
                 self._run_shard(step, plan, p, is_last_busy=p is busy[-1], is_last=is_last)
             elif p.is_fresh:
                 for bucket in self._buckets:
                     bucket.clear(p.slot)
-            if not is_last:  # that is done with each bucket as it becomes ready
+            if not is_last:  # the last shard merges each bucket as soon as it is ready
                 for bucket in self._buckets:
                     bucket.merge(p.merges)
         if self._group.world_size > 1:
@@ -149,6 +158,7 @@ class ShardedGradients:
         is_last: bool,
     ) -> None:
         self._sums.collect(p)
+        # Each shard starts from the same statistics, as if it were alone.
         self._moving.put_back(step.buffers_before)
         step.seed(p.shard)
         num_parts = len(self._parts_of(plan, p.shard))
@@ -160,12 +170,13 @@ class ShardedGradients:
                     self._start_small_sums(step)
                 self._sums.is_open = is_last
             loss.backward()  # type: ignore[no-untyped-call]
+            # A failed exchange is noticed here rather than after the remaining passes.
             self._group.raise_if_failed()
         for bucket in self._buckets:
             bucket.fill(p.slot)
 
     def _start_small_sums(self, step: Step) -> None:
-        """Start what the last backward pass hides: the header's sum, and that of the moves."""
+        """Start the sums of the header and the buffers' changes, before the last backward pass."""
         step.start_header()
         first = self._subtrees[0].first
         for tree in self._subtrees:
@@ -174,7 +185,7 @@ class ShardedGradients:
         if self._move_sum is not None:
             self._moves_pending = self._group.start(self._move_sum.exchange)
 
-    # --- buffers that move ---
+    # --- running buffers ---
 
     def _keep_moves(self, step: Step, shard: int, count: int) -> None:
         if self._moving.num_values:

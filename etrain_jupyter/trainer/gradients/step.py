@@ -1,8 +1,8 @@
-"""One step in the making, as the ways to compute its gradient see it."""
+"""One step in progress, as the strategies for computing gradients see it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -13,9 +13,10 @@ from etrain_jupyter.rules.samples import batch_plan
 from etrain_jupyter.rules.samples.ledger import StepRange
 from etrain_jupyter.rules.samples.shard_plan import Merge
 from etrain_jupyter.trainer.data import Delivered
-from etrain_jupyter.trainer.gradients.step_header import StepHeader
+from etrain_jupyter.trainer.gradients.step_header import Requests, StepHeader
 from etrain_jupyter.trainer.gradients.stopwatch import Stopwatch
 from etrain_jupyter.trainer.group.process_group import RankGroup
+from etrain_jupyter.trainer.places import Places
 from etrain_jupyter.trainer.seeds import seed_all
 from etrain_jupyter.trainer.workload import Workload
 
@@ -26,25 +27,25 @@ class MicroBatch(NamedTuple):
     samples: range
     """Offsets within the step."""
     stream: int
-    """The rank or the shard that it is a part of: whose chance it has."""
+    """The rank or shard that it belongs to, whose random numbers it uses."""
     number: int
-    """Which part of it, from 0."""
+    """Its number within that rank's or shard's samples, from 0."""
 
 
 class Gradients(Protocol):
-    """One generation's way to compute gradients."""
+    """The way in which the ranks of one generation compute gradients."""
 
     num_slots: int
-    """Slots of the step's header."""
+    """Number of slots in the step header."""
     merges: tuple[Merge, ...]
-    """How the slots are added up."""
+    """Order in which the slots are added up."""
 
     def parts(self, span: StepRange) -> list[MicroBatch]:
-        """Return this rank's passes of a step, in their order."""
+        """Return this rank's micro-batches of a step, in the order of its passes."""
         ...
 
     def compute(self, step: Step) -> None:
-        """Leave the step's gradient in ``p.grad`` and its header complete.
+        """Compute the step's gradient into ``p.grad`` and complete its header.
 
         Raises:
             CommunicationError: A peer is lost.
@@ -53,55 +54,80 @@ class Gradients(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of the model."""
+        """Release the model: remove all hooks from it."""
+        ...
+
+
+class RequestSource(Protocol):
+    """Source of this rank's requests to all ranks."""
+
+    def collect(self, group: RankGroup, span: StepRange) -> Requests:
+        """Return the requests as of now."""
         ...
 
 
 @dataclass(kw_only=True)
 class Step:
-    """What a step has at hand."""
+    """A step in progress on this rank."""
 
     number: int
-    """Of the step once it is committed, from 1."""
+    """Number of the step, from 1."""
     span: StepRange
+    """The samples of all ranks."""
     header: StepHeader
     buffers_before: list[torch.Tensor]
-    """The values of the moving buffers before the step."""
+    """Copies of the running buffers before the step."""
     batches: Iterator[Delivered]
-    """What the parts of this step and of all later ones were delivered as."""
+    """Delivered micro-batches of this step and of all later ones."""
     workload: Workload
     group: RankGroup
     job_seed: int
     watch: Stopwatch
-    at: Callable[[str], None]
-    """Called with the name of each place that the step comes to."""
-    start_header: Callable[[], None]
-    """Sends the header; called after the last forward pass and before its backward pass, which
-    hides it."""
+    places: Places
+    """Reports where the main thread is, and injects faults."""
+    requests: RequestSource
+    """Read when the header is sent."""
+    fingerprint: torch.Tensor
+    """Fingerprint of this rank's weights before the step, a scalar."""
     mean_of_squares: float | None = None
-    """Mean over the ranks of the square norm of a rank's mean gradient, scaled as ``precision``
-    scales it, in a full step of several ranks where that is measured."""
+    """Mean over the ranks of the squared norm of each rank's mean gradient, scaled by the loss
+    scale. None if it is not measured in this step."""
     num_own: int = 0
-    """Samples that this rank has passed so far."""
+    """Number of samples that this rank has passed so far."""
 
     def seed(self, stream: int) -> None:
-        """Begin the chance of a rank or of a shard."""
+        """Set the RNG state for a rank or shard."""
         seed_all(self.job_seed, step=self.number, rank=stream)
 
+    def reach(self, place: str) -> None:
+        """Report that the step has reached a place."""
+        self.places.reach(place, rank=self.group.rank, step=self.number)
+
+    def start_header(self) -> None:
+        """Start to sum the header over the ranks.
+
+        To be called after the last forward pass and before its backward pass, which hides the
+        communication. The requests are read here, so that none waits for the next step.
+        """
+        self.reach("all_reduce")
+        if self.places.faults.spoils_loss(rank=self.group.rank, step=self.number):
+            self.header.spoil_loss()
+        requests = self.requests.collect(self.group, self.span)
+        self.header.start(self.group, requests, fingerprint=self.fingerprint)
+
     def run_part(self, module: nn.Module, slot: int | None) -> torch.Tensor:
-        """Put the next part through ``module``.
+        """Run the forward pass of the next micro-batch.
 
         Args:
-            module: The workload's, perhaps wrapped.
-            slot: Of the header; None if the part counts for nothing.
+            module: The workload's module, possibly wrapped.
+            slot: Slot of the header; None if the micro-batch does not count.
 
         Returns:
-            Its share of the step's mean loss, scaled as ``precision`` needs it, to be
-            differentiated.
+            Its share of the step's mean loss, scaled by the loss scale, to be differentiated.
         """
         with self.watch.fetching():
             indices, batch = next(self.batches)
-        self.at("forward")
+        self.reach("forward")
         passed = self.workload.forward(module, batch, len(indices), self.span.samples)
         if slot is not None:
             self.header.add(slot, indices, passed.loss, passed.shares)
@@ -110,7 +136,7 @@ class Step:
 
 
 def split_share(share: range, num_parts: int, *, stream: int) -> list[MicroBatch]:
-    """Cut a share into at most ``num_parts`` parts, none of them empty."""
+    """Split a share into at most ``num_parts`` micro-batches, none of them empty."""
     parts, start = [], share.start
     for number, count in enumerate(batch_plan.share_samples(len(share), num_parts)):
         if count:

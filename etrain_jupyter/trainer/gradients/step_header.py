@@ -1,12 +1,14 @@
-"""What all ranks tell each other with every step: one small sum, hidden behind the backward pass.
+"""Step header: one small vector that is summed over all ranks within every step.
 
-Shapes: ``M`` the loss and what else is averaged (``objective.measures``), ``S`` slots.
+Its sum is hidden behind the backward pass. Shapes: ``M`` means (the loss first, see
+``objective.measures``), ``S`` slots.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,23 +20,36 @@ from etrain_jupyter.trainer.gradients.tree_sum import merge
 from etrain_jupyter.trainer.group.process_group import Pending, RankGroup
 from etrain_jupyter.trainer.state.weight_fingerprint import ranks_agree
 
-PENDING, ASKED, CHECKSUM, COUNT, PRINT, PRINT_SQUARED, NUM_COUNTS = range(7)
+PENDING, REQUESTS, CHECKSUM, COUNT, FINGERPRINT, FINGERPRINT_SQUARED, NUM_COUNTS = range(7)
 
 EVAL, SAVE = 1, 2
-"""What rank 0 alone may ask of all, as bits of one number."""
+"""Requests that only rank 0 makes, as bits of one number."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Requests:
+    """What one rank requests from all ranks."""
+
+    is_change_pending: bool
+    """The rank knows of a planned change, so that the generation ends after this step."""
+    is_eval_due: bool
+    """Rank 0's clock requests an evaluation after this step."""
+    is_save_due: bool = False
+    """Rank 0 requests that all ranks write a checkpoint of the state after this step."""
 
 
 class StepHeader:
-    """The vector that is summed over the ranks: whole numbers, and shares of means in slots.
+    """A vector of integers and, in slots, shares of means, summed over the ranks.
 
-    Sums of whole numbers are exact, so that their order does not matter. Shares of means are not:
-    either all ranks add to one slot, or each shard has a slot of its own, which the others leave at
-    zero. Adding zeros is exact, and the slots are added afterwards in an order of their own.
+    Sums of integers below 2**53 are exact in float64, so that their order does not matter. Sums of
+    shares are not exact: either all ranks add to a single slot, or each shard has its own slot,
+    which the other ranks leave at zero. Adding zeros is exact, and the slots are added up
+    afterwards in a fixed order.
 
     Args:
         num_means: ``M``.
         num_slots: ``S``.
-        merges: How the slots are added up.
+        merges: Order in which the slots are added up.
     """
 
     def __init__(self, *, num_means: int, num_slots: int = 1, merges: Sequence[Merge] = ()) -> None:
@@ -44,10 +59,10 @@ class StepHeader:
         self._world_size = 1
         self._sent: Pending | None = None
         self.is_own_loss_finite = True
-        """Whether this rank's share of the loss is a finite number; known once it is sent."""
+        """True if this rank's share of the loss is finite; valid after ``start``."""
 
     def spoil_loss(self) -> None:
-        """Let this rank's share of the loss be NaN, as a fault on purpose."""
+        """Set this rank's share of the loss to NaN, for fault injection."""
         self._means_SM[0, 0] = math.nan
 
     def add(
@@ -57,76 +72,78 @@ class StepHeader:
         loss: torch.Tensor,
         others: Sequence[torch.Tensor],
     ) -> None:
-        """Add what one forward pass gave.
+        """Add the result of one forward pass.
 
         Args:
-            slot: Where its shares of the means go.
-            indices: What was delivered, not what was planned: the audit compares the two.
-            loss: Its share of the mean loss.
-            others: Its shares of the other means.
+            slot: Slot for its shares of the means.
+            indices: The delivered samples, not the planned ones: the audit compares the two.
+            loss: Its share of the mean loss, a scalar.
+            others: Its shares of the other means, scalars.
         """
         self._values[CHECKSUM] += float(ledger.checksum_of(indices))
         self._values[COUNT] += float(len(indices))
         self._means_SM[slot] += stack_means(loss, others)
 
-    def start(
-        self,
-        group: RankGroup,
-        *,
-        is_pending: bool,
-        is_eval_asked: bool,
-        is_save_asked: bool = False,
-        weights_print: torch.Tensor,
-    ) -> None:
-        """Start to sum it over the ranks, with what this one asks all others to do."""
-        mine = float(weights_print)
-        self._values[PENDING] = float(is_pending)
-        self._values[ASKED] = float(EVAL * is_eval_asked + SAVE * is_save_asked)
-        self._values[PRINT], self._values[PRINT_SQUARED] = mine, mine * mine
+    def start(self, group: RankGroup, requests: Requests, *, fingerprint: torch.Tensor) -> None:
+        """Start to sum the vector over the ranks.
+
+        Args:
+            group: The current process group.
+            requests: This rank's requests.
+            fingerprint: Fingerprint of this rank's weights, a scalar.
+        """
+        mine = float(fingerprint)
+        bits = EVAL * requests.is_eval_due + SAVE * requests.is_save_due
+        self._values[PENDING] = float(requests.is_change_pending)
+        self._values[REQUESTS] = float(bits)
+        self._values[FINGERPRINT], self._values[FINGERPRINT_SQUARED] = mine, mine * mine
         self._world_size = group.world_size
+        # Before the sum: afterwards the slots contain the shares of all ranks.
         self.is_own_loss_finite = bool(self._means_SM[:, 0].isfinite().all())
         self._sent = group.all_reduce(self._values)
 
     def wait(self) -> None:
-        """Wait for all ranks'. Raises CommunicationError if one is lost."""
+        """Wait for the sum. Raises CommunicationError if a rank is lost."""
         assert self._sent is not None
         self._sent.wait()
         merge(list(self._means_SM), self._merges)
 
     @property
     def is_pending(self) -> bool:
-        """Whether some rank knows of a change that is due after this step."""
+        """True if some rank knows of a planned change after this step."""
         return bool(self._values[PENDING] > 0)
 
     @property
-    def is_eval_asked(self) -> bool:
-        """Whether rank 0's clock asks for an evaluation."""
-        return bool(int(self._values[ASKED]) & EVAL)
+    def is_eval_requested(self) -> bool:
+        """True if rank 0's clock requests an evaluation."""
+        return bool(int(self._values[REQUESTS]) & EVAL)
 
     @property
-    def is_save_asked(self) -> bool:
-        """Whether rank 0 asks all to take part in a checkpoint of what this step leads to."""
-        return bool(int(self._values[ASKED]) & SAVE)
+    def is_save_requested(self) -> bool:
+        """True if rank 0 requests that all ranks write a checkpoint of the state after the step."""
+        return bool(int(self._values[REQUESTS]) & SAVE)
 
     @property
     def checksum(self) -> int:
-        """Of all samples that were trained."""
+        """Checksum of all samples that were trained."""
         return int(self._values[CHECKSUM])
 
     @property
     def num_samples(self) -> int:
-        """How many samples were trained."""
+        """Number of samples that were trained."""
         return int(self._values[COUNT])
 
     @property
     def ranks_agree(self) -> bool:
-        """Whether all ranks began the step with the same weights, as far as it looked at them."""
+        """True if the fingerprints of all ranks' weights were equal."""
         return ranks_agree(
-            self._world_size, float(self._values[PRINT]), float(self._values[PRINT_SQUARED])
+            self._world_size,
+            float(self._values[FINGERPRINT]),
+            float(self._values[FINGERPRINT_SQUARED]),
         )
 
     def means(self) -> list[float]:
-        """Return the sums of all shares, of the loss first, shape ``(M,)``."""
+        """Return the means over the step's samples, the loss first, shape ``(M,)``."""
         means: list[float] = self._means_SM[0].tolist()
         return means
 

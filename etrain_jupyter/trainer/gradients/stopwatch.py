@@ -1,9 +1,8 @@
-"""Where the time of a step goes, on one rank.
+"""Measure the parts of a step on one rank.
 
-The parts follow each other: fetching the samples, forward and backward passes, communication as far
-as no backward pass hides it, the update. On a GPU the host runs ahead of the device, so that the
-exposed communication is timed on the device: from the moment at which the last gradient was there
-to the one at which all sums were.
+The parts follow each other: waiting for samples, forward and backward passes, the communication
+that no backward pass hides, and the update. On a GPU the host runs ahead, so the exposed
+communication is measured on the device, from the last gradient to the last sum.
 """
 
 from __future__ import annotations
@@ -19,23 +18,23 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class StepTimes:
-    """What one step took this rank, in seconds."""
+    """Duration of the parts of one step on this rank, in seconds."""
 
     data_s: float = 0.0
     """Waiting for samples."""
     compute_s: float = 0.0
     """Forward and backward passes."""
     communication_s: float = 0.0
-    """Waiting for the other ranks and for what they send."""
+    """Waiting for the other ranks and for their data."""
     optimizer_s: float = 0.0
-    """Clipping, and the update."""
+    """Clipping and the optimizer's update."""
 
 
 class Stopwatch:
-    """Measures one step after the other.
+    """Measure one step after another.
 
     Args:
-        device: Where the model is.
+        device: The model's device.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -53,20 +52,20 @@ class Stopwatch:
 
     @contextmanager
     def fetching(self) -> Iterator[None]:
-        """Time the wait for samples."""
+        """Measure the wait for samples."""
         started = time.perf_counter()
         yield
         self._data_s += time.perf_counter() - started
 
     def bucket_is_ready(self) -> None:
-        """Note that gradients are there; of the last ones it counts."""
+        """Record that a bucket of gradients is computed; the last call counts."""
         self._ready_at = time.perf_counter()
         if self._is_cuda:
             self._ready = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             self._ready.record()
 
     def gradients_are_summed(self) -> None:
-        """Note that the gradients are the sums over the ranks, or will be on the device."""
+        """Record that the gradients are summed, or that their sums are queued on the device."""
         self._summed_at = time.perf_counter()
         if self._ready is not None:
             self._summed = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -74,13 +73,13 @@ class Stopwatch:
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Time the update."""
+        """Measure the update."""
         started = time.perf_counter()
         yield
         self._optimizer_s += time.perf_counter() - started
 
     def times(self) -> StepTimes:
-        """Return the parts of the step that was begun last."""
+        """Return the parts of the current step."""
         communication_s = self._communication_s()
         spent = self._summed_at - self._began_at - self._data_s - communication_s
         return StepTimes(
@@ -91,8 +90,9 @@ class Stopwatch:
         )
 
     def _communication_s(self) -> float:
-        if not self._ready_at:  # alone
+        if not self._ready_at:  # a single rank sends no bucket
             return 0.0
+        # The host has run ahead of the device: only the device knows when the sums were complete.
         if self._summed is not None:
             self._summed.synchronize()
             return float(self._ready.elapsed_time(self._summed)) / 1e3

@@ -1,11 +1,12 @@
-"""Sums over the ranks whose order depends on the number of shards alone.
+"""Sums over the ranks in an order that depends on the number of shards alone.
 
-Every rank comes with the partial sums that it could make by itself (``elastic.shard_plan``). Each
-rank owns a chunk of the result: it receives everybody's partial sums of that chunk, adds them up in
-the order of the tree, and sends the result to all. That is a reduce-scatter and an all-gather whose
-additions have a fixed order; it moves what an all-reduce moves, where shards lie evenly.
+Every rank has the partial sums of its own shards (``rules.samples.shard_plan``), and owns a chunk
+of the result. It receives the partial sums of that chunk from all ranks, adds them up in the order
+of the tree, and sends the result to all ranks. This is a reduce-scatter followed by an all-gather,
+with additions in a fixed order. It moves as many bytes as an all-reduce, if the shards are evenly
+distributed.
 
-Shapes: ``N`` numbers, ``K`` partial sums of a rank, ``W`` ranks, ``S`` segments of a chunk.
+Shapes: ``N`` elements, ``K`` partial sums of a rank, ``W`` ranks, ``S`` segments of a chunk.
 """
 
 from __future__ import annotations
@@ -20,36 +21,36 @@ from etrain_jupyter.rules.samples.batch_plan import share_range
 from etrain_jupyter.rules.samples.shard_plan import Merge, ShardPlan
 
 DIRECT_BYTES = 1 << 20
-"""If a rank would receive no more, everybody sends all to everybody and adds by itself: one journey
-instead of two."""
+"""If a rank would receive at most this, all ranks send everything to each other and each one adds
+up the whole: one round trip instead of two."""
 SEGMENT_BYTES = 4 << 20
-"""About so much is added up while the next segment travels."""
+"""Approximate size of a segment: one is added up while the next one is received."""
 
 
 class Peers(Protocol):
-    """What a sum needs of the generation's group."""
+    """The part of the process group that a sum uses."""
 
     rank: int
     world_size: int
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Any:
-        """Start to send; the result has a ``wait``."""
+        """Start to send; return an object with ``wait``."""
         ...
 
     def irecv(self, tensor: torch.Tensor, src: int, tag: int) -> Any:
-        """Start to receive; the result has a ``wait``."""
+        """Start to receive; return an object with ``wait``."""
         ...
 
 
 class TreeSum:
-    """One vector's sum over all ranks' partial sums, again and again, in buffers of its own.
+    """Repeated sums of one vector over the partial sums of all ranks, with its own buffers.
 
     Args:
-        peers: The generation's group.
-        plan: How the shards lie on its ranks.
-        partials: This rank's partial sums, contiguous CPU tensors of shape ``(N,)``, one a subtree.
-            They are read by each ``exchange``, and the first takes the total.
-        tag: The first of ``num_tags`` tags that no other sum uses.
+        peers: The process group of the generation.
+        plan: Distribution of the shards over the ranks.
+        partials: This rank's partial sums, contiguous CPU tensors of shape ``(N,)``, one per
+            subtree. Each ``exchange`` reads them and overwrites the first with the total.
+        tag: The first of ``num_tags`` message tags that no other sum uses.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class TreeSum:
         total = partials[0]
         size_bytes = total.numel() * total.element_size()
         num_others = sum(map(len, plan.subtrees)) - 1
+        # Small sums are dominated by latency, large ones by bandwidth.
         self._is_direct = size_bytes * num_others <= DIRECT_BYTES
         chunk_bytes = size_bytes // peers.world_size
         self._num_segments = 1 if self._is_direct else max(1, chunk_bytes // SEGMENT_BYTES)
@@ -71,7 +73,7 @@ class TreeSum:
         mine = self._segments[peers.rank]
         self._first = mine[0].start
         length = mine[-1].stop - mine[0].start
-        # What arrives for my chunk: shape (K of that rank, chunk).
+        # Received partial sums of this rank's chunk, shape (K of the sender, chunk).
         self._arrivals = {
             rank: torch.empty(len(plan.subtrees[rank]), length, dtype=total.dtype)
             for rank in self._ranks
@@ -79,11 +81,11 @@ class TreeSum:
 
     @property
     def num_tags(self) -> int:
-        """How many tags it uses."""
+        """Number of message tags in use."""
         return self._num_segments * (self._most_partials + 1)
 
     def _segments_of(self, rank: int) -> list[slice]:
-        """Return the pieces of a rank's chunk, some of which may be empty."""
+        """Return the segments of a rank's chunk, some of which may be empty."""
         size, world_size = self._partials[0].numel(), self._peers.world_size
         chunk = range(size) if self._is_direct else share_range(size, rank, world_size)
         pieces = [share_range(len(chunk), s, self._num_segments) for s in range(self._num_segments)]
@@ -91,16 +93,17 @@ class TreeSum:
         return [slice(a, b) for a, b in pairwise(bounds)]
 
     def exchange(self) -> None:
-        """Put the total into the first partial sum. Blocks; only inside the group's ``start``."""
+        """Compute the total into the first partial sum. Blocks; only inside ``RankGroup.start``."""
         arriving = [self._receive_partials(s) for s in range(self._num_segments)]
         leaving = [work for s in range(self._num_segments) for work in self._send_partials(s)]
-        # An arriving total cannot overtake what is still to be sent of the same place: its owner
-        # has had to receive that first.
+        # A total cannot arrive before the partial sum at the same place has been sent: its owner
+        # had to receive the partial sum first.
         returning = [work for s in range(self._num_segments) for work in self._receive_totals(s)]
         for segment, works in enumerate(arriving):
             _wait(works)
+            # This rank overwrites its own partial sums, which it is still sending.
             if self._is_direct:
-                _wait(leaving)  # the total is about to take the place of what is being sent
+                _wait(leaving)  # the total overwrites the memory that is being sent
             self._add_up(segment)
             leaving += self._send_totals(segment)
         _wait(leaving)
@@ -152,13 +155,14 @@ class TreeSum:
                 values += [partial[place] for partial in self._partials]
             else:
                 values += [row[arrived] for row in self._arrivals[rank]]
+        # The last addition writes its result directly to the place from which it is sent.
         merge(values, self._plan.merges[:-1])
         into, other = self._plan.merges[-1]
         torch.add(values[into], values[other], out=self._partials[0][place])
 
 
 def merge(values: Sequence[torch.Tensor], merges: Sequence[Merge]) -> None:
-    """Add up ``values`` in place, in the order that ``merges`` says."""
+    """Add up ``values`` in place, in the order of ``merges``."""
     for into, other in merges:
         values[into].add_(values[other])
 

@@ -1,5 +1,7 @@
-"""The process group of one generation: how its ranks find each other, talk, and are freed.
+"""Process group of one generation: forming it, its collectives, and aborting it.
 
-``process_group`` holds it, ``rendezvous`` is its store, ``backends`` and ``gloo_device`` make what
-it talks through; ``exchange`` and ``pending`` wait for messages so that an abort frees them.
+``process_group`` is the interface. ``forming`` connects the ranks through the store in
+``rendezvous``, with ``authentication`` and ``admission`` against strangers; ``backends``,
+``gloo_device`` and ``transports`` carry the data; ``exchange`` and ``pending`` make every wait end
+when the generation is aborted.
 """

@@ -1,13 +1,16 @@
-"""Admit only the connections that ranks have announced, in a generation that is guarded.
+"""Admit only the connections that ranks have announced, in a guarded generation.
 
-``authentication`` alone makes a stranger harmless, but one that connects first every time prevents
-every group from forming. So after a failure the next generations are guarded: a listener accepts
-connections and gloo does not see what they say (a receive low-water mark and a packet filter, which
-accepted sockets inherit). Each rank announces the connections that it made, over the control
-channel, and the other end lets gloo read exactly these. That takes some milliseconds longer.
+``authentication`` alone makes a stranger harmless, but a stranger that connects first every time
+prevents every group from forming. So after a failure the next generations are guarded: a listener
+accepts connections, but gloo does not see their data (a receive low-water mark and a packet filter,
+which accepted sockets inherit)::
 
-A stranger that connects within the millisecond before the listener is held, for every listener, can
-still prevent forming. That is bounded, and visible: see ``hold``.
+    rank A   connects to B, and announces the connection over the authenticated control channel
+    rank B   releases exactly the announced connections, whose data gloo then reads
+    stranger is never released, and so never gets a rank's place
+
+This takes some milliseconds longer. A stranger that connects to every listener within the
+millisecond before it is held can still prevent forming; that is bounded and reported, see ``hold``.
 """
 
 from __future__ import annotations
@@ -31,27 +34,28 @@ from etrain_jupyter.trainer.group.socket_filters import detach_filter, pass_only
 
 ADMIT_EVERY_S = 0.001
 TIMEOUT_S = 10.0
-"""How long a guarded generation may take to connect: one whose connections pass through a relay
-never does. Less than the coordinator allows before it declares a rank hung."""
+"""Timeout for a guarded generation to connect; connections through a relay never succeed. Less than
+the time after which the coordinator declares a rank hung."""
 
 MAX_DEVICES = 50
-"""Listeners to try before the group is refused: strangers had connected to all of them."""
+"""Number of listeners to try before giving up, if strangers connect to each of them."""
 
 _LOW_WATER = 32768
-"""Bytes: above what the filter passes, below half of any receive buffer. With more, the kernel
-enlarges the buffer and clamps the window."""
+"""Receive low-water mark in bytes: above what the filter passes, and below half of any receive
+buffer. With more, the kernel enlarges the buffer and clamps the window."""
 
 _SETTLE_S = 0.001
-"""Time in which gloo accepts a connection that came before the filter."""
+"""Time in which gloo accepts connections that arrived before the filter."""
 
 
 def make_held_device(host: str) -> GlooDevice:
-    """Return a device whose listener is held, and to which no stranger is connected.
+    """Return a device whose listener is held and to which no stranger is connected.
 
     Raises:
-        UnknownPeerError: Strangers had connected to every listener before it was held.
+        UnknownPeerError: Strangers connected to every listener before it was held.
     """
-    reached: list[GlooDevice] = []  # not freed meanwhile: a descriptor's number tells the new ones
+    # Not freed before the end: new devices are recognized by new descriptor numbers.
+    reached: list[GlooDevice] = []
     try:
         for _ in range(MAX_DEVICES):
             device = GlooDevice(host, on_listening=_hold_back)
@@ -60,7 +64,7 @@ def make_held_device(host: str) -> GlooDevice:
             reached.append(device)
             device.seal()
             if sum(each.num_unclaimed() for each in reached) > MAX_UNCLAIMED:
-                break  # they hold descriptors until they are freed
+                break  # their descriptors stay open until they are freed
         described = list_ends([each.pair for each in device.connections()][:MAX_DESCRIBED])
         num_reached = len(reached)
     finally:
@@ -70,15 +74,15 @@ def make_held_device(host: str) -> GlooDevice:
         threading.Thread(target=reached.clear, daemon=True, name="etrain-free").start()
     raise UnknownPeerError(
         f"an unknown process connects to this job's ports: it reached {num_reached} new ports "
-        f"within about a millisecond each (the last from {described or 'an address now unknown'})"
+        f"within about a millisecond each (the last from {described or 'an unknown address'})"
     )
 
 
 def hold(device: GlooDevice) -> bool:
-    """Keep gloo from reading what connections say. Call it before the address is published.
+    """Keep gloo from reading data of connections. Call this before the address is published.
 
     Returns:
-        False if gloo may have read what somebody said already. Use another device then.
+        False if gloo may already have read data of a stranger. Use another device then.
     """
     with device.listener() as listener:
         _hold_back(listener)
@@ -88,25 +92,25 @@ def hold(device: GlooDevice) -> bool:
 
 def _hold_back(listener: socket.socket) -> None:
     pass_only_a_number(listener)
-    # After the filter: whatever inherits the mark has inherited the filter, too.
+    # After the filter: a socket that inherits the mark has inherited the filter, too.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _LOW_WATER)
 
 
 def _is_held(device: GlooDevice, connection: Connection) -> bool:
-    """Whether it came when the listener was held back."""
+    """Return True if the connection arrived while the listener was held."""
     with contextlib.suppress(OSError), device.socket_at(connection.fd, connection.pair) as found:
         return found.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == _LOW_WATER
-    return True  # it has ended
+    return True  # the connection has ended
 
 
 class Admission:
-    """Announces this rank's connections, and releases those that other ranks announce.
+    """Announce this rank's connections, and release those that other ranks announce.
 
     Args:
-        device: Held; see ``hold``.
-        store: Where the ranks announce: authenticated, and of one generation.
+        device: A device that is held, see ``hold``.
+        store: The rendezvous store of the generation, which is authenticated.
         rank: This rank.
-        world_size: Ranks of the generation.
+        world_size: Number of ranks.
     """
 
     def __init__(self, device: GlooDevice, store: Any, *, rank: int, world_size: int) -> None:
@@ -119,10 +123,10 @@ class Admission:
             self._port = listener.getsockname()[1]
 
     def admit(self) -> None:
-        """Do what is due. Call it often while gloo connects, and once after that.
+        """Announce and release new connections. Call it often while gloo connects.
 
         Raises:
-            UnknownPeerError: It takes too long.
+            UnknownPeerError: The ranks have not connected within the timeout.
         """
         connections = self._device.connections()
         made = sorted(each.pair for each in connections if each.pair[0][1] != self._port)
@@ -149,6 +153,6 @@ class Admission:
     def _release(self, fd: int, pair: Pair) -> None:
         with contextlib.suppress(OSError), self._device.socket_at(fd, pair) as connection:
             detach_filter(connection)
-            # Also wakes gloo, if the number is there already.
+            # Also wakes gloo, if the rank's number has already arrived.
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
             self._released.add(pair)

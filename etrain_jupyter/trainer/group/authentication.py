@@ -1,13 +1,13 @@
-"""Let ranks authenticate each other before the first tensor, so that strangers and relays fail.
+"""Authenticate the ranks' connections before the first tensor, so that strangers and relays fail.
 
-gloo carries no authentication: its listener gives a rank's place to the first connection that sends
-the 8-byte number of a pair (0, 1, 2 ...). So when gloo has connected, each rank publishes both ends
-of its connections over the control channel, which is authenticated. Every two ranks must list one
-and the same connection, once from each end. All ranks compare the same lists, so all of them accept
-the group or all refuse it, and no byte goes through gloo before.
+gloo has no authentication: its listener gives a rank's place to the first connection that sends the
+8-byte number of a pair (0, 1, 2 ...). So after gloo has connected, each rank publishes both ends of
+its connections over the control channel, which is authenticated. Each pair of ranks must list the
+same connection, once from each end. All ranks compare the same lists, so all of them accept the
+group or all refuse it, before any tensor is sent.
 
-What this does not notice: an attacker on the path between two machines (a router, ARP), who changes
-no address. Only encryption helps there. Address translation changes the ends, so it is refused.
+Not detected: an attacker on the path between two machines (a router, ARP) who changes no address;
+only encryption protects against that. Network address translation changes the ends, and is refused.
 """
 
 from __future__ import annotations
@@ -23,40 +23,40 @@ from etrain_jupyter.trainer.group.connections import (
     encode,
     find_mismatch,
     find_uid,
-    words_of,
+    format_end,
 )
 from etrain_jupyter.trainer.group.gloo_device import GlooDevice
 from etrain_jupyter.trainer.group.rendezvous import FORM_TIMEOUT_S, CommunicationError
 
 MAX_UNCLAIMED = 1024
-"""Connections that wait for a rank's number. The ranks make one each, so many more are a flood,
-which would use up the process's descriptors: gloo ends the process when ``accept`` fails."""
+"""Maximum number of connections without a rank's number. Each rank makes one, so many more are a
+flood, which would exhaust the process's descriptors: gloo ends the process if ``accept`` fails."""
 
 DESCRIPTION_TIMEOUT_S = 5.0
-"""How long ranks wait for each other's description of an unknown connection."""
+"""Timeout for the other ranks' descriptions of unknown connections."""
 
 MAX_DESCRIBED = 3
-"""Unknown connections that a message names; it says how many more there are."""
+"""Maximum number of unknown connections that a message lists; it counts the rest."""
 
 
 class UnknownPeerError(CommunicationError):
-    """A connection of this generation is not one between two of its ranks."""
+    """A connection of this generation is not between two of its ranks."""
 
 
 def authenticate(device: GlooDevice, store: Any, *, rank: int, world_size: int) -> None:
-    """Compare the connections of all ranks, then let nobody else connect.
+    """Compare the connections of all ranks, and refuse further connections.
 
-    Call it when gloo has connected and before anything is sent. It blocks until every rank has
+    Call it after gloo has connected and before anything is sent. It blocks until every rank has
     called it or ``give_up``.
 
     Raises:
-        UnknownPeerError: On every rank or on none: some connection is not between two ranks.
+        UnknownPeerError: A connection is not between two ranks. Raised on every rank or none.
         CommunicationError: A rank could not connect, or the connections cannot be listed.
     """
     claimed = [each.pair for each in device.connections() if each.is_claimed]
     _publish(store, rank, claimed)
     told = _collect(store, "connections", range(world_size))
-    # Not earlier: a stranger may have a place whose rank has still to connect, and would hang.
+    # Not earlier: if a stranger took a rank's place, the rank still has to connect.
     device.seal()
     errors = [f"rank {other}: {value['error']}" for other, value in told.items() if value["error"]]
     if errors:
@@ -74,15 +74,15 @@ def authenticate(device: GlooDevice, store: Any, *, rank: int, world_size: int) 
 
 
 def give_up(store: Any, rank: int, error: Exception) -> None:
-    """Publish that this rank could not connect, so that the others need not wait for it."""
+    """Publish that this rank could not connect, so that the other ranks do not wait for it."""
     _publish(store, rank, [], error=str(error).strip().partition("\n")[0] or type(error).__name__)
 
 
 def raise_if_flooded(device: GlooDevice) -> None:
-    """Refuse the group and close its listener while there are still descriptors left.
+    """Refuse the group and seal its listener before the process runs out of descriptors.
 
     Raises:
-        UnknownPeerError: Many more connections wait for a place than there are ranks.
+        UnknownPeerError: There are many more connections than ranks.
     """
     num_waiting = device.num_unclaimed()
     if num_waiting <= MAX_UNCLAIMED:
@@ -103,14 +103,14 @@ def _publish(store: Any, rank: int, pairs: Sequence[Pair], *, error: str = "") -
 def _collect(
     store: Any, what: str, ranks: Sequence[int], timeout_s: float = FORM_TIMEOUT_S
 ) -> dict[int, Any]:
-    """Return what each of these ranks has published. Raises CommunicationError without it."""
+    """Return the value that each rank has published. Raises CommunicationError on a timeout."""
     keys = {rank: f"{what}/{rank}" for rank in ranks}
     store.wait([*keys.values()], timedelta(seconds=timeout_s))
     return {rank: json.loads(store.get(key)) for rank, key in keys.items()}
 
 
 def _describe(device: GlooDevice, rank: int, unknown: Sequence[Pair]) -> str:
-    """Say which processes these connections lead to, as far as this machine knows."""
+    """Describe the processes at the far ends, as far as this machine knows them."""
     with device.listener() as listener:
         port = listener.getsockname()[1]
     came = [pair for pair in unknown if pair[0][1] == port]
@@ -124,11 +124,11 @@ def _describe(device: GlooDevice, rank: int, unknown: Sequence[Pair]) -> str:
 
 
 def list_ends(pairs: Sequence[Pair]) -> str:
-    """Name the far ends of connections, with their users where they are on this machine."""
+    """List the far ends of connections, with the user ID of processes on this machine."""
     named = []
     for pair in pairs[:MAX_DESCRIBED]:
         uid = find_uid(pair)
-        named.append(words_of(pair[1]) + ("" if uid is None else f" (uid {uid})"))
+        named.append(format_end(pair[1]) + ("" if uid is None else f" (uid {uid})"))
     if len(pairs) > MAX_DESCRIBED:
         named.append(f"{len(pairs) - MAX_DESCRIBED} more")
     return ", ".join(named)

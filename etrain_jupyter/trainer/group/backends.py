@@ -1,7 +1,6 @@
-"""What a generation's collectives run on: gloo always, NCCL beside it for gradients on GPUs.
+"""Backends of a generation's collectives: gloo always, and NCCL for gradients on GPUs.
 
-NCCL has not been tried yet: no machine with a GPU could be had. Its part is tested with a stand-in,
-and by ``tests/integration/test_gpu.py`` where there is a GPU.
+Unit tests replace NCCL; ``tests/integration/test_gpu.py`` uses it on machines with a GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from etrain_jupyter.trainer.group.rendezvous import BroadcastStore, Communicatio
 
 GLOO, NCCL = "gloo", "nccl"
 COLLECTIVE_TIMEOUT = timedelta(seconds=1800)
-"""Only a backstop: lost peers are noticed by the coordinator, long before."""
+"""A last resort: the coordinator detects a lost peer long before."""
 
 Keep = Callable[[Any], None]
 ConnectNccl = Callable[[BroadcastStore, int, int, Keep], None]
@@ -30,7 +29,7 @@ _NAME = "etgloo"
 
 
 def connect_gloo(store: BroadcastStore, rank: int, world_size: int, device: GlooDevice) -> Any:
-    """Return a gloo backend on a device of its own. Blocks, perhaps without any time-out."""
+    """Return a connected gloo backend on its own device. Blocks, possibly without a timeout."""
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [device.device]
     options._timeout = COLLECTIVE_TIMEOUT
@@ -39,20 +38,20 @@ def connect_gloo(store: BroadcastStore, rank: int, world_size: int, device: Gloo
 
 
 def connect_nccl(store: BroadcastStore, rank: int, world_size: int, keep: Keep) -> None:
-    """Make an NCCL backend and connect it. Blocks, perhaps without any time-out.
+    """Create an NCCL backend and connect it. Blocks, possibly without a timeout.
 
     Args:
-        store: The generation's.
+        store: The rendezvous store of the generation.
         rank: This rank.
-        world_size: All of them.
-        keep: Called with the backend before it connects, so that it can be aborted meanwhile.
+        world_size: Number of ranks.
+        keep: Called with the backend before it connects, so that another thread can abort it.
     """
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = COLLECTIVE_TIMEOUT
     prefixed = c10d.PrefixStore(NCCL, store)
     backend: Any = dist.ProcessGroupNCCL(prefixed, rank, world_size, options)
     keep(backend)
-    # The first collective connects. Better here than within the backward pass.
+    # The first collective connects: here rather than in the backward pass.
     count = torch.ones(1, device=torch.device("cuda", torch.cuda.current_device()))
     backend.allreduce([count]).wait()
     if int(count) != world_size:
@@ -60,7 +59,7 @@ def connect_nccl(store: BroadcastStore, rank: int, world_size: int, keep: Keep) 
 
 
 def end_nccl(backend: Any, *, gently: bool) -> None:
-    """Free an NCCL backend in a thread of its own: either call may wait for a stuck kernel."""
+    """Free an NCCL backend in its own thread: either call may wait for a stuck kernel."""
     end = backend.shutdown if gently else backend.abort
     threading.Thread(target=end, daemon=True, name="etrain-nccl-end").start()
 
@@ -75,10 +74,10 @@ _PREBUILT = _Prebuilt()
 def make_default_group(
     backend: Any, store: BroadcastStore, rank: int, world_size: int
 ) -> dist.ProcessGroup:
-    """Make ``backend`` torch's default group, without any waiting. Returns the group.
+    """Make ``backend`` torch's default group, without blocking, and return the group.
 
-    Also tensors on a GPU go through it if somebody calls ``torch.distributed`` by hand: slow, but
-    it can be aborted. Two custom backends in one group would be mixed up by torch.
+    If user code calls ``torch.distributed`` directly, tensors on a GPU go through gloo, too: that
+    is slow, but it can be aborted. torch would confuse two custom backends in one group.
     """
     if _NAME.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(
@@ -90,7 +89,7 @@ def make_default_group(
             _NAME, store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT
         )
     finally:
-        # torch puts another hook around the old one in every generation, and never takes it away.
+        # torch wraps the hook again in every generation and never removes the wrappers.
         _PREBUILT.backend, sys.excepthook = None, hook
     group = dist.group.WORLD
     assert group is not None

@@ -1,4 +1,4 @@
-"""Compare the ends of connections: does every two ranks have one, listed from both ends?"""
+"""Check that each pair of ranks has one connection, listed from both ends."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ Pair = tuple[End, End]
 
 @dataclass(frozen=True, kw_only=True)
 class Mismatch:
-    """How the connections that the ranks list differ from one between every two of them."""
+    """Difference between the listed connections and one per pair of ranks."""
 
     unknown: tuple[tuple[int, Pair], ...]
-    """Connections that no other rank lists from the other end, and the rank that lists each."""
+    """Connections that no other rank lists from the other end, each with the listing rank."""
     ranks: tuple[int, ...]
     """Ranks that are not connected with every other rank exactly once."""
 
 
 def find_mismatch(listed: Mapping[int, Sequence[Pair]]) -> Mismatch | None:
-    """Return how the connections differ from what they have to be; None if they do not.
+    """Return the difference from one connection per pair of ranks; None if there is none.
 
-    The socket of a stranger, or of a relay, has an end that no rank lists.
+    A connection of a stranger or a relay has an end that no rank lists.
 
     >>> a, b, c = ("h", 1), ("h", 2), ("h", 3)
     >>> find_mismatch({0: [(a, b)], 1: [(b, a)]})
@@ -58,13 +58,13 @@ def pair_of(connection: socket.socket) -> Pair:
 
 
 def _end(address: tuple[str, int]) -> End:
-    """Write an end as its peer does: each machine names a link-local address's interface itself."""
+    """Normalize an end: the interface of a link-local address is different on each machine."""
     host = address[0].partition("%")[0]
     return host.removeprefix("::ffff:"), int(address[1])
 
 
 def encode(pairs: Sequence[Pair]) -> list[list[list[object]]]:
-    """Return what JSON can hold."""
+    """Return the connections as lists for JSON."""
     return [[list(near), list(far)] for near, far in pairs]
 
 
@@ -74,10 +74,10 @@ def decode(values: object) -> list[Pair]:
     return [((a, int(b)), (c, int(d))) for (a, b), (c, d) in values]
 
 
-def words_of(end: End) -> str:
+def format_end(end: End) -> str:
     """Return ``address:port``.
 
-    >>> words_of(("::1", 80))
+    >>> format_end(("::1", 80))
     '[::1]:80'
     """
     host, port = end
@@ -85,10 +85,10 @@ def words_of(end: End) -> str:
 
 
 def find_uid(pair: Pair) -> int | None:
-    """Return the user of the process at the far end, if it runs on this machine and still has it.
+    """Return the user ID of the process at the far end, if it runs on this machine.
 
     Args:
-        pair: As this end sees it: ``(near, far)``.
+        pair: The connection as seen from this end: ``(near, far)``.
     """
     near, far = pair
     for file, is_ipv6 in (("/proc/net/tcp", False), ("/proc/net/tcp6", True)):
@@ -99,13 +99,13 @@ def find_uid(pair: Pair) -> int | None:
         except (OSError, ValueError):
             continue
         for row in rows:
-            if row[1:3] == wanted and row[9] != "0":  # a closed one has no owner: inode 0, uid 0
+            if row[1:3] == wanted and row[9] != "0":  # a closed socket has no owner: inode 0, uid 0
                 return int(row[7])
     return None
 
 
 def _as_listed(end: End, is_ipv6: bool) -> str:
-    """Write an end as the kernel's tables do: words of 32 bits in the machine's byte order."""
+    """Format an end like the kernel's tables: 32-bit words in the machine's byte order."""
     host, port = end
     address = ipaddress.ip_address(host)
     if is_ipv6 and address.version == 4:

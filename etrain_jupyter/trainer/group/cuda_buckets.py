@@ -1,7 +1,7 @@
-"""Sums of gradients that lie on a GPU, for ranks that speak gloo: say, two that share a GPU.
+"""Sums of gradients on a GPU by gloo, for example for two ranks that share a GPU.
 
-gloo itself takes CUDA tensors, but its futures do not tell torch what to wait for on the device.
-So the bucket goes through host memory here, on the thread that can be abandoned.
+gloo accepts CUDA tensors, but its futures do not synchronize the device's streams. So the bucket
+goes through host memory, in the thread that can be abandoned.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def sum_through_host(
     Args:
         buffer: The bucket, on the device.
         sum_on_host: Sums a host tensor over the ranks, in place; blocks.
-        complete: Completes the future that DDP waits for. Called on a stream of which torch takes
-            note, so that whatever uses the gradients waits for the copy back.
+        complete: Completes the future that DDP waits for. Called on the stream of the copy back,
+            which the future records, so that readers of the gradients wait for the copy.
     """
     host = torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=buffer.is_cuda)
     host.copy_(buffer, non_blocking=True)
@@ -42,12 +42,12 @@ def sum_through_host(
 
 
 def future_for(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-    """Return a future that, once completed, makes its readers' streams wait for the completer's."""
+    """Return a future whose readers' streams wait for the stream that completes it."""
     return torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
 
 
 class _Moment:
-    """A point of the present stream that another thread can wait for."""
+    """A point in the current stream that another thread can wait for."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._event: Any = None
@@ -63,13 +63,13 @@ class _Moment:
 def _stream_for(buffer: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     if not buffer.is_cuda:
         return contextlib.nullcontext()
-    # A stream of torch's pool: the copy back need not wait for the rest of the backward pass.
+    # A stream of torch's pool, so that the copy back does not wait for the backward pass.
     stream: Any = torch.cuda.Stream(device=buffer.device)  # type: ignore[no-untyped-call]
     return torch.cuda.stream(stream)
 
 
 def moment_of_device() -> Callable[[], None]:
-    """Return a wait, for another thread, until the present device has done what it was given."""
+    """Return a function that waits, in another thread, for the work queued on the device."""
     event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     event.record()
     wait: Callable[[], None] = event.synchronize

@@ -1,4 +1,4 @@
-"""The one thread of a generation that may block inside gloo, because it can be abandoned."""
+"""Exchange thread of a generation: it may block inside gloo, because it can be abandoned."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ Work = Callable[[], None]
 
 
 class Exchange:
-    """Runs pieces of work one after the other on a thread of its own.
+    """Run work items one after another in a thread.
 
-    Somebody who waits for a piece waits for its future *or* for the generation's abort. The thread
-    may then still be inside gloo: it ends as soon as gloo lets go of it, and does no other piece.
+    A caller waits for an item's future *or* for the abort of the generation. The thread may then
+    still be inside gloo: it ends as soon as gloo releases it, and runs no other item.
     """
 
     def __init__(self) -> None:
         self._pieces: queue.SimpleQueue[tuple[Work, Future[None]] | None] = queue.SimpleQueue()
         self._ended = False
-        # A daemon: a process may end although a thread of it is stuck inside gloo.
+        # A daemon, so that the process can exit although this thread is stuck inside gloo.
         threading.Thread(target=self._run, daemon=True, name="etrain-exchange").start()
 
     def submit(self, work: Work) -> Future[None]:
-        """Do ``work`` after all that was submitted before it."""
+        """Run ``work`` after everything submitted before it."""
         future: Future[None] = Future()
         self._pieces.put((work, future))
         return future
 
     def end(self) -> None:
-        """Drop the pieces that have not begun, and let the thread end. Does not wait for it."""
+        """Drop the items that have not begun, and let the thread end. Does not wait for it."""
         self._ended = True
         self._pieces.put(None)
 
@@ -49,5 +49,5 @@ class Exchange:
                 future.set_exception(exc)
             else:
                 future.set_result(None)
-            # Not kept until the next piece comes: the work holds tensors.
+            # Not kept until the next item arrives: the work refers to tensors.
             del piece, work, future

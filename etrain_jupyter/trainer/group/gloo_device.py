@@ -1,7 +1,8 @@
-"""A gloo device whose sockets are known: they can be shut down, listed, held back and sealed.
+"""Gloo device with access to its sockets, to list them, hold them back, seal and shut them down.
 
-Shutting them down is the only way to break a stuck collective. Listing them is the only way to know
-who is connected, because gloo gives a rank's place to the first connection that sends its number.
+Shutting the sockets down is the only way to break a stuck collective. Listing them is the only way
+to verify the peers, because gloo gives a rank's place to the first connection that sends its
+number.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from etrain_jupyter.trainer.group.socket_filters import drop_everything
 
 _DESCRIPTORS = "/proc/self/fd"
 _ONESHOT = 1 << 30
-"""``EPOLLONESHOT``: gloo has not given a rank's place to this connection. It still waits for the
-8-byte number of a pair, or no pair waits for the number that came. A test holds gloo to that."""
+"""``EPOLLONESHOT`` is set while gloo has not given a rank's place to a connection: gloo waits for
+the 8-byte number of a pair, or no pair has the number that arrived. A test checks that."""
 
 
 class Connection(NamedTuple):
@@ -32,14 +33,14 @@ class Connection(NamedTuple):
     fd: int
     pair: Pair
     is_claimed: bool
-    """Whether gloo uses it for a rank."""
+    """True if gloo uses the connection for a rank."""
 
 
 OnListening = Callable[[socket.socket], None]
 
 
 class GlooDevice:
-    """A gloo device whose epoll descriptor is known, and so the sockets of one generation."""
+    """A gloo device whose sockets are found through its epoll descriptor."""
 
     _making = threading.Lock()
 
@@ -49,22 +50,21 @@ class GlooDevice:
         Args:
             host: The address to listen on.
             on_listening: Called with the listener as soon as possible. It is not called if the
-                listener's descriptor cannot be told at once from those of other threads.
+                listener's descriptor cannot be distinguished from those of other threads.
         """
         with self._making:
             before, known = set(_links().values()), set(_descriptors())
-            # Lazy connections would be made after the ranks have authenticated each other.
+            # Not lazily: connections must be made before the ranks authenticate each other.
             self.device = dist.ProcessGroupGloo.create_device(hostname=host, lazy_init=False)
             if on_listening is not None:
                 _call_with_listener(on_listening, set(_descriptors()) - known)
             self._epoll = _find_epoll(before)
 
     def connections(self) -> list[Connection]:
-        """Return every connection that exists at this moment, without the listener.
+        """Return all current connections, without the listener.
 
         Raises:
-            CommunicationError: Nobody can say, because this system does not list a process's
-                sockets.
+            CommunicationError: This system does not list the sockets of a process.
         """
         found = []
         for fd, events in self._sockets():
@@ -79,15 +79,15 @@ class GlooDevice:
 
     @contextlib.contextmanager
     def socket_at(self, fd: int, pair: Pair) -> Iterator[socket.socket]:
-        """Give the socket of a connection. Raises ``OSError`` if the descriptor is another's."""
+        """Yield the socket of a connection. Raises ``OSError`` if the descriptor was reused."""
         with _socket_of(fd) as connection:
             if pair_of(connection) != pair:
-                raise OSError(f"descriptor {fd} is another connection's now")
+                raise OSError(f"descriptor {fd} belongs to another connection now")
             yield connection
 
     @contextlib.contextmanager
     def listener(self) -> Iterator[socket.socket]:
-        """Give the listening socket. Raises CommunicationError if there is none."""
+        """Yield the listening socket. Raises CommunicationError if there is none."""
         for fd, _ in self._sockets():
             with contextlib.suppress(OSError):
                 found = _socket_of(fd)
@@ -100,9 +100,9 @@ class GlooDevice:
             yield found
 
     def seal(self) -> None:
-        """Let nobody else connect. Connections that exist are not affected.
+        """Refuse further connections. Existing connections are not affected.
 
-        The listener itself stays: gloo would terminate the process if ``accept`` failed.
+        The listener stays open: gloo would terminate the process if ``accept`` failed.
 
         Raises:
             CommunicationError: The listener cannot be found.
@@ -113,18 +113,18 @@ class GlooDevice:
     def shut_down(self) -> None:
         """Shut down the device's connections and seal its listener, which is never shut down.
 
-        Without /proc (not Linux) it does nothing. Waits are abandoned all the same, and the peers
-        learn of it by the coordinator.
+        Without /proc (not on Linux) it does nothing. Waits are abandoned all the same, and the
+        coordinator notifies the peers.
 
-        For reading only: gloo sees the end, tells everybody who waits, and closes the connection by
-        itself. A write that failed in its own thread meanwhile would be told to nobody.
+        Only the reading side is shut down: gloo then sees the end of the stream, fails all waits,
+        and closes the connection itself. It would not report a write that fails in its own thread.
         """
         if self._epoll is None:
             return
         for fd, _ in _watched(self._epoll):
             with contextlib.suppress(OSError), _socket_of(fd) as connection:
                 if _is_listening(connection):
-                    # A thread that stays inside gloo keeps it open: a flood must not reach it.
+                    # A thread stuck inside gloo keeps the listener open: a flood must not reach it.
                     drop_everything(connection)
                 else:
                     connection.shutdown(socket.SHUT_RD)
@@ -140,10 +140,10 @@ class GlooDevice:
 
 
 def _find_epoll(before: set[str]) -> int | None:
-    """Return the epoll descriptor that watches a listener which was not there ``before``.
+    """Return the epoll descriptor that watches a listener that did not exist ``before``.
 
-    A new descriptor alone tells nothing: while the device of an earlier generation is being freed
-    in another thread, the new one may get its number. A socket's inode is not used again.
+    A new descriptor number alone is not enough: while another thread frees the device of an earlier
+    generation, the new device may get its number. The inode of a socket is not reused.
     """
     links = _links()
     found = [
@@ -164,12 +164,12 @@ def _is_new_listener(fd: int, links: dict[int, str], before: set[str]) -> bool:
 
 
 def _socket_of(fd: int) -> socket.socket:
-    """Return a socket object for a copy of a descriptor. Raises ``OSError`` if it is no socket."""
+    """Return a socket for a duplicate of a descriptor. Raises ``OSError`` if it is not a socket."""
     copy = os.dup(fd)
     try:
         return socket.socket(fileno=copy)
     except OSError:
-        os.close(copy)  # the loop's own pipe: no socket took the copy over
+        os.close(copy)  # for example gloo's own pipe
         raise
 
 
@@ -191,7 +191,7 @@ def _descriptors() -> list[int]:
 
 
 def _links() -> dict[int, str]:
-    """Return what each descriptor of this process is."""
+    """Return the link target of each descriptor of this process."""
     found = {}
     with contextlib.suppress(OSError):
         for name in os.listdir(_DESCRIPTORS):
@@ -201,7 +201,7 @@ def _links() -> dict[int, str]:
 
 
 def _watched(epoll: int) -> list[tuple[int, int]]:
-    """Return the descriptors that an epoll descriptor watches, and for which events."""
+    """Return the descriptors that an epoll descriptor watches, with their events."""
     with contextlib.suppress(OSError), open(f"/proc/self/fdinfo/{epoll}") as info:
         lines = [line.split() for line in info if line.startswith("tfd")]
         return [(int(fields[1]), int(fields[3], 16)) for fields in lines]

@@ -11,46 +11,47 @@ from etrain_jupyter.trainer.group.backends import GLOO
 from etrain_jupyter.trainer.group.rendezvous import CommunicationError
 
 MOST_TEXT = 2000
-"""Characters of an exception's text that a report carries at most."""
+"""Maximum length of an exception's text in a report."""
 
 _CPP_TRACE = "\nException raised from "
 
 
 class Waiters:
-    """Everybody who waits within one generation, and why it cannot go on."""
+    """The waits of one generation, and its failure."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._wakes: dict[int, Callable[[], None]] = {}
         self._num_registered = 0
         self.failure = ""
-        """Why the generation cannot go on; empty while it can."""
+        """Reason why the generation cannot continue; empty while it can."""
         self.failed_backend = ""
-        """The backend that failed, ``gloo`` or ``nccl``; empty after an abort."""
+        """Backend that failed, ``gloo`` or ``nccl``; empty after an abort."""
 
     def fail(self, why: str, *, backend: str = "") -> CommunicationError:
-        """Keep the first reason, and return it as what is to be raised."""
+        """Record the failure, unless there is an earlier one; return the exception to raise."""
         if not self.failure:
             self.failure, self.failed_backend = why, backend
         return CommunicationError(self.failure)
 
     def register(self, wake: Callable[[], None]) -> int:
-        """Have ``wake`` called by an abort, at once if there was one. Returns a token."""
+        """Call ``wake`` on an abort, or at once after one. Returns a token for ``forget``."""
         with self._lock:
             if not self.failure:
                 self._num_registered += 1
                 self._wakes[self._num_registered] = wake
                 return self._num_registered
+        # The abort has already passed, so nothing would call it later.
         wake()
         return 0
 
     def forget(self, token: int) -> None:
-        """Call it no more: its operation is complete."""
+        """Do not call it any more: its operation is complete."""
         with self._lock:
             self._wakes.pop(token, None)
 
     def wake_all(self) -> None:
-        """Call everybody who is registered, after ``fail``."""
+        """Wake all registered waits, after ``fail``."""
         with self._lock:
             wakes = list(self._wakes.values())
             self._wakes.clear()
@@ -59,11 +60,11 @@ class Waiters:
 
 
 class Pending:
-    """A collective, or a piece of work of the exchange thread, under way.
+    """A collective in flight, or work in the exchange thread.
 
     Args:
-        waiters: Those of its generation.
-        future: Of torch or of the exchange thread; None if there is nothing to wait for.
+        waiters: The waits of its generation.
+        future: A future of torch or of the exchange thread; None if there is nothing to wait for.
     """
 
     def __init__(self, waiters: Waiters, future: Any) -> None:
@@ -79,6 +80,7 @@ class Pending:
         self._future.add_done_callback(lambda _: ready.set())
         ready.wait()
         self._waiters.forget(token)
+        # Woken by an abort: the operation is abandoned, and may complete at any later time.
         if not self._future.done():
             raise self._waiters.fail("aborted")
         error = error_of(self._future)
@@ -87,21 +89,21 @@ class Pending:
 
 
 def error_of(future: Any) -> BaseException | None:
-    """Return what a completed future of torch or of the exchange thread failed with."""
+    """Return the error of a completed future of torch or of the exchange thread."""
     try:
         if isinstance(future, Future):
-            # Not raised here: its traceback would hold this future, and with it a generation.
+            # Not raised here: its traceback would keep this future, and so the generation, alive.
             return future.exception()
         future.value()
     except (RuntimeError, CancelledError) as exc:
-        return exc.with_traceback(None)  # it would hold the frames of whoever keeps the exception
+        return exc.with_traceback(None)  # its frames would be kept alive with the exception
     return None
 
 
 def text_of(exc: BaseException) -> str:
-    """Return an exception's text for a report, or its type: bounded, and without a C++ trace.
+    """Return an exception's text for a report: bounded, without a C++ trace, else its type.
 
-    NCCL's own words come last, after ``Last error:``, so that the first line is not enough.
+    More than the first line, because NCCL puts its own message last, after ``Last error:``.
     """
     text = str(exc).partition(_CPP_TRACE)[0].strip() or type(exc).__name__
     return text.encode("utf-8", "backslashreplace").decode()[:MOST_TEXT]

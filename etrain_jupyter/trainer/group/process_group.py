@@ -1,81 +1,67 @@
-"""One process group a generation, formed and broken inside living processes.
+"""Process group of one rank in one generation, formed and broken inside a living process.
 
-Three facts (measured, see ``benchmarks/README.md``) shape this file:
+Three measured facts (see ``benchmarks/README.md``) shape this file:
 
-* No call of torch unblocks a gloo collective whose peer is silent; only the group's own time-out
-  does. Shutting down the sockets of the group's device does it in milliseconds. Hence a device of
-  its own for each generation.
-* Even then a thread can stay inside gloo. So nobody ever waits there: a wait ends when the
+* No torch call unblocks a gloo collective whose peer is silent; only the group's own timeout does.
+  Shutting down the sockets of the group's device unblocks it within milliseconds. So each
+  generation has its own device.
+* Even then a thread can stay inside gloo. So nothing waits inside gloo: a wait ends when the
   operation's future completes *or* when the generation is aborted, whichever comes first, and the
-  operation is left to time out.
-* The constructor of ``ProcessGroupGloo`` may block without any time-out, so it runs in a thread
-  that can be abandoned.
+  operation is abandoned to its timeout.
+* The constructor of ``ProcessGroupGloo`` may block without a timeout, so it runs in a thread that
+  can be abandoned (``forming``).
 
-gloo takes whoever connects first, so no tensor is sent before ``authentication`` has found that
-every connection is one between two ranks.
+gloo accepts the first process that connects, so no tensor is sent before ``authentication`` has
+verified that every connection is between two ranks.
 """
 
 from __future__ import annotations
 
 import threading
-import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from etrain_jupyter.trainer.group.admission import ADMIT_EVERY_S, Admission, make_held_device
-from etrain_jupyter.trainer.group.authentication import authenticate, give_up, raise_if_flooded
 from etrain_jupyter.trainer.group.backends import (
     GLOO,
     NCCL,
     ConnectNccl,
-    connect_gloo,
     connect_nccl,
-    end_nccl,
     make_default_group,
 )
-from etrain_jupyter.trainer.group.cuda_buckets import (
-    future_for,
-    moment_of_device,
-    sum_through_host,
-)
 from etrain_jupyter.trainer.group.exchange import Exchange
+from etrain_jupyter.trainer.group.forming import Forming
 from etrain_jupyter.trainer.group.gloo_device import GlooDevice
-from etrain_jupyter.trainer.group.pending import Pending, Waiters, error_of, text_of
-from etrain_jupyter.trainer.group.rendezvous import (
-    FORM_TIMEOUT_S,
-    BroadcastStore,
-    CommunicationError,
-)
+from etrain_jupyter.trainer.group.pending import Pending, Waiters, text_of
+from etrain_jupyter.trainer.group.rendezvous import BroadcastStore, CommunicationError
+from etrain_jupyter.trainer.group.transports import GlooTransport, NcclTransport, Transport
 from etrain_jupyter.wire.progress_page import ProgressPage
 
 ABORTED = "aborted"
-"""Why a generation fails that the coordinator has aborted: somebody else knows more."""
+"""Failure of a generation that the coordinator has aborted; the coordinator knows the cause."""
 
 __all__ = ["ABORTED", "BroadcastStore", "CommunicationError", "Pending", "RankGroup"]
 
-WATCH_EVERY_S = 0.02
-"""How often a rank counts the connections of strangers while it connects."""
-
 
 class RankGroup:
-    """The process group of one rank in one generation, abortable from another thread.
+    """The process group of one rank in one generation. Another thread can abort it.
 
     Args:
-        generation: Its number.
+        generation: Number of the generation.
         rank: This rank.
-        world_size: Ranks of the generation.
-        store: Where the ranks find each other.
-        host: The address that other machines reach this one by.
-        backend: ``gloo``; or ``nccl``, for ranks with a GPU each: gradients on the GPU then go by
-            NCCL, and everything else by gloo as ever.
-        is_guarded: Whether strangers are expected, so that ``admission`` keeps them out. All ranks
-            of a generation say the same.
-        progress: Where each collective that begins is counted.
-        connect_nccl: Stands for the real thing in tests.
+        world_size: Number of ranks.
+        store: The store in which the ranks find each other.
+        host: Address at which other machines reach this one.
+        backend: ``gloo``, or ``nccl`` for ranks with one GPU each: then NCCL carries the gradients
+            on the GPU, and gloo everything else.
+        is_guarded: Keep strangers out, see ``admission``. The same on all ranks of a generation.
+        progress: Progress page on which each collective is counted when it starts.
+        connect_nccl: Replaces the function of this name in tests.
     """
 
     def __init__(
@@ -96,38 +82,48 @@ class RankGroup:
         self.world_size = world_size
         self._store = store
         self._host = host
-        self._has_nccl = backend == NCCL
         self._is_guarded = is_guarded
         self._progress = progress
-        self._connect_nccl = connect_nccl
+        self._waiters = Waiters()
+        self._transport, self._connect_nccl = self._make_transport(backend, connect_nccl)
         self._device: GlooDevice | None = None
         self._gloo: Any = None
-        self._nccl: Any = None
         self._default_group: dist.ProcessGroup | None = None
         self._exchange: Exchange | None = None
         self._lock = threading.Lock()
-        self._waiters = Waiters()
+        """Guards ``_exchange``, ``_closed`` and the device's descriptors against an abort."""
         self._closed = False
         self.contributes = True
-        """Whether this rank has samples in the present step; if not, its gradients are zero."""
+        """False if this rank has no samples in the current step; its gradients are zero then."""
+
+    def _make_transport(
+        self, backend: str, connect_nccl: ConnectNccl
+    ) -> tuple[Transport, Callable[[], None] | None]:
+        # No reference cycle: a generation is freed at its end, not by a later garbage collection.
+        collectives = weakref.proxy(self)
+        if backend != NCCL:
+            return GlooTransport(collectives, self._waiters), None
+        nccl = NcclTransport(collectives, self._waiters)
+        return nccl, partial(connect_nccl, self._store, self.rank, self.world_size, nccl.keep)
 
     @property
     def failure(self) -> str:
-        """Why the generation cannot go on; empty while it can."""
+        """Reason why the generation cannot continue; empty while it can."""
         return self._waiters.failure
 
     @property
     def failed_backend(self) -> str:
-        """The backend that made it fail, ``gloo`` or ``nccl``; empty after an abort."""
+        """Backend that failed, ``gloo`` or ``nccl``; empty after an abort."""
         return self._waiters.failed_backend
 
-    # --- life ---
+    # --- lifecycle ---
 
     def form(self) -> None:
         """Connect with the other ranks and become torch's default group.
 
         Raises:
-            CommunicationError: If that fails or is aborted; at once then, whatever gloo does.
+            CommunicationError: If that fails or is aborted. An abort takes effect at once, even
+                while gloo is blocked.
         """
         if self.world_size > 1:
             self.connect()
@@ -138,120 +134,56 @@ class RankGroup:
     def connect(self) -> None:
         """Connect with the other ranks. Raises CommunicationError if that fails or is aborted."""
         self.raise_if_failed()
-        self._device = self._make_device()
-        box: dict[str, Any] = {"stage": GLOO}
-        ready = threading.Event()
-        token = self._waiters.register(ready.set)
-        builder = threading.Thread(
-            target=self._build, args=(self._device, box, ready), daemon=True, name="etrain-form"
+        forming = Forming(
+            store=self._store,
+            rank=self.rank,
+            world_size=self.world_size,
+            is_guarded=self._is_guarded,
+            waiters=self._waiters,
+            connect_nccl=self._connect_nccl,
         )
-        builder.start()
-        self._watch_strangers(self._device, box, ready)
-        self._waiters.forget(token)
-        if "backend" not in box:
-            error = box.get("error")
-            stage = box["stage"]
-            why = text_of(error) if error is not None else f"no connection by {stage} in time"
-            raise self._waiters.fail(why, backend=stage)
-        self._gloo = box.pop("backend")
+        # Set before the connection is made, so that an abort can shut it down meanwhile.
+        self._device = forming.make_device(self._host)
+        self._gloo = forming.connect(self._device)
         self.raise_if_failed()
-
-    def _make_device(self) -> GlooDevice:
-        if not self._is_guarded:
-            return GlooDevice(self._host)
-        try:
-            return make_held_device(self._host)
-        except CommunicationError as exc:
-            raise self._waiters.fail(str(exc), backend=GLOO) from exc
-
-    def _watch_strangers(
-        self, device: GlooDevice, box: dict[str, Any], ready: threading.Event
-    ) -> None:
-        """Wait until ``ready``. Until gloo has connected, keep strangers from exhausting it."""
-        deadline = time.monotonic() + FORM_TIMEOUT_S
-        every_s, admission = WATCH_EVERY_S, None
-        try:
-            if self._is_guarded:
-                size = self.world_size
-                admission = Admission(device, self._store, rank=self.rank, world_size=size)
-                every_s = ADMIT_EVERY_S
-            while not (ready.wait(every_s) or "is_authenticated" in box):
-                if time.monotonic() > deadline:
-                    break
-                raise_if_flooded(device)
-                if admission is not None:
-                    admission.admit()
-        except CommunicationError as exc:
-            raise self._waiters.fail(str(exc), backend=GLOO) from exc
-        ready.wait(max(0.0, deadline - time.monotonic()))
-
-    def _build(self, device: GlooDevice, box: dict[str, Any], ready: threading.Event) -> None:
-        try:
-            gloo = self._connect_gloo(device)
-            box["is_authenticated"] = True
-            if self._has_nccl:
-                box["stage"] = NCCL
-                self._connect_nccl(self._store, self.rank, self.world_size, self._keep_nccl)
-            box["backend"] = gloo
-        except Exception as exc:
-            box["error"] = exc
-        ready.set()
-
-    def _connect_gloo(self, device: GlooDevice) -> Any:
-        try:
-            gloo = connect_gloo(self._store, self.rank, self.world_size, device)
-        except RuntimeError as exc:
-            give_up(self._store, self.rank, exc)
-            raise
-        authenticate(device, self._store, rank=self.rank, world_size=self.world_size)
-        return gloo
-
-    def _keep_nccl(self, backend: Any) -> None:
-        with self._lock:
-            is_late = bool(self.failure)
-            self._nccl = None if is_late else backend
-        if is_late:
-            raise CommunicationError(self.failure)
 
     def abort(self, why: str = ABORTED) -> None:
         """Break the collectives of this rank and of its peers. Safe from any thread."""
+        # The reason first: every thread that wakes up raises it.
         self._waiters.fail(why)
         self._store.abort()
         with self._lock:
-            nccl, self._nccl = self._nccl, None
             if self._exchange is not None:
                 self._exchange.end()
             self._break_connections()
-        # Last: whoever wakes closes the group, and then there is nothing to shut down any more.
+        # After that: a thread that wakes up closes the group, and then the device is gone.
         self._waiters.wake_all()
-        if nccl is not None:
-            end_nccl(nccl, gently=False)
+        self._transport.end(gently=False)
 
     def _break_connections(self) -> None:
-        """Make gloo let go of every thread. Under the lock: a closed group owns no descriptor."""
+        """Make gloo release every thread. Under the lock: a closed group owns no descriptor."""
         if self._device is not None and not self._closed:
             self._device.shut_down()
 
     def close(self) -> None:
         """Leave the group and free it; the slow part runs in a thread, off the critical path.
 
-        Whatever wraps the model for this group has to be dropped before: if it is the last to hold
-        the group, its end waits here for gloo's.
+        DDP must have been taken off the model before: if it holds the last reference to the group,
+        its destructor waits here for gloo's.
 
-        The connections of a whole group are not shut down: a peer may still be reading the end of
+        The connections of an intact group are not shut down: a peer may still be reading the end of
         the last collective.
         """
-        is_whole = not self.failure
+        is_intact = not self.failure
         self._waiters.fail("closed")
         with self._lock:
-            if not is_whole:
+            # Peers of a failed group may be stuck: shutting down the connections releases them.
+            if not is_intact:
                 self._break_connections()
             self._closed = True
-            nccl, self._nccl = self._nccl, None
         if self._exchange is not None:
             self._exchange.end()
-        if nccl is not None:
-            end_nccl(nccl, gently=is_whole)
+        self._transport.end(gently=is_intact)
         if self._default_group is not None:
             dist.destroy_process_group(self._default_group)
         remains = [self._default_group, self._gloo, self._device]
@@ -267,83 +199,80 @@ class RankGroup:
         return self._pending(dist.all_reduce, tensor)
 
     def sum_now(self, tensor: torch.Tensor) -> None:
-        """Sum a tensor over the ranks, in place and on whatever device; for threads that may wait.
+        """Sum a tensor over the ranks, in place and on any device. Blocks.
 
         Raises:
             CommunicationError: A peer is lost.
         """
-        if tensor.is_cuda and self._has_nccl:
-            self._sum_by_nccl(tensor).wait()
-            self.raise_if_failed()
-            return
-        on_host = tensor.cpu()
-        self.all_reduce(on_host).wait()
-        if tensor.is_cuda:
-            tensor.copy_(on_host)
+        if self.world_size > 1:
+            self._transport.sum_now(tensor)
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> Pending:
-        """Start to copy rank ``src``'s ``tensor`` into everybody's."""
+        """Start to copy rank ``src``'s ``tensor`` to every rank."""
         return self._pending(dist.broadcast, tensor, src)
 
     def _pending(self, collective: Callable[..., Any], *args: Any) -> Pending:
         if self.world_size == 1:
             return Pending(self._waiters, None)
         # The future is complete before Work.is_completed() turns true: ask the future.
-        future = self._start(collective, *args).get_future()
+        future = self.launch(collective, *args).get_future()
         return Pending(self._waiters, future)
 
-    def _start(self, collective: Callable[..., Any], *args: Any) -> Any:
+    def launch(self, collective: Callable[..., Any], *args: Any) -> Any:
+        """Start a collective of torch's default group; return its ``Work``."""
         self.raise_if_failed()
-        self._count()
+        self.count()
         try:
             return collective(*args, async_op=True)
         except RuntimeError as exc:
             raise self._waiters.fail(text_of(exc), backend=GLOO) from exc
 
     def wait_for(self, collective: Callable[[], object]) -> None:
-        """Do a collective that torch waits for itself; only an abort's broken connections end it.
+        """Run a collective in which torch itself waits; an abort ends it by breaking connections.
 
         Raises:
             CommunicationError: A peer is lost.
         """
         self.raise_if_failed()
-        self._count()
+        self.count()
         try:
             collective()
         except RuntimeError as exc:
             raise self._waiters.fail(text_of(exc), backend=GLOO) from exc
 
-    def _count(self) -> None:
+    def count(self) -> None:
+        """Count a collective as progress: the coordinator compares the ranks' counts."""
         if self._progress is not None:
             self._progress.count_collective()
 
     def beat(self) -> None:
-        """Give a sign of life from inside ``work`` that takes long, while the main thread waits."""
+        """Send a heartbeat from within long ``work``, while the main thread waits for it."""
         if self._progress is not None:
             self._progress.beat()
 
     # --- messages between two ranks ---
 
     def start(self, work: Callable[[], None], *, is_counted: bool = True) -> Pending:
-        """Do ``work`` on the generation's exchange thread, after what was started before it.
+        """Run ``work`` in the generation's exchange thread, after all work started before it.
 
-        The work may block inside gloo; whoever waits for it does not, and an abort abandons it.
-        Whatever it raises becomes a CommunicationError and ends the generation.
+        The work may block inside gloo. The thread that waits for it does not: an abort abandons the
+        work. An exception in it becomes a CommunicationError and ends the generation.
 
         Args:
-            work: Does not wait for anything else that the thread would have to do first.
-            is_counted: Whether every rank does this, so that it counts as progress like a
+            work: Must not wait for other work of the same thread.
+            is_counted: True if every rank does this, so that it counts as progress like a
                 collective.
         """
         self.raise_if_failed()
         if is_counted:
-            self._count()
-        future = self._submit(work)
+            self.count()
+        future = self.submit(work)
         return Pending(self._waiters, future)
 
-    def _submit(self, work: Callable[[], None]) -> Future[None]:
+    def submit(self, work: Callable[[], None]) -> Future[None]:
+        """Run ``work`` in the exchange thread; return its future."""
         with self._lock:
-            # Never made after a failure: nobody would end its thread any more.
+            # Never created after a failure: nothing would end its thread any more.
             if self._exchange is None and not self.failure:
                 self._exchange = Exchange()
         self.raise_if_failed()
@@ -368,92 +297,39 @@ class RankGroup:
 
     def _peers(self) -> Any:
         # This generation's own connections, never torch's default group: an abandoned thread
-        # would speak into the next generation.
+        # would send into the next generation.
         gloo = self._gloo
         self.raise_if_failed()
         if gloo is None:
-            raise CommunicationError("there is no other rank to speak to")
+            raise CommunicationError("there is no other rank in this generation")
         return gloo
+
+    def sum_on_host(self, tensor: torch.Tensor) -> None:
+        """Sum a host tensor over the ranks, in place. Only inside the ``work`` of ``start``."""
+        self._peers().allreduce([tensor]).wait()
 
     # --- gradients ---
 
     def ddp_hook(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        """Sum a bucket of gradients over the ranks; the loss was scaled, so nothing is divided.
+        """Sum a bucket of gradients over the ranks, as DDP's communication hook.
 
-        The future that DDP waits for is completed by the collective or by ``abort``, whichever
-        comes first; after the backward pass ``settle`` tells them apart.
+        Nothing is divided: each rank's loss is scaled to its share of the step's mean already. A
+        failure completes the future, too; ``settle`` raises it after the backward pass.
         """
         buffer: torch.Tensor = bucket.buffer()
+        # A rank without samples passes samples of another rank, which must not count twice.
         if not self.contributes:
             buffer.zero_()
-        done = future_for(buffer)
-        once = threading.Lock()
-
-        def complete() -> None:
-            if once.acquire(blocking=False):
-                done.set_result(buffer)
-
-        try:
-            if self._has_nccl:
-                return self._sum_by_nccl(buffer)
-            future = self._start_sum(buffer, complete)
-        except CommunicationError:
-            complete()
-            return done
-        token = self._waiters.register(complete)
-
-        def completed(future: Any) -> None:
-            self._waiters.forget(token)
-            error = error_of(future)
-            if error is not None:
-                self._waiters.fail(text_of(error), backend=GLOO)
-            complete()
-
-        future.add_done_callback(completed)
-        return done
-
-    def _start_sum(self, buffer: torch.Tensor, complete: Callable[[], None]) -> Any:
-        """Start to sum by gloo; return the future of it, torch's or the exchange thread's."""
-        if not buffer.is_cuda:
-            return self._start(dist.all_reduce, buffer).get_future()
-        self.raise_if_failed()
-        self._count()
-        work = sum_through_host(buffer, sum_on_host=self._sum_on_host, complete=complete)
-        return self._submit(work)
-
-    def _sum_on_host(self, tensor: torch.Tensor) -> None:
-        self._peers().allreduce([tensor]).wait()
-
-    def _sum_by_nccl(self, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-        """Queue the sum on the device. NCCL's futures are complete once that is done."""
-        nccl = self._nccl
-        self.raise_if_failed()
-        self._count()
-        try:
-            future = nccl.allreduce([buffer]).get_future()
-        except RuntimeError as exc:
-            raise self._waiters.fail(text_of(exc), backend=NCCL) from exc
-
-        def read(future: torch.futures.Future[Any]) -> torch.Tensor:
-            error = error_of(future)
-            if error is not None:
-                self._waiters.fail(text_of(error), backend=NCCL)
-            return buffer
-
-        return future.then(read)  # type: ignore[no-any-return]
+        return self._transport.sum_bucket(buffer)
 
     def settle(self) -> None:
-        """Wait until the gradients of the backward pass are sums over the ranks, before an update.
+        """Wait until the gradients of the backward pass are sums over the ranks.
 
         Raises:
             CommunicationError: If they are not: a sum failed or the generation was aborted.
         """
         self.raise_if_failed()
-        if self._nccl is not None:
-            # The device, not DDP, knows whether the sums are done.
-            future = self._submit(moment_of_device())
-            Pending(self._waiters, future).wait()
-            self.raise_if_failed()
+        self._transport.settle()
 
     def raise_if_failed(self) -> None:
         """Raise CommunicationError if a collective failed or the generation was aborted."""

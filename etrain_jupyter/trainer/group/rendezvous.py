@@ -1,4 +1,4 @@
-"""How the ranks of a generation find each other: a key-value store without a server."""
+"""Rendezvous of the ranks of a generation: a key-value store without a server."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ from typing import Any
 from torch.distributed import distributed_c10d as c10d
 
 FORM_TIMEOUT_S = 120.0
-"""Only a backstop: a rank that does not come is noticed by the coordinator, long before."""
+"""A last resort: the coordinator detects a rank that does not connect long before."""
 
 
 class CommunicationError(RuntimeError):
-    """A collective did not complete: a peer is gone, or the generation was aborted."""
+    """A collective did not complete: a peer is lost, or the generation was aborted."""
 
 
 class BroadcastStore(c10d.Store):
-    """A rendezvous store without a server: the coordinator passes on what each rank sets.
+    """A rendezvous store without a server: the coordinator forwards what each rank sets.
 
-    It speaks over the authenticated control channel, so no port is open for it, and it lives with
-    the coordinator: any rank may die. Keys of another generation never arrive here.
+    It uses the authenticated control channel, so it needs no open port, and it survives the death
+    of any rank. Keys of other generations are dropped before they reach it.
+
+    Args:
+        publish: Sends a key and its value to the other ranks.
     """
 
     def __init__(self, publish: Callable[[str, bytes], None]) -> None:
@@ -33,18 +36,18 @@ class BroadcastStore(c10d.Store):
         self._aborted = False
 
     def put(self, key: str, value: bytes) -> None:
-        """Take over what another rank has set."""
+        """Store a key that another rank has set."""
         with self._changed:
             self._values[key] = value
             self._changed.notify_all()
 
     def drop(self, prefix: str) -> None:
-        """Forget the keys that begin with this, here only."""
+        """Forget the keys with this prefix, on this rank only."""
         with self._changed:
             self._values = {k: v for k, v in self._values.items() if not k.startswith(prefix)}
 
     def abort(self) -> None:
-        """Make every wait raise, now and later."""
+        """Make every current and future wait raise."""
         with self._changed:
             self._aborted = True
             self._changed.notify_all()
@@ -56,16 +59,16 @@ class BroadcastStore(c10d.Store):
         self._publish(key, data)
 
     def clone(self) -> BroadcastStore:
-        """Return this store: torch asks for a connection of its own, and there is none."""
+        """Return this store: torch requests a second connection, but there are no connections."""
         return self
 
     def get(self, key: str) -> bytes:
-        """Return a key's value as soon as some rank has set it."""
+        """Return a key's value, once a rank has set it."""
         self.wait([key])
         return self._values[key]
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all keys are set."""
+        """Return True if all keys are set."""
         with self._changed:
             return all(key in self._values for key in keys)
 
@@ -76,6 +79,6 @@ class BroadcastStore(c10d.Store):
             while not all(key in self._values for key in keys):
                 left = deadline - time.monotonic()
                 if self._aborted or left <= 0 or not self._changed.wait(left):
-                    why = "the generation was aborted" if self._aborted else "time is over"
+                    why = "the generation was aborted" if self._aborted else "timed out"
                     missing = [key for key in keys if key not in self._values]
                     raise CommunicationError(f"no value for {missing}: {why}")

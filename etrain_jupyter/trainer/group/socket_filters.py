@@ -1,4 +1,4 @@
-"""Classic packet filters for sockets, which need no privilege."""
+"""Classic BPF packet filters for sockets; attaching one needs no privileges."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def drop_everything(listener: socket.socket) -> None:
 
 
 def pass_only_a_number(listener: socket.socket) -> None:
-    """Pass at most 8 bytes of data, and no end of stream, to what this listener will accept."""
+    """Let connections of this listener receive at most 8 bytes per packet, and no end of stream."""
     _attach(listener, _ONLY_A_NUMBER)
 
 
 def detach_filter(connection: socket.socket) -> None:
-    """Pass everything again."""
+    """Remove the filter."""
     connection.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
 
 

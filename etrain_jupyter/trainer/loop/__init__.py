@@ -1,1 +1,1 @@
-"""The training loop: steps, evaluation, learning rate, and step records."""
+"""Training loop: steps, evaluations, learning rate, and step records."""

@@ -1,6 +1,6 @@
-"""Going through the evaluation set once over all ranks, until the end or a planned change.
+"""Evaluate the whole evaluation set once over all ranks, or stop at a planned change.
 
-Shapes: ``M`` the loss and what else is averaged (``objective.measures``), ``S`` slots.
+Shapes: ``M`` means (the loss first, see ``objective.measures``), ``S`` slots.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from etrain_jupyter.trainer.data import Share
 from etrain_jupyter.trainer.gradients.step_header import stack_means
 from etrain_jupyter.trainer.gradients.tree_sum import merge
 from etrain_jupyter.trainer.group.process_group import RankGroup
-from etrain_jupyter.trainer.loop.schedule import WorkPlan
 from etrain_jupyter.trainer.micro_batch import MicroBatch
 from etrain_jupyter.trainer.objective.whole_set import SlotStates
+from etrain_jupyter.trainer.schedule import WorkPlan
 from etrain_jupyter.trainer.seeds import seed_all, seed_of
 from etrain_jupyter.trainer.workload import Workload
 
 
 class EvaluationResult(NamedTuple):
-    """What an evaluation gave, the same on all ranks."""
+    """Result of an evaluation, the same on all ranks."""
 
     num_samples: int
     loss: float
     metrics: dict[str, float]
-    """Those of single batches, and then those that take the whole set."""
+    """Metrics of single batches, followed by metrics over the whole set."""
 
 
 class _Batch(NamedTuple):
@@ -41,10 +41,11 @@ class _Batch(NamedTuple):
 
 
 class Evaluation:
-    """Evaluates each sample on exactly one rank.
+    """Evaluate each sample on exactly one rank.
 
-    With ``reproducible`` the set is cut into V shards that are added in a fixed order, so that the
-    means do not depend on the ranks to the last bit; else each rank adds up a share of its own.
+    With ``reproducible`` the set is split into V shards that are added up in a fixed order, so that
+    the means are bit for bit the same on any number of ranks. Otherwise each rank adds up one
+    share.
     """
 
     def __init__(
@@ -69,38 +70,46 @@ class Evaluation:
         is_pending: Callable[[], bool],
         at_batch: Callable[[], None],
     ) -> EvaluationResult | None:
-        """Evaluate the present weights; return None if a planned change cut it short.
+        """Evaluate the current weights; return None if a planned change interrupts it.
 
-        With every batch the ranks tell each other whether a change is pending, and look at it one
-        batch later, when it has long arrived. All have as many turns, those with fewer batches
-        too, so that all give up after the same one.
+        With every batch the ranks exchange whether a change is pending, and read the result one
+        batch later, when it has arrived without waiting. All ranks have the same number of turns,
+        even those with fewer batches, so that all of them stop after the same turn::
+
+            turn           1               2                         3
+            each rank      sends, batch 1  reads turn 1's, batch 2   reads turn 2's, ...
 
         Args:
-            group: The generation's.
-            step: The step that the weights stand at, for the seeds.
-            is_pending: Whether this rank knows of a change.
+            group: The process group of the generation.
+            step: Number of committed steps, for the seeds.
+            is_pending: Returns True if this rank knows of a planned change.
             at_batch: Called before each batch.
+
+        Returns:
+            The result. Sums are collected in a tensor of shape ``(S, 1 + M)``: the number of
+            samples, and the shares of the means.
         """
         num_slots = self._num_shards or 1
         num_columns = 1 + self._workload.measures.num_columns
         sums_SM = torch.zeros(num_slots, num_columns, dtype=torch.float64)
         states = self._make_states(group)
-        told, telling = torch.zeros(1), None
+        pending, sending = torch.zeros(1), None
         batches = self._batches_of(group.rank, group.world_size)
         passes = self._passes(batches, step, sums_SM, states)
         with eval_mode(self._workload.model), torch.no_grad():
             for _ in range(self._num_turns(group, len(batches))):
-                if telling is not None:
-                    telling.wait()
-                if told > 0:
+                if sending is not None:
+                    sending.wait()
+                if pending > 0:
                     return None
-                told = torch.tensor([float(is_pending())])
-                telling = group.all_reduce(told)
+                pending = torch.tensor([float(is_pending())])
+                sending = group.all_reduce(pending)
                 at_batch()
-                next(passes, None)
+                next(passes, None)  # no batches may be left on this rank
                 group.raise_if_failed()
-        if telling is not None:
-            telling.wait()  # nothing may be under way when the generation ends
+        if sending is not None:
+            sending.wait()  # no collective may be in flight when the generation ends
+        # With shards, one rank fills each slot and the others add zeros, so that the sum is exact.
         group.all_reduce(sums_SM).wait()
         if self._num_shards is not None:
             merge(list(sums_SM), shard_merges(Subtree(0, num_slots)))
@@ -120,7 +129,7 @@ class Evaluation:
     def _passes(
         self, batches: list[_Batch], step: int, sums_SM: torch.Tensor, states: SlotStates
     ) -> Iterator[None]:
-        """Put one batch after the other through the model, adding to sums and states."""
+        """Evaluate one batch after another, adding to sums and states."""
         assert self._workload.eval is not None
         shares = (
             Share(list(samples), seed_of(self._seed, "eval", step, samples.start))
@@ -128,6 +137,7 @@ class Evaluation:
         )
         fetched = self._workload.eval.batches(shares)
         for (slot, samples), (indices, batch) in zip(batches, fetched, strict=True):
+            # Seeded by the position in the set, not the rank: any rank draws the same numbers.
             seed_all(self._seed, step=step, rank=samples.start)
             passed = self._workload.forward(
                 self._workload.module, batch, len(indices), self._num_samples
@@ -138,7 +148,7 @@ class Evaluation:
             yield
 
     def _slots_of(self, rank: int, world_size: int) -> list[_Batch]:
-        """Return what a rank evaluates for each slot that it fills."""
+        """Return a rank's samples for each of its slots."""
         if self._num_shards is None:
             return [_Batch(0, share_range(self._num_samples, rank, world_size))]
         return [
@@ -155,8 +165,8 @@ class Evaluation:
         ]
 
     def _num_turns(self, group: RankGroup, num_batches: int) -> int:
-        """Return the batches of the rank that has most."""
-        if self._micro.is_auto:  # each knows its own size only
+        """Return the maximum number of batches of a rank."""
+        if self._micro.is_auto:  # each rank knows only its own batch size
             counts = torch.zeros(group.world_size)
             counts[group.rank] = num_batches
             group.all_reduce(counts).wait()
@@ -172,7 +182,7 @@ class Evaluation:
 
 @contextlib.contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode and every module back into its own mode afterwards."""
+    """Put a model into evaluation mode, and restore the mode of every module afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -1,6 +1,7 @@
-"""Sets the optimizer's learning rates before each update: by the samples trained, and by the batch.
+"""Learning rates of the optimizer, by schedule and by batch size.
 
-A rate is its group's own, times the factor of the schedule, times that of the batch's size.
+The rate of a parameter group is its base rate times the factor of the schedule (a function of the
+samples trained) times the factor of the batch size.
 """
 
 from __future__ import annotations
@@ -17,23 +18,23 @@ from etrain_jupyter.rules.policy.lr_schedule import LrSchedule
 from etrain_jupyter.rules.policy.scaling import Ramp, Rule, factor_of
 
 BASE = "initial_lr"
-"""Key of a parameter group for the rate that it began with, the same as torch's schedulers use. It
-goes where the groups go."""
+"""Key of a parameter group for its base rate, as in torch's schedulers. It is saved and sent with
+the groups."""
 
 LINEAR = frozenset({"SGD", "ASGD", "Muon"})
-"""Optimizers whose rate grows with the batch; for all others it grows with its square root."""
+"""Optimizers whose rate scales with the batch size; others scale with its square root."""
 
 
 class LearningRate:
-    """The learning rates of one trainer's optimizer; its state is part of the trainer's.
+    """The learning rates of one trainer's optimizer; a stateful component.
 
-    What a step is made with becomes state only when the step is committed: ranks that formed a
-    generation which made no step hold the same as those that did not form it.
+    The values for a step become state only when the step is committed. So ranks of a generation
+    that made no step have the same state as ranks that were not part of it.
 
     Args:
-        optimizer: Its groups keep rates of their own, each scaled alike.
-        schedule: How they change over the job; None if they do not.
-        scaling: How they follow the batch; None for a batch that never changes.
+        optimizer: The optimizer; each group keeps its base rate.
+        schedule: Learning-rate schedule of the job; None for a constant rate.
+        scaling: Scaling with the batch size; None for a fixed batch size.
     """
 
     def __init__(
@@ -56,9 +57,9 @@ class LearningRate:
         """Set the rates of the next update.
 
         Args:
-            position: Samples trained before its step.
-            count: Samples of its step.
-            world_size: Ranks that make it.
+            position: Samples trained before the step.
+            count: Samples of the step.
+            world_size: Number of ranks.
         """
         if self._schedule is None and self._scaling is None:
             return
@@ -68,6 +69,7 @@ class LearningRate:
             factor *= min(self._next.factor, self._most(self._scaling, world_size))
         for group in self._optimizer.param_groups:
             rate = group[BASE] * factor
+            # Replacing a tensor would break a compiled or captured optimizer step.
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(rate)
             else:
@@ -75,18 +77,18 @@ class LearningRate:
 
     @property
     def measures_noise(self) -> bool:
-        """Whether the rates follow the gradients' noise, so that it has to be measured."""
+        """True if the rates depend on the gradient noise, which has to be measured then."""
         return self._scaling is not None and self._scaling.rule == "adascale"
 
     def take_noise(self, *, mean_of_squares: float, square_of_mean: float, world_size: int) -> None:
-        """Take in what the next update's gradients tell, see ``GradientNoise.take``."""
+        """Add the gradients of the next update to the noise, see ``GradientNoise.take``."""
         self._next_noise = self._noise.take(
             mean_of_squares=mean_of_squares, square_of_mean=square_of_mean, world_size=world_size
         )
 
     @property
     def warning(self) -> str:
-        """What is known to go wrong with this optimizer and rule; empty if nothing is."""
+        """Known problem of this optimizer with this rule; empty if there is none."""
         if self._scaling is None:
             return ""
         return warning_for(self._rule(self._scaling), type(self._optimizer).__name__)
@@ -97,46 +99,47 @@ class LearningRate:
         return self._committed.aim(target, self._momentum, scaling.ramp)
 
     def _most(self, scaling: ScalingConfig, world_size: int) -> float:
-        """Return the largest factor that the gradients bear."""
+        """Return the maximum factor that the gradient noise allows."""
         if scaling.rule != "adascale":
             return math.inf
         gain = self._next_noise.gain(world_size=world_size, base_workers=scaling.base_workers)
         return factor_of(self._rule(scaling), gain)
 
     def _rule(self, scaling: ScalingConfig) -> Rule:
-        """Return the rule that holds; AdaScale's gain stands for the scale in the usual one.
+        """Return the effective rule; for AdaScale, the optimizer's default rule of its gain.
 
-        For Adam and its like that is its square root, as in AdaptDL (Qiao et al., "Pollux", 2021).
+        For Adam-family optimizers that is the square root, as in AdaptDL (Qiao et al., "Pollux",
+        OSDI 2021).
         """
         if scaling.rule is None or scaling.rule == "adascale":
             return rule_for(type(self._optimizer).__name__)
         return scaling.rule
 
     def commit(self) -> None:
-        """Take in that the step was made."""
+        """Record that the step is committed."""
         self._committed = self._next.advance()
         self._noise = self._next_noise
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the ramp stands, and what is known of the gradients' noise."""
+        """Return the state of the ramp and of the gradient noise."""
         return {**asdict(self._committed), "noise": asdict(self._noise)}
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Take over where another trainer's stand."""
+        """Adopt another trainer's state."""
         values = dict(state_dict)
         self._noise = self._next_noise = GradientNoise(**values.pop("noise", {}))
         self._committed = self._next = Ramp(**values)
 
 
 def scaling_of(config: TrainConfig) -> ScalingConfig | None:
-    """Return how a job's rates follow its batch; None if that never changes."""
+    """Return a job's scaling of the rate with the batch size; None if the batch size is fixed."""
     if config.batch.per_worker_batch_size is None:
         return None
     return config.scaling or ScalingConfig()
 
 
 def rule_for(optimizer: str) -> Rule:
-    """Return the rule that is right for most models, by the class of the optimizer.
+    """Return the default rule for a class of optimizers.
 
     >>> rule_for("SGD"), rule_for("AdamW")
     ('linear', 'sqrt')
@@ -145,7 +148,7 @@ def rule_for(optimizer: str) -> Rule:
 
 
 def warning_for(rule: Rule, optimizer: str) -> str:
-    """Return what is known to go wrong with a rule; empty if nothing is.
+    """Return the known problem of an optimizer with a rule; empty if there is none.
 
     >>> warning_for("sqrt", "Lamb")
     ''
@@ -159,7 +162,7 @@ def warning_for(rule: Rule, optimizer: str) -> str:
 
 
 def momentum_of(optimizer: torch.optim.Optimizer) -> float:
-    """Return the weight of the past in an optimizer's mean of the gradients; 0 without one."""
+    """Return an optimizer's momentum (``betas[0]`` for Adam); 0 without one."""
     group = optimizer.param_groups[0]
     if "betas" in group:
         return float(group["betas"][0])

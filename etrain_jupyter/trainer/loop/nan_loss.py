@@ -1,7 +1,7 @@
-"""A step whose mean loss is no finite number is not made: its update would spoil the weights.
+"""Stop at a step whose mean loss is not finite: its update would corrupt the weights.
 
-All ranks know of it alike, from the loss that they have summed, before anybody updates. Gradients
-that overflow in fp16 are something else: there the loss itself is finite.
+All ranks detect it alike before any of them updates, because they check the summed loss. Gradients
+that overflow in fp16 are a different case: there the loss itself is finite.
 """
 
 from __future__ import annotations
@@ -13,25 +13,26 @@ from etrain_jupyter.trainer.gradients.step import Step
 
 
 class NonFiniteLoss(NamedTuple):
-    """What one rank tells of it."""
+    """One rank's report of a loss that is not finite."""
 
     loss: float
-    """The mean over the ranks."""
+    """The mean over all ranks."""
     is_source: bool
-    """Whether this rank's own share was not finite."""
+    """True if this rank's own share was not finite."""
 
 
 class NonFiniteLossError(ArithmeticError):
-    """Ends the step in flight, which is undone."""
+    """The mean loss of the step in flight is not finite; the step is undone."""
 
-    def __init__(self, told: NonFiniteLoss) -> None:
-        super().__init__(f"the mean loss is {told.loss}")
-        self.told = told
+    def __init__(self, report: NonFiniteLoss) -> None:
+        super().__init__(f"the mean loss is {report.loss}")
+        self.report = report
 
 
 def check_loss(step: Step) -> None:
     """Raise NonFiniteLossError if the step's mean loss is NaN or infinite."""
     loss = step.header.means()[0]
     if not math.isfinite(loss):
+        # The mean is not finite on all ranks, but usually because of one rank only: name that one.
         is_source = not step.header.is_own_loss_finite
         raise NonFiniteLossError(NonFiniteLoss(loss=loss, is_source=is_source))

@@ -1,8 +1,10 @@
-"""What this rank's time was spent on, told now and then; evaluations and checkpoints apart."""
+"""Report how this rank spends its time: steps, evaluations and checkpoints."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 
 from etrain_jupyter.trainer.control.reporter import Send
@@ -10,15 +12,16 @@ from etrain_jupyter.trainer.gradients.stopwatch import StepTimes
 from etrain_jupyter.trainer.group.process_group import RankGroup
 from etrain_jupyter.wire.messages import RankTimesMeasured
 
-TELL_FIRST_S = 2.5
-"""The first time of a generation; each later one after twice as long, up to ``TELL_EVERY_S``."""
-TELL_EVERY_S = 30.0
-TELL_EPOCH_AFTER_S = 10.0
-"""At the end of an epoch, if so much has passed; short epochs are told of together."""
+FIRST_REPORT_S = 2.5
+"""Interval of the first report of a generation; it doubles up to ``REPORT_EVERY_S``."""
+REPORT_EVERY_S = 30.0
+"""Longest interval between two reports."""
+EPOCH_REPORT_S = 10.0
+"""Minimum interval before a report at the end of an epoch; shorter epochs share a report."""
 
 
 class RankTimes:
-    """Adds up the times of this rank's steps until it tells them.
+    """Accumulate the times of this rank's steps between two reports.
 
     Args:
         send: Sends a message to the coordinator.
@@ -29,10 +32,10 @@ class RankTimes:
         self._generation, self._rank, self._world_size = 0, 0, 1
         self._step = 0
         self._stall_s = 0.0
-        """Of the last checkpoint, if no step has come after it."""
+        """Stall of the last checkpoint, until the next step."""
         self.last_step_s = 0.0
-        """How long the last step took, without checkpoints and evaluations."""
-        self._patience_s = TELL_FIRST_S
+        """Duration of the last step in seconds, without checkpoints and evaluations."""
+        self._interval_s = FIRST_REPORT_S
         self._clear()
 
     def _clear(self) -> None:
@@ -42,10 +45,10 @@ class RankTimes:
         self._spent |= asdict(StepTimes())
 
     def begin(self, group: RankGroup) -> None:
-        """Begin a generation; what is left of one that broke is told as it was."""
-        self.tell()
+        """Begin a generation; times left from a failed one are reported as they are."""
+        self.report()
         self._clear()
-        self._patience_s = TELL_FIRST_S
+        self._interval_s = FIRST_REPORT_S
         self._generation, self._rank = group.generation, group.rank
         self._world_size = group.world_size
 
@@ -54,15 +57,16 @@ class RankTimes:
 
         Args:
             step: Its number.
-            times: Its parts.
-            samples: How many of them this rank passed.
-            elapsed_s: All of its time since the last step or evaluation: also what lies between
-                the parts, and a checkpoint.
+            times: Times of its parts.
+            samples: Number of samples that this rank passed.
+            elapsed_s: Time since the end of the last step or evaluation. It includes checkpoints
+                and the time between the parts.
         """
         self._step, self._num_steps = step, self._num_steps + 1
         self._samples += samples
         for name, seconds in asdict(times).items():
             self._spent[name] += seconds
+        # A checkpoint before the step is part of ``elapsed_s``, and was counted already.
         self.last_step_s = max(0.0, elapsed_s - self._stall_s)
         self._spent["elapsed_s"] += self.last_step_s
         self._stall_s = 0.0
@@ -73,19 +77,26 @@ class RankTimes:
         self._stall_s = 0.0
 
     def add_checkpoint(self, seconds: float) -> None:
-        """Add time in which training stood still for a checkpoint."""
+        """Add time for which a checkpoint stalled training."""
         self._spent["checkpoint_s"] += seconds
         self._stall_s = seconds
 
+    @contextmanager
+    def checkpointing(self) -> Iterator[None]:
+        """Add the time of the context, in which the hooks of a boundary are called."""
+        started_at = time.perf_counter()
+        yield
+        self.add_checkpoint(time.perf_counter() - started_at)
+
     def is_due(self, *, epoch_ends: bool) -> bool:
-        """Whether nothing was told for long."""
+        """Return True if the interval since the last report has elapsed."""
         passed_s = time.perf_counter() - self._began_at
         if epoch_ends:
-            return passed_s >= min(TELL_EPOCH_AFTER_S, self._patience_s)
-        return passed_s >= self._patience_s
+            return passed_s >= min(EPOCH_REPORT_S, self._interval_s)
+        return passed_s >= self._interval_s
 
-    def tell(self) -> None:
-        """Tell what has been added up, and begin anew."""
+    def report(self) -> None:
+        """Report the accumulated times and reset them."""
         if self._num_steps or self._spent["evaluation_s"]:
             record = {
                 "rank": self._rank,
@@ -96,5 +107,5 @@ class RankTimes:
                 **{name: round(seconds, 6) for name, seconds in self._spent.items()},
             }
             self._send(RankTimesMeasured(generation=self._generation, record=record))
-            self._patience_s = min(2 * self._patience_s, TELL_EVERY_S)
+            self._interval_s = min(2 * self._interval_s, REPORT_EVERY_S)
         self._clear()

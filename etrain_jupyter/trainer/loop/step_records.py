@@ -1,4 +1,4 @@
-"""What a rank tells the log of its steps: records, and remarks in words."""
+"""Records and log messages of a rank's steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from etrain_jupyter.trainer.objective.measures import Means
 def step_record(
     step: Step, means: Means, *, lr: float, elapsed_s: float, times: StepTimes, is_skipped: bool
 ) -> dict[str, Any]:
-    """Return the fields of ``events.StepCompleted`` of a step that is committed."""
+    """Return the fields of ``events.StepCompleted`` for a committed step."""
     header, span = step.header, step.span
     return {
         "generation": step.group.generation,
@@ -35,32 +35,32 @@ def step_record(
     }
 
 
-def words_of_skip(step: int, means: Means, loss_scale: float) -> str:
-    """Return why no rank updated its weights in a step."""
-    why, then = "gradients overflowed in fp16", f"the loss scale is {loss_scale:g} now"
+def skip_message(step: int, means: Means, loss_scale: float) -> str:
+    """Return the log message of a step in which no rank updated its weights."""
+    why, then = "gradients overflowed in fp16", f"the loss scale is now {loss_scale:g}"
     if not means.weight:
         why, then = "weight is 0 for every batch", "its loss, a mean over nothing, is NaN"
     return f"step {step}: {why}, so no rank updated its weights; {then}"
 
 
-def words_of_shrinking(
+def out_of_memory_message(
     step: int, *, rank: int, size: int | None, in_step: bool, is_torn: bool
 ) -> str:
-    """Return what follows from memory that ran out.
+    """Return the log message of a rank that ran out of memory.
 
     Args:
-        step: The last one that is committed.
-        rank: Where it ran out.
-        size: Of the micro batches from now on.
-        in_step: Whether a step was being made, not an evaluation.
-        is_torn: Whether it was in the update itself.
+        step: The last committed step.
+        rank: The rank that ran out of memory.
+        size: Size of its micro-batches from now on.
+        in_step: True if it happened in a step, False in an evaluation.
+        is_torn: True if it happened within the optimizer's update.
     """
     begun = f"step {step + 1}" if in_step else f"the evaluation of step {step}"
-    where, what = "", f"a new generation goes on from step {step}, and nothing is lost"
+    where, what = "", f"a new generation continues from step {step}, and nothing is lost"
     if is_torn:
         where = ", in the update"
-        what = "its weights are dropped, and those of the others or a checkpoint taken"
+        what = "its weights are dropped and replaced by another rank's or a checkpoint's"
     return (
-        f"rank {rank} ran out of memory in {begun}{where}: its micro batches go down to {size}; "
-        f"{what}"
+        f"rank {rank} ran out of memory in {begun}{where}: its micro-batches are reduced to "
+        f"{size}; {what}"
     )

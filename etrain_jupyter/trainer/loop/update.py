@@ -1,4 +1,4 @@
-"""The update of the weights: their rates, what a sample counts for, clipping, and the optimizer."""
+"""Update the weights: learning rate, sample weights, gradient clipping, optimizer step."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.trainer.gradients.comm_hook import square_norm
 from etrain_jupyter.trainer.gradients.step import Step
 from etrain_jupyter.trainer.loop.learning_rate import LearningRate, scaling_of
-from etrain_jupyter.trainer.loop.schedule import WorkPlan, lr_schedule_of
 from etrain_jupyter.trainer.objective.weight import divide_gradients
+from etrain_jupyter.trainer.schedule import WorkPlan, lr_schedule_of
 from etrain_jupyter.trainer.workload import Workload
 
 
 class Update:
-    """Updates the weights of one workload, step by step.
+    """The updates of one workload's weights.
 
     Args:
-        workload: Its extras get what has a state here.
-        config: What the cell says.
-        plan: What is to be trained.
+        workload: The workload; components with a state are added to its extras.
+        config: The cell's config.
+        plan: The job's work plan.
     """
 
     def __init__(self, workload: Workload, config: TrainConfig, plan: WorkPlan) -> None:
@@ -31,21 +31,24 @@ class Update:
         if scaling_of(config) is not None:
             workload.extras = {**workload.extras, "learning_rate": self.rates}
         self.is_torn = False
-        """Whether an update has been begun and not ended: the weights are of no step."""
+        """True if an update was interrupted: some weights have moved and others have not."""
 
     def make(self, step: Step, *, position: int, weight: float) -> bool:
-        """Update the weights; return False if all ranks skip that: an overflow, or no weight.
+        """Update the weights; return False if all ranks skip the update.
+
+        They skip it if gradients overflowed in fp16, or if all samples have weight 0.
 
         Args:
-            step: Its gradients are sums over all ranks.
+            step: The step, whose gradients are sums over all ranks.
             position: Samples trained before it.
-            weight: What a sample counts for on average, see ``Means``.
+            weight: Mean weight of a sample, see ``Means``.
         """
         model, optimizer = self._workload.model, self._workload.optimizer
         self._take_noise(step)
         self.rates.prepare(
             position=position, count=step.span.samples, world_size=step.group.world_size
         )
+        # Dividing by zero would make all weights NaN; every rank has the same sum, so all skip.
         if not weight:
             return False
         if self._workload.weight is not None:
@@ -53,13 +56,14 @@ class Update:
         self._workload.precision.unscale(optimizer)
         if self._clip_grad_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), self._clip_grad_norm)
+        # If the optimizer raises half-way, nothing can restore the weights on this rank.
         self.is_torn = True
         is_updated = self._workload.precision.step(optimizer)
         self.is_torn = False
         return is_updated
 
     def commit(self, weight: float) -> None:
-        """Take in that the step was made."""
+        """Record that the step is committed."""
         self.rates.commit()
         if self._workload.weight is not None:
             self._workload.weight.follow(weight)
@@ -67,7 +71,7 @@ class Update:
     def _take_noise(self, step: Step) -> None:
         if step.mean_of_squares is None:
             return
-        # Both are squares of gradients that the loss scale has multiplied.
+        # Both are squares of gradients that were multiplied by the loss scale.
         by = self._workload.precision.loss_scale**2
         gradients = [p.grad for p in self._workload.model.parameters() if p.grad is not None]
         self.rates.take_noise(

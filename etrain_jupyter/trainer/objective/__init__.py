@@ -1,6 +1,6 @@
-"""What is minimised and measured: the notebook's loss, step, weight and metrics, over batches.
+"""Objective of a job: the notebook's loss, step function, weight and metrics.
 
-``batches`` gives a model its arguments, ``one_pass`` is what goes through the model at once,
-``weight`` and ``measures`` make averages of passes, ``whole_set`` keeps metrics that are computed
-over all of data.eval.
+``batches`` splits a batch into the model's arguments, ``one_pass`` runs one forward pass,
+``weight`` and ``measures`` average over passes, and ``whole_set`` computes metrics over all of
+data.eval.
 """

@@ -1,4 +1,4 @@
-"""What of a batch goes into the model, and what is its target."""
+"""Split a batch into the model's arguments and the target."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from etrain_jupyter.trainer.data import DataError
 from etrain_jupyter.trainer.references import WorkloadError
 
 TARGET_KEYS = ("labels", "label", "target", "targets")
-"""What the target of a dict batch may be called."""
+"""Keys that may hold the target of a dict batch."""
 
 
 class Split(NamedTuple):
-    """A batch as a model is called with it."""
+    """A batch as arguments of the model."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     target: Any
-    """None if there is none."""
+    """The target; None if the batch has none."""
 
 
 def split_batch(batch: Any, forward: Callable[..., Any], *, has_loss: bool) -> Split:
     """Split a batch into the model's arguments and the target.
 
-    The target of ``(input, ..., target)`` is the last element, that of a dict the one key of
-    ``TARGET_KEYS`` that it has. Without a loss of the notebook's the model gets the target, too,
-    because then it computes the loss.
+    The target of ``(input, ..., target)`` is the last element; that of a dict is under the only key
+    of ``TARGET_KEYS`` in it. If the notebook gives no loss, the model computes it, and so gets the
+    target, too.
 
     Args:
-        batch: As the data set or ``data.collate`` made it.
-        forward: The model's: a dict's other keys than it takes are left out.
-        has_loss: Whether ``loss`` is given, so that there must be a target.
+        batch: The result of the data set or of ``data.collate``.
+        forward: The model's ``forward``. Keys of a dict that it does not take are left out.
+        has_loss: True if ``loss`` is given, which needs a target.
 
     Raises:
         DataError: If the batch is of another kind.
@@ -44,8 +44,8 @@ def split_batch(batch: Any, forward: Callable[..., Any], *, has_loss: bool) -> S
         inputs = batch[:-1] if has_loss else batch
         return Split(tuple(inputs), {}, batch[-1])
     raise DataError(
-        f"a batch is a {type(batch).__name__}, not (input, ..., target) and no dict. Let the data "
-        "set return a tuple whose last element is the target or a dict, give data.collate, or "
+        f"a batch is a {type(batch).__name__}, not (input, ..., target) or a dict. Let the data "
+        "set return a tuple whose last element is the target, or a dict; give data.collate; or "
         "write step: a function (model, batch)."
     )
 

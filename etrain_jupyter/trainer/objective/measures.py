@@ -1,6 +1,6 @@
-"""What is told of passes beside the gradient: shares of means, and the means that they add up to.
+"""Means over the samples of a step or an evaluation, as sums of shares of single passes.
 
-Shapes: ``M`` the loss, the metrics and, with ``weight``, what a sample counts for.
+Shapes: ``M`` means: the loss, the metrics and, with ``weight``, the mean weight of a sample.
 """
 
 from __future__ import annotations
@@ -17,47 +17,47 @@ Metric = Callable[[Any, Any], Any]
 
 
 class Means(NamedTuple):
-    """The averages of a step or of an evaluation."""
+    """Means of a step or an evaluation."""
 
     loss: float
-    """NaN if nothing counted."""
+    """The mean loss; NaN if all weights were 0."""
     metrics: dict[str, float]
     weight: float
-    """What a sample counted for on average, in the unit of ``Weight``; 1.0 where there is none."""
+    """Mean weight of a sample, in the unit of ``Weight``; 1.0 without ``weight``."""
 
 
 class Portion(NamedTuple):
-    """What a pass contributes to the means."""
+    """Contribution of one pass to the means."""
 
     size: int
-    """Its samples."""
+    """Number of samples in the pass."""
     num_samples: int
-    """Those of all passes."""
+    """Number of samples in all passes."""
     weight: float | None
-    """What it counts for; None where samples count."""
+    """Weight of the pass; None if every sample counts equally."""
 
     @property
     def of_samples(self) -> float:
-        """What part of all samples it is."""
+        """Fraction of all samples."""
         return self.size / self.num_samples
 
     @property
     def of_weight(self) -> float:
-        """By what its mean loss is multiplied."""
+        """Factor of the pass's mean loss in the mean of all passes."""
         return self.of_samples if self.weight is None else self.weight / self.num_samples
 
 
 class Measures:
-    """The numbers of a pass, by name, and how each is averaged.
+    """Average the values of the passes, by name.
 
-    One value a sample is averaged over samples. One number for the batch is a mean already: it is
-    averaged as the loss is, by ``weight`` where that is given. Both come out the same however a
-    batch is cut. Which names there are, and which of the two each is, the first pass settles: the
-    warm-up, which all ranks make with the same samples.
+    A value per sample is averaged over the samples. A single number for a batch is a mean already,
+    and is averaged like the loss, by ``weight`` if there is one. Neither depends on how the samples
+    are split into batches. The first pass, in the warm-up, determines the names and the kind of
+    each value; all ranks make it with the same samples.
 
     Args:
         metrics: Functions of output and target.
-        is_weighted: Whether there is a ``weight``.
+        is_weighted: True if the job has a ``weight``.
     """
 
     def __init__(self, metrics: Mapping[str, Metric], *, is_weighted: bool) -> None:
@@ -67,20 +67,20 @@ class Measures:
 
     @property
     def names(self) -> list[str]:
-        """The metrics' names, those that ``step`` returns too."""
+        """Names of the metrics, including those that ``step`` returns."""
         return list(self._is_mean or self._metrics)
 
     @property
     def num_columns(self) -> int:
-        """``M``."""
+        """``M``, the number of means."""
         return 1 + len(self._is_mean or self._metrics) + self._is_weighted
 
     @torch.no_grad()
     def shares(self, passed: Passed, portion: Portion) -> list[torch.Tensor]:
-        """Return a pass's shares of all means but the loss's, shape ``(M - 1,)``.
+        """Return a pass's shares of all means except the loss, shape ``(M - 1,)``.
 
         Raises:
-            WorkloadError: If a metric is no number, or names differ from the first pass's.
+            WorkloadError: If a metric is not a number, or the names differ from the first pass.
         """
         functions = self._metrics.items()
         values = {name: f(passed.output, passed.target) for name, f in functions}
@@ -99,21 +99,24 @@ class Measures:
             self._is_mean = is_mean
         if is_mean.keys() != self._is_mean.keys():
             raise WorkloadError(
-                f"step returned {_listed(is_mean)} beside the loss, and {_listed(self._is_mean)} "
-                "at first. Return the same names for every batch, in training and in evaluation."
+                f"step returned {_listed(is_mean)} in addition to the loss, and the first time "
+                f"{_listed(self._is_mean)}. Return the same names for every batch, in training and "
+                "in evaluation."
             )
+        # Without a weight both kinds are averaged over samples, and need not be distinguished.
         if self._is_weighted and is_mean != self._is_mean:
             name = next(n for n in is_mean if is_mean[n] != self._is_mean[n])
             raise WorkloadError(
-                f"metric {name!r} is now one number for a batch and now one value a sample. With "
-                "weight they are averaged differently: always return the same."
+                f"metric {name!r} returned one number per batch in one pass and one value per "
+                "sample in another. With weight they are averaged differently: always return the "
+                "same kind."
             )
 
     def means(self, columns: Sequence[float]) -> Means:
-        """Return what shares that were added up come to.
+        """Return the means from summed shares.
 
         Args:
-            columns: The sums, shape ``(M,)``.
+            columns: Sums of the shares over all passes and ranks, shape ``(M,)``.
         """
         loss, *rest = columns
         weight = rest.pop() if self._is_weighted else 1.0
@@ -130,12 +133,12 @@ def _over(value: float, weight: float) -> float:
 
 
 def share_of_loss(value: Any, portion: Portion, *, source: str) -> torch.Tensor:
-    """Return a pass's share of the mean loss, to be differentiated.
+    """Return a pass's share of the mean loss, a scalar to differentiate.
 
     Args:
-        value: What the notebook's code gave: a mean, or one value a sample.
-        portion: What the pass contributes.
-        source: What gave it, for messages.
+        value: The notebook's loss: a mean, or one value per sample, shape ``()`` or ``(size,)``.
+        portion: The contribution of the pass.
+        source: Origin of the value, for messages.
 
     Raises:
         WorkloadError: If it is neither.
@@ -143,18 +146,18 @@ def share_of_loss(value: Any, portion: Portion, *, source: str) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
         raise WorkloadError(
             f"{source} returned {value!r}, a {type(value).__name__}. Return a tensor: the mean "
-            f"over the batch, or one value a sample."
+            f"over the batch, or one value per sample."
         )
     if value.ndim and value.shape != (portion.size,):
         raise WorkloadError(
             f"{source} returned a tensor of shape {tuple(value.shape)} for {portion.size} samples. "
-            f"Return the mean over the batch, or one value a sample: shape ({portion.size},)."
+            f"Return the mean over the batch, or one value per sample: shape ({portion.size},)."
         )
     if portion.weight == 0:
         # Not multiplied: the mean over nothing is NaN, and NaN times zero is NaN.
         return value.sum().masked_fill(torch.ones_like(value.sum(), dtype=torch.bool), 0.0)
     if value.ndim == 0:
-        # Multiplied by exactly 1.0 where one batch is all there is: the plain loop to the bit.
+        # A single batch is multiplied by exactly 1.0: bit for bit the result of a plain loop.
         return value * portion.of_weight
     if portion.weight is None:
         return value.sum() / portion.num_samples
@@ -166,14 +169,13 @@ def _checked(name: str, value: Any, count: int) -> torch.Tensor:
         result = torch.as_tensor(value, dtype=torch.float64).detach()
     except (TypeError, ValueError, RuntimeError) as exc:
         raise WorkloadError(
-            f"metric {name!r} returned a {type(value).__name__}, which is no number. Return the "
-            "mean over the batch, or one value a sample."
+            f"metric {name!r} returned a {type(value).__name__}, which is not a number. Return "
+            "the mean over the batch, or one value per sample."
         ) from exc
     if result.ndim and result.shape[0] != count:
         raise WorkloadError(
             f"metric {name!r} returned shape {tuple(result.shape)} for {count} samples. Return one "
-            "value a sample: "
-            f"shape ({count},)."
+            f"value per sample: shape ({count},)."
         )
     return result
 

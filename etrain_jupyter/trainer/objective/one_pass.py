@@ -1,9 +1,9 @@
-"""What goes through the model at once: the model and the loss, as one module.
+"""One forward pass: the model and its loss as one module.
 
-It is the module that ``DistributedDataParallel`` wraps, and not the model alone. So whatever the
+``DistributedDataParallel`` wraps this module, not the model alone. So everything that the
 notebook's ``step`` calls (``model(x)``, ``model.encode(x)``, ``model.training_step(batch)``, the
-model twice) happens within the one forward pass that has to see it, on one rank and on many alike;
-and the loss is found there whatever kind of object the model's output is.
+model twice) happens within the one forward pass that DDP sees, on one rank and on several alike.
+The loss is computed in it, so that the model's output may be any object.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from etrain_jupyter.trainer.references import WorkloadError
 
 
 class Passed(NamedTuple):
-    """What one pass gave, as the notebook's code returned it."""
+    """Result of one pass, as the notebook's code returned it."""
 
     loss: Any
     output: Any = None
     target: Any = None
     values: Mapping[str, Any] = {}
-    """What ``step`` returned beside the loss."""
+    """Other values that ``step`` returned, by name."""
 
 
 class Objective(Protocol):
-    """A way to come from a batch to a loss."""
+    """Computes the loss of a batch."""
 
     functions: Sequence[Callable[..., Any]]
-    """The notebook's functions that it calls, apart from the model."""
+    """Functions of the notebook that it calls, in addition to the model."""
 
     def __call__(self, model: nn.Module, batch: Any) -> Passed:
-        """Put a batch through the model."""
+        """Run the forward pass of a batch."""
         ...
 
 
 class LossOfOutput:
-    """``loss``: a function of the output and the target; or None, and the output has it.
+    """Objective for ``loss``, a function of output and target, or for a model that computes it.
 
     Args:
-        loss: The notebook's function.
+        loss: The notebook's function; None if the model's output has the loss.
     """
 
     def __init__(self, loss: Callable[[Any, Any], Any] | None) -> None:
@@ -51,9 +51,10 @@ class LossOfOutput:
         self.functions: Sequence[Callable[..., Any]] = [loss] if loss is not None else []
 
     def __call__(self, model: nn.Module, batch: Any) -> Passed:
-        """Call the model with what it takes of the batch."""
+        """Call the model with the parts of the batch that it takes."""
         split = split_batch(batch, model.forward, has_loss=self._loss is not None)
         output = model(*split.args, **split.kwargs)
+        # With a loss of the notebook the model's own loss, if any, is ignored.
         if self._loss is not None:
             return Passed(self._loss(output, split.target), output, split.target)
         return Passed(_loss_in(output, batch), output, split.target)
@@ -79,7 +80,7 @@ def _loss_in(output: Any, batch: Any) -> Any:
 
 
 class StepFunction:
-    """``step``: the notebook's function of the model and the batch.
+    """Objective for ``step``, the notebook's function of the model and the batch.
 
     Args:
         step: The notebook's function.
@@ -90,7 +91,7 @@ class StepFunction:
         self.functions: Sequence[Callable[..., Any]] = [step]
 
     def __call__(self, model: nn.Module, batch: Any) -> Passed:
-        """Call it with the model itself, all of whose methods it may use."""
+        """Call it with the model itself, so that it may use all methods of the model."""
         returned = self._step(model, batch)
         if not isinstance(returned, Mapping):
             return Passed(returned)
@@ -98,14 +99,14 @@ class StepFunction:
         if "loss" not in returned:
             raise WorkloadError(
                 f"step returned a dict with the keys {', '.join(map(repr, returned)) or 'none'} "
-                "and no 'loss'. Return {\"loss\": loss, ...}, or the loss alone."
+                "but without 'loss'. Return {\"loss\": loss, ...}, or the loss alone."
             )
         for name in values:
             if not isinstance(name, str) or not name.strip() or name in RESERVED_METRICS:
                 raise WorkloadError(
-                    f"step returned a value called {name!r}, and a metric cannot be called so: "
-                    f"the history has columns of the names {', '.join(sorted(RESERVED_METRICS))}. "
-                    f"Return it by another name, for example '{name}_metric'."
+                    f"step returned a value named {name!r}, which is an invalid metric name: "
+                    f"{', '.join(sorted(RESERVED_METRICS))} are columns of the history. "
+                    f"Return it under another name, for example '{name}_metric'."
                 )
         return Passed(returned["loss"], values=values)
 
@@ -114,8 +115,8 @@ class OnePass(nn.Module):
     """The model and the objective as one module, with the model's parameters in their order.
 
     Args:
-        model: The notebook's.
-        objective: What is done with it.
+        model: The notebook's model.
+        objective: Computes the loss with it.
     """
 
     def __init__(self, model: nn.Module, objective: Objective) -> None:
@@ -124,5 +125,5 @@ class OnePass(nn.Module):
         self._objective = objective
 
     def forward(self, batch: Any) -> Passed:
-        """Put a batch through the model."""
+        """Run the forward pass of a batch."""
         return self._objective(self.model, batch)

@@ -1,13 +1,14 @@
-"""``weight``: what one batch counts for in the average, for example its tokens.
+"""Weight of a batch in the mean, for ``weight``: for example its number of tokens.
 
-A pass contributes ``w / num_samples`` times its mean loss, whichever rank makes it. The sum of all
-``w / num_samples`` travels beside the loss and is what losses and gradients are divided by at the
-end: ``sum(w * loss) / sum(w)`` over all passes of all ranks, however the batch was cut.
+A pass of weight ``w`` contributes ``w / num_samples`` times its mean loss, on any rank. The sum of
+all ``w / num_samples`` is exchanged together with the loss, and the summed losses and gradients are
+divided by it. The result is ``sum(w * loss) / sum(w)`` over all passes of all ranks, and does not
+depend on how the step was split.
 
-Weights are counted in a power of two by which a sample of the step before counted for about one:
-gradients before that division are then about as large as without ``weight``, which fp16 needs. The
-unit cancels out to the last bit, if all ranks have the same: so it follows from sums over the
-ranks, and goes where the weights of the model go.
+Weights are counted in a unit, a power of two in which a sample of the previous step had a weight of
+about 1. So gradients before the division are about as large as without ``weight``, which fp16
+needs. The unit cancels out exactly if it is the same on all ranks. Therefore it is derived from
+sums over the ranks, and is part of the state that is saved and sent.
 """
 
 from __future__ import annotations
@@ -23,36 +24,35 @@ from etrain_jupyter.trainer.references import WorkloadError
 
 
 class Weight:
-    """The notebook's ``weight``, and what keeps batches that count for nothing out of gradients.
+    """The notebook's ``weight``, with exact zero gradients for batches of weight 0.
 
-    The mean over nothing is NaN, and so are its gradients: zero times NaN would not be zero. So
-    each parameter's gradient goes through a hook that lets exact zeros pass in its place, in the
-    backward pass of such a batch. That pass is made all the same, because the other ranks wait for
-    the sums that it starts.
+    The mean loss of a batch of weight 0 is NaN (0 / 0), and so are its gradients; zero times NaN is
+    not zero. So a hook on each parameter replaces its gradient by zeros in the backward pass of
+    such a batch. The pass is still made, because the other ranks wait for the sums that it starts.
 
     Args:
-        function: The notebook's.
-        model: Whose gradients it watches.
+        function: The notebook's function.
+        model: The model whose gradients it replaces.
     """
 
     def __init__(self, function: Callable[[Any], Any], model: nn.Module) -> None:
         self._function = function
         self._is_nothing = False
         self.exponent = 0
-        """Of the unit, as a power of two: a part of the job's state."""
+        """The unit, as an exponent of two; part of the job's state."""
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_hook(self._pass_on)  # type: ignore[no-untyped-call]
 
     def of(self, batch: Any, count: int) -> float:
-        """Return what a batch counts for, in our unit; the next backward pass must be its own.
+        """Return the weight of a batch, in the unit; the next backward pass must be of this batch.
 
         Args:
-            batch: As it was made, not yet on the device: nobody has to wait for a GPU.
-            count: How many samples it has, for the message.
+            batch: The batch in host memory, so that the value does not wait for a GPU.
+            count: Number of samples in it, for the message.
 
         Raises:
-            WorkloadError: If it is no number, infinite, or below 0.
+            WorkloadError: If the weight is not a number, is infinite, or is negative.
         """
         returned = self._function(batch)
         is_number = isinstance(returned, int | float) or getattr(returned, "shape", None) == ()
@@ -61,7 +61,7 @@ class Weight:
             raise WorkloadError(
                 f"weight returned {returned!r}, a {type(returned).__name__}, for a batch of "
                 f"{count} samples. Return one number of 0 or more for the whole batch, for example "
-                "how many of its tokens count."
+                "the number of its tokens that count."
             )
         self._is_nothing = value == 0
         return math.ldexp(value, -self.exponent)
@@ -70,7 +70,7 @@ class Weight:
         """Choose the unit of the next step.
 
         Args:
-            mean: What a sample of this step counted for on average, in this step's unit.
+            mean: Mean weight of a sample in this step, in the unit of this step.
         """
         if mean:
             self.exponent += math.frexp(mean)[1]
@@ -80,11 +80,11 @@ class Weight:
 
 
 def divide_gradients(model: nn.Module, weight: float) -> None:
-    """Make averages of summed gradients.
+    """Divide summed gradients by the mean weight, in place.
 
     Args:
-        model: Whose gradients are changed in place.
-        weight: What a sample counts for on average, above 0.
+        model: The model whose gradients are changed.
+        weight: Mean weight of a sample, above 0.
     """
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     if gradients:

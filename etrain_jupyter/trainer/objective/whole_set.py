@@ -1,15 +1,17 @@
-"""torchmetrics over the whole of data.eval: states by slot, gathered, merged in one order.
+"""Metrics of torchmetrics over the whole of data.eval.
 
-A metric of torchmetrics adds up a state and computes its value at the end; the mean of such values
-over batches would be something else (an F1 or an AUROC is no mean over samples). Here each slot,
-which is a rank or with ``reproducible`` a shard, fills a state of its own. All ranks then get all
-states and merge them in the order of the slots, so that they compute the same value, and that of
-one process: to the last bit with ``reproducible``, whose slots do not depend on the ranks.
+Such a metric accumulates a state and computes its value at the end; an F1 or an AUROC is not a mean
+over batches. Here each slot (a rank or, with ``reproducible``, a shard) has its own state::
 
-torchmetrics synchronises by itself where it sees torch's default group. That is switched off: it
-would gather by rank, and wait in a collective that nobody can abort.
+    every rank    update its slots with its batches -> all ranks gather all states
+                  -> merge them in the order of the slots -> compute
 
-torchmetrics is recognised by its classes' names, because the worker may lack it.
+So all ranks compute the same value as a single process; bit for bit with ``reproducible``, because
+the slots do not depend on the number of ranks then.
+
+The synchronization that is built into torchmetrics is switched off: it gathers by rank, in a
+collective that cannot be aborted. torchmetrics is recognized by the names of its classes, because
+it may not be installed on the worker.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from etrain_jupyter.trainer.group.process_group import RankGroup
 from etrain_jupyter.trainer.references import WorkloadError
 
 State = dict[str, Any]
-"""A state by its name: a tensor, or a list of tensors."""
+"""The states of a metric by name: a tensor, or a list of tensors."""
 
 _REDUCTIONS = "torchmetrics.utilities.data"
 _FOLDS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -36,21 +38,21 @@ _FOLDS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "dim_zero_min": torch.minimum,
 }
 _COUNT = ""
-"""Where a state keeps how many batches it holds; no state can have that name."""
+"""Key for the number of batches in a state; not a valid name of a state."""
 
 
 def is_torchmetric(value: Any) -> bool:
-    """Whether this is a metric of torchmetrics, or a collection of them."""
+    """Return True for a metric of torchmetrics, or a collection of them."""
     names = {(kind.__module__.partition(".")[0], kind.__name__) for kind in type(value).__mro__}
     return not names.isdisjoint({("torchmetrics", "Metric"), ("torchmetrics", "MetricCollection")})
 
 
 class WholeSetMetric:
-    """One metric of torchmetrics, as it came from the notebook.
+    """One metric of torchmetrics from the notebook.
 
     Args:
         name: Its key under ``metrics``.
-        metric: The object; only copies of it are used.
+        metric: The metric; only copies of it are updated.
 
     Raises:
         WorkloadError: If its states cannot be merged exactly.
@@ -81,31 +83,32 @@ class WholeSetMetric:
         self._prototype = metric
 
     def new(self, device: torch.device | str) -> Any:
-        """Return an empty copy that leaves other ranks alone."""
+        """Return an empty copy that does not communicate with other ranks."""
         copy = self._prototype.clone().to(device)
         copy.reset()
+        # Otherwise torchmetrics would gather over torch's default group by itself.
         copy.sync_on_compute = copy._to_sync = False
         return copy
 
     def try_on(self, output: Any, target: Any, device: torch.device) -> None:
-        """Find out on one batch, before training, whether it works.
+        """Try the metric on one batch, before training.
 
         Raises:
             WorkloadError: If it computes several values.
-            Exception: What its ``update`` raises.
+            Exception: Any error of its ``update``.
         """
         tried = self.new(device)
         tried.update(_tensor_in(output), target)
         value = None
         with warnings.catch_warnings(), contextlib.suppress(ValueError, RuntimeError):
             warnings.simplefilter("ignore")
-            value = tried.compute()  # may refuse so few samples, which means nothing
-        self._prototype = tried  # some remember more than their state from the first update on
+            value = tried.compute()  # an error is no finding: some refuse so few samples
+        self._prototype = tried  # some metrics keep more than their state after the first update
         if value is not None:
             self._number(value)
 
     def compute(self, states: Sequence[State]) -> float:
-        """Return the metric's value of states that are merged in this order."""
+        """Merge states in this order, and return the value of the metric."""
         merged = self.new("cpu")
         for name, reduction in merged._reductions.items():
             setattr(merged, name, _merge(reduction, [state[name] for state in states]))
@@ -119,13 +122,13 @@ class WholeSetMetric:
             return float(value)
         shape = f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
         raise WorkloadError(
-            f"metric {self.name!r} computes a {type(value).__name__}{shape}, and a metric is one "
-            "number. Choose an average (for example average='macro'), or name one metric for each "
+            f"metric {self.name!r} computes a {type(value).__name__}{shape} instead of one "
+            "number. Choose an average (for example average='macro'), or give one metric per "
             "value."
         )
 
     def kinds(self) -> dict[str, bool]:
-        """Return whether each state is a list, by name."""
+        """Return True for each state that is a list, by name."""
         defaults = self._prototype._defaults
         return {name: isinstance(default, list) for name, default in defaults.items()}
 
@@ -133,7 +136,7 @@ class WholeSetMetric:
         """Return the state of a copy on the CPU.
 
         Raises:
-            WorkloadError: If it holds something else than tensors.
+            WorkloadError: If a state is not made of tensors.
         """
         found: State = {}
         for name in metric._defaults:
@@ -141,7 +144,7 @@ class WholeSetMetric:
             parts = value if isinstance(value, list) else [value]
             if not all(isinstance(part, torch.Tensor) for part in parts):
                 raise WorkloadError(
-                    f"metric {self.name!r} keeps in {name!r} something else than tensors, which "
+                    f"metric {self.name!r} keeps something other than tensors in {name!r}, which "
                     "cannot be gathered from the workers. Use another metric, or a function "
                     "(output, target)."
                 )
@@ -155,10 +158,10 @@ class SlotStates:
     """The states of one evaluation, on one rank.
 
     Args:
-        metrics: By name.
-        device: Where outputs and targets are.
-        num_slots: Slots of all ranks.
-        first: The first of this rank's.
+        metrics: The metrics by name.
+        device: Device of outputs and targets.
+        num_slots: Number of slots of all ranks.
+        first: The first slot of this rank.
     """
 
     def __init__(
@@ -176,7 +179,7 @@ class SlotStates:
         self._copies: dict[int, list[Any]] = {}
 
     def update(self, slot: int, output: Any, target: Any) -> None:
-        """Take a batch into one of this rank's slots, from 0."""
+        """Update one of this rank's slots, numbered from 0, with a batch."""
         number = self._first + slot
         if number not in self._copies:
             self._copies[number] = [metric.new(self._device) for metric in self._metrics]
@@ -184,7 +187,7 @@ class SlotStates:
             copy.update(_tensor_in(output), target)
 
     def compute(self, group: RankGroup) -> dict[str, float]:
-        """Return the values over all slots of all ranks; all have to call it."""
+        """Return the values over all slots. A collective: every rank has to call it."""
         if not self._metrics:
             return {}
         packed = {slot: self._pack(copies) for slot, copies in self._copies.items()}
@@ -220,10 +223,11 @@ class SlotStates:
 
 
 def _gather(group: RankGroup, mine: Mapping[int, bytes], num_slots: int) -> list[bytes]:
-    """Return what each slot holds, on every rank; nothing for a slot that nobody has filled.
+    """Return the contents of every slot, on every rank; empty for a slot without batches.
 
-    A sum of bytes to which one rank alone contributes is exact.
+    Gathered by sums: only one rank contributes to each byte, so the sum is exact.
     """
+    # A single rank has all slots.
     if group.world_size == 1:
         return [mine.get(slot, b"") for slot in range(num_slots)]
     lengths = torch.zeros(num_slots, dtype=torch.int64)
@@ -262,7 +266,7 @@ def _merge(reduction: Any, values: list[Any]) -> Any:
 
 
 def _tensor_in(output: Any) -> Any:
-    """Return the logits of a Hugging Face output: torchmetrics takes tensors."""
+    """Return the logits of a Hugging Face output: torchmetrics needs tensors."""
     if isinstance(output, Mapping):
         output = output.get("logits", output)
     elif not isinstance(output, torch.Tensor):

@@ -1,7 +1,7 @@
-"""Everything that a rank knows and another one would need: taken, packed, sent, saved, compared.
+"""State of a trainer: captured, sent to new ranks, saved, restored and compared.
 
-``capture`` takes it and puts it back, ``packing`` and ``transfer`` bring it to newcomers,
-``checkpointer`` to a store, with the ``model_config`` of a
-``transformers`` model; ``moving_buffers`` are undone with a step, and ``weights_print`` is
-what the ranks compare.
+``train_state`` holds it, ``capture`` and ``packing`` turn it into named tensors and JSON, and
+``transfer`` sends it to new ranks. ``checkpointer`` saves it: ``checkpoint_policy`` decides when,
+``state_copy`` copies, ``checkpoint_writer`` writes, and ``restoring`` loads it again.
+``running_buffers`` are undone with a step, and ranks compare the ``weight_fingerprint``.
 """

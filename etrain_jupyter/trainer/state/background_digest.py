@@ -1,7 +1,7 @@
-"""Hashes the weights of one step boundary in the background, while training goes on.
+"""Hash the weights of one step boundary in the background, while training continues.
 
-A copy of them is taken at the boundary, in host memory; its memory is used again for the next. All
-ranks do so at the end of each epoch and of the job, so that the audit can compare them.
+The weights are copied at the boundary into host memory, which the next copy reuses. All ranks do so
+at the end of each epoch and of the job, and the audit compares their digests.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from etrain_jupyter.trainer.state.packing import Tensors
 from etrain_jupyter.trainer.state.pieces import copy_in_pieces
 
 WAIT_S = 0.25
-"""How often to look whether the thread has got further, while it is waited for."""
+"""Interval at which a waiting main thread checks the progress of the hashing thread."""
 
 
 class BackgroundDigest:
-    """One digest at a time, in a thread of its own.
+    """Compute one digest at a time, in a thread.
 
     Args:
         beat: Sends a heartbeat; called by the main thread only.
-        warn: Logs what went wrong.
+        warn: Logs a warning.
     """
 
     def __init__(self, beat: Callable[[], None], warn: Callable[[str], None]) -> None:
@@ -35,12 +35,12 @@ class BackgroundDigest:
         self._copies: Tensors = {}
         self._thread: threading.Thread | None = None
         self._num_pieces = 0
-        """Pieces that were hashed so far: whether the thread gets further."""
+        """Number of pieces hashed so far; shows whether the thread makes progress."""
 
-    def begin(self, model: nn.Module, tell: Callable[[str], None]) -> None:
-        """Hash the present weights; ``tell`` gets the digest, in the thread.
+    def begin(self, model: nn.Module, report: Callable[[str], None]) -> None:
+        """Hash the current weights; ``report`` is called with the digest, in the thread.
 
-        Where there is no memory for a copy, the caller waits.
+        If there is no memory for a copy, the weights are hashed in the calling thread.
         """
         self.finish()
         try:
@@ -48,16 +48,20 @@ class BackgroundDigest:
         except (MemoryError, RuntimeError) as exc:
             if not (isinstance(exc, MemoryError) or is_out_of_memory(exc)):
                 raise
+            # The copy was not completed; it must not be reused.
             self._copies = {}
-            tell(digest_of_tensors(named_tensors(model).items(), self._beat))
+            report(digest_of_tensors(named_tensors(model).items(), self._beat))
             return
         self._thread = threading.Thread(
-            target=self._hash, args=(self._copies.items(), tell), name="etrain-digest", daemon=True
+            target=self._hash,
+            args=(self._copies.items(), report),
+            name="etrain-digest",
+            daemon=True,
         )
         self._thread.start()
 
     def finish(self) -> None:
-        """Wait until the digest was told, with heartbeats as long as the thread gets further."""
+        """Wait for the digest, with heartbeats as long as the thread makes progress."""
         thread, seen = self._thread, -1
         while thread is not None and thread.is_alive():
             if self._num_pieces != seen:
@@ -82,13 +86,13 @@ class BackgroundDigest:
         return copies
 
     def _hash(
-        self, copies: Iterable[tuple[str, torch.Tensor]], tell: Callable[[str], None]
+        self, copies: Iterable[tuple[str, torch.Tensor]], report: Callable[[str], None]
     ) -> None:
         try:
-            tell(digest_of_tensors(copies, self._count))
+            report(digest_of_tensors(copies, self._count))
         except OSError:
-            pass  # the supervisor is gone, and this process ends with it
-        except Exception as exc:  # the training goes on; the audit says that a digest is missing
+            pass  # the supervisor is gone, and this process exits with it
+        except Exception as exc:  # training continues; the audit reports the missing digest
             self._warn(f"the weights could not be hashed ({type(exc).__name__}: {exc})")
 
     def _count(self) -> None:

@@ -1,8 +1,14 @@
-"""The complete state of a trainer, as named tensors and a JSON header.
+"""Capture the complete state of a trainer as named tensors and a JSON header, and load it again.
 
-The names tell what a tensor belongs to: ``model.`` what the model's ``state_dict`` holds,
-``buffer.`` its buffers that a ``state_dict`` leaves out, ``module.`` what its modules'
-``get_extra_state`` gives, ``optimizer.``, and ``extra.NAME.`` for a scaler or a scheduler.
+The prefix of a name tells the owner of a tensor:
+
+==============  ==========================================================
+``model.``      entries of the model's ``state_dict``
+``buffer.``     buffers that are not in the ``state_dict``
+``module.``     results of ``get_extra_state`` of the model's modules
+``optimizer.``  the optimizer's state
+``extra.NAME.`` another stateful component: a gradient scaler, a scheduler
+==============  ==========================================================
 """
 
 from __future__ import annotations
@@ -26,14 +32,14 @@ MODEL, BUFFER, MODULE, OPTIMIZER, EXTRA = "model.", "buffer.", "module.", "optim
 
 
 class Stateful(Protocol):
-    """A part of a trainer that is neither its model nor its optimizer: a scaler, a scheduler."""
+    """A stateful component other than the model and the optimizer: a scaler, a scheduler."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as nested numbers, strings and tensors."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
-        """Take over what ``state_dict`` gave."""
+        """Load a result of ``state_dict``."""
         ...
 
 
@@ -41,22 +47,24 @@ Extras = Mapping[str, Stateful]
 NO_EXTRAS: Extras = MappingProxyType({})
 
 
-# --- out of a trainer ---
+# --- capture ---
 
 
 def take_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, extras: Extras = NO_EXTRAS
 ) -> tuple[dict[str, Any], Tensors]:
-    """Return the state as ``(header, tensors)``; the tensors are the living ones, not copies.
+    """Return the state as ``(header, tensors)``; the tensors are not copies.
 
-    The header is JSON: the optimizer's parameter groups, and everything that is no tensor.
+    The header can be written as JSON: the optimizer's parameter groups, and everything that is not
+    a tensor.
 
     Raises:
-        StateError: If something in it cannot be sent or saved.
+        StateError: If some value cannot be sent or saved.
     """
     tensors: Tensors = {}
     modules: dict[str, Any] = {}
     for name, value in model.state_dict().items():
+        # Other entries are the results of ``get_extra_state`` of a module.
         if isinstance(value, torch.Tensor):
             _check(MODEL + name, value)
             tensors[MODEL + name] = value
@@ -91,7 +99,7 @@ def _take_optimizer(optimizer: torch.optim.Optimizer, tensors: Tensors) -> dict[
 
 
 def _is_ordinary(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its state is what torch's own ``state_dict`` says, and may be set without it."""
+    """Return True if torch's own ``state_dict`` applies, so that the state may be set directly."""
     base, kind = torch.optim.Optimizer, type(optimizer)
     has_hooks = any(
         getattr(optimizer, f"_optimizer_{when}_hooks", None)
@@ -109,7 +117,7 @@ def _is_ordinary(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _names_in_host_memory(tensors: Tensors, optimizer: torch.optim.Optimizer) -> list[str]:
-    """Return the tensors that stay on the CPU whatever device the model is on."""
+    """Return the tensors that stay in host memory even if the model is on a GPU."""
     is_on_device = any(t.is_cuda for name, t in tensors.items() if name.startswith(MODEL))
     follows = any(g.get("capturable") or g.get("fused") for g in optimizer.param_groups)
     return [
@@ -122,7 +130,7 @@ def _names_in_host_memory(tensors: Tensors, optimizer: torch.optim.Optimizer) ->
 
 
 def _is_counter(name: str) -> bool:
-    """Whether this is an optimizer's count of steps, which torch keeps in host memory."""
+    """Return True for an optimizer's step counter, which torch keeps in host memory."""
     return name.startswith(OPTIMIZER) and name.endswith(".step")
 
 
@@ -141,31 +149,32 @@ def _check(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-# --- into a trainer ---
+# --- load ---
 
 
 def living_tensors(model: nn.Module) -> Tensors:
     """Return the model's own parameters and buffers by their names in the state.
 
-    A parameter that ``state_dict`` gives as something else (a hook converts it) is left out.
+    A parameter that a hook converts in ``state_dict`` is left out.
     """
-    told = model.state_dict()
+    entries = model.state_dict()
     own: Tensors = {}
+    # Tied weights have several names, and each must be found.
     own |= dict(model.named_parameters(remove_duplicate=False))
     own |= dict(model.named_buffers(remove_duplicate=False))
     living: Tensors = {}
     for name, tensor in own.items():
-        if name not in told:
+        if name not in entries:
             living[BUFFER + name] = tensor
-        elif isinstance(told[name], torch.Tensor) and is_same_memory(told[name], tensor):
+        elif isinstance(entries[name], torch.Tensor) and is_same_memory(entries[name], tensor):
             living[MODEL + name] = tensor
     return living
 
 
 def own_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
-    """Return the tensors that a newer state can be written into: the model's and the optimizer's.
+    """Return the tensors of model and optimizer that a new state can be written into.
 
-    An optimizer with a ``state_dict`` of its own may give copies there, and is left out.
+    An optimizer that overrides ``state_dict`` may return copies, so its tensors are left out.
     """
     own: Tensors = {}
     if _is_ordinary(optimizer):
@@ -174,7 +183,7 @@ def own_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
 
 
 def is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether both read the same elements at the same places."""
+    """Return True if both tensors are the same view of the same memory."""
     return (
         one.data_ptr() == other.data_ptr()
         and one.dtype == other.dtype
@@ -190,18 +199,20 @@ def put_state(
     tensors: Tensors,
     extras: Extras = NO_EXTRAS,
 ) -> None:
-    """Load what ``take_state`` gave, into what the same code has built.
+    """Load a result of ``take_state`` into objects that the same code has built.
 
-    Tensors that are the model's own already stay where they are; the optimizer takes over the
-    given ones without a copy if they are on the right device.
+    Tensors that already are the model's own are not copied; the optimizer adopts the given ones
+    without a copy if they are on the right device.
 
     Raises:
-        StateError: If the state is not that of such a model, optimizer and extras.
+        StateError: If the state does not fit the model, the optimizer or the extras.
     """
+    # Checkpoints of the first version are still read.
     if "param_groups" in header:
         header = _of_first_format(header, tensors)
     _put_model(model, header["modules"], tensors)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    # Step counters of most optimizers must stay in host memory, whatever the model's device is.
     host = frozenset(header["host"])
 
     def find(name: str) -> torch.Tensor:
@@ -210,7 +221,9 @@ def put_state(
     _put_optimizer(optimizer, header["optimizer"], functools.cache(find))
     unknown = sorted(set(header["extras"]) - set(extras))
     if unknown:
-        raise StateError(f"the state has parts that this trainer lacks: {', '.join(unknown)}")
+        raise StateError(
+            f"the state has components that this trainer does not have: {', '.join(unknown)}"
+        )
     for name, packed in header["extras"].items():
         extras[name].load_state_dict(unpack(packed, find))
 
@@ -225,7 +238,7 @@ def _put_model(model: nn.Module, modules: dict[str, Any], tensors: Tensors) -> N
         model.load_state_dict(values)
     for name, tensor in living.items():
         value = tensors.get(name)
-        # A cache that grew elsewhere has another shape: it grows here too when it is needed.
+        # A cache that has grown elsewhere has another shape; it grows here, too, when it is used.
         if name.startswith(BUFFER) and value is not None and value.shape == tensor.shape:
             tensor.copy_(value)
 
@@ -243,10 +256,10 @@ def _put_optimizer(optimizer: torch.optim.Optimizer, packed: dict[str, Any], fin
     sizes, their_sizes = ([len(g["params"]) for g in some] for some in (mine, groups))
     if sizes != their_sizes:
         raise StateError(
-            f"the optimizer has parameter groups of {sizes} tensors and the state those of one "
-            f"with {their_sizes}. Build the same model and optimizer on every rank."
+            f"the optimizer has parameter groups of {sizes} tensors, and the state those of "
+            f"{their_sizes}. Build the same model and optimizer on every rank."
         )
-    # torch's load_state_dict would copy everything twice, and cast it to the parameters' types.
+    # torch's load_state_dict would copy everything twice and cast it to the parameters' types.
     owners: dict[Any, torch.Tensor] = {}
     for own, theirs in zip(mine, groups, strict=True):
         params = own["params"]
@@ -258,7 +271,7 @@ def _put_optimizer(optimizer: torch.optim.Optimizer, packed: dict[str, Any], fin
 
 
 def _of_first_format(header: dict[str, Any], tensors: Tensors) -> dict[str, Any]:
-    """Return the header as it is written today for one that the first version wrote."""
+    """Convert a header of the first format to the current one."""
     state: dict[int, dict[str, Any]] = {}
     for key in tensors:
         if key.startswith(OPTIMIZER):
@@ -276,16 +289,16 @@ def _of_first_format(header: dict[str, Any], tensors: Tensors) -> dict[str, Any]
     }
 
 
-# --- what it says ---
+# --- digests ---
 
 
 def digest_of(model: nn.Module) -> str:
-    """Return the SHA-256 of all parameters and buffers, in the order of ``state_dict``."""
+    """Return the SHA-256 digest of the ``state_dict``, in its order."""
     return digest_of_tensors(named_tensors(model).items())
 
 
 def named_tensors(model: nn.Module) -> Tensors:
-    """Return the tensors of a model's ``state_dict``, in its order; they are the living ones."""
+    """Return the tensors of a model's ``state_dict``, in its order; not copies."""
     state = model.state_dict()
     return {name: t.detach() for name, t in state.items() if isinstance(t, torch.Tensor)}
 
@@ -293,10 +306,10 @@ def named_tensors(model: nn.Module) -> Tensors:
 def digest_of_tensors(
     named: Iterable[tuple[str, torch.Tensor]], progress: Callable[[], None] = lambda: None
 ) -> str:
-    """Return the SHA-256 of names and values, in this order.
+    """Return the SHA-256 digest of names and values, in this order.
 
     Args:
-        named: The tensors; those of a device are copied one at a time.
+        named: The tensors; those on a device are copied one at a time.
         progress: Called after each piece.
     """
     digest = hashlib.sha256()
@@ -310,5 +323,5 @@ def digest_of_tensors(
 
 
 def load_model_state(path: str | Path) -> Tensors:
-    """Return the tensors of a ``model.safetensors`` file by name. Runs no code from it."""
+    """Return the tensors of a ``model.safetensors`` file by name. Cannot run code."""
     return load_file(str(path))

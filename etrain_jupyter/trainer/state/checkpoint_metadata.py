@@ -1,7 +1,7 @@
-"""What a checkpoint says of itself, and how its state goes into a job that was changed since.
+"""Metadata of a checkpoint, and restoring its state into a job that has changed since.
 
-Chance needs no entry: every draw follows from the seed, the step and the rank or shard, and the
-order of the samples from the seed and the epoch. So ``seed`` and the counters are all of it.
+There is no RNG state: random numbers depend on the seed, the step and the rank or shard alone, and
+the order of the samples on the seed and the epoch. ``seed`` and the counters are sufficient.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Warn = Callable[[str], None]
 def about(
     config: TrainConfig, optimizer: torch.optim.Optimizer, code_digest: str
 ) -> dict[str, Any]:
-    """Return what ``state.json`` says besides the state."""
+    """Return the metadata in ``state.json``."""
     return {
         "versions": {
             "etrain_jupyter": __version__,
@@ -45,7 +45,7 @@ def about(
 
 
 def config_digest(config: TrainConfig) -> str:
-    """Return the SHA-256 of a configuration's JSON form."""
+    """Return the SHA-256 digest of a config in JSON form."""
     text = json.dumps(config.model_dump(mode="json"), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -58,12 +58,19 @@ def put_checkpoint(
     config: TrainConfig | None,
     warn: Warn,
 ) -> None:
-    """Load a checkpoint's state; what the job does not have any more, or has new, begins anew.
+    """Load a checkpoint's state; components that were added or replaced start from scratch.
 
-    Without ``about``, as an older version wrote it, the state must be that of the same job.
+    A checkpoint of an older version has no ``about``; its state must be of an unchanged job.
+
+    Args:
+        workload: The workload to load the state into.
+        header: Contents of ``state.json``.
+        tensors: The tensors by name.
+        config: The cell's config; None to keep the optimizer's options of the checkpoint.
+        warn: Called with the text of each warning.
 
     Raises:
-        CheckpointError: If it is the state of another model.
+        CheckpointError: If the checkpoint is of another model.
     """
     told = header.get("about") or {}
     header = _without_lost_parts(workload, header, warn)
@@ -72,22 +79,25 @@ def put_checkpoint(
     is_same_kind = told.get("optimizer", _kind_of(optimizer)) == _kind_of(optimizer)
     target = optimizer
     if not is_same_kind:
-        warn(f"the optimizer was {told['optimizer']} and is {_kind_of(optimizer)}: it begins anew")
+        change = f"was {told['optimizer']} and is {_kind_of(optimizer)}"
+        warn(f"the optimizer {change}: it starts from scratch")
+        # Load into a stand-in, so that the new optimizer keeps its initial state.
         target = torch.optim.SGD(workload.model.parameters(), lr=0.0)
         header = header | {"optimizer": {"state": [], "param_groups": _plain_groups(target)}}
     try:
         put_state(workload.model, target, header, tensors, workload.extras)
     except (StateError, RuntimeError, KeyError) as exc:
-        words = " ".join(str(exc).split())
+        reason = " ".join(str(exc).split())
         raise CheckpointError(
-            f"the checkpoint does not fit this model ({words}). Nothing was trained, and all "
-            "checkpoints are there. Resume with the model that was trained before"
+            f"the checkpoint does not fit this model ({reason}). Nothing was trained, and all "
+            "checkpoints are kept. Resume with the previous model"
         ) from exc
     asked = (told.get("config") or {}).get("optimizer")
     if not is_same_kind or config is None or asked is None:
         return
     if asked != config.optimizer.model_dump(mode="json"):
-        warn("the optimizer has other options than before: those of the cell hold")
+        warn("the optimizer has other options than before: those of the cell are used")
+        # The state was loaded with its old options: put the cell's options back.
         for group, own in zip(optimizer.param_groups, rates, strict=True):
             group.update(own)
 

@@ -1,6 +1,6 @@
-"""The ``config.json`` of a ``transformers`` model, which goes beside its weights.
+"""The ``config.json`` of a ``transformers`` model, stored next to its weights.
 
-The library need not be here: a model that has it brought it along.
+This module does not import the library, which may not be installed.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from typing import Any
 
 
 def config_of(model: Any) -> bytes | None:
-    """Return what ``from_pretrained`` needs besides the weights; None for any other model.
+    """Return the config that ``from_pretrained`` needs; None for any other model.
 
-    ``architectures`` is what ``save_pretrained`` would write: the class that has these weights.
+    ``architectures`` names the class of the model, as ``save_pretrained`` would write it.
     """
     config: Any = getattr(model, "config", None)
     if not hasattr(model, "save_pretrained") or not hasattr(config, "to_json_string"):
@@ -22,4 +22,4 @@ def config_of(model: Any) -> bytes | None:
         values["architectures"] = [type(model).__name__]
         return json.dumps(values, indent=2, sort_keys=True).encode()
     except (TypeError, ValueError, AttributeError):
-        return None  # a config that JSON cannot say; the weights are saved all the same
+        return None  # a config that JSON cannot represent; the weights are saved all the same

@@ -1,7 +1,8 @@
-"""Nested state as JSON beside named tensors: no pickle, so that reading it runs no code.
+"""Pack nested state as JSON and named tensors: without pickle, so that reading runs no code.
 
-A ``state_dict`` of an optimizer, a scheduler or a scaler holds dicts, lists, numbers, strings and
-tensors, nested. What JSON cannot say is written as an object with one key that begins with ``$``.
+A ``state_dict`` of an optimizer, a scheduler or a scaler is made of nested dicts, lists, numbers,
+strings and tensors. A value that JSON cannot represent is an object with one key that starts with
+``$``, for example ``{"$tuple": [0.9, 0.999]}``.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ class StateError(ValueError):
 
 
 def pack(value: Any, *, name: str, tensors: Tensors) -> Any:
-    """Return ``value`` as what ``json`` writes; its tensors go into ``tensors``, as they are.
+    """Return ``value`` in a form that ``json`` can write; collect its tensors without copying.
 
     Args:
         value: Nested dicts, lists and tuples of numbers, strings, tensors and arrays.
         name: The path of this value, for the tensors' names and for messages.
-        tensors: Takes the tensors, the living ones.
+        tensors: Collects the tensors; not copies.
 
     Raises:
-        StateError: If the value holds anything else.
+        StateError: If the value contains anything else.
     """
     if value is None or isinstance(value, bool | str):
         return value
@@ -65,14 +66,14 @@ def _pack_mapping(value: Mapping[Any, Any], name: str, tensors: Tensors) -> Any:
 
 def _keep(tensor: torch.Tensor, name: str, tensors: Tensors) -> str:
     unique, number = name, 1
-    while unique in tensors:  # a key with a dot in it can read like a path
+    while unique in tensors:  # a key with a dot in it can look like a path
         unique, number = f"{name}~{number}", number + 1
     tensors[unique] = tensor
     return unique
 
 
 def unpack(packed: Any, find: Callable[[str], torch.Tensor]) -> Any:
-    """Return what was packed; ``find`` gives the tensor of a name."""
+    """Return the value that was packed; ``find`` returns the tensor of a name."""
     if isinstance(packed, list):
         return [unpack(v, find) for v in packed]
     if not isinstance(packed, dict):

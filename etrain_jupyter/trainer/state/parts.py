@@ -1,7 +1,7 @@
-"""The files of a checkpoint: their names, and whether they are what their names say.
+"""Files of a checkpoint: their names and formats.
 
-A part that verifies has the bytes that its writer left. That says nothing of who wrote it: a part
-is opened as safetensors or JSON and as nothing else, so that no bytes in it are run.
+A part with the right digest has the bytes that its writer intended, but the writer may be
+malicious. So a part is opened only as safetensors or JSON, which cannot run code.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ MODEL_PART, OPTIMIZER_PART, EXTRA_PART, STATE_PART, CONFIG_PART = (
 )
 
 NEEDED = (MODEL_PART, OPTIMIZER_PART, STATE_PART)
-"""What training can go on from; whoever wants the weights needs less."""
+"""Parts that training needs to resume; loading only the weights needs fewer."""
 
 _SHARD = re.compile(r"optimizer-(\d{5})-of-(\d{5})\.safetensors")
 
 
 def shard_name(number: int, num_shards: int) -> str:
-    """Return the file of a part of the optimizer's state, which several ranks may write.
+    """Return the file name of one shard of the optimizer's state.
 
     >>> shard_name(0, 1), shard_name(1, 3)
     ('optimizer.safetensors', 'optimizer-00002-of-00003.safetensors')
@@ -43,7 +43,7 @@ def shard_name(number: int, num_shards: int) -> str:
 
 
 def optimizer_parts(names: Iterable[str]) -> list[str]:
-    """Return the files that have the optimizer's state: all that there must be, if any is there."""
+    """Return the files of the optimizer's state: the complete set, even if some are missing."""
     for name in names:
         if match := _SHARD.fullmatch(name):
             count = int(match[2])
@@ -56,18 +56,18 @@ def check_parts(
     files: dict[str, Path],
     needed: Collection[str] = (MODEL_PART, STATE_PART),
 ) -> None:
-    """Refuse a checkpoint that lacks a part or in which one is something else.
+    """Refuse a checkpoint that lacks a part or has a part of the wrong format.
 
     Raises:
-        CheckpointError: With the part's name.
+        CheckpointError: Names the part.
     """
     shards = optimizer_parts(files)
     for name in [n for n in needed if n != OPTIMIZER_PART]:
         if name not in files:
-            raise CheckpointError(f"its manifest names no {name}")
+            raise CheckpointError(f"its manifest does not list {name}")
     for name in shards if OPTIMIZER_PART in needed else ():
         if name not in files:
-            raise CheckpointError(f"its manifest names no {name}")
+            raise CheckpointError(f"its manifest does not list {name}")
     header_of(files)
     for name in (MODEL_PART, *shards, EXTRA_PART):
         if name not in files:
@@ -77,21 +77,21 @@ def check_parts(
                 pass
         except (SafetensorError, OSError) as exc:
             raise CheckpointError(
-                f"{manifest.parts[name].key} is no safetensors file, and is not opened as anything "
-                "else"
+                f"{manifest.parts[name].key} is not a safetensors file, and is not opened in any "
+                "other format"
             ) from exc
 
 
 def header_of(files: dict[str, Path]) -> dict[str, Any]:
-    """Return what ``state.json`` says.
+    """Return the contents of ``state.json``.
 
     Raises:
-        CheckpointError: If it is no JSON object.
+        CheckpointError: If it is not a JSON object.
     """
     try:
         header = json.loads(files[STATE_PART].read_bytes())
     except (ValueError, OSError) as exc:
         raise CheckpointError(f"its {STATE_PART} cannot be read") from exc
     if not isinstance(header, dict):
-        raise CheckpointError(f"its {STATE_PART} is no JSON object")
+        raise CheckpointError(f"its {STATE_PART} is not a JSON object")
     return header

@@ -1,4 +1,4 @@
-"""Copies large tensors piece by piece, so that the main thread can send heartbeats."""
+"""Copy large tensors piece by piece, so that the main thread can send heartbeats."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 PIECE_BYTES = 64 << 20
-"""Bytes between two heartbeats: a tenth of a second where memory is new, which is slow."""
+"""Bytes between two heartbeats: about 0.1 s for newly allocated memory, which is slow."""
 
 
 def copy_in_pieces(
@@ -17,7 +17,7 @@ def copy_in_pieces(
     *,
     non_blocking: bool = False,
 ) -> None:
-    """Copy ``source`` into ``target``, which has its shape, and beat after each piece."""
+    """Copy ``source`` into ``target`` of the same shape, with a heartbeat after each piece."""
     if source.nbytes <= PIECE_BYTES:
         target.copy_(source, non_blocking=non_blocking)
         beat()

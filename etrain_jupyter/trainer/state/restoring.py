@@ -1,4 +1,4 @@
-"""Loads the files of a checkpoint into a trainer."""
+"""Load the files of a checkpoint into a trainer."""
 
 from __future__ import annotations
 
@@ -9,23 +9,29 @@ from typing import Any
 from safetensors.torch import load_file
 
 from etrain_jupyter.config.schema import TrainConfig
-from etrain_jupyter.trainer.loop.train_loop import TrainLoop
 from etrain_jupyter.trainer.state.capture import MODEL, OPTIMIZER
 from etrain_jupyter.trainer.state.checkpoint_metadata import put_checkpoint
 from etrain_jupyter.trainer.state.parts import EXTRA_PART, MODEL_PART, header_of, optimizer_parts
+from etrain_jupyter.trainer.state.train_state import TrainState
 
 
 def restore(
-    loop: TrainLoop,
+    state: TrainState,
     files: dict[str, Path],
     *,
     config: TrainConfig | None = None,
     warn: Callable[[str], None] = lambda text: None,
 ) -> list[dict[str, Any]]:
-    """Load the parts of one checkpoint into a trainer; return its last steps' records.
+    """Load the parts of one checkpoint, and return the records of its last steps.
+
+    Args:
+        state: The state to overwrite.
+        files: Local file of each part.
+        config: The cell's config, to find what differs from the checkpoint's.
+        warn: Called with the text of each warning.
 
     Raises:
-        CheckpointError: If it is the state of another model.
+        CheckpointError: If the checkpoint is of another model.
     """
     header = header_of(files)
     tensors = {MODEL + k: v for k, v in load_file(files[MODEL_PART]).items()}
@@ -33,7 +39,7 @@ def restore(
         tensors |= {OPTIMIZER + k: v for k, v in load_file(files[name]).items()}
     if EXTRA_PART in files:
         tensors |= load_file(files[EXTRA_PART])
-    put_checkpoint(loop.workload, header, tensors, config=config, warn=warn)
-    loop.set_counters(header["counters"])
+    put_checkpoint(state.workload, header, tensors, config=config, warn=warn)
+    state.set_counters(header["counters"])
     records: list[dict[str, Any]] = header.get("records", [])
     return records

@@ -1,7 +1,8 @@
-"""Buffers that a forward pass changes, such as BatchNorm's statistics: all ranks keep the same.
+"""Running buffers: buffers that a forward pass changes, such as BatchNorm's statistics.
 
-The moves relative to the value before the step are averaged over samples, not the values: a buffer
-that did not move stays as it is to the last bit. Shape: ``B`` numbers in all such buffers.
+All ranks keep the same values. The changes within a step are averaged over its samples, not the
+values themselves, so that a buffer without a change keeps every bit. Shape: ``B`` elements in all
+running buffers.
 """
 
 from __future__ import annotations
@@ -12,31 +13,31 @@ from typing import Self
 import torch
 
 
-class MovingBuffers:
-    """The buffers of a model that training moves."""
+class RunningBuffers:
+    """The running buffers of a model."""
 
     def __init__(self, buffers: Iterable[torch.Tensor] = ()) -> None:
         self._buffers = list(buffers)
         self.num_values = sum(b.numel() for b in self._buffers)
-        """``B``; 0 if no buffer moves."""
+        """``B``; 0 without running buffers."""
 
     def copy(self) -> list[torch.Tensor]:
-        """Return copies of their values."""
+        """Return copies of the values."""
         return [b.clone() for b in self._buffers]
 
     def moved_since(self, before: Sequence[torch.Tensor]) -> Self:
-        """Return those whose values differ from ``before``."""
+        """Return the buffers whose values differ from ``before``."""
         pairs = zip(self._buffers, before, strict=True)
         return type(self)(now for now, old in pairs if not torch.equal(now, old))
 
     @torch.no_grad()
     def put_back(self, before: Sequence[torch.Tensor]) -> None:
-        """Give them the values that ``copy`` returned."""
+        """Restore the values that ``copy`` returned."""
         for now, old in zip(self._buffers, before, strict=True):
             now.copy_(old)
 
     def moves_from(self, before: Sequence[torch.Tensor], weight: float) -> torch.Tensor:
-        """Return how they moved since ``before``, times ``weight``: float64, CPU, ``(B,)``."""
+        """Return the changes since ``before`` times ``weight``: float64, CPU, shape ``(B,)``."""
         moves = [
             ((now.double() - old.double()) * weight).reshape(-1).cpu()
             for now, old in zip(self._buffers, before, strict=True)
@@ -45,7 +46,7 @@ class MovingBuffers:
 
     @torch.no_grad()
     def move(self, before: Sequence[torch.Tensor], moves_B: torch.Tensor) -> None:
-        """Give them the values ``before``, moved by the average of all ``moves_from``."""
+        """Set the values to ``before`` plus the averaged changes ``moves_B``, shape ``(B,)``."""
         sizes = [b.numel() for b in before]
         moves = torch.split(moves_B, sizes)
         for now, old, move in zip(self._buffers, before, moves, strict=True):

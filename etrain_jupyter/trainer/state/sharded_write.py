@@ -1,9 +1,13 @@
-"""Several ranks write one checkpoint: each of them holds the same state, and its own line to S3.
+"""Write one checkpoint from several ranks: each has the same state and its own connection to S3.
 
-Rank 0 decides, with the sum that every step makes, so that all copy at the same boundary. It takes
-a folder and names it to the others, through the store in which the ranks of a generation found each
-other; each writes its file there, and tells what the manifest must say of it. Rank 0 has a copy of
-everything: whatever the others do not deliver it writes itself, and it alone commits.
+::
+
+    step header   rank 0 sets "save": all ranks copy the state at the same boundary
+    rank 0        begins a folder and announces it through the rendezvous store
+    ranks 1 ...   write one file each, and report its size and digest
+    rank 0        writes its own files, waits for the reports, and commits the manifest
+
+Rank 0 has a copy of everything: it writes itself what the other ranks do not deliver in time.
 """
 
 from __future__ import annotations
@@ -23,35 +27,37 @@ from etrain_jupyter.trainer.state.packing import Tensors
 from etrain_jupyter.trainer.state.parts import EXTRA_PART, MODEL_PART, shard_name
 from etrain_jupyter.trainer.state.staging import StagedFile, stage
 
-SPREAD_BYTES = 64 << 20
-"""Smaller states are written by rank 0 alone: what the ranks tell each other takes a while, too."""
+SHARDED_BYTES = 64 << 20
+"""Rank 0 writes smaller states alone: the messages between the ranks take time, too."""
 MOST_HELPERS = 7
+"""Maximum number of ranks that help rank 0."""
 LEAST_PATIENCE_S = 30.0
-"""How long rank 0 waits for the others after it has written its own part, at least."""
+"""Minimum time for which rank 0 waits for the other ranks after writing its own files."""
 
 
 def is_worth_it(store: CheckpointStore, num_bytes: int, world_size: int) -> bool:
-    """Whether several ranks write faster than one.
+    """Return True if several ranks write faster than one.
 
-    They do where each has a line of its own to the store. A folder is one disk, or one server's.
+    They do if each has its own connection to the store. A folder is on one disk or one server.
     """
-    return store.is_remote and world_size > 1 and num_bytes >= SPREAD_BYTES
+    return store.is_remote and world_size > 1 and num_bytes >= SHARDED_BYTES
 
 
 def files_of(tensors: Tensors, *, num_shards: int = 1) -> dict[str, Tensors]:
-    """Return what goes into each file, as every rank finds it for itself.
+    """Return the tensors of each file. Deterministic, so that every rank computes the same.
 
-    The weights are one file in any case, so that whatever reads safetensors opens them. The
-    optimizer's state may be several of about the same size.
+    The weights are always one file, which any safetensors reader opens. The optimizer's state is
+    split into files of about the same size: largest tensor first, into the emptiest file.
 
     Args:
         tensors: The state.
-        num_shards: Into how many files the optimizer's state goes.
+        num_shards: Number of files for the optimizer's state.
     """
     files = {MODEL_PART: _strip(tensors, MODEL)}
     optimizer = _strip(tensors, OPTIMIZER)
     shards: list[Tensors] = [{} for _ in range(num_shards)]
     filled = [0] * num_shards
+    # By size and name: the order in the dict may differ between ranks.
     for name in sorted(optimizer, key=lambda name: (-optimizer[name].nbytes, name)):
         number = filled.index(min(filled))
         shards[number][name] = optimizer[name]
@@ -65,18 +71,24 @@ def files_of(tensors: Tensors, *, num_shards: int = 1) -> dict[str, Tensors]:
 
 
 def num_shards_of(world_size: int) -> int:
-    """Return into how many files the optimizer's state goes: one for each rank but the first."""
+    """Return the number of files for the optimizer's state: one per rank, except rank 0."""
     return min(MOST_HELPERS, max(1, world_size - 1))
 
 
 def part_of_rank(rank: int, world_size: int) -> str | None:
-    """Return the file that a rank writes, of those that rank 0 does not; None if it has none."""
+    """Return the file that this rank writes for rank 0; None if it writes none."""
     num_shards = num_shards_of(world_size)
     return shard_name(rank - 1, num_shards) if 1 <= rank <= num_shards else None
 
 
-class Spread:
-    """What one rank has to do with the checkpoints that its generation writes together."""
+class ShardedWrite:
+    """One rank's side of the checkpoints that the ranks of a generation write together.
+
+    Args:
+        board: The rendezvous store of the generation, for messages between the ranks.
+        rank: This rank.
+        world_size: Number of ranks.
+    """
 
     def __init__(self, *, board: BroadcastStore, rank: int, world_size: int) -> None:
         self._board = board
@@ -84,35 +96,35 @@ class Spread:
         self.world_size = world_size
 
     def close(self) -> None:
-        """The generation is over: nobody delivers anything any more."""
+        """End the generation: rank 0 stops waiting for files that were not delivered."""
         self._board.abort()
 
     # --- rank 0 ---
 
     def helped_parts(self) -> list[str]:
-        """Return the files that the others write."""
+        """Return the names of the files that the other ranks write."""
         names = (part_of_rank(rank, self.world_size) for rank in range(1, self.world_size))
         return [name for name in names if name is not None]
 
     def announce(self, step: int, folder: str) -> None:
-        """Tell the others where to."""
-        self._tell(f"{_topic(step)}/folder", {"folder": folder})
+        """Announce the folder to the other ranks; empty if there is none, because rank 0 failed."""
+        self._publish(f"{_topic(step)}/folder", {"folder": folder})
 
-    def wait_for(self, step: int, name: str, patience_s: float) -> Part | None:
-        """Return a part that another rank has written; None if it did not."""
+    def wait_for(self, step: int, name: str, timeout_s: float) -> Part | None:
+        """Return a part that another rank has written; None if it failed or timed out."""
         key = f"{_topic(step)}/{name}"
         try:
-            self._board.wait([key], timedelta(seconds=patience_s))
+            self._board.wait([key], timedelta(seconds=timeout_s))
         except CommunicationError:
             return None
-        told = json.loads(self._board.get(key))
-        return Part(**told["part"]) if "part" in told else None
+        report = json.loads(self._board.get(key))
+        return Part(**report["part"]) if "part" in report else None
 
     def forget(self, step: int) -> None:
-        """Drop what was told of a checkpoint."""
+        """Drop the messages about a checkpoint."""
         self._board.drop(f"{_topic(step)}/")
 
-    # --- the others ---
+    # --- other ranks ---
 
     def help(
         self,
@@ -122,29 +134,35 @@ class Spread:
         *,
         progress: Callable[[int], None],
     ) -> None:
-        """Write this rank's file, and tell rank 0 of it. Runs in a thread of its own."""
+        """Write this rank's file and report it to rank 0. Runs in its own thread."""
         name = part_of_rank(self.rank, self.world_size)
         assert name is not None
         try:
-            told = json.loads(self._board.get(f"{_topic(step)}/folder"))
+            folder = json.loads(self._board.get(f"{_topic(step)}/folder"))["folder"]
         except CommunicationError:
-            return  # rank 0 is gone
-        if not told["folder"]:
-            return  # it could not begin
+            return  # rank 0 is lost, or the generation has ended
+        if not folder:
+            return  # rank 0 could not begin the checkpoint
         try:
-            part = store.put_part(told["folder"], name, file.data, progress=progress)
+            part = store.put_part(folder, name, file.data, progress=progress)
         except CheckpointError as exc:
-            self._tell(f"{_topic(step)}/{name}", {"error": str(exc)})
+            self._publish(f"{_topic(step)}/{name}", {"error": str(exc)})
         else:
-            self._tell(f"{_topic(step)}/{name}", {"part": dataclasses.asdict(part)})
+            self._publish(f"{_topic(step)}/{name}", {"part": dataclasses.asdict(part)})
         self.forget(step)
 
-    def _tell(self, key: str, values: dict[str, object]) -> None:
+    def _publish(self, key: str, values: dict[str, object]) -> None:
         self._board.set(key, json.dumps(values))
 
 
-class Helper:
-    """The thread in which a rank other than 0 writes its part, one checkpoint at a time."""
+class ShardWriter:
+    """Background thread in which a rank other than 0 writes its file, one checkpoint at a time.
+
+    Args:
+        store: The store for checkpoints.
+        progress: Called in the thread with the number of bytes that the store has taken.
+        beat: Sends a heartbeat from the main thread, which copies the state.
+    """
 
     def __init__(
         self,
@@ -155,31 +173,37 @@ class Helper:
         self._store = store
         self._progress = progress
         self._beat = beat
-        self.thread: threading.Thread | None = None
+        self._thread: threading.Thread | None = None
         self._spare: dict[str, StagedFile] = {}
 
     @property
     def is_busy(self) -> bool:
-        """Whether a part is being written."""
-        return self.thread is not None and self.thread.is_alive()
+        """True while a file is being written."""
+        return self._thread is not None and self._thread.is_alive()
 
-    def begin(self, spread: Spread, step: int, tensors: Tensors) -> None:
-        """Copy what is this rank's to write, and write it in the background.
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait for the file in flight; return False if ``timeout_s`` elapses first."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+        return not self.is_busy
 
-        If the part before is still under way, rank 0 writes this one.
+    def begin(self, sharded: ShardedWrite, step: int, tensors: Tensors) -> None:
+        """Copy this rank's file and write it in the background.
+
+        Do nothing while the previous file is still in flight: rank 0 writes this one then.
         """
-        name = part_of_rank(spread.rank, spread.world_size)
+        name = part_of_rank(sharded.rank, sharded.world_size)
         if name is None or self.is_busy:
             return
-        files = files_of(tensors, num_shards=num_shards_of(spread.world_size))
+        files = files_of(tensors, num_shards=num_shards_of(sharded.world_size))
         self._spare = stage({name: files[name]}, self._spare, beat=self._beat)
-        self.thread = threading.Thread(
-            target=spread.help,
+        self._thread = threading.Thread(
+            target=sharded.help,
             args=(self._store, step, self._spare[name]),
             kwargs={"progress": self._progress},
             name="etrain-checkpoint-part",
         )
-        self.thread.start()
+        self._thread.start()
 
 
 def _topic(step: int) -> str:

@@ -1,4 +1,4 @@
-"""How much slower training is while a checkpoint is written in the background."""
+"""Measure how much slower training is while a checkpoint is written in the background."""
 
 from __future__ import annotations
 
@@ -6,31 +6,39 @@ import statistics
 from collections import deque
 
 NUM_USUAL = 31
-"""Steps without a checkpoint whose median is the ordinary step."""
+"""Number of steps without a checkpoint whose median is the usual step time."""
 FEWEST_USUAL = 5
-"""With fewer nobody knows what is ordinary, and nothing is told."""
+"""With fewer steps there is no usual step time yet, and no slowdown is reported."""
 
 
 class Slowdown:
-    """Compares the steps made while a checkpoint is written with those before."""
+    """Compare the steps during a checkpoint with the steps before it.
+
+    The main thread writes; the writer thread reads ``extra_s``, a single number.
+    """
 
     def __init__(self) -> None:
         self._usual: deque[float] = deque(maxlen=NUM_USUAL)
         self._extra_s = 0.0
 
+    def begin_generation(self) -> None:
+        """Forget the usual step time: with another number of ranks it is different."""
+        self._usual.clear()
+        self._extra_s = 0.0
+
     def begin(self) -> None:
-        """A checkpoint begins to be written."""
+        """Record that the writer has started a checkpoint."""
         self._extra_s = 0.0
 
     def take_step(self, seconds: float, *, is_writing: bool) -> None:
-        """Take a step that was made while one was written, or was not."""
+        """Record the duration of a step, and whether a checkpoint was being written."""
         if not is_writing:
             self._usual.append(seconds)
         elif len(self._usual) >= FEWEST_USUAL:
-            # Also what is shorter: what else the machine does has no sign.
+            # Shorter steps count as negative: other noise of the machine goes in both directions.
             self._extra_s += seconds - statistics.median(self._usual)
 
     @property
     def extra_s(self) -> float:
-        """Seconds beyond as many ordinary steps, since the checkpoint began."""
+        """Seconds by which the steps since ``begin`` took longer than usual."""
         return max(0.0, self._extra_s)

@@ -1,9 +1,9 @@
-"""The copy of a state that is written: laid out in memory as the files will be.
+"""Staged copy of a state: tensors laid out in memory like the files to be written.
 
-A state is copied once, at the step boundary, straight to its place in the file. What is written and
-hashed afterwards is that memory: a second copy would keep the interpreter from the training thread.
-The format is that of safetensors (https://huggingface.co/docs/safetensors): eight bytes for the
-length of a JSON header, the header, and the tensors' bytes one after the other.
+A state is copied once, at the step boundary, directly to its place in the file. That memory is then
+hashed and written: a second copy would hold the GIL and stall training. The format is safetensors
+(https://huggingface.co/docs/safetensors): eight bytes for the length of a JSON header, the header,
+and the bytes of the tensors one after another.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from etrain_jupyter.trainer.compiled import signs_of_life
+from etrain_jupyter.trainer.compiled import heartbeats
 from etrain_jupyter.trainer.state.packing import StateError, Tensors
 from etrain_jupyter.trainer.state.pieces import copy_in_pieces
 
 _ALIGNMENT = 8
-"""Of the first tensor; larger element types come first, so that all are aligned."""
+"""Alignment of the first tensor. Larger element types come first, so that all are aligned."""
 
 _DTYPES = {
     "float64": "F64",
@@ -48,8 +48,8 @@ class StagedFile:
     """One safetensors file in memory, for tensors of these names, shapes and types.
 
     Args:
-        tensors: What it is for; ``take`` copies them.
-        metadata: For the header.
+        tensors: The tensors; only ``take`` copies them.
+        metadata: Metadata for the header.
     """
 
     def __init__(self, tensors: Tensors, metadata: Mapping[str, str] = _NO_METADATA) -> None:
@@ -57,7 +57,7 @@ class StagedFile:
         self._is_pinned = any(value.is_cuda for value in tensors.values())
         header, starts = _layout(self._form, metadata)
         size = len(header) + sum(_num_bytes(*form) for form in self._form.values())
-        # Pinned, so that a device copies all of them while this thread goes on to the next.
+        # Pinned, so that the device copies asynchronously while this thread issues the next copy.
         self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=self._is_pinned)
         self._buffer[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         self._views = {
@@ -70,18 +70,18 @@ class StagedFile:
         return raw.view(dtype).view(shape)
 
     def fits(self, tensors: Tensors) -> bool:
-        """Whether they can be copied here: new memory takes several times as long as the copy."""
+        """Return True if the tensors can be copied here; new memory takes longer than the copy."""
         is_pinned = any(value.is_cuda for value in tensors.values())
         return self._form == _form_of(tensors) and self._is_pinned == is_pinned
 
     def take(self, tensors: Tensors, beat: Callable[[], None] = lambda: None) -> None:
-        """Copy the tensors here; those of a device are there once it was synchronized."""
+        """Copy the tensors here; those on a device are complete after it is synchronized."""
         for name, value in tensors.items():
             copy_in_pieces(self._views[name], value.detach(), beat, non_blocking=True)
 
     @property
     def data(self) -> memoryview:
-        """The bytes of the file, which ``take`` writes over."""
+        """The bytes of the file; overwritten by ``take``."""
         array: Any = self._buffer.numpy()
         return memoryview(array)
 
@@ -93,22 +93,22 @@ def stage(
     *,
     beat: Callable[[], None] = lambda: None,
 ) -> dict[str, StagedFile]:
-    """Return copies of tensors, file by file, which training does not touch any more.
+    """Return copies of tensors, file by file, which training does not change any more.
 
     Args:
-        tensors_of: What goes into each file.
-        spare: Files of an earlier copy that nobody needs: those that fit are written over.
-        metadata_of: For the headers.
+        tensors_of: The tensors of each file.
+        spare: Files of an earlier copy that is not needed any more; those that fit are reused.
+        metadata_of: Metadata for the header of each file.
         beat: Sends a heartbeat; called after each piece, since new memory is slow.
 
     Raises:
-        StateError: If a tensor's type is none that a file can have.
+        StateError: If a tensor has a type that safetensors does not support.
     """
     files = {}
     for name, tensors in tensors_of.items():
         file = spare.get(name)
         if file is None or not file.fits(tensors):
-            with signs_of_life(beat):  # a device's counterpart is allocated in one long call
+            with heartbeats(beat):  # pinned memory is allocated in one long call
                 file = StagedFile(tensors, metadata_of.get(name, _NO_METADATA))
         file.take(tensors, beat)
         files[name] = file
@@ -128,7 +128,7 @@ def _num_bytes(shape: torch.Size, dtype: torch.dtype) -> int:
 def _layout(
     form: Mapping[str, tuple[torch.Size, torch.dtype]], metadata: Mapping[str, str]
 ) -> tuple[bytes, dict[str, int]]:
-    """Return the file's first bytes, and where each tensor begins after them."""
+    """Return the header of the file, and the offset of each tensor after it."""
     starts: dict[str, int] = {}
     end = 0
     entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -136,18 +136,19 @@ def _layout(
         shape, dtype = form[name]
         starts[name], start = end, end
         end += _num_bytes(shape, dtype)
-        word = _word_of(name, dtype)
-        entries[name] = {"dtype": word, "shape": list(shape), "data_offsets": [start, end]}
+        type_name = _dtype_name(name, dtype)
+        entries[name] = {"dtype": type_name, "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
+    # The format requires that the tensors start at a multiple of eight bytes.
     text += b" " * (-len(text) % _ALIGNMENT)
     return len(text).to_bytes(8, "little") + text, starts
 
 
-def _word_of(name: str, dtype: torch.dtype) -> str:
-    word = _DTYPES.get(str(dtype).removeprefix("torch."))
-    if word is None:
+def _dtype_name(name: str, dtype: torch.dtype) -> str:
+    type_name = _DTYPES.get(str(dtype).removeprefix("torch."))
+    if type_name is None:
         raise StateError(
-            f"{name} is of type {dtype}, which a checkpoint cannot have. Convert it in the "
+            f"{name} is of type {dtype}, which a checkpoint cannot store. Convert it in the "
             "function that builds the model."
         )
-    return word
+    return type_name

@@ -1,4 +1,4 @@
-"""A print of the weights that is cheap enough for every step: do all ranks hold the same?"""
+"""Fingerprint of the weights, cheap enough for every step, to compare the ranks."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 MAX_SLICES = 64
-"""A step looks at one slice of the weights, so that at most this many steps look at all of them."""
+"""Maximum number of slices. Each step covers one slice, so this many steps cover all weights."""
 MIN_SLICE, MAX_PIECES = 1 << 14, 4
-"""Smaller slices, or slices of fewer tensors, would not be noticeably cheaper."""
+"""Minimum size and typical number of tensors of a slice; less would not be cheaper."""
 MODULUS = 1 << 20
-"""Prints are below it, so that sums of their squares over thousands of ranks are exact."""
+"""Upper bound of a fingerprint: sums of squares over thousands of ranks are exact in float64."""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -24,8 +24,8 @@ class _Piece(NamedTuple):
     length: int
 
 
-class WeightsPrint:
-    """Sums up the bit patterns of a rotating slice of a model's parameters."""
+class WeightFingerprint:
+    """Sum of the bit patterns of a rotating slice of a model's parameters."""
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = list(model.parameters())
@@ -37,9 +37,9 @@ class WeightsPrint:
 
     @torch.no_grad()
     def at(self, step: int) -> torch.Tensor:
-        """Return the print of the slice that ``step`` looks at: a whole number below ``MODULUS``.
+        """Return the fingerprint of the slice for ``step``: a scalar integer below ``MODULUS``.
 
-        It stays on the parameters' device, so that nobody waits for it yet.
+        It stays on the parameters' device, so that this call does not wait for the device.
         """
         total: torch.Tensor | None = None
         for parameter, first, length in self._slices[step % len(self._slices)]:
@@ -49,9 +49,18 @@ class WeightsPrint:
         return torch.zeros((), dtype=torch.int64) if total is None else total.remainder(MODULUS)
 
 
-def ranks_agree(world_size: int, sum_of_prints: float, sum_of_squares: float) -> bool:
-    """Whether all ranks had the same print: only then is the mean square the squared mean."""
-    return world_size * int(sum_of_squares) == int(sum_of_prints) ** 2
+def ranks_agree(world_size: int, total: float, sum_of_squares: float) -> bool:
+    """Return True if all ranks have the same fingerprint.
+
+    By the Cauchy-Schwarz inequality, W times the sum of squares is at least the squared sum, with
+    equality only if all W terms are equal.
+
+    Args:
+        world_size: W.
+        total: Sum of the fingerprints.
+        sum_of_squares: Sum of their squares.
+    """
+    return world_size * int(sum_of_squares) == int(total) ** 2
 
 
 def _pieces(starts: list[int], first: int, stop: int) -> list[_Piece]:
@@ -64,12 +73,12 @@ def _pieces(starts: list[int], first: int, stop: int) -> list[_Piece]:
 
 
 def _flat(parameter: torch.Tensor) -> torch.Tensor:
-    """Return all numbers in a row; in any order, as long as it is the same on all ranks."""
+    """Return all elements in one dimension, in an order that is the same on all ranks."""
     value = parameter.detach()
     if value.is_complex():
         value = torch.view_as_real(value)
     if not value.is_contiguous():
-        # No copy where they lie densely in memory, as in the format channels_last.
+        # Avoids a copy for dense tensors such as those in channels_last format.
         order = sorted(range(value.ndim), key=value.stride, reverse=True)
         value = value.permute(order)
     return value.reshape(-1)

@@ -1,4 +1,4 @@
-"""Tables and systems as the benchmarks tell of them."""
+"""Test the tables and JSON files of the benchmarks, and the reasons for skipped systems."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from benchmarks.peers import systems
 from benchmarks.recovery_ours import stall_summary
 
 
-def test_p95_is_a_value_that_was_measured() -> None:
+def test_p95_is_a_measured_value() -> None:
     values = [float(number) for number in range(1, 21)]
 
     assert report.median_and_p95(values) == {"median_s": 10.5, "p95_s": 19.0}
 
 
-def test_a_result_is_written_with_the_machine_that_gave_it(tmp_path: Path) -> None:
+def test_result_file_describes_the_machine(tmp_path: Path) -> None:
     report.write(tmp_path / "deep" / "result.json", {"benchmark": "steady"})
 
     written = json.loads((tmp_path / "deep" / "result.json").read_text(encoding="utf-8"))
@@ -26,7 +26,7 @@ def test_a_result_is_written_with_the_machine_that_gave_it(tmp_path: Path) -> No
     assert written["machine"]["cores"] >= 1
 
 
-def test_a_system_that_is_not_installed_is_named_with_the_reason(
+def test_missing_system_is_skipped_with_a_reason(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Absent(systems.TorchFT):
@@ -42,7 +42,7 @@ def test_a_system_that_is_not_installed_is_named_with_the_reason(
     assert "absent is not measured" in capsys.readouterr().out
 
 
-def test_those_that_end_with_a_rank_are_left_out_where_ranks_are_killed(
+def test_systems_that_do_not_survive_a_kill_are_excluded_where_ranks_are_killed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(systems, "SYSTEMS", (systems.PlainTorchrun(), systems.ElasticTorchrun()))
@@ -52,7 +52,7 @@ def test_those_that_end_with_a_rank_are_left_out_where_ranks_are_killed(
     assert [system.name for system in found] == ["elastic torchrun"]
 
 
-def test_every_table_names_what_did_not_run_and_what_failed() -> None:
+def test_tables_list_skipped_and_failed_systems() -> None:
     skipped = {"Ray Train": "ModuleNotFoundError: No module named 'ray'"}
     sizes = {"cnn, 2 ranks": {"targets": {"leave": stall_summary([])}, "audit_ok": True}}
     tables = [
@@ -79,7 +79,7 @@ def test_every_table_names_what_did_not_run_and_what_failed() -> None:
     assert "not run" in steady.table_of({"workloads": {}, "skipped": skipped})
 
 
-def test_the_summary_of_churn_tells_a_failure_only_if_no_round_went_through() -> None:
+def test_churn_summary_reports_a_failure_only_if_every_round_failed() -> None:
     calm = {"duration_s": 10.0, "samples_lost": 0, "steps_with_wrong_samples": 0}
     whole = {"goodput": 0.5, "wasted_steps": 4, "undisturbed": calm, "disturbed": calm}
 

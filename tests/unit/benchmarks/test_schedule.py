@@ -1,4 +1,4 @@
-"""The kills of ``churn``."""
+"""Test the kill schedule of ``churn``."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ import pytest
 from benchmarks.schedule import kill_schedule
 
 
-def test_the_kills_are_spread_over_the_run_and_over_the_checkpoint_interval() -> None:
+def test_kills_are_spread_over_the_run_and_over_the_checkpoint_interval() -> None:
     kills = kill_schedule(num_steps=1000, checkpoint_every=50, world_size=4)
 
     assert [kill.step for kill in kills] == [210, 420, 630, 840]
     assert sum(kill.step % 50 for kill in kills) / len(kills) == 25
 
 
-def test_the_schedule_is_the_same_for_every_system() -> None:
-    asked = [kill_schedule(num_steps=500, checkpoint_every=50, world_size=4) for _ in range(2)]
+def test_schedule_is_deterministic() -> None:
+    schedules = [kill_schedule(num_steps=500, checkpoint_every=50, world_size=4) for _ in range(2)]
 
-    assert asked[0] == asked[1]
-    assert {kill.rank for kill in asked[0]} <= {0, 1, 2, 3}
+    assert schedules[0] == schedules[1]
+    assert {kill.rank for kill in schedules[0]} <= {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize(("num_steps", "every"), [(100, 20), (250, 50), (1600, 400)])
-def test_every_kill_lies_within_the_run(num_steps: int, every: int) -> None:
+def test_every_kill_is_within_the_run(num_steps: int, every: int) -> None:
     kills = kill_schedule(num_steps=num_steps, checkpoint_every=every, world_size=2)
 
     assert all(0 < kill.step < num_steps for kill in kills)

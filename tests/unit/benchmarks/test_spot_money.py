@@ -1,4 +1,4 @@
-"""What a day played in minutes costs at its own scale."""
+"""Test the cost of a simulated day in the day's own time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from etrain_jupyter.testing.fakeaws.bill import Bill, BillRow
 
 
 def row(name: str, seconds: float, **values: Any) -> BillRow:
-    """A machine at 3.6 dollars an hour, ten times that on demand; charged for a minute at least."""
+    """Bill of a machine: 3.6 USD per hour, 36 USD on demand, charged for at least one minute."""
     usd = max(60.0, seconds) * 0.001
     usual: dict[str, Any] = {"compute_usd": usd, "waived_usd": 0.0, "is_alive": True, "reason": ""}
     return BillRow(
@@ -26,25 +26,25 @@ def row(name: str, seconds: float, **values: Any) -> BillRow:
     )
 
 
-def taken(name: str, seconds: float) -> BillRow:
+def interrupted(name: str, seconds: float) -> BillRow:
     usd = max(60.0, seconds) * 0.001
     reason = "Server.SpotInstanceTermination"
     return row(name, seconds, compute_usd=0.0, waived_usd=usd, is_alive=False, reason=reason)
 
 
-def test_seconds_are_those_of_the_day_without_least_minutes() -> None:
+def test_cost_is_scaled_to_the_day_without_the_minimum_charge() -> None:
     spot, on_demand = day_usd(Bill(rows=()), Bill(rows=(row("i-1", 30.0),)), 100)
 
     assert (spot, on_demand) == (pytest.approx(3.0), pytest.approx(30.0))
 
 
-def test_what_was_before_the_day_does_not_count() -> None:
+def test_time_before_the_day_is_not_charged() -> None:
     before = Bill(rows=(row("i-1", 20.0),))
 
     assert day_usd(before, Bill(rows=(row("i-1", 120.0),)), 100)[0] == pytest.approx(10.0)
 
 
-def test_only_what_is_taken_in_the_first_hour_of_the_day_is_free() -> None:
-    after = Bill(rows=(taken("i-1", 35.9), taken("i-2", 36.1)))
+def test_only_machines_interrupted_in_their_first_hour_are_free() -> None:
+    after = Bill(rows=(interrupted("i-1", 35.9), interrupted("i-2", 36.1)))
 
     assert day_usd(Bill(rows=()), after, 100)[0] == pytest.approx(3.61)

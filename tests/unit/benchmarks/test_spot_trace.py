@@ -1,4 +1,4 @@
-"""The synthetic days of ``spot``: their shape is what the open records have."""
+"""Test that the synthetic days of ``spot`` have the statistics of the public traces."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DAYS = [make_day(seed=seed, zones=ZONES, num_nodes=12) for seed in range(60)]
 
 
 def falls(day: tuple[Change, ...], zone: str) -> list[tuple[float, int]]:
-    """When a zone lost room, and how much of it."""
+    """Return time and size of each capacity loss of a zone."""
     room, found = 12, []
     for change in day:
         if change.zone == zone and change.capacity is not None:
@@ -25,7 +25,7 @@ def falls(day: tuple[Change, ...], zone: str) -> list[tuple[float, int]]:
 
 
 def shortages(day: tuple[Change, ...], zone: str) -> list[tuple[float, int]]:
-    """How long each shortage that ends within the day lasts, and how little is left in it."""
+    """Return duration and minimum capacity of each shortage that ends within the day."""
     found, begin, least = [], None, 12
     for change in day:
         if change.zone != zone or change.capacity is None:
@@ -39,12 +39,12 @@ def shortages(day: tuple[Change, ...], zone: str) -> list[tuple[float, int]]:
     return found
 
 
-def test_a_seed_gives_the_same_day_and_another_one_gives_another() -> None:
+def test_same_seed_gives_the_same_day_and_different_seeds_give_different_days() -> None:
     assert make_day(seed=3, zones=ZONES, num_nodes=4) == make_day(seed=3, zones=ZONES, num_nodes=4)
     assert len(set(DAYS)) == len(DAYS)
 
 
-def test_changes_are_in_order_within_the_day_and_within_the_room() -> None:
+def test_changes_are_sorted_and_within_the_day_and_the_capacity() -> None:
     for day in DAYS:
         assert [change.at_s for change in day] == sorted(change.at_s for change in day)
         assert all(0 < change.at_s < 24 * HOUR_S for change in day)
@@ -52,10 +52,10 @@ def test_changes_are_in_order_within_the_day_and_within_the_room() -> None:
         assert all(0 <= room <= 12 for room in rooms)
 
 
-def test_a_day_has_half_the_shortages_of_the_record_it_follows() -> None:
+def test_day_has_half_as_many_shortages_as_the_recorded_day() -> None:
     numbers = [len(shortages(day, zone)) for day in DAYS for zone in ZONES]
 
-    # 16 in 18.5 hours, so 21 a day, were counted there.
+    # The trace has 16 shortages in 18.5 hours, or 21 per day.
     assert 7 < statistics.mean(numbers) < 14
 
 
@@ -67,19 +67,19 @@ def test_shortages_come_in_spells() -> None:
         for (sooner, _), (later, _) in itertools.pairwise(falls(day, zone))
     ]
 
-    # Without memory, the deviation of the gaps would be their mean.
+    # For a memoryless process, the standard deviation of the gaps would equal their mean.
     assert statistics.stdev(gaps) > 1.5 * statistics.mean(gaps)
     assert statistics.median(gaps) < 30 * 60 < statistics.mean(gaps)
 
 
-def test_a_shortage_takes_half_in_the_median_and_is_over_in_minutes() -> None:
+def test_median_shortage_takes_half_the_machines_for_some_minutes() -> None:
     found = [one for day in DAYS for zone in ZONES for one in shortages(day, zone)]
 
     assert 4 <= statistics.median(least for _, least in found) <= 8
     assert 10 * 60 < statistics.median(long for long, _ in found) < 35 * 60
 
 
-def test_droughts_leave_nothing_for_hours_about_once_a_day() -> None:
+def test_droughts_occur_about_once_a_day_and_last_for_hours() -> None:
     droughts = [
         long for day in DAYS for zone in ZONES for long, least in shortages(day, zone) if least == 0
     ]
@@ -88,7 +88,7 @@ def test_droughts_leave_nothing_for_hours_about_once_a_day() -> None:
     assert max(droughts) > 3 * HOUR_S
 
 
-def test_zones_have_shortages_of_their_own() -> None:
+def test_shortages_of_different_zones_are_independent() -> None:
     for day in DAYS:
         assert {at for at, _ in falls(day, "a")}.isdisjoint(at for at, _ in falls(day, "b"))
 

@@ -1,4 +1,4 @@
-"""What can be counted in the lines that the ranks of a peer have written."""
+"""Test the figures that are derived from the step logs of a peer's ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def line(what: str, step: int, at: float, **values: Any) -> dict[str, Any]:
 
 
 def steps(numbers: range, attempt: int, begin: float, world_size: int = 2) -> list[dict[str, Any]]:
-    """Both lines of rank 0, a step a second."""
+    """Return the lines of rank 0 for one step per second."""
     lines = []
     for place, step in enumerate(numbers):
         group = {"attempt": attempt, "world_size": world_size}
@@ -35,27 +35,27 @@ def steps(numbers: range, attempt: int, begin: float, world_size: int = 2) -> li
     return lines
 
 
-def test_a_run_without_faults_wastes_nothing() -> None:
+def test_run_without_faults_wastes_no_step() -> None:
     assert History(steps(range(1, 6), 1, 0.0)).wasted_steps(5) == 0
 
 
-def test_steps_made_again_from_a_checkpoint_and_the_one_cut_short_are_wasted() -> None:
-    cut_short = line(BEGUN, 8, 7.0)
-    history = History([*steps(range(1, 8), 1, 0.0), cut_short, *steps(range(6, 11), 2, 20.0)])
+def test_repeated_and_interrupted_steps_are_wasted() -> None:
+    interrupted = line(BEGUN, 8, 7.0)
+    history = History([*steps(range(1, 8), 1, 0.0), interrupted, *steps(range(6, 11), 2, 20.0)])
 
-    # 6 and 7 were made twice, 8 was begun and made again.
+    # Steps 6 and 7 were repeated after a restart; step 8 was interrupted and repeated.
     assert history.num_executed == 13
     assert history.wasted_steps(10) == 3
 
 
-def test_an_undone_step_is_no_commit() -> None:
+def test_undone_step_is_not_committed() -> None:
     history = History([line(BEGUN, 1, 0.0), line(UNDONE, 1, 0.5), *steps(range(1, 2), 2, 1.0)])
 
     assert [done.attempt for done in history.committed()] == [2]
     assert history.wasted_steps(1) == 1
 
 
-def test_two_ranks_of_one_step_are_one_execution_committed_with_the_first() -> None:
+def test_lines_of_two_ranks_make_one_execution_with_the_first_commit_time() -> None:
     history = History(
         [
             line(BEGUN, 1, 0.0, rank=0, pid=10),
@@ -70,7 +70,7 @@ def test_two_ranks_of_one_step_are_one_execution_committed_with_the_first() -> N
     assert done.pids == {0: 10, 1: 11}
 
 
-def test_a_change_is_the_time_without_a_commit_between_two_attempts() -> None:
+def test_change_measures_the_time_without_a_commit_between_two_attempts() -> None:
     history = History([*steps(range(1, 6), 1, 0.0), *steps(range(4, 8), 2, 20.0, world_size=1)])
 
     assert changes(history) == [
@@ -78,7 +78,7 @@ def test_a_change_is_the_time_without_a_commit_between_two_attempts() -> None:
     ]
 
 
-def test_samples_that_a_dead_replica_did_not_train_are_lost() -> None:
+def test_samples_of_a_dead_replica_are_lost() -> None:
     whole = line(COMMITTED, 1, 0.0, samples=4, checksum=10)
     half = line(COMMITTED, 2, 1.0, samples=2, checksum=11)
     history = History([whole, half])
@@ -87,20 +87,20 @@ def test_samples_that_a_dead_replica_did_not_train_are_lost() -> None:
     assert sample_losses(history, {1: (4, 10), 2: (4, 26), 3: (4, 1)}) == (6, 0)
 
 
-def test_other_samples_than_those_due_are_seen_by_their_checksum() -> None:
+def test_checksum_reveals_wrong_samples() -> None:
     history = History([line(COMMITTED, 1, 0.0, samples=4, checksum=11)])
 
     assert sample_losses(history, {1: (4, 10)}) == (0, 1)
 
 
-def test_samples_count_in_the_execution_that_led_to_the_weights() -> None:
+def test_samples_are_counted_in_the_last_execution_of_a_step() -> None:
     first = line(COMMITTED, 1, 0.0, samples=4, checksum=10)
     again = line(COMMITTED, 1, 9.0, attempt=2, samples=4, checksum=10)
 
     assert sample_losses(History([first, again]), {1: (4, 10)}) == (0, 0)
 
 
-def test_a_reader_follows_the_files_and_leaves_half_a_line_for_later(tmp_path: Path) -> None:
+def test_reader_follows_the_files_and_skips_an_incomplete_line(tmp_path: Path) -> None:
     log = StepLog(tmp_path)
     log.enter(attempt=3, rank=1, world_size=2)
     reader = LogReader(tmp_path)
@@ -119,13 +119,13 @@ def test_a_reader_follows_the_files_and_leaves_half_a_line_for_later(tmp_path: P
     assert (history.surviving()[1].samples, history.surviving()[1].checksum) == (2, 9)
 
 
-def test_an_empty_run_has_no_attempt() -> None:
+def test_empty_run_has_no_attempt() -> None:
     assert History().newest_attempt() is None
     assert changes(History()) == []
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 4])
-def test_the_ranks_of_a_step_share_its_samples_without_overlap(world_size: int) -> None:
+def test_ranks_share_the_samples_of_a_step_without_overlap(world_size: int) -> None:
     from benchmarks.peers.training import batch_of, share_of
 
     shares = [share_of(7, rank, world_size) for rank in range(world_size)]
@@ -134,7 +134,7 @@ def test_the_ranks_of_a_step_share_its_samples_without_overlap(world_size: int) 
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
-def test_an_epoch_of_steps_has_every_sample_once() -> None:
+def test_epoch_contains_every_sample_once() -> None:
     from benchmarks.peers.training import BATCHES_PER_EPOCH, batch_of
     from benchmarks.workloads import NUM_SAMPLES
 

@@ -1,4 +1,4 @@
-"""Recoveries and stalls, taken from a job's events."""
+"""Test the recoveries and stalls that are derived from a job's events."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def lost(at: float) -> WorkerLost:
     return WorkerLost(job_id="j", time=at, worker="w", cause="killed")
 
 
-def test_the_phases_of_a_recovery_add_up_to_its_time() -> None:
+def test_phases_of_a_recovery_add_up_to_its_duration() -> None:
     events: list[Event] = [
         step(1, 9.0, 1),
         lost(10.1),
-        step(2, 10.15, 1),  # was on its way when the signal came
+        step(2, 10.15, 1),  # was being committed at the time of the kill
         formed(2, 10.3, "lost", 2),
         ready(2, 10.5, connect_s=0.125, sync_s=0.0625),
         step(3, 11.0, 2),
@@ -70,7 +70,7 @@ def test_the_phases_of_a_recovery_add_up_to_its_time() -> None:
     assert kill["first_step_s"] == pytest.approx(11.0 - 10.3 - 0.1875)
 
 
-def test_a_generation_that_broke_while_it_formed_does_not_count() -> None:
+def test_generation_that_failed_to_form_is_skipped() -> None:
     events: list[Event] = [
         lost(10.1),
         formed(2, 10.2, "lost", 3),
@@ -87,12 +87,12 @@ def test_a_generation_that_broke_while_it_formed_does_not_count() -> None:
 
 
 def generation(number: int, why: str, world_size: int, begin: float) -> list[Event]:
-    """Five steps, one a second."""
-    made = [step(number * 10 + i, begin + i, number) for i in range(5)]
-    return [formed(number, begin - 0.5, why, world_size), *made]
+    """Return a generation of five steps, one per second."""
+    steps = [step(number * 10 + i, begin + i, number) for i in range(5)]
+    return [formed(number, begin - 0.5, why, world_size), *steps]
 
 
-def test_a_planned_change_is_the_time_without_a_commit_less_a_step() -> None:
+def test_stall_is_the_time_without_a_commit_minus_one_step() -> None:
     events = [*generation(1, "start", 2, 1.0), *generation(2, "leave", 1, 6.25)]
 
     (stall,) = stalls(events, least_steps=5)
@@ -101,7 +101,7 @@ def test_a_planned_change_is_the_time_without_a_commit_less_a_step() -> None:
     assert stall.beyond_step_s == pytest.approx(0.25)
 
 
-def test_changes_before_the_first_generation_that_counts_are_start_up() -> None:
+def test_changes_before_the_first_counted_generation_are_ignored() -> None:
     events = [
         *generation(1, "start", 1, 1.0),
         *generation(2, "join", 2, 10.0),
@@ -111,7 +111,7 @@ def test_changes_before_the_first_generation_that_counts_are_start_up() -> None:
     assert [stall.after for stall in stalls(events, least_steps=5, first=2)] == [3]
 
 
-def test_a_generation_of_few_steps_gives_no_ordinary_step() -> None:
+def test_generation_with_too_few_steps_gives_no_stall() -> None:
     events = [formed(1, 0.0, "start", 1), step(1, 1.0, 1), *generation(2, "join", 2, 3.0)]
 
     assert stalls(events, least_steps=2) == []

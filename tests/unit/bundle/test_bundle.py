@@ -1,4 +1,4 @@
-"""Notebook objects travel by value, and what cannot travel is named."""
+"""Notebook objects are sent by value, and errors name the objects that cannot be sent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from etrain_jupyter.errors import BundleError
 
 
 def notebook(source: str, *, number: int = 3) -> tuple[dict[str, Any], dict[str, int]]:
-    """Run a cell as a kernel does, and return its names and the file names of its cells."""
+    """Run a cell as a kernel does; return its names and the file names of its cells."""
     filename = f"<cell-{number}>"
     lines = source.splitlines(keepends=True)
     linecache.cache[filename] = (len(source), None, lines, filename)
@@ -28,7 +28,7 @@ def notebook(source: str, *, number: int = 3) -> tuple[dict[str, Any], dict[str,
     return names, {filename: number}
 
 
-def test_free_names_of_all_references_travel_together_and_stay_shared():
+def test_free_names_of_all_references_are_captured_together_and_stay_shared():
     shared = [1, 2]
     names = {"a": shared, "b": {"same": shared}, "unused": threading.Lock()}
     bundle = open_bundle(capture_bundle({"x": "a", "y": "b['same']"}, names).data)
@@ -36,14 +36,14 @@ def test_free_names_of_all_references_travel_together_and_stay_shared():
     assert bundle_x is bundle_y
 
 
-def test_digest_names_the_content():
+def test_digest_identifies_the_content():
     first = capture_bundle({"x": "a + 1"}, {"a": 1})
     second = capture_bundle({"x": "a + 1"}, {"a": 2})
     assert first.digest != second.digest
     assert open_bundle(first.data).digest == first.digest
 
 
-def test_expression_is_evaluated_anew_each_time():
+def test_expression_is_evaluated_again_each_time():
     names, _ = notebook("def make():\n    return object()\n")
     bundle = open_bundle(capture_bundle({"model": "make()"}, names).data)
     assert bundle.evaluate("model") is not bundle.evaluate("model")
@@ -54,8 +54,8 @@ def test_import_path_is_imported_on_the_worker():
     assert bundle.evaluate("loss")("ab") == {"a": None, "b": None}
 
 
-def test_module_beside_the_notebook_travels_with_todays_edits(tmp_path, monkeypatch):
-    """The worker has no such file, or an old one: what the notebook has in memory counts."""
+def test_module_next_to_the_notebook_is_sent_with_current_edits(tmp_path, monkeypatch):
+    """The worker has no such file or a stale one: the module in memory is sent."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     Path("localnets.py").write_text("SIZE = 3\ndef build():\n    return 'net' * SIZE\n")
@@ -95,7 +95,7 @@ def test_module_beside_the_notebook_travels_with_todays_edits(tmp_path, monkeypa
         ),
     ],
 )
-def test_what_cannot_travel_is_named_with_its_cell(source, name, fragments):
+def test_error_names_the_unpicklable_object_and_its_cell(source, name, fragments):
     names, cells = notebook(source)
     with pytest.raises(BundleError) as caught:
         capture_bundle({"loss": name}, names, cell_numbers=cells)
@@ -107,15 +107,15 @@ def test_what_cannot_travel_is_named_with_its_cell(source, name, fragments):
             opened.close()
 
 
-def test_large_object_is_worth_a_word(monkeypatch):
+def test_large_object_causes_a_warning(monkeypatch):
     monkeypatch.setattr(capture, "LARGE_BYTES", 1000)
     bundle = capture_bundle({"data.train": "x"}, {"x": b"0" * 5000})
     [warning] = bundle.warnings
-    assert "'x' (0 MB) will be sent to every machine" in warning
+    assert "'x' (0 MB) will be copied to every worker" in warning
     assert bundle.sizes["x"] > 5000
 
 
-def test_error_on_a_rank_shows_the_users_lines_as_cells():
+def test_error_on_a_rank_shows_lines_of_cells():
     source = "def inner(x):\n    return 1 / x\n\ndef loss(x):\n    return inner(x)\n"
     names, cells = notebook(source, number=7)
     data = capture_bundle({"loss": "loss"}, names, cell_numbers=cells).data
@@ -134,7 +134,7 @@ def test_error_on_a_rank_shows_the_users_lines_as_cells():
     ]
 
 
-def test_library_frames_above_the_users_code_are_left_out():
+def test_library_frames_above_user_code_are_omitted():
     names, cells = notebook("import json\ndef loss(x):\n    return json.loads('{')\n", number=8)
     bundle = open_bundle(capture_bundle({"loss": "loss"}, names, cell_numbers=cells).data)
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - json's own subclass
@@ -145,7 +145,7 @@ def test_library_frames_above_the_users_code_are_left_out():
     assert "etrain_jupyter" not in text
 
 
-def test_plumbing_between_two_frames_is_left_out():
+def test_wrapper_frames_are_omitted():
     source = (
         "def _call_impl(f):\n    return f()\ndef loss(x):\n    return _call_impl(lambda: 1 / x)\n"
     )
@@ -157,7 +157,7 @@ def test_plumbing_between_two_frames_is_left_out():
     assert "in _call_impl" not in text
 
 
-def test_path_to_a_module_that_this_worker_lacks_is_named():
+def test_error_names_a_missing_module_of_an_import_path():
     bundle = open_bundle(capture_bundle({"model": "no_such_nets:Net"}, {}).data)
     with pytest.raises(BundleError, match="this worker has no module 'no_such_nets'"):
         bundle.evaluate("model")
@@ -169,7 +169,7 @@ def test_cells_are_read_without_opening_the_bundle():
     assert read_cells(data)["<cell-4>"].label == "Cell In[4]"
 
 
-def test_bundle_of_another_python_is_refused():
+def test_bundle_of_other_python_is_rejected():
     bundle = capture_bundle({"x": "1"}, {})
     other = bundle.data.replace(b'"python": [3,', b'"python": [2,', 1)
     with pytest.raises(BundleError, match=r"the notebook runs Python 2\."):

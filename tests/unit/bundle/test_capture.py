@@ -1,4 +1,4 @@
-"""What travels, what is refused, and what each refusal says."""
+"""Which objects are captured, which are refused, and the error messages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from etrain_jupyter.errors import BundleError
 
 
 class Notebook:
-    """A kernel's names, and the cells that gave them."""
+    """A kernel's names, and the cells that defined them."""
 
     def __init__(self) -> None:
         self.names: dict[str, Any] = {"__name__": "__main__"}
@@ -62,7 +62,7 @@ def notebook() -> Iterator[Notebook]:
 
 @pytest.fixture
 def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder of a notebook; modules that a test makes in it are forgotten afterwards."""
+    """The folder of a notebook; its modules are unloaded after the test."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     known = set(sys.modules)
@@ -73,7 +73,7 @@ def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def on_a_worker(code: str, folder: Path) -> str:
-    """Run code in a process that knows nothing of the notebook and its folder."""
+    """Run code in a process that sees neither the notebook nor its folder."""
     script = "import sys; from etrain_jupyter.bundle.restore import open_bundle\n" + code
     root = Path(capture.__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root)}
@@ -96,21 +96,21 @@ plain = st.recursive(
 
 @settings(deadline=None)
 @given(st.dictionaries(st.from_regex(r"v[a-z]{0,4}", fullmatch=True), plain, min_size=1))
-def test_values_come_back_as_they_were(names: dict[str, Any]) -> None:
+def test_plain_values_round_trip(names: dict[str, Any]) -> None:
     bundle = capture_bundle({name: name for name in names}, names)
     opened = open_bundle(bundle.data)
     assert {name: opened.evaluate(name) for name in names} == names
     assert set(bundle.sizes) == set(names)
 
 
-def test_only_what_expressions_need_travels(notebook: Notebook) -> None:
+def test_only_names_used_by_expressions_are_captured(notebook: Notebook) -> None:
     notebook.run("a, b, secret = 1, 2, 'x' * 1000")
     bundle = notebook.capture(model="a + len([b for _ in range(3)])")
     assert set(bundle.sizes) == {"a", "b"}
     assert b"xxxx" not in bundle.data
 
 
-def test_text_of_cells_that_are_not_needed_stays_here(notebook: Notebook) -> None:
+def test_text_of_unused_cells_is_not_captured(notebook: Notebook) -> None:
     notebook.run("token = 'my-secret'")
     notebook.run("def loss(o, t):\n    return o - t")
     bundle = notebook.capture(loss="loss")
@@ -118,16 +118,14 @@ def test_text_of_cells_that_are_not_needed_stays_here(notebook: Notebook) -> Non
     assert [cell.label for cell in open_bundle(bundle.data).cells.values()] == ["Cell In[2]"]
 
 
-def test_sizes_count_what_is_shared_once() -> None:
+def test_sizes_count_shared_objects_once() -> None:
     shared = bytes(100_000)
     sizes = capture_bundle({"x": "(a, b)"}, {"a": [shared], "b": [shared]}).sizes
     assert sizes["a"] > 100_000
     assert sizes["b"] < 1000
 
 
-def test_a_class_and_its_helpers_travel_to_another_process(
-    notebook: Notebook, tmp_path: Path
-) -> None:
+def test_class_and_its_helpers_work_in_another_process(notebook: Notebook, tmp_path: Path) -> None:
     notebook.run("import math\nSCALE = 3\ndef helper(x):\n    return math.floor(x) * SCALE")
     notebook.run(
         "class Base:\n    def value(self):\n        return helper(2.5)\n"
@@ -137,7 +135,7 @@ def test_a_class_and_its_helpers_travel_to_another_process(
     assert on_a_worker(OPEN + "print(bundle.evaluate('model'))", tmp_path) == "7"
 
 
-def test_a_function_that_prints_travels_with_the_notebooks_stream(
+def test_function_that_uses_stdout_works_in_another_process(
     notebook: Notebook, tmp_path: Path
 ) -> None:
     notebook.run("import sys\ndef loss(o, t, out=sys.stdout):\n    print('here', file=out)")
@@ -145,10 +143,10 @@ def test_a_function_that_prints_travels_with_the_notebooks_stream(
     assert on_a_worker(OPEN + "bundle.evaluate('loss')(1, 2)", tmp_path) == "here"
 
 
-# ------------------------------------------------------------------- modules beside the notebook
+# ------------------------------------------------------------------- modules next to the notebook
 
 
-def test_a_module_of_the_folder_travels_as_it_is_in_memory(beside: Path) -> None:
+def test_local_module_is_captured_as_it_is_in_memory(beside: Path) -> None:
     (beside / "beside_nets.py").write_text("SIZE = 1\ndef build():\n    return SIZE\n")
     module = __import__("beside_nets")
     module.SIZE = 5
@@ -157,7 +155,7 @@ def test_a_module_of_the_folder_travels_as_it_is_in_memory(beside: Path) -> None
     assert on_a_worker(OPEN + "print(bundle.evaluate('model'))", beside) == "5"
 
 
-def test_a_function_imported_from_the_folder_travels(beside: Path) -> None:
+def test_function_of_a_local_module_is_captured(beside: Path) -> None:
     (beside / "beside_fn.py").write_text("K = 2\ndef loss(o):\n    return o * K\n")
     from beside_fn import loss  # type: ignore[import-not-found]
 
@@ -166,20 +164,20 @@ def test_a_function_imported_from_the_folder_travels(beside: Path) -> None:
     assert capture_bundle({"loss": "loss"}, {"loss": loss}).data.count(b"beside_fn.py") > 0
 
 
-def test_an_import_path_into_the_folder_travels(beside: Path) -> None:
+def test_import_path_of_a_local_module_is_captured(beside: Path) -> None:
     (beside / "beside_path.py").write_text("def loss(o):\n    return o + 1\n")
     data = capture_bundle({"loss": "beside_path:loss"}, {}).data
     (beside / "bundle").write_bytes(data)
     assert on_a_worker(OPEN + "print(bundle.evaluate('loss')(4))", beside) == "5"
 
 
-def test_an_import_path_that_fails_here_is_refused_here(beside: Path) -> None:
+def test_import_path_that_fails_is_rejected_at_capture(beside: Path) -> None:
     (beside / "beside_broken.py").write_text("raise RuntimeError('half written')\n")
     with pytest.raises(BundleError, match="RuntimeError: half written"):
         capture_bundle({"loss": "beside_broken:loss"}, {})
 
 
-def test_modules_that_import_each_other_travel(beside: Path) -> None:
+def test_modules_that_import_each_other_are_captured(beside: Path) -> None:
     (beside / "beside_a.py").write_text("import beside_b\ndef f():\n    return beside_b.g()\n")
     (beside / "beside_b.py").write_text("import beside_a\ndef g():\n    return beside_a.__name__\n")
     module = __import__("beside_a")
@@ -188,7 +186,7 @@ def test_modules_that_import_each_other_travel(beside: Path) -> None:
     assert on_a_worker(OPEN + "print(bundle.evaluate('loss'))", beside) == "beside_a"
 
 
-def test_a_package_of_the_folder_travels(beside: Path) -> None:
+def test_local_package_is_captured(beside: Path) -> None:
     (beside / "beside_pkg").mkdir()
     (beside / "beside_pkg" / "__init__.py").write_text("from . import nets\n")
     (beside / "beside_pkg" / "nets.py").write_text("class Net:\n    size = 3\n")
@@ -198,7 +196,7 @@ def test_a_package_of_the_folder_travels(beside: Path) -> None:
     assert on_a_worker(OPEN + "print(bundle.evaluate('model'))", beside) == "3"
 
 
-def test_a_later_import_finds_the_module_that_travelled(beside: Path) -> None:
+def test_later_import_finds_the_captured_module(beside: Path) -> None:
     (beside / "beside_lazy.py").write_text("V = 9\n")
     module = __import__("beside_lazy")
     names = {"beside_lazy": module}
@@ -208,7 +206,7 @@ def test_a_later_import_finds_the_module_that_travelled(beside: Path) -> None:
     assert on_a_worker(OPEN + "print(bundle.evaluate('loss'))", beside) == "9"
 
 
-def test_registrations_are_undone(beside: Path) -> None:
+def test_cloudpickle_registrations_are_undone(beside: Path) -> None:
     (beside / "beside_reg.py").write_text("def f(): ...\n")
     module = __import__("beside_reg")
     before = cloudpickle.list_registry_pickle_by_value()
@@ -218,7 +216,7 @@ def test_registrations_are_undone(beside: Path) -> None:
     assert cloudpickle.list_registry_pickle_by_value() == before
 
 
-def test_installed_modules_travel_by_name(beside: Path) -> None:
+def test_installed_modules_are_captured_by_name(beside: Path) -> None:
     data = capture_bundle({"loss": "functools.partial"}, {"functools": functools}).data
     assert len(data) < 2000
 
@@ -233,9 +231,9 @@ def test_installed_modules_travel_by_name(beside: Path) -> None:
         ("x = open('/dev/null', 'wb')", "it is an open file", "in __getitem__"),
         ("x = open('/dev/null'); x.close()", "it is a closed file", "in __getitem__"),
         ("import socket; x = socket.socket()", "it is an open socket", "Connect"),
-        ("import threading; x = threading.Lock()", "it is a lock", "processes of their own"),
-        ("import threading; x = threading.RLock()", "it is a lock", "processes of their own"),
-        ("x = (i for i in [1])", "it is a generator that has begun", "into a list"),
+        ("import threading; x = threading.Lock()", "it is a lock", "a separate process"),
+        ("import threading; x = threading.RLock()", "it is a lock", "a separate process"),
+        ("x = (i for i in [1])", "it is a running generator", "in a list"),
         ("import sqlite3; x = sqlite3.connect(':memory:')", "sqlite3.Connection", "on the worker"),
         ("import threading; x = {'a': [threading.Lock()]}", "'x['a'][0]' is a lock", ""),
         ("import threading; x = threading.Event()", "'x._cond._lock' is a lock", ""),
@@ -247,7 +245,7 @@ def test_installed_modules_travel_by_name(beside: Path) -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
-def test_what_must_stay_is_refused_by_name(
+def test_error_names_the_refused_object(
     notebook: Notebook, cell: str, what: str, remedy: str
 ) -> None:
     notebook.run("y = 1")
@@ -261,7 +259,7 @@ def test_what_must_stay_is_refused_by_name(
         notebook.names["x"].close()
 
 
-def test_the_global_of_a_method_is_named_with_its_own_cell(notebook: Notebook) -> None:
+def test_error_names_the_global_of_a_method_and_its_cell(notebook: Notebook) -> None:
     notebook.run("log = open('/dev/null', 'w')")
     notebook.run(
         "class Base:\n    def __init__(self):\n        pass\n"
@@ -276,21 +274,21 @@ def test_the_global_of_a_method_is_named_with_its_own_cell(notebook: Notebook) -
     )
 
 
-def test_the_culprit_is_found_through_helpers(notebook: Notebook) -> None:
+def test_unpicklable_object_is_found_through_helpers(notebook: Notebook) -> None:
     notebook.run("rows = (i for i in range(3))")
     notebook.run("def helper():\n    return next(rows)")
     notebook.run("def loss(o, t):\n    return [helper() for _ in o]")
     text = notebook.refusal(loss="loss")
-    assert "'rows', which helper uses, is a generator that has begun, made in Cell In[1]" in text
+    assert "'rows', which helper uses, is a running generator, made in Cell In[1]" in text
 
 
-def test_functions_that_call_each_other_have_no_endless_story(notebook: Notebook) -> None:
+def test_search_ends_for_functions_that_call_each_other(notebook: Notebook) -> None:
     notebook.run("import threading\nlock = threading.Lock()")
     notebook.run("def a(n):\n    return b(n)\ndef b(n):\n    return a(n), lock")
     assert "'lock', which b uses, is a lock" in notebook.refusal(loss="a")
 
 
-def test_an_instance_is_told_by_its_attribute(notebook: Notebook) -> None:
+def test_error_names_the_attribute_of_an_instance(notebook: Notebook) -> None:
     notebook.run("class Data:\n    def __init__(self):\n        self.handle = open('/dev/null')")
     notebook.run("train_set = Data()")
     text = notebook.refusal(model="train_set")
@@ -299,20 +297,20 @@ def test_an_instance_is_told_by_its_attribute(notebook: Notebook) -> None:
     notebook.names["train_set"].handle.close()
 
 
-def test_the_class_of_an_instance_is_looked_into(notebook: Notebook) -> None:
+def test_search_includes_the_class_of_an_instance(notebook: Notebook) -> None:
     notebook.run("import threading\nlock = threading.Lock()")
     notebook.run("class Data:\n    def __len__(self):\n        return bool(lock)\ndata = Data()")
     text = notebook.refusal(model="data")
     assert "'lock', which data.__class__.__len__ uses, is a lock" in text
 
 
-def test_an_object_that_raises_when_pickled_says_how(notebook: Notebook) -> None:
+def test_error_contains_the_exception_of_pickling(notebook: Notebook) -> None:
     notebook.run("class X:\n    def __reduce__(self):\n        raise ValueError('no way')\nx = X()")
     text = notebook.refusal(model="x")
     assert "it is of type X, which cannot be pickled (ValueError: no way)" in text
 
 
-def test_the_shell_is_refused_before_its_history_travels(notebook: Notebook) -> None:
+def test_shell_is_refused_before_its_history_is_pickled(notebook: Notebook) -> None:
     class InteractiveShell:
         def __init__(self) -> None:
             self.user_ns = {"lock": threading.Lock()}
@@ -322,20 +320,20 @@ def test_the_shell_is_refused_before_its_history_travels(notebook: Notebook) -> 
     notebook.names["get_ipython"] = InteractiveShell().get_ipython
     notebook.run("def loss(o, t):\n    return get_ipython()")
     text = notebook.refusal(loss="loss")
-    assert "'get_ipython.__self__', which it uses, is the notebook's own shell" in text
+    assert "'get_ipython.__self__', which it uses, is the notebook's IPython shell" in text
 
 
-def test_the_caller_may_know_better_where_a_name_is_from() -> None:
+def test_caller_can_name_the_defining_cell() -> None:
     with pytest.raises(BundleError, match=r"'x' \(defined in Cell In\[9\]\)"):
         capture_bundle({"m": "x"}, {"x": threading.Lock()}, where=lambda name: "Cell In[9]")
 
 
-def test_text_streams_in_memory_travel() -> None:
+def test_text_streams_in_memory_are_captured() -> None:
     opened = open_bundle(capture_bundle({"m": "x"}, {"x": io.StringIO("abc")}).data)
     assert opened.evaluate("m").read() == "abc"
 
 
-def test_a_tensor_on_another_device_is_refused_without_a_gpu(
+def test_tensor_on_another_device_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Tensor:
@@ -352,7 +350,7 @@ def test_a_tensor_on_another_device_is_refused_without_a_gpu(
     assert ".cpu()" in text
 
 
-def test_a_module_of_tensors_comes_back_equal() -> None:
+def test_torch_module_round_trips() -> None:
     torch = pytest.importorskip("torch")
     net = torch.nn.Linear(3, 2)
     made = open_bundle(capture_bundle({"model": "net"}, {"net": net}).data).evaluate("model")
@@ -360,7 +358,7 @@ def test_a_module_of_tensors_comes_back_equal() -> None:
     assert torch.equal(made.weight, net.weight)
 
 
-def test_capturing_loads_no_torch_and_no_ipython() -> None:
+def test_capture_imports_neither_torch_nor_ipython() -> None:
     code = (
         "import sys\nfrom etrain_jupyter.bundle.capture import capture_bundle\n"
         "capture_bundle({'m': 'x'}, {'x': 1})\n"
@@ -370,10 +368,10 @@ def test_capturing_loads_no_torch_and_no_ipython() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_a_large_object_gets_a_warning_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_object_causes_a_warning_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capture, "LARGE_BYTES", 3_000_000)
     bundle = capture_bundle({"d": "(big, small)"}, {"big": bytes(5 << 20), "small": bytes(10)})
     assert bundle.warnings == (
-        "'big' (5 MB) will be sent to every machine that trains. To avoid that, name a function "
-        "that builds or loads it there.",
+        "'big' (5 MB) will be copied to every worker. To avoid the copy, pass a function that "
+        "builds or loads it there.",
     )

@@ -1,4 +1,4 @@
-"""Code is compared by what it does, not by where and when it was typed."""
+"""Code fingerprints are equal for equal code, wherever and whenever it was typed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def loss(output, target):
 
 
 def capture(folder: Path, *cells: str) -> Any:
-    """Capture cells in a process of its own, as another kernel does."""
+    """Capture cells in a separate process, as another kernel would."""
     script = folder / "capture.py"
     script.write_text(SCRIPT.format(cells=list(cells)))
     done = subprocess.run([sys.executable, str(script)], capture_output=True, check=False)
@@ -94,19 +94,19 @@ def test_same_code_in_another_kernel_and_in_other_cells_is_the_same(
         ('"d"}', '"e"}', ("WORDS", "set('a', 'b', 'c', 'd')", "set('a', 'b', 'c', 'e')")),
     ],
 )
-def test_what_differs_is_named_with_both_values(
+def test_difference_shows_name_and_both_values(
     captured: Any, tmp_path: Path, old: str, new: str, expected: tuple[str, str, str]
 ) -> None:
     assert changes(captured, capture(tmp_path, CELL.replace(old, new))) == [expected]
 
 
-def test_other_data_are_found(captured: Any, tmp_path: Path) -> None:
+def test_changed_data_is_found(captured: Any, tmp_path: Path) -> None:
     [(name, _, _)] = changes(captured, capture(tmp_path, CELL.replace("arange(6.0)", "ones(6)")))
 
     assert name == "data"
 
 
-def test_cell_is_named(captured: Any, tmp_path: Path) -> None:
+def test_difference_names_its_cell(captured: Any, tmp_path: Path) -> None:
     other = capture(tmp_path, CELL.replace("self.layer(x)", "self.layer(x).relu()"))
 
     [change] = compare_code(captured.code, other.code, (captured.cells, other.cells))
@@ -114,10 +114,10 @@ def test_cell_is_named(captured: Any, tmp_path: Path) -> None:
     assert change.where == "Cell In[1]"
 
 
-def test_function_that_came_or_went_is_told() -> None:
+def test_added_or_removed_function_is_reported() -> None:
     one = CodeTable(functions={"f": {"digest": "1", "file": "x", "line": 1}}, values={}, data={})
     none = CodeTable(functions={}, values={}, data={})
 
     assert [(c.old, c.new) for c in compare_code(none, one, ({}, {}))] == [
-        ("(not there)", "this code")
+        ("(missing)", "current code")
     ]

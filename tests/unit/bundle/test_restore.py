@@ -16,19 +16,19 @@ from etrain_jupyter.errors import BundleError
 
 
 class Counter:
-    """An instance with a state, as a model is."""
+    """An instance with mutable state, like a model."""
 
     def __init__(self) -> None:
         self.value = 0
 
 
-def test_what_references_share_is_one_object() -> None:
+def test_references_share_one_object() -> None:
     counter = Counter()
     opened = open_bundle(capture_bundle({"a": "c", "b": "[c]"}, {"c": counter}).data)
     assert opened.evaluate("a") is opened.evaluate("b")[0]
 
 
-def test_a_key_asked_for_again_is_as_it_was_in_the_notebook() -> None:
+def test_second_evaluation_returns_the_state_of_the_notebook() -> None:
     opened = open_bundle(capture_bundle({"model": "c"}, {"c": Counter()}).data)
     trained = opened.evaluate("model")
     trained.value = 5
@@ -36,13 +36,13 @@ def test_a_key_asked_for_again_is_as_it_was_in_the_notebook() -> None:
     assert trained.value == 5
 
 
-def test_evaluating_leaves_the_captured_names_alone() -> None:
+def test_evaluation_does_not_change_captured_names() -> None:
     references = {"a": "(x := x + 1)", "b": "x"}
     opened = open_bundle(capture_bundle(references, {"x": 1}).data)
     assert (opened.evaluate("a"), opened.evaluate("b")) == (2, 1)
 
 
-def test_an_exception_of_the_notebook_comes_as_it_is() -> None:
+def test_exception_of_the_notebook_is_not_wrapped() -> None:
     opened = open_bundle(capture_bundle({"a": "1 / x"}, {"x": 0}).data)
     with pytest.raises(ZeroDivisionError) as caught:
         opened.evaluate("a")
@@ -56,20 +56,20 @@ def test_an_exception_of_the_notebook_comes_as_it_is() -> None:
     ]
 
 
-def test_the_digest_is_that_of_the_bytes() -> None:
+def test_digest_is_the_sha256_of_the_bytes() -> None:
     bundle = capture_bundle({"a": "1"}, {})
     assert bundle.digest == hashlib.sha256(bundle.data).hexdigest()
     assert open_bundle(bundle.data).digest == bundle.digest
 
 
-def test_memory_that_came_over_the_wire_will_do() -> None:
+def test_received_buffer_can_be_opened() -> None:
     data = capture_bundle({"a": "x"}, {"x": [1]}).data
     assert open_bundle(bytearray(data)).evaluate("a") == [1]
 
 
 @pytest.mark.parametrize("data", [b"", b"ab", b"\0\0\0\5hello", b"\0\0\1\0{", bytes(100)])
-def test_other_bytes_are_refused_in_words(data: bytes) -> None:
-    with pytest.raises(BundleError, match=f"these {len(data)} bytes are no bundle"):
+def test_invalid_bytes_are_rejected(data: bytes) -> None:
+    with pytest.raises(BundleError, match=f"these {len(data)} bytes are not a complete bundle"):
         open_bundle(data)
 
 
@@ -81,19 +81,19 @@ def rewritten(**changes: object) -> bytes:
     return HEADER.pack(len(text)) + text + data[HEADER.size + length :]
 
 
-def test_another_format_is_refused() -> None:
-    with pytest.raises(BundleError, match="the bundle has format 99, this worker reads"):
+def test_other_format_is_rejected() -> None:
+    with pytest.raises(BundleError, match="the bundle has format 99, but this worker reads"):
         open_bundle(rewritten(format=99))
 
 
-def test_another_minor_python_is_refused_and_another_patch_is_not() -> None:
+def test_other_minor_python_is_rejected_but_other_patch_is_accepted() -> None:
     major, minor = sys.version_info[:2]
     open_bundle(rewritten(python=[major, minor, 99]))
-    with pytest.raises(BundleError, match=rf"runs Python {major}\.{minor + 1}, this worker"):
+    with pytest.raises(BundleError, match=rf"runs Python {major}\.{minor + 1}, but this worker"):
         open_bundle(rewritten(python=[major, minor + 1, 0]))
 
 
-def test_differing_packages_are_told() -> None:
+def test_different_packages_are_reported() -> None:
     opened = open_bundle(rewritten(packages={"cloudpickle": "0.1", "no-such-package": "2"}))
     first, second = opened.differences()
     assert first.startswith("cloudpickle 0.1 in the notebook, ")
@@ -102,7 +102,7 @@ def test_differing_packages_are_told() -> None:
 
 @pytest.fixture
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """A module that is installed: it does not lie beside the notebook."""
+    """An installed module: it is not in the notebook's folder."""
     (tmp_path / "site-packages").mkdir()
     (tmp_path / "site-packages" / "installed_for_test.py").write_text("class Thing: ...\n")
     monkeypatch.syspath_prepend(tmp_path / "site-packages")
@@ -110,7 +110,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Modul
     sys.modules.pop("installed_for_test", None)
 
 
-def test_a_module_that_the_worker_lacks_is_named(
+def test_error_names_a_module_that_is_missing_on_the_worker(
     elsewhere: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = capture_bundle({"a": "x"}, {"x": elsewhere.Thing()}).data
@@ -121,12 +121,12 @@ def test_a_module_that_the_worker_lacks_is_named(
         open_bundle(data).evaluate("a")
 
 
-def test_an_object_that_cannot_be_made_here_is_named(elsewhere: ModuleType) -> None:
+def test_error_names_an_object_that_cannot_be_unpickled(elsewhere: ModuleType) -> None:
     data = capture_bundle({"a": "x"}, {"x": elsewhere.Thing()}).data
     del elsewhere.Thing
-    with pytest.raises(BundleError, match="'x' of the notebook cannot be made on this worker"):
+    with pytest.raises(BundleError, match="'x' of the notebook cannot be unpickled on this worker"):
         open_bundle(data).evaluate("a")
 
 
-def test_cells_are_read_without_making_anything() -> None:
+def test_cells_are_read_without_unpickling() -> None:
     assert read_cells(capture_bundle({"a": "1"}, {}).data) == {}

@@ -30,7 +30,7 @@ def cells() -> dict[str, CellSource]:
 
 @pytest.fixture
 def run(cells: dict[str, CellSource]) -> Run:
-    """Run text as the next cell of a notebook whose cells share their names."""
+    """Run text as the next cell of a notebook."""
     names: dict[str, Any] = {"__name__": "__main__"}
 
     def run_cell(text: str) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def test_frames_are_cells_with_their_lines(run: Run, cells: dict[str, CellSource
     ]
 
 
-def test_libraries_between_the_users_frames_are_left_out(
+def test_library_frames_between_user_frames_are_omitted(
     run: Run, cells: dict[str, CellSource]
 ) -> None:
     names = run(
@@ -80,7 +80,7 @@ def test_libraries_between_the_users_frames_are_left_out(
     assert lines[-1] == "ValueError: bad sample"
 
 
-def test_libraries_below_the_users_last_frame_show_three_frames(
+def test_three_library_frames_below_the_last_user_frame_are_shown(
     run: Run, cells: dict[str, CellSource]
 ) -> None:
     names = run("import json\ndef load():\n    return json.loads('{')\n")
@@ -92,20 +92,20 @@ def test_libraries_below_the_users_last_frame_show_three_frames(
     assert lines[1] == "  Cell In[1], line 3, in load"
 
 
-def test_without_a_users_frame_all_but_ours_is_shown(cells: dict[str, CellSource]) -> None:
+def test_without_user_frames_all_frames_but_ours_are_shown(cells: dict[str, CellSource]) -> None:
     lines = shown(cells, functools.partial(json.loads, "{"))
     assert sum(line.startswith("  File ") for line in lines) == 3
     assert lines[-1].startswith("json.decoder.JSONDecodeError: ")
 
 
-def test_our_own_frames_are_never_shown(cells: dict[str, CellSource]) -> None:
+def test_frames_of_this_package_are_never_shown(cells: dict[str, CellSource]) -> None:
     text = "\n".join(shown(cells, functools.partial(free_names, "x =")))
     assert "SyntaxError" in text
     assert "references.py" not in text
     assert "in free_names" not in text
 
 
-def test_a_cause_stands_above_what_it_caused(run: Run, cells: dict[str, CellSource]) -> None:
+def test_cause_is_shown_above_its_effect(run: Run, cells: dict[str, CellSource]) -> None:
     names = run(
         "def load():\n    try:\n        {}['x']\n    except KeyError as exc:\n"
         "        raise ValueError('no column x') from exc\n"
@@ -117,7 +117,7 @@ def test_a_cause_stands_above_what_it_caused(run: Run, cells: dict[str, CellSour
         "    {}['x']",
         "KeyError: 'x'",
         "",
-        "The above exception was the direct cause of the following:",
+        "The above exception was the direct cause of the following exception:",
         "",
         "Traceback (most recent call last):",
         "  Cell In[1], line 5, in load",
@@ -126,24 +126,22 @@ def test_a_cause_stands_above_what_it_caused(run: Run, cells: dict[str, CellSour
     ]
 
 
-def test_what_was_being_handled_is_shown_unless_it_is_hidden(
-    run: Run, cells: dict[str, CellSource]
-) -> None:
+def test_context_is_shown_unless_it_is_suppressed(run: Run, cells: dict[str, CellSource]) -> None:
     text = (
         "def f():\n    try:\n        1 / 0\n    except ArithmeticError:\n"
         "        raise ValueError('x')"
     )
-    assert "While the above exception was handled" in "\n".join(shown(cells, run(text)["f"]))
+    assert "During handling of the above exception" in "\n".join(shown(cells, run(text)["f"]))
     assert "ZeroDivision" not in "\n".join(shown(cells, run(text + " from None")["f"]))
 
 
-def test_causes_in_a_circle_end(cells: dict[str, CellSource]) -> None:
+def test_cycle_of_causes_terminates(cells: dict[str, CellSource]) -> None:
     first, second = ValueError("a"), ValueError("b")
     first.__cause__, second.__cause__ = second, first
     assert format_user_traceback(first, cells).splitlines()[-1] == "ValueError: a"
 
 
-def test_a_recursion_without_end_is_folded(run: Run, cells: dict[str, CellSource]) -> None:
+def test_infinite_recursion_is_abbreviated(run: Run, cells: dict[str, CellSource]) -> None:
     names = run("def f(n):\n    return f(n + 1)\n")
     lines = shown(cells, lambda: names["f"](0))
     assert len(lines) < 4 * MAX_USER_FRAMES
@@ -151,18 +149,18 @@ def test_a_recursion_without_end_is_folded(run: Run, cells: dict[str, CellSource
     assert lines[-1].startswith("RecursionError: ")
 
 
-def test_notes_and_syntax_errors_keep_their_words(run: Run, cells: dict[str, CellSource]) -> None:
+def test_notes_and_syntax_errors_keep_their_text(run: Run, cells: dict[str, CellSource]) -> None:
     names = run("def f():\n    e = ValueError('x')\n    e.add_note('look here')\n    raise e\n")
     assert shown(cells, names["f"])[-2:] == ["ValueError: x", "look here"]
     names = run("def g():\n    compile('x =', '<text>', 'exec')\n")
     assert shown(cells, names["g"])[-1] == "SyntaxError: invalid syntax"
 
 
-def test_an_exception_that_was_never_raised_is_one_line(cells: dict[str, CellSource]) -> None:
+def test_exception_without_traceback_is_one_line(cells: dict[str, CellSource]) -> None:
     assert format_user_traceback(ValueError("x"), cells) == "ValueError: x"
 
 
-def test_installed_sources_outlive_a_check_of_the_cache() -> None:
+def test_installed_sources_survive_checkcache() -> None:
     install_sources({"<cell 99>": CellSource(label="Cell In[99]", text="a = 1\nb = 2\n")})
     try:
         linecache.checkcache()
@@ -171,7 +169,7 @@ def test_installed_sources_outlive_a_check_of_the_cache() -> None:
         del linecache.cache["<cell 99>"]
 
 
-def test_sources_are_those_of_the_user(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_user_sources_are_collected(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "nets.py").write_text("x = 1\n")
     install_sources({"<cell 98>": CellSource(label="", text="y = 2\n")})
@@ -185,13 +183,13 @@ def test_sources_are_those_of_the_user(tmp_path: Any, monkeypatch: pytest.Monkey
     del linecache.cache["<cell 98>"]
 
 
-def test_libraries_are_told_from_the_users_files() -> None:
+def test_libraries_are_distinguished_from_user_files() -> None:
     assert is_library(json.__file__)
     assert is_library(pytest.__file__)
     assert not is_library(__file__)
 
 
-def test_the_cell_of_a_name_is_the_last_that_assigned_it() -> None:
+def test_defining_cell_is_the_last_that_assigned_the_name() -> None:
     texts = {"<c1>": "a = 1\nb = 2", "<c2>": "a = [x for x in ()]", "<c3>": "import os.path\n(("}
     texts["<c4>"] = "import os.path"
     install_sources({name: CellSource(label="", text=text) for name, text in texts.items()})

@@ -1,4 +1,4 @@
-"""Tensors and arrays in a bundle: their own elements, once, shared as before (review R6)."""
+"""Tensors and arrays in a bundle: elements are stored once, and sharing is preserved."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
-from etrain_jupyter.bundle import capture
+from etrain_jupyter.bundle import capture, payload
 from etrain_jupyter.bundle.capture import Bundle, capture_bundle
 from etrain_jupyter.bundle.restore import HEADER, OpenBundle, open_bundle
 from etrain_jupyter.errors import BundleError
@@ -36,7 +36,7 @@ def returned(**objects: Any) -> dict[str, Any]:
     return {name: opened.evaluate(name) for name in objects}
 
 
-def test_two_halves_of_a_tensor_are_announced_as_halves_and_travel_as_one() -> None:
+def test_two_halves_of_a_tensor_count_as_halves_and_are_stored_as_one() -> None:
     whole = torch.randn(1000, 100)
     bundle = captured(first=whole[:500], second=whole[500:])
     assert 200_000 <= bundle.sizes["first"] < 201_000
@@ -44,14 +44,14 @@ def test_two_halves_of_a_tensor_are_announced_as_halves_and_travel_as_one() -> N
     assert len(bundle.data) < 403_000
 
 
-def test_a_view_takes_nothing_of_the_rest_along() -> None:
+def test_view_is_stored_without_the_rest_of_its_storage() -> None:
     whole = torch.randn(1000, 100)
     bundle = captured(x=whole[100:110])
     assert len(bundle.data) < 8_000
     assert torch.equal(open_bundle(bundle.data).evaluate("x"), whole[100:110])
 
 
-def test_rows_of_a_tensor_in_tuples_are_announced_as_what_they_are() -> None:
+def test_rows_of_a_tensor_in_tuples_count_their_own_size() -> None:
     x, y = torch.randn(5000, 42), torch.arange(5000)
     rows = [(x[i], y[i]) for i in range(500)]
     bundle = captured(rows=rows)
@@ -64,7 +64,7 @@ def test_rows_of_a_tensor_in_tuples_are_announced_as_what_they_are() -> None:
     )
 
 
-def test_a_data_set_of_views_travels_as_its_own_elements() -> None:
+def test_data_set_of_views_is_stored_as_its_own_elements() -> None:
     x, y = torch.randn(10_000, 50), torch.arange(10_000)
     bundle = captured(train=TensorDataset(x[:100], y[:100]))
     assert bundle.sizes["train"] < 25_000
@@ -73,7 +73,7 @@ def test_a_data_set_of_views_travels_as_its_own_elements() -> None:
     assert back[7][1] == 7
 
 
-def test_a_storage_that_two_names_share_travels_once_and_stays_shared() -> None:
+def test_storage_of_two_names_is_stored_once_and_stays_shared() -> None:
     x = torch.randn(1000, 100)
     bundle = captured(a=x, b=x[200:300], c=torch.from_numpy(x.numpy()))
     assert len(bundle.data) < 403_000
@@ -85,7 +85,7 @@ def test_a_storage_that_two_names_share_travels_once_and_stays_shared() -> None:
     assert torch.equal(c, a)
 
 
-def test_columns_of_a_wide_table_travel_alone_and_those_that_share_elements_together() -> None:
+def test_sparse_columns_are_stored_alone_unless_they_share_elements() -> None:
     table = torch.arange(100_000.0).reshape(1000, 100)
     bundle = captured(x=table[:, 3], y=table[:, 7])
     assert len(bundle.data) < 12_000
@@ -98,7 +98,7 @@ def test_columns_of_a_wide_table_travel_alone_and_those_that_share_elements_toge
     assert back["column"][5] == -1.0
 
 
-def test_layouts_come_back_as_they_were() -> None:
+def test_layouts_are_preserved() -> None:
     images = torch.randn(4, 3, 8, 8).contiguous(memory_format=torch.channels_last)
     table = torch.randn(6, 4)
     back = returned(images=images, turned=table.t(), spread=torch.randn(5, 1).expand(5, 3))
@@ -107,7 +107,7 @@ def test_layouts_come_back_as_they_were() -> None:
     assert back["spread"].stride() == (1, 0)
 
 
-def test_kinds_of_tensors_come_back(tmp_path: Path) -> None:
+def test_all_kinds_of_tensors_are_restored(tmp_path: Path) -> None:
     class Marked(torch.Tensor): ...
 
     leaf = torch.randn(3, requires_grad=True)
@@ -132,14 +132,14 @@ def test_kinds_of_tensors_come_back(tmp_path: Path) -> None:
     assert opened.evaluate("complex").is_conj()
 
 
-def test_views_of_two_types_of_one_memory_stay_one() -> None:
+def test_views_of_two_types_share_one_storage() -> None:
     x = torch.arange(64, dtype=torch.int32)
     back = returned(whole=x[3:], halves=x.view(torch.int16)[5:])
     back["whole"][0] = -1
     assert back["halves"][1:3].tolist() == [-1, -1]
 
 
-def test_views_of_arrays_travel_as_their_own_elements(tmp_path: Path) -> None:
+def test_views_of_arrays_are_stored_as_their_own_elements(tmp_path: Path) -> None:
     whole = np.random.default_rng(0).normal(size=(10_000, 50))
     bundle = captured(x=whole[:100], columns=whole[:, 3], frozen=np.broadcast_to(np.ones(1), 5))
     assert 40_000 <= bundle.sizes["x"] < 41_000
@@ -151,7 +151,7 @@ def test_views_of_arrays_travel_as_their_own_elements(tmp_path: Path) -> None:
     assert np.array_equal(opened.evaluate("columns"), whole[:, 3])
 
 
-def test_what_is_trained_does_not_change_the_file_nor_what_is_read_again(tmp_path: Path) -> None:
+def test_training_changes_neither_the_file_nor_later_reads(tmp_path: Path) -> None:
     opened = in_a_file(captured(net=torch.randn(100_000), a=np.zeros(100_000)), tmp_path)
     before = (tmp_path / "bundle").read_bytes()
     first = opened.evaluate("net")
@@ -179,7 +179,7 @@ def resident_kb() -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
 
 
-def test_a_bundle_is_no_copy_of_the_notebooks_memory() -> None:
+def test_bundle_does_not_copy_the_notebooks_memory() -> None:
     x, a = torch.ones(16 << 18), np.ones(16 << 17)  # 16 MB each
     before = resident_kb()
     bundle = captured(x=x, a=a)
@@ -191,13 +191,13 @@ def test_a_bundle_is_no_copy_of_the_notebooks_memory() -> None:
 
 
 def test_large_pickles_are_kept_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capture, "_IN_MEMORY_BYTES", 1000)
+    monkeypatch.setattr(payload, "_IN_MEMORY_BYTES", 1000)
     words = [f"word {n}" for n in range(1000)]
     bundle = captured(words=words)
     assert open_bundle(bundle.data).evaluate("words") == words
 
 
-def test_a_bundle_of_the_first_format_still_opens(tmp_path: Path) -> None:
+def test_bundle_of_format_1_opens(tmp_path: Path) -> None:
     x = torch.randn(10)
     header = json.loads(captured(x=x).header[HEADER.size :])
     del header["table"]
@@ -206,16 +206,16 @@ def test_a_bundle_of_the_first_format_still_opens(tmp_path: Path) -> None:
     assert torch.equal(open_bundle(tmp_path / "bundle").evaluate("x"), x)
 
 
-def test_a_damaged_file_is_refused_before_anything_of_it_runs(tmp_path: Path) -> None:
+def test_corrupt_file_is_rejected_before_any_of_its_code_runs(tmp_path: Path) -> None:
     bundle = captured(x=torch.randn(1000))
     data = bytearray(bundle.data)
     data[-2000] ^= 1
     (tmp_path / "bundle").write_bytes(data)
-    with pytest.raises(BundleError, match=r"bundle is damaged: its SHA-256 is .* Submit the job"):
+    with pytest.raises(BundleError, match=r"bundle is corrupt: its SHA-256 is .* Submit the job"):
         open_bundle(tmp_path / "bundle", digest=bundle.digest)
 
 
-def test_more_than_the_limit_is_refused_with_the_largest_names(
+def test_error_for_a_too_large_bundle_names_the_largest_objects(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(capture, "MAX_BYTES", 5 << 20)
@@ -224,17 +224,16 @@ def test_more_than_the_limit_is_refused_with_the_largest_names(
     with pytest.raises(BundleError) as refused:
         captured(**objects)
     assert str(refused.value) == (
-        "the notebook's objects that this job uses take 6 MB or more; at most 5 MB can be sent to "
-        "the workers. The largest: 'big' 4 MB, 'less' 2 MB. Nothing was submitted. Instead of a "
-        "large object, name a function that builds or loads it there, for example "
-        "data: {train: load_train_set}."
+        "this job uses at least 6 MB of notebook objects; at most 5 MB can be sent to the workers. "
+        "The largest: 'big' 4 MB, 'less' 2 MB. Nothing was submitted. Instead of a large object, "
+        "pass a function that builds or loads it there, for example data: {train: load_train_set}."
     )
     with pytest.raises(BundleError, match="The largest: 'text' 5 MB"):
         captured(text=["x" * (1 << 20) + str(n) for n in range(9)])
 
 
-def test_the_digest_of_data_is_that_of_older_bundles() -> None:
-    """A job of an older version is resumed without a word about its data."""
+def test_digest_of_data_equals_that_of_older_bundles() -> None:
+    """Resuming a job of an older version must not report changed data."""
 
     def digest_of(value: Any) -> str:
         header = json.loads(capture_bundle({"data.train": "d"}, {"d": value}).header[HEADER.size :])
@@ -266,10 +265,8 @@ views = st.lists(st.tuples(st.integers(0, 1), index, index, st.booleans()), min_
 
 @settings(deadline=None, max_examples=60)
 @given(views, st.sampled_from([torch.float32, torch.int64, torch.uint8]))
-def test_any_views_have_their_values_and_share_exactly_what_they_shared(
-    chosen: list[Any], dtype: torch.dtype
-) -> None:
-    """Writing through one view shows in the others there as it does here."""
+def test_random_views_keep_their_values_and_sharing(chosen: list[Any], dtype: torch.dtype) -> None:
+    """A write through one view appears in the same other views as before."""
     bases = [
         torch.arange(64).reshape(8, 8).to(dtype),
         torch.arange(64, 128).reshape(8, 8).to(dtype),

@@ -72,6 +72,26 @@ def test_the_error_of_the_contract_is_printed() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("short", "long"),
+    [
+        ("batch: 64\n", "batch: {global: 64}\n"),
+        ("workers: 4\n", "workers: {max: 4}\n"),
+        ("batch: 64\nworkers: 4\n", "batch: {global: 64}\nworkers: {min: 1, max: 4}\n"),
+    ],
+)
+def test_a_number_for_a_group_is_short_for_its_usual_key(short: str, long: str) -> None:
+    configs = [parse_cell(GOOD + body, namespace={}).config for body in (short, long)]
+
+    assert configs[0] == configs[1]
+
+
+def test_a_job_from_python_takes_the_shorthands_too() -> None:
+    config = python(batch=np.int64(64), workers=4).config
+
+    assert (config.batch.global_batch_size, config.workers.max, config.workers.min) == (64, 4, 1)
+
+
 def test_flags_win_over_the_body() -> None:
     job = parse_cell(GOOD + "name: a\nseed: 1\n", namespace={}, overrides={"name": "b"})
     assert (job.config.name, job.config.seed) == ("b", 1)

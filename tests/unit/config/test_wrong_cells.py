@@ -138,12 +138,35 @@ etrain: line 5, column 7: seed must be a whole number, not 1.5
       |       ^^^""",
     ),
     "a number for a group": (
-        GOOD + "batch: 32\n",
+        GOOD + "log: 32\n",
         """\
-etrain: line 5, column 8: batch must be a group of keys, not 32
-    5 | batch: 32
-      |        ^^
-  write for example 'batch: {global: 256}'""",
+etrain: line 5, column 6: log must be a group of keys, not 32
+    5 | log: 32
+      |      ^^
+  write for example 'log: {every: 10 steps}'""",
+    ),
+    "a word for a group that has a shorthand": (
+        GOOD + "batch: many\n",
+        """\
+etrain: line 5, column 8: batch must be a whole number or a group of keys, not the text 'many'
+    5 | batch: many
+      |        ^^^^
+  write for example 'batch: 256' or 'batch: {global: 256}'""",
+    ),
+    "a fraction for a shorthand": (
+        GOOD + "workers: 1.5\n",
+        """\
+etrain: line 5, column 10: workers must be a whole number or a group of keys, not 1.5
+    5 | workers: 1.5
+      |          ^^^
+  write for example 'workers: 4' or 'workers: {min: 1, max: 4}'""",
+    ),
+    "a shorthand out of range": (
+        GOOD + "workers: 0\n",
+        """\
+etrain: line 5, column 1: workers.max must be 1 or more, not 0
+    5 | workers: 0
+      | ^^^^^^^""",
     ),
     "a group for an expression": (
         "model: {name: Net}\ndata: {train: train_set}\nloss: loss\n",

@@ -1,4 +1,4 @@
-"""Which worker processes run, with small real processes in place of workers."""
+"""Worker processes of a local cluster, with small shell commands in place of workers."""
 
 from __future__ import annotations
 
@@ -13,24 +13,15 @@ import psutil
 import pytest
 
 from etrain_jupyter.head import local_workers
-from etrain_jupyter.head.local_workers import (
-    LocalNodes,
-    Slot,
-    back_off_s,
-    finish_gpu_query,
-    make_slots,
-    parse_gpu_list,
-    start_gpu_query,
-    torch_has_cuda,
-    visible_gpus,
-)
+from etrain_jupyter.head.local_workers import LocalNodes, back_off_s
+from etrain_jupyter.head.slots import Slot
 
 SLEEP = ("sleep", "60")
 DIE = ("false",)
 
 
 class Bench:
-    """Nodes whose workers are harmless commands; ``command`` is what the next one runs."""
+    """A node source whose workers are shell commands; ``command`` is what the next worker runs."""
 
     def __init__(self, num_slots: int = 3, linger_s: float = 0.05) -> None:
         self.command: tuple[str, ...] = SLEEP
@@ -72,7 +63,7 @@ async def until(is_so: Callable[[], bool], timeout_s: float = 30.0) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_as_many_as_wanted_run_up_to_the_slots(bench: Bench) -> None:
+async def test_wanted_workers_run_up_to_the_number_of_slots(bench: Bench) -> None:
     bench.nodes.want(2, reason="test")
     assert bench.names == ["w1", "w2"]
 
@@ -80,7 +71,7 @@ async def test_as_many_as_wanted_run_up_to_the_slots(bench: Bench) -> None:
     assert bench.names == ["w1", "w2", "w3"]
 
 
-async def test_held_workers_stay_when_the_jobs_want_none(bench: Bench) -> None:
+async def test_held_workers_stay_when_jobs_want_none(bench: Bench) -> None:
     bench.nodes.hold(1, reason="test")
     bench.nodes.want(2, reason="test")
     bench.nodes.want(0, reason="test")
@@ -90,14 +81,14 @@ async def test_held_workers_stay_when_the_jobs_want_none(bench: Bench) -> None:
     assert bench.names == ["w1"]
 
 
-async def test_a_state_tells_whether_the_scheduler_knows_the_worker(bench: Bench) -> None:
+async def test_worker_is_starting_until_it_connects_to_the_scheduler(bench: Bench) -> None:
     bench.nodes.want(2, reason="test")
     bench.connected.add("w2")
 
     assert [node["state"] for node in bench.nodes.nodes()] == ["starting", "running"]
 
 
-async def test_a_dead_worker_is_replaced_in_its_slot_under_a_new_name(bench: Bench) -> None:
+async def test_dead_worker_is_replaced_in_its_slot_under_a_new_name(bench: Bench) -> None:
     bench.nodes.want(3, reason="test")
 
     psutil.Process(bench.pid("w2")).kill()
@@ -106,7 +97,7 @@ async def test_a_dead_worker_is_replaced_in_its_slot_under_a_new_name(bench: Ben
     assert [node["slot"] for node in bench.nodes.nodes()] == [0, 2, 1]
 
 
-async def test_a_released_worker_is_replaced_before_it_has_ended(bench: Bench) -> None:
+async def test_released_worker_is_replaced_before_it_exits(bench: Bench) -> None:
     bench.nodes.want(1, reason="test")
     psutil.Process(bench.pid("w1")).suspend()
 
@@ -117,19 +108,19 @@ async def test_a_released_worker_is_replaced_before_it_has_ended(bench: Bench) -
     await until(lambda: bench.names == ["w2"])
 
 
-async def test_asking_again_for_a_release_does_not_put_off_its_deadline(bench: Bench) -> None:
+async def test_second_release_does_not_postpone_the_deadline(bench: Bench) -> None:
     bench.nodes.want(1, reason="test")
     psutil.Process(bench.pid("w1")).suspend()
     bench.nodes.release("w1", drain_s=0.05)
 
-    def is_gone_though_asked_again() -> bool:
+    def is_gone_after_second_release() -> bool:
         bench.nodes.release("w1", drain_s=60)
         return "w1" not in bench.names
 
-    await until(is_gone_though_asked_again)
+    await until(is_gone_after_second_release)
 
 
-async def test_workers_that_die_at_their_start_are_retried_with_growing_pauses(
+async def test_workers_that_die_at_start_are_retried_with_growing_back_off(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local_workers, "FIRST_BACK_OFF_S", 0.01)
@@ -148,7 +139,7 @@ async def test_workers_that_die_at_their_start_are_retried_with_growing_pauses(
     assert pauses_s[:5] == [0.0, 0.01, 0.02, 0.04, 0.08]
 
 
-async def test_no_worker_is_started_during_a_pause(
+async def test_no_worker_starts_during_the_back_off(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local_workers, "back_off_s", lambda num_failures: 3600.0)
@@ -161,7 +152,7 @@ async def test_no_worker_is_started_during_a_pause(
     assert bench.spawned == ["w1"]
 
 
-async def test_a_worker_that_is_killed_on_purpose_counts_as_no_failure(
+async def test_worker_killed_on_purpose_does_not_count_as_a_failure(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local_workers, "FIRST_BACK_OFF_S", 3600.0)
@@ -172,7 +163,7 @@ async def test_a_worker_that_is_killed_on_purpose_counts_as_no_failure(
         await until(lambda expected=[f"w{number + 1}"]: bench.names == expected)
 
 
-async def test_surplus_workers_are_kept_while_nobody_knows_which_a_job_uses(bench: Bench) -> None:
+async def test_surplus_workers_are_kept_while_it_is_unknown_which_a_job_uses(bench: Bench) -> None:
     bench.nodes.want(3, reason="test")
     bench.nodes.want(1, reason="test")
     await asyncio.sleep(0.15)
@@ -182,15 +173,15 @@ async def test_surplus_workers_are_kept_while_nobody_knows_which_a_job_uses(benc
     await until(lambda: bench.names == [])
 
 
-async def test_surplus_workers_that_no_job_uses_go_the_newest_first(bench: Bench) -> None:
-    bench.nodes.is_busy = lambda name: name == "w3"
+async def test_idle_surplus_workers_are_released_newest_first(bench: Bench) -> None:
+    bench.nodes._is_busy = lambda name: name == "w3"
     bench.nodes.want(3, reason="test")
     bench.nodes.want(1, reason="test")
 
     await until(lambda: bench.names == ["w3"])
 
 
-async def test_workers_that_are_wanted_again_in_time_are_kept(bench: Bench) -> None:
+async def test_workers_wanted_again_within_the_linger_time_are_kept(bench: Bench) -> None:
     bench.nodes.want(2, reason="test")
     bench.nodes.want(0, reason="test")
     bench.nodes.want(2, reason="test")
@@ -199,7 +190,7 @@ async def test_workers_that_are_wanted_again_in_time_are_kept(bench: Bench) -> N
     assert bench.names == ["w1", "w2"]
 
 
-async def test_what_a_dead_worker_left_in_its_group_is_ended(bench: Bench, tmp_path: Path) -> None:
+async def test_leftover_children_of_a_dead_worker_are_killed(bench: Bench, tmp_path: Path) -> None:
     note = tmp_path / "pid"
     bench.command = ("sh", "-c", f"sleep 60 & echo $! > {note}; wait")
     bench.nodes.want(1, reason="test")
@@ -212,7 +203,7 @@ async def test_what_a_dead_worker_left_in_its_group_is_ended(bench: Bench, tmp_p
     await until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
 
 
-async def test_close_takes_those_that_do_not_listen(bench: Bench) -> None:
+async def test_close_kills_workers_that_ignore_sigterm(bench: Bench) -> None:
     bench.command = (
         sys.executable,
         "-c",
@@ -232,147 +223,10 @@ def test_back_off_grows_and_is_bounded() -> None:
     assert [back_off_s(n) for n in (0, 1, 2, 3, 4, 8, 99)] == [0.0, 0.0, 0.5, 1.0, 2.0, 30.0, 30.0]
 
 
-def test_without_gpus_slots_share_the_cores_with_one_thread_each() -> None:
-    slots = make_slots([], max_cpu_slots=2)
-
-    assert [(slot.index, slot.device) for slot in slots] == [(0, "cpu"), (1, "cpu")]
-    assert slots[0].environment["OMP_NUM_THREADS"] == "1"
-    assert slots[0].environment["CUDA_VISIBLE_DEVICES"] == ""
-
-
-def test_each_gpu_is_a_slot_that_sees_only_itself() -> None:
-    slots = make_slots([("GPU-1f", "NVIDIA H200"), ("GPU-2e", "NVIDIA H200")], max_cpu_slots=8)
-
-    assert [slot.device for slot in slots] == ["cuda:0", "cuda:0"]
-    assert [slot.environment["CUDA_VISIBLE_DEVICES"] for slot in slots] == ["GPU-1f", "GPU-2e"]
-
-
-def test_slots_of_gpus_divide_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Review G7: eight trainers used to start a thread per core each.
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(local_workers, "num_usable_cores", lambda: 16)
-
-    slots = make_slots([(f"GPU-{n}", "NVIDIA H200") for n in range(8)], max_cpu_slots=8)
-    assert {slot.environment["OMP_NUM_THREADS"] for slot in slots} == {"2"}
-
-    monkeypatch.setattr(local_workers, "num_usable_cores", lambda: 4)
-    slots = make_slots([(f"GPU-{n}", "NVIDIA H200") for n in range(8)], max_cpu_slots=8)
-    assert {slot.environment["OMP_NUM_THREADS"] for slot in slots} == {"1"}
-
-    monkeypatch.setenv("OMP_NUM_THREADS", "6")
-    (slot,) = make_slots([("GPU-1f", "NVIDIA H200")], max_cpu_slots=8)
-    assert slot.environment["OMP_NUM_THREADS"] == "6"
-
-
-def test_workers_share_a_gpu_only_when_there_are_more_workers_than_gpus() -> None:
-    slots = make_slots([("GPU-1f", "A"), ("GPU-2e", "B")], max_cpu_slots=8, workers_per_gpu=2)
-
-    assert [slot.index for slot in slots] == [0, 1, 2, 3]
-    assert [slot.environment["CUDA_VISIBLE_DEVICES"] for slot in slots] == [
-        *("GPU-1f", "GPU-2e"),
-        *("GPU-1f", "GPU-2e"),
-    ]
-    assert slots[0].type == "A, shared"
-
-
-def test_the_drivers_list_is_read_with_the_parts_of_a_cut_gpu() -> None:
-    text = (
-        "GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-aa)\n"
-        "  MIG 3g.20gb     Device  0: (UUID: MIG-b0)\n"
-        "  MIG 1g.5gb      Device  1: (UUID: MIG-b1)\n"
-        "GPU 1: NVIDIA H200 (UUID: GPU-cc)\n"
-    )
-
-    assert parse_gpu_list(text) == [
-        ("MIG-b0", "NVIDIA A100-SXM4-40GB MIG 3g.20gb"),
-        ("MIG-b1", "NVIDIA A100-SXM4-40GB MIG 1g.5gb"),
-        ("GPU-cc", "NVIDIA H200"),
-    ]
-    assert parse_gpu_list("No devices were found\n") == []
-
-
-@pytest.mark.parametrize(
-    ("visible", "expected"),
-    [
-        (None, ["GPU-aa", "GPU-bb"]),
-        ("", []),
-        ("1,0", ["GPU-bb", "GPU-aa"]),
-        ("GPU-b", ["GPU-bb"]),
-        ("0,7,1", ["GPU-aa"]),
-        ("-1", []),
-    ],
-)
-def test_only_gpus_that_this_process_may_use_become_slots(
-    visible: str | None, expected: list[str]
-) -> None:
-    gpus = [("GPU-aa", "A"), ("GPU-bb", "B")]
-
-    assert [uuid for uuid, _ in visible_gpus(gpus, visible)] == expected
-
-
-@pytest.fixture
-def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Put an ``nvidia-smi`` that runs these shell commands in front of the path."""
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(local_workers, "torch_has_cuda", lambda: True)
-
-    def write(commands: str) -> None:
-        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{commands}\n")
-        (tmp_path / "nvidia-smi").chmod(0o755)
-
-    return write
-
-
-def test_the_driver_is_asked_for_its_gpus(driver: Callable[[str], None]) -> None:
-    driver('echo "GPU 0: NVIDIA H200 (UUID: GPU-1f)"')
-
-    assert finish_gpu_query(start_gpu_query(), timeout_s=5.0) == [("GPU-1f", "NVIDIA H200")]
-
-
-@pytest.mark.parametrize("commands", ["exec sleep 60", "echo it has failed; exit 9"])
-def test_a_driver_that_hangs_or_fails_has_no_gpus(
-    driver: Callable[[str], None], commands: str
-) -> None:
-    driver(commands)
-
-    assert finish_gpu_query(start_gpu_query(), timeout_s=0.3) == []
-
-
-def test_a_torch_without_cuda_has_no_gpus(
-    driver: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    driver("exit 0")
-    monkeypatch.setattr(local_workers, "torch_has_cuda", lambda: False)
-
-    assert finish_gpu_query(start_gpu_query(), timeout_s=0.3) == []
-
-
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("cuda: Optional[str] = None", False),
-        ("cuda: Optional[str] = '12.8'", True),
-        ("cuda = None", False),
-    ],
-)
-def test_what_torch_was_built_for_is_read_and_not_imported(
-    line: str, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "__init__.py").write_text("raise RuntimeError('imported')")
-    (tmp_path / "torch" / "version.py").write_text(f"debug = False\n{line}\nhip = None\n")
-    monkeypatch.setitem(sys.modules, "torch", None)
-    monkeypatch.delitem(sys.modules, "torch")
-    monkeypatch.syspath_prepend(tmp_path)
-
-    assert torch_has_cuda() is expected
-
-
-async def test_worker_that_the_system_cannot_start_is_tried_again(
+async def test_failed_fork_of_a_worker_is_retried(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Review R2: the exception ended the scheduler, or the tick of a job that wanted workers."""
+    """The exception used to end the scheduler, or the tick of a job that wanted workers."""
     monkeypatch.setattr(local_workers, "FIRST_BACK_OFF_S", 0.01)
     spawn, refusals = bench.nodes._spawn, [OSError(12, "Cannot allocate memory")] * 3
 

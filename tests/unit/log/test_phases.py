@@ -40,7 +40,7 @@ def test_without_a_time_alone_waiting_for_others_is_what_is_lost():
     assert (record["compute_s"], record["communication_s"]) == (1.5, 0.5)
 
 
-def test_nothing_told_is_no_record_and_no_time_no_rate():
+def test_no_events_give_no_record_and_no_time_gives_no_rate():
     assert phases_of([]) == []
     [record] = phases_of([timed("w0", 2, 0, 0.0, evaluation_s=1.0)])
     assert (record["efficiency"], record["evaluation_s"]) == (0.0, 1.0)
@@ -48,4 +48,4 @@ def test_nothing_told_is_no_record_and_no_time_no_rate():
 
 def test_event_survives_the_log():
     event = timed("w0", 2, 8, 1.0)
-    assert event_from_dict(event.to_dict()) == event
+    assert event_from_dict(event.to_dict()) == event_from_dict(event.to_json_dict()) == event

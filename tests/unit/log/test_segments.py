@@ -34,7 +34,7 @@ from etrain_jupyter.log.events import (
     WorkerLost,
 )
 from etrain_jupyter.log.segments import compact, read_log, segments_of
-from etrain_jupyter.notebook.dashboard.snapshot import JobView
+from etrain_jupyter.notebook.dashboard.job_view import JobView
 from etrain_jupyter.notebook.job.history import LatestValues
 
 FEW = 10
@@ -187,7 +187,7 @@ def fold(events: Any) -> tuple[str, str]:
 
 @settings(max_examples=60, deadline=None)
 @given(events=logs(), torn=st.binary(max_size=9))
-def test_random_log_says_the_same_with_segments_and_without(
+def test_random_log_reads_the_same_with_and_without_segments(
     tmp_path_factory: pytest.TempPathFactory, events: list[Event], torn: bytes
 ) -> None:
     path = tmp_path_factory.mktemp("run") / "events.jsonl"
@@ -282,7 +282,7 @@ def test_segments_are_read_in_place_of_their_lines(
     assert parsed == [21, 22, 23]
 
 
-def test_log_that_goes_on_gets_its_next_segment(path: Path) -> None:
+def test_growing_log_gets_its_next_segment(path: Path) -> None:
     write(path, steps(FEW))
     compact(path)
     log = EventLog(path)
@@ -352,7 +352,7 @@ def test_log_that_is_damaged_gets_no_segment(path: Path) -> None:
     assert not segments_of(path).exists()
 
 
-def test_segment_that_would_say_something_else_is_not_written(
+def test_segment_that_differs_from_its_lines_is_not_written(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     numbered = write(path, steps(FEW))
@@ -361,7 +361,7 @@ def test_segment_that_would_say_something_else_is_not_written(
         segments, "pack", lambda events, lines: whole([step(9, seq=1), *events[1:]], lines)
     )
 
-    with pytest.raises(EtrainError, match="the lines stay"):
+    with pytest.raises(EtrainError, match="The log is complete without it"):
         compact(path)
     assert list(segments_of(path).iterdir()) == []
     assert read_log(path) == numbered

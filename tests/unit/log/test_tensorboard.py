@@ -202,7 +202,7 @@ def test_writer_ends_with_its_coordinator(path: Path, folder: Path) -> None:
     assert points(folder) == [(1, 0.5)]
 
 
-def test_writer_that_fails_says_why(path: Path, tmp_path: Path) -> None:
+def test_failing_writer_reports_the_reason(path: Path, tmp_path: Path) -> None:
     write(path, step(1))
     (tmp_path / "board").write_text("a file")
     failures: list[str] = []

@@ -1,6 +1,6 @@
-"""A coordinator and a supervisor that do nothing but what a pool needs of them.
+"""Minimal coordinator and supervisor for tests of pools.
 
-The head and the workers import them by name, so this file imports nothing of the tests.
+The scheduler and worker processes import them by name, so this file imports nothing of the tests.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from distributed import SchedulerPlugin, WorkerPlugin
 
+from etrain_jupyter.head.head_coordinator import HeadCoordinator
 from etrain_jupyter.wire.requests import (
     ClusterFacts,
     DescribeCluster,
@@ -40,7 +41,7 @@ class PretendJob(Request[Done]):
     num_workers: int
 
 
-class Coordinator(SchedulerPlugin):
+class Coordinator(SchedulerPlugin, HeadCoordinator):
     """Idle from the start; ``PretendJob`` makes it busy."""
 
     name = "etrain-coordinator"

@@ -1,4 +1,4 @@
-"""``pools.yaml``: where it is looked for, what it gives, and what it says of its faults."""
+"""``pools.yaml``: precedence of files, pools, and errors with their position."""
 
 from __future__ import annotations
 
@@ -9,16 +9,22 @@ from typing import Annotated
 import pytest
 from pydantic import Field
 
-from etrain_jupyter import cli, launch
+from etrain_jupyter import cli
 from etrain_jupyter.config import parse_cell
 from etrain_jupyter.config.fields import Section
 from etrain_jupyter.errors import CellError, ConfigError
+from etrain_jupyter.notebook.job.runs import open_runs
 from etrain_jupyter.pools.catalog import PoolsFileError, read_catalog
+from etrain_jupyter.pools.for_job import (
+    checkpoint_warnings,
+    find_pool,
+    with_shared_checkpoints,
+)
 from etrain_jupyter.pools.registry import get_pool, pool_names
 
 
 class Spec(Section):
-    """A pool of the tests."""
+    """Options of a test pool."""
 
     region: Annotated[str, Field(examples=["r"])]
     size: Annotated[int, Field(ge=1)] = 1
@@ -26,7 +32,7 @@ class Spec(Section):
 
 @pytest.fixture(autouse=True)
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give the folder of a notebook; the user's own is beside it."""
+    """Return the folder of a notebook; the user's own folder is next to it."""
     here = tmp_path / "notebooks"
     here.mkdir()
     (tmp_path / "config" / "etrain").mkdir(parents=True)
@@ -40,11 +46,11 @@ def write(text: str) -> None:
     Path("pools.yaml").write_text(text)
 
 
-def test_without_a_file_there_is_the_local_pool() -> None:
+def test_without_a_file_only_the_local_pool_exists() -> None:
     assert pool_names() == ["local"]
 
 
-def test_a_pool_of_the_notebooks_folder_wins_over_the_users_own(tmp_path: Path) -> None:
+def test_notebooks_folder_takes_precedence_over_the_users_own(tmp_path: Path) -> None:
     write("a: {kind: address, address: 'tcp://here:1'}\n")
     (tmp_path / "config/etrain/pools.yaml").write_text(
         "a: {kind: address, address: 'tcp://there:1'}\nb: {kind: address, address: 'tcp://b:1'}\n"
@@ -54,7 +60,7 @@ def test_a_pool_of_the_notebooks_folder_wins_over_the_users_own(tmp_path: Path) 
     assert read_catalog()["a"].values == {"address": "tcp://here:1"}
 
 
-def test_a_file_that_is_named_is_the_only_one(
+def test_environment_variable_replaces_all_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write("a: {kind: address}\n")
@@ -65,7 +71,7 @@ def test_a_file_that_is_named_is_the_only_one(
     assert pool_names() == ["local", "b"]
 
 
-def test_keys_are_read_as_what_the_pool_takes() -> None:
+def test_keys_are_validated_as_options_of_the_pool() -> None:
     write("# ours\na:\n  kind: x\n  region: eu\n  size: 3\n")
 
     spec = read_catalog()["a"].read_as(Spec)
@@ -94,7 +100,7 @@ def test_keys_are_read_as_what_the_pool_takes() -> None:
         ),
     ],
 )
-def test_a_fault_of_a_pool_points_at_its_line_of_the_file(text: str, drawing: str) -> None:
+def test_error_points_at_its_line_of_the_file(text: str, drawing: str) -> None:
     write(text)
 
     with pytest.raises(PoolsFileError) as caught:
@@ -107,15 +113,15 @@ def test_a_fault_of_a_pool_points_at_its_line_of_the_file(text: str, drawing: st
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("- a\n", "the file must be pools by name, not a list"),
-        ("a: 3\n", "pool 'a' must be a group of keys, not the number 3"),
-        ("a: {region: eu}\n", "pool 'a' does not say what it is"),
-        ("local: {kind: x}\n", "no pool can be called 'local'"),
+        ("- a\n", "the file must map pool names to pools, but it is a list"),
+        ("a: 3\n", "pool 'a' must be a group of keys, but it is the number 3"),
+        ("a: {region: eu}\n", "pool 'a' has no kind"),
+        ("local: {kind: x}\n", "a pool cannot be called 'local'"),
         ("a: {kind: x, kind: y}\n", "twice"),
         ("a: {kind: x\n", "expected"),
     ],
 )
-def test_a_file_that_is_no_list_of_pools_is_refused(text: str, message: str) -> None:
+def test_invalid_file_is_rejected(text: str, message: str) -> None:
     write(text)
 
     with pytest.raises(ConfigError, match=message) as caught:
@@ -127,8 +133,7 @@ PWN = "__import__('pathlib').Path('ran').touch()"
 
 
 @pytest.mark.parametrize("tag", ["!py", "!other", "!!python/object/apply:os.system"])
-def test_no_tag_of_a_file_is_evaluated(tag: str) -> None:
-    """Review S1."""
+def test_tags_of_a_file_are_not_evaluated(tag: str) -> None:
     write(f'a: {{kind: address}}\nb:\n  kind: address\n  address: {tag} "{PWN}"\n')
 
     with pytest.raises(PoolsFileError) as caught:
@@ -143,24 +148,25 @@ def test_no_tag_of_a_file_is_evaluated(tag: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", ["pools", "pools policy a", "doctor", "ls --all", "down a", "up a", "reap"]
+    "command", ["pools", "pools policy a", "doctor", "ls --all", "down a", "up a", "reap"]
 )
-def test_no_command_runs_code_of_a_file(
-    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_commands_do_not_run_code_of_a_file(
+    command: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Review S1."""
     monkeypatch.setenv("ETRAIN_STATE", str(tmp_path / "state"))
     write(f'a:\n  kind: !py "{PWN}"\n')
 
-    cli.main(words.split())
+    cli.main(command.split())
 
-    told = capsys.readouterr()
-    assert "!py is not evaluated in a file" in told.out + told.err
+    printed = capsys.readouterr()
+    assert "!py is not evaluated in a file" in printed.out + printed.err
     assert not Path("ran").exists()
 
 
 def test_completion_reads_a_file_without_running_it(tmp_path: Path) -> None:
-    """Review S1: what Tab asks for."""
     write(f'a: !py "{PWN}"\n')
 
     with pytest.raises(ConfigError):
@@ -168,18 +174,18 @@ def test_completion_reads_a_file_without_running_it(tmp_path: Path) -> None:
     assert not Path("ran").exists()
 
 
-def test_what_would_never_end_is_refused(tmp_path: Path) -> None:
+def test_pipe_and_huge_file_are_rejected(tmp_path: Path) -> None:
     os.mkfifo("pools.yaml")
     with pytest.raises(ConfigError, match="not a regular file"):
         read_catalog()
 
     Path("pools.yaml").unlink()
     write("#" * 1_000_001)
-    with pytest.raises(ConfigError, match="more than 1,000,000 bytes"):
+    with pytest.raises(ConfigError, match="larger than 1,000,000 bytes"):
         read_catalog()
 
 
-def test_aliases_of_aliases_do_not_fill_the_memory() -> None:
+def test_nested_aliases_are_limited() -> None:
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
     write("\n".join(lines))
@@ -188,28 +194,28 @@ def test_aliases_of_aliases_do_not_fill_the_memory() -> None:
         read_catalog()
 
 
-def test_a_file_may_be_a_link(tmp_path: Path) -> None:
+def test_file_may_be_a_symbolic_link(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("a: {kind: address}\n")
     Path("pools.yaml").symlink_to(tmp_path / "mine.yaml")
 
     assert pool_names() == ["local", "a"]
 
 
-def test_a_pool_of_no_known_kind_is_answered_with_the_nearest() -> None:
+def test_error_for_an_unknown_kind_suggests_the_nearest() -> None:
     write("a: {kind: aws_spot}\n")
 
-    with pytest.raises(ConfigError, match="no known kind: 'aws_spot'") as caught:
+    with pytest.raises(ConfigError, match="unknown kind 'aws_spot'") as caught:
         get_pool("a")
     assert caught.value.hint == "did you mean 'aws-spot'?"
 
 
-def test_a_cell_with_an_unknown_pool_points_at_it() -> None:
+def test_error_points_at_an_unknown_pool_of_a_cell() -> None:
     write("spot-p3: {kind: aws-spot}\n")
     body = "model: Net\ndata: {train: d}\nloss: f\npool: spot-p2\n"
     parsed = parse_cell(body, namespace={})
 
     with pytest.raises(CellError) as caught:
-        launch.check_pool(parsed)
+        find_pool(parsed)
 
     assert caught.value.render() == [
         "etrain: line 5, column 7: there is no pool 'spot-p2'; known are local, spot-p3",
@@ -224,10 +230,13 @@ SPOT = "spot: {kind: aws-spot, region: us-east-1, bucket: mine}\n"
 
 def checkpoints_of(body: str) -> str | None:
     config = parse_cell(f"model: Net\ndata: {{train: d}}\nloss: f\n{body}", namespace={}).config
-    return launch.with_shared_checkpoints(config, get_pool(config.pool)).checkpoint.to
+    pool, has_bucket = get_pool(config.pool), open_runs().is_remote
+    shared = with_shared_checkpoints(config, pool, has_bucket=has_bucket)
+    print(*checkpoint_warnings(shared, pool, has_bucket=has_bucket), end="")
+    return shared.checkpoint.to
 
 
-def test_machines_elsewhere_keep_checkpoints_where_all_of_them_reach_them(
+def test_remote_machines_get_a_shared_checkpoint_location(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(SPOT)

@@ -13,21 +13,18 @@ import psutil
 import pytest
 
 from etrain_jupyter.errors import PoolError
-from etrain_jupyter.process import cluster_dir
-from etrain_jupyter.process.cluster_dir import (
+from etrain_jupyter.process import state_root as state_root_module
+from etrain_jupyter.process.cluster_dir import ClusterDir, remove_stale
+from etrain_jupyter.process.cluster_settings import ClusterSettings
+from etrain_jupyter.process.processes import (
     MARKER,
-    ClusterDir,
-    LocalSettings,
     kill_processes_of,
-    open_state_root,
     processes_of,
-    remove_stale,
-    remove_start_lock,
     stamp_of,
-    start_lock,
-    state_root,
     wait_until,
 )
+from etrain_jupyter.process.start_lock import remove_start_lock, start_lock
+from etrain_jupyter.process.state_root import open_state_root, state_root
 
 
 @pytest.fixture
@@ -65,7 +62,7 @@ def test_a_directory_that_others_can_write_is_refused_with_advice(root: Path) ->
 
 
 def test_a_published_record_is_alive_with_this_process(root: Path) -> None:
-    cluster = ClusterDir.create(root, LocalSettings(idle_s=5))
+    cluster = ClusterDir.create(root, ClusterSettings(idle_s=5))
     assert cluster.record() is None
 
     cluster.publish("tls://127.0.0.1:1")
@@ -74,7 +71,7 @@ def test_a_published_record_is_alive_with_this_process(root: Path) -> None:
     assert record is not None
     assert record.is_alive
     assert record.address == "tls://127.0.0.1:1"
-    assert cluster.settings() == LocalSettings(idle_s=5)
+    assert cluster.settings() == ClusterSettings(idle_s=5)
     assert (cluster.path / "cluster.json").stat().st_mode & 0o777 == 0o600
 
 
@@ -82,7 +79,7 @@ def test_a_published_record_is_alive_with_this_process(root: Path) -> None:
     "changes", [{"stamp": "another boot:1"}, {"pid": 2**22 + 1}, {"host": "another machine"}]
 )
 def test_a_record_of_another_process_is_not_alive(root: Path, changes: dict[str, object]) -> None:
-    cluster = ClusterDir.create(root, LocalSettings())
+    cluster = ClusterDir.create(root, ClusterSettings())
     cluster.publish("tls://127.0.0.1:1")
 
     change_record(cluster, **changes)
@@ -93,7 +90,7 @@ def test_a_record_of_another_process_is_not_alive(root: Path, changes: dict[str,
 
 
 def test_what_dead_clusters_left_is_removed_and_nothing_else(root: Path) -> None:
-    alive, dead, half, elsewhere = (ClusterDir.create(root, LocalSettings()) for _ in range(4))
+    alive, dead, half, elsewhere = (ClusterDir.create(root, ClusterSettings()) for _ in range(4))
     for cluster in (alive, dead, elsewhere):
         cluster.publish("tls://127.0.0.1:1")
     change_record(dead, stamp="gone")
@@ -156,13 +153,13 @@ def test_an_idle_time_that_is_no_positive_number_is_refused(
     monkeypatch.setenv("ETRAIN_IDLE_S", text)
 
     with pytest.raises(PoolError, match=f"ETRAIN_IDLE_S='{text}'"):
-        LocalSettings.from_environment()
+        ClusterSettings.from_environment()
 
 
 def test_the_idle_time_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ETRAIN_IDLE_S", "inf")
-    assert LocalSettings.from_environment() == dataclasses.replace(
-        LocalSettings(), idle_s=float("inf")
+    assert ClusterSettings.from_environment() == dataclasses.replace(
+        ClusterSettings(), idle_s=float("inf")
     )
 
 
@@ -173,23 +170,23 @@ def test_a_number_of_workers_per_gpu_below_one_is_refused(
     monkeypatch.setenv("ETRAIN_WORKERS_PER_GPU", text)
 
     with pytest.raises(PoolError, match=f"ETRAIN_WORKERS_PER_GPU='{text}'"):
-        LocalSettings.from_environment()
+        ClusterSettings.from_environment()
 
 
 def test_the_number_of_workers_per_gpu_comes_from_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("ETRAIN_WORKERS_PER_GPU", "4")
-    assert LocalSettings.from_environment() == LocalSettings(workers_per_gpu=4)
+    assert ClusterSettings.from_environment() == ClusterSettings(workers_per_gpu=4)
 
 
 def test_environments_of_another_python_or_version_have_clusters_of_their_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    own = cluster_dir.environment_key()
-    monkeypatch.setattr(cluster_dir, "package_version", lambda: "99")
-    other_version = cluster_dir.environment_key()
+    own = state_root_module.environment_key()
+    monkeypatch.setattr(state_root_module, "package_version", lambda: "99")
+    other_version = state_root_module.environment_key()
     monkeypatch.setattr("sys.executable", "/elsewhere/bin/python")
 
-    assert len({own, other_version, cluster_dir.environment_key()}) == 3
+    assert len({own, other_version, state_root_module.environment_key()}) == 3
     assert platform.node() not in own

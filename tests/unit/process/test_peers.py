@@ -145,19 +145,19 @@ async def test_a_worker_registers_and_stays(scheduler: Any, tls: Path, tmp_path:
         assert heard[0]["message"] == {"beat": 1}
         assert [w.name for w in scheduler.workers.values()] == ["w1"]
 
-        # It cannot report in the name of another worker.
+        # Another worker machine cannot run code there.
+        line = connect(worker.address, tls, "worker")
+        with pytest.raises(CommClosedError):
+            await line.run(function=dumps(lambda: os.mkdir(tmp_path / "ran")))
+        await line.close_rpc()
+
+        # It cannot report in the name of another worker; the attempt ends it.
         forged = {"op": "etrain_report", "message": {"beat": 2}, "worker": "tls://another"}
         worker.batched_stream.send(forged)
         async with asyncio.timeout(10):
             while scheduler.workers:
                 await asyncio.sleep(0.01)
         assert [report["message"] for report in heard] == [{"beat": 1}]
-
-        # Another worker machine cannot run code there.
-        line = connect(worker.address, tls, "worker")
-        with pytest.raises(CommClosedError):
-            await line.run(function=dumps(lambda: os.mkdir(tmp_path / "ran")))
-        await line.close_rpc()
     assert not (tmp_path / "ran").exists()
 
 

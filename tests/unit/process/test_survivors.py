@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from etrain_jupyter.head.local_workers import LocalNodes, Slot
-from etrain_jupyter.process.cluster_dir import ClusterDir, LocalSettings, wait_until
+from etrain_jupyter.head.local_workers import LocalNodes
+from etrain_jupyter.head.slots import Slot
+from etrain_jupyter.process.cluster_dir import ClusterDir
+from etrain_jupyter.process.cluster_settings import ClusterSettings
+from etrain_jupyter.process.processes import wait_until
 from etrain_jupyter.process.survivors import AdoptedProcess, WorkerRecords
 
 
@@ -18,7 +21,7 @@ class Cluster:
     """A cluster's folder, and the workers that its first scheduler has started."""
 
     def __init__(self, folder: Path) -> None:
-        self.dir = ClusterDir.create(folder, LocalSettings())
+        self.dir = ClusterDir.create(folder, ClusterSettings())
         self.records = WorkerRecords(self.dir)
         self.processes: list[subprocess.Popen[bytes]] = []
 

@@ -77,7 +77,7 @@ def test_security_requires_encryption_and_holds_one_role(
 
 
 def test_certificates_of_an_ended_cluster_are_missed_by_name(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"ca\.pem is not there: the cluster has ended"):
+    with pytest.raises(FileNotFoundError, match=r"ca\.pem does not exist: the cluster has ended"):
         read_security(tmp_path, "client")
 
 

@@ -1,4 +1,4 @@
-"""Told stories: what happens to a job, one stimulus after the other, and what is done about it."""
+"""Scripted jobs: send stimuli one after the other, and look at the commands."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from etrain_jupyter.rules.membership.state_machine import handle
 
 
 class Story:
-    """Feeds stimuli a second apart and remembers the commands of the last one."""
+    """Sends stimuli to the state machine and remembers the commands of the last one."""
 
     def __init__(self, *, min_workers: int = 1, max_workers: int = 4) -> None:
         self.state = JobState(job_id="j", min_workers=min_workers, max_workers=max_workers)
@@ -20,30 +20,30 @@ class Story:
         self.last: list[c.Command] = []
         self.all: list[c.Command] = []
 
-    def tell(self, stimulus: s.Stimulus, after_s: float = 0.01) -> Story:
+    def send(self, stimulus: s.Stimulus, after_s: float = 0.01) -> Story:
         self.now += after_s
         self.state, self.last = handle(self.state, stimulus, self.now)
         self.all += self.last
         return self
 
     def wait(self, seconds: float) -> Story:
-        """Let time pass, in one tick."""
-        return self.tell(s.Tick(), after_s=seconds)
+        """Advance the time, in one tick."""
+        return self.send(s.Tick(), after_s=seconds)
 
     def lose(self, worker: str, cause: str = "SIGKILL", **values: Any) -> Story:
-        """A worker's trainer ends while the worker lives."""
-        return self.tell(s.TrainerLost(trainer=self.trainer(worker), cause=cause, **values))
+        """A worker's trainer exits while the worker lives."""
+        return self.send(s.TrainerLost(trainer=self.trainer(worker), cause=cause, **values))
 
     def warm(self, *workers: str) -> Story:
         for worker in workers:
-            self.tell(s.TrainerWarm(trainer=self.trainer(worker)))
+            self.send(s.TrainerWarm(trainer=self.trainer(worker)))
         return self
 
     def see(
         self, worker: str, collectives: int, *, beats: int = 0, generation: int = -1, **values: Any
     ) -> Story:
-        """A supervisor reads the page of its trainer; by default in the living generation."""
-        return self.tell(
+        """A supervisor reads the page of its trainer; by default in the current generation."""
+        return self.send(
             s.ProgressSeen(
                 trainer=self.trainer(worker),
                 generation=self.state.generation if generation < 0 else generation,
@@ -59,29 +59,29 @@ class Story:
         return member.trainer
 
     def found(self, kind: type, *, ever: bool = False) -> list:
-        """Return the commands and facts of a kind, of the last stimulus or of all so far."""
-        told = self.all if ever else self.last
-        commands = [x for x in told if isinstance(x, kind)]
-        facts = [x.event for x in told if isinstance(x, c.Publish)]
+        """Return the commands and events of a kind, of the last stimulus or of all so far."""
+        outputs = self.all if ever else self.last
+        commands = [x for x in outputs if isinstance(x, kind)]
+        facts = [x.event for x in outputs if isinstance(x, c.Publish)]
         return commands + [x for x in facts if isinstance(x, kind)]
 
     def start(self, *workers: str) -> Story:
         """All workers are assigned, warm, and step in generation 1."""
-        self.tell(s.WorkersAssigned(workers=workers))
+        self.send(s.WorkersAssigned(workers=workers))
         for worker in workers:
-            self.tell(s.TrainerWarm(trainer=self.trainer(worker)))
-        self.tell(s.Tick(), after_s=ADMISSION_GRACE_S)
+            self.send(s.TrainerWarm(trainer=self.trainer(worker)))
+        self.send(s.Tick(), after_s=ADMISSION_GRACE_S)
         return self.formed()
 
     def formed(self) -> Story:
         for member in self.state.in_phase("ranked"):
             generation = self.state.generation
-            self.tell(s.TrainerFormed(trainer=member.trainer, generation=generation))
+            self.send(s.TrainerFormed(trainer=member.trainer, generation=generation))
         return self
 
     def report(self, worker: str, step: int, why: str = "planned", evals: int = 0) -> Story:
         """A rank leaves its generation; negative steps mean that it never held the state."""
-        return self.tell(
+        return self.send(
             s.TrainerReported(
                 trainer=self.trainer(worker),
                 generation=self.state.generation,

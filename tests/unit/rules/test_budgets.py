@@ -19,9 +19,9 @@ def wait_for_start(story: Story, worker: str) -> int:
     return waited
 
 
-def test_worker_whose_trainers_die_while_they_warm_up_disturbs_nobody():
+def test_worker_whose_trainers_die_while_they_warm_up_does_not_disturb_the_others():
     story = Story(max_workers=2).start("w1")
-    story.tell(s.WorkersAssigned(workers=("w1", "w2")))
+    story.send(s.WorkersAssigned(workers=("w1", "w2")))
     waits = []
     for _ in range(9):
         story.lose("w2", "exited with code 1")
@@ -38,11 +38,11 @@ def test_worker_whose_trainers_die_while_they_warm_up_disturbs_nobody():
 
 def test_warm_up_faults_never_fail_a_job_that_others_train():
     story = Story(min_workers=2, max_workers=3).start("w1", "w2")
-    story.tell(s.WorkersAssigned(workers=("w1", "w2", "w3")))
+    story.send(s.WorkersAssigned(workers=("w1", "w2", "w3")))
     for _ in range(5):
         story.lose("w3")
         wait_for_start(story, "w3")
-    story.tell(s.WorkerGone(worker="w2", cause="gone")).report("w1", step=3, why="failed")
+    story.send(s.WorkerGone(worker="w2", cause="gone")).report("w1", step=3, why="failed")
     story.lose("w3")  # w1 waits and holds the state
     assert story.state.status == "waiting"
     for _ in range(5):
@@ -53,7 +53,7 @@ def test_warm_up_faults_never_fail_a_job_that_others_train():
 
 def test_warm_up_faults_do_not_fail_a_job_while_another_trainer_is_ready():
     story = Story(min_workers=2, max_workers=2)
-    story.tell(s.WorkersAssigned(workers=("w1", "w2"))).warm("w1")
+    story.send(s.WorkersAssigned(workers=("w1", "w2"))).warm("w1")
     for _ in range(5):
         story.lose("w2")
         wait_for_start(story, "w2")
@@ -61,7 +61,7 @@ def test_warm_up_faults_do_not_fail_a_job_while_another_trainer_is_ready():
 
 
 def test_three_trainers_that_die_before_any_is_ready_fail_the_job():
-    story = Story(max_workers=2).tell(s.WorkersAssigned(workers=("w1", "w2")))
+    story = Story(max_workers=2).send(s.WorkersAssigned(workers=("w1", "w2")))
     story.lose("w1").lose("w2")
     assert not story.state.is_ended
     wait_for_start(story, "w1")
@@ -78,8 +78,8 @@ def test_faults_on_purpose_count_nowhere():
         story.report("w1", step=0, why="failed").warm("w2").formed()
         story.report("w1", step=0).formed()
     assert story.state.status == "running"
-    assert story.state.health == {}
-    story = Story().tell(s.WorkersAssigned(workers=("w1",)))
+    assert story.state.faults.health == {}
+    story = Story().send(s.WorkersAssigned(workers=("w1",)))
     for _ in range(4):
         story.lose("w1", injected=True)
     assert not story.state.is_ended
@@ -88,20 +88,20 @@ def test_faults_on_purpose_count_nowhere():
 def test_lost_workers_count_nowhere():
     story = Story(max_workers=1)
     for number in range(6):
-        story.tell(s.WorkersAssigned(workers=(f"w{number}",)))
+        story.send(s.WorkersAssigned(workers=(f"w{number}",)))
         if number % 2:
             story.warm(f"w{number}")
-        story.tell(s.WorkerGone(worker=f"w{number}", cause="gone"))
+        story.send(s.WorkerGone(worker=f"w{number}", cause="gone"))
     assert not story.state.is_ended
-    assert story.state.warm_faults == 0
-    assert story.state.same_step_faults == (-1, ())
+    assert story.state.faults.num_warm_ups == 0
+    assert story.state.faults.at_step == (-1, ())
 
 
 def test_rank_that_dies_again_and_again_comes_back_later_and_later():
     story = Story(max_workers=2).start("w1", "w2")
     waits = []
     for step in range(6):
-        story.tell(s.StepsCommitted(step=step, step_s=0.1))
+        story.send(s.StepsCommitted(step=step, step_s=0.1))
         story.lose("w2").report("w1", step=step, why="failed").formed()
         waits.append(wait_for_start(story, "w2"))
         story.warm("w2").report("w1", step=step).formed()
@@ -112,7 +112,7 @@ def test_rank_that_dies_again_and_again_comes_back_later_and_later():
 def test_rank_that_trained_for_a_while_comes_back_at_once_each_time():
     story = Story(max_workers=2).start("w1", "w2")
     for step in range(6):
-        story.wait(HEALTHY_S + 1).tell(s.StepsCommitted(step=step, step_s=0.1))
+        story.wait(HEALTHY_S + 1).send(s.StepsCommitted(step=step, step_s=0.1))
         story.lose("w2")
         assert [start.worker for start in story.found(c.StartTrainer)] == ["w2"]
         story.report("w1", step=step, why="failed").formed()
@@ -130,7 +130,7 @@ def test_hang_counts_as_a_fault_of_its_step():
     for _ in range(3):
         story.see("w1", 5).see("w2", 4)
         story.now += 31
-        story.see("w1", 5).see("w2", 4).tell(s.Tick())
+        story.see("w1", 5).see("w2", 4).send(s.Tick())
         [kill] = story.found(c.KillTrainer)
         story.lose("w2", kill.why).report("w1", step=0, why="failed")
         if not story.state.is_ended:

@@ -11,8 +11,8 @@ from tests.unit.rules.story import Story
 def test_worker_that_is_scaled_away_and_back_before_it_has_left_stays():
     """It used to leave, and nobody started another trainer: the job waited below min for ever."""
     story = Story(min_workers=2, max_workers=3).start("w1", "w2")
-    story.tell(s.WorkersAssigned(workers=("w1",)))
-    story.tell(s.WorkersAssigned(workers=("w1", "w2")))
+    story.send(s.WorkersAssigned(workers=("w1",)))
+    story.send(s.WorkersAssigned(workers=("w1", "w2")))
     story.report("w1", step=3).report("w2", step=3)
     assert story.ranks() == ["w1", "w2"]
     assert not story.found(c.ReleaseTrainer)
@@ -20,12 +20,12 @@ def test_worker_that_is_scaled_away_and_back_before_it_has_left_stays():
 
 def test_job_is_not_finished_if_all_that_stood_at_the_end_died_before_it_was_durable():
     story = Story().start("w1")
-    story.tell(s.CheckpointSaved(step=4))
+    story.send(s.CheckpointSaved(step=4))
     story.report("w1", step=9, why="done")
     assert story.found(c.SaveCheckpoint)
     story.lose("w1")
     assert story.state.status == "waiting"
-    story.tell(s.WorkersAssigned(workers=("w1",)))
+    story.send(s.WorkersAssigned(workers=("w1",)))
     story.wait(5.0).warm("w1").wait(5.0)
     form = [x for x in story.all if isinstance(x, c.FormGeneration)][-1]
     assert (form.generation, form.restore, form.step) == (2, True, 4)
@@ -45,16 +45,16 @@ def test_survivor_that_did_not_see_the_last_step_trains_it_again_when_the_others
 
 def test_stop_at_once_while_the_end_is_being_saved_is_not_called_finished():
     story = Story().start("w1").report("w1", step=9, why="done")
-    story.tell(s.StopAsked(now=True))
+    story.send(s.StopAsked(now=True))
     assert story.state.status == "stopped"
 
 
-def test_step_that_only_its_dead_holder_had_committed_is_told_of_as_undone_then():
-    story = Story().start("w1", "w2").tell(s.PauseAsked())
+def test_step_that_only_its_dead_holder_had_committed_is_logged_as_undone():
+    story = Story().start("w1", "w2").send(s.PauseAsked())
     for worker, step in (("w2", 4), ("w1", 5)):  # w1 saw the end of step 5, w2 did not
         told = {"trainer": story.trainer(worker), "generation": 1, "why": "failed"}
         undone = worker == "w2"
-        story.tell(s.TrainerReported(progress=(step, 0), undone=undone, **told))
+        story.send(s.TrainerReported(progress=(step, 0), undone=undone, **told))
     assert not story.found(events.StepUndone)  # w1 has it and can hand it over
     story.lose("w1")
     [fact] = story.found(events.StepUndone)
@@ -74,7 +74,7 @@ def test_rank_that_freezes_in_the_midst_of_a_long_step_is_killed_after_the_limit
     assert kill.trainer == story.trainer("w2")
 
 
-def test_generation_that_broke_though_nobody_was_lost_says_so():
+def test_generation_that_broke_although_no_rank_was_lost_has_the_reason_broken():
     story = Story().start("w1", "w2")
     story.report("w1", step=4, why="failed").report("w2", step=4, why="failed")
     [fact] = story.found(events.GenerationFormed)

@@ -1,9 +1,10 @@
-"""Every order of joins, losses, notices, hangs and requests that hypothesis can think of.
+"""Explore the state machine: any order of joins, losses, notices, hangs and requests.
 
-No processes and no time: simulated ranks obey the state machine, and hypothesis, or chance, chooses
-what happens next, between any two messages and any two thoughts of a rank. What must hold is
-asserted all the time (``simulated.promises``), and in the end each job is treated fairly and must
-come to its end. ``ETRAIN_SCHEDULES=10000 pytest -m slow`` on this file explores as many more.
+No processes and no time: simulated ranks obey the state machine, and hypothesis or a random
+generator chooses the next event, between any two messages and any two actions of a rank. The
+invariants are asserted all the time (``simulated.promises``); at the end each job is treated fairly
+and must end. ``ETRAIN_SCHEDULES=10000 pytest -m slow`` on this file explores as many more
+schedules.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def assert_good_end(cluster: Cluster) -> None:
             assert job.stop_asked
         else:
             assert state.status == "finished"
-            assert state.step == job.clock.logged_step == TOTAL_STEPS
+            assert state.step == job.record.logged_step == TOTAL_STEPS
             assert TOTAL_STEPS in job.store
 
 

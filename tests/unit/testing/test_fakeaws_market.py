@@ -166,7 +166,7 @@ def test_prices_do_not_go_back_in_time_and_are_not_negative() -> None:
     made = market(a5=(9, 1.0))
     made.set_pool(A5, at=100.0, price_usd=2.0)
 
-    with pytest.raises(ValueError, match="later instant"):
+    with pytest.raises(ValueError, match="later time"):
         made.set_pool(A5, at=99.0, price_usd=3.0)
     with pytest.raises(ValueError, match="must be >= 0"):
         made.set_pool(A5, at=101.0, capacity=-1)

@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 
-from etrain_jupyter import launch
+from etrain_jupyter.notebook.job import open_jobs
+from etrain_jupyter.pools.local.pool import LocalPool
+from etrain_jupyter.process.address import SchedulerAddress
 from etrain_jupyter.testing import FaultPlan, submit_with_faults
 from etrain_jupyter.testing.fault_plan import AT_A_PLACE, KINDS, PLACES, PLANTED
 from etrain_jupyter.trainer.control import faults
 
+ADDRESS = SchedulerAddress(cluster_id="c", address="tcp://127.0.0.1:1")
 PLAN = FaultPlan().kill(rank=1, step=3).notice(rank=0, step=7).hang(rank=2, step=9, at="commit")
 
 
@@ -76,13 +79,17 @@ def test_wrong_plan_is_refused_in_words(values: dict[str, Any], message: str) ->
 def test_faults_travel_beside_the_job_and_not_in_its_configuration(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    sent: list[Any] = []
-    monkeypatch.setattr(launch, "submit", lambda plan, faults: sent.extend([plan, faults]))
+    sent: dict[str, Any] = {}
+    monkeypatch.setattr(LocalPool, "up", lambda self: ADDRESS)
+    monkeypatch.setattr(
+        open_jobs, "submit_job", lambda config, bundle, **given: sent.update(given, config=config)
+    )
     net, train = (lambda: None), [(1, 2)]
 
     submit_with_faults({"model": "net", "data": {"train": "train"}, "loss": "len"}, PLAN)
 
-    assert sent[1] == PLAN.to_list()
-    assert sent[0].config.model == "net"
+    assert sent["faults"] == PLAN.to_list()
+    assert sent["address"] is ADDRESS
+    assert sent["config"].model == "net"
     assert net() is None
     assert train

@@ -1,4 +1,4 @@
-"""Jobs whose gradients are noise, or sent in few bytes; importable by other processes."""
+"""Jobs with noisy or compressed gradients; importable by other processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def make_data() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Net(nn.Module):
-    """Matrices large enough to be worth two factors."""
+    """Matrices large enough for a low-rank approximation."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Processes that are ranks: importing torch takes seconds, so that they are started once."""
+"""Rank processes, started once because importing torch takes seconds."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ from tests.unit.trainer.rank_processes import RankProcesses, rank_processes
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankProcesses]:
-    """Give four processes; a job uses as many of them as its history says."""
+    """Yield four processes; a job uses as many of them as its history needs."""
     with rank_processes(4) as processes:
         yield processes

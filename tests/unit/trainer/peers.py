@@ -1,4 +1,4 @@
-"""Two ranks in one process: a real group, and a bare peer that does only what a test lets it do."""
+"""Two ranks in one process: a real group, and a bare peer that a test controls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HOST = "127.0.0.1"
 
 
 class Peer:
-    """Rank 1's end of the connection, without any of the code under test above gloo."""
+    """Rank 1's end of the connection: only gloo, without the code under test."""
 
     def __init__(self, store: BroadcastStore, rank: int = 1, world_size: int = 2) -> None:
         self._store = store
@@ -33,7 +33,7 @@ class Peer:
         options._devices = [self.device.device]
         options._timeout = timedelta(seconds=30)
         options._threads = 2
-        # A group under test may well break meanwhile.
+        # The group under test may fail meanwhile.
         with contextlib.suppress(RuntimeError):
             backend = dist.ProcessGroupGloo(self._store, self._rank, self._world_size, options)
             size = self._world_size
@@ -54,7 +54,7 @@ class Peer:
 
 
 def linked_stores(count: int = 2) -> list[BroadcastStore]:
-    """Stores that tell each other what is set, as the coordinator makes them."""
+    """Connected rendezvous stores, in place of the coordinator."""
     stores: list[BroadcastStore] = []
 
     def publisher(index: int):
@@ -106,9 +106,9 @@ def linked_groups(count: int, generation: int = 1) -> Iterator[list[RankGroup]]:
 
 
 def on_each(groups: list[RankGroup], work: Callable[[RankGroup], Any]) -> list[Any]:
-    """Return what ``work`` returned or raised on each rank, all of them at the same time.
+    """Run ``work`` on all ranks at the same time; return the result or exception of each.
 
-    Where one raises, all are aborted, as the coordinator does it.
+    If one raises, all are aborted, as by the coordinator.
     """
 
     def attempt(group: RankGroup) -> Any:

@@ -1,8 +1,9 @@
-"""The loop that a careful person writes by hand: what jobs must equal to the last bit.
+"""Plain PyTorch training loop in one process: the reference that jobs must equal bit for bit.
 
-Plain PyTorch in one process. Of the product it takes only the order of the samples, which defines a
-job. What ``reproducible`` promises is written out here after docs/reproducible.md: shards that are
-as even as possible, a seed for each, and one binary tree of additions.
+It uses only the order of the samples from the product, because that order defines a job. The
+guarantees of ``reproducible`` are implemented here independently, after
+docs/explanation/reproducibility.md: even shards, a seed per shard, and one binary tree of
+additions.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ Gradient = torch.Tensor | None
 
 
 def adamw(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
-    """Return what the jobs of these tests update with, if they do not say it."""
+    """Return the default optimizer of the jobs in these tests."""
     return torch.optim.AdamW(parameters, lr=0.01)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlainJob:
-    """What is trained, with seed 0."""
+    """A training job with seed 0."""
 
     model: Callable[[], nn.Module]
     data: tuple[torch.Tensor, torch.Tensor]
@@ -38,16 +39,16 @@ class PlainJob:
     optimizer: Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer] = adamw
     loss: Loss = F.cross_entropy
     num_shards: int | None = None
-    """With ``reproducible``."""
+    """Number of shards of a ``reproducible`` job."""
     precision: str = "fp32"
     clip: float | None = None
     lr_at: Callable[[int, int], float] | None = None
-    """Rate of a step, from the samples trained before it and its own; without it, it stays."""
+    """Learning rate of a step, from the samples before it and its own; None for a constant rate."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What came of it."""
+    """Result of a training job."""
 
     model: nn.Module
     losses: list[float]
@@ -56,10 +57,10 @@ class Trained:
 
 
 def train_plainly(job: PlainJob) -> Trained:
-    """Train it, in shards with one thread: sums inside the kernels depend on their number."""
+    """Train a job; with shards in one thread, because sums in kernels depend on the threads."""
     num_threads = torch.get_num_threads()
     if job.num_shards is not None:
-        torch.set_num_threads(1)  # as ``reproducible`` does
+        torch.set_num_threads(1)  # like ``reproducible``
     try:
         return _train(job)
     finally:
@@ -93,12 +94,12 @@ def _train(job: PlainJob) -> Trained:
 
 
 def seed(*, step: int, stream: int = 0) -> None:
-    """Begin the chance of a step on a rank or a shard, for jobs of seed 0."""
+    """Set the RNG state of a step on a rank or shard, for jobs of seed 0."""
     torch.manual_seed(step * 4_099 + stream)
 
 
 def batches(job: PlainJob) -> Iterator[torch.Tensor]:
-    """Yield the rows of each step; the last step of an epoch has what is left of it."""
+    """Yield the rows of each step; the last step of an epoch has the remaining rows."""
     num_samples = len(job.data[0])
     for epoch in count():
         order = epoch_order(seed=0, epoch=epoch, num_samples=num_samples)
@@ -124,7 +125,7 @@ def _loss(job: PlainJob, model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
 def _in_shards(
     job: PlainJob, model: nn.Module, scaler: torch.amp.GradScaler, step: int, rows: torch.Tensor
 ) -> float:
-    """Leave the gradient in the model; a shard is a pass of its own, as if there were no other."""
+    """Compute the gradient into the model; each shard is a separate pass."""
     assert job.num_shards is not None
     before = {name: b.clone() for name, b in model.named_buffers()}
     losses: list[torch.Tensor] = []
@@ -154,9 +155,9 @@ def _in_shards(
 
 
 def shards_of(job: PlainJob, rows: torch.Tensor) -> list[torch.Tensor]:
-    """Cut a step's rows as evenly as possible; the first shards get more, none of them only one.
+    """Split a step's rows as evenly as possible; the first shards get more, none gets a single row.
 
-    The last step of an epoch may have too few: the last shards stay empty then.
+    The last step of an epoch may have too few rows: the last shards are empty then.
     """
     assert job.num_shards is not None
     fewest = min(2, max(1, job.batch_size // job.num_shards))
@@ -165,7 +166,7 @@ def shards_of(job: PlainJob, rows: torch.Tensor) -> list[torch.Tensor]:
 
 
 def add_up(values: list[torch.Tensor], num_leaves: int) -> torch.Tensor:
-    """Add along the tree over so many leaves, those without a value being 0."""
+    """Add up along the tree over ``num_leaves`` leaves; leaves without a value are 0."""
     leaves = [*values, *[torch.zeros_like(values[0])] * (num_leaves - len(values))]
     if num_leaves == 1:
         return leaves[0]

@@ -1,7 +1,7 @@
-"""Processes that are ranks, for tests of what a generation computes. Started once, used often.
+"""Rank processes for tests of what generations compute. They are started once and reused.
 
-A job's history is a list of generations, each with its members and the step at which it ends. What
-a coordinator would do, the processes do by themselves through a store: they know the history.
+The history of a job is a list of generations, each with its members and its last step. There is no
+coordinator: the processes know the history and coordinate through a store.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ import torch
 import torch.distributed as dist
 
 from etrain_jupyter.config.schema import TrainConfig
+from etrain_jupyter.trainer.boundary import Boundary, NoHooks
 from etrain_jupyter.trainer.control.faults import Faults
 from etrain_jupyter.trainer.control.reporter import Report
 from etrain_jupyter.trainer.group.process_group import CommunicationError, RankGroup
-from etrain_jupyter.trainer.loop.schedule import WorkPlan
 from etrain_jupyter.trainer.loop.train_loop import TrainLoop
+from etrain_jupyter.trainer.schedule import WorkPlan
 from etrain_jupyter.trainer.state.capture import digest_of, put_state, take_state
+from etrain_jupyter.trainer.state.train_state import TrainState
 from etrain_jupyter.trainer.workload import build_workload
 from etrain_jupyter.wire.messages import EvalFinished
 
@@ -39,21 +41,21 @@ _PRELOAD = ["etrain_jupyter.trainer.loop.train_loop", "torch._dynamo"]
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """Some processes that step together."""
+    """A generation of processes that train together."""
 
     members: tuple[int, ...]
     """Numbers of processes, in the order of their ranks."""
     until: int | None = None
-    """The step after which it ends as planned; None for the end of the job."""
+    """Last step of the generation, which ends as planned; None for the end of the job."""
     lost: int | None = None
-    """The rank that is lost in the middle of the step after ``until``, which is then undone."""
+    """Rank that is lost in the middle of the step after ``until``, which is then undone."""
     told_in_eval: int | None = None
-    """The rank that hears of a planned change at the second batch that it evaluates."""
+    """Rank that learns of a planned change at the second batch of an evaluation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What to train, and who does when."""
+    """A job, and the generations that train it."""
 
     config: dict[str, Any]
     names: Callable[[], dict[str, Any]]
@@ -64,18 +66,18 @@ class Job:
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What one process knows at the end."""
+    """Result of a job in one process."""
 
     digest: str
     sent: list[Report]
     """All messages to the coordinator."""
     ends: list[str]
-    """Why each of its generations ended."""
+    """Reason for the end of each of its generations."""
     model: dict[str, torch.Tensor]
     """The state of the model."""
 
     def records(self, kind: str) -> list[dict[str, Any]]:
-        """Return what was told of steps or evaluations, without what the clock says."""
+        """Return the records of steps or evaluations, without timings."""
         timing = ("time", "generation", "samples_per_s", "duration_s", "world_size", *PARTS)
         records = [sent for sent in self.sent if isinstance(sent, dict)]
         if kind == "eval":
@@ -84,10 +86,10 @@ class Outcome:
 
 
 class RankProcesses:
-    """A number of processes that wait for jobs."""
+    """Processes that wait for jobs."""
 
     def __init__(self, count: int) -> None:
-        # Forked from a process that has torch and no threads: each is there at once.
+        # Forked from a process with torch loaded and no threads, so that they start at once.
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(_PRELOAD)
         self._store = dist.TCPStore(HOST, 0, None, True, wait_for_workers=False)
@@ -108,7 +110,7 @@ class RankProcesses:
             self._processes.append(process)
 
     def train(self, job: Job) -> list[Outcome]:
-        """Train a job and return what the members of its last generation know, by rank."""
+        """Train a job and return the results of the members of its last generation, by rank."""
         self._num_jobs += 1
         members = sorted({m for generation in job.history for m in generation.members})
         for member in members:
@@ -124,14 +126,14 @@ class RankProcesses:
                         f"members {sorted(outcomes)} had come to their ends",
                         *self._what_the_others_say(set(due) - {pipe}),
                     ]
-                    self._stop()  # the others may wait for it for ever
+                    self._stop()  # the other processes may wait for it forever
                     self._start()
                     raise AssertionError("\n\n".join(told))
                 outcomes[due[pipe]] = outcome
         return [outcomes[member] for member in job.history[-1].members]
 
     def _what_the_others_say(self, pipes: set[Any]) -> list[str]:
-        """Return their tracebacks: the first that arrives may only be a consequence of another."""
+        """Return the tracebacks of other processes: the first to arrive may be a consequence."""
         told = []
         while pipes and (ready := wait(list(pipes), timeout=5.0)):
             for pipe in ready:
@@ -148,7 +150,7 @@ class RankProcesses:
             pipe.close()
 
     def close(self) -> None:
-        """End the processes."""
+        """Kill the processes."""
         self._stop()
         self._folder.cleanup()
 
@@ -166,11 +168,11 @@ def _serve(me: int, port: int, folder: str, pipe: Any) -> None:
 
 class _Rendezvous(dist.PrefixStore):
     def abort(self) -> None:
-        """Do nothing: nobody waits in it after the group has formed."""
+        """Do nothing: no thread waits in it after the group has formed."""
 
 
 class _Lost(Faults):
-    """Breaks the generation in the middle of a step."""
+    """Fails the generation in the middle of a step."""
 
     def __init__(self, group: RankGroup, step: int) -> None:
         super().__init__([], lambda _: None)
@@ -178,12 +180,12 @@ class _Lost(Faults):
 
     def at(self, place: str, *, rank: int, step: int) -> None:
         if place == "all_reduce" and step == self._step:
-            self._group.abort("lost on purpose")
-            raise CommunicationError("lost on purpose")
+            self._group.abort("lost by fault injection")
+            raise CommunicationError("lost by fault injection")
 
 
 class _ToldInEval(Faults):
-    """Hears of a planned change while it evaluates."""
+    """Reports a planned change during an evaluation."""
 
     def __init__(self, pending: threading.Event) -> None:
         super().__init__([], lambda _: None)
@@ -195,8 +197,18 @@ class _ToldInEval(Faults):
             self._pending.set()
 
 
+class _AfterStep(NoHooks):
+    """Calls a function after each step."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+
+    def after_step(self, boundary: Boundary) -> None:
+        self._call()
+
+
 class _Member:
-    """One process's part of a job."""
+    """One process of a job."""
 
     def __init__(self, me: int, store: dist.Store, key: str, job: Job, folder: Path) -> None:
         self._me = me
@@ -209,7 +221,7 @@ class _Member:
         self._sent: list[Report] = []
         self._workload = build_workload(config, _Names(names), torch.device("cpu"))
         plan = WorkPlan.of(config, self._workload)
-        self._loop = TrainLoop(self._workload, config, plan, self._sent.append)
+        self._loop = TrainLoop(TrainState(self._workload, config, plan), self._sent.append)
         self._loop.warm_up()
 
     def run(self) -> Outcome:
@@ -239,11 +251,11 @@ class _Member:
             threading.Thread(target=self._watch, args=(group, f"abort{number}")).start()
         loop = self._loop
         loop.change_pending.clear()
-        loop.after_step[:] = [lambda _: self._notice(generation)]
-        loop.faults = self._faults(generation, group)
+        loop.places.faults = self._faults(generation, group)
         self._notice(generation)
         try:
-            self._ends.append(loop.run(group, loop.wrap(group)))
+            hooks = _AfterStep(lambda: self._notice(generation))
+            self._ends.append(loop.run(group, loop.wrap(group), hooks))
         except CommunicationError:
             assert generation.lost is not None, f"{generation} failed at step {loop.step}"
             self._ends.append("failed")
@@ -256,7 +268,7 @@ class _Member:
             self._catch_up(number)
 
     def _watch(self, group: RankGroup, key: str) -> None:
-        """Abort when some rank has failed, as the coordinator has it done."""
+        """Abort when a rank has failed, in place of the coordinator."""
         while not self._store.check([key]):
             time.sleep(0.01)
         group.abort()
@@ -278,7 +290,7 @@ class _Member:
         present = self._history[number].members
         staying = [m for m in self._history[number + 1].members if m in present]
         if self._history[number].lost is not None:
-            # A rank that was lost may have been a step ahead of some of the others.
+            # A lost rank may have been one step ahead of other ranks.
             self._store.set(f"step{number}-{self._me}", str(self._loop.step))
             staying.sort(key=lambda m: -self._step_of(number, m))
         return staying[0] if staying else present[0]
@@ -298,7 +310,7 @@ class _Member:
     def _save(self, number: int) -> None:
         state = take_state(self._workload.model, self._workload.optimizer, self._workload.extras)
         file = self._folder / f"{self._key}-{number}"
-        torch.save((*state, self._loop.counters()), file)
+        torch.save((*state, self._loop.state.counters()), file)
         self._store.set(f"saved{number}", str(file))
 
     def _catch_up(self, number: int) -> None:
@@ -312,7 +324,7 @@ class _Member:
             tensors,
             self._workload.extras,
         )
-        self._loop.set_counters(counters)
+        self._loop.state.set_counters(counters)
 
 
 class _Names:

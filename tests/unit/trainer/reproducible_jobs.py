@@ -1,4 +1,4 @@
-"""Jobs whose weights must not depend on who trains them; importable by other processes."""
+"""Jobs whose weights must not depend on the ranks; importable by other processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 NUM_SAMPLES, BATCH, SHARDS = 50, 16, 4
-# An epoch's last step has 2 samples: all but one shard are empty.
+# The last step of an epoch has 2 samples: all shards but one are empty.
 STEPS = 6
 
 
@@ -23,7 +23,7 @@ def make_data() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Net(nn.Module):
-    """Dropout, BatchNorm, a layer that no sample touches and one that some do not touch."""
+    """Dropout, BatchNorm, a layer that no sample uses, and one that only some samples use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Deep(nn.Module):
 
 
 class Noisy:
-    """A data set that augments its samples by every kind of chance."""
+    """A data set that augments its samples with all random generators."""
 
     def __len__(self) -> int:
         return NUM_SAMPLES
@@ -96,7 +96,7 @@ def noisy() -> dict[str, Any]:
 
 
 class Matrices(nn.Module):
-    """Parameters of two dimensions only, as some optimizers want them."""
+    """Only two-dimensional parameters, which some optimizers require."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ def matrices() -> dict[str, Any]:
 
 
 class Recomputing(nn.Module):
-    """One layer used twice, whose activations are computed again in the backward pass."""
+    """One layer used twice, whose activations are recomputed in the backward pass."""
 
     def __init__(self, *, use_reentrant: bool) -> None:
         super().__init__()

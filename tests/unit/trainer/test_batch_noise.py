@@ -1,4 +1,4 @@
-"""AdaScale over real ranks: what they measure, what follows from it, and what changes keep."""
+"""AdaScale on real ranks: measured noise, gains, and state across generations."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def gains_of(outcome, lr: float = 0.05) -> list[float]:
 
 
 def plain_gains(num_steps: int, passes: int = 1) -> list[float]:
-    """Written by hand in one process: each rank's own gradient, and the mean of them."""
+    """Plain reference in one process: the gradient of each rank, and their mean."""
     seed_all(0, step=0, rank=0)
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -58,7 +58,7 @@ def plain_gains(num_steps: int, passes: int = 1) -> list[float]:
 
 
 @pytest.mark.parametrize("more", [{}, {"batch": {"per_worker": 8, "aggregation_frequency": 2}}])
-def test_gains_are_those_of_a_loop_written_by_hand(ranks, more):
+def test_gains_equal_those_of_a_plain_loop(ranks, more):
     config = keys(scaling={"rule": "adascale", "ramp": 0}, steps=12, epochs=None, **more)
     history = [Generation(members=(0, 1, 2))]
     outcomes = ranks.train(Job(config=config, names=names, history=history))
@@ -68,7 +68,7 @@ def test_gains_are_those_of_a_loop_written_by_hand(ranks, more):
     assert max(gains_of(outcomes[0])) < WORLD
 
 
-def test_gain_never_exceeds_the_ramp_and_goes_to_newcomers(ranks):
+def test_gain_never_exceeds_the_ramp_and_is_sent_to_new_ranks(ranks):
     config = keys(scaling={"rule": "adascale", "ramp": 6}, epochs=6)
     history = [
         Generation(members=(0,), until=4),
@@ -79,14 +79,14 @@ def test_gain_never_exceeds_the_ramp_and_goes_to_newcomers(ranks):
     outcomes = ranks.train(Job(config=config, names=names, history=history))
     assert len({o.digest for o in outcomes}) == 1
     gains = gains_of(outcomes[0])
-    assert gains[:5] == [1.0] * 5  # alone, and where the ramp begins
+    assert gains[:5] == [1.0] * 5  # a single rank, and the start of the ramp
     ramp = [1 + 2 * since / 6 for since in range(4)]
     assert all(gain <= most + 1e-9 for gain, most in zip(gains[4:8], ramp, strict=True))
     assert max(gains) > 1.0
 
 
 def test_fp16_and_adam_measure_the_same_noise(ranks):
-    """The loss scale is taken out again, and Adam's rate follows the square root."""
+    """The loss scale is divided out, and Adam's rate follows the square root."""
     history = [Generation(members=(0, 1, 2))]
     scaling = {"rule": "adascale", "ramp": 0}
     found = {}

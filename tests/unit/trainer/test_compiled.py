@@ -1,4 +1,4 @@
-"""``compile: true``: compiled in the warm-up with all that training needs, and never later."""
+"""``compile: true``: everything is compiled in the warm-up, and nothing later."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
-    """Put back what compiling changes for the whole process."""
+    """Restore the process-wide settings that compiling changes."""
     threads = inductor_config.compile_threads
     yield
     inductor_config.compile_threads = threads
@@ -57,7 +57,7 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Backend:
 
 
 class Counted(Net):
-    """Counts its calls that are not compiled."""
+    """Counts its eager calls."""
 
     num_eager = 0
 
@@ -75,10 +75,10 @@ def test_everything_is_compiled_in_the_warm_up_and_every_later_call_goes_through
     loop, sent = make_loop(
         names=Names(model=Counted), compile=True, batch={"global": 16, "micro": 5}
     )
-    # One for training and one for evaluating, whatever the size of a batch.
+    # One for training and one for evaluation, for all batch sizes.
     assert backend.num_graphs == 2
     assert len(logs(sent, "info")) == 1
-    assert "the model is compiled, in" in logs(sent, "info")[0]
+    assert "the model was compiled in" in logs(sent, "info")[0]
     backend.calls.clear()
     model = loop.workload.model
     assert model.num_eager == 1  # the first pass, which finds the notebook's own errors
@@ -88,16 +88,16 @@ def test_everything_is_compiled_in_the_warm_up_and_every_later_call_goes_through
     assert (backend.num_graphs, model.num_eager) == (2, 1)
 
 
-def test_compiling_is_undone_to_the_last_bit_and_changes_no_name(backend):
+def test_compiling_is_undone_bit_for_bit_and_changes_no_name(backend):
     loop, _ = make_loop(compile=True)
     plain, _ = make_loop()
     assert digest_of(loop.workload.model) == digest_of(plain.workload.model)
     assert list(loop.workload.model.state_dict()) == list(plain.workload.model.state_dict())
-    assert loop._moving.num_values == plain._moving.num_values > 0
+    assert loop._effects.moving.num_values == plain._effects.moving.num_values > 0
     assert all(p.grad is None for p in loop.workload.model.parameters())
 
 
-def test_compiled_training_computes_what_plain_training_does(backend):
+def test_compiled_training_computes_the_same_as_eager_training(backend):
     losses = []
     for compiles in (True, False):
         names = Names(model=lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)))
@@ -108,25 +108,25 @@ def test_compiled_training_computes_what_plain_training_does(backend):
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_mixed_precision_goes_through_what_was_compiled(backend, precision):
+def test_mixed_precision_uses_the_compiled_model(backend, precision):
     names = Names(model=Counted)
     loop, _ = make_loop(names=names, compile=True, precision=precision, steps=4)
     assert run(loop) == "done"
     assert (backend.num_graphs, loop.workload.model.num_eager) == (2, 1)
 
 
-def test_what_was_not_foreseen_runs_as_it_is_written_and_compiles_nothing(backend):
+def test_unexpected_shape_runs_eagerly_and_compiles_nothing(backend):
     names = Names(model=Counted)
     loop, _ = make_loop(names=names, compile=True, batch={"global": 7}, steps=8)
     before = backend.num_graphs
     model = loop.workload.model
     with torch.no_grad():
         model.eval()
-        model(torch.randn(1, 4))  # single samples are a shape of their own
+        model(torch.randn(1, 4))  # single samples are compiled separately
     assert (backend.num_graphs, model.num_eager) == (before, 2)
 
 
-def test_model_that_cannot_be_compiled_trains_as_it_is_with_a_warning(monkeypatch):
+def test_model_that_cannot_be_compiled_trains_in_eager_mode_with_a_warning(monkeypatch):
     def refuse(graph: Any, inputs: Any) -> Any:
         raise OSError("no space left\nfor anything")
 
@@ -135,7 +135,7 @@ def test_model_that_cannot_be_compiled_trains_as_it_is_with_a_warning(monkeypatc
     loop, sent = make_loop(names=names, compile=True)
     [told] = logs(sent, "warning")
     assert told.startswith(
-        "compile: true: the model trains uncompiled, because BackendCompilerFail"
+        "compile: true: the model trains in eager mode, because BackendCompilerFail"
     )
     assert "no space left" in told
     assert "\n" not in told
@@ -146,7 +146,7 @@ def test_model_that_cannot_be_compiled_trains_as_it_is_with_a_warning(monkeypatc
     assert digest_of(loop.workload.model) == digest_of(plain.workload.model)
 
 
-def test_notebooks_own_error_is_not_taken_for_the_compilers(backend):
+def test_error_of_the_notebook_is_not_mistaken_for_one_of_the_compiler(backend):
     class Wrong(Net):
         def forward(self, x):
             raise ValueError("the layers do not fit")
@@ -156,7 +156,7 @@ def test_notebooks_own_error_is_not_taken_for_the_compilers(backend):
     assert backend.num_graphs == 0
 
 
-def test_micro_auto_tries_what_is_compiled(backend):
+def test_micro_auto_uses_the_compiled_model(backend):
     def loss(output, target):
         if len(target) > 5:
             raise torch.OutOfMemoryError("no memory")
@@ -170,8 +170,8 @@ def test_micro_auto_tries_what_is_compiled(backend):
     assert (backend.num_graphs, loop.workload.model.num_eager) == (2, 1)
 
 
-def test_second_batch_shows_which_other_dimensions_vary(backend):
-    """Texts of other lengths: collate pads each batch to its longest."""
+def test_second_batch_makes_other_varying_dimensions_dynamic(backend):
+    """Texts of different lengths: collate pads each batch to its longest."""
     texts = [(torch.ones(3 + i, 4), i % 3) for i in range(50)]
 
     def pad(samples):
@@ -197,10 +197,10 @@ def test_second_batch_shows_which_other_dimensions_vary(backend):
     assert (backend.num_graphs, loop.workload.model.num_eager) == (graphs, 1)
 
 
-def test_thread_gives_signs_of_life_while_it_is_compiled(monkeypatch):
+def test_thread_sends_heartbeats_during_a_compilation(monkeypatch):
     monkeypatch.setattr(compiled, "BEAT_S", 0.01)
     beats = threading.Semaphore(0)
-    with compiled.signs_of_life(beats.release):
+    with compiled.heartbeats(beats.release):
         for _ in range(3):
             assert beats.acquire(timeout=30)
     assert "etrain-compile" not in {t.name for t in threading.enumerate()}
@@ -218,15 +218,15 @@ def test_inductor_compiles_and_trains_to_nearly_the_same_loss():
         assert run(loop) == "done"
         ends.append([m["loss"] for m in sent if isinstance(m, dict)])
     assert ends[0] == pytest.approx(ends[1], rel=1e-4)
-    # No pool of compilers that would outlive a killed trainer; there would be one with a GPU.
+    # No pool of compiler processes, which would outlive a killed trainer.
     assert inductor_config.compile_threads == 1
     assert set(psutil.Process().children(recursive=True)) == children
 
 
-def test_without_a_compiler_inductor_gives_up_and_the_job_trains(monkeypatch, tmp_path):
+def test_job_trains_if_inductor_has_no_compiler(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(inductor_config.cpp, "cxx", ("no-such-compiler",))
     loop, sent = make_loop(compile=True, steps=2)
     [told] = logs(sent, "warning")
-    assert "the model trains uncompiled, because" in told
+    assert "the model trains in eager mode, because" in told
     assert run(loop) == "done"

@@ -1,4 +1,4 @@
-"""Compressed gradients: ranks agree, the result is near the whole one, a lost rank is survived."""
+"""Compressed gradients: ranks agree, results are close, and a lost rank is survived."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ def distance(one, other) -> float:
 @pytest.mark.parametrize(
     ("compression", "near"), [("bf16", 5e-2), ("fp16", 5e-3), ("powersgd", 0.5)]
 )
-def test_compressed_job_survives_changes_and_stays_near_the_whole_one(ranks, compression, near):
+def test_compressed_job_survives_changes_and_stays_near_the_uncompressed_one(
+    ranks, compression, near
+):
     [whole, *_] = train(ranks, "none")
     outcomes = train(ranks, compression)
     assert len({o.digest for o in outcomes}) == 1

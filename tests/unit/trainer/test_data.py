@@ -1,4 +1,4 @@
-"""Batches by index, whatever the data set is."""
+"""Batches by index from all kinds of data sets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Y = torch.arange(6)
 
 
 class Augmented:
-    """Draws from all generators that a data set may use without knowing of any other."""
+    """Draws from all global generators."""
 
     def __len__(self):
         return 5
@@ -66,11 +66,11 @@ def test_items_are_collated():
     assert target.tolist() == [9, 4]
 
 
-def test_samples_that_do_not_fit_together_are_named():
+def test_samples_that_cannot_be_collated_are_named():
     ragged = [(torch.zeros(2), 0), (torch.zeros(2), 0), (torch.zeros(3), 0)]
     with pytest.raises(RuntimeError) as caught:
         rows(ragged, [1, 2])
-    assert caught.value.__notes__ == ["while joining samples [1, 2] to a batch"]
+    assert caught.value.__notes__ == ["while collating samples [1, 2] into a batch"]
 
 
 def test_items_come_in_the_same_order_from_loader_processes():
@@ -79,7 +79,7 @@ def test_items_come_in_the_same_order_from_loader_processes():
     )
     try:
         assert [batch for _, batch in source.batches([Share([1, 2]), Share([3])])] == [[1, 4], [9]]
-        # The next generation starts afresh, whatever was loaded ahead.
+        # The next generation starts again; samples loaded ahead are dropped.
         next(iter(source.batches([Share([0]), Share([1]), Share([2])])))
         [(indices, batch)] = source.batches([Share([4])])
         assert (indices.tolist(), batch) == ([4], [16])
@@ -95,7 +95,7 @@ def drawn(*shares, num_workers=0):
         source.close()
 
 
-def test_chance_of_a_share_depends_on_its_seed_and_not_on_who_fetches_it():
+def test_random_numbers_of_a_share_depend_on_its_seed_alone():
     shares = [Share([1, 2], seed=5), Share([3], seed=6), Share([1, 2], seed=5)]
     here = drawn(*shares)
     assert here[0] == here[2]
@@ -104,7 +104,7 @@ def test_chance_of_a_share_depends_on_its_seed_and_not_on_who_fetches_it():
     assert drawn(*shares, num_workers=1) == here
 
 
-def test_fetching_leaves_the_generators_as_they_are():
+def test_fetching_does_not_change_the_state_of_the_generators():
     expected = [torch.rand(1).item() for _ in range(2) if torch.manual_seed(3)]
     torch.manual_seed(3)
     np.random.seed(3)
@@ -117,7 +117,7 @@ def test_fetching_leaves_the_generators_as_they_are():
     assert after == (float(np.random.rand()), random.random())
 
 
-def test_list_of_samples_is_no_pair_of_columns():
+def test_list_of_samples_is_not_a_pair_of_columns():
     data = [(torch.tensor([1.0]), 0), (torch.tensor([2.0]), 1)]
     inputs, target = rows(data, [1])
     assert inputs.tolist() == [[2.0]]

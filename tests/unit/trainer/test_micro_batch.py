@@ -1,4 +1,4 @@
-"""``batch.micro: auto``: a bounded search that survives a lack of memory, and is undone."""
+"""``batch.micro: auto``: a bounded search that survives out-of-memory errors and is undone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from etrain_jupyter.config.schema import BatchConfig, TrainConfig
 from etrain_jupyter.rules.samples.ledger import checksum_of, epoch_order
 from etrain_jupyter.trainer import warm_up
 from etrain_jupyter.trainer.group.process_group import CommunicationError
-from etrain_jupyter.trainer.loop.schedule import WorkPlan
 from etrain_jupyter.trainer.loop.train_loop import TrainLoop
 from etrain_jupyter.trainer.micro_batch import (
     NUM_REFINEMENTS,
@@ -29,7 +28,9 @@ from etrain_jupyter.trainer.micro_batch import (
     largest_pass,
 )
 from etrain_jupyter.trainer.references import WorkloadError
+from etrain_jupyter.trainer.schedule import WorkPlan
 from etrain_jupyter.trainer.state.capture import digest_of
+from etrain_jupyter.trainer.state.train_state import TrainState
 from etrain_jupyter.trainer.workload import build_workload
 from etrain_jupyter.wire import messages
 from tests.unit.trainer.loop.test_train_loop import (
@@ -50,7 +51,7 @@ CPU_MESSAGE = (
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 7, 32, 100, 4096])
-def test_search_finds_nearly_the_largest_size_in_few_tries(most: int) -> None:
+def test_search_finds_nearly_the_largest_size_in_few_trials(most: int) -> None:
     for limit in [*range(1, min(most, 70) + 1), most]:
         tries: list[int] = []
         found = largest_fit(
@@ -61,7 +62,7 @@ def test_search_finds_nearly_the_largest_size_in_few_tries(most: int) -> None:
         assert len(set(tries)) == len(tries)
 
 
-def test_search_stops_at_once_where_everything_fits_and_says_if_nothing_does() -> None:
+def test_search_stops_at_once_if_everything_fits_and_reports_if_nothing_does() -> None:
     assert largest_fit(lambda n: n <= 32, 32) == 32
     assert largest_fit(lambda n: False, 32) == 0
 
@@ -79,7 +80,7 @@ def test_search_stops_at_once_where_everything_fits_and_says_if_nothing_does() -
         (ValueError(CPU_MESSAGE), False),
     ],
 )
-def test_only_what_torch_says_of_memory_counts_as_a_lack_of_it(exc, is_memory) -> None:
+def test_only_memory_errors_of_torch_count_as_out_of_memory(exc, is_memory) -> None:
     assert is_out_of_memory(exc) is is_memory
 
 
@@ -93,7 +94,7 @@ def test_only_what_torch_says_of_memory_counts_as_a_lack_of_it(exc, is_memory) -
         ({"global": 5, "aggregation_frequency": 4}, 1000, 3),  # no pass of a single sample
     ],
 )
-def test_largest_pass_is_that_of_a_rank_that_is_alone(batch, num_samples, largest) -> None:
+def test_largest_pass_is_that_of_a_single_rank(batch, num_samples, largest) -> None:
     assert largest_pass(BatchConfig.model_validate(batch), num_samples) == largest
 
 
@@ -106,24 +107,24 @@ def test_largest_pass_is_that_of_a_rank_that_is_alone(batch, num_samples, larges
         (lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True), 3),
     ],
 )
-def test_room_is_kept_for_the_state_that_this_optimizer_will_have(make, num_state) -> None:
+def test_memory_is_reserved_for_the_future_state_of_the_optimizer(make, num_state) -> None:
     model = nn.Linear(100, 50)
     optimizer = make(model.parameters())
     before = digest_of(model)
     reserve = Reserve(optimizer, CPU)
     size = 4 * sum(p.numel() for p in model.parameters())
-    assert reserve.num_bytes == (num_state + 1) * size  # and the gradients that are sent
+    assert reserve.num_bytes == (num_state + 1) * size  # and the gradients to send
     assert digest_of(model) == before
     assert not optimizer.state
     assert all(p.grad is None for p in model.parameters())
-    # It is what a real step leaves behind.
+    # The same as after a real step.
     model(torch.randn(3, 100)).sum().backward()
     optimizer.step()
     kept = [v for s in optimizer.state.values() for v in s.values() if v is not None and v.ndim]
     assert 4 * sum(v.numel() for v in kept) == num_state * size
 
 
-def test_optimizer_that_cannot_be_tried_is_taken_for_adam() -> None:
+def test_optimizer_that_cannot_be_measured_is_assumed_to_be_adam() -> None:
     class Strange(torch.optim.SGD):
         def step(self, closure=None):
             raise KeyError("not set up yet")
@@ -135,12 +136,12 @@ def test_optimizer_that_cannot_be_tried_is_taken_for_adam() -> None:
 
 
 class Limited(Net):
-    """A model for which memory is short above a number of samples; BatchNorm and dropout inside."""
+    """A model that runs out of memory above a number of samples, with BatchNorm and dropout."""
 
     limit = 5
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = super().forward(x)  # BatchNorm has moved already
+        h = super().forward(x)  # BatchNorm has already changed its statistics
         if len(x) > self.limit:
             raise torch.OutOfMemoryError(f"no memory for {len(x)} samples")
         return h
@@ -153,7 +154,7 @@ def limited(limit: int) -> Callable[[], nn.Module]:
     return type("Limited", (Limited,), {"limit": limit})
 
 
-def test_warm_up_finds_what_fits_tells_it_and_undoes_all_its_tries() -> None:
+def test_warm_up_finds_the_size_logs_it_and_undoes_all_trials() -> None:
     loop, sent = make_loop(names=Names(model=limited(5)), batch=AUTO)
     assert loop.micro.size == 5
     [told] = [m for m in sent if isinstance(m, messages.TextLogged)]
@@ -165,7 +166,7 @@ def test_warm_up_finds_what_fits_tells_it_and_undoes_all_its_tries() -> None:
     assert digest_of(loop.workload.model) == digest_of(untouched.workload.model)
     assert all(p.grad is None for p in loop.workload.model.parameters())
     assert not loop.workload.optimizer.state
-    assert loop._moving.num_values == untouched._moving.num_values > 0
+    assert loop._effects.moving.num_values == untouched._effects.moving.num_values > 0
 
 
 def test_warm_up_draws_nothing_from_the_generators() -> None:
@@ -175,7 +176,7 @@ def test_warm_up_draws_nothing_from_the_generators() -> None:
     assert before.equal(torch.get_rng_state())
 
 
-def test_failed_tries_keep_no_tensor_alive(monkeypatch) -> None:
+def test_failed_trials_keep_no_tensor_alive(monkeypatch) -> None:
     alive: list[int] = []
     free = warm_up.free_memory
 
@@ -227,7 +228,7 @@ def test_aggregation_frequency_still_makes_at_least_as_many_passes() -> None:
     assert (loop.micro.size, loop.micro.most) == (5, 8)
 
 
-def test_model_of_which_not_one_sample_fits_is_refused_with_the_figures() -> None:
+def test_model_that_does_not_fit_with_one_sample_is_refused_with_the_figures() -> None:
     def loss(output, target):
         raise torch.OutOfMemoryError("no memory for anything")
 
@@ -247,7 +248,7 @@ def test_other_errors_end_the_search() -> None:
         make_loop(names=Names(model=Wrong), batch=AUTO)
 
 
-def test_lack_of_memory_in_a_step_halves_the_size_and_breaks_the_generation() -> None:
+def test_out_of_memory_in_a_step_halves_the_size_and_ends_the_generation() -> None:
     loop, sent = make_loop(names=Names(model=limited(99)), batch=AUTO, steps=3)
     assert loop.micro.size == BATCH
     before = digest_of(loop.workload.model)
@@ -262,8 +263,8 @@ def test_lack_of_memory_in_a_step_halves_the_size_and_breaks_the_generation() ->
         assert all(p.grad is None for p in loop.workload.model.parameters())
     told = [m.text for m in sent if isinstance(m, messages.TextLogged) and m.level == "warning"]
     assert told[-1] == (
-        "rank 0 ran out of memory in step 1: its micro batches go down to 4; a new generation goes "
-        "on from step 0, and nothing is lost"
+        "rank 0 ran out of memory in step 1: its micro-batches are reduced to 4; a new generation "
+        "continues from step 0, and nothing is lost"
     )
     loop.in_step = False
     assert run(loop) == "done"
@@ -273,7 +274,7 @@ def test_lack_of_memory_in_a_step_halves_the_size_and_breaks_the_generation() ->
     assert [r["sample_checksum"] for r in records] == due
 
 
-def test_size_of_one_cannot_give_way_and_neither_can_a_number_of_the_cell() -> None:
+def test_size_of_one_cannot_shrink_and_neither_can_a_fixed_size() -> None:
     exc = torch.OutOfMemoryError("no memory")
     one = MicroBatch(BatchConfig.model_validate({"micro": "auto"}), most=1)
     assert not one.give_way(exc)
@@ -285,7 +286,7 @@ def test_size_of_one_cannot_give_way_and_neither_can_a_number_of_the_cell() -> N
     assert auto.size == 1
 
 
-def test_workload_that_is_built_again_does_not_try_what_gave_way() -> None:
+def test_rebuilt_workload_does_not_retry_a_size_that_was_reduced() -> None:
     batch = BatchConfig.model_validate({"micro": "auto"})
     earlier, later = MicroBatch(batch, most=32), MicroBatch(batch, most=32)
     earlier.give_way(torch.OutOfMemoryError("no memory"))
@@ -320,7 +321,7 @@ REAL = """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="platform: limits address space, as Linux does")
-def test_real_lack_of_memory_on_a_cpu_is_survived() -> None:
+def test_real_out_of_memory_on_a_cpu_is_survived() -> None:
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(REAL)],
         # glibc reserves 64 MB of addresses for each thread, such as that of the digests.
@@ -335,7 +336,7 @@ def test_real_lack_of_memory_on_a_cpu_is_survived() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_real_lack_of_memory_on_a_gpu_is_survived_and_leaves_nothing_behind() -> None:
+def test_real_out_of_memory_on_a_gpu_is_survived_and_leaves_nothing_behind() -> None:
     class Hungry(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -356,11 +357,12 @@ def test_real_lack_of_memory_on_a_gpu_is_survived_and_leaves_nothing_behind() ->
     }
     config = TrainConfig.model_validate(keys)
     workload = build_workload(config, Names(model=Hungry), device)
-    loop = TrainLoop(workload, config, WorkPlan.of(config, workload), lambda _: None)
+    state = TrainState(workload, config, WorkPlan.of(config, workload))
+    loop = TrainLoop(state, lambda _: None)
     before = torch.cuda.memory_allocated(device)
     loop.warm_up()
     assert loop.micro.size is not None
     assert 1 <= loop.micro.size < 16
-    # cuBLAS keeps some room for itself; the smallest try took gigabytes.
+    # cuBLAS keeps a workspace; the smallest trial took gigabytes.
     assert torch.cuda.memory_allocated(device) - before < 256 << 20
     assert run(loop) == "done"

@@ -1,4 +1,4 @@
-"""Optimizers by name: what they update, which parameters they decay, and what is refused."""
+"""Optimizers by name: their updates, weight decay, and invalid options."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_lars_is_that_of_the_paper():
         gradients(model, step)
         for w, p, buffer in zip(expected, model.parameters(), buffers, strict=True):
             g = p.grad.clone()
-            if w.ndim > 1:  # as published, biases and norms are neither decayed nor scaled
+            if w.ndim > 1:  # in the paper, biases and norms are neither decayed nor scaled
                 trust = 1e-3 * w.norm() / (g.norm() + 0.01 * w.norm())
                 g = trust * (g + 0.01 * w)
             buffer.mul_(0.9).add_(g)
@@ -86,8 +86,8 @@ def test_name_that_this_torch_does_not_have_is_refused(monkeypatch):
         optimizer_of(make_model(), name="Muon")
 
 
-def test_muon_names_the_parameters_that_are_no_matrices():
-    with pytest.raises(WorkloadError, match=r"4 of 6 parameters are none: 0.bias \(3,\), 1"):
+def test_muon_names_the_parameters_that_are_not_matrices():
+    with pytest.raises(WorkloadError, match=r"4 of 6 parameters are not: 0.bias \(3,\), 1"):
         optimizer_of(make_model(), name="Muon")
 
 
@@ -101,7 +101,7 @@ def test_muon_trains_matrices():
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "LAMB"])
-def test_no_decay_keeps_biases_and_norms_as_they_are(name):
+def test_no_decay_excludes_biases_and_norms(name):
     model = make_model()
     nn.init.ones_(model[0].bias)
     options = {"lr": 0.1, "weight_decay": 0.5}

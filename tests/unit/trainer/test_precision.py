@@ -1,4 +1,4 @@
-"""bf16 and fp16 train what a careful person's own loop trains, and skip an overflow."""
+"""bf16 and fp16 train like a plain loop, and skip an overflow."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_loop_equals_the_plain_one_of_torchs_manual_bit_for_bit(name, clip):
     assert_same_weights(loop.workload.model, plain.model)
 
 
-def test_overflow_skips_the_step_halves_the_scale_and_is_told():
+def test_overflow_skips_the_step_halves_the_scale_and_is_logged():
     loop, sent = make_loop(precision="fp16", names=Names(loss=steep_loss))
     run_loop(loop)
     plain = train_plainly(replace(PLAIN, precision="fp16", loss=steep_loss))
@@ -46,7 +46,9 @@ def test_overflow_skips_the_step_halves_the_scale_and_is_told():
     assert_same_weights(loop.workload.model, plain.model)
     steps = [m for m in sent if isinstance(m, dict)]
     assert [r["step"] for r in steps if r["skipped"]] == skipped
-    assert len(steps) == loop.plan.total_steps  # their samples count as trained
+    assert (
+        len(steps) == loop.state.plan.total_steps
+    )  # the samples of skipped steps count as trained
     told = [m.text for m in sent if isinstance(m, messages.TextLogged)]
     assert len(told) == len(skipped)
     assert told[0].startswith(f"step {skipped[0]}: gradients overflowed in fp16")
@@ -68,13 +70,13 @@ def test_memory_that_runs_out_in_an_update_does_not_break_the_next_step_of_fp16(
     monkeypatch.setattr(optimizer, "step", run_out)
     with pytest.raises(CommunicationError, match="out of memory"):
         run_loop(loop)
-    loop.update.is_torn = loop.in_step = False  # nothing was written yet
+    loop.update.is_torn = loop.in_step = False  # no weight was updated yet
     assert run_loop(loop) == "done"
     assert loop.step == 4
     assert loop.workload.precision.loss_scale == 65536.0
 
 
-def test_scale_goes_where_the_weights_go():
+def test_loss_scale_is_part_of_the_state():
     first, second = Precision("fp16"), Precision("fp16")
     state = first.extras["scaler"].state_dict()
     second.extras["scaler"].load_state_dict({**state, "scale": 8.0})
@@ -90,7 +92,7 @@ def test_fp32_changes_nothing():
 
 
 class WithoutHalf(Net):
-    """What torch says where a device has no kernel for half precision."""
+    """Error of torch on a device without a kernel for half precision."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if torch.is_autocast_enabled("cpu"):
@@ -109,12 +111,12 @@ class WithoutHalfBackwards(Net):
 
 
 @pytest.mark.parametrize("model", [WithoutHalf, WithoutHalfBackwards])
-def test_device_that_cannot_compute_in_fp16_is_told_before_training(model):
+def test_device_without_fp16_is_reported_before_training(model):
     with pytest.raises(WorkloadError, match=r"fp16.* cpu .*for 'Half'.*write precision: bf16"):
         make_loop(precision="fp16", names=Names(model=model))
 
 
-def test_error_of_the_notebooks_code_stays_what_it_is():
+def test_error_of_the_notebook_is_not_changed():
     def broken(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("something else")
 

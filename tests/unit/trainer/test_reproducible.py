@@ -1,7 +1,7 @@
-"""``reproducible``: the same bits for every number of ranks and every history, and the right ones.
+"""``reproducible``: the same correct bits for any number of ranks and any history.
 
-The jobs run in real processes over gloo. What is compared are digests of weights and the records
-of every step and evaluation, losses included.
+The jobs run in real processes over gloo. The tests compare digests of the weights, and the records
+of every step and evaluation, including losses.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def train(ranks: RankProcesses, history, names=plain, **more) -> list[Outcome]:
 
 def assert_same(outcomes: list[Outcome], expected: Outcome) -> None:
     assert {o.digest for o in outcomes} == {expected.digest}
-    # A rank that came later has fewer records; those that it has are the same to the last bit.
+    # A rank that joined later has fewer records, and these are the same bit for bit.
     for op in ("step", "eval"):
         due = expected.records(op)
         for outcome in outcomes:
@@ -101,7 +101,7 @@ def test_every_optimizer_gives_the_same_weights_on_any_number_of_ranks(ranks, op
 )
 def test_every_kind_of_job_gives_the_same_weights_on_any_number_of_ranks(ranks, names, more):
     if more.get("reproducible") == {"shards": 16}:
-        names = deep  # no BatchNorm, which refuses a single sample
+        names = deep  # without BatchNorm, which refuses a single sample
     [expected] = train(ranks, ALONE, names, **more)
     for name in ("2 ranks", "3 ranks", "losses"):
         assert_same(train(ranks, HISTORIES[name], names, **more), expected)
@@ -115,7 +115,7 @@ def test_seed_and_number_of_shards_do_change_the_weights(ranks):
     assert len(digests) == 4
 
 
-def test_weights_are_those_of_a_loop_written_by_hand(ranks):
+def test_weights_equal_those_of_a_plain_loop(ranks):
     [outcome] = train(ranks, ALONE)
     job = PlainJob(
         model=Net, data=make_data(), batch_size=BATCH, num_steps=STEPS, num_shards=SHARDS
@@ -125,7 +125,7 @@ def test_weights_are_those_of_a_loop_written_by_hand(ranks):
     assert [r["loss"] for r in outcome.records("step")] == by_hand.losses
 
 
-def test_the_loop_by_hand_adds_in_the_order_of_the_tree():
+def test_plain_loop_adds_in_the_order_of_the_tree():
     values = list(torch.randn(4, 100, generator=torch.Generator().manual_seed(0)))
     by_hand = add_up(values, 4)
     merge(values, shard_merges(Subtree(0, 4)))
@@ -139,7 +139,7 @@ def test_second_gradient_after_the_first_was_sent_is_refused(ranks):
         train(ranks, HISTORIES["2 ranks"], recomputing_in_pieces)
 
 
-def test_layer_that_no_shard_touches_is_left_alone(ranks):
+def test_layer_that_no_shard_touches_is_not_updated(ranks):
     seed_all(0, step=0, rank=0)
     start = Net()
     decay = {"name": "AdamW", "lr": 0.01, "weight_decay": 0.5}
@@ -150,20 +150,20 @@ def test_layer_that_no_shard_touches_is_left_alone(ranks):
 
 
 @pytest.mark.parametrize("reproducible", [{"shards": SHARDS}, False])
-def test_change_in_the_middle_of_an_evaluation_ends_it_on_all_ranks(ranks, reproducible):
-    # 50 samples in batches of 4 over 3 ranks: not all of them have as many batches.
+def test_change_in_the_middle_of_an_evaluation_interrupts_it_on_all_ranks(ranks, reproducible):
+    # 50 samples in batches of 4 on 3 ranks: the ranks have different numbers of batches.
     config = {"steps": 4, "batch": {"global": BATCH, "micro": 4}, "reproducible": reproducible}
     history = [Generation(members=(0, 1, 2), told_in_eval=2), Generation(members=(1, 0))]
     outcomes = train(ranks, history, **config)
     assert [o.ends for o in outcomes] == [["planned", "done"]] * 2
-    # What was cut short is done again in full.
+    # The interrupted evaluation is repeated in full.
     [record] = outcomes[1].records("eval") + outcomes[0].records("eval")
     assert record["samples"] == NUM_SAMPLES
     if reproducible:
         assert [record] == train(ranks, ALONE, **config)[0].records("eval")
 
 
-def test_ranks_whose_weights_differ_are_seen_in_the_next_step(ranks):
+def test_ranks_with_different_weights_are_detected_in_the_next_step(ranks):
     fault = {"id": 1, "kind": "diverge", "rank": 1, "step": 3, "at": "commit"}
     for more in ({}, {"reproducible": False}):
         config, history = keys(**more), HISTORIES["3 ranks"]
@@ -174,7 +174,7 @@ def test_ranks_whose_weights_differ_are_seen_in_the_next_step(ranks):
 
 
 def test_default_mode_shows_the_order_of_its_additions(ranks):
-    """Control arm: the same jobs can tell one number of ranks from another."""
+    """Control: without ``reproducible``, the results depend on the number of ranks."""
     config = {"reproducible": False, "batch": {"global": BATCH, "micro": 4}}
     [alone] = train(ranks, ALONE, matrices, **config)
     outcomes = train(ranks, HISTORIES["4 ranks"], matrices, **config)

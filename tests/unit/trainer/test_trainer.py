@@ -1,4 +1,4 @@
-"""What a rank reports of its own failures."""
+"""Reports of a rank's failures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from etrain_jupyter.trainer.state import transfer
 from etrain_jupyter.trainer.state.background_digest import BackgroundDigest
 from etrain_jupyter.trainer.state.capture import take_state
 from etrain_jupyter.trainer.state.checkpointer import Checkpointer
-from etrain_jupyter.trainer.state.running_buffers import MovingBuffers
+from etrain_jupyter.trainer.state.running_buffers import RunningBuffers
 from etrain_jupyter.trainer.state.transfer import send_state
 from etrain_jupyter.trainer.trainer import DISCONNECTED, Failure, failure_of
 from etrain_jupyter.wire import messages as m
@@ -40,7 +40,7 @@ def test_report_of_an_abort_has_no_error_since_another_rank_has_it():
 
 
 @pytest.mark.parametrize("why", [OUT_OF_MEMORY, DISCONNECTED])
-def test_report_excuses_what_says_nothing_about_the_connections(why):
+def test_report_excuses_errors_that_are_unrelated_to_connections(why):
     group = group_of_two()
     group.abort(why)
     assert failure_of(group, RuntimeError(why)) == Failure(error=why, is_excused=True)
@@ -54,15 +54,15 @@ def test_report_has_the_error_of_a_collective_that_torch_started_by_itself(text,
     assert failure_of(group_of_two(), RuntimeError(text)) == Failure(error=text, backend=backend)
 
 
-def test_text_of_a_report_is_bounded_and_can_be_sent():
+def test_text_of_a_report_is_bounded_and_valid_utf_8():
     text = text_of(RuntimeError(f"bad file \udce9 {'x' * 10_000}"))
     assert len(text) == MOST_TEXT
     [message] = FrameDecoder().feed(frame(m.TextLogged(level="error", text=text)))
     assert message["text"].startswith("bad file \\udce9 xxx")
 
 
-# Review G4: the first synchronization after a failing kernel is in our files, and so every CUDA
-# error of the notebook's code was taken for a defect of ours: "trainer exited with code 1".
+# Review G4: the first synchronization after a failing kernel is in our files, so every CUDA error
+# of the notebook's code was mistaken for our defect: "trainer exited with code 1".
 
 ASSERT = (
     "CUDA error: device-side assert triggered\n"
@@ -85,14 +85,14 @@ def rigs(tmp_path):
 
 
 class Gpu:
-    """Stands for a device: once broken, every call that would reach it fails."""
+    """Fake device: once broken, every call that would use it fails."""
 
     def __init__(self, monkeypatch, text: str = ASSERT) -> None:
         self.is_broken = False
         self._text = text
         places = [(step_header, "stack_means"), (trainer, "take_state"), (Checkpointer, "save_now")]
-        places += [(BackgroundDigest, "begin"), (MovingBuffers, "put_back")]
-        places += [(MovingBuffers, "moved_since")]
+        places += [(BackgroundDigest, "begin"), (RunningBuffers, "put_back")]
+        places += [(RunningBuffers, "moved_since")]
         self.calls: list[str] = []
         for owner, name in places:
             monkeypatch.setattr(owner, name, self._guard(name, getattr(owner, name)))
@@ -161,7 +161,7 @@ def test_error_of_the_machines_gpu_ends_the_trainer_alone(rigs, monkeypatch):
 
 
 def newest_state(rig: TrainerRig, *, step: int):
-    """What rank 0 sends: the state of a model like the trainer's, at some step."""
+    """Return the state that rank 0 sends: of a model like the trainer's, at some step."""
     torch.manual_seed(5)
     loop = rig.trainer._loop
     model = torch.nn.Module()
@@ -170,12 +170,12 @@ def newest_state(rig: TrainerRig, *, step: int):
     model.layer(torch.ones(2, 4)).sum().backward()
     optimizer.step()
     header, tensors = take_state(model, optimizer)
-    counters = {**loop.counters(), "step": step, "position": 8 * step}
+    counters = {**loop.state.counters(), "step": step, "position": 8 * step}
     return {"counters": counters, "records": [], **header}, tensors
 
 
 def run_out_in(monkeypatch, *, times: int) -> list[str]:
-    """Let so many allocations of the state fail; return what was asked for."""
+    """Make the first allocations of the state fail; return the requested names."""
     real, asked = transfer.new_tensor, []
 
     def new_tensor(entry, device):
@@ -189,7 +189,7 @@ def run_out_in(monkeypatch, *, times: int) -> list[str]:
 
 
 def join(rig: TrainerRig, generation: int, *, step: int, is_sent: bool = True):
-    """Let the trainer join as rank 1 and receive; return its next report."""
+    """Make the trainer join as rank 1 and receive; return its next report."""
     with rig.peers(generation, 2, behind=(1,), logged_step=step) as [sender]:
         with contextlib.suppress(CommunicationError):
             if is_sent:
@@ -199,7 +199,7 @@ def join(rig: TrainerRig, generation: int, *, step: int, is_sent: bool = True):
         return rig.wait_for(m.GenerationJoined, m.GenerationLeft, m.UserCodeFailed, m.TextLogged)
 
 
-def test_newcomer_without_memory_is_sent_the_state_again_and_its_process_ends_at_the_second_time(
+def test_new_rank_without_memory_receives_the_state_again_and_exits_the_second_time(
     rigs, monkeypatch
 ):
     run_out_in(monkeypatch, times=2)
@@ -216,7 +216,7 @@ def test_newcomer_without_memory_is_sent_the_state_again_and_its_process_ends_at
     assert isinstance(rig.crash, torch.OutOfMemoryError)
 
 
-def test_survivor_that_is_behind_lets_go_of_its_state_where_memory_runs_out(rigs, monkeypatch):
+def test_survivor_that_is_behind_drops_its_state_if_memory_runs_out(rigs, monkeypatch):
     rig = rigs().start()
     rig.wait_for(m.TrainerHello)
     rig.form(1)
@@ -229,7 +229,7 @@ def test_survivor_that_is_behind_lets_go_of_its_state_where_memory_runs_out(rigs
     assert told.step == 5
 
 
-def test_survivor_that_is_behind_keeps_its_state_until_the_newer_one_is_here(rigs):
+def test_survivor_that_is_behind_keeps_its_state_until_the_new_one_is_complete(rigs):
     rig = rigs().start()
     rig.wait_for(m.TrainerHello)
     rig.form(1)
@@ -242,7 +242,7 @@ def test_survivor_that_is_behind_keeps_its_state_until_the_newer_one_is_here(rig
 
 
 @pytest.mark.parametrize(("world_size", "keep"), [(2, True), (3, False)])
-def test_older_state_is_kept_only_where_nobody_else_holds_the_newest(
+def test_older_state_is_kept_only_if_no_other_rank_has_the_newest(
     rigs, monkeypatch, world_size, keep
 ):
     rig = rigs().start()
@@ -261,9 +261,7 @@ def test_older_state_is_kept_only_where_nobody_else_holds_the_newest(
     assert asked == [keep]
 
 
-def test_holder_of_the_newest_state_keeps_it_where_memory_runs_out_while_it_forms(
-    rigs, monkeypatch
-):
+def test_rank_with_the_newest_state_keeps_it_if_memory_runs_out_while_it_forms(rigs, monkeypatch):
     rig = rigs().start()
     rig.wait_for(m.TrainerHello)
     rig.form(1)

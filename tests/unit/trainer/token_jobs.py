@@ -1,4 +1,4 @@
-"""Jobs whose samples have uneven numbers of tokens, some none; importable by other processes."""
+"""Jobs whose samples have different numbers of tokens, or none; importable by other processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BATCH, STEPS = 8, 4
 
 
 def make_tokens() -> dict[str, torch.Tensor]:
-    """Return dict columns: every third sample is nearly empty, two have no token at all."""
+    """Return dict columns: every third sample is nearly empty, and two have no tokens."""
     generator = torch.Generator().manual_seed(11)
     ids = torch.randint(0, WORDS, (NUM_SAMPLES, LENGTH), generator=generator)
     labels = (ids * 3 + 1) % WORDS
@@ -32,14 +32,14 @@ def make_tokens() -> dict[str, torch.Tensor]:
 
 @dataclass
 class Output:
-    """What a Hugging Face model returns."""
+    """Output of a Hugging Face model."""
 
     loss: torch.Tensor | None
     logits: torch.Tensor
 
 
 class Tagger(nn.Module):
-    """A model that computes its own loss if it is given labels: the mean over the tokens."""
+    """A model that computes its own loss if it gets labels: the mean over the tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,8 +52,8 @@ class Tagger(nn.Module):
 
 
 def token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return the mean over the tokens; without any, it and its gradients are NaN."""
-    # Not ignore_index, whose backward pass writes zeros whatever comes.
+    """Return the mean over the tokens; without tokens, it and its gradients are NaN."""
+    # Not ignore_index, whose backward pass always writes zeros.
     classes = labels.flatten().clamp(min=0)
     losses = F.cross_entropy(logits.flatten(0, 1), classes, reduction="none")
     counts = (labels.flatten() != IGNORED).float()
@@ -61,7 +61,7 @@ def token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def by_hand(num_steps: int = STEPS) -> tuple[torch.nn.Module, list[dict[str, float]]]:
-    """The plain loop of one process: the model's own mean over the tokens of a whole batch."""
+    """Plain loop in one process: the model's own mean over the tokens of a whole batch."""
     seed_all(0, step=0, rank=0)
     model, data, told = Tagger(), make_tokens(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -101,7 +101,7 @@ def token_accuracy(output: Output, target: torch.Tensor) -> torch.Tensor:
 
 
 def empty_share(output: Output, target: torch.Tensor) -> torch.Tensor:
-    """Return one value a sample."""
+    """Return one value per sample."""
     return (target == IGNORED).float().mean(dim=1)
 
 
@@ -117,7 +117,7 @@ def tagging() -> dict[str, Any]:
 
 
 def train_step(model: Any, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Use the model in several ways that a wrapper around it would not allow."""
+    """Use the model in ways that a wrapper around it would not allow."""
     logits = model.head(model.embed(batch["input_ids"]))
     again = model(batch["input_ids"], batch["labels"])
     return {
@@ -128,7 +128,7 @@ def train_step(model: Any, batch: dict[str, torch.Tensor]) -> dict[str, torch.Te
 
 
 class Opaque(Tagger):
-    """Has a layer that nothing touches, and an output that only we know how to look into."""
+    """Has an unused layer, and an output of a type that DDP cannot traverse."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ def stepping() -> dict[str, Any]:
 
 
 def keys(**more: Any) -> dict[str, Any]:
-    """Return a job's configuration; it has no ``loss``."""
+    """Return a job's config without ``loss``."""
     return {
         "model": "Tagger",
         "data": {"train": "d", "eval": "d"},

@@ -1,4 +1,4 @@
-"""A whole trainer in this process: its orders are typed in, what it says is read."""
+"""A complete trainer in this process, controlled by messages."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ data = (torch.randn(32, 4), torch.randint(0, 3, (32,)))
 
 
 class ScriptedChannel(Channel):
-    """The trainer's end, which does not end the process when it is closed."""
+    """The trainer's end of the channel; closing it does not end the process."""
 
     def messages(self):
         yield from super().messages()
@@ -53,12 +53,12 @@ class ScriptedChannel(Channel):
 
 
 class TrainerRig:
-    """One trainer, its orders and its reports.
+    """One trainer with its messages.
 
     Args:
-        folder: Where its checkpoints go.
+        folder: Folder for its checkpoints.
         cell: The notebook's cell; defines ``Net``, ``loss`` and ``data``.
-        keys: Of the ``%%etrain`` cell, besides the usual ones.
+        keys: Additional keys of the ``%%etrain`` cell.
     """
 
     def __init__(self, folder: Path, cell: str = CELL, **keys: Any) -> None:
@@ -90,7 +90,7 @@ class TrainerRig:
         self.trainer = Trainer(ScriptedChannel(its), launch)
         self.crash: BaseException | None = None
         self.stores: list[BroadcastStore] = []
-        """Those of the ranks beside it, in the generation that is being formed."""
+        """Stores of the other ranks in the generation that is being formed."""
         threading.Thread(target=self._listen, daemon=True).start()
         self._main = threading.Thread(target=self._run, daemon=True)
 
@@ -118,7 +118,7 @@ class TrainerRig:
         self._socket.sendall(frame(message))
 
     def form(self, generation: int = 1, **values: Any) -> None:
-        """Tell it to form a generation; alone unless ``values`` say otherwise."""
+        """Send a form message; by default for a single rank."""
         usual = {"rank": 0, "world_size": 1, "behind": (), "restore": False, "logged_step": 0}
         more = {"backend": "gloo", "log_end": 0}
         self.send(m.JoinGeneration(generation=generation, **{**usual, **more, **values}))
@@ -127,7 +127,7 @@ class TrainerRig:
     def peers(
         self, generation: int, world_size: int, *, rank: int = 1, **values: Any
     ) -> Iterator[list[RankGroup]]:
-        """Tell the trainer to form as ``rank``; yield the groups of all others, connected."""
+        """Make the trainer form as ``rank``; yield the connected groups of the other ranks."""
 
         def publish(key: str, value: bytes) -> None:
             self.send(m.StoreEntry(generation=generation, key=key, value=value))
@@ -156,7 +156,7 @@ class TrainerRig:
                 group.close()
 
     def wait_for(self, *kinds: type[m.Message]) -> Any:
-        """Return its next message of these kinds."""
+        """Return the next message of these kinds."""
         while not isinstance(message := self.said.get(timeout=30), kinds):
             pass
         return message
@@ -172,9 +172,9 @@ class TrainerRig:
         deadline = time.monotonic() + 10
         while self._is_working() and time.monotonic() < deadline:
             time.sleep(0.01)
-        # A busy trainer that is released ends its process, which is this one.
+        # Releasing a busy trainer would end its process, which is this one.
         if self._main.is_alive() and not self._is_working():
             self.send(m.ShutDownTrainer())
             self._main.join(30)
         if dist.is_initialized():
-            dist.destroy_process_group()  # of a trainer whose process would have ended
+            dist.destroy_process_group()  # left by a trainer whose process would have exited

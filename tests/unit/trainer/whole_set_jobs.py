@@ -20,10 +20,7 @@ def make_data() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Largest(Metric):
-    """Largest and smallest logit, the mean of a state that is the same everywhere, and all of it.
-
-    Every way to merge a state that is taken, in one metric.
-    """
+    """A metric with states of every supported reduction: max, min, mean and cat."""
 
     full_state_update = False
 

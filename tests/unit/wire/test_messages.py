@@ -160,7 +160,7 @@ RECORD = {
     ("change", "words"),
     [
         ({"step": "1"}, "step of StepCompleted is str"),
-        ({"metrics": {"a": "b"}}, "metrics of StepCompleted holds something else"),
+        ({"metrics": {"a": "b"}}, "metrics of StepCompleted has an item of the wrong type"),
         ({"job_id": "another"}, "other fields than StepCompleted.*job_id"),
         ({"time": None}, "time of StepCompleted is NoneType"),
     ],

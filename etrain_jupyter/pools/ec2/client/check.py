@@ -1,4 +1,4 @@
-"""What can be known to be wrong before anything is launched, and where the head listens."""
+"""Check a pool's configuration before launching, and find the head's address."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from botocore.exceptions import BotoCoreError, ClientError
 
 from etrain_jupyter.config.store_url import split_s3_url
-from etrain_jupyter.errors import CheckpointError, PoolError
+from etrain_jupyter.errors import PoolError, StoreError
 from etrain_jupyter.pools.ec2.aws_messages import pool_error
 from etrain_jupyter.pools.ec2.bootstrap import find_image
 from etrain_jupyter.pools.ec2.ec2_api import Clients
@@ -19,14 +19,14 @@ from etrain_jupyter.pools.ec2.network import NOTHING, find_subnets
 from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
 
 MOST_TO_READ = 512 << 20
-"""Bytes of an archive that are fetched only to tell its digest."""
+"""Maximum size of an archive to download only for its digest, in bytes."""
 
 
 def check_account(clients: Clients, spec: AwsSpotSpec) -> None:
-    """See to it that credentials, network, image and bucket are there.
+    """Check that credentials, network, image and bucket are usable.
 
     Raises:
-        PoolError: For the first that is not, in words.
+        PoolError: For the first that is not.
     """
     try:
         check_archive(clients, spec)
@@ -35,12 +35,13 @@ def check_account(clients: Clients, spec: AwsSpotSpec) -> None:
     except (ClientError, BotoCoreError) as exc:
         raise pool_error(f"EC2 in {spec.region} cannot be used", exc, NOTHING) from exc
     try:
-        # A list: what looks for one object is answered the same whether or not there is a bucket.
-        clients.bucket.keys("clusters/none", "looking at the bucket")
-    except CheckpointError as exc:
+        # List, because reading an object fails alike for a missing object and a missing bucket.
+        clients.bucket.keys("clusters/none", "the bucket cannot be listed")
+    except StoreError as exc:
         raise PoolError(
             f"the bucket {spec.bucket} cannot be used: {exc}. {NOTHING} Name another one in "
-            "pools.yaml, or make it; `%etrain pools policy` prints what the user needs there."
+            "pools.yaml, or create it; `%etrain pools policy` prints the policy that the user "
+            "needs."
         ) from exc
 
 
@@ -48,7 +49,7 @@ def check_archive(clients: Clients, spec: AwsSpotSpec) -> None:
     """Refuse an archive without a digest: nodes unpack it at ``/`` as root.
 
     Raises:
-        PoolError: With the digest of the object, if it can be read, for whoever can compare it.
+        PoolError: With the digest of the object, if it can be read, for comparison.
     """
     image = spec.image
     if not image.archive or image.archive_sha256:
@@ -70,18 +71,18 @@ def check_archive(clients: Clients, spec: AwsSpotSpec) -> None:
         )
     raise PoolError(
         f"image.archive ({image.archive}) has no image.archive_sha256. {NOTHING} Nodes unpack the "
-        f"archive at / as root, so it must be said which one. {advice}."
+        f"archive at / as root, so its digest must be given. {advice}."
     )
 
 
 def _digest_of(clients: Clients, archive: str) -> tuple[str, str]:
-    """Return the digest of an object, or why it is not known."""
+    """Return the digest of an object, or why it is unknown."""
     name, key = split_s3_url(archive)
     bucket, what = clients.bucket_at(name), "reading image.archive"
     try:
         known = bucket.head(key, what)
         if known is None:
-            return "", "it is not there"
+            return "", "it does not exist"
         size = int(known["ContentLength"])
         if size > MOST_TO_READ:
             return "", f"it has {size >> 20} MiB"
@@ -90,17 +91,17 @@ def _digest_of(clients: Clients, archive: str) -> tuple[str, str]:
             bucket.download(key, size, copy, what)
             with copy.open("rb") as file:
                 return hashlib.file_digest(file, "sha256").hexdigest(), ""
-    except CheckpointError as exc:
+    except StoreError as exc:
         return "", str(exc)
 
 
 def find_head_host(clients: Clients, spec: AwsSpotSpec) -> str:
-    """Return the address of this machine at which nodes reach it.
+    """Return this machine's address as nodes reach it.
 
-    It is that of the interface by which this machine would send something to the nodes' subnet.
+    It is the address of the interface with the route to the nodes' subnet.
 
     Raises:
-        PoolError: If there is none.
+        PoolError: If there is no such address.
     """
     if spec.head_host:
         return spec.head_host
@@ -113,7 +114,7 @@ def find_head_host(clients: Clients, spec: AwsSpotSpec) -> str:
             return str(probe.getsockname()[0])
     except (ClientError, BotoCoreError, OSError) as exc:
         raise PoolError(
-            f"no address of this machine was found at which nodes in {spec.region} could reach it "
+            f"this machine has no address at which nodes in {spec.region} could reach it "
             f"({exc}). {NOTHING} Write head_host: ADDRESS for this pool in pools.yaml, or "
-            "head: on-demand for a scheduler on a machine of its own."
+            "head: on-demand for a scheduler on its own machine."
         ) from exc

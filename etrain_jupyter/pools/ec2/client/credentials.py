@@ -1,4 +1,4 @@
-"""Whether this machine has credentials for a pool, and from where; AWS is not asked."""
+"""Find out whether this machine has credentials for a pool, without a request to AWS."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import boto3
 from botocore.exceptions import BotoCoreError
 
 from etrain_jupyter.errors import PoolError
-from etrain_jupyter.pools.ec2.aws_messages import words_of_error
+from etrain_jupyter.pools.ec2.aws_messages import message_of_error
 from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
 
 METHODS = {
@@ -15,7 +15,7 @@ METHODS = {
     "config-file": "~/.aws/config",
     "iam-role": "the role of this machine",
     "container-role": "the role of this container",
-    "assume-role": "a role that a profile takes",
+    "assume-role": "a role that a profile assumes",
     "sso": "a profile that signs in",
     "login": "a profile that signs in",
     "custom-process": "a program that a profile names",
@@ -23,17 +23,17 @@ METHODS = {
 
 
 def find_credentials(spec: AwsSpotSpec) -> str:
-    """Return where boto3 finds credentials, in words; empty if it finds none.
+    """Return the source of boto3's credentials as text; empty if there are none.
 
-    They may be wrong or expired: only AWS knows. Outside of EC2 this may take a second or two, in
-    which boto3 looks for the role of the machine.
+    They may be invalid or expired, which only AWS knows. Outside of EC2 this may take two seconds,
+    while boto3 searches for the machine's role.
 
     Raises:
-        PoolError: If what there is cannot be read, such as a profile that does not exist.
+        PoolError: If the configuration is invalid, such as a profile that does not exist.
     """
     try:
         session = boto3.session.Session(profile_name=spec.profile, region_name=spec.region)
         found = session.get_credentials()
     except BotoCoreError as exc:
-        raise PoolError(words_of_error(exc)) from exc
+        raise PoolError(message_of_error(exc)) from exc
     return METHODS.get(found.method, found.method) if found is not None else ""

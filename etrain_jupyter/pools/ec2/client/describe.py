@@ -1,4 +1,4 @@
-"""The keys of a pool of kind ``aws-spot`` as a table, for ``docs/pools.md``."""
+"""The keys of a pool of kind ``aws-spot`` as a table, for ``docs/reference/ec2-pool-keys.md``."""
 
 from __future__ import annotations
 

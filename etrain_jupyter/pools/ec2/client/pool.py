@@ -1,7 +1,7 @@
-"""The pool ``aws-spot``, as a kernel or a terminal has it: its head runs on this machine.
+"""Pool ``aws-spot`` with its head on this machine, as seen from a kernel or a terminal.
 
-What is here owns nothing. The head's keeper owns the cluster on this side, EC2's tags and the
-bucket say what belongs to it on the other; either can be found again without the other.
+Nothing here owns a cluster. On this machine the head's keeper owns it; on AWS, tags and the bucket
+identify what belongs to it. Either side can be found again without the other.
 """
 
 from __future__ import annotations
@@ -17,25 +17,22 @@ from typing import TYPE_CHECKING
 from etrain_jupyter.errors import PoolError
 from etrain_jupyter.pools.base import CostReport, Leftovers
 from etrain_jupyter.pools.detached import DetachedPool, end_cluster_here
-from etrain_jupyter.pools.ec2.fleet_state import MEMORY_FILE
+from etrain_jupyter.pools.ec2.client.head_link import end_head
+from etrain_jupyter.pools.ec2.fleet_state import STATE_FILE
 from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
 from etrain_jupyter.pools.rpc import ask
-from etrain_jupyter.process.cluster_dir import (
-    ClusterDir,
-    LocalSettings,
-    cluster_dirs,
-    environment_key,
-    state_root,
-)
+from etrain_jupyter.process.cluster_dir import ClusterDir, cluster_dirs
+from etrain_jupyter.process.cluster_settings import ClusterSettings
+from etrain_jupyter.process.state_root import environment_key, state_root
 from etrain_jupyter.wire.requests import ListCosts
 
 if TYPE_CHECKING:
-    from etrain_jupyter.pools.catalog import PoolEntry
     from etrain_jupyter.pools.ec2.ec2_api import Clients
 
 HEAD_ELSEWHERE = "elsewhere"
-"""Host of a cluster, in the folder that this machine has of it, whose head has one of its own."""
+"""Host in the settings of a cluster whose head has its own machine."""
 UNLISTED_S = 180.0
+"""Time for which EC2 may not list a new machine yet, in seconds."""
 NODES = "etrain_jupyter.pools.ec2.head.main:make_nodes"
 
 
@@ -43,10 +40,10 @@ class AwsSpotPool(DetachedPool):
     """Spot machines of EC2.
 
     Args:
-        name: What a cell calls it.
-        spec: What ``pools.yaml`` says of it.
-        cluster_id: Bind the object to that cluster, instead of the living one of the pool.
-        change: Changes how the head behaves; for tests.
+        name: The pool's name in a cell.
+        spec: The pool's entry in ``pools.yaml``.
+        cluster_id: Bind the object to this cluster; by default the running one of the pool.
+        change: Changes the head's settings; for tests.
     """
 
     def __init__(
@@ -55,41 +52,32 @@ class AwsSpotPool(DetachedPool):
         spec: AwsSpotSpec,
         *,
         cluster_id: str | None = None,
-        change: Callable[[LocalSettings], LocalSettings] = lambda settings: settings,
+        change: Callable[[ClusterSettings], ClusterSettings] = lambda settings: settings,
     ) -> None:
         super().__init__(name=name, prefix=_prefix_of(name, spec), cluster_id=cluster_id)
         self.spec = spec
         self._change = change
 
     @classmethod
-    def from_entry(cls, entry: PoolEntry) -> AwsSpotPool:
-        """Return the pool of an entry of ``pools.yaml``; nothing is asked yet.
-
-        Raises:
-            ConfigError: If its keys are not what they should be, with the place of the fault.
-        """
-        return _class_of(spec := entry.read_as(AwsSpotSpec))(entry.name, spec)
-
-    @classmethod
     def of_cluster(cls, cluster: ClusterDir) -> AwsSpotPool:
-        """Return the pool of a cluster whose head is or was on this machine."""
+        """Return the pool of a cluster that has a folder on this machine."""
         settings = cluster.settings()
         spec = AwsSpotSpec.from_json(json.dumps(settings.spec))
-        return _class_of(spec)(settings.pool, spec, cluster_id=cluster.cluster_id)
+        return cls(settings.pool, spec, cluster_id=cluster.cluster_id)
 
-    def settings(self) -> LocalSettings:
-        """Return how the head of a cluster that has to be started shall behave.
+    def settings(self) -> ClusterSettings:
+        """Return the settings for the head of a new cluster.
 
         Raises:
-            PoolError: If AWS refuses what it needs.
+            PoolError: If the account, the network, the image or the bucket cannot be used.
         """
         from etrain_jupyter.pools.ec2.client.check import check_account, find_head_host
 
         clients = self._clients()
         check_account(clients, self.spec)
-        self._say_price()
+        self._print_price()
         return self._change(
-            LocalSettings(
+            ClusterSettings(
                 idle_s=self.spec.lifetime.idle,
                 linger_s=self.spec.lifetime.linger,
                 pool=self.name,
@@ -100,22 +88,22 @@ class AwsSpotPool(DetachedPool):
             )
         )
 
-    def _say_price(self) -> None:
-        """Say what it can cost at worst, before anything is launched."""
+    def _print_price(self) -> None:
+        """Print the worst-case cost, before anything is launched."""
         print(f"etrain: pool {self.name} costs {self.price(self.spec.workers.max)}")
 
     def prepare_start(self, root: Path) -> ClusterDir | None:
-        """Return the folder of a cluster whose head died, to be taken over with its machines.
+        """Return the folder of a cluster whose head died, to take it over with its machines.
 
-        One that has none any more is removed: its jobs would begin to train again, and to cost,
-        when nobody thinks of them. ``resume`` brings them back.
+        A cluster without machines is removed: its jobs would otherwise resume, and cost money,
+        unexpectedly. ``resume`` brings them back.
         """
         from etrain_jupyter.pools.ec2.ec2_api import LIVING, list_instances
 
         for cluster in cluster_dirs(root):
             record = cluster.record()
             if cluster.prefix != self._prefix or (record is not None and not record.is_here):
-                continue  # of another pool, or of another machine that shares the folder
+                continue  # belongs to another pool, or to another machine that shares the folder
             if record is not None and (
                 _has_just_launched(cluster)
                 or list_instances(self._clients().ec2, cluster_id=cluster.cluster_id, states=LIVING)
@@ -125,14 +113,14 @@ class AwsSpotPool(DetachedPool):
         return None
 
     def shared_place(self) -> str:
-        """Return a folder of the pool's bucket, which its nodes' role may write."""
+        """Return a folder in the pool's bucket that the nodes' role may write."""
         return f"s3://{self.spec.bucket}/{self.spec.prefix}runs"
 
     def price(self, max_workers: int) -> str:
-        """Return what that many workers can cost at worst, in words; asks AWS for its prices.
+        """Return the worst-case cost of that many workers as text, from AWS's current prices.
 
         Raises:
-            PoolError: If AWS cannot be asked, or nodes would unpack what nobody vouches for.
+            PoolError: If AWS cannot be reached, or ``image.archive`` has no digest.
         """
         from etrain_jupyter.pools.ec2.client.check import check_archive
         from etrain_jupyter.pools.ec2.client.worst_case import price_in_words
@@ -142,7 +130,7 @@ class AwsSpotPool(DetachedPool):
         return price_in_words(clients, self.spec, min(max_workers, self.spec.workers.max))
 
     def cost(self) -> CostReport:
-        """Return what the machines of the living cluster have cost so far."""
+        """Return what the machines of the running cluster have cost so far."""
         costs = ask(self._address(), ListCosts()).costs
         return CostReport(
             spent_usd=sum(one["spent_usd"] for one in costs),
@@ -151,18 +139,20 @@ class AwsSpotPool(DetachedPool):
         )
 
     def down(self, *, timeout_s: float = 240.0) -> Leftovers:
-        """End the cluster here, then whatever EC2 and the bucket have of it.
+        """Shut the cluster down here, then remove its resources in EC2 and the bucket.
 
         Returns:
-            What is still there; empty when all is well, also if there was no cluster.
+            What could not be removed; empty on success, also if there was no cluster.
 
         Raises:
-            PoolError: If AWS cannot be asked.
+            PoolError: If AWS cannot be reached.
         """
         from etrain_jupyter.pools.ec2.reaping import find_tagged, remove
 
         clients, region = self._clients(), self.spec.region
         ours = [cluster for cluster in cluster_dirs() if self._is_ours(cluster)]
+        for cluster in ours:
+            end_head(cluster)
         ends = [end_cluster_here(cluster, min(20.0, timeout_s)) for cluster in ours]
         tagged = {one.cluster_id for one in find_tagged(clients, region)}
         found = {one for one in tagged if self._has_id(one)} | {one.cluster_id for one in ours}
@@ -188,24 +178,17 @@ class AwsSpotPool(DetachedPool):
 
 
 def _has_just_launched(cluster: ClusterDir) -> bool:
-    """Whether EC2 may have machines of it that it does not list yet."""
+    """Return whether EC2 may have machines of the cluster that it does not list yet."""
     with contextlib.suppress(FileNotFoundError):
-        return time.time() - (cluster.path / MEMORY_FILE).stat().st_mtime < UNLISTED_S
+        return time.time() - (cluster.path / STATE_FILE).stat().st_mtime < UNLISTED_S
     return False
 
 
-def _class_of(spec: AwsSpotSpec) -> type[AwsSpotPool]:
-    if spec.head == "notebook":
-        return AwsSpotPool
-    from etrain_jupyter.pools.ec2.client.remote_pool import AwsRemotePool
-
-    return AwsRemotePool
-
-
 def _prefix_of(name: str, spec: AwsSpotSpec) -> str:
-    """Return what the ids of a pool's clusters begin with.
+    """Return the prefix of the ids of a pool's clusters.
 
-    Two pools of one name in two notebooks' folders are two pools, unless they are in one place.
+    Pools of the same name in two notebooks' folders are different pools, unless they share region,
+    bucket, state directory and Python environment.
     """
     places = (spec.region, spec.bucket, spec.prefix, state_root(), environment_key())
     text = "\n".join(map(str, (name, *places)))

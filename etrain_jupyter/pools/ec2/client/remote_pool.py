@@ -1,7 +1,7 @@
-"""The pool ``aws-spot`` with ``head: on-demand``: its scheduler has a machine of its own on EC2.
+"""Pool ``aws-spot`` with ``head: on-demand``: its scheduler runs on its own EC2 machine.
 
-What this machine has of the cluster is a folder with the client's keys and the head's address. Any
-machine that has neither can still end the cluster, by its tags.
+This machine has a folder of the cluster with the client's keys and the head's address. A machine
+without that folder can still shut the cluster down, by its tags.
 """
 
 from __future__ import annotations
@@ -12,50 +12,46 @@ import json
 import time
 from typing import TYPE_CHECKING, Any
 
-from etrain_jupyter.errors import CheckpointError, PoolError
-from etrain_jupyter.pools.base import Leftovers
+from etrain_jupyter.errors import PoolError, StoreError
 from etrain_jupyter.pools.detached import START_S
-from etrain_jupyter.pools.ec2.client.pool import HEAD_ELSEWHERE, NODES, AwsSpotPool
-from etrain_jupyter.pools.ec2.client.tunnel import close_tunnel, find_command, open_tunnel
-from etrain_jupyter.pools.rpc import ask
-from etrain_jupyter.process.address import SchedulerAddress
-from etrain_jupyter.process.cluster_dir import (
-    ClusterDir,
-    LocalSettings,
-    cluster_dirs,
-    lock_key_of,
-    open_state_root,
-    start_lock,
-    wait_until,
-    write_private,
+from etrain_jupyter.pools.ec2.client.head_link import (
+    HEAD_FILE,
+    head_address_of,
+    is_answering,
+    write_head,
 )
+from etrain_jupyter.pools.ec2.client.pool import HEAD_ELSEWHERE, NODES, AwsSpotPool
+from etrain_jupyter.pools.ec2.client.tunnel import find_command, open_tunnel
+from etrain_jupyter.process.address import SchedulerAddress
+from etrain_jupyter.process.cluster_dir import ClusterDir, cluster_dirs
+from etrain_jupyter.process.cluster_settings import ClusterSettings
+from etrain_jupyter.process.processes import wait_until
+from etrain_jupyter.process.start_lock import lock_key_of, start_lock
+from etrain_jupyter.process.state_root import open_state_root
 from etrain_jupyter.process.tls import mint_certificates, write_certificates
-from etrain_jupyter.wire.requests import ShutDownCluster, TouchCluster
 
 if TYPE_CHECKING:
     from etrain_jupyter.pools.ec2.ec2_api import Clients
 
-HEAD_FILE = "head.json"
 PORT = 8786
-ANSWER_S = 5.0
 
 
 class AwsRemotePool(AwsSpotPool):
-    """Spot machines of EC2, and one on demand for their scheduler."""
+    """Spot machines of EC2, and an on-demand one for their scheduler."""
 
     is_head_elsewhere = True
 
-    def settings(self) -> LocalSettings:
-        """Return how the head shall behave, on its own machine."""
+    def settings(self) -> ClusterSettings:
+        """Return the settings for the head, on its own machine."""
         from etrain_jupyter.pools.ec2.client.check import check_account
 
         if self.spec.head_tunnel == "ssm":
             find_command()
         check_account(self._clients(), self.spec)
-        self._say_price()
+        self._print_price()
         spec = self.spec
         return self._change(
-            LocalSettings(
+            ClusterSettings(
                 idle_s=spec.lifetime.idle,
                 linger_s=spec.lifetime.linger,
                 pool=self.name,
@@ -67,29 +63,21 @@ class AwsRemotePool(AwsSpotPool):
             )
         )
 
-    def down(self, *, timeout_s: float = 240.0) -> Leftovers:
-        """End the cluster: its head first, then whatever EC2 and the bucket have of it."""
-        for cluster in filter(self._is_ours, cluster_dirs()):
-            if (address := head_address_of(cluster)) is not None and _answers(address):
-                ask(address, ShutDownCluster(), timeout_s=ANSWER_S)
-            close_tunnel(cluster)
-        return super().down(timeout_s=timeout_s)
-
     def _address(self) -> SchedulerAddress:
         for cluster in filter(self._is_ours, cluster_dirs()):
             if (address := head_address_of(cluster)) is not None:
                 return address
         raise PoolError(
             f"no cluster of pool {self.name} is known here. Nothing was done. A cell with "
-            "%%etrain distributed starts one; `%etrain ls --all` lists what there is on EC2."
+            "%%etrain distributed starts one; `%etrain ls --all` lists the clusters on EC2."
         )
 
     def _find(self) -> SchedulerAddress | None:
         for cluster in filter(self._is_ours, cluster_dirs()):
             with contextlib.suppress(OSError, ValueError):
-                told = json.loads((cluster.path / HEAD_FILE).read_text())
-                address = self._reach(cluster, told)
-                if _answers(address):
+                head = json.loads((cluster.path / HEAD_FILE).read_text())
+                address = self._reach(cluster, head)
+                if is_answering(address):
                     return address
         return None
 
@@ -105,25 +93,22 @@ class AwsRemotePool(AwsSpotPool):
                 return self._start(ClusterDir.create(root, settings), settings)
         except TimeoutError as exc:
             raise PoolError(
-                f"{exc} for {START_S:g} s: another kernel is starting a cluster. This one waits no "
-                "longer. Run the cell again in a minute, or type `%etrain down`."
+                f"{exc} for {START_S:g} s: another kernel is starting a cluster. This one stops "
+                "waiting. Run the cell again in a minute, or type `%etrain down`."
             ) from exc
 
-    def _reach(self, cluster: ClusterDir, told: dict[str, str]) -> SchedulerAddress:
-        """Return where a head is reached from here, and note it; open the way if it is closed."""
-        reached_at = told["address"]
+    def _reach(self, cluster: ClusterDir, head: dict[str, str]) -> SchedulerAddress:
+        """Return the address at which a head is reached; open a port forward if needed."""
+        reached_at = head["address"]
         if self.spec.head_tunnel == "ssm":
-            reached_at = open_tunnel(cluster, self.spec, told["instance_id"], PORT)
-        write_private(cluster.path / HEAD_FILE, json.dumps({**told, "reached_at": reached_at}))
-        address = head_address_of(cluster)
-        assert address is not None
-        return address
+            reached_at = open_tunnel(cluster, self.spec, head["instance_id"], PORT)
+        return write_head(cluster, head, reached_at=reached_at)
 
     def _clear_up(self) -> None:
-        """Remove clusters whose head has ended or never came.
+        """Remove clusters whose head has ended or never started.
 
         Raises:
-            PoolError: If one's machine runs, but cannot be reached from here.
+            PoolError: If a head runs, but cannot be reached from here.
         """
         from etrain_jupyter.pools.ec2.ec2_api import LIVING, list_instances
 
@@ -136,14 +121,14 @@ class AwsRemotePool(AwsSpotPool):
             if heads and address is not None:
                 raise PoolError(
                     f"the head of cluster {cluster.cluster_id} runs on {heads[0].id}, but "
-                    f"{address.address} cannot be reached from here. Nothing was started beside "
-                    "it. Check the way to it (security group, VPN), or end it: %etrain down "
+                    f"{address.address} cannot be reached from here. No other one was started. "
+                    "Check the route to it (security group, VPN), or end it: %etrain down "
                     f"{cluster.cluster_id}."
                 )
-            super().of_cluster(cluster).down()
+            self.of_cluster(cluster).down()
 
-    def _start(self, cluster: ClusterDir, settings: LocalSettings) -> SchedulerAddress:
-        """Launch a head and wait until it serves; remove everything if it does not."""
+    def _start(self, cluster: ClusterDir, settings: ClusterSettings) -> SchedulerAddress:
+        """Launch a head and wait until it serves; on failure, remove everything."""
         clients = self._clients()
         write_certificates(cluster.tls, mint_certificates(cluster.cluster_id))
         try:
@@ -152,20 +137,20 @@ class AwsRemotePool(AwsSpotPool):
         except BaseException:
             self.of_cluster(cluster).down()
             raise
-        told = {"address": lease["scheduler"], "instance_id": instance}
-        address = self._reach(cluster, told)
-        if not wait_until(lambda: _answers(address), timeout_s=START_S):
+        head = {"address": lease["scheduler"], "instance_id": instance}
+        address = self._reach(cluster, head)
+        if not wait_until(lambda: is_answering(address), timeout_s=START_S):
             self.of_cluster(cluster).down()
             raise PoolError(
                 f"the head of cluster {cluster.cluster_id} serves at {address.address}, which "
-                "cannot be reached from here; it was ended. Let this machine into the security "
+                "cannot be reached from here; it was ended. Admit this machine to the security "
                 "group (network.security_group in pools.yaml), or use head: notebook in the VPC."
             )
         return address
 
-    def _launch(self, clients: Clients, cluster: ClusterDir, settings: LocalSettings) -> str:
-        """Put what the head needs into the bucket, and launch its machine; return its id."""
-        from etrain_jupyter.pools.ec2.aws_messages import words_of_code
+    def _launch(self, clients: Clients, cluster: ClusterDir, settings: ClusterSettings) -> str:
+        """Write the head's files to the bucket and launch its machine; return the machine's id."""
+        from etrain_jupyter.pools.ec2.aws_messages import message_of_code
         from etrain_jupyter.pools.ec2.bootstrap import (
             SETTINGS,
             config_of,
@@ -173,7 +158,7 @@ class AwsRemotePool(AwsSpotPool):
             put_node_files,
             tags_of,
         )
-        from etrain_jupyter.pools.ec2.ec2_api import create_fleet
+        from etrain_jupyter.pools.ec2.fleet_launch import create_fleet
         from etrain_jupyter.pools.ec2.fleet_state import LaunchRequest
         from etrain_jupyter.pools.ec2.network import open_network
         from etrain_jupyter.storage.objects.bucket_owners import ANY
@@ -182,7 +167,7 @@ class AwsRemotePool(AwsSpotPool):
         name, spec = cluster.cluster_id, self.spec
         config = config_of(spec, name, fingerprint=read_fingerprint())
         boot = put_node_files(clients, name, config, cluster.tls, with_head=True)
-        # There it is at home, with the credentials of its role.
+        # The head itself runs with head: notebook, and with the credentials of its role.
         home = {"head": "notebook", "profile": None, "bucket_owner": boot.owner or ANY}
         own = spec.model_copy(update=home)
         settings = dataclasses.replace(settings, spec=json.loads(own.to_json()))
@@ -192,7 +177,7 @@ class AwsRemotePool(AwsSpotPool):
         frame = tags_of(spec, name, expires_at=expires_at)
         network = open_network(clients.ec2, spec, name, frame)
         tags = tags_of(spec, name, expires_at=expires_at, role="head")
-        make_template(clients, spec, name, network, frame, boot)  # the head may make none
+        make_template(clients, spec, name, network, frame, boot)  # the head may not create one
         template = make_template(clients, spec, name, network, tags, boot, role="head")
         request = LaunchRequest(
             token=f"{name}-head",
@@ -211,22 +196,22 @@ class AwsRemotePool(AwsSpotPool):
         )
         if answer is None:
             raise PoolError(
-                "EC2 did not answer whether it launched the head. What it may have launched was "
+                "EC2 did not report whether it launched the head. Anything it launched was "
                 "removed. Try again."
             )
         if not answer.acks:
-            told = {words_of_code(one.code, one.message) for one in answer.refusals}
+            reasons = {message_of_code(one.code, one.message) for one in answer.refusals}
             raise PoolError(
                 f"the head, a {spec.head_type} on demand, was not launched: "
-                f"{'; '.join(sorted(told))}. Nothing is left of it."
+                f"{'; '.join(sorted(reasons))}. Nothing is left of it."
             )
         return answer.acks[0].id
 
     def _await_lease(self, clients: Clients, cluster: ClusterDir, instance: str) -> dict[str, Any]:
-        """Wait until the head has said where its scheduler listens.
+        """Wait for the lease, which contains the address of the head's scheduler.
 
         Raises:
-            PoolError: If it ends before, or takes too long.
+            PoolError: If the head ends before, or the timeout passes.
         """
         from etrain_jupyter.pools.ec2.ec2_api import console_tail, list_instances
 
@@ -234,9 +219,9 @@ class AwsRemotePool(AwsSpotPool):
         key = f"clusters/{cluster.cluster_id}/lease.json"
         while True:
             try:
-                data = clients.bucket.get(key, "looking for the head")
-            except CheckpointError as exc:
-                raise PoolError(f"the head cannot be looked for: {exc}") from exc
+                data = clients.bucket.get(key, "the lease cannot be read")
+            except StoreError as exc:
+                raise PoolError(f"the head's address cannot be read: {exc}") from exc
             if data is not None:
                 lease: dict[str, Any] = json.loads(data)
                 return lease
@@ -246,27 +231,8 @@ class AwsRemotePool(AwsSpotPool):
                 what = "ended" if has_ended else f"took more than {self.spec.lifetime.boot:g} s"
                 raise PoolError(
                     f"the head, {instance}, {what} before its scheduler served. It was removed. "
-                    "Its image must have etrain-jupyter (image in pools.yaml) and its profile what "
-                    "`%etrain pools policy` prints. The end of its console:\n"
+                    "Its image must have etrain-jupyter (image in pools.yaml), and its profile the "
+                    "policy that `%etrain pools policy` prints. The end of its console:\n"
                     f"{console_tail(clients.ec2, instance)}"
                 )
             time.sleep(min(1.0, self.spec.tick))
-
-
-def head_address_of(cluster: ClusterDir) -> SchedulerAddress | None:
-    """Return where a cluster's head is reached, as it is known here; None if it never was."""
-    try:
-        told = json.loads((cluster.path / HEAD_FILE).read_text())
-    except (OSError, ValueError):
-        return None
-    return SchedulerAddress(
-        address=told["reached_at"], cluster_id=cluster.cluster_id, tls_dir=str(cluster.tls)
-    )
-
-
-def _answers(address: SchedulerAddress) -> bool:
-    try:
-        ask(address, TouchCluster(), timeout_s=ANSWER_S)
-        return True
-    except (PoolError, FileNotFoundError):
-        return False

@@ -1,4 +1,4 @@
-"""The most that a cluster can cost, in words, before anything is launched."""
+"""Describe the maximum cost of a cluster before anything is launched."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ LOOK_BACK_S = 3600.0
 
 
 def price_in_words(clients: Clients, spec: AwsSpotSpec, num_workers: int) -> str:
-    """Return what ``num_workers`` workers cost at most, and on what that rests.
+    """Return the maximum cost of ``num_workers`` workers as text, with its sources.
 
     Raises:
-        PoolError: If AWS does not tell its types, its zones or its prices.
+        PoolError: If AWS refuses a request for types, zones or prices.
     """
     types, subnets = survey(clients, spec)
     prices = Prices(clients=clients, region=spec.region, volume_type=spec.volume.type)
@@ -42,7 +42,7 @@ def price_in_words(clients: Clients, spec: AwsSpotSpec, num_workers: int) -> str
     workers = f"{num_workers} worker" + ("" if num_workers == 1 else "s")
     limits = {"max_hourly": spec.budget.max_hourly, "max_total": spec.budget.max_total}
     held = [f"budget.{name} {usd:,.2f}" for name, usd in limits.items() if usd is not None]
-    bound = f", held by {' and '.join(held)}" if held else "; no budget is set"
+    bound = f", limited by {' and '.join(held)}" if held else "; no budget is set"
     return (
         f"about ${now_usd:,.2f} an hour for {workers} now; at worst ${worst.hourly:,.2f} an hour "
         f"and ${worst.total:,.2f} in {spec.lifetime.max / 3600:g} h{bound} ({prices.describe()})"
@@ -52,7 +52,7 @@ def price_in_words(clients: Clients, spec: AwsSpotSpec, num_workers: int) -> str
 def worst_of(
     spec: AwsSpotSpec, offers: tuple[Offer, ...], book: PriceBook, num_workers: int
 ) -> WorstCase:
-    """Return the most that workers cost: all of them the dearest, none of them ending early."""
+    """Return the cost of workers at the highest price for the whole lifetime."""
     smallest = min(offer.workers for offer in offers)
     num_nodes = -(-num_workers // smallest)
     dearest = dearest_usd(offers, Rules.of(spec, "")) * smallest

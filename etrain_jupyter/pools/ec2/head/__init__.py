@@ -1,1 +1,1 @@
-"""The scheduler's side of the EC2 pool: the loop that reconciles the fleet."""
+"""The scheduler's side of the EC2 pool: the thread that reconciles the fleet."""

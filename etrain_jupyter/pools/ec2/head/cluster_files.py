@@ -1,4 +1,4 @@
-"""What the head of a cluster keeps in the bucket: its lease and its ledger; and what nodes say."""
+"""A cluster's objects in the bucket: lease, ledger, and the nodes' reports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from etrain_jupyter.storage.objects.s3_bucket import Bucket
 
 @dataclass(frozen=True, kw_only=True)
 class NodeState:
-    """What the agent of a node says of itself."""
+    """The last report of a node's agent."""
 
     state: str
     """``booting``, ``ready``, ``refused`` or ``ended``."""
@@ -21,11 +21,11 @@ class NodeState:
 
 
 class ClusterFiles:
-    """The objects of one cluster. All methods raise ``CheckpointError`` if S3 does not answer.
+    """The objects of one cluster. All methods raise ``StoreError`` if S3 fails.
 
     Args:
-        bucket: Below the pool's prefix.
-        cluster_id: Whose.
+        bucket: The pool's prefix.
+        cluster_id: The cluster.
     """
 
     def __init__(self, bucket: Bucket, cluster_id: str) -> None:
@@ -34,34 +34,36 @@ class ClusterFiles:
         self._ledger = f"ledgers/{cluster_id}.json"
 
     def num_lives(self) -> int:
-        """Return how many heads there have been; 0 for a new cluster."""
-        lease = self._read(f"{self._home}/lease.json", "reading the lease")
+        """Return the incarnation number of the last head; 0 for a new cluster."""
+        lease = self._read(f"{self._home}/lease.json", "the lease cannot be read")
         return int(lease.get("num_lives", 1)) if lease else 0
 
     def renew_lease(self, scheduler: str, num_lives: int, renewals: int) -> None:
-        """Tell the nodes that the head lives, and where it is; S3 notes when."""
+        """Renew the lease, which contains the scheduler's address; S3 records the time."""
         lease = {"scheduler": scheduler, "num_lives": num_lives, "renewals": renewals}
         data = json.dumps(lease).encode()
-        self._bucket.put(f"{self._home}/lease.json", data, "renewing the lease")
+        self._bucket.put(f"{self._home}/lease.json", data, "the lease cannot be renewed")
 
     def node_state(self, node: str) -> NodeState | None:
-        """Return what a node has said last; None if it has said nothing yet."""
-        told = self._read(f"{self._home}/nodes/{node}.json", f"reading the state of {node}")
-        if told is None:
+        """Return a node's last report; None if there is none yet."""
+        report = self._read(
+            f"{self._home}/nodes/{node}.json", f"the state of {node} cannot be read"
+        )
+        if report is None:
             return None
-        return NodeState(state=str(told.get("state", "")), error=str(told.get("error") or ""))
+        return NodeState(state=str(report.get("state", "")), error=str(report.get("error") or ""))
 
     def ledger(self) -> Ledger:
-        """Return the rows that were kept; empty for a new cluster."""
-        told = self._read(self._ledger, "reading the ledger")
-        return Ledger.from_dict(told) if told else Ledger()
+        """Return the stored ledger; empty for a new cluster."""
+        data = self._read(self._ledger, "the ledger cannot be read")
+        return Ledger.from_dict(data) if data else Ledger()
 
-    def keep_ledger(
+    def store_ledger(
         self, ledger: Ledger, prices: PriceBook, now: float, facts: Mapping[str, Any]
     ) -> None:
-        """Keep rows, the prices behind them, and their sum; it stays after the cluster's end."""
+        """Write rows, prices and totals; the ledger stays after the cluster's end."""
         total = ledger.total(prices, now)
-        told = {
+        data = {
             **facts,
             **ledger.to_dict(),
             "at": now,
@@ -80,12 +82,12 @@ class ClusterFiles:
             ],
             "on_demand_prices": dict(prices.on_demand),
         }
-        self._bucket.put(self._ledger, json.dumps(told).encode(), "keeping the ledger")
+        self._bucket.put(self._ledger, json.dumps(data).encode(), "the ledger cannot be written")
 
     def _read(self, key: str, what: str) -> dict[str, Any] | None:
         data = self._bucket.get(key, what)
         try:
-            told = json.loads(data) if data is not None else None
+            value = json.loads(data) if data is not None else None
         except ValueError:
-            return None  # cut short, or somebody else's: as good as none
-        return told if isinstance(told, dict) else None
+            return None  # truncated, or not ours: treat it as missing
+        return value if isinstance(value, dict) else None

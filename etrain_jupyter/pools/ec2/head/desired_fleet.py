@@ -1,4 +1,4 @@
-"""What the head's event loop and the reconcile thread tell each other: values, swapped whole."""
+"""Immutable values that the head's event loop and the reconcile thread exchange."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ from etrain_jupyter.pools.ec2.ledger import Charge
 
 @dataclass(frozen=True, kw_only=True)
 class NodeNotice:
-    """What EC2 has told a node."""
+    """EC2's notice to a node."""
 
     kind: str
     """``rebalance`` or ``interruption``."""
     deadline: float
-    """When EC2 takes it, in seconds since the epoch; 0.0 if unknown."""
+    """When EC2 reclaims the machine, in seconds since the epoch; 0.0 if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DesiredFleet:
-    """From the loop: what is wanted, and what the scheduler knows of nodes."""
+    """From the event loop: number of workers, and what the scheduler knows about nodes."""
 
     wanted: int = 0
-    """Workers."""
+    """Number of workers."""
     connected: frozenset[str] = frozenset()
-    """Nodes of which the scheduler has a worker."""
+    """Nodes with a worker that is connected to the scheduler."""
     busy: frozenset[str] = frozenset()
-    """Nodes that a job uses."""
+    """Nodes used by a job."""
     releasing: Mapping[str, float] = field(default_factory=dict)
-    """Nodes to be ended, and when at the latest, in seconds since the epoch."""
+    """Nodes to end, and when at the latest, in seconds since the epoch."""
     killing: frozenset[str] = frozenset()
-    """Nodes to be ended now."""
+    """Nodes to end now."""
     noticed: Mapping[str, NodeNotice] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeFacts:
-    """One machine, as the loop shows it."""
+    """One machine, as the event loop shows it."""
 
     id: str
     type: str
     zone: str
     lifecycle: str
     workers: tuple[str, ...]
-    """Names."""
+    """Names of its workers."""
     device: str
     usd_per_h: float
     is_leaving: bool
@@ -54,27 +54,27 @@ class NodeFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """From the thread: what there is, and what it costs."""
+    """From the thread: the nodes and their costs."""
 
     nodes: tuple[NodeFacts, ...] = ()
     costs: tuple[NodeCost, ...] = ()
     charge: Charge = field(default_factory=Charge)
     rate_usd: float = 0.0
     prices: str = ""
-    """Where prices come from."""
+    """Source of the prices."""
     halted: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reports:
-    """What the thread calls; each brings its words to the loop by itself."""
+    """Callbacks for the thread; each one forwards its arguments to the event loop."""
 
     gone: Callable[[str, str], None]
-    """A worker's name, and why."""
+    """A worker whose machine is gone, and why."""
     warning: Callable[[str], None]
     halt: Callable[[str], None]
     leaving: Callable[[str, float], None]
-    """A worker's name, and when its machine is ended, in seconds since the epoch."""
+    """A worker, and when its machine ends, in seconds since the epoch."""
 
 
 def worker_names(node: str, count: int) -> tuple[str, ...]:

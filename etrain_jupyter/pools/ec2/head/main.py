@@ -1,4 +1,4 @@
-"""The nodes of an ``aws-spot`` cluster, made by its head."""
+"""Factory of the nodes of an ``aws-spot`` cluster, for its head."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from etrain_jupyter.wire.versions import read_fingerprint
 
 
 def make_nodes(facts: HeadFacts) -> AwsNodes:
-    """Return what starts and ends the machines of a cluster; nothing is asked yet."""
+    """Return the source of a cluster's nodes; no request is sent yet."""
     nodes = AwsNodes(
         facts.cluster,
         AwsSpotSpec.model_validate(facts.settings.spec),
@@ -20,4 +20,5 @@ def make_nodes(facts: HeadFacts) -> AwsNodes:
         fingerprint=read_fingerprint(),
     )
     nodes.on_notice = facts.on_notice
+    nodes.is_busy = facts.is_busy
     return nodes

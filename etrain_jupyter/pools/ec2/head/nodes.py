@@ -1,4 +1,4 @@
-"""The workers of an ``aws-spot`` cluster, as the head's event loop asks for them."""
+"""Source of an ``aws-spot`` cluster's nodes, for the head's event loop."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from etrain_jupyter.errors import CheckpointError, PoolError
+from etrain_jupyter.errors import PoolError, StoreError
 from etrain_jupyter.head.coordinator.nodes import NodeCost
 from etrain_jupyter.pools.ec2.bootstrap import config_of
 from etrain_jupyter.pools.ec2.ec2_api import Clients
@@ -30,23 +30,23 @@ from etrain_jupyter.process.cluster_dir import ClusterDir
 logger = logging.getLogger(__name__)
 
 CLOSE_S = 180.0
-"""How long to try until nothing of the cluster is left: a security group goes last."""
+"""Timeout for removing a cluster's resources; the security group goes last."""
 
 
 class AwsNodes:
-    """Asks for machines of EC2 and lets them go; no method blocks but ``start`` and ``close``.
+    """Source of nodes on EC2. Only ``start`` and ``close`` block.
 
-    All callbacks are called on the event loop that ``start`` ran on.
+    All callbacks run on the event loop that ``start`` ran on.
 
     Args:
         cluster_dir: The cluster's folder on this machine.
-        spec: What is allowed.
-        is_connected: Tells whether the scheduler knows a worker.
+        spec: The pool.
+        is_connected: Returns whether a worker is connected to the scheduler.
         on_gone: Called with a worker whose machine is gone, and why.
-        on_warning: Called with what the logs of jobs should say.
-        on_halt: Called once, when nothing is launched any more, with why.
-        clients: Of AWS; by default those of the spec.
-        fingerprint: What is installed here, which nodes must have too.
+        on_warning: Called with warnings for the logs of jobs.
+        on_halt: Called once when launches stop, with why.
+        clients: AWS clients; by default those of the spec.
+        fingerprint: Versions of the packages installed here; nodes must have the same.
     """
 
     replaces_early = True
@@ -64,9 +64,9 @@ class AwsNodes:
         fingerprint: Mapping[str, str] | None = None,
     ) -> None:
         self.is_busy: Callable[[str], bool] | None = None
-        """Tells whether a job uses a worker; None if nobody knows."""
+        """Returns whether a job uses a worker; None if unknown."""
         self.on_notice: Callable[[str, float], None] | None = None
-        """Called with a worker that we shall end though a job uses it, and when (epoch seconds)."""
+        """Called with a worker in use that will be ended, and when (epoch seconds)."""
         self._dir = cluster_dir
         self._spec = spec
         self._is_connected = is_connected
@@ -74,7 +74,7 @@ class AwsNodes:
         self._clients = clients or Clients(spec)
         self._fingerprint = fingerprint
         self._wanted = 0
-        self._held = spec.workers.want if spec.workers.want is not None else spec.workers.min
+        self._min_workers = spec.workers.want if spec.workers.want is not None else spec.workers.min
         self._releasing: dict[str, float] = {}
         self._killing: set[str] = set()
         self._noticed: dict[str, NodeNotice] = {}
@@ -83,13 +83,13 @@ class AwsNodes:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def start(self, scheduler_address: str) -> None:
-        """Set up what nodes need, adopt those that there are, take the lease, and begin.
+        """Create what nodes need, adopt existing nodes, take the lease, and start the thread.
 
         Args:
             scheduler_address: As nodes reach it, for example ``tls://10.0.3.7:8786``.
 
         Raises:
-            PoolError: If AWS does not let us.
+            PoolError: If AWS refuses a request.
         """
         self._loop = asyncio.get_running_loop()
         config = config_of(
@@ -98,74 +98,80 @@ class AwsNodes:
             fingerprint=self._fingerprint,
             supervisor=self._dir.settings().supervisor,
         )
-        around = await asyncio.to_thread(
+        context = await asyncio.to_thread(
             set_up, self._clients, self._spec, self._dir.cluster_id, self._dir.tls, config
         )
         self._reconciler = Reconciler(
-            self._spec, self._dir.cluster_id, self._clients, self._dir.path, around, self._reports()
+            self._spec,
+            self._dir.cluster_id,
+            self._clients,
+            self._dir.path,
+            context,
+            self._reports(),
         )
         try:
             await asyncio.to_thread(self._reconciler.adopt, scheduler_address)
-        except CheckpointError as exc:
-            raise PoolError(f"the lease of the cluster cannot be taken: {exc}") from exc
+        except StoreError as exc:
+            raise PoolError(f"the lease of the cluster cannot be written: {exc}") from exc
         self._has_adopted = True
-        self._give_orders()
+        self._update_desired()
         self._reconciler.start()
 
-    # --- what is wanted ---
+    # --- desired state ---
 
     def want(self, count: int, *, reason: str) -> None:
-        """Have ``count`` workers for the jobs, as far as the spec, EC2 and the budget go."""
+        """Provide ``count`` workers for the jobs, within the limits of spec, EC2 and budget."""
         if count != self._wanted:
             logger.info("%d workers wanted instead of %d: %s", count, self._wanted, reason)
             self._wanted = count
-            self._give_orders(wake=True)
+            self._update_desired(wake=True)
 
     def hold(self, count: int, *, reason: str) -> None:
-        """Keep at least ``count`` workers whatever the jobs want."""
+        """Keep at least ``count`` workers, regardless of the jobs."""
         logger.info("at least %d workers held: %s", count, reason)
-        self._held = count
-        self._give_orders(wake=True)
+        self._min_workers = count
+        self._update_desired(wake=True)
 
     def capacity(self) -> int | None:
-        """Return how many workers there can ever be; None until it is known who is there."""
+        """Return the maximum number of workers; None until existing nodes have been adopted."""
         return self._spec.workers.max if self._has_adopted else None
 
     def note_notice(self, worker: str, *, kind: str, deadline: float = 0.0) -> None:
-        """Note what EC2 has told a worker's machine: another one may come besides, beyond ``max``.
+        """Record EC2's notice to a worker's machine: its replacement may exceed ``max``.
 
         Args:
             worker: Its name.
             kind: ``rebalance`` or ``interruption``.
-            deadline: When EC2 takes it, in seconds since the epoch; 0.0 if unknown.
+            deadline: When EC2 reclaims it, in seconds since the epoch; 0.0 if unknown.
         """
         known = self._noticed.get(node_of(worker))
         if kind == "rebalance" and (known or self._spec.interruption.on_rebalance == "ignore"):
             return
         self._noticed[node_of(worker)] = NodeNotice(kind=kind, deadline=deadline)
-        self._give_orders(wake=True)
+        self._update_desired(wake=True)
 
     def release(self, worker: str, *, drain_s: float) -> None:
-        """End a worker's machine once no job uses it, and after ``drain_s`` in any case.
+        """End a worker's machine once no job uses it, or after ``drain_s``.
 
-        One that EC2 takes within its first hour is left to EC2, which then charges nothing.
+        A machine that EC2 is about to reclaim in its first hour is left to EC2, which then charges
+        nothing.
         """
         self._releasing.setdefault(node_of(worker), time.time() + drain_s)
-        self._give_orders(wake=True)
+        self._update_desired(wake=True)
 
     def kill(self, worker: str) -> None:
-        """End a worker's machine at once."""
+        """End a worker's machine now."""
         self._killing.add(node_of(worker))
-        self._give_orders(wake=True)
+        self._update_desired(wake=True)
 
     def reap(self) -> None:
-        """Let the thread know what the scheduler knows; call it every second or so."""
-        self._give_orders()
+        """Pass the scheduler's state on to the thread; call it about every second."""
+        self._update_desired()
 
-    # --- what there is ---
+    # --- actual state ---
 
     def nodes(self) -> list[dict[str, Any]]:
-        """Return a record a worker of a machine that lives, the oldest first."""
+        """Return a record for each worker of a running machine, the oldest first."""
         records = []
         for node in self.snapshot.nodes:
             is_leaving = node.is_leaving or node.id in self._releasing
@@ -186,19 +192,19 @@ class AwsNodes:
         return records
 
     def costs(self) -> list[NodeCost]:
-        """Return what each node has cost since the cluster began, ended ones too."""
+        """Return the cost of each node since the cluster's start, including ended ones."""
         return list(self.snapshot.costs)
 
     @property
     def snapshot(self) -> Snapshot:
-        """What the thread saw last: nodes, money, where prices come from, why it has halted."""
+        """The thread's last snapshot: nodes, costs, source of the prices, why it has halted."""
         return self._reconciler.snapshot if self._reconciler else Snapshot()
 
     async def close(self, *, grace_s: float) -> None:
-        """End all machines and remove what belongs to them, but for the ledger.
+        """End all machines and remove the cluster's resources, except the ledger.
 
-        Machines are told to end at once; what they have made a security group wait for may take
-        minutes. What is left then carries the cluster's tag, for whoever reaps it.
+        A security group can only be removed after its machines have ended, which may take minutes.
+        Resources that are left carry the cluster's tag, so that ``etrain reap`` finds them.
         """
         if self._reconciler is not None:
             await asyncio.to_thread(self._reconciler.stop)
@@ -213,7 +219,7 @@ class AwsNodes:
                 spares_head=os.environ.get("ETRAIN_ROLE") == "head",
             )
             if left:
-                logger.warning("left of cluster %s: %s", self._dir.cluster_id, left)
+                logger.warning("not removed of cluster %s: %s", self._dir.cluster_id, left)
         except PoolError as exc:
             logger.warning("cluster %s was not removed: %s", self._dir.cluster_id, exc)
         if self._reconciler is not None:
@@ -221,7 +227,7 @@ class AwsNodes:
 
     # --- between loop and thread ---
 
-    def _give_orders(self, *, wake: bool = False) -> None:
+    def _update_desired(self, *, wake: bool = False) -> None:
         thread = self._reconciler
         if thread is None:
             return
@@ -230,11 +236,11 @@ class AwsNodes:
         self._noticed = {
             id: one
             for id, one in self._noticed.items()
-            # One that is not listed any more is gone; one that is not listed yet was just noticed.
+            # Machines that are not listed may be new; drop notices only after their deadline.
             if id in living or time.time() < one.deadline
         }
-        thread.orders = DesiredFleet(
-            wanted=max(self._wanted, self._held),
+        thread.desired = DesiredFleet(
+            wanted=max(self._wanted, self._min_workers),
             connected=frozenset(
                 node.id for node in nodes if any(map(self._is_connected, node.workers))
             ),
@@ -263,14 +269,14 @@ class AwsNodes:
             self.on_notice(worker, deadline)
 
     def _reports(self) -> Reports:
-        """Return callbacks for the thread, which bring their words to the loop."""
+        """Return callbacks for the thread, which forward their arguments to the event loop."""
 
         def on_loop(callback: Callable[..., None]) -> Callable[..., None]:
-            def call(*words: Any) -> None:
-                # The loop may have ended before the thread.
+            def call(*args: Any) -> None:
+                # The loop may be closed before the thread ends.
                 with contextlib.suppress(RuntimeError):
                     if self._loop is not None:
-                        self._loop.call_soon_threadsafe(callback, *words)
+                        self._loop.call_soon_threadsafe(callback, *args)
 
             return call
 

@@ -1,9 +1,9 @@
-"""The thread that makes EC2 be what is wanted: it looks, decides by ``fleet``, and acts.
+"""Reconcile the EC2 fleet with its desired state, in a background thread.
 
-It runs in the head's process and owns all that it knows; the event loop gives it ``orders`` and
-reads its ``snapshot``, two values that are swapped whole. What it must not forget is written to the
-head's disk before it acts; the rest it finds again in EC2's tags and in the bucket, so that the
-next head goes on where this one was killed.
+Each tick lists the machines, calls ``fleet.decide`` and acts. The thread runs in the head's process
+and owns its state; the event loop sets ``desired`` and reads ``snapshot``, two immutable values.
+State that must survive the head is written to its disk before acting; the rest is recovered from
+EC2's tags and the bucket, so that the next head continues where this one was killed.
 """
 
 from __future__ import annotations
@@ -18,75 +18,73 @@ from pathlib import Path
 
 from botocore.parsers import ResponseParserError
 
-from etrain_jupyter.errors import CheckpointError, PoolError
-from etrain_jupyter.pools.ec2.aws_messages import AwsErrors, kind_of, words_of_error
+from etrain_jupyter.errors import PoolError, StoreError
+from etrain_jupyter.pools.ec2.aws_messages import AwsErrors, kind_of, message_of_error
 from etrain_jupyter.pools.ec2.ec2_api import (
     Clients,
     Instance,
-    create_fleet,
     list_instances,
     placement_scores,
     tag_list,
     terminate,
 )
-from etrain_jupyter.pools.ec2.fleet_state import MEMORY_FILE, FleetState, LaunchRequest
+from etrain_jupyter.pools.ec2.fleet_launch import create_fleet
+from etrain_jupyter.pools.ec2.fleet_state import STATE_FILE, FleetState, LaunchRequest
+from etrain_jupyter.pools.ec2.head.accounts import Accounts
 from etrain_jupyter.pools.ec2.head.cluster_files import ClusterFiles
 from etrain_jupyter.pools.ec2.head.desired_fleet import (
     DesiredFleet,
     Reports,
     Snapshot,
-    worker_names,
 )
 from etrain_jupyter.pools.ec2.head.fleet import decide
 from etrain_jupyter.pools.ec2.head.fleet_messages import why_halted
 from etrain_jupyter.pools.ec2.head.roster import (
-    FleetNode,
     FleetRoster,
     is_left_to_ec2,
-    rows_of,
+    nodes_of,
     snapshot_of,
 )
-from etrain_jupyter.pools.ec2.head.view import Decision, Machine, Rules, View
+from etrain_jupyter.pools.ec2.head.view import Decision, Rules, View
+from etrain_jupyter.pools.ec2.head.warning_limit import RateLimitedWarnings
 from etrain_jupyter.pools.ec2.launch_context import (
     AFTER_LIFE_S,
     LaunchContext,
-    Renewal,
+    Timer,
     workers_of,
 )
-from etrain_jupyter.pools.ec2.ledger import Ledger
-from etrain_jupyter.pools.ec2.prices import Prices
 from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
-from etrain_jupyter.process.cluster_dir import write_private
+from etrain_jupyter.process.files import write_private
 
 logger = logging.getLogger(__name__)
 
-KEEP_S = 60.0
+STORE_LEDGER_S = 60.0
 SCORES_S = 600.0
-SAY_AGAIN_S = 600.0
-"""The same warning is repeated after that time if it still holds."""
-AWS_FAILURES = (*AwsErrors, ResponseParserError, CheckpointError, PoolError)
+OUR_ERRORS = (StoreError, PoolError)
+"""Their messages need no explanation."""
+AWS_ERRORS = (*AwsErrors, ResponseParserError, *OUR_ERRORS)
 
 
 @dataclass(kw_only=True)
 class Timers:
-    """What is done less often than every tick."""
+    """Timers of actions that are not due every tick."""
 
-    lease: Renewal
-    tags: Renewal
-    ledger: Renewal = field(default_factory=lambda: Renewal(every_s=KEEP_S))
-    scores: Renewal = field(default_factory=lambda: Renewal(every_s=SCORES_S))
+    lease: Timer
+    tags: Timer
+    ledger: Timer = field(default_factory=lambda: Timer(every_s=STORE_LEDGER_S))
+    scores: Timer = field(default_factory=lambda: Timer(every_s=SCORES_S))
 
 
 class Reconciler:
-    """One cluster's machines. Its thread is called ``etrain-aws``.
+    """One cluster's machines. The thread is called ``etrain-aws``.
 
     Args:
-        spec: What is allowed.
-        cluster_id: Whose machines.
-        clients: Of AWS.
-        folder: On this machine's disk, for what must survive the head.
-        around: What launches refer to.
-        reports: Who is told.
+        spec: The pool.
+        cluster_id: The cluster.
+        clients: AWS clients.
+        folder: On this machine's disk, for state that must survive the head.
+        context: What launch requests refer to.
+        reports: Receives what happens to machines.
     """
 
     def __init__(
@@ -95,33 +93,32 @@ class Reconciler:
         cluster_id: str,
         clients: Clients,
         folder: Path,
-        around: LaunchContext,
+        context: LaunchContext,
         reports: Reports,
     ) -> None:
-        self.orders = DesiredFleet()
+        self.desired = DesiredFleet()
         self.snapshot = Snapshot()
         self._spec = spec
         self._id = cluster_id
         self._clients = clients
-        self._path = folder / MEMORY_FILE
-        self._around = around
+        self._path = folder / STATE_FILE
+        self._context = context
         self._reports = reports
         self._rules = Rules.of(spec, cluster_id)
         self._files = ClusterFiles(clients.bucket, cluster_id)
-        self._prices = Prices(clients=clients, region=spec.region, volume_type=spec.volume.type)
+        self._accounts = Accounts(spec, cluster_id, clients, self._files)
         self._roster = FleetRoster(self._files, clients, reports)
-        self._memory = FleetState()
-        self._ledger = Ledger()
+        self._warnings = RateLimitedWarnings(reports.warning)
+        self._state = FleetState()
         self._scores: dict[str, int] = {}
-        self._said: dict[str, float] = {}
         self._scheduler = ""
         self._renewals = 0
         self._detail = ""
-        self._has_halted = False
-        self._is_troubled = False
+        self._is_halt_reported = False
+        self._is_failing = False
         self._timers = Timers(
-            lease=Renewal(every_s=spec.lifetime.lease_ttl / 4),
-            tags=Renewal(every_s=spec.lifetime.max / 4, last=time.time()),
+            lease=Timer(every_s=spec.lifetime.lease_ttl / 4),
+            tags=Timer(every_s=spec.lifetime.max / 4, last=time.time()),
         )
         self._wake = threading.Event()
         self._is_closing = False
@@ -130,43 +127,43 @@ class Reconciler:
     # --- from other threads ---
 
     def adopt(self, scheduler: str) -> None:
-        """Take over what heads before have left, and take the lease; blocks, before ``start``.
+        """Load the state of previous heads and take the lease; blocks, call before ``start``.
 
         Raises:
-            CheckpointError: If the bucket does not answer.
+            StoreError: If the bucket cannot be read and written.
         """
         self._scheduler = scheduler
         life = self._files.num_lives() + 1
         if self._path.exists():
-            self._memory = FleetState.from_dict(json.loads(self._path.read_text()))
-        self._memory = self._memory.with_(life=life)
-        self._ledger = self._files.ledger()
+            self._state = FleetState.from_dict(json.loads(self._path.read_text()))
+        self._state = self._state.with_(life=life)
+        self._accounts.load()
         self._renew_lease(time.time())
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def wake(self) -> None:
-        """Look at once."""
+        """Start the next tick now."""
         self._wake.set()
 
     def stop(self) -> None:
-        """End the thread; blocks until it has."""
+        """Stop the thread and wait for it."""
         self._is_closing = True
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join()
 
     def settle(self) -> None:
-        """Close the books after everything has ended; blocks, after ``stop``."""
+        """Store the final ledger after all machines have ended; blocks, call after ``stop``."""
         now = time.time()
         try:
-            self._note_money(list_instances(self._clients.ec2, cluster_id=self._id), now)
+            self._record_costs(list_instances(self._clients.ec2, cluster_id=self._id), now)
             self._publish(now)
-            self._keep_ledger(now)
-        except AWS_FAILURES as exc:
-            logger.warning("the ledger of %s was not closed: %s", self._id, exc)
+            self._accounts.store(now)
+        except AWS_ERRORS as exc:
+            logger.warning("the final ledger of %s was not stored: %s", self._id, exc)
 
     # --- the thread ---
 
@@ -174,149 +171,129 @@ class Reconciler:
         while not self._is_closing:
             try:
                 self._tick()
-                self._calm()
-            except AWS_FAILURES as exc:
-                self._explain(exc)
-            except Exception:  # the top of the thread: machines must not be left to themselves
-                logger.exception("a look at the machines of %s failed", self._id)
-                self._warn("tick", "A look at EC2 failed; see the head's log. It is tried again.")
+                self._report_recovery()
+            except AWS_ERRORS as exc:
+                self._report_failure(exc)
+            except Exception:  # top of the thread: it must keep renewing the lease
+                logger.exception("a tick of cluster %s failed", self._id)
+                self._warnings.warn(
+                    "tick", "Checking EC2 failed; see the head's log. The next check retries."
+                )
             self._wake.wait(self._spec.tick)
             self._wake.clear()
 
-    def _explain(self, exc: Exception) -> None:
-        words = str(exc) if isinstance(exc, SELF_EXPLANATORY) else words_of_error(exc)
-        fate = "Nodes run on; it is tried again soon."
+    def _report_failure(self, exc: Exception) -> None:
+        message = str(exc) if isinstance(exc, OUR_ERRORS) else message_of_error(exc)
+        consequence = "Nodes keep running; the next check retries."
         if kind_of(exc.__cause__ or exc) == "credentials":
             self._clients.forget()
-            fate = (
-                "Nodes run on, but not for long: without credentials the lease is not renewed, and "
-                f"{self._spec.lifetime.lease_ttl:g} s after the last renewal they end themselves."
+            consequence = (
+                "Nodes keep running, but not for long: without credentials the lease is not "
+                f"renewed, and {self._spec.lifetime.lease_ttl:g} s after the last renewal they "
+                "turn themselves off."
             )
-        self._is_troubled |= self._warn("aws", f"EC2 cannot be asked: {words}. {fate}")
+        text = f"EC2 cannot be reached: {message}. {consequence}"
+        self._is_failing |= self._warnings.warn("aws", text)
 
-    def _calm(self) -> None:
-        """Say that what was told of EC2 is over."""
-        if self._is_troubled:
-            self._is_troubled = False
+    def _report_recovery(self) -> None:
+        if self._is_failing:
+            self._is_failing = False
             self._reports.warning("EC2 answers again. Nodes are launched and ended as before.")
 
     def _tick(self) -> None:
         now = time.time()
-        if self._timers.lease.is_due(now):
+        if self._timers.lease.restart_if_due(now):
             self._renew_lease(now)
-        orders = self.orders
+        desired = self.desired
         instances = list_instances(self._clients.ec2, cluster_id=self._id)
-        self._prices.refresh(
-            {*self._around.types, *(one.type for one in instances)},
-            since=min((r.launched_at for r in self._ledger.rows.values()), default=now) - 60,
-            now=now,
-        )
-        members = self._members(instances)
-        self._memory = self._roster.look(
-            members,
-            orders,
-            self._memory.listed(one.id for one in instances),
+        types = {*self._context.types, *(one.type for one in instances)}
+        self._accounts.refresh_prices(types, now)
+        self._state = self._roster.update(
+            nodes_of(instances, self._spec, self._context),
+            desired,
+            self._state.listed(one.id for one in instances),
             self._rules.max_boot_failures,
             now,
         )
-        self._note_money(instances, now)
+        self._record_costs(instances, now)
         self._publish(now)
-        self._roster.tell_gone()
+        self._roster.report_gone()
         self._detail = self._roster.last_failure or self._detail
-        if self._timers.scores.is_due(now) and orders.wanted and len(self._around.subnets) > 1:
-            self._scores = placement_scores(
-                self._clients.ec2, list(self._around.types), orders.wanted, self._spec.region
-            )
-        decision = decide(self._memory, self._rules, self._view(orders, now))
-        self._memory = decision.memory
-        self._act(decision, orders, now)
+        if len(self._context.subnets) > 1 and desired.wanted:
+            self._refresh_scores(desired.wanted, now)
+        decision = decide(self._state, self._rules, self._view(desired, now))
+        self._state = decision.state
+        self._act(decision, desired, now)
         self._publish(now)
-        if self._timers.ledger.is_due(now):
-            self._keep_ledger(now)
-        if self._timers.tags.is_due(now):
-            self._extend(instances, now)
+        if self._timers.ledger.restart_if_due(now):
+            self._accounts.store(now)
+        if self._timers.tags.restart_if_due(now):
+            self._postpone_expiry(instances, now)
 
-    def _members(self, instances: Sequence[Instance]) -> list[FleetNode]:
-        """Return the nodes of what EC2 lists."""
-        found = []
-        for one in instances:
-            if one.tags.get("etrain:role", "node") == "node":
-                facts = self._around.types.get(one.type)
-                names = worker_names(one.id, workers_of(self._spec, facts))
-                device = "cuda:0" if facts and facts.gpus else "cpu"
-                found.append(FleetNode(instance=one, workers=names, device=device))
-        return found
+    def _refresh_scores(self, count: int, now: float) -> None:
+        if self._timers.scores.restart_if_due(now):
+            types = list(self._context.types)
+            self._scores = placement_scores(self._clients.ec2, types, count, self._spec.region)
 
-    def _view(self, orders: DesiredFleet, now: float) -> View:
-        machines = []
-        for member in self._roster.members.values():
-            one = member.instance
-            leaving = one.id in orders.releasing or one.id in self._roster.leaving
-            machines.append(
-                Machine(
-                    id=one.id,
-                    type=one.type,
-                    zone=one.zone,
-                    lifecycle=one.lifecycle,
-                    workers=len(member.workers),
-                    launched_at=one.launched_at,
-                    is_ready=one.id in self._roster.hello,
-                    is_leaving=leaving,
-                    is_at_risk=one.id in orders.noticed,
-                    is_busy=one.id in orders.busy,
-                )
-            )
-        book = self._prices.book
+    def _view(self, desired: DesiredFleet, now: float) -> View:
+        book = self._accounts.prices.book
         return View(
             now=now,
-            wanted=max(orders.wanted, self._spec.workers.min),
-            machines=tuple(machines),
-            offers=self._around.offers(self._spec, book, self._scores, now),
-            spent_usd=self._ledger.committed(book, now),
-            rate_usd=self._ledger.rate(book, now),
+            wanted=max(desired.wanted, self._spec.workers.min),
+            machines=self._roster.machines(desired),
+            offers=self._context.offers(self._spec, book, self._scores, now),
+            spent_usd=self._accounts.spent_usd(now),
+            rate_usd=self._accounts.rate_usd(now),
         )
 
     # --- acting ---
 
-    def _act(self, decision: Decision, orders: DesiredFleet, now: float) -> None:
-        self._roster.let_go(decision.releases, orders, now, drain_s=self._spec.interruption.drain)
+    def _act(self, decision: Decision, desired: DesiredFleet, now: float) -> None:
+        self._roster.release(decision.releases, desired, now, drain_s=self._spec.interruption.drain)
         ends = {id for id, _ in decision.terminations}
         for id, why in decision.terminations:
-            if id not in self._roster.ending and self._memory.halted != "budget":
-                self._roster.explain(id, why)
+            if id not in self._roster.ending and self._state.halted != "budget":
+                self._roster.report_failure(id, why)
                 self._detail = self._roster.last_failure
             self._roster.ending[id] = why
-        ends |= self._due(orders, now)
+        ends |= self._due(desired, now)
         terminate(self._clients.ec2, sorted(ends))
         self._look_up(decision.lookups, now)
-        self._write_memory()
+        self._write_state()
         for request in decision.launches:
             if not self._is_closing:
                 self._launch(request)
-        for kind, text in decision.warnings:
-            self._warn(kind, text)
-        if self._memory.halted and not self._has_halted:
-            self._has_halted = True
-            book = self._prices.book
+        for warning in decision.warnings:
+            self._warnings.warn(warning.key, warning.text)
+        if self._state.halted and not self._is_halt_reported:
+            self._is_halt_reported = True
             self._reports.halt(
                 why_halted(
-                    self._memory,
+                    self._state,
                     self._rules,
-                    spent_usd=self._ledger.committed(book, now),
-                    rate_usd=self._ledger.rate(book, now),
+                    spent_usd=self._accounts.spent_usd(now),
+                    rate_usd=self._accounts.rate_usd(now),
                     detail=self._detail,
                 )
             )
 
-    def _due(self, orders: DesiredFleet, now: float) -> set[str]:
-        """Return the nodes whose time has come; those that are still listed, again and again."""
+    def _due(self, desired: DesiredFleet, now: float) -> set[str]:
+        """Return the nodes to end now; those still listed are ended again in every tick.
+
+        ==================================  ====================================================
+        already ended, or killed            now
+        leaving, not used by a job          now
+        leaving, used by a job              when its drain time is over
+        ... but EC2 will reclaim it free    left to EC2 (``first_hour: wait-for-ec2``)
+        ==================================  ====================================================
+        """
         due = set()
-        leaving = {**self._roster.leaving, **orders.releasing}
+        leaving = {**self._roster.leaving, **desired.releasing}
         for id, member in self._roster.members.items():
-            if id in self._roster.ending or id in orders.killing:
+            if id in self._roster.ending or id in desired.killing:
                 due.add(id)
-            elif id in leaving and (id not in orders.busy or now >= leaving[id]):
-                notice = orders.noticed.get(id)
+            elif id in leaving and (id not in desired.busy or now >= leaving[id]):
+                notice = desired.noticed.get(id)
                 if self._spec.interruption.first_hour == "wait-for-ec2" and is_left_to_ec2(
                     member.instance, notice, now
                 ):
@@ -326,38 +303,39 @@ class Reconciler:
         return due
 
     def _look_up(self, ids: Sequence[str], now: float) -> None:
-        """Ask for machines that EC2 acknowledged and never listed; end those that it denies."""
+        """Query machines that EC2 acknowledged but never listed; end those that it denies."""
         if not ids:
             return
         found = {one.id for one in list_instances(self._clients.ec2, ids=ids)}
         missing = set(ids) - found
-        # EC2 may deny one that runs.
+        # EC2 may deny a machine that runs, so end it to be safe.
         terminate(self._clients.ec2, sorted(missing))
-        self._memory = self._memory.looked_up(found, missing, now)
+        self._state = self._state.looked_up(found, missing, now)
 
     def _launch(self, request: LaunchRequest) -> None:
-        self._memory = self._memory.sent(request, time.time())
-        self._write_memory()
+        # Written before the request: after a crash, the same token returns the same machines.
+        self._state = self._state.sent(request, time.time())
+        self._write_state()
         answer = create_fleet(
             self._clients.launcher,
             request,
-            template_id=self._around.template_id,
-            subnets=self._around.subnets,
+            template_id=self._context.template_id,
+            subnets=self._context.subnets,
             allocation=self._spec.capacity.allocation,
-            tags=self._around.tags,
+            tags=self._context.tags,
             pause=self._wake.wait,
         )
         if answer is None:
-            self._warn(
+            self._warnings.warn(
                 "unanswered",
-                f"EC2 has not answered a request for {request.num_nodes} nodes. It is repeated "
-                "under the same token, so that no machine is launched twice.",
+                f"EC2 has not answered a request for {request.num_nodes} nodes. The next attempt "
+                "uses the same token, so that no machine is launched twice.",
             )
             return
-        self._memory = self._memory.answered(request, answer, time.time())
-        self._write_memory()
+        self._state = self._state.answered(request, answer, time.time())
+        self._write_state()
         logger.info(
-            "asked for %d %s nodes, got %s; refused: %s",
+            "requested %d %s nodes, got %s; refused: %s",
             request.num_nodes,
             request.lifecycle,
             [ack.id for ack in answer.acks],
@@ -367,81 +345,53 @@ class Reconciler:
             if one.kind in ("quota", "fatal"):
                 place = f" of {one.type} in {one.zone}" if one.type else ""
                 self._detail = f"EC2 refused a launch{place}: {one.message}."
-                self._warn(f"refused {one.code}", self._detail)
+                self._warnings.warn(f"refused {one.code}", self._detail)
         if answer.acks:
             self._wake.set()
 
-    def _write_memory(self) -> None:
-        write_private(self._path, json.dumps(self._memory.to_dict()))
+    def _write_state(self) -> None:
+        write_private(self._path, json.dumps(self._state.to_dict()))
 
-    # --- lease, money, tags ---
+    # --- lease, costs, tags ---
 
     def _renew_lease(self, now: float) -> None:
         try:
-            self._files.renew_lease(self._scheduler, self._memory.life, self._renewals)
+            self._files.renew_lease(self._scheduler, self._state.life, self._renewals)
             self._renewals += 1
             self._timers.lease.last = now
-        except CheckpointError as exc:
+        except StoreError as exc:
             if not self._renewals:
                 raise
+            # Retry in the next tick, not after a quarter of the lease.
             self._timers.lease.last = now - self._timers.lease.every_s + self._spec.tick
             ttl = self._spec.lifetime.lease_ttl
-            self._warn(
+            self._warnings.warn(
                 "lease",
-                f"{exc}. Nodes end themselves {ttl:g} s after the last renewal; it is tried again "
-                f"every {self._spec.tick:g} s.",
+                f"{exc}. Nodes turn themselves off {ttl:g} s after the last renewal; it is "
+                f"retried every {self._spec.tick:g} s.",
             )
 
-    def _note_money(self, instances: Sequence[Instance], now: float) -> None:
-        rows = rows_of(
-            instances,
-            self._ledger,
-            now,
-            volume_gib=self._spec.volume.gib,
-            living=() if self._is_closing else self._roster.members,
-        )
-        self._ledger = self._ledger.with_rows(rows)
-
-    def _keep_ledger(self, now: float) -> None:
-        facts = {
-            "cluster_id": self._id,
-            "region": self._spec.region,
-            "prices": self._prices.describe(),
-            "max_total": self._spec.budget.max_total,
-        }
-        self._files.keep_ledger(self._ledger, self._prices.book, now, facts)
+    def _record_costs(self, instances: Sequence[Instance], now: float) -> None:
+        living = () if self._is_closing else self._roster.members
+        self._accounts.record(instances, now, living=living)
 
     def _publish(self, now: float) -> None:
         self.snapshot = snapshot_of(
             self._roster,
-            self._ledger,
-            self._prices.book,
+            self._accounts.ledger,
+            self._accounts.prices.book,
             now,
-            workers_of=lambda type: workers_of(self._spec, self._around.types.get(type)),
-            prices=self._prices.describe(),
-            halted=self._memory.halted,
+            num_workers_of=lambda type: workers_of(self._spec, self._context.types.get(type)),
+            prices=self._accounts.prices.describe(),
+            halted=self._state.halted,
         )
 
-    def _extend(self, instances: Sequence[Instance], now: float) -> None:
-        """Put off the instant from which what is ours may be reaped: the head lives."""
+    def _postpone_expiry(self, instances: Sequence[Instance], now: float) -> None:
+        """Postpone the time from which ``etrain reap`` may remove the cluster: the head lives."""
         ids = [one.id for one in instances if one.is_living]
-        ids.append(self._around.template_id)
-        if self._around.network.is_ours:
-            ids.append(self._around.network.security_group)
+        ids.append(self._context.template_id)
+        if self._context.network.is_ours:
+            ids.append(self._context.network.security_group)
         expires = str(int(now + self._spec.lifetime.max + AFTER_LIFE_S))
         tags = tag_list({"etrain:expires": expires})
         self._clients.ec2.create_tags(Resources=ids, Tags=tags)
-
-    def _warn(self, key: str, text: str) -> bool:
-        """Tell the jobs something, unless it was told not long ago; return whether it was."""
-        now = time.time()
-        if now - self._said.get(key, float("-inf")) < SAY_AGAIN_S:
-            return False
-        self._said[key] = now
-        logger.warning("%s", text)
-        self._reports.warning(text)
-        return True
-
-
-SELF_EXPLANATORY = (CheckpointError, PoolError)
-"""These say already what is to be said."""

@@ -1,11 +1,11 @@
-"""The nodes of a cluster as the reconcile thread knows them: who serves, leaves, or is gone."""
+"""The nodes of a cluster as the reconcile thread knows them: ready, leaving, or gone."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from etrain_jupyter.errors import CheckpointError
+from etrain_jupyter.errors import StoreError
 from etrain_jupyter.head.coordinator.nodes import NodeCost
 from etrain_jupyter.pools.ec2.ec2_api import Clients, Instance, console_tail, list_instances
 from etrain_jupyter.pools.ec2.fleet_state import FleetState
@@ -19,6 +19,8 @@ from etrain_jupyter.pools.ec2.head.desired_fleet import (
     worker_names,
 )
 from etrain_jupyter.pools.ec2.head.fleet_messages import boot_failure, why_gone
+from etrain_jupyter.pools.ec2.head.view import Machine
+from etrain_jupyter.pools.ec2.launch_context import LaunchContext, workers_of
 from etrain_jupyter.pools.ec2.ledger import (
     FIRST_HOUR_S,
     TAKEN_BY_EC2,
@@ -26,9 +28,10 @@ from etrain_jupyter.pools.ec2.ledger import (
     PriceBook,
     Row,
 )
+from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
 
-TAKEN_LATE_S = 120.0
-"""A machine that EC2 announced to take, and did not so long after, is ended by us."""
+RECLAIM_LATE_S = 120.0
+"""A machine that EC2 has not reclaimed this long after the announced time is ended, in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,17 +40,17 @@ class FleetNode:
 
     instance: Instance
     workers: tuple[str, ...]
-    """Names."""
+    """Names of its workers."""
     device: str
 
 
 class FleetRoster:
-    """Who is there. Used by the reconcile thread only.
+    """The cluster's nodes. Used by the reconcile thread only.
 
     Args:
-        files: Where nodes say how they are.
-        clients: Of EC2, for consoles.
-        reports: Who is told of those that are gone.
+        files: Contains the nodes' reports.
+        clients: AWS clients, for console output.
+        reports: Receives nodes that are gone.
     """
 
     def __init__(self, files: ClusterFiles, clients: Clients, reports: Reports) -> None:
@@ -55,47 +58,47 @@ class FleetRoster:
         self._clients = clients
         self._reports = reports
         self.members: dict[str, FleetNode] = {}
-        """Those that live."""
+        """Running nodes, by id."""
         self._known: set[str] | None = None
-        """Those that were ever listed; None before the first look."""
-        self.hello: set[str] = set()
-        """Nodes whose workers work, or did."""
+        """Ids that were ever listed; None before the first update."""
+        self.ready: set[str] = set()
+        """Nodes whose workers have connected at least once."""
         self.leaving: dict[str, float] = {}
-        """Nodes that we let go, and when at the latest."""
+        """Nodes that are released, and when they end at the latest (epoch seconds)."""
         self.ending: dict[str, str] = {}
-        """Nodes that we have told EC2 to end, and why."""
+        """Nodes that we have asked EC2 to terminate, and why."""
         self._gone: list[tuple[str, str]] = []
         self.last_failure = ""
-        """What is known of the last node that never said hello."""
+        """Message about the last node whose workers never connected."""
 
-    def look(
+    def update(
         self,
         members: Sequence[FleetNode],
-        orders: DesiredFleet,
-        memory: FleetState,
+        desired: DesiredFleet,
+        state: FleetState,
         max_failures: int,
         now: float,
     ) -> FleetState:
-        """Take in what EC2 lists; tell of those that are gone, and count those that never worked.
+        """Process EC2's listing: find nodes that are ready, gone, or have failed to boot.
 
         Args:
-            members: Nodes that EC2 lists, ended ones too.
-            orders: What the scheduler knows.
-            memory: What the rules know.
-            max_failures: After so many nodes in a row that never said hello, launches stop.
-            now: The instant.
+            members: Nodes that EC2 lists, including ended ones.
+            desired: What the scheduler knows about nodes.
+            state: State of the rules.
+            max_failures: Number of consecutive boot failures after which launches stop.
+            now: Time of the listing.
         """
         listed = {member.instance.id: member for member in members}
         new = {id: member for id, member in listed.items() if member.instance.is_living}
         gone = [id for id in self.members if id not in new]
-        # A list may lack one that is there: ask for it by its name before it is given up.
+        # A listing may lack a running machine: query it by id before declaring it gone.
         unlisted = [id for id in gone if id not in listed]
         for one in list_instances(self._clients.ec2, ids=unlisted) if unlisted else ():
             member = replace(self.members[one.id], instance=one)
             listed[one.id] = member
             if one.is_living:
                 new[one.id] = member
-        # Some end before they are seen alive. What had ended before the first look is history.
+        # Some end before they are seen running. Ignore those that ended before the first update.
         if self._known is not None:
             gone += [id for id in listed if id not in self._known and id not in new]
         self._known = {*(self._known or ()), *listed}
@@ -103,84 +106,118 @@ class FleetRoster:
             if id not in new:
                 member = listed.get(id) or self.members[id]
                 reason = member.instance.reason if id in listed else ""
-                memory = self._drop(member, reason, memory, max_failures, now)
+                state = self._drop(member, reason, state, max_failures, now)
         self.members = new
         for id in new:
-            memory = self._hear(id, orders, memory, max_failures, now)
-        return memory
+            state = self._check_ready(id, desired, state, max_failures, now)
+        return state
 
-    def tell_gone(self) -> None:
-        """Tell of the workers that are gone; call it when the loop can see that they are."""
+    def machines(self, desired: DesiredFleet) -> tuple[Machine, ...]:
+        """Return the running nodes as the rules see them."""
+        return tuple(
+            Machine(
+                id=id,
+                type=member.instance.type,
+                zone=member.instance.zone,
+                lifecycle=member.instance.lifecycle,
+                workers=len(member.workers),
+                launched_at=member.instance.launched_at,
+                is_ready=id in self.ready,
+                is_leaving=id in desired.releasing or id in self.leaving,
+                is_at_risk=id in desired.noticed,
+                is_busy=id in desired.busy,
+            )
+            for id, member in self.members.items()
+        )
+
+    def report_gone(self) -> None:
+        """Report workers that are gone; call it after the snapshot has been published."""
         for worker, why in self._gone:
             self._reports.gone(worker, why)
         self._gone.clear()
 
-    def _hear(
-        self, id: str, orders: DesiredFleet, memory: FleetState, max_failures: int, now: float
+    def _check_ready(
+        self, id: str, desired: DesiredFleet, state: FleetState, max_failures: int, now: float
     ) -> FleetState:
-        """Look whether a node has said hello, or that it cannot."""
-        if id in self.hello or id in self.ending:
-            return memory
-        told = None if id in orders.connected else self._state_of(id)
-        if id in orders.connected or (told and told.state == "ready"):
-            self.hello.add(id)
-            return memory.said_hello()
-        if told and told.state == "refused":
-            self.ending[id] = told.error or "it refused to serve"
-            return self._blame(id, self.ending[id], told.error, memory, max_failures, now)
-        return memory
+        """Check whether a node's workers have connected, or whether it refuses to serve."""
+        if id in self.ready or id in self.ending:
+            return state
+        report = None if id in desired.connected else self._report_of(id)
+        if id in desired.connected or (report and report.state == "ready"):
+            self.ready.add(id)
+            return state.boot_succeeded()
+        if report and report.state == "refused":
+            self.ending[id] = report.error or "it refused to serve"
+            return self._count_failure(id, self.ending[id], report.error, state, max_failures, now)
+        return state
 
     def _drop(
-        self, member: FleetNode, reason: str, memory: FleetState, max_failures: int, now: float
+        self, member: FleetNode, reason: str, state: FleetState, max_failures: int, now: float
     ) -> FleetState:
         id = member.instance.id
-        asked = self.ending.pop(id, "")
+        requested = self.ending.pop(id, "")
         self.leaving.pop(id, None)
-        why = asked or why_gone(reason)
+        why = requested or why_gone(reason)
         self._gone += [(worker, why) for worker in member.workers]
-        if id in self.hello or asked or reason.startswith(TAKEN_BY_EC2):
-            return memory
-        told = self._state_of(id)
-        if told and told.state == "ready":
-            return memory.said_hello()
-        return self._blame(id, why, told.error if told else "", memory, max_failures, now)
+        if id in self.ready or requested or reason.startswith(TAKEN_BY_EC2):
+            return state
+        report = self._report_of(id)
+        if report and report.state == "ready":
+            return state.boot_succeeded()
+        return self._count_failure(
+            id, why, report.error if report else "", state, max_failures, now
+        )
 
-    def _blame(
-        self, id: str, why: str, error: str, memory: FleetState, max_failures: int, now: float
+    def _count_failure(
+        self, id: str, why: str, error: str, state: FleetState, max_failures: int, now: float
     ) -> FleetState:
-        """Count a node that never worked, once, and say what is known of it."""
-        if id in memory.blamed:
-            return memory
-        self.explain(id, why, error)
-        return memory.failed_to_boot(id, max_failures, now)
+        """Count and report a node whose workers never connected, once."""
+        if id in state.blamed:
+            return state
+        self.report_failure(id, why, error)
+        return state.failed_to_boot(id, max_failures, now)
 
-    def explain(self, id: str, why: str, error: str = "") -> None:
-        """Say what is known of a node that never worked, its console included."""
+    def report_failure(self, id: str, why: str, error: str = "") -> None:
+        """Report a node whose workers never connected, with its console output."""
         console = console_tail(self._clients.ec2, id)
         self.last_failure = boot_failure(id, why, error, console)
         self._reports.warning(self.last_failure)
 
-    def _state_of(self, id: str) -> NodeState | None:
+    def _report_of(self, id: str) -> NodeState | None:
         try:
             return self._files.node_state(id)
-        except CheckpointError:
-            return None  # the lease, which lies in the same bucket, tells of that
+        except StoreError:
+            return None  # renewing the lease, in the same bucket, reports this
 
-    def let_go(
+    def release(
         self,
         releases: Iterable[tuple[str, str]],
-        orders: DesiredFleet,
+        desired: DesiredFleet,
         now: float,
         *,
         drain_s: float,
     ) -> None:
-        """Note nodes that shall end, and tell the jobs that use them."""
+        """Mark nodes to end after the drain time, and notify the jobs that use them."""
         for id, _ in releases:
             if id not in self.leaving and id in self.members:
                 self.leaving[id] = now + drain_s
-                if id in orders.busy:
+                if id in desired.busy:
                     for worker in self.members[id].workers:
                         self._reports.leaving(worker, now + drain_s)
+
+
+def nodes_of(
+    instances: Iterable[Instance], spec: AwsSpotSpec, context: LaunchContext
+) -> list[FleetNode]:
+    """Return the nodes among the machines that EC2 lists; the head is not one of them."""
+    found = []
+    for one in instances:
+        if one.tags.get("etrain:role", "node") == "node":
+            facts = context.types.get(one.type)
+            names = worker_names(one.id, workers_of(spec, facts))
+            device = "cuda:0" if facts and facts.gpus else "cpu"
+            found.append(FleetNode(instance=one, workers=names, device=device))
+    return found
 
 
 def snapshot_of(
@@ -189,20 +226,20 @@ def snapshot_of(
     book: PriceBook,
     now: float,
     *,
-    workers_of: Callable[[str], int],
+    num_workers_of: Callable[[str], int],
     prices: str,
     halted: str,
 ) -> Snapshot:
-    """Return what the loop shows: the nodes that live, and what all of them have cost.
+    """Return what the event loop shows: running nodes, and what all nodes have cost.
 
     Args:
-        roster: Who lives.
-        ledger: Who ever did.
+        roster: Running nodes.
+        ledger: All nodes of the cluster's history.
         book: Prices.
-        now: The instant.
-        workers_of: Tells how many workers a type has.
-        prices: Where prices come from.
-        halted: Why nothing is launched any more.
+        now: Time of the snapshot.
+        num_workers_of: Returns the number of workers of a machine type.
+        prices: Source of the prices.
+        halted: Why launches have stopped; empty if not.
     """
     charges = ledger.charges(book, now)
     nodes = tuple(
@@ -225,7 +262,7 @@ def snapshot_of(
     costs = tuple(
         NodeCost(
             node_id=row.id,
-            workers=worker_names(row.id, workers_of(row.type)) if row.role == "node" else (),
+            workers=worker_names(row.id, num_workers_of(row.type)) if row.role == "node" else (),
             lifecycle=row.lifecycle,
             spent_usd=charges[row.id].spent,
             on_demand_usd=charges[row.id].on_demand,
@@ -252,14 +289,14 @@ def rows_of(
     volume_gib: int,
     living: Iterable[str] = (),
 ) -> list[Row]:
-    """Return what the ledger should know: what EC2 lists, and the end of what it lists no more.
+    """Return rows for the machines that EC2 lists, and the end of those that it no longer lists.
 
     Args:
-        instances: What EC2 lists.
-        ledger: What is known.
-        now: The instant.
-        volume_gib: Of a node's disk.
-        living: Machines that a list may lack, but that EC2 has when asked by name.
+        instances: Machines that EC2 lists.
+        ledger: The rows so far.
+        now: Time of the listing.
+        volume_gib: Size of a node's disk.
+        living: Machines that run although the listing lacks them.
     """
     listed = {one.id for one in instances} | set(living)
     rows = [
@@ -276,14 +313,14 @@ def rows_of(
         )
         for one in instances
     ]
-    # EC2 forgets machines an hour after their end.
+    # EC2 stops listing machines an hour after their end.
     gone = [row for row in ledger.rows.values() if row.ended_at is None and row.id not in listed]
     return [*rows, *(replace(row, ended_at=now) for row in gone)]
 
 
 def is_left_to_ec2(one: Instance, notice: NodeNotice | None, now: float) -> bool:
-    """Tell whether EC2 takes a machine in its first hour anyway, for which nothing is charged."""
+    """Return whether EC2 is about to reclaim a machine in its first hour, which is then free."""
     if notice is None or notice.kind != "interruption" or one.lifecycle != "spot":
         return False
     ends_at = notice.deadline or now
-    return ends_at - one.launched_at < FIRST_HOUR_S and now < ends_at + TAKEN_LATE_S
+    return ends_at - one.launched_at < FIRST_HOUR_S and now < ends_at + RECLAIM_LATE_S

@@ -1,4 +1,4 @@
-"""Which machines to let go: those that nobody wants, that have become too dear, or stand apart."""
+"""Choose machines to release: idle, over budget, or outside the placement zone."""
 
 from __future__ import annotations
 
@@ -6,56 +6,52 @@ from etrain_jupyter.pools.ec2.fleet_state import FleetState
 from etrain_jupyter.pools.ec2.head.view import Count, Machine, Rules, View
 from etrain_jupyter.pools.ec2.placement import usable
 
+Release = tuple[str, str]
+"""Id of a machine, and why it is released."""
 
-def too_dear(
-    count: Count, rules: Rules, view: View, warnings: list[tuple[str, str]]
-) -> list[tuple[str, str]]:
-    """Let the dearest go until the rest is within ``max_hourly``; prices have risen."""
+
+def over_budget(count: Count, rules: Rules, view: View) -> list[Release]:
+    """Release the most expensive machines until the rest costs at most ``max_hourly``."""
     prices = {(offer.type, offer.zone): offer for offer in view.offers}
-    rate, ends = view.rate_usd, []
     limit = rules.max_hourly or 0.0
 
     def usd(machine: Machine) -> float:
         offer = prices.get((machine.type, machine.zone))
         return (offer.usd(machine.lifecycle) or 0.0) if offer else 0.0
 
-    # What leaves already is still paid for, but not for long.
-    rate -= sum(usd(m) + rules.disk_usd for m in view.machines if m.is_leaving)
+    # Machines that are leaving are still charged for, but not for long.
+    leaving_usd = sum(usd(m) + rules.disk_usd for m in view.machines if m.is_leaving)
+    rate, releases = view.rate_usd - leaving_usd, []
     for machine in sorted(count.staying, key=lambda m: (m.is_at_risk, usd(m)), reverse=True):
         if rate <= limit + 1e-9:
             break
         rate -= usd(machine) + rules.disk_usd
-        ends.append(machine)
-    if not ends:
-        return []
-    count.staying = [m for m in count.staying if m not in ends]
-    text = (
-        f"The nodes cost {view.rate_usd:.2f} US dollars an hour, more than budget.max_hourly="
-        f"{limit:g}: prices have risen. {len(ends)} of them are released. Raise the budget in "
-        "pools.yaml to keep more."
-    )
-    warnings.append(("too dear", text))
-    return [(machine.id, "above budget.max_hourly") for machine in ends]
+        releases.append((machine.id, "above budget.max_hourly"))
+    return releases
 
 
-def surplus(count: Count, memory: FleetState, rules: Rules, target: int) -> list[tuple[str, str]]:
-    """Pick machines that nobody wants: those not ready, elsewhere, dear, and new first."""
-    ends = []
+def surplus(count: Count, state: FleetState, rules: Rules, target: int) -> list[Release]:
+    """Release machines beyond ``target`` workers.
+
+    Busy machines stay. First go those at risk of an interruption, then those not ready, outside the
+    zone, on demand, and the newest. ``on_demand_base`` workers stay on demand.
+    """
+    releases = []
     too_many = count.num_sure - target
     num_on_demand = sum(m.workers for m in count.staying if m.lifecycle == "on-demand")
     num_base = min(rules.on_demand_base, target)
-    order = sorted(
+    candidates = sorted(
         (m for m in count.staying if not m.is_busy),
         key=lambda m: (
             not m.is_at_risk,
             m.is_ready,
-            m.zone == memory.zone,
+            m.zone == state.zone,
             m.lifecycle == "spot",
             -m.launched_at,
             m.id,
         ),
     )
-    for machine in order:
+    for machine in candidates:
         if machine.workers > too_many:
             continue
         if machine.lifecycle == "on-demand":
@@ -63,22 +59,19 @@ def surplus(count: Count, memory: FleetState, rules: Rules, target: int) -> list
                 continue
             num_on_demand -= machine.workers
         too_many -= machine.workers
-        ends.append((machine.id, "not wanted any more"))
-    return ends
+        releases.append((machine.id, "no longer needed"))
+    return releases
 
 
-def stranger(memory: FleetState, view: View, count: Count) -> list[tuple[str, str]]:
-    """Let one worker outside the zone go once everybody is there: another one comes in the zone."""
+def outside_zone(state: FleetState, view: View, count: Count) -> list[Release]:
+    """Release one machine outside the zone, once all are ready; a new one is launched inside."""
     is_settled = not count.coming and all(m.is_ready for m in count.staying)
-    strangers = [m for m in count.staying if m.zone != memory.zone]
-    if not (memory.zone and strangers and is_settled):
+    outside = [m for m in count.staying if m.zone != state.zone]
+    if not (state.zone and outside and is_settled):
         return []
-    here = [
-        offer
-        for offer in usable(view.offers, memory, "spot", view.now, must_know_price=True)
-        if offer.zone == memory.zone
-    ]
-    if not here or not any(m.zone == memory.zone for m in count.staying):
+    offers = usable(view.offers, state, "spot", view.now, must_know_price=True)
+    has_offer = any(offer.zone == state.zone for offer in offers)
+    if not has_offer or not any(m.zone == state.zone for m in count.staying):
         return []
-    machine = min(strangers, key=lambda m: (m.is_busy, -m.launched_at, m.id))
-    return [(machine.id, f"the others are in {memory.zone}")]
+    machine = min(outside, key=lambda m: (m.is_busy, -m.launched_at, m.id))
+    return [(machine.id, f"the others are in {state.zone}")]

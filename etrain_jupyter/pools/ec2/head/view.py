@@ -1,9 +1,9 @@
-"""What the rules of the fleet look at, and what they answer."""
+"""Inputs and outputs of the fleet's rules."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from etrain_jupyter.pools.ec2.fleet_state import FleetState, LaunchRequest
 from etrain_jupyter.pools.ec2.ledger import HOURS_OF_MONTH
@@ -11,12 +11,12 @@ from etrain_jupyter.pools.ec2.placement import Offer
 from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
 
 STOP_S = 30.0
-"""To stop machines takes so long, besides the time for draining them."""
+"""Time to stop machines after they have drained, in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """One that EC2 lists as pending or running."""
+    """A machine that EC2 lists as pending or running."""
 
     id: str
     type: str
@@ -25,18 +25,18 @@ class Machine:
     workers: int
     launched_at: float
     is_ready: bool = False
-    """Whether its workers have said hello."""
+    """Its workers have connected."""
     is_leaving: bool = False
-    """Whether it has been released, so that it counts no more."""
+    """It has been released, and no longer counts."""
     is_at_risk: bool = False
-    """Whether EC2 is about to take it, so that another one may come besides."""
+    """EC2 has announced an interruption: a replacement may exceed ``max_workers``."""
     is_busy: bool = False
-    """Whether a job uses it."""
+    """A job uses it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """What of the spec decides about machines."""
+    """The limits in the spec."""
 
     cluster_id: str
     max_workers: int
@@ -48,7 +48,7 @@ class Rules:
     max_hourly: float | None = None
     max_total: float | None = None
     reserve_s: float = 120.0
-    """How long before ``max_total`` is spent the cluster begins to stop."""
+    """The cluster starts to stop this many seconds before ``max_total`` is spent."""
     boot_s: float = 900.0
     linger_s: float = 120.0
     max_boot_failures: int = 3
@@ -57,7 +57,7 @@ class Rules:
 
     @classmethod
     def of(cls, spec: AwsSpotSpec, cluster_id: str) -> Rules:
-        """Return what a spec says."""
+        """Return the limits of a spec."""
         capacity = spec.capacity
         return cls(
             cluster_id=cluster_id,
@@ -78,76 +78,88 @@ class Rules:
 
     @property
     def disk_usd(self) -> float:
-        """US dollars an hour of one machine's disk."""
+        """Cost of one machine's disk, in US dollars an hour."""
         return self.volume_gib * self.volume_gib_month / HOURS_OF_MONTH
 
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """What is there now."""
+    """The present fleet."""
 
     now: float
     wanted: int
-    """Workers."""
+    """Number of workers."""
     machines: tuple[Machine, ...] = ()
     offers: tuple[Offer, ...] = ()
     spent_usd: float = 0.0
     rate_usd: float = 0.0
-    """An hour, of the machines that are listed and of everything else of the cluster."""
+    """Cost of the whole cluster, in US dollars an hour."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetWarning:
+    """A warning for the logs of jobs, repeated rarely."""
+
+    key: str
+    """Identifies the condition: the same key is rate-limited even if figures in the text change."""
+    text: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What is to be done."""
+    """What to do."""
 
-    memory: FleetState
+    state: FleetState
     launches: tuple[LaunchRequest, ...] = ()
     releases: tuple[tuple[str, str], ...] = ()
-    """Machines to be ended once their jobs have left them, and why."""
+    """Machines to end once no job uses them, and why."""
     terminations: tuple[tuple[str, str], ...] = ()
-    """Machines to be ended at once, and why."""
+    """Machines to end now, and why."""
     lookups: tuple[str, ...] = ()
-    """Machines to ask EC2 for one by one: it should have listed them long ago."""
-    warnings: tuple[tuple[str, str], ...] = ()
-    """Kind and text of each. One kind is not repeated often, however its figures change."""
+    """Machines to query by id: EC2 should have listed them by now."""
+    warnings: tuple[FleetWarning, ...] = ()
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Count:
-    """Workers here and coming, while decisions are made."""
+    """Workers that are running or being launched."""
 
     staying: list[Machine]
-    """Machines that are here and are not about to leave."""
+    """Running machines that are not about to leave."""
     coming: list[tuple[str, str, int]] = field(default_factory=list)
-    """Zone, lifecycle and workers of what is not listed yet."""
+    """Zone, lifecycle and number of workers of launches that EC2 does not list yet."""
     coming_usd: float = 0.0
     num_unanswered: int = 0
-    """Of the workers that are coming: those that nobody knows whether EC2 has granted."""
+    """Workers of requests that EC2 has not answered; included in ``coming``."""
+
+    def without(self, ids: set[str]) -> Count:
+        """Return the count without some machines."""
+        return replace(self, staying=[m for m in self.staying if m.id not in ids])
 
     @property
     def num(self) -> int:
-        """All of them."""
+        """Number of workers."""
         return sum(m.workers for m in self.staying) + sum(n for _, _, n in self.coming)
 
     @property
     def num_sure(self) -> int:
-        """Without those of requests that nobody has answered."""
+        """Number of workers without unanswered requests."""
         return self.num - self.num_unanswered
 
     @property
     def num_at_risk(self) -> int:
-        """Those that EC2 is about to take."""
+        """Number of workers on machines with an announced interruption."""
         return sum(m.workers for m in self.staying if m.is_at_risk)
 
     @property
     def num_on_demand(self) -> int:
-        """Those at the full price."""
+        """Number of workers on demand."""
         here = sum(m.workers for m in self.staying if m.lifecycle == "on-demand")
         return here + sum(n for _, life, n in self.coming if life == "on-demand")
 
     @property
     def main_zone(self) -> str:
-        """Where most of them are."""
+        """Zone of most workers."""
         num: dict[str, int] = {}
         for machine in self.staying:
             num[machine.zone] = num.get(machine.zone, 0) + machine.workers
@@ -157,16 +169,16 @@ class Count:
 
     @property
     def zones(self) -> set[str]:
-        """Where they are."""
+        """Zones with workers."""
         return {m.zone for m in self.staying} | {zone for zone, _, _ in self.coming if zone}
 
 
-def count_workers(memory: FleetState, view: View, gone: set[str]) -> Count:
-    """Count who stays and who is coming.
+def count_workers(state: FleetState, view: View, gone: set[str]) -> Count:
+    """Count the workers that stay and those being launched.
 
     Args:
-        memory: What is coming.
-        view: Who is here.
+        state: Launches in progress.
+        view: Machines that EC2 lists.
         gone: Machines that are about to be ended.
     """
     count = Count(staying=[m for m in view.machines if not m.is_leaving and m.id not in gone])
@@ -175,10 +187,10 @@ def count_workers(memory: FleetState, view: View, gone: set[str]) -> Count:
         for offer in view.offers
         for lifecycle in ("spot", "on-demand")
     }
-    for ack in memory.acks:
+    for ack in state.acks:
         count.coming.append((ack.zone, ack.lifecycle, ack.workers))
         count.coming_usd += prices.get((ack.type, ack.zone, ack.lifecycle), 0.0)
-    for request, _ in memory.unanswered:
+    for request, _ in state.unanswered:
         zones = {zone for _, zone in request.overrides}
         zone = zones.pop() if len(zones) == 1 else ""
         count.coming.append((zone, request.lifecycle, request.num_workers))
@@ -189,7 +201,7 @@ def count_workers(memory: FleetState, view: View, gone: set[str]) -> Count:
 
 
 def dearest_usd(offers: Sequence[Offer], rules: Rules) -> float:
-    """Return the most that one worker can cost an hour, on demand too where that may come."""
+    """Return the maximum cost of a worker in US dollars an hour, on demand if allowed."""
     lives = ("spot", "on-demand") if rules.most_on_demand else ("spot",)
     prices = [(offer.usd(life), offer.workers) for offer in offers for life in lives]
     return max((usd / workers for usd, workers in prices if usd is not None), default=0.0)

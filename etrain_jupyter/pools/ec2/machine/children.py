@@ -1,4 +1,4 @@
-"""The worker processes of a node, as its agent starts and ends them."""
+"""Start and stop the worker processes of a node."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from etrain_jupyter.head.local_workers import Slot, finish_gpu_query, make_slots, start_gpu_query
+from etrain_jupyter.head.slots import Slot, make_slots
+from etrain_jupyter.process.gpus import finish_gpu_query, start_gpu_query
 
 logger = logging.getLogger("etrain.agent")
 
 GPU_QUERY_S = 60.0
-"""A driver that has just been loaded takes its time."""
+"""A driver that has just been loaded is slow to answer."""
 
 
 def names_of(instance_id: str, count: int) -> list[str]:
@@ -30,10 +31,10 @@ def names_of(instance_id: str, count: int) -> list[str]:
 
 
 def slots_of_machine(workers_per_node: int) -> list[Slot]:
-    """Return room for the workers of this machine: one a GPU, or one where there is none.
+    """Return the slots for this machine's workers: one per GPU, or one without GPUs.
 
     Args:
-        workers_per_node: How many there shall be; 0 for as many as that.
+        workers_per_node: Number of workers; 0 for the default.
     """
     gpus = finish_gpu_query(start_gpu_query(), timeout_s=GPU_QUERY_S)
     if gpus:
@@ -47,19 +48,21 @@ def slots_of_machine(workers_per_node: int) -> list[Slot]:
 
 
 class Children:
-    """Processes that end with this one: they read from a pipe that only it can write to."""
+    """Processes that end with this one: they read from a pipe that only this process can write."""
 
     def __init__(self) -> None:
-        # Only the first is handed on; the other one is closed by the system when we end.
+        # Children inherit the read end only; the system closes the write end when we exit.
         self._pipes: tuple[int, ...] = os.pipe()
         self._by_name: dict[str, subprocess.Popen[bytes]] = {}
         self._codes: dict[str, int] = {}
 
-    def start(self, name: str, module: str, words: Sequence[str], env: Mapping[str, str]) -> None:
-        """Start one; it writes where this process does, which is the machine's console."""
+    def start(
+        self, name: str, module: str, arguments: Sequence[str], env: Mapping[str, str]
+    ) -> None:
+        """Start a process with our standard output, which is the machine's console."""
         flags = ["-P"] if sys.flags.safe_path else []
         process = subprocess.Popen(
-            [sys.executable, *flags, "-m", module, *words],
+            [sys.executable, *flags, "-m", module, *arguments],
             stdin=self._pipes[0],
             env={**os.environ, **env},
             process_group=0,
@@ -68,29 +71,29 @@ class Children:
         logger.info("worker %s started as process %d", name, process.pid)
 
     def codes(self) -> dict[str, int]:
-        """Return the exit codes of those that have ended, and log new ones."""
+        """Return the exit codes of processes that have ended, and log new ones."""
         for name, process in self._by_name.items():
             code = process.poll()
             if code is not None and name not in self._codes:
                 self._codes[name] = code
                 logger.warning("worker %s has ended with exit code %d", name, code)
                 with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(process.pid, signal.SIGKILL)  # what it has left behind
+                    os.killpg(process.pid, signal.SIGKILL)  # processes that it has left behind
         return dict(self._codes)
 
     @property
     def have_ended(self) -> bool:
-        """Whether none of those that were started is left."""
+        """True if processes were started and all have ended."""
         return bool(self._by_name) and len(self.codes()) == len(self._by_name)
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to each that has not ended."""
+        """Send a signal to all running processes."""
         for process in self._by_name.values():
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(number)
 
     def end(self, grace_s: float) -> None:
-        """End them gently, and by force after ``grace_s`` seconds."""
+        """Stop all processes with SIGTERM, and with SIGKILL after ``grace_s`` seconds."""
         self.signal(signal.SIGTERM)
         deadline = time.monotonic() + grace_s
         while not self.have_ended and self._by_name and time.monotonic() < deadline:
@@ -107,6 +110,6 @@ class Children:
 
 
 def prepare_folder(folder: Path) -> None:
-    """Make the folder of a node, which only this user can enter."""
+    """Create the folder of a node, which only this user can enter."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     os.chmod(folder, 0o700)

@@ -1,4 +1,4 @@
-"""What a node says of itself in S3: ``nodes/ID.json``, for whoever launched it to read."""
+"""Report a node's state to S3, as ``nodes/ID.json``, for the cluster's head."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import threading
 import time
 from typing import Any
 
-from etrain_jupyter.pools.ec2.machine.node_store import NodeStore, StoreError
+from etrain_jupyter.errors import StoreError
 from etrain_jupyter.pools.ec2.machine.redaction import redact
+from etrain_jupyter.storage.objects.s3_bucket import Bucket
 from etrain_jupyter.worker.imds import Identity
 
 logger = logging.getLogger("etrain.agent")
@@ -21,16 +22,16 @@ REFUSE_S = 30.0
 
 
 class NodeReports:
-    """Writes the node's state on a thread of its own, so that S3 holds nobody up.
+    """Writes the node's state on its own thread, so that S3 does not block the agent.
 
     Args:
-        store: Where to.
-        identity: Which machine it is.
-        fingerprint: What is installed on it.
+        bucket: The cluster's objects.
+        identity: This machine.
+        fingerprint: Versions of the installed packages.
     """
 
-    def __init__(self, store: NodeStore, identity: Identity, fingerprint: dict[str, str]) -> None:
-        self._store = store
+    def __init__(self, bucket: Bucket, identity: Identity, fingerprint: dict[str, str]) -> None:
+        self._bucket = bucket
         self._facts = {
             **dataclasses.asdict(identity),
             "fingerprint": fingerprint,
@@ -41,33 +42,36 @@ class NodeReports:
         self._thread = threading.Thread(target=self._run, name="etrain-reports", daemon=True)
         self._thread.start()
 
-    def say(self, state: str, error: str = "") -> None:
-        """Write a state: ``booting``, ``ready``, ``refused`` or ``ended``."""
-        told = {**self._facts, "state": state, "error": redact(error), "at": time.time()}
-        self._inbox.put(told)
+    def report(self, state: str, error: str = "") -> None:
+        """Write a state (``booting``, ``ready``, ``refused`` or ``ended``), asynchronously."""
+        record = {**self._facts, "state": state, "error": redact(error), "at": time.time()}
+        self._inbox.put(record)
 
     def refuse(self, error: str) -> None:
-        """Write that the machine is of no use, and wait until that is written."""
+        """Write that the machine cannot be used, and wait until that is written."""
         self._is_refused = True
-        self.say("refused", error)
+        self.report("refused", error)
         self._inbox.put(None)
         self._thread.join(REFUSE_S)
 
     def end(self, why: str) -> None:
-        """Write that the machine turns off; does not wait."""
-        if not self._is_refused:  # that says more
-            self.say("ended", why)
+        """Write that the machine turns off, asynchronously."""
+        if not self._is_refused:  # keep the refusal, which says why
+            self.report("ended", why)
             self._inbox.put(None)
 
     def close(self) -> None:
-        """Wait for a moment until all is written."""
+        """Wait up to ``CLOSE_S`` seconds until everything is written."""
         self._thread.join(CLOSE_S)
 
     def _run(self) -> None:
-        while (told := self._inbox.get()) is not None:
+        while (record := self._inbox.get()) is not None:
             try:
-                self._store.write(self._name, json.dumps(told, indent=1).encode())
+                data = json.dumps(record, indent=1).encode()
+                self._bucket.put(self._name, data, "the state of this node cannot be written")
             except StoreError as exc:
-                logger.warning("the state %r of this node was not written: %s", told["state"], exc)
+                logger.warning(
+                    "the state %r of this node was not written: %s", record["state"], exc
+                )
             except Exception:
-                logger.exception("the state %r of this node was not written", told["state"])
+                logger.exception("the state %r of this node was not written", record["state"])

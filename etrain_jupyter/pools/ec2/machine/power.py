@@ -1,4 +1,4 @@
-"""Turns the machine off: its launch template makes that its end."""
+"""Turn the machine off, which terminates it: its launch template says so."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from etrain_jupyter.worker import imds
 logger = logging.getLogger("etrain.agent")
 
 COMMAND_S = 10.0
-"""How long a command that turns the machine off may take itself."""
+"""Timeout of a command that turns the machine off, in seconds."""
 RETRY_S = 5.0
 
 LAST_RESORTS = (["systemctl", "poweroff", "--force"], ["poweroff", "-f"])
-"""What is tried on an EC2 machine if ``shutdown`` fails."""
+"""Commands to try on an EC2 machine if ``shutdown`` fails."""
 
 
 def arm_timer(left_s: float) -> None:
-    """Let the system turn off when so much time has passed, in place of what was armed before."""
+    """Schedule a shutdown of the system, in place of any previous one."""
     minutes = max(1, math.ceil(left_s / 60))
     _run(["shutdown", "-c"])
     _run(["shutdown", "-h", f"+{minutes}"])
@@ -29,7 +29,7 @@ def arm_timer(left_s: float) -> None:
 
 
 def power_off(num_tries: int = 12) -> bool:
-    """Turn the machine off; return whether the system has taken it."""
+    """Turn the machine off; return whether a command succeeded."""
     for number in range(num_tries):
         if number:
             time.sleep(RETRY_S)
@@ -40,7 +40,7 @@ def power_off(num_tries: int = 12) -> bool:
 
 
 def _is_machine_of_ec2() -> bool:
-    """Whether this is one for certain: the force of the last resorts must not hit a laptop."""
+    """Return whether this is certainly an EC2 machine: never force a laptop off."""
     try:
         return Path(imds.VENDOR_FILE).read_text().strip() == "Amazon EC2"
     except OSError:
@@ -56,6 +56,6 @@ def _run(command: list[str]) -> bool:
         logger.error("%s: %s", " ".join(command), exc)
         return False
     if done.returncode:
-        told = done.stderr.decode(errors="replace").strip()
-        logger.warning("%s: exit code %d %s", " ".join(command), done.returncode, told)
+        output = done.stderr.decode(errors="replace").strip()
+        logger.warning("%s: exit code %d %s", " ".join(command), done.returncode, output)
     return done.returncode == 0

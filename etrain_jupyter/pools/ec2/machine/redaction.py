@@ -1,6 +1,6 @@
-"""Keeps credentials out of what a node writes.
+"""Remove credentials from a node's output.
 
-Its log is the machine's console, which whoever may describe instances can read.
+Its log is the machine's console, which anyone who may describe instances can read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SECRETS = re.compile(
 
 
 def redact(text: str) -> str:
-    """Return a text with what may be a credential taken out.
+    """Return a text without anything that may be a credential.
 
     >>> redact("GET /k?X-Amz-Signature=0f3a9c of AKIAIOSFODNN7EXAMPLE")
     'GET /k?[hidden] of [hidden]'
@@ -32,7 +32,7 @@ def redact(text: str) -> str:
 
 
 class _Redacting(logging.Formatter):
-    """Formats as another one does, tracebacks included, and takes out what may be a credential."""
+    """Formats with another formatter, including tracebacks, and redacts the result."""
 
     def __init__(self, inner: logging.Formatter) -> None:
         super().__init__()
@@ -43,6 +43,6 @@ class _Redacting(logging.Formatter):
 
 
 def redact_logs() -> None:
-    """Let all handlers of this process's log write redacted texts; call it after making them."""
+    """Redact the output of all log handlers of this process; call it after creating them."""
     for handler in logging.getLogger().handlers:
         handler.setFormatter(_Redacting(handler.formatter or logging.Formatter()))

@@ -1,5 +1,5 @@
-"""What runs inside a fake instance: the first process, and the ``shutdown`` command.
+"""Programs inside a simulated instance: the first process, and the ``shutdown`` command.
 
-Both are started as files, with ``python -I -S``: nothing but the standard library, so that a
-machine is up within a moment whatever the environment of its user-data is.
+Both are run as files, with ``python -I -S`` and the standard library only, so that a machine starts
+quickly and independently of its user-data's environment.
 """

@@ -1,9 +1,10 @@
-"""The first process of a fake instance. It starts the user-data, takes in orphans, and ends all.
+"""The first process of a simulated instance: runs the user-data, adopts orphans, and ends all.
 
 It reads one line of JSON, ``{"command": [...], "environment": {...}, "folder": "...",
-"console": "..."}``, and runs it, with what it prints in the file ``console``. From then on its
-standard input is its power: when that ends, because the harness cut it or died, it kills every
-process of the machine and then itself. As on EC2, the machine runs on when the user-data has ended.
+"console": "..."}``, and runs the command with its output in the file ``console``. Its standard
+input represents the power supply: when that closes, because the harness closed it or died, the
+process kills all processes of the machine and itself. As on EC2, the machine keeps running after
+the user-data has ended.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ MAX_KILL_S = 10.0
 
 
 def descendants(root: int) -> list[int]:
-    """Return the processes that stem from one, children before their own."""
+    """Return the descendants of a process, children before their own children."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if not name.isdecimal():
             continue
         try:
             with open(f"/proc/{name}/stat", encoding="utf-8", errors="replace") as file:
-                # The name of the program, in parentheses, may itself have any character.
+                # The program name, in parentheses, may contain any character.
                 state, parent = file.read().rpartition(")")[2].split()[:2]
         except OSError:
             continue
@@ -46,7 +47,7 @@ def descendants(root: int) -> list[int]:
 
 
 def kill_all() -> None:
-    """Kill every process that stems from this one, also those that are made meanwhile."""
+    """Kill all descendants of this process, including those created meanwhile."""
     ends_at = time.monotonic() + MAX_KILL_S
     while (alive := descendants(os.getpid())) and time.monotonic() < ends_at:
         for pid in alive:
@@ -56,7 +57,7 @@ def kill_all() -> None:
 
 
 def reap() -> None:
-    """Take the exit states of those that have ended."""
+    """Reap ended child processes."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -64,7 +65,7 @@ def reap() -> None:
 
 def main() -> None:
     """Run the machine."""
-    # Orphans become ours, so that none escapes the end of the machine.
+    # Adopt orphans, so that no process survives the machine.
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -92,7 +93,7 @@ def main() -> None:
 
 
 def restore_signals() -> None:
-    """Give the user-data the signals back that the first process ignores."""
+    """Restore the signal handlers for the user-data."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
 

@@ -1,9 +1,8 @@
-"""Removes what a harness made on this machine, however the harness ended.
+"""Remove what a harness created on this machine, after any kind of end.
 
-``python janitor.py FOLDER [BRIDGE CABLES]``: waits until its standard input ends, gives the
-instances a moment to end by themselves (each has a line of its own to the harness), then removes
-the bridge, the cables (all whose names begin like that) and the folder. Instances' namespaces end
-with their processes.
+``python janitor.py FOLDER [BRIDGE CABLES]``: waits until standard input closes, gives the instances
+a moment to end by themselves (each has its own pipe to the harness), then removes the bridge, the
+cables (all names with that prefix) and the folder. Instances' namespaces end with their processes.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ MAX_WAIT_S = 15.0
 
 
 def has_processes(folder: str) -> bool:
-    """Tell whether a process runs in the folder."""
+    """Return whether a process has its working directory in the folder."""
     for name in os.listdir("/proc"):
         if name.isdecimal() and int(name) != os.getpid():
             try:
@@ -32,7 +31,7 @@ def has_processes(folder: str) -> bool:
 
 
 def main() -> None:
-    """Wait, and remove."""
+    """Wait, then remove everything."""
     folder, *names = sys.argv[1:]
     sys.stdin.buffer.read()
     ends_at = time.monotonic() + MAX_WAIT_S

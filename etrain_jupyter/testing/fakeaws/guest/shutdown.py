@@ -1,6 +1,6 @@
-"""The ``shutdown`` command of a fake instance: it tells the harness, which has the power switch.
+"""The ``shutdown`` command of a simulated instance: sends the request to the harness.
 
-``python shutdown.py FOLDER INSTANCE [words of shutdown(8)]``
+``python shutdown.py FOLDER INSTANCE [arguments of shutdown(8)]``
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ SOCKET = "power.sock"
 
 
 def main() -> None:
-    """Ask, print what is answered, exit as told."""
-    folder, instance, *words = sys.argv[1:]
-    os.chdir(folder)  # the path of a socket may not be long
+    """Send the request, print the answer, exit with its status."""
+    folder, instance, *arguments = sys.argv[1:]
+    os.chdir(folder)  # socket paths have a maximum length
     with socket.socket(socket.AF_UNIX) as connection:
         try:
             connection.connect(SOCKET)
         except OSError as exc:
-            sys.exit(f"shutdown: nobody has the power switch: {exc}")
-        connection.sendall(json.dumps({"instance": instance, "words": words}).encode() + b"\n")
+            sys.exit(f"shutdown: the harness does not answer: {exc}")
+        connection.sendall(
+            json.dumps({"instance": instance, "arguments": arguments}).encode() + b"\n"
+        )
         answer = json.loads(connection.makefile().readline() or '{"text": "", "status": 0}')
     if answer["text"]:
         print(answer["text"], file=sys.stderr, flush=True)

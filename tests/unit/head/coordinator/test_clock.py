@@ -119,7 +119,7 @@ async def test_next_scheduler_counts_from_the_clock_as_it_is_set_then(
 
     state = after.job.state
     clock_now = after.now + 500_000.0
-    assert clock_now - state.last_step_at == pytest.approx(10.5)
+    assert clock_now - state.timings.last_step_at == pytest.approx(10.5)
     facts = after.coordinator._workers.get("w2")
     assert facts is not None
     assert facts.leaves_at - clock_now == pytest.approx(89.5)

@@ -263,8 +263,8 @@ async def test_planned_faults_go_to_trainers_until_they_have_fired(rig):
     rig.tell("w1", m.TrainerExited, cause="SIGKILL")
     rig.report("w2", 1)
     assert rig.told("w2", m.JoinGeneration)[-1].faults == ()
-    assert rig.job.state.same_step_faults == (-1, ())  # on purpose, so no budget counts it
-    assert rig.job.state.health == {}
+    assert rig.job.state.faults.at_step == (-1, ())  # on purpose, so no budget counts it
+    assert rig.job.state.faults.health == {}
 
 
 async def test_same_fault_that_two_trainers_commit_is_told_of_once(rig):
@@ -308,7 +308,7 @@ async def test_fault_by_hand_is_ordered_of_the_supervisor_and_told(rig):
     [order] = rig.orders("w2", m.InjectFault)
     assert (order.trainer, order.kind_of_fault) == (rig.trainer("w2"), "hang")
     rig.tell("w2", m.TrainerExited, cause="no progress")
-    assert rig.job.state.same_step_faults == (-1, ())
+    assert rig.job.state.faults.at_step == (-1, ())
 
 
 async def test_fault_that_nobody_knows_is_refused(rig):
@@ -364,7 +364,7 @@ async def test_every_fault_that_can_be_asked_for_has_words(rig):
 
 async def test_chaos_of_a_mode_that_is_none_is_refused(rig):
     await rig.start("w1")
-    with pytest.raises(RequestError, match="no chaos of the mode 'flood'"):
+    with pytest.raises(RequestError, match="unknown chaos mode 'flood'"):
         rig.coordinator._requests.do(rig.job, "chaos", {"mode": "flood"})
 
 

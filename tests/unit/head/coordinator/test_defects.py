@@ -17,7 +17,6 @@ from etrain_jupyter.head.coordinator.requests import RequestError
 from etrain_jupyter.head.jobs import hosted_job, reports
 from etrain_jupyter.head.jobs.hosted_job import HostedJob
 from etrain_jupyter.log import events
-from etrain_jupyter.rules.membership import commands as c
 from etrain_jupyter.rules.membership import stimuli as s
 from etrain_jupyter.wire import messages as m
 from etrain_jupyter.wire import requests as q
@@ -113,7 +112,7 @@ async def test_command_that_fails_leaves_no_other_one_undone(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await rig.start("w1", "w2")
-    monkeypatch.setitem(hosted_job._CARRY_OUT, c.AbortGeneration, fail)
+    monkeypatch.setattr(hosted_job.HostedJob, "_abort", fail)
     rig.tell("w2", m.TrainerExited, cause="killed")
 
     assert [event.worker for event in rig.events(events.WorkerLost)] == ["w2"]
@@ -140,7 +139,7 @@ async def test_whoever_asks_for_something_hears_that_it_failed(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await rig.start("w1")
-    monkeypatch.setitem(hosted_job._CARRY_OUT, c.AnnounceChange, fail)
+    monkeypatch.setattr(hosted_job.HostedJob, "_announce", fail)
     with pytest.raises(RequestError, match="pause met a defect of etrain-jupyter"):
         await rig.control("pause")
 

@@ -115,7 +115,7 @@ async def test_the_generation_goes_on_and_what_was_missed_is_logged_once(lives: 
     assert event.away_s == 3.25
     assert steps_of(rig) == [1, 2, 3]
     assert len(rig.events(LogLine)) == 1
-    assert (rig.job.state.phase, rig.job.state.is_ready) == ("running", True)
+    assert (rig.job.state.phase, rig.job.state.current.is_ready) == ("running", True)
     assert [e.generation for e in rig.events(GenerationFormed)] == [1]
     assert rig.told("w1", m.BreakGeneration) == rig.told("w1", m.LeaveGeneration) == []
     rig.tick()
@@ -137,7 +137,7 @@ async def test_a_generation_that_was_forming_is_ended_and_formed_anew(lives: Liv
 
     formed = rig.events(GenerationFormed)
     assert [(e.generation, e.why, e.ranks) for e in formed][1:] == [(2, "restart", ["w1", "w2"])]
-    assert rig.job.state.same_step_faults == (-1, ())
+    assert rig.job.state.faults.at_step == (-1, ())
 
 
 async def test_a_worker_that_does_not_come_back_is_done_without(

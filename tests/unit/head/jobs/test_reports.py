@@ -8,8 +8,9 @@ import pytest
 
 from etrain_jupyter.head.jobs.printed_lines import PrintedLines
 from etrain_jupyter.log import events
+from etrain_jupyter.log.job_record import NOT_BEGUN
 from etrain_jupyter.rules.membership import stimuli as s
-from etrain_jupyter.rules.membership.lineage import NOT_BEGUN
+from etrain_jupyter.rules.membership.membership import Finishing
 from etrain_jupyter.wire import messages as m
 from tests.unit.head.coordinator.rig import PLAN, Rig
 
@@ -223,10 +224,10 @@ async def test_what_was_evaluated_after_the_step_that_a_job_goes_back_to_counts_
         rig.say("w1", m.BestFound(trainer=trainer, generation=1, record=best))
 
     tell()
-    rig.job._carry_on([rig.job.said.go_back(5)])
+    rig.job.log_restored(5)
     tell()
     assert len(rig.events(events.EvalCompleted)) == len(rig.events(events.BestReached)) == 2
-    rig.job._carry_on([rig.job.said.go_back(6)])
+    rig.job.log_restored(6)
     tell()
     assert len(rig.events(events.EvalCompleted)) == len(rig.events(events.BestReached)) == 2
 
@@ -254,7 +255,7 @@ async def test_early_end_that_every_rank_tells_is_logged_once(rig):
         rig.say(worker, report)
 
     assert [e.step for e in rig.events(events.EarlyStopped)] == [6]
-    assert rig.job.state.ending == "early stopping: enough"
+    assert rig.job.state.ending == Finishing(reason="early stopping: enough")
 
 
 # --- printed lines (review R9) ---
@@ -262,7 +263,7 @@ async def test_early_end_that_every_rank_tells_is_logged_once(rig):
 
 async def test_printed_lines_of_a_job_are_bounded_and_the_rest_is_counted(rig):
     await rig.start("w1", "w2")
-    rig.job.said.printed = PrintedLines(burst=5, per_s=2.0)
+    rig.job.messages.printed = PrintedLines(burst=5, per_s=2.0)
     for number in range(10):
         for worker in ("w1", "w2"):
             rig.tell(worker, m.TextLogged, level="info", text=f"line {number}", is_printed=True)

@@ -16,8 +16,7 @@ from etrain_jupyter.log.events import (
     JobSubmitted,
     UserErrorRaised,
 )
-from etrain_jupyter.rules.membership.lineage import NOT_BEGUN
-from etrain_jupyter.rules.replay.replay import past_of
+from etrain_jupyter.log.job_record import NOT_BEGUN, JobRecord
 from etrain_jupyter.storage.checkpoints import LocalStore, Manifest
 from etrain_jupyter.wire import messages as m
 from tests.unit.head.coordinator.rig import PLAN, Rig
@@ -57,21 +56,24 @@ async def test_what_the_log_tells_is_all_that_the_coordinator_knew(
     await train_and_restore(rig)
     job = rig.job
 
-    before = past_of(read_events(log_of(tmp_path)))
+    before = JobRecord().apply_all(read_events(log_of(tmp_path)))
     assert before.generation == job.state.generation == 2
-    assert before.starts == job.said.starts == [0, NOT_BEGUN], "nobody has told which checkpoint"
+    assert before.starts == job.record.starts == [0, NOT_BEGUN], "nobody has told which checkpoint"
     rig.tell("w2", m.GenerationJoined, step=2, **FORMED)
     rig.tell("w3", m.GenerationJoined, step=2, **FORMED)
     rig.commit("w2", 3)
 
-    past = past_of(read_events(log_of(tmp_path)))
-    assert past.starts == job.said.starts == [0, 2]
-    assert past.step == job.step_clock.logged_step == 3
+    past = JobRecord().apply_all(read_events(log_of(tmp_path)))
+    for name in ("logged_step", "starts", "ranks", "trainers", "evaluated_step", "restored_in"):
+        assert getattr(past, name) == getattr(job.record, name), name
+    assert past.starts == [0, 2]
+    assert past.logged_step == 3
     assert past.saved_steps == job.state.saved_steps == (2,)
     assert past.num_started == job.state.num_started == 4
-    assert past.best == job.said.best is None, "its step was undone"
+    assert past.best_told is None, "its step was undone"
     assert past.status == "running"
-    assert past.num_train_samples == PLAN["num_train_samples"]
+    assert past.plan is not None
+    assert past.plan.num_train_samples == PLAN["num_train_samples"]
 
 
 async def test_resumed_job_counts_on_and_restores(tmp_path: Path, monkeypatch: Any) -> None:
@@ -179,7 +181,7 @@ async def test_generation_that_the_log_has_lost_still_fences(
     await rig.submit(resumes=True)
 
     assert rig.job.state.generation == 7
-    assert len(rig.job.said.starts) == 7
+    assert len(rig.job.record.starts) == 7
 
 
 async def test_data_of_another_length_is_refused_unless_forced(

@@ -254,7 +254,7 @@ def test_digest_of_an_earlier_step_is_not_given_for_the_last_one() -> None:
 
     report = str(audit_log(number([*log, saved, ended("stopped")])))
 
-    assert "  digest    d4 at step 4; of step 6, the last one, none was told\n" in report
+    assert "  digest    d4 at step 4; the last step, 6, has none\n" in report
     assert "  saved     the weights of step 6\n" in report
     assert "saved" not in str(audit_log(number(log)))
 
@@ -360,7 +360,7 @@ def test_diverged_rank_is_found_and_named() -> None:
     log = [*undisturbed()[:-1], *hashed(12, ["d12", "other", "d12"]), ended()]
     report = audit_log(number(log))
     assert report.problems == (
-        "at step 12 w2 told its weights as a rank of generation 1, which it was not in",
+        "at step 12 w2 reported its weights as a rank of generation 1, which it was not in",
         "at step 12 the ranks had different weights: "
         "d12 on rank 0 on w0, rank 1 on w1, rank 0 on w0, rank 2 on w2; other on rank 1 on w1",
     )
@@ -384,7 +384,7 @@ def test_ranks_that_told_different_fingerprints_are_found_where_they_parted() ->
     parted = audit_changed(
         lambda e: replace(e, ranks_agree=e.step < 6) if isinstance(e, StepCompleted) else e
     )
-    assert parted.problems == ("at step 6 the ranks (w0, w1) told different fingerprints",)
+    assert parted.problems == ("at step 6 the ranks (w0, w1) had different fingerprints",)
     assert parted.steps_compared == 5
 
 
@@ -415,7 +415,9 @@ def test_job_that_finished_early_is_found() -> None:
 
 def test_steps_without_a_plan_prove_nothing() -> None:
     report = audit_log(number([e for e in undisturbed() if not isinstance(e, JobPlanned)]))
-    assert report.problems == ("12 steps were committed, but no plan says what they had to train",)
+    assert report.problems == (
+        "12 steps were committed, but the log has no plan of what they had to train",
+    )
 
 
 @pytest.mark.parametrize(
@@ -495,7 +497,7 @@ def test_resume_after_the_last_worker_counts_its_steps_once() -> None:
     report = rolled_back(survivor_pid=19)
     assert report.problems == ()
     assert (report.steps_committed, report.steps_rolled_back) == (12, 2)
-    assert "14 executed, 12 committed, 0 undone, 2 made again" in str(report)
+    assert "14 executed, 12 committed, 0 undone, 2 trained again" in str(report)
     assert report.digests_compared == 2
 
 

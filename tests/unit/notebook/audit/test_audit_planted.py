@@ -153,7 +153,7 @@ def disagree(log: list[Event]) -> Iterator[Planted]:
     for step in steps_that_count(log):
         if step.world_size > 1:
             names = ", ".join(formed[step.generation].ranks)
-            text = f"at step {step.step} the ranks ({names}) told different fingerprints"
+            text = f"at step {step.step} the ranks ({names}) had different fingerprints"
             yield exchanged(log, step, replace(step, ranks_agree=False)), text
 
 

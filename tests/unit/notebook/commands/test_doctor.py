@@ -26,7 +26,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunStore:
 
 
 def test_guide_has_a_section_for_each_check_and_none_for_another(store: RunStore) -> None:
-    guide = (Path(__file__).parents[2] / GUIDE).read_text(encoding="utf-8")
+    guide = (Path(__file__).parents[4] / GUIDE).read_text(encoding="utf-8")
     sections = [line[len(SECTION) :] for line in guide.splitlines() if line.startswith(SECTION)]
     topics = list(dict.fromkeys(finding.topic for finding in examine(store)))
 

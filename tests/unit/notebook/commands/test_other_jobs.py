@@ -14,8 +14,11 @@ from etrain_jupyter.log.events import Event, JobStatusChanged, JobSubmitted
 from etrain_jupyter.notebook.commands import other_jobs
 from etrain_jupyter.notebook.job import run_store
 from etrain_jupyter.notebook.job.run_store import RunStore
-from etrain_jupyter.process.cluster_dir import ClusterDir, LocalSettings, open_state_root
+from etrain_jupyter.notebook.job.whereabouts import Whereabouts
+from etrain_jupyter.process.cluster_dir import ClusterDir
+from etrain_jupyter.process.cluster_settings import ClusterSettings
 from etrain_jupyter.process.machine_load import LOAD_FILE, Load, write_load
+from etrain_jupyter.process.state_root import open_state_root
 
 
 @pytest.fixture
@@ -41,7 +44,7 @@ def make_job(store: RunStore, name: str, *, status: str, cluster: ClusterDir | N
 def test_jobs_that_run_and_are_not_followed_are_offered(
     store: RunStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_store, "has_ended", lambda cluster, host: False)
+    monkeypatch.setattr(run_store, "find_cluster", lambda cluster, host: Whereabouts())
     running = make_job(store, "running", status="running")
     followed = make_job(store, "followed", status="running")
     make_job(store, "over", status="finished")
@@ -61,7 +64,8 @@ def test_jobs_that_run_and_are_not_followed_are_offered(
 def test_a_job_whose_cluster_has_ended_is_not_offered(
     store: RunStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_store, "has_ended", lambda cluster, host: True)
+    ended = Whereabouts(has_ended=True)
+    monkeypatch.setattr(run_store, "find_cluster", lambda cluster, host: ended)
     make_job(store, "orphan", status="running")
 
     assert other_jobs.find_others(store, ()) == []
@@ -88,7 +92,7 @@ def test_a_bucket_is_looked_into_only_if_a_person_asks(
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ClusterDir:
     """A cluster that this process keeps."""
     monkeypatch.setenv("ETRAIN_STATE", str(tmp_path / "state"))
-    cluster = ClusterDir.create(open_state_root(), LocalSettings(idle_s=900.0))
+    cluster = ClusterDir.create(open_state_root(), ClusterSettings(idle_s=900.0))
     cluster.publish("tls://127.0.0.1:1")
     return cluster
 
@@ -112,7 +116,7 @@ def test_a_cluster_with_a_job_is_not_idle(cluster: ClusterDir) -> None:
 def test_a_cluster_that_only_down_ends_says_so_in_json(
     cluster: ClusterDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ClusterDir, "settings", lambda _: LocalSettings(idle_s=float("inf")))
+    monkeypatch.setattr(ClusterDir, "settings", lambda _: ClusterSettings(idle_s=float("inf")))
     write_load(cluster, Load(workers=0, idle_since=1.0))
 
     [pool] = other_jobs.find_pools()
@@ -142,7 +146,7 @@ def test_looking_around_imports_no_dask(cluster: ClusterDir, store: RunStore) ->
     make_job(store, "running", status="running", cluster=cluster)
     write_load(cluster, Load(workers=2, idle_since=None))
     code = (
-        "import sys; from etrain_jupyter.notebook.job.run_store import open_runs\n"
+        "import sys; from etrain_jupyter.notebook.job.runs import open_runs\n"
         "from etrain_jupyter.notebook.commands.other_jobs import look_around\n"
         "around = look_around(open_runs(), (), is_asked=True)\n"
         "print(len(around.others), len(around.pools))\n"

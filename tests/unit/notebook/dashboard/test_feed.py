@@ -9,7 +9,7 @@ import pytest
 from etrain_jupyter.log import events as t
 from etrain_jupyter.notebook.dashboard.changes import LISTS
 from etrain_jupyter.notebook.dashboard.feed import ViewFeed
-from etrain_jupyter.notebook.dashboard.snapshot import JobView
+from etrain_jupyter.notebook.dashboard.job_view import JobView
 from tests.unit.notebook.dashboard.scripted_job import JOB_ID, Script
 
 
@@ -51,7 +51,7 @@ def some_steps(script: Script, first: int, last: int) -> list[t.Event]:
     return [event for step in range(first, last + 1) for event in script.complete(step)]
 
 
-def test_a_channel_that_nobody_listens_to_brings_no_news() -> None:
+def test_channel_without_a_view_sends_nothing() -> None:
     wire, view, script = Wire(), JobView(JOB_ID), Script()
     feed = ViewFeed(wire.send)
 
@@ -61,15 +61,15 @@ def test_a_channel_that_nobody_listens_to_brings_no_news() -> None:
     assert wire.messages == []
 
 
-def test_who_asks_without_a_view_is_answered_all_the_same() -> None:
+def test_request_without_a_view_is_answered() -> None:
     wire = Wire()
 
-    ViewFeed(wire.send).say({"kind": "notice", "to": "the palette"})
+    ViewFeed(wire.send).post({"kind": "notice", "to": "the palette"})
 
     assert wire.messages == [{"kind": "notice", "to": "the palette", "seq": 1}]
 
 
-def test_after_a_hello_only_news_is_sent() -> None:
+def test_after_a_hello_only_changes_are_sent() -> None:
     wire, view, script = Wire(), JobView(JOB_ID), Script()
     feed = ViewFeed(wire.send)
     view.add(some_steps(script, 1, 3))
@@ -86,7 +86,7 @@ def test_after_a_hello_only_news_is_sent() -> None:
     assert wire.loss == [1, 2, 3, 4, 5]
 
 
-def test_a_second_hello_first_brings_the_others_up_to_date() -> None:
+def test_second_hello_first_updates_the_other_views() -> None:
     wire, view, script = Wire(), JobView(JOB_ID), Script()
     feed = ViewFeed(wire.send)
     feed.greet(view, "first")
@@ -99,7 +99,7 @@ def test_a_second_hello_first_brings_the_others_up_to_date() -> None:
     assert wire.messages[3]["blocks"] == []
 
 
-def test_a_rewind_starts_every_view_anew() -> None:
+def test_rewind_resets_every_view() -> None:
     wire, view, script = Wire(), JobView(JOB_ID), Script()
     feed = ViewFeed(wire.send)
     view.add(some_steps(script, 1, 9))
@@ -113,7 +113,7 @@ def test_a_rewind_starts_every_view_anew() -> None:
     assert wire.loss == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_million_points_are_thinned_for_a_newcomer() -> None:
+def test_reset_thins_a_million_points() -> None:
     wire, view = Wire(), JobView(JOB_ID)
     view.add(some_steps(Script(num_steps=10_000), 1, 10_000))
 
@@ -126,7 +126,7 @@ def test_a_million_points_are_thinned_for_a_newcomer() -> None:
     assert "mean.eval.loss" not in rows
 
 
-def test_a_view_that_zooms_gets_the_points_between_two_steps_and_one_beyond_each() -> None:
+def test_zoom_receives_the_points_between_two_steps_and_one_beyond_each() -> None:
     wire, view = Wire(), JobView(JOB_ID)
     view.add(some_steps(Script(num_steps=10_000), 1, 10_000))
     feed = ViewFeed(wire.send)
@@ -154,7 +154,7 @@ def test_a_zoom_to_very_many_points_is_thinned_too() -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 7])
-def test_what_is_new_in_pieces_makes_the_whole_picture(batch: int) -> None:
+def test_changes_add_up_to_the_whole_snapshot(batch: int) -> None:
     wire, view = Wire(), JobView(JOB_ID)
     feed = ViewFeed(wire.send)
     feed.greet(view, "me")
@@ -168,12 +168,12 @@ def test_what_is_new_in_pieces_makes_the_whole_picture(batch: int) -> None:
     for start in range(0, len(events), batch):
         view.add(events[start : start + batch])
         feed.flush(view)
-        assert wire.picture == view.snapshot()
+        assert wire.picture == view.snapshot().to_json()
 
-    assert len(wire.picture["events"]) == len(view.snapshot()["events"]) > 100
+    assert len(wire.picture["events"]) == len(view.snapshot().events) > 100
 
 
-def test_news_of_many_workers_and_events_are_few_bytes() -> None:
+def test_changes_of_many_workers_and_events_are_small() -> None:
     wire, view, script = Wire(), JobView(JOB_ID), Script()
     names = [f"w{number}" for number in range(200)]
     view.add([script.make(t.WorkerJoined, worker=name) for name in names])
@@ -190,10 +190,10 @@ def test_news_of_many_workers_and_events_are_few_bytes() -> None:
     whole, news = (len(json.dumps(message)) for message in wire.messages)
     assert whole < 150_000
     assert news < 10_000
-    assert wire.picture == view.snapshot()
+    assert wire.picture == view.snapshot().to_json()
 
 
-def test_a_message_that_did_not_get_out_leaves_a_gap_that_a_hello_closes() -> None:
+def test_lost_message_leaves_a_gap_that_a_hello_closes() -> None:
     wire, view, script = Wire(), JobView(JOB_ID), Script()
     is_broken = False
 
@@ -216,4 +216,4 @@ def test_a_message_that_did_not_get_out_leaves_a_gap_that_a_hello_closes() -> No
     feed.greet(view, "me")
 
     assert wire.loss == [1, 2, 3, 4]
-    assert wire.picture == view.snapshot()
+    assert wire.picture == view.snapshot().to_json()

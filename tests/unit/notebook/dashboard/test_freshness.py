@@ -1,14 +1,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import pytest
 
 from etrain_jupyter.log import events as t
 from etrain_jupyter.notebook.dashboard.freshness import trouble_of
 from etrain_jupyter.notebook.dashboard.html import render_html, render_text
-from etrain_jupyter.notebook.dashboard.snapshot import JobView
+from etrain_jupyter.notebook.dashboard.job_view import JobView
+from etrain_jupyter.notebook.dashboard.snapshot import CheckpointDue
 from tests.unit.notebook.dashboard.scripted_job import JOB_ID, Script
 
 START = 1000.0
@@ -55,9 +55,8 @@ def committed(script: Script, step: int, duration_s: float = 1.0) -> t.Event:
     )
 
 
-def due(view: JobView) -> dict[str, Any]:
-    found: dict[str, Any] = view.snapshot()["checkpoint_due"]
-    return found
+def due(view: JobView) -> CheckpointDue:
+    return view.snapshot().checkpoint_due
 
 
 @pytest.mark.parametrize(
@@ -67,19 +66,19 @@ def due(view: JobView) -> dict[str, Any]:
 def test_a_checkpoint_is_overdue_after_three_intervals(every: str | None, limit_s: float) -> None:
     view, _ = job(every)
 
-    assert due(view) == {"since": START, "limit_s": pytest.approx(limit_s), "failed": ""}
+    assert due(view) == CheckpointDue(since=START, limit_s=pytest.approx(limit_s))
     assert trouble_of(view.snapshot(), START + limit_s) == ""
     assert trouble_of(view.snapshot(), START + limit_s + 1) == "overdue"
 
 
-def test_auto_promises_nothing_before_the_first_checkpoint_and_then_what_was_chosen() -> None:
+def test_auto_has_no_limit_before_the_first_checkpoint_and_then_the_chosen_one() -> None:
     view, script = job(None)
-    assert due(view)["limit_s"] is None
+    assert due(view).limit_s is None
 
     chosen = {"interval_s": 20.0, "cost_s": 0.1, "loss_rate_per_h": 0.1}
     view.add([script.make(t.CheckpointIntervalChosen, **chosen)])
 
-    assert due(view)["limit_s"] == 60.0
+    assert due(view).limit_s == 60.0
 
 
 def test_nothing_is_overdue_before_the_pace_is_known() -> None:
@@ -88,15 +87,15 @@ def test_nothing_is_overdue_before_the_pace_is_known() -> None:
     assert trouble_of(view.snapshot(), START + 1e6) == ""
 
 
-def test_a_checkpoint_starts_the_clock_anew_and_its_own_time_is_granted() -> None:
+def test_checkpoint_restarts_the_clock_and_adds_its_own_duration() -> None:
     view, script = job("10 steps")
     script.now = START + 100
     view.add([committed(script, 40, duration_s=7.0)])
 
-    assert due(view) == {"since": START + 100, "limit_s": pytest.approx(67.0), "failed": ""}
+    assert due(view) == CheckpointDue(since=START + 100, limit_s=pytest.approx(67.0))
 
 
-def test_time_in_which_nothing_trains_does_not_count() -> None:
+def test_time_without_training_does_not_count() -> None:
     view, script = job("10 steps")
     script.now = START + 100
     view.add([script.make(t.JobStatusChanged, status="paused")])
@@ -113,25 +112,25 @@ def test_a_failure_shows_until_the_next_success_also_after_the_end() -> None:
     view.add([script.make(t.CheckpointFailed, step=30, error="no space")])
     view.add([script.make(t.JobStatusChanged, status="finished")])
 
-    assert due(view)["failed"] == "step 30: no space"
+    assert due(view).failed == "step 30: no space"
     assert trouble_of(view.snapshot(), START) == "failed"
 
     view.add([committed(script, 40)])
     assert trouble_of(view.snapshot(), START) == ""
 
 
-def test_page_and_line_say_it_in_words() -> None:
+def test_html_and_text_name_an_overdue_checkpoint() -> None:
     view, script = job("10 steps", steps=20)
     view.add([committed(script, 20)])
     script.now += 100
     view.add([step_at(script, 21, script.now)])
 
-    said = "checkpoint overdue, the newest is of step 20, 1 min 40 s old"
+    said = "checkpoint overdue, the newest is from step 20, 1 min 40 s old"
     assert f"{said}</p>" in render_html(view.snapshot(), view.series())
     assert said in render_text(view.snapshot())
 
 
-def test_page_of_a_job_whose_checkpoints_come_says_nothing() -> None:
+def test_html_and_text_do_not_mention_a_timely_checkpoint() -> None:
     view, script = job("10 steps")
     view.add([committed(script, 40)])
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 from tests.capabilities import skip_without
 
-FRONT_END = Path(__file__).parents[3] / "labextension"
+FRONT_END = Path(__file__).parents[4] / "labextension"
 
 
-def test_the_deciding_parts_of_the_front_end_pass_their_own_tests() -> None:
+def test_front_end_passes_its_node_tests() -> None:
     skip_without("node")
 
     run = subprocess.run(

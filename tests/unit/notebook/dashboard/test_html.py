@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 from etrain_jupyter.log import events as t
 from etrain_jupyter.notebook.dashboard.html import render_html, render_text
-from etrain_jupyter.notebook.dashboard.snapshot import JobView
+from etrain_jupyter.notebook.dashboard.job_view import JobView
 from tests.unit.notebook.dashboard.scripted_job import JOB_ID, Script
 
 
@@ -63,7 +63,7 @@ def test_names_and_messages_are_text_never_markup() -> None:
     assert "<img" not in html
 
 
-def test_line_for_a_terminal_is_shown_and_not_obeyed() -> None:
+def test_terminal_control_sequences_are_escaped() -> None:
     """Review S4: what a notebook in a terminal prints of a job."""
     script = Script(name="\x1b[2Jx")
     events = list(script.begin())
@@ -76,7 +76,7 @@ def test_line_for_a_terminal_is_shown_and_not_obeyed() -> None:
     assert shown.isprintable()
 
 
-def test_worker_is_told_with_its_machine_where_the_pool_knows_it() -> None:
+def test_worker_is_shown_with_its_machine_if_the_pool_reports_it() -> None:
     script = Script()
     machine = {"machine": "g5.xlarge", "zone": "us-east-1a", "lifecycle": "spot"}
     events = list(script.begin())
@@ -96,16 +96,16 @@ def test_the_line_of_text_names_what_matters() -> None:
     assert text.endswith("workers 4 of 4>")
 
 
-def test_the_line_of_text_says_why_a_job_waits_or_failed() -> None:
+def test_the_line_of_text_has_the_reason_of_the_status() -> None:
     script = Script(num_steps=60)
     events = [*script.begin()]
-    why = "1 of min 2 workers are here"
+    why = "1 of min 2 workers available"
     events.append(script.make(t.JobStatusChanged, status="waiting", reason=why))
 
     assert f"waiting ({why})," in render_text(view_of(events).snapshot())
 
 
-def test_the_page_says_what_the_screen_says_of_workers_pace_and_cost() -> None:
+def test_the_page_shows_time_split_pace_and_cost() -> None:
     script = Script(num_steps=60)
     events = [*script.begin(), *script.form(["w0"], "start"), *script.complete(1)]
     spent = {"elapsed_s": 2.0, "data_s": 1.0, "compute_s": 0.9, "optimizer_s": 0.1}

@@ -86,7 +86,7 @@ def test_means_of_neighbours_lie_where_most_points_are() -> None:
     assert mean.tolist() == pytest.approx([1.49] * 10)
 
 
-def test_what_is_not_a_number_counts_for_nothing_in_a_mean() -> None:
+def test_means_ignore_nan() -> None:
     y = np.array([1, np.nan, 3, 3, np.nan, np.nan, np.inf], np.float32)
 
     x, mean = means(np.arange(7.0), y, 4)
@@ -99,9 +99,7 @@ def test_what_is_not_a_number_counts_for_nothing_in_a_mean() -> None:
     ("first", "last", "kept"),
     [(3, 4, [2, 3, 4, 5]), (-5, 0, [0, 1]), (8.5, 99, [8, 9]), (20, 30, [9])],
 )
-def test_a_stretch_has_one_point_more_on_either_side(
-    first: float, last: float, kept: list[int]
-) -> None:
+def test_range_has_one_more_point_at_each_end(first: float, last: float, kept: list[int]) -> None:
     x, y = between(np.arange(10.0), np.arange(10, dtype=np.float32), first, last)
 
     assert x.tolist() == y.tolist() == kept

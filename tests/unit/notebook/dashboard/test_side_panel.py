@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import threading
 from collections.abc import Callable, Collection, Iterator
@@ -10,10 +11,10 @@ import pytest
 from etrain_jupyter.log import events as t
 from etrain_jupyter.notebook.dashboard import link as link_module
 from etrain_jupyter.notebook.dashboard import side_panel, widget
+from etrain_jupyter.notebook.dashboard.job_view import JobView
 from etrain_jupyter.notebook.dashboard.link import PanelComm
 from etrain_jupyter.notebook.dashboard.row import MAX_CURVE_POINTS, row_of
 from etrain_jupyter.notebook.dashboard.side_panel import OtherJobs, SidePanel
-from etrain_jupyter.notebook.dashboard.snapshot import JobView
 from etrain_jupyter.notebook.dashboard.widget import Dashboard
 from tests.unit.notebook.dashboard.scripted_job import Script
 
@@ -79,9 +80,7 @@ def ids_of(message: dict[str, Any]) -> list[str]:
     return [row["snapshot"]["job_id"] for row in message.get("rows", [])]
 
 
-def test_nothing_is_told_and_no_thread_runs_while_nobody_watches(
-    panel: SidePanel, wire: Wire
-) -> None:
+def test_without_a_watch_nothing_is_sent_and_no_thread_runs(panel: SidePanel, wire: Wire) -> None:
     panel.add("a", Job("a"))
     panel.wake()
 
@@ -89,9 +88,7 @@ def test_nothing_is_told_and_no_thread_runs_while_nobody_watches(
     assert panel._threads == {}
 
 
-def test_who_watches_is_told_all_jobs_and_then_those_that_changed(
-    panel: SidePanel, wire: Wire
-) -> None:
+def test_watch_receives_all_jobs_and_then_those_that_changed(panel: SidePanel, wire: Wire) -> None:
     jobs = {name: Job(name) for name in "ab"}
     for name, job in jobs.items():
         panel.add(name, job)
@@ -110,7 +107,7 @@ def test_who_watches_is_told_all_jobs_and_then_those_that_changed(
     assert third["rows"] == []
 
 
-def test_watching_again_brings_everything_again(panel: SidePanel, wire: Wire) -> None:
+def test_second_watch_receives_everything_again(panel: SidePanel, wire: Wire) -> None:
     panel.add("a", Job("a"))
     panel.receive({"ask": "watch"})
     wire.wait_for(lambda m: ids_of(m) == ["a"])
@@ -131,9 +128,7 @@ def test_a_job_shown_by_another_dashboard_is_told_anew(panel: SidePanel, wire: W
     wire.wait_for(lambda m: ids_of(m) == ["a"] and not m["whole"])
 
 
-def test_what_else_there_is_is_looked_for_once_and_when_a_person_asks(
-    panel: SidePanel, wire: Wire
-) -> None:
+def test_scan_runs_once_and_on_request(panel: SidePanel, wire: Wire) -> None:
     asked: list[tuple[tuple[str, ...], bool]] = []
     looked = threading.Event()
 
@@ -156,9 +151,7 @@ def test_what_else_there_is_is_looked_for_once_and_when_a_person_asks(
     assert told["others"] == [{"job_id": "x"}], "what was not looked for holds"
 
 
-def test_looking_that_fails_is_counted_and_does_not_stop_the_rows(
-    panel: SidePanel, wire: Wire
-) -> None:
+def test_failed_scan_is_counted_and_does_not_stop_the_rows(panel: SidePanel, wire: Wire) -> None:
     def look(job_ids: Collection[str], is_asked: bool) -> OtherJobs:
         raise OSError("the disk is gone")
 
@@ -175,7 +168,7 @@ def test_looking_that_fails_is_counted_and_does_not_stop_the_rows(
     assert panel.num_errors == 1
 
 
-def test_questions_are_answered_to_who_asked(panel: SidePanel, wire: Wire) -> None:
+def test_answer_is_addressed_to_the_view_that_asked(panel: SidePanel, wire: Wire) -> None:
     def attach(job_id: str) -> str:
         raise ValueError(f"there is no job {job_id}")
 
@@ -197,17 +190,18 @@ def test_a_row_has_no_lists_and_a_short_curve_without_what_json_lacks() -> None:
     script = Script(400)
     view.add(script.events())
     view.add([script.make(t.UserErrorRaised, error="boom", traceback="x" * 9000, workers=["w0"])])
-    view._series["loss"].append(401, float("nan"))
+    [last] = [event for event in script.complete(401) if isinstance(event, t.StepCompleted)]
+    view.add([dataclasses.replace(last, loss=float("nan"))])
 
     row = row_of(view)
 
     assert len(json.dumps(row, allow_nan=False)) < 6000
     assert {"workers", "events", "markers"} & row["snapshot"].keys() == set()
     assert 20 < len(row["loss"]["x"]) == len(row["loss"]["y"]) <= MAX_CURVE_POINTS
-    assert row["snapshot"]["step"] == 400
+    assert row["snapshot"]["step"] == 401
 
 
-def test_a_job_that_has_said_nothing_has_a_row() -> None:
+def test_job_without_events_has_a_row() -> None:
     row = row_of(JobView("digits-7f3a"))
 
     assert row["snapshot"]["status"] == "submitted"
@@ -283,7 +277,7 @@ def test_one_comm_serves_jobs_and_panel_and_is_opened_once(
     assert made.panel._jobs == {}
 
 
-def test_a_link_that_a_front_end_refused_is_opened_again_by_the_next_job(
+def test_comm_that_a_front_end_closed_is_opened_again_by_the_next_job(
     comms: list[FakeComm], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = PanelComm()
@@ -296,7 +290,7 @@ def test_a_link_that_a_front_end_refused_is_opened_again_by_the_next_job(
     assert len(comms) == 2
 
 
-def test_the_oldest_of_too_many_jobs_is_listed_no_more(
+def test_the_oldest_of_too_many_jobs_is_removed(
     comms: list[FakeComm], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = PanelComm()

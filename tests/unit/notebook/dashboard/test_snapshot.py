@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 
 from etrain_jupyter.log import events as t
 from etrain_jupyter.notebook.dashboard.controls import controls_of
-from etrain_jupyter.notebook.dashboard.snapshot import JobView
+from etrain_jupyter.notebook.dashboard.job_view import JobView
+from etrain_jupyter.notebook.dashboard.snapshot import (
+    BestValue,
+    ChartList,
+    CostSummary,
+    EventLine,
+    Snapshot,
+    TimeSplit,
+)
 from tests.unit.notebook.dashboard.scripted_job import JOB_ID, Script
 
 EVENTS = list(Script(num_steps=60).events())
@@ -32,22 +40,22 @@ def until(kind: type[t.Event], count: int = 1) -> list[t.Event]:
     ]
 
 
-def state_of(snapshot: dict[str, Any], worker: str) -> tuple[str, int | None]:
-    row = next(row for row in snapshot["workers"] if row["worker"] == worker)
-    return row["state"], row["rank"]
+def state_of(snapshot: Snapshot, worker: str) -> tuple[str, int | None]:
+    row = next(row for row in snapshot.workers if row.worker == worker)
+    return row.state, row.rank
 
 
 def test_the_finished_job_shows_what_its_log_says() -> None:
     snapshot = view_of(EVENTS).snapshot()
 
-    assert snapshot["status"] == "finished"
-    assert (snapshot["step"], snapshot["total_steps"], snapshot["progress"]) == (60, 60, 1.0)
-    assert (snapshot["world_size"], snapshot["max_workers"], snapshot["generation"]) == (4, 4, 6)
-    assert (snapshot["num_lost"], snapshot["num_preempted"], snapshot["num_undone"]) == (1, 1, 1)
-    assert snapshot["eval"]["step"] == 60
-    assert snapshot["checkpoint"]["step"] == 60
-    assert snapshot["eta_s"] is None
-    assert [marker["kind"] for marker in snapshot["markers"]] == [
+    assert snapshot.status == "finished"
+    assert (snapshot.step, snapshot.total_steps, snapshot.progress) == (60, 60, 1.0)
+    assert (snapshot.world_size, snapshot.max_workers, snapshot.generation) == (4, 4, 6)
+    assert (snapshot.num_lost, snapshot.num_preempted, snapshot.num_undone) == (1, 1, 1)
+    assert snapshot.eval.step == 60
+    assert snapshot.checkpoint.step == 60
+    assert snapshot.eta_s is None
+    assert [marker.kind for marker in snapshot.markers] == [
         "join",
         "lost",
         "join",
@@ -59,7 +67,7 @@ def test_the_finished_job_shows_what_its_log_says() -> None:
 
 
 @given(cuts=st.sets(st.integers(min_value=0, max_value=len(EVENTS))))
-def test_the_picture_does_not_depend_on_how_the_events_were_batched(cuts: set[int]) -> None:
+def test_the_snapshot_does_not_depend_on_batching(cuts: set[int]) -> None:
     whole, pieces = view_of(EVENTS), JobView(JOB_ID)
 
     places = sorted({0, len(EVENTS)} | cuts)
@@ -73,7 +81,7 @@ def test_the_picture_does_not_depend_on_how_the_events_were_batched(cuts: set[in
         np.testing.assert_array_equal(pieces.series()[name][1], y)
 
 
-def test_events_that_were_seen_before_are_passed_over() -> None:
+def test_events_seen_before_are_skipped() -> None:
     view = view_of(EVENTS)
     before = view.snapshot()
 
@@ -82,8 +90,8 @@ def test_events_that_were_seen_before_are_passed_over() -> None:
     assert view.snapshot() == before
 
 
-def test_events_read_back_from_the_log_give_the_same_picture() -> None:
-    lines = [json.dumps(event.to_dict()) for event in EVENTS]
+def test_events_read_back_from_the_log_give_the_same_snapshot() -> None:
+    lines = [json.dumps(event.to_json_dict()) for event in EVENTS]
 
     replayed = view_of([t.event_from_dict(json.loads(line)) for line in lines])
 
@@ -96,33 +104,33 @@ def test_a_lost_rank_leaves_its_place_to_the_survivors() -> None:
 
     assert state_of(lost, "w1") == ("lost", None)
     assert state_of(formed, "w2") == ("training", 1)
-    assert formed["world_size"] == 3
+    assert formed.world_size == 3
 
 
 def test_each_worker_counts_the_steps_that_it_took_part_in() -> None:
-    rows = {row["worker"]: row["steps"] for row in view_of(EVENTS).snapshot()["workers"]}
+    rows = {row.worker: row.steps for row in view_of(EVENTS).snapshot().workers}
 
     assert rows == {"w0": 60, "w1": 24, "w2": 29, "w3": 50, "w4": 33, "w5": 15}
 
 
-def test_one_worker_goes_on_and_two_go_on() -> None:
+def test_one_worker_continues_and_two_continue() -> None:
     script = Script(num_steps=60)
     events = [*script.begin(), *script.form(["w0"], "start"), *script.form(["w0", "w1"], "join")]
 
-    texts = [event["text"] for event in view_of(events).snapshot()["events"]]
+    texts = [event.text for event in view_of(events).snapshot().events]
 
     assert [text.partition(": ")[2].partition(" from")[0] for text in texts[-2:]] == [
-        "1 worker goes on",
-        "2 workers go on",
+        "1 worker continues",
+        "2 workers continue",
     ]
 
 
-def test_a_noticed_worker_goes_on_training_until_it_leaves() -> None:
+def test_worker_with_a_notice_trains_until_it_leaves() -> None:
     assert state_of(view_of(until(t.PreemptionNoticed)).snapshot(), "w2") == ("leaving", 1)
     assert state_of(view_of(until(t.WorkerLeft)).snapshot(), "w2") == ("left", None)
 
 
-def test_a_worker_at_risk_trains_on_and_is_listed_and_marked() -> None:
+def test_worker_at_risk_keeps_training_and_is_listed_and_marked() -> None:
     script = Script(num_steps=60)
     events = [*script.begin(), *script.form(["w0"], "start"), *script.complete(1)]
     before = state_of(view_of(events).snapshot(), "w0")
@@ -131,24 +139,24 @@ def test_a_worker_at_risk_trains_on_and_is_listed_and_marked() -> None:
     snapshot = view_of(events).snapshot()
 
     assert state_of(snapshot, "w0") == before
-    assert snapshot["events"][-1]["text"] == (
-        "w0 is likely to be preempted; it trains on, and a checkpoint is saved"
+    assert snapshot.events[-1].text == (
+        "w0 is likely to be preempted; it keeps training, and a checkpoint is saved"
     )
-    assert [(m["kind"], m["text"]) for m in snapshot["markers"] if m["kind"] == "notice"] == [
+    assert [(m.kind, m.text) for m in snapshot.markers if m.kind == "notice"] == [
         ("notice", "w0 likely to be preempted")
     ]
 
 
-def test_a_fault_on_purpose_is_listed_and_marked() -> None:
+def test_injected_fault_is_listed_and_marked() -> None:
     script = Script(num_steps=60)
     events = [*script.begin(), *script.form(["w0"], "start"), *script.complete(1)]
     events.append(script.make(t.FaultInjected, worker="w0", fault="hold_gil", step=1))
 
     snapshot = view_of(events).snapshot()
 
-    assert snapshot["events"][-1]["text"] == "w0 suffers hold_gil on purpose"
-    assert [(m["kind"], m["text"]) for m in snapshot["markers"] if m["kind"] == "notice"] == [
-        ("notice", "hold_gil of w0 on purpose")
+    assert snapshot.events[-1].text == "Fault hold_gil injected into w0"
+    assert [(m.kind, m.text) for m in snapshot.markers if m.kind == "notice"] == [
+        ("notice", "Fault hold_gil injected into w0")
     ]
 
 
@@ -167,7 +175,7 @@ def test_a_job_that_waits_for_workers_has_none() -> None:
 
     snapshot = view_of(events).snapshot()
 
-    assert (snapshot["world_size"], snapshot["reason"]) == (0, "0 of 1 workers")
+    assert (snapshot.world_size, snapshot.reason) == (0, "0 of 1 workers")
 
 
 def paused_script() -> tuple[Script, list[t.Event]]:
@@ -185,9 +193,9 @@ def test_a_paused_job_has_workers_that_wait_and_no_throughput() -> None:
 
     snapshot = view_of(events).snapshot()
 
-    rows = [(row["worker"], row["rank"], row["state"], row["note"]) for row in snapshot["workers"]]
+    rows = [(row.worker, row.rank, row.state, row.note) for row in snapshot.workers]
     assert rows == [("w0", None, "waiting", "paused"), ("w1", None, "waiting", "paused")]
-    assert (snapshot["world_size"], snapshot["samples_per_s"]) == (2, 0.0)
+    assert (snapshot.world_size, snapshot.samples_per_s) == (2, 0.0)
 
 
 def test_a_worker_that_is_lost_while_the_job_pauses_or_is_paused_is_not_counted() -> None:
@@ -196,13 +204,13 @@ def test_a_worker_that_is_lost_while_the_job_pauses_or_is_paused_is_not_counted(
     events.append(script.make(t.JobStatusChanged, status="paused"))
     view = view_of(events)
 
-    assert view.snapshot()["world_size"] == 1
+    assert view.snapshot().world_size == 1
 
     view.add([script.make(t.WorkerLost, worker="w1", cause="killed")])
-    assert view.snapshot()["world_size"] == 0
+    assert view.snapshot().world_size == 0
 
 
-def test_resuming_makes_nobody_a_newcomer() -> None:
+def test_resuming_adds_no_newcomers() -> None:
     script, events = paused_script()
     events.append(script.make(t.JobStatusChanged, status="paused"))
     events += script.form(["w0", "w1"], "resume")
@@ -210,9 +218,9 @@ def test_resuming_makes_nobody_a_newcomer() -> None:
 
     snapshot = view_of(events).snapshot()
 
-    assert [(row["state"], row["steps"]) for row in snapshot["workers"]] == [("training", 3)] * 2
-    assert [marker["kind"] for marker in snapshot["markers"]] == ["paused", "resumed"]
-    assert snapshot["samples_per_s"] > 0
+    assert [(row.state, row.steps) for row in snapshot.workers] == [("training", 3)] * 2
+    assert [marker.kind for marker in snapshot.markers] == ["paused", "resumed"]
+    assert snapshot.samples_per_s > 0
 
 
 def test_a_job_that_waited_for_its_first_workers_was_not_resumed() -> None:
@@ -221,7 +229,7 @@ def test_a_job_that_waited_for_its_first_workers_was_not_resumed() -> None:
     events += script.form(["w0"], "start")
     events += [script.make(t.JobStatusChanged, status="running"), *script.complete(1)]
 
-    assert view_of(events).snapshot()["markers"] == []
+    assert view_of(events).snapshot().markers == ()
 
 
 def test_a_silent_scheduler_is_the_reason_and_changes_nothing_else() -> None:
@@ -235,20 +243,20 @@ def test_a_silent_scheduler_is_the_reason_and_changes_nothing_else() -> None:
     silent = view.snapshot()
     view.add([t.JobStatusChanged(**aside)])
 
-    assert (silent["status"], silent["reason"]) == (
+    assert (silent.status, silent.reason) == (
         "paused",
         "its scheduler cannot be reached, asking again",
     )
-    assert silent["events"][-1] | {"time": 0, "id": 0} == {
-        "id": 0,
-        "seq": 0,
-        "time": 0,
-        "kind": "JobStatusChanged",
-        "level": "warning",
-        "text": "Paused: its scheduler cannot be reached, asking again",
-    }
-    assert view.snapshot()["reason"] == ""
-    assert (silent["markers"], silent["workers"]) == (before["markers"], before["workers"])
+    assert dataclasses.replace(silent.events[-1], id=0, time=0.0) == EventLine(
+        id=0,
+        seq=0,
+        time=0.0,
+        kind="JobStatusChanged",
+        level="warning",
+        text="Paused: its scheduler cannot be reached, asking again",
+    )
+    assert view.snapshot().reason == ""
+    assert (silent.markers, silent.workers) == (before.markers, before.workers)
 
 
 def test_resuming_from_an_older_step_cuts_what_did_not_happen() -> None:
@@ -259,7 +267,7 @@ def test_resuming_from_an_older_step_cuts_what_did_not_happen() -> None:
     events += script.form(["w9"], "resume")
     view = view_of(events)
 
-    assert view.snapshot()["step"] == 20
+    assert view.snapshot().step == 20
     assert view.rewinds == 1
     assert view.series()["loss"][0].tolist() == list(range(1, 21))
 
@@ -267,7 +275,7 @@ def test_resuming_from_an_older_step_cuts_what_did_not_happen() -> None:
     assert view.series()["loss"][0].tolist() == list(range(1, 22))
 
 
-def test_what_a_rewind_cut_off_is_kept_beside_the_curve_within_bounds() -> None:
+def test_undone_steps_are_kept_in_a_limited_curve_of_their_own() -> None:
     script = Script(num_steps=6000)
     view = view_of([*script.begin(), *script.form(["w0"], "start")])
     view.add([event for step in range(1, 31) for event in script.complete(step)])
@@ -305,7 +313,7 @@ def test_the_remaining_time_ignores_stalls_and_batched_clocks(batch: int) -> Non
         events += [e for e in script.complete(step) if isinstance(e, t.StepCompleted)]
         script.now = clock if step % batch == 0 else events[-1].time - 0.08
 
-    eta_s = view_of(events).snapshot()["eta_s"]
+    eta_s = view_of(events).snapshot().eta_s
 
     assert eta_s == pytest.approx(90, rel=0.35)
 
@@ -319,7 +327,7 @@ def test_a_loss_that_is_not_a_number_survives_json() -> None:
         )
     ]
 
-    text = json.dumps(view_of(events).snapshot(), allow_nan=False)
+    text = json.dumps(view_of(events).snapshot().to_json(), allow_nan=False)
 
     assert json.loads(text)["loss"] == "NaN"
 
@@ -327,17 +335,17 @@ def test_a_loss_that_is_not_a_number_survives_json() -> None:
 def test_the_charts_are_known_before_the_first_step() -> None:
     snapshot = view_of(EVENTS[:1]).snapshot()
 
-    assert snapshot["charts"] == {"metrics": ["accuracy"], "has_eval": True}
+    assert snapshot.charts == ChartList(metrics=("accuracy",), has_eval=True)
 
 
 def test_what_a_step_returns_has_a_chart_from_the_first_step_on() -> None:
     view = view_of([event for event in EVENTS if isinstance(event, t.JobSubmitted)])
-    configured = list(view.snapshot()["charts"]["metrics"])
+    configured = view.snapshot().charts.metrics
     steps = [event for event in EVENTS if isinstance(event, t.StepCompleted)][:3]
 
     view.add([dataclasses.replace(event, metrics={"mlm": 0.5, "sop": 0.1}) for event in steps])
 
-    assert view.snapshot()["charts"]["metrics"] == [*configured, "mlm", "sop"]
+    assert view.snapshot().charts.metrics == (*configured, "mlm", "sop")
 
 
 def test_a_metric_of_evaluations_alone_has_no_value_at_steps() -> None:
@@ -347,24 +355,22 @@ def test_a_metric_of_evaluations_alone_has_no_value_at_steps() -> None:
 
     snapshot = view.snapshot()
 
-    assert "f1" not in snapshot["metrics"]
-    assert snapshot["eval"]["metrics"] == {"f1": 0.25}
+    assert "f1" not in snapshot.metrics
+    assert snapshot.eval.metrics == {"f1": 0.25}
     assert "metrics.f1" not in view.series()
     assert view.series()["eval.f1"][1].tolist() == [0.25]
 
 
-def test_an_unknown_event_of_a_newer_version_is_listed_and_harms_nothing() -> None:
+def test_unknown_event_of_a_newer_version_is_listed() -> None:
     event = t.event_from_dict(
         {"event": "WorkerSang", "job_id": JOB_ID, "time": 1.0, "seq": 1, "song": "la"}
     )
 
-    assert view_of([event]).snapshot()["events"][0]["text"] == (
-        "WorkerSang (written by a newer version)"
-    )
+    assert view_of([event]).snapshot().events[0].text == ("WorkerSang (written by a newer version)")
 
 
 @pytest.mark.parametrize("kind", sorted(t.Event.kinds), ids=str)
-def test_every_kind_of_event_has_a_sentence_or_is_left_out_on_purpose(kind: str) -> None:
+def test_every_kind_of_event_is_described_or_omitted_explicitly(kind: str) -> None:
     from etrain_jupyter.notebook.dashboard.event_text import describe
 
     assert describe.dispatch(t.Event.kinds[kind]) is not describe.dispatch(object)
@@ -375,11 +381,11 @@ def test_a_long_run_is_folded_fast_enough_to_attach_to() -> None:
 
     view = view_of(list(script.events()))
 
-    assert len(view.snapshot()["events"]) == 120 + 3
+    assert len(view.snapshot().events) == 120 + 3
     assert len(view.series()["loss"][0]) == 20_000
 
 
-def test_job_that_ended_early_is_complete_and_says_why() -> None:
+def test_job_that_ended_early_is_complete_and_has_a_reason() -> None:
     common: dict[str, Any] = {"job_id": JOB_ID, "time": EVENTS[-1].time}
     reason = "early stopping: accuracy was best at step 10, 0.9, and not better in 3 evaluations"
     steps = until(t.StepCompleted, 20)
@@ -396,11 +402,11 @@ def test_job_that_ended_early_is_complete_and_says_why() -> None:
     ended = t.JobStatusChanged(**common, status="finished", reason=reason)
     snapshot = view_of([*steps, best, stopped, ended]).snapshot()
 
-    assert (snapshot["status"], snapshot["reason"]) == ("finished", reason)
-    assert (snapshot["step"], snapshot["total_steps"], snapshot["progress"]) == (20, 20, 1.0)
-    assert snapshot["eta_s"] is None
-    assert snapshot["best"] == {"step": 10, "metric": "accuracy", "value": 0.9}
-    texts = [entry["text"] for entry in snapshot["events"]]
+    assert (snapshot.status, snapshot.reason) == ("finished", reason)
+    assert (snapshot.step, snapshot.total_steps, snapshot.progress) == (20, 20, 1.0)
+    assert snapshot.eta_s is None
+    assert snapshot.best == BestValue(step=10, metric="accuracy", value=0.9)
+    texts = [entry.text for entry in snapshot.events]
     assert texts[-3] == "Best so far: accuracy 0.9 at step 10"
     assert texts[-2].startswith("Early stopping: accuracy was best at step 10")
 
@@ -410,21 +416,21 @@ def test_best_of_steps_that_were_undone_is_forgotten() -> None:
     best = t.BestReached(**common, step=10, metric="loss", value=0.9)
     restored = t.JobRestored(**common, step=9, num_undone=1)
 
-    assert view_of([best]).snapshot()["best"]["step"] == 10
-    assert view_of([best, restored]).snapshot()["best"] is None
+    assert view_of([best]).snapshot().best is not None
+    assert view_of([best, restored]).snapshot().best is None
 
 
-def test_loss_that_is_nan_is_told_with_its_workers() -> None:
+def test_nan_loss_is_listed_with_its_workers() -> None:
     told = t.LossNotFinite(
         job_id=JOB_ID, time=1.0, step=7, loss=float("nan"), ranks=[1], workers=["w2"]
     )
-    [entry] = view_of([told]).snapshot()["events"]
+    [entry] = view_of([told]).snapshot().events
 
-    assert entry["level"] == "error"
-    assert entry["text"] == "The loss of step 7 is nan on w2: no worker updated its weights"
+    assert entry.level == "error"
+    assert entry.text == "The loss of step 7 is nan on w2: no worker updated its weights"
 
 
-def test_batch_is_that_of_the_present_workers_where_each_has_its_own() -> None:
+def test_global_batch_grows_with_the_workers_if_each_has_a_fixed_batch() -> None:
     script = Script(num_steps=60)
     events = [
         dataclasses.replace(event, global_batch_size=32, per_worker_batch_size=32)
@@ -432,13 +438,13 @@ def test_batch_is_that_of_the_present_workers_where_each_has_its_own() -> None:
         else event
         for event in script.begin()
     ]
-    before = view_of(events).snapshot()["global_batch_size"]
+    before = view_of(events).snapshot().global_batch_size
     events += [*script.form(["w0", "w1", "w2"], "start"), *script.complete(1)]
 
-    assert (before, view_of(events).snapshot()["global_batch_size"]) == (32, 96)
+    assert (before, view_of(events).snapshot().global_batch_size) == (32, 96)
 
 
-def test_a_job_that_was_resumed_lives_again_with_its_curve() -> None:
+def test_resumed_job_is_active_again_and_keeps_its_curves() -> None:
     view = view_of(EVENTS)
     seq = EVENTS[-1].seq
     common = {"job_id": JOB_ID, "time": 9e9, "generation": 6}
@@ -450,14 +456,14 @@ def test_a_job_that_was_resumed_lives_again_with_its_curve() -> None:
     view.add([resumed, t.JobStatusChanged(**common, seq=seq + 2, status="submitted")])
 
     snapshot = view.snapshot()
-    assert (ended["ended_at"] is None, snapshot["ended_at"]) == (False, None)
-    assert (snapshot["status"], snapshot["step"], snapshot["world_size"]) == ("submitted", 60, 0)
-    assert (snapshot["min_workers"], snapshot["max_workers"]) == (1, 2)
-    assert {row["state"] for row in snapshot["workers"]} <= {"left", "lost"}
-    assert {row["rank"] for row in snapshot["workers"]} == {None}
+    assert (ended.ended_at is None, snapshot.ended_at) == (False, None)
+    assert (snapshot.status, snapshot.step, snapshot.world_size) == ("submitted", 60, 0)
+    assert (snapshot.min_workers, snapshot.max_workers) == (1, 2)
+    assert {row.state for row in snapshot.workers} <= {"left", "lost"}
+    assert {row.rank for row in snapshot.workers} == {None}
     assert len(view.series()["loss"][0]) == 60
-    assert snapshot["markers"][-1]["text"] == "Resumed on pool local"
-    assert snapshot["events"][-2]["text"].startswith("Resumed on pool local for 1 to 2 workers")
+    assert snapshot.markers[-1].text == "Resumed on pool local"
+    assert snapshot.events[-2].text.startswith("Resumed on pool local for 1 to 2 workers")
 
 
 def test_each_step_knows_its_samples_and_its_time_and_a_rewind_takes_them_back() -> None:
@@ -480,7 +486,7 @@ def test_each_step_knows_its_samples_and_its_time_and_a_rewind_takes_them_back()
 
     assert view.series()["samples"][1].tolist() == [256, 512, 768, 1024, 1280]
     assert view.series()["elapsed_s"][1][-1] > 100
-    assert view.snapshot()["markers"][-1]["text"].endswith(", 6 steps are trained again")
+    assert view.snapshot().markers[-1].text.endswith(", 6 steps will be trained again")
 
 
 def test_the_number_of_workers_over_time_keeps_what_a_rewind_undoes_over_steps() -> None:
@@ -505,63 +511,61 @@ def timed(script: Script, worker: str, **spent: float) -> t.Event:
     )
 
 
-def test_a_worker_tells_where_its_time_goes_and_what_it_waits_for() -> None:
+def test_worker_has_a_time_split_and_what_it_waits_for() -> None:
     script, events = paused_script()
     events += [timed(script, "w0", data_s=2.0), timed(script, "w1", communication_s=1.2)]
-    rows = view_of(events).snapshot()["workers"]
+    rows = view_of(events).snapshot().workers
 
-    assert rows[0]["split"] == {
-        "step": 2,
-        "num_steps": 2,
-        "samples_per_s": 128.0,
-        "shares": {
+    assert rows[0].split == TimeSplit(
+        step=2,
+        num_steps=2,
+        samples_per_s=128.0,
+        shares={
             "data": 0.5,
             "compute": 0.25,
             "communication": 0.0,
             "optimizer": 0.05,
             "other": pytest.approx(0.2),
         },
-    }
-    assert [row["waits_for"] for row in rows] == ["data, 50 %", "other ranks, 30 %"]
+    )
+    assert [row.waits_for for row in rows] == ["data, 50 %", "other ranks, 30 %"]
 
 
-def test_who_does_not_train_waits_for_something_and_has_told_nothing() -> None:
+def test_worker_that_does_not_train_waits_for_something_and_has_no_split() -> None:
     script, events = paused_script()
     events.append(script.make(t.WorkerJoined, worker="w9"))
     events.append(script.make(t.JobStatusChanged, status="paused"))
 
-    rows = view_of(events).snapshot()["workers"]
+    rows = view_of(events).snapshot().workers
 
-    assert [(row["worker"], row["split"], row["waits_for"]) for row in rows] == [
+    assert [(row.worker, row.split, row.waits_for) for row in rows] == [
         ("w0", None, "the job to be resumed"),
         ("w1", None, "the job to be resumed"),
         ("w9", None, "its trainer to start"),
     ]
 
 
-def test_what_machines_cost_is_known_once_their_pool_tells() -> None:
+def test_cost_is_known_once_the_pool_reports_it() -> None:
     script, events = paused_script()
-    assert view_of(events).snapshot()["cost"] is None
+    assert view_of(events).snapshot().cost is None
 
     events.append(script.make(t.CostUpdated, spent_usd=1.5, on_demand_usd=4.0, wasted_usd=0.25))
 
-    assert view_of(events).snapshot()["cost"] == {
-        "spent_usd": 1.5,
-        "saved_usd": 2.5,
-        "wasted_usd": 0.25,
-    }
+    assert view_of(events).snapshot().cost == CostSummary(
+        spent_usd=1.5, saved_usd=2.5, wasted_usd=0.25
+    )
 
 
-def test_a_flood_of_checkpoints_does_not_drive_out_an_error() -> None:
+def test_many_checkpoints_do_not_displace_an_error() -> None:
     script, events = paused_script()
     events.append(script.make(t.WorkerLost, worker="w1", cause="killed"))
     saved = {"manifest": "m", "size_bytes": 1, "stall_s": 0.0, "duration_s": 0.1}
     events += [script.make(t.CheckpointCommitted, step=step, **saved) for step in range(500)]
 
-    listed = view_of(events).snapshot()["events"]
+    listed = view_of(events).snapshot().events
 
-    assert (len(listed), listed[0]["text"]) == (121, "w1 lost (killed)")
-    assert [event["seq"] for event in listed] == sorted(event["seq"] for event in listed)
+    assert (len(listed), listed[0].text) == (121, "w1 lost (killed)")
+    assert [event.seq for event in listed] == sorted(event.seq for event in listed)
 
 
 @pytest.mark.parametrize(
@@ -576,7 +580,7 @@ def test_a_flood_of_checkpoints_does_not_drive_out_an_error() -> None:
         ("failed", 0, {"resume"}),
     ],
 )
-def test_the_requests_that_a_job_takes_follow_from_its_status(
+def test_possible_requests_follow_from_the_status(
     status: str, num_training: int, possible: set[str]
 ) -> None:
     controls = controls_of(status, num_training=num_training)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from etrain_jupyter.log.events import STACKS_ASKED, LogLine
-from etrain_jupyter.notebook.dashboard.snapshot import JobView
+from etrain_jupyter.notebook.dashboard.job_view import JobView
 from tests.unit.notebook.dashboard.scripted_job import JOB_ID
 
 CELL = "/tmp/ipykernel_77/123.py"
@@ -35,7 +35,7 @@ class Lines:
 
     @property
     def listed(self) -> list[tuple[int, str, str]]:
-        return [(e["seq"], e["level"], e["text"]) for e in self.view.snapshot()["events"]]
+        return [(e.seq, e.level, e.text) for e in self.view.snapshot().events]
 
 
 def test_a_dump_is_one_entry_that_begins_with_the_notebooks_frame() -> None:
@@ -49,7 +49,7 @@ def test_a_dump_is_one_entry_that_begins_with_the_notebooks_frame() -> None:
         (
             2,
             "warning",
-            "w0 stood at Cell In[3], line 15 in forward, within linear of functional.py "
+            "w0 was at Cell In[3], line 15 in forward, inside linear of functional.py "
             "(6 frames of 2 threads: %etrain logs)",
         ),
         (12, "warning", "w0: done"),
@@ -63,8 +63,8 @@ def test_dumps_of_several_workers_that_come_interleaved_are_an_entry_each() -> N
         lines.add("w1", text)
 
     assert [text.partition(",")[0] for _, _, text in lines.listed] == [
-        "w0 stood at a cell",
-        "w1 stood at a cell",
+        "w0 was at a cell",
+        "w1 was at a cell",
     ]
 
 
@@ -79,7 +79,7 @@ def test_a_dump_without_the_notebooks_code_shows_the_innermost_frame() -> None:
         (
             1,
             "warning",
-            "w0 stood at functional.py, line 519 in linear (1 frame of 1 thread: %etrain logs)",
+            "w0 was at functional.py, line 519 in linear (1 frame of 1 thread: %etrain logs)",
         )
     ]
 
@@ -99,7 +99,7 @@ def test_a_crash_names_its_signal() -> None:
     ]
 
 
-def test_what_only_looks_like_a_frame_is_listed() -> None:
+def test_line_that_only_looks_like_a_frame_is_listed() -> None:
     lines = Lines()
     lines.add("w0", FRAMES[0], '  File "a.py", line 3, in f', "")
 

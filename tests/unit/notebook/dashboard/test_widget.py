@@ -16,7 +16,7 @@ from etrain_jupyter.notebook.dashboard.link import PanelComm
 from etrain_jupyter.notebook.dashboard.widget import MIME, Dashboard
 from tests.unit.notebook.dashboard.scripted_job import JOB_ID, Script
 
-REPOSITORY = Path(__file__).parents[3]
+REPOSITORY = Path(__file__).parents[4]
 NOTEBOOK = """
 import sys, threading, time
 sys.path.insert(0, {repository!r})
@@ -73,7 +73,7 @@ def test_without_a_front_end_showing_prints_one_line(capsys: pytest.CaptureFixtu
     assert dashboard_threads() == []
 
 
-def test_the_thread_ends_with_the_job_after_a_last_refresh(browser: FakeBrowser) -> None:
+def test_the_thread_ends_with_the_job_after_a_last_update(browser: FakeBrowser) -> None:
     dashboard = new_dashboard()
     dashboard.show()
     dashboard.add_events(list(Script(20).events()))
@@ -109,7 +109,7 @@ def test_events_that_come_after_the_end_are_still_shown(
     assert browser.published[-1][0][MIME]["snapshot"]["checkpoint"]["count"] == 2
 
 
-def test_a_slow_front_end_does_not_hold_up_the_events(browser: FakeBrowser) -> None:
+def test_slow_front_end_does_not_block_events(browser: FakeBrowser) -> None:
     dashboard = new_dashboard()
     dashboard.show()
     browser.is_free.clear()
@@ -127,7 +127,7 @@ def test_a_slow_front_end_does_not_hold_up_the_events(browser: FakeBrowser) -> N
     assert dashboard_threads() == []
 
 
-def test_a_channel_that_takes_nothing_does_not_hold_up_the_events(
+def test_blocked_channel_does_not_block_events(
     browser: FakeBrowser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_held, is_free, sent = threading.Event(), threading.Event(), []
@@ -158,7 +158,7 @@ def test_a_channel_that_takes_nothing_does_not_hold_up_the_events(
     assert dashboard_threads() == []
 
 
-def test_a_saved_output_that_takes_long_does_not_hold_up_the_messages(
+def test_slow_save_does_not_block_messages(
     browser: FakeBrowser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(widget, "SAVE_EVERY_S", 0.0)
@@ -195,7 +195,7 @@ def test_a_saved_output_that_takes_long_does_not_hold_up_the_messages(
     assert dashboard_threads() == []
 
 
-def test_a_front_end_that_fails_is_counted_and_ends_nothing(
+def test_failures_of_a_front_end_are_counted_and_harmless(
     browser: FakeBrowser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dashboard = new_dashboard()
@@ -210,10 +210,10 @@ def test_a_front_end_that_fails_is_counted_and_ends_nothing(
         thread.join(timeout=10)
 
     assert dashboard.num_errors >= 1
-    assert dashboard.snapshot()["status"] == "finished"
+    assert dashboard.snapshot().status == "finished"
 
 
-def test_what_an_executed_notebook_keeps_is_the_end_of_the_job() -> None:
+def test_executed_notebook_saves_the_end_of_the_job() -> None:
     cells = [NOTEBOOK.format(repository=str(REPOSITORY)), "player.join(); board.settle()"]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
 

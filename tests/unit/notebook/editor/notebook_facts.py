@@ -1,4 +1,4 @@
-"""A notebook without a kernel: what ``complete`` asks for, with answers that are written down."""
+"""Facts of a notebook without a kernel, with fixed answers."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Net:
 
 
 class Wide(Net):
-    """One that takes an argument."""
+    """A model whose constructor needs an argument."""
 
     def __init__(self, width: int) -> None: ...
 
 
 class Samples:
-    """Looks like a data set; whoever asks how long it is runs code of the user's."""
+    """Looks like a data set; its length must not be read, which would run user code."""
 
     def __len__(self) -> int:
         raise AssertionError("an editor must not run this")
@@ -39,7 +39,7 @@ class Samples:
 
 
 class Greedy:
-    """Cannot be looked at without running code."""
+    """Reading any attribute runs user code."""
 
     def __getattribute__(self, name: str) -> Any:
         raise AssertionError(f"an editor must not ask for {name}")
@@ -77,7 +77,7 @@ NAMES: dict[str, Any] = {
 
 @dataclass
 class NotebookFacts:
-    """Answers at once, and remembers which expressions were completed."""
+    """Answers immediately, and records the expressions that were completed."""
 
     names: Mapping[str, Any] = field(default_factory=lambda: NAMES)
     asked: list[str] = field(default_factory=list)
@@ -92,7 +92,7 @@ class NotebookFacts:
         return ["c1", "c2"]
 
     def complete_python(self, code: str) -> Offers:
-        """Offer what begins so, of the attributes of operator or of the names."""
+        """Complete attributes of ``operator`` or the notebook's names."""
         self.asked.append(code)
         begun = code[max(map(code.rfind, "(. ")) + 1 :]
         words = dir(operator) if "operator." in code else self.names
@@ -101,7 +101,7 @@ class NotebookFacts:
 
 
 def offered(marked: str, facts: NotebookFacts | None = None) -> list[str] | None:
-    """Return what is offered at the ``|`` of a text, as the whole word that would stand there."""
+    """Return the completions at the ``|`` of a text as whole words."""
     cursor = marked.index("|")
     text = marked[:cursor] + marked[cursor + 1 :]
     found = complete(text, cursor, facts or NotebookFacts())

@@ -24,16 +24,16 @@ TOP_KEYS = [f"{key}: " for key in keys_at((), {}, top={})]
 @pytest.mark.parametrize(
     "marked", ["|", "x|", "%%etr|", "%%etrain|", "%%time\nx|", "print(%etrain|"]
 )
-def test_text_of_others_is_left_to_others(marked: str) -> None:
+def test_other_text_is_not_completed(marked: str) -> None:
     assert offered(marked) is None
 
 
 @pytest.mark.parametrize("marked", ["%etrain |", "x = 1\n  %etrain |\ny = 2", "x = %etrain |"])
-def test_a_line_offers_every_subcommand(marked: str) -> None:
+def test_line_offers_every_subcommand(marked: str) -> None:
     assert offered(marked) == [command.name for command in SUBCOMMANDS]
 
 
-def test_a_cell_offers_the_one_subcommand_that_takes_a_body() -> None:
+def test_cell_offers_the_one_subcommand_with_a_body() -> None:
     assert offered("%%etrain |") == ["distributed"]
 
 
@@ -41,7 +41,10 @@ def test_a_cell_offers_the_one_subcommand_that_takes_a_body() -> None:
     ("marked", "expected"),
     [
         ("%etrain sh|", ["show"]),
-        ("%etrain show |", ["digits", "faces", "digits-0a1b2c3d", "faces-4e5f6a7b", "--help"]),
+        (
+            "%etrain show |",
+            ["digits", "faces", "digits-0a1b2c3d", "faces-4e5f6a7b", "--out", "--help"],
+        ),
         ("%etrain show dig|", ["digits", "digits-0a1b2c3d"]),
         ("%etrain logs digits |", ["--number", "--follow", "--help"]),
         ("%etrain logs -n 5 |", ["digits", "faces", "digits-0a1b2c3d", "faces-4e5f6a7b"]),
@@ -74,7 +77,7 @@ def test_words_of_a_line(marked: str, expected: list[str]) -> None:
     assert len(found) == len(expected) or expected[-1] == "faces-4e5f6a7b"
 
 
-def test_an_old_one_of_many_jobs_is_found_by_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_job_among_many_is_found_by_its_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs = [f"run-{number}" for number in range(1_000)]
     monkeypatch.setattr(NotebookFacts, "jobs", lambda self: jobs)
 
@@ -89,7 +92,7 @@ def test_flags_of_a_line_are_those_of_its_parser() -> None:
     ]
 
 
-def test_a_variable_that_holds_a_job_is_offered_before_a_new_one() -> None:
+def test_variable_that_holds_a_job_is_offered_first() -> None:
     class TrainingJob: ...
 
     facts = NotebookFacts(names={"old": TrainingJob(), "x": 1, "new": TrainingJob()})
@@ -101,7 +104,7 @@ def test_a_variable_that_holds_a_job_is_offered_before_a_new_one() -> None:
 
 
 @pytest.mark.parametrize("marked", ["|", "\n|", "|\n", "# a comment\n|"])
-def test_an_empty_body_offers_every_key(marked: str) -> None:
+def test_empty_body_offers_every_key(marked: str) -> None:
     found = offered(HEAD + marked)
 
     assert found == TOP_KEYS
@@ -253,7 +256,7 @@ def test_values(marked: str, expected: list[str]) -> None:
         ("data:\n  collate: |", ["make_data", "make_optimizer", "num_tokens"]),
     ],
 )
-def test_names_of_the_notebook_that_fit_come_first(marked: str, expected: list[str]) -> None:
+def test_fitting_names_of_the_notebook_come_first(marked: str, expected: list[str]) -> None:
     found = offered(HEAD + marked)
 
     assert found is not None
@@ -261,7 +264,7 @@ def test_names_of_the_notebook_that_fit_come_first(marked: str, expected: list[s
     assert not {"base_seed", "title", "_hidden", "greedy"} & set(found)
 
 
-def test_modules_come_last_with_their_dot() -> None:
+def test_modules_come_last_with_a_dot() -> None:
     found = offered(HEAD + "loss: |")
 
     assert found is not None
@@ -290,11 +293,11 @@ def test_expressions_are_completed_by_python(marked: str, asked: str) -> None:
     assert found is not None
 
 
-def test_a_computed_value_gets_what_python_offers() -> None:
+def test_computed_value_gets_python_completions() -> None:
     assert offered(HEAD + "seed: !py base|") == ["base_seed"]
 
 
-def test_attributes_that_cannot_serve_are_left_out() -> None:
+def test_unfitting_attributes_are_not_offered() -> None:
     found = offered(HEAD + "loss: operator.|")
 
     assert found is not None
@@ -349,7 +352,7 @@ CELLS = {"block and flow": CELL, "flow": FLOW, "template": TEMPLATE}
 
 @st.composite
 def torn_cells(draw: st.DrawFn) -> tuple[str, int]:
-    """A cell of which pieces are missing, doubled or wild, and a cursor in it."""
+    """A cell with missing, duplicated or random parts, and a cursor in it."""
     text = draw(st.sampled_from([*CELLS.values(), ""]))
     for _ in range(draw(st.integers(0, 4))):
         begin = draw(st.integers(0, len(text)))
@@ -365,7 +368,7 @@ def torn_cells(draw: st.DrawFn) -> tuple[str, int]:
 
 @settings(max_examples=400)
 @given(torn_cells())
-def test_no_text_makes_it_fail(cell: tuple[str, int]) -> None:
+def test_no_text_raises(cell: tuple[str, int]) -> None:
     text, cursor = cell
 
     found = complete(text, cursor, NotebookFacts())
@@ -374,7 +377,7 @@ def test_no_text_makes_it_fail(cell: tuple[str, int]) -> None:
 
 
 @pytest.mark.parametrize("opener", ["{", "[", "a: {", "a:\n ", "'", "- "])
-def test_depth_does_not_make_it_fail(opener: str) -> None:
+def test_deep_nesting_does_not_raise(opener: str) -> None:
     text = HEAD + opener * 5_000
 
     assert complete(text, len(text), NotebookFacts()) is not None
@@ -393,8 +396,8 @@ LONG = 100_000
     ],
     ids=lambda text: f"{text[:6]!r}...{text[-1]!r}",
 )
-def test_length_does_not_make_it_slow(text: str) -> None:
-    """Each part is read once; to go back and forth in such a text would take minutes."""
+def test_long_text_is_fast(text: str) -> None:
+    """Each part is read once; backtracking in such a text would take minutes."""
     offered_in_lines = complete(text, len(text), NotebookFacts())
     offered_in_cells = complete(HEAD + text, len(HEAD + text), NotebookFacts())
 
@@ -404,8 +407,8 @@ def test_length_does_not_make_it_slow(text: str) -> None:
 
 @settings(max_examples=500)
 @given(st.data())
-def test_what_is_offered_is_valid(data: st.DataObject) -> None:
-    """Whatever is taken at the end of the beginning of a cell, the cell stays without a fault."""
+def test_every_completion_is_valid(data: st.DataObject) -> None:
+    """Accepting any completion at the end of a valid prefix keeps the cell valid."""
     text = CELLS[data.draw(st.sampled_from(sorted(CELLS)))]
     text = text[: data.draw(st.integers(0, len(text)))]
     found = complete(HEAD + text, len(HEAD + text), NotebookFacts())
@@ -424,19 +427,29 @@ def test_what_is_offered_is_valid(data: st.DataObject) -> None:
 
 
 def fault_of(body: str) -> str | None:
-    """Return what a body that has just been completed is refused for; what it lacks is no fault."""
+    """Return the error of a completed body, ignoring errors about missing parts."""
     body = closed(body)
     try:
         parse_cell(body, namespace=NAMES)
     except CellError as exc:
-        lacks = ("is missing", " empty", "nothing says whether", "there are none without data")
-        lacks = (*lacks, "needs a batch that grows", "not evaluated", "without an expression")
-        return None if any(text in str(exc) for text in lacks) else str(exc)
+        missing_parts = (
+            "is missing",
+            " empty",
+            "nothing says whether",
+            "there are none without data",
+        )
+        missing_parts = (
+            *missing_parts,
+            "needs a batch that grows",
+            "not evaluated",
+            "without an expression",
+        )
+        return None if any(text in str(exc) for text in missing_parts) else str(exc)
     return None
 
 
 def closed(body: str) -> str:
-    """Close quotes and brackets; give a key at the end a value."""
+    """Close quotes and brackets, and add a value to a key at the end."""
     stack: list[str] = []
     quote = ""
     for place, mark in enumerate(body):

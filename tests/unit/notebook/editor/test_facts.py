@@ -46,7 +46,7 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Interacti
 
 
 def python(shell: InteractiveShell, code: str) -> list[str]:
-    """Return the expressions that ``code`` may be completed to."""
+    """Return the completions of ``code`` as whole expressions."""
     found = ShellFacts(shell).complete_python(code)
     return [code[: found.start] + offer.text for offer in found.items]
 
@@ -54,7 +54,7 @@ def python(shell: InteractiveShell, code: str) -> list[str]:
 # --- Python ---
 
 
-def test_names_are_the_users_and_not_ipythons_own(shell: InteractiveShell) -> None:
+def test_names_exclude_those_of_ipython_itself(shell: InteractiveShell) -> None:
     names = ShellFacts(shell).names
 
     assert {"Net", "careful", "base_seed"} <= set(names)
@@ -83,7 +83,7 @@ def test_expressions_are_completed(shell: InteractiveShell, code: str, expected:
     assert expected in python(shell, code)
 
 
-def test_a_keyword_that_is_given_is_not_offered_again(shell: InteractiveShell) -> None:
+def test_keyword_is_offered_once(shell: InteractiveShell) -> None:
     assert "Net(hidden=1, hidden=" not in python(shell, "Net(hidden=1, ")
     assert python(shell, "Net(hidden=1, d")[0] == "Net(hidden=1, depth="
 
@@ -94,7 +94,7 @@ def test_statements_magics_and_files_are_not_offered(shell: InteractiveShell) ->
     assert python(shell, "'/us") == []
 
 
-def test_the_list_at_the_start_of_an_expression_is_not_drowned_in_builtins(
+def test_empty_expression_does_not_offer_builtins(
     shell: InteractiveShell,
 ) -> None:
     found = python(shell, "Net(")
@@ -104,14 +104,14 @@ def test_the_list_at_the_start_of_an_expression_is_not_drowned_in_builtins(
 
 
 @pytest.mark.parametrize("code", ["careful.", "careful.weight.", "careful.weight(", "careful.x("])
-def test_no_property_and_no_getattr_of_the_user_is_run(shell: InteractiveShell, code: str) -> None:
+def test_properties_and_getattr_of_the_user_are_not_run(shell: InteractiveShell, code: str) -> None:
     python(shell, code)
 
     assert shell.user_ns["touched"] == []
 
 
 @pytest.mark.parametrize("code", ["", "(", "f(((", "a.b.c.", "'", "x[", "lambda: ", "é.", "0."])
-def test_unfinished_expressions_are_no_fault(shell: InteractiveShell, code: str) -> None:
+def test_incomplete_expressions_do_not_raise(shell: InteractiveShell, code: str) -> None:
     assert isinstance(python(shell, code), list)
 
 
@@ -119,7 +119,7 @@ def test_unfinished_expressions_are_no_fault(shell: InteractiveShell, code: str)
 
 
 class Clock:
-    """Stands still unless told otherwise."""
+    """A clock that the test advances."""
 
     now = 0.0
 
@@ -127,7 +127,7 @@ class Clock:
         return self.now
 
 
-def test_what_is_slow_is_not_waited_for_and_known_the_next_time() -> None:
+def test_slow_list_is_not_awaited_but_available_the_next_time() -> None:
     may_answer, clock = threading.Event(), Clock()
 
     def look_up() -> list[str]:
@@ -135,13 +135,13 @@ def test_what_is_slow_is_not_waited_for_and_known_the_next_time() -> None:
         return ["digits"]
 
     recalled = CachedList(look_up, "test-recall", clock)
-    assert recalled.get(patience_s=0.01) == ()
+    assert recalled.get(max_wait_s=0.01) == ()
     may_answer.set()
 
-    assert recalled.get(patience_s=60) == ["digits"]
+    assert recalled.get(max_wait_s=60) == ["digits"]
 
 
-def test_one_look_up_at_a_time_however_often_one_asks() -> None:
+def test_concurrent_requests_share_one_look_up() -> None:
     may_answer, begun = threading.Event(), []
 
     def look_up() -> list[str]:
@@ -151,28 +151,28 @@ def test_one_look_up_at_a_time_however_often_one_asks() -> None:
 
     recalled = CachedList(look_up, "test-recall", Clock())
     for _ in range(5):
-        recalled.get(patience_s=0)
+        recalled.get(max_wait_s=0)
     may_answer.set()
-    recalled.get(patience_s=60)
+    recalled.get(max_wait_s=60)
 
     assert begun == [1]
 
 
-def test_an_answer_holds_for_a_moment_and_is_then_looked_up_anew() -> None:
+def test_list_is_reused_for_a_moment_and_then_loaded_again() -> None:
     answers, clock = iter([["a"], ["a", "b"]]), Clock()
     recalled = CachedList(lambda: next(answers), "test-recall", clock)
 
-    assert recalled.get(patience_s=60) == ["a"]
-    assert recalled.get(patience_s=60) == ["a"]
+    assert recalled.get(max_wait_s=60) == ["a"]
+    assert recalled.get(max_wait_s=60) == ["a"]
     clock.now += FRESH_S + 1
-    assert recalled.get(patience_s=60) == ["a", "b"]
+    assert recalled.get(max_wait_s=60) == ["a", "b"]
 
 
-def test_what_cannot_be_looked_up_is_empty() -> None:
+def test_failed_look_up_returns_an_empty_list() -> None:
     def look_up() -> list[str]:
         raise OSError("no such disk")
 
-    assert CachedList(look_up, "test-recall").get(patience_s=60) == ()
+    assert CachedList(look_up, "test-recall").get(max_wait_s=60) == ()
 
 
 # --- jobs ---
@@ -184,7 +184,7 @@ def make_job(root: Path, name: str, at: float) -> str:
     return record.job_id
 
 
-def test_jobs_are_names_and_then_ids_the_newest_first(tmp_path: Path) -> None:
+def test_jobs_are_names_then_ids_newest_first(tmp_path: Path) -> None:
     old = make_job(tmp_path, "digits", 1)
     faces = make_job(tmp_path, "faces", 2)
     new = make_job(tmp_path, "digits", 3)
@@ -199,7 +199,7 @@ def test_without_a_run_store_there_are_no_jobs(tmp_path: Path) -> None:
     assert list_known_jobs({"ETRAIN_RUNS": str(tmp_path / "none")}) == []
 
 
-def test_of_a_bucket_the_copies_here_are_listed_and_nothing_is_asked(
+def test_jobs_of_a_bucket_come_from_local_copies_without_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ETRAIN_STATE", str(tmp_path))

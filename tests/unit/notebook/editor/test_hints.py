@@ -17,7 +17,7 @@ def hint(marked: str) -> Hint | None:
 
 
 @pytest.mark.parametrize("marked", ["|", "prin|t(x)", "x = 1\ny|", "%%time\nx|", "%etrainer|"])
-def test_text_of_others_is_left_to_others(marked: str) -> None:
+def test_other_text_has_no_hint(marked: str) -> None:
     assert hint(marked) is None
 
 
@@ -35,13 +35,16 @@ def test_text_of_others_is_left_to_others(marked: str) -> None:
         ("%etrain logs --number |", "%etrain logs -n N, --number N\n\nat most N"),
         ("%etrain logs -n 5|", "%etrain logs -n N, --number N\n\nat most N"),
         ("%etrain logs --follow di|gits", "usage: %etrain logs"),
-        ("%etrain logs --fol|low digits", "%etrain logs -f, --follow\n\ngo on"),
+        ("%etrain logs --fol|low digits", "%etrain logs -f, --follow\n\nprint new lines"),
         ("%%etrain distr|ibuted", "usage: %%etrain distributed"),
-        ("%%etrain distributed --out=j|", "%%etrain distributed -o VAR, --out VAR\n\nbind the job"),
+        (
+            "%%etrain distributed --out=j|",
+            "%%etrain distributed -o VAR, --out VAR\n\nassign the job",
+        ),
         ("%%etrain distributed --dry-r|un\nmodel: x", "%%etrain distributed --dry-run\n\ncheck"),
     ],
 )
-def test_words_of_a_line_are_explained(marked: str, begins: str) -> None:
+def test_words_of_a_line_have_hints(marked: str, begins: str) -> None:
     found = hint(marked)
 
     assert found is not None
@@ -50,7 +53,7 @@ def test_words_of_a_line_are_explained(marked: str, begins: str) -> None:
 
 
 @pytest.mark.parametrize("marked", ["%etrain nonsense|", "%%etrain show|", "%etrain ls # sh|ow"])
-def test_an_unknown_word_of_a_line_has_no_hint(marked: str) -> None:
+def test_unknown_word_of_a_line_has_no_hint(marked: str) -> None:
     assert hint(marked) is None
 
 
@@ -81,7 +84,7 @@ def test_an_unknown_word_of_a_line_has_no_hint(marked: str) -> None:
         ("metrics: {|", "metrics: group of names"),
     ],
 )
-def test_words_of_the_body_are_explained(marked: str, begins: str) -> None:
+def test_words_of_the_body_have_hints(marked: str, begins: str) -> None:
     found = hint(HEAD + marked)
 
     assert found is not None
@@ -91,11 +94,11 @@ def test_words_of_the_body_are_explained(marked: str, begins: str) -> None:
 @pytest.mark.parametrize(
     "marked", ["nonsense|: 3", "# mod|el", "epochs: 3 # mod|el", "nonsense:\n  |", "[a|"]
 )
-def test_what_nobody_knows_has_no_hint(marked: str) -> None:
+def test_unknown_text_has_no_hint(marked: str) -> None:
     assert hint(HEAD + marked) is None
 
 
-def test_markdown_tells_the_same_with_an_example() -> None:
+def test_markdown_has_the_same_content_and_an_example() -> None:
     found = hint(HEAD + "precis|ion: bf16")
 
     assert found is not None
@@ -120,21 +123,23 @@ def test_markdown_tells_the_same_with_an_example() -> None:
         ("optimizer: make_o|ptimizer", "make_optimizer", 6),
     ],
 )
-def test_names_of_the_notebook_are_pythons_to_explain(marked: str, code: str, cursor: int) -> None:
+def test_names_of_the_notebook_are_explained_by_ipython(
+    marked: str, code: str, cursor: int
+) -> None:
     found = hint(HEAD + marked)
 
     assert found is not None
     assert found.expression == Expression(code=code, cursor=cursor)
 
 
-def test_a_key_stands_in_for_a_name_that_python_does_not_know() -> None:
+def test_unknown_name_gets_the_hint_of_its_key() -> None:
     found = hint(HEAD + "model: Unkn|own")
 
     assert found is not None
     assert found.plain.startswith("model: Python expression")
 
 
-def test_a_completed_text_is_cut_at_its_end_and_the_cursor_beyond_it() -> None:
+def test_cursor_after_the_end_of_the_text_counts_as_the_end() -> None:
     text = HEAD + "precision: "
 
     found = inspect(text, len(text) + 20, NAMES)
@@ -145,7 +150,7 @@ def test_a_completed_text_is_cut_at_its_end_and_the_cursor_beyond_it() -> None:
 
 @settings(max_examples=300)
 @given(torn_cells())
-def test_no_text_makes_it_fail(cell: tuple[str, int]) -> None:
+def test_no_text_raises(cell: tuple[str, int]) -> None:
     text, cursor = cell
 
     found = inspect(text, cursor, NAMES)

@@ -16,7 +16,7 @@ HEAD = "%%etrain distributed\n"
 
 
 class Kernel:
-    """Answers as a kernel does, and remembers what it was asked."""
+    """A kernel that records its inspect requests."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, int, int]] = []
@@ -44,7 +44,7 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Interacti
 
 
 def completions(shell: InteractiveShell, marked: str) -> list[tuple[str, str]]:
-    """Return what IPython as a whole offers at the ``|``, each with its type."""
+    """Return IPython's completions at the ``|``, each with its type."""
     cursor = marked.index("|")
     text = marked[:cursor] + marked[cursor + 1 :]
     with provisionalcompleter():
@@ -52,7 +52,7 @@ def completions(shell: InteractiveShell, marked: str) -> list[tuple[str, str]]:
     return [(c.text, c.type) for c in found]
 
 
-def test_ipython_shows_what_we_offer_in_our_order_with_its_kind(shell: InteractiveShell) -> None:
+def test_ipython_shows_our_completions_in_order_with_their_kind(shell: InteractiveShell) -> None:
     assert completions(shell, "%etrain st|") == [("stop", "command")]
     assert completions(shell, HEAD + "precision: |") == [
         ("fp32", "value"),
@@ -61,17 +61,17 @@ def test_ipython_shows_what_we_offer_in_our_order_with_its_kind(shell: Interacti
     ]
 
 
-def test_nobody_else_answers_where_we_know_nothing(shell: InteractiveShell) -> None:
+def test_other_matchers_are_suppressed_even_without_completions(shell: InteractiveShell) -> None:
     assert completions(shell, HEAD + "name: im|") == []
     assert completions(shell, HEAD + "# im|") == []
 
 
-def test_other_cells_are_completed_as_ever(shell: InteractiveShell) -> None:
+def test_other_cells_are_completed_by_ipython(shell: InteractiveShell) -> None:
     assert "import" in [text for text, _ in completions(shell, "impor|")]
     assert "%%etrain" in [text for text, _ in completions(shell, "%%etr|")]
 
 
-def test_a_fault_of_ours_offers_nothing_and_raises_nothing(
+def test_error_in_completion_offers_nothing_and_does_not_raise(
     shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*args: Any) -> None:
@@ -86,7 +86,7 @@ def test_a_fault_of_ours_offers_nothing_and_raises_nothing(
     assert "a bug" not in "".join(capsys.readouterr())
 
 
-def test_a_hint_has_two_forms_for_the_front_end_to_choose(shell: InteractiveShell) -> None:
+def test_hint_is_plain_text_and_markdown(shell: InteractiveShell) -> None:
     reply = shell.kernel.do_inspect(HEAD + "precision: bf16", len(HEAD) + 3, 0, set())
 
     assert (reply["status"], reply["found"], reply["metadata"]) == ("ok", True, {})
@@ -95,7 +95,7 @@ def test_a_hint_has_two_forms_for_the_front_end_to_choose(shell: InteractiveShel
     assert shell.kernel.asked == []
 
 
-def test_names_of_the_notebook_are_asked_of_the_kernel_with_their_place(
+def test_names_of_the_notebook_are_forwarded_to_the_kernel(
     shell: InteractiveShell,
 ) -> None:
     reply = shell.kernel.do_inspect(HEAD + "data: {train: train_set}", len(HEAD) + 17, 1)
@@ -104,20 +104,20 @@ def test_names_of_the_notebook_are_asked_of_the_kernel_with_their_place(
     assert shell.kernel.asked == [("train_set", 3, 1)]
 
 
-def test_what_the_kernel_does_not_know_is_explained_by_its_key(shell: InteractiveShell) -> None:
+def test_name_unknown_to_the_kernel_gets_the_hint_of_its_key(shell: InteractiveShell) -> None:
     reply = shell.kernel.do_inspect(HEAD + "model: unknown", len(HEAD) + 9)
 
     assert reply["data"]["text/plain"].startswith("model: Python expression")
 
 
-def test_other_cells_are_explained_as_ever(shell: InteractiveShell) -> None:
+def test_other_cells_are_inspected_by_the_kernel(shell: InteractiveShell) -> None:
     reply = shell.kernel.do_inspect("precision: bf16", 3, detail_level=1)
 
     assert reply["found"] is False
     assert shell.kernel.asked == [("precision: bf16", 3, 1)]
 
 
-def test_unload_leaves_shell_and_kernel_as_they_were(shell: InteractiveShell) -> None:
+def test_unload_restores_shell_and_kernel(shell: InteractiveShell) -> None:
     etrain_jupyter.unload_ipython_extension(shell)
 
     assert shell.Completer.custom_matchers == []
@@ -125,7 +125,7 @@ def test_unload_leaves_shell_and_kernel_as_they_were(shell: InteractiveShell) ->
     etrain_jupyter.unload_ipython_extension(shell)
 
 
-def test_loading_twice_is_loading_once(shell: InteractiveShell) -> None:
+def test_loading_is_idempotent(shell: InteractiveShell) -> None:
     etrain_jupyter.load_ipython_extension(shell)
 
     assert len(shell.Completer.custom_matchers) == 1
@@ -133,7 +133,7 @@ def test_loading_twice_is_loading_once(shell: InteractiveShell) -> None:
     assert "do_inspect" not in vars(shell.kernel)
 
 
-def test_a_wrapper_that_came_after_ours_stays_and_ours_only_passes_on(
+def test_later_wrapper_stays_and_ours_forwards(
     shell: InteractiveShell,
 ) -> None:
     ours = shell.kernel.do_inspect
@@ -146,7 +146,7 @@ def test_a_wrapper_that_came_after_ours_stays_and_ours_only_passes_on(
 
 
 @pytest.mark.parametrize("kernel", [None, SimpleNamespace()])
-def test_a_shell_without_hints_is_completed(shell: InteractiveShell, kernel: Any) -> None:
+def test_shell_without_kernel_has_completion(shell: InteractiveShell, kernel: Any) -> None:
     etrain_jupyter.unload_ipython_extension(shell)
     shell.kernel = kernel
 

@@ -40,7 +40,7 @@ class FakeLink:
     def tell(self, *events: Event) -> None:
         """Answer the question that waits."""
         waiting, self.waiting = self.waiting, Future()
-        waiting.set_result(q.EventBatch(events=tuple(event.to_dict() for event in events)))
+        waiting.set_result(q.EventBatch(events=tuple(event.to_json_dict() for event in events)))
 
 
 def status(name: str, seq: int = 0, reason: str = "") -> Event:

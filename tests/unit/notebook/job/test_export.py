@@ -23,7 +23,7 @@ from etrain_jupyter.notebook.job.run_store import RunStore
 from etrain_jupyter.notebook.job.training_job import TrainingJob
 from etrain_jupyter.storage.checkpoints import LocalStore, Manifest
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 
 class Tied(nn.Module):
@@ -343,7 +343,7 @@ def test_terminal_lists_and_exports(
     assert (lines[2][0], lines[2][-2:]) == ("30", ["newest", "whole"])
     assert lines[3] == ["20", "-", "-", "-", "-", "-", "broken"]
     assert (lines[4][0], lines[4][-2:]) == ("10", ["best", "whole"])
-    assert said.splitlines()[5].startswith("step 20: step_00000020: its manifest is cut short")
+    assert said.splitlines()[5].startswith("step 20: step_00000020: its manifest is truncated")
     assert_weights(tmp_path / "a", 10)
     assert "--overwrite" in refused
 

@@ -21,7 +21,7 @@ from etrain_jupyter.wire import requests as q
 
 
 def batch(*events: Event, trouble: str = "") -> q.EventBatch:
-    return q.EventBatch(events=tuple(event.to_dict() for event in events), trouble=trouble)
+    return q.EventBatch(events=tuple(event.to_json_dict() for event in events), trouble=trouble)
 
 
 class FakeLink:
@@ -402,7 +402,7 @@ def test_events_of_a_newer_version_keep_the_numbers_whole(tmp_path: Path) -> Non
     _, waiting = link.questions.get(timeout=5)
 
     unknown = {"event": "MoonRose", "job_id": "j", "time": 1.0, "seq": 1}
-    waiting.set_result(q.EventBatch(events=(unknown, end(2).to_dict())))
+    waiting.set_result(q.EventBatch(events=(unknown, end(2).to_json_dict())))
 
     assert feed.ended.wait(5)
     assert recorder.seqs == [1, 2]

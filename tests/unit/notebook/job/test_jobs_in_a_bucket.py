@@ -27,12 +27,16 @@ from etrain_jupyter.log.events import (
 from etrain_jupyter.notebook.commands.doctor import examine
 from etrain_jupyter.notebook.commands.log_lines import follow_lines
 from etrain_jupyter.notebook.job import open_jobs, store_link
+from etrain_jupyter.notebook.job.job_record import JobRecord
 from etrain_jupyter.notebook.job.link import UnreachableError
-from etrain_jupyter.notebook.job.resume import ResumeRequest, resume_job
-from etrain_jupyter.notebook.job.run_store import JobRecord, RunStore, absolute_paths, open_runs
+from etrain_jupyter.notebook.job.resume import resume_job
+from etrain_jupyter.notebook.job.resume_request import ResumeRequest
+from etrain_jupyter.notebook.job.run_store import RunStore, absolute_paths
+from etrain_jupyter.notebook.job.runs import open_runs
 from etrain_jupyter.notebook.job.s3_run_store import S3RunStore
 from etrain_jupyter.notebook.job.store_link import StoreLink
 from etrain_jupyter.notebook.job.training_job import TrainingJob
+from etrain_jupyter.pools.local.pool import LocalPool
 from etrain_jupyter.storage.bucket_log.chain import Chain
 from etrain_jupyter.storage.bucket_log.objects import RunObjects
 from etrain_jupyter.storage.bucket_log.uploads import Uploads
@@ -114,7 +118,7 @@ def test_variable_and_flag_choose_the_store(runs: str, capsys: pytest.CaptureFix
         ("s3://", "names no bucket"),
         ("s3://key:secret@bucket/x", "has credentials in it"),
         ("s3://bucket/../x", "has an empty name, '.' or '..'"),
-        ("gs://bucket", "'gs://bucket' is no folder"),
+        ("gs://bucket", "'gs://bucket' is neither a folder nor a bucket"),
     ],
 )
 def test_store_that_is_none_is_refused(url: str, words: str) -> None:
@@ -136,18 +140,19 @@ def test_checkpoints_in_a_bucket_keep_their_url() -> None:
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        ("no_bucket", "there is no such bucket. Make it, or correct ETRAIN_RUNS"),
+        ("no_bucket", "there is no such bucket. Create it, or correct ETRAIN_RUNS"),
         ("deny", "access denied"),
         ("expire", "the credentials have expired"),
-        ("ignore_conditions", "overwrites what is there although it was asked not to"),
+        ("ignore_conditions", "ignores the condition If-None-Match and overwrites"),
     ],
 )
 def test_store_that_cannot_be_written_is_told_before_anything_is_started(
     runs: str, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, fault: Any, words: str
 ) -> None:
-    monkeypatch.setattr(launch, "get_pool", lambda name: pytest.fail("a pool was asked for"))
+    monkeypatch.setattr(LocalPool, "up", lambda self: pytest.fail("the pool was started"))
     config = TrainConfig.model_validate({"model": "f", "data": {"train": "d"}, "loss": "f"})
-    plan = launch.Plan(config=config, bundle=Bundle(digest="d", parts=(), sizes={}))
+    bundle = Bundle(digest="d", parts=(), sizes={})
+    plan = launch.Plan(config=config, bundle=bundle, pool=LocalPool(), runs=open_runs())
     s3_server.set_faults(S3Fault(kind=fault))
     with pytest.raises(RunStoreError) as caught:
         launch.submit(plan)
@@ -201,7 +206,7 @@ def test_silent_coordinator_is_told_and_a_new_life_is_followed(
     assert "its coordinator on" in here.reason
     assert "has given no sign of life for" in here.reason
     monkeypatch.setattr("etrain_jupyter.notebook.job.s3_run_store.SILENT_S", -1.0)
-    assert open_runs().standing(here.record).is_gone
+    assert open_runs().summarize(here.record).is_gone
 
 
 def test_what_only_the_cluster_can_do_is_refused(

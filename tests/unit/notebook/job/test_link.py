@@ -239,7 +239,7 @@ def test_scheduler_that_does_not_come_back_in_time_is_to_be_asked_again(
 
 def test_missing_certificates_are_a_lost_job() -> None:
     def read() -> dict[str, Any]:
-        raise FileNotFoundError("client.pem is not there: the cluster has ended")
+        raise FileNotFoundError("client.pem does not exist: the cluster has ended")
 
     with pytest.raises(JobLostError, match="cannot be reached") as caught:
         ClusterLink("tls://127.0.0.1:9", read).call(Echo())

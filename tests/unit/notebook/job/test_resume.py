@@ -19,8 +19,10 @@ from etrain_jupyter.errors import BundleError, ConfigError, EtrainError, PoolErr
 from etrain_jupyter.log.event_log import EventLog
 from etrain_jupyter.log.events import EarlyStopped, Event, JobPlanned, JobStatusChanged
 from etrain_jupyter.notebook.job import open_jobs, resume
-from etrain_jupyter.notebook.job.resume import ResumeRequest, resume_job
-from etrain_jupyter.notebook.job.run_store import JobRecord, RunStore
+from etrain_jupyter.notebook.job.job_record import JobRecord
+from etrain_jupyter.notebook.job.resume import resume_job
+from etrain_jupyter.notebook.job.resume_request import ResumeRequest
+from etrain_jupyter.notebook.job.run_store import RunStore
 from etrain_jupyter.notebook.job.training_job import TrainingJob
 from etrain_jupyter.pools import SchedulerAddress
 from etrain_jupyter.storage.checkpoints import LocalStore, Manifest
@@ -289,7 +291,7 @@ def test_folder_that_cannot_be_written_to_is_refused(
     # Root may write everywhere, whatever the mode of a folder says.
     monkeypatch.setattr(resume.os, "access", lambda path, mode: path != job.record.folder)
 
-    with pytest.raises(EtrainError, match="cannot be written to"):
+    with pytest.raises(EtrainError, match="is not writable"):
         go_on(job)
 
     assert coordinator.orders == []

@@ -6,13 +6,8 @@ from pathlib import Path
 import pytest
 
 from etrain_jupyter.errors import JobNotFoundError
-from etrain_jupyter.notebook.job.run_store import (
-    JobRecord,
-    RunStore,
-    default_root,
-    new_job_id,
-    safe_name,
-)
+from etrain_jupyter.notebook.job.job_record import JobRecord, safe_name
+from etrain_jupyter.notebook.job.run_store import RunStore, default_root, new_job_id
 
 
 def create(store: RunStore, name: str, *, created: float = 1.0, job_id: str = "") -> JobRecord:

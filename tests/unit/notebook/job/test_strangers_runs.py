@@ -20,14 +20,18 @@ from etrain_jupyter.log.events import JobStatusChanged, JobSubmitted
 from etrain_jupyter.log.segments import read_log
 from etrain_jupyter.notebook.job import open_jobs, ownership
 from etrain_jupyter.notebook.job.history import peek_log
+from etrain_jupyter.notebook.job.job_record import JobRecord
 from etrain_jupyter.notebook.job.link import ClusterLink, UnreachableError
 from etrain_jupyter.notebook.job.open_jobs import attach, link_of
-from etrain_jupyter.notebook.job.resume import ResumeRequest, resume_job
-from etrain_jupyter.notebook.job.run_store import JobRecord, RunStore
+from etrain_jupyter.notebook.job.resume import resume_job
+from etrain_jupyter.notebook.job.resume_request import ResumeRequest
+from etrain_jupyter.notebook.job.run_store import RunStore
 from etrain_jupyter.notebook.job.store_link import StoreLink
 from etrain_jupyter.pools.own_clusters import note_scheduler
 from etrain_jupyter.process.address import SchedulerAddress
-from etrain_jupyter.process.cluster_dir import ClusterDir, LocalSettings, state_root
+from etrain_jupyter.process.cluster_dir import ClusterDir
+from etrain_jupyter.process.cluster_settings import ClusterSettings
+from etrain_jupyter.process.state_root import state_root
 
 ID = "digits-00c0ffee"
 COMMON: dict[str, Any] = {"job_id": ID, "time": 1.0}
@@ -106,7 +110,7 @@ def test_looking_at_a_strangers_job_connects_to_nothing(
     cluster = {"address": address_of(trap), "cluster_id": "Scheduler-1"}
     if kind == "with a state directory":
         # Files of a cloned repository are the user's own, too.
-        evil = ClusterDir.make(tmp_path / "local-000000-000000", LocalSettings())
+        evil = ClusterDir.make(tmp_path / "local-000000-000000", ClusterSettings())
         evil.publish(address_of(trap))
         cluster |= {"cluster_id": evil.cluster_id, "state_dir": str(evil.path)}
     if kind == "with certificates":
@@ -187,7 +191,7 @@ def test_own_cluster_is_found_by_its_id_whatever_else_the_record_says(store: Run
     """Review S2."""
     root = state_root()
     root.mkdir(mode=0o700)
-    ours = ClusterDir.make(root / "local-aaaaaa-bbbbbb", LocalSettings())
+    ours = ClusterDir.make(root / "local-aaaaaa-bbbbbb", ClusterSettings())
     ours.publish("tls://127.0.0.1:7")
     hostile = {
         "cluster_id": ours.cluster_id,
@@ -210,7 +214,7 @@ def test_head_with_a_machine_of_its_own_is_found_by_its_id(store: RunStore) -> N
     """Review S2: what this machine has of such a cluster is its keys and where it is reached."""
     root = state_root()
     root.mkdir(mode=0o700)
-    ours = ClusterDir.make(root / "aws-aaaaaa-bbbbbb", LocalSettings())
+    ours = ClusterDir.make(root / "aws-aaaaaa-bbbbbb", ClusterSettings())
     told = {"address": "tls://10.0.0.9:1", "instance_id": "i", "reached_at": "tls://127.0.0.1:8"}
     (ours.path / "head.json").write_text(json.dumps(told))
     record = plant(store, cluster={"cluster_id": ours.cluster_id, "address": "tcp://evil:1"})
@@ -236,7 +240,7 @@ def test_ended_cluster_of_this_machine_is_known_to_have_ended(store: RunStore) -
     record = plant(store, cluster=values, host=platform.node())
 
     assert link_of(record) is None
-    assert store.standing(record).is_gone
+    assert store.summarize(record).is_gone
 
 
 def test_job_that_may_train_elsewhere_is_resumed_by_force_only(store: RunStore) -> None:

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -466,3 +468,82 @@ def test_best_weights_of_a_job_that_was_never_evaluated_are_refused(tmp_path: Pa
     save_weights(job, 1, [])
     with pytest.raises(CheckpointError, match="nothing was evaluated before its newest"):
         job.state_dict("best")
+
+
+# --- properties do not block ---
+
+
+def test_a_property_returns_what_the_log_says_while_its_bucket_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(training_job, "GLANCE_S", 0.05)
+    monkeypatch.setattr(training_job, "try_refresh_log", lambda record: answers.wait(30))
+    job = make_job(tmp_path, FakeLink(), status("running"), formed(world_size=2, step=4))
+
+    started_at = time.monotonic()
+    values = (job.step, job.world_size, job.status, job.reason, repr(job))
+    took_s = time.monotonic() - started_at
+
+    answers.set()
+    assert values[:4] == (4, 2, "running", "")
+    assert took_s < 5.0
+
+
+# --- waiting for a condition ---
+
+
+def formed(*, world_size: int, step: int = 0) -> Event:
+    return GenerationFormed(
+        job_id="digits-1",
+        time=1.5,
+        generation=1,
+        why="start",
+        world_size=world_size,
+        ranks=[f"w{rank}" for rank in range(world_size)],
+        step=step,
+    )
+
+
+def test_wait_returns_once_its_condition_holds(tmp_path: Path) -> None:
+    link = FakeLink()
+    job = make_job(tmp_path, link, status("running"), formed(world_size=2))
+    seen: list[int] = []
+
+    def is_grown(job: TrainingJob) -> bool:
+        seen.append(job.world_size)
+        if len(seen) == 2:
+            link.tell(dataclasses.replace(formed(world_size=4), seq=4))
+        return job.world_size == 4
+
+    assert job.wait(until=is_grown, timeout=30) == "running"
+    assert (seen[0], seen[-1]) == (2, 4)
+
+
+def test_wait_raises_if_its_condition_does_not_hold_in_time(tmp_path: Path) -> None:
+    job = make_job(tmp_path, FakeLink(), status("running"))
+
+    with pytest.raises(EtrainError, match=r"does not hold after 0 s: <TrainingJob digits-1: runn"):
+        job.wait(until=lambda job: job.world_size == 4, timeout=0.1)
+
+
+def test_wait_raises_if_the_job_ends_before_its_condition_holds(tmp_path: Path) -> None:
+    job = make_job(tmp_path, None, status("finished"))
+
+    with pytest.raises(EtrainError, match="digits-1 has finished at step 0, and the condition"):
+        job.wait(until=lambda job: job.world_size == 4)
+
+
+def test_wait_raises_the_failure_of_a_job_that_fails_before_its_condition_holds(
+    tmp_path: Path,
+) -> None:
+    job = make_job(tmp_path, None, status("failed", reason="out of memory"))
+
+    with pytest.raises(JobFailedError, match="out of memory"):
+        job.wait(until=lambda job: job.world_size == 4)
+
+
+def test_a_condition_that_holds_at_the_end_is_enough(tmp_path: Path) -> None:
+    job = make_job(tmp_path, None, formed(world_size=4), status("finished"))
+
+    assert job.wait(until=lambda job: job.world_size == 4) == "finished"

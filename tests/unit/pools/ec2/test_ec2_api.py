@@ -1,4 +1,4 @@
-"""Requests to EC2: what is repeated and what is not, and what answers mean."""
+"""Requests to EC2: retries, and the meaning of answers."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from typing import Any
 import pytest
 from botocore.exceptions import ClientError, ConnectTimeoutError, EndpointConnectionError
 
-from etrain_jupyter.errors import CheckpointError
+from etrain_jupyter.errors import StoreError
 from etrain_jupyter.pools.ec2.aws_messages import kind_of, pool_error
+from etrain_jupyter.pools.ec2.capacity_spec import GpuSpec
 from etrain_jupyter.pools.ec2.ec2_api import (
     Clients,
-    create_fleet,
     describe_types,
     find_gpu_types,
     list_instances,
     terminate,
 )
+from etrain_jupyter.pools.ec2.fleet_launch import create_fleet
 from etrain_jupyter.pools.ec2.fleet_state import FleetResult, LaunchRequest
-from etrain_jupyter.pools.ec2.spec import AwsSpotSpec, GpuSpec
+from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
 from etrain_jupyter.storage.objects import bucket_owners
 from etrain_jupyter.storage.objects.bucket_owners import expected_owner
 
@@ -125,21 +126,21 @@ def test_answer_names_what_came_and_what_had_no_capacity() -> None:
     ],
     ids=str,
 )
-def test_trouble_is_tried_again_under_the_same_token(trouble: Exception) -> None:
+def test_transient_error_is_retried_with_the_same_token(trouble: Exception) -> None:
     client = Fleet(trouble, trouble, GRANTED)
 
     assert ask(client) is not None
     assert [call["ClientToken"] for call in client.calls] == ["c1-1-1"] * 3
 
 
-def test_nobody_knows_after_the_last_try() -> None:
+def test_result_is_unknown_after_the_last_attempt() -> None:
     client = Fleet(*[error("Unavailable", 503)] * 4)
 
     assert ask(client) is None
     assert len(client.calls) == 4
 
 
-def test_missing_capacity_is_not_tried_again_though_it_is_a_server_error() -> None:
+def test_missing_capacity_is_not_retried_although_it_is_a_server_error() -> None:
     client = Fleet(error("InsufficientInstanceCapacity", 500))
     answer = ask(client)
 
@@ -157,7 +158,7 @@ def test_missing_capacity_is_not_tried_again_though_it_is_a_server_error() -> No
         ("InvalidAMIID.NotFound", "fatal"),
     ],
 )
-def test_what_is_refused_is_not_tried_again(code: str, kind: str) -> None:
+def test_refused_launch_is_not_retried(code: str, kind: str) -> None:
     answer = ask(Fleet(error(code)))
 
     assert answer is not None
@@ -170,7 +171,7 @@ def test_wrong_credentials_are_raised() -> None:
     assert kind_of(error("RequestExpired")) == "credentials"
 
 
-def test_on_demand_is_asked_for_as_such() -> None:
+def test_on_demand_request_has_on_demand_options() -> None:
     client = Fleet(GRANTED)
     ask(client, dataclasses.replace(REQUEST, lifecycle="on-demand"))
     (call,) = client.calls
@@ -196,7 +197,7 @@ def test_on_demand_is_asked_for_as_such() -> None:
         ("VcpuLimitExceeded", "lower capacity.on_demand.max"),
     ],
 )
-def test_errors_say_what_happened_what_was_done_and_what_to_type(code: str, words: str) -> None:
+def test_errors_name_the_cause_the_consequence_and_the_remedy(code: str, words: str) -> None:
     text = str(pool_error("the fleet of c1", error(code), "Nothing was launched."))
 
     assert text.startswith("the fleet of c1: ")
@@ -257,7 +258,7 @@ def test_types_are_known_by_their_gpus(clients: Clients) -> None:
 
 
 def account_calls(clients: Clients, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return a list that gets an entry each time STS is asked."""
+    """Return a list with an entry for each request to STS."""
     calls: list[str] = []
     make = clients._client
 
@@ -270,11 +271,11 @@ def account_calls(clients: Clients, monkeypatch: pytest.MonkeyPatch) -> list[str
     return calls
 
 
-def test_owner_of_the_pools_bucket_is_asked_for_once(
+def test_owner_of_the_pools_bucket_is_requested_once(
     clients: Clients, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Review S7."""
-    monkeypatch.setattr(bucket_owners, "_learnt", {})
+    monkeypatch.setattr(bucket_owners, "_registered", {})
     calls = account_calls(clients, monkeypatch)
     for _ in range(3):
         clients.bucket.put("x", b"1", "test")
@@ -286,14 +287,14 @@ def test_owner_of_the_pools_bucket_is_asked_for_once(
 
 
 @pytest.mark.parametrize(("named", "expected"), [("111122223333", "111122223333"), ("any", "")])
-def test_owner_that_is_named_is_not_asked_for(
+def test_configured_owner_is_not_requested(
     clients: Clients,
     spec: AwsSpotSpec,
     monkeypatch: pytest.MonkeyPatch,
     named: str,
     expected: str,
 ) -> None:
-    monkeypatch.setattr(bucket_owners, "_learnt", {})
+    monkeypatch.setattr(bucket_owners, "_registered", {})
     own = Clients(spec.model_copy(update={"bucket_owner": named}))
     calls = account_calls(own, monkeypatch)
 
@@ -304,12 +305,12 @@ def test_owner_that_is_named_is_not_asked_for(
 def test_sts_that_does_not_answer_says_which_key_to_write(
     clients: Clients, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bucket_owners, "_learnt", {})
+    monkeypatch.setattr(bucket_owners, "_registered", {})
 
     class Silent:
         def get_caller_identity(self) -> Any:
             raise ConnectTimeoutError(endpoint_url="https://sts.us-east-1.amazonaws.com")
 
     monkeypatch.setattr(clients, "_client", lambda *words, **named: Silent())
-    with pytest.raises(CheckpointError, match=r"STS: .*Write bucket_owner: '111122223333'"):
+    with pytest.raises(StoreError, match=r"STS: .*Write bucket_owner: '111122223333'"):
         clients.bucket.get("x", "test")

@@ -88,7 +88,7 @@ def test_unknown_spot_price_is_bounded_by_the_full_price() -> None:
     assert charge_of(elsewhere, BOOK, T + 3600).spent == pytest.approx(1.0)
 
 
-def test_a_price_that_nobody_knows_is_said_to_be_unknown() -> None:
+def test_missing_price_is_marked_as_unknown() -> None:
     strange = dataclasses.replace(ROW, type="x9.huge")
 
     assert charge_of(strange, BOOK, T + 3600) == Charge(hours=1.0, is_known=False)
@@ -113,7 +113,7 @@ def test_budgets_count_the_whole_first_minute_of_machines_that_run() -> None:
     assert ledger.committed(BOOK, T + 600) == pytest.approx(ledger.total(BOOK, T + 600).spent)
 
 
-def test_an_end_stays_when_a_late_list_shows_the_machine_again() -> None:
+def test_end_time_is_kept_when_a_late_listing_shows_the_machine() -> None:
     ended = dataclasses.replace(ROW, ended_at=T + 50)
     with_reason = dataclasses.replace(ROW, ended_at=T + 90, reason=TAKEN)
 
@@ -177,7 +177,7 @@ def test_watching_more_often_changes_nothing(
 
 
 @given(seen=st.lists(rows, max_size=8), now=seconds)
-def test_a_head_that_starts_again_counts_the_same(seen: list[Row], now: float) -> None:
+def test_restarted_head_computes_the_same_costs(seen: list[Row], now: float) -> None:
     ledger = Ledger().with_rows(seen)
     again = Ledger.from_dict(json.loads(json.dumps(ledger.to_dict())))
 

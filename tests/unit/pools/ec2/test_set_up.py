@@ -17,7 +17,7 @@ import pytest
 
 from etrain_jupyter.errors import PoolError
 from etrain_jupyter.pools.ec2.bootstrap import (
-    BootWords,
+    BootFacts,
     config_of,
     keys_folder,
     make_template,
@@ -36,7 +36,7 @@ from etrain_jupyter.process.tls import mint_certificates, write_certificates
 
 pytestmark = pytest.mark.aws
 
-BOOT = BootWords(keys="keys/0123", owner="123456789012")
+BOOT = BootFacts(keys="keys/0123", owner="123456789012")
 DIGEST = "ab" * 32
 
 
@@ -84,7 +84,7 @@ def test_subnets_of_the_default_vpc_one_a_zone(clients: Clients, spec: AwsSpotSp
 
 def test_zone_without_a_subnet_is_refused(clients: Clients, spec: AwsSpotSpec) -> None:
     wrong = change(spec, capacity={"zones": ["us-east-1z"]})
-    with pytest.raises(PoolError, match="us-east-1z, where there is no subnet"):
+    with pytest.raises(PoolError, match="there is no subnet in us-east-1z"):
         find_subnets(clients.ec2, wrong)
 
 
@@ -188,7 +188,9 @@ def test_archive_without_a_digest_is_refused_with_the_digest_to_add(
 def test_archive_that_cannot_be_read_is_refused_with_the_command(
     clients: Clients, spec: AwsSpotSpec
 ) -> None:
-    with pytest.raises(PoolError, match=r"it is not there.*`aws s3 cp s3://my-bucket/e.tar.gz - "):
+    with pytest.raises(
+        PoolError, match=r"it does not exist.*`aws s3 cp s3://my-bucket/e.tar.gz - "
+    ):
         check_account(clients, change(spec, image=ARCHIVE))
 
 
@@ -229,9 +231,9 @@ def test_node_unpacks_the_archive_only_if_it_is_the_one_that_is_named(
 
 
 def test_setup_that_is_too_long_or_holds_a_key_is_refused(spec: AwsSpotSpec) -> None:
-    with pytest.raises(PoolError, match=r"has 20.* bytes, EC2 takes 16384"):
+    with pytest.raises(PoolError, match=r"has 20.* bytes, EC2's limit is 16384"):
         user_data(change(spec, image={"setup": ["#" * 20_000]}), "c1", BOOT)
-    with pytest.raises(PoolError, match=r"image.setup holds a private key"):
+    with pytest.raises(PoolError, match=r"image.setup contains a private key"):
         user_data(change(spec, image={"setup": ["echo '-----BEGIN PRIVATE KEY-----'"]}), "c1", BOOT)
 
 
@@ -250,7 +252,7 @@ def test_nodes_find_their_files_but_no_key_of_others(
     config = config_of(spec, "c1", fingerprint={"python": "3.11"})
     boot = put_node_files(clients, "c1", config, tls_dir)
 
-    # Review S5: all nodes share a role, so a cluster's keys lie where only its own nodes look.
+    # Review S5: all nodes share a role, so only a cluster's own nodes know where its keys are.
     assert re.fullmatch(r"keys/[0-9a-f]{32}", boot.keys)
     assert boot.keys == keys_folder(tls_dir)  # a head that starts again finds the same
     assert boot.owner == "123456789012"
@@ -268,9 +270,7 @@ def test_nodes_find_their_files_but_no_key_of_others(
     )
 
 
-def test_bucket_that_is_not_there_is_told(
-    clients: Clients, spec: AwsSpotSpec, tls_dir: Path
-) -> None:
+def test_missing_bucket_is_an_error(clients: Clients, spec: AwsSpotSpec, tls_dir: Path) -> None:
     elsewhere = Clients(change(spec, bucket="other-bucket"))
     config = config_of(spec, "c1")
 

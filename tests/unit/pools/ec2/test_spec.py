@@ -1,4 +1,4 @@
-"""The keys of an aws-spot pool: what they mean, and what wrong ones are told."""
+"""Keys of an aws-spot pool, and the hints for invalid ones."""
 
 from __future__ import annotations
 
@@ -87,27 +87,31 @@ def test_gpu_stands_for_types() -> None:
         ({"max": 3}, "unknown key 'max'", "belongs into 'workers'"),
         ({"lifetime": {"idel": "1h"}}, "unknown key 'idel' in 'lifetime'", "'idle'"),
         ({"lifetime": {"max": 12}}, "the number 12 needs a unit", "12 min"),
-        ({"lifetime": {"max": "3 epochs"}}, "lifetime.max is a time, not '3 epochs'", "5 min"),
+        (
+            {"lifetime": {"max": "3 epochs"}},
+            "lifetime.max must be a duration, not '3 epochs'",
+            "5 min",
+        ),
         ({"lifetime": {"boot": "10 s"}}, "lifetime.boot must be 60 or more", ""),
         ({"budget": {"max_total": "$40"}}, "budget.max_total must be a number", "6.00"),
         ({"budget": {"max_hourly": 0}}, "budget.max_hourly must be above 0, not 0", ""),
         ({"workers": {"min": 5, "max": 2}}, "workers.min=5 is more than workers.max=2", "max: 5"),
-        ({"region": "us-east-1a"}, "'us-east-1a' is no region", "write us-east-1"),
+        ({"region": "us-east-1a"}, "'us-east-1a' is not a region", "write us-east-1"),
         ({"bucket": "s3://b/x"}, "bucket", ""),
-        ({"capacity": {"types": ["g5"]}}, "'g5' is no type of machine", "g5.xlarge"),
+        ({"capacity": {"types": ["g5"]}}, "'g5' is not a machine type", "g5.xlarge"),
         ({"capacity": {"placement": "single"}}, "capacity.placement must be", "single-az"),
         ({"capacity": {"zones": "us-east-1a"}}, "capacity.zones must be auto or a list", ""),
-        ({"capacity": {"types": ["a.b"], "gpu": {"count": 1}}}, "cannot both hold", "keep types"),
-        ({"image": {"ami": "ubuntu"}}, "image.ami 'ubuntu' names no image", "ami-0"),
-        ({"image": {"archive": "/tmp/x.tar.gz"}}, "image.archive is no s3://", "s3://"),
+        ({"capacity": {"types": ["a.b"], "gpu": {"count": 1}}}, "exclude each other", "keep types"),
+        ({"image": {"ami": "ubuntu"}}, "image.ami 'ubuntu' is not an image", "ami-0"),
+        ({"image": {"archive": "/tmp/x.tar.gz"}}, "image.archive is not s3://", "s3://"),
         ({"image": {"archive_sha256": "12"}}, "64 hexadecimal digits", "sha256sum"),
-        ({"image": {"archive_sha256": "ab" * 32}}, "there is no image.archive", "name the archive"),
+        ({"image": {"archive_sha256": "ab" * 32}}, "image.archive is not", "set image.archive"),
         ({"bucket_owner": 1234}, "bucket_owner must be the 12 digits", "'111122223333'"),
         ({"head": "spot"}, "head must be notebook or on-demand", ""),
         ({"lifetime": {"lease_ttl": "10 s"}}, "lease_ttl of 10 s is too short", "20 s"),
     ],
 )
-def test_wrong_keys_are_told_what_to_type(keys: dict[str, Any], message: str, hint: str) -> None:
+def test_invalid_keys_have_a_hint(keys: dict[str, Any], message: str, hint: str) -> None:
     with pytest.raises(ConfigError) as caught:
         AwsSpotSpec.parse(LEAST | keys)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -23,15 +24,15 @@ SHM = (
 def with_gpus(*workers: str, backend: str = "auto", **values) -> Story:
     """A job whose workers have a GPU each, in its first generation."""
     story = Story(**values)
-    story.state = story.state.replace(backend=backend)
-    story.tell(s.WorkersAssigned(workers=workers))
+    story.state = replace(story.state, backend=backend)
+    story.send(s.WorkersAssigned(workers=workers))
     return warm(story, *workers)
 
 
 def warm(story: Story, *workers: str) -> Story:
     for worker in workers:
         trainer = story.trainer(worker)
-        story.tell(s.TrainerWarm(trainer=trainer, device="cuda:0", gpu=f"GPU-{worker}"))
+        story.send(s.TrainerWarm(trainer=trainer, device="cuda:0", gpu=f"GPU-{worker}"))
     return story
 
 
@@ -39,7 +40,7 @@ def break_off(story: Story, *, step: int = -1, error: str = "", backend: str = "
     """The first rank reports why its generation broke, the others only that it did."""
     told = {"error": error, "backend": backend}
     for member in story.state.in_phase("ranked"):
-        story.tell(
+        story.send(
             s.TrainerReported(
                 trainer=member.trainer,
                 generation=story.state.generation,
@@ -67,7 +68,7 @@ def backends(story: Story) -> list[str]:
 # Review G2: NCCL that could not connect was tried for ever, and its message was thrown away.
 
 
-def test_nccl_that_fails_twice_gives_way_to_gloo_with_its_own_words():
+def test_after_two_nccl_failures_gloo_is_used_and_the_status_quotes_nccl():
     story = with_gpus("w1", "w2")
     for _ in range(MAX_NCCL_FAILURES):
         break_off(story, error=SHM, backend="nccl")
@@ -79,7 +80,7 @@ def test_nccl_that_fails_twice_gives_way_to_gloo_with_its_own_words():
     for words in (
         "NCCL failed 2 times in a row",
         "failed to extend /dev/shm/nccl-5vNk2y",
-        "gradients now travel by gloo through host memory, which is slower",
+        "gradients now use gloo and host memory, which is slower",
         "NCCL_SHM_DISABLE=1",
     ):
         assert words in story.state.reason
@@ -88,7 +89,7 @@ def test_nccl_that_fails_twice_gives_way_to_gloo_with_its_own_words():
     assert story.state.status == "running"
 
 
-def test_waiting_job_says_why_its_generation_did_not_form():
+def test_waiting_job_explains_why_its_generation_did_not_form():
     story = break_off(break_off(with_gpus("w1", "w2"), error=SHM, backend="nccl"))
     assert story.state.status == "waiting"
     assert "although no worker was lost" in story.state.reason
@@ -98,7 +99,7 @@ def test_waiting_job_says_why_its_generation_did_not_form():
 def test_nccl_that_breaks_in_mid_run_counts_like_one_that_does_not_connect():
     story = with_gpus("w1", "w2").formed()
     for step in (4, 5):
-        story.tell(s.StepsCommitted(step=step, step_s=0.1))
+        story.send(s.StepsCommitted(step=step, step_s=0.1))
         break_off(story, step=step, error="ncclRemoteError: a peer vanished", backend="nccl")
         retry(story).formed()
     assert backends(story) == ["nccl", "nccl", "gloo"]
@@ -114,7 +115,7 @@ def test_nccl_that_hangs_without_any_error_counts_too():
 def test_failures_that_are_far_apart_do_not_end_nccl():
     story = with_gpus("w1", "w2").formed()
     for step in range(1, 5):
-        story.wait(HEALTHY_S + 1).tell(s.StepsCommitted(step=step, step_s=0.1))
+        story.wait(HEALTHY_S + 1).send(s.StepsCommitted(step=step, step_s=0.1))
         retry(break_off(story, step=step, error="ncclRemoteError", backend="nccl")).formed()
     assert backends(story) == ["nccl"] * 5
 
@@ -130,12 +131,12 @@ def test_lost_worker_explains_a_broken_generation_and_counts_nowhere():
     story = with_gpus("w1", "w2", "w3")
     for number in range(MAX_FAILED_FORMS + 1):
         names = [m.worker for m in story.state.in_phase("ranked")]
-        story.tell(s.WorkerGone(worker=names[-1], cause="gone"))
+        story.send(s.WorkerGone(worker=names[-1], cause="gone"))
         break_off(story, error="ncclRemoteError", backend="nccl")
-        assert story.state.failed_forms.num == 0
+        assert story.state.faults.failed_forms.num == 0
         fresh = f"x{number}"
         left = tuple(m.worker for m in story.state.members.values())
-        warm(story.tell(s.WorkersAssigned(workers=(*left, fresh))), fresh)
+        warm(story.send(s.WorkersAssigned(workers=(*left, fresh))), fresh)
         for member in story.state.in_phase("ranked"):
             if member.worker != fresh and story.state.phase == "changing":
                 story.report(member.worker, step=-1)
@@ -148,7 +149,7 @@ def test_nccl_gets_one_more_attempt_when_a_worker_with_which_it_failed_has_left(
     story = with_gpus("w1", "w2", "w3")
     for _ in range(2):
         retry(break_off(story, error=SHM, backend="nccl"))
-    story.formed().tell(s.WorkerGone(worker="w3", cause="gone"))
+    story.formed().send(s.WorkerGone(worker="w3", cause="gone"))
     break_off(story, step=0, error="Connection closed by peer", backend="gloo")
     assert backends(story) == ["nccl", "nccl", "gloo", "nccl"]
     assert story.state.reason == ""
@@ -163,8 +164,10 @@ def test_nccl_gets_one_more_attempt_when_a_worker_with_which_it_failed_has_left(
 def test_job_whose_ranks_never_connect_fails_with_the_reason(backend, expected):
     story = with_gpus("w1", "w2", backend=backend)
     for _ in range(MAX_FAILED_FORMS):
-        error = "ncclInternalError" if story.state.used_backend == "nccl" else "Connection refused"
-        retry(break_off(story, error=error, backend=story.state.used_backend))
+        error = (
+            "ncclInternalError" if story.state.current.backend == "nccl" else "Connection refused"
+        )
+        retry(break_off(story, error=error, backend=story.state.current.backend))
     assert backends(story) == expected
     assert story.state.status == "failed"
     words = f"{MAX_FAILED_FORMS} generations in a row did not form or broke"
@@ -180,19 +183,19 @@ def test_job_that_a_stranger_keeps_from_forming_fails_with_what_to_do_about_it()
     text = "an unknown process connects to this job's ports (rank 0, port 4: uid 65534)"
     while not story.state.outcome:
         retry(break_off(story, error=text, backend="gloo"))
-    error = story.state.user_error.error
+    error = story.state.ending.error.error
     assert text in error
     assert "Stop that process" in error
     assert "firewall" not in error
 
 
 def test_job_that_gives_up_saves_the_state_that_its_ranks_hold():
-    story = with_gpus("w1", "w2").formed().tell(s.StepsCommitted(step=7, step_s=0.1))
+    story = with_gpus("w1", "w2").formed().send(s.StepsCommitted(step=7, step_s=0.1))
     for _ in range(MAX_FAILED_FORMS):
         break_off(story, step=7, error="Connection refused", backend="gloo")
         retry(story) if story.state.phase == "gathering" else None
     [save] = story.found(c.SaveCheckpoint, ever=True)
-    story.tell(s.CheckpointSaved(step=7, trainer=save.trainer))
+    story.send(s.CheckpointSaved(step=7, trainer=save.trainer))
     assert story.state.status == "failed"
 
 
@@ -206,7 +209,7 @@ def test_generation_that_breaks_right_after_it_has_formed_is_not_retried_for_eve
 def test_generations_that_commit_steps_are_retried_for_ever():
     story = Story().start("w1", "w2")
     for step in range(1, 3 * MAX_FAILED_FORMS):
-        story.tell(s.StepsCommitted(step=step, step_s=0.1))
+        story.send(s.StepsCommitted(step=step, step_s=0.1))
         retry(break_off(story, step=step, error="Connection reset", backend="gloo")).formed()
     assert story.state.status == "running"
 
@@ -223,21 +226,21 @@ def test_backend_gloo_never_uses_nccl():
     assert backends(with_gpus("w1", "w2", backend="gloo")) == ["gloo"]
 
 
-def test_backend_nccl_without_a_gpu_fails_and_says_which_worker_has_none():
+def test_backend_nccl_without_a_gpu_fails_and_names_the_worker():
     story = Story()
-    story.state = story.state.replace(backend="nccl")
-    story.tell(s.WorkersAssigned(workers=("w1",)))
-    story.tell(s.TrainerWarm(trainer=story.trainer("w1"), device="cpu"))
+    story.state = replace(story.state, backend="nccl")
+    story.send(s.WorkersAssigned(workers=("w1",)))
+    story.send(s.TrainerWarm(trainer=story.trainer("w1"), device="cpu"))
     assert story.state.status == "failed"
     assert "backend: nccl needs a GPU of its own for every worker, but w1 trains on cpu" in (
         story.state.reason
     )
 
 
-def test_backend_nccl_does_without_a_newcomer_that_has_no_gpu():
+def test_backend_nccl_excludes_a_newcomer_without_a_gpu():
     story = with_gpus("w1", "w2", backend="nccl").formed()
-    story.tell(s.WorkersAssigned(workers=("w1", "w2", "w3")))
-    story.tell(s.TrainerWarm(trainer=story.trainer("w3"), device="cpu"))
+    story.send(s.WorkersAssigned(workers=("w1", "w2", "w3")))
+    story.send(s.TrainerWarm(trainer=story.trainer("w3"), device="cpu"))
     assert story.state.of_worker("w3") is None
     assert story.state.status == "running"
 
@@ -256,7 +259,7 @@ def test_whatever_breaks_the_backend_is_what_the_cell_allows_and_attempts_are_bo
             story.formed() if dice.random() < 0.7 or has_stepped else None
             if has_stepped:
                 step += 1
-                story.tell(s.StepsCommitted(step=step, step_s=0.1))
+                story.send(s.StepsCommitted(step=step, step_s=0.1))
             cause = dice.choice(["", "nccl", "gloo"])
             is_of_nccl = used == "nccl" and cause != "gloo"
             num_nccl += is_of_nccl

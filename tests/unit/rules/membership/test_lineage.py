@@ -5,10 +5,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etrain_jupyter.rules.membership.lineage import NOT_BEGUN, is_of_job
+from etrain_jupyter.log.job_record import NOT_BEGUN
+from etrain_jupyter.rules.membership.lineage import is_of_job
 
 
-def test_generation_that_has_not_begun_gives_nobody_up():
+def test_generation_that_has_not_begun_fences_no_checkpoint():
     assert is_of_job(generation=1, step=10_000, starts=[0, NOT_BEGUN])
 
 

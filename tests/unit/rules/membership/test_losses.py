@@ -12,25 +12,27 @@ from tests.unit.rules.story import Story
 
 def gone(story: Story, *workers: str) -> Story:
     for worker in workers:
-        story.tell(s.WorkerGone(worker=worker, cause="gone"))
+        story.send(s.WorkerGone(worker=worker, cause="gone"))
     return story
 
 
 def forming(*workers: str, **bounds: int) -> Story:
     """The generation was ordered to form; nobody has said that it steps."""
-    return Story(**bounds).tell(s.WorkersAssigned(workers=workers)).warm(*workers)
+    return Story(**bounds).send(s.WorkersAssigned(workers=workers)).warm(*workers)
 
 
 # --- below min, and back ---
 
 
-def test_waiting_job_names_who_is_missing_and_goes_on_by_itself():
+def test_waiting_job_names_the_missing_workers_and_continues_by_itself():
     story = gone(Story(min_workers=3, max_workers=3).start("w1", "w2", "w3"), "w2")
     story.report("w1", step=5, why="failed").report("w3", step=5, why="failed")
     assert story.state.status == "waiting"
-    assert story.state.reason == "2 of min 3 workers are here (w2 was lost: gone)"
-    story.tell(s.WorkersAssigned(workers=("w1", "w3", "w4")))
-    assert story.state.reason == ("2 of min 3 workers are here (w4 warms up; w2 was lost: gone)")
+    assert story.state.reason == "2 of min 3 workers available (w2 was lost: gone)"
+    story.send(s.WorkersAssigned(workers=("w1", "w3", "w4")))
+    assert story.state.reason == (
+        "2 of min 3 workers available (w4 is warming up; w2 was lost: gone)"
+    )
     story.warm("w4")
     assert story.ranks() == ["w1", "w3", "w4"]
     [form] = story.found(c.FormGeneration)
@@ -41,58 +43,58 @@ def test_waiting_job_names_who_is_missing_and_goes_on_by_itself():
 def test_trainer_that_comes_back_is_not_named_as_missing_any_more():
     story = Story(min_workers=2, max_workers=2).start("w1", "w2").lose("w2")
     story.report("w1", step=5, why="failed")
-    assert story.state.reason == "1 of min 2 workers are here (w2 warms up)"
+    assert story.state.reason == "1 of min 2 workers available (w2 is warming up)"
 
 
 def test_survivor_that_was_lost_while_the_job_waited_is_named_too():
     story = gone(Story(min_workers=2, max_workers=2).start("w1", "w2"), "w2")
     story.report("w1", step=5, why="failed")
-    gone(story, "w1").tell(s.Tick())
+    gone(story, "w1").send(s.Tick())
     assert story.state.reason == (
-        "0 of min 2 workers are here (w2 was lost: gone; w1 was lost: gone)"
+        "0 of min 2 workers available (w2 was lost: gone; w1 was lost: gone)"
     )
 
 
 def test_replaced_workers_are_not_missing():
     story = gone(Story(min_workers=1, max_workers=2).start("w1", "w2"), "w2")
-    story.report("w1", step=5, why="failed").tell(s.WorkersAssigned(workers=("w1", "w3")))
+    story.report("w1", step=5, why="failed").send(s.WorkersAssigned(workers=("w1", "w3")))
     story.formed().warm("w3").report("w1", step=6).formed()
     gone(story, "w1", "w3")
     assert "w2" not in story.state.reason
 
 
 def test_paused_job_that_loses_a_worker_stays_paused_and_resumes_with_the_rest():
-    story = Story().start("w1", "w2").tell(s.PauseAsked())
+    story = Story().start("w1", "w2").send(s.PauseAsked())
     story.report("w1", step=4).report("w2", step=4)
     gone(story, "w1")
     assert story.state.status == "paused"
-    story.tell(s.ResumeAsked())
+    story.send(s.ResumeAsked())
     assert story.ranks() == ["w2"]
     [form] = story.found(c.FormGeneration)
     assert (form.step, form.restore) == (4, False)
 
 
 def test_paused_job_below_its_minimum_waits_when_it_is_resumed():
-    story = Story(min_workers=2).start("w1", "w2").tell(s.PauseAsked())
+    story = Story(min_workers=2).start("w1", "w2").send(s.PauseAsked())
     story.report("w1", step=4).report("w2", step=4)
-    gone(story, "w2").tell(s.ResumeAsked())
+    gone(story, "w2").send(s.ResumeAsked())
     assert story.state.status == "waiting"
-    assert story.state.reason == "1 of min 2 workers are here (w2 was lost: gone)"
+    assert story.state.reason == "1 of min 2 workers available (w2 was lost: gone)"
 
 
 def test_paused_job_that_loses_everybody_restores_when_it_is_resumed():
-    story = Story().start("w1").tell(s.CheckpointSaved(step=3)).tell(s.PauseAsked())
+    story = Story().start("w1").send(s.CheckpointSaved(step=3)).send(s.PauseAsked())
     story.report("w1", step=4)
-    gone(story, "w1").tell(s.WorkersAssigned(workers=("w2",))).warm("w2")
+    gone(story, "w1").send(s.WorkersAssigned(workers=("w2",))).warm("w2")
     assert story.state.status == "paused"
-    story.tell(s.ResumeAsked())
+    story.send(s.ResumeAsked())
     [form] = story.found(c.FormGeneration)
     assert (form.restore, form.step) == (True, 3)
 
 
 def test_newcomer_does_not_form_alone_while_survivors_have_yet_to_report():
     story = gone(Story().start("w1", "w2"), "w1")
-    story.tell(s.WorkersAssigned(workers=("w2", "w3"))).warm("w3")
+    story.send(s.WorkersAssigned(workers=("w2", "w3"))).warm("w3")
     assert not story.found(c.FormGeneration)
     story.report("w2", step=7, why="failed")
     assert story.ranks() == ["w2", "w3"]
@@ -118,12 +120,12 @@ def test_loss_of_all_but_one_keeps_that_ones_state():
 
 
 def test_loss_of_all_restores_the_newest_checkpoint_on_their_successors():
-    story = Story(max_workers=2).start("w1", "w2").tell(s.CheckpointSaved(step=4))
+    story = Story(max_workers=2).start("w1", "w2").send(s.CheckpointSaved(step=4))
     gone(story, "w1", "w2")
     assert story.state.reason == (
-        "0 of min 1 workers are here (w1 was lost: gone; w2 was lost: gone)"
+        "0 of min 1 workers available (w1 was lost: gone; w2 was lost: gone)"
     )
-    story.tell(s.WorkersAssigned(workers=("w3", "w4"))).warm("w3", "w4")
+    story.send(s.WorkersAssigned(workers=("w3", "w4"))).warm("w3", "w4")
     [form] = story.found(c.FormGeneration)
     assert (form.restore, form.step, form.behind) == (True, 4, (1,))
 
@@ -148,7 +150,7 @@ def test_survivor_that_dies_after_its_report_is_done_without():
 
 
 @pytest.mark.parametrize("victim", ["w1", "w2", "w3"])
-def test_rank_that_dies_while_the_first_generation_forms_holds_nobody_up(victim):
+def test_rank_that_dies_while_the_first_generation_forms_delays_no_other_rank(victim):
     story = forming("w1", "w2", "w3")
     gone(story, victim)
     assert story.found(c.AbortGeneration)
@@ -162,7 +164,7 @@ def test_rank_that_dies_while_the_first_generation_forms_holds_nobody_up(victim)
 
 def test_newcomer_that_dies_during_its_admission_costs_no_step():
     story = Story().start("w1", "w2")
-    story.tell(s.WorkersAssigned(workers=("w1", "w2", "w3"))).warm("w3")
+    story.send(s.WorkersAssigned(workers=("w1", "w2", "w3"))).warm("w3")
     story.report("w1", step=6).report("w2", step=6)
     assert story.ranks() == ["w1", "w2", "w3"]
     gone(story, "w3")
@@ -175,7 +177,7 @@ def test_newcomer_that_dies_during_its_admission_costs_no_step():
 
 def test_source_of_the_state_that_dies_while_it_sends_is_replaced_by_another_holder():
     story = Story().start("w1", "w2")
-    story.tell(s.WorkersAssigned(workers=("w1", "w2", "w3"))).warm("w3")
+    story.send(s.WorkersAssigned(workers=("w1", "w2", "w3"))).warm("w3")
     story.report("w1", step=6).report("w2", step=6)
     gone(story, "w1")
     story.report("w3", step=-1, why="failed").report("w2", step=6, why="failed")
@@ -185,8 +187,8 @@ def test_source_of_the_state_that_dies_while_it_sends_is_replaced_by_another_hol
 
 
 def test_only_holder_that_dies_while_it_sends_means_a_checkpoint():
-    story = Story(max_workers=2).start("w1").tell(s.CheckpointSaved(step=5))
-    story.tell(s.WorkersAssigned(workers=("w1", "w2"))).warm("w2").report("w1", step=6)
+    story = Story(max_workers=2).start("w1").send(s.CheckpointSaved(step=5))
+    story.send(s.WorkersAssigned(workers=("w1", "w2"))).warm("w2").report("w1", step=6)
     gone(story, "w1").report("w2", step=-1, why="failed")
     [form] = story.found(c.FormGeneration)
     assert (form.restore, form.step) == (True, 5)
@@ -196,7 +198,7 @@ def test_only_holder_that_dies_while_it_sends_means_a_checkpoint():
 
 
 def test_notice_while_a_generation_forms_waits_until_it_has_formed():
-    story = forming("w1", "w2").tell(s.WorkerNoticed(worker="w2"))
+    story = forming("w1", "w2").send(s.WorkerNoticed(worker="w2"))
     assert not story.found(c.AnnounceChange)
     story.formed()
     assert story.found(c.AnnounceChange)
@@ -205,7 +207,7 @@ def test_notice_while_a_generation_forms_waits_until_it_has_formed():
 
 
 def test_notice_that_is_followed_by_the_kill_early_is_a_loss_like_any_other():
-    story = Story().start("w1", "w2").tell(s.WorkerNoticed(worker="w2"))
+    story = Story().start("w1", "w2").send(s.WorkerNoticed(worker="w2"))
     assert story.found(c.AnnounceChange)
     gone(story, "w2")
     assert story.found(c.AbortGeneration)
@@ -213,8 +215,8 @@ def test_notice_that_is_followed_by_the_kill_early_is_a_loss_like_any_other():
     assert story.ranks() == ["w1"]
 
 
-def test_noticed_worker_that_dies_after_its_report_delays_nobody():
-    story = Story().start("w1", "w2").tell(s.WorkerNoticed(worker="w2"))
+def test_noticed_worker_that_dies_after_its_report_delays_no_other_rank():
+    story = Story().start("w1", "w2").send(s.WorkerNoticed(worker="w2"))
     story.report("w2", step=4)
     gone(story, "w2").report("w1", step=4)
     assert story.ranks() == ["w1"]
@@ -223,32 +225,32 @@ def test_noticed_worker_that_dies_after_its_report_delays_nobody():
 
 def test_two_notices_at_once_are_one_change():
     story = Story().start("w1", "w2", "w3")
-    story.tell(s.WorkerNoticed(worker="w2")).tell(s.WorkerNoticed(worker="w3"))
+    story.send(s.WorkerNoticed(worker="w2")).send(s.WorkerNoticed(worker="w3"))
     for worker in ("w1", "w2", "w3"):
         story.report(worker, step=4)
     assert story.ranks() == ["w1"]
     assert len(story.found(c.AnnounceChange, ever=True)) == 1
 
 
-def test_all_noticed_at_once_go_on_until_somebody_can_take_over():
+def test_all_noticed_workers_train_on_until_a_newcomer_can_take_over():
     story = Story(max_workers=2).start("w1", "w2")
-    story.tell(s.WorkerNoticed(worker="w1")).tell(s.WorkerNoticed(worker="w2"))
+    story.send(s.WorkerNoticed(worker="w1")).send(s.WorkerNoticed(worker="w2"))
     story.report("w1", step=4).report("w2", step=4)
     assert story.ranks() == ["w1", "w2"]  # nobody else holds the state
     assert not story.formed().found(c.AnnounceChange)
-    story.tell(s.WorkersAssigned(workers=("w3",))).warm("w3")
+    story.send(s.WorkersAssigned(workers=("w3",))).warm("w3")
     assert story.found(c.AnnounceChange)
 
 
 # --- the phases of a recovery ---
 
 
-def test_generation_is_ready_when_its_last_rank_steps_and_tells_the_slowest_of_each_phase():
+def test_generation_is_ready_when_its_last_rank_steps_and_logs_the_slowest_of_each_phase():
     story = forming("w1", "w2")
     times = {"w1": (0.01, 0.0, 0.002), "w2": (0.02, 0.3, 0.001)}
     for worker, (connect_s, sync_s, wrap_s) in times.items():
         assert not story.found(events.GenerationReady)
-        story.tell(
+        story.send(
             s.TrainerFormed(
                 trainer=story.trainer(worker),
                 generation=1,
@@ -264,6 +266,6 @@ def test_generation_is_ready_when_its_last_rank_steps_and_tells_the_slowest_of_e
 
 def test_generation_that_lost_a_rank_before_it_stepped_was_never_ready():
     story = forming("w1", "w2")
-    story.tell(s.TrainerFormed(trainer=story.trainer("w1"), generation=1))
+    story.send(s.TrainerFormed(trainer=story.trainer("w1"), generation=1))
     gone(story, "w2")
     assert not story.found(events.GenerationReady, ever=True)

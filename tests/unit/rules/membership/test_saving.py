@@ -13,7 +13,7 @@ from tests.unit.rules.story import Story
 def notice(story: Story, *workers: str, seconds: float = 120.0) -> Story:
     deadline = story.now + seconds
     for worker in workers:
-        story.tell(s.WorkerNoticed(worker=worker, deadline=deadline), after_s=0.0)
+        story.send(s.WorkerNoticed(worker=worker, deadline=deadline), after_s=0.0)
     return story
 
 
@@ -21,7 +21,7 @@ def saved(story: Story, worker: str, step: int, error: str = "") -> Story:
     """A worker's trainer has written a checkpoint, or could not."""
     trainer = story.trainer(worker)
     told = s.CheckpointSaved(step=step, ok=not error, trainer=trainer, error=error)
-    return story.tell(told)
+    return story.send(told)
 
 
 def savers(story: Story, *, ever: bool = False) -> list[str]:
@@ -53,15 +53,15 @@ def test_last_holder_is_saved_shortly_before_its_machine_is_taken_and_leaves():
     story.report("w1", step=7)
     assert savers(story) == ["w1"]
     assert story.state.status == "waiting"
-    assert story.state.reason == "step 7 is saved before w1 is taken"
+    assert story.state.reason == "saving step 7 before w1 is interrupted"
     assert not story.found(c.FormGeneration)
     saved(story, "w1", 7)
     assert left(story) == [("w1", "preempted")]
     assert story.state.status == "waiting"
     assert story.state.reason == (
-        "0 of min 1 workers are here (the checkpoint of step 7 has the state)"
+        "0 of min 1 workers available (the state is in the checkpoint of step 7)"
     )
-    story.tell(s.WorkersAssigned(workers=("w2",))).warm("w2")
+    story.send(s.WorkersAssigned(workers=("w2",))).warm("w2")
     [form] = story.found(c.FormGeneration)
     assert (form.step, form.restore) == (7, True)
 
@@ -76,20 +76,20 @@ def test_notice_leaves_as_much_time_as_checkpoints_have_taken_lately():
     story = Story().start("w1")
     for step, duration_s in ((1, 50.0), (2, 10.0)):
         told = s.CheckpointSaved(step=step, duration_s=duration_s)
-        story.tell(told)
+        story.send(told)
     notice(story, "w1", seconds=120).wait(58)
     assert not story.found(c.AnnounceChange)
     assert story.wait(3).found(c.AnnounceChange)  # 1.5 x 0.8 x 50 s before the end
 
 
 def test_notice_that_is_shorter_than_a_checkpoint_takes_is_used_from_its_beginning():
-    story = Story().start("w1").tell(s.CheckpointSaved(step=1, duration_s=300.0))
+    story = Story().start("w1").send(s.CheckpointSaved(step=1, duration_s=300.0))
     notice(story, "w1", seconds=120)
     assert story.found(c.AnnounceChange, ever=True)
 
 
-def test_newcomer_that_is_warm_in_time_takes_over_and_nobody_waits_for_a_checkpoint():
-    story = notice(Story().start("w1"), "w1").tell(s.WorkersAssigned(workers=("w2",)))
+def test_newcomer_that_is_warm_in_time_takes_over_without_a_checkpoint():
+    story = notice(Story().start("w1"), "w1").send(s.WorkersAssigned(workers=("w2",)))
     story.wait(91).warm("w2").report("w1", step=7)
     assert story.ranks() == ["w1", "w2"]
     story.formed().report("w1", step=8).report("w2", step=8)
@@ -100,7 +100,7 @@ def test_newcomer_that_is_warm_in_time_takes_over_and_nobody_waits_for_a_checkpo
 
 def test_newcomer_that_is_warm_while_the_state_is_saved_takes_over_afterwards():
     story = notice(Story().start("w1"), "w1").wait(91).report("w1", step=7)
-    story.tell(s.WorkersAssigned(workers=("w2",))).warm("w2")
+    story.send(s.WorkersAssigned(workers=("w2",))).warm("w2")
     assert not story.found(c.FormGeneration)
     saved(story, "w1", 7)
     assert story.ranks() == ["w1", "w2"]
@@ -124,11 +124,11 @@ def test_rank_whose_machine_lives_longer_trains_on_without_the_one_that_goes_fir
 
 
 @pytest.mark.parametrize("is_paused", [True, False])
-def test_holder_that_is_given_notice_while_nobody_steps_is_saved_at_once(is_paused):
+def test_holder_that_receives_a_notice_while_no_rank_steps_saves_at_once(is_paused):
     story = Story(min_workers=1 if is_paused else 2).start("w1", "w2")
     if is_paused:
-        story.tell(s.PauseAsked()).report("w2", step=4).report("w1", step=4)
-    story.tell(s.WorkerGone(worker="w2", cause="gone"))
+        story.send(s.PauseAsked()).report("w2", step=4).report("w1", step=4)
+    story.send(s.WorkerGone(worker="w2", cause="gone"))
     if not is_paused:
         story.report("w1", step=4, why="failed")
     notice(story, "w1")
@@ -141,7 +141,7 @@ def test_holder_that_is_given_notice_while_nobody_steps_is_saved_at_once(is_paus
 
 
 def test_holder_whose_state_is_durable_leaves_without_another_checkpoint():
-    story = Story().start("w1").tell(s.PauseAsked()).report("w1", step=4)
+    story = Story().start("w1").send(s.PauseAsked()).report("w1", step=4)
     saved(story, "w1", 4)
     notice(story, "w1").wait(91)
     assert left(story) == [("w1", "preempted")]
@@ -149,9 +149,9 @@ def test_holder_whose_state_is_durable_leaves_without_another_checkpoint():
 
 
 def test_kill_that_comes_before_the_checkpoint_restores_the_one_before():
-    story = notice(Story().start("w1").tell(s.CheckpointSaved(step=3)), "w1").wait(91)
-    story.report("w1", step=7).tell(s.WorkerGone(worker="w1", cause="preempted"))
-    story.tell(s.WorkersAssigned(workers=("w2",))).warm("w2")
+    story = notice(Story().start("w1").send(s.CheckpointSaved(step=3)), "w1").wait(91)
+    story.report("w1", step=7).send(s.WorkerGone(worker="w1", cause="preempted"))
+    story.send(s.WorkersAssigned(workers=("w2",))).warm("w2")
     [form] = story.found(c.FormGeneration)
     assert (form.step, form.restore) == (3, True)
 
@@ -161,7 +161,7 @@ def test_checkpoint_that_fails_before_a_machine_is_taken_is_tried_again():
     saved(story, "w1", 7, error="no space")
     assert not savers(story)
     assert story.state.reason == (
-        "step 7 is saved before w1 is taken; the last attempt failed (no space)"
+        "saving step 7 before w1 is interrupted; the last attempt failed (no space)"
     )
     assert savers(story.wait(5)) == ["w1"]
     saved(story, "w1", 7)
@@ -170,7 +170,7 @@ def test_checkpoint_that_fails_before_a_machine_is_taken_is_tried_again():
 
 def test_stop_while_the_last_holder_is_saved_ends_the_job_with_that_checkpoint():
     story = notice(Story().start("w1"), "w1").wait(91).report("w1", step=7)
-    story.tell(s.StopAsked())
+    story.send(s.StopAsked())
     assert story.state.phase == "closing"
     saved(story, "w1", 7)
     assert story.state.status == "stopped"
@@ -181,17 +181,17 @@ def test_checkpoint_of_a_state_that_was_lost_does_not_count_as_the_same_step_mad
     """w1 had seen the end of step 5 and saved it; w2 had not, and makes another one."""
     story = Story(max_workers=2).start("w1", "w2")
     saved(story, "w1", 5)
-    story.tell(s.WorkerGone(worker="w1", cause="gone")).report("w2", step=4, why="failed").formed()
+    story.send(s.WorkerGone(worker="w1", cause="gone")).report("w2", step=4, why="failed").formed()
     notice(story, "w2").wait(91).report("w2", step=5)
     assert savers(story) == ["w2"]
 
 
 def test_restored_job_knows_from_its_ranks_which_checkpoint_could_be_read():
-    story = Story().start("w1").tell(s.CheckpointSaved(step=3)).tell(s.CheckpointSaved(step=6))
-    story.tell(s.WorkerGone(worker="w1", cause="gone"))
-    story.tell(s.WorkersAssigned(workers=("w2",))).warm("w2")
+    story = Story().start("w1").send(s.CheckpointSaved(step=3)).send(s.CheckpointSaved(step=6))
+    story.send(s.WorkerGone(worker="w1", cause="gone"))
+    story.send(s.WorkersAssigned(workers=("w2",))).warm("w2")
     formed = s.TrainerFormed(trainer=story.trainer("w2"), generation=2, step=3)
-    story.tell(formed)
+    story.send(formed)
     assert (story.state.step, story.state.saved_step) == (3, 3)
 
 
@@ -214,8 +214,8 @@ def test_failed_last_checkpoint_is_written_by_another_holder():
     assert story.state.status == "finished"
 
 
-def test_job_whose_last_checkpoint_cannot_be_written_fails_and_says_what_is_left():
-    story = Story().start("w1").tell(s.CheckpointSaved(step=6)).report("w1", step=8, why="done")
+def test_job_whose_last_checkpoint_cannot_be_written_fails_and_names_the_newest_durable_one():
+    story = Story().start("w1").send(s.CheckpointSaved(step=6)).report("w1", step=8, why="done")
     for wait_s in (5, 10, 20):
         saved(story, "w1", 8, error="no space")
         assert not savers(story.wait(wait_s - 0.5))
@@ -224,13 +224,13 @@ def test_job_whose_last_checkpoint_cannot_be_written_fails_and_says_what_is_left
     assert story.state.status == "failed"
     assert story.state.reason == (
         "trained to step 8, but the last checkpoint could not be written (no space); "
-        "the newest durable one is of step 6"
+        "the newest checkpoint is of step 6"
     )
     assert not story.found(events.UserErrorRaised)
 
 
-def test_stopped_job_stays_stopped_without_its_last_checkpoint_and_says_so():
-    story = Story().start("w1").tell(s.StopAsked()).report("w1", step=8)
+def test_stopped_job_stays_stopped_and_reports_its_missing_last_checkpoint():
+    story = Story().start("w1").send(s.StopAsked()).report("w1", step=8)
     for wait_s in (5, 10, 20, 0):
         saved(story, "w1", 8, error="no space")
         if wait_s:
@@ -238,17 +238,17 @@ def test_stopped_job_stays_stopped_without_its_last_checkpoint_and_says_so():
     assert story.state.status == "stopped"
     assert story.state.reason == (
         "trained to step 8, but the last checkpoint could not be written (no space); "
-        "there is no other"
+        "there is no other checkpoint"
     )
 
 
-def test_stopped_job_that_loses_its_last_holder_says_what_is_left():
-    story = Story().start("w1").tell(s.CheckpointSaved(step=6)).tell(s.StopAsked())
+def test_stopped_job_that_loses_its_last_holder_names_the_newest_durable_checkpoint():
+    story = Story().start("w1").send(s.CheckpointSaved(step=6)).send(s.StopAsked())
     story.report("w1", step=8).lose("w1")
     assert story.state.status == "stopped"
     assert story.state.reason == (
         "trained to step 8, but the last checkpoint could not be written "
-        "(whoever held its state was lost); the newest durable one is of step 6"
+        "(all workers that held its state were lost); the newest checkpoint is of step 6"
     )
 
 
@@ -260,7 +260,7 @@ def test_failure_of_an_older_checkpoint_is_not_that_of_the_last_one():
     assert story.state.status == "finished"
 
 
-def test_saver_without_a_sign_of_life_is_killed_and_the_next_holder_saves():
+def test_saver_without_progress_is_killed_and_the_next_holder_saves():
     story = finished("w1", "w2")
     patience_s = 10 * story.state.hang_s
     for number in range(1, int(patience_s) + 50):
@@ -269,7 +269,7 @@ def test_saver_without_a_sign_of_life_is_killed_and_the_next_holder_saves():
             break
     [kill] = story.found(c.KillTrainer)
     assert (kill.trainer, kill.stacks) == (story.trainer("w1"), True)
-    assert kill.why == "no progress for 301 s while it saved step 8"
+    assert kill.why == "no progress for 301 s while saving step 8"
     assert number > 330  # it had moved for 40 s
     story.lose("w1", kill.why)
     assert savers(story) == ["w2"]
@@ -288,13 +288,13 @@ def test_other_holder_that_is_lost_does_not_make_the_saver_begin_again():
     assert not savers(story)
 
 
-def test_job_goes_on_from_the_checkpoint_of_who_left_not_from_an_older_holder():
-    story = Story().start("w1", "w2").tell(s.PauseAsked())
+def test_job_continues_from_the_checkpoint_of_the_released_not_from_an_older_holder():
+    story = Story().start("w1", "w2").send(s.PauseAsked())
     story.report("w1", step=5).report("w2", step=4, why="failed")
-    story.tell(s.WorkerNoticed(worker="w1", deadline=story.now + 10.0))
-    story.tell(s.CheckpointSaved(step=5)).wait(9.0)
+    story.send(s.WorkerNoticed(worker="w1", deadline=story.now + 10.0))
+    story.send(s.CheckpointSaved(step=5)).wait(9.0)
     assert [x.worker for x in story.found(events.WorkerLeft)] == ["w1"]
-    story.tell(s.ResumeAsked())
+    story.send(s.ResumeAsked())
     [form] = story.found(c.FormGeneration)
     assert (form.restore, form.step) == (True, 5)
     assert not story.found(events.StepUndone, ever=True)

@@ -22,13 +22,13 @@ def tick_until(heard: Hearing, end: float, *alive: str) -> None:
             heard.hear(name, now)
 
 
-def test_supervisor_that_says_nothing_for_the_limit_is_silent_and_the_others_are_not():
+def test_supervisor_without_messages_for_the_timeout_is_silent_and_the_others_are_not():
     heard = hearing("w1", "w2")
     tick_until(heard, 110.25, "w1")
     assert heard.silent(110.25) == {"w2": 10.25}
 
 
-def test_after_the_coordinator_itself_was_suspended_nobody_is_silent():
+def test_after_the_coordinator_itself_was_suspended_no_supervisor_is_silent():
     heard = hearing("w1", "w2")
     assert heard.tick(3700.25) == 3600.0
     assert heard.silent(3700.25) == {}
@@ -44,7 +44,7 @@ def test_clock_that_was_set_back_keeps_the_silence_that_there_was():
     assert heard.silent(53.0) == {"w1": 8.25 + 3.0}
 
 
-def test_whoever_is_forgotten_is_not_silent():
+def test_forgotten_supervisor_is_not_silent():
     heard = hearing("w1")
     heard.forget("w1")
     heard.forget("w1")

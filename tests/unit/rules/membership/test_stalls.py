@@ -22,7 +22,7 @@ def stand_still(story: Story, seconds: float, **counts: int) -> Story:
     story.now += seconds
     for worker, count in counts.items():
         story.see(worker, count, **ALIVE)
-    return story.tell(s.Tick())
+    return story.send(s.Tick())
 
 
 def kills(story: Story) -> list[tuple[str, str]]:
@@ -31,7 +31,7 @@ def kills(story: Story) -> list[tuple[str, str]]:
 
 
 def test_rank_that_has_started_the_fewest_collectives_is_killed_and_no_other():
-    story = Story().start("w1", "w2", "w3", "w4").tell(s.StepsCommitted(step=40, step_s=0.1))
+    story = Story().start("w1", "w2", "w3", "w4").send(s.StepsCommitted(step=40, step_s=0.1))
     stand_still(story, 31, w1=90, w2=90, w3=89, w4=90)
     assert kills(story) == [("w3", "no progress for 31 s at step 41 while 3 ranks waited")]
     [kill] = story.found(c.KillTrainer)
@@ -45,13 +45,13 @@ def test_rank_that_has_started_the_fewest_collectives_is_killed_and_no_other():
     assert (lost.worker, lost.cause) == ("w3", kill.why)
 
 
-def test_nobody_is_suspected_before_the_limit_or_while_anybody_moves():
+def test_no_rank_is_suspected_before_the_limit_or_while_any_rank_makes_progress():
     story = stand_still(Story().start("w1", "w2"), 29, w1=5, w2=4)
     assert not story.found(c.KillTrainer)
     story = Story().start("w1", "w2")
     story.see("w1", 5, **ALIVE).see("w2", 4, beats=7, **ALIVE)
     story.now += 31
-    story.see("w1", 5, **ALIVE).see("w2", 4, beats=8, **ALIVE).tell(s.Tick())  # a long evaluation
+    story.see("w1", 5, **ALIVE).see("w2", 4, beats=8, **ALIVE).send(s.Tick())  # a long evaluation
     assert not story.found(c.KillTrainer)
 
 
@@ -60,7 +60,7 @@ def test_stopped_rank_is_blamed_although_it_has_started_as_many_collectives():
     for worker in ("w1", "w2", "w3"):
         story.see(worker, 12, **ALIVE)
     story.now += 31
-    story.see("w1", 12, **ALIVE).see("w2", 12, **STOPPED).see("w3", 12, **ALIVE).tell(s.Tick())
+    story.see("w1", 12, **ALIVE).see("w2", 12, **STOPPED).see("w3", 12, **ALIVE).send(s.Tick())
     [(worker, why)] = kills(story)
     assert worker == "w2"
     assert why == "stopped (SIGSTOP), no progress for 31 s at step 1 while 2 ranks waited"
@@ -72,7 +72,7 @@ def test_pulse_that_a_busy_machine_delays_does_not_make_a_suspect():
         story.see(worker, count, **ALIVE)
     story.now += 31
     story.see("w1", 12, **ALIVE).see("w2", 12, alive_age_s=9.0).see("w3", 11, **ALIVE)
-    story.tell(s.Tick())
+    story.send(s.Tick())
     assert [worker for worker, _ in kills(story)] == ["w3"]
 
 
@@ -80,11 +80,11 @@ def test_pulse_that_a_busy_machine_delays_does_not_make_a_suspect():
     ("process", "words"),
     [("running", "held the GIL"), ("sleeping", "held the GIL"), ("disk-sleep", "(disk-sleep)")],
 )
-def test_frozen_rank_that_nobody_stopped_held_the_interpreters_lock(process, words):
+def test_frozen_rank_that_was_not_stopped_held_the_gil(process, words):
     story = Story().start("w1", "w2")
     story.see("w1", 3, **ALIVE).see("w2", 3, **ALIVE)
     story.now += 31
-    story.see("w1", 3, **ALIVE).see("w2", 3, alive_age_s=31.5, process=process).tell(s.Tick())
+    story.see("w1", 3, **ALIVE).see("w2", 3, alive_age_s=31.5, process=process).send(s.Tick())
     [(worker, why)] = kills(story)
     assert worker == "w2"
     assert words in why
@@ -102,31 +102,31 @@ def test_two_ranks_at_the_same_place_may_wait_for_each_other_until_they_do_not_e
 
 def test_rank_that_never_began_the_generation_is_the_one_that_holds_it_up():
     story = Story()
-    story.tell(s.WorkersAssigned(workers=("w1", "w2"))).warm("w1", "w2")
+    story.send(s.WorkersAssigned(workers=("w1", "w2"))).warm("w1", "w2")
     assert story.ranks() == ["w1", "w2"]
     story.see("w1", 0, phase="forming").see("w2", 0, generation=0)
     story.now += 31
-    story.see("w1", 0, phase="forming").see("w2", 0, generation=0).tell(s.Tick())
+    story.see("w1", 0, phase="forming").see("w2", 0, generation=0).send(s.Tick())
     assert [worker for worker, _ in kills(story)] == ["w2"]
 
 
-def test_rank_that_hangs_while_the_generation_forms_is_killed_and_the_others_form_anew():
+def test_rank_that_hangs_while_the_generation_forms_is_killed_and_the_others_form_the_next_one():
     story = Story()
-    story.tell(s.WorkersAssigned(workers=("w1", "w2", "w3"))).warm("w1", "w2", "w3")
+    story.send(s.WorkersAssigned(workers=("w1", "w2", "w3"))).warm("w1", "w2", "w3")
     for _ in range(2):
         story.see("w1", 1, phase="forming").see("w2", 1, phase="forming")
         story.see("w3", 0, phase="forming")
         story.now += 31
     for worker, count in (("w1", 1), ("w2", 1), ("w3", 0)):
         story.see(worker, count, phase="forming")
-    story.tell(s.Tick())
+    story.send(s.Tick())
     assert kills(story) == [("w3", "no progress for 62 s at step 1 (forming) while 2 ranks waited")]
     story.lose("w3").report("w1", step=-1, why="failed").report("w2", step=-1, why="failed")
     assert story.ranks() == ["w1", "w2"]
 
 
 def test_rank_that_does_not_leave_when_all_others_have_is_killed():
-    story = Story().start("w1", "w2").tell(s.PauseAsked())
+    story = Story().start("w1", "w2").send(s.PauseAsked())
     story.report("w1", step=5)
     stand_still(story, 31, w2=40)
     [(worker, why)] = kills(story)
@@ -134,16 +134,16 @@ def test_rank_that_does_not_leave_when_all_others_have_is_killed():
     assert "while 1 rank waited" in why
 
 
-def test_when_nobody_is_to_blame_the_connections_are_and_the_generation_forms_anew():
-    story = Story().start("w1", "w2").tell(s.StepsCommitted(step=7, step_s=0.1))
+def test_stalled_generation_without_a_straggler_is_aborted_and_formed_again():
+    story = Story().start("w1", "w2").send(s.StepsCommitted(step=7, step_s=0.1))
     stand_still(story, 31, w1=20, w2=20)
     assert not story.found(c.KillTrainer)
     [abort] = story.found(c.AbortGeneration)
     assert abort.trainers == (story.trainer("w1"), story.trainer("w2"))
     [line] = story.found(events.LogLine)
     assert line.text == (
-        "2 ranks stood still for 31 s with none clearly to blame at step 8; "
-        "generation 1 is formed anew"
+        "2 ranks made no progress for 31 s, without a clear straggler, at step 8; "
+        "aborting generation 1"
     )
     story.report("w1", step=7, why="failed").report("w2", step=7, why="failed")
     assert story.ranks() == ["w1", "w2"]
@@ -158,14 +158,14 @@ def test_step_in_which_all_stand_still_in_three_generations_fails_the_job():
         story.report("w1", step=0, why="failed").report("w2", step=0, why="failed").formed()
     assert story.state.status == "failed"
     assert story.state.reason == (
-        "step 1 came to nothing in 3 generations in a row, "
-        "2 ranks stood still for 31 s with none clearly to blame"
+        "step 1 did not complete in 3 generations in a row, "
+        "2 ranks made no progress for 31 s, without a clear straggler"
     )
 
 
 def test_network_that_lets_no_generation_form_is_retried_more_and_more_seldom():
     story = Story()
-    story.tell(s.WorkersAssigned(workers=("w1", "w2"))).warm("w1", "w2")
+    story.send(s.WorkersAssigned(workers=("w1", "w2"))).warm("w1", "w2")
     waits = []
     for _ in range(MAX_FAILED_FORMS - 1):
         generation = story.state.generation
@@ -180,16 +180,16 @@ def test_network_that_lets_no_generation_form_is_retried_more_and_more_seldom():
     assert waits[0] == 0
     assert waits == sorted(waits)
     assert 30 < waits[-1] <= 33
-    story.formed().tell(s.StepsCommitted(step=1, step_s=0.1))
+    story.formed().send(s.StepsCommitted(step=1, step_s=0.1))
     story.report("w1", step=1, why="failed").report("w2", step=1, why="failed")
-    assert (story.state.status, story.state.failed_forms.num) == ("running", 1)
+    assert (story.state.status, story.state.faults.failed_forms.num) == ("running", 1)
 
 
 def test_alone_a_frozen_trainer_is_killed():
     story = Story().start("w1")
     story.see("w1", 0, **ALIVE)
     story.now += 31
-    story.see("w1", 0, **STOPPED).tell(s.Tick())
+    story.see("w1", 0, **STOPPED).send(s.Tick())
     assert kills(story) == [("w1", "stopped (SIGSTOP), no progress for 31 s at step 1")]
 
 
@@ -198,8 +198,8 @@ def test_alone_a_living_trainer_that_stands_still_is_warned_of_once_and_lives():
     stand_still(story, 31, w1=0)
     assert [dump.trainer for dump in story.found(c.DumpStacks)] == [story.trainer("w1")]
     [line] = story.found(events.LogLine)
-    assert line.text == "w1: no progress for 31 s at step 1; this is what it is doing"
-    story.see("w1", 0, **ALIVE).tell(s.Tick())
+    assert line.text == "w1: no progress for 31 s at step 1; its stacks follow"
+    story.see("w1", 0, **ALIVE).send(s.Tick())
     assert not story.found(c.DumpStacks)
     stand_still(story.see("w1", 0, beats=1), 31, w1=0)
     assert story.found(c.DumpStacks)  # it had moved in between
@@ -207,17 +207,17 @@ def test_alone_a_living_trainer_that_stands_still_is_warned_of_once_and_lives():
 
 
 def test_slow_steps_extend_the_limit():
-    story = Story().start("w1", "w2").tell(s.StepsCommitted(step=1, step_s=20.0))
+    story = Story().start("w1", "w2").send(s.StepsCommitted(step=1, step_s=20.0))
     stand_still(story, 199, w1=3, w2=2)
     assert not story.found(c.KillTrainer)
     stand_still(story, 2, w1=3, w2=2)
     assert story.found(c.KillTrainer)
 
 
-def test_before_the_first_step_the_warm_up_tells_how_slow_a_pass_may_be():
-    story = Story().tell(s.WorkersAssigned(workers=("w1", "w2")))
+def test_before_the_first_step_the_warm_up_bounds_the_duration_of_a_pass():
+    story = Story().send(s.WorkersAssigned(workers=("w1", "w2")))
     for worker in ("w1", "w2"):
-        story.tell(s.TrainerWarm(trainer=story.trainer(worker), warm_s=40.0))
+        story.send(s.TrainerWarm(trainer=story.trainer(worker), warm_s=40.0))
     story.formed()
     stand_still(story, 115, w1=3, w2=3)
     assert not story.found(c.AbortGeneration)
@@ -236,29 +236,29 @@ def test_restoring_rank_may_read_for_long():
     assert [worker for worker, _ in kills(story)] == ["w1"]
 
 
-def test_nobody_is_judged_while_a_supervisor_is_silent():
+def test_no_rank_is_suspected_while_a_supervisor_is_silent():
     story = Story().start("w1", "w2")
     story.see("w1", 5, **ALIVE).see("w2", 4, **ALIVE)
     story.now += 31
-    story.see("w1", 5, **ALIVE).tell(s.Tick())
+    story.see("w1", 5, **ALIVE).send(s.Tick())
     assert not story.found(c.KillTrainer)
 
 
-def test_what_the_coordinator_itself_slept_through_counts_for_nobody():
+def test_suspension_of_the_coordinator_itself_does_not_count_as_a_stall():
     story = Story().start("w1", "w2")
     story.see("w1", 5, **ALIVE).see("w2", 4, **ALIVE)
-    story.tell(s.Tick(asleep_s=100.0), after_s=100.25)
-    story.see("w1", 5, **ALIVE).see("w2", 4, **ALIVE).tell(s.Tick())
+    story.send(s.Tick(asleep_s=100.0), after_s=100.25)
+    story.see("w1", 5, **ALIVE).see("w2", 4, **ALIVE).send(s.Tick())
     assert not story.found(c.KillTrainer)
     stand_still(story, 31, w1=5, w2=4)
     assert story.found(c.KillTrainer)
 
 
-def test_clock_that_is_set_back_excuses_nobody_for_ever():
+def test_clock_that_is_set_back_excuses_no_stall_for_ever():
     story = Story().start("w1", "w2")
     story.see("w1", 5, **ALIVE).see("w2", 4, **ALIVE)
     story.now -= 3600
-    story.tell(s.Tick(asleep_s=-3600.0))
+    story.send(s.Tick(asleep_s=-3600.0))
     stand_still(story, 31, w1=5, w2=4)
     assert [worker for worker, _ in kills(story)] == ["w2"]
 
@@ -266,19 +266,19 @@ def test_clock_that_is_set_back_excuses_nobody_for_ever():
 def test_trainer_that_cannot_be_killed_is_given_up():
     story = stand_still(Story().start("w1", "w2"), 31, w1=5, w2=4)
     assert story.found(c.KillTrainer)
-    story.see("w2", 4, **ALIVE).tell(s.Tick())
+    story.see("w2", 4, **ALIVE).send(s.Tick())
     assert not story.found(c.KillTrainer)  # once is enough
     story.wait(KILL_PATIENCE_S + 1)
     [lost] = story.found(events.WorkerLost)
     assert lost.worker == "w2"
 
 
-def test_rank_that_froze_and_does_not_report_is_killed_with_its_state_in_words():
+def test_frozen_rank_that_does_not_report_is_killed_with_its_state_in_the_reason():
     story = Story().start("w1", "w2", "w3")
-    story.tell(s.WorkerGone(worker="w1", cause="gone")).report("w2", step=4, why="failed")
+    story.send(s.WorkerGone(worker="w1", cause="gone")).report("w2", step=4, why="failed")
     story.see("w3", 9, **ALIVE)
     story.now += 31
-    story.see("w3", 9, **STOPPED).tell(s.Tick())
+    story.see("w3", 9, **STOPPED).send(s.Tick())
     [(worker, why)] = kills(story)
     assert worker == "w3"
     assert why == "stopped (SIGSTOP), no report 31 s after its generation was aborted"
@@ -286,30 +286,30 @@ def test_rank_that_froze_and_does_not_report_is_killed_with_its_state_in_words()
 
 def test_aborted_rank_that_still_moves_may_report_later():
     story = Story().start("w1", "w2", "w3")
-    story.tell(s.WorkerGone(worker="w1", cause="gone")).report("w2", step=4, why="failed")
+    story.send(s.WorkerGone(worker="w1", cause="gone")).report("w2", step=4, why="failed")
     for beats in range(5):
         story.now += 15
-        story.see("w3", 9, beats=beats, **ALIVE).tell(s.Tick())
+        story.see("w3", 9, beats=beats, **ALIVE).send(s.Tick())
         assert not story.found(c.KillTrainer)
 
 
 def test_frozen_newcomer_is_killed_and_a_slow_one_only_warned_of():
     story = Story().start("w1")
-    story.tell(s.WorkersAssigned(workers=("w1", "w2", "w3")))
+    story.send(s.WorkersAssigned(workers=("w1", "w2", "w3")))
     for _ in range(4):
         story.now += 50
         story.see("w1", 0, beats=int(story.now), **ALIVE)
         story.see("w2", 0, alive_age_s=story.now - 100, process="stopped")
         story.see("w3", 0, alive_age_s=0.1)
-    story.tell(s.Tick())
+    story.send(s.Tick())
     assert kills(story) == [("w2", "stopped (SIGSTOP) for 201 s")]
     [dump] = story.found(c.DumpStacks)
     assert dump.trainer == story.trainer("w3")
 
 
-def test_newcomer_that_hangs_in_its_warm_up_keeps_nobody_else_out():
+def test_newcomer_that_hangs_in_its_warm_up_does_not_block_other_newcomers():
     story = Story().start("w1")
-    story.tell(s.WorkersAssigned(workers=("w1", "w2", "w3"))).warm("w2")
+    story.send(s.WorkersAssigned(workers=("w1", "w2", "w3"))).warm("w2")
     assert not story.found(c.AnnounceChange)
     story.wait(1.1)  # w3 never says anything
     assert story.found(c.AnnounceChange)
@@ -320,7 +320,7 @@ def test_rank_that_freezes_while_it_saves_the_last_checkpoint_is_replaced_by_ano
     story = Story().start("w1", "w2")
     story.report("w1", step=8, why="done").report("w2", step=8, why="done")
     [save] = story.found(c.SaveCheckpoint)
-    story.see("w1", 9, **STOPPED).see("w2", 9, **ALIVE).tell(s.Tick())
+    story.see("w1", 9, **STOPPED).see("w2", 9, **ALIVE).send(s.Tick())
     [kill] = story.found(c.KillTrainer)
     assert kill.trainer == save.trainer
     story.lose("w1")

@@ -1,6 +1,8 @@
-"""The rules of membership, told as short stories."""
+"""The rules of membership, as short scripted jobs."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from etrain_jupyter.log import events
 from etrain_jupyter.rules.membership import commands as c
@@ -10,19 +12,19 @@ from tests.unit.rules.story import Story
 
 
 def test_job_starts_with_the_workers_that_are_warm_when_the_grace_is_over():
-    story = Story().tell(s.WorkersAssigned(workers=("w1", "w2")))
+    story = Story().send(s.WorkersAssigned(workers=("w1", "w2")))
     assert [x.worker for x in story.found(c.StartTrainer)] == ["w1", "w2"]
-    story.tell(s.TrainerWarm(trainer=story.trainer("w1")))
+    story.send(s.TrainerWarm(trainer=story.trainer("w1")))
     assert not story.found(c.FormGeneration)  # w2 may be ready in a moment
-    story.tell(s.Tick(), after_s=ADMISSION_GRACE_S)
+    story.send(s.Tick(), after_s=ADMISSION_GRACE_S)
     assert story.ranks() == ["w1"]
     assert story.state.status == "running"
 
 
 def test_newcomer_is_admitted_at_a_step_boundary_and_gets_the_state():
     story = Story().start("w1")
-    story.tell(s.WorkersAssigned(workers=("w1", "w2")))
-    story.tell(s.TrainerWarm(trainer=story.trainer("w2")))
+    story.send(s.WorkersAssigned(workers=("w1", "w2")))
+    story.send(s.TrainerWarm(trainer=story.trainer("w2")))
     [change] = story.found(c.AnnounceChange)
     assert change.trainers == (story.trainer("w1"),)
     story.report("w1", step=7)
@@ -35,7 +37,7 @@ def test_newcomer_is_admitted_at_a_step_boundary_and_gets_the_state():
 
 def test_lost_rank_forms_next_generation_of_the_survivors_newest_first():
     story = Story().start("w1", "w2", "w3")
-    story.tell(s.WorkerGone(worker="w1", cause="SIGKILL"))
+    story.send(s.WorkerGone(worker="w1", cause="SIGKILL"))
     [abort] = story.found(c.AbortGeneration)
     assert set(abort.trainers) == {story.trainer("w2"), story.trainer("w3")}
     story.report("w2", step=4, why="failed")
@@ -48,7 +50,7 @@ def test_lost_rank_forms_next_generation_of_the_survivors_newest_first():
 
 def test_noticed_worker_leaves_at_a_step_boundary_and_nothing_is_aborted():
     story = Story().start("w1", "w2")
-    story.tell(s.WorkerNoticed(worker="w2"))
+    story.send(s.WorkerNoticed(worker="w2"))
     assert story.found(c.AnnounceChange)
     story.report("w2", step=9).report("w1", step=9)
     assert not story.found(c.AbortGeneration)
@@ -57,12 +59,12 @@ def test_noticed_worker_leaves_at_a_step_boundary_and_nothing_is_aborted():
     assert (left.worker, left.reason) == ("w2", "preempted")
 
 
-def test_last_holder_of_the_state_leaves_only_after_somebody_took_it_over():
+def test_last_holder_of_the_state_leaves_only_after_another_rank_has_it():
     story = Story().start("w1")
-    story.tell(s.WorkerNoticed(worker="w1"))
+    story.send(s.WorkerNoticed(worker="w1"))
     assert not story.found(c.AnnounceChange)
-    story.tell(s.WorkersAssigned(workers=("w2",)))
-    story.tell(s.TrainerWarm(trainer=story.trainer("w2")))
+    story.send(s.WorkersAssigned(workers=("w2",)))
+    story.send(s.TrainerWarm(trainer=story.trainer("w2")))
     story.report("w1", step=3)
     assert story.ranks() == ["w1", "w2"]
     story.formed()
@@ -73,12 +75,12 @@ def test_last_holder_of_the_state_leaves_only_after_somebody_took_it_over():
 
 def test_below_min_survivors_keep_their_state_and_wait():
     story = Story(min_workers=2).start("w1", "w2")
-    story.tell(s.WorkerGone(worker="w2", cause="gone"))
+    story.send(s.WorkerGone(worker="w2", cause="gone"))
     story.report("w1", step=5, why="failed")
     assert story.state.status == "waiting"
     assert "1 of min 2" in story.state.reason
-    story.tell(s.WorkersAssigned(workers=("w1", "w3")))
-    story.tell(s.TrainerWarm(trainer=story.trainer("w3")))
+    story.send(s.WorkersAssigned(workers=("w1", "w3")))
+    story.send(s.TrainerWarm(trainer=story.trainer("w3")))
     assert story.ranks() == ["w1", "w3"]
     [form] = story.found(c.FormGeneration)
     assert (form.step, form.behind, form.restore) == (5, (1,), False)
@@ -86,9 +88,9 @@ def test_below_min_survivors_keep_their_state_and_wait():
 
 def test_when_all_holders_are_lost_the_next_generation_restores_a_checkpoint():
     story = Story().start("w1")
-    story.tell(s.WorkerGone(worker="w1", cause="gone"))
-    story.tell(s.WorkersAssigned(workers=("w2",)))
-    story.tell(s.TrainerWarm(trainer=story.trainer("w2")))
+    story.send(s.WorkerGone(worker="w1", cause="gone"))
+    story.send(s.WorkersAssigned(workers=("w2",)))
+    story.send(s.TrainerWarm(trainer=story.trainer("w2")))
     [form] = story.found(c.FormGeneration)
     assert form.restore
 
@@ -98,18 +100,18 @@ def test_messages_of_an_older_generation_are_dropped():
     trainer = story.trainer("w1")
     before = story.state
     old = s.TrainerReported(trainer=trainer, generation=0, progress=(1, 0), why="failed")
-    story.tell(old)
+    story.send(old)
     assert story.state == before
     assert story.last == []
 
 
 def test_stop_takes_a_last_checkpoint_from_a_rank_and_then_ends():
-    story = Story().start("w1", "w2").tell(s.StopAsked())
+    story = Story().start("w1", "w2").send(s.StopAsked())
     assert story.found(c.AnnounceChange)
     story.report("w1", step=6).report("w2", step=6)
     [save] = story.found(c.SaveCheckpoint)
     assert save.trainer == story.trainer("w1")
-    story.tell(s.CheckpointSaved(step=6))
+    story.send(s.CheckpointSaved(step=6))
     assert story.state.status == "stopped"
     assert len(story.found(c.ReleaseTrainer)) == 2
 
@@ -118,10 +120,10 @@ def test_rank_that_dies_while_saving_the_last_checkpoint_is_replaced_by_another(
     story = Story().start("w1", "w2")
     story.report("w1", step=8, why="done").report("w2", step=8, why="done")
     [save] = story.found(c.SaveCheckpoint)
-    story.tell(s.TrainerLost(trainer=save.trainer, cause="SIGKILL"))
+    story.send(s.TrainerLost(trainer=save.trainer, cause="SIGKILL"))
     [again] = story.found(c.SaveCheckpoint)
     assert again.trainer != save.trainer
-    story.tell(s.CheckpointSaved(step=8))
+    story.send(s.CheckpointSaved(step=8))
     assert story.state.status == "finished"
 
 
@@ -137,11 +139,11 @@ def test_user_error_fails_the_job_once_with_all_its_workers():
             traceback="Cell In[2]",
         )
 
-    story.tell(error("w1"))
+    story.send(error("w1"))
     assert story.found(c.AbortGeneration)
-    story.tell(error("w2"))
+    story.send(error("w2"))
     [save] = story.found(c.SaveCheckpoint)
-    story.tell(s.CheckpointSaved(step=3))
+    story.send(s.CheckpointSaved(step=3))
     assert story.state.status == "failed"
     [fact] = story.found(events.UserErrorRaised)
     assert (fact.workers, fact.step) == (["w1", "w2"], 3)
@@ -150,18 +152,18 @@ def test_user_error_fails_the_job_once_with_all_its_workers():
 
 def test_rank_that_does_not_report_after_an_abort_is_killed():
     story = Story().start("w1", "w2", "w3")
-    story.tell(s.WorkerGone(worker="w1", cause="gone")).report("w2", step=4, why="failed")
-    story.tell(s.Tick())
+    story.send(s.WorkerGone(worker="w1", cause="gone")).report("w2", step=4, why="failed")
+    story.send(s.Tick())
     assert not story.found(c.KillTrainer)
-    story.tell(s.Tick(), after_s=story.state.hang_s + 1)
+    story.send(s.Tick(), after_s=story.state.hang_s + 1)
     [kill] = story.found(c.KillTrainer)
     assert kill.trainer == story.trainer("w3")
-    story.tell(s.TrainerLost(trainer=kill.trainer, cause=kill.why))
+    story.send(s.TrainerLost(trainer=kill.trainer, cause=kill.why))
     assert story.ranks() == ["w2"]
 
 
 def test_trainers_that_keep_dying_before_they_are_warm_fail_the_job():
-    story = Story().tell(s.WorkersAssigned(workers=("w1",)))
+    story = Story().send(s.WorkersAssigned(workers=("w1",)))
     for _ in range(3):
         story.lose("w1", "exited with code 1").wait(60)
     assert story.state.status == "failed"
@@ -169,12 +171,12 @@ def test_trainers_that_keep_dying_before_they_are_warm_fail_the_job():
 
 
 def test_failure_before_the_first_step_carries_what_the_last_trainer_said():
-    story = Story().tell(s.WorkersAssigned(workers=("w1",)))
+    story = Story().send(s.WorkersAssigned(workers=("w1",)))
     for _ in range(3):
         lost = s.TrainerLost(
             trainer=story.trainer("w1"), cause="exited with code 3", last_words="w1: no licence"
         )
-        story.tell(lost).wait(60)
+        story.send(lost).wait(60)
     [error] = story.found(events.UserErrorRaised, ever=True)
     assert error.error == (
         "3 trainers in a row ended before they were ready to train, "
@@ -188,10 +190,10 @@ def test_step_that_ends_the_same_workers_trainer_again_and_again_fails_the_job()
     """The step's samples go to the same rank each time, so other workers never come into it."""
     story = Story(min_workers=2, max_workers=2).start("w1", "w2")
     for _ in range(2):
-        story.tell(s.TrainerLost(trainer=story.trainer("w2"), cause="SIGSEGV"))
+        story.send(s.TrainerLost(trainer=story.trainer("w2"), cause="SIGSEGV"))
         story.report("w1", step=0, why="failed").wait(60).warm("w2").formed()
     assert story.state.status == "running"
-    story.tell(s.TrainerLost(trainer=story.trainer("w2"), cause="SIGSEGV"))
+    story.send(s.TrainerLost(trainer=story.trainer("w2"), cause="SIGSEGV"))
     story.report("w1", step=0, why="failed")
     assert story.state.status == "failed"
     assert story.state.reason == (
@@ -202,31 +204,31 @@ def test_step_that_ends_the_same_workers_trainer_again_and_again_fails_the_job()
 def test_trainers_that_die_together_count_as_one_fault():
     story = Story().start("w1", "w2", "w3", "w4")
     for worker in ("w1", "w2", "w3"):
-        story.tell(s.TrainerLost(trainer=story.trainer(worker), cause="SIGKILL"))
+        story.send(s.TrainerLost(trainer=story.trainer(worker), cause="SIGKILL"))
     story.report("w4", step=0, why="failed")
     assert story.state.status == "running"
 
 
-def test_too_few_workers_are_waited_for_and_the_job_says_so_before_its_first_step():
-    story = Story(min_workers=3).tell(s.WorkersAssigned(workers=("w1", "w2")))
-    story.tell(s.TrainerWarm(trainer=story.trainer("w1")))
+def test_job_waits_for_more_workers_and_reports_it_before_its_first_step():
+    story = Story(min_workers=3).send(s.WorkersAssigned(workers=("w1", "w2")))
+    story.send(s.TrainerWarm(trainer=story.trainer("w1")))
     assert story.state.status == "submitted"
-    story.tell(s.TrainerWarm(trainer=story.trainer("w2")))
-    assert (story.state.status, story.state.reason) == ("waiting", "2 of min 3 workers are here")
+    story.send(s.TrainerWarm(trainer=story.trainer("w2")))
+    assert (story.state.status, story.state.reason) == ("waiting", "2 of min 3 workers available")
 
 
 def test_killed_trainer_is_started_again_on_its_worker():
     story = Story().start("w1", "w2")
-    story.tell(s.TrainerLost(trainer=story.trainer("w2"), cause="SIGKILL"))
+    story.send(s.TrainerLost(trainer=story.trainer("w2"), cause="SIGKILL"))
     [again] = story.found(c.StartTrainer)
     assert again.worker == "w2"
 
 
-def test_pause_holds_the_state_and_resume_goes_on_from_it():
-    story = Story().start("w1").tell(s.PauseAsked())
+def test_pause_keeps_the_state_and_resume_continues_from_it():
+    story = Story().start("w1").send(s.PauseAsked())
     story.report("w1", step=2)
     assert story.state.status == "paused"
-    story.tell(s.ResumeAsked())
+    story.send(s.ResumeAsked())
     [form] = story.found(c.FormGeneration)
     assert (form.step, form.behind) == (2, ())
     assert story.state.status == "running"
@@ -234,16 +236,16 @@ def test_pause_holds_the_state_and_resume_goes_on_from_it():
 
 def test_worker_that_was_scaled_away_while_warming_leaves_at_once():
     story = Story().start("w1")
-    story.tell(s.WorkersAssigned(workers=("w1", "w2")))
+    story.send(s.WorkersAssigned(workers=("w1", "w2")))
     trainer = story.trainer("w2")
-    story.tell(s.WorkersAssigned(workers=("w1",)))
+    story.send(s.WorkersAssigned(workers=("w1",)))
     assert [x.trainer for x in story.found(c.ReleaseTrainer)] == [trainer]
     assert not story.found(c.AnnounceChange)
 
 
-def test_step_in_flight_is_told_of_once_with_all_survivors_that_had_begun_it():
+def test_undone_step_is_logged_once_with_all_survivors_that_had_begun_it():
     story = Story().start("w1", "w2", "w3")
-    story.tell(s.WorkerGone(worker="w1", cause="gone"))
+    story.send(s.WorkerGone(worker="w1", cause="gone"))
     for worker in ("w3", "w2"):
         report = s.TrainerReported(
             trainer=story.trainer(worker),
@@ -252,14 +254,14 @@ def test_step_in_flight_is_told_of_once_with_all_survivors_that_had_begun_it():
             why="failed",
             undone=True,
         )
-        story.tell(report)
+        story.send(report)
     [fact] = story.found(events.StepUndone)
     assert (fact.generation, fact.step, fact.workers) == (1, 5, ["w2", "w3"])
 
 
-def test_step_that_one_survivor_has_committed_is_not_told_of_as_undone():
+def test_step_that_one_survivor_has_committed_is_not_logged_as_undone():
     story = Story().start("w1", "w2", "w3")
-    story.tell(s.WorkerGone(worker="w1", cause="gone"))
+    story.send(s.WorkerGone(worker="w1", cause="gone"))
     for worker, step in (("w3", 4), ("w2", 5)):  # w2 saw the end of step 5, w3 did not
         report = s.TrainerReported(
             trainer=story.trainer(worker),
@@ -268,38 +270,38 @@ def test_step_that_one_survivor_has_committed_is_not_told_of_as_undone():
             why="failed",
             undone=True,
         )
-        story.tell(report)
+        story.send(report)
     [fact] = story.found(events.StepUndone)
     assert (fact.step, fact.workers) == (6, ["w2"])
 
 
 def test_checkpoint_that_was_under_way_does_not_pass_for_the_last_one():
-    story = Story().start("w1").tell(s.StopAsked()).report("w1", step=83)
+    story = Story().start("w1").send(s.StopAsked()).report("w1", step=83)
     assert story.found(c.SaveCheckpoint)
-    story.tell(s.CheckpointSaved(step=80))
+    story.send(s.CheckpointSaved(step=80))
     assert story.state.phase == "closing"
-    story.tell(s.CheckpointSaved(step=83))
+    story.send(s.CheckpointSaved(step=83))
     assert story.state.status == "stopped"
 
 
-# --- more workers are asked for than are here ---
+# --- more workers are required than available ---
 
 
 def test_job_below_a_raised_minimum_keeps_its_state_and_waits():
-    story = Story().start("w1", "w2").tell(s.BoundsChanged(min_workers=3, max_workers=4))
+    story = Story().start("w1", "w2").send(s.BoundsChanged(min_workers=3, max_workers=4))
     assert story.found(c.AnnounceChange)
     story.report("w1", step=5).report("w2", step=5)
-    assert (story.state.status, story.state.reason) == ("waiting", "2 of min 3 workers are here")
+    assert (story.state.status, story.state.reason) == ("waiting", "2 of min 3 workers available")
     assert not story.found(c.ReleaseTrainer)
-    story.tell(s.WorkersAssigned(workers=("w1", "w2", "w3"))).warm("w3")
+    story.send(s.WorkersAssigned(workers=("w1", "w2", "w3"))).warm("w3")
     assert story.ranks() == ["w1", "w2", "w3"]
     [form] = story.found(c.FormGeneration)
     assert (form.step, form.behind, form.restore) == (5, (2,), False)
 
 
-def test_job_goes_on_when_a_raised_minimum_is_lowered_again():
-    story = Story().start("w1").tell(s.BoundsChanged(min_workers=2, max_workers=4))
-    story.report("w1", step=5).tell(s.BoundsChanged(min_workers=1, max_workers=4))
+def test_job_continues_when_a_raised_minimum_is_lowered_again():
+    story = Story().start("w1").send(s.BoundsChanged(min_workers=2, max_workers=4))
+    story.report("w1", step=5).send(s.BoundsChanged(min_workers=1, max_workers=4))
     assert story.ranks() == ["w1"]
     assert story.state.status == "running"
     [formed] = story.found(events.GenerationFormed)
@@ -307,9 +309,9 @@ def test_job_goes_on_when_a_raised_minimum_is_lowered_again():
 
 
 def test_newcomers_that_are_warm_already_count_for_a_raised_minimum():
-    story = Story().start("w1").tell(s.WorkersAssigned(workers=("w1", "w2", "w3"))).warm("w2")
+    story = Story().start("w1").send(s.WorkersAssigned(workers=("w1", "w2", "w3"))).warm("w2")
     assert not story.found(c.AnnounceChange)  # w3 may be ready in a moment
-    story.tell(s.BoundsChanged(min_workers=2, max_workers=4))
+    story.send(s.BoundsChanged(min_workers=2, max_workers=4))
     assert not story.found(c.AnnounceChange)
 
 
@@ -318,7 +320,7 @@ def test_newcomers_that_are_warm_already_count_for_a_raised_minimum():
 
 def user_error(story: Story, worker: str) -> Story:
     """The notebook's code raises while a trainer warms up."""
-    return story.tell(
+    return story.send(
         s.UserErrorSeen(
             trainer=story.trainer(worker),
             generation=0,
@@ -329,8 +331,8 @@ def user_error(story: Story, worker: str) -> Story:
     )
 
 
-def test_job_that_trains_does_without_a_newcomer_on_which_the_code_fails():
-    story = Story().start("w1").tell(s.WorkersAssigned(workers=("w1", "w2")))
+def test_training_job_excludes_a_newcomer_on_which_the_code_fails():
+    story = Story().start("w1").send(s.WorkersAssigned(workers=("w1", "w2")))
     trainer = story.trainer("w2")
     user_error(story, "w2")
     assert story.state.status == "running"
@@ -338,18 +340,18 @@ def test_job_that_trains_does_without_a_newcomer_on_which_the_code_fails():
     [lost] = story.found(events.WorkerLost)
     assert (lost.worker, lost.cause) == (
         "w2",
-        "the notebook's code fails there: FileNotFoundError: train.bin",
+        "the notebook's code fails on it: FileNotFoundError: train.bin",
     )
     told = story.found(events.LogLine)[0]
     assert (told.level, told.worker) == ("warning", "w2")
     assert told.text == (
-        "w2 cannot train, the others go on: FileNotFoundError: train.bin\nCell In[2]"
+        "w2 cannot train; the job continues without it: FileNotFoundError: train.bin\nCell In[2]"
     )
     assert not story.found(c.AbortGeneration)
 
 
 def test_worker_on_which_the_code_fails_is_tried_again_less_and_less_often():
-    story = Story().start("w1").tell(s.WorkersAssigned(workers=("w1", "w2")))
+    story = Story().start("w1").send(s.WorkersAssigned(workers=("w1", "w2")))
     for wait_s in (1, 2, 4, 8, 16, 32, 60, 60):
         user_error(story, "w2")
         assert not story.wait(wait_s - 0.5).found(c.StartTrainer)
@@ -358,21 +360,21 @@ def test_worker_on_which_the_code_fails_is_tried_again_less_and_less_often():
 
 
 def test_error_of_a_newcomer_fails_a_job_that_has_never_trained():
-    story = Story().tell(s.WorkersAssigned(workers=("w1", "w2"))).warm("w1")
+    story = Story().send(s.WorkersAssigned(workers=("w1", "w2"))).warm("w1")
     user_error(story, "w2")
     assert story.state.status == "failed"
 
 
-def test_error_of_a_newcomer_fails_a_job_whose_state_nobody_holds():
-    story = Story().start("w1").tell(s.WorkersAssigned(workers=("w1", "w2")))
-    story.tell(s.WorkerGone(worker="w1", cause="gone"))
+def test_error_of_a_newcomer_fails_a_job_whose_state_no_trainer_holds():
+    story = Story().start("w1").send(s.WorkersAssigned(workers=("w1", "w2")))
+    story.send(s.WorkerGone(worker="w1", cause="gone"))
     user_error(story, "w2")
     assert story.state.status == "failed"
 
 
-def test_error_that_leaves_no_state_behind_tells_the_last_good_step():
-    story = Story().start("w1").tell(s.StepsCommitted(step=11, step_s=0.1))
-    story.tell(
+def test_error_that_leaves_no_state_behind_has_the_last_good_step():
+    story = Story().start("w1").send(s.StepsCommitted(step=11, step_s=0.1))
+    story.send(
         s.UserErrorSeen(
             trainer=story.trainer("w1"),
             generation=1,
@@ -391,8 +393,8 @@ def test_error_that_leaves_no_state_behind_tells_the_last_good_step():
 
 
 def test_stall_counts_from_the_last_step_not_from_when_the_hang_was_found():
-    story = Story().start("w1", "w2").tell(s.StepsCommitted(step=4, step_s=0.1))
-    story.wait(6.5).tell(s.TrainerLost(trainer=story.trainer("w2"), cause="hung"))
+    story = Story().start("w1", "w2").send(s.StepsCommitted(step=4, step_s=0.1))
+    story.wait(6.5).send(s.TrainerLost(trainer=story.trainer("w2"), cause="hung"))
     story.report("w1", step=4, why="failed")
     [formed] = story.found(events.GenerationFormed)
     assert 6.5 <= formed.stall_s < 6.6
@@ -403,9 +405,9 @@ def test_stall_counts_from_the_last_step_not_from_when_the_hang_was_found():
 
 def test_noticed_worker_trains_on_while_too_few_would_be_left_and_others_come():
     story = Story(min_workers=2).start("w1", "w2")
-    story.tell(s.WorkerNoticed(worker="w2", deadline=story.now + 120))
+    story.send(s.WorkerNoticed(worker="w2", deadline=story.now + 120))
     assert not story.found(c.AnnounceChange)
-    story.tell(s.WorkersAssigned(workers=("w1", "w3"))).warm("w3")
+    story.send(s.WorkersAssigned(workers=("w1", "w3"))).warm("w3")
     assert story.found(c.AnnounceChange)
     story.report("w1", step=5).report("w2", step=5)
     assert story.ranks() == ["w1", "w3"]
@@ -414,7 +416,7 @@ def test_noticed_worker_trains_on_while_too_few_would_be_left_and_others_come():
 
 def test_noticed_worker_leaves_in_time_although_too_few_are_left():
     story = Story(min_workers=2).start("w1", "w2")
-    story.tell(s.WorkerNoticed(worker="w2", deadline=story.now + 120))
+    story.send(s.WorkerNoticed(worker="w2", deadline=story.now + 120))
     story.wait(91.0)
     assert story.found(c.AnnounceChange)
     story.report("w1", step=5).report("w2", step=5)
@@ -424,7 +426,7 @@ def test_noticed_worker_leaves_in_time_although_too_few_are_left():
 
 def nan(story: Story, worker: str, rank: int, step: int, *, is_source: bool = False) -> Story:
     """A rank has undone the step after ``step``, because the ranks' mean loss is NaN."""
-    return story.tell(
+    return story.send(
         s.NonFiniteLoss(
             trainer=story.trainer(worker),
             generation=story.state.generation,
@@ -436,8 +438,8 @@ def nan(story: Story, worker: str, rank: int, step: int, *, is_source: bool = Fa
     )
 
 
-def test_loss_that_is_nan_fails_the_job_once_all_have_told_and_the_last_good_step_is_saved():
-    story = Story().start("w1", "w2", "w3").tell(s.CheckpointSaved(step=4, trainer="x"))
+def test_loss_that_is_nan_fails_the_job_once_all_have_reported_and_the_last_good_step_is_saved():
+    story = Story().start("w1", "w2", "w3").send(s.CheckpointSaved(step=4, trainer="x"))
     nan(story, "w1", 0, 6)
     nan(story, "w3", 2, 6, is_source=True)
     assert not story.found(c.SaveCheckpoint)  # w2 may be another source
@@ -446,7 +448,7 @@ def test_loss_that_is_nan_fails_the_job_once_all_have_told_and_the_last_good_ste
     assert save.trainer == story.trainer("w1")
     [told] = story.found(events.LossNotFinite)
     assert (told.step, told.ranks, told.workers, told.saved_step) == (7, [1, 2], ["w2", "w3"], 4)
-    story.tell(s.CheckpointSaved(step=6))
+    story.send(s.CheckpointSaved(step=6))
     assert story.state.status == "failed"
     assert story.state.reason == (
         "the loss of step 7 is nan on rank 1 (w2), rank 2 (w3); no rank updated its weights, "
@@ -458,15 +460,15 @@ def test_loss_that_is_nan_fails_the_job_once_all_have_told_and_the_last_good_ste
 
 def test_loss_that_is_nan_can_pause_and_resume_makes_the_step_again():
     story = Story().start("w1", "w2")
-    story.state = story.state.replace(pauses_on_nan=True)
+    story.state = replace(story.state, pauses_on_nan=True)
     nan(nan(story, "w1", 0, 6, is_source=True), "w2", 1, 6)
     assert story.state.status == "paused"
     assert story.state.reason == (
         "the loss of step 7 is nan on rank 0 (w1); no rank updated its weights, which are those of "
-        "step 6; there is no checkpoint yet. %etrain resume tries the step again, %etrain stop "
+        "step 6; there is no checkpoint yet. %etrain resume retries the step, %etrain stop "
         "ends the job"
     )
-    story.tell(s.ResumeAsked())
+    story.send(s.ResumeAsked())
     [form] = story.found(c.FormGeneration)
     assert (form.step, form.behind, form.restore) == (6, (), False)
     assert (story.state.status, story.state.reason) == ("running", "")
@@ -477,26 +479,26 @@ def test_rank_that_dies_before_it_could_tell_does_not_hide_a_loss_that_is_nan():
     nan(story, "w1", 0, 6)
     story.lose("w2")
     assert story.state.outcome == "failed"
-    assert "is nan, on which rank nobody is left to say" in story.state.user_error.error
+    assert "is nan (the ranks that computed it were lost)" in story.state.ending.error.error
 
 
 def test_stop_that_was_asked_for_before_the_loss_was_nan_still_stops():
-    story = Story().start("w1").tell(s.StopAsked())
+    story = Story().start("w1").send(s.StopAsked())
     nan(story, "w1", 0, 6, is_source=True)
-    story.tell(s.CheckpointSaved(step=6))
+    story.send(s.CheckpointSaved(step=6))
     assert (story.state.status, story.state.reason) == ("stopped", "")
 
 
-def test_loss_of_a_generation_that_is_over_says_nothing():
+def test_loss_of_a_generation_that_is_over_changes_nothing():
     story = Story().start("w1", "w2")
     before = story.state
     trainer = story.trainer("w1")
     told = {"rank": 0, "progress": (3, 0), "loss": float("nan"), "is_source": True}
-    story.tell(s.NonFiniteLoss(trainer=trainer, generation=0, **told))
+    story.send(s.NonFiniteLoss(trainer=trainer, generation=0, **told))
     assert (story.state, story.last) == (before, [])
 
 
-def test_job_that_ends_early_says_why():
+def test_job_that_ends_early_explains_why():
     story = Story().start("w1")
     reported = s.TrainerReported(
         trainer=story.trainer("w1"),
@@ -505,32 +507,32 @@ def test_job_that_ends_early_says_why():
         why="done",
         ending="early stopping: enough",
     )
-    story.tell(reported).tell(s.CheckpointSaved(step=6))
+    story.send(reported).send(s.CheckpointSaved(step=6))
     assert (story.state.status, story.state.reason) == ("finished", "early stopping: enough")
 
 
-def test_early_end_that_is_lost_with_its_holders_is_decided_anew():
+def test_early_end_that_is_lost_with_its_holders_is_decided_again():
     story = Story().start("w1")
     reported = s.TrainerReported(
         trainer=story.trainer("w1"), generation=1, progress=(6, 3), why="done", ending="enough"
     )
-    story.tell(reported)
+    story.send(reported)
     story.lose("w1")
-    assert (story.state.outcome, story.state.ending) == ("", "")
+    assert story.state.ending is None
 
 
 def test_rank_that_saw_the_others_leave_before_it_had_the_loss_has_undone_the_same_step():
     story = Story().start("w1", "w2")
     nan(story, "w1", 0, 6, is_source=True)
     failed = {"generation": 1, "progress": (6, 0), "why": "failed", "undone": True}
-    story.tell(s.TrainerReported(trainer=story.trainer("w2"), **failed))
+    story.send(s.TrainerReported(trainer=story.trainer("w2"), **failed))
     assert [e.step for e in story.found(events.LossNotFinite)] == [7]
     assert not story.found(events.StepUndone, ever=True)
 
 
 def test_generations_after_one_that_did_not_form_are_guarded_against_strangers_for_a_while():
     # Review S3. Guarding costs some ms, so it is not done without a reason.
-    story = Story().tell(s.WorkersAssigned(workers=("w1", "w2"))).warm("w1", "w2")
+    story = Story().send(s.WorkersAssigned(workers=("w1", "w2"))).warm("w1", "w2")
     story.report("w1", step=-1, why="failed").report("w2", step=-1, why="failed")
     first, second = story.found(c.FormGeneration, ever=True)
     assert (first.is_guarded, second.is_guarded) == (False, True)

@@ -46,7 +46,7 @@ def test_it_ends_when_its_time_is_over():
     assert chaos.due(WORKERS, 1000.0) is None
 
 
-def test_fault_that_finds_nobody_does_not_happen_later():
+def test_fault_without_a_worker_is_dropped_and_not_delayed():
     chaos = Chaos(mtbf_s=1.0, mode="kill", seed=0, now=0.0)
     assert strikes(chaos, 100, ()) == []
 

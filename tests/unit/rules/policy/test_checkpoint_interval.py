@@ -15,9 +15,9 @@ from etrain_jupyter.rules.policy.checkpoint_interval import (
     Interruptions,
     choose_interval,
     daly_interval,
+    describe_choice,
     is_material,
     total_loss_rate,
-    words_of,
 )
 from etrain_jupyter.rules.replay.checkpoint_evidence import Evidence
 
@@ -108,7 +108,7 @@ def test_survivors_make_single_losses_cheap_but_not_free():
         (Costs(cost_s=0.1, duration_s=200.0), 400.0, "writing"),
     ],
 )
-def test_choice_says_what_bounds_it(costs, interval_s, limit):
+def test_choice_names_the_bound_that_applies(costs, interval_s, limit):
     chosen = choose_interval(costs, Interruptions(num_holders=4))
     assert (chosen.interval_s, chosen.limit) == (pytest.approx(interval_s, rel=0.01), limit)
 
@@ -117,15 +117,15 @@ def choice(interval_s: float, limit: str = "") -> Choice:
     return Choice(interval_s=interval_s, cost_s=0.012, loss_rate_per_h=0.25, limit=limit)
 
 
-def test_only_a_change_by_a_quarter_is_told():
+def test_only_a_change_by_a_quarter_is_logged():
     assert is_material(choice(100), None)
     assert not is_material(choice(120), choice(100))
     assert is_material(choice(125), choice(100))
     assert is_material(choice(80), choice(100))
 
 
-def test_words_give_the_interval_and_its_reasons():
-    assert words_of(choice(10, "shortest")) == (
+def test_description_has_the_interval_and_its_reasons():
+    assert describe_choice(choice(10, "shortest")) == (
         "every 10 s, the shortest: one costs 12 ms of training, and all holders of the state are "
         "expected to be lost once in 4.0 h"
     )
@@ -188,7 +188,7 @@ def test_losses_and_preemptions_count_and_workers_that_were_sent_away_do_not():
 
 
 @pytest.mark.parametrize(("status", "count"), [("running", 1), ("stopped", 0), ("finished", 0)])
-def test_job_that_is_resumed_had_lost_everything_only_if_nobody_had_ended_it(status, count):
+def test_resumed_job_had_lost_everything_only_if_it_had_not_been_ended(status, count):
     evidence = evidence_of(formed(1, 2), resumed(50, status), formed(60, 2), restored(61))
     assert evidence.seen(61).num_all_lost == count
 
@@ -204,7 +204,7 @@ def test_cost_is_the_stall_and_the_slow_down_of_the_median_checkpoint():
     assert costs == Costs(cost_s=pytest.approx(0.4), duration_s=5.0)
 
 
-def test_nothing_is_chosen_before_the_first_checkpoint_tells_what_one_costs():
+def test_nothing_is_chosen_before_the_first_checkpoint_measures_the_cost():
     evidence = evidence_of(formed(0, 2))
     assert evidence.review(100) is None
     evidence.fold(saved(100))
@@ -212,7 +212,7 @@ def test_nothing_is_chosen_before_the_first_checkpoint_tells_what_one_costs():
     assert evidence.review(101) is None  # it is the same
 
 
-def test_whoever_resumes_the_job_goes_on_with_the_interval_that_was_chosen():
+def test_resumed_job_continues_with_the_interval_that_was_chosen():
     chosen = {"interval_s": 42.0, "cost_s": 0.3, "loss_rate_per_h": 0.1, "limit": ""}
     evidence = evidence_of(saved(1), at(t.CheckpointIntervalChosen, 2, **chosen), resumed(9, "x"))
     assert evidence.choice is not None

@@ -88,5 +88,5 @@ def test_small_improvements_in_a_row_count_once_they_have_added_up():
 def test_evaluation_that_is_nan_is_no_improvement():
     assert trend_of([math.nan, math.nan]).num_stale == 2
     assert words_of_end(trend_of([math.nan]), metric="f1") == (
-        "early stopping: f1 was no finite number in 1 evaluation"
+        "early stopping: f1 was not finite in 1 evaluation"
     )

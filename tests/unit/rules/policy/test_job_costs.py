@@ -46,7 +46,7 @@ def test_a_boot_before_the_first_step_is_no_waste_and_later_it_is() -> None:
     assert costs.of("a") == RunningCost(spent_usd=3.5, wasted_usd=0.5)
 
 
-def test_a_refund_goes_back_to_whoever_paid() -> None:
+def test_a_refund_goes_back_to_the_jobs_that_paid() -> None:
     costs = begun()
     costs.take([Node("i", 3.0, 9.0)], ranks={"i": "a"}, active=["a", "b"])
     costs.take([Node("i", 4.0, 12.0)], ranks={"i": "b"}, active=["a", "b"])
@@ -66,7 +66,7 @@ def test_what_was_spent_under_another_scheduler_comes_from_the_log() -> None:
     assert costs.of("a") == RunningCost(spent_usd=8.0, wasted_usd=1.0)
 
 
-def test_without_a_job_nobody_pays_and_an_ended_job_is_forgotten() -> None:
+def test_without_a_job_no_cost_is_charged_and_an_ended_job_is_forgotten() -> None:
     costs = begun()
     costs.take([Node("i", 1.0)], ranks={}, active=[])
     costs.take([Node("i", 2.0)], ranks={"i": "a"}, active=["a"])

@@ -45,7 +45,7 @@ def test_nested_change_starts_from_where_the_factor_stands():
     assert ramp.aim(1.5, 0.9).factor == 1.5
 
 
-def test_same_target_goes_on_with_the_ramp():
+def test_same_target_continues_the_ramp():
     ramp = Ramp().aim(4.0, 0.9, length=3).advance()
     assert ramp.aim(4.0, 0.9) is ramp
 

@@ -76,7 +76,7 @@ def test_checksum_is_exact_in_float64() -> None:
     assert float(terms.astype(np.float64).sum()) == checksum_of(np.arange(1 << 20)) < 2**53
 
 
-def test_checksum_tells_a_lost_a_repeated_and_an_exchanged_sample() -> None:
+def test_checksum_detects_a_lost_a_repeated_and_an_exchanged_sample() -> None:
     right = np.arange(100)
     lost, repeated, exchanged = right[1:], np.append(right, 5), np.append(right[1:], 5)
     assert len({checksum_of(part) for part in (right, lost, repeated, exchanged)}) == 4
@@ -101,7 +101,7 @@ def test_steps_of_an_epoch_cover_it_once_in_order(
 
 
 @given(num_samples=SIZES, batch=BATCHES, num_steps=st.integers(0, 40))
-def test_cursor_advanced_step_by_step_is_where_cursor_at_says(
+def test_cursor_advanced_step_by_step_agrees_with_cursor_at(
     num_samples: int, batch: int, num_steps: int
 ) -> None:
     cursor = Cursor(epoch=0, first=0)

@@ -1,7 +1,7 @@
 """A simulated cluster: workers, jobs that share them, and a clock that only the test moves.
 
-What comes first between two trainers is the test's to choose, one ``Act`` at a time, so that a
-trainer may die or hang between any two of them. ``finish`` plays fair until all jobs have ended.
+The test chooses the order of events, one ``Act`` at a time, so that a trainer may die or hang
+between any two of them. ``finish`` treats all trainers fairly until all jobs have ended.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from tests.unit.rules.simulated.job import RELEASE_TIMEOUT_S, Job
 from tests.unit.rules.simulated.trainer import Act, Trainer
 
 MOST_ROUNDS = 400
-"""Rounds of acts after which jobs that are treated fairly must have ended."""
+"""Rounds of acts within which jobs that are treated fairly must end."""
 
 
 FAIR_ROUNDS = 40
 
 ROUND_S = 0.05
-"""How long it takes until each trainer has done one thing."""
+"""Seconds per round, in which each trainer performs one act."""
 
 TICK_S = 0.25
-"""How often the coordinator looks at its clock."""
+"""Interval of the coordinator's ticks, in seconds."""
 
 BEAT_S = 1.0
-"""How often a supervisor tells what it reads."""
+"""Interval of a supervisor's progress reports, in seconds."""
 
 SILENCE_S = 10.0
-"""How long a supervisor may be silent until it is given up."""
+"""Timeout in seconds after which a silent supervisor is evicted."""
 
 
 @dataclass
@@ -40,9 +40,9 @@ class Worker:
     is_noticed: bool = False
     leaves_at: float = 0.0
     silent_at: float = 0.0
-    """Since when it is cut off from the coordinator: nothing arrives in either direction."""
+    """Start of a network partition, in which nothing arrives in either direction; 0.0 without."""
     is_given_up: bool = False
-    """The coordinator counts it as gone. If it comes back it must begin anew."""
+    """Whether the coordinator has evicted it. If it reconnects, it must start over."""
 
     @property
     def is_usable(self) -> bool:
@@ -59,7 +59,7 @@ class Cluster:
         self.num_workers = 0
         self._beat_at = self._ticked_at = 0.0
         self.is_fair = False
-        """Whether nobody has been held up for so long that it could be taken for hung."""
+        """Whether no trainer has been delayed long enough to be taken for hung."""
         self.jobs: list[Job] = []
         for number, (low, high) in enumerate(bounds):
             self.jobs.append(Job(self, f"j{number}", min_workers=low, max_workers=high))
@@ -87,14 +87,14 @@ class Cluster:
                 job.handle(s.WorkersAssigned(workers=shares[job.state.job_id]))
 
     def deliver(self, trainer: Trainer) -> None:
-        """Let the coordinator have the next message of a trainer."""
+        """Deliver the next message of a trainer to the coordinator."""
         job, was_ended = trainer.job, trainer.job.state.is_ended
         job.take(trainer, trainer.said.popleft())
         if job.state.is_ended and not was_ended:
             self.allocate()
 
     def tick(self, seconds: float) -> None:
-        """Let time pass."""
+        """Advance the time."""
         while seconds > BEAT_S:
             self._tick(BEAT_S)
             seconds -= BEAT_S
@@ -124,7 +124,7 @@ class Cluster:
                 self.vanish(worker.name)
 
     def _beat(self, worker: Worker, *, is_due: bool) -> None:
-        """Let the coordinator know of progress at once, and of none when it is due."""
+        """Report progress at once, and the lack of progress at the interval."""
         for job in self.active():
             for name in list(job.state.members):
                 trainer = job.trainers[name]
@@ -133,7 +133,7 @@ class Cluster:
                     job.see_progress(trainer)
 
     def _give_up(self, worker: Worker) -> None:
-        """Nothing was heard of a supervisor for so long that its machine may be gone."""
+        """Evict a supervisor that has timed out: its machine may be gone."""
         worker.is_given_up = True
         for job in self.active():
             job.handle(s.WorkerGone(worker=worker.name, cause="silent"))
@@ -142,7 +142,7 @@ class Cluster:
     # --- what can happen ---
 
     def processes(self) -> list[Trainer]:
-        """Return the trainers that live, wanted or not."""
+        """Return the trainers that live, part of a job or not."""
         return [t for job in self.jobs for t in job.trainers.values() if t.is_alive]
 
     def acts(self) -> list[Act]:
@@ -161,7 +161,7 @@ class Cluster:
         return [*arrival, *trainer.acts()]
 
     def join(self) -> None:
-        """A worker's supervisor says hello."""
+        """A worker's supervisor registers."""
         self.num_workers += 1
         name = f"w{self.num_workers}"
         self.workers[name] = Worker(name=name)
@@ -179,7 +179,7 @@ class Cluster:
         self.allocate()
 
     def notice(self, name: str, seconds: float = 120.0) -> None:
-        """A worker's machine will be taken."""
+        """A worker receives an interruption notice."""
         worker = self.workers[name]
         worker.is_noticed, worker.leaves_at = True, self.now + seconds
         for job in self.active():
@@ -191,7 +191,7 @@ class Cluster:
         trainer.die(is_news=True)
 
     def hang(self, trainer: Trainer, kind: str) -> None:
-        # What waits for orders runs nobody's code: only the whole process can stop, or a write.
+        # An idle trainer runs no user code: only the whole process can stop, or a write.
         is_saving = any(message["op"] == "save" for message in trainer.inbox)
         trainer.hung = "stopped" if trainer.place == "idle" and not is_saving else kind
         trainer.hung_at = self.now
@@ -199,11 +199,11 @@ class Cluster:
             trainer.group.is_faulty = True
 
     def cut_off(self, name: str) -> None:
-        """Nothing arrives from a worker any more, nor there, though it lives."""
+        """A network partition separates a worker, which still runs, from the coordinator."""
         self.workers[name].silent_at = self.workers[name].silent_at or self.now
 
     def reconnect(self, name: str) -> None:
-        """A worker is heard again: late messages come first; if it was given up it starts over."""
+        """End a partition: late messages arrive first; an evicted worker starts over."""
         worker = self.workers[name]
         worker.silent_at = 0.0
         if not worker.is_given_up:
@@ -227,11 +227,11 @@ class Cluster:
         self.allocate()
 
     def pause(self, job: Job, is_pause: bool) -> None:
-        """Somebody asks a job to pause, or to go on."""
+        """The user pauses or resumes a job."""
         job.handle(s.PauseAsked() if is_pause else s.ResumeAsked())
 
     def ask_to_save(self, job: Job, saves_fail: bool) -> None:
-        """Somebody asks for a checkpoint; ``saves_fail`` tells whether the disk is full now."""
+        """The user requests a checkpoint; ``saves_fail`` means that the disk is full now."""
         job.saves_fail = saves_fail
         for member in job.state.in_phase("ranked"):
             job.send((member.trainer,), {"op": "checkpoint"})
@@ -244,7 +244,7 @@ class Cluster:
     # --- a fair end ---
 
     def finish(self) -> None:
-        """Let everything arrive, give all jobs workers enough, and see them end."""
+        """Deliver everything, give all jobs enough workers, and wait for their ends."""
         for name in list(self.workers):
             self.reconnect(name)
         for trainer in self.processes():
@@ -252,16 +252,16 @@ class Cluster:
                 self.kill(trainer)
         for job in self.active():
             job.saves_fail = False
-            if job.state.paused:
+            if job.state.is_paused:
                 job.handle(s.ResumeAsked())
         for number in range(MOST_ROUNDS):
             if not self.active():
                 break
-            # By now everybody has had the time to do what was due before.
+            # By now every trainer has had time for everything that was due before.
             self.is_fair = number > FAIR_ROUNDS
             self._add_workers()
             for job in self.active():
-                if job.state.paused:  # a loss that was not finite may do that by itself
+                if job.state.is_paused:  # a loss that was not finite pauses a job by itself
                     job.handle(s.ResumeAsked())
             self.play_round()
         assert not self.active(), [job.state for job in self.active()]
@@ -270,9 +270,9 @@ class Cluster:
         assert not left, f"{left} outlive their jobs"
 
     def is_left_alone(self, trainer: Trainer) -> bool:
-        """Whether a hung trainer's end is somebody's own to bring about, because none waits.
+        """Whether no rule ends a hung trainer, because no rank waits for it.
 
-        Building a workload may take as long as it takes, and so may the step of a single rank.
+        Building a workload may take any time, and so may the step of a single rank.
         """
         is_single = trainer.group is not None and len(trainer.group.names) == 1
         if trainer.place == "idle":
@@ -285,7 +285,7 @@ class Cluster:
             self.join()
 
     def play_round(self) -> None:
-        """Let each trainer do one thing; let time pass, and more of it if nobody can do any."""
+        """Let each trainer perform one act, and advance the time; further if none can act."""
         is_idle = True
         for trainer in [t for job in self.jobs for t in job.trainers.values()]:
             acts = self.acts_of(trainer)

@@ -1,4 +1,4 @@
-"""A simulated job: what the coordinator does for it, without processes."""
+"""A simulated job: the coordinator's part, without processes."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from etrain_jupyter.head.jobs.steps import StepClock
 from etrain_jupyter.log import events
+from etrain_jupyter.log.job_record import JobRecord
 from etrain_jupyter.rules.membership import commands as c
 from etrain_jupyter.rules.membership import stimuli as s
 from etrain_jupyter.rules.membership.formation import MAX_FAULTS
-from etrain_jupyter.rules.membership.lineage import NOT_BEGUN, is_of_job
+from etrain_jupyter.rules.membership.lineage import is_of_job
 from etrain_jupyter.rules.membership.membership import JobState
 from etrain_jupyter.rules.membership.state_machine import handle
 from tests.unit.rules.simulated import promises
@@ -29,11 +30,11 @@ if TYPE_CHECKING:
     from tests.unit.rules.simulated.cluster import Cluster
 
 RELEASE_TIMEOUT_S = 60.0
-"""How long a supervisor lets a released trainer live."""
+"""Seconds until a supervisor kills a released trainer."""
 
 
 class Job:
-    """What the coordinator keeps of one job, and the proof that it decides well."""
+    """The coordinator's state of one job, with assertions on its decisions."""
 
     def __init__(self, cluster: Cluster, job_id: str, *, min_workers: int, max_workers: int):
         self.cluster = cluster
@@ -45,19 +46,18 @@ class Job:
         self.log: list[events.Event] = []
         self.store: dict[int, Copy] = {}
         """Durable checkpoints by step."""
-        self.starts: list[int] = []
-        """Where each generation began, as far as its ranks have told."""
+        self.record = JobRecord()
+        """What the log says, folded as the coordinator does."""
         self.saves_fail = False
         self.num_failed_saves = 0
-        """How often the last checkpoint could not be written."""
+        """Number of failed attempts to write the last checkpoint."""
         self.raised = False
         """Whether the notebook's code raised in one of its trainers."""
         self.had_nan = False
         """Whether the loss of one of its steps was not finite."""
         self.stop_asked = self.stop_now_asked = False
         self.taken: list[tuple[Trainer, Message]] = []
-        """What its trainers said of their generations."""
-        self._is_restoring = False
+        """Reports of its trainers about their generations."""
         self._add(
             events.JobSubmitted,
             name=job_id,
@@ -86,13 +86,14 @@ class Job:
             promises.check_end(self, before)
 
     def living(self) -> list[Trainer]:
-        """Return the trainers that live and are this job's as far as the coordinator knows."""
+        """Return the living trainers that the coordinator counts as this job's."""
         return [t for t in self.trainers.values() if t.is_alive and self.knows(t)]
 
     def _add(self, kind: type[events.Event], **values: Any) -> None:
         common = {"time": self.cluster.now, "generation": self.state.generation}
         fact = kind(job_id=self.state.job_id, **{**common, **values})
         self.log.append(fact.with_seq(len(self.log) + 1))
+        self.record.apply(fact)
 
     def _start(self, command: c.StartTrainer) -> None:
         promises.check_start(self, command)
@@ -118,13 +119,11 @@ class Job:
             names=command.trainers,
             behind=command.behind,
             restore=command.restore,
-            logged_step=min(self.clock.logged_step, command.step),
-            log_end=self.clock.logged_step,
-            starts=tuple(self.starts),
+            logged_step=min(self.record.logged_step, command.step),
+            log_end=self.record.logged_step,
+            starts=tuple(self.record.starts),
         )
         self.clock.ranks = command.trainers
-        self._is_restoring = command.restore
-        self.starts.append(NOT_BEGUN if command.restore else command.step)
         message = {"op": "form", "generation": command.generation, "group": self.group}
         self.send(command.trainers, message)
 
@@ -132,7 +131,7 @@ class Job:
         message = {
             "op": "save",
             "generation": self.state.generation,
-            "logged_step": self.clock.logged_step,
+            "logged_step": self.record.logged_step,
         }
         self.send((command.trainer,), message)
 
@@ -156,25 +155,26 @@ class Job:
 
     def _publish(self, command: c.Publish) -> None:
         event = command.event
-        values = {k: v for k, v in event.to_dict().items() if k not in ("event", "seq", "job_id")}
+        values = {k: v for k, v in event.to_dict().items() if k not in ("kind", "seq", "job_id")}
         if isinstance(event, events.GenerationFormed):
             assert self.group is not None
             values["trainer_pids"] = [self.trainers[name].pid for name in self.group.names]
         self._add(type(event), **values)
         if isinstance(event, events.GenerationFormed):
-            is_older = event.step < self.clock.logged_step
-            if is_older and not self._is_restoring:
-                self._go_back(event.step)
+            if self.state.current.is_restoring:
+                return
+            self.record.started_from(event.step)
+            if event.step < self.record.logged_step:
+                self._log_restored(event.step)
 
-    def _go_back(self, step: int) -> None:
-        undone = max(0, self.clock.logged_step - step)
-        self.clock.logged_step -= undone
-        self._add(events.JobRestored, step=step, num_undone=undone)
+    def _log_restored(self, step: int) -> None:
+        num_undone = max(0, self.record.logged_step - step)
+        self._add(events.JobRestored, step=step, num_undone=num_undone)
 
-    # --- what its trainers say ---
+    # --- reports of its trainers ---
 
     def take(self, trainer: Trainer, message: Message) -> None:
-        """Take one message as the coordinator does; those of a fenced generation are dropped."""
+        """Take one message as the coordinator does; messages of a fenced generation are dropped."""
         op, generation = message["op"], message.get("generation")
         if trainer.ends_at or self.state.is_ended:
             return
@@ -188,8 +188,8 @@ class Job:
         self._TAKE[op](self, trainer, message)
 
     def hear_again(self, pick: int) -> None:
-        """Let an old message come a second time: it says nothing any more."""
-        self.handle(s.Tick())  # what is due by the clock is done by whatever comes next
+        """Deliver an old message a second time: it must change nothing."""
+        self.handle(s.Tick())  # any next stimulus does what is due by the clock
         old = [(t, m) for t, m in self.taken if m["generation"] < self.state.generation]
         if not old or self.state.is_ended:
             return
@@ -199,14 +199,14 @@ class Job:
         assert (self.state, len(self.log)) == (before, length), "an old message was taken"
 
     def lacks_workers(self) -> bool:
-        """Whether it may have workers again after it had none to ask for."""
+        """Whether it may have workers again after it was about to end."""
         return not self.state.assigned and not self.state.outcome
 
     def knows(self, trainer: Trainer) -> bool:
         return trainer.name in self.state.members
 
     def see_progress(self, trainer: Trainer) -> None:
-        """The supervisor tells what it reads on a trainer's page."""
+        """The supervisor reports a reading of a trainer's page."""
         generation, collectives = trainer.page
         trainer.told = (trainer.page, trainer.beats)
         is_frozen = trainer.hung == "stopped"
@@ -224,10 +224,10 @@ class Job:
         self.handle(s.TrainerWarm(trainer=trainer.name))
 
     def _on_formed(self, trainer: Trainer, message: Message) -> None:
-        if self._is_restoring and message["generation"] == self.state.generation:
-            self._is_restoring = False
-            self.starts[message["generation"] - 1] = message["step"]
-            self._go_back(message["step"])
+        is_restored = self.record.restored_in == message["generation"]
+        is_present = message["generation"] == self.state.generation
+        if self.state.current.is_restoring and is_present and not is_restored:
+            self._log_restored(message["step"])
         told = {"generation": message["generation"], "step": message["step"]}
         self.handle(s.TrainerFormed(trainer=trainer.name, **told))
 
@@ -254,11 +254,12 @@ class Job:
 
     def _on_steps(self, _: Trainer, message: Message) -> None:
         told = {"loss": 1.0, "lr": 0.1, "samples_per_s": 10.0}
-        records = self.clock.take([{**record, **told} for record in message["records"]])
+        received = [{**record, **told} for record in message["records"]]
+        records = self.clock.take(received, after=self.record.logged_step)
         for record in records:
             self._add(events.StepCompleted, **record)
         if records:
-            self.handle(s.StepsCommitted(step=self.clock.logged_step, step_s=self.clock.step_s))
+            self.handle(s.StepsCommitted(step=self.record.logged_step, step_s=self.clock.step_s))
 
     def _on_eval(self, _: Trainer, message: Message) -> None:
         self._add(events.EvalCompleted, **message["record"])
@@ -269,7 +270,7 @@ class Job:
 
     def _on_committed(self, trainer: Trainer, message: Message) -> None:
         told = {"generation": message["generation"], "step": message["step"]}
-        if is_of_job(**told, starts=self.starts):
+        if is_of_job(**told, starts=self.record.starts):
             self.handle(s.CheckpointSaved(step=message["step"], trainer=trainer.name))
 
     def _on_checkpoint_failed(self, trainer: Trainer, message: Message) -> None:

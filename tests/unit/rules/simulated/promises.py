@@ -1,7 +1,7 @@
-"""What the state machine promises, asserted at every moment of a simulation.
+"""Invariants of the state machine, asserted at every moment of a simulation.
 
-The checks compare what the coordinator decides with what the simulated trainers really hold, which
-it cannot see.
+The checks compare the coordinator's decisions with the actual state of the simulated trainers,
+which the coordinator cannot see.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 MOST_SAVES = 4
-"""How often the last checkpoint may fail before a job ends without it."""
+"""Failed attempts at the last checkpoint after which a job ends without it."""
 
 
 def check_state(job: Job) -> None:
-    """Assert what holds between any two stimuli."""
+    """Assert the invariants between any two stimuli."""
     state = job.state
     if state.is_ended:
         assert not state.members
@@ -31,7 +31,7 @@ def check_state(job: Job) -> None:
     warm = [m for m in state.in_phase("warm") if not m.leaving and not m.killed_at]
     here = state.in_phase("reported") + warm
     is_short = len(here) < state.min_workers
-    is_patient = bool(state.in_phase("starting")) or job.cluster.now < state.form_at
+    is_patient = bool(state.in_phase("starting")) or job.cluster.now < state.faults.form_at
     is_patient = is_patient or bool(state.saving.trainer) or job.cluster.now < state.saving.retry_at
     ranked = state.in_phase("ranked")
     if state.phase == "running" and all(m.formed for m in ranked):
@@ -40,13 +40,15 @@ def check_state(job: Job) -> None:
         assert state.phase == "gathering"
         assert is_short or is_patient
     if state.phase == "gathering" and state.generation and not state.outcome:
-        assert is_short or is_patient or state.paused, "enough workers are here, and nobody forms"
+        assert is_short or is_patient or state.is_paused, (
+            "enough workers are here, and nobody forms"
+        )
         if not state.in_phase("starting"):
-            assert state.status == ("paused" if state.paused else "waiting")
+            assert state.status == ("paused" if state.is_paused else "waiting")
 
 
 def check_start(job: Job, command: c.StartTrainer) -> None:
-    """Assert that no trainer that lives is started again."""
+    """Assert that no second trainer is started next to a living one."""
     alive = [t.name for t in job.living() if t.worker == command.worker]
     assert not alive, f"{command.trainer} is started although {alive} lives"
     assert command.worker in job.cluster.workers
@@ -56,11 +58,11 @@ def check_form(job: Job, command: c.FormGeneration) -> None:
     """Assert that a generation is formed of the right ranks in the right order."""
     ranks = [job.trainers[name] for name in command.trainers]
     assert len(ranks) >= job.state.min_workers
-    assert not job.state.paused
+    assert not job.state.is_paused
     assert not job.state.outcome
     assert job.group is None or command.generation == job.group.number + 1
     inside = [t.name for t in job.living() if t.place not in ("starting", "idle")]
-    assert not inside, f"{inside} are still inside the generation before"
+    assert not inside, f"{inside} are still inside the previous generation"
     holders = [t for t in job.living() if t.progress != s.NO_PROGRESS]
     newest = max((t.progress for t in holders), default=s.NO_PROGRESS)
     if command.restore:
@@ -76,10 +78,10 @@ def check_form(job: Job, command: c.FormGeneration) -> None:
 
 
 def check_release(job: Job, trainer: Trainer) -> None:
-    """Assert that nobody takes along the newest state that is not durable, before the end."""
+    """Assert that the only copy of a newest state that is not durable is not released."""
     if job.state.is_ended or not trainer.is_alive or trainer.progress == s.NO_PROGRESS:
         return
-    # As far as anybody knows: the others may have died a moment ago.
+    # As far as the coordinator knows: the others may have just died.
     stays = [m.progress for m in job.state.in_phase("ranked", "reported")]
     newest = max(stays, default=s.NO_PROGRESS)
     is_durable = trainer.progress[0] <= _newest_kept(job)
@@ -89,7 +91,7 @@ def check_release(job: Job, trainer: Trainer) -> None:
 
 
 def check_kill(job: Job, trainer: Trainer) -> None:
-    """Assert that nobody is killed who only waits for others."""
+    """Assert that no rank is killed that only waits for others."""
     if trainer.hung:
         return
     assert not job.cluster.is_fair, f"{trainer.name} is killed although it does not hang"
@@ -101,16 +103,16 @@ def check_kill(job: Job, trainer: Trainer) -> None:
 
 
 def _place(job: Job, trainer: Trainer) -> int:
-    """Return how many collectives it has entered, as far as its supervisor could tell."""
+    """Return the number of collectives that it has entered, as its supervisor reported it."""
     (generation, collectives), _ = trainer.told
     return collectives if generation == job.state.generation else 0
 
 
 def check_commit(trainer: Trainer) -> None:
-    """Assert that nobody commits a step outside of the one living generation."""
+    """Assert that no trainer commits a step outside of the current generation."""
     job, group = trainer.job, trainer.group
     assert group is not None
-    if not job.knows(trainer):  # cut off and given up: what it does counts for nothing
+    if not job.knows(trainer):  # evicted behind a partition: its steps do not count
         return
     assert group.number == job.state.generation, "two generations alive"
     assert job.state.status == "running", f"a step while the job is {job.state.status}"
@@ -124,7 +126,8 @@ def check_commit(trainer: Trainer) -> None:
 def _newest_kept(job: Job) -> int:
     """Return the newest durable step of the states that the job has come through."""
     written = [(step, writer) for step, (*_, writer) in job.store.items()]
-    kept = [step for step, by in written if is_of_job(generation=by, step=step, starts=job.starts)]
+    starts = job.record.starts
+    kept = [step for step, by in written if is_of_job(generation=by, step=step, starts=starts)]
     return max(kept, default=0)
 
 

@@ -1,4 +1,4 @@
-"""Random schedules of a simulated cluster, each told by its seed alone."""
+"""Random schedules of a simulated cluster, each determined by its seed."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ MOST_WORKERS = 6
 
 
 class Schedule:
-    """Lets chance choose what happens next; ``play`` it and look at the cluster.
+    """Chooses at random what happens next; ``play`` it and look at the cluster.
 
     Args:
-        seed: The same one gives the same schedule.
-        num_events: How many things happen before all is fair.
-        fault_rate: How many of them are faults or requests.
+        seed: The same seed gives the same schedule.
+        num_events: Number of events before the fair end.
+        fault_rate: Share of them that are faults or requests.
     """
 
     def __init__(self, seed: int, *, num_events: int = 40, fault_rate: float = 0.3) -> None:
         self._dice = random.Random(seed)
         self._nan_dice = random.Random(f"nan {seed}")
-        """Says whose loss is NaN; of its own, so that the rest of a schedule stays what it was."""
+        """Chooses whose loss is NaN; separate, so that the rest of a schedule does not change."""
         self._num_events, self._fault_rate = num_events, fault_rate
         bounds = [self._bounds() for _ in range(self._dice.choice((1, 1, 2)))]
         self.cluster = Cluster(*bounds)
@@ -30,7 +30,7 @@ class Schedule:
             self.cluster.join()
 
     def play(self) -> Cluster:
-        """Let it all happen, and every job come to its end."""
+        """Play the schedule, and let every job end."""
         calm = (self._go_on, self._go_on_fairly)
         rough = self._faults() + self._requests()
         for _ in range(self._num_events):

@@ -350,7 +350,7 @@ class Trainer:
             self.say("checkpoint_failed", step=step, error="no space")
             return
         if step in store and not is_of_job(
-            generation=store[step][3], step=step, starts=self.job.starts
+            generation=store[step][3], step=step, starts=self.job.record.starts
         ):
             del store[step]
         store.setdefault(step, copy)

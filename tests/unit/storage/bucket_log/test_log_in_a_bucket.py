@@ -124,11 +124,11 @@ def test_of_two_takers_one_gets_the_log_and_the_old_writer_is_fenced(machine: Ma
     mine = claim(one.copy, one.chain, job_id=JOB)
     # This one has seen the end of the log before the first one took it.
     late = Uploads(two.chain, two.path, writer="two", seq=1)
-    with pytest.raises(FencedError, match=r"event 2 of s3://.* is of "):
+    with pytest.raises(FencedError, match=r"event 2 of s3://.* was written by "):
         late.write_next(b"{}")
     assert len(two.lines) == 1, "what was not written there is not here"
     here.write(step(2))
-    with pytest.raises(FencedError, match=f"is of {mine.writer}: the job goes on there"):
+    with pytest.raises(FencedError, match=f"was written by {mine.writer}: the job continues there"):
         up.upload()
     one.write(step(2, time=2.0))
     upload_all(one, mine)
@@ -154,7 +154,7 @@ def test_who_takes_over_uploads_first_what_only_its_machine_has(machine: Make) -
     assert [e.seq for e in read_events(there.path)] == [1, 2, 3, 4]
 
 
-def test_claim_is_refused_while_somebody_writes_and_force_goes_behind_it(
+def test_claim_is_refused_while_another_process_writes_and_force_continues_after_it(
     machine: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, there = machine("here"), machine("there")
@@ -170,7 +170,7 @@ def test_claim_is_refused_while_somebody_writes_and_force_goes_behind_it(
         write_next(self, line)
 
     monkeypatch.setattr(Uploads, "write_next", meanwhile)
-    with pytest.raises(FencedError, match=r"is being written by somebody else.*--force takes it"):
+    with pytest.raises(FencedError, match=r"is being written by another process.*--force takes it"):
         claim(there.copy, there.chain, job_id=JOB, end=1)
     mine = claim(there.copy, there.chain, job_id=JOB)
     assert mine.seq == 5
@@ -203,7 +203,7 @@ def test_piece_that_is_not_whole_is_refused_by_name_and_the_rest_is_read(
     key = f"{prefix}/{chain.piece_key(2)}"
     whole = s3_server.read(bucket, key)
     s3_server.write(bucket, key, data if data != b"half" else whole[: len(whole) // 2])
-    with pytest.raises(RunStoreError, match=f"{key} is not a whole part of a log. The 1 events"):
+    with pytest.raises(RunStoreError, match=f"{key} is not a complete part of a log. The 1 events"):
         there.copy.refresh()
     assert there.lines == here.lines[:1]
 
@@ -224,12 +224,12 @@ def test_piece_that_is_missing_is_named(machine: Make, s3_server: S3Server, url:
 def test_pack_that_unfolds_without_end_is_refused(
     machine: Make, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A thousandth of what it unfolds to is enough to fill the memory of whoever looks."""
+    """A small object may expand a thousandfold and fill the reader's memory."""
     monkeypatch.setattr("etrain_jupyter.storage.bucket_log.chain._MOST_PACK_BYTES", 1_000_000)
     objects = RunObjects(url)
     objects.put(pack_key(1, 1000), gzip.compress(b"x" * 2_000_000 + b"\n" * 1000))
 
-    with pytest.raises(RunStoreError, match="is not a whole part of a log"):
+    with pytest.raises(RunStoreError, match="is not a complete part of a log"):
         machine("here").chain.read_pack(1, 1000)
 
 
@@ -243,7 +243,7 @@ def test_pack_that_is_not_whole_is_named(machine: Make, s3_server: S3Server, url
     whole = s3_server.read(bucket, key)
     for data in (whole[:20], gzip.compress(b"one\n"), b"no gzip"):
         s3_server.write(bucket, key, data)
-        with pytest.raises(RunStoreError, match="is not a whole part of a log"):
+        with pytest.raises(RunStoreError, match="is not a complete part of a log"):
             there.copy.refresh()
 
 
@@ -297,7 +297,7 @@ def test_requests_that_fail_now_and_then_change_nothing(machine: Make, s3_server
     assert [e.seq for e in read_events(there.path)] == list(range(1, 9))
 
 
-def test_how_the_job_stands_is_told(machine: Make) -> None:
+def test_status_of_the_job_is_published(machine: Make) -> None:
     here = machine("here")
     here.write(status("running"), step(7), step(8))
     up = here.uploads()

@@ -53,7 +53,7 @@ def test_layout_is_the_documented_one(store: LocalStore) -> None:
     assert manifest_key(1200) == "manifests/step_00001200.json"
 
 
-def test_looking_does_not_make_the_folder(store: LocalStore) -> None:
+def test_listing_does_not_create_the_folder(store: LocalStore) -> None:
     assert store.list_steps() == []
     assert not store.root.exists()
 
@@ -87,7 +87,7 @@ def test_link_that_leads_out_is_refused(store: LocalStore, tmp_path: Path) -> No
     secret.write_bytes(b"weights")
     (store.root / part.key).unlink()
     (store.root / part.key).symlink_to(secret)
-    with pytest.raises(CheckpointError, match="leads out of"):
+    with pytest.raises(CheckpointError, match="points outside of"):
         store.get_part(part)
 
 
@@ -139,7 +139,7 @@ def test_file_system_without_links_still_commits_once(
 def test_place_that_is_no_folder_is_explained(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     store = LocalStore(tmp_path / "file")
-    with pytest.raises(CheckpointError, match=r"step_00000001 cannot be begun in .*file"):
+    with pytest.raises(CheckpointError, match=r"step_00000001 cannot be started in .*file"):
         store.begin(1)
     with pytest.raises(CheckpointError, match="cannot be listed"):
         store.list_steps()
@@ -224,7 +224,7 @@ def test_manifest_of_another_step_or_format_is_refused(store: LocalStore) -> Non
         parse_manifest(text, step=8)
     with pytest.raises(CheckpointError, match="format 2"):
         parse_manifest(text.replace('"version": 1', '"version": 2'), step=7)
-    with pytest.raises(CheckpointError, match="altered"):
+    with pytest.raises(CheckpointError, match="was modified"):
         parse_manifest(text.replace('"generation": 1', '"generation": 2'), step=7)
 
 

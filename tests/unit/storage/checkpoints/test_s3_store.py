@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from etrain_jupyter.errors import CheckpointError
+from etrain_jupyter.errors import CheckpointError, StoreError
 from etrain_jupyter.storage.checkpoints import open_store, place_of_job
 from etrain_jupyter.storage.checkpoints.files import remove_unlocked_scratch
 from etrain_jupyter.storage.checkpoints.s3 import S3Store
-from etrain_jupyter.storage.objects.s3_bucket import S3Limits
-from etrain_jupyter.storage.objects.s3_messages import words_of
+from etrain_jupyter.storage.objects.s3_messages import message_of
+from etrain_jupyter.storage.objects.s3_requests import S3Limits
 from etrain_jupyter.testing.s3_faults import S3Fault
 from etrain_jupyter.testing.s3_server import S3Server
 from etrain_jupyter.testing.store_contract import save
@@ -88,7 +88,7 @@ def test_upload_that_a_crash_left_goes_with_the_next_clean_up(
     assert [key for key, _ in open_uploads(store)] == ["checkpoints/step_00000009/big"]
 
 
-def test_old_parts_go_though_uploads_may_not_be_listed_and_that_is_said_once(
+def test_old_parts_are_deleted_although_uploads_may_not_be_listed(
     s3_server: S3Server, s3_bucket: str
 ) -> None:
     """Review R3: a role without ListBucketMultipartUploads kept every part for ever."""
@@ -104,22 +104,22 @@ def test_old_parts_go_though_uploads_may_not_be_listed_and_that_is_said_once(
     assert s3_server.counts()["deny"] == 1  # it is not asked again
 
 
-def test_old_parts_go_though_uploads_cannot_be_listed_now(
+def test_old_parts_are_deleted_although_listing_uploads_fails(
     s3_server: S3Server, s3_bucket: str, no_pauses: None
 ) -> None:
-    """Review R3: another trouble than a refusal stops nothing either, and is tried again."""
+    """Review R3: an error other than a denial does not stop it either, and is retried."""
     store = S3Store(f"s3://{s3_bucket}")
     store.commit(save(store, 1))
     store.commit(save(store, 2))
     s3_server.set_faults(S3Fault(kind="internal_error", match="?uploads"))
     assert "checkpoints/step_00000001" in store.prune([2])
-    assert "Old checkpoints were removed all the same" in store.notice
+    assert "Old checkpoints were deleted nevertheless" in store.notice
     s3_server.set_faults()
     store.prune([2])
     assert store.notice == ""
 
 
-def test_part_that_s3_does_not_vouch_for_is_read_back(
+def test_part_without_a_checksum_from_s3_is_read_back(
     s3_server: S3Server, s3_bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = S3Store(f"s3://{s3_bucket}")
@@ -139,7 +139,9 @@ def test_part_that_s3_does_not_vouch_for_is_read_back(
 
 def test_endpoint_that_ignores_conditions_is_refused(s3_server: S3Server, s3_bucket: str) -> None:
     s3_server.set_faults(S3Fault(kind="ignore_conditions"))
-    with pytest.raises(CheckpointError, match=r"127\.0\.0\.1.* overwrites what is there"):
+    with pytest.raises(
+        CheckpointError, match=r"127\.0\.0\.1.* ignores the condition If-None-Match"
+    ):
         S3Store(f"s3://{s3_bucket}").begin(1)
 
 
@@ -184,15 +186,15 @@ def test_missing_credentials_are_explained(
 def test_missing_bucket_and_dead_endpoint_are_explained(
     s3_server: S3Server, no_pauses: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(CheckpointError, match=r"s3://no-such: there is no such bucket\. Make it"):
+    with pytest.raises(CheckpointError, match=r"s3://no-such: there is no such bucket\. Create it"):
         S3Store("s3://no-such").begin(1)
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:9")
-    with pytest.raises(CheckpointError, match=r"the endpoint cannot be reached\. Look at AWS_EN"):
+    with pytest.raises(CheckpointError, match=r"the endpoint cannot be reached\. Check AWS_EN"):
         S3Store("s3://no-such").list_steps()
 
 
 @pytest.mark.parametrize("read", ["get", "head"])
-def test_denied_access_to_what_is_not_there_is_no_error(
+def test_denied_access_to_a_missing_object_is_not_an_error(
     s3_server: S3Server, s3_bucket: str, read: str
 ) -> None:
     # S3 answers so to a role that may not list the whole bucket; it may list its own folder.
@@ -201,20 +203,20 @@ def test_denied_access_to_what_is_not_there_is_no_error(
     s3_server.set_faults(S3Fault(kind="deny", match=".json?"))
 
     assert getattr(bucket, read)("absent.json", "test") is None
-    with pytest.raises(CheckpointError, match="access denied"):
+    with pytest.raises(StoreError, match="access denied"):
         getattr(bucket, read)("there.json", "test")
 
     s3_server.set_faults(S3Fault(kind="deny"))
-    with pytest.raises(CheckpointError, match="access denied"):
+    with pytest.raises(StoreError, match="access denied"):
         getattr(bucket, read)("absent.json", "test")
 
 
-def test_server_that_never_answers_is_given_up(
+def test_server_that_never_answers_causes_a_timeout(
     s3_server: S3Server, s3_bucket: str, no_pauses: None
 ) -> None:
     limits = S3Limits(read_timeout_s=0.1, num_requests=2, num_attempts=2)
     s3_server.set_faults(S3Fault(kind="slow", seconds=1.0))
-    with pytest.raises(CheckpointError, match="no answer within the time limit"):
+    with pytest.raises(CheckpointError, match="the response timed out"):
         S3Store(f"s3://{s3_bucket}", limits=limits).list_steps()
     assert s3_server.counts()["GET list-type"] == 4
 
@@ -224,10 +226,10 @@ def test_secrets_in_a_message_of_s3_are_not_shown() -> None:
 
     message = "key AKIAABCDEFGHIJKLMNOP signature=abc/def= is odd"
     exc = ClientError({"Error": {"Code": "Odd", "Message": message}}, "PutObject")
-    assert words_of(exc) == "Odd: key … … is odd"
+    assert message_of(exc) == "Odd: key … … is odd"
 
 
-def test_copy_of_a_part_goes_when_nobody_holds_it(s3_server: S3Server, s3_bucket: str) -> None:
+def test_copy_of_a_part_is_deleted_when_unreferenced(s3_server: S3Server, s3_bucket: str) -> None:
     store = S3Store(f"s3://{s3_bucket}")
     part = store.put_part(store.begin(1), "part", b"weights")
     path = store.get_part(part)
@@ -262,9 +264,8 @@ def test_python_without_boto3_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
             raise ModuleNotFoundError("No module named 'boto3'", name="boto3")
         return real(name, *args, **kwargs)
 
-    for name in [
-        name for name in sys.modules if name.startswith("etrain_jupyter.storage.checkpoints.s3")
-    ]:
+    with_boto3 = ("etrain_jupyter.storage.checkpoints.s3", "etrain_jupyter.storage.objects.s3")
+    for name in [name for name in sys.modules if name.startswith(with_boto3)]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(CheckpointError, match=r'needs boto3.*pip install "etrain-jupyter\[s3\]"'):
@@ -290,7 +291,7 @@ def test_number_of_tries_that_the_user_has_set_goes_before_ours(
         text = "[default]\nmax_attempts = 2\nretry_mode = adaptive\n"
         Path(os.environ["AWS_CONFIG_FILE"]).write_text(text)
 
-    retries = S3Store(f"s3://{s3_bucket}")._bucket._connect().meta.config.retries
+    retries = S3Store(f"s3://{s3_bucket}")._bucket._s3.connect().meta.config.retries
 
     assert (retries["total_max_attempts"], retries["mode"]) == (2, "adaptive")
 
@@ -298,11 +299,11 @@ def test_number_of_tries_that_the_user_has_set_goes_before_ours(
 def test_without_settings_of_the_user_requests_are_tried_four_times(
     s3_server: S3Server, s3_bucket: str
 ) -> None:
-    retries = S3Store(f"s3://{s3_bucket}")._bucket._connect().meta.config.retries
+    retries = S3Store(f"s3://{s3_bucket}")._bucket._s3.connect().meta.config.retries
     assert (retries["total_max_attempts"], retries["mode"]) == (4, "standard")
 
 
-def test_progress_of_a_large_part_is_told_piece_by_piece(
+def test_progress_of_a_large_part_is_reported_piece_by_piece(
     s3_server: S3Server, s3_bucket: str
 ) -> None:
     store = S3Store(f"s3://{s3_bucket}", limits=IN_CHUNKS)

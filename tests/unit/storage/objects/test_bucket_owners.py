@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from etrain_jupyter.errors import CheckpointError, RunStoreError
-from etrain_jupyter.pools.ec2.machine.node_store import NodeStore, StoreError
+from etrain_jupyter.errors import CheckpointError, RunStoreError, StoreError
+from etrain_jupyter.pools.ec2.machine.node_bucket import open_node_bucket
 from etrain_jupyter.storage.bucket_log.objects import RunObjects
 from etrain_jupyter.storage.checkpoints.s3 import S3Store
 from etrain_jupyter.storage.objects import bucket_owners
 from etrain_jupyter.storage.objects.bucket_owners import VARIABLE, with_owner
-from etrain_jupyter.storage.objects.s3_bucket import Bucket, S3Limits
+from etrain_jupyter.storage.objects.s3_bucket import Bucket
+from etrain_jupyter.storage.objects.s3_requests import S3Limits
 from etrain_jupyter.testing.s3_faults import OWNED, OWNER, S3Fault
 from etrain_jupyter.testing.s3_server import S3Server
 
@@ -21,8 +22,8 @@ MIB = 1 << 20
 
 
 @pytest.fixture(autouse=True)
-def nothing_learnt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bucket_owners, "_learnt", {})
+def no_owners(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bucket_owners, "_registered", {})
     monkeypatch.delenv(VARIABLE, raising=False)
 
 
@@ -31,7 +32,7 @@ def use_all(bucket: Bucket, folder: Path) -> None:
     bucket.put("a", b"1", "test")
     bucket.put_if_absent("b", b"1", "test", token="t")
     assert bucket.get("a", "test") == b"1"
-    assert bucket.get_dated("a", "test") is not None
+    assert bucket.get_aged("a", "test") is not None
     assert bucket.head("a", "test") is not None
     bucket.upload("big", memoryview(bytes(6 * MIB)), 6 * MIB, "test")
     bucket.download("big", 6 * MIB, folder / "big", "test")
@@ -47,20 +48,20 @@ def test_every_request_names_the_owner(
     monkeypatch.setenv(VARIABLE, f"{s3_bucket}={OWNER}")
     limits = S3Limits(chunk_bytes=5 * MIB)
     s3_server.set_faults(S3Fault(kind="deny", match="partNumber=2", count=1))
-    with pytest.raises(CheckpointError):  # and so an upload is aborted
+    with pytest.raises(StoreError):  # so that an upload is aborted
         Bucket(s3_bucket, "p", limits).upload("c", memoryview(bytes(6 * MIB)), 6 * MIB, "test")
     use_all(Bucket(s3_bucket, "p", limits), tmp_path)
-    store = NodeStore(f"s3://{s3_bucket}/p", region="us-east-1", owner=OWNER)
-    store.write("node", b"1")
-    assert store.read("node") is not None
+    node_bucket = open_node_bucket(f"s3://{s3_bucket}/p", region="us-east-1", owner=OWNER)
+    node_bucket.put("node", b"1", "test")
+    assert node_bucket.get("node", "test") is not None
 
     counts = s3_server.counts()
     num_requests = sum(counts.values()) - counts[OWNED] - counts["deny"]
-    # The list that tells whether a refusal is one of the owner names none, on purpose.
+    # The listing that checks for a wrong owner names none, on purpose.
     assert counts[OWNED] == num_requests - 1 > 10
 
 
-def test_bucket_that_nobody_named_may_belong_to_anybody(
+def test_bucket_without_an_expected_owner_may_belong_to_any_account(
     s3_server: S3Server, s3_bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, f"{s3_bucket}=any, other={STRANGER}")
@@ -68,12 +69,12 @@ def test_bucket_that_nobody_named_may_belong_to_anybody(
     assert OWNED not in s3_server.counts()
 
 
-def test_bucket_of_a_stranger_is_refused_with_the_setting_to_write(
+def test_bucket_of_another_account_is_refused_with_the_setting_to_change(
     s3_server: S3Server, s3_bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, f"{s3_bucket}={STRANGER}")
     words = (
-        rf"does not belong to account {STRANGER}, but to another one.*Nothing of it was used.*"
+        rf"does not belong to account {STRANGER}, but to another one.*None of its data was used.*"
         rf"{VARIABLE}={s3_bucket}=ACCOUNT, or bucket_owner in pools.yaml"
     )
     with pytest.raises(CheckpointError, match=words):
@@ -85,26 +86,27 @@ def test_bucket_of_a_stranger_is_refused_with_the_setting_to_write(
     assert s3_server.list_keys(s3_bucket) == []
 
 
-def test_role_that_may_not_list_is_told_of_both_reasons(
+def test_role_without_list_permission_gets_both_reasons(
     s3_server: S3Server, s3_bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, f"{s3_bucket}={OWNER}")
     s3_server.set_faults(S3Fault(kind="deny"))
-    with pytest.raises(CheckpointError, match=rf"access denied.*not one of account {OWNER}"):
+    with pytest.raises(CheckpointError, match=rf"access denied.*not owned by account {OWNER}"):
         S3Store(f"s3://{s3_bucket}/runs").begin(1)
 
 
-def test_node_says_that_the_bucket_may_be_a_strangers(s3_server: S3Server, s3_bucket: str) -> None:
-    store = NodeStore(f"s3://{s3_bucket}/p", region="us-east-1", owner=STRANGER)
-    with pytest.raises(StoreError, match=f"AccessDenied: .* is not of account {STRANGER}"):
-        store.read("config.json")
-    with pytest.raises(StoreError, match=f"is not of account {STRANGER}"):
-        store.write("nodes/i-1.json", b"{}")
+def test_node_reports_a_bucket_of_another_account(s3_server: S3Server, s3_bucket: str) -> None:
+    bucket = open_node_bucket(f"s3://{s3_bucket}/p", region="us-east-1", owner=STRANGER)
+    words = f"config cannot be read in .* does not belong to account {STRANGER}"
+    with pytest.raises(StoreError, match=words):
+        bucket.get("config.json", "config cannot be read")
+    with pytest.raises(StoreError, match=f"does not belong to account {STRANGER}"):
+        bucket.put("nodes/i-1.json", b"{}", "test")
     assert s3_server.list_keys(s3_bucket) == []
 
 
 @pytest.mark.parametrize("text", ["my-bucket", "my-bucket=12", "=111122223333", "b=ANY"])
-def test_variable_that_is_wrong_is_an_error_before_anything_is_asked(
+def test_invalid_variable_is_an_error_before_any_request(
     s3_server: S3Server, s3_bucket: str, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     monkeypatch.setenv(VARIABLE, text)
@@ -113,7 +115,7 @@ def test_variable_that_is_wrong_is_an_error_before_anything_is_asked(
     assert s3_server.counts() == {}
 
 
-def test_what_the_pool_says_of_its_bucket_goes_before() -> None:
+def test_existing_entry_of_the_variable_takes_precedence() -> None:
     assert with_owner("", "b", OWNER) == f"b={OWNER}"
     assert with_owner("b=any,c=any", "b", OWNER) == "b=any,c=any"
     assert with_owner("c=any", "b", "") == "c=any"

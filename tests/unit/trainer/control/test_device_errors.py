@@ -1,4 +1,4 @@
-"""CUDA errors: the notebook's, or the machine's."""
+"""Classify CUDA errors: caused by the notebook or by the machine."""
 
 from __future__ import annotations
 

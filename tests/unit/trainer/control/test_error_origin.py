@@ -15,8 +15,8 @@ from etrain_jupyter.rules.samples.batch_plan import plan_batches
 from etrain_jupyter.trainer.control.error_origin import is_broken_exchange, is_our_defect
 from etrain_jupyter.trainer.control.faults import DeliberateError, commit_fault
 from etrain_jupyter.trainer.data import DataError, open_samples
-from etrain_jupyter.trainer.loop.schedule import Every
 from etrain_jupyter.trainer.optimizers import build_optimizer
+from etrain_jupyter.trainer.schedule import Every
 from etrain_jupyter.trainer.state.capture import digest_of
 
 
@@ -28,7 +28,7 @@ def raised(call) -> BaseException:
 
 def test_exception_out_of_our_own_lines_is_our_defect():
     assert is_our_defect(raised(lambda: digest_of(None)))
-    assert is_our_defect(raised(lambda: Every(None, None)))
+    assert is_our_defect(raised(lambda: Every(None, None, now=0.0)))
 
 
 def test_deliberate_error_counts_as_one():

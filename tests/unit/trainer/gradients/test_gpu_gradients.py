@@ -1,4 +1,4 @@
-"""Gradients of ranks with GPUs, with stand-ins for what needs one."""
+"""Gradients of ranks with GPUs, with fakes for the device and NCCL."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from etrain_jupyter.trainer.devices import choose_device, facts_of
-from etrain_jupyter.trainer.group import process_group
+from etrain_jupyter.trainer.group import transports
 from etrain_jupyter.trainer.group.backends import NCCL
 from etrain_jupyter.trainer.group.cuda_buckets import sum_through_host
 from etrain_jupyter.trainer.group.process_group import CommunicationError
@@ -18,7 +18,7 @@ from tests.unit.trainer.peers import connected
 
 
 class Bucket:
-    """What DDP gives its hook."""
+    """A bucket as DDP passes it to its hook."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -28,7 +28,7 @@ class Bucket:
 
 
 class FakeNccl:
-    """Sums as if the other rank had the same; its futures are complete at once, like NCCL's."""
+    """Sums as if the other rank had the same values; futures complete at once, like NCCL's."""
 
     def __init__(self) -> None:
         self.aborted, self.shut = threading.Event(), threading.Event()
@@ -54,7 +54,7 @@ class FakeNccl:
 
     def abort(self) -> None:
         self.ended_by.append(threading.current_thread())
-        self.device_done.set()  # an abort makes the kernels end
+        self.device_done.set()  # an abort ends the kernels
         self.aborted.set()
 
     def shutdown(self) -> None:
@@ -65,7 +65,7 @@ class FakeNccl:
 @pytest.fixture
 def nccl(monkeypatch) -> FakeNccl:
     fake = FakeNccl()
-    monkeypatch.setattr(process_group, "moment_of_device", lambda: fake.device_done.wait)
+    monkeypatch.setattr(transports, "moment_of_device", lambda: fake.device_done.wait)
     return fake
 
 
@@ -73,7 +73,7 @@ def by_nccl(fake: FakeNccl):
     return connected(backend=NCCL, connect_nccl=fake.connect)
 
 
-def test_bucket_goes_by_nccl_and_the_update_waits_for_the_device(nccl):
+def test_nccl_sums_a_bucket_and_the_update_waits_for_the_device(nccl):
     with by_nccl(nccl) as (group, _):
         nccl.device_done.clear()
         buffer = torch.ones(4)
@@ -93,7 +93,7 @@ def test_rank_without_samples_adds_nothing(nccl):
         assert group.ddp_hook(Bucket(torch.ones(2))).wait().tolist() == [0, 0]
 
 
-def test_group_that_is_left_shuts_nccl_down_in_a_thread(nccl):
+def test_closed_group_shuts_nccl_down_in_a_thread(nccl):
     with by_nccl(nccl):
         pass
     assert nccl.shut.wait(10)
@@ -129,15 +129,15 @@ def test_sum_that_cannot_be_started_is_found_before_the_update(nccl):
     with by_nccl(nccl) as (group, _):
         nccl.error = "NCCL communicator was aborted"
         buffer = torch.ones(2)
-        assert group.ddp_hook(Bucket(buffer)).wait() is buffer  # the backward pass goes on
+        assert group.ddp_hook(Bucket(buffer)).wait() is buffer  # the backward pass continues
         with pytest.raises(CommunicationError, match="communicator was aborted"):
             group.settle()
 
 
-# Review G2: only "a collective failed" was left of what NCCL had said.
+# Review G2: the report had only "a collective failed" instead of NCCL's message.
 
 
-def test_nccl_that_cannot_connect_leaves_its_whole_message(nccl):
+def test_error_of_nccl_while_it_connects_is_kept_in_full(nccl):
     text = "NCCL error in: a.cpp:7\nncclSystemError: failed.\nLast error:\nno space on /dev/shm"
 
     def refuse(store: Any, rank: int, world_size: int, keep: Any) -> None:
@@ -150,14 +150,14 @@ def test_nccl_that_cannot_connect_leaves_its_whole_message(nccl):
     assert (groups[0].failure, groups[0].failed_backend) == (text, "nccl")
 
 
-def test_sum_that_breaks_in_mid_run_leaves_nccls_whole_message(nccl):
+def test_error_of_nccl_in_a_sum_is_kept_in_full(nccl):
     with by_nccl(nccl) as (group, _):
         nccl.error = "ncclRemoteError: a call failed.\nLast error:\npeer closed the connection"
         group.ddp_hook(Bucket(torch.ones(2))).wait()
         assert (group.failure, group.failed_backend) == (nccl.error, "nccl")
 
 
-def test_nccl_that_is_made_after_the_abort_is_not_used(nccl):
+def test_nccl_that_connects_after_the_abort_is_not_used(nccl):
     def connect_late(store: Any, rank: int, world_size: int, keep: Any) -> None:
         groups[0].abort("too late")
         keep(nccl)
@@ -166,7 +166,7 @@ def test_nccl_that_is_made_after_the_abort_is_not_used(nccl):
     with pytest.raises(CommunicationError, match="too late"):  # noqa: SIM117
         with connected(backend=NCCL, connect_nccl=connect_late, on_made=groups.append):
             pass
-    assert groups[0]._nccl is None
+    assert groups[0]._transport.backend is None
 
 
 def test_bucket_of_a_shared_gpu_is_summed_in_host_memory():

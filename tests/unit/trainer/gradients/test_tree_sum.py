@@ -1,4 +1,4 @@
-"""Sums over ranks in memory: the same bits for every number of ranks."""
+"""Sums over ranks are the same bit for bit for any number of ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Mail:
         self.num_bytes = 0
 
     def box(self, src: int, dst: int, tag: int) -> queue.Queue:
-        # Not a defaultdict: two threads that ask at the same time must get the same box.
+        # Not a defaultdict: two threads must get the same queue at the same time.
         return self.boxes.setdefault((src, dst, tag), queue.Queue())
 
 
@@ -67,7 +67,7 @@ class MemoryPeers:
 
 
 def values_of(num_shards: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Numbers whose sum depends on the order of the additions."""
+    """Values whose sum depends on the order of the additions."""
     generator = torch.Generator().manual_seed(3)
     values = torch.randn(num_shards, size, generator=generator, dtype=torch.float64)
     scales = torch.randint(-6, 6, (num_shards, size), generator=generator)
@@ -75,7 +75,7 @@ def values_of(num_shards: int, size: int, dtype: torch.dtype) -> list[torch.Tens
 
 
 def total_by(world_size: int, values: list[torch.Tensor], mail: Mail) -> list[torch.Tensor]:
-    """Add up over ranks that are threads; return what each of them holds, after two rounds."""
+    """Sum over ranks in threads; return the result of each rank after two rounds."""
     plan = plan_shards(num_shards=len(values), world_size=world_size)
     totals: list[Any] = [None] * world_size
 
@@ -85,7 +85,7 @@ def total_by(world_size: int, values: list[torch.Tensor], mail: Mail) -> list[to
         adder = TreeSum(
             MemoryPeers(mail, rank, world_size), plan, sums[: len(plan.subtrees[rank])], tag=5
         )
-        for _ in range(2):  # the buffers are used again
+        for _ in range(2):  # the buffers are reused
             for p in passes:
                 if p.is_fresh:
                     sums[p.slot].zero_()
@@ -120,19 +120,19 @@ def test_total_has_the_same_bits_for_every_world_size(num_shards, is_direct, siz
             assert torch.equal(total, expected(values))
 
 
-def test_values_of_these_tests_tell_one_order_from_another():
+def test_values_of_these_tests_depend_on_the_order_of_additions():
     values = values_of(8, 1000, torch.float32)
     assert not torch.equal(torch.stack(values).sum(0), expected(values))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_other_dtypes_are_added_as_they_are(dtype):
+def test_other_dtypes_are_not_converted(dtype):
     values = values_of(8, 50, dtype)
     for total in total_by(3, values, Mail()):
         assert torch.equal(total, expected(values))
 
 
-def test_no_more_travels_than_for_an_all_reduce_where_shards_lie_evenly(monkeypatch):
+def test_even_shards_send_no_more_bytes_than_an_all_reduce(monkeypatch):
     monkeypatch.setattr(tree_sum, "DIRECT_BYTES", 0)
     mail, world_size, size = Mail(), 4, 1000
     total_by(world_size, values_of(8, size, torch.float32), mail)

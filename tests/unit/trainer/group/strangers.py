@@ -1,4 +1,5 @@
-"""A process that is no rank, and connects to the ranks' ports: another user's, where root runs it.
+"""A stranger: a process that is not a rank and connects to the ranks' ports, if possible as another
+user.
 
 Run as a script, it reads commands from its standard input, a line of JSON each, and answers each
 with a line. It imports nothing of ours, and no torch.
@@ -22,14 +23,14 @@ NOBODY = 65534
 
 
 class Stranger:
-    """The process, as a test uses it."""
+    """Handle of the stranger's process."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
         self._lock = threading.Lock()  # the ranks of a test are threads
 
     def ask(self, **command: Any) -> Any:
-        """Have it do something and return its answer."""
+        """Send a command and return the answer."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with self._lock:
@@ -45,14 +46,14 @@ class Stranger:
         return int(self.ask(do="flood", end=end, count=count))
 
     def relay(self, to: tuple[str, int]) -> int:
-        """Listen, pass everything on to another port, and return the relay's own.
+        """Listen, forward everything to another port, and return the relay's port.
 
         gloo compares ports to decide which rank connects; the relay's compares as a very low one.
         """
         return int(self.ask(do="relay", end=to))
 
     def num_received(self) -> int:
-        """Return how many bytes its own connections and its relays have been sent so far."""
+        """Return the number of bytes that its connections and relays have received so far."""
         return int(self.ask(do="received"))
 
 
@@ -70,7 +71,7 @@ def stranger() -> Iterator[Stranger]:
 
 
 def uid_of_stranger() -> int:
-    """Return the user that it runs as."""
+    """Return the user ID of the process."""
     return NOBODY if os.getuid() == 0 else os.getuid()
 
 

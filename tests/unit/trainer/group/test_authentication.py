@@ -1,4 +1,4 @@
-"""Only ranks get a rank's place: strangers and relays are refused before the first tensor.
+"""Strangers and relays are refused before the first tensor is sent.
 
 Review S3.
 """
@@ -27,7 +27,7 @@ from tests.unit.trainer.group.strangers import Stranger, stranger, uid_of_strang
 from tests.unit.trainer.peers import HOST, linked_stores
 
 NUMBERS = [struct.pack("=Q", number) for number in range(4)]
-"""What gloo takes for ranks: a pair's number in 8 bytes."""
+"""Numbers of a pair in 8 bytes, by which gloo identifies ranks."""
 
 HOSTS = ["127.0.0.1", "::1"]
 
@@ -47,9 +47,9 @@ def end_of(device: GlooDevice) -> tuple[str, int]:
 
 
 class Attacked:
-    """Groups of which each suffers an attack between its listening and telling where it listens.
+    """Groups that are attacked after they listen and before they publish their address.
 
-    A stranger has that moment too, if it is quick; here it always has it.
+    A real stranger has to be fast enough; here it always is.
     """
 
     def __init__(self, count: int, attack: Attack, *, host: str = HOST, **keys: Any) -> None:
@@ -66,7 +66,7 @@ class Attacked:
             for rank in range(count)
         ]
         self.swapped: dict[bytes, bytes] = {}
-        """What is to be replaced in what the ranks publish."""
+        """Replacements in the published addresses."""
 
     def _publish(self, rank: int, key: str, value: bytes) -> None:
         if rank not in self._attacked:
@@ -79,7 +79,7 @@ class Attacked:
                 other._store.put(key, value)
 
     def connect(self) -> list[Exception | None]:
-        """Connect all; return what each raised. A failed one is reported, so all are aborted."""
+        """Connect all groups; return the exception of each. A failure aborts all of them."""
 
         num_done = 0
 
@@ -89,7 +89,7 @@ class Attacked:
                 group.connect()
             except CommunicationError as exc:
                 num_done += 1
-                # The others may come to a verdict of their own; some are stuck inside gloo.
+                # The other ranks may also fail by themselves; some are stuck inside gloo.
                 deadline = time.monotonic() + 1
                 while num_done < len(self.groups) and time.monotonic() < deadline:
                     time.sleep(0.01)
@@ -103,11 +103,11 @@ class Attacked:
             return list(ranks.map(attempt, self.groups))
 
     def sums(self) -> list[list[float]]:
-        """Sum a tensor over the ranks, and return what each rank has then."""
+        """Sum a tensor over the ranks, and return the result of each rank."""
         tensors = [torch.full((2,), float(group.rank + 1)) for group in self.groups]
 
         def add(group: RankGroup) -> None:
-            group._sum_on_host(tensors[group.rank])
+            group.sum_on_host(tensors[group.rank])
 
         with ThreadPoolExecutor(len(self.groups)) as ranks:
             list(ranks.map(add, self.groups))
@@ -128,12 +128,12 @@ def attacked(count: int, attack: Attack, **keys: Any) -> Iterator[Attacked]:
 
 
 def take_places(attacker: Stranger, *, then: str = "hold") -> Attack:
-    """Return the attack that names every number to every rank."""
+    """Return an attack that sends every number to every rank."""
 
     def attack(_: int, device: GlooDevice) -> None:
         for number in NUMBERS:
             attacker.connect(end_of(device), number, then=then)
-        time.sleep(0.05)  # gloo reads in a thread of its own
+        time.sleep(0.05)  # gloo reads in its own thread
 
     return attack
 
@@ -168,9 +168,9 @@ def test_refusal_names_the_port_and_the_strangers_end(attacker):
 
 
 class Relayed:
-    """An attack on two ranks: the one that connects is told of a relay's port, not of the other's.
+    """An attack on two ranks: the connecting rank gets the port of a relay, not of the other rank.
 
-    Only somebody who redirects packets can do so, because the addresses are authenticated.
+    A real attacker would have to redirect packets, because the addresses are authenticated.
     """
 
     def __init__(self, attacker: Stranger) -> None:
@@ -182,7 +182,7 @@ class Relayed:
     def __call__(self, rank: int, device: GlooDevice) -> None:
         self._ends[rank] = end_of(device)
         if self._both.wait(10) == 0:
-            # gloo compares the bytes of the ports, in the order in which they lie in memory.
+            # gloo compares the bytes of the ports in memory order.
             host, port = min(self._ends.values(), key=lambda end: socket.htons(end[1]))
             relay = self._attacker.relay((host, port))
             self.swapped[struct.pack("!H", port)] = struct.pack("!H", relay)
@@ -242,11 +242,11 @@ def test_guarded_group_refuses_a_relay_in_time(attacker, monkeypatch):
         assert attacker.num_received() <= len(NUMBERS[0])
 
 
-def test_guarded_rank_leaves_a_port_that_a_stranger_has_reached_already(attacker, monkeypatch):
+def test_guarded_rank_abandons_a_port_that_a_stranger_has_already_reached(attacker, monkeypatch):
     made = []
 
     class Reached(GlooDevice):
-        """Somebody knows the first two ports before they are held."""
+        """The attacker knows the first two ports before they are held."""
 
         def __init__(self, host: str, **_: Any) -> None:
             super().__init__(host)
@@ -280,13 +280,13 @@ def test_ports_that_a_flood_has_reached_do_not_use_up_the_descriptors(attacker, 
     assert len(made) == 2
 
 
-def test_stranger_that_comes_when_the_port_is_held_costs_no_other_port(attacker):
+def test_stranger_that_connects_while_the_port_is_held_is_harmless(attacker):
     device = GlooDevice(HOST, on_listening=admission._hold_back)
     take_places(attacker)(0, device)
     assert admission.hold(device)
 
 
-def test_nobody_can_connect_once_the_ranks_have(attacker):
+def test_connected_ranks_refuse_further_connections(attacker):
     with attacked(2, lambda *_: None) as ranks:
         assert ranks.connect() == [None, None]
         before = len(os.listdir("/proc/self/fd"))
@@ -296,7 +296,7 @@ def test_nobody_can_connect_once_the_ranks_have(attacker):
         assert ranks.sums() == [[3.0, 3.0], [3.0, 3.0]]
 
 
-def test_listener_of_a_broken_group_is_sealed_although_a_thread_stays_in_gloo(attacker):
+def test_listener_of_a_failed_group_is_sealed_even_if_a_thread_is_stuck_in_gloo(attacker):
     with attacked(2, lambda *_: None) as ranks:
         assert ranks.connect() == [None, None]
         group = ranks.groups[0]
@@ -312,7 +312,7 @@ def test_flood_while_ranks_connect_is_refused_before_it_uses_up_all_descriptors(
         generation=1, rank=0, world_size=2, store=BroadcastStore(lambda *_: None), host=HOST
     )
     with ThreadPoolExecutor(1) as rank, contextlib.ExitStack() as stack:
-        forming = rank.submit(group.connect)  # the other rank does not come
+        forming = rank.submit(group.connect)  # the other rank never connects
         stack.callback(group.close)
         stack.callback(group.abort)
         while group._device is None:
@@ -327,14 +327,14 @@ def test_flood_while_ranks_connect_is_refused_before_it_uses_up_all_descriptors(
         assert attacker.flood(end, 1) == 0
 
 
-def test_rank_that_cannot_connect_lets_the_others_know(monkeypatch):
+def test_rank_that_cannot_connect_notifies_the_other_ranks(monkeypatch):
     first, second = linked_stores()
     group = RankGroup(generation=1, rank=0, world_size=2, store=first, host=HOST)
 
     def fail(*_: Any) -> None:
         raise RuntimeError("[gloo] connection refused\nwith a trace")
 
-    monkeypatch.setattr("etrain_jupyter.trainer.group.process_group.connect_gloo", fail)
+    monkeypatch.setattr("etrain_jupyter.trainer.group.forming.connect_gloo", fail)
     with pytest.raises(CommunicationError, match="connection refused"):
         group.connect()
     device = GlooDevice(HOST)
@@ -353,13 +353,13 @@ def test_system_that_does_not_list_sockets_is_refused(monkeypatch):
 
 
 def test_gloo_marks_the_connections_that_have_no_rank(attacker):
-    """``EPOLLONESHOT`` is gloo's own habit; without it every group would be refused."""
+    """``EPOLLONESHOT`` is an implementation detail of gloo; without it every group is refused."""
     before, marks = {}, []
 
     def attack(rank: int, device: GlooDevice) -> None:
-        attacker.connect(end_of(device))  # says nothing
+        attacker.connect(end_of(device))  # sends nothing
         attacker.connect(end_of(device), b"\0\0")  # not a whole number
-        attacker.connect(end_of(device), b"\xff" * 8)  # nobody's number
+        attacker.connect(end_of(device), b"\xff" * 8)  # the number of no rank
         time.sleep(0.05)
         before[rank] = [each.is_claimed for each in device.connections()]
 
@@ -373,7 +373,7 @@ def test_gloo_marks_the_connections_that_have_no_rank(attacker):
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_gloo_makes_one_connection_between_every_two_ranks(count):
+def test_gloo_makes_one_connection_per_pair_of_ranks(count):
     with attacked(count, lambda *_: None) as ranks:
         assert ranks.connect() == [None] * count
         pairs = [each.pair for group in ranks.groups for each in group._device.connections()]
@@ -381,14 +381,14 @@ def test_gloo_makes_one_connection_between_every_two_ranks(count):
         assert {(far, near) for near, far in pairs} == set(pairs)
 
 
-def test_connections_are_made_while_forming_whatever_the_environment_says(monkeypatch):
+def test_connections_are_made_while_forming_regardless_of_the_environment(monkeypatch):
     monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "1")
     with attacked(2, lambda *_: None) as ranks:
         assert ranks.connect() == [None, None]
 
 
-def test_plain_gloo_gives_a_stranger_the_place(attacker):
-    """The attack works on gloo alone, so that the tests above show what refuses it."""
+def test_plain_gloo_gives_a_rank_s_place_to_a_stranger(attacker):
+    """Control: the attack succeeds on gloo alone, so the tests above test the defense."""
     stores = linked_stores()
     devices = [GlooDevice(HOST), GlooDevice(HOST)]
     for rank, device in enumerate(devices):

@@ -1,4 +1,4 @@
-"""Which lists of connections make a group, and to whom the far end of one belongs. Review S3."""
+"""Lists of connections that make a group, and owners of far ends. Review S3."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from etrain_jupyter.trainer.group.connections import (
     encode,
     find_mismatch,
     find_uid,
+    format_end,
     pair_of,
-    words_of,
 )
 
 
 def whole(count: int) -> dict[int, list[Pair]]:
-    """The lists of a sound group: each rank listens on one port, lower ones connect to higher."""
+    """Lists of a valid group: each rank listens on one port, lower ranks connect to higher ones."""
     listed: dict[int, list[Pair]] = {rank: [] for rank in range(count)}
     for near in range(count):
         for far in range(near + 1, count):
@@ -32,7 +32,7 @@ def whole(count: int) -> dict[int, list[Pair]]:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
-def test_one_connection_between_every_two_ranks_is_sound(count):
+def test_one_connection_per_pair_of_ranks_is_accepted(count):
     assert find_mismatch(whole(count)) is None
 
 
@@ -81,7 +81,7 @@ def test_lists_survive_the_store():
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_both_ends_name_a_connection_alike_and_its_user_is_found(host):
+def test_both_ends_identify_a_connection_alike_and_its_user_is_found(host):
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, 0), family=family) as listener:
         with socket.create_connection(listener.getsockname()[:2]) as far:
@@ -89,14 +89,14 @@ def test_both_ends_name_a_connection_alike_and_its_user_is_found(host):
             pair = pair_of(near)
             assert pair == tuple(reversed(pair_of(far)))
             assert find_uid(pair) == os.getuid()
-        assert find_uid(pair) is None  # closed: it belongs to nobody
+        assert find_uid(pair) is None  # closed: it has no owner
         near.close()
-    assert words_of(pair[0]) == (
+    assert format_end(pair[0]) == (
         f"[{host}]:{pair[0][1]}" if ":" in host else f"{host}:{pair[0][1]}"
     )
 
 
-def test_ipv4_peer_of_an_ipv6_socket_is_named_alike():
+def test_ipv4_peer_of_an_ipv6_socket_is_identified_alike():
     with socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True) as listener:
         port = listener.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)) as far:

@@ -1,4 +1,4 @@
-"""Messages between two ranks: in order, off the main thread, and ended at once by an abort."""
+"""Messages between two ranks: in order, off the main thread, and abortable."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def exchange_threads() -> list[threading.Thread]:
     return [t for t in threading.enumerate() if t.name == "etrain-exchange"]
 
 
-def test_work_is_done_in_the_order_in_which_it_was_started():
+def test_work_runs_in_the_order_in_which_it_was_started():
     group, done = alone(), []
     pendings = [group.start(lambda n=n: done.append(n)) for n in range(100)]
     pendings[-1].wait()
@@ -46,7 +46,7 @@ def test_thread_ends_with_the_group():
     assert not thread.is_alive()
 
 
-def test_what_the_work_raises_ends_the_generation():
+def test_exception_in_work_ends_the_generation():
     group = alone()
 
     def work() -> None:
@@ -61,7 +61,7 @@ def test_what_the_work_raises_ends_the_generation():
     group.close()
 
 
-def test_tensors_go_both_ways_as_views():
+def test_views_of_tensors_are_sent_in_both_directions():
     with connected() as (group, peer):
         sent, received = torch.arange(10.0), torch.zeros(10)
 
@@ -98,7 +98,7 @@ def test_abort_ends_the_wait_for_a_silent_peer():
                 waiting.wait()
         with pytest.raises(CommunicationError, match="the peer is silent"):
             group.start(lambda: None)
-        # The connections were shut down, so that gloo lets go of the thread too.
+        # The connections were shut down, so gloo releases the thread, too.
         thread.join(10)
         assert not thread.is_alive()
 
@@ -126,7 +126,7 @@ def test_dead_peer_ends_the_work():
             pending.wait()
 
 
-def test_collectives_and_pieces_of_work_are_counted():
+def test_collectives_and_work_items_are_counted():
     class Page:
         count = 0
 

@@ -1,4 +1,4 @@
-"""The rendezvous store and the life of a group, without processes."""
+"""Rendezvous store and lifecycle of a group, without processes."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def test_abort_ends_a_wait_with_a_reason():
         store.get("x")
 
 
-def test_wait_ends_when_its_time_is_over():
+def test_wait_times_out():
     store = BroadcastStore(lambda key, value: None)
-    with pytest.raises(CommunicationError, match="time is over"):
+    with pytest.raises(CommunicationError, match="timed out"):
         store.wait(["x"], timedelta(seconds=0.01))
 
 
-def test_aborted_generation_forms_no_more():
+def test_aborted_generation_cannot_form():
     store = BroadcastStore(lambda key, value: None)
     group = RankGroup(generation=1, rank=0, world_size=2, store=store, host="127.0.0.1")
     group.abort("a peer is lost")
@@ -54,7 +54,7 @@ def forming_threads() -> list[threading.Thread]:
     return [t for t in threading.enumerate() if t.name == "etrain-form"]
 
 
-def test_abort_ends_the_wait_for_a_rank_that_never_comes_and_its_thread():
+def test_abort_ends_the_wait_for_a_rank_that_never_connects_and_its_thread():
     store = BroadcastStore(lambda key, value: None)
     group = RankGroup(generation=1, rank=0, world_size=2, store=store, host=HOST)
     threading.Timer(0.1, group.abort, ["rank 1 is lost"]).start()
@@ -74,7 +74,7 @@ def test_rank_that_dies_while_it_connects_fails_the_others_at_the_abort():
     put = mine.put
 
     def put_and_die(key: str, value: bytes) -> None:
-        """Tell the address of a rank that takes no connection any more."""
+        """Publish the address of a rank that no longer accepts connections."""
         put(key, value)
         if not published.is_set():
             published.set()
@@ -92,7 +92,7 @@ def test_rank_that_dies_while_it_connects_fails_the_others_at_the_abort():
     assert not dist.is_initialized()
 
 
-def test_broken_generation_lets_its_peers_know_when_it_is_left():
+def test_closing_a_failed_generation_breaks_the_connections_of_its_peers():
     with connected() as (group, peer):
         failed = []
 

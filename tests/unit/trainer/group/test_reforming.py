@@ -1,4 +1,4 @@
-"""A process that forms one generation after the other keeps nothing of those that are over."""
+"""A process that forms one generation after another frees the previous ones completely."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def wrap(model: nn.Module, group: RankGroup) -> nn.Module:
 
 
 def train(model: nn.Module, group: RankGroup, peer: Peer) -> weakref.ref:
-    """One backward pass of a whole generation, and a message."""
+    """One backward pass of an intact generation, and a message."""
     module = wrap(model, group)
     arriving = group.start(lambda: group.irecv(torch.zeros(4), 1, tag=1).wait())
     peer.send(torch.ones(4), tag=1)
@@ -79,7 +79,7 @@ def num_descriptors() -> int:
 
 
 def settles(is_so: Callable[[], bool]) -> bool:
-    """Whether it becomes so: threads that free what is left have their own time."""
+    """Return True once the condition holds: other threads free the remains asynchronously."""
     deadline = time.monotonic() + 30
     while not is_so() and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -87,14 +87,14 @@ def settles(is_so: Callable[[], bool]) -> bool:
 
 
 def what_is_left_of_many() -> dict[str, bool]:
-    """Live many generations, and return what was asked of what they leave, and whether it is so."""
+    """Run many generations, and return which conditions hold afterwards."""
     model = nn.Linear(8, 8)
     for generation in (1, 2):
-        live_one(model, generation)  # torch keeps some threads and modules from the first time
+        live_one(model, generation)  # torch keeps some threads and modules after the first one
     gc.collect()
     threads, descriptors, count = num_threads(), num_descriptors(), c10d._world.group_count
     hook = sys.excepthook
-    gc.disable()  # cycles would only be found when there are many, and gloo's end waits for them
+    gc.disable()  # cycles would be collected late, and gloo's destructor waits for them
     traces = [ref for g in range(NUM_GENERATIONS) for ref in live_one(model, 3 + g)]
     return {
         "no module and no group": settles(lambda: all(trace() is None for trace in traces)),
@@ -107,21 +107,21 @@ def what_is_left_of_many() -> dict[str, bool]:
     }
 
 
-def test_nothing_of_a_generation_is_left_when_it_is_over():
-    # In a process of its own: other tests leave threads that end, and libraries that start some.
+def test_generation_is_freed_completely_at_its_end():
+    # In a separate process: other tests leave threads, and libraries start some.
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
         is_so = process.submit(what_is_left_of_many).result()
     assert is_so == dict.fromkeys(is_so, True)
 
 
-def test_device_is_found_although_it_got_the_descriptor_of_an_older_one(monkeypatch):
+def test_device_is_found_even_if_it_reuses_the_descriptor_of_an_older_one(monkeypatch):
     older = GlooDevice(HOST)
     number = older._epoll
     list_links = gloo_device._links
 
     def links_and_the_end_of_the_older() -> dict[int, str]:
         found = list_links()
-        older.__dict__.pop("device", None)  # freed by another thread just now
+        older.__dict__.pop("device", None)  # just freed by another thread
         return found
 
     monkeypatch.setattr(gloo_device, "_links", links_and_the_end_of_the_older)

@@ -1,4 +1,4 @@
-"""The schedule sets what the optimizer updates with, on every group, from the samples trained."""
+"""The schedule sets the learning rate of every group from the samples trained."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_rate_that_is_a_tensor_stays_one():
 
 
 def rates(optimizer: torch.optim.Optimizer, rate: LearningRate, *world_sizes: int) -> list[float]:
-    """Return the rate of each of these steps, all of them committed."""
+    """Return the rate of each of these committed steps."""
     found = []
     for world_size in world_sizes:
         rate.prepare(position=0, count=1, world_size=world_size)
@@ -85,17 +85,17 @@ def test_growing_batch_ramps_the_rate_and_a_shrinking_one_cuts_it():
     assert found == pytest.approx([0.1, 0.1, 0.2, 0.3, 0.3, 0.1])
 
 
-def test_generation_that_made_no_step_leaves_no_trace():
-    """Some ranks form one that breaks before its first step, others do not: they must agree."""
+def test_generation_without_a_step_does_not_change_the_state():
+    """Ranks of a generation that fails before its first step agree with ranks outside of it."""
     one, other = sgd(), sgd()
     formed = LearningRate(one, scaling=ScalingConfig(rule="linear", ramp=4))
     not_formed = LearningRate(other, scaling=ScalingConfig(rule="linear", ramp=4))
-    formed.prepare(position=0, count=1, world_size=8)  # and the step was undone
+    formed.prepare(position=0, count=1, world_size=8)  # the step is undone
     assert formed.state_dict() == not_formed.state_dict()
     assert rates(one, formed, 2, 2, 2) == rates(other, not_formed, 2, 2, 2)
 
 
-def test_newcomer_goes_on_with_the_ramp_where_the_others_stand():
+def test_new_rank_continues_the_ramp_of_the_other_ranks():
     optimizer, theirs = sgd(), sgd()
     rate = LearningRate(optimizer, scaling=ScalingConfig(rule="linear", ramp=4))
     rates(optimizer, rate, 4, 4)
@@ -133,7 +133,7 @@ def test_rate_is_meant_for_the_base_workers_and_capped():
     )
 
 
-def test_rule_that_is_known_to_hurt_is_warned_of_once():
+def test_known_bad_rule_is_reported_once():
     keys = {"optimizer": "LAMB", "batch": {"per_worker": 16}, "steps": 2}
     loop, sent = make_loop(scaling={"rule": "linear"}, **keys)
     run_loop(loop)
@@ -155,10 +155,10 @@ def test_batch_per_worker_trains_each_sample_once_and_scales_its_step():
         (0, 48, 2),
         (1, 0, 16),
     ]
-    assert loop.position == 2 * NUM_SAMPLES
+    assert loop.state.position == 2 * NUM_SAMPLES
 
 
-def test_without_a_schedule_the_optimizer_is_left_alone():
+def test_optimizer_is_unchanged_without_a_schedule():
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     LearningRate(optimizer, None).prepare(position=5, count=1, world_size=1)
     assert optimizer.param_groups[0]["lr"] == 0.1

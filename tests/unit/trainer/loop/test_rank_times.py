@@ -1,4 +1,4 @@
-"""Where the time of a step goes: the parts are apart, add up, and are told with the right ranks."""
+"""Times of the parts of a step: they are separate, add up, and belong to the right rank."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def ranks():
 
 
 class SlowData:
-    """Whoever fetches a sample waits."""
+    """Fetching a sample is slow."""
 
     def __len__(self) -> int:
         return 32
@@ -110,7 +110,7 @@ def test_waiting_for_a_slow_rank_is_communication_of_the_fast_one_only(ranks, mo
     assert all(s["compute_s"] >= 0.99 * NAP_S for s in steps_of(slow))
 
 
-def test_ranks_tell_with_each_generation_what_they_passed_themselves(ranks):
+def test_ranks_report_their_own_samples_in_each_generation(ranks):
     config = keys(batch={"global": 15}, epochs=2)  # 7 steps an epoch, the last of 6 samples
     history = [Generation(members=(0, 1), until=3), Generation(members=(1,))]
     outcomes = ranks.train(Job(config=config, names=names, history=history))
@@ -126,7 +126,7 @@ def test_ranks_tell_with_each_generation_what_they_passed_themselves(ranks):
     assert all(record["communication_s"] == 0 for record in told[1:])
 
 
-def test_first_times_are_told_soon_and_later_ones_seldom(monkeypatch):
+def test_first_report_is_early_and_later_ones_are_rare(monkeypatch):
     now, told = 100.0, []
     monkeypatch.setattr(rank_times.time, "perf_counter", lambda: now)
     times = RankTimes(lambda _: None)
@@ -135,11 +135,11 @@ def test_first_times_are_told_soon_and_later_ones_seldom(monkeypatch):
         times.add_step(step, StepTimes(), samples=1, elapsed_s=0.25)
         if times.is_due(epoch_ends=False):
             told.append(now - 100.0)
-            times.tell()
+            times.report()
     assert told == [2.5, 7.5, 17.5, 37.5, 67.5, 97.5]
 
 
-def test_short_epochs_are_told_of_together_and_long_ones_at_their_ends(monkeypatch):
+def test_short_epochs_share_a_report_and_long_ones_report_at_their_ends(monkeypatch):
     now, told = 100.0, []
     monkeypatch.setattr(rank_times.time, "perf_counter", lambda: now)
     times = RankTimes(lambda _: None)
@@ -148,11 +148,11 @@ def test_short_epochs_are_told_of_together_and_long_ones_at_their_ends(monkeypat
         times.add_step(step, StepTimes(), samples=1, elapsed_s=1.0)
         if times.is_due(epoch_ends=step % 3 == 0):
             told.append(now - 100.0)
-            times.tell()
+            times.report()
     assert told == [3, 8, 18, 30, 42, 54]
 
 
-def test_checkpoints_and_evaluations_are_apart_from_the_steps():
+def test_checkpoints_and_evaluations_are_not_part_of_the_steps():
     sent: list[dict] = []
     times = RankTimes(sent.append)
     times.begin(alone(generation=4))
@@ -168,5 +168,5 @@ def test_checkpoints_and_evaluations_are_apart_from_the_steps():
     record = message.record
     assert (record["step"], record["num_steps"], record["samples"]) == (3, 3, 24)
     assert (record["elapsed_s"], record["checkpoint_s"], record["evaluation_s"]) == (6.0, 0.75, 3.0)
-    times.tell()
-    assert len(sent) == 1  # nothing to tell
+    times.report()
+    assert len(sent) == 1  # nothing to report

@@ -1,4 +1,4 @@
-"""The step in one process: equal to a plain loop, undone when it breaks, exact in its counts."""
+"""Steps in one process: equal to a plain loop, undone on errors, with exact counts."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from torch import nn
 from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.errors import ConfigError
 from etrain_jupyter.rules.samples.ledger import checksum_of, epoch_order
+from etrain_jupyter.trainer.boundary import NoHooks
 from etrain_jupyter.trainer.control.faults import NO_FAULTS, DeliberateError, Faults
 from etrain_jupyter.trainer.gradients.averaged import AveragedGradients
 from etrain_jupyter.trainer.group.process_group import BroadcastStore, CommunicationError, RankGroup
-from etrain_jupyter.trainer.loop.schedule import WorkPlan
 from etrain_jupyter.trainer.loop.train_loop import TrainLoop
 from etrain_jupyter.trainer.references import WorkloadError
+from etrain_jupyter.trainer.schedule import WorkPlan
 from etrain_jupyter.trainer.state import background_digest
 from etrain_jupyter.trainer.state.capture import digest_of, put_state, take_state
+from etrain_jupyter.trainer.state.train_state import TrainState
 from etrain_jupyter.trainer.workload import build_workload
 from etrain_jupyter.wire import messages
 from etrain_jupyter.wire.progress_page import ProgressPage
@@ -83,7 +85,8 @@ def make_loop(*, micro: int | None = None, names: Names | None = None, **keys):
     )
     sent: list[dict] = []
     workload = build_workload(config, names or Names(), torch.device("cpu"))
-    loop = TrainLoop(workload, config, WorkPlan.of(config, workload), sent.append)
+    state = TrainState(workload, config, WorkPlan.of(config, workload))
+    loop = TrainLoop(state, sent.append)
     loop.warm_up()
     return loop, sent
 
@@ -93,16 +96,29 @@ def alone(generation: int = 1) -> RankGroup:
     return RankGroup(generation=generation, rank=0, world_size=1, store=store, host="")
 
 
-def run(loop: TrainLoop) -> str:
+class Watch(NoHooks):
+    """Calls a function after each step, and another one after each evaluation."""
+
+    def __init__(self, after_step, after_eval) -> None:
+        self._after_step, self._after_eval = after_step, after_eval
+
+    def after_step(self, boundary) -> None:
+        self._after_step()
+
+    def after_eval(self, group) -> None:
+        self._after_eval()
+
+
+def run(loop: TrainLoop, *, after_step=lambda: None, after_eval=lambda: None) -> str:
     group = alone()
-    return loop.run(group, loop.wrap(group))
+    return loop.run(group, loop.wrap(group), Watch(after_step, after_eval))
 
 
 PLAIN = PlainJob(model=Net, data=make_data(), batch_size=BATCH, num_steps=8)
-"""The same job, of two epochs, for the loop that a careful person writes by hand."""
+"""The same job of two epochs for the plain loop."""
 
 
-def test_one_rank_equals_the_plain_loop_to_the_last_bit():
+def test_one_rank_equals_the_plain_loop_bit_for_bit():
     loop, _ = make_loop()
     assert run(loop) == "done"
     assert digest_of(loop.workload.model) == digest_of(train_plainly(PLAIN).model)
@@ -133,8 +149,8 @@ def test_records_prove_which_samples_were_trained():
     assert [m.step for m in digests] == [4, 8]
 
 
-def test_digest_of_an_epochs_end_is_told_while_the_next_one_trains(monkeypatch):
-    """Review R5: nobody waits for it, and it is of the weights at that boundary."""
+def test_digest_at_the_end_of_an_epoch_is_reported_while_the_next_one_trains(monkeypatch):
+    """Review R5: training does not wait for it, and it is of the weights at that boundary."""
     is_trained = threading.Event()
     hash_now = background_digest.digest_of_tensors
 
@@ -146,14 +162,13 @@ def test_digest_of_an_epochs_end_is_told_while_the_next_one_trains(monkeypatch):
     loop, sent = make_loop()
     at_boundaries = []
 
-    def look(_):
+    def look():
         if loop.step in (4, 8):
             at_boundaries.append(digest_of(loop.workload.model))
         if loop.step == 6:
             is_trained.set()
 
-    loop.after_step.append(look)
-    assert run(loop) == "done"
+    assert run(loop, after_step=look) == "done"
     digests = [m for m in sent if isinstance(m, messages.WeightsFingerprinted)]
     assert [m.step for m in digests] == [4, 8]
     assert [m.digest for m in digests] == at_boundaries
@@ -161,7 +176,7 @@ def test_digest_of_an_epochs_end_is_told_while_the_next_one_trains(monkeypatch):
     assert told_first[-1] >= 6
 
 
-def test_evaluation_is_the_mean_over_all_samples_however_they_are_batched():
+def test_evaluation_is_the_mean_over_all_samples_for_any_batch_size():
     loop, sent = make_loop(epochs=1)
     run(loop)
     [told] = [m.record for m in sent if isinstance(m, messages.EvalFinished)]
@@ -174,7 +189,7 @@ def test_evaluation_is_the_mean_over_all_samples_however_they_are_batched():
     assert told["metrics"]["accuracy"] == pytest.approx(correct)
 
 
-def test_change_that_is_pending_ends_the_run_after_the_step():
+def test_pending_change_ends_the_run_after_the_step():
     loop, _ = make_loop()
     loop.change_pending.set()
     assert run(loop) == "planned"
@@ -182,7 +197,7 @@ def test_change_that_is_pending_ends_the_run_after_the_step():
 
 
 class AtPlaces(Faults):
-    """Notes the places that the loop comes to, and does something at one of them."""
+    """Records the places that the loop reaches, and calls a function at one of them."""
 
     def __init__(self, place: str = "", act=lambda: None) -> None:
         super().__init__([], lambda _: None)
@@ -195,39 +210,39 @@ class AtPlaces(Faults):
             self.act()
 
 
-def test_change_that_is_pending_ends_an_evaluation_which_is_then_done_again():
+def test_pending_change_interrupts_an_evaluation_which_is_then_repeated():
     loop, sent = make_loop(micro=8, epochs=1)
-    loop.faults = AtPlaces("eval", loop.change_pending.set)
+    loop.places.faults = AtPlaces("eval", loop.change_pending.set)
     assert run(loop) == "planned"
     assert loop.progress == (4, 0)
-    # It was set in the first of 7 batches, told with the second, and looked at before the third.
-    assert [p for p in loop.faults.places if p[0] == "eval"] == [("eval", 4)] * 2
+    # Set in the first of 7 batches, sent with the second, and read before the third.
+    assert [p for p in loop.places.faults.places if p[0] == "eval"] == [("eval", 4)] * 2
     loop.change_pending.clear()
-    loop.faults = NO_FAULTS
+    loop.places.faults = NO_FAULTS
     assert run(loop) == "done"
     assert [m.record["samples"] for m in sent if isinstance(m, messages.EvalFinished)] == [
         NUM_SAMPLES
     ]
 
 
-def test_loop_comes_to_each_place_with_the_step_that_is_being_made():
+def test_loop_reaches_each_place_with_the_number_of_the_step_in_progress():
     loop, _ = make_loop(steps=2, micro=8)
-    loop.faults = AtPlaces()
+    loop.places.faults = AtPlaces()
     run(loop)
     passes = ["forward", "forward", "all_reduce", "commit"]
-    assert loop.faults.places[:8] == [(p, 1) for p in passes] + [(p, 2) for p in passes]
-    assert {p for p in loop.faults.places[8:]} == {("eval", 2), ("evaluated", 2)}
+    assert loop.places.faults.places[:8] == [(p, 1) for p in passes] + [(p, 2) for p in passes]
+    assert {p for p in loop.places.faults.places[8:]} == {("eval", 2), ("evaluated", 2)}
 
 
-def test_each_place_is_a_sign_of_life():
+def test_each_place_sends_a_heartbeat():
     loop, _ = make_loop(steps=2)
-    loop.page = ProgressPage.create()
-    loop.faults = AtPlaces()
+    loop.places.page = ProgressPage.create()
+    loop.places.faults = AtPlaces()
     run(loop)
-    told = loop.page.read()
-    loop.page.close()
+    told = loop.places.page.read()
+    loop.places.page.close()
     assert (told.step, told.phase) == (2, "evaluating")
-    assert told.beats >= len(loop.faults.places)
+    assert told.beats >= len(loop.places.faults.places)
 
 
 @pytest.mark.parametrize(
@@ -236,7 +251,7 @@ def test_each_place_is_a_sign_of_life():
 def test_planted_defect_of_the_ledger_shows_in_the_record(kind, samples):
     loop, sent = make_loop(steps=3)
     fault = {"id": 1, "kind": kind, "rank": 0, "step": 2, "at": "forward"}
-    loop.faults = Faults([fault], lambda _: None)
+    loop.places.faults = Faults([fault], lambda _: None)
     run(loop)
     records = [m for m in sent if isinstance(m, dict)]
     assert [r["samples"] for r in records] == samples
@@ -248,18 +263,18 @@ def test_planted_defect_of_the_ledger_shows_in_the_record(kind, samples):
 
 def test_error_between_the_gradient_and_the_update_undoes_the_step():
     def fail():
-        raise DeliberateError("on purpose")
+        raise DeliberateError("injected")
 
     loop, _ = make_loop(names=Names(), steps=2)
     before = digest_of(loop.workload.model)
-    loop.faults = AtPlaces("commit", fail)
+    loop.places.faults = AtPlaces("commit", fail)
     with pytest.raises(DeliberateError):
         run(loop)
     assert digest_of(loop.workload.model) == before
     assert all(p.grad is None for p in loop.workload.model.parameters())
 
 
-def test_parameters_that_nobody_trains_do_not_pile_up_gradients():
+def test_parameters_outside_of_the_optimizer_do_not_accumulate_gradients():
     def head_only(parameters):
         return torch.optim.SGD(list(parameters)[-1:], lr=0.1)
 
@@ -271,7 +286,7 @@ def test_parameters_that_nobody_trains_do_not_pile_up_gradients():
 
 @pytest.fixture
 def torch_settings() -> Iterator[None]:
-    """Put back what ``reproducible`` sets for the whole process."""
+    """Restore the process-wide settings that ``reproducible`` changes."""
     threads = torch.get_num_threads()
     cudnn = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
     yield
@@ -324,9 +339,8 @@ def test_step_that_breaks_is_undone():
 
     loop, _ = make_loop(names=Names(loss=fragile))
     before: list[str] = []
-    loop.after_step.append(lambda _: before.append(digest_of(loop.workload.model)))
     with pytest.raises(CommunicationError):
-        run(loop)
+        run(loop, after_step=lambda: before.append(digest_of(loop.workload.model)))
     assert loop.progress == (2, 0)
     assert loop.in_step
     assert digest_of(loop.workload.model) == before[-1]  # BatchNorm's statistics too
@@ -336,7 +350,7 @@ def test_step_that_breaks_is_undone():
     assert digest_of(loop.workload.model) == digest_of(train_plainly(PLAIN).model)
 
 
-def test_loader_that_delivers_other_samples_is_seen_in_the_records():
+def test_records_show_a_loader_that_delivers_other_samples():
     loop, sent = make_loop(epochs=1)
     deliver = loop.workload.train.batches
 
@@ -383,7 +397,7 @@ def test_frozen_modules_stay_frozen_after_an_evaluation():
 
 
 class Plain(nn.Module):
-    """Neither chance nor BatchNorm: the mathematics does not depend on the passes."""
+    """Neither dropout nor BatchNorm: the result does not depend on the passes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -393,7 +407,7 @@ class Plain(nn.Module):
         return self.layers(x)
 
 
-def test_aggregation_makes_several_passes_and_one_communication_of_the_same_step(monkeypatch):
+def test_aggregation_splits_a_step_into_several_passes_with_one_exchange(monkeypatch):
     quiet_passes: list[int] = []
     no_sync = AveragedGradients._no_sync
 
@@ -414,7 +428,7 @@ def test_aggregation_makes_several_passes_and_one_communication_of_the_same_step
 
 
 def nan_at(number: int, bad: float):
-    """Return a loss that is not finite in one pass, the warm-up pass being the first."""
+    """Return a loss that is not finite in one pass; the warm-up is the first pass."""
     calls = []
 
     def loss(output, target):
@@ -427,12 +441,11 @@ def nan_at(number: int, bad: float):
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("reproducible", [False, True])
 @pytest.mark.usefixtures("torch_settings")
-def test_step_whose_loss_is_not_finite_leaves_no_trace_and_can_be_made_again(bad, reproducible):
+def test_step_with_a_non_finite_loss_is_undone_and_can_be_repeated(bad, reproducible):
     shards = {"shards": 1} if reproducible else None
     loop, _ = make_loop(names=Names(loss=nan_at(4, bad)), reproducible=shards)
     before: list[str] = []
-    loop.after_step.append(lambda _: before.append(digest_of(loop.workload.model)))
-    assert run(loop) == "nan"
+    assert run(loop, after_step=lambda: before.append(digest_of(loop.workload.model))) == "nan"
     assert loop.progress == (2, 0)
     assert not loop.in_step
     assert loop.undone_loss.is_source
@@ -451,7 +464,7 @@ def test_metric_that_is_nan_ends_nothing():
 
 
 def scripted_metric(values: list[float]):
-    """Return a metric that gives the next value with each evaluation, which is a pass of 50."""
+    """Return a metric with the next value for each evaluation, which is a pass of 50."""
     left = list(values)
 
     def metric(output, target):
@@ -470,8 +483,8 @@ def make_watching_loop(values: list[float], **keys):
 
 
 def whole_evaluations(loop: TrainLoop) -> TrainLoop:
-    """Let an evaluation be one batch."""
-    loop._evaluation._most = NUM_SAMPLES
+    """Make an evaluation a single batch."""
+    loop._evaluations._evaluation._most = NUM_SAMPLES
     return loop
 
 
@@ -481,7 +494,7 @@ def test_loop_is_done_when_evaluations_have_not_improved_for_long_enough():
     )
     assert run(whole_evaluations(loop)) == "done"
     assert loop.progress == (5, 5)
-    assert loop.judge.end_record() == {
+    assert loop.state.best_tracker.end_record() == {
         "metric": "accuracy",
         "step": 5,
         "best": pytest.approx(0.7),
@@ -490,20 +503,22 @@ def test_loop_is_done_when_evaluations_have_not_improved_for_long_enough():
         "reason": "early stopping: accuracy was best at step 2, 0.7, and not better in 3 "
         "evaluations since",
     }
-    assert [m.step for m in sent if isinstance(m, messages.WeightsFingerprinted)][
-        -1
-    ] == 5  # the job's last state
-    assert run(loop) == "done"  # the next generation decides nothing else
+    fingerprints = [m for m in sent if isinstance(m, messages.WeightsFingerprinted)]
+    assert fingerprints[-1].step == 5  # the job's last state
+    assert run(loop) == "done"  # the next generation decides the same
     assert loop.progress == (5, 5)
 
 
-def test_trainer_that_takes_the_state_over_counts_on_from_there():
+def test_trainer_that_adopts_the_state_continues_its_counts():
     keys = {"early_stopping": {**WATCHED, "patience": 3}, "checkpoint": {"best": WATCHED}}
     first, _ = make_watching_loop([0.5, 0.7, 0.6], **keys)
-    whole_evaluations(first).after_eval.append(
-        lambda _: first.change_pending.set() if first.step == 3 else None
-    )
-    assert run(first) == "planned"
+    whole_evaluations(first)
+
+    def stop_at_3() -> None:
+        if first.step == 3:
+            first.change_pending.set()
+
+    assert run(first, after_eval=stop_at_3) == "planned"
     second, sent = make_watching_loop([0.65, 0.2], **keys)
     whole_evaluations(second)
     header, tensors = take_state(
@@ -516,19 +531,22 @@ def test_trainer_that_takes_the_state_over_counts_on_from_there():
         tensors,
         second.workload.extras,
     )
-    second.set_counters(first.counters())
+    second.state.set_counters(first.state.counters())
     assert run(second) == "done"
-    assert second.judge.end_record()["best_step"] == 2
+    assert second.state.best_tracker.end_record()["best_step"] == 2
     told = [m.record for m in sent if isinstance(m, messages.BestFound)]
     assert told[0] == {"metric": "accuracy", "step": 2, "value": pytest.approx(0.7)}
 
 
-def test_best_is_told_after_each_evaluation_and_again_by_the_next_generation():
+def test_best_is_reported_after_each_evaluation_and_again_in_the_next_generation():
     loop, sent = make_watching_loop([0.5, 0.7, 0.6], checkpoint={"best": WATCHED})
-    whole_evaluations(loop).after_eval.append(
-        lambda _: loop.change_pending.set() if loop.step >= 3 else None
-    )
-    run(loop)
+    whole_evaluations(loop)
+
+    def stop_at_3() -> None:
+        if loop.step >= 3:
+            loop.change_pending.set()
+
+    run(loop, after_eval=stop_at_3)
     told = [
         (m.record["step"], round(m.record["value"], 3))
         for m in sent
@@ -536,5 +554,5 @@ def test_best_is_told_after_each_evaluation_and_again_by_the_next_generation():
     ]
     assert told[:3] == [(1, 0.5), (2, 0.7), (2, 0.7)]
     sent.clear()
-    loop.tell_evaluations(2)
+    loop.report_evaluations(2)
     assert [type(m) for m in sent] == [messages.BestFound]

@@ -1,4 +1,4 @@
-"""What of a batch goes into the model, whatever kind of batch it is."""
+"""Batches of all kinds are split into the model's arguments and the target."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_target_of_a_dict_has_one_of_four_names(key):
     assert split_batch(batch, takes_all, has_loss=True) == ((), {"input_ids": 1}, 2)
 
 
-def test_model_gets_of_a_dict_what_it_takes():
+def test_model_gets_the_keys_of_a_dict_that_it_takes():
     batch = UserDict({"input_ids": 1, "row": 5, "mask": 3, "labels": 2})
     given = {"input_ids": 1, "mask": 3}
     assert split_batch(batch, forward, has_loss=True) == ((), given, 2)

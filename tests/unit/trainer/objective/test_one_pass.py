@@ -1,4 +1,4 @@
-"""Losses in all their forms: what the loop accepts, and what it says of the others."""
+"""Losses in all accepted forms, and the errors for other forms."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DICTS = {"x": X, "labels": Y, "row": torch.arange(NUM_SAMPLES)}
 
 
 class WithLoss(Plain):
-    """Returns what Hugging Face models return; ``kind`` makes the output."""
+    """Returns the output of a Hugging Face model; ``kind`` is its class."""
 
     kind = SimpleNamespace
 
@@ -58,7 +58,7 @@ def on(logits_of):
 
 
 def step_of(model, batch):
-    """Use a part of the model, as no wrapper around it would allow."""
+    """Use a part of the model, which a wrapper around it would not allow."""
     logits = model.layers(batch["x"])
     loss = F.cross_entropy(logits, batch["labels"])
     return {"loss": loss, "accuracy": accuracy(logits, batch["labels"])}
@@ -91,7 +91,7 @@ def step_of(model, batch):
         ),
     ],
 )
-def test_every_form_of_a_loss_trains_alike(names, keys):
+def test_all_forms_of_a_loss_train_alike(names, keys):
     names = {"model": Plain, "loss": F.cross_entropy, **names}
     if "data" in names:
         names |= {"data.train": names["data"], "data.eval": names.pop("data")}
@@ -123,15 +123,15 @@ def returning(values):
     ("values", "text"),
     [
         ({"loss": 3.5}, "step returned 3.5, a float"),
-        ({"accuracy": 1.0}, "step returned a dict with the keys 'accuracy' and no 'loss'"),
-        ({}, "step returned a dict with the keys none and no 'loss'"),
-        ({"loss": None, "lr": 1.0}, "a value called 'lr', .* for example 'lr_metric'"),
-        ({"loss": None, 3: 1.0}, "a value called 3, "),
-        ({"loss": None, "text": "many"}, "metric 'text' returned a str, which is no number"),
+        ({"accuracy": 1.0}, "step returned a dict with the keys 'accuracy' but without 'loss'"),
+        ({}, "step returned a dict with the keys none but without 'loss'"),
+        ({"loss": None, "lr": 1.0}, "a value named 'lr', .* for example 'lr_metric'"),
+        ({"loss": None, 3: 1.0}, "a value named 3, "),
+        ({"loss": None, "text": "many"}, "metric 'text' returned a str, which is not a number"),
         ({"loss": None, "pair": [1, 2]}, r"metric 'pair' returned shape \(2,\) for 16 samples"),
     ],
 )
-def test_what_step_may_not_return_is_named_before_training(values, text):
+def test_invalid_result_of_step_is_reported_before_training(values, text):
     with pytest.raises(WorkloadError, match=text):
         make_loop(names=Names(step=returning(values)), loss=None, metrics={}, step="s")
 
@@ -142,7 +142,8 @@ def test_step_that_returns_other_names_later_is_refused():
         return {"loss": loss, "first" if len(batch[1]) == 16 else "last": 0.5}
 
     loop, _ = make_loop(names=Names(step=moody), loss=None, metrics={}, step="s")
-    with pytest.raises(WorkloadError, match="step returned 'last' beside the loss, and 'first' at"):
+    text = "returned 'last' in addition to the loss, and the first time 'first'"
+    with pytest.raises(WorkloadError, match=text):
         run(loop)
 
 
@@ -157,7 +158,7 @@ def test_step_that_returns_other_names_later_is_refused():
         ({"model": WithDict, "data.train": {"x": X}}, "a dict, has no key 'loss'"),
     ],
 )
-def test_model_without_a_loss_is_told_what_to_write(names, text):
+def test_error_for_a_model_without_a_loss_says_what_to_add(names, text):
     names = {"model": Joined, **names}
     with pytest.raises(WorkloadError, match=text):
         make_loop(names=Names(**names), loss=None)

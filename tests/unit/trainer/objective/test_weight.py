@@ -1,4 +1,4 @@
-"""``weight``: the mean over all tokens, however a batch is cut and whoever computes the parts."""
+"""``weight``: the mean over all tokens, for any split of a batch over passes and ranks."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etrain_jupyter.config.schema import TrainConfig
-from etrain_jupyter.trainer.loop.schedule import WorkPlan
 from etrain_jupyter.trainer.loop.train_loop import TrainLoop
 from etrain_jupyter.trainer.objective.measures import Measures, Portion, share_of_loss
 from etrain_jupyter.trainer.objective.one_pass import Passed
 from etrain_jupyter.trainer.references import WorkloadError
+from etrain_jupyter.trainer.schedule import WorkPlan
 from etrain_jupyter.trainer.state.capture import digest_of
+from etrain_jupyter.trainer.state.train_state import TrainState
 from etrain_jupyter.trainer.workload import build_workload
 from etrain_jupyter.wire import messages
 from tests.unit.trainer.loop.test_train_loop import Names, run
@@ -66,7 +67,7 @@ def test_mean_over_tokens_depends_on_neither_ranks_nor_passes(ranks, num_ranks, 
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_step_gives_the_same_whatever_it_calls_of_the_model(ranks, num_ranks):
+def test_step_gives_the_same_result_with_any_method_of_the_model(ranks, num_ranks):
     job = Job(config=step_keys(), names=stepping, history=[Generation(members=RANKS[num_ranks])])
     assert_equals_by_hand(ranks.train(job), by_hand())
 
@@ -75,7 +76,7 @@ def test_step_gives_the_same_whatever_it_calls_of_the_model(ranks, num_ranks):
 def test_loss_is_found_in_an_output_of_any_kind_where_some_parameters_are_not_used(
     ranks, num_ranks
 ):
-    """DDP looks for what a pass uses from what it returns, and knows tensors, dicts and tuples."""
+    """DDP finds used parameters from the output, if that is made of tensors, dicts and tuples."""
     job = Job(config=keys(), names=opaque, history=[Generation(members=RANKS[num_ranks])])
     assert_equals_by_hand(ranks.train(job), by_hand())
 
@@ -89,7 +90,7 @@ def test_mean_of_means_would_be_another_number(ranks):
     assert abs(told(outcome)[0]["loss"] - numbers[0]["loss"]) > 1e-3
 
 
-def test_reproducible_weights_and_losses_are_the_same_to_the_last_bit(ranks):
+def test_reproducible_weights_and_losses_are_the_same_bit_for_bit(ranks):
     config = keys(reproducible={"shards": 4}, batch={"global": BATCH, "micro": 1})
     histories = [
         [Generation(members=(0,))],
@@ -106,7 +107,8 @@ def make_loop(names=None, **more):
     config = TrainConfig.model_validate(keys(**more))
     workload = build_workload(config, Names(**{**tagging(), **(names or {})}), torch.device("cpu"))
     sent: list[dict] = []
-    loop = TrainLoop(workload, config, WorkPlan.of(config, workload), sent.append)
+    state = TrainState(workload, config, WorkPlan.of(config, workload))
+    loop = TrainLoop(state, sent.append)
     loop.warm_up()
     return loop, sent
 
@@ -123,7 +125,7 @@ def no_tokens(data):
     return lambda: {**data, "labels": torch.full_like(data["labels"], IGNORED)}
 
 
-def test_step_in_which_nothing_counts_changes_nothing_and_says_so():
+def test_step_of_weight_0_changes_nothing_and_is_logged():
     names = {"data.train": no_tokens(make_tokens())}
     loop, sent = make_loop(names, optimizer={"name": "AdamW", "lr": 0.1, "weight_decay": 0.5})
     before = digest_of(loop.workload.model)
@@ -146,12 +148,12 @@ def scaled_weight(factor):
 
 
 @pytest.mark.parametrize("factor", [2.0**-30, 1024.0, 2.0**60])
-def test_unit_of_the_weight_cancels_out_to_the_last_bit(factor):
+def test_unit_of_the_weight_cancels_out_exactly(factor):
     loops = [make_loop({"weight": scaled_weight(f)})[0] for f in (1.0, factor)]
     for loop in loops:
         run(loop)
     assert len({digest_of(loop.workload.model) for loop in loops}) == 1
-    units = [loop.counters()["weight_exponent"] for loop in loops]
+    units = [loop.state.counters()["weight_exponent"] for loop in loops]
     assert units[1] - units[0] == math.log2(factor)
 
 
@@ -162,7 +164,7 @@ def test_first_step_alone_may_overflow_in_fp16_because_of_the_weight():
     assert skipped == [True, False, False, False]
 
 
-def test_newcomer_counts_in_the_same_unit(ranks):
+def test_new_rank_uses_the_same_unit(ranks):
     history = [Generation(members=(0, 1), until=2), Generation(members=(1, 2, 0))]
     job = Job(config=keys(), names=tagging, history=history)
     assert_equals_by_hand(ranks.train(job)[:1], by_hand())
@@ -179,18 +181,20 @@ def test_newcomer_counts_in_the_same_unit(ranks):
         (lambda b: "7", "weight returned '7', a str"),
     ],
 )
-def test_weight_that_is_no_weight_is_named_before_training(value, text):
+def test_invalid_weight_is_reported_before_training(value, text):
     with pytest.raises(WorkloadError, match=text):
         make_loop({"weight": value})
 
 
-def test_metric_that_is_a_mean_at_times_is_refused():
+def test_metric_that_is_only_sometimes_a_mean_is_refused():
     def moody(output, target):
         values = (target == IGNORED).float().mean(dim=1)
         return values if len(target) == BATCH else values.mean()
 
     loop, _ = make_loop({"metrics.empty_share": moody})
-    with pytest.raises(WorkloadError, match="'empty_share' is now one number for a batch and now"):
+    with pytest.raises(
+        WorkloadError, match="'empty_share' returned one number per batch in one pass"
+    ):
         run(loop)
 
 
@@ -213,7 +217,7 @@ def test_shares_add_up_to_the_weighted_mean(parts):
     columns = torch.zeros(3, dtype=torch.float64)
     for count, weight, value in parts:
         portion = Portion(count, num_samples, weight)
-        # What the mean over nothing is.
+        # The mean over no tokens.
         loss = torch.tensor(value if weight else math.nan, dtype=torch.float64)
         passed = Passed(loss, output=loss)
         share = share_of_loss(loss, portion, source="loss")
@@ -232,7 +236,7 @@ def test_shares_add_up_to_the_weighted_mean(parts):
 
 @settings(max_examples=20, deadline=None)
 @given(micro=st.integers(min_value=1, max_value=BATCH), passes=st.integers(1, 4))
-def test_any_cut_of_a_batch_gives_the_mean_over_its_tokens(micro, passes):
+def test_any_split_of_a_batch_gives_the_mean_over_its_tokens(micro, passes):
     batch = {"global": BATCH, "micro": micro, "aggregation_frequency": passes}
     loop, _ = make_loop(batch=batch)
     assert run(loop) == "done"
@@ -241,8 +245,8 @@ def test_any_cut_of_a_batch_gives_the_mean_over_its_tokens(micro, passes):
         assert torch.allclose(value, model.state_dict()[name], atol=2e-6), name
 
 
-def test_some_batches_of_the_job_count_for_nothing():
-    """Else the tests above would not see what NaN does."""
+def test_some_batches_of_the_job_have_weight_0():
+    """Otherwise the tests above would not detect a NaN."""
     data = make_tokens()
     counted = [int(num_tokens({"labels": row[None]})) for row in data["labels"]]
     assert counted.count(0) == 2

@@ -1,4 +1,4 @@
-"""Metrics of torchmetrics: the value of one process over the whole set, whoever evaluates it."""
+"""Metrics of torchmetrics: on any ranks, the value of one process over the whole set."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from torchmetrics import MeanSquaredError, MetricCollection
 from torchmetrics.classification import MulticlassF1Score
 
 from etrain_jupyter.config.schema import TrainConfig
-from etrain_jupyter.trainer.loop.schedule import WorkPlan
 from etrain_jupyter.trainer.loop.train_loop import TrainLoop
 from etrain_jupyter.trainer.objective.whole_set import is_torchmetric
 from etrain_jupyter.trainer.references import WorkloadError
+from etrain_jupyter.trainer.schedule import WorkPlan
+from etrain_jupyter.trainer.state.train_state import TrainState
 from etrain_jupyter.trainer.workload import build_workload
 from etrain_jupyter.wire import messages
 from tests.unit.trainer.loop.test_train_loop import Names, run
@@ -26,7 +27,7 @@ def train(ranks, *history, **more):
 
 
 def in_one_go(model: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Return what torchmetrics says of the whole set at once."""
+    """Return the values of torchmetrics over the whole set at once."""
     x, y = make_data()
     output = torch.nn.functional.linear(x, model["weight"], model["bias"])
     found = {}
@@ -56,7 +57,7 @@ def test_slots_of_one_sample_or_two_give_the_same_value(ranks):
     assert many[0].records("eval") == alone.records("eval")
 
 
-def test_reproducible_values_are_the_same_to_the_last_bit(ranks):
+def test_reproducible_values_are_the_same_bit_for_bit(ranks):
     more = {"reproducible": {"shards": 4}}
     [alone] = train(ranks, *ALONE, **more)
     due = alone.records("eval")
@@ -75,7 +76,8 @@ def make_loop(metric, **more):
     given = Names(**names(), **{"metrics.m": metric})
     workload = build_workload(config, given, torch.device("cpu"))
     sent: list[dict] = []
-    loop = TrainLoop(workload, config, WorkPlan.of(config, workload), sent.append)
+    state = TrainState(workload, config, WorkPlan.of(config, workload))
+    loop = TrainLoop(state, sent.append)
     loop.warm_up()
     return loop, sent
 
@@ -88,7 +90,7 @@ def test_each_evaluation_begins_with_an_empty_state():
     values = [m.record["metrics"]["m"] for m in sent if isinstance(m, messages.EvalFinished)]
     assert len(values) == 2
     assert values[-1] == pytest.approx(in_one_go(loop.workload.model.state_dict())["f1"])
-    assert metric.update_count == 1  # the notebook's own is not touched
+    assert metric.update_count == 1  # the notebook's own metric is not updated
 
 
 def test_class_is_made_on_the_rank():
@@ -126,18 +128,20 @@ def test_logits_of_an_output_are_what_torchmetrics_gets():
         ),
     ],
 )
-def test_metric_that_cannot_be_exact_is_named_before_training(metric, text):
+def test_metric_that_cannot_be_exact_is_refused_before_training(metric, text):
     with pytest.raises(WorkloadError, match=text):
         make_loop(metric)
 
 
-def test_metric_without_evaluation_data_says_so():
-    text = "metric 'm' is of torchmetrics: .* data.eval, which is missing. Add for example 'data: "
+def test_metric_without_evaluation_data_is_refused():
+    text = (
+        "metric 'm' is from torchmetrics: .* data.eval, which is missing. Add for example 'data: "
+    )
     with pytest.raises(WorkloadError, match=text):
         make_loop(MulticlassF1Score(3), data={"train": "d"})
 
 
-def test_functions_and_modules_are_not_taken_for_metrics_of_torchmetrics():
+def test_functions_and_modules_are_not_mistaken_for_torchmetrics():
     assert is_torchmetric(MulticlassF1Score(3))
     assert not is_torchmetric(torch.nn.CrossEntropyLoss())
     assert not is_torchmetric(len)

@@ -14,7 +14,7 @@ from etrain_jupyter.trainer.state.capture import digest_of
 
 
 class Tied(nn.Module):
-    """Weights under two names, in an order of elements of their own, and a buffer."""
+    """Tied weights, weights in another memory format, and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ def test_digest_is_of_the_moment_and_the_same_as_in_the_foreground(
 ) -> None:
     model = Tied()
     expected = []
-    for _ in range(3):  # the memory of the copy is used again
+    for _ in range(3):  # the memory of the copy is reused
         expected.append(digest_of(model))
         hashing.begin(model, told.append)
         with torch.no_grad():
@@ -57,7 +57,7 @@ def test_digest_is_of_the_moment_and_the_same_as_in_the_foreground(
     assert len(set(told)) == 3
 
 
-def test_copy_and_wait_give_heartbeats(
+def test_copy_and_wait_send_heartbeats(
     hashing: BackgroundDigest,
     told: list[str],
     beats: list[int],
@@ -79,7 +79,7 @@ def test_copy_and_wait_give_heartbeats(
     before = len(beats)
     hashing.finish()
     assert told == [digest_of(model)]
-    # It beat while the thread got further, and not while that stood still.
+    # It sent heartbeats while the thread made progress, and none while it stalled.
     assert before < len(beats) < before + 50
 
 
@@ -99,7 +99,7 @@ def test_without_memory_for_a_copy_the_weights_are_hashed_at_once(
     assert beats
 
 
-def test_what_goes_wrong_is_logged_and_not_lost(
+def test_error_in_the_thread_is_logged(
     hashing: BackgroundDigest, told: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> str:

@@ -1,4 +1,4 @@
-"""The state goes from one trainer to another without loss."""
+"""The state of a trainer is captured and loaded without loss."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_newcomer_goes_on_exactly_as_the_survivor(name):
+def test_new_rank_continues_exactly_like_the_survivor(name):
     model = build()
     optimizer = make_optimizer(name, model)
     for seed in range(3):
@@ -57,7 +57,7 @@ def test_newcomer_goes_on_exactly_as_the_survivor(name):
     assert digest_of(newcomer) == digest_of(model)
 
 
-def test_digest_tells_a_single_changed_bit():
+def test_digest_detects_a_single_changed_bit():
     model = build()
     before = digest_of(model)
     with torch.no_grad():
@@ -69,7 +69,7 @@ def through_json(header: dict) -> dict:
     return json.loads(json.dumps(header))
 
 
-def test_scaler_and_scheduler_go_where_the_weights_go():
+def test_scaler_and_scheduler_are_part_of_the_state():
     def make_parts(optimizer):
         return {
             "scaler": torch.amp.GradScaler("cpu", init_scale=512.0),
@@ -110,7 +110,7 @@ def test_learning_rate_that_is_a_tensor_and_a_key_of_ones_own_arrive():
     assert group["params"] == list(newcomer.parameters())
 
 
-def test_optimizer_with_nested_state_goes_on_exactly():
+def test_optimizer_with_nested_state_continues_exactly():
     def closure_of(model, optimizer):
         def closure():
             optimizer.zero_grad()
@@ -133,7 +133,7 @@ def test_optimizer_with_nested_state_goes_on_exactly():
     assert digest_of(newcomer) == digest_of(model)
 
 
-def test_state_keeps_its_type_whatever_the_parameters_are():
+def test_state_keeps_its_type_for_any_type_of_parameters():
     model = nn.Linear(3, 3).bfloat16()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.state[model.weight]["master"] = torch.full((3, 3), 1 / 3)
@@ -145,7 +145,7 @@ def test_state_keeps_its_type_whatever_the_parameters_are():
     assert torch.equal(master, torch.full((3, 3), 1 / 3))
 
 
-def test_state_that_a_module_keeps_besides_its_tensors_arrives():
+def test_extra_state_of_a_module_is_captured():
     class Counting(nn.Linear):
         seen = 0
 
@@ -165,7 +165,7 @@ def test_state_that_a_module_keeps_besides_its_tensors_arrives():
     assert torch.equal(newcomer.weight, model.weight)
 
 
-def test_optimizer_that_saves_its_state_in_its_own_way_is_asked_for_it():
+def test_own_state_dict_of_an_optimizer_is_used():
     class Wrapped(torch.optim.SGD):
         inner = 0
 
@@ -197,7 +197,7 @@ def test_optimizer_that_saves_its_state_in_its_own_way_is_asked_for_it():
         (torch.empty(2, device="meta"), "without data"),
     ],
 )
-def test_tensor_that_is_none_of_the_ordinary_is_refused_by_name(value, words):
+def test_tensor_that_is_not_dense_is_refused_by_name(value, words):
     model = build()
     model.register_buffer("odd", value)
     with pytest.raises(StateError, match=rf"model\.odd is a .*{words}"):
@@ -216,7 +216,7 @@ def test_optimizer_of_other_groups_is_refused():
     model = build()
     whole = torch.optim.SGD(model.parameters(), lr=0.1)
     part = torch.optim.SGD(model[0].parameters(), lr=0.1)
-    with pytest.raises(StateError, match=r"groups of \[2\] tensors .* \[6\]"):
+    with pytest.raises(StateError, match=r"groups of \[2\] tensors, .* \[6\]"):
         put_state(model, part, *take_state(model, whole))
 
 

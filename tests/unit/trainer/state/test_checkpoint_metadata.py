@@ -1,4 +1,4 @@
-"""A checkpoint says what it is of, and goes into a job that was changed since."""
+"""Metadata of a checkpoint, and restoring it into a job that has changed."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.errors import CheckpointError
 from etrain_jupyter.storage.checkpoints import LocalStore
 from etrain_jupyter.storage.checkpoints.base import open_newest
-from etrain_jupyter.trainer.loop.best_tracker import Judge
-from etrain_jupyter.trainer.loop.schedule import WorkPlan
+from etrain_jupyter.trainer.schedule import WorkPlan
+from etrain_jupyter.trainer.state.best_tracker import BestTracker
 from etrain_jupyter.trainer.state.checkpoint_metadata import config_digest
-from etrain_jupyter.trainer.state.checkpointer import STATE_PART, Checkpointer, restore
+from etrain_jupyter.trainer.state.checkpointer import Checkpointer
+from etrain_jupyter.trainer.state.parts import STATE_PART
+from etrain_jupyter.trainer.state.restoring import restore
 from etrain_jupyter.wire.messages import CheckpointWritten
 
 KINDS = {"Adam": torch.optim.Adam, "SGD": torch.optim.SGD}
@@ -30,20 +32,20 @@ def config_of(name: str = "Adam", lr: float = 0.1, **keys: Any) -> TrainConfig:
     return TrainConfig.model_validate({**values, "optimizer": {"name": name, "lr": lr}, **keys})
 
 
-class Loop:
-    """What a checkpoint is made of, without training."""
+class State:
+    """The state of a job, without training."""
 
     def __init__(self, config: TrainConfig, width: int = 3) -> None:
         model = nn.Linear(4, width)
         optimizer = KINDS[str(config.optimizer.name)](model.parameters(), lr=config.optimizer.lr)
         self.config = config
-        self.judge = Judge(config)
-        extras = dict(self.judge.extras)
+        self.best_tracker = BestTracker(config)
+        extras = dict(self.best_tracker.extras)
         self.workload = SimpleNamespace(model=model, optimizer=optimizer, extras=extras)
         self.plan = WorkPlan(
             num_train=10, num_eval=4, global_batch_size=2, steps_per_epoch=5, total_steps=5
         )
-        self.step, self.page, self.is_done = 0, None, False
+        self.step, self.is_done = 0, False
 
     def counters(self) -> dict[str, int]:
         return {"step": self.step}
@@ -58,14 +60,13 @@ class Loop:
         self.step += 1
 
 
-def saved(folder: Path, loop: Loop) -> dict[str, Path]:
+def saved(folder: Path, state: State) -> dict[str, Path]:
     store = LocalStore(folder)
     told: list[dict[str, Any]] = []
     Checkpointer(
         store=store,
-        loop=loop,  # type: ignore[arg-type]
+        state=state,  # type: ignore[arg-type]
         job_id="job",
-        config=loop.config,
         send=told.append,
         code_digest="c0de",
     ).save_now(1)
@@ -73,17 +74,17 @@ def saved(folder: Path, loop: Loop) -> dict[str, Path]:
     return open_newest(store, job_id="job").files
 
 
-def put(files: dict[str, Path], loop: Loop) -> list[str]:
-    """Restore, and return what the log is told."""
+def put(files: dict[str, Path], state: State) -> list[str]:
+    """Restore, and return the warnings."""
     warnings: list[str] = []
-    restore(loop, files, config=loop.config, warn=warnings.append)  # type: ignore[arg-type]
+    restore(state, files, config=state.config, warn=warnings.append)  # type: ignore[arg-type]
     return warnings
 
 
-def test_state_says_what_it_is_of(tmp_path: Path) -> None:
+def test_state_has_the_metadata_of_its_job(tmp_path: Path) -> None:
     config = config_of()
 
-    told = json.loads(saved(tmp_path, Loop(config))[STATE_PART].read_text())["about"]
+    told = json.loads(saved(tmp_path, State(config))[STATE_PART].read_text())["about"]
 
     assert told["versions"]["torch"] == torch.__version__
     assert told["versions"]["python"] == platform.python_version()
@@ -93,19 +94,19 @@ def test_state_says_what_it_is_of(tmp_path: Path) -> None:
     assert (told["code_digest"], told["seed"], told["optimizer"]) == ("c0de", 5, "Adam")
 
 
-def test_same_job_takes_everything_without_a_word(tmp_path: Path) -> None:
-    first, fresh = Loop(config_of()), Loop(config_of())
+def test_unchanged_job_restores_everything_without_a_warning(tmp_path: Path) -> None:
+    first, fresh = State(config_of()), State(config_of())
     first.train()
 
     assert put(saved(tmp_path, first), fresh) == []
 
-    for loop in (first, fresh):
-        loop.train()
+    for state in (first, fresh):
+        state.train()
     assert torch.equal(first.workload.model.weight, fresh.workload.model.weight)
 
 
 def test_checkpoint_of_an_older_version_is_read(tmp_path: Path) -> None:
-    first, fresh = Loop(config_of()), Loop(config_of(lr=0.2))
+    first, fresh = State(config_of()), State(config_of(lr=0.2))
     first.train()
     files = saved(tmp_path, first)
     header = json.loads(files[STATE_PART].read_text())
@@ -119,8 +120,8 @@ def test_checkpoint_of_an_older_version_is_read(tmp_path: Path) -> None:
     assert fresh.workload.optimizer.param_groups[0]["lr"] == 0.1
 
 
-def test_changed_rate_of_the_cell_holds_and_the_moments_stay(tmp_path: Path) -> None:
-    first, fresh = Loop(config_of(lr=0.1)), Loop(config_of(lr=0.7))
+def test_changed_rate_of_the_cell_is_used_and_the_moments_are_kept(tmp_path: Path) -> None:
+    first, fresh = State(config_of(lr=0.1)), State(config_of(lr=0.7))
     first.train()
 
     [warning] = put(saved(tmp_path, first), fresh)
@@ -134,8 +135,8 @@ def test_changed_rate_of_the_cell_holds_and_the_moments_stay(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("old", "new"), [("Adam", "SGD"), ("SGD", "Adam")])
-def test_another_optimizer_begins_anew(tmp_path: Path, old: str, new: str) -> None:
-    first, fresh = Loop(config_of(old)), Loop(config_of(new, lr=0.3))
+def test_another_optimizer_starts_from_scratch(tmp_path: Path, old: str, new: str) -> None:
+    first, fresh = State(config_of(old)), State(config_of(new, lr=0.3))
     first.train()
 
     [warning] = put(saved(tmp_path, first), fresh)
@@ -147,33 +148,33 @@ def test_another_optimizer_begins_anew(tmp_path: Path, old: str, new: str) -> No
     fresh.train()
 
 
-def test_another_model_is_refused_in_words(tmp_path: Path) -> None:
+def test_another_model_is_refused_with_an_explanation(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"does not fit this model .* all checkpoints"):
-        put(saved(tmp_path, Loop(config_of())), Loop(config_of(), width=5))
+        put(saved(tmp_path, State(config_of())), State(config_of(), width=5))
 
 
 def test_early_stopping_that_was_removed_is_dropped(tmp_path: Path) -> None:
     stops = config_of(early_stopping={"metric": "loss", "patience": 1})
 
-    [warning] = put(saved(tmp_path, Loop(stops)), Loop(config_of()))
+    [warning] = put(saved(tmp_path, State(stops)), State(config_of()))
 
     assert "'judge'" in warning
 
 
-def test_what_is_judged_by_another_metric_begins_anew(tmp_path: Path) -> None:
-    def loop(metric: str, patience: int) -> Loop:
+def test_early_stopping_by_another_metric_starts_from_scratch(tmp_path: Path) -> None:
+    def job(metric: str, patience: int) -> State:
         asked = {"metric": metric, "mode": "min", "patience": patience}
-        return Loop(config_of(early_stopping=asked))
+        return State(config_of(early_stopping=asked))
 
-    first = loop("loss", 1)
+    first = job("loss", 1)
     for step, value in ((1, 1.0), (2, 2.0)):
-        first.judge.take(step, {"loss": value, "error": value})
-    assert first.judge.is_over
+        first.best_tracker.take(step, {"loss": value, "error": value})
+    assert first.best_tracker.is_over
     files = saved(tmp_path, first)
     same, patient, other = (
-        loop("loss", 1),
-        loop("loss", 2),
-        Loop(
+        job("loss", 1),
+        job("loss", 2),
+        State(
             config_of(
                 metrics={"error": "e"},
                 early_stopping={"metric": "error", "mode": "min", "patience": 1},
@@ -184,6 +185,6 @@ def test_what_is_judged_by_another_metric_begins_anew(tmp_path: Path) -> None:
     for fresh in (same, patient, other):
         put(files, fresh)
 
-    assert [fresh.judge.is_over for fresh in (same, patient, other)] == [True, False, False]
-    other.judge.take(3, {"loss": 9.0, "error": 9.0})
-    assert not other.judge.is_over, "it knows no better error"
+    assert [fresh.best_tracker.is_over for fresh in (same, patient, other)] == [True, False, False]
+    other.best_tracker.take(3, {"loss": 9.0, "error": 9.0})
+    assert not other.best_tracker.is_over, "it knows no better error"

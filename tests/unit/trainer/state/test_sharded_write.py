@@ -1,4 +1,4 @@
-"""Several ranks write one checkpoint, and whatever one of them does not deliver rank 0 writes."""
+"""Several ranks write one checkpoint, and rank 0 writes the parts that are not delivered."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from etrain_jupyter.storage.checkpoints import LocalStore
 from etrain_jupyter.storage.checkpoints.base import open_newest
 from etrain_jupyter.storage.checkpoints.s3 import S3Store
 from etrain_jupyter.testing.s3_server import S3Server
+from etrain_jupyter.trainer.boundary import Boundary
 from etrain_jupyter.trainer.group.rendezvous import BroadcastStore
-from etrain_jupyter.trainer.state import sharded_write as spread_module
+from etrain_jupyter.trainer.state import sharded_write
 from etrain_jupyter.trainer.state.checkpointer import Checkpointer
 from etrain_jupyter.trainer.state.parts import NEEDED, check_parts, optimizer_parts
 from etrain_jupyter.trainer.state.restoring import restore
 from etrain_jupyter.trainer.state.sharded_write import files_of, is_worth_it, part_of_rank
 from etrain_jupyter.wire.messages import CheckpointNotWritten, CheckpointWritten
-from tests.unit.trainer.state.test_checkpointer import Loop, config_of
+from tests.unit.trainer.state.test_checkpointer import State, config_of
 
 
 class RemoteStore(LocalStore):
-    """A folder that each rank has a line of its own to."""
+    """A folder that counts as remote: each rank has its own connection to it."""
 
     is_remote = True
 
@@ -37,7 +38,7 @@ class RemoteStore(LocalStore):
 
     def put_part(self, folder, name, data, **options):
         if self.is_broken:
-            raise CheckpointError("this rank has lost its way to the store")
+            raise CheckpointError("this rank has lost its connection to the store")
         assert self.may_write.wait(60)
         part = super().put_part(folder, name, data, **options)
         self.written.append(name)
@@ -45,21 +46,20 @@ class RemoteStore(LocalStore):
 
 
 class Rank:
-    """A rank of a generation that does nothing but save."""
+    """A rank that only saves."""
 
-    def __init__(self, rank: int, world_size: int, store) -> None:
+    def __init__(self, rank: int, world_size: int, store, checkpoint: dict) -> None:
         self.rank, self.store = rank, store
         self.others: list[Rank] = []
-        self.told: list[dict] = []
-        self.loop = Loop(with_scaler=False)
+        self.sent: list[dict] = []
+        self.state = State(with_scaler=False, config=config_of(checkpoint))
         self.checkpointer = Checkpointer(
             store=store,
-            loop=self.loop,
+            state=self.state,
             job_id="job",
-            config=config_of({"every": "1 step"}),
-            send=self.told.append,
+            send=self.sent.append,
+            starts=[0],
         )
-        self.checkpointer.starts = [0]
         self.group = SimpleNamespace(rank=rank, world_size=world_size, generation=1)
         self.board = BroadcastStore(self._publish)
         self.checkpointer.begin(self.group, self.board)
@@ -69,27 +69,30 @@ class Rank:
             other.board.put(key, value)
 
     def train(self, *, is_agreed: bool) -> None:
-        self.loop.train()
-        self.loop.is_save_agreed = is_agreed
-        self.checkpointer.after_step(self.group)
+        self.state.train()
+        self.checkpointer.after_step(
+            Boundary(group=self.group, step_s=0.1, is_save_agreed=is_agreed)
+        )
 
     def kinds(self) -> list[type]:
-        return [type(message) for message in self.told]
+        return [type(message) for message in self.sent]
 
 
 @pytest.fixture(autouse=True)
 def every_state_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spread_module, "SPREAD_BYTES", 1)
+    monkeypatch.setattr(sharded_write, "SHARDED_BYTES", 1)
 
 
-def ranks_on(*stores) -> list[Rank]:
-    """Make ranks that have saved once: rank 0 knows then how large the state is."""
-    ranks = [Rank(number, len(stores), store) for number, store in enumerate(stores)]
+def ranks_on(*stores, **checkpoint) -> list[Rank]:
+    """Make ranks that have saved once, so that rank 0 knows the size of the state."""
+    checkpoint = checkpoint or {"every": "1 step"}
+    ranks = [Rank(number, len(stores), store, checkpoint) for number, store in enumerate(stores)]
     for rank in ranks:
         rank.others = [other for other in ranks if other is not rank]
         torch.manual_seed(0)
-        for value in rank.loop.workload.model.parameters():
+        for value in rank.state.workload.model.parameters():
             torch.nn.init.normal_(value)
+    ranks[0].checkpointer.request()
     train(ranks)
     join(ranks)
     for store in stores:
@@ -98,33 +101,31 @@ def ranks_on(*stores) -> list[Rank]:
 
 
 def train(ranks: list[Rank]) -> None:
-    """Make a step, with the agreement that its sum brings."""
-    loop = ranks[0].loop
-    is_agreed = ranks[0].checkpointer.asks_save(*loop.marks)
+    """Make a step, with the agreement from its header."""
+    is_agreed = ranks[0].checkpointer.wants_save(*ranks[0].state.marks)
     for rank in ranks:
         rank.train(is_agreed=is_agreed)
 
 
 def join(ranks: list[Rank]) -> None:
     for rank in ranks:
-        rank.checkpointer.join()
-        if rank.checkpointer._helper.thread is not None:
-            rank.checkpointer._helper.thread.join()
+        rank.checkpointer.wait()
+        rank.checkpointer._shard_writer.wait()
 
 
 def check_restored(store, ranks: list[Rank], *, step: int) -> None:
-    """The newest checkpoint is of this step and goes on as the ranks do."""
+    """Check that the newest checkpoint is of this step and continues exactly."""
 
     def check(manifest, files) -> None:
         check_parts(manifest, files, NEEDED)
 
     found = open_newest(store, job_id="job", check=check)
     assert (found.manifest.step, found.skipped) == (step, [])
-    fresh = Loop(with_scaler=False)
+    fresh = State(with_scaler=False)
     restore(fresh, found.files)
     fresh.train()
-    ranks[0].loop.train()
-    theirs = ranks[0].loop.workload.model.state_dict()
+    ranks[0].state.train()
+    theirs = ranks[0].state.workload.model.state_dict()
     for name, value in fresh.workload.model.state_dict().items():
         assert torch.equal(value, theirs[name])
 
@@ -141,7 +142,7 @@ def test_small_states_and_folders_are_written_by_one_rank(tmp_path, monkeypatch)
 @pytest.mark.parametrize("world_size", [2, 3, 4, 9, 20])
 def test_every_file_has_one_writer(world_size):
     tensors = {f"optimizer.{n}": torch.zeros(n) for n in range(40)} | {"model.a": torch.ones(1)}
-    num_shards = spread_module.num_shards_of(world_size)
+    num_shards = sharded_write.num_shards_of(world_size)
     files = files_of(tensors, num_shards=num_shards)
     helped = [part_of_rank(rank, world_size) for rank in range(world_size)]
     assert [name for name in helped if name] == optimizer_parts(files)
@@ -153,7 +154,7 @@ def test_every_file_has_one_writer(world_size):
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_write_a_part_each_and_rank_0_commits(tmp_path, world_size):
+def test_each_rank_writes_a_part_and_rank_0_commits(tmp_path, world_size):
     stores = [RemoteStore(tmp_path) for _ in range(world_size)]
     ranks = ranks_on(*stores)
     train(ranks)
@@ -180,11 +181,11 @@ def test_part_whose_writer_dies_is_written_by_rank_0_as_soon_as_the_generation_i
     ranks = ranks_on(*stores)
     stores[1].may_write.clear()
     train(ranks)
-    ranks[0].checkpointer.leave()  # what the main thread does when the others are gone
-    ranks[0].checkpointer.join()
+    ranks[0].checkpointer.leave()  # called by the main thread when the other ranks are lost
+    ranks[0].checkpointer.wait()
     assert "optimizer.safetensors" in stores[0].written
     assert ranks[0].kinds() == [CheckpointWritten] * 2
-    stores[1].may_write.set()  # it was not dead, and finishes what nobody waits for
+    stores[1].may_write.set()  # it was alive, and finishes a part that is not needed any more
     join(ranks)
     check_restored(stores[0], ranks, step=2)
 
@@ -194,15 +195,15 @@ def test_checkpoint_whose_rank_0_dies_is_never_acknowledged_and_the_next_one_is_
     ranks = ranks_on(*stores)
     stores[0].may_write.clear()
     train(ranks)
-    ranks[1].checkpointer._helper.thread.join()
-    assert stores[0].list_steps() == [1]  # the part of rank 1 is there, and that is no checkpoint
+    ranks[1].checkpointer._shard_writer.wait()
+    assert stores[0].list_steps() == [1]  # a part of rank 1 alone is not a checkpoint
     survivor = ranks[1]
     survivor.checkpointer.leave()
     survivor.checkpointer.starts = [0, 2]
     survivor.group = SimpleNamespace(rank=0, world_size=1, generation=2)
     survivor.checkpointer.begin(survivor.group, BroadcastStore(lambda key, value: None))
     survivor.train(is_agreed=False)
-    survivor.checkpointer.join()
+    survivor.checkpointer.wait()
     assert survivor.kinds() == [CheckpointWritten]
     assert stores[1].list_steps() == [1, 3]
     stores[0].may_write.set()
@@ -210,7 +211,7 @@ def test_checkpoint_whose_rank_0_dies_is_never_acknowledged_and_the_next_one_is_
     assert ranks[0].kinds()[-1] == CheckpointNotWritten  # a later generation has saved meanwhile
 
 
-def test_rank_that_waits_for_a_folder_is_told_that_there_will_be_none(tmp_path, monkeypatch):
+def test_rank_that_waits_for_a_folder_is_notified_if_rank_0_fails(tmp_path, monkeypatch):
     monkeypatch.setattr("etrain_jupyter.trainer.group.rendezvous.FORM_TIMEOUT_S", 1e6)
     stores = [RemoteStore(tmp_path), RemoteStore(tmp_path)]
     ranks = ranks_on(*stores)
@@ -221,31 +222,26 @@ def test_rank_that_waits_for_a_folder_is_told_that_there_will_be_none(tmp_path, 
     assert stores[1].written == []
 
 
-def test_rank_whose_part_before_is_still_under_way_leaves_the_next_one_to_rank_0(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setattr("etrain_jupyter.trainer.state.checkpointer.LEAST_PATIENCE_S", 0.1)
+def test_rank_with_a_part_in_flight_leaves_the_next_one_to_rank_0(tmp_path, monkeypatch):
+    monkeypatch.setattr("etrain_jupyter.trainer.state.checkpoint_writer.LEAST_PATIENCE_S", 0.1)
     stores = [RemoteStore(tmp_path), RemoteStore(tmp_path)]
     ranks = ranks_on(*stores)
     stores[1].may_write.clear()
     for _ in range(2):
         train(ranks)
-        ranks[0].checkpointer.join()
+        ranks[0].checkpointer.wait()
     assert stores[0].written.count("optimizer.safetensors") == 2
     stores[1].may_write.set()
     join(ranks)
     check_restored(stores[0], ranks, step=3)
 
 
-def test_ranks_agree_on_the_step_although_only_rank_0_knows_that_somebody_has_asked(tmp_path):
+def test_ranks_agree_on_the_step_of_a_request_that_only_rank_0_knows(tmp_path):
     stores = [RemoteStore(tmp_path), RemoteStore(tmp_path)]
-    ranks = ranks_on(*stores)
-    for rank in ranks:
-        rank.checkpointer._every = None
-        rank.checkpointer.pace.interval_s = 1e9
+    ranks = ranks_on(*stores, every="1000 steps")
     train(ranks)
-    ranks[0].checkpointer.ask()
-    ranks[0].train(is_agreed=False)  # asked after that step's sum was on its way
+    ranks[0].checkpointer.request()
+    ranks[0].train(is_agreed=False)  # requested after the header of that step was sent
     ranks[1].train(is_agreed=False)
     assert stores[0].list_steps() == [1]
     train(ranks)
@@ -274,5 +270,5 @@ def test_checkpoint_that_lacks_one_of_its_shards_is_refused(tmp_path):
     found = open_newest(stores[0], job_id="job")
     name = "optimizer-00002-of-00002.safetensors"
     files = {k: v for k, v in found.files.items() if k != name}
-    with pytest.raises(CheckpointError, match=f"names no {name}"):
+    with pytest.raises(CheckpointError, match=f"does not list {name}"):
         check_parts(found.manifest, files, NEEDED)

@@ -11,26 +11,26 @@ def slowdown(*usual: float) -> Slowdown:
     return found
 
 
-def test_time_beyond_ordinary_steps_is_what_writing_costs():
+def test_slowdown_is_the_time_beyond_usual_steps():
     found = slowdown(1.0, 1.0, 5.0, 1.0, 1.0)
     for seconds in (1.5, 2.0, 0.75):
         found.take_step(seconds, is_writing=True)
     assert found.extra_s == 1.25
 
 
-def test_steps_that_happen_to_be_faster_cost_nothing():
+def test_faster_steps_are_no_slowdown():
     found = slowdown(*[1.0] * 5)
     found.take_step(0.5, is_writing=True)
     assert found.extra_s == 0.0
 
 
-def test_nothing_is_told_before_it_is_known_what_is_ordinary():
+def test_no_slowdown_is_reported_before_the_usual_time_is_known():
     found = slowdown(1.0, 1.0)
     found.take_step(9.0, is_writing=True)
     assert found.extra_s == 0.0
 
 
-def test_each_checkpoint_is_counted_for_itself():
+def test_each_checkpoint_is_counted_separately():
     found = slowdown(*[1.0] * 5)
     found.take_step(3.0, is_writing=True)
     found.begin()

@@ -1,4 +1,4 @@
-"""The copy of a state is laid out as the file that it will be, and made once."""
+"""The staged copy of a state has the layout of the file, and is copied once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def some_of_each() -> dict[str, torch.Tensor]:
     return {f"{n}.{dtype}": torch.arange(n).to(dtype) for dtype in DTYPES for n in (0, 1, 3)}
 
 
-def test_plain_safetensors_opens_the_bytes_whatever_the_types():
+def test_plain_safetensors_opens_the_bytes_of_all_types():
     tensors = {**some_of_each(), "scalar": torch.tensor(7.0), "names: ä \"'": torch.ones(2, 3)}
     file = StagedFile(tensors)
     file.take(tensors)
@@ -36,7 +36,7 @@ def test_plain_safetensors_opens_the_bytes_whatever_the_types():
         assert opened[name].tolist() == tensor.tolist()
 
 
-def test_metadata_stands_in_the_header(tmp_path):
+def test_header_contains_the_metadata(tmp_path):
     files = stage({"a": {"x": torch.ones(1)}}, {}, {"a": {"format": "pt"}})
     (tmp_path / "a").write_bytes(files["a"].data)
     with safe_open(tmp_path / "a", framework="pt") as opened:
@@ -47,7 +47,7 @@ def test_file_without_tensors_opens():
     assert load(bytes(StagedFile({}).data)) == {}
 
 
-def test_copy_is_contiguous_and_training_does_not_touch_it():
+def test_copy_is_contiguous_and_independent_of_training():
     living = torch.arange(6.0).reshape(2, 3).t()
     files = stage({"a": {"x": living}}, {})
     living.zero_()
@@ -55,7 +55,7 @@ def test_copy_is_contiguous_and_training_does_not_touch_it():
 
 
 def test_copy_of_a_large_tensor_is_made_in_pieces_with_heartbeats(monkeypatch):
-    """Review R5: a copy that takes longer than a rank may be silent is no hang."""
+    """Review R5: a copy that takes longer than the heartbeat timeout is not a hang."""
     monkeypatch.setattr(pieces, "PIECE_BYTES", 1000)
     living = {
         "flat": torch.randn(10_000),
@@ -72,7 +72,7 @@ def test_copy_of_a_large_tensor_is_made_in_pieces_with_heartbeats(monkeypatch):
         assert torch.equal(value, living[name])
 
 
-def test_memory_of_an_earlier_copy_is_written_over_where_it_fits():
+def test_memory_of_an_earlier_copy_is_reused_where_it_fits():
     first = stage({name: {"x": torch.zeros(2, 3)} for name in "abcd"}, {})
     living = {
         "a": {"x": torch.arange(6.0).reshape(2, 3)},
@@ -89,13 +89,13 @@ def test_memory_of_an_earlier_copy_is_written_over_where_it_fits():
             assert torch.equal(value, tensors[key])
 
 
-def test_data_are_the_memory_itself_and_no_copy_of_it():
+def test_data_is_the_memory_itself_and_not_a_copy():
     file = StagedFile({"x": torch.zeros(2)})
     data = file.data
     file.take({"x": torch.full((2,), 1.5)})
     assert load(bytes(data))["x"].tolist() == [1.5, 1.5]
 
 
-def test_type_that_no_file_can_have_is_named():
+def test_unsupported_type_is_refused_by_name():
     with pytest.raises(StateError, match=r"model\.w is of type torch\.complex128"):
         StagedFile({"model.w": torch.zeros(1, dtype=torch.complex128)})

@@ -1,4 +1,4 @@
-"""The state travels along a chain, bit for bit, to those that are behind and to nobody else."""
+"""The state is transferred bit for bit along a chain of the ranks that are behind."""
 
 from __future__ import annotations
 
@@ -14,14 +14,8 @@ from etrain_jupyter.trainer.micro_batch import DeviceMemory
 from etrain_jupyter.trainer.state import transfer as state_transfer
 from etrain_jupyter.trainer.state.capture import digest_of, own_tensors, put_state, take_state
 from etrain_jupyter.trainer.state.packing import StateError
-from etrain_jupyter.trainer.state.transfer import (
-    CHUNK_BYTES,
-    DIRECT_BYTES,
-    new_tensor,
-    plan_messages,
-    receive_state,
-    send_state,
-)
+from etrain_jupyter.trainer.state.transfer import new_tensor, receive_state, send_state
+from etrain_jupyter.trainer.state.transfer_plan import CHUNK_BYTES, DIRECT_BYTES, plan_messages
 from tests.unit.trainer.peers import linked_groups, on_each
 
 
@@ -110,7 +104,7 @@ def test_every_kind_of_tensor_arrives_bit_for_bit_at_each_rank_of_the_chain():
         assert state[1].param_groups[0]["lr"] == 0.002
 
 
-def test_newcomer_goes_on_exactly_as_the_sender():
+def test_new_rank_continues_exactly_like_the_sender():
     states = [veteran(), build(2)]
     with linked_groups(2) as groups:
         transfer(groups, states, behind=[1])
@@ -121,7 +115,7 @@ def test_newcomer_goes_on_exactly_as_the_sender():
     assert moments[0].stride() == moments[1].stride()
 
 
-def test_parameters_stay_the_objects_that_the_newcomer_built():
+def test_parameters_of_a_new_rank_keep_their_identity():
     states = [veteran(), build(2)]
     model, _ = states[1]
     before = {name: (p, p.data_ptr()) for name, p in model.named_parameters()}
@@ -131,7 +125,7 @@ def test_parameters_stay_the_objects_that_the_newcomer_built():
     assert all(after[name][0] is p and after[name][1] == at for name, (p, at) in before.items())
 
 
-def test_rank_that_is_not_behind_takes_no_part():
+def test_rank_that_is_not_behind_does_not_take_part():
     states = [veteran(), build(2), build(3)]
     untouched = digest_of(states[1][0])
     with linked_groups(3) as groups:
@@ -143,7 +137,7 @@ def test_rank_that_is_not_behind_takes_no_part():
     assert all_bits(*states[2]) == all_bits(*states[0])
 
 
-def test_tied_weights_travel_once():
+def test_tied_weights_are_sent_once():
     torch.manual_seed(0)
     model = Mixed()
     _, tensors = take_state(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -165,11 +159,11 @@ def test_receiver_that_did_not_tie_its_weights_gets_both():
     assert torch.equal(model.embedding.weight, states[0][0].head.weight)
 
 
-def test_abort_in_the_middle_frees_the_sender_and_leaves_its_state_as_it_was():
+def test_abort_in_the_middle_frees_the_sender_and_keeps_its_state():
     states = [veteran(), build(2)]
     before = all_bits(*states[0])
     with linked_groups(2) as groups:
-        # Rank 1 takes nothing: the sender's first chunks wait for it.
+        # Rank 1 does not receive, so the sender's first chunks wait.
         threading.Timer(0.2, groups[0].abort, ["rank 1 is silent"]).start()
         header, tensors = take_state(*states[0])
         with pytest.raises(CommunicationError, match="rank 1 is silent"):
@@ -185,7 +179,7 @@ def test_loss_of_a_rank_in_the_chain_ends_the_transfer_for_all_that_take_part():
         if group.rank == 0:
             return send_state(group, *take_state(model, optimizer), [1, 2])
         if group.rank == 1:
-            return group._device.shut_down()  # what the others see of a killed process
+            return group._device.shut_down()  # what other ranks see of a killed process
         return receive_state(group, model, [1, 2])
 
     with linked_groups(3) as groups:
@@ -201,7 +195,7 @@ def test_loss_of_the_sender_ends_the_transfer():
             receive_state(groups[1], build(2)[0], [1])
 
 
-def test_rank_that_is_a_step_behind_keeps_its_state_until_all_of_the_newer_one_is_here(
+def test_rank_that_is_a_step_behind_keeps_its_state_until_the_new_one_is_complete(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """It may be the newest that is left, if the sender dies."""
@@ -211,13 +205,13 @@ def test_rank_that_is_a_step_behind_keeps_its_state_until_all_of_the_newer_one_i
             parameter.add_(1)
     before = all_bits(*receiver)
     for name in ("CHUNK_BYTES", "DIRECT_BYTES"):
-        monkeypatch.setattr(f"etrain_jupyter.trainer.state.transfer.{name}", 64)
+        monkeypatch.setattr(f"etrain_jupyter.trainer.state.transfer_plan.{name}", 64)
 
     def part(group: RankGroup):
         if group.rank == 0:
             return send_state(group, *take_state(*sender), [1])
         beats = iter(range(3))
-        # Some messages have come, and been written to where they belong.
+        # Some messages have arrived and have been copied to their destination.
         group.beat = lambda: next(beats, None) is None and group.abort("rank 0 is lost")
         return receive_state(group, receiver[0], [1], optimizer=receiver[1], keep=True)
 
@@ -242,7 +236,7 @@ def test_rank_that_is_a_step_behind_keeps_its_state_until_all_of_the_newer_one_i
 
 
 class Allocations:
-    """Counts the bytes of new tensors, and refuses what is above a limit."""
+    """Counts the bytes of new tensors, and raises above a limit."""
 
     def __init__(self, monkeypatch, limit: float = math.inf) -> None:
         self.num_bytes, self.limit = 0, limit
@@ -278,12 +272,12 @@ def test_rank_that_has_an_older_state_receives_into_its_own_tensors(monkeypatch)
     _, moved = receive_from(sender, receiver, on_overwrite=lambda: told.append("overwritten"))
     assert all_bits(*receiver) == all_bits(*sender)
     assert {name: t.data_ptr() for name, t in own_tensors(*receiver).items()} == places
-    # Some buffers are views that hold an element twice, or none: they cannot be written into.
+    # Some buffers are views with repeated elements, which cannot be received into.
     assert sent.num_bytes < 1000 < moved.num_bytes
     assert told == ["overwritten"]
 
 
-def test_state_that_is_kept_waits_in_host_memory_and_goes_into_the_own_tensors(monkeypatch):
+def test_staged_state_waits_in_host_memory_and_is_copied_into_the_own_tensors(monkeypatch):
     sender, receiver = veteran(), veteran()
     step(*sender)
     devices: set[str] = set()
@@ -308,7 +302,7 @@ def test_state_that_is_kept_waits_in_host_memory_and_goes_into_the_own_tensors(m
     assert {name: t.data_ptr() for name, t in own_tensors(*receiver).items()} == places
 
 
-def test_state_is_not_kept_where_the_host_has_no_room_for_a_second_one(monkeypatch):
+def test_state_is_not_staged_without_room_in_host_memory(monkeypatch):
     sender, receiver = veteran(), veteran()
     step(*sender)
     monkeypatch.setattr(
@@ -329,7 +323,7 @@ def test_model_that_was_built_differently_is_refused_by_name():
     assert "model.weight" in str(refused)
 
 
-def test_messages_hold_every_byte_once_in_chunks():
+def test_messages_contain_every_byte_exactly_once():
     sizes = [0, 5, DIRECT_BYTES, 3 * CHUNK_BYTES + 1, 7, *[DIRECT_BYTES - 1] * 40]
     messages = plan_messages(sizes)
     seen = [0] * len(sizes)

@@ -1,4 +1,4 @@
-"""A print of the weights tells, within some steps, whether two ranks differ in any bit."""
+"""Fingerprints detect within some steps that two ranks differ in any bit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from etrain_jupyter.trainer.state.weight_fingerprint import (
     MAX_SLICES,
     MODULUS,
-    WeightsPrint,
+    WeightFingerprint,
     ranks_agree,
 )
 
@@ -28,13 +28,13 @@ def build() -> nn.Module:
 
 
 def prints(model: nn.Module) -> list[int]:
-    made = WeightsPrint(model)
+    made = WeightFingerprint(model)
     return [int(made.at(step)) for step in range(MAX_SLICES)]
 
 
 @pytest.mark.parametrize("name", [n for n, p in build().named_parameters() if p.numel()])
 @pytest.mark.parametrize("place", [0, -1])
-def test_one_changed_bit_is_seen_within_so_many_steps(name, place):
+def test_one_changed_bit_is_detected_within_one_rotation(name, place):
     model = build()
     other = copy.deepcopy(model)
     with torch.no_grad():
@@ -46,13 +46,15 @@ def test_one_changed_bit_is_seen_within_so_many_steps(name, place):
     assert prints(model) != prints(other)
 
 
-def test_equal_weights_have_equal_prints_below_the_modulus():
+def test_equal_weights_have_equal_fingerprints_below_the_modulus():
     assert prints(build()) == prints(build())
     assert all(0 <= p < MODULUS for p in prints(build()))
 
 
-def test_slices_are_looked_at_in_turn():
-    model = nn.Linear(1 << 10, 1 << 10, bias=False)  # as many numbers as make all slices
+def test_slices_are_covered_in_turn():
+    model = nn.Linear(
+        1 << 10, 1 << 10, bias=False
+    )  # enough elements for the maximum number of slices
     before = prints(model)
     with torch.no_grad():
         model.weight[-1, -1] += 1
@@ -71,7 +73,7 @@ def test_slices_are_looked_at_in_turn():
         ([MODULUS - 1] * 999 + [MODULUS - 2], False),
     ],
 )
-def test_sums_over_ranks_tell_whether_all_are_equal(prints, expected):
+def test_sums_over_ranks_show_whether_all_are_equal(prints, expected):
     sums = torch.tensor([float(p) for p in prints], dtype=torch.float64)
     total, squares = float(sums.sum()), float(sums.square().sum())
     assert ranks_agree(len(prints), total, squares) is expected

@@ -1,4 +1,4 @@
-"""Policies: each is evaluated with its conditions, against what must work and what must not.
+"""Evaluate each policy, with conditions, for requests that must be allowed or denied.
 
 Review S5: conditions were stripped before a policy was tried. ``tests/contract/test_policies.py``
 and ``tests/chaos/test_spot_faults.py`` try the same with what boto3 really asks for.
@@ -345,7 +345,7 @@ def test_image_of_aws_must_be_one_of_amazon(spec: AwsSpotSpec) -> None:
     assert not is_allowed([policy], Request("ec2:RunInstances", image, {"ec2:Owner": "99"}))
 
 
-def test_types_by_their_gpu_are_of_families_that_have_some(spec: AwsSpotSpec) -> None:
+def test_gpu_requirement_allows_families_with_gpus(spec: AwsSpotSpec) -> None:
     policy = launcher_policy(changed(spec, SPECS["gpu"]))
     types = {
         name: Request("ec2:RunInstances", f"{EC2}:instance/new", NODE | {"ec2:InstanceType": name})
@@ -355,7 +355,7 @@ def test_types_by_their_gpu_are_of_families_that_have_some(spec: AwsSpotSpec) ->
     assert allowed(policy, types) == {"g6.12xlarge", "p4d.24xlarge"}
 
 
-def test_roles_of_machines_can_be_taken_by_machines_only() -> None:
+def test_roles_of_machines_can_only_be_assumed_by_ec2() -> None:
     assert trust_policy()["Statement"][0]["Principal"] == {"Service": "ec2.amazonaws.com"}
 
 
@@ -433,7 +433,7 @@ def test_wildcard_of_an_arn_stays_in_its_part() -> None:
 
 
 def client_of(user: str, policy: dict[str, Any] | None) -> Any:
-    """Return an S3 client of a new user who may do what the policy says, or nothing."""
+    """Return an S3 client of a new user with the policy, or without permissions."""
     iam = boto3.client("iam", region_name="us-east-1")
     iam.create_user(UserName=user)
     if policy is not None:

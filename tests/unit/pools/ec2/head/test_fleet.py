@@ -1,4 +1,4 @@
-"""Launching and ending machines: each rule by itself."""
+"""Launching and ending machines: one rule at a time."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def machines(num: int, **facts: Any) -> tuple[Machine, ...]:
 
 
 def look(
-    memory: FleetState = FleetState(),  # noqa: B008
+    state: FleetState = FleetState(),  # noqa: B008
     *,
     rules: Rules = RULES,
     wanted: int = 2,
     now: float = T,
     **facts: Any,
 ) -> Decision:
-    return decide(memory, rules, View(now=now, wanted=wanted, **{"offers": OFFERS} | facts))
+    return decide(state, rules, View(now=now, wanted=wanted, **{"offers": OFFERS} | facts))
 
 
 def only(decision: Decision) -> LaunchRequest:
@@ -76,10 +76,10 @@ def granted(request: LaunchRequest, *ids: str, now: float = T) -> FleetResult:
 
 def after(decision: Decision, answer: FleetResult, now: float = T) -> FleetState:
     request = only(decision)
-    return decision.memory.sent(request, now).answered(request, answer, now)
+    return decision.state.sent(request, now).answered(request, answer, now)
 
 
-def test_what_is_missing_is_asked_for_in_one_zone_and_all_its_types() -> None:
+def test_missing_workers_are_requested_in_one_zone_with_all_its_types() -> None:
     request = only(look(wanted=3))
 
     assert (request.num_nodes, request.lifecycle, request.token) == (3, "spot", "c1-1-1")
@@ -88,83 +88,83 @@ def test_what_is_missing_is_asked_for_in_one_zone_and_all_its_types() -> None:
 
 def test_machines_that_are_not_listed_yet_count() -> None:
     first = look()
-    memory = after(first, granted(only(first), "i-1", "i-2"))
+    state = after(first, granted(only(first), "i-1", "i-2"))
 
-    assert look(memory, now=T + 119).launches == ()
-    assert look(memory, now=T + 121).launches == ()
-    assert look(memory, now=T + 121).lookups == ("i-1", "i-2")
-    assert only(look(memory.looked_up([], ["i-1", "i-2"], T + 121), now=T + 121)).num_nodes == 2
+    assert look(state, now=T + 119).launches == ()
+    assert look(state, now=T + 121).launches == ()
+    assert look(state, now=T + 121).lookups == ("i-1", "i-2")
+    assert only(look(state.looked_up([], ["i-1", "i-2"], T + 121), now=T + 121)).num_nodes == 2
 
 
 def test_listed_machines_are_counted_once() -> None:
     first = look()
-    memory = after(first, granted(only(first), "i-0", "i-1")).listed(["i-0", "i-1"])
+    state = after(first, granted(only(first), "i-0", "i-1")).listed(["i-0", "i-1"])
 
-    assert look(memory, machines=machines(2)).launches == ()
-    assert only(look(memory, machines=machines(1))).num_nodes == 1
+    assert look(state, machines=machines(2)).launches == ()
+    assert only(look(state, machines=machines(1))).num_nodes == 1
 
 
 def test_request_without_an_answer_is_repeated_under_its_token() -> None:
     first = look()
-    memory = first.memory.sent(only(first), T)
+    state = first.state.sent(only(first), T)
 
-    again = look(memory, now=T + 5)
+    again = look(state, now=T + 5)
     assert again.launches == first.launches
     # Also when its machines are listed meanwhile, and they are not taken for too many.
-    later = look(memory, now=T + 500, machines=machines(2))
+    later = look(state, now=T + 500, machines=machines(2))
     assert (later.launches, later.releases) == (first.launches, ())
-    assert look(memory, now=T + 121, wanted=0).memory.unanswered == ()
+    assert look(state, now=T + 121, wanted=0).state.unanswered == ()
 
 
 def test_tokens_differ_between_requests_and_between_heads() -> None:
     first = look()
-    memory = after(first, granted(only(first), "i-1"))
+    state = after(first, granted(only(first), "i-1"))
 
-    assert only(look(memory)).token == "c1-1-2"
+    assert only(look(state)).token == "c1-1-2"
     assert only(look(FleetState(life=2))).token == "c1-2-1"
 
 
 def test_pool_without_capacity_is_left_alone_for_longer_each_time() -> None:
-    memory, waits, now = FleetState(), [], T
+    state, waits, now = FleetState(), [], T
     for _ in range(7):
-        first = look(memory, now=now, offers=OFFERS[:1])
-        memory = after(first, refused(only(first)), now)
-        until = memory.back_offs["g5.xlarge", A, "spot"].until
-        assert look(memory, now=until - 1, offers=OFFERS[:1]).launches == ()
+        first = look(state, now=now, offers=OFFERS[:1])
+        state = after(first, refused(only(first)), now)
+        until = state.back_offs["g5.xlarge", A, "spot"].until
+        assert look(state, now=until - 1, offers=OFFERS[:1]).launches == ()
         waits.append(until - now)
         now = until
     assert waits == [15, 30, 60, 120, 240, 300, 300]
 
-    first = look(memory, now=now, offers=OFFERS[:1])
+    first = look(state, now=now, offers=OFFERS[:1])
     assert after(first, granted(only(first), "i-1"), now).back_offs == {}
 
 
-def test_unsupported_type_is_not_asked_for_again_within_the_hour() -> None:
+def test_unsupported_type_is_not_requested_again_within_the_hour() -> None:
     first = look(offers=OFFERS[:2])
     refusal = LaunchFailure(
         type="g5.xlarge", zone=A, code="Unsupported", message="", kind="unsupported"
     )
-    memory = after(first, FleetResult(refusals=(refusal,)))
+    state = after(first, FleetResult(refusals=(refusal,)))
 
-    assert only(look(memory, now=T + 3000, offers=OFFERS[:2])).overrides == (("g6.xlarge", A),)
+    assert only(look(state, now=T + 3000, offers=OFFERS[:2])).overrides == (("g6.xlarge", A),)
 
 
 def test_quota_stops_all_of_the_request() -> None:
     first = look()
-    memory = after(first, FleetResult(refusals=refused(only(first), "quota").refusals[:1]))
+    state = after(first, FleetResult(refusals=refused(only(first), "quota").refusals[:1]))
 
-    assert {key[0] for key in memory.back_offs} == {"g5.xlarge", "g6.xlarge"}
+    assert {key[0] for key in state.back_offs} == {"g5.xlarge", "g6.xlarge"}
 
 
 def test_refusals_that_do_not_pass_halt_after_three() -> None:
-    memory, now = FleetState(), T
+    state, now = FleetState(), T
     for number in range(1, 4):
-        first = look(memory, now=now)
-        memory = after(first, refused(only(first), "fatal"), now)
-        assert bool(memory.halted) == (number == 3)
+        first = look(state, now=now)
+        state = after(first, refused(only(first), "fatal"), now)
+        assert bool(state.halted) == (number == 3)
         now += 400
-    assert memory.halted == "refused"
-    assert look(memory, now=now).launches == ()
+    assert state.halted == "refused"
+    assert look(state, now=now).launches == ()
 
 
 def test_wanted_is_bounded_by_max_but_for_machines_at_risk() -> None:
@@ -184,20 +184,20 @@ def test_surplus_goes_after_a_while_the_new_and_idle_first() -> None:
     )
     first = look(wanted=1, machines=three)
     assert first.releases == ()
-    later = look(first.memory, wanted=1, machines=three, now=T + 120)
+    later = look(first.state, wanted=1, machines=three, now=T + 120)
     assert [id for id, _ in later.releases] == ["i-3", "i-2"]
 
 
 def test_busy_machines_are_never_surplus() -> None:
     busy = machines(2, is_busy=True)
     first = look(wanted=0, machines=busy)
-    assert look(first.memory, wanted=0, machines=busy, now=T + 500).releases == ()
+    assert look(first.state, wanted=0, machines=busy, now=T + 500).releases == ()
 
 
 def test_zone_is_chosen_by_price_and_score() -> None:
-    assert look().memory.zone == A
+    assert look().state.zone == A
     likely = [dataclasses.replace(one, score=10 if one.zone == B else 1) for one in OFFERS]
-    assert look(offers=tuple(likely)).memory.zone == B
+    assert look(offers=tuple(likely)).state.zone == B
 
 
 def test_zone_of_the_workers_stays() -> None:
@@ -210,11 +210,11 @@ def in_shortage(rules: Rules) -> Decision:
     """One worker in zone a, one missing; zone a has no more for over a minute."""
     one = (machine(1),)
     first = look(rules=rules, machines=one)
-    memory = after(first, refused(only(first)))
-    memory = look(memory, rules=rules, machines=one, now=T + 5).memory
-    first = look(memory, rules=rules, machines=one, now=T + 40)
-    memory = after(first, refused(only(first)), T + 40)
-    return look(memory, rules=rules, machines=one, now=T + 65)
+    state = after(first, refused(only(first)))
+    state = look(state, rules=rules, machines=one, now=T + 5).state
+    first = look(state, rules=rules, machines=one, now=T + 40)
+    state = after(first, refused(only(first)), T + 40)
+    return look(state, rules=rules, machines=one, now=T + 65)
 
 
 def test_shortage_shrinks_moves_or_spreads() -> None:
@@ -223,8 +223,8 @@ def test_shortage_shrinks_moves_or_spreads() -> None:
         for word in ("shrink", "migrate", "spread")
     )
     assert shrink.launches == ()
-    assert (only(migrate).overrides, migrate.memory.zone) == ((("g5.xlarge", B),), B)
-    assert (only(spread).overrides, spread.memory.zone) == ((("g5.xlarge", B),), A)
+    assert (only(migrate).overrides, migrate.state.zone) == ((("g5.xlarge", B),), B)
+    assert (only(spread).overrides, spread.state.zone) == ((("g5.xlarge", B),), A)
 
 
 def test_after_moving_the_others_follow_one_by_one() -> None:
@@ -273,11 +273,11 @@ def test_base_comes_on_demand_first() -> None:
 def test_on_demand_fills_in_after_a_shortage_up_to_its_max() -> None:
     rules = dataclasses.replace(RULES, most_on_demand=2, on_shortage="shrink")
     first = look(rules=rules, wanted=4, offers=OFFERS[:2])
-    memory, now = after(first, refused(only(first))), T
-    while (first := look(memory, rules=rules, wanted=4, offers=OFFERS[:2], now=now)) and not (
+    state, now = after(first, refused(only(first))), T
+    while (first := look(state, rules=rules, wanted=4, offers=OFFERS[:2], now=now)) and not (
         first.launches and first.launches[0].lifecycle == "on-demand"
     ):
-        memory = after(first, refused(only(first)), now) if first.launches else first.memory
+        state = after(first, refused(only(first)), now) if first.launches else first.state
         now += 5
         assert now < T + 300
     assert now - T >= 120
@@ -286,46 +286,46 @@ def test_on_demand_fills_in_after_a_shortage_up_to_its_max() -> None:
 
 def test_without_a_max_on_demand_is_never_used() -> None:
     first = look(wanted=4)
-    memory = after(first, refused(only(first)))
+    state = after(first, refused(only(first)))
     for seconds in range(0, 2000, 5):
-        decision = look(memory, wanted=4, now=T + seconds)
-        memory = decision.memory
+        decision = look(state, wanted=4, now=T + seconds)
+        state = decision.state
         for request in decision.launches:
             assert request.lifecycle == "spot"
-            memory = memory.sent(request, T).answered(request, refused(request), T + seconds)
-    assert "no capacity for 4 workers" in decision.warnings[0][1]
-    assert "capacity.on_demand.max" in decision.warnings[0][1]
+            state = state.sent(request, T).answered(request, refused(request), T + seconds)
+    assert "no capacity for 4 workers" in decision.warnings[0].text
+    assert "capacity.on_demand.max" in decision.warnings[0].text
 
 
-def test_missing_capacity_is_told_at_once_with_what_was_tried_and_what_comes_next() -> None:
+def test_missing_capacity_is_reported_at_once_with_the_attempt_and_the_next_one() -> None:
     first = look(wanted=4)
     rules = dataclasses.replace(RULES, on_shortage="shrink", on_demand_after_s=90.0)
-    memory = after(first, refused(only(first)))
-    memory = after(second := look(memory, wanted=4, rules=rules), refused(only(second)))
-    ((_, text),) = look(memory, wanted=4, rules=rules, now=T + 5).warnings
+    state = after(first, refused(only(first)))
+    state = after(second := look(state, wanted=4, rules=rules), refused(only(second)))
+    (warning,) = look(state, wanted=4, rules=rules, now=T + 5).warnings
 
-    assert "EC2 has no capacity for 4 workers since 5 s" in text
-    assert "of g5.xlarge, g6.xlarge in us-east-1a, us-east-1b" in text
-    assert "The next attempt is in 10 s" in text
-    assert "capacity.on_demand.max to pay in full after 90 s" in text
+    assert "EC2 has no capacity for 4 workers for 5 s" in warning.text
+    assert "(g5.xlarge, g6.xlarge in us-east-1a, us-east-1b)" in warning.text
+    assert "The next attempt is in 10 s" in warning.text
+    assert "capacity.on_demand.max to pay the full price after 90 s" in warning.text
 
 
-def test_warning_keeps_its_kind_while_its_figures_change() -> None:
-    """The full price was told anew every tick: its text, which names the seconds, was the kind."""
+def test_warning_keeps_its_key_while_its_figures_change() -> None:
+    """The key used to be parsed from the text, which contains the seconds: no limit applied."""
     rules = dataclasses.replace(RULES, on_demand_after_s=60.0, most_on_demand=4)
     first = look(wanted=4, rules=rules)
-    memory = after(first, refused(only(first)))
-    told: dict[str, set[str]] = {}
+    state = after(first, refused(only(first)))
+    texts: dict[str, set[str]] = {}
     for seconds in range(1, 400, 7):
-        decision = look(memory, wanted=4, rules=rules, now=T + seconds)
-        memory = decision.memory
+        decision = look(state, wanted=4, rules=rules, now=T + seconds)
+        state = decision.state
         for request in decision.launches:
-            memory = memory.sent(request, T).answered(request, refused(request), T + seconds)
-        for kind, text in decision.warnings:
-            told.setdefault(kind, set()).add(text)
+            state = state.sent(request, T).answered(request, refused(request), T + seconds)
+        for warning in decision.warnings:
+            texts.setdefault(warning.key, set()).add(warning.text)
 
-    assert set(told) == {"no capacity", "full price"}
-    assert all(len(texts) > 1 for texts in told.values())
+    assert set(texts) == {"no capacity", "full price"}
+    assert all(len(those) > 1 for those in texts.values())
 
 
 def test_max_hourly_counts_the_dearest_that_may_come() -> None:
@@ -333,7 +333,7 @@ def test_max_hourly_counts_the_dearest_that_may_come() -> None:
     decision = look(rules=rules, wanted=4)
 
     assert only(decision).num_nodes == 3
-    assert "lets in 3 of 4 more nodes" in decision.warnings[0][1]
+    assert "allows 3 of 4 more nodes" in decision.warnings[0].text
     # At 0.85 both types let two in, and the cheap one alone no more than that.
     assert only(look(rules=dataclasses.replace(RULES, max_hourly=0.85), wanted=4)).num_nodes == 2
     # At 0.78 only the cheap one lets two in.
@@ -345,9 +345,9 @@ def test_max_hourly_counts_the_dearest_that_may_come() -> None:
 def test_what_is_coming_is_part_of_max_hourly() -> None:
     rules = dataclasses.replace(RULES, max_hourly=1.2)
     first = look(rules=rules, wanted=2)
-    memory = after(first, granted(only(first), "i-8", "i-9"))
+    state = after(first, granted(only(first), "i-8", "i-9"))
 
-    assert only(look(memory, rules=rules, wanted=4)).num_nodes == 1
+    assert only(look(state, rules=rules, wanted=4)).num_nodes == 1
 
 
 def test_prices_that_rise_release_the_dearest() -> None:
@@ -369,8 +369,8 @@ def test_no_node_is_launched_that_would_end_the_money_for_all_of_them() -> None:
 
     decision = look(rules=rules, spent_usd=5.5, **facts)
     assert decision.launches == ()
-    assert decision.memory.halted == ""
-    assert "The budget lets in 0 of 1 more nodes" in decision.warnings[0][1]
+    assert decision.state.halted == ""
+    assert "The budget allows 0 of 1 more nodes" in decision.warnings[0].text
     assert only(look(rules=rules, spent_usd=4.5, **facts)).num_nodes == 1
 
 
@@ -380,10 +380,10 @@ def test_money_that_pays_for_no_node_halts_when_none_is_left() -> None:
     rules = dataclasses.replace(RULES, max_total=10.0, reserve_s=120.0)
 
     broke = look(rules=rules, spent_usd=7.5, offers=offers)
-    assert (broke.memory.halted, broke.launches) == ("budget", ())
-    assert look(rules=rules, spent_usd=6.5, offers=offers).memory.halted == ""
+    assert (broke.state.halted, broke.launches) == ("budget", ())
+    assert look(rules=rules, spent_usd=6.5, offers=offers).state.halted == ""
     dear = dataclasses.replace(rules, max_hourly=50.0)
-    assert look(rules=dear, spent_usd=0.0, offers=offers).memory.halted == ""
+    assert look(rules=dear, spent_usd=0.0, offers=offers).state.halted == ""
 
 
 def test_max_total_halts_while_there_is_money_to_stop() -> None:
@@ -391,13 +391,13 @@ def test_max_total_halts_while_there_is_money_to_stop() -> None:
     busy = machines(2, is_busy=True)
 
     fine = look(rules=rules, machines=busy, spent_usd=9.96, rate_usd=1.0)
-    assert fine.memory.halted == ""
+    assert fine.state.halted == ""
     halted = look(rules=rules, machines=busy, spent_usd=9.967, rate_usd=1.0)
-    assert (halted.memory.halted, halted.terminations) == ("budget", ())
-    later = look(halted.memory, rules=rules, machines=busy, now=T + 120, wanted=9)
+    assert (halted.state.halted, halted.terminations) == ("budget", ())
+    later = look(halted.state, rules=rules, machines=busy, now=T + 120, wanted=9)
     assert [id for id, _ in later.terminations] == ["i-0", "i-1"]
     assert later.launches == ()
-    idle = look(halted.memory, rules=rules, machines=machines(2), now=T + 5, wanted=9)
+    idle = look(halted.state, rules=rules, machines=machines(2), now=T + 5, wanted=9)
     assert len(idle.releases) == 2
 
 
@@ -412,7 +412,7 @@ def test_machine_whose_first_minute_would_halt_the_cluster_is_not_launched(
     # What is owed as soon as it is there: a minute, at the dearest price that may be taken.
     usd = 0.40 + rules.disk_usd
     listed = look(
-        after(asked, granted(asked.launches[0], "i-0")) if asked.launches else asked.memory,
+        after(asked, granted(asked.launches[0], "i-0")) if asked.launches else asked.state,
         rules=rules,
         wanted=1,
         machines=machines(1, is_ready=False) if asked.launches else (),
@@ -421,33 +421,33 @@ def test_machine_whose_first_minute_would_halt_the_cluster_is_not_launched(
     )
     assert bool(asked.launches) == (max_total > 0.025)
     # What pays for no machine at all says so at once.
-    assert listed.memory.halted == ("" if asked.launches else "budget")
+    assert listed.state.halted == ("" if asked.launches else "budget")
 
 
 def test_nodes_that_never_say_hello_are_ended_and_halt_the_launches() -> None:
     mute = machines(2, is_ready=False)
     decision = look(machines=mute, now=T + 901)
     assert [id for id, _ in decision.terminations] == ["i-0", "i-1"]
-    assert decision.memory.num_boot_failures == 2
-    memory = decision.memory.failed_to_boot("i-0", 3, T)
-    assert memory.num_boot_failures == 2  # counted once
-    memory = memory.failed_to_boot("i-7", 3, T)
-    assert memory.halted == "boot"
-    assert look(memory, now=T + 999).launches == ()
+    assert decision.state.num_boot_failures == 2
+    state = decision.state.failed_to_boot("i-0", 3, T)
+    assert state.num_boot_failures == 2  # counted once
+    state = state.failed_to_boot("i-7", 3, T)
+    assert state.halted == "boot"
+    assert look(state, now=T + 999).launches == ()
 
 
 def test_a_hello_clears_the_count() -> None:
-    memory = FleetState().failed_to_boot("i-1", 3, T).failed_to_boot("i-2", 3, T).said_hello()
+    state = FleetState().failed_to_boot("i-1", 3, T).failed_to_boot("i-2", 3, T).boot_succeeded()
 
-    assert memory.failed_to_boot("i-3", 3, T).halted == ""
+    assert state.failed_to_boot("i-3", 3, T).halted == ""
 
 
 def test_memory_survives_being_written_down() -> None:
     first = look()
-    memory = after(first, refused(only(first))).failed_to_boot("i-3", 3, T)
-    memory = memory.sent(only(first), T).with_(acks=granted(only(first), "i-1").acks)
+    state = after(first, refused(only(first))).failed_to_boot("i-3", 3, T)
+    state = state.sent(only(first), T).with_(acks=granted(only(first), "i-1").acks)
 
-    assert FleetState.from_dict(json.loads(json.dumps(memory.to_dict()))) == memory
+    assert FleetState.from_dict(json.loads(json.dumps(state.to_dict()))) == state
 
 
 @pytest.mark.parametrize("lifecycle", ["spot", "on-demand"])

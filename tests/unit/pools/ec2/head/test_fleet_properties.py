@@ -27,7 +27,7 @@ USD = {("g5.xlarge", 1): 0.40, ("g6.xlarge", 1): 0.38, ("g5.12xlarge", 4): 1.7}
 
 @dataclass
 class Cloud:
-    """EC2 as it behaves: late lists, lost answers, capacity that comes and goes."""
+    """EC2's behaviour: late listings, lost answers, changing capacity."""
 
     random: random.Random
     capacity: dict[tuple[str, str], int]
@@ -99,7 +99,7 @@ def live_through(seed: int, rules: Rules, num_ticks: int, *, counts_unlisted: bo
     chance = random.Random(seed)
     capacity = {(type, zone): chance.randint(0, 3) for type, _ in USD for zone in ZONES}
     cloud = Cloud(chance, capacity)
-    memory, now, wanted = FleetState(), 1_000_000.0, 0
+    state, now, wanted = FleetState(), 1_000_000.0, 0
     spent = 0.0
     for _ in range(num_ticks):
         if chance.random() < 0.2:
@@ -107,7 +107,7 @@ def live_through(seed: int, rules: Rules, num_ticks: int, *, counts_unlisted: bo
         if chance.random() < 0.1 and (alive := cloud.alive()):
             cloud.end(chance.choice(alive).id)
         if chance.random() < 0.1:
-            memory = FleetState.from_dict(memory.to_dict())
+            state = FleetState.from_dict(state.to_dict())
         price = {key: usd * chance.choice([1.0, 1.0, 1.3]) for key, usd in USD.items()}
         offers = tuple(
             Offer(type=type, zone=zone, workers=workers, spot_usd=usd, on_demand_usd=3 * usd)
@@ -115,7 +115,7 @@ def live_through(seed: int, rules: Rules, num_ticks: int, *, counts_unlisted: bo
             for zone in ZONES
         )
         listed = cloud.list(now)
-        memory = memory.listed(m.id for m in listed)
+        state = state.listed(m.id for m in listed)
         rate = sum(price[m.type, m.workers] for m in listed)
         spent += rate * 5 / 3600
         view = View(
@@ -126,19 +126,19 @@ def live_through(seed: int, rules: Rules, num_ticks: int, *, counts_unlisted: bo
             rate_usd=rate,
             spent_usd=spent,
         )
-        decision = decide(memory if counts_unlisted else memory.with_(acks=()), rules, view)
-        memory = decision.memory
+        decision = decide(state if counts_unlisted else state.with_(acks=()), rules, view)
+        state = decision.state
         for request in decision.launches:
-            memory = memory.sent(request, now)
+            state = state.sent(request, now)
             if (answer := cloud.launch(request, now)) is not None:
-                memory = memory.answered(request, answer, now)
+                state = state.answered(request, answer, now)
             assert sum(m.workers for m in cloud.alive()) <= rules.max_workers
             on_demand = [m for m in cloud.alive() if m.lifecycle == "on-demand"]
             assert sum(m.workers for m in on_demand) <= max(rules.most_on_demand, 3)
         for id, _ in (*decision.releases, *decision.terminations):
             cloud.end(id)
         known = {id for id in decision.lookups if id in cloud.machines}
-        memory = memory.looked_up(known, set(decision.lookups) - known, now)
+        state = state.looked_up(known, set(decision.lookups) - known, now)
         now += chance.choice([1, 5, 5, 30])
     return cloud
 
@@ -187,21 +187,21 @@ def test_with_capacity_everybody_wanted_comes(seed: int, max_workers: int) -> No
     chance = random.Random(seed)
     cloud = Cloud(chance, {(type, zone): 9 for type, _ in USD for zone in ZONES})
     own = Rules(cluster_id="c", max_workers=max_workers, linger_s=30.0)
-    memory, now = FleetState(), 1_000_000.0
+    state, now = FleetState(), 1_000_000.0
     offers = tuple(
         Offer(type=type, zone=ZONES[0], workers=n, spot_usd=usd) for (type, n), usd in USD.items()
     )
     for _ in range(200):
         listed = cloud.list(now)
-        memory = memory.listed(m.id for m in listed)
+        state = state.listed(m.id for m in listed)
         decision = decide(
-            memory, own, View(now=now, wanted=max_workers, machines=listed, offers=offers)
+            state, own, View(now=now, wanted=max_workers, machines=listed, offers=offers)
         )
-        memory = decision.memory
+        state = decision.state
         for request in decision.launches:
-            memory = memory.sent(request, now)
+            state = state.sent(request, now)
             if (answer := cloud.launch(request, now)) is not None:
-                memory = memory.answered(request, answer, now)
+                state = state.answered(request, answer, now)
         for id, _ in decision.releases:
             cloud.end(id)
         now += 5.0

@@ -1,4 +1,4 @@
-"""What the agent decides, without a machine; `tests/integration/test_node_agent.py` has one."""
+"""Decisions of the agent, without a machine; `tests/integration/test_node_agent.py` has one."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from etrain_jupyter.pools.ec2.machine import agent as module
-from etrain_jupyter.pools.ec2.machine import children, power
-from etrain_jupyter.pools.ec2.machine.agent import Agent, AgentError, AskedToEndError
+from etrain_jupyter.pools.ec2.machine import base_agent, children, node_agent, power
+from etrain_jupyter.pools.ec2.machine.base_agent import AgentError, StopRequestedError
+from etrain_jupyter.pools.ec2.machine.node_agent import NodeAgent
 from etrain_jupyter.pools.ec2.node_config import NodeConfig
 from etrain_jupyter.wire.notices import INTERRUPTION, REBALANCE
 from etrain_jupyter.worker import imds
@@ -31,7 +31,7 @@ ME = Identity(
 
 
 class Workers:
-    """Children that only remember."""
+    """Children that record signals."""
 
     def __init__(self) -> None:
         self.signals: list[signal.Signals] = []
@@ -45,7 +45,7 @@ class Workers:
 
 
 class Watch:
-    """A watch of notices that finds something when it is asked to look."""
+    """A notice watch that finds something when polled."""
 
     def __init__(self) -> None:
         self.find = lambda: None
@@ -56,9 +56,9 @@ class Watch:
 
 @pytest.fixture
 def agent(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "LOOK_S", 0.01)
-    monkeypatch.setattr(module, "BOOT_RETRY_S", 0.01)
-    made = Agent("s3://b/p", tmp_path, keys="keys/x")
+    monkeypatch.setattr(node_agent, "POLL_S", 0.01)
+    monkeypatch.setattr(base_agent, "BOOT_RETRY_S", 0.01)
+    made = NodeAgent("s3://b/p", tmp_path, keys="keys/x")
     made._children.end(0.0)
     made._children = Workers()
     made._identity, made._known_at = ME, time.monotonic()
@@ -71,7 +71,7 @@ def agent(tmp_path, monkeypatch):
 # --- the end ---
 
 
-def test_workers_are_given_notice_before_the_lifetime_is_over(agent):
+def test_workers_get_a_notice_before_the_end_of_the_lifetime(agent):
     agent._is_ready = True
     agent._drain_if_due()
     assert agent._children.signals == []
@@ -81,51 +81,51 @@ def test_workers_are_given_notice_before_the_lifetime_is_over(agent):
     assert agent._children.signals == [signal.SIGUSR1]
 
 
-def test_worker_that_does_not_serve_yet_is_sent_no_signal_that_would_kill_it(agent):
+def test_worker_that_is_not_ready_gets_no_signal(agent):
     agent._ends_at = time.monotonic() + 80.0
     agent._drain_if_due()
     assert agent._children.signals == []
 
 
-def test_watch_of_the_lease_that_is_stuck_ends_the_machine(agent):
+def test_stuck_lease_watch_ends_the_machine(agent):
     class Stuck:
         def stuck_s(self) -> float:
             return 1.0
 
-    assert agent._is_over() == ""
+    assert agent._reason_to_end() == ""
     agent._lease = Stuck()
-    assert agent._is_over() == "the watch of the lease is stuck"
+    assert agent._reason_to_end() == "the watch of the lease is stuck"
 
 
-def test_machine_that_ec2_does_not_take_turns_itself_off_in_the_end(agent, monkeypatch):
-    monkeypatch.setattr(module, "TAKEN_S", 0.05)
+def test_machine_that_ec2_does_not_reclaim_turns_itself_off(agent, monkeypatch):
+    monkeypatch.setattr(node_agent, "RECLAIM_MARGIN_S", 0.05)
     agent._on_notice(Notice(kind=INTERRUPTION, deadline=time.time() + 0.05))
-    assert "EC2 has not taken this machine as it said" in agent._after_workers()
+    assert "EC2 has not reclaimed this machine as announced" in agent._after_workers()
 
 
-def test_machine_waits_no_longer_than_any_notice_is(agent, monkeypatch):
-    monkeypatch.setattr(module, "TAKEN_S", 0.01)
-    monkeypatch.setattr(module, "LONGEST_NOTICE_S", 0.01)
+def test_machine_waits_for_a_limited_time(agent, monkeypatch):
+    monkeypatch.setattr(node_agent, "RECLAIM_MARGIN_S", 0.01)
+    monkeypatch.setattr(node_agent, "MAX_NOTICE_S", 0.01)
     agent._on_notice(Notice(kind=INTERRUPTION, deadline=time.time() + 2000.0))
-    assert "EC2 has not taken this machine as it said" in agent._after_workers()
+    assert "EC2 has not reclaimed this machine as announced" in agent._after_workers()
 
 
-def test_notice_that_only_the_workers_have_seen_is_looked_for(agent, monkeypatch):
-    monkeypatch.setattr(module, "TAKEN_S", 0.01)
+def test_notice_that_only_the_workers_have_seen_is_polled_for(agent, monkeypatch):
+    monkeypatch.setattr(node_agent, "RECLAIM_MARGIN_S", 0.01)
     notice = Notice(kind=INTERRUPTION, deadline=time.time())
     agent._notices.find = lambda: agent._on_notice(notice)
-    assert "EC2 has not taken this machine as it said" in agent._after_workers()
+    assert "EC2 has not reclaimed this machine as announced" in agent._after_workers()
 
 
 @pytest.mark.parametrize("kind", [REBALANCE, ""])
-def test_without_an_interruption_nothing_is_waited_for(agent, kind):
+def test_without_an_interruption_the_agent_does_not_wait(agent, kind):
     if kind:
         agent._on_notice(Notice(kind=kind))
     assert agent._after_workers() == "all workers have ended (i-1: exit code 0)"
 
 
 @pytest.mark.parametrize(("left_s", "is_free"), [(2900.0, True), (3100.0, False)])
-def test_the_hour_counts_when_the_machine_is_taken(agent, left_s, is_free):
+def test_first_hour_is_measured_at_the_end_of_the_notice(agent, left_s, is_free):
     notice = Notice(kind=INTERRUPTION, deadline=time.time() + left_s)
     assert agent._is_free(notice) is is_free
 
@@ -133,7 +133,7 @@ def test_the_hour_counts_when_the_machine_is_taken(agent, left_s, is_free):
 # --- the start ---
 
 
-def test_what_can_be_read_soon_is_waited_for(agent):
+def test_reading_is_retried_until_it_succeeds(agent):
     answers = [OSError("not yet"), ValueError("half of it"), "here"]
 
     def read() -> str:
@@ -142,29 +142,29 @@ def test_what_can_be_read_soon_is_waited_for(agent):
             raise answer
         return answer
 
-    assert agent._insist("config.json", read) == "here"
+    assert agent._wait_for("config.json", read) == "here"
 
 
-def test_what_cannot_be_read_ends_the_machine(agent, monkeypatch):
-    monkeypatch.setattr(module, "BOOT_S", 0.05)
+def test_unreadable_configuration_ends_the_machine(agent, monkeypatch):
+    monkeypatch.setattr(base_agent, "BOOT_S", 0.05)
 
     def read() -> None:
         raise OSError("AccessDenied")
 
     with pytest.raises(AgentError, match=r"config.json could not be read for 0 s: .*AccessDenied"):
-        agent._insist("config.json", read)
+        agent._wait_for("config.json", read)
 
 
-def test_agent_can_be_asked_to_end_while_it_waits(agent):
+def test_agent_can_be_stopped_while_it_waits(agent):
     def read() -> None:
         raise OSError("no")
 
-    agent.ask_to_end()
-    with pytest.raises(AskedToEndError):
-        agent._insist("config.json", read)
+    agent.request_stop()
+    with pytest.raises(StopRequestedError):
+        agent._wait_for("config.json", read)
 
 
-def test_whatever_fails_turns_the_machine_off(agent, monkeypatch):
+def test_any_failure_turns_the_machine_off(agent, monkeypatch):
     def boot() -> None:
         raise MemoryError("no room")
 
@@ -172,12 +172,12 @@ def test_whatever_fails_turns_the_machine_off(agent, monkeypatch):
     assert agent.run() == "the agent failed: MemoryError: no room"
 
 
-def test_config_ignores_keys_of_other_versions_and_names_what_is_missing():
+def test_config_ignores_unknown_keys_and_names_missing_ones():
     told = {"cluster_id": "c", "region": "r", "lease_ttl_s": 9.0, "from_the_future": 1}
     assert NodeConfig.from_json(json.dumps(told).encode()).lease_ttl_s == 9.0
     with pytest.raises(ValueError, match="region"):
         NodeConfig.from_json(b'{"cluster_id": "c"}')
-    with pytest.raises(ValueError, match="no mapping"):
+    with pytest.raises(ValueError, match="not a mapping"):
         NodeConfig.from_json(b"[]")
 
 
@@ -194,7 +194,7 @@ def test_config_ignores_keys_of_other_versions_and_names_what_is_missing():
         ([("GPU-a", "A")], 2, [("cuda:0", "GPU-a"), ("cuda:0", "GPU-a")]),
     ],
 )
-def test_one_worker_a_gpu_or_as_many_as_asked_for(gpus, count, expected, monkeypatch):
+def test_one_worker_per_gpu_or_the_configured_number(gpus, count, expected, monkeypatch):
     monkeypatch.setattr(children, "start_gpu_query", lambda: None)
     monkeypatch.setattr(children, "finish_gpu_query", lambda query, timeout_s: gpus)
     slots = children.slots_of_machine(count)
@@ -213,7 +213,7 @@ def test_workers_without_gpus_share_the_cores(monkeypatch):
 
 @pytest.fixture
 def commands(monkeypatch, tmp_path):
-    """Let no command of this machine be run; each fails unless it is in ``works``."""
+    """Replace commands: each fails unless it is in ``works``."""
     ran: list[list[str]] = []
     works: list[list[str]] = []
 
@@ -229,14 +229,14 @@ def commands(monkeypatch, tmp_path):
     return ran, works
 
 
-def test_machine_that_is_told_to_turn_off_is_told_once(commands):
+def test_successful_shutdown_is_not_repeated(commands):
     ran, works = commands
     works.append(["shutdown", "-h", "now"])
     assert power.power_off()
     assert ran == [["shutdown", "-h", "now"]]
 
 
-def test_shutdown_that_fails_is_tried_again_and_the_force_is_for_ec2_only(commands):
+def test_failed_shutdown_is_retried_and_force_is_used_on_ec2_only(commands):
     ran, works = commands
     works.append(["poweroff", "-f"])
     assert not power.power_off(num_tries=3)
@@ -246,7 +246,7 @@ def test_shutdown_that_fails_is_tried_again_and_the_force_is_for_ec2_only(comman
     assert ran[-1] == ["poweroff", "-f"]
 
 
-def test_timer_is_armed_in_whole_minutes_and_never_for_none(commands):
+def test_timer_is_armed_in_whole_minutes_and_at_least_one(commands):
     ran, _ = commands
     power.arm_timer(61.0)
     power.arm_timer(-5.0)

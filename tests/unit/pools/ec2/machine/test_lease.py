@@ -1,4 +1,4 @@
-"""When a lease is lost, and that nothing which goes wrong with a look keeps a machine running."""
+"""Rules for losing a lease; no failing check may keep a machine on."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from etrain_jupyter.errors import StoreError
 from etrain_jupyter.pools.ec2.machine import lease as module
 from etrain_jupyter.pools.ec2.machine.lease import LeaseRule, LeaseWatch
-from etrain_jupyter.pools.ec2.machine.node_store import StoredObject, StoreError
+from etrain_jupyter.storage.objects.s3_bucket import AgedObject
 
 PATIENCE_S = 60.0
 
@@ -21,41 +22,41 @@ def outcomes(*looks: tuple[float | None, float]) -> list[str]:
     return [rule.take(age_s, now, "S3 is gone") for age_s, now in looks]
 
 
-def test_lease_that_is_renewed_holds_for_ever():
+def test_renewed_lease_stays_valid():
     assert set(outcomes(*((now % 15, float(now)) for now in range(1000)))) == {""}
 
 
-def test_one_stale_look_is_not_believed():
+def test_one_stale_check_does_not_lose_the_lease():
     assert outcomes((61.0, 5.0), (2.0, 15.0), (61.0, 25.0)) == ["", "", ""]
 
 
-def test_two_stale_looks_in_a_row_must_be_a_while_apart():
+def test_two_stale_checks_in_a_row_must_be_a_grace_period_apart():
     assert outcomes((61.0, 5.0), (63.0, 7.0)) == ["", ""]
-    assert outcomes((61.0, 5.0), (72.0, 16.0))[1] == "the lease is 72 s old; it holds for 60 s"
+    assert outcomes((61.0, 5.0), (72.0, 16.0))[1] == "the lease is 72 s old; it is valid for 60 s"
 
 
-def test_lease_that_is_gone_is_lost_as_soon():
+def test_deleted_lease_is_lost_as_soon():
     told = outcomes((5.0, 5.0), (math.inf, 10.0), (math.inf, 20.0))
-    assert told == ["", "", "there is no lease; it holds for 60 s"]
+    assert told == ["", "", "there is no lease; it is valid for 60 s"]
 
 
-def test_s3_may_be_out_of_reach_for_as_long_as_the_lease_would_hold():
+def test_s3_may_be_unreachable_for_as_long_as_the_lease_is_valid():
     told = outcomes((5.0, 10.0), *((None, float(now)) for now in (30, 69, 75, 86)))
-    words = "nothing was heard of the lease for 76 s (S3 is gone); it holds for 60 s"
+    words = "the lease could not be read for 76 s (S3 is gone); it is valid for 60 s"
     assert told == ["", "", "", "", words]
 
 
-def test_s3_that_is_back_begins_anew():
+def test_answer_from_s3_resets_the_timeout():
     assert outcomes((5.0, 10.0), (None, 75.0), (20.0, 80.0), (None, 130.0))[-1] == ""
 
 
 class Store:
-    """Answers what a test says; the last answer for ever."""
+    """Returns a test's answers in order, then the last one forever."""
 
     def __init__(self, *answers: Any) -> None:
         self.answers = list(answers)
 
-    def read(self, name: str) -> StoredObject | None:
+    def get_aged(self, name: str, what: str) -> AgedObject | None:
         assert name == "lease.json"
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if isinstance(answer, BaseException):
@@ -63,9 +64,9 @@ class Store:
         return answer
 
 
-def found(age_s: float, scheduler: str = "tls://a:1", num_lives: int = 1) -> StoredObject:
+def found(age_s: float, scheduler: str = "tls://a:1", num_lives: int = 1) -> AgedObject:
     told = {"scheduler": scheduler, "num_lives": num_lives, "renewals": 7}
-    return StoredObject(data=json.dumps(told).encode(), age_s=age_s)
+    return AgedObject(data=json.dumps(told).encode(), age_s=age_s)
 
 
 class Watched:
@@ -74,7 +75,7 @@ class Watched:
         self.lost: queue.Queue[str] = queue.Queue()
         store: Any = Store(*answers)
         self.watch = LeaseWatch(
-            store, ttl_s=ttl_s, check_s=0.01, on_news=self.news.put, on_lost=self.lost.put
+            store, ttl_s=ttl_s, check_s=0.01, on_change=self.news.put, on_lost=self.lost.put
         )
         self.watch.start()
 
@@ -84,7 +85,7 @@ class Watched:
         return why
 
 
-def test_news_of_the_scheduler_are_told_once():
+def test_change_of_the_scheduler_is_reported_once():
     watched = Watched(found(0.0), found(0.0), found(0.0, "tls://b:2", 2), found(9.0))
     watched.lost_by()
     told = [watched.news.get_nowait() for _ in range(watched.news.qsize())]
@@ -100,22 +101,22 @@ def test_news_of_the_scheduler_are_told_once():
     [
         StoreError("no route"),
         RuntimeError("a bug"),
-        StoredObject(data=b"{}", age_s=9.0),
-        StoredObject(data=b"nonsense", age_s=9.0),
+        AgedObject(data=b"{}", age_s=9.0),
+        AgedObject(data=b"nonsense", age_s=9.0),
     ],
     ids=["out of reach", "bug", "incomplete", "nonsense"],
 )
-def test_whatever_goes_wrong_with_looks_the_lease_is_lost_in_the_end(answer, caplog):
-    assert "it holds for 0.05 s" in Watched(answer).lost_by()
+def test_lease_is_lost_in_the_end_if_every_check_fails(answer, caplog):
+    assert "it is valid for 0.05 s" in Watched(answer).lost_by()
     assert caplog.text.count("the lease:") == 1
 
 
-def test_look_that_never_ends_is_noticed(monkeypatch):
+def test_stuck_check_is_detected(monkeypatch):
     watch = LeaseWatch(
-        Store(None), ttl_s=60.0, check_s=10.0, on_news=lambda _: None, on_lost=lambda _: None
+        Store(None), ttl_s=60.0, check_s=10.0, on_change=lambda _: None, on_lost=lambda _: None
     )
     assert watch.stuck_s() == 0.0
-    watch._looked_at -= 60.0 + 10.0 + module.STUCK_S - 5.0
+    watch._checked_at -= 60.0 + 10.0 + module.STUCK_S - 5.0
     assert watch.stuck_s() == 0.0
-    watch._looked_at -= 10.0
+    watch._checked_at -= 10.0
     assert watch.stuck_s() > 0.0

@@ -28,7 +28,7 @@ SECRET = "wJalrXUtnFEMIK7MDENGbPxRfiCYEXAMPLEKEY"
         (f"-----BEGIN EC PRIVATE KEY-----\n{SECRET}", SECRET),
     ],
 )
-def test_credential_is_taken_out(text, secret):
+def test_credential_is_redacted(text, secret):
     assert secret not in redact(text)
     assert "[hidden]" in redact(text)
 
@@ -42,7 +42,7 @@ def test_credential_is_taken_out(text, secret):
         "torch 2.12.1 on i-1, 2.13.0 in the notebook",
     ],
 )
-def test_other_words_stay_as_they_are(text):
+def test_other_text_is_unchanged(text):
     assert redact(text) == text
 
 

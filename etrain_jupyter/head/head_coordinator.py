@@ -1,0 +1,62 @@
+"""Interface between the scheduler process and the coordinator that it hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from etrain_jupyter.head.coordinator.nodes import NodeCost
+
+if TYPE_CHECKING:
+    from distributed import Scheduler
+
+
+class HeadCoordinator(Protocol):
+    """Assign workers to jobs; a plugin of the Dask scheduler.
+
+    The settings file of a cluster names the class as ``module:attribute``; ``head.main`` calls it
+    with the node source, ``cluster_id`` and ``on_shutdown``. Subclass this protocol explicitly: it
+    implements every method but ``idle_s`` for a coordinator that keeps no records and no costs.
+    """
+
+    def idle_s(self) -> float:
+        """Return the seconds since the last job ended; 0.0 while a job is active."""
+        ...
+
+    def is_busy(self, worker: str) -> bool:
+        """Return True if a job may be using this worker.
+
+        The default assumes that an active job uses every worker.
+        """
+        return self.idle_s() == 0.0
+
+    def register(self, scheduler: Scheduler) -> None:
+        """Register request handlers before the scheduler starts to listen."""
+        return
+
+    def recall(self, folder: Path, *, died_at: float) -> None:
+        """Restore the jobs of the previous scheduler from ``folder``, and keep records there.
+
+        Args:
+            folder: Folder with one record per job.
+            died_at: When the previous scheduler died, in seconds since the epoch; 0.0 for the
+                first scheduler of a cluster.
+        """
+        return
+
+    def take_costs(self, costs: Sequence[NodeCost]) -> None:
+        """Update the cost of every node."""
+        return
+
+    def take_notice(self, worker: str, leaves_at: float) -> None:
+        """Handle an interruption notice: the worker's machine ends at ``leaves_at`` (epoch)."""
+        return
+
+    def warn(self, text: str) -> None:
+        """Show a warning to the users of all jobs."""
+        return
+
+    def halt(self, why: str) -> None:
+        """Save and stop all jobs: the pool can provide no more workers."""
+        return

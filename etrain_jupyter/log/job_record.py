@@ -1,0 +1,357 @@
+"""Fold a job's events into one record: everything that its log says about the job.
+
+The scheduler folds the events that it appends; whoever resumes a job, takes it over from a dead
+scheduler, audits it or shows it folds the same log and gets the same record. What can be derived
+from events is kept nowhere else.
+
+An example of the fields that a restored checkpoint moves::
+
+    event                      logged_step  saved_steps  starts
+    GenerationFormed 1, at 0        0        ()          [NOT_BEGUN]
+    GenerationReady 1               0        ()          [0]
+    StepCompleted 1, 2, 3           3        ()          [0]
+    CheckpointCommitted 2           3        (2,)        [0]
+    GenerationFormed 2, at 2        3        (2,)        [0, NOT_BEGUN]
+    JobRestored 2, at 2             2        (2,)        [0, 2]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Self
+
+from etrain_jupyter.log.blocks import StepRun, runs_of
+from etrain_jupyter.log.events import (
+    TERMINAL_STATUSES,
+    BestReached,
+    CheckpointCommitted,
+    CostUpdated,
+    EarlyStopped,
+    EvalCompleted,
+    Event,
+    GenerationFormed,
+    GenerationReady,
+    JobPlanned,
+    JobRestored,
+    JobResumed,
+    JobStatus,
+    JobStatusChanged,
+    JobSubmitted,
+    PreemptionNoticed,
+    RankTimed,
+    RebalanceRecommended,
+    StepCompleted,
+    UserErrorRaised,
+    WeightsHashed,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerLost,
+    WorkersScaled,
+)
+
+NOT_BEGUN = 2**53
+"""Start of a generation that has not shown where it begins: it may still load a checkpoint."""
+
+KEEP_SAVED = 8
+"""Durable checkpoints to remember, in case the job goes back behind the newest ones."""
+
+
+@dataclass(kw_only=True)
+class JobRecord:
+    """What is known of a job from its log. ``apply`` adds one event, in the order of the log.
+
+    The record changes in place, because a log may have a million events. Any split of a log gives
+    the same record: a prefix and then the rest, single events or blocks of steps.
+    """
+
+    # --- the job ---
+
+    num_events: int = 0
+    status: JobStatus = "submitted"
+    """The newest status in the log; not a terminal one if the coordinator died."""
+    reason: str = ""
+    started_at: float = math.nan
+    """When the job was submitted, in seconds since the epoch."""
+    changed_at: float = math.nan
+    """Time of the newest event."""
+    workers: tuple[int, int] = (0, 0)
+    """Minimum and maximum number of workers, as last requested."""
+    plan: JobPlanned | None = None
+    """The newest plan."""
+    is_planned: bool = False
+    """Whether ``plan`` belongs to the current attempt: False from a resume until the next plan."""
+    num_samples_before: int = 0
+    """Training samples in the plan of the previous attempt; 0 without one."""
+    cost: CostUpdated | None = None
+    """The newest cost; None if the pool knows no prices."""
+    user_error: UserErrorRaised | None = None
+    """What failed the current attempt."""
+    early_stop: EarlyStopped | None = None
+    """The decision to end the current attempt early."""
+
+    # --- training ---
+
+    step: int = 0
+    """The step that the job is at. After a restore it may be ahead of ``logged_step``, because a
+    checkpoint may be newer than the log."""
+    logged_step: int = 0
+    """The newest step in the log that no restore has undone."""
+    last_step: StepCompleted | None = None
+    """The newest ``StepCompleted``, even if a restore has undone it."""
+    total_steps: int = 0
+    """Steps of the whole job, with the current number of workers."""
+    samples: int = 0
+    """Samples trained so far, repeated epochs included."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """The newest value of each metric, those of evaluations as ``eval_...``."""
+    evaluated_step: int = -1
+    """Step of the newest evaluation that no restore has undone; -1 without one."""
+    best: list[BestReached] = field(default_factory=list)
+    """The best evaluations in the order in which they were reached, the best one last."""
+    best_told: BestReached | None = None
+    """The newest ``BestReached``; None once a restore has undone its step. After that, rank 0
+    reports the best evaluation again."""
+
+    # --- checkpoints ---
+
+    saved_step: int = 0
+    """Step of the newest checkpoint that was committed; 0 without one."""
+    saved_steps: tuple[int, ...] = ()
+    """Steps of the newest checkpoints that belong to the job's state, oldest first."""
+    stalls: dict[int, float] = field(default_factory=dict)
+    """Seconds for which each checkpoint blocked training, by step."""
+
+    # --- generations ---
+
+    generation: int = 0
+    """The newest one; 0 before the first."""
+    world_size: int = 0
+    """Ranks that train now; 0 while the job waits."""
+    ranks: tuple[str, ...] = ()
+    """Workers of the newest generation in rank order; empty after a resume."""
+    is_ready: bool = False
+    """Whether all its ranks have stepped."""
+    has_trained: bool = False
+    """Whether all ranks of any generation have stepped."""
+    backend: str = "gloo"
+    """The backend that sums its gradients."""
+    restored_in: int = 0
+    """The newest generation that went back to an older state; 0 if none has."""
+
+    # --- workers ---
+
+    trainers: dict[str, str] = field(default_factory=dict)
+    """Trainer by worker, of the workers that were neither lost nor released."""
+    num_started: int = 0
+    """Trainers started so far."""
+    notices: dict[str, float] = field(default_factory=dict)
+    """Deadline by worker, of the machines that will be interrupted, in seconds since the epoch."""
+    at_risk: set[str] = field(default_factory=set)
+    """Workers whose machines are likely to be interrupted."""
+    num_preempted: int = 0
+    """Interruption notices so far."""
+    num_lost: int = 0
+    """Workers that were lost without a notice."""
+
+    _starts: dict[int, int] = field(default_factory=dict)
+    """Step at which each generation began, where that is known."""
+    _planned_start: int = 0
+    """Where the newest generation was meant to begin."""
+    _present: frozenset[str] | None = None
+    """Ranks of the newest generation that have neither left nor been lost; None if its beginning
+    is not in the log, or the job was resumed since."""
+
+    # --- derived values ---
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether the job has ended."""
+        return self.status in TERMINAL_STATUSES
+
+    @property
+    def starts(self) -> list[int]:
+        """The step at which each generation began; see ``rules.membership.lineage``."""
+        return [self._starts.get(number, NOT_BEGUN) for number in range(1, self.generation + 1)]
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the newest step, from 0."""
+        return self.last_step.epoch if self.last_step else 0
+
+    @property
+    def samples_per_s(self) -> float:
+        """Samples per second of the newest step; NaN before the first."""
+        return self.last_step.samples_per_s if self.last_step else math.nan
+
+    @property
+    def step_s(self) -> float:
+        """Duration of the newest step in seconds; 0.0 before the first."""
+        last = self.last_step
+        return last.samples / max(last.samples_per_s, 1e-9) if last else 0.0
+
+    @property
+    def early_stop_generation(self) -> int:
+        """The generation that decided to end early; 0 if none has."""
+        return self.early_stop.generation if self.early_stop else 0
+
+    # --- the fold ---
+
+    def apply(self, event: Event) -> Self:
+        """Add the next event of the log, and return this record."""
+        self.num_events += 1
+        self.changed_at = event.time
+        match event:
+            case StepCompleted():
+                self._apply_step(event)
+            case GenerationReady() | WeightsHashed() | RankTimed():
+                if isinstance(event, GenerationReady):
+                    self.is_ready = self.has_trained = True
+                self._begin(event.generation, self._planned_start)
+            case EvalCompleted():
+                self.evaluated_step = event.step
+                measured = {"loss": event.loss, **event.metrics}
+                self.metrics = self.metrics | {f"eval_{k}": v for k, v in measured.items()}
+                self._begin(event.generation, self._planned_start)
+            case CheckpointCommitted():
+                self.saved_step = event.step
+                self.saved_steps = tuple(sorted({*self.saved_steps, event.step})[-KEEP_SAVED:])
+                self.stalls[event.step] = event.stall_s
+            case BestReached():
+                self.best = [*(b for b in self.best if b.step != event.step), event]
+                self.best_told = event
+            case CostUpdated():
+                self.cost = event
+            case GenerationFormed():
+                self._apply_formed(event)
+            case JobRestored():
+                self._apply_restored(event)
+            case JobStatusChanged():
+                self._apply_status(event)
+            case WorkerJoined():
+                self.num_started += 1
+                self.trainers[event.worker] = f"{event.job_id}/{event.worker}/{self.num_started}"
+            case WorkerLost() | WorkerLeft():
+                self.num_lost += isinstance(event, WorkerLost)
+                self._remove_worker(event.worker)
+            case PreemptionNoticed():
+                self.num_preempted += 1
+                self.notices[event.worker] = event.deadline
+            case RebalanceRecommended():
+                self.at_risk.add(event.worker)
+            case JobSubmitted():
+                self.started_at = event.time
+                self.workers = (event.min_workers, event.max_workers)
+            case JobResumed():
+                self._apply_resumed(event)
+            case JobPlanned():
+                self.plan, self.is_planned = event, True
+                self.total_steps = event.total_steps
+            case WorkersScaled():
+                self.workers = (event.min_workers, event.max_workers)
+            case EarlyStopped():
+                self.early_stop = event
+            case UserErrorRaised():
+                self.user_error = event
+            case _:
+                pass  # nothing that is kept
+        return self
+
+    def apply_run(self, run: StepRun) -> Self:
+        """Add a run of steps of one generation: only the last one leaves anything behind."""
+        last = run.last
+        self.num_events += len(run)
+        self.changed_at = last.time
+        self._apply_step(last)
+        return self
+
+    def apply_all(self, events: Iterable[Event]) -> Self:
+        """Add the next events of the log, blocks of steps without looking at each step."""
+        for item in runs_of(events):
+            if isinstance(item, StepRun):
+                self.apply_run(item)
+            else:
+                self.apply(item)
+        return self
+
+    def started_from(self, step: int) -> None:
+        """Note where the newest generation begins, if it restores no checkpoint.
+
+        The scheduler knows that when it forms the generation. The log shows it only with the
+        generation's first event, because a generation may also die while it loads a checkpoint.
+        """
+        self._begin(self.generation, step)
+
+    def _apply_step(self, event: StepCompleted) -> None:
+        self.step = self.logged_step = event.step
+        self.last_step = event
+        if self.plan is not None:
+            self.samples = event.epoch * self.plan.num_train_samples + event.first + event.samples
+            self.total_steps = self.plan.total_steps_after(event)
+        self.metrics = self.metrics | {"loss": event.loss, **event.metrics}
+        # A reader that sees only the end of a log learns from steps which generation it is.
+        self.world_size = event.world_size
+        if event.generation > self.generation:
+            self.generation, self._present = event.generation, None
+        self._begin(event.generation, self._planned_start)
+
+    def _apply_formed(self, event: GenerationFormed) -> None:
+        self.generation, self.world_size = event.generation, event.world_size
+        self.step = event.step
+        self.ranks, self.is_ready = tuple(event.ranks), False
+        self._present = frozenset(event.ranks)
+        self.backend = event.backend or self.backend
+        self._planned_start = event.step
+        # Where it begins is known when it has done something: it may die while it loads a
+        # checkpoint. But no later checkpoint than its first step belongs to the job any more.
+        self._drop_saved_after(event.step)
+
+    def _apply_restored(self, event: JobRestored) -> None:
+        self._begin(event.generation, event.step)
+        self.restored_in = event.generation
+        self._drop_saved_after(event.step)
+        self.step = event.step
+        self.logged_step = min(self.logged_step, event.step)
+        self.evaluated_step = -1 if self.evaluated_step > event.step else self.evaluated_step
+        self.best = [best for best in self.best if best.step <= event.step]
+        if self.best_told is not None and self.best_told.step > event.step:
+            self.best_told = None
+
+    def _apply_status(self, event: JobStatusChanged) -> None:
+        self.status, self.reason = event.status, event.reason
+        if event.status == "waiting":
+            self.world_size = 0
+        if event.status == "finished" and self.step:
+            self.total_steps = self.step  # early stopping may have ended it before its last step
+        self._count_if_paused()
+
+    def _apply_resumed(self, event: JobResumed) -> None:
+        """Begin another attempt: none of the previous one's workers is left."""
+        self.workers = (event.min_workers, event.max_workers)
+        if self.plan is not None:
+            self.num_samples_before = self.plan.num_train_samples
+        self.is_planned = False
+        self.user_error = self.early_stop = None
+        self.world_size, self.ranks, self.is_ready, self._present = 0, (), False, None
+        self.trainers, self.notices, self.at_risk = {}, {}, set()
+
+    def _remove_worker(self, worker: str) -> None:
+        self.trainers.pop(worker, None)
+        self.notices.pop(worker, None)
+        self.at_risk.discard(worker)
+        self._present = self._present and self._present - {worker}
+        self._count_if_paused()
+
+    def _count_if_paused(self) -> None:
+        # In any other status the next generation has the number of ranks.
+        if self.status == "paused" and self._present is not None:
+            self.world_size = len(self._present)
+
+    def _begin(self, generation: int, step: int) -> None:
+        """Note where a generation has begun; only the newest one's start may be unknown."""
+        if generation == self.generation:
+            self._starts.setdefault(generation, step)
+
+    def _drop_saved_after(self, step: int) -> None:
+        self.saved_steps = tuple(saved for saved in self.saved_steps if saved <= step)

@@ -1,0 +1,126 @@
+"""The attempts of a job, each from one submit or resume to the next, and their rules.
+
+An ordinary resume changes no rules, and its steps are checked as if there had been no interruption.
+If a resume forces another seed, batch or data set, each attempt is checked by its own rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from etrain_jupyter.log.events import (
+    EvalCompleted,
+    Event,
+    JobPlanned,
+    JobResumed,
+    JobSubmitted,
+    StepCompleted,
+)
+from etrain_jupyter.notebook.audit.report import EpochCoverage
+from etrain_jupyter.notebook.audit.samples import Work, check_samples
+from etrain_jupyter.rules.samples.ledger import StepRange
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """The part of a log between two resumes."""
+
+    after: int
+    """The last generation of the previous attempt."""
+    seed: int
+    planned: JobPlanned | None
+    """None if no trainer reported one."""
+    evals: tuple[EvalCompleted, ...]
+
+
+def attempts_of(log: Sequence[Event]) -> list[Attempt]:
+    """Split a log at its resumes."""
+    parts: list[list[Event]] = [[]]
+    for event in log:
+        if isinstance(event, JobResumed):
+            parts.append([])
+        parts[-1].append(event)
+    return [_attempt_of(part) for part in parts]
+
+
+def _attempt_of(part: Sequence[Event]) -> Attempt:
+    asked = next((e for e in part if isinstance(e, JobSubmitted | JobResumed)), None)
+    return Attempt(
+        after=asked.generation if isinstance(asked, JobResumed) else 0,
+        seed=int(asked.config.get("seed") or 0) if asked else 0,
+        planned=next((e for e in part if isinstance(e, JobPlanned)), None),
+        evals=tuple(e for e in part if isinstance(e, EvalCompleted)),
+    )
+
+
+def check_attempts(
+    attempts: Sequence[Attempt], steps: Sequence[StepCompleted], start: int
+) -> tuple[tuple[EpochCoverage, ...], list[str]]:
+    """Compare the trained samples with the ledger, one attempt at a time.
+
+    Args:
+        attempts: All attempts of the log.
+        steps: The committed steps that count.
+        start: The step at which the log begins.
+
+    Returns:
+        A row for each epoch that was begun, two if the rules changed within it; and the problems
+        as text.
+    """
+    rows: list[EpochCoverage] = []
+    problems: list[str] = []
+    for work, own in _works(attempts, steps):
+        first = work.base_step or start
+        found = check_samples(own, first, work)
+        rows += found[0]
+        problems += found[1]
+    return tuple(rows), problems
+
+
+def _works(
+    attempts: Sequence[Attempt], steps: Sequence[StepCompleted]
+) -> list[tuple[Work, list[StepCompleted]]]:
+    """Return the due work with its steps; consecutive attempts with equal rules are merged."""
+    planned = [attempt for attempt in attempts if attempt.planned is not None]
+    groups: list[tuple[Work, list[StepCompleted]]] = []
+    for number, attempt in enumerate(planned):
+        assert attempt.planned is not None
+        end = planned[number + 1].after if number + 1 < len(planned) else None
+        begin = attempt.after if number else 0
+        own = [s for s in steps if s.generation > begin and (end is None or s.generation <= end)]
+        work = Work(
+            seed=attempt.seed,
+            num_samples=attempt.planned.num_train_samples,
+            global_batch_size=attempt.planned.global_batch_size,
+            per_worker_batch_size=attempt.planned.per_worker_batch_size,
+            total_samples=attempt.planned.total_samples,
+        )
+        if not groups:
+            groups.append((work, own))
+        elif _is_same(groups[-1][0], work):
+            known, before = groups[-1]
+            groups[-1] = (replace(known, total_samples=work.total_samples), before + own)
+        elif own:
+            last = max((s for _, some in groups for s in some), key=lambda s: s.step, default=None)
+            if last is not None:
+                length = _owner(groups, last).num_samples
+                position = StepRange(last.epoch, last.first, last.samples).position(length)
+                position += last.samples
+                work = replace(work, base_step=last.step, base_position=position)
+            groups.append((work, own))
+    return groups
+
+
+def _is_same(one: Work, other: Work) -> bool:
+    """Whether both give every step the same samples; if the batch grows, the end counts too."""
+    ends_alike = not one.per_worker_batch_size or one.total_samples == other.total_samples
+    rules = [
+        (work.seed, work.num_samples, work.global_batch_size, work.per_worker_batch_size)
+        for work in (one, other)
+    ]
+    return ends_alike and rules[0] == rules[1]
+
+
+def _owner(groups: Sequence[tuple[Work, list[StepCompleted]]], step: StepCompleted) -> Work:
+    return next(work for work, some in groups if step in some)

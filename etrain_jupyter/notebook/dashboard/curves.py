@@ -1,0 +1,77 @@
+"""The curves of a job: loss, metrics and throughput over steps, world size over steps and time."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from etrain_jupyter.log.blocks import StepRun
+from etrain_jupyter.log.events import EvalCompleted, StepCompleted
+from etrain_jupyter.notebook.dashboard.series import Floats, Series, SmallFloats
+from etrain_jupyter.notebook.dashboard.undone import UndoneCurves
+
+BY_TIME = "time."
+"""Name prefix of curves over seconds since the start; all others are over steps."""
+
+
+class CurveSet:
+    """All curves of a job, by name."""
+
+    def __init__(self) -> None:
+        self._series: dict[str, Series] = {}
+        self._undone = UndoneCurves()
+        self._num_samples = 0
+
+    def add_step(self, event: StepCompleted, elapsed_s: float) -> None:
+        """Append a step; ``elapsed_s`` counts from the start of the job."""
+        self._num_samples += event.samples
+        self._append("loss", event.step, event.loss)
+        self._append("lr", event.step, event.lr)
+        self._append("samples", event.step, self._num_samples)
+        self._append("elapsed_s", event.step, elapsed_s)
+        self._append("samples_per_s", event.step, event.samples_per_s)
+        for name, value in event.metrics.items():
+            self._append(f"metrics.{name}", event.step, value)
+
+    def add_run(self, run: StepRun, started_at: float) -> None:
+        """Append a run of steps; ``add_step`` has added the step before it."""
+        steps = run.column("step")
+        samples = self._num_samples + np.cumsum(run.column("samples"))
+        self._num_samples = int(samples[-1]) if len(run) else self._num_samples
+        self._series["samples"].extend(steps, samples)
+        self._series["elapsed_s"].extend(steps, run.column("time") - started_at)
+        for name in ("loss", "lr", "samples_per_s"):
+            self._series[name].extend(steps, run.column(name))
+        for name, column in run.metrics().items():
+            self._series[f"metrics.{name}"].extend(steps, column)
+
+    def add_eval(self, event: EvalCompleted) -> None:
+        """Append an evaluation."""
+        for name, value in {"loss": event.loss, **event.metrics}.items():
+            self._append(f"eval.{name}", event.step, value)
+
+    def add_world_size(self, world_size: int, *, step: int, elapsed_s: float | None) -> None:
+        """Append the world size if it has changed; ``elapsed_s`` is None before the start."""
+        positions = {"world_size": float(step)}
+        if elapsed_s is not None:
+            positions[f"{BY_TIME}world_size"] = elapsed_s
+        for name, x in positions.items():
+            curve = self._series.get(name)
+            if curve is None or not len(curve) or curve.y[-1] != world_size:
+                self._append(name, x, world_size)
+
+    def rewind_to(self, step: int) -> None:
+        """Remove the points after ``step``. Curves over time keep them: that time has passed."""
+        for name, series in self._series.items():
+            if not name.startswith(BY_TIME):
+                self._undone.keep(name, series, step)
+                series.cut_from(step + 1)
+        samples = self._series.get("samples")
+        self._num_samples = int(samples.y[-1]) if samples else 0
+
+    def to_dict(self) -> dict[str, tuple[Floats, SmallFloats]]:
+        """Return every curve as ``(x, y)``: views that the next append may change."""
+        curves = {name: (series.x, series.y) for name, series in self._series.items()}
+        return curves | self._undone.to_dict()
+
+    def _append(self, name: str, x: float, y: float) -> None:
+        self._series.setdefault(name, Series()).append(x, y)

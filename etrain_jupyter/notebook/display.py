@@ -1,0 +1,50 @@
+"""Show jobs: the dashboard under a cell, and JupyterLab's side panel."""
+
+from __future__ import annotations
+
+from etrain_jupyter.config import template
+from etrain_jupyter.notebook.commands.other_jobs import look_around
+from etrain_jupyter.notebook.dashboard.browser import has_front_end
+from etrain_jupyter.notebook.dashboard.link import link
+from etrain_jupyter.notebook.dashboard.widget import Dashboard
+from etrain_jupyter.notebook.job.open_jobs import hold
+from etrain_jupyter.notebook.job.runs import open_runs
+from etrain_jupyter.notebook.job.screen import Screen
+from etrain_jupyter.notebook.job.training_job import TrainingJob
+
+HISTORY_S = 2.0
+"""Maximum wait for a job's history before its dashboard is drawn, in seconds."""
+
+
+def show(job: TrainingJob) -> None:
+    """Display a job's dashboard; every cell that shows the job displays the same one."""
+    follow(job).show()
+
+
+def follow(job: TrainingJob) -> Screen:
+    """List a job in JupyterLab's side panel, displayed or not, and return its dashboard."""
+    if job.screen is None:
+        screen = Dashboard(job_id=job.id, on_request=job.obey)
+        # The first picture should include the history, but must not wait for a slow disk.
+        job.subscribe(screen.add_events).wait(HISTORY_S)
+        screen.follow()
+        job.screen = screen
+    return job.screen
+
+
+def open_panel() -> None:
+    """Connect this kernel to JupyterLab's side panel, and serve its requests."""
+    if not has_front_end():
+        return
+
+    def attach_quietly(job_id: str) -> str:
+        # Not `attach`: a click in the panel must not change the job that `%etrain stop` stops.
+        follow(hold(open_runs().find(job_id)))
+        return ""
+
+    link().panel.serve(
+        look=lambda ids, is_asked: look_around(open_runs(), ids, is_asked=is_asked),
+        attach=attach_quietly,
+        template=lambda: f"%%etrain distributed\n{template()}",
+    )
+    link().open()

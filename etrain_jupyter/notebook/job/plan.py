@@ -1,0 +1,93 @@
+"""A checked job that is ready to submit, with its pool and its run store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from etrain_jupyter.bundle.capture import Bundle
+from etrain_jupyter.config.schema import TrainConfig
+from etrain_jupyter.errors import ConfigError
+from etrain_jupyter.notebook.job.run_store import ROOT_VARIABLE, RunStore
+from etrain_jupyter.pools import Pool
+from etrain_jupyter.process.address import SchedulerAddress
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A checked job that has not been submitted. ``str(plan)`` is the text of ``--dry-run``."""
+
+    config: TrainConfig
+    bundle: Bundle
+    """The notebook's objects that the job needs, by value."""
+    pool: Pool
+    """The pool that the cell names, resolved once; nothing is started yet."""
+    runs: RunStore
+    """The run store, resolved once."""
+    cell: str = ""
+    """Text of the cell's body; empty for a job from Python."""
+    warnings: tuple[str, ...] = ()
+    """Warnings about the configuration, printed before the job starts."""
+
+    def print_warnings(self) -> None:
+        """Print what the user should know before the job starts."""
+        for warning in (*self.warnings, *self.bundle.warnings):
+            print(f"etrain: {warning}")
+
+    def start_pool(self) -> SchedulerAddress:
+        """Check that the job can be stored, then bring the pool up and return its address.
+
+        Raises:
+            RunStoreError: If the run store is not writable. Nothing was started.
+            ConfigError: If the pool's scheduler cannot reach the run store. Nothing was started.
+            PoolError: If the pool does not come up.
+        """
+        self.runs.check_writable()
+        if self.pool.is_head_elsewhere and not self.runs.is_remote:
+            raise ConfigError(
+                f"the scheduler of pool {self.config.pool} runs on its own machine (head: "
+                f"on-demand), which cannot reach {self.runs}. Nothing was started",
+                hint=f"set {ROOT_VARIABLE}={self.pool.shared_place()} before the kernel starts, "
+                "which stores jobs in the bucket, and restart the kernel",
+            )
+        return self.pool.up()
+
+    def max_price(self) -> str:
+        """Return the highest price of the job, as a text.
+
+        Raises:
+            PoolError: If the prices are not available.
+        """
+        return self.pool.price(self.config.max_workers())
+
+    def __str__(self) -> str:
+        config, sizes = self.config, self.bundle.sizes
+        captured = ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items())
+        total = format_bytes(sum(sizes.values()))
+        length = f"{config.steps} steps" if config.steps else f"{config.epochs:g} epochs"
+        lines = {
+            "model": config.model,
+            "length": f"{length} of batch {_describe_batch(config)}",
+            "workers": f"{config.workers.min} to {config.max_workers()} of pool {config.pool}",
+            "captured": f"{total}: {captured}" if captured else "nothing",
+            "price": self.max_price(),
+        }
+        table = [f"  {name:<10}{text}" for name, text in lines.items()]
+        notes = [f"  note: {warning}" for warning in self.warnings]
+        title = "The cell is a valid job. Nothing was submitted (--dry-run)."
+        return "\n".join([title, *table, *notes])
+
+
+def _describe_batch(config: TrainConfig) -> str:
+    per_worker = config.batch.per_worker_batch_size
+    return str(config.batch.size(1)) if per_worker is None else f"{per_worker} per worker"
+
+
+def format_bytes(size: int) -> str:
+    """Return a size with its unit.
+
+    >>> format_bytes(2_500_000)
+    '2.5 MB'
+    """
+    if size < 1_000:
+        return f"{size} B"
+    return f"{size / 1e3:.3g} kB" if size < 1_000_000 else f"{size / 1e6:.3g} MB"

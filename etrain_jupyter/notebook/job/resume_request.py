@@ -1,0 +1,33 @@
+"""The changes with which an ended job is resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from etrain_jupyter.config.schema import TrainConfig
+
+if TYPE_CHECKING:
+    from etrain_jupyter.bundle.capture import Bundle
+    from etrain_jupyter.pools import Pool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumeRequest:
+    """What a user changes in a job that is resumed: single values, or a whole cell."""
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """Any of ``pool``, ``min``, ``max``, ``epochs``, ``steps``."""
+    config: TrainConfig | None = None
+    """The configuration of a cell; None keeps the job's own."""
+    bundle: Bundle | None = None
+    """The notebook's objects of that cell."""
+    pool: Pool | None = None
+    """That cell's pool, already resolved; None to resolve the pool from its name."""
+    cell: str = ""
+    """The text of that cell."""
+    is_forced: bool = False
+    """Whether to resume even if a difference changes the rest of the curve."""
+    is_trusted: bool = False
+    """Whether to run a job that another user may have submitted."""

@@ -1,0 +1,33 @@
+"""Find the run store of a folder, a URL or a job."""
+
+from __future__ import annotations
+
+import os
+
+from etrain_jupyter.errors import ConfigError
+from etrain_jupyter.notebook.job.job_record import JobRecord
+from etrain_jupyter.notebook.job.run_store import ROOT_VARIABLE, RunStore
+from etrain_jupyter.notebook.job.s3_run_store import S3RunStore
+from etrain_jupyter.storage.bucket_log.place import is_remote
+
+
+def open_runs(root: str | os.PathLike[str] | None = None) -> RunStore:
+    """Return the run store of a folder or a URL; by default that of ``ETRAIN_RUNS``.
+
+    Raises:
+        ConfigError: If it is a URL, but not that of a bucket.
+    """
+    root = root or os.environ.get(ROOT_VARIABLE) or None
+    if is_remote(root):
+        return S3RunStore(str(root))
+    if isinstance(root, str) and "://" in root:
+        raise ConfigError(
+            f"the run store {root!r} is neither a folder nor a bucket",
+            hint=f"set {ROOT_VARIABLE} to s3://bucket/prefix",
+        )
+    return RunStore(root)
+
+
+def store_of(record: JobRecord) -> RunStore:
+    """Return the run store of a job."""
+    return open_runs(record.place.rpartition("/")[0] if record.place else record.folder.parent)

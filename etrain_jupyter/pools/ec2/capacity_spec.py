@@ -1,0 +1,126 @@
+"""Keys ``workers`` and ``capacity`` of the pool ``aws-spot``: how many machines, which, where."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from etrain_jupyter.config.fields import Section, check_word, fault
+from etrain_jupyter.pools.ec2.spec_fields import Duration, Names, auto_or_list
+
+DEFAULT_TYPES = ("g5.xlarge", "g6.xlarge", "g4dn.xlarge")
+"""Types with one GPU. With fewer than three types, EC2 gives every zone a low score."""
+
+
+class WorkersSpec(Section):
+    """Number of workers; one per GPU."""
+
+    min: Annotated[int, Field(ge=0)] = 0
+    """Workers to keep while the cluster is up, whether or not a job needs them."""
+    want: Annotated[int | None, Field(ge=0)] = None
+    """Workers to start with the cluster; None for ``min``."""
+    max: Annotated[int, Field(ge=1)] = 4
+    """Maximum number of workers."""
+    per_node: Annotated[int, Field(ge=0)] = 0
+    """Workers of one machine; 0 is one per GPU, or one on a machine without GPUs."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        for key in ("min", "want"):
+            if (value := getattr(self, key)) is not None and value > self.max:
+                raise fault(
+                    f"workers.{key}={value} is more than workers.max={self.max}",
+                    hint=f"write workers.max: {value}, or lower workers.{key}",
+                    path=("workers", key),
+                )
+        return self
+
+
+class GpuSpec(Section):
+    """Requirements on machine types, instead of their names."""
+
+    memory_gib: float = 0.0
+    """Minimum memory of a GPU, ``16`` or ``">=16"``."""
+    count: Annotated[int, Field(ge=1)] = 1
+    """GPUs of one machine."""
+
+    @field_validator("memory_gib", mode="before")
+    @classmethod
+    def _at_least(cls, value: Any) -> Any:
+        if isinstance(value, str) and (found := re.fullmatch(r"\s*>=\s*([0-9.]+)\s*", value)):
+            return float(found[1])
+        return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+class OnDemandSpec(Section):
+    """On-demand machines: full price, never interrupted."""
+
+    base: Annotated[int, Field(ge=0)] = 0
+    """Number of workers that always run on demand."""
+    after: Annotated[Duration, Field(gt=0)] = 120.0
+    """Time without spot capacity after which missing workers may be launched on demand."""
+    max: Annotated[int, Field(ge=0)] = 0
+    """Maximum workers on demand, including ``base``; 0 without ``base``: only spot machines."""
+
+    @property
+    def most(self) -> int:
+        """Maximum workers on demand: the larger of ``base`` and ``max``."""
+        return max(self.base, self.max)
+
+
+class CapacitySpec(Section):
+    """Machine types and zones."""
+
+    types: Annotated[Names, Field(min_length=1)] = DEFAULT_TYPES
+    """Acceptable types."""
+    gpu: GpuSpec | None = None
+    """Instead of ``types``: all types with such GPUs."""
+    zones: Literal["auto"] | Names = "auto"
+    """Availability zones; auto is every zone that has a subnet."""
+    placement: Literal["single-az", "spread"] = "single-az"
+    """single-az keeps workers in one zone: traffic between zones costs more than GPUs."""
+    on_shortage: Literal["shrink", "migrate", "spread"] = "migrate"
+    """With single-az, if capacity is missing: shrink, migrate all workers, or use other zones."""
+    allocation: Literal[
+        "price-capacity-optimized", "capacity-optimized", "lowest-price", "diversified"
+    ] = "price-capacity-optimized"
+    """EC2's strategy for choosing among the types in a zone."""
+    on_demand: OnDemandSpec = OnDemandSpec()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_of_two(cls, data: Any) -> Any:
+        if isinstance(data, Mapping) and data.get("types") and data.get("gpu"):
+            raise fault(
+                "capacity.types and capacity.gpu exclude each other",
+                hint="keep types to name machines, or gpu to describe them",
+                path=("capacity", "gpu"),
+                at_key=True,
+            )
+        return data
+
+    @field_validator("types", mode="after")
+    @classmethod
+    def _like_types(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for name in value:
+            if not re.fullmatch(r"[a-z][a-z0-9-]*\.[a-z0-9-]+", name):
+                raise fault(f"'{name}' is not a machine type", hint="write for example g5.xlarge")
+        return tuple(dict.fromkeys(value))
+
+    @field_validator("zones", mode="before")
+    @classmethod
+    def _list_or_auto(cls, value: Any) -> Any:
+        return auto_or_list(value, "zones", "[us-east-1a, us-east-1b]")
+
+    @field_validator("placement", mode="before")
+    @classmethod
+    def _known_placement(cls, value: Any) -> Any:
+        return check_word(value, ("single-az", "spread"), usual="placement: single-az")
+
+    @field_validator("on_shortage", mode="before")
+    @classmethod
+    def _known_shortage(cls, value: Any) -> Any:
+        return check_word(value, ("shrink", "migrate", "spread"), usual="on_shortage: shrink")

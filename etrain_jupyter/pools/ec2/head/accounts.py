@@ -1,0 +1,76 @@
+"""What a cluster has cost so far: prices and ledger, kept up to date and stored in the bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from etrain_jupyter.pools.ec2.ec2_api import Clients, Instance
+from etrain_jupyter.pools.ec2.head.cluster_files import ClusterFiles
+from etrain_jupyter.pools.ec2.head.roster import rows_of
+from etrain_jupyter.pools.ec2.ledger import Ledger
+from etrain_jupyter.pools.ec2.prices import Prices
+from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
+
+
+class Accounts:
+    """One cluster's costs. Used by the reconcile thread only.
+
+    Args:
+        spec: The pool.
+        cluster_id: The cluster.
+        clients: AWS clients.
+        files: The cluster's objects, which include the stored ledger.
+    """
+
+    def __init__(
+        self, spec: AwsSpotSpec, cluster_id: str, clients: Clients, files: ClusterFiles
+    ) -> None:
+        self._spec = spec
+        self._id = cluster_id
+        self._files = files
+        self.prices = Prices(clients=clients, region=spec.region, volume_type=spec.volume.type)
+        self.ledger = Ledger()
+
+    def load(self) -> None:
+        """Read the ledger of previous heads.
+
+        Raises:
+            StoreError: If the bucket cannot be read.
+        """
+        self.ledger = self._files.ledger()
+
+    def refresh_prices(self, types: Iterable[str], now: float) -> None:
+        """Read new prices, also for the machines in the ledger since their launch."""
+        launches = (row.launched_at for row in self.ledger.rows.values())
+        self.prices.refresh({*types}, since=min(launches, default=now) - 60, now=now)
+
+    def record(
+        self, instances: Sequence[Instance], now: float, *, living: Iterable[str] = ()
+    ) -> None:
+        """Record machines that EC2 lists, and the end of those that it no longer lists.
+
+        Args:
+            instances: Machines that EC2 lists.
+            now: Time of the listing.
+            living: Machines that run although the listing lacks them.
+        """
+        rows = rows_of(instances, self.ledger, now, volume_gib=self._spec.volume.gib, living=living)
+        self.ledger = self.ledger.with_rows(rows)
+
+    def spent_usd(self, now: float) -> float:
+        """Return US dollars owed if everything ended now."""
+        return self.ledger.committed(self.prices.book, now)
+
+    def rate_usd(self, now: float) -> float:
+        """Return US dollars an hour of the machines that run."""
+        return self.ledger.rate(self.prices.book, now)
+
+    def store(self, now: float) -> None:
+        """Write the ledger to the bucket."""
+        facts = {
+            "cluster_id": self._id,
+            "region": self._spec.region,
+            "prices": self.prices.describe(),
+            "max_total": self._spec.budget.max_total,
+        }
+        self._files.store_ledger(self.ledger, self.prices.book, now, facts)

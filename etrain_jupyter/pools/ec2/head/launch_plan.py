@@ -1,0 +1,169 @@
+"""Plan the next launch request: lifecycle, size, zone, and what the budget allows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from etrain_jupyter.pools.ec2.fleet_state import FleetState, LaunchRequest
+from etrain_jupyter.pools.ec2.head.fleet_messages import budget_too_small, full_price, no_capacity
+from etrain_jupyter.pools.ec2.head.view import Count, FleetWarning, Rules, View
+from etrain_jupyter.pools.ec2.ledger import LEAST_S
+from etrain_jupyter.pools.ec2.placement import (
+    Offer,
+    best_size,
+    best_zone,
+    usable,
+    within_budget,
+)
+
+MOVE_AFTER_S = 60.0
+"""Time without capacity in a zone after which other zones are used, in seconds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchPlan:
+    """The next request, if any."""
+
+    state: FleetState
+    request: LaunchRequest | None = None
+    warnings: Sequence[FleetWarning] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Option:
+    """One way to launch, tried in order."""
+
+    lifecycle: str
+    num_workers: int
+    is_fallback: bool = False
+    """On demand only because spot capacity is missing."""
+
+
+def plan_launch(
+    state: FleetState, rules: Rules, view: View, count: Count, missing: int, ceiling: int
+) -> LaunchPlan:
+    """Return the request for up to ``missing`` workers: one lifecycle and one machine size.
+
+    ===============================  ==============================================================
+    fewer on demand than the base    on demand, for the base
+    else                             spot
+    no spot capacity for long        spot; if no pool is usable, on demand up to ``most_on_demand``
+    ===============================  ==============================================================
+    """
+    short_s = view.now - (state.short_since or view.now)
+    for option in _options(rules, count, missing, short_s):
+        state, candidates = _candidates(state, rules, view, count, option.lifecycle)
+        if candidates:
+            return _plan(state, rules, view, count, option, candidates, ceiling, short_s)
+    text = no_capacity(state, rules, view, missing, short_s)
+    return LaunchPlan(state=state, warnings=[FleetWarning(key="no capacity", text=text)])
+
+
+def _options(rules: Rules, count: Count, missing: int, short_s: float) -> list[_Option]:
+    num_base = min(missing, rules.on_demand_base - count.num_on_demand)
+    if num_base > 0:
+        return [_Option(lifecycle="on-demand", num_workers=num_base)]
+    options = [_Option(lifecycle="spot", num_workers=missing)]
+    num_fallback = min(missing, rules.most_on_demand - count.num_on_demand)
+    if num_fallback > 0 and short_s >= rules.on_demand_after_s:
+        options.append(_Option(lifecycle="on-demand", num_workers=num_fallback, is_fallback=True))
+    return options
+
+
+def _plan(
+    state: FleetState,
+    rules: Rules,
+    view: View,
+    count: Count,
+    option: _Option,
+    candidates: list[Offer],
+    ceiling: int,
+    short_s: float,
+) -> LaunchPlan:
+    lifecycle = option.lifecycle
+    most = option.num_workers if lifecycle == "on-demand" else ceiling - count.num
+    same, num_nodes = best_size(candidates, lifecycle, option.num_workers, most)
+    room = _room_usd(rules, view, count)
+    fit, num_fit = within_budget(same, lifecycle, num_nodes, room, disk_usd=rules.disk_usd)
+    if not num_fit and not count.num and _is_spent(rules, view, same, lifecycle):
+        return LaunchPlan(state=state.halt("budget", view.now))
+    warnings = []
+    if num_fit < num_nodes:
+        text = budget_too_small(rules, view, num_nodes, num_fit)
+        warnings.append(FleetWarning(key="budget too small", text=text))
+    if not num_fit:
+        return LaunchPlan(state=state, warnings=warnings)
+    if option.is_fallback:
+        text = full_price(rules, fit[0].type, num_fit, short_s)
+        warnings.append(FleetWarning(key="full price", text=text))
+    request = LaunchRequest(
+        token=f"{rules.cluster_id}-{state.life}-{state.seq + 1}",
+        lifecycle=lifecycle,
+        num_nodes=num_fit,
+        workers_each=fit[0].workers,
+        overrides=tuple((offer.type, offer.zone) for offer in fit),
+    )
+    return LaunchPlan(state=state, request=request, warnings=warnings)
+
+
+def _candidates(
+    state: FleetState, rules: Rules, view: View, count: Count, lifecycle: str
+) -> tuple[FleetState, list[Offer]]:
+    """Return the offers that the placement allows; the zone of the workers may change.
+
+    ======================================  ===========================================
+    placement allows several zones          all usable offers
+    no workers yet                          the best zone
+    no workers or offers in the zone        the zone of most workers
+    no offers in the zone for 60 s:
+    ``spread``                              all usable offers
+    ``migrate``                             the best zone; the workers follow
+    else                                    wait
+    ======================================  ===========================================
+    """
+    has_budget = rules.max_hourly is not None or rules.max_total is not None
+    found = usable(view.offers, state, lifecycle, view.now, must_know_price=has_budget)
+    if not rules.is_single_zone or not found:
+        return state, found
+    zone = state.zone
+    if not count.zones:
+        zone = best_zone(view.offers, found, lifecycle)
+    elif zone not in count.zones and not any(offer.zone == zone for offer in found):
+        zone = count.main_zone
+    here = [offer for offer in found if offer.zone == zone]
+    short_s = view.now - (state.short_since or view.now)
+    if not here and short_s >= MOVE_AFTER_S:
+        if rules.on_shortage == "spread":
+            return state.with_(zone=zone), found
+        if rules.on_shortage == "migrate":
+            zone = best_zone(view.offers, found, lifecycle)
+            here = [offer for offer in found if offer.zone == zone]
+    return state.with_(zone=zone), here
+
+
+def _room_usd(rules: Rules, view: View, count: Count) -> float | None:
+    """Return the US dollars an hour that new machines may cost; None without a budget."""
+    rooms = []
+    if rules.max_hourly is not None:
+        rooms.append(rules.max_hourly - view.rate_usd - count.coming_usd)
+    if rules.max_total is not None:
+        rooms.append(_total_room_usd(rules.max_total, rules, view) - count.coming_usd)
+    return max(0.0, min(rooms)) if rooms else None
+
+
+def _total_room_usd(max_total: float, rules: Rules, view: View) -> float:
+    """Return the US dollars an hour that new machines may cost without exhausting the budget.
+
+    They are charged for a minute at once, and the rest must pay for all machines while they drain.
+    """
+    left_usd = max_total - view.spent_usd - view.rate_usd * rules.reserve_s / 3600
+    return left_usd / ((LEAST_S + rules.reserve_s) / 3600)
+
+
+def _is_spent(rules: Rules, view: View, offers: list[Offer], lifecycle: str) -> bool:
+    """Return whether the rest of ``max_total`` does not pay for a single machine."""
+    if rules.max_total is None:
+        return False
+    room = max(0.0, _total_room_usd(rules.max_total, rules, view))
+    return not within_budget(offers, lifecycle, 1, room, disk_usd=rules.disk_usd)[1]

@@ -1,0 +1,232 @@
+"""Base of the agents: boot, mailbox, end of the lifetime, and turning the machine off."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import queue
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from etrain_jupyter.config.store_url import S3
+from etrain_jupyter.errors import StoreError
+from etrain_jupyter.pools.ec2.machine.children import Children
+from etrain_jupyter.pools.ec2.machine.lease import LeaseWatch
+from etrain_jupyter.pools.ec2.machine.node_bucket import open_node_bucket
+from etrain_jupyter.pools.ec2.machine.node_reports import NodeReports
+from etrain_jupyter.pools.ec2.machine.power import power_off
+from etrain_jupyter.pools.ec2.node_config import NodeConfig
+from etrain_jupyter.storage.objects.bucket_owners import VARIABLE as OWNERS
+from etrain_jupyter.storage.objects.bucket_owners import with_owner
+from etrain_jupyter.storage.objects.s3_bucket import Bucket
+from etrain_jupyter.wire.notices import INTERRUPTION
+from etrain_jupyter.wire.versions import compare, read_fingerprint
+from etrain_jupyter.worker.imds import Identity, Imds
+from etrain_jupyter.worker.notices import Notice, NoticeWatch
+
+logger = logging.getLogger("etrain.agent")
+T = TypeVar("T")
+
+BOOT_S = 600.0
+"""Timeout for the metadata service and S3 at boot, in seconds: a new role takes minutes to reach
+all of AWS."""
+BOOT_RETRY_S = 2.0
+POLL_S = 0.25
+STOP_S = 10.0
+"""Time for the workers to exit after SIGTERM, in seconds."""
+
+
+class AgentError(Exception):
+    """The reason why this machine cannot be used."""
+
+
+class StopRequestedError(AgentError):
+    """The agent received SIGTERM."""
+
+
+class MachineAgent:
+    """Runs one machine from the end of its user-data to power-off.
+
+    Subclasses start what the machine is for in ``_start``, and check on it in ``_poll``.
+
+    Args:
+        url: Where the cluster's objects are.
+        folder: For certificates and Dask; removed at the end.
+        keys: Folder of the certificates, below ``url``.
+        owner: Account that the bucket must belong to; empty for any.
+    """
+
+    _identity: Identity
+    _known_at: float
+    """When the identity was read, by ``time.monotonic``."""
+    _bucket: Bucket
+    _config: NodeConfig
+    _ends_at: float
+    """End of the lifetime, by ``time.monotonic``."""
+
+    def __init__(self, url: str, folder: Path, *, keys: str, owner: str = "") -> None:
+        self._url = url
+        self._keys, self._owner = keys, owner
+        self._folder = folder
+        self._imds = Imds()
+        self._children = Children()
+        self._inbox: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        self._watches: list[NoticeWatch | LeaseWatch] = []
+        self._lease: LeaseWatch | None = None
+        self._reports: NodeReports | None = None
+        self._is_stop_requested = False
+        self._lost = ""
+        self._notice: Notice | None = None
+
+    def request_stop(self, *_: object) -> None:
+        """Stop the workers gracefully, then the machine; may be called by a signal handler."""
+        self._inbox.put(("stop", None))
+
+    def run(self) -> str:
+        """Boot and serve; return why the machine is to be turned off."""
+        try:
+            self._boot()
+            self._start()
+            return self._serve()
+        except StopRequestedError as exc:
+            self._children.end(STOP_S)
+            return str(exc)
+        except AgentError as exc:
+            return str(exc)
+        except BaseException as exc:  # top of the process: the machine must not stay on
+            logger.exception("the agent failed")
+            return f"the agent failed: {type(exc).__name__}: {exc}"
+
+    def turn_off(self, why: str) -> bool:
+        """Turn the machine off, then clean up: nothing may delay the power-off."""
+        logger.error("turning off: %s", why)
+        if self._reports is not None:
+            self._reports.end(why)
+        is_off = power_off()
+        for watch in self._watches:
+            watch.stop()
+        self._children.end(0.0)
+        if self._reports is not None:
+            self._reports.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        return is_off
+
+    def _start(self) -> None:
+        """Start what the machine is for."""
+        raise NotImplementedError
+
+    def _poll(self) -> str:
+        """Check on it; return why the machine is to be turned off, or an empty string."""
+        raise NotImplementedError
+
+    # --- boot ---
+
+    def _boot(self) -> None:
+        """Read identity and configuration, and compare the installed versions."""
+        self._identity = self._wait_for("the metadata service", self._imds.identity)
+        self._known_at = time.monotonic()
+        me = self._identity
+        facts = (me.instance_id, me.type, me.zone, me.lifecycle)
+        logger.info("this is %s, %s in %s, %s", *facts)
+        self._bucket = open_node_bucket(self._url, region=me.region, owner=self._owner)
+        self._config = self._wait_for("config.json", self._read_config)
+        self._ends_at = self._known_at + self._config.lifetime_s - max(0.0, me.age_s)
+        fingerprint = read_fingerprint()
+        self._reports = NodeReports(self._bucket, me, fingerprint)
+        self._reports.report("booting")
+        self._check_versions(fingerprint)
+
+    def _wait_for(self, what: str, read: Callable[[], T]) -> T:
+        """Call ``read`` until it succeeds.
+
+        Raises:
+            AgentError: If it still fails after ``BOOT_S``.
+        """
+        deadline = time.monotonic() + BOOT_S
+        logged = ""
+        while True:
+            try:
+                return read()
+            except (OSError, ValueError, KeyError, StoreError) as exc:
+                error = f"{type(exc).__name__}: {exc}"
+            if error != logged:
+                logger.warning("%s cannot be read yet: %s", what, error)
+                logged = error
+            if time.monotonic() >= deadline:
+                raise AgentError(f"{what} could not be read for {BOOT_S:.0f} s: {error}")
+            self._take_messages(BOOT_RETRY_S)
+            if self._is_stop_requested:
+                raise StopRequestedError("the agent was asked to stop")
+
+    def _read_config(self) -> NodeConfig:
+        return NodeConfig.from_json(self._read("config.json"))
+
+    def _read_json(self, name: str) -> dict[str, Any]:
+        value: dict[str, Any] = json.loads(self._read(name))
+        return value
+
+    def _read(self, name: str) -> bytes:
+        data = self._bucket.get(name, f"{name} cannot be read")
+        if data is None:
+            raise StoreError(f"{name} does not exist in {self._bucket}")
+        return data
+
+    def _check_versions(self, fingerprint: dict[str, str]) -> None:
+        """Refuse to serve if the notebook's objects could not be unpickled here."""
+        name = self._identity.instance_id
+        found = compare(fingerprint, self._config.fingerprint, at=name, here="the notebook")
+        for note in found.notes:
+            logger.warning("%s: it works all the same", note)
+        if found.fits or self._reports is None:
+            return
+        error = (
+            f"{'; '.join(found.wrong)}. No worker was started there. Install "
+            f"{' and '.join(found.remedies)} in the image (image.ami, image.archive or image.setup "
+            "of the pool), or start the notebook with the versions of the image."
+        )
+        self._reports.refuse(error)
+        raise AgentError(error)
+
+    def _bucket_owners(self) -> str:
+        """Return ``ETRAIN_BUCKET_OWNERS``: our bucket's, and those of the pool's environment."""
+        bucket = self._url.removeprefix(S3).partition("/")[0]
+        return with_owner(self._config.role_env.get(OWNERS, ""), bucket, self._owner)
+
+    # --- service ---
+
+    def _serve(self) -> str:
+        while True:
+            self._take_messages(POLL_S)
+            if why := self._reason_to_end():
+                return why
+            if self._is_stop_requested:
+                raise StopRequestedError("the agent was asked to stop")
+            if why := self._poll():
+                return why
+
+    def _take_messages(self, timeout_s: float) -> None:
+        """Process the messages of threads and signal handlers; wait for the first one."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                kind, value = self._inbox.get(timeout=timeout_s)
+                timeout_s = 0.0
+                if kind == "stop":
+                    self._is_stop_requested = True
+                elif kind == "lost":
+                    self._lost = value
+                elif value.kind == INTERRUPTION:
+                    self._notice = value
+
+    def _reason_to_end(self) -> str:
+        """Return why the machine must be turned off, or an empty string."""
+        if self._lost:
+            return self._lost
+        if self._lease is not None and self._lease.stuck_s():
+            return "the watch of the lease is stuck"
+        if time.monotonic() >= self._ends_at:
+            return f"its lifetime of {self._config.lifetime_s:g} s is over"
+        return ""

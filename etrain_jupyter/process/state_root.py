@@ -1,0 +1,63 @@
+"""Locate this user's state directory, and the Python environment that a cluster belongs to."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import stat
+import sys
+from pathlib import Path
+
+from etrain_jupyter.errors import PoolError
+
+
+def open_state_root() -> Path:
+    """Return the state directory; create it if necessary.
+
+    Raises:
+        PoolError: If it belongs to another user or is writable by others.
+    """
+    root = state_root()
+    # Parents get the user's default mode; only the last folder is private.
+    root.parent.mkdir(parents=True, exist_ok=True)
+    root.mkdir(mode=0o700, exist_ok=True)
+    status = root.stat()
+    if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PoolError(
+            f"the state directory {root} (owner {status.st_uid}, "
+            f"mode {stat.S_IMODE(status.st_mode):o}) is writable by other users, who could "
+            "impersonate your cluster. Nothing was started. "
+            f"Run `chmod 700 {root}`, or set ETRAIN_STATE to a folder of your own."
+        )
+    return root
+
+
+def state_root() -> Path:
+    """Return the path of the state directory, whether or not it exists."""
+    if own := os.environ.get("ETRAIN_STATE"):
+        return Path(own).expanduser().absolute()
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    # su and sudo may keep the variable of the previous user.
+    if os.path.isdir(runtime) and os.stat(runtime).st_uid == os.getuid():
+        return Path(runtime) / "etrain"
+    return Path.home() / ".local" / "state" / "etrain"
+
+
+def local_prefix() -> str:
+    """Return the prefix of the ids of this Python environment's local clusters."""
+    return f"local-{environment_key()}"
+
+
+def environment_key() -> str:
+    """Return a short fingerprint of this Python environment; clusters are shared within one."""
+    text = f"{sys.executable}\n{package_version()}"
+    return hashlib.sha256(text.encode()).hexdigest()[:6]
+
+
+def package_version() -> str:
+    """Return the installed version of etrain-jupyter."""
+    try:
+        return importlib.metadata.version("etrain-jupyter")
+    except importlib.metadata.PackageNotFoundError:
+        return "0+uninstalled"

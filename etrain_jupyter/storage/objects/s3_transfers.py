@@ -1,0 +1,151 @@
+"""Upload and download large objects in chunks, several at once, with SHA-256 of every byte.
+
+boto3's ``TransferManager`` cannot replace this: it has no conditional writes (``IfNoneMatch``),
+and its threads read bodies outside of our deadlines.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from etrain_jupyter.errors import StoreError
+from etrain_jupyter.storage.objects.s3_requests import CutShortError, S3Requests
+
+T = TypeVar("T")
+
+MAX_CHUNKS = 10_000
+"""S3's own limit for one multipart upload."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """Checksums of an uploaded object."""
+
+    sha256: str
+    """Of all bytes, in hexadecimal digits."""
+    checksum: str
+    """In S3's format: base64; of a multipart upload, the checksum of its parts' checksums, ``-``
+    and their number."""
+
+    def is_confirmed_by(self, known: dict[str, Any]) -> bool:
+        """Return whether S3 reports this checksum; some endpoints omit the number of parts."""
+        return known.get("ChecksumSHA256") in (self.checksum, self.checksum.partition("-")[0])
+
+
+def upload_chunks(
+    s3: S3Requests,
+    key: str,
+    upload: str,
+    source: memoryview | Path,
+    size: int,
+    what: str,
+    progress: Callable[[int], None],
+) -> tuple[list[dict[str, Any]], Stored]:
+    """Send all parts of a multipart upload; return what completes it, and the checksums."""
+    chunk = max(s3.limits.chunk_bytes, -(-size // MAX_CHUNKS))
+    starts = range(0, size, chunk)
+
+    def put(first: int) -> dict[str, Any]:
+        data = read_chunk(source, first, min(chunk, size - first))
+        part = _upload_part(s3, key, upload, first // chunk + 1, data, what)
+        progress(len(data))
+        return part
+
+    with _threads(s3) as pool:
+        futures = [pool.submit(put, first) for first in starts]
+        # S3 has no SHA-256 of the whole object: compute it while the chunks are sent.
+        whole = hashlib.sha256()
+        for first in starts:
+            whole.update(read_chunk(source, first, min(chunk, size - first)))
+        parts = _results(futures)
+    digests = b"".join(base64.b64decode(part["ChecksumSHA256"]) for part in parts)
+    checksum = f"{base64_sha256(digests)}-{len(parts)}"
+    return parts, Stored(sha256=whole.hexdigest(), checksum=checksum)
+
+
+def _upload_part(
+    s3: S3Requests, key: str, upload: str, number: int, data: bytes, what: str
+) -> dict[str, Any]:
+    arguments = {
+        "UploadId": upload,
+        "PartNumber": number,
+        "ChecksumAlgorithm": "SHA256",
+        "ChecksumSHA256": base64_sha256(data),
+    }
+    answer = s3.attempt(
+        what,
+        lambda: s3.request("upload_part", Key=key, Body=data, **arguments),
+        num_bytes=len(data),
+    )
+    return {"ETag": answer["ETag"]} | {
+        name: arguments[name] for name in ("PartNumber", "ChecksumSHA256")
+    }
+
+
+def download_chunks(s3: S3Requests, key: str, size: int, target: Path, what: str) -> None:
+    """Write the first ``size`` bytes of an object to a new file, several ranges at once."""
+    chunk = s3.limits.chunk_bytes
+    with _new_file(target, what) as file, _threads(s3) as pool:
+
+        def fetch(first: int) -> None:
+            end = min(first + chunk, size)
+            s3.attempt(what, lambda: _fetch_range(s3, key, file, first, end), num_bytes=end - first)
+
+        _results([pool.submit(fetch, first) for first in range(0, size, chunk)])
+
+
+def _fetch_range(s3: S3Requests, key: str, file: int, first: int, end: int) -> None:
+    answer = s3.request("get_object", Key=key, Range=f"bytes={first}-{end - 1}")
+    with answer["Body"] as body:
+        while data := body.read(1 << 20):
+            first += os.pwrite(file, data, first)
+    if first != end:
+        raise CutShortError(f"{end - first} bytes are missing")
+
+
+def _threads(s3: S3Requests) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(s3.limits.num_threads, thread_name_prefix="etrain-s3")
+
+
+def _results(futures: list[Future[T]]) -> list[T]:
+    """Wait for all futures; on the first error, cancel the rest and raise it."""
+    try:
+        return [future.result() for future in futures]
+    except BaseException:
+        for future in futures:
+            future.cancel()
+        raise
+
+
+@contextmanager
+def _new_file(path: Path, what: str) -> Iterator[int]:
+    """Create a file for several threads to write to."""
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    except OSError as exc:
+        raise StoreError(f"{what}: {path} cannot be created ({exc.strerror})") from exc
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
+def read_chunk(source: memoryview | Path, first: int, size: int) -> bytes:
+    """Return ``size`` bytes of the source from ``first`` on."""
+    if isinstance(source, memoryview):
+        return bytes(source[first : first + size])
+    with source.open("rb") as file:
+        return os.pread(file.fileno(), size, first)
+
+
+def base64_sha256(data: bytes) -> str:
+    """Return the SHA-256 as S3 takes and returns it."""
+    return base64.b64encode(hashlib.sha256(data).digest()).decode()

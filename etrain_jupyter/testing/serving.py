@@ -1,0 +1,72 @@
+"""Start and stop of the HTTP servers that simulate AWS."""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+
+class Closing:
+    """Context manager that closes the object at the end of the block."""
+
+    def close(self) -> None:
+        """Release all resources."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close it."""
+        self.close()
+
+
+class Server(Protocol):
+    """A server as the standard library and werkzeug make them."""
+
+    def serve_forever(self, poll_interval: float = 0.5) -> None:
+        """Handle requests until the server is shut down."""
+        ...
+
+
+def serve_in_thread(server: Server, name: str) -> threading.Thread:
+    """Serve on a daemon thread; return the thread."""
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), name=name, daemon=True)
+    thread.start()
+    return thread
+
+
+def make_wsgi_server(
+    app: Any, *, host: str = "127.0.0.1", port: int = 0, dated: bool = True
+) -> Any:
+    """Return a threaded, silent HTTP/1.1 server for a WSGI application; it does not serve yet.
+
+    Args:
+        app: The application.
+        host: Address to listen on.
+        port: Port to listen on; 0 for any.
+        dated: Add a ``Date`` header; without it, the application sends its own.
+    """
+    from werkzeug.serving import WSGIRequestHandler, make_server
+
+    class Handler(WSGIRequestHandler):
+        protocol_version = "HTTP/1.1"  # with 1.0, uploads wait a second for "100 Continue"
+
+        def log(self, *_: Any) -> None:
+            """Print nothing."""
+
+        def send_response(self, code: int, message: str | None = None) -> None:
+            """Start a response, with or without a date."""
+            if dated:
+                super().send_response(code, message)
+            else:
+                self.send_response_only(code, message)
+
+    return make_server(host, port, app, threaded=True, request_handler=Handler)

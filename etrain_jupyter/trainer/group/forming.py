@@ -1,0 +1,151 @@
+"""Connect one rank with the other ranks of its generation, in a thread that can be abandoned.
+
+::
+
+    builder thread   gloo connects | authentication | NCCL connects (if the ranks use it)
+    caller           counts strangers, admits ranks | waits until ready, timed out or aborted
+
+The caller leaves as soon as the generation is aborted, even if the builder is stuck in torch.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from etrain_jupyter.trainer.group.admission import ADMIT_EVERY_S, Admission, make_held_device
+from etrain_jupyter.trainer.group.authentication import authenticate, give_up, raise_if_flooded
+from etrain_jupyter.trainer.group.backends import GLOO, NCCL, connect_gloo
+from etrain_jupyter.trainer.group.gloo_device import GlooDevice
+from etrain_jupyter.trainer.group.pending import Waiters, text_of
+from etrain_jupyter.trainer.group.rendezvous import (
+    FORM_TIMEOUT_S,
+    BroadcastStore,
+    CommunicationError,
+)
+
+WATCH_EVERY_S = 0.02
+"""Interval at which a rank counts the connections of strangers while it connects."""
+
+
+@dataclass(kw_only=True)
+class _Building:
+    """Progress of the builder thread; each attribute is written once, by that thread alone."""
+
+    stage: str = GLOO
+    """The backend that is connecting."""
+    is_authenticated: bool = False
+    backend: Any = None
+    """The gloo backend, once everything is connected."""
+    error: Exception | None = None
+
+
+class Forming:
+    """Connects one rank.
+
+    Args:
+        store: The rendezvous store of the generation.
+        rank: This rank.
+        world_size: Number of ranks.
+        is_guarded: Keep strangers out, see ``admission``.
+        waiters: Wakes the caller if the generation is aborted.
+        connect_nccl: Connects NCCL after gloo; None if the ranks do not use it.
+    """
+
+    def __init__(
+        self,
+        *,
+        store: BroadcastStore,
+        rank: int,
+        world_size: int,
+        is_guarded: bool,
+        waiters: Waiters,
+        connect_nccl: Callable[[], None] | None,
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._is_guarded = is_guarded
+        self._waiters = waiters
+        self._connect_nccl = connect_nccl
+        self._building = _Building()
+        self._ready = threading.Event()
+
+    def make_device(self, host: str) -> GlooDevice:
+        """Return a device that listens for the other ranks.
+
+        Raises:
+            CommunicationError: If strangers reach every listener of a guarded generation.
+        """
+        if not self._is_guarded:
+            return GlooDevice(host)
+        try:
+            return make_held_device(host)
+        except CommunicationError as exc:
+            raise self._waiters.fail(str(exc), backend=GLOO) from exc
+
+    def connect(self, device: GlooDevice) -> Any:
+        """Return the connected gloo backend.
+
+        Raises:
+            CommunicationError: If that fails, times out or is aborted.
+        """
+        token = self._waiters.register(self._ready.set)
+        builder = threading.Thread(
+            target=self._build, args=(device,), daemon=True, name="etrain-form"
+        )
+        builder.start()
+        self._watch_strangers(device)
+        self._waiters.forget(token)
+        building = self._building
+        # Failed, timed out, or aborted: ``fail`` keeps the first reason.
+        if building.backend is None:
+            error, stage = building.error, building.stage
+            why = text_of(error) if error is not None else f"no connection by {stage} in time"
+            raise self._waiters.fail(why, backend=stage)
+        return building.backend
+
+    def _watch_strangers(self, device: GlooDevice) -> None:
+        """Wait until ready; keep strangers from flooding gloo until the ranks are authenticated."""
+        deadline = time.monotonic() + FORM_TIMEOUT_S
+        every_s, admission = WATCH_EVERY_S, None
+        try:
+            if self._is_guarded:
+                size = self._world_size
+                admission = Admission(device, self._store, rank=self._rank, world_size=size)
+                every_s = ADMIT_EVERY_S
+            while not (self._ready.wait(every_s) or self._building.is_authenticated):
+                if time.monotonic() > deadline:
+                    break
+                raise_if_flooded(device)
+                if admission is not None:
+                    admission.admit()
+        except CommunicationError as exc:
+            raise self._waiters.fail(str(exc), backend=GLOO) from exc
+        self._ready.wait(max(0.0, deadline - time.monotonic()))
+
+    def _build(self, device: GlooDevice) -> None:
+        building = self._building
+        try:
+            gloo = self._connect_gloo(device)
+            building.is_authenticated = True
+            if self._connect_nccl is not None:
+                building.stage = NCCL
+                self._connect_nccl()
+            building.backend = gloo
+        except Exception as exc:
+            building.error = exc
+        self._ready.set()
+
+    def _connect_gloo(self, device: GlooDevice) -> Any:
+        try:
+            gloo = connect_gloo(self._store, self._rank, self._world_size, device)
+        except RuntimeError as exc:
+            # Otherwise the other ranks would wait for this rank's connections until the timeout.
+            give_up(self._store, self._rank, exc)
+            raise
+        authenticate(device, self._store, rank=self._rank, world_size=self._world_size)
+        return gloo

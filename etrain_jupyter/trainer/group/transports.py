@@ -1,0 +1,214 @@
+"""Transports for gradients: gloo, directly or through host memory, or NCCL.
+
+=========  =================  ==========================================  ======================
+backend    gradients          a bucket goes                               its future completes
+=========  =================  ==========================================  ======================
+``gloo``   in host memory     to gloo directly                            with gloo's, or on abort
+``gloo``   on a GPU           through host memory, in the exchange thread with that, or on abort
+``nccl``   on a GPU           to NCCL directly                            on the device
+=========  =================  ==========================================  ======================
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from etrain_jupyter.trainer.group.backends import GLOO, NCCL, end_nccl
+from etrain_jupyter.trainer.group.cuda_buckets import (
+    future_for,
+    moment_of_device,
+    sum_through_host,
+)
+from etrain_jupyter.trainer.group.pending import Pending, Waiters, error_of, text_of
+from etrain_jupyter.trainer.group.rendezvous import CommunicationError
+
+
+class Collectives(Protocol):
+    """The operations of a rank's process group that a transport uses."""
+
+    def launch(self, collective: Callable[..., Any], *args: Any) -> Any:
+        """Start a collective of the default group; return torch's ``Work``."""
+        ...
+
+    def submit(self, work: Callable[[], None]) -> Future[None]:
+        """Do ``work`` in the exchange thread."""
+        ...
+
+    def sum_on_host(self, tensor: torch.Tensor) -> None:
+        """Sum a host tensor over the ranks, in place. Blocks; only in the exchange thread."""
+        ...
+
+    def count(self) -> None:
+        """Count a collective as progress."""
+        ...
+
+    def raise_if_failed(self) -> None:
+        """Raise CommunicationError if the generation has failed."""
+        ...
+
+
+class Transport(Protocol):
+    """Sums gradients over the ranks of one generation."""
+
+    def sum_bucket(self, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        """Start to sum a bucket of gradients, in place, for DDP."""
+        ...
+
+    def sum_now(self, tensor: torch.Tensor) -> None:
+        """Sum a tensor, in place and on any device; blocks."""
+        ...
+
+    def settle(self) -> None:
+        """Wait until the sums that DDP has waited for are complete on the device, too."""
+        ...
+
+    def end(self, *, gently: bool) -> None:
+        """Release the backend; ``gently`` if no collective of it is stuck."""
+        ...
+
+
+class GlooTransport:
+    """Sums gradients by gloo."""
+
+    def __init__(self, collectives: Collectives, waiters: Waiters) -> None:
+        self._collectives = collectives
+        self._waiters = waiters
+
+    def sum_bucket(self, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        """Start to sum a bucket of gradients, in place.
+
+        The future is completed by the collective or by an abort, whichever comes first: DDP blocks
+        on it without a timeout. ``settle`` of the group raises the error after the backward pass.
+        """
+        done = future_for(buffer)
+        # Both the collective and an abort may try to complete the future, which torch forbids.
+        once = threading.Lock()
+
+        def complete() -> None:
+            if once.acquire(blocking=False):
+                done.set_result(buffer)
+
+        try:
+            future = self._start(buffer, complete)
+        except CommunicationError:
+            complete()
+            return done
+        token = self._waiters.register(complete)
+
+        def completed(future: Any) -> None:
+            self._waiters.forget(token)
+            error = error_of(future)
+            if error is not None:
+                self._waiters.fail(text_of(error), backend=GLOO)
+            complete()
+
+        future.add_done_callback(completed)
+        return done
+
+    def _start(self, buffer: torch.Tensor, complete: Callable[[], None]) -> Any:
+        """Start the sum; return its future, torch's or the exchange thread's."""
+        if not buffer.is_cuda:
+            return self._collectives.launch(dist.all_reduce, buffer).get_future()
+        self._collectives.raise_if_failed()
+        self._collectives.count()
+        sum_on_host = self._collectives.sum_on_host
+        work = sum_through_host(buffer, sum_on_host=sum_on_host, complete=complete)
+        return self._collectives.submit(work)
+
+    def sum_now(self, tensor: torch.Tensor) -> None:
+        """Sum a tensor, in place; one on a GPU goes through host memory."""
+        on_host = tensor.cpu()
+        # The future is complete before Work.is_completed() turns true: ask the future.
+        future = self._collectives.launch(dist.all_reduce, on_host).get_future()
+        Pending(self._waiters, future).wait()
+        if tensor.is_cuda:
+            tensor.copy_(on_host)
+
+    def settle(self) -> None:
+        """Do nothing: the futures that DDP has waited for are complete with the sums."""
+
+    def end(self, *, gently: bool) -> None:
+        """Do nothing: the group itself ends gloo."""
+
+
+class NcclTransport:
+    """Sums gradients on GPUs by NCCL, and tensors in host memory by gloo.
+
+    Args:
+        collectives: The rank's process group.
+        waiters: The generation's waits.
+    """
+
+    def __init__(self, collectives: Collectives, waiters: Waiters) -> None:
+        self._collectives = collectives
+        self._waiters = waiters
+        self._gloo = GlooTransport(collectives, waiters)
+        self._lock = threading.Lock()
+        self.backend: Any = None
+
+    def keep(self, backend: Any) -> None:
+        """Take over the backend before it connects, in the builder thread.
+
+        Raises:
+            CommunicationError: If the generation has been aborted meanwhile. ``end`` may have been
+                called before, and would not be called again.
+        """
+        with self._lock:
+            is_late = bool(self._waiters.failure)
+            self.backend = None if is_late else backend
+        if is_late:
+            raise CommunicationError(self._waiters.failure)
+
+    def sum_bucket(self, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        """Queue the sum on the device; DDP waits for it there."""
+        try:
+            return self._sum(buffer)
+        except CommunicationError:
+            done = future_for(buffer)
+            done.set_result(buffer)
+            return done
+
+    def _sum(self, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        backend = self.backend
+        self._collectives.raise_if_failed()
+        self._collectives.count()
+        try:
+            future = backend.allreduce([buffer]).get_future()
+        except RuntimeError as exc:
+            raise self._waiters.fail(text_of(exc), backend=NCCL) from exc
+
+        def read(future: torch.futures.Future[Any]) -> torch.Tensor:
+            error = error_of(future)
+            if error is not None:
+                self._waiters.fail(text_of(error), backend=NCCL)
+            return buffer
+
+        return future.then(read)  # type: ignore[no-any-return]
+
+    def sum_now(self, tensor: torch.Tensor) -> None:
+        """Sum a tensor, in place: by NCCL if it is on a GPU, else by gloo."""
+        if not tensor.is_cuda:
+            self._gloo.sum_now(tensor)
+            return
+        self._sum(tensor).wait()
+        self._collectives.raise_if_failed()
+
+    def settle(self) -> None:
+        """Wait for the device: DDP's futures complete when the sums are queued there."""
+        if self.backend is not None:
+            future = self._collectives.submit(moment_of_device())
+            Pending(self._waiters, future).wait()
+            self._collectives.raise_if_failed()
+
+    def end(self, *, gently: bool) -> None:
+        """Release the backend, in a thread: either way may wait for a stuck kernel."""
+        with self._lock:
+            backend, self.backend = self.backend, None
+        if backend is not None:
+            end_nccl(backend, gently=gently)

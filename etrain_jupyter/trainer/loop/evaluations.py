@@ -1,0 +1,108 @@
+"""Schedule evaluations of the current weights, and report their results."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from etrain_jupyter.trainer.control.reporter import Send
+from etrain_jupyter.trainer.group.process_group import RankGroup
+from etrain_jupyter.trainer.loop.evaluation import Evaluation, EvaluationResult
+from etrain_jupyter.trainer.micro_batch import MicroBatch
+from etrain_jupyter.trainer.places import Places
+from etrain_jupyter.trainer.schedule import Every
+from etrain_jupyter.trainer.state.train_state import TrainState
+from etrain_jupyter.wire.messages import BestFound, EvalFinished
+
+
+class Evaluations:
+    """The evaluations of one job on one rank.
+
+    Args:
+        state: The job's state; its counters and best evaluations are updated.
+        micro: Number of samples per forward pass.
+        send: Sends a message to the coordinator.
+        places: Reports where the main thread is.
+    """
+
+    def __init__(self, state: TrainState, *, micro: MicroBatch, send: Send, places: Places) -> None:
+        self._state = state
+        self._send = send
+        self._places = places
+        self._evaluation = Evaluation(state.workload, state.config, state.plan, micro)
+        self._every = Every(state.config.eval_every, state.plan, now=time.monotonic())
+        self._record: dict[str, Any] | None = None
+        """Record of the last evaluation. Every rank keeps it, because any may become rank 0."""
+
+    def is_due(self) -> bool:
+        """Return True if the current state has to be evaluated before the next step."""
+        state = self._state
+        if state.workload.eval is None or state.step == state.evaluated_step:
+            return False
+        # An interval in seconds is up on rank 0's clock alone, which the step header distributes.
+        # The last state is always evaluated.
+        return self._every.is_passed(*state.marks) or state.is_eval_owed or state.is_done
+
+    def is_time_over(self) -> bool:
+        """Return True if an interval in seconds has elapsed on this rank's clock."""
+        return self._every.is_time_over(time.monotonic())
+
+    def run(self, group: RankGroup, *, is_pending: Callable[[], bool]) -> bool:
+        """Evaluate the current weights.
+
+        Args:
+            group: The current process group.
+            is_pending: Returns True if this rank knows of a planned change.
+
+        Returns:
+            False if a planned change interrupted it; the next generation starts it again.
+        """
+        state, started_at = self._state, time.perf_counter()
+        result = self._evaluation.run(
+            group,
+            step=state.step,
+            is_pending=is_pending,
+            at_batch=lambda: self._reach("eval", group),
+        )
+        if result is None:
+            return False
+        # Counters first: they are part of the state that the hooks may save.
+        state.num_evals += 1
+        state.evaluated_step, state.is_eval_owed = state.step, False
+        self._every.restart(time.monotonic())
+        self._take(result, time.perf_counter() - started_at)
+        self._reach("evaluated", group)
+        if group.rank == 0:
+            self.report(group.generation)
+        return True
+
+    def _reach(self, place: str, group: RankGroup) -> None:
+        self._places.reach(place, rank=group.rank, step=self._state.step, phase="evaluating")
+
+    def _take(self, result: EvaluationResult, duration_s: float) -> None:
+        state = self._state
+        state.best_tracker.take(state.step, {"loss": result.loss, **result.metrics})
+        self._record = {
+            "step": state.step,
+            "epoch": (state.position - 1) // state.plan.num_train,
+            "samples": result.num_samples,
+            "loss": result.loss,
+            "metrics": result.metrics,
+            "duration_s": duration_s,
+            "time": time.time(),
+        }
+
+    def report(self, generation: int) -> None:
+        """Report the evaluation of this state and the best one, from rank 0.
+
+        The coordinator may already have both: an earlier rank 0 may have died after it evaluated
+        this state, before or after it reported.
+        """
+        state, record = self._state, self._record
+        # A restored or received state has other counters: then the record is of another state.
+        if record is not None and record["step"] == state.step == state.evaluated_step:
+            self._send(EvalFinished(generation=generation, record=record))
+        best = state.best_tracker.best_record()
+        if best is not None:
+            self._send(BestFound(generation=generation, record=best))

@@ -1,0 +1,43 @@
+"""Collect what this rank requests from all ranks within a step."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+from etrain_jupyter.rules.samples.ledger import StepRange
+from etrain_jupyter.trainer.boundary import BoundaryHooks
+from etrain_jupyter.trainer.gradients.step_header import Requests
+from etrain_jupyter.trainer.group.process_group import RankGroup
+from etrain_jupyter.trainer.loop.evaluations import Evaluations
+from etrain_jupyter.trainer.schedule import Mark
+from etrain_jupyter.trainer.state.train_state import TrainState
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRequests:
+    """Sources of this rank's requests; read when the step header is sent, as late as possible."""
+
+    state: TrainState
+    change_pending: threading.Event
+    """Set when this rank knows of a planned change."""
+    evaluations: Evaluations
+    hooks: BoundaryHooks
+
+    def collect(self, group: RankGroup, span: StepRange) -> Requests:
+        """Return this rank's requests; evaluations and checkpoints are up to rank 0.
+
+        Args:
+            group: The current process group.
+            span: The samples of the step in progress.
+        """
+        is_rank_0 = group.rank == 0
+        before = Mark(self.state.step, self.state.position)
+        after = Mark(self.state.step + 1, self.state.position + span.samples)
+        # Any rank may learn of a planned change first. The clock of an interval and the age of the
+        # newest checkpoint are known to rank 0 alone.
+        return Requests(
+            is_change_pending=self.change_pending.is_set(),
+            is_eval_due=is_rank_0 and self.evaluations.is_time_over(),
+            is_save_due=is_rank_0 and self.hooks.wants_save(before, after),
+        )

@@ -1,0 +1,125 @@
+"""Track the best evaluation and decide on early stopping.
+
+The tracker is a stateful component of the trainer: it is sent to new ranks and saved in
+checkpoints, so that a trainer that restores some weights also knows their evaluation and all
+earlier ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from etrain_jupyter.config.schema import TrainConfig
+from etrain_jupyter.rules.policy.evaluations import (
+    EvaluationRecord,
+    Trend,
+    add_evaluation,
+    words_of_end,
+)
+from etrain_jupyter.trainer.references import WorkloadError
+from etrain_jupyter.trainer.state.capture import Stateful
+
+
+class BestTracker:
+    """Apply ``checkpoint.best`` and ``early_stopping``. Inactive if neither is configured.
+
+    Args:
+        config: The cell's config.
+
+    Attributes:
+        best: The best evaluations, best first. Replaced as a whole, so that any thread may read it.
+    """
+
+    def __init__(self, config: TrainConfig) -> None:
+        self._best_config = config.checkpoint.best
+        self._stop_config = config.early_stopping
+        self.best: tuple[EvaluationRecord, ...] = ()
+        self._trend = Trend()
+
+    @property
+    def extras(self) -> Mapping[str, Stateful]:
+        """Return the stateful components to checkpoint: this tracker, if it is in use."""
+        return {"judge": self} if self._best_config or self._stop_config else {}
+
+    def check(self, names: Collection[str]) -> None:
+        """Check that the configured metrics are evaluated.
+
+        Args:
+            names: Names of the metrics that the warm-up has measured.
+
+        Raises:
+            WorkloadError: If a configured metric is not among them.
+        """
+        asked = {"checkpoint.best": self._best_config, "early_stopping": self._stop_config}
+        for key, wanted in asked.items():
+            if wanted is not None and wanted.metric not in ("loss", *names):
+                raise WorkloadError(
+                    f"{key} names the metric {wanted.metric!r}, which is not evaluated. The "
+                    f"metrics are: {', '.join(('loss', *names))}."
+                )
+
+    def take(self, step: int, values: Mapping[str, float]) -> None:
+        """Record an evaluation.
+
+        Args:
+            step: Number of committed steps.
+            values: Means over the evaluation set by name, including ``loss``.
+        """
+        if self._best_config is not None:
+            found = EvaluationRecord(step, values[self._best_config.metric])
+            self.best = add_evaluation(self.best, found, mode=self._best_config.mode)
+        if self._stop_config is not None:
+            found = EvaluationRecord(step, values[self._stop_config.metric])
+            asked = self._stop_config
+            self._trend = self._trend.after(found, mode=asked.mode, min_delta=asked.min_delta)
+
+    @property
+    def is_over(self) -> bool:
+        """True if the job has to stop early."""
+        return self._stop_config is not None and self._trend.num_stale >= self._stop_config.patience
+
+    def best_record(self) -> dict[str, Any] | None:
+        """Return the log record of the best evaluation; None before the first."""
+        if self._best_config is None or not self.best:
+            return None
+        return {"metric": self._best_config.metric, **self.best[0]._asdict()}
+
+    def end_record(self) -> dict[str, Any] | None:
+        """Return the log record of early stopping; None if the job does not stop early."""
+        if self._stop_config is None or not self.is_over:
+            return None
+        return {
+            "metric": self._stop_config.metric,
+            "step": self._trend.step,
+            "best": self._trend.best,
+            "best_step": self._trend.best_step,
+            "num_evals": self._trend.num_stale,
+            "reason": words_of_end(self._trend, metric=self._stop_config.metric),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best evaluations and the trend."""
+        return {
+            "best": [list(known) for known in self.best],
+            "trend": asdict(self._trend),
+            "asked": self._asked,
+        }
+
+    @property
+    def _asked(self) -> dict[str, Any]:
+        """Return the metrics that the numbers belong to: a resumed job may use others."""
+        asked = {"best": self._best_config, "trend": self._stop_config}
+        return {
+            name: [wanted.metric, wanted.mode] if wanted is not None else None
+            for name, wanted in asked.items()
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        """Adopt another trainer's evaluations, as far as they are of the same metrics."""
+        theirs = state_dict.get("asked", self._asked)  # older checkpoints have no such entry
+        if theirs["best"] == self._asked["best"]:
+            self.best = tuple(EvaluationRecord(*known) for known in state_dict["best"])
+        if theirs["trend"] == self._asked["trend"]:
+            self._trend = Trend(**state_dict["trend"])

@@ -1,0 +1,115 @@
+"""Decide when a checkpoint is due."""
+
+from __future__ import annotations
+
+import threading
+
+from etrain_jupyter.config.schema import Interval
+from etrain_jupyter.rules.policy.checkpoint_interval import FIRST_S
+from etrain_jupyter.trainer.schedule import Every, Mark, WorkPlan
+from etrain_jupyter.wire.messages import PaceUpdate
+
+RETRY_S = 30.0
+"""Retry a failed checkpoint after this many seconds, unless the next one is due earlier."""
+
+
+class CheckpointPace:
+    """Timer for ``checkpoint.every: auto``, with an interval that the coordinator chooses.
+
+    The control thread sets it and the main thread queries it. Both read and write single numbers.
+
+    Args:
+        now: The current time; the first interval starts here.
+    """
+
+    def __init__(self, *, now: float) -> None:
+        self.interval_s = FIRST_S
+        self._last_at = now
+
+    def adopt(self, pace: PaceUpdate, *, now: float) -> None:
+        """Adopt the coordinator's interval, and the newest checkpoint's age if it is given."""
+        self.interval_s = pace.interval_s
+        if pace.age_s is not None:
+            self._last_at = now - pace.age_s
+
+    def is_due(self, now: float) -> bool:
+        """Return True if the newest checkpoint is at least one interval old."""
+        return now - self._last_at >= self.interval_s
+
+    def restart(self, now: float) -> None:
+        """Restart the interval: a checkpoint has started."""
+        self._last_at = now
+
+    def hurry(self, now: float) -> None:
+        """Shorten the interval after a failed checkpoint: the store may be available again soon."""
+        self._last_at = now - max(0.0, self.interval_s - RETRY_S)
+
+
+class CheckpointPolicy:
+    """Decide when a checkpoint is due: by schedule, by interval, or on request.
+
+    A pure state machine: the time is an argument, on the scale of ``time.monotonic``, and only
+    the methods that report an event change the state. ``is_due`` may be called any number of times.
+
+    Args:
+        every: ``checkpoint.every``; None for ``auto``.
+        plan: The job's work plan.
+        now: The current time.
+    """
+
+    def __init__(self, every: Interval | None, plan: WorkPlan, *, now: float) -> None:
+        self._every = Every(every, plan, now=now) if every is not None else None
+        self.pace = CheckpointPace(now=now)
+        self._is_requested = threading.Event()
+        self._is_owed = False
+
+    def request(self) -> None:
+        """Request a checkpoint at the next step boundary. Safe from any thread."""
+        self._is_requested.set()
+
+    @property
+    def is_owed(self) -> bool:
+        """True if a checkpoint has become due and has not started yet."""
+        return self._is_owed
+
+    def is_due(self, before: Mark, after: Mark, *, is_rank_0: bool, now: float) -> bool:
+        """Return True if a checkpoint is due after the step from ``before`` to ``after``."""
+        return self._is_owed or self._becomes_due(before, after, is_rank_0=is_rank_0, now=now)
+
+    def _becomes_due(self, before: Mark, after: Mark, *, is_rank_0: bool, now: float) -> bool:
+        if self._is_requested.is_set():
+            return True
+        if self._every is not None:
+            return self._every.is_due(before, after, now=now)
+        # Only rank 0 knows the age of the newest checkpoint. A rank that becomes rank 0 later
+        # learns it from the coordinator, see ``CheckpointPace.adopt``.
+        return is_rank_0 and self.pace.is_due(now)
+
+    def take_step(
+        self, before: Mark, after: Mark, *, is_rank_0: bool, is_agreed: bool, now: float
+    ) -> None:
+        """Record a committed step; a checkpoint that it makes due is owed until ``take_start``.
+
+        Every rank records this, not only rank 0: a rank that becomes rank 0 after a failure does
+        not know whether its predecessor's last checkpoint became durable, so it saves again.
+
+        Args:
+            before: Progress before the step.
+            after: Progress after it.
+            is_rank_0: True on rank 0, the only rank that starts checkpoints.
+            is_agreed: True if rank 0 has asked all ranks to save after this step. Then the
+                checkpoint is owed even if ``is_due`` has become False since, because the
+                coordinator reported a younger checkpoint: the other ranks are already writing.
+            now: The current time.
+        """
+        if self._becomes_due(before, after, is_rank_0=is_rank_0, now=now):
+            self._is_owed = True
+            if self._every is not None and not self._is_requested.is_set():
+                self._every.restart(now)
+        if is_agreed and is_rank_0:
+            self._is_owed = True
+
+    def take_start(self) -> None:
+        """Record that the checkpoint that was owed or requested has started."""
+        self._is_owed = False
+        self._is_requested.clear()

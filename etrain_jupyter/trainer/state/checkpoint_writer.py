@@ -1,0 +1,378 @@
+"""Write checkpoints in a background thread.
+
+The main thread and the writer thread share two queues and no lock. Copies of the state go one way
+and results come back the other way::
+
+    main thread      copy 10 ....... copy 12 (best)   copy 13 (best)      take_results()
+                        |                |  waits        |  replaces 12        ^
+    writer thread       +--- write 10 ---+---------------+--- write 13 --------+
+
+At most one copy waits, because each needs as much memory as the state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import time
+import traceback
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent import futures
+from dataclasses import dataclass, replace
+
+from etrain_jupyter.errors import CheckpointError
+from etrain_jupyter.storage.checkpoints import Manifest, Part, manifest_key
+from etrain_jupyter.trainer.control.reporter import Send
+from etrain_jupyter.trainer.state.checkpoint_metadata import config_digest
+from etrain_jupyter.trainer.state.job_checkpoints import JobCheckpoints, Writers
+from etrain_jupyter.trainer.state.model_config import config_of
+from etrain_jupyter.trainer.state.parts import CONFIG_PART, STATE_PART
+from etrain_jupyter.trainer.state.sharded_write import LEAST_PATIENCE_S
+from etrain_jupyter.trainer.state.slowdown import Slowdown
+from etrain_jupyter.trainer.state.state_copy import StateCopy
+from etrain_jupyter.trainer.state.train_state import TrainState
+from etrain_jupyter.wire.messages import CheckpointNotWritten, CheckpointWritten, TextLogged
+
+BEST_RETRY_S = (5.0, 10.0, 20.0, 40.0, 60.0)
+"""Back-off before each retry to write the weights of the best evaluation; the last one repeats."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreListed:
+    """The writer has read which checkpoints are durable."""
+
+    writers: Writers
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopyDone:
+    """A copy needs no further attempt: it is durable, or not needed any more."""
+
+    copy: StateCopy
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopyFailed:
+    """A copy was not written."""
+
+    copy: StateCopy
+    """The copy, with its number of failures increased."""
+    failed_at: float
+    """``time.monotonic`` of the failure."""
+    retry_after_s: float
+    """Back-off before the next attempt; for the best weights only."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopyPostponed:
+    """A retry that depended on the success of the checkpoint before it was not attempted."""
+
+    copy: StateCopy
+
+
+Result = StoreListed | CopyDone | CopyFailed | CopyPostponed
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Waiting:
+    """A copy that waits until the writer thread is free."""
+
+    copy: StateCopy
+    generation: int
+    """Generation in whose name it is written."""
+    is_retry: bool = False
+    needs_success: bool = False
+
+
+class CheckpointWriter:
+    """Write copies of the state to the store, one at a time, and prune old checkpoints.
+
+    All public methods are for the main thread.
+
+    Args:
+        checkpoints: The job's checkpoints.
+        state: For the config, the model's own config and the best evaluations.
+        send: Sends a message to the coordinator.
+        slowdown: How much slower steps are during the write.
+        beat: Sends a heartbeat from the writer thread; called only while the main thread waits.
+    """
+
+    def __init__(
+        self,
+        checkpoints: JobCheckpoints,
+        state: TrainState,
+        *,
+        send: Send,
+        slowdown: Slowdown,
+        beat: Callable[[], None],
+    ) -> None:
+        self._checkpoints = checkpoints
+        self._state = state
+        self._send = send
+        self._slowdown = slowdown
+        self._beat = beat
+        # An executor's thread is no daemon: the process does not exit before the write is done.
+        self._thread = futures.ThreadPoolExecutor(1, thread_name_prefix="etrain-checkpoint")
+        self._tasks: list[futures.Future[None]] = []
+        self._waiting: queue.Queue[_Waiting] = queue.Queue(maxsize=1)
+        self._results: queue.SimpleQueue[Result] = queue.SimpleQueue()
+        self._under_way: list[StateCopy] = []
+        self._is_awaited = False
+        self._has_succeeded = False
+        """True if the last write succeeded. Writer thread only."""
+        self._complaint = ""
+        """Last reported reason why old checkpoints were not removed. Writer thread only."""
+        self.num_written = 0
+        """Bytes written so far of the checkpoint in flight."""
+
+    # --- main thread ---
+
+    @property
+    def is_busy(self) -> bool:
+        """True while a copy is being written or waits."""
+        return any(not task.done() for task in self._tasks)
+
+    def has_under_way(self, steps: Collection[int]) -> bool:
+        """Return True if a copy of one of these steps has been submitted and is not done."""
+        return any(copy.step in steps for copy in self._under_way)
+
+    def has_better(self, copy: StateCopy) -> bool:
+        """Return True if better weights than ``copy``, which failed, are on their way.
+
+        A copy with ``best_steps`` is only submitted if it is better than those before it.
+        """
+        return any(other.best_steps and other is not copy for other in self._under_way)
+
+    def submit(self, copy: StateCopy) -> None:
+        """Write a copy as soon as the thread is free; it replaces a copy that still waits."""
+        self._enter(_Waiting(copy=copy, generation=copy.generation))
+
+    def retry(self, copy: StateCopy, *, generation: int, needs_success: bool = False) -> None:
+        """Write the best weights again, which could not be written before.
+
+        Args:
+            copy: The copy that failed.
+            generation: The current generation, in whose name it is written.
+            needs_success: Write it only if the checkpoint before it succeeds, which shows that the
+                store is available again.
+        """
+        self._enter(
+            _Waiting(copy=copy, generation=generation, is_retry=True, needs_success=needs_success)
+        )
+
+    def _enter(self, waiting: _Waiting) -> None:
+        if not self.is_busy:
+            self._slowdown.begin()
+            self._run(lambda: self._take(waiting))
+        else:
+            with contextlib.suppress(queue.Empty):
+                self._forget(self._waiting.get_nowait().copy)
+            self._waiting.put_nowait(waiting)
+            # One task per copy: a task whose copy was replaced finds the queue empty, and ends.
+            self._run(self._take_waiting)
+        self._under_way.append(waiting.copy)
+
+    def _run(self, work: Callable[[], None]) -> None:
+        self._tasks = [task for task in self._tasks if not task.done()]
+        self._tasks.append(self._thread.submit(work))
+
+    def take_results(self) -> Iterator[Result]:
+        """Yield the results that have arrived since the last call."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                result = self._results.get_nowait()
+                if not isinstance(result, StoreListed):
+                    self._forget(result.copy)
+                yield result
+
+    def _forget(self, copy: StateCopy) -> None:
+        # By its files: generation and number of failures of a copy change on the way.
+        self._under_way = [known for known in self._under_way if known.files is not copy.files]
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until all copies are written; return False if ``timeout_s`` elapses first."""
+        return not futures.wait(self._tasks, timeout_s).not_done
+
+    @contextlib.contextmanager
+    def beating(self) -> Iterator[None]:
+        """Send heartbeats from the threads that write, while the main thread waits for them."""
+        self._is_awaited = True
+        try:
+            yield
+        finally:
+            self._is_awaited = False
+
+    # --- writer thread ---
+
+    def _take_waiting(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            self._take(self._waiting.get_nowait())
+
+    def _take(self, waiting: _Waiting) -> None:
+        copy = waiting.copy
+        try:
+            if waiting.needs_success and not self._has_succeeded:
+                self._results.put(CopyPostponed(copy=copy))
+            elif waiting.is_retry and not self._checkpoints.is_valid(copy.generation, copy.step):
+                # The job has gone back to an earlier step since the first attempt.
+                self._results.put(CopyDone(copy=copy))
+            else:
+                self._write(replace(copy, generation=waiting.generation))
+        except BaseException:
+            # The top of the thread. The process goes on without this checkpoint.
+            self._results.put(CopyDone(copy=copy))
+            traceback.print_exc()
+            raise
+
+    def _write(self, copy: StateCopy) -> None:
+        """Write one copy and report the result."""
+        try:
+            manifest = self._commit(copy)
+        except CheckpointError as exc:
+            self._fail(copy, str(exc))
+            return
+        except Exception as exc:
+            # A defect of the store or of ours: the coordinator waits for a report all the same.
+            traceback.print_exc()
+            self._fail(copy, f"{type(exc).__name__}: {exc}")
+            return
+        self._has_succeeded = True
+        if manifest is not None:
+            record = {
+                "step": copy.step,
+                "manifest": manifest_key(copy.step),
+                "size_bytes": manifest.size_bytes,
+                "stall_s": copy.stall_s,
+                "slowed_s": self._slowdown.extra_s,
+                "duration_s": time.monotonic() - copy.started_at,
+            }
+            # The checkpoint is durable now, whether or not old ones can be removed.
+            self._prune(copy.generation)
+            self._send(CheckpointWritten(generation=copy.generation, record=record))
+        self._results.put(CopyDone(copy=copy))
+
+    def _fail(self, copy: StateCopy, error: str) -> None:
+        self._has_succeeded = False
+        # The other ranks wait for a folder; an empty one tells them that there is none.
+        if copy.sharded is not None:
+            copy.sharded.announce(copy.step, "")
+        retry_after_s = BEST_RETRY_S[min(copy.num_failures, len(BEST_RETRY_S) - 1)]
+        if copy.best_steps:
+            error += (
+                f". These are the best weights so far; the next attempt is in {retry_after_s:g} s"
+            )
+        self._results.put(
+            CopyFailed(
+                copy=replace(copy, num_failures=copy.num_failures + 1),
+                failed_at=time.monotonic(),
+                retry_after_s=retry_after_s,
+            )
+        )
+        self._send(CheckpointNotWritten(step=copy.step, error=error))
+
+    def _commit(self, copy: StateCopy) -> Manifest | None:
+        """Write a copy's parts and its manifest; return None if the copy is not needed.
+
+        Raises:
+            CheckpointError: If the store fails, or a later generation writes to it.
+        """
+        writers = self._checkpoints.read_writers()
+        self._results.put(StoreListed(writers=writers))
+        # Training could not ask the store before it made this copy; now the answer is known.
+        if copy.best_steps and self._is_superseded(copy, writers):
+            return None
+        store = self._checkpoints.store
+        self._checkpoints.claim(copy.step, copy.generation, writers)
+        folder = store.begin(copy.step)
+        self.num_written = 0
+        contents: dict[str, bytes | memoryview] = {
+            STATE_PART: json.dumps(copy.header).encode(),
+            **{name: file.data for name, file in copy.files.items()},
+        }
+        if (config := config_of(self._state.workload.model)) is not None:
+            contents[CONFIG_PART] = config
+        manifest = Manifest(
+            step=copy.step,
+            job_id=self._checkpoints.job_id,
+            generation=copy.generation,
+            config_digest=config_digest(self._state.config),
+            created=time.time(),
+            parts=self._put_parts(copy, folder, contents),
+        )
+        if not store.commit(manifest):
+            # Another rank has already saved this step, with the same weights.
+            return store.read_manifest(copy.step)
+        return manifest
+
+    def _is_superseded(self, copy: StateCopy, writers: Writers) -> bool:
+        """Return True if weights at least as good are durable; warn if better ones were lost."""
+        if self._checkpoints.has_valid(writers, copy.best_steps):
+            return True
+        if len(copy.best_steps) > 1:
+            text = (
+                f"step {copy.step} is saved as the best that is left: the weights of step "
+                f"{copy.best_steps[0]} never became durable"
+            )
+            self._send(TextLogged(level="warning", text=text))
+        return False
+
+    def _put_parts(
+        self, copy: StateCopy, folder: str, contents: Mapping[str, bytes | memoryview]
+    ) -> dict[str, Part]:
+        """Write all parts, except for those that other ranks deliver in time."""
+        if copy.sharded is None:
+            return {name: self._put_part(folder, name, data) for name, data in contents.items()}
+        sharded, began_at = copy.sharded, time.monotonic()
+        helped = sharded.helped_parts()
+        sharded.announce(copy.step, folder)
+        parts = {
+            name: self._put_part(folder, name, data)
+            for name, data in contents.items()
+            if name not in helped
+        }
+        # The other ranks started at the same boundary and write no more than this rank did.
+        own_s = time.monotonic() - began_at
+        deadline = time.monotonic() + max(LEAST_PATIENCE_S, 3 * own_s)
+        missing = []
+        for name in helped:
+            part = sharded.wait_for(copy.step, name, max(0.0, deadline - time.monotonic()))
+            if part is None:
+                missing.append(name)
+            else:
+                parts[name] = part
+        if missing:
+            # The late rank may still be writing its key, so the part goes to a new folder.
+            folder = self._checkpoints.store.begin(copy.step)
+            parts |= {name: self._put_part(folder, name, contents[name]) for name in missing}
+        sharded.forget(copy.step)
+        return parts
+
+    def _put_part(self, folder: str, name: str, data: bytes | memoryview) -> Part:
+        part = self._checkpoints.store.put_part(folder, name, data, progress=self.count_written)
+        self._beat_if_awaited()
+        return part
+
+    def count_written(self, num_bytes: int) -> None:
+        """Count bytes that the store has taken. Called by the thread that writes."""
+        self.num_written += num_bytes
+        self._beat_if_awaited()
+
+    def _beat_if_awaited(self) -> None:
+        if self._is_awaited:
+            self._beat()
+
+    def _prune(self, generation: int) -> None:
+        """Remove old checkpoints. A failure is only logged: the new checkpoint is durable."""
+        best = [known.step for known in self._state.best_tracker.best]
+        keep = self._state.config.checkpoint.keep
+        try:
+            writers = self._checkpoints.prune(generation, keep=keep, best=best)
+            self._results.put(StoreListed(writers=writers))
+            complaint = self._checkpoints.store.notice
+        except CheckpointError as exc:
+            complaint = str(exc)
+        # Once per problem, not once per checkpoint.
+        if complaint and complaint != self._complaint:
+            self._send(TextLogged(level="warning", text=f"{complaint}. Training continues"))
+        self._complaint = complaint

@@ -1,0 +1,135 @@
+"""Checkpoints of one job in its store, fenced against generations that have been given up.
+
+A rank that is cut off from the coordinator does not know that its generation was given up, and may
+go on saving. Every manifest names the generation that wrote it, and every rank knows the step at
+which each generation began::
+
+    generation 1   step 0 ---- 20 ---- 30 ---- 40 (cut off, but still saving)
+    generation 2               20 ---------- 35 ...
+
+Generation 2 began at step 20, so the checkpoints of generation 1 up to step 20 belong to the job,
+and those of steps 30 and 40 do not: they are never restored, and are replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+
+from etrain_jupyter.errors import CheckpointError
+from etrain_jupyter.rules.membership.lineage import is_of_job
+from etrain_jupyter.storage.checkpoints import Manifest, choose_steps_to_keep
+from etrain_jupyter.storage.checkpoints.base import CheckpointStore, OpenCheckpoint, open_newest
+from etrain_jupyter.trainer.state.parts import NEEDED, check_parts, header_of
+
+Writers = Mapping[int, int]
+"""Generation that wrote the manifest of each step."""
+
+
+class JobCheckpoints:
+    """The checkpoints of one job.
+
+    Args:
+        store: The store.
+        job_id: The job.
+        starts: Step at which each generation of the job began, up to the current one.
+    """
+
+    def __init__(self, store: CheckpointStore, job_id: str, starts: Iterable[int] = ()) -> None:
+        self.store = store
+        self.job_id = job_id
+        self.starts = list(starts)
+        """Set by the main thread at the start of a generation. The writer thread reads it, and
+        must see the newest value: a copy may be written after its generation has ended."""
+
+    def is_valid(self, generation: int, step: int) -> bool:
+        """Return True if a checkpoint of this generation and step belongs to the job."""
+        return is_of_job(generation=generation, step=step, starts=self.starts)
+
+    def has_valid(self, writers: Writers, steps: Collection[int]) -> bool:
+        """Return True if a valid checkpoint of one of ``steps`` is among ``writers``."""
+        return any(step in writers and self.is_valid(writers[step], step) for step in steps)
+
+    def read_writers(self) -> Writers:
+        """Return the generation that wrote each checkpoint, where the manifest can be read."""
+        writers = {}
+        for step in self.store.list_steps():
+            with contextlib.suppress(CheckpointError):
+                writers[step] = self.store.read_manifest(step).generation
+        return writers
+
+    def claim(self, step: int, generation: int, writers: Writers) -> None:
+        """Prepare to write a step, unless a later generation already writes to the store.
+
+        An invalid checkpoint of the same step is removed, because a commit never replaces one.
+
+        Raises:
+            CheckpointError: If a later generation has written; this rank is cut off then.
+        """
+        newest, known = max(((g, known) for known, g in writers.items()), default=(0, 0))
+        if newest > generation:
+            raise CheckpointError(
+                f"generation {generation} was given up: generation {newest} has saved step "
+                f"{known}. Nothing was written"
+            )
+        if step in writers and not self.is_valid(writers[step], step):
+            self.store.prune([other for other in self.store.list_steps() if other != step])
+
+    def prune(self, generation: int, *, keep: int, best: Iterable[int]) -> Writers:
+        """Remove old checkpoints, and return those that are left.
+
+        Nothing is removed once a later generation writes: this rank does not know which of the
+        checkpoints is the later generation's best one.
+
+        Args:
+            generation: The generation that has just saved.
+            keep: Number of newest checkpoints to keep.
+            best: Steps of the best evaluations, best first. The first that is durable is kept.
+
+        Raises:
+            CheckpointError: If the store fails.
+        """
+        writers = self.read_writers()
+        # Compare generations, not steps: a later generation may have gone back to an earlier step.
+        if max(writers.values(), default=0) > generation:
+            return writers
+        durable = (s for s in best if s in writers and self.is_valid(writers[s], s))
+        protected = set(itertools.islice(durable, 1))
+        steps = choose_steps_to_keep(self.store.list_steps(), keep=keep, protected=protected)
+        self.store.prune(steps)
+        return {step: writer for step, writer in writers.items() if step in steps}
+
+    def open_newest(self, *, logged_step: int) -> OpenCheckpoint | None:
+        """Open the newest checkpoint that is intact, valid, and in reach of the log.
+
+        A checkpoint may be ahead of the log, because its records are also stored in it. It is
+        skipped if there is a gap between the log and these records.
+
+        Args:
+            logged_step: The newest step in the log.
+
+        Returns:
+            None if the job has no checkpoint.
+
+        Raises:
+            CheckpointError: If there are checkpoints, but none can be used.
+        """
+        if not self.store.list_steps():
+            return None
+
+        def check(manifest: Manifest, files: dict[str, Path]) -> None:
+            if not self.is_valid(manifest.generation, manifest.step):
+                raise CheckpointError(
+                    f"generation {manifest.generation} wrote it after it had been given up"
+                )
+            check_parts(manifest, files, NEEDED)
+            known = {record["step"] for record in header_of(files).get("records", [])}
+            missing = set(range(logged_step + 1, manifest.step + 1)) - known
+            if missing:
+                raise CheckpointError(
+                    f"it has no record of step {min(missing)}, and the log ends at {logged_step}"
+                )
+
+        return open_newest(self.store, job_id=self.job_id, check=check)

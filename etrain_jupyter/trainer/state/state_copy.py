@@ -1,0 +1,88 @@
+"""Copy of the state at one step boundary, which training does not change any more."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from etrain_jupyter.trainer.state.capture import take_state
+from etrain_jupyter.trainer.state.checkpoint_metadata import about
+from etrain_jupyter.trainer.state.parts import MODEL_PART
+from etrain_jupyter.trainer.state.sharded_write import ShardedWrite, files_of, num_shards_of
+from etrain_jupyter.trainer.state.staging import StagedFile, stage
+from etrain_jupyter.trainer.state.train_state import TrainState
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateCopy:
+    """A state that is to be written as a checkpoint."""
+
+    step: int
+    """Number of committed steps."""
+    generation: int
+    """Generation in whose name it is written."""
+    header: dict[str, Any]
+    """Contents of ``state.json``."""
+    files: dict[str, StagedFile]
+    """Tensor files by part name."""
+    started_at: float
+    """``time.monotonic`` when the copy was started."""
+    stall_s: float
+    """Seconds for which training waited for the copy."""
+    best_steps: tuple[int, ...] = ()
+    """Steps evaluated at least as well, best first, ending with its own step. If one of them is
+    durable, this copy is dropped. Empty for a scheduled checkpoint, which is always written."""
+    sharded: ShardedWrite | None = None
+    """The other ranks' share in writing it; None if rank 0 writes alone."""
+    num_failures: int = 0
+    """Number of failed attempts to write it."""
+
+
+def copy_state(
+    state: TrainState,
+    *,
+    generation: int,
+    records: list[dict[str, Any]],
+    code_digest: str,
+    spare: Mapping[str, StagedFile],
+    beat: Callable[[], None],
+    best_steps: tuple[int, ...] = (),
+    sharded: ShardedWrite | None = None,
+) -> StateCopy:
+    """Copy the current state. Training waits for this, so nothing else is done here.
+
+    Args:
+        state: The state to copy.
+        generation: The current generation.
+        records: Records of the last steps, in case the log does not have them yet.
+        code_digest: Digest of the notebook's code.
+        spare: Files of an earlier copy whose memory can be reused; allocation is slow.
+        beat: Sends a heartbeat; called after each piece.
+        best_steps: See ``StateCopy.best_steps``.
+        sharded: See ``StateCopy.sharded``.
+    """
+    started_at = time.monotonic()
+    workload = state.workload
+    header, tensors = take_state(workload.model, workload.optimizer, workload.extras)
+    header = {
+        "counters": state.counters(),
+        "records": records,
+        "about": about(state.config, workload.optimizer, code_digest),
+        **header,
+    }
+    # All ranks must split the optimizer's state alike, so the number follows from the ranks.
+    num_shards = num_shards_of(sharded.world_size) if sharded is not None else 1
+    files = files_of(tensors, num_shards=num_shards)
+    staged = stage(files, spare, {MODEL_PART: {"format": "pt"}}, beat=beat)
+    return StateCopy(
+        step=state.step,
+        generation=generation,
+        header=header,
+        files=staged,
+        started_at=started_at,
+        stall_s=time.monotonic() - started_at,
+        best_steps=best_steps,
+        sharded=sharded,
+    )

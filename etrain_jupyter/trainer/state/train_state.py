@@ -1,0 +1,81 @@
+"""State of a training job on one rank: the workload, its counters and its best evaluations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from etrain_jupyter.config.schema import TrainConfig
+from etrain_jupyter.rules.membership.stimuli import Progress
+from etrain_jupyter.trainer.schedule import Mark, WorkPlan
+from etrain_jupyter.trainer.state.best_tracker import BestTracker
+from etrain_jupyter.trainer.workload import Workload
+
+
+class TrainState:
+    """Everything that a checkpoint saves and another rank receives.
+
+    The training loop advances it; the checkpointer copies and restores it. Both run in the main
+    thread.
+
+    Args:
+        workload: Model, optimizer, data and loss.
+        config: The cell's config.
+        plan: The job's work plan.
+    """
+
+    def __init__(self, workload: Workload, config: TrainConfig, plan: WorkPlan) -> None:
+        self.workload = workload
+        self.config = config
+        self.plan = plan
+        self.best_tracker = BestTracker(config)
+        self.step = 0
+        """Number of committed steps."""
+        self.position = 0
+        """Number of samples trained, over all epochs."""
+        self.position_before = 0
+        """``position`` before the last step."""
+        self.num_evals = 0
+        """Number of completed evaluations."""
+        self.evaluated_step = 0
+        """Step whose weights were evaluated last."""
+        self.is_eval_owed = False
+        """True if rank 0's timer has requested an evaluation that has not been made yet."""
+
+    @property
+    def is_done(self) -> bool:
+        """True if nothing is left to train: the plan is complete, or training stops early."""
+        return self.position >= self.plan.end or self.best_tracker.is_over
+
+    @property
+    def marks(self) -> tuple[Mark, Mark]:
+        """Progress before and after the last step."""
+        return Mark(self.step - 1, self.position_before), Mark(self.step, self.position)
+
+    @property
+    def progress(self) -> Progress:
+        """Numbers of committed steps and of completed evaluations."""
+        return (self.step, self.num_evals)
+
+    def counters(self) -> dict[str, int]:
+        """Return the counters, as a checkpoint and a state transfer carry them."""
+        weight = self.workload.weight
+        return {
+            "step": self.step,
+            "position": self.position,
+            "position_before": self.position_before,
+            "num_evals": self.num_evals,
+            "evaluated_step": self.evaluated_step,
+            "is_eval_asked": int(self.is_eval_owed),
+            "weight_exponent": weight.exponent if weight is not None else 0,
+        }
+
+    def set_counters(self, counters: Mapping[str, int]) -> None:
+        """Adopt another trainer's ``counters``. A counter that is missing keeps its value."""
+        self.step = int(counters.get("step", self.step))
+        self.position = int(counters.get("position", self.position))
+        self.position_before = int(counters.get("position_before", self.position_before))
+        self.num_evals = int(counters.get("num_evals", self.num_evals))
+        self.evaluated_step = int(counters.get("evaluated_step", self.evaluated_step))
+        self.is_eval_owed = bool(counters.get("is_eval_asked", self.is_eval_owed))
+        if self.workload.weight is not None and "weight_exponent" in counters:
+            self.workload.weight.exponent = int(counters["weight_exponent"])

@@ -1,0 +1,58 @@
+"""Start-up that all kinds of worker processes share."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+from etrain_jupyter.worker.lifecycle import (
+    SchedulerFinder,
+    WorkerLifecycle,
+    WorkerOptions,
+    run_process,
+)
+
+
+def make_parser(prog: str) -> argparse.ArgumentParser:
+    """Return a parser for the options that every worker is started with."""
+    parser = argparse.ArgumentParser(prog=prog)
+    for name in ("name", "device", "supervisor"):
+        parser.add_argument(f"--{name}", required=True)
+    return parser
+
+
+def run_worker(
+    arguments: argparse.Namespace,
+    finder: SchedulerFinder,
+    *,
+    scheduler: str,
+    num_lives: int,
+    tls: Path,
+    scratch: Path,
+    host: str = "127.0.0.1",
+    on_serving: Callable[[], None] = lambda: None,
+) -> None:
+    """Run a worker until its end; logging has been set up before.
+
+    Args:
+        arguments: From ``make_parser``.
+        finder: Finds the scheduler, also one that was restarted at another address.
+        scheduler: Address of the first scheduler.
+        num_lives: Its incarnation number, starting at 1.
+        tls: Folder with the certificates.
+        scratch: Folder for Dask.
+        host: Address of this machine to listen on.
+        on_serving: Called each time that the worker has connected to a scheduler.
+    """
+    options = WorkerOptions(
+        name=arguments.name,
+        device=arguments.device,
+        supervisor=arguments.supervisor,
+        scheduler=scheduler,
+        num_lives=num_lives,
+        host=host,
+        tls=tls,
+        scratch=scratch,
+    )
+    run_process(lambda: WorkerLifecycle(options, finder, on_serving=on_serving), scratch=scratch)

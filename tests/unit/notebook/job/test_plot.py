@@ -1,0 +1,124 @@
+"""A job's history as a Matplotlib figure."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from IPython.core.formatters import DisplayFormatter
+
+from etrain_jupyter.errors import ConfigError
+from etrain_jupyter.log.events import (
+    EvalCompleted,
+    Event,
+    GenerationFormed,
+    PreemptionNoticed,
+    StepCompleted,
+    WorkerLost,
+)
+from etrain_jupyter.notebook.job import plot
+from etrain_jupyter.notebook.job.plot import worker_marks
+from tests.unit.notebook.job.fakes import new_job, status
+
+matplotlib = pytest.importorskip("matplotlib", reason="platform: matplotlib is not installed")
+matplotlib.use("Agg")
+
+PNG = b"\x89PNG"
+JOB = {"job_id": "digits-1", "time": 1.0}
+
+
+def step(number: int, world_size: int = 2) -> Event:
+    return StepCompleted(
+        **JOB,
+        step=number,
+        epoch=0,
+        first=0,
+        samples=8,
+        sample_checksum=0,
+        loss=1.0 / number,
+        lr=0.1,
+        world_size=world_size,
+        samples_per_s=80.0,
+    )
+
+
+def formed(number: int) -> Event:
+    return GenerationFormed(
+        **JOB, generation=2, why="lost", world_size=2, ranks=["w1", "w2"], step=number
+    )
+
+
+LOST = WorkerLost(**JOB, worker="w3", cause="SIGKILL")
+NOTICED = PreemptionNoticed(**JOB, worker="w1", deadline=2.0)
+HISTORY = [
+    step(1, 3),
+    EvalCompleted(**JOB, step=1, epoch=0, loss=0.9, samples=8, duration_s=0.1),
+    LOST,
+    formed(1),
+    step(2),
+    NOTICED,
+    WorkerLost(**JOB, worker="w1", cause="vanished"),
+    step(3, 1),
+    status("finished"),
+]
+
+
+def test_a_figure_has_loss_rate_and_workers_by_step(tmp_path: Path) -> None:
+    figure = new_job(tmp_path, None, *HISTORY).plot()
+
+    loss, rate, workers = figure.axes
+    assert [axis.get_ylabel() for axis in figure.axes] == ["loss", "learning rate", "workers"]
+    training, evaluation = loss.lines[:2]
+    assert list(training.get_xdata()) == [1, 2, 3]
+    assert list(training.get_ydata()) == pytest.approx([1.0, 0.5, 1 / 3])
+    assert list(evaluation.get_ydata()) == [0.9]
+    assert list(rate.lines[0].get_ydata()) == [0.1, 0.1, 0.1]
+    assert list(workers.lines[0].get_ydata()) == [3, 2, 1]
+
+
+def test_a_figure_marks_lost_and_preempted_workers(tmp_path: Path) -> None:
+    figure = new_job(tmp_path, None, *HISTORY).plot()
+
+    assert [text.get_text() for text in figure.axes[0].texts] == ["w3 lost", "w1 preempted"]
+    _, labels = figure.axes[0].get_legend_handles_labels()
+    assert labels == ["training", "evaluation", "worker lost", "worker preempted"]
+
+
+def test_a_figure_can_be_written(tmp_path: Path) -> None:
+    path = tmp_path / "digits.png"
+
+    new_job(tmp_path, None, *HISTORY).plot().savefig(path)
+
+    assert path.read_bytes().startswith(PNG)
+
+
+def test_a_notebook_displays_a_figure_once(tmp_path: Path) -> None:
+    figure = new_job(tmp_path, None, *HISTORY).plot()
+
+    shown, _ = DisplayFormatter().format(figure)
+
+    assert shown["image/png"].startswith(PNG)
+    assert figure.canvas.manager is None, "pyplot would display it a second time"
+
+
+def test_a_job_without_steps_is_an_empty_figure(tmp_path: Path) -> None:
+    figure = new_job(tmp_path, None, status("finished")).plot()
+
+    assert list(figure.axes[0].lines[0].get_xdata()) == []
+
+
+def test_a_worker_that_vanishes_after_its_notice_is_marked_once() -> None:
+    assert worker_marks(HISTORY) == [(1, "w3", "lost"), (2, "w1", "preempted")]
+
+
+def test_without_matplotlib_the_error_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plot._figure_class.cache_clear()
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+
+    with pytest.raises(ConfigError, match="needs the package matplotlib") as caught:
+        new_job(tmp_path, None, status("finished")).plot()
+
+    assert caught.value.hint.startswith("pip install matplotlib")

@@ -1,0 +1,135 @@
+"""The documentation names files, functions and commands that exist; ``make docs`` checks links."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from etrain_jupyter.notebook.commands.subcommands import SUBCOMMANDS
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+PACKAGE = ROOT / "etrain_jupyter"
+SOURCE_FILE = re.compile(r"`((?:[\w.-]+/)*[\w-]+\.(?:py|ts))(?::(\w+))?`")
+"""``trainer/loop/train_loop.py:run`` in a page; the function may be missing."""
+
+# Files of the reader, which a page tells them to write.
+EXAMPLES = {"cluster.py"}
+
+
+def named_in(pages: list[Path]) -> Iterator[tuple[str, str, str]]:
+    """Yield page, source file and function (or ``""``) of every mention."""
+    for page in pages:
+        for file, function in SOURCE_FILE.findall(page.read_text(encoding="utf-8")):
+            yield str(page.relative_to(ROOT)), file, function
+
+
+def find_source(file: str) -> Path | None:
+    """Return the file, given relative to the package or to the repository."""
+    found = [base / file for base in (PACKAGE, ROOT) if (base / file).is_file()]
+    return found[0] if found else None
+
+
+def functions_of(path: Path) -> set[str]:
+    """Return the names of all functions and methods in a Python file."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return {node.name for node in ast.walk(tree) if isinstance(node, kinds)}
+
+
+def test_every_source_file_named_in_the_docs_exists() -> None:
+    missing = [
+        (page, file)
+        for page, file, _ in named_in(PAGES)
+        if find_source(file) is None
+        and file not in EXAMPLES
+        and not [*(ROOT / "tests").rglob(file)]
+    ]
+
+    assert missing == []
+
+
+def test_every_function_named_in_the_docs_exists() -> None:
+    named = [entry for entry in named_in(PAGES) if entry[2]]
+    missing = [
+        f"{page}: {file}:{function}"
+        for page, file, function in named
+        if (path := find_source(file)) is None or function not in functions_of(path)
+    ]
+
+    assert len(named) > 30, "the life cycles of the architecture page are gone"
+    assert missing == []
+
+
+def test_every_page_named_in_code_exists() -> None:
+    sources = [
+        path
+        for folder in ("etrain_jupyter", "tests", "notebooks", "benchmarks")
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in (".py", ".ipynb", ".md")
+    ]
+    sources.append(ROOT / ".ci" / "run")
+    named = {
+        (str(path.relative_to(ROOT)), page)
+        for path in sources
+        for page in re.findall(r"(?<![\w/.])(?:\.\./)?(docs/[\w/.-]+\.md)", path.read_text("utf-8"))
+    }
+
+    assert named != set()
+    assert [found for found in named if not (ROOT / found[1]).is_file()] == []
+
+
+def test_commands_page_lists_every_sub_command() -> None:
+    page = (DOCS / "reference" / "commands.md").read_text(encoding="utf-8")
+    shown = set(re.findall(r"`%etrain ([a-z]+)", page))
+
+    assert shown == {command.name for command in SUBCOMMANDS}
+
+
+def load_hooks() -> ModuleType:
+    """Import the MkDocs hook, which is in no package."""
+    spec = importlib.util.spec_from_file_location("docs_hooks", DOCS / "hooks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("page", "expected"),
+    [
+        ("cell-keys.md", "| `batch.per_worker` |"),
+        ("ec2-pool-keys.md", "| `lifetime.lease_ttl` | 5 min |"),
+        ("commands.md", "usage: %etrain resume"),
+    ],
+)
+def test_generated_tables_are_filled_in(page: str, expected: str) -> None:
+    hooks = load_hooks()
+    markdown = (DOCS / "reference" / page).read_text(encoding="utf-8")
+
+    assert hooks.PLACEHOLDER.search(markdown)
+    filled = hooks.on_page_markdown(markdown)
+    assert expected in filled
+    assert hooks.PLACEHOLDER.search(filled) is None
+
+
+def test_markers_of_literal_blocks_are_removed() -> None:
+    hooks = load_hooks()
+
+    assert hooks.on_page_content("<p>For example::</p><p>::</p>") == "<p>For example:</p>"
+
+
+def test_readme_takes_two_minutes() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+
+    assert len(text.split()) < 750
+    assert "make demo" in text
+    assert "make test" in text
