@@ -95,7 +95,7 @@ class Keeper:
         def is_ready() -> bool:
             state = job.hosted.state
             num_here = len([*state.in_phase("ranked"), *state.in_phase("warm")])
-            # Somebody else's join may have been under way, and the change come with it.
+            # The change may have been applied together with a join that was in progress.
             is_made = state.phase == "running" and state.current.world_size == world_size
             return is_made or (state.phase == "changing" and num_here >= world_size)
 

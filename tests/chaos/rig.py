@@ -328,7 +328,7 @@ class RigJob:
 
     @property
     def step(self) -> int:
-        """The newest step in the log."""
+        """Newest step in the log."""
         return self.hosted.record.logged_step
 
     @property
@@ -359,7 +359,7 @@ class RigJob:
         return [event for event in self.events() if isinstance(event, kind)]
 
     async def request(self, request: str, **args: Any) -> str:
-        """Ask for something."""
+        """Send a request to the job."""
         control = q.ControlJob(job_id=self.id, request=request, args=args)
         return (await self._rig.ask(control)).message
 

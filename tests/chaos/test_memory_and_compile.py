@@ -75,7 +75,7 @@ async def test_workers_with_different_memory_use_different_micro_batches(
     assert job.status == "finished", job.describe()
     assert_invariants(log)
     assert found(log, StepUndone) == []
-    assert sorted(re.findall(r"auto: (\d+) of 32 samples", told(log))) == ["10", "3"]
+    assert sorted(re.findall(r"auto: (\d+) of 32 samples", log_text(log))) == ["10", "3"]
 
 
 async def test_later_out_of_memory_error_costs_one_step_and_halves_the_micro_batch(
@@ -88,8 +88,8 @@ async def test_later_out_of_memory_error_costs_one_step_and_halves_the_micro_bat
 
     assert job.status == "finished", job.describe()
     assert_invariants(log)
-    assert re.findall(r"auto: (\d+) of 32 samples", told(log)) == ["32", "32"]
-    assert re.findall(r"are reduced to (\d+)", told(log)) == ["16", "8"]
+    assert re.findall(r"auto: (\d+) of 32 samples", log_text(log)) == ["32", "32"]
+    assert re.findall(r"are reduced to (\d+)", log_text(log)) == ["16", "8"]
     assert len(found(log, StepUndone)) == 2
     assert_no_worker_was_lost(log)
     assert len(found(log, StepCompleted)) == 3 * STEPS_PER_EPOCH
@@ -130,7 +130,7 @@ async def test_out_of_memory_error_in_an_update_leaves_no_half_updated_weights(
 
     assert job.status == "finished", job.describe()
     assert_invariants(log)
-    assert told(log).count("are reduced to 16") == num_short
+    assert log_text(log).count("are reduced to 16") == num_short
     if (num_workers, at) == (1, 12):
         # No other rank has the state, so the job restores the checkpoint of the first epoch.
         assert len(found(log, WorkerLost)) == 1
@@ -204,7 +204,7 @@ async def test_compiled_job_replaces_a_lost_rank_while_the_survivor_trains(
 
     assert job.status == "stopped", job.describe()
     assert_invariants(log)
-    assert len(re.findall("the model is compiled", told(log))) == 3, told(log)
+    assert len(re.findall("the model is compiled", log_text(log))) == 3, log_text(log)
     # Each trainer runs only its first pass, in the warm-up, eagerly. All others are compiled: alone
     # and with DDP, full and smaller steps, training and evaluation.
     calls = [line.split() for line in (folder / "eager").read_text().splitlines()]
@@ -215,7 +215,7 @@ async def test_compiled_job_replaces_a_lost_rank_while_the_survivor_trains(
     assert [e for e in found(log, StepCompleted) if lost_at < e.time < warm_at]
 
 
-def told(log: list[Event]) -> str:
+def log_text(log: list[Event]) -> str:
     return "\n".join(e.text for e in found(log, LogLine))
 
 

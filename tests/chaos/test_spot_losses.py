@@ -166,7 +166,7 @@ def test_nodes_that_never_boot_stop_launches_and_the_job_logs_their_console(
 
     assert "no such driver" in words
     assert re.search("[34] nodes in a row never connected", words)
-    # Two are asked for at a time.
+    # They are requested in pairs.
     assert 3 <= len(spot.cloud.instances()) <= 4
     spot.finish()
     spot.check_costs()

@@ -93,7 +93,7 @@ async def test_acknowledged_checkpoints_in_s3_survive_deaths_while_saving(
 
 
 def net_that_is_sharded(environment: dict[str, str]) -> nn.Module:
-    """Let the trainers write even this small state together."""
+    """Make the ranks write even this small state together."""
     sharded_write.SHARDED_BYTES = 1
     return net_with(environment)
 

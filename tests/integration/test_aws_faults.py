@@ -174,7 +174,7 @@ async def test_missing_capacity_warns_immediately_with_the_next_attempt(
     assert "no capacity for 2 workers" in text
     assert "g5.xlarge" in text
     assert "g6.xlarge" in text
-    assert "The next attempt is in 1" in text  # fifteen seconds, less what has passed
+    assert "The next attempt is in 1" in text  # 15 s minus the elapsed time
     assert "Training continues when it has" in text
     assert "capacity.on_demand.max" in text
     assert (head.launched(), head.halts) == ([], [])

@@ -30,7 +30,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from etrain_jupyter.notebook.job import feed, link, training_job
 %load_ext etrain_jupyter
-# No time-out of the kernel's passes within a test: a cell that waits for one does not come back.
+# Disable the kernel's timeouts, so that a cell that relies on one blocks and fails the test.
 link.CONNECT_S = feed.POLL_S = training_job.CATCH_UP_S = training_job.GLANCE_S = 600.0
 x = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
 y = (x.sum(1) > 0).long()

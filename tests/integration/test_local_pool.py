@@ -216,7 +216,7 @@ def test_killed_keeper_ends_the_cluster_and_the_next_up_starts_a_new_one(
     os.kill(keeper_pid(old), signal.SIGKILL)
 
     assert wait_until(lambda: not processes_in(state), timeout_s=PATIENCE_S), processes_in(state)
-    # Its pipe is closed, and so everything under it ends, a moment before the system has buried it.
+    # The closed pipe ends all other processes a moment before the keeper itself has been reaped.
     assert wait_until(lambda: running_cluster_ids() == [], timeout_s=PATIENCE_S)
     new = pool.up()
     assert new.cluster_id != old.cluster_id
@@ -322,7 +322,7 @@ def test_launcher_killed_during_the_start_leaves_no_second_cluster(
     ) as kernel:
         assert wait_until(lambda: len(processes_in(state)) > 1, timeout_s=PATIENCE_S)
         kernel.kill()
-    assert running_cluster_ids() == [], "it was killed too late for this test"
+    assert running_cluster_ids() == [], "the launcher was killed too late for this test"
 
     address = make_pool().up()
 
@@ -351,7 +351,9 @@ def test_cluster_without_a_record_shuts_down(make_pool: MakePool, state: Path) -
 def test_idle_cluster_shuts_down_and_leaves_nothing(make_pool: MakePool, state: Path) -> None:
     address = make_pool(idle_s=1.0).up()
     ask(address, PretendJob(num_workers=1))
-    assert not wait_until(lambda: not running_cluster_ids(), timeout_s=1.5), "it ended during a job"
+    assert not wait_until(lambda: not running_cluster_ids(), timeout_s=1.5), (
+        "the cluster shut down during a job"
+    )
 
     ask(address, PretendJob(num_workers=0))
 

@@ -21,7 +21,11 @@ ASSERT = "CUDA error: device-side assert triggered"
 ILLEGAL = "CUDA error: an illegal memory access was encountered"
 
 
-@pytest.mark.parametrize("kind", {RuntimeError, getattr(torch, "AcceleratorError", RuntimeError)})
+# In a fixed order: the processes of pytest-xdist must collect the same tests.
+ACCELERATOR_ERROR = getattr(torch, "AcceleratorError", RuntimeError)
+
+
+@pytest.mark.parametrize("kind", list(dict.fromkeys((RuntimeError, ACCELERATOR_ERROR))))
 @pytest.mark.parametrize(
     ("text", "alone", "with_peers"),
     [
