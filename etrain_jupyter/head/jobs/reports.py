@@ -1,6 +1,6 @@
 """Turn the reports of a job's trainers into events for its log and stimuli for its state machine.
 
-Nothing is carried out here: ``TrainerMessages.take`` returns what follows from a report, in order,
+Nothing is carried out here: ``TrainerMessages.take`` yields what follows from a report, in order,
 and ``HostedJob`` appends, relays and decides.
 """
 
@@ -222,13 +222,13 @@ class TrainerMessages:
         )
 
     def _on_steps(self, report: m.StepsTrained) -> Iterator[Consequence]:
-        job_id, timing = self._order.job_id, self.step_clock
-        records = timing.take(report.records, after=self._record.logged_step)
+        job_id, steps = self._order.job_id, self.step_clock
+        records = steps.take(report.records, after=self._record.logged_step)
         if records:
             yield [events.StepCompleted(job_id=job_id, **record) for record in records]
             yield s.StepsCommitted(
                 step=self._record.logged_step,
-                step_s=timing.step_s,
+                step_s=steps.step_s,
                 committed_at=_local_instant(records[-1]["time"]),
             )
 
