@@ -1,8 +1,8 @@
-"""From the text of a cell to a frozen ``TrainConfig``, with the place of every fault.
+"""Parse and validate the text of a cell into a frozen ``TrainConfig``.
 
-``parse_cell`` and ``parse_mapping`` give a ``ParsedJob``; ``check_references`` looks at the
-notebook's names;
-``template`` prints a body to start from.
+``parse_cell`` and ``parse_mapping`` return a ``ParsedJob``; their errors point at the line and
+column. ``check_references`` checks the expressions against the notebook's names. ``template``
+returns a commented body to start from.
 """
 
 from __future__ import annotations

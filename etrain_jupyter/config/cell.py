@@ -1,4 +1,4 @@
-"""From a cell or a mapping to a frozen ``TrainConfig``; every fault points at its place."""
+"""Parse a cell or a mapping into a frozen ``TrainConfig``, with the position of errors."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ EXAMPLES = {
 }
 
 SHORT_EXAMPLES = {"batch": "batch: 256", "workers": "workers: 4"}
-"""Examples of the groups for which a number may stand."""
+"""Examples of the groups that accept a number as shorthand."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParsedJob:
-    """A valid job, and what belongs to it besides its values."""
+    """A valid job: its configuration, its live objects and its source positions."""
 
     config: TrainConfig
     namespace_extra: Mapping[str, Any] = field(default_factory=dict)
-    """Objects that were given themselves instead of by name, under the names that ``config`` now
-    uses for them."""
+    """Objects that were passed directly instead of by name, keyed by the name that ``config`` uses
+    for each of them."""
     source: SourceMap = NOWHERE
-    """Where in the cell each key stands."""
+    """Position of each key in the cell."""
 
     def namespace(self, notebook: Mapping[str, Any]) -> dict[str, Any]:
         """Return the notebook's names and those of ``namespace_extra``."""
@@ -71,13 +71,13 @@ def parse_cell(
 
     Args:
         body: The cell without its first line.
-        namespace: The notebook's names: for ``!py`` and for objects that it returns.
-        overrides: What the flags of the first line say, ``{"name": "digits"}``; they win over the
-            body.
-        first_line: The ``%%etrain`` line, to show it where an error is about it.
+        namespace: The notebook's names, for ``!py`` and for naming the objects that it returns.
+        overrides: Values of the first line's flags, such as ``{"name": "digits"}``. They take
+            precedence over the body.
+        first_line: The ``%%etrain`` line, shown in errors about it.
 
     Raises:
-        CellError: With the line and column of the first fault.
+        CellError: If the cell is invalid; it points at the first error.
     """
     data, source = load_body(body, namespace=namespace, first_line=first_line)
     if data is None:
@@ -94,10 +94,10 @@ def parse_cell(
 
 
 def parse_mapping(mapping: Mapping[str, Any], namespace: Mapping[str, Any]) -> ParsedJob:
-    """Read a job from Python; objects may stand in it themselves where a cell has their names.
+    """Read a job from Python, where objects may be given directly instead of by name.
 
     Raises:
-        ConfigError: With the path of the first fault.
+        ConfigError: If the mapping is invalid; it has the path of the first error.
 
     >>> parse_mapping({"model": "Net", "data": {"train": "d"}, "loss": "f"}, {}).config.epochs
     1.0
@@ -112,15 +112,16 @@ def _parse(data: dict[str, Any], source: SourceMap, live: LiveObjects) -> Parsed
 
 
 def parse_section(data: Mapping[str, Any], section: type[S], source: SourceMap = NOWHERE) -> S:
-    """Read another group than a job: the same words for what is wrong, and the place of it.
+    """Read a group of keys other than a job, with the same error messages and positions.
 
     Args:
         data: Plain data; keys as the text spells them.
-        section: What it shall be.
-        source: Where in the text each key stands.
+        section: Class to parse it into.
+        source: Position of each key in the text.
 
     Raises:
-        ConfigError: With the path of the first fault, and its place where there is a text.
+        ConfigError: If it is invalid; it has the path of the first error and, if there is a text,
+            its position.
     """
     _check_keys(data, section, (), source, top=section)
     return _validate(data, section, source)
@@ -135,6 +136,7 @@ def _validate(data: Mapping[str, Any], section: type[S], source: SourceMap) -> S
 
 def _merged(data: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     result = dict(data)
+    # A flag replaces one key of a group, such as workers.max, and keeps the other keys.
     for key, value in overrides.items():
         inner = result.get(key)
         both = isinstance(value, Mapping) and isinstance(inner, Mapping)
@@ -146,7 +148,7 @@ def _merged(data: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, 
 
 
 def keys_of(section: type[Section]) -> dict[str, type[Section] | None]:
-    """Return the keys of a group as the cell spells them, each with the group that it opens."""
+    """Map the keys of a group, as the cell spells them, to the group that each one opens."""
     result: dict[str, type[Section] | None] = {}
     for name, info in section.model_fields.items():
         result[info.alias or name] = _group_of(info.annotation)
@@ -154,7 +156,7 @@ def keys_of(section: type[Section]) -> dict[str, type[Section] | None]:
 
 
 def _group_of(kind: Any) -> type[Section] | None:
-    """Return the group that a field opens, also where it may be left out."""
+    """Return the group that a field opens, even if the field is optional; None if it opens none."""
     if isinstance(kind, type):
         return kind if issubclass(kind, Section) else None
     groups = [part for part in get_args(kind) if part is not Interval and _group_of(part)]
@@ -162,7 +164,7 @@ def _group_of(kind: Any) -> type[Section] | None:
 
 
 def shorthand_at(path: Path) -> str:
-    """Return the key that a number stands for in a group at the top; empty if there is none."""
+    """Return the key that a bare number sets in a top-level group; empty if the group has none."""
     group = keys_of(TrainConfig).get(str(path[0])) if len(path) == 1 else None
     return group.shorthand if group is not None else ""
 
@@ -209,7 +211,10 @@ def _unknown_key(
 
 
 def _torn_expression(key: Any, group: Mapping[Any, Any]) -> str:
-    """Inside ``{}`` a comma ends a value, also within the brackets of an expression."""
+    """Return a hint if a comma split an unquoted expression in two.
+
+    In a ``{}`` mapping, a comma ends the value, even within the brackets of an expression.
+    """
     keys = list(group)
     before = group[keys[keys.index(key) - 1]] if keys.index(key) > 0 else None
     if isinstance(before, str) and any(
@@ -242,7 +247,7 @@ def _other_level(key: str, path: Path, top: type[Section]) -> str:
 
 def _first_error(exc: ValidationError, source: SourceMap) -> ConfigError:
     errors = [_in_cell_words(error, source) for error in exc.errors(include_url=False)]
-    # What stands first in the cell; what is missing has no place, and so comes last.
+    # Report the first error in the cell. Missing keys have no position, so they come last.
     missing = [error["type"] == "missing" for error in exc.errors(include_url=False)]
     ranked = sorted(
         zip(missing, errors, strict=True),
@@ -260,6 +265,7 @@ def _in_cell_words(error: ErrorDetails, source: SourceMap) -> ConfigError:
         message = message.replace("{name}", str(path[-1]) if path else "")
         hint, at_key = context["hint"], context["at_key"]
         return source.error(path, message, hint=hint, at_key=at_key)
+    # pydantic appends "[key]" if the key of a dict is invalid; the cell has no such part.
     path = tuple(part for part in path if part != "[key]")
     key, value = dotted(path), error["input"]
     if error["type"] == "missing":
@@ -331,21 +337,20 @@ def _missing(path: Path, source: SourceMap) -> ConfigError:
 
 
 class LiveObjects:
-    """Gives names to objects that stand in a configuration themselves.
+    """Replace objects in a configuration by names.
 
-    An object that the notebook has under a name keeps it; another gets one that says what it is and
-    that the notebook
-    does not use, so that the configuration stays readable text.
+    An object that the notebook has under a name keeps that name. Any other object gets a
+    descriptive name that the notebook does not use, so that the configuration stays readable text.
     """
 
     def __init__(self, namespace: Mapping[str, Any], computed: frozenset[Path]) -> None:
-        """Take what lies at and below the paths ``computed`` for objects; ``()`` is everything."""
+        """Treat values at and below the paths ``computed`` as objects; ``()`` covers everything."""
         self._namespace = namespace
         self._computed = computed
         self.extra: dict[str, Any] = {}
 
     def named(self, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Return ``data`` with a name in the place of each object."""
+        """Return ``data`` with each object replaced by its name."""
         return {key: self._walk(value, (key,)) for key, value in data.items()}
 
     def _walk(self, value: Any, path: Path) -> Any:
@@ -373,6 +378,8 @@ class LiveObjects:
             if known is value and not name.startswith("_") and name.isidentifier():
                 return name
         given = getattr(value, "__name__", None) or f"{dotted(path)}_{type(value).__name__}".lower()
+        # The name becomes part of an expression, so it must be a valid identifier and not a
+        # keyword.
         base = re.sub(r"\W", "_", str(given)).strip("_") or "object"
         base = (
             f"the_{base}"
@@ -398,7 +405,7 @@ def _is_reference(path: Path, value: Any) -> bool:
 
 
 def plain_value(value: Any) -> Any:
-    """Return a NumPy or torch scalar as the Python number that it is; anything else as it came."""
+    """Return a NumPy or torch scalar as a Python number, and anything else unchanged."""
     if (
         hasattr(value, "dtype")
         and getattr(value, "shape", None) in ((), [])

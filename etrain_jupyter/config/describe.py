@@ -1,7 +1,7 @@
-"""What a key of the body takes and means, in words.
+"""Descriptions of the keys of a cell's body: accepted values, default, meaning and example.
 
-Help, the hints of an editor and the table of the documentation all ask here, so that an option is
-described in one place: its field in ``schema``.
+The help, the editor's hints and the table of the documentation all use this module, so that an
+option is described in one place: its field in ``schema``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from etrain_jupyter.config.template import yaml_of
 from etrain_jupyter.config.vocabulary import NAMED_LR, OPTIONS, SWITCHES, find_optimizer
 
 _USUAL = ("model", "data", "loss", "optimizer", "batch", "epochs", "workers")
-"""What stands in the example of a body."""
+"""Keys that the example of a body shows."""
 _KINDS = {
     bool: "true or false",
     int: "whole number",
@@ -46,29 +46,29 @@ _BOUNDS = {"ge": "{} or more", "gt": "above {}", "lt": "below {}"}
 
 @dataclass(frozen=True, kw_only=True)
 class KeyHelp:
-    """One key, described."""
+    """Description of one key."""
 
     path: KeyPath
     takes: str
-    """What its value is, for example ``whole number, 1 or more``."""
+    """Type and range of its value, for example ``whole number, 1 or more``."""
     meaning: str
     default: str = ""
-    """As the cell spells it; empty if it is required, or if leaving it out means something else
-    than any value."""
+    """Default value as the cell spells it. Empty if the key is required, or if no value means the
+    same as omitting the key."""
     is_required: bool = False
     words: tuple[str, ...] = ()
-    """The words that it takes, all of them or the usual ones."""
+    """Accepted words: all of an enumeration, else the usual ones."""
     example: str = ""
-    """A line of a body."""
+    """Example line of a body."""
 
     @property
     def name(self) -> str:
-        """``batch.global``."""
+        """Dotted name, for example ``batch.global``."""
         return ".".join(self.path)
 
     @property
     def facts(self) -> str:
-        """What it takes and what holds without it, in one phrase."""
+        """Type and default, in one phrase."""
         end = "; required" if self.is_required else ""
         return f"{self.takes}{end}" + (f"; default {self.default}" if self.default else "")
 
@@ -81,7 +81,7 @@ class KeyHelp:
         return "\n".join(lines)
 
     def markdown(self) -> str:
-        """Return it for front ends that render Markdown."""
+        """Return the description as Markdown."""
         parts = [f"**{self.name}** — {self.facts}", self.meaning]
         if self.words:
             parts.append("Values: " + ", ".join(f"`{word}`" for word in self.words))
@@ -91,7 +91,7 @@ class KeyHelp:
 
 
 def _takes(path: KeyPath, info: FieldInfo, words: tuple[str, ...]) -> str:
-    """Return in words what the field's annotation says."""
+    """Describe the accepted values of a field from its annotation."""
     if takes_reference(info):
         return "Python expression"
     kinds: list[str] = []
@@ -105,6 +105,7 @@ def _takes(path: KeyPath, info: FieldInfo, words: tuple[str, ...]) -> str:
             kinds += [_KINDS[int]] * bool(kind.shorthand) + ["group of keys"]
         else:
             kinds.append(_KINDS[kind])
+    # log.every and scaling.ramp are stored as integers, but accept "10 steps" as well.
     if is_interval(path) and Interval not in parts_of(info.annotation):
         kinds.append("steps")
     if "true" in words and _KINDS[bool] not in kinds:
@@ -117,7 +118,7 @@ def _takes(path: KeyPath, info: FieldInfo, words: tuple[str, ...]) -> str:
         text.format(f"{getattr(item, name):g}")
         for item in info.metadata
         for name, text in _BOUNDS.items()
-        # The one bound beyond is that of a seed, which is no number that anybody means.
+        # The only larger bound is the seed's, which is not worth showing.
         if hasattr(item, name) and abs(getattr(item, name)) < 2**31
     ]
     *first, last = kinds
@@ -128,9 +129,9 @@ def _takes(path: KeyPath, info: FieldInfo, words: tuple[str, ...]) -> str:
 
 
 def describe(path: KeyPath, *, optimizer: str = "AdamW") -> KeyHelp | None:
-    """Return what is to be said of a key, or None if there is no such key.
+    """Return the description of a key, or None if there is no such key.
 
-    ``optimizer`` is the one of the cell, whose options may be asked for.
+    ``optimizer`` is the name in the cell; its options are keys as well.
     """
     name = find_optimizer(optimizer)
     if path[:-1] == OPTIMIZER and len(path) == 2 and path[-1] in OPTIONS.get(name, ()):
@@ -175,7 +176,7 @@ def _describe_option(path: KeyPath, name: str) -> KeyHelp:
 
 
 def describe_optimizer(text: str) -> KeyHelp | None:
-    """Return what is to be said of a name of an optimizer, or None if it is none."""
+    """Return the description of an optimizer, or None if the name is unknown."""
     name = find_optimizer(text)
     if name not in NAMED_LR:
         return None
@@ -222,7 +223,7 @@ def _example(path: KeyPath, info: FieldInfo) -> str:
 
 
 def all_keys(path: KeyPath = ()) -> Iterator[KeyHelp]:
-    """Yield every key, groups before what is in them, in the order of the schema."""
+    """Yield every key in the order of the schema, each group before its keys."""
     group = group_at(path)
     if group is None or group is Interval:
         return
@@ -240,7 +241,7 @@ def example_body() -> str:
 
 
 def keys_in_words(width: int = 100) -> str:
-    """Return all keys with what they take and mean, for ``--help``."""
+    """Return the description of all keys as text, for ``--help``."""
     blocks = []
     for key in all_keys():
         head = f"  {key.name.ljust(24)} {key.facts}"

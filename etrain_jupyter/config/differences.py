@@ -1,8 +1,8 @@
-"""What a resumed job's cell says otherwise than the job was trained with, and whether that matters.
+"""Compare a resumed job's configuration with the original one.
 
-Three kinds: what says how to train and not what (workers, pool, length, when to save), what makes
-the rest of the curve another one, and what would throw the curve away. The first passes, the others
-need ``--force``.
+A change has one of three effects. It may leave the computation of a step unchanged (workers, pool,
+length, checkpoint interval), change the rest of the curve, or make the previous curve useless. The
+first kind is allowed; the other two need ``--force``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FREE = frozenset(
         *("epochs", "steps", "batch.micro", "backend"),
     )
 )
-"""Keys, with all that stands below them, that change nothing of what a step computes."""
+"""Keys that do not affect the computation of a step, including all keys below them."""
 
 REASONS = {
     "model": "the weights are those of the model before",
@@ -36,7 +36,7 @@ REASONS = {
     "checkpoint.to": "the checkpoints so far are in the old folder: the job would begin anew",
     "schedule": "the learning rate jumps",
 }
-"""What comes of it, by the longest key that fits."""
+"""Effect of a change; the longest matching key prefix applies."""
 
 OTHERWISE = "the rest of the curve is not that of an undisturbed run"
 
@@ -46,11 +46,11 @@ class Difference:
     """One key with two values."""
 
     key: str
-    """As the cell spells it, with dots."""
+    """Dotted key, as the cell spells it."""
     old: Any
     new: Any
     why: str = ""
-    """What makes it need ``--force``; empty if it is free."""
+    """Why the change needs ``--force``; empty if it does not."""
 
     def __str__(self) -> str:
         """Return ``batch.global: 64 -> 32``."""
@@ -66,7 +66,8 @@ def compare_configs(old: TrainConfig, new: TrainConfig) -> list[Difference]:
         if values[0] != values[1]:
             why = _why(key, old, new)
             found.append(Difference(key=key, old=values[0], new=values[1], why=why))
-    # Without a number the shards follow from workers.max, and the weights from them.
+    # Without an explicit number, the shards follow from workers.max, and so do the weights. So
+    # compare the effective numbers, not the keys.
     found = [difference for difference in found if not difference.key.startswith("reproducible")]
     shards = old.num_shards(), new.num_shards()
     if shards[0] != shards[1]:
@@ -76,21 +77,22 @@ def compare_configs(old: TrainConfig, new: TrainConfig) -> list[Difference]:
 
 
 def with_values(config: TrainConfig, changes: Mapping[str, Any]) -> TrainConfig:
-    """Return a configuration with some keys changed; what follows from the others stays.
+    """Return a configuration with some keys changed and all effective values kept.
 
     Args:
-        config: The job's.
+        config: Configuration of the job.
         changes: ``pool``, ``min``, ``max``, ``epochs`` or ``steps``; None changes nothing.
 
     Raises:
-        ValidationError: If they do not fit together.
+        ValidationError: If the changed values are inconsistent.
     """
     given = {key: value for key, value in changes.items() if value is not None}
     if not given:
         return config
     data = config.model_dump(mode="json")
     if config.reproducible is not None:
-        # Without a number they follow from workers.max, and the weights from them.
+        # Fix the number of shards: without it, a new workers.max would change the shards and the
+        # weights.
         data["reproducible"] = {"shards": config.num_shards()}
     data["workers"] |= {key: given[key] for key in ("min", "max") if key in given}
     for key, other in (("epochs", "steps"), ("steps", "epochs")):
@@ -101,10 +103,12 @@ def with_values(config: TrainConfig, changes: Mapping[str, Any]) -> TrainConfig:
 
 
 def _why(key: str, old: TrainConfig, new: TrainConfig) -> str:
+    # A new length is harmless, unless the learning rate decays until the end of the job.
     is_length = key in ("epochs", "steps")
     falls = any(c.schedule is not None and c.schedule.decay != "none" for c in (old, new))
     if is_length and falls:
         return f"schedule.decay ends with the job: {REASONS['schedule']}"
+    # The size of a pass changes the order of the sums, which matters only for bit-for-bit results.
     if key == "batch.micro" and new.reproducible is not None:
         return REASONS["reproducible"]
     prefixes = list(_prefixes(key))
@@ -125,7 +129,7 @@ def _flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
         if isinstance(value, Mapping) and value:
             yield from _flat(value, f"{prefix}{key}.")
         else:
-            # A group without keys is one that is not there.
+            # An empty group means the same as a missing one.
             yield f"{prefix}{key}", None if isinstance(value, Mapping) else value
 
 

@@ -1,4 +1,4 @@
-"""What groups of keys are made of: base class, intervals, references, refusals in words."""
+"""Building blocks of the schema: base class, intervals, references and validation errors."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from etrain_jupyter.config.source_map import did_you_mean, in_words
 def fault(
     message: str, *, hint: str = "", path: tuple[str, ...] | None = None, at_key: bool = False
 ) -> PydanticCustomError:
-    """Build an error in its final words; ``path`` (from the top) points elsewhere than here."""
+    """Build an error with its final message; ``path``, from the top, points at another key."""
     context = {"message": message, "hint": hint, "path": path, "at_key": at_key}
     return PydanticCustomError("etrain", "{message}", context)
 
 
 def check_word(value: Any, known: Sequence[str], *, usual: str = "", hint: str = "") -> Any:
-    """Return ``value`` if it is one of the words that a key knows, else raise a fault.
+    """Return ``value`` if it is an accepted word, else raise a validation error.
 
     Args:
-        value: What the cell says.
-        known: Two words or more.
-        usual: What to type if no known word is near.
-        hint: What to type instead, whatever is near.
+        value: Value in the cell.
+        known: Accepted words, two or more.
+        usual: Suggestion if no accepted word is similar.
+        hint: Suggestion that replaces all others.
     """
     if value in known:
         return value
@@ -43,12 +43,12 @@ def check_word(value: Any, known: Sequence[str], *, usual: str = "", hint: str =
 
 
 class Section(BaseModel):
-    """What all groups of keys share."""
+    """Base class of all groups of keys."""
 
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",
-        # A quoted '3' is a text: YAML says which is which.
+        # A quoted '3' stays a text: YAML already distinguishes texts from numbers.
         strict=True,
         populate_by_name=True,
         use_attribute_docstrings=True,
@@ -66,19 +66,19 @@ class Section(BaseModel):
 
 
 class Interval(Section):
-    """How often something happens: ``200 steps``, ``1 epoch``, ``30 s``, ``5 min``, ``2 h``."""
+    """Interval: ``200 steps``, ``1 epoch``, ``30 s``, ``5 min`` or ``2 h``."""
 
     value: float
-    """How many of the unit; above 0, whole for steps."""
+    """Number of units; above 0, and whole for steps."""
     unit: Literal["steps", "epochs", "s"]
-    """What is counted; minutes and hours are kept as seconds."""
+    """Unit; minutes and hours are converted to seconds."""
 
     @classmethod
     def parse(cls, text: str) -> Interval:
         """Read ``200 steps``.
 
         Raises:
-            ValidationError: If it is no interval.
+            ValidationError: If the text is not a valid interval.
 
         >>> Interval.parse("5 min")
         Interval(value=300.0, unit='s')
@@ -115,12 +115,12 @@ _INTERVAL_HINT = "write for example '200 steps', '1 epoch' or '5 min'"
 
 
 def interval_words(value: Any) -> re.Match[str] | None:
-    """Return number and unit as the two groups of a match, whatever the unit; None if no text."""
+    """Match a number and any unit; None if ``value`` is not such a text."""
     return _INTERVAL.fullmatch(value) if isinstance(value, str) else None
 
 
 def interval_parts(value: Any) -> dict[str, Any]:
-    """Return ``value`` and ``unit`` of what a cell says; raises a fault if it is no interval."""
+    """Return ``value`` and ``unit`` of an interval; raise a validation error if it is invalid."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         raise fault(
             f"the number {value} needs a unit",
@@ -167,4 +167,4 @@ def _required_reference(value: Any) -> Any:
 Required = Annotated[str, BeforeValidator(_required_reference)]
 """A Python expression over the notebook's names, or ``package.module:attribute``."""
 Optional = Annotated[str | None, BeforeValidator(_reference)]
-"""The same, or None."""
+"""Like ``Required``, or None."""

@@ -1,4 +1,4 @@
-"""The keys of the body, read off the schema: what may stand where, and which values a key takes."""
+"""Keys of the body, derived from the schema: where each is allowed and which values it accepts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ METRICS: KeyPath = ("metrics",)
 
 BOOLEANS = ("true", "false")
 COUNTED = ("steps", "epochs", "s", "min", "h")
-"""Units that an interval may be written in."""
+"""Units for intervals."""
 
 _INTERVALS = ("1 epoch", "200 steps", "5 min")
 
@@ -42,12 +42,12 @@ def group_at(path: KeyPath) -> type[Section] | None:
 
 
 def opens_group(path: KeyPath) -> bool:
-    """Tell whether keys may stand below a path."""
+    """Return whether a path opens a group of keys."""
     return path == METRICS or group_at(path) is not None
 
 
 def field_at(path: KeyPath) -> FieldInfo | None:
-    """Return the field behind a path; that of ``eval`` for ``eval.every``."""
+    """Return the field at a path; ``eval.every`` is the field of ``eval``."""
     if path[1:] == ("every",) and group_at(path[:1]) is Interval:
         path = path[:1]
     group = group_at(path[:-1]) if path else None
@@ -62,8 +62,8 @@ def keys_at(path: KeyPath, given: Mapping[str, str], *, top: Mapping[str, Any]) 
 
     Args:
         path: The group.
-        given: Its keys that are there already, with their text.
-        top: The keys of the whole body; those of its groups lie in mappings.
+        given: Keys that the group already has, with their text.
+        top: Top-level keys of the body; groups are nested mappings.
     """
     group = group_at(path)
     if group is Interval:
@@ -88,12 +88,14 @@ def _optimizer_keys(known: list[str], given: Mapping[str, str]) -> list[str]:
 def _excludes(
     path: KeyPath, key: str, known: list[str], given: Mapping[str, str], top: Mapping[str, Any]
 ) -> bool:
-    """Tell whether a key that is given rules this one out."""
+    """Return whether one of the given keys excludes this key."""
     if any(other in given for other in _rivals(path, key)):
         return True
+    # Rivals are declared on one of the two keys only, so look from both sides.
     if any(other in given and key in _rivals(path, other) for other in known):
         return True
-    # Such a key belongs to an alternative in another group, and is refused without it.
+    # Such a key belongs to an alternative in another group, for example scaling to
+    # batch.per_worker. It is invalid without it.
     group, _, instead = _extra(path, key, "instead_of").partition(".")
     other = top.get(group)
     return bool(instead) and isinstance(other, Mapping) and not _has_rival_of(group, instead, other)
@@ -117,9 +119,9 @@ def _extra(path: KeyPath, key: str, name: str) -> str:
 
 
 def accepts(path: KeyPath, value: Any, *, beside: Mapping[str, Any] | None = None) -> bool:
-    """Tell whether a key takes a value, whatever the keys of other groups say.
+    """Return whether a key accepts a value, regardless of the keys of other groups.
 
-    ``beside`` are keys of its own group that matter for it.
+    ``beside`` holds other keys of the same group that affect the result.
     """
     if path[1:] == ("every",) and group_at(path[:1]) is Interval:
         path = path[:1]
@@ -139,7 +141,7 @@ def _is_about(error: ErrorDetails, key: str) -> bool:
 
 
 def is_reference(path: KeyPath) -> bool:
-    """Tell whether a key takes a Python expression over the notebook's names."""
+    """Return whether a key takes a Python expression over the notebook's names."""
     if path == OPTIMIZER or (path[:-1] == METRICS and len(path) > 1):
         return True
     info = field_at(path)
@@ -147,7 +149,7 @@ def is_reference(path: KeyPath) -> bool:
 
 
 def takes_reference(info: FieldInfo) -> bool:
-    """Tell whether a field takes a Python expression."""
+    """Return whether a field takes a Python expression."""
     return any(
         isinstance(item, BeforeValidator) and "reference" in getattr(item.func, "__name__", "")
         for item in info.metadata
@@ -155,7 +157,7 @@ def takes_reference(info: FieldInfo) -> bool:
 
 
 def is_interval(path: KeyPath) -> bool:
-    """Tell whether a key takes a number with a unit."""
+    """Return whether a key takes a number with a unit."""
     info = field_at(path)
     if info is None:
         return False
@@ -163,7 +165,7 @@ def is_interval(path: KeyPath) -> bool:
 
 
 def words_of(path: KeyPath) -> tuple[str, ...]:
-    """Return the words that a key takes: all of an enumeration, else the usual ones."""
+    """Return the words that a key accepts: all of an enumeration, else the usual ones."""
     if path == (*OPTIMIZER, "name"):
         return tuple(NAMED_LR)
     if path[:-1] == OPTIMIZER and path[-1] in SWITCHES:
@@ -184,7 +186,7 @@ def words_of(path: KeyPath) -> tuple[str, ...]:
 
 
 def units_of(path: KeyPath, number: str) -> list[str]:
-    """Return what may follow a number: ``["steps", "epochs"]``, ``["step", "epoch"]`` after 1."""
+    """Return the units for a number: ``["steps", "epochs"]``, or ``["step", "epoch"]`` after 1."""
     if not is_interval(path):
         return []
     one = {"steps": "step", "epochs": "epoch"} if number == "1" else {}
@@ -196,7 +198,7 @@ def _takes_word(path: KeyPath, word: str) -> bool:
 
 
 def parts_of(annotation: Any) -> set[Any]:
-    """Return the members of a union, without None; the type itself if it is none."""
+    """Return the members of a union without None; for any other type, the type itself."""
     is_plain = isinstance(annotation, type) or get_origin(annotation) in (Literal, dict)
     parts = (annotation,) if is_plain else get_args(annotation)
     return {part for part in parts if part is not NoneType}

@@ -1,8 +1,7 @@
-"""Expressions over the notebook's names: which names they need, and whether those can serve.
+"""Check expressions over the notebook's names before a job is submitted.
 
-Nothing is evaluated here: that happens on the rank. What can be known before submit is: the syntax,
-the names, and the
-kind of object behind a plain name.
+The rank evaluates them. Before that, three things can be checked without running the user's code:
+the syntax, the names, and the type of the object behind a plain name.
 """
 
 from __future__ import annotations
@@ -49,10 +48,10 @@ def import_path(expression: str) -> tuple[str, str] | None:
 
 
 def free_names(expression: str) -> frozenset[str]:
-    """Return the names that an expression takes from around it, builtins too.
+    """Return the names that an expression uses but does not define, including builtins.
 
     Raises:
-        SyntaxError: If it is no expression.
+        SyntaxError: If the text is not an expression.
 
     >>> sorted(free_names("[f(x) for x in xs]"))
     ['f', 'xs']
@@ -60,7 +59,7 @@ def free_names(expression: str) -> frozenset[str]:
     if import_path(expression):
         return frozenset()
     text = expression.strip()
-    # symtable alone would take statements that only look like an expression.
+    # symtable also accepts statements that only look like an expression; ast.parse rejects them.
     ast.parse(text, mode="eval")
     return frozenset(_globals_of(symtable.symtable(text, "<reference>", "eval"), top=True))
 
@@ -76,7 +75,7 @@ def _globals_of(table: symtable.SymbolTable, *, top: bool) -> Iterator[str]:
 
 
 def key_path(key: str) -> Path:
-    """Return the path of a key of ``TrainConfig.references()``; a metric's name may hold dots.
+    """Return the path of a key of ``TrainConfig.references()``; metric names may contain dots.
 
     >>> key_path("metrics.top.5")
     ('metrics', 'top.5')
@@ -90,15 +89,15 @@ def key_path(key: str) -> Path:
 def check_references(
     config: TrainConfig, namespace: Mapping[str, Any], *, source: SourceMap = NOWHERE
 ) -> None:
-    """Refuse what cannot work on a rank, as far as that shows without evaluating anything.
+    """Reject expressions that would fail on a rank, without evaluating any of them.
 
     Args:
         config: The job.
-        namespace: The notebook's names and ``ParsedJob.namespace_extra``.
-        source: ``ParsedJob.source``, to point into the cell.
+        namespace: The notebook's names, extended by ``ParsedJob.namespace_extra``.
+        source: ``ParsedJob.source``, so that errors point into the cell.
 
     Raises:
-        ConfigError: The first fault in the cell; a ``CellError`` if there is a cell.
+        ConfigError: The first error in the cell; a ``CellError`` if there is a cell.
     """
     errors = []
     for key, expression in config.references().items():
@@ -170,7 +169,10 @@ class _Check:
         raise self._fault(f"{self.key}: '{node.id}' is not defined in this notebook", hint, node)
 
     def _check_attributes(self, tree: ast.expr) -> None:
-        """Look at modules only: asking others for an attribute may run the user's code."""
+        """Check the attributes of modules.
+
+        Other objects are skipped, because attribute access may run the user's code.
+        """
         for node in ast.walk(tree):
             if not isinstance(node, ast.Attribute):
                 continue
@@ -182,13 +184,17 @@ class _Check:
                     else None
                 ):
                     continue
+                # At this point the attribute is neither loaded nor an unimported submodule.
                 name = ast.unparse(node.value)
                 known = [f"{name}.{other}" for other in dir(owner) if not other.startswith("_")]
                 hint = did_you_mean(f"{name}.{node.attr}", known, count=3)
                 raise self._fault(f"{self.key}: module '{name}' has no '{node.attr}'", hint, node)
 
     def _resolve(self, node: ast.expr) -> tuple[bool, Any]:
-        """Return the object behind a literal None, a plain name, or attributes of modules."""
+        """Find the object behind a literal, a plain name, or attributes of modules.
+
+        Return whether it was found, and the object.
+        """
         if isinstance(node, ast.Constant):
             return True, node.value
         if isinstance(node, ast.Name):
@@ -198,7 +204,9 @@ class _Check:
         if isinstance(node, ast.Attribute):
             found, owner = self._resolve(node.value)
             if found and isinstance(owner, ModuleType):
-                with contextlib.suppress(Exception):  # A module's own __getattr__ may raise any.
+                with contextlib.suppress(
+                    Exception
+                ):  # A module's own __getattr__ may raise anything.
                     return True, getattr(owner, node.attr)
         return False, None
 
@@ -235,7 +243,7 @@ class _Check:
             )
         try:
             spec = sys.modules.get(module) or importlib.util.find_spec(module)
-        except Exception as exc:  # Parent packages run their own code.
+        except Exception as exc:  # find_spec imports parent packages, which may raise anything.
             raise self._no_module(module, exc) from exc
         if spec is None:
             raise self._no_module(module, None)
@@ -258,13 +266,13 @@ class _Check:
 
 
 def check_kind(key: str, text: str, value: Any, fault: Any) -> None:
-    """Refuse the object behind a plain name if it cannot serve as ``key``.
+    """Raise an error if the object behind a plain name is unsuitable for ``key``.
 
     Args:
         key: A key of ``TrainConfig.references()``.
-        text: The expression, for the message.
-        value: What it stands for.
-        fault: Builds the error of a message and a hint.
+        text: Expression, for the message.
+        value: The object.
+        fault: Builds the error from a message and a hint.
     """
     if value is None:
         what = "holds nothing" if text != "None" else "is nothing"
@@ -342,7 +350,7 @@ def _check_data(key: str, text: str, value: Any, fault: Any) -> None:
 
 
 def _parts(text: str, value: Any) -> dict[str, Any]:
-    """Return the arrays that a pair or a dict of arrays consists of, else the value itself."""
+    """Split a pair or a dict of arrays into its arrays; return any other value as the only part."""
     pairs = (
         value.items()
         if isinstance(value, Mapping)
@@ -361,7 +369,7 @@ def _parts(text: str, value: Any) -> dict[str, Any]:
 def _has(owner: ModuleType, name: str) -> bool:
     try:
         return hasattr(owner, name)
-    except Exception:  # A module's own __getattr__ may raise anything; then the rank shall say so.
+    except Exception:  # A module's own __getattr__ may raise anything; the rank reports it.
         return True
 
 
@@ -374,7 +382,7 @@ def _kind(value: Any) -> str:
 
 
 def _misfit(function: Any, args: list[None], kwargs: dict[str, None]) -> str:
-    """Return why a call cannot be made, in Python's words, or an empty text."""
+    """Return Python's error message for a call with the wrong arguments; empty if they fit."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):

@@ -1,8 +1,8 @@
-"""What a job can be told: one frozen model, from which help, template and errors derive.
+"""Schema of a job: one frozen model, from which help, template and errors are derived.
 
-Field names are the words of Python and JSON; where the cell uses a shorter one, it is the alias
-(``batch.global``).
-Validation happens once, here; whoever holds a ``TrainConfig`` trusts it.
+Field names are those of Python and JSON; where the cell uses a shorter key, it is the alias
+(``batch.global``). All validation happens here, once, so that other modules can rely on a
+``TrainConfig``.
 """
 
 from __future__ import annotations
@@ -57,18 +57,18 @@ RESERVED_METRICS = frozenset(
         *("time", "data_s", "compute_s", "communication_s", "optimizer_s"),
     )
 )
-"""Columns of every history: a metric may not take their names."""
+"""Columns of every history, which metrics must not use as names."""
 
 
 DEFAULT_MAX_WORKERS = 4
-"""Of a pool that has as many, where ``workers.max`` is left out."""
+"""Default of ``workers.max``, for a pool with at least this many workers."""
 
 
 DEFAULT_BATCH_SIZE = 32
 
 
 class DataConfig(Section):
-    """Where the samples come from."""
+    """Source of the samples."""
 
     train: Annotated[Required, Field(examples=["train_set"])]
     """A data set, a pair of tensors, or a function that builds it on the worker."""
@@ -81,7 +81,7 @@ class DataConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """What updates the weights: a name of torch.optim with its options, or a reference."""
+    """Optimizer: a name of torch.optim with its options, or a reference."""
 
     name: Annotated[str | None, Field(examples=["AdamW"])] = "AdamW"
     """A name of torch.optim in any case, LAMB or LARS; None with ``reference``."""
@@ -110,6 +110,7 @@ class OptimizerConfig(Section):
             given["options"] = {**given.get("options", {}), **extra}
         if given.get("reference") is not None:
             given.setdefault("name", None)
+        # model_dump writes name: null with a reference; without one, the cell's name is empty.
         elif "name" in given and given["name"] is None:
             raise fault("optimizer.name is empty", hint="write for example {name: AdamW, lr: 3e-4}")
         if isinstance(given.get("name"), str):
@@ -150,7 +151,7 @@ DECAYS = ("none", "linear", "cosine")
 
 
 class ScheduleConfig(Section):
-    """How the learning rate changes while the job trains; counted in samples."""
+    """Learning rate schedule, counted in samples."""
 
     warmup: Annotated[Interval | None, Field(examples=["500 steps"])] = None
     """Steps or epochs over which it grows from nearly 0 to the optimizer's own."""
@@ -179,7 +180,7 @@ INSTEAD: dict[str, JsonValue] = {"instead_of": "global"}
 
 
 class BatchConfig(Section):
-    """How many samples make one step."""
+    """Number of samples in a step."""
 
     shorthand = "global"
 
@@ -202,6 +203,7 @@ class BatchConfig(Section):
         if not isinstance(data, Mapping):
             return data
         sizes = [
+            # Both spellings occur: the cell's key and, from model_dump, the field name.
             next((data[key] for key in keys if data.get(key) is not None), None)
             for keys in (("global", "global_batch_size"), ("per_worker", "per_worker_batch_size"))
         ]
@@ -233,7 +235,7 @@ class BatchConfig(Section):
         return self
 
     def size(self, world_size: int) -> int:
-        """Return the samples of a full step of so many ranks."""
+        """Return the number of samples in a full step of ``world_size`` ranks."""
         if self.per_worker_batch_size is not None:
             return self.per_worker_batch_size * world_size
         return self.global_batch_size or DEFAULT_BATCH_SIZE
@@ -259,7 +261,7 @@ RULES = ("none", "linear", "sqrt", "adascale")
 
 
 class ScalingConfig(Section):
-    """How the learning rate follows a batch that grows and shrinks with the workers."""
+    """Scaling of the learning rate with a batch that grows and shrinks with the workers."""
 
     rule: Annotated[
         Literal["none", "linear", "sqrt", "adascale"] | None, Field(examples=["auto"])
@@ -287,7 +289,7 @@ class ScalingConfig(Section):
 
 
 def _steps(value: Any) -> Any:
-    """Read '10 steps'; whoever writes a number alone means the same."""
+    """Read '10 steps'; a bare number passes through and means steps, too."""
     if not isinstance(value, str):
         return value
     parts = interval_parts(value)
@@ -303,7 +305,7 @@ NAN_ANSWERS = ("fail", "pause")
 
 
 class MetricConfig(Section):
-    """One number of each evaluation, and which way is better."""
+    """One number of each evaluation, and whether it is minimized or maximized."""
 
     metric: Annotated[str, Field(examples=["accuracy"])]
     """loss, or a name of metrics; of the evaluation."""
@@ -332,7 +334,7 @@ class MetricConfig(Section):
 
 
 class EarlyStoppingConfig(MetricConfig):
-    """When a job ends before its time, because it does not get better any more."""
+    """Condition for ending a job early, once its metric no longer improves."""
 
     patience: Annotated[int, Field(ge=1)] = 3
     """Evaluations in a row without an improvement after which the job ends."""
@@ -341,7 +343,7 @@ class EarlyStoppingConfig(MetricConfig):
 
 
 class CheckpointConfig(Section):
-    """Where and when the weights are kept."""
+    """Location and frequency of checkpoints."""
 
     to: Annotated[str | None, Field(examples=["checkpoints"])] = None
     """A folder or s3://bucket/prefix, where the job gets a folder; without it, its run folder."""
@@ -377,7 +379,7 @@ class CheckpointConfig(Section):
 
 
 class WorkersConfig(Section):
-    """How many workers may train at once."""
+    """Number of workers that may train at the same time."""
 
     shorthand = "max"
 
@@ -399,7 +401,7 @@ class WorkersConfig(Section):
 
 
 class ReproducibleConfig(Section):
-    """Results that are the same bit for bit, whatever the workers do."""
+    """Results that are bit-for-bit identical, regardless of the workers."""
 
     shards: Annotated[int | None, Field(ge=1, examples=[8])] = None
     """Pieces that every step is cut into; no more workers than that can train. The weights depend
@@ -407,7 +409,7 @@ class ReproducibleConfig(Section):
 
 
 class LogConfig(Section):
-    """What is written down while training."""
+    """Contents of the history and of the TensorBoard files."""
 
     every: Annotated[int, Field(ge=1, examples=["1 step"])] = 1
     """Steps between two rows of the history."""
@@ -423,11 +425,11 @@ class LogConfig(Section):
     @field_validator("tensorboard")
     @classmethod
     def _where_it_is(cls, value: bool | str) -> bool | str:
-        # The coordinator may run in another folder than the notebook.
+        # The coordinator may run in a different folder than the notebook.
         return str(Path(value).expanduser().absolute()) if isinstance(value, str) else value
 
     def tensorboard_of(self, job_id: str, run_dir: Path) -> Path | None:
-        """Return the folder of a job's event files; None without any."""
+        """Return the folder of a job's TensorBoard files, or None if they are disabled."""
         if not self.tensorboard:
             return None
         is_folder = isinstance(self.tensorboard, str)
@@ -435,7 +437,7 @@ class LogConfig(Section):
 
 
 class TrainConfig(Section):
-    """One job, as its cell says it, with every default filled in."""
+    """One job, as given in its cell, with every default filled in."""
 
     model: Annotated[Required, Field(examples=["Net()"])]
     """An nn.Module, its class, or a function that builds it on the worker."""
@@ -605,6 +607,7 @@ class TrainConfig(Section):
         self._check_reproducible()
         self._check_metric(self.checkpoint.best, ("checkpoint", "best"))
         self._check_metric(self.early_stopping, ("early_stopping",))
+        # Every step must have a sample for each of the workers that the job waits for.
         size, least = self.batch.size(self.workers.min), self.workers.min
         if size < least:
             raise fault(
@@ -634,7 +637,7 @@ class TrainConfig(Section):
             )
 
     def _check_metric(self, asked: MetricConfig | None, path: tuple[str, ...]) -> None:
-        """Refuse what no evaluation would ever tell."""
+        """Reject a metric that no evaluation would ever report."""
         if asked is None:
             return
         key = ".".join(path)
@@ -646,7 +649,7 @@ class TrainConfig(Section):
                 at_key=True,
             )
         known = ["loss", *self.metrics]
-        # What step returns beside the loss is seen on the worker.
+        # The other metrics that step returns are known only on the worker.
         if self.step is None and asked.metric not in known:
             hint = did_you_mean(asked.metric, known)
             raise fault(
@@ -699,7 +702,7 @@ class TrainConfig(Section):
             )
 
     def _check_reproducible(self) -> None:
-        """Refuse what would make the weights depend on the machine."""
+        """Reject options that would make the weights depend on the machine."""
         if self.reproducible is None:
             return
         if self.batch.micro_batch_size == "auto":
@@ -731,6 +734,7 @@ class TrainConfig(Section):
                 hint=f"write shards: {size} or less, or batch: {{global: {shards}}} or more",
                 path=path,
             )
+        # Without max, max_workers() never exceeds the shards; only min can be too large.
         name, most = "max", self.workers.max
         if most is None:
             name, most = "min", self.workers.min
@@ -743,7 +747,7 @@ class TrainConfig(Section):
             )
 
     def references(self) -> dict[str, str]:
-        """Return every expression by its key, ``{"data.train": "train_set", ...}``."""
+        """Return all expressions by key, for example ``{"data.train": "train_set"}``."""
         found = {
             "model": self.model,
             "data.train": self.data.train,
@@ -758,10 +762,11 @@ class TrainConfig(Section):
         return {key: text for key, text in found.items() if text is not None}
 
     def num_shards(self) -> int | None:
-        """Return into how many shards every step is cut; None without ``reproducible``.
+        """Return the number of shards in a step; None without ``reproducible``.
 
-        ``true`` means the smallest power of two that gives ``workers.max`` workers one each, or
-        four where that is not given: it depends on the cell alone, never on the machine.
+        ``true`` selects the smallest power of two that gives each of ``workers.max`` workers a
+        shard. If ``workers.max`` is omitted, four workers are assumed, so that the number depends
+        on the cell only and never on the machine.
         """
         if self.reproducible is None:
             return None
@@ -771,10 +776,10 @@ class TrainConfig(Section):
         return min(1 << (most - 1).bit_length(), self.batch.size(1))
 
     def max_workers(self, cores: int | None = None) -> int:
-        """Return the most workers that can have work: a sample, or a shard, of every step.
+        """Return the largest number of workers that each get a sample, or a shard, of every step.
 
         Args:
-            cores: Cores of the pool's machine; None asks this one.
+            cores: Cores of the pool's machine; None uses those of this one.
         """
         if cores is None:
             cores = (

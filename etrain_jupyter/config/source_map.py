@@ -1,4 +1,4 @@
-"""Where each key and value of a cell stands, so that whoever finds a fault can point at it."""
+"""Source positions of the keys and values of a cell, for error messages."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ Path = tuple[str | int, ...]
 """Keys from the top of the body, as the cell spells them: ``("batch", "global")``."""
 
 LINE_BREAK = re.compile("\r\n|[\n\r\x85\u2028\u2029]")
-"""What ends a line in YAML; ``str.splitlines`` knows more, and would then count otherwise than the
-parser."""
+"""Line breaks in YAML. ``str.splitlines`` splits at more characters, so its line numbers would
+differ from the parser's."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """A stretch of one line of the cell."""
+    """A part of one line of the cell."""
 
     line: int
-    """From 1, the ``%%etrain`` line."""
+    """Counted from 1, which is the ``%%etrain`` line."""
     column: int
-    """From 1."""
+    """Counted from 1."""
     length: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceMap:
-    """Lines of a cell and the places of its keys and values; empty for a mapping from Python."""
+    """Lines of a cell and positions of its keys and values; empty for a mapping from Python."""
 
     lines: tuple[str, ...] = ()
     """Line 1 is the ``%%etrain`` line."""
     keys: Mapping[Path, Span] = field(default_factory=lambda: MappingProxyType({}))
     values: Mapping[Path, Span] = field(default_factory=lambda: MappingProxyType({}))
     computed: frozenset[Path] = frozenset()
-    """Values that ``!py`` returned: there an object may stand itself instead of its name."""
+    """Values that ``!py`` returned; they may contain objects instead of names."""
 
     def error(
         self,
@@ -50,15 +50,15 @@ class SourceMap:
         at_key: bool = False,
         inside: tuple[int, int] | None = None,
     ) -> ConfigError:
-        """Build the error for the key or value at ``path``, pointing at it where there is a cell.
+        """Build the error for ``path``, with its position if there is a cell.
 
         Args:
-            path: Where; what is not in the cell points at the nearest group around it, at last at
-                line 1.
-            message: What is wrong, with its values.
-            hint: What to type instead.
-            at_key: Point at the key and not at its value.
-            inside: Offset and length within the value's text, to point at a part of it.
+            path: Key or value. If it is not in the cell, the error points at the nearest enclosing
+                group, or else at line 1.
+            message: Description of the error, including the invalid value.
+            hint: Suggested fix.
+            at_key: Point at the key instead of its value.
+            inside: Offset and length of the invalid part within the value's text.
         """
         if not self.lines:
             return ConfigError(message, path=path, hint=hint)
@@ -68,12 +68,13 @@ class SourceMap:
         return self.error_at(span, message, path=path, hint=hint)
 
     def error_at(self, span: Span, message: str, *, path: Path = (), hint: str = "") -> CellError:
-        """Build the error for a place that the caller knows."""
+        """Build the error for a known position."""
         return CellError(
             message,
             line=span.line,
             column=span.column,
-            # A tab is one column, and must be one character wide for the carets to stand under it.
+            # Columns count a tab as one, so it must be printed one character wide for the carets to
+            # line up.
             text=self.text_of(span.line).replace("\t", " ").rstrip(),
             length=span.length,
             path=path,
@@ -81,16 +82,16 @@ class SourceMap:
         )
 
     def without(self, flags: Mapping[str, Any]) -> SourceMap:
-        """Forget the places of what flags of the first line set: their faults belong to line 1."""
+        """Drop the positions of values that flags override: errors then point at line 1."""
         gone = {(key,) for key, value in flags.items() if not isinstance(value, Mapping)}
         keys = {path: span for path, span in self.keys.items() if path[:1] not in gone}
         values = {path: span for path, span in self.values.items() if path[:1] not in gone}
         return replace(self, keys=keys, values=values)
 
     def below(self, path: Path) -> SourceMap:
-        """Return the places of what stands below ``path``, as if that were the top.
+        """Return the positions below ``path``, relative to it.
 
-        What is not there points at the key of ``path``.
+        Errors about missing keys then point at the key of ``path``.
         """
         depth = len(path)
         keys = {known[depth:]: span for known, span in self.keys.items() if known[:depth] == path}
@@ -98,7 +99,7 @@ class SourceMap:
         return replace(self, keys=keys, values=values)
 
     def span_of(self, path: Path, *, at_key: bool = False) -> Span:
-        """Return the place of ``path``, or of the nearest group around it that the cell has."""
+        """Return the position of ``path``, or of the nearest enclosing group in the cell."""
         first, second = (self.keys, self.values) if at_key else (self.values, self.keys)
         span = first.get(path) or second.get(path)
         for depth in range(len(path) - 1, 0, -1):
@@ -106,18 +107,18 @@ class SourceMap:
                 break
             span = self.keys.get(path[:depth])
         if span is None:
-            span = self.keys.get(())  # of a part of a file, see ``below``
+            span = self.keys.get(())  # set for a part of a file, see ``below``
         if span is None:
             return Span(line=1, column=1, length=len(self.text_of(1).rstrip()) or 1)
         return span
 
     def text_of(self, line: int) -> str:
-        """Return a line of the cell, or an empty text if there is none."""
+        """Return a line of the cell; empty if the number is out of range."""
         return self.lines[line - 1] if 0 < line <= len(self.lines) else ""
 
     def _narrow(self, span: Span, path: Path, offset: int, length: int) -> Span:
-        # Quotes, escapes and folded lines shift the value against its text: then point at the whole
-        # of it.
+        # Quotes, escapes and folded lines shift positions in the source against those in the value.
+        # If the shift is unknown, point at the whole value.
         start = span.column - 1
         text = self.text_of(span.line)[start : start + span.length]
         quoted = text[:1] in ("'", '"')
@@ -130,11 +131,11 @@ class SourceMap:
 
 
 NOWHERE = SourceMap()
-"""For a mapping from Python: errors carry the path only."""
+"""Source map of a mapping from Python: errors contain the path only."""
 
 
 def nearest(word: str, names: Iterable[str], *, count: int = 1) -> list[str]:
-    """Return the names that ``word`` may have meant, likeliest first; case does not count.
+    """Return the names most similar to ``word``, best match first, ignoring case.
 
     >>> nearest("optimiser", ["epochs", "optimizer"])
     ['optimizer']
@@ -147,13 +148,13 @@ def nearest(word: str, names: Iterable[str], *, count: int = 1) -> list[str]:
 
 
 def did_you_mean(word: str, names: Iterable[str], *, count: int = 1) -> str:
-    """Return ``did you mean 'optimizer'?``, or an empty text if nothing is near."""
+    """Return ``did you mean 'optimizer'?``, or an empty text if no name is similar."""
     found = [f"'{name}'" for name in nearest(word, names, count=count)]
     return f"did you mean {' or '.join(found)}?" if found else ""
 
 
 def in_words(value: Any) -> str:
-    """Name a value as a person would: ``the text 'three'``, ``the number 3``, ``a list``."""
+    """Describe a value for an error message: ``the text 'three'``, ``the number 3``, ``a list``."""
     if value is None:
         return "empty"
     if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""What ``checkpoint.to`` may say besides a folder: ``s3://bucket/prefix``."""
+"""Parser for the S3 form of ``checkpoint.to``: ``s3://bucket/prefix``."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _PREFIX = re.compile(r"[A-Za-z0-9!_.*'()=+@,: /-]*")
 
 
 def split_s3_url(url: str) -> tuple[str, str]:
-    """Return bucket and prefix; the prefix has no ``/`` at its ends.
+    """Return bucket and prefix, without ``/`` at either end of the prefix.
 
     Raises:
-        ValueError: If it is no such URL, in words that follow on its name. They do not repeat
-            what could be a secret.
+        ValueError: If the URL is invalid. The message continues a sentence that begins with the
+            key, and omits everything that could be a secret.
 
     >>> split_s3_url("s3://my-bucket/runs/mine/")
     ('my-bucket', 'runs/mine')

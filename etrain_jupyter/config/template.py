@@ -1,4 +1,4 @@
-"""A body to start from, printed from the schema: every key, its default, and what it means."""
+"""Template for a cell's body, generated from the schema: every key, its default and its meaning."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from etrain_jupyter.config.schema import OptimizerConfig, TrainConfig
 from etrain_jupyter.config.vocabulary import DEFAULT_LR
 
 COMMENT_COLUMN = 40
-"""Where the meanings begin, so that they stand under each other."""
+"""Column of the comments, so that they line up."""
 
 
 def template() -> str:
     """Return a commented body for ``%%etrain distributed``.
 
-    What must be given is there, and so is loss; ``# key: value`` is a default that can be changed
-    once the ``# `` is removed; ``# or`` is an alternative to the line above.
+    Required keys and the loss are active lines. ``# key: value`` shows a default; remove the ``# ``
+    to change it. ``# or`` marks an alternative to the line above.
     """
     return "\n".join(_section(TrainConfig)) + "\n"
 
 
 def _section(section: type[Section], *, indent: str = "", off: bool = False) -> Iterator[str]:
-    """Yield the lines of a group; within one that is ``off``, so are all of its keys."""
+    """Yield the lines of a group; ``off`` comments out all of its keys."""
     for name, info in section.model_fields.items():
         key, kind = info.alias or name, info.annotation
         mark = _mark(info)
         if mark in ("", "# "):
-            # One column for the marks of a block, so that an editor can take all of them away.
+            # Put the marks of a block in one column, so that an editor can uncomment all of them.
             start = f"# {indent}" if off else f"{indent}{mark}"
         else:
             start = f"{indent}{mark}"
@@ -43,6 +43,7 @@ def _section(section: type[Section], *, indent: str = "", off: bool = False) -> 
             yield _line(f"{start}{key}:", info)
             yield from _section(kind, indent=indent + "  ", off=bool(mark))
         else:
+            # Some defaults, such as None, would not show which values the key accepts.
             shown = info.examples[0] if info.examples else info.default
             yield _line(f"{start}{key}: {yaml_of(shown)}", info)
 

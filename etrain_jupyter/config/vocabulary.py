@@ -1,6 +1,6 @@
-"""Names that are known as literals: those of torch.optim, and the keys of other systems.
+"""Names known without an import: the optimizers of torch.optim, and keys of other systems.
 
-The kernel checks a cell without importing torch; a test compares the literals with it.
+The kernel checks a cell without importing torch; a test compares these literals with torch.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ DEFAULT_LR = {
     "Rprop": 0.01,
     "SGD": 0.001,
 }
-"""The names that can be asked for, each with torch's own default learning rate."""
+"""Available optimizers, with torch's default learning rates."""
 
 EXTRA_LR = {"LAMB": 0.001, "LARS": 0.001}
-"""Names that the optional package pytorch-optimizer brings, and its default learning rates."""
+"""Optimizers of the optional package pytorch-optimizer, with its default learning rates."""
 
 NAMED_LR = DEFAULT_LR | EXTRA_LR
-"""All names that can be asked for."""
+"""All available optimizers."""
 
 REFUSED = {
     "LBFGS": "it evaluates the loss several times a step, which one exchange of gradients cannot "
     "serve",
     "SparseAdam": "it needs sparse gradients, which are not exchanged between workers",
 }
-"""Names of torch.optim that cannot be had, and why."""
+"""Unsupported optimizers of torch.optim, and the reasons."""
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 OTHER_PRECISIONS = {
@@ -47,7 +47,7 @@ OTHER_PRECISIONS = {
     **dict.fromkeys(("bfloat16", "bf16-mixed", "mixed", "torch.bfloat16"), "bf16"),
     **dict.fromkeys(("float16", "16", "half", "f16", "16-mixed", "torch.float16"), "fp16"),
 }
-"""How others call them."""
+"""Names of the precisions in other systems."""
 
 _COMMON = "foreach maximize differentiable "
 _OPTIONS = {
@@ -69,7 +69,7 @@ _OPTIONS = {
     "SGD": _COMMON + "momentum dampening weight_decay nesterov fused",
 }
 OPTIONS = {name: frozenset(words.split()) for name, words in _OPTIONS.items()}
-"""The keywords of each, besides ``params`` and ``lr``."""
+"""Keywords of each optimizer, in addition to ``params`` and ``lr``."""
 
 
 SWITCHES = frozenset(
@@ -79,17 +79,17 @@ SWITCHES = frozenset(
         *("pre_norm", "rectify", "weight_decouple"),
     )
 )
-"""Those of the keywords that are true or false."""
+"""Keywords that are true or false."""
 
 
 def find_optimizer(text: str) -> str:
-    """Return the name that ``text`` spells in any case, or ``text`` itself if it is none."""
+    """Return the optimizer that ``text`` names, ignoring case; ``text`` itself if it is unknown."""
     known = [*NAMED_LR, *REFUSED]
     return next((name for name in known if name.casefold() == text.strip().casefold()), text)
 
 
 def check_options(name: str, options: Mapping[str, Any], fault: Callable[..., Exception]) -> None:
-    """Refuse a keyword that optimizer ``name`` does not take, or a value that is no plain one."""
+    """Reject keywords that optimizer ``name`` does not have, and values other than plain ones."""
     for key, value in options.items():
         path = ("optimizer", key)
         if key not in OPTIONS[name]:
@@ -202,4 +202,4 @@ _ANSWERS: dict[str, str] = {
 KNOWN_ELSEWHERE: dict[str, str] = dict(
     chain.from_iterable(((key, text) for key in keys.split()) for keys, text in _ANSWERS.items())
 )
-"""Dotted key, as somebody may type it, to what to type here."""
+"""Maps a dotted key of another system to a hint about the equivalent key."""

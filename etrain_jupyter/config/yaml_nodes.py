@@ -1,11 +1,9 @@
-"""The body of a cell as plain data, with the place of every key and value.
+"""Read YAML into plain data, with the position of every key and value.
 
 PyYAML implements YAML 1.1, in which ``3e-4`` is a text, ``no`` is false, ``12:30:00`` is 45000,
-``017`` is 15 and a key
-that is given twice silently counts once. Its parser is used up to the nodes, which know their
-places; the meaning of
-scalars is that of the core schema of YAML 1.2. Cells have one tag, ``!py``: a Python expression
-over the notebook's names. Files have none.
+``017`` is 15, and a repeated key silently overwrites the first one. This module uses only its
+parser, up to the nodes, which have positions. Scalars are resolved by the core schema of YAML 1.2.
+Cells allow one tag, ``!py``: a Python expression over the notebook's names. Files allow no tags.
 """
 
 from __future__ import annotations
@@ -33,7 +31,8 @@ from etrain_jupyter.errors import CellError
 
 PY_TAG = "!py"
 MOST_VALUES = 50_000
-"""More than any cell or file of ours holds, and little enough to be read in a second."""
+"""Upper limit of values in a text: more than any real cell or file has, and few enough to be read
+within a second."""
 _CORE = "tag:yaml.org,2002:"
 _ADVICE = (
     (
@@ -55,7 +54,7 @@ _ADVICE = (
 
 
 class _Resolver(BaseResolver):
-    """Scalars as in the core schema of YAML 1.2."""
+    """Scalar resolver for the core schema of YAML 1.2."""
 
 
 for _name, _pattern, _first in (
@@ -73,7 +72,7 @@ for _name, _pattern, _first in (
 
 
 class _Loader(Reader, Scanner, Parser, Composer, _Resolver):
-    """PyYAML up to the nodes: it constructs nothing."""
+    """PyYAML's loader without the constructor: it stops at the nodes."""
 
     def __init__(self, text: str) -> None:
         Reader.__init__(self, text)
@@ -91,26 +90,27 @@ def load_body(
     Args:
         body: The cell without its first line.
         namespace: The notebook's names, for ``!py``.
-        first_line: The ``%%etrain`` line, which is line 1 of what errors point at.
+        first_line: The ``%%etrain`` line, which is line 1 in error messages.
 
     Returns:
-        Plain data (None for an empty body), and where its parts stand.
+        Plain data (None for an empty body), and the positions of its parts.
 
     Raises:
-        CellError: If it is no YAML, holds a key twice, another tag than ``!py``, or ``!py`` fails.
+        CellError: If the body is invalid YAML, repeats a key, has a tag other than ``!py``, or
+            ``!py`` raises.
     """
     lines = (first_line or "%%etrain", *LINE_BREAK.split(body))
     return _load(body, lines, first_line_number=2, namespace=namespace)
 
 
 def load_file(text: str) -> tuple[Any, SourceMap]:
-    """Read a whole file: values only, since somebody else may have written it.
+    """Read a whole file. It may contain values only, since its author need not be trusted.
 
     Returns:
-        Plain data (None for an empty file), and where its parts stand.
+        Plain data (None for an empty file), and the positions of its parts.
 
     Raises:
-        CellError: If it is no YAML, holds a key twice or any tag, ``!py`` included.
+        CellError: If the file is invalid YAML, repeats a key, or has any tag, ``!py`` included.
     """
     lines = tuple(LINE_BREAK.split(text))
     return _load(text, lines, first_line_number=1, namespace=None)
@@ -140,7 +140,7 @@ def _load(
 
 
 class _NodeReader:
-    """Turns nodes into plain data and remembers where they stood."""
+    """Convert nodes to plain data and record their positions."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class _NodeReader:
         first_line_number: int,
         namespace: Mapping[str, Any] | None,
     ) -> None:
-        """``namespace``: names for ``!py``; None refuses the tag."""
+        """Create a reader; ``namespace`` has the names for ``!py``, and None rejects that tag."""
         self._body = body
         self._first = first_line_number
         self._namespace = namespace
@@ -161,11 +161,11 @@ class _NodeReader:
         self.source = SourceMap(lines=lines, keys=self._keys, values=self._values)
 
     def read(self, node: yaml.Node, path: Path) -> Any:
-        """Return the value of a node, and note its place under ``path``."""
+        """Return the value of a node, and record its position under ``path``."""
         self._values[path] = self._span(node)
         self._num_read += 1
         if self._num_read > MOST_VALUES:
-            # Some hundred bytes of aliases of aliases unfold to more than any memory holds.
+            # A few hundred bytes of nested aliases can expand to more values than fit into memory.
             raise self._error(node, f"the text holds more than {MOST_VALUES:,} values", path)
         if id(node) in self._open:
             raise self._error(node, "this alias stands inside the value that it repeats", path)
@@ -236,7 +236,8 @@ class _NodeReader:
                 node, "!py without an expression", path, "write !py name_in_the_notebook"
             )
         try:
-            # A fresh dict, so that an assignment expression leaves the notebook's names alone.
+            # Evaluate in a copy, so that an assignment expression does not change the notebook's
+            # names.
             return eval(compile(text.strip(), "<!py>", "eval"), dict(self._namespace))
         except SyntaxError as exc:
             span = self._inside(node, text, (exc.offset or 1) - 1)
@@ -249,7 +250,7 @@ class _NodeReader:
             raise self._error(
                 node, message, path, hint or "run the cell that defines it first"
             ) from exc
-        except Exception as exc:  # The user's own code: whatever it raises belongs to this place.
+        except Exception as exc:  # The user's code may raise anything; point at it.
             message = f"!py {text} raised {type(exc).__name__}: {exc}"
             raise self._error(node, message, path) from exc
 
@@ -274,20 +275,21 @@ class _NodeReader:
         else:
             text = self.source.text_of(start.line + self._first)
             length = len(text.split(" #")[0].rstrip()) - start.column
-        # Marks count from 0.
+        # PyYAML's marks count from 0.
         return Span(line=start.line + self._first, column=start.column + 1, length=max(1, length))
 
     def _inside(self, node: yaml.ScalarNode, text: str, offset: int) -> Span:
         span = self._span(node)
         written = self._body[node.start_mark.index : node.end_mark.index]
         begin = written.find(text)
+        # Escapes or line breaks shift the offset: point at the whole expression.
         if begin < 0 or "\n" in written or offset >= len(text):
             return span
         return Span(line=span.line, column=span.column + begin + offset)
 
 
 def visible_names(namespace: Mapping[str, Any]) -> list[str]:
-    """Return the names that a user may have meant: not IPython's history, nor private ones.
+    """Return the names to suggest to a user: neither private ones nor IPython's own.
 
     >>> visible_names({"net": 1, "_i3": "", "In": [], "quit": 0})
     ['net']
@@ -336,9 +338,12 @@ def _syntax_error(
     line, column = mark.line + first_line_number, mark.column + 1
     at_end = line > len(lines) or not lines[line - 1].strip() or "unexpected end" in problem
     if at_end and exc.context_mark is not None:
-        # The fault shows at the end of the body, or on an empty line: point at where it began.
+        # The parser notices the error at the end of the body or on an empty line: point at its
+        # start.
         line = exc.context_mark.line + first_line_number
         column = exc.context_mark.column + 1
+    # Without its ':', 'epochs 3' continues on the next line, where the parser then reports the
+    # error. Point at the line that lacks the colon.
     if "mapping values" in problem and _lacks_colon(lines, line - 1, first_line_number):
         line, column, problem = line - 1, 1, "this line has no ':'"
         hint = "write 'key: value', with a space after the colon"
@@ -348,7 +353,7 @@ def _syntax_error(
 
 
 def _lacks_colon(lines: tuple[str, ...], line: int, first: int) -> bool:
-    """Tell whether a line reads on into the next one, which was meant as a line of its own."""
+    """Return whether YAML joins a line with the next one, which was meant as a separate key."""
     text, following = lines[line - 1], lines[line]
     same_column = len(text) - len(text.lstrip()) == len(following) - len(following.lstrip())
     return line >= first and same_column and bool(text.strip()) and ":" not in text

@@ -268,7 +268,7 @@ def _is_log_line(line: bytes) -> bool:
 
 
 def _fits(event: StepCompleted) -> bool:
-    """Whether columns reproduce this step exactly."""
+    """Return whether columns reproduce this step exactly."""
     values = vars(event)
     for name, kind in step_columns().items():
         value = values[name]
@@ -370,7 +370,7 @@ class Events(Sequence[Event]):
         yield from tail
 
     def is_dense_from(self, seq: int) -> bool:
-        """Whether they are numbered from ``seq`` on without gaps."""
+        """Return whether they are numbered from ``seq`` on without gaps."""
         for block in self._blocks:
             if block.first_seq != seq:
                 return False

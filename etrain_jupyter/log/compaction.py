@@ -1,8 +1,8 @@
 """Write segments of a log: ``python -m etrain_jupyter.log.compaction LOG``, and its starter.
 
-It runs in a separate process, because the coordinator runs in a scheduler, which must answer its
-workers meanwhile. It needs nothing from the coordinator but the log, may be killed at any time, and
-is started again when the log has grown by another segment.
+Compaction runs in a separate process, because the coordinator's scheduler must stay responsive. It
+needs only the log, may be killed at any time, and is started again when the log has grown by
+another segment.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NICENESS = 10
 
 
 class Compactor:
-    """Starts a process that writes segments as a log grows, one at a time.
+    """Start a process that writes segments as a log grows, one at a time.
 
     Args:
         log_path: The log.
@@ -33,7 +33,7 @@ class Compactor:
         self._log_path = log_path
         self._work = work or compact_elsewhere
         self._thread: threading.Thread | None = None
-        # The first process finds out which segments exist.
+        # Segments may already exist; the first process checks which are missing.
         self._due = EVENTS_PER_SEGMENT
 
     def look(self, last_seq: int) -> None:

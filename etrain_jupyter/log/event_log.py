@@ -43,7 +43,7 @@ from etrain_jupyter.log.events import (
 from etrain_jupyter.untrusted import open_regular
 
 LOG_FILE = "events.jsonl"
-"""Its name in the folder of a job."""
+"""Name of the log in the folder of a job."""
 
 DURABLE = (
     BestReached,
@@ -65,7 +65,7 @@ the garbage collector visit hundreds of thousands of dicts repeatedly."""
 _READ_BYTES = 1024 * 1024
 
 _LONGEST_LINE = 64 * 1024 * 1024
-"""No event is this long; a file without line ends would be read into memory as a whole."""
+"""Maximum length of a line. Without it, a file without line ends would be read into memory."""
 
 _OPEN_FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 """A symbolic link or a named pipe in place of the log is rejected, never written to."""
@@ -113,7 +113,7 @@ class EventLog:
             os.close(self._file)
             raise
         self._is_torn = False
-        """Whether bytes may follow the last whole line, because truncating the file failed."""
+        """True if bytes may follow the last whole line, because truncating the file failed."""
         self._synced_at = clock()
         self._is_synced = True
 
@@ -209,7 +209,7 @@ def _lines_of(events: list[Event]) -> bytes:
 
 
 class LogReader:
-    """Follows a log that another process writes: each ``read`` returns the new events.
+    """Follow a log that another process writes: each ``read`` returns the new events.
 
     It keeps a byte offset and no open file, so it needs no closing.
 

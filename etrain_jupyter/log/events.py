@@ -256,9 +256,9 @@ class StepCompleted(Event):
     metrics: dict[str, float] = field(default_factory=dict)
     """Mean over the step's samples of each metric."""
     ranks_agree: bool = True
-    """Whether all ranks had the same weights, according to the fingerprints of this step."""
+    """True if all ranks had the same weights, according to the fingerprints of this step."""
     skipped: bool = False
-    """Whether the gradients overflowed in fp16, so that no rank changed its weights."""
+    """True if the gradients overflowed in fp16, so that no rank changed its weights."""
     data_s: float = 0.0
     """Seconds for which rank 0 waited for its samples."""
     compute_s: float = 0.0

@@ -1,8 +1,8 @@
 """Fold a job's events into one record: everything that its log says about the job.
 
-The scheduler folds the events that it appends; whoever resumes a job, takes it over from a dead
-scheduler, audits it or shows it folds the same log and gets the same record. What can be derived
-from events is kept nowhere else.
+The scheduler folds the events that it appends. Resuming a job, taking it over from a dead
+scheduler, auditing it and showing it all fold the same log and get the same record. Data that can
+be derived from events is stored nowhere else.
 
 An example of the fields that a restored checkpoint moves::
 
@@ -52,7 +52,7 @@ from etrain_jupyter.log.events import (
 )
 
 NOT_BEGUN = 2**53
-"""Start of a generation that has not shown where it begins: it may still load a checkpoint."""
+"""Start of a generation without events: it may still load a checkpoint."""
 
 KEEP_SAVED = 8
 """Durable checkpoints to remember, in case the job goes back behind the newest ones."""
@@ -60,7 +60,7 @@ KEEP_SAVED = 8
 
 @dataclass(kw_only=True)
 class JobRecord:
-    """What is known of a job from its log. ``apply`` adds one event, in the order of the log.
+    """Record of a job, built from its log. ``apply`` adds one event, in the order of the log.
 
     The record changes in place, because a log may have a million events. Any split of a log gives
     the same record: a prefix and then the rest, single events or blocks of steps.
@@ -81,13 +81,13 @@ class JobRecord:
     plan: JobPlanned | None = None
     """The newest plan."""
     is_planned: bool = False
-    """Whether ``plan`` belongs to the current attempt: False from a resume until the next plan."""
+    """True if ``plan`` belongs to the current attempt: False from a resume until the next plan."""
     num_samples_before: int = 0
     """Training samples in the plan of the previous attempt; 0 without one."""
     cost: CostUpdated | None = None
     """The newest cost; None if the pool knows no prices."""
     user_error: UserErrorRaised | None = None
-    """What failed the current attempt."""
+    """Error that failed the current attempt."""
     early_stop: EarlyStopped | None = None
     """The decision to end the current attempt early."""
 
@@ -132,9 +132,9 @@ class JobRecord:
     ranks: tuple[str, ...] = ()
     """Workers of the newest generation in rank order; empty after a resume."""
     is_ready: bool = False
-    """Whether all its ranks have stepped."""
+    """True if all its ranks have stepped."""
     has_trained: bool = False
-    """Whether all ranks of any generation have stepped."""
+    """True if all ranks of any generation have stepped."""
     backend: str = "gloo"
     """The backend that sums its gradients."""
     restored_in: int = 0
@@ -167,7 +167,7 @@ class JobRecord:
 
     @property
     def is_terminal(self) -> bool:
-        """Whether the job has ended."""
+        """True if the job has ended."""
         return self.status in TERMINAL_STATUSES
 
     @property
@@ -276,7 +276,7 @@ class JobRecord:
         return self
 
     def started_from(self, step: int) -> None:
-        """Note where the newest generation begins, if it restores no checkpoint.
+        """Record where the newest generation begins, if it restores no checkpoint.
 
         The scheduler knows that when it forms the generation. The log shows it only with the
         generation's first event, because a generation may also die while it loads a checkpoint.
@@ -303,8 +303,8 @@ class JobRecord:
         self._present = frozenset(event.ranks)
         self.backend = event.backend or self.backend
         self._planned_start = event.step
-        # Where it begins is known when it has done something: it may die while it loads a
-        # checkpoint. But no later checkpoint than its first step belongs to the job any more.
+        # The generation may die while it loads a checkpoint, so its start is recorded with its
+        # first event. But checkpoints after its first step are no longer part of the job.
         self._drop_saved_after(event.step)
 
     def _apply_restored(self, event: JobRestored) -> None:
@@ -344,12 +344,12 @@ class JobRecord:
         self._count_if_paused()
 
     def _count_if_paused(self) -> None:
-        # In any other status the next generation has the number of ranks.
+        # In any other status, the next generation event has the number of ranks.
         if self.status == "paused" and self._present is not None:
             self.world_size = len(self._present)
 
     def _begin(self, generation: int, step: int) -> None:
-        """Note where a generation has begun; only the newest one's start may be unknown."""
+        """Record where a generation began; only the newest one's start may be unknown."""
         if generation == self.generation:
             self._starts.setdefault(generation, step)
 

@@ -184,7 +184,10 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def _holds(block: Block, events: list[Event]) -> bool:
-    """Whether a block reproduces these events; compared by ``repr``, since NaN equals nothing."""
+    """Return whether a block reproduces these events.
+
+    They are compared by ``repr``, because NaN is not equal to itself.
+    """
     pairs = zip(block.events(), events, strict=True)
     return block.num_events == len(events) and all(repr(one) == repr(two) for one, two in pairs)
 
@@ -241,7 +244,7 @@ def _block_in(file: Any) -> Block:
 
 
 def _is_in_log(place: SegmentLocation, log_path: Path) -> bool:
-    """Whether a log has these lines, according to the last one."""
+    """Return whether a log has these lines, according to the last one."""
     with open_regular(log_path) as file:
         start = max(0, place.begin, place.end - _LONGEST_LOOK)
         file.seek(start)

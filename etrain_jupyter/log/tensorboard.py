@@ -1,12 +1,12 @@
 """Write a job's log as TensorBoard event files: ``python -m etrain_jupyter.log.tensorboard``.
 
-They are written from the durable log and not by a rank: rank 0 may die and change, and the job may
-not keep the step that it would have written. The log has each step once, and records when the job
-went back; a ``START`` record makes TensorBoard forget the steps from there on. The files are a
-function of the log: if a writer is killed, its successor writes a file of its own, which first
-makes TensorBoard forget everything from step 0.
+The files are written from the durable log and not by a rank: rank 0 may die or change, and the job
+may undo a step that rank 0 would already have written. The log has each step once and records when
+the job went back; a ``START`` record makes TensorBoard drop the steps from there on. The files
+depend on the log only: if a writer is killed, its successor writes a new file that first makes
+TensorBoard drop everything from step 0.
 
-It runs in a separate process next to the coordinator, which must answer its workers, and does not
+The writer is a separate process next to the coordinator, which must stay responsive. It does not
 load torch: ``torch.utils.tensorboard`` only wraps ``EventFileWriter`` of the package tensorboard.
 """
 
@@ -34,7 +34,7 @@ from etrain_jupyter.log.events import (
 )
 
 SUFFIX = ".etrain"
-"""Suffix of our files; other files in the folder are left alone."""
+"""Suffix of the files of this package; other files in the folder are not touched."""
 POLL_S = 1.0
 LINGER_S = 2.0
 """Seconds to wait after the job's end for late messages of its workers."""
@@ -72,7 +72,10 @@ def scalars_of(event: StepCompleted | EvalCompleted) -> dict[str, float]:
 
 
 class TensorBoardFiles:
-    """Writes a job's events, in order, into a folder, and replaces our earlier files there."""
+    """Write a job's events, in order, into a folder.
+
+    Earlier files of this package in the folder are replaced.
+    """
 
     def __init__(self, folder: Path) -> None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -187,7 +190,7 @@ def follow_elsewhere(
 
     Args:
         log_path: The log.
-        folder: Where the event files go.
+        folder: Folder for the event files.
         on_failure: Called with the last line of output of a process that failed, from the thread
             ``etrain-tensorboard-<job>``, which this returns.
     """

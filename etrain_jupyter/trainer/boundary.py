@@ -22,7 +22,7 @@ class Boundary:
 
 
 class BoundaryHooks(Protocol):
-    """What a training loop calls at the boundaries of a generation, in its main thread."""
+    """Methods that a training loop calls at the boundaries of a generation, in its main thread."""
 
     def wants_save(self, before: Mark, after: Mark) -> bool:
         """Return True if rank 0 wants all ranks to write a checkpoint of the state after a step.

@@ -130,7 +130,7 @@ class ColumnSource:
                 yield rows.numpy(), tuple(v[rows] for v in self._columns)
 
     def close(self) -> None:
-        """Do nothing: there is no loader process."""
+        """Do nothing: this source has no loader processes."""
 
 
 class ItemSource:

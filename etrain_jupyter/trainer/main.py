@@ -1,7 +1,6 @@
-"""Entry point of a trainer: ``python -m etrain_jupyter.trainer.main CHANNEL_FD PROGRESS_FD``.
+"""Entry point of the trainer: ``python -m etrain_jupyter.trainer.main CHANNEL_FD PROGRESS_FD``.
 
-The process imports everything heavy, reports that it is ready, and waits as a warm spare until it
-gets a job.
+The process imports torch, reports that it is ready, and waits as a warm spare for a job.
 """
 
 from __future__ import annotations
@@ -24,36 +23,36 @@ from etrain_jupyter.wire.progress_page import ProgressPage, start_pulse
 _PR_SET_PDEATHSIG = 1
 
 MAX_DESCRIPTORS = 2**20
-"""Sufficient for every job. Without a limit, programs that close every possible descriptor would
-take minutes."""
+"""Upper bound of the descriptor limit. With an unlimited one, programs that close every possible
+descriptor at startup would take minutes."""
 
 
 def die_with_parent() -> None:
-    """Ask Linux to kill this process with its supervisor; elsewhere the closed channel does."""
+    """Make Linux kill this process with its supervisor; elsewhere the closed channel ends it."""
     if sys.platform != "linux":
         return
     parent = int(os.environ.get("ETRAIN_SUPERVISOR_PID", "0"))
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent and os.getppid() != parent:
-        os._exit(0)  # the supervisor died before the call above
+        os._exit(0)  # the supervisor died before the call
 
 
 def raise_descriptor_limit() -> None:
-    """Raise the limit of open files to the hard limit: gloo ends the process at the limit.
+    """Raise the limit of open files to the user's maximum: gloo ends the process at the limit.
 
-    Each unknown connection to a rank's port uses a descriptor while its generation forms.
+    While a rank's connections form, each unknown connection to its port uses one descriptor.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
-    with contextlib.suppress(ValueError, OSError):  # some systems allow less than their hard limit
+    with contextlib.suppress(ValueError, OSError):  # some systems allow less than they report
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 def open_page(descriptor: int) -> ProgressPage:
-    """Map the progress page, and pulse for as long as this process runs any Python code."""
+    """Map the progress page, and update its pulse while this process can run Python code."""
     os.set_inheritable(descriptor, False)
-    # The handler writes from within the signal, so that it also works while a thread holds the GIL.
-    # It must be installed before the first pulse, which allows the supervisor to send the signal.
+    # The handler writes from within the signal, so that its report includes a thread that holds the
+    # GIL. Register it before the first pulse, which permits the signal.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     page = ProgressPage(descriptor)
     start_pulse(page)
@@ -61,14 +60,14 @@ def open_page(descriptor: int) -> ProgressPage:
 
 
 def print_any_text() -> None:
-    """Escape text that cannot be encoded, such as a file name that is not UTF-8."""
+    """Escape characters that cannot be encoded, such as those of a non-UTF-8 file name."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 def main() -> None:
-    """Wait as a spare, then train."""
+    """Wait as a warm spare, then train."""
     die_with_parent()
     raise_descriptor_limit()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor handles interrupts
@@ -81,7 +80,7 @@ def main() -> None:
     try:
         run_trainer(channel, page)
     except BaseException:
-        traceback.print_exc()  # the supervisor logs it as the crash output
+        traceback.print_exc()  # the supervisor reports this as the crash output
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
@@ -90,7 +89,7 @@ def main() -> None:
 
 
 def run_trainer(channel: Channel, page: ProgressPage) -> None:
-    """Import what takes seconds, then wait for a job and run it."""
+    """Import torch, which takes seconds, then wait for a job and run it."""
     import torch
 
     from etrain_jupyter.trainer.trainer import Trainer

@@ -71,7 +71,7 @@ class MicroBatch:
     def give_way(self, exc: BaseException) -> bool:
         """Halve the size if ``exc`` is an out-of-memory error; return False if it cannot shrink.
 
-        The number of times is bounded by the size alone, which goes down to one sample.
+        The number of retries is bounded, because the size cannot go below one sample.
         """
         if not self.is_auto or not is_out_of_memory(exc) or self.size in (None, 1):
             return False

@@ -1,8 +1,8 @@
-"""Shared memory page with a trainer's progress, readable while the trainer is stopped or hung.
+"""Progress of a trainer in shared memory, which its supervisor can always read.
 
-A trainer that is stopped, or of which one thread holds the GIL, sends no message. So it writes its
-progress into a page that both processes map, and the supervisor reads it. Imports no torch, because
-the supervisor's process imports it too.
+A trainer cannot respond to messages while it is stopped, or while one of its threads holds the
+interpreter lock. So it writes its progress to a page that both processes map, and the supervisor
+reads the page. This module does not import torch, because the supervisor uses it too.
 """
 
 from __future__ import annotations
@@ -15,52 +15,52 @@ import time
 from dataclasses import dataclass
 
 PULSE_S = 0.25
-"""Interval of a trainer's pulse, in seconds."""
+"""Interval of the trainer's heartbeat thread, in seconds."""
 
 PHASES = ("idle", "forming", "syncing", "computing", "evaluating", "saving")
 
-# The slots of the page, 8 bytes each, so that each is written and read atomically.
+# Slots of the page, 8 bytes each, so that every read and write is atomic.
 _GENERATION, _STEP, _COLLECTIVES, _BEATS, _PHASE, _ALIVE_AT = range(6)
 _SIZE = mmap.PAGESIZE
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerProgress:
-    """A snapshot of the page."""
+    """Contents of the page at one moment."""
 
     generation: int
-    """The newest one that the main thread has begun; 0 before the first."""
+    """Newest generation that the main thread has entered; 0 before the first."""
     step: int
-    """The current step."""
+    """Last step that the trainer reported."""
     collectives: int
     """Collectives that this rank has started in the generation. All ranks start the same ones in
-    the same order, so the rank with the fewest blocks the others."""
+    the same order, so the rank with the fewest is the straggler."""
     beats: int
     """Heartbeats of the main thread so far."""
     phase: str
     """One of ``PHASES``."""
     alive_age_s: float
-    """Seconds since any Python code of the process ran; 0.0 before its first pulse. Large if the
-    process is stopped, or a thread of it holds the GIL."""
+    """Seconds since any Python code of the process ran; 0.0 before the first pulse. Large if the
+    process is stopped, or a thread of it holds the interpreter lock."""
 
 
 class ProgressPage:
-    """A page of shared memory: the trainer writes it, its supervisor reads it.
+    """Page of shared memory that the trainer writes and its supervisor reads.
 
     Args:
-        fd: An open file of at least one page; it is mapped and stays open.
+        fd: Open file of at least one page; it is mapped and stays open.
     """
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self._map = mmap.mmap(fd, _SIZE)
         self._slots = memoryview(self._map).cast("q")
-        # Several threads start collectives, and each increments the count in the page.
+        # The lock makes increments atomic: several threads start collectives.
         self._lock = threading.Lock()
 
     @classmethod
     def create(cls) -> ProgressPage:
-        """Create a page. Child processes do not inherit its descriptor by default."""
+        """Create a page. Child processes inherit its descriptor only if it is passed to them."""
         if hasattr(os, "memfd_create"):
             fd = os.memfd_create("etrain-progress", os.MFD_CLOEXEC)
         else:
@@ -70,7 +70,7 @@ class ProgressPage:
         return cls(fd)
 
     def close(self) -> None:
-        """Unmap the page, which must not be used afterwards. May be called twice."""
+        """Unmap and close the page, which must not be used afterwards. May be called twice."""
         if self.fd >= 0:
             self._slots.release()
             self._map.close()
@@ -80,24 +80,24 @@ class ProgressPage:
     # --- the trainer writes ---
 
     def begin(self, generation: int) -> None:
-        """Enter a generation, of which no collective has started."""
+        """Enter a generation and reset its count of collectives."""
         with self._lock:
-            # In this order, a reader between the two writes sees too few collectives, not too many.
+            # With this order, a concurrent reader sees too few collectives, never too many.
             self._slots[_COLLECTIVES] = 0
             self._slots[_GENERATION] = generation
         self.beat(phase="forming")
 
     def count_collective(self) -> None:
-        """Count a collective that is about to start. Safe from any thread."""
+        """Count a collective just before it starts. Thread-safe."""
         with self._lock:
             self._slots[_COLLECTIVES] += 1
 
     def beat(self, step: int | None = None, phase: str | None = None) -> None:
-        """Send a heartbeat. Only the main thread does.
+        """Record a heartbeat of the main thread, which alone calls this.
 
         Args:
-            step: The current step; None if it is unchanged.
-            phase: One of ``PHASES``; None if it is unchanged.
+            step: Current step; None if it has not changed.
+            phase: One of ``PHASES``; None if it has not changed.
         """
         slots = self._slots
         if step is not None:
@@ -107,18 +107,18 @@ class ProgressPage:
         slots[_BEATS] += 1
 
     def pulse(self) -> None:
-        """Note that Python code of this process runs."""
-        # The monotonic clock is the machine's, the same in all of its processes.
+        """Record that Python code of this process is running."""
+        # The monotonic clock is the same for all processes of a machine.
         self._slots[_ALIVE_AT] = time.monotonic_ns()
 
     # --- the supervisor reads ---
 
     def has_pulsed(self) -> bool:
-        """Return whether the trainer has started to pulse: then it can dump its stacks."""
+        """Return whether the trainer has pulsed. From then on, it can be asked for its stacks."""
         return bool(self._slots[_ALIVE_AT])
 
     def read(self) -> TrainerProgress:
-        """Return a snapshot of the page."""
+        """Return the current contents of the page."""
         slots = self._slots
         alive_at = slots[_ALIVE_AT]
         return TrainerProgress(
@@ -132,7 +132,7 @@ class ProgressPage:
 
 
 def start_pulse(page: ProgressPage) -> threading.Thread:
-    """Pulse every ``PULSE_S`` from a daemon thread, for as long as the process runs."""
+    """Pulse every ``PULSE_S`` seconds from a daemon thread until the page is closed."""
     page.pulse()
     thread = threading.Thread(target=_pulse, args=(page,), name="etrain-pulse", daemon=True)
     thread.start()
@@ -143,6 +143,6 @@ def _pulse(page: ProgressPage) -> None:
     while page.fd >= 0:
         try:
             page.pulse()
-        except ValueError:  # closed between the two lines
+        except ValueError:  # closed after the check
             return
         time.sleep(PULSE_S)

@@ -1,7 +1,7 @@
-"""Compare the versions of a notebook and of a worker, and define the version of the wire.
+"""Compare the installed versions with those of the notebook, and define the wire version.
 
-The notebook's objects travel by value: functions as byte code, which belongs to one minor version
-of Python, and modules as torch pickles them.
+The notebook's objects are sent by value: functions as byte code, which is specific to a minor
+version of Python, and modules in torch's pickle format.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from etrain_jupyter import __version__
 
 WIRE_VERSION = 3
-"""Version of the messages in ``wire.messages`` and ``wire.requests``. Raise it with each change
-that an older process would not understand."""
+"""Version of the messages in ``wire.messages`` and ``wire.requests``. Increment it with each change
+that an older version would not understand."""
 
 PROTOCOL_KEY = "protocol"
 NAMES = {
@@ -28,31 +28,31 @@ NAMES = {
     "distributed": "distributed",
 }
 MUST_FIT = (PROTOCOL_KEY, "etrain", "python", "torch")
-"""Keys whose minor versions must be equal; a difference in the others is a warning."""
+"""Packages whose minor version must match; for the others, a difference is only a warning."""
 
 Fingerprint = Mapping[str, str]
-"""Version by key of ``NAMES``; empty where a package is not installed."""
+"""Versions by the keys of ``NAMES``; empty for a package that is not installed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Differences of two environments, as text."""
+    """Differences between two environments, as text."""
 
     wrong: tuple[str, ...] = ()
-    """Differences that make the worker unusable."""
+    """Incompatible versions."""
     notes: tuple[str, ...] = ()
-    """Other differences."""
+    """Different but compatible versions."""
     remedies: tuple[str, ...] = ()
-    """What to install on the worker, for each entry of ``wrong``."""
+    """Versions to install on the worker, one for each entry of ``wrong``."""
 
     @property
     def fits(self) -> bool:
-        """Whether the worker can run the notebook's objects."""
+        """True if the environments are compatible."""
         return not self.wrong
 
 
 def read_fingerprint() -> dict[str, str]:
-    """Return the installed versions, without importing the packages."""
+    """Return the installed versions without importing the packages."""
     known = {
         PROTOCOL_KEY: str(WIRE_VERSION),
         "etrain": __version__,
@@ -62,13 +62,13 @@ def read_fingerprint() -> dict[str, str]:
 
 
 def compare(theirs: Fingerprint, ours: Fingerprint, *, at: str, here: str) -> Comparison:
-    """Return how a worker's versions differ from a notebook's; skip versions that one lacks.
+    """Compare a worker's versions with a notebook's; skip what either one does not report.
 
     Args:
-        theirs: The worker's fingerprint.
-        ours: The notebook's fingerprint.
-        at: Name of the worker in the text.
-        here: Name of the notebook in the text.
+        theirs: Versions of the worker.
+        ours: Versions of the notebook.
+        at: Name of the worker in messages.
+        here: Name of the notebook in messages.
 
     >>> compare({"python": "3.11.2"}, {"python": "3.12.4"}, at="w1", here="this notebook").wrong
     ('Python 3.11.2 on w1, 3.12.4 in this notebook',)

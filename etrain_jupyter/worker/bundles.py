@@ -1,8 +1,8 @@
-"""Bundles on a worker's machine: one file each, however many supervisors and trainers use it.
+"""Cache of bundles on a worker's machine: one file each, shared by all supervisors and trainers.
 
-A supervisor that sees the job's folder lets its trainers read the file there. Any other one gets
-the file from the scheduler. Whoever uses it holds a shared lock on ``DIGEST.lock`` beside it;
-whoever holds that lock exclusively may write or remove the file::
+If a supervisor can read the job's folder, its trainers use the file there. Otherwise it fetches the
+file from the scheduler. Its users hold a shared lock on ``DIGEST.lock`` next to the file; writing
+or removing the file requires the exclusive lock::
 
     etrain-bundles-1000/         0700, in Dask's folder for temporary files
     ├── 0f3a....lock             locked by each supervisor that uses the file
@@ -25,28 +25,28 @@ from typing import BinaryIO
 from etrain_jupyter.wire.messages import BundleRef
 
 LOOK_S = 0.05
-"""How often to look whether another supervisor has got the file."""
+"""Interval in seconds for checking whether another supervisor has fetched the file."""
 
 Fetch = Callable[[str, int], Awaitable[bytes]]
-"""Returns the bytes of a bundle from an offset on; empty at its end."""
+"""Returns a piece of a bundle from an offset; empty at its end."""
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class BundleFetchError(Exception):
-    """A bundle cannot be had on this machine; the message says why and what to do."""
+    """A bundle is unavailable on this machine; the message has the reason and the remedy."""
 
 
 def folder_of(local_directory: str) -> Path:
-    """Return where the bundles of a machine are, of which this is one worker's own folder."""
+    """Return the machine's folder of bundles, next to a worker's own local directory."""
     return Path(local_directory).parent / f"etrain-bundles-{os.getuid()}"
 
 
 class MachineBundles:
-    """What one supervisor uses of its machine's bundles.
+    """Bundles that one supervisor uses.
 
     Args:
-        fetch: Gets pieces from the scheduler.
+        fetch: Fetches pieces from the scheduler.
     """
 
     def __init__(self, fetch: Fetch) -> None:
@@ -57,10 +57,10 @@ class MachineBundles:
         self._getting = asyncio.Lock()
         """Held while a bundle is fetched or waited for."""
         self._coming = ""
-        """The digest of that one; empty if it was released meanwhile."""
+        """Digest of the bundle that is being fetched; empty if it was released meanwhile."""
 
     def begin(self, folder: Path) -> None:
-        """Use a folder, and remove what nobody uses there: its users were killed."""
+        """Set the folder, and remove its unused bundles, whose users were killed."""
         if folder == self._folder:
             return
         self._folder = folder
@@ -69,14 +69,17 @@ class MachineBundles:
                 _remove_unused(lock, os.open(lock, os.O_RDWR))
 
     async def get(self, bundle: BundleRef) -> Path:
-        """Return the file with a bundle, which stays there until it is released.
+        """Return the file with a bundle, and keep it until it is released.
+
+        Args:
+            bundle: ``digest``, ``size`` in bytes, and ``path`` in the job's folder.
 
         Raises:
-            BundleFetchError: If this machine cannot get it.
+            BundleFetchError: If the bundle is unavailable.
         """
         shared, digest = Path(bundle.path), bundle.digest
         if _size_of(shared) == bundle.size:
-            return shared  # the reader compares the digest
+            return shared  # the trainer checks the digest when it opens the file
         if not _DIGEST.fullmatch(digest):
             raise BundleFetchError(f"{digest!r} is no SHA-256")
         path = self._folder / digest
@@ -90,7 +93,7 @@ class MachineBundles:
         return path
 
     def release(self, digest: str) -> None:
-        """Let a bundle go; the last one of the machine removes it."""
+        """Release a bundle; the machine's last user removes it."""
         if digest == self._coming:
             self._coming = ""
         descriptor = self._locks.pop(digest, None)
@@ -99,12 +102,12 @@ class MachineBundles:
                 _remove_unused(self._folder / f"{digest}.lock", descriptor)
 
     def release_all(self) -> None:
-        """Let all of them go."""
+        """Release all bundles."""
         for digest in [*self._locks, self._coming]:
             self.release(digest)
 
     async def _get(self, path: Path, size: int) -> int:
-        """Wait for the file or write it; return the lock that keeps it there."""
+        """Wait for the file or fetch it; return the open lock file that keeps it."""
         lock = path.with_suffix(".lock")
         while True:
             try:
@@ -113,11 +116,15 @@ class MachineBundles:
             except OSError as exc:
                 raise self._not_stored(size, exc) from exc
             try:
+                # Three cases: the exclusive lock is free (no user: fetch the file if it is
+                # missing), only a shared lock is (in use: share it), or none is (being fetched:
+                # wait).
                 is_kept = False
                 if _is_locked(descriptor, fcntl.LOCK_EX) and _is_file_of(lock, descriptor):
                     if not path.exists():
                         await self._write(path, size)
-                    # Not one step: somebody may remove the file before the second lock.
+                    # Downgrading the lock is not atomic: another supervisor may remove the file in
+                    # between, so check again below.
                     is_kept = _is_locked(descriptor, fcntl.LOCK_SH)
                 elif _is_locked(descriptor, fcntl.LOCK_SH):
                     is_kept = True
@@ -163,7 +170,7 @@ class MachineBundles:
 
 
 def _remove_unused(lock: Path, descriptor: int) -> None:
-    """Remove a bundle and its lock file if nobody else uses it; close the lock file."""
+    """Remove a bundle and its lock file if it is unused; close the lock file."""
     try:
         if _is_locked(descriptor, fcntl.LOCK_EX) and _is_file_of(lock, descriptor):
             for name in (lock.with_suffix(""), lock.with_suffix(".part"), lock):
@@ -181,7 +188,7 @@ def _is_locked(descriptor: int, kind: int) -> bool:
 
 
 def _is_file_of(path: Path, descriptor: int) -> bool:
-    """Whether an open file still has its name: another supervisor may have removed it."""
+    """Return whether a path still refers to an open file, not removed by another supervisor."""
     try:
         return os.path.samestat(path.stat(), os.fstat(descriptor))
     except OSError:

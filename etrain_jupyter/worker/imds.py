@@ -1,7 +1,7 @@
-"""The instance metadata service of EC2, version 2: what a machine is told of itself.
+"""Client for the EC2 instance metadata service, version 2.
 
-It is asked over the link-local network and never through a proxy. A token opens it; one that has
-expired is renewed. What is not there (a notice, before it comes) is no error.
+Requests use the link-local network, never a proxy, and carry a session token, which is renewed
+before it expires. A missing path, such as a notice that has not been issued, is not an error.
 """
 
 from __future__ import annotations
@@ -20,29 +20,30 @@ from typing import Any
 
 DEFAULT_ENDPOINT = "http://169.254.169.254"
 TOKEN_S = 21_600
-"""How long a token is asked for: the most that the service gives."""
+"""Lifetime of a token in seconds: the maximum that the service allows."""
 RENEW_S = 60.0
-"""A token is renewed so long before it expires."""
+"""Time between the renewal of a token and its expiry, in seconds."""
 MOST_BYTES = 65_536
 VENDOR_FILE = Path("/sys/class/dmi/id/sys_vendor")
 
 
 class ImdsError(OSError):
-    """The metadata service did not answer, or with an error; it may later."""
+    """The metadata service is unreachable or has returned an error; a retry may succeed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImdsResponse:
-    """What the service says at one path."""
+    """Response of the service for one path."""
 
     text: str
     at: float
-    """When, in seconds since the epoch, by the service's clock; by ours if it does not tell."""
+    """Time of the response in seconds since the epoch, by the service's clock, or by the local
+    clock if the response has no date."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """Which machine this is."""
+    """Identity of this machine."""
 
     instance_id: str
     type: str
@@ -52,38 +53,39 @@ class Identity:
     lifecycle: str
     """``spot`` or ``on-demand``."""
     age_s: float
-    """How long ago it was launched, when this was read; both instants by AWS's clock."""
+    """Seconds from the launch to this response, both by AWS's clock."""
 
 
 class Imds:
-    """A client; may be used by several threads.
+    """Client for the service. Thread-safe.
 
     Args:
-        endpoint: Where the service is; by default what boto3 would use.
-        timeout_s: How long it may be silent.
+        endpoint: URL of the service; by default the one that boto3 would use.
+        timeout_s: Timeout of a request, in seconds.
     """
 
     def __init__(self, endpoint: str | None = None, *, timeout_s: float = 2.0) -> None:
         endpoint = endpoint or os.environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT")
         self._base = (endpoint or DEFAULT_ENDPOINT).rstrip("/")
         self._timeout_s = timeout_s
-        # A proxy would answer for its own machine, and see the tokens.
+        # A proxy would return the metadata of its own machine, and see the tokens.
         self._open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
         self._lock = threading.Lock()
         self._token = ""
         self._renew_at = 0.0
 
     def get(self, path: str) -> str | None:
-        """Return what is at ``path`` below ``/latest/``; None if nothing is.
+        """Return the value at ``path`` below ``/latest/``; None if there is none.
 
         Raises:
-            ImdsError: If the service cannot be asked now.
+            ImdsError: If the request fails.
         """
         answer = self.ask(path)
         return None if answer is None else answer.text
 
     def ask(self, path: str) -> ImdsResponse | None:
-        """Do as ``get``, and say when it was answered."""
+        """Do the same as ``get``, and include the time of the response."""
+        # A 401 means that the token has expired or been revoked: retry once with a new one.
         for is_last in (False, True):
             token = self._current_token(is_new=is_last)
             request = urllib.request.Request(
@@ -124,10 +126,10 @@ class Imds:
             return ImdsResponse(text=text, at=_instant_of(answer.headers.get("Date")))
 
     def identity(self) -> Identity:
-        """Return which machine this is.
+        """Return the identity of this machine.
 
         Raises:
-            ImdsError: If the service cannot be asked, or does not know.
+            ImdsError: If the request fails, or the identity document is missing or invalid.
         """
         answer = self.ask("dynamic/instance-identity/document")
         if answer is None:
@@ -149,7 +151,7 @@ class Imds:
 
 
 def is_ec2() -> bool:
-    """Tell whether this machine has a metadata service to watch, without asking for it."""
+    """Return whether this machine has a metadata service to watch, without a request to it."""
     if os.environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
         return False
     if os.environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT"):
@@ -163,10 +165,10 @@ def is_ec2() -> bool:
 
 
 def instant_of_iso(text: str) -> float:
-    """Return seconds since the epoch of a time as AWS writes it.
+    """Convert a time as AWS writes it to seconds since the epoch.
 
     Raises:
-        ValueError: If it is none.
+        ValueError: If the text is not a time.
 
     >>> instant_of_iso("2026-11-22T08:00:00Z")
     1795334400.0

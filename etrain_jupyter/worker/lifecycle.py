@@ -1,7 +1,20 @@
-"""A worker process: one supervisor, and a connection to one scheduler after the other.
+"""Worker process: one supervisor, connected to one scheduler after another.
 
-It computes nothing itself: the supervisor in it starts trainers. It outlives its scheduler, with
-its trainers: it waits for the next one and connects to that. Where the next one is, a finder knows.
+The process computes nothing itself: its supervisor starts trainers. Worker and trainers outlive the
+scheduler: the worker waits for the next one and reconnects. A finder supplies its address.
+
+Reactions to a lost connection:
+
+==========================================================  ========================================
+case, the first that applies                                what happens
+==========================================================  ========================================
+the cluster is shutting down                                shut down
+the next scheduler is known                                 connect to it
+a remote connection was cut, without a request to close     reconnect to the same scheduler
+a remote scheduler closed this worker, or a local one       shut down: it has dismissed this worker
+still runs ``DISMISSED_S`` later
+otherwise                                                   wait for the next one, up to ``away_s``
+==========================================================  ========================================
 """
 
 from __future__ import annotations
@@ -25,81 +38,83 @@ from etrain_jupyter.process.tls import configure_dask, read_security, without_ht
 logger = logging.getLogger(__name__)
 
 CONNECT_S = 15
-"""How long to try to reach the scheduler, which runs already when a worker starts."""
+"""Timeout for the first connection, in seconds; the scheduler already runs when a worker starts."""
 RECONNECT_S = 5
-"""How long to try the same scheduler once more: another one may be somewhere else by then."""
+"""Timeout for reconnecting to the same scheduler, in seconds. After it, look for a restarted one at
+a new address."""
 CLOSE_S = 5.0
 
 DISMISSED_S = 2.0
-"""A scheduler that still runs so long after it has closed the connection wants this worker to end.
-One that dies closes its connections a moment before it is gone."""
+"""If the scheduler still runs this many seconds after it closed the connection, it has dismissed
+this worker. A scheduler that dies closes its connections just before its process ends."""
 
 LOOK_EVERY_S = 0.05
 
 DISMISSALS = frozenset({"scheduler-remove-worker", "scheduler-close-worker"})
-"""Why Dask closes a worker that somebody wants to end, and not one whose connection was cut."""
+"""Dask's reasons for closing a worker on request, as opposed to a lost connection."""
 
 
 class SchedulerRecord(Protocol):
-    """What is known of a scheduler."""
+    """Address and state of a scheduler."""
 
     @property
     def address(self) -> str:
-        """Where it listens."""
+        """Address that it listens on."""
         ...
 
     @property
     def num_lives(self) -> int:
-        """Which of the cluster's schedulers it is, counted from 1."""
+        """Incarnation number of the scheduler, starting at 1."""
         ...
 
     @property
     def is_serving(self) -> bool:
-        """Whether it runs, as far as can be told."""
+        """True unless the process is known to be dead."""
         ...
 
 
 class SchedulerFinder(Protocol):
-    """Knows where the cluster's scheduler is."""
+    """Look up the cluster's current scheduler."""
 
     away_s: float
-    """How long to wait for the next scheduler before giving up, trainers and all."""
+    """Timeout for the next scheduler, in seconds; after it, the worker and its trainers shut
+    down."""
     is_remote: bool
-    """Whether the scheduler is on another machine: a connection that was cut says nothing about it,
-    so that the same one is tried again."""
+    """True if the scheduler is on another machine. A cut connection does not mean that it died, so
+    the worker retries the same one."""
 
     def look(self) -> SchedulerRecord | None:
-        """Return the newest one; None if the cluster ends."""
+        """Return the newest scheduler; None if the cluster is shutting down."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerOptions:
-    """Who a worker is, and where it begins."""
+    """Identity of a worker, and its first scheduler."""
 
     name: str
     device: str
     supervisor: str
-    """``package.module:attribute``."""
+    """Factory of the supervisor, as ``package.module:attribute``."""
     scheduler: str
-    """The first one's address."""
+    """Address of the first scheduler."""
     num_lives: int
-    """Which of the cluster's schedulers that is, counted from 1."""
+    """Incarnation number of the first scheduler, starting at 1."""
     host: str = "127.0.0.1"
     """Address of this machine to listen on."""
     tls: Path
     """Folder with the certificates."""
     scratch: Path
-    """Folder for Dask."""
+    """Dask's local directory."""
 
 
 class WorkerLifecycle:
-    """One worker process.
+    """Lifecycle of a worker process: connect, serve, reconnect, shut down.
 
     Args:
-        options: Who it is.
-        finder: Where the next scheduler is.
-        on_serving: Called each time that it has connected to a scheduler.
+        options: Identity of the worker.
+        finder: Finds the next scheduler.
+        on_serving: Called after each connection to a scheduler.
     """
 
     def __init__(
@@ -112,15 +127,15 @@ class WorkerLifecycle:
         self._finder = finder
         self._on_serving = on_serving
         self._supervisor = load_factory(options.supervisor)(device=options.device)
-        # It keeps its trainers when a connection ends, until we say otherwise.
+        # The supervisor keeps its trainers when a connection ends, until this is reset.
         self._supervisor.outlives_scheduler = True
         self._address = options.scheduler
         self._num_lives = options.num_lives
-        """Which of the cluster's schedulers it is connected to, counted from 1."""
+        """Incarnation number of the current scheduler, starting at 1."""
         self._stop = asyncio.Event()
 
     async def run(self) -> None:
-        """Serve until no scheduler comes back or somebody asks for the end."""
+        """Serve until shutdown is requested or no next scheduler is found in time."""
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._stop.set)
         worker = await self._connect_first()
         if worker is None:
@@ -137,7 +152,7 @@ class WorkerLifecycle:
         await worker.close(timeout=CLOSE_S, executor_wait=False, reason="asked to end")
 
     async def _connect_first(self) -> Any | None:
-        """Connect to the scheduler that runs already; one elsewhere may just be starting again."""
+        """Connect to the running scheduler. A remote one may just be restarting, so retry."""
         deadline = time.monotonic() + self._finder.away_s
         while True:
             try:
@@ -173,7 +188,7 @@ class WorkerLifecycle:
         return worker
 
     async def _is_end_of(self, worker: Any) -> bool:
-        """Wait; return whether somebody has asked for the end, and not lost the connection."""
+        """Wait for shutdown or a lost connection; return True for a shutdown."""
         waiting = [asyncio.ensure_future(w) for w in (self._stop.wait(), worker.finished())]
         _, pending = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         for task in pending:
@@ -181,7 +196,7 @@ class WorkerLifecycle:
         return self._stop.is_set()
 
     async def _reconnect(self, *, is_dismissed: bool) -> Any | None:
-        """Connect to the next scheduler; None if there will be none, or none for us."""
+        """Connect to the next scheduler; None if there is none, or this worker was dismissed."""
         lost_at = time.monotonic()
         limit_s = self._finder.away_s
         is_same_tried = self._finder.is_remote and not is_dismissed
@@ -189,15 +204,18 @@ class WorkerLifecycle:
         while (away_s := time.monotonic() - lost_at) < limit_s and not self._stop.is_set():
             record = self._finder.look()
             if record is None:
-                return None  # the cluster ends
+                return None  # the cluster is shutting down
             is_next = record.num_lives > self._num_lives and record.is_serving
             if is_next or is_same_tried:
                 self._address = record.address
-                # Dask wraps what goes wrong while a worker starts; the scheduler may die again.
+                # Dask wraps errors of a starting worker in its own types. Retry, as the scheduler
+                # may die again.
                 with contextlib.suppress(OSError, TimeoutError, RuntimeError):
                     worker = await self._connect(CONNECT_S if is_next else RECONNECT_S)
                     self._num_lives = record.num_lives
                     return worker
+            # Not the next scheduler, and no retry: a remote one has dismissed this worker. A local
+            # one that dies needs a moment to exit, so it counts as alive only after DISMISSED_S.
             elif self._finder.is_remote or (record.is_serving and away_s > DISMISSED_S):
                 return None
             await asyncio.sleep(LOOK_EVERY_S)
@@ -209,7 +227,7 @@ class WorkerLifecycle:
 
 
 def is_of_network(error: BaseException) -> bool:
-    """Tell whether a worker failed to start because nobody answered, and not by itself."""
+    """Return whether a worker failed to start because of the network."""
     from distributed.comm.core import CommClosedError
 
     kinds = (TimeoutError, ConnectionError, CommClosedError)
@@ -217,7 +235,7 @@ def is_of_network(error: BaseException) -> bool:
 
 
 def noting_its_end(server: type[Any]) -> type[Any]:
-    """Return a subclass of a Dask ``Worker`` that knows why it was closed first."""
+    """Return a subclass of a Dask ``Worker`` that records the first reason for closing it."""
 
     async def close(self: Any, *args: Any, reason: str = "worker-close", **kwargs: Any) -> Any:
         self.close_reason = self.close_reason or reason
@@ -227,17 +245,17 @@ def noting_its_end(server: type[Any]) -> type[Any]:
 
 
 async def _run(make: Callable[[], WorkerLifecycle]) -> None:
-    await make().run()  # made where its event loop runs
+    await make().run()  # the constructor needs the running event loop
 
 
 def run_process(make: Callable[[], WorkerLifecycle], *, scratch: Path) -> None:
-    """Be a worker process until the end, and leave no thread behind that could keep it.
+    """Run a worker process until it ends, without leaving threads that keep it alive.
 
-    It never outlives whoever started it: the end of the pipe on its standard input tells it.
+    The process ends with its parent, which it detects by the end of the pipe on standard input.
 
     Args:
-        make: Returns its life.
-        scratch: Folder for Dask.
+        make: Creates the worker's lifecycle.
+        scratch: Dask's local directory.
     """
     die_with_keeper()
     configure_dask(scratch)
@@ -248,6 +266,5 @@ def run_process(make: Callable[[], WorkerLifecycle], *, scratch: Path) -> None:
         logger.exception("this worker failed")
         code = 1
     logging.shutdown()
-    # Dask's pools of threads would be joined at a normal exit, which may take as long as whatever
-    # they wait for.
+    # A normal exit would join Dask's thread pools, and could wait forever for a blocked thread.
     os._exit(code)

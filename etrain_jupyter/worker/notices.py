@@ -1,7 +1,7 @@
-"""Notices: this machine will be taken, or may be.
+"""Watch for EC2's notices about this machine: interruptions and rebalance recommendations.
 
-Polled from the metadata service by a thread of its own, so that nothing that the process does can
-delay it, and so that a service which hangs delays nothing but the notice.
+A separate thread polls the metadata service. So a busy process does not delay the notice, and a
+hanging service does not block the process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from etrain_jupyter.worker.imds import Imds, ImdsError, ImdsResponse, instant_of
 logger = logging.getLogger("etrain.notices")
 
 POLL_S = 2.0
-"""AWS asks for a poll every 5 s at least; of 120 s, each counts."""
+"""Polling interval in seconds. AWS recommends 5 s or less; a notice comes 120 s ahead, so each
+second counts."""
 
 INTERRUPTION_PATH = "meta-data/spot/instance-action"
 REBALANCE_PATH = "meta-data/events/recommendations/rebalance"
@@ -27,25 +28,25 @@ REBALANCE_PATH = "meta-data/events/recommendations/rebalance"
 
 @dataclass(frozen=True, kw_only=True)
 class Notice:
-    """What will become of this machine."""
+    """Notice about the end of this machine."""
 
     kind: str
-    """``interruption`` (it will be taken at ``deadline``) or ``rebalance`` (it is likely to be)."""
+    """``interruption`` (EC2 reclaims it at ``deadline``) or ``rebalance`` (that is likely)."""
     deadline: float = 0.0
-    """In seconds since the epoch, by this machine's clock; 0.0 if nobody knows."""
+    """In seconds since the epoch, by this machine's clock; 0.0 if unknown."""
 
     def left_s(self) -> float:
-        """Return how long the machine will live, 0.0 if it should be gone."""
+        """Return the seconds until the deadline; 0.0 if it has passed."""
         return max(0.0, self.deadline - time.time())
 
 
 class NoticeWatch:
-    """Watches for notices, and tells of each once; never raises, whatever the service does.
+    """Watch for notices and report each one once. Never raises, whatever the service returns.
 
     Args:
         imds: The metadata service.
-        on_notice: Called on the watch's thread.
-        poll_s: How often to look.
+        on_notice: Called with each new notice, on the watch's thread.
+        poll_s: Polling interval in seconds.
     """
 
     def __init__(
@@ -55,28 +56,28 @@ class NoticeWatch:
         self._on_notice = on_notice
         self._poll_s = poll_s
         self._told: dict[str, str] = {}
-        """What the service said of each kind when it was told."""
+        """Response of the service for each kind at the last report."""
         self._failing: dict[str, str] = {}
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="etrain-notices", daemon=True)
 
     def start(self) -> None:
-        """Begin to look."""
+        """Start to poll."""
         self._thread.start()
 
     def look_now(self) -> None:
-        """Look for an interruption on the caller's thread, which also tells of it."""
+        """Check for an interruption now, on the caller's thread, and report it."""
         self._look(INTERRUPTION, INTERRUPTION_PATH)
 
     def stop(self, timeout_s: float = 5.0) -> None:
-        """Look no more; returns at once while the service hangs for longer than ``timeout_s``."""
+        """Stop polling; give up waiting for a hanging request after ``timeout_s``."""
         self._end.set()
         if self._thread.is_alive():
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
         while not self._end.is_set():
-            # Each by itself: what goes wrong with one path must not hide the other.
+            # Check each path separately, so that an error of one does not hide the other.
             self._look(INTERRUPTION, INTERRUPTION_PATH)
             self._look(REBALANCE, REBALANCE_PATH)
             self._end.wait(self._poll_s)
@@ -84,6 +85,8 @@ class NoticeWatch:
     def _look(self, kind: str, path: str) -> None:
         try:
             answer = self._imds.ask(path)
+            # A notice stays in the metadata; a new deadline changes the text, and is reported
+            # again.
             if answer is None or self._told.get(kind) == answer.text:
                 self._note(kind, "")
                 return
@@ -98,7 +101,7 @@ class NoticeWatch:
             logger.exception("a notice could not be told")
 
     def _note(self, kind: str, trouble: str) -> None:
-        """Log trouble with the service when it begins and when it is over."""
+        """Log when errors of the service begin, and when they end."""
         before, self._failing[kind] = self._failing.get(kind, ""), trouble
         if trouble and not before:
             logger.warning("no news of this machine's %s for now: %s", kind, trouble)
@@ -107,7 +110,7 @@ class NoticeWatch:
 
 
 def _read(kind: str, answer: ImdsResponse) -> Notice:
-    """Return the notice in an answer; its deadline by this machine's clock, which may be wrong."""
+    """Parse a response, with its deadline converted to this machine's clock, which may be wrong."""
     told = json.loads(answer.text)
     if kind == REBALANCE:
         return Notice(kind=kind)

@@ -1,4 +1,4 @@
-"""Watch for the end of the worker's machine: a notice of EC2, or a signal of the batch system."""
+"""Watch for the preemption of this machine, by EC2 or by a signal from the batch system."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ from etrain_jupyter.worker.notices import POLL_S, Notice, NoticeWatch
 logger = logging.getLogger("etrain.supervisor")
 
 SIGNALLED_S = 120.0
-"""Seconds until the machine is reclaimed after SIGUSR1, unless ``ETRAIN_NOTICE_S`` is set. SLURM
-sends the signal with ``--signal=B:USR1@120``."""
+"""Seconds from SIGUSR1 to the end of the machine, unless ``ETRAIN_NOTICE_S`` is set; SLURM sends
+the signal with ``--signal=B:USR1@120``."""
 
 
 class OwnNotices:
-    """Report notices, and keep them for the next coordinator. Runs on an event loop.
+    """Receive notices, report them, and keep them for the next coordinator.
+
+    Runs on an event loop.
 
     Args:
         send: Sends a message to the coordinator, if one is connected.
@@ -36,11 +38,12 @@ class OwnNotices:
         self._has_signal = False
 
     def start(self) -> None:
-        """Start watching; further calls have no effect."""
+        """Start to watch; a second call has no effect."""
         if self._loop is not None:
             return
         self._loop = asyncio.get_running_loop()
-        # Python delivers signals to the main thread only. A loop in another thread gets none.
+        # Python handles signals in the main thread only. An event loop in any other thread cannot
+        # add a handler.
         try:
             self._loop.add_signal_handler(signal.SIGUSR1, self._on_signal)
             self._has_signal = True
@@ -62,7 +65,7 @@ class OwnNotices:
             await asyncio.to_thread(watch.stop)
 
     def send_again(self) -> None:
-        """Report all known notices to a coordinator that has just got this worker's hello."""
+        """Report all known notices to a newly connected coordinator."""
         for notice in self._known.values():
             self._report(notice)
 
@@ -72,6 +75,7 @@ class OwnNotices:
         self._take(Notice(kind=INTERRUPTION, deadline=time.time() + notice_s))
 
     def _on_watch(self, notice: Notice) -> None:
+        # The watch's thread may still be in a request after stop().
         loop = self._loop
         if loop is not None:
             loop.call_soon_threadsafe(self._take, notice)
@@ -81,11 +85,12 @@ class OwnNotices:
         self._report(notice)
 
     def _report(self, notice: Notice) -> None:
+        # Machine clocks differ, so the coordinator uses the remaining seconds, not an instant.
         self._send(MachineNotice(notice=notice.kind, left_s=notice.left_s()))
 
 
 def seconds_from_environment(name: str, default: float) -> float:
-    """Return a number of seconds above 0 from a variable, else the default."""
+    """Return a positive number of seconds from an environment variable, else the default."""
     text = os.environ.get(name)
     if text is None:
         return default

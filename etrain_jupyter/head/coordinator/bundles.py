@@ -1,12 +1,12 @@
-"""Bundles of the scheduler's jobs: files, from which remote workers get bounded pieces.
+"""Serve the bundles of a scheduler's jobs to remote workers, in bounded pieces.
 
 ::
 
-    kernel ── etrain_submit ──▶ head: is the file in the job's folder?  yes: the job begins
+    kernel ── etrain_submit ──▶ head: is the file in the job's folder?  yes: the job starts
            ◀─ wants_bundle ───        no
-           ── etrain_put_bundle, piece by piece ──▶ a hidden file, named when it is whole
+           ── etrain_put_bundle, piece by piece ──▶ a hidden file, renamed when complete
            ── etrain_submit ──▶
-    worker ── etrain_bundle, piece by piece ──▶ head      if it does not see the job's folder
+    worker ── etrain_bundle, piece by piece ──▶ head      if it cannot read the job's folder
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ _NAME = re.compile(r"bundle(-[0-9a-f]{12})?")
 
 
 class HeadBundles:
-    """Store and read bundles, without keeping their bytes in memory.
+    """Receive and serve bundles as files, without keeping their bytes in memory.
 
     Args:
-        orders: Returns the specs of the jobs that have not ended.
+        orders: Returns the specifications of the jobs that have not ended.
     """
 
     def __init__(self, orders: Callable[[], Iterable[JobSpec]]) -> None:
         self._orders = orders
         self._drafts: set[Path] = set()
-        """Incomplete files, which a kernel is sending."""
+        """Incomplete files that kernels are sending."""
 
     def close(self) -> None:
-        """Remove incomplete files."""
+        """Remove the incomplete files."""
         for draft in self._drafts:
             draft.unlink(missing_ok=True)
 
     async def is_here(self, order: JobSpec) -> bool:
-        """Return whether this process sees a job's complete bundle."""
+        """Return whether this process can read the complete bundle of a job."""
         _check_name(order)
         return await asyncio.to_thread(
             has_digest, order.bundle_path, order.bundle_digest, size=order.bundle_size
         )
 
     async def put(self, order: JobSpec, offset: int, data: bytes) -> None:
-        """Store a piece of a bundle whose file this process does not see.
+        """Store a piece of a bundle whose file this process cannot read.
 
         Raises:
-            RequestError: If it cannot be written, or its digest is not the announced one.
+            RequestError: If it cannot be written, or does not match the announced digest.
         """
         _check_name(order)
         path = order.bundle_path
@@ -79,6 +79,7 @@ class HeadBundles:
         Raises:
             RequestError: If no active job has it, or its file is gone.
         """
+        # Jobs with the same objects share a digest; any of their files serves.
         paths = [order.bundle_path for order in self._orders() if order.bundle_digest == digest]
         if not paths:
             raise RequestError(f"no active job has the bundle {digest[:12]}")

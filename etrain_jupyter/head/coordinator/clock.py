@@ -1,8 +1,8 @@
-"""Clock of the coordinator's decisions.
+"""Clock for the coordinator's decisions.
 
-It is monotonic: a step of the wall clock moves no deadline and no retry. It runs while the machine
-is suspended, as the notice of a spot machine elsewhere does. Wall time is for events, and for what
-other machines send or logs contain; it is converted once, where it comes in.
+Changes of the wall clock do not affect it, so they shift no deadline and no retry. It continues
+while the machine sleeps, because the notice period of a spot machine does, too. Wall time is used
+only in events, and in data from logs and other machines; it is converted once, on arrival.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 
 _BOOT: int | None = getattr(time, "CLOCK_BOOTTIME", None)
-"""Linux has it; elsewhere the clock may stop while the machine sleeps."""
+"""Available on Linux. Elsewhere the clock may stop while the machine sleeps."""
 
 
 def now() -> float:
@@ -19,5 +19,5 @@ def now() -> float:
 
 
 def from_wall(instant: float) -> float:
-    """Convert seconds since the epoch, by this machine's wall clock as it is set now."""
+    """Convert seconds since the epoch, using the current setting of the wall clock."""
     return now() + (instant - time.time())

@@ -1,4 +1,4 @@
-"""Check whether a worker may work for a job: its installed versions must fit the notebook's."""
+"""Check whether a worker's installed versions are compatible with a job's notebook."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from etrain_jupyter.wire.versions import PROTOCOL_KEY, WIRE_VERSION, Comparison,
 
 
 class Fitness:
-    """Compare fingerprints, and log once for each job what does not fit."""
+    """Compare fingerprints, and log each incompatibility of a job once."""
 
     def __init__(self) -> None:
         self._told: set[tuple[str, tuple[tuple[str, str], ...]]] = set()
-        """Jobs and versions for which it was logged."""
+        """Job ids with the worker versions that their logs already mention."""
 
     def fits(self, worker: WorkerFacts, job: HostedJob) -> bool:
-        """Return whether a worker may work for a job."""
+        """Return whether a worker may run a job."""
         theirs, ours = worker.fingerprint, expected_of(job.order)
+        # A worker that reports no versions is accepted, since it cannot be compared.
         if theirs == ours or not theirs:
             return True
         found = compare(theirs, ours, at=worker.name, here="this notebook")
@@ -33,12 +34,12 @@ class Fitness:
 
 
 def expected_of(order: JobSpec) -> Mapping[str, str]:
-    """Return the versions that a worker of this job should have: the notebook's and our wire's."""
+    """Return the versions that a worker of this job needs: the notebook's, and our wire version."""
     return {**order.fingerprint, PROTOCOL_KEY: str(WIRE_VERSION)}
 
 
 def words_of(found: Comparison, worker: str) -> str:
-    """Return what differs on a worker, what follows, and what to do."""
+    """Describe the differences on a worker, their effect and the remedy."""
     if found.fits:
         return (
             f"{'; '.join(found.notes)}: {worker} trains all the same. Install the same versions "

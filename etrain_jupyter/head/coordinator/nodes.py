@@ -1,4 +1,4 @@
-"""Interface of the coordinator to the pool that starts and ends workers."""
+"""Interface between the coordinator and the pool that starts and stops its workers."""
 
 from __future__ import annotations
 
@@ -8,62 +8,64 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, kw_only=True)
 class NodeCost:
-    """Cost of one node since its start."""
+    """Cost of one node since it was started."""
 
     node_id: str
     workers: tuple[str, ...]
-    """The workers that it has or had."""
+    """Its workers, present and past."""
     lifecycle: str
     """``spot`` or ``on-demand``."""
     spent_usd: float
-    """It may fall: EC2 waives the first hour of a spot machine that it reclaims."""
+    """May decrease: EC2 waives the first hour of a spot machine that it interrupts."""
     on_demand_usd: float
     """Cost of the same hours at on-demand prices."""
     is_alive: bool
     hours: float = 0.0
-    """Its age."""
+    """Hours since it was started."""
 
 
 class NodeSource(Protocol):
-    """Start and end workers. Called on the scheduler's event loop; no method blocks."""
+    """Start and stop workers. Called on the scheduler's event loop; no method blocks."""
 
     replaces_early: bool
-    """Whether a worker with a notice is replaced at once, not when it is released. It is where each
-    worker has a machine of its own."""
+    """True if a worker whose machine is, or may be, interrupted is replaced immediately instead of
+    after its release. This applies where the replacement gets a machine of its own."""
 
     def want(self, count: int, *, reason: str) -> None:
-        """Have ``count`` workers, or as many as the pool can: start those that are missing."""
+        """Start missing workers, up to ``count`` in total or the pool's capacity."""
         ...
 
     def capacity(self) -> int | None:
-        """Return the maximum number of workers; None if unknown."""
+        """Return the maximum number of workers; None if it is unknown."""
         ...
 
     def nodes(self) -> list[dict[str, Any]]:
-        """Return a record for each worker: ``worker``, ``pid``, ``state``, ``device``."""
+        """Return one record per worker: ``worker``, ``pid``, ``state``, ``device``."""
         ...
 
     def release(self, worker: str, *, drain_s: float) -> None:
-        """End a worker gently, and kill it after ``drain_s``."""
+        """Stop a worker gracefully, or by force after ``drain_s`` seconds."""
         ...
 
     def kill(self, worker: str) -> None:
-        """Kill a worker with SIGKILL, as an injected fault."""
+        """Kill a worker with SIGKILL, for fault injection."""
         ...
 
     def note_notice(self, worker: str, *, kind: str, deadline: float = 0.0) -> None:
-        """Note that a worker's machine got a notice: one more worker may run until its end.
+        """Handle an interruption notice or a rebalance recommendation for a worker's machine.
+
+        The pool may start a replacement.
 
         Args:
-            worker: Its name.
+            worker: Name of the worker.
             kind: ``rebalance`` or ``interruption``.
-            deadline: When the machine is reclaimed, in seconds since the epoch; 0.0 if unknown.
+            deadline: Time of the interruption in seconds since the epoch; 0.0 if unknown.
         """
         ...
 
 
 class NoNodes:
-    """For clusters whose workers others start and end."""
+    """Node source for clusters whose workers are managed elsewhere."""
 
     replaces_early = True
 
@@ -71,11 +73,11 @@ class NoNodes:
         """Do nothing."""
 
     def capacity(self) -> int | None:
-        """Return None: unknown."""
+        """Return None, because the capacity is unknown."""
         return None
 
     def nodes(self) -> list[dict[str, Any]]:
-        """Return no records."""
+        """Return no nodes."""
         return []
 
     def release(self, worker: str, *, drain_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Workers of a cluster: those that are connected, and those that were declared dead."""
+"""Roster of a cluster's workers: active ones, and fenced ones."""
 
 from __future__ import annotations
 
@@ -17,40 +17,39 @@ class WorkerFacts:
     device: str
     pid: int
     incarnation: int = 0
-    """How often its supervisor was reset."""
+    """Number of times that its supervisor was reset."""
     leaves_at: float = 0.0
-    """When its machine will be reclaimed, by the coordinator's clock; 0 without a notice."""
+    """Time of its machine's interruption, by the coordinator's clock; 0 if there is none."""
     at_risk: bool = False
-    """Whether its machine is likely to be reclaimed."""
+    """True if its machine is likely to be interrupted."""
     is_stuck: bool = False
-    """Whether its supervisor's outbox is full, so that its trainers wait."""
+    """True if its supervisor's outbox is full. The supervisor then stops reading messages from its
+    trainers, and they wait."""
     is_released: bool = False
-    """Whether it was handed back to the pool."""
+    """True if it was released to the pool."""
     fingerprint: dict[str, str] = field(default_factory=dict)
-    """Installed versions, see ``wire.versions``; empty if unknown."""
+    """Versions that are installed there, see ``wire.versions``; empty if unknown."""
 
 
 class WorkerRoster:
-    """Keep the connected workers, and fence those that were declared dead. Time is an argument.
+    """Track the workers, and fence those that time out. Time is an argument.
 
-    A worker whose heartbeats time out counts as dead, although its connection may still be open.
-    Its messages are dropped, until its supervisor has killed its trainers and registers again with
-    a new incarnation::
+    A worker that has timed out is evicted, even if its connection is still open. Its later messages
+    are dropped until its supervisor has stopped its trainers and sends a hello with a new
+    incarnation::
 
-        w2, incarnation 0   heartbeats ...   (paused for 12 s)   report     hello, incarnation 1
-        coordinator                          declares it dead    dropped,   accepted
-                                                                 sends a reset
+        hello 1 -> messages -> timeout: fenced -> messages dropped -> reset -> hello 2
 
     Args:
-        silence_s: Heartbeat timeout.
-        tick_s: Interval at which ``tick`` is called.
+        silence_s: Timeout in seconds without a message from a supervisor.
+        tick_s: Interval between calls of ``tick``, in seconds.
     """
 
     def __init__(self, *, silence_s: float, tick_s: float) -> None:
         self._hearing = Hearing(limit_s=silence_s, tick_s=tick_s)
         self._by_name: dict[str, WorkerFacts] = {}
         self._given_up: dict[str, int] = {}
-        """Incarnations that were declared dead, by address."""
+        """Fenced incarnation, by address."""
 
     def __iter__(self) -> Iterator[WorkerFacts]:
         return iter(list(self._by_name.values()))
@@ -62,11 +61,13 @@ class WorkerRoster:
         return name in self._by_name
 
     def get(self, name: str) -> WorkerFacts | None:
-        """Return the worker of that name, if it is connected."""
+        """Return the worker with this name, or None."""
         return self._by_name.get(name)
 
     def greet(self, facts: WorkerFacts, now: float) -> bool:
-        """Add a worker after its hello; return False if that incarnation was declared dead."""
+        """Process a hello; return False if this incarnation is fenced."""
+        # A fenced supervisor may reconnect before it has noticed: its trainers are still inside an
+        # old generation. Only the next incarnation has stopped them.
         if facts.incarnation <= self._given_up.get(facts.address, -1):
             return False
         self._given_up.pop(facts.address, None)
@@ -75,18 +76,18 @@ class WorkerRoster:
         return True
 
     def hear(self, address: str, now: float) -> WorkerFacts | None:
-        """Note a message from an address; return its worker, None if that is fenced or unknown."""
+        """Record a message, and return its worker; None if the address is fenced or unknown."""
         facts = next((w for w in self._by_name.values() if w.address == address), None)
         if facts is not None:
             self._hearing.hear(facts.name, now)
         return facts
 
     def given_up(self, address: str) -> int | None:
-        """Return the incarnation at an address that was declared dead; None without one."""
+        """Return the fenced incarnation at an address, or None."""
         return self._given_up.get(address)
 
     def remove(self, address: str) -> WorkerFacts | None:
-        """Forget a worker whose connection is closed; return it if it was known."""
+        """Remove a worker whose connection is closed; return it if it was active."""
         self._given_up.pop(address, None)
         facts = next((w for w in self._by_name.values() if w.address == address), None)
         if facts is not None:
@@ -95,11 +96,14 @@ class WorkerRoster:
         return facts
 
     def tick(self, now: float) -> float:
-        """Note the time; return how many seconds the coordinator itself was suspended."""
+        """Advance the time, and return the seconds for which the coordinator was suspended."""
         return self._hearing.tick(now)
 
     def give_up_silent(self, now: float) -> list[tuple[WorkerFacts, float]]:
-        """Declare workers dead whose heartbeats timed out; return them with their silence."""
+        """Evict the workers that have timed out.
+
+        Return them and the seconds since their last message.
+        """
         given_up = []
         for name, silence_s in self._hearing.silent(now).items():
             facts = self._by_name.pop(name)

@@ -1,4 +1,4 @@
-"""What a trainer that crashed printed last, as a person should see it."""
+"""Format the last output of a crashed trainer for users."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)'
 
 
 def last_words(worker: str, lines: Iterable[str], cells: Mapping[str, CellSource]) -> str:
-    """Return the end of what was printed; empty if nothing was.
+    """Return the end of a trainer's output; empty if there is none.
 
-    Of Python's own report of a crash, or of a hang, only the thread that crashed is shown, or the
-    main one, in the order of a traceback, from the first frame of the notebook's on.
+    Python's report of a crash or a hang is reduced to the thread that crashed, or the main thread.
+    Its frames are in the order of a traceback and begin with the first one in the notebook.
     """
     printed = list(lines)
     report = max((i for i, text in enumerate(printed) if _begins_report(text)), default=None)
@@ -40,7 +40,7 @@ def _begins_report(text: str) -> bool:
 
 
 def _frames(report: list[str], cells: Mapping[str, CellSource]) -> list[str]:
-    """Return the frames of the thread that crashed, the innermost last."""
+    """Return the frames of the thread that crashed, innermost last."""
     start = next((i for i, text in enumerate(report) if text.startswith("Current thread")), None)
     if start is None:
         return []

@@ -1,9 +1,9 @@
-"""A job's log in the coordinator: durable first, then sent to the listeners.
+"""Log of a job in the coordinator: events are durable before listeners receive them.
 
-A disk that refuses to be written (full, read-only, failing) ends no job. Events are then kept in
-memory, in order, and written as soon as the disk accepts them. Until then no listener gets them and
-no supervisor's message is acknowledged. So their number is bounded by the supervisors' outboxes: a
-supervisor with a full outbox stops reading, and its trainers wait.
+A disk that rejects writes (full, read-only, failing) does not end a job. Events are then kept in
+memory, in order, and written as soon as the disk accepts them. Until then, no listener receives
+them and no supervisor's message is acknowledged. So their number is bounded by the supervisors'
+outboxes: a supervisor with a full outbox stops reading, and its trainers wait.
 """
 
 from __future__ import annotations
@@ -28,36 +28,37 @@ RECENT_EVENTS = 20_000
 """Events kept in memory for listeners; older ones are read from the log."""
 
 MAX_READERS = 8
-"""Listeners that may read old events at the same time without each piece costing the whole log."""
+"""Maximum number of listeners whose read position is remembered. A listener without one reads the
+log from its start for each batch."""
 
 
 WRITE_AT_ONCE = 1000
-"""Events of the memory that are written with one call."""
+"""Events in memory that are written with one call."""
 
 CATCH_UP_S = 0.1
-"""Time for one call of ``retry``, in seconds: the scheduler's event loop waits for it."""
+"""Maximum seconds for one call of ``retry``, which blocks the scheduler's event loop."""
 
 
 class JobLog:
-    """Appends facts to the durable log and serves them to listeners."""
+    """Append facts to the durable log, and serve them to listeners."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._log = EventLog(path)
         self._compactor = Compactor(path)
         self._readers: dict[int, LogReader] = {}
-        """Listeners that read old events in pieces go on where the last piece ended."""
+        """Readers for old events, by the ``seq`` at which the next batch continues."""
         self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT_EVENTS)
         self._waiting: deque[events.Event] = deque()
         """Events that the disk has not accepted yet, in order."""
         self._refusal: OSError | None = None
         """Why the disk did not accept them; None if none wait."""
         self._refused_at = 0.0
-        """When that began, by the monotonic clock."""
+        """Start of the failure, by the monotonic clock."""
         self._most_waiting = 0
         self._is_closing = self._is_closed = False
         self.changed = asyncio.Event()
-        """Set whenever an event was logged; then another one takes its place."""
+        """Set when an event is logged, and then replaced by a new one."""
 
     @property
     def last_seq(self) -> int:
@@ -71,17 +72,17 @@ class JobLog:
 
     @property
     def is_behind(self) -> bool:
-        """Whether events are kept in memory because the disk does not accept them."""
+        """True if events are kept in memory because the disk does not accept them."""
         return bool(self._waiting)
 
     @property
     def is_told(self) -> bool:
-        """Whether everything that was appended may be told."""
+        """True if listeners may receive everything that was appended."""
         return not self._waiting
 
     @property
     def is_uploading(self) -> bool:
-        """Whether an event is not yet in every place where it belongs, and may still get there."""
+        """True if an event may still be written to a place where it is missing."""
         return bool(self._waiting)
 
     @property
@@ -108,9 +109,10 @@ class JobLog:
         return "it continues as soon as the disk can be written again"
 
     def append(self, facts: list[events.Event]) -> None:
-        """Append facts to the durable log first, then let listeners have them."""
+        """Append facts to the durable log first, then make them available to listeners."""
         if not facts:
             return
+        # A job may still log during its shutdown; its log must not be reopened for that.
         if self._is_closed:
             logger.warning("%s: dropped after the end: %s", self._path, facts)
             return
@@ -126,17 +128,17 @@ class JobLog:
             self._announce()
 
     def check(self) -> None:
-        """Make sure that everything appended so far is on the disk.
+        """Raise an error unless everything appended so far is on the disk.
 
         Raises:
-            OSError: Why the disk did not accept it.
+            OSError: The disk's error.
         """
         if self._refusal is not None:
             code, why = self._refusal.errno, self._refusal.strerror
             raise OSError(code, why, str(self._path))
 
     def retry(self) -> None:
-        """Write the events that are only in memory, as far as the disk accepts them."""
+        """Write the events that are only in memory, as far as the disk accepts them in time."""
         if not self._waiting:
             return
         self._most_waiting = max(self._most_waiting, len(self._waiting))
@@ -149,7 +151,8 @@ class JobLog:
                 self._refusal = exc
                 return
             except (TypeError, ValueError):
-                # One is no JSON. It is found by itself, so that it does not hold up the others.
+                # One of them is not valid JSON. Write them one by one, so that it does not block
+                # the others.
                 self._write_singly(batch)
             for _ in batch:
                 self._waiting.popleft()
@@ -185,11 +188,11 @@ class JobLog:
         self._announce()
         try:
             self._compactor.look(self._log.last_seq)
-        except RuntimeError as exc:  # no thread can be started; the log is whole without
+        except RuntimeError as exc:  # no thread can be started; the log does not need segments
             logger.warning("%s: its segments are not written: %s", self._path, exc)
 
     def _announce(self) -> None:
-        """Wake who waits for news."""
+        """Wake the listeners that wait for events."""
         self.changed.set()
         self.changed = asyncio.Event()
 
@@ -198,12 +201,13 @@ class JobLog:
         if self._recent and seq >= self._recent[0]["seq"] - 1:
             skip = seq - self._recent[0]["seq"] + 1
             return list(itertools.islice(self._recent, skip, skip + limit))
+        # Not in memory: either there is nothing newer, or it has to be read from the disk.
         if seq >= self._log.last_seq:
             return []
         return [event.to_json_dict() for event in self._read(seq, limit)]
 
     def _read(self, seq: int, limit: int) -> list[events.Event]:
-        """Return events that are on the disk only."""
+        """Return events that are no longer in memory."""
         reader = self._readers.pop(seq, None)
         if reader is None:
             reader = LogReader(self._path)
@@ -216,7 +220,7 @@ class JobLog:
         return found
 
     def close(self) -> None:
-        """Close the file once everything is in it; the job has ended."""
+        """Close the file once all events are written; the job has ended."""
         self._is_closing = True
         if not self._waiting:
             self._shut()
@@ -230,7 +234,7 @@ class JobLog:
         self.close()
 
     def _shut(self) -> None:
-        """Close the file, and free the memory: listeners get the events from the disk now."""
+        """Close the file and free the memory: listeners now read the events from the disk."""
         self._is_closed = True
         try:
             self._log.close()

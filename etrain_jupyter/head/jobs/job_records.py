@@ -1,15 +1,15 @@
-"""What a scheduler writes down of its jobs, for the next one if it dies.
+"""Records of a scheduler's jobs, for its successor if it dies.
 
 ::
 
     jobs/
     ├── digits-1a2b3c4d/
     │   ├── order        what was submitted; the notebook's objects are in the run folder
-    │   └── wishes       what somebody has asked for since, as far as no log has it yet
-    └── heard/w1         the number of the newest message that was taken in from each supervisor
+    │   └── wishes       later requests of users that are not in the log yet
+    └── heard/w1         number of the newest message that was processed, one file per supervisor
 
-The system's page cache keeps what was written when a process dies; nothing here has to survive the
-end of the machine, which ends the trainers as well.
+The page cache preserves writes when a process dies. The records need not survive the end of the
+machine, because that ends the trainers as well.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ HEARD = "heard"
 
 @dataclass(frozen=True, kw_only=True)
 class PendingRequests:
-    """What is to become of a job, which its log does not tell before it has come true."""
+    """Requests for a job that are not yet in its log."""
 
     paused: bool = False
     pause_reason: str = ""
     is_stopping: bool = False
     faults: tuple[int, ...] | None = None
-    """Faults on purpose that have not fired, by their ids; None for all that were ordered."""
+    """Ids of injected faults that have not fired; None for all that were configured."""
 
 
 class JobRecords:
-    """The records of a cluster's jobs.
+    """Records of a cluster's jobs.
 
     Args:
-        folder: Where they are; None keeps none, where nobody would read them.
+        folder: Folder of the records. None disables them, where no scheduler would read them.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -58,10 +58,10 @@ class JobRecords:
         self._heard: dict[str, int] = {}
         self._files: dict[str, int] = {}
         self._is_refused = False
-        """Whether the disk has refused the newest note."""
+        """True if the disk rejected the newest write."""
 
     def add(self, order: JobSpec) -> None:
-        """Write down a job that is being submitted."""
+        """Record a job that is being submitted."""
         if self._folder is None:
             return
         folder = self._folder / check_job_id(order.job_id)
@@ -72,7 +72,7 @@ class JobRecords:
         self._note(order.job_id, PendingRequests())
 
     def note(self, job_id: str, wishes: PendingRequests) -> None:
-        """Write down what is asked of a job, if that is news; a full disk is tried again."""
+        """Record the requests for a job, if they have changed. A failed write is retried later."""
         if self._folder is not None and self._noted.get(job_id) != wishes:
             with self._warning():
                 self._note(job_id, wishes)
@@ -84,13 +84,13 @@ class JobRecords:
         self._noted[job_id] = wishes
 
     def remove(self, job_id: str) -> None:
-        """Forget a job that has ended."""
+        """Remove the record of a job that has ended."""
         self._noted.pop(job_id, None)
         if self._folder is not None:
             shutil.rmtree(self._folder / check_job_id(job_id), ignore_errors=True)
 
     def load(self) -> Iterator[tuple[JobSpec, PendingRequests]]:
-        """Yield the jobs that had not ended, with their objects; what is damaged is left out."""
+        """Yield the unfinished jobs with their requests; skip damaged records."""
         folders = sorted(self._folder.glob("*/order")) if self._folder is not None else []
         for path in folders:
             try:
@@ -104,10 +104,10 @@ class JobRecords:
             self._noted[order.job_id] = wishes
             yield order, wishes
 
-    # --- how far the supervisors were heard ---
+    # --- the newest message of each supervisor ---
 
     def heard(self, worker: str) -> int:
-        """Return the number of the newest message that was taken in from a supervisor."""
+        """Return the number of the newest message that was processed from a supervisor."""
         if worker not in self._heard:
             self._heard[worker] = 0
             if self._folder is not None:
@@ -117,7 +117,7 @@ class JobRecords:
         return self._heard[worker]
 
     def note_heard(self, worker: str, number: int) -> None:
-        """Write down that a message was taken in, as soon as its facts are in the log."""
+        """Record that a message was processed, once its facts are in the log."""
         self._heard[worker] = number
         if self._folder is None:
             return
@@ -130,7 +130,10 @@ class JobRecords:
 
     @contextlib.contextmanager
     def _warning(self) -> Iterator[None]:
-        """Let a disk that refuses a note end nothing: only a later scheduler would read it."""
+        """Log disk errors instead of raising them.
+
+        Only a later scheduler would read the records, so training continues without them.
+        """
         try:
             yield
         except OSError as exc:
@@ -141,7 +144,7 @@ class JobRecords:
             self._is_refused = False
 
     def forget_worker(self, worker: str) -> None:
-        """Close and remove the note of a worker that is gone; its name is never used again."""
+        """Close and remove the record of a worker that is gone; its name is never reused."""
         self._heard.pop(worker, None)
         if (file := self._files.pop(worker, None)) is not None:
             os.close(file)
@@ -151,7 +154,7 @@ class JobRecords:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    """Write a file in one step."""
+    """Replace a file atomically."""
     draft = path.with_name(f".{path.name}")
     with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.write(data)

@@ -1,4 +1,4 @@
-"""What was submitted, and what its trainers said of themselves."""
+"""Specification of a submitted job, and facts about its trainers."""
 
 from __future__ import annotations
 
@@ -13,83 +13,86 @@ from etrain_jupyter.storage.bucket_log.place import spool_of
 from etrain_jupyter.storage.checkpoints import place_of_job
 
 LAST_LINES = 400
-"""Printed lines kept of each trainer, in case it crashes or hangs: Python's report of one thread
-has up to a hundred, and there are several threads."""
+"""Printed lines kept per trainer, in case it crashes or hangs. Python's stack dump of one thread
+has up to a hundred lines, and there are several threads."""
 
 
 @dataclass(kw_only=True)
 class JobSpec:
-    """What was submitted."""
+    """Specification of a job, as a kernel submitted it."""
 
     job_id: str
     name: str
     run_dir: Path
-    """Its folder; of a job that lies in a bucket, this machine's copy."""
+    """Run folder; for a job in a bucket, this machine's copy of it."""
     config: dict[str, Any]
     bundle_digest: str
     """SHA-256 of the notebook's objects, hexadecimal."""
     bundle_size: int
-    """Their bytes."""
+    """Size of the objects in bytes."""
     bundle_file: str = "bundle"
-    """Name of the file with them in the run folder."""
+    """Name of the file with the objects in the run folder."""
     pool: str = "local"
     cwd: str = ""
     min_workers: int = 1
     max_workers: int = 1
     resumes: bool = False
-    """Whether the run folder is that of a job which has been trained before."""
+    """True if the run folder belongs to a job that has trained before."""
     differs: list[str] = field(default_factory=list)
-    """What is not as it was then, in words; for the log."""
+    """Differences from the previous attempt, as text for the log."""
     is_forced: bool = False
-    """Whether somebody has said that it shall go on whatever differs."""
+    """True if the user forced the resume despite the differences."""
     place: str = ""
-    """URL of its place in a bucket; empty for a job that lies in a folder."""
+    """URL of the job in a bucket; empty for a job in a folder."""
     log_end: int | None = None
-    """Of a job in a bucket that goes on: its newest event when nobody was found to train it; None
-    to go on whoever does."""
+    """For a resumed job in a bucket: ``seq`` of the newest event when the kernel found the job
+    without a writer. None resumes it regardless of other writers."""
     fingerprint: dict[str, str] = field(default_factory=dict)
-    """What is installed where the notebook runs, see ``node.fingerprint``; empty if it does not
-    tell."""
+    """Versions that are installed where the notebook runs, see ``wire.versions``; empty if
+    unknown."""
     faults: list[dict[str, Any]] = field(default_factory=list)
-    """Faults on purpose, see ``deliberate``."""
+    """Faults to inject, see ``head.coordinator.fault_injection``."""
 
     @property
     def log_path(self) -> Path:
-        """Its durable log, in the folder of this machine."""
+        """Path of its durable log on this machine."""
         return self.run_dir / LOG_FILE
 
     @property
     def bundle_path(self) -> Path:
-        """The file with the notebook's objects, on this machine."""
+        """Path of the file with the notebook's objects, on this machine."""
         return self.run_dir / self.bundle_file
 
     @property
     def checkpoints(self) -> str:
-        """Where its checkpoints go: the run folder, or its own one under ``checkpoint.to``."""
+        """Location of its checkpoints: the run folder, or a folder in ``checkpoint.to``."""
         to = (self.config.get("checkpoint") or {}).get("to")
         return place_of_job(to, self.job_id) if to else self.place or str(self.run_dir)
 
     @property
     def is_paced(self) -> bool:
-        """Whether ``checkpoint.every`` is auto: the coordinator says how often."""
+        """True if ``checkpoint.every`` is auto: the coordinator then chooses the interval."""
         return (self.config.get("checkpoint") or {}).get("every") is None
 
     @property
     def tensorboard(self) -> Path | None:
-        """Where TensorBoard's files go; None without ``log.tensorboard``."""
+        """Folder of its TensorBoard files; None without ``log.tensorboard``."""
         log = LogConfig.model_validate(self.config.get("log") or {})
         return log.tensorboard_of(self.job_id, self.run_dir)
 
     @property
     def num_shards(self) -> int | None:
-        """Into how many shards each step is cut; None without ``reproducible``."""
+        """Number of shards in a step; None without ``reproducible``."""
         if not self.config.get("reproducible"):
             return None
         return TrainConfig.model_validate(self.config).num_shards()
 
     @classmethod
     def from_message(cls, job: dict[str, Any]) -> JobSpec:
-        """Return what a kernel sent; a job of a bucket has its folder on this machine."""
+        """Build the specification that a kernel sent.
+
+        A job in a bucket gets a run folder on this machine.
+        """
         order = cls(**{**job, "run_dir": Path(job["run_dir"])})
         if order.place:
             order.run_dir = spool_of(order.place)
@@ -98,7 +101,7 @@ class JobSpec:
 
 @dataclass
 class TrainerFacts:
-    """What one trainer said of itself."""
+    """Facts that one trainer reported about itself."""
 
     worker: str
     started_at: float
@@ -108,6 +111,6 @@ class TrainerFacts:
     gpu: str = ""
     """Its GPU's identifier; empty without one."""
     is_injected: bool = False
-    """Whether a fault on purpose will end it, or has."""
+    """True if an injected fault ends it, or has ended it."""
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
-    """What it printed last."""
+    """The last lines that it printed."""

@@ -1,4 +1,4 @@
-"""A job's log whose run store is a bucket: here first, there some seconds later."""
+"""Log of a job whose run store is a bucket: written locally first, uploaded seconds later."""
 
 from __future__ import annotations
 
@@ -24,28 +24,30 @@ from etrain_jupyter.storage.bucket_log.uploads import Uploads, claim, new_writer
 logger = logging.getLogger("etrain.coordinator")
 
 LAST_UPLOAD_S = 15.0
-"""How long a job's end is held back until the bucket has it."""
+"""Maximum seconds for which the end of a job is held back until the bucket has it."""
 LOOK_S = 0.05
 LOCK_S = 20.0
-"""How long to wait for a reader that fills this machine's copy."""
+"""Timeout in seconds for a reader that is filling this machine's copy."""
 UPLOAD_PATIENCE_S = 5.0
 
 
 @dataclass(kw_only=True)
 class OpenedRun:
-    """A job of a bucket whose one writer this process is."""
+    """A job in a bucket that this process alone writes."""
 
     lock: int
-    """An open file, held for as long as this machine's copy is written or uploaded."""
+    """Open lock file, held while this machine's copy is written or uploaded."""
     uploads: Uploads
 
 
 def open_run(order: JobSpec) -> OpenedRun:
-    """Become the writer of a job's log. Asks the bucket: call it where nobody waits.
+    """Become the writer of a job's log.
+
+    Blocks on requests to the bucket, so do not call it on an event loop.
 
     Raises:
-        FencedError: If somebody else writes it.
-        RunStoreError: If the bucket cannot be read and written from here.
+        FencedError: If another process writes it.
+        RunStoreError: If the bucket is not readable and writable from here.
     """
     lock = take_lock(order.run_dir, patience_s=LOCK_S)
     if lock is None:
@@ -69,8 +71,8 @@ def open_run(order: JobSpec) -> OpenedRun:
 
 
 def _reopen_run(order: JobSpec) -> OpenedRun:
-    """Go on as the writer that wrote from this folder before."""
-    # While nobody wrote, a reader may have begun to look whether the bucket has more.
+    """Continue as the writer that already wrote to this folder."""
+    # While there was no writer, a reader may have started to check the bucket for more.
     lock = take_lock(order.run_dir, patience_s=LOCK_S)
     if lock is None:
         raise FencedError(f"another process of this machine writes the log of {order.job_id}")
@@ -79,15 +81,17 @@ def _reopen_run(order: JobSpec) -> OpenedRun:
 
 
 class MirroredLog(JobLog):
-    """A log that is also uploaded.
+    """Job log that is also uploaded to a bucket.
 
-    The end of the job is told to nobody before the bucket has it, or has not had it for
-    ``LAST_UPLOAD_S``. The file stays open until then, for what there is to say about that.
+    Listeners do not receive the end of the job before the bucket has it, or ``LAST_UPLOAD_S`` have
+    passed. The file stays open until then, because a failed upload is logged after the end::
+
+        append(end) -> uploaded, or LAST_UPLOAD_S passed -> listeners get the end -> close
 
     Args:
-        order: The job.
-        opened: What ``open_run`` returned; without it, this machine goes on as its writer.
-        on_fenced: Called on the event loop when somebody else goes on with the job.
+        order: Specification of the job.
+        opened: Result of ``open_run``; None if this machine already was the writer.
+        on_fenced: Called on the event loop when another coordinator takes the job over.
     """
 
     def __init__(
@@ -97,7 +101,7 @@ class MirroredLog(JobLog):
         self._on_fenced = on_fenced
         self._loop = asyncio.get_running_loop()
         self._withheld = 0
-        """``seq`` of the job's end, while that is held back; 0 if it is not."""
+        """``seq`` of the job's end while it is held back; otherwise 0."""
         self._is_closing = False
         self._ending: asyncio.Task[None] | None = None
         self._troubled_at = 0.0
@@ -118,27 +122,28 @@ class MirroredLog(JobLog):
 
     @property
     def last_seq(self) -> int:
-        """Sequence number of the newest event that may be told."""
+        """Sequence number of the newest event that listeners may receive."""
         newest = super().last_seq
         return min(newest, self._withheld - 1) if self._withheld else newest
 
     @property
     def is_uploading(self) -> bool:
-        """Whether the bucket does not have everything yet, and may get it."""
+        """True if events are missing from the bucket and may still be uploaded."""
         return self.is_behind or not self._mirror.is_done.is_set()
 
     @property
     def is_told(self) -> bool:
-        """Whether everything that was appended may be told."""
+        """True if listeners may receive everything that was appended."""
         return not self._withheld and super().is_told
 
     def append(self, facts: list[events.Event]) -> None:
-        """Append facts here; hold the job's end back, and upload it at once."""
+        """Append facts locally. Hold back the job's end, and upload it immediately."""
         ends = [
             place
             for place, fact in enumerate(facts, start=self.next_seq)
             if isinstance(fact, events.JobStatusChanged) and fact.status in events.TERMINAL_STATUSES
         ]
+        # Set before the base class wakes the listeners: they must not see the end yet.
         if ends and not self._withheld and self.is_uploading:
             self._withheld = ends[0]
             self._ending = self._loop.create_task(self._release_end(ends[0]))
@@ -147,12 +152,12 @@ class MirroredLog(JobLog):
             self._mirror.hurry()
 
     def since(self, seq: int, limit: int) -> list[dict[str, Any]]:
-        """Return at most ``limit`` events after ``seq`` that may be told, in order."""
+        """Return at most ``limit`` events after ``seq`` that listeners may receive, in order."""
         found = super().since(seq, limit)
         return [one for one in found if one["seq"] < self._withheld] if self._withheld else found
 
     def close(self) -> None:
-        """Let the rest be uploaded; the file is closed once the job's end was told."""
+        """Upload the rest. The file is closed once listeners have received the job's end."""
         self._is_closing = True
         if self._ending is None or self._ending.done():
             self._finish()
@@ -182,10 +187,10 @@ class MirroredLog(JobLog):
         super()._shut()
         self._mirror.finish()
 
-    # --- what the mirror says ---
+    # --- callbacks of the mirror ---
 
     def _call(self, handler: Callable[[str], None], why: str) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
             self._loop.call_soon_threadsafe(handler, why)
 
     def _tell_trouble(self, why: str) -> None:

@@ -1,24 +1,25 @@
-"""A bound on the printed lines in a job's log: ranks that print in each step would fill a disk.
+"""Limit the printed lines in a job's log, so that they do not fill the disk.
 
-The first lines of a job are all logged. After that it is a number per second on average, whatever
-the number of its trainers; how many were dropped is logged. Errors of the notebook's code, and the
-last lines of a trainer that crashes, do not come this way.
+The first lines of a job are all logged. After that, a fixed number per second is logged on average,
+regardless of the number of trainers. The number of dropped lines is logged, too. Errors of the
+notebook's code, and the last lines of a trainer that crashes, take another path and are never
+dropped.
 """
 
 from __future__ import annotations
 
 BURST = 20_000
-"""Lines that are logged however fast they come, after a long quiet time too."""
+"""Lines that are logged at any rate, at the start and after a long quiet time."""
 
 PER_S = 5.0
-"""Lines per second that are logged beyond these: some 100 MB of log a day."""
+"""Average lines per second that are logged after the burst: about 100 MB of log a day."""
 
 REPORT_S = 60.0
-"""Least time between two reports of dropped lines, in seconds."""
+"""Minimum seconds between two reports of dropped lines."""
 
 
 class PrintedLines:
-    """Decides which printed lines of a job are logged. Time is an argument.
+    """Choose the printed lines of a job that are logged. Time is an argument.
 
     >>> lines = PrintedLines(burst=2, per_s=1.0)
     >>> [lines.take(now=0.0) for _ in range(4)], lines.take(now=1.0)
@@ -35,7 +36,8 @@ class PrintedLines:
         self._reported_at: float | None = None
 
     def take(self, now: float) -> bool:
-        """Return whether a line that comes now is logged; else count it as dropped."""
+        """Return whether to log a line that arrives now; otherwise count it as dropped."""
+        # Token bucket: refill for the time that has passed, up to the burst.
         if self._taken_at is not None:
             passed_s = max(0.0, now - self._taken_at)
             self._left = min(self._burst, self._left + self._per_s * passed_s)
@@ -47,7 +49,7 @@ class PrintedLines:
         return True
 
     def report(self, now: float, *, is_last: bool = False) -> int:
-        """Return how many lines were dropped since the last report, if one is due; else 0."""
+        """Return the number of lines dropped since the last report if a report is due, else 0."""
         is_due = self._reported_at is None or now - self._reported_at >= REPORT_S
         if not self._num_dropped or not (is_due or is_last):
             return 0

@@ -1,4 +1,4 @@
-"""Proof from the durable log alone that every sample was trained exactly once, and no step lost."""
+"""Prove from the durable log that every sample was trained exactly once and no step was lost."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The attempts of a job, each from one submit or resume to the next, and their rules.
+"""Split a job's log into attempts, each with its own rules, and check their samples.
 
-An ordinary resume changes no rules, and its steps are checked as if there had been no interruption.
-If a resume forces another seed, batch or data set, each attempt is checked by its own rules.
+An attempt lasts from a submit or resume to the next resume. An ordinary resume keeps the rules, so
+its steps are checked as if there had been no interruption. If a resume forces another seed, batch
+or data set, each attempt is checked by its own rules.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Attempt:
     """The last generation of the previous attempt."""
     seed: int
     planned: JobPlanned | None
-    """None if no trainer reported one."""
+    """None if no trainer reported a plan."""
     evals: tuple[EvalCompleted, ...]
 
 
@@ -60,12 +61,12 @@ def check_attempts(
     """Compare the trained samples with the ledger, one attempt at a time.
 
     Args:
-        attempts: All attempts of the log.
+        attempts: All attempts in the log.
         steps: The committed steps that count.
         start: The step at which the log begins.
 
     Returns:
-        A row for each epoch that was begun, two if the rules changed within it; and the problems
+        One row per epoch that was started, or two if the rules changed within it; and the problems
         as text.
     """
     rows: list[EpochCoverage] = []
@@ -81,7 +82,7 @@ def check_attempts(
 def _works(
     attempts: Sequence[Attempt], steps: Sequence[StepCompleted]
 ) -> list[tuple[Work, list[StepCompleted]]]:
-    """Return the due work with its steps; consecutive attempts with equal rules are merged."""
+    """Return the required work with its steps; consecutive attempts with equal rules are merged."""
     planned = [attempt for attempt in attempts if attempt.planned is not None]
     groups: list[tuple[Work, list[StepCompleted]]] = []
     for number, attempt in enumerate(planned):
@@ -96,6 +97,9 @@ def _works(
             per_worker_batch_size=attempt.planned.per_worker_batch_size,
             total_samples=attempt.planned.total_samples,
         )
+        # The cases: the first attempt; equal rules, which extend the previous group; other rules,
+        # which apply from the last step of the previous groups on. Without own steps there is
+        # nothing to check.
         if not groups:
             groups.append((work, own))
         elif _is_same(groups[-1][0], work):
@@ -113,7 +117,8 @@ def _works(
 
 
 def _is_same(one: Work, other: Work) -> bool:
-    """Whether both give every step the same samples; if the batch grows, the end counts too."""
+    """Return True if both require the same samples in every step."""
+    # With a batch per worker, the last step depends on the number of samples, not of steps.
     ends_alike = not one.per_worker_batch_size or one.total_samples == other.total_samples
     rules = [
         (work.seed, work.num_samples, work.global_batch_size, work.per_worker_batch_size)

@@ -1,8 +1,8 @@
-"""Follow the generations in a log: which steps count, and which trainer held which state.
+"""Follow the generations in a log: the steps that count, and the state that each trainer held.
 
 A trainer is known to hold a step once the log shows that its generation committed it or was ready
-at it, until it undoes that step or starts to receive another trainer's state. So the log itself
-shows whether a survivor had a newer state when a job went back to an older one.
+at it, until the trainer undoes that step or starts to receive another trainer's state. The log
+alone therefore shows whether a survivor had newer state when a job returned to an older step.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def follow_history(log: Sequence[Event]) -> WeightHistory:
 
 
 class _Follower:
-    """Follows a log in one pass."""
+    """Process a log in one pass."""
 
     def __init__(self, log: Sequence[Event]) -> None:
         self.history = WeightHistory()
@@ -57,8 +57,8 @@ class _Follower:
         """The newest step that a trainer is known to hold."""
         self._receiving: set[Trainer] = set()
         self._is_cut_due = False
-        """Whether the first step of the current generation discards all newer steps."""
-        # The step that rank 0 reported for its checkpoint counts, not the coordinator's.
+        """True if the first step of the current generation discards all newer steps."""
+        # Rank 0's report of the restored step takes precedence over the coordinator's.
         self._restored = {e.generation for e in log if isinstance(e, JobRestored)}
         for event in log:
             if isinstance(event, StepCompleted):
@@ -72,7 +72,8 @@ class _Follower:
             elif isinstance(event, JobRestored):
                 self._go_back(event.step)
             elif isinstance(event, JobResumed):
-                # No trainer of the previous attempt is left, although process ids may recur.
+                # The trainers of the previous attempt have ended, but their process ids may be
+                # reused.
                 self._held.clear()
                 self._receiving.clear()
 
@@ -96,7 +97,7 @@ class _Follower:
                 f"step {event.step} was committed by {event.world_size} ranks, "
                 f"generation {event.generation} had {formed.world_size}"
             )
-        # A new rank 0 sends records that the old one did not send, but none of later steps.
+        # A new rank 0 resends records that the old one did not send, but none of later steps.
         if event.generation < current.generation and event.step > self._base:
             self._report(
                 f"step {event.step} was committed by generation {event.generation} although "
@@ -108,6 +109,7 @@ class _Follower:
         """Note that the members of a generation hold a step."""
         formed = self.history.formed.get(generation)
         if formed is None:
+            # Ready, or past a step: each member has received the state.
             return
         if formed is self._current:
             self._receiving -= set(_trainers_of(formed))
@@ -143,7 +145,7 @@ class _Follower:
                 self._held[members[rank]] = -1
         self._current, self._base = event, event.step
         self.history.formed[event.generation] = event
-        # If it dies before its start is known, the next generation may start later.
+        # If this generation ends before its first step is logged, the next may start later.
         self._is_cut_due = event.generation not in self._restored
 
     def _go_back(self, step: int) -> None:

@@ -17,7 +17,7 @@ _COLUMNS = ("epoch", "samples", "once", "repeated", "missing")
 
 @dataclass(frozen=True, kw_only=True)
 class EpochCoverage:
-    """How often the samples of one epoch were trained by committed steps."""
+    """Counts of the samples of one epoch that committed steps trained."""
 
     epoch: int
     samples: int
@@ -27,13 +27,13 @@ class EpochCoverage:
     repeated: int
     """Samples trained more than once."""
     missing: int
-    """Samples that were due and not trained; samples of future steps are not due."""
+    """Samples that were due but not trained; samples of future steps are not due."""
     is_complete: bool
-    """Whether the whole epoch was due; False for an epoch in progress or cut short."""
+    """True if the whole epoch was due; False for an epoch in progress or cut short."""
 
     @property
     def is_exact(self) -> bool:
-        """Whether each due sample was trained once, and no other was."""
+        """True if each due sample was trained once, and no other sample was."""
         return self.repeated == 0 and self.missing == 0
 
 
@@ -42,9 +42,9 @@ class AuditReport:
     """The result of ``audit_log``; ``print`` it, or assert ``ok``."""
 
     problems: tuple[str, ...] = ()
-    """The problems, a sentence each; empty without any."""
+    """The problems, one sentence each; empty if the audit passed."""
     epochs: tuple[EpochCoverage, ...] = ()
-    """One row for each epoch that was begun."""
+    """One row per epoch that was started."""
     status: str = ""
     """The job's last status; empty if the log has none."""
     steps_committed: int = 0
@@ -52,13 +52,13 @@ class AuditReport:
     steps_undone: int = 0
     """Steps undone because a worker was lost; their samples were trained again."""
     steps_rolled_back: int = 0
-    """Committed steps trained again from a checkpoint because no worker survived."""
+    """Committed steps that were trained again from a checkpoint because no worker survived."""
     steps_compared: int = 0
     """Committed steps of several ranks with equal fingerprints of a part of their weights."""
     steps_alone: int = 0
-    """Committed steps of a single rank, with no other rank to compare."""
+    """Committed steps of a single rank, which has no other rank to compare with."""
     digests_compared: int = 0
-    """Digests of a rank's weights that were compared with another rank's of the same step."""
+    """Digests of a rank's weights that were compared with another rank's at the same step."""
     last_step: int = 0
     """The newest step that led to the weights; 0 before the first."""
     saved_step: int = 0
@@ -66,7 +66,7 @@ class AuditReport:
     digest_step: int = 0
     """Step of ``newest_digest``; 0 without one."""
     newest_digest: str = ""
-    """The newest SHA-256 of the weights and its step: equal for equal ``reproducible`` jobs."""
+    """The newest SHA-256 of the weights and its step; equal for equal ``reproducible`` jobs."""
     num_evals: int = 0
     """Number of evaluations."""
     num_kinds: dict[str, int] = field(default_factory=dict)
@@ -74,12 +74,12 @@ class AuditReport:
 
     @property
     def ok(self) -> bool:
-        """Whether there is no problem."""
+        """True if the audit found no problem."""
         return not self.problems
 
     @property
     def steps_executed(self) -> int:
-        """Steps that took time: committed, undone, and trained again."""
+        """Steps that took time: committed, undone and trained again."""
         return self.steps_committed + self.steps_undone + self.steps_rolled_back
 
     @property
@@ -126,7 +126,7 @@ class AuditReport:
         )
 
     def _facts(self) -> list[tuple[str, str]]:
-        """Return the lines under the table: a name and a text each."""
+        """Return the lines below the table, as pairs of a name and a text."""
         wasted = f"{self.steps_undone} undone"
         if self.steps_rolled_back:
             wasted += f", {self.steps_rolled_back} trained again from a checkpoint"
@@ -168,7 +168,7 @@ class AuditReport:
         return [*listed, f"... and {more} more in report.problems"] if more > 0 else listed
 
     def _listed_epochs(self) -> list[EpochCoverage]:
-        """Return the rows to show: all, or the incorrect and the newest ones."""
+        """Return the rows to display: all, or the incorrect ones and the newest correct ones."""
         if len(self.epochs) <= _MOST_ROWS:
             return list(self.epochs)
         wrong = [row for row in self.epochs if not row.is_exact][:_MOST_ROWS]

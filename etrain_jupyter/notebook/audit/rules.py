@@ -1,9 +1,9 @@
 """Audit a job: prove from the durable log alone that it trained every sample exactly once.
 
-The ledger has the samples that each step had to train; the checksum in the log shows which ones the
-ranks trained. If the two differ, a sample was lost or repeated. The proof depends on the checksum:
-ranks must compute it from the indices of the batches that they put through forward and backward,
-never from the plan, or the ledger would only be compared with itself.
+The ledger contains the samples that each step had to train. The checksums in the log show which
+samples the ranks trained. If the two differ, a sample was lost or repeated. The proof depends on
+the checksum: ranks must compute it from the indices of the batches in their forward and backward
+passes, never from the plan; otherwise the ledger would be compared with itself.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from etrain_jupyter.rules.samples.ledger import StepRange
 
 
 def audit_log(events: Iterable[Event]) -> AuditReport:
-    """Check a job's events, finished or not, against the work that was due.
+    """Check the events of a finished or running job against the work that was due.
 
     Args:
-        events: All of them, in order, for example from ``log.event_log.read_events``.
+        events: All events, in order, for example from ``log.event_log.read_events``.
 
     Returns:
-        The report; ``ok`` is True if there is no problem, also for a job that has not trained yet.
+        The report; ``ok`` is True if it has no problems, even if nothing was trained yet.
     """
     log = list(events)
     history = follow_history(log)
@@ -78,7 +78,7 @@ def audit_log(events: Iterable[Event]) -> AuditReport:
 
 
 def _check_log(log: Sequence[Event]) -> Iterator[str]:
-    """Find lines that are missing in the log."""
+    """Report gaps in the log, and events of another job."""
     expected = 1
     for event in log:
         if event.seq and event.seq != expected:
@@ -108,7 +108,7 @@ def _check_plan(attempts: Sequence[Attempt], steps: Sequence[StepCompleted]) -> 
 
 
 def _check_steps(start: int, steps: Sequence[StepCompleted]) -> Iterator[str]:
-    """Check that steps are committed one after the other, by the newest generation."""
+    """Check that steps were committed in order, without gaps, by the newest generation."""
     newest, generation = start, 0
     for step in steps:
         if step.step <= newest:
@@ -128,10 +128,11 @@ def _name_steps(first: int, last: int) -> str:
 
 
 def _check_losses(log: Sequence[Event], history: WeightHistory) -> Iterator[str]:
-    """Check that a planned change undoes no step, and a loss at most the current one.
+    """Check that planned changes undo no step, and each loss of a worker at most the current one.
 
-    Counted by generation: steps that were committed before a loss may be logged after it, so the
-    order of the lines proves nothing. Only ranks count: the death of a newcomer costs no step.
+    Losses are counted by generation: steps committed before a loss may be logged after it, so the
+    order of the lines proves nothing. Only losses of ranks count, because a joining worker costs no
+    step.
     """
     undone: dict[int, set[int]] = defaultdict(set)
     losses: dict[int, set[str]] = defaultdict(set)
@@ -139,11 +140,13 @@ def _check_losses(log: Sequence[Event], history: WeightHistory) -> Iterator[str]
         if isinstance(event, StepUndone):
             undone[event.generation].add(event.step)
         elif isinstance(event, WorkerLost | FaultInjected):
+            # If the generation is unknown, count the worker as a rank.
             formed = history.formed.get(event.generation)
             if formed is None or event.worker in formed.ranks:
                 losses[event.generation].add(event.worker)
         elif _is_abrupt_end(event):
             losses[event.generation].add("")
+        # A fault that cost no worker ended the previous generation.
         elif isinstance(event, GenerationFormed) and _follows_broken_connections(event):
             losses[event.generation - 1].add("")
     for generation, steps in undone.items():
@@ -152,16 +155,17 @@ def _check_losses(log: Sequence[Event], history: WeightHistory) -> Iterator[str]
 
 
 def _follows_broken_connections(event: GenerationFormed) -> bool:
-    """Whether the previous generation ended by a fault of the network or the scheduler.
+    """Return True if a fault of the network or the scheduler ended the previous generation.
 
-    A planned change is no excuse for broken connections: then its reason is listed, too.
+    A planned change alone does not excuse broken connections, so "broken" counts only as the sole
+    reason.
     """
     whys = set(event.why.split("+"))
     return bool(whys & {"stalled", "restart"}) or whys == {"broken"}
 
 
 def _is_abrupt_end(event: Event) -> bool:
-    """Whether the current step may be dropped for this event although no worker is lost."""
+    """Return True if this event may drop the current step although no worker is lost."""
     if isinstance(event, JobStatusChanged):
         return event.status in TERMINAL_STATUSES
     return isinstance(event, UserErrorRaised)
@@ -194,7 +198,7 @@ def _check_end(
         if decided[-1] != reached:
             yield f"the job finished at step {reached}, to be stopped early at {decided[-1]}"
         return
-    # A resume with another batch size changes the number of steps, but not that of samples.
+    # A resume with another batch size changes the number of steps, but not of samples.
     if planned.per_worker_batch_size or (num_attempts > 1 and planned.total_samples):
         last = max(steps, key=lambda step: step.step, default=None)
         trained = 0

@@ -22,7 +22,7 @@ from etrain_jupyter.rules.samples.ledger import (
 
 _NUM_EXAMPLES = 5
 _TOP = 1 << 32
-"""Upper bound of a sample's term in the checksum, exclusive."""
+"""Exclusive upper bound of a sample's term in the checksum."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,19 +33,20 @@ class Work:
     num_samples: int
     global_batch_size: int
     per_worker_batch_size: int = 0
-    """If above 0, samples of a step per rank."""
+    """Samples per rank in each step; 0 if the global batch size is constant."""
     total_samples: int = 0
-    """Samples of the whole job, over all epochs; 0 if unknown."""
+    """Number of samples of the whole job, over all epochs; 0 if unknown."""
     base_step: int = 0
-    """The step from which these parameters apply: above 0 after a resume with another batch or
-    data."""
+    """The step from which these parameters apply; above 0 after a resume with another batch or data
+    set."""
     base_position: int = 0
-    """Samples up to that step, over all epochs."""
+    """Number of samples up to that step, over all epochs."""
 
     def position_after(self, step: int) -> int:
-        """Return the number of samples of the first ``step`` steps, at a constant batch."""
+        """Return the number of samples in the first ``step`` steps, for a constant batch size."""
         if not self.base_step:
             return position_after(step, self.num_samples, self.global_batch_size)
+        # The epoch that was in progress at the resume ends first; its last batch may be smaller.
         rest = -self.base_position % self.num_samples
         num_in_rest = steps_per_epoch(rest, self.global_batch_size)
         count = step - self.base_step
@@ -104,18 +105,18 @@ def check_samples(
 
 
 class _EpochCheck:
-    """Counts how often each sample of one epoch was trained, by position in the epoch's order."""
+    """Count how often each sample of one epoch was trained, by position in the epoch's order."""
 
     def __init__(self, work: Work, epoch: int) -> None:
         self._work, self._epoch = work, epoch
         self._order = epoch_order(seed=work.seed, epoch=epoch, num_samples=work.num_samples)
         self._terms = checksum_terms(self._order).astype(np.int64)
-        # Prefix sums, so that any range costs one subtraction.
+        # Prefix sums make the checksum of any range a single subtraction.
         self._sums = np.concatenate(([0], np.cumsum(self._terms)))
         self._counts = np.zeros(work.num_samples, dtype=np.int64)
 
     def take(self, step: StepCompleted, due: StepRange) -> Iterator[str]:
-        """Count one step's samples, and yield how they differ from those that were due."""
+        """Count the samples of a step, and yield their differences from those that were due."""
         if (step.epoch, step.first) != (due.epoch, due.first):
             yield (
                 f"step {step.step} began at sample {step.first} of epoch {step.epoch}, "
@@ -125,6 +126,7 @@ class _EpochCheck:
         num_due = self._work.due_at(position, step.world_size).samples
         if step.samples != num_due:
             yield f"step {step.step} trained {step.samples} samples, due were {num_due}"
+        # Equal checksums prove that each sample of the range was trained once.
         if self._sum_of(step.first, step.first + step.samples) == step.sample_checksum:
             self._counts[step.first : step.first + step.samples] += 1
         else:
@@ -154,10 +156,11 @@ class _EpochCheck:
         return int(self._sums[end] - self._sums[first]) if is_inside else None
 
     def _explain(self, step: StepCompleted, first: int, end: int) -> str:
-        """Find the single sample that explains a wrong checksum, and count accordingly."""
+        """Find the single sample that explains a wrong checksum, and adjust the counts."""
         expected = self._sum_of(first, end)
         if expected is None:
             return f"step {step.step} trained samples outside of the epoch"
+        # The cases, in this order: one sample is missing, one is extra, one replaces another.
         lost = self._lookup(expected - step.sample_checksum, first, end)
         if lost is not None:
             self._counts[first:end] += 1
@@ -171,7 +174,7 @@ class _EpochCheck:
         return self._explain_exchange(step, first, end, expected)
 
     def _explain_exchange(self, step: StepCompleted, first: int, end: int, expected: int) -> str:
-        # Clipped to the range of int64; a difference of this size matches nothing.
+        # Clip to the range of int64; a difference of this size matches no term.
         difference = max(-_TOP, min(_TOP, step.sample_checksum - expected))
         wanted = self._terms[first:end] + difference
         matches = np.flatnonzero(np.isin(wanted, self._terms))
@@ -191,7 +194,7 @@ class _EpochCheck:
         )
 
     def _lookup(self, term: int, first: int, end: int) -> int | None:
-        """Return the position in a range whose sample has this term, if there is exactly one."""
+        """Return the position in a range of the sample with this term; None unless it is unique."""
         if not 0 <= term < _TOP:
             return None
         positions = np.flatnonzero(self._terms[first:end] == term)

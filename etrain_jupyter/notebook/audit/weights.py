@@ -1,8 +1,8 @@
-"""Prove from the log, as far as it reaches, that all ranks had equal weights.
+"""Prove from the log, as far as possible, that all ranks had equal weights.
 
-In each step every rank computes a fingerprint of a part of its weights, and the step's record has
-whether they were equal. At the end of each epoch and of the job every rank reports a SHA-256 of all
-its weights. With a single rank there is nothing to compare.
+In each step, every rank computes a fingerprint of a part of its weights, and the step's record
+contains whether they were equal. At the end of each epoch and of the job, every rank reports a
+SHA-256 of all its weights. A single rank has nothing to compare with.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class WeightsProof:
     num_alone: int
     """Committed steps of one rank."""
     num_digests: int
-    """Digests that were compared with those of another rank at the same step."""
+    """Digests that were compared with another rank's digest at the same step."""
     newest_step: int
-    """The newest step with a digest; 0 without one."""
+    """The newest step with a digest; 0 if there is none."""
     newest: str
-    """The newest digest and its step, for comparison with another job; empty without one."""
+    """The newest digest and its step, for comparison with another job; empty if there is none."""
 
 
 def compare_weights(log: Sequence[Event], history: WeightHistory) -> WeightsProof:
@@ -48,7 +48,7 @@ def compare_weights(log: Sequence[Event], history: WeightHistory) -> WeightsProo
 
 
 def _check_fingerprints(steps: Sequence[StepCompleted], history: WeightHistory) -> Iterator[str]:
-    """Report the first step of each generation whose ranks disagreed; later ones follow from it."""
+    """Report each generation's first step with unequal ranks; later ones are consequences."""
     reported: set[int] = set()
     for step in steps:
         if not step.ranks_agree and step.generation not in reported:
@@ -61,7 +61,7 @@ def _check_fingerprints(steps: Sequence[StepCompleted], history: WeightHistory) 
 def _digests_by_step(
     log: Sequence[Event], history: WeightHistory
 ) -> dict[int, list[WeightsHashed]]:
-    """Return the digests of the steps that count; a step that was trained again has others."""
+    """Return the digests of the steps that count; an undone attempt at a step has other digests."""
     committed_by = {step.step: step.generation for step in history.steps}
     groups: dict[int, list[WeightsHashed]] = defaultdict(list)
     for event in log:
@@ -82,7 +82,7 @@ def _check_digests(groups: dict[int, list[WeightsHashed]], history: WeightHistor
                     f"{event.generation}, which it was not in"
                 )
         if len(by_digest) > 1:
-            # The larger side is assumed to be right, so that the smaller one is named last.
+            # The majority is assumed to be right, so the minority is named last.
             sides = sorted(by_digest.items(), key=lambda side: -len(side[1]))
             found = "; ".join(f"{digest[:12]} on {', '.join(who)}" for digest, who in sides)
             yield f"at step {step} the ranks had different weights: {found}"

@@ -1,7 +1,7 @@
-"""What is wrong on this machine, and how to mend it: ``%etrain doctor``.
+"""Diagnose problems of this machine and suggest fixes: ``%etrain doctor``.
 
-Each check looks and changes nothing, and none imports torch: a kernel that only looks stays small.
-EC2 is asked only if somebody wants that, and not waited for long.
+Each check is read-only, and none imports torch, so that a kernel which only looks stays small. EC2
+is queried only on request, with a short timeout.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ EXTENSION = "etrain-jupyter"
 WIDGET_SCRIPT = Path(__file__).parents[2] / "static" / "widget.js"
 GUIDE = "docs/how-to/troubleshoot.md"
 EC2_S = 15.0
-"""How long to wait for what EC2 says of a region."""
+"""Timeout of the query of EC2 in one region, in seconds."""
 MARKS = {"ok": "  ok ", "note": "note ", "wrong": "WRONG"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     state: str
-    """``ok``, ``note`` (works, with less) or ``wrong``."""
+    """``ok``, ``note`` (works with limitations) or ``wrong``."""
     what: str
     remedy: str = ""
-    """What to do; empty if nothing need be done."""
+    """What to do; empty if no action is needed."""
     topic: str = ""
-    """The section of docs/how-to/troubleshoot.md that says more."""
+    """The section of docs/how-to/troubleshoot.md with more details."""
 
     def __str__(self) -> str:
         line = f"{MARKS[self.state]} {self.what}"
@@ -65,12 +65,12 @@ class Finding:
 
 
 def examine(store: RunStore, *, with_ec2: bool = False, region: str | None = None) -> list[Finding]:
-    """Look at everything that a job needs here; a check that breaks is itself a finding.
+    """Check everything that a job needs on this machine; a check that fails is itself a finding.
 
     Args:
-        store: Where jobs are.
-        with_ec2: Ask EC2, too, what there is of our clusters.
-        region: Ask there, besides the regions of ``pools.yaml``.
+        store: The run store.
+        with_ec2: True to list this package's clusters on EC2 too.
+        region: An EC2 region to query in addition to those in ``pools.yaml``.
     """
     checks: dict[str, Callable[[], list[Finding]]] = {
         "python": _check_python,
@@ -87,7 +87,7 @@ def examine(store: RunStore, *, with_ec2: bool = False, region: str | None = Non
     for topic, check in checks.items():
         try:
             found = check()
-        except Exception as exc:  # The doctor's own trouble must not hide the other findings.
+        except Exception as exc:  # A bug in one check must not hide the results of the others.
             what, remedy = f"{type(exc).__name__}: {exc}", "see the guide"
             found = [Finding(state="wrong", what=what, remedy=remedy)]
         findings += [replace(finding, topic=topic) for finding in found]
@@ -172,6 +172,7 @@ def _check_run_store(store: RunStore) -> Finding:
         store.check_writable()
     except EtrainError as exc:
         return Finding(state="wrong", what=str(exc), remedy=f"set {ROOT_VARIABLE} to another place")
+    # A bucket has its local copies in a folder, which must be writable too.
     copies = _check_folder(f"run store {store}, its copies in", store.root, "ETRAIN_STATE")
     is_folder = str(store) == str(store.root)
     return _check_folder("run store", store.root, ROOT_VARIABLE) if is_folder else copies
@@ -215,7 +216,7 @@ def _spec_of(entry: PoolEntry) -> AwsSpotSpec:
 
 
 def _check_aws(specs: list[AwsSpotSpec]) -> list[Finding]:
-    """Look for boto3 and credentials; AWS is not asked."""
+    """Check for boto3 and credentials, without a request to AWS."""
     version = version_of("boto3")
     if not version:
         remedy = "pip install 'etrain-jupyter[aws]'"
@@ -240,7 +241,7 @@ def _check_aws(specs: list[AwsSpotSpec]) -> list[Finding]:
 
 
 def _check_ec2(region: str | None) -> list[Finding]:
-    """Ask EC2 what there is of anybody's clusters."""
+    """List all clusters of this package on EC2, including those of other users."""
     return [found for spec in aws_specs(region) for found in _ask_ec2(spec)]
 
 
@@ -258,6 +259,7 @@ def _ask_ec2(spec: AwsSpotSpec) -> list[Finding]:
             told.append(exc)
         is_told.set()
 
+    # In a daemon thread: a request that hangs must not block the cell, or the kernel at its exit.
     threading.Thread(target=look, name="etrain-doctor", daemon=True).start()
     if not is_told.wait(EC2_S):
         what = f"EC2 in {spec.region} has not answered within {EC2_S:g} s"
@@ -279,6 +281,7 @@ def _on_ec2(region: str, cluster: str, things: list[Tagged]) -> Finding:
     rest = len(things) - num_machines
     what = f"cluster {cluster} on EC2 in {region}: {_number_of(num_machines, 'machine')}, "
     what += f"{_number_of(rest, 'other thing')}, ${usd:.3g}/h"
+    # An expired cluster should have ended on its own, so it costs money for nothing.
     if all(one.is_expired for one in things):
         return Finding(state="wrong", what=f"{what}; has expired", remedy="%etrain reap ends it")
     return Finding(state="ok", what=what)
@@ -312,7 +315,7 @@ def _check_clusters() -> list[Finding]:
 
 
 def version_of(name: str) -> str:
-    """Return the installed version of a package without importing it; empty if there is none."""
+    """Return the installed version of a package without importing it; empty if not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -320,7 +323,7 @@ def version_of(name: str) -> str:
 
 
 def find_extension() -> Path | None:
-    """Return where JupyterLab finds our extension; None if it does not."""
+    """Return the path where JupyterLab finds the extension; None if it is not installed."""
     try:
         from jupyter_core.paths import jupyter_path
     except ImportError:

@@ -1,4 +1,4 @@
-"""What ``logs`` prints of a job, and how ``logs -f`` goes on with it."""
+"""Format a job's events as lines for ``logs``, and follow them for ``logs -f``."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from etrain_jupyter.notebook.job.run_store import RunStore
 from etrain_jupyter.notebook.job.training_job import TrainingJob
 
 SLICE_S = 0.2
-"""How long one wait for news takes: an interrupt is seen in between."""
+"""Interval of a poll for new events, in seconds; interrupts are handled in between."""
 STEP_S = 5.0
-"""Steps are too many to print each."""
+"""Minimum interval between printed steps, in seconds."""
 LOOK_S = 3.0
-"""How often it is looked whether somebody has resumed a job whose cluster is gone."""
+"""Interval of checks for a resume of a job whose cluster has ended, in seconds."""
 
 
 def log_lines(events: Iterable[Event]) -> list[str]:
-    """Return what was printed, and what happened to workers in between."""
+    """Return one line per printed output, and per event that affected a worker."""
     return [line for event in events if (line := _line_of(event))]
 
 
@@ -55,15 +55,16 @@ def _line_of(event: Event) -> str:
 
 
 def follow_lines(job: TrainingJob, store: RunStore, *, number: int) -> Iterator[str]:
-    """Yield the last lines of a job's log and then each new one, until the job has ended.
+    """Yield the last lines of a job's log, then each new line, until the job has ended.
 
-    A job whose cluster went without an end is looked for again: who resumes it, here or elsewhere,
-    goes on with the same log. Statuses are lines here too, and a step every ``STEP_S``.
+    If the cluster ends before the job, wait for a resume, by this kernel or another one, which
+    continues the same log. Unlike ``log_lines``, this includes status changes, and a step every
+    ``STEP_S``.
     """
     news: queue.Queue[Sequence[Event]] = queue.Queue()
     job.subscribe(news.put)
     lines = _Follower()
-    # A view that waits for the first batch must see an interrupt, too.
+    # Poll with a short timeout, so that an interrupt is handled while no batch has arrived.
     while (events := _next_of(news)) is None:
         pass
     yield from lines.of(events)[-number:]
@@ -71,6 +72,7 @@ def follow_lines(job: TrainingJob, store: RunStore, *, number: int) -> Iterator[
         events = _next_of(news)
         if events is not None:
             yield from lines.of(events)
+        # Checked only when the queue is empty, so no line is lost at the end.
         elif job.is_over and not job.lost:
             return
         elif job.lost:
@@ -80,7 +82,7 @@ def follow_lines(job: TrainingJob, store: RunStore, *, number: int) -> Iterator[
 
 
 def _clock_of(event: Event) -> str:
-    """Return the time of day; a log that somebody else has made may hold what is none."""
+    """Return the time of day; a log from another user may contain an invalid time."""
     try:
         return datetime.fromtimestamp(event.time).strftime("%H:%M:%S")
     except (ValueError, OverflowError, OSError):
@@ -88,18 +90,19 @@ def _clock_of(event: Event) -> str:
 
 
 class _Follower:
-    """Makes lines of events that come in batches, each once."""
+    """Format events that arrive in batches, each event once."""
 
     def __init__(self) -> None:
         self._newest = 0
         self._step_at = 0.0
 
     def of(self, events: Sequence[Event]) -> list[str]:
-        """Return the lines of what has not come before."""
+        """Return the lines of the events that are newer than those of earlier calls."""
         if isinstance(events, Events) and self._newest:
             events = events.after(self._newest)
         lines = []
         for event in runs_of(events):
+            # Steps in blocks belong to the history, in which steps get no lines.
             if isinstance(event, StepRun):
                 self._newest, self._step_at = event.last.seq, event.last.time
             elif event.seq > self._newest:
@@ -108,7 +111,7 @@ class _Follower:
         return [line for line in lines if line]
 
     def _line_of_course(self, event: Event) -> str:
-        """Return a line about how the job goes on; empty for what is left out."""
+        """Return a line about the job's progress; empty for events that are not shown."""
         clock = _clock_of(event)
         if isinstance(event, JobResumed):
             return f"{clock} info    job: resumed after step {event.step}"
@@ -132,10 +135,11 @@ def _next_of(news: queue.Queue[Sequence[Event]]) -> Sequence[Event] | None:
 
 
 def _await_next_life(job: TrainingJob, store: RunStore) -> TrainingJob:
-    """Wait until somebody trains a job again, and return it following that."""
+    """Wait until the job is resumed, and return it following the new attempt."""
     while True:
         time.sleep(LOOK_S)
-        with contextlib.suppress(EtrainError):  # the store may be out of reach for a while
+        with contextlib.suppress(EtrainError):  # the store may be temporarily unreachable
             record = store.find(job.id)
+            # A resume changes the cluster in the record. Without one, the cluster may prove alive.
             if record.cluster != job.record.cluster or not store.summarize(record).is_gone:
                 return hold(record)

@@ -1,7 +1,7 @@
-"""What there is besides the jobs that this kernel follows, for JupyterLab's side panel.
+"""List jobs and clusters that this kernel does not follow, for JupyterLab's side panel.
 
-Looking reads files: it starts nothing, asks no scheduler, keeps no cluster from ending when it is
-idle, and loads neither torch nor Dask. It is done on a thread, beside the cells.
+The listing only reads files, in a thread, while cells may run. It starts no process, sends nothing
+to a scheduler, does not reset the idle timeout of a cluster, and imports neither torch nor Dask.
 """
 
 from __future__ import annotations
@@ -18,24 +18,25 @@ from etrain_jupyter.process.cluster_dir import ClusterDir, cluster_dirs
 from etrain_jupyter.process.machine_load import read_load
 
 MAX_LOOKED_AT = 50
-"""The newest jobs of the run store; that an older one still runs is rare, and each is a read."""
+"""Maximum number of jobs to check, newest first: each one is a read, and older jobs rarely run."""
 
 
 def look_around(store: RunStore, followed: Collection[str], *, is_asked: bool) -> OtherJobs:
-    """Return the jobs that run and that nobody follows here, and the clusters that are up.
+    """Return the running jobs that this kernel does not follow, and the live clusters.
 
     Args:
-        store: Where jobs are looked for; in a bucket only if a person asks, since it costs money.
-        followed: Ids of jobs that need not be looked at.
-        is_asked: Whether a person asks.
+        store: The run store; a bucket is listed only on request, since that costs money.
+        followed: Ids of the jobs that this kernel follows.
+        is_asked: True if the user requested the listing.
     """
+    # A panel refreshes on its own, but requests to a bucket are billed.
     is_bucket = str(store) != str(store.root)
     others = None if is_bucket and not is_asked else tuple(find_others(store, followed))
     return OtherJobs(others=others, pools=tuple(find_pools()))
 
 
 def find_others(store: RunStore, followed: Collection[str]) -> list[dict[str, Any]]:
-    """Return the jobs of the store that have not ended, the newest first."""
+    """Return the jobs of the store that have not ended, newest first."""
     found = []
     for record in itertools.islice(store.records(), MAX_LOOKED_AT):
         if record.job_id in followed:
@@ -56,7 +57,7 @@ def find_others(store: RunStore, followed: Collection[str]) -> list[dict[str, An
 
 
 def find_pools() -> list[dict[str, Any]]:
-    """Return this user's living clusters on this machine, and how busy they are."""
+    """Return this user's live clusters on this machine, with their load."""
     found = (_load_of(cluster) for cluster in cluster_dirs())
     return [load for load in found if load is not None]
 
@@ -64,7 +65,7 @@ def find_pools() -> list[dict[str, Any]]:
 def _load_of(cluster: ClusterDir) -> dict[str, Any] | None:
     record, load = cluster.record(), read_load(cluster)
     if record is None or not record.is_alive or load is None:
-        return None  # it is starting or ending; %etrain doctor tells what is wrong with it
+        return None  # the cluster is starting or ending; %etrain doctor explains its state
     now = time.time()
     idle_s = 0.0 if load.idle_since is None else max(0.0, now - load.idle_since)
     settings = cluster.settings()
@@ -74,7 +75,7 @@ def _load_of(cluster: ClusterDir) -> dict[str, Any] | None:
         "cluster_id": cluster.cluster_id,
         "workers": load.workers,
         "idle_s": idle_s,
-        # JSON has no infinity, and so long does a cluster live that only `%etrain down` ends.
+        # JSON has no infinity, which means that only `%etrain down` ends the cluster.
         "ends_in_s": left_s if left_s < float("inf") else None,
         "time": now,
     }

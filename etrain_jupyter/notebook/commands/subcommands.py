@@ -548,7 +548,7 @@ def audit(surface: Surface, job: str | None = None) -> str:
     """
     report = surface.find(job).audit()
     if not report.ok:
-        # A failed proof must stop the cells that rely on it.
+        # Raise if the proof fails, so that later cells which rely on it do not run.
         raise EtrainError(str(report))
     return str(report)
 

@@ -1,6 +1,6 @@
-"""The notebook's hold on a job.
+"""The notebook's side of a job.
 
-Read ``run_store`` (folders), ``link`` (the line to a cluster), ``feed`` (its events, in order),
-``history`` (what they add up to), ``training_job`` (what the user holds), ``held_jobs`` (submit and
-attach), ``weights`` and ``audit``.
+Start with ``run_store`` (the folders of jobs), ``link`` (the connection to a cluster), ``feed``
+(ordered events), ``history`` (values derived from them), ``training_job`` (the user's object),
+``open_jobs`` (submit and attach) and ``weights``.
 """

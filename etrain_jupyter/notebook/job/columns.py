@@ -1,7 +1,7 @@
-"""The history of a job as columns, one row per step that counts.
+"""The history of a job in columns, with one row per committed step.
 
-Rows arrive one by one while a job runs, and by the thousand from the blocks of a log. They are
-packed into arrays of at most 8 bytes per number; only ``columns`` returns them as Python objects.
+A running job adds single rows, and the blocks of a log add thousands at once. Rows are packed into
+arrays with at most 8 bytes per number; only ``columns`` returns Python objects.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ STEP_COLUMNS = (
     "communication_s",
     "optimizer_s",
 )
-"""The columns of every history, in this order; the columns of metrics follow."""
+"""The columns of every history, in this order; metric columns follow."""
 
 _PACK_AT = 4096
-"""Number of single rows that are packed into arrays."""
+"""Number of single rows after which they are packed into arrays."""
 
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Rows in arrays of equal length, with the columns of the metrics that they measured."""
+    """Rows as arrays of equal length, including the columns of their metrics."""
 
     columns: dict[str, Column]
 
@@ -51,7 +51,7 @@ class _Chunk:
 
 
 class History:
-    """Columns of equal length, one row per committed step; NaN for metrics not measured."""
+    """Columns of equal length, one row per committed step; missing metrics are NaN."""
 
     def __init__(self) -> None:
         self._chunks: list[_Chunk] = []
@@ -59,15 +59,15 @@ class History:
         self._tail: list[dict[str, Any]] = []
         """Rows that are not packed yet."""
         self._measured: dict[str, None] = {}
-        """The columns beyond ``STEP_COLUMNS``, in the order of their first value."""
+        """The columns beyond ``STEP_COLUMNS``, in order of their first value."""
         self._evals: dict[str, dict[int, float]] = {}
-        """Values of evaluations, by column and row."""
+        """Evaluation results by column and row."""
 
     def __len__(self) -> int:
         return self._num_chunked + len(self._tail)
 
     def add_step(self, event: StepCompleted) -> None:
-        """Append a row; a step that is committed again replaces its row and all later ones."""
+        """Append a row; a step committed again replaces its row and all later rows."""
         if len(self) and self._last_step() >= event.step:
             self.rewind_to(event.step - 1)
         row = {name: getattr(event, name) for name in STEP_COLUMNS}
@@ -78,7 +78,7 @@ class History:
             self._pack()
 
     def add_run(self, run: StepRun) -> None:
-        """Append the rows of consecutive steps."""
+        """Append the rows of a run of consecutive steps."""
         first = int(run.column("step")[0])
         if len(self) and self._last_step() >= first:
             self.rewind_to(first - 1)
@@ -89,8 +89,9 @@ class History:
         self._push(_Chunk(columns))
 
     def add_eval(self, event: EvalCompleted) -> None:
-        """Write an evaluation into the row of its step."""
+        """Add the results of an evaluation to the row of its step."""
         row = self._rows_up_to(event.step) - 1
+        # An evaluation before the first step has no row.
         if row < 0:
             return
         for name, value in {"loss": event.loss, **event.metrics}.items():
@@ -98,9 +99,10 @@ class History:
             self._evals.setdefault(f"eval_{name}", {})[row] = value
 
     def rewind_to(self, step: int) -> None:
-        """Drop the rows after a step, because they are trained again."""
+        """Drop the rows after a step, because those steps are trained again."""
         num_rows = self._rows_up_to(step)
         del self._tail[max(0, num_rows - self._num_chunked) :]
+        # Whole chunks are dropped; the one that contains the step is cut.
         while self._num_chunked > num_rows:
             last = self._chunks.pop()
             self._num_chunked -= len(last)
@@ -110,7 +112,7 @@ class History:
             self._evals[name] = {row: value for row, value in values.items() if row < num_rows}
 
     def columns(self) -> dict[str, list[Any]]:
-        """Return a copy for ``pandas.DataFrame``."""
+        """Return a copy of all columns, for ``pandas.DataFrame``."""
         self._pack()
         found = {name: self._column(name).tolist() for name in STEP_COLUMNS}
         for name in self._measured:
@@ -131,11 +133,13 @@ class History:
         return int(self._tail[-1]["step"] if self._tail else self._chunks[-1].columns["step"][-1])
 
     def _rows_up_to(self, step: int) -> int:
-        """Return the number of rows up to and including this step."""
+        """Return the number of rows up to and including a step."""
+        # The tail has the newest rows, and steps increase within all rows.
         if self._tail and self._tail[0]["step"] <= step:
             in_tail = bisect_right(self._tail, step, key=lambda row: int(row["step"]))
             return self._num_chunked + in_tail
         num_rows = self._num_chunked
+        # Search from the end: the step is nearly always in the newest chunk.
         for chunk in reversed(self._chunks):
             num_rows -= len(chunk)
             steps = chunk.columns["step"]
@@ -144,7 +148,7 @@ class History:
         return 0
 
     def _pack(self) -> None:
-        """Pack the single rows into chunks of consecutive rows with the same metrics."""
+        """Pack single rows into chunks of consecutive rows with the same metrics."""
         rows, self._tail = self._tail, []
         start = 0
         for end in range(1, len(rows) + 1):
@@ -160,5 +164,5 @@ class History:
 
 
 def _column_of(metric: str) -> str:
-    """Return a metric's column; a name that is already a column gets a prefix."""
+    """Return the column of a metric; a metric named like a step column gets a prefix."""
     return f"metric_{metric}" if metric in STEP_COLUMNS else metric

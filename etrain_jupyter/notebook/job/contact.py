@@ -1,7 +1,8 @@
-"""Whether a job's coordinator answers at present, and when to ask it again.
+"""Track whether a job's coordinator responds, and schedule retries.
 
-A scheduler that is stopped, swapped out or cut off looks like a dead one from here; only what knows
-its process can tell. So silence is no verdict: it is said, and asked again for as long as it lasts.
+From here, a suspended, swapped-out or disconnected scheduler looks like a dead one; only a process
+on the same machine can distinguish the two. A timeout alone is therefore reported but never final,
+and the feed keeps retrying.
 """
 
 from __future__ import annotations
@@ -13,21 +14,22 @@ from etrain_jupyter.errors import JobLostError
 from etrain_jupyter.notebook.job.link import ClusterEndedError, NoAnswerError, UnreachableError
 
 RETRY_S = 0.3
-"""How long to wait after the first failure; each further one doubles it."""
+"""Delay before the first retry, in seconds; it doubles with each further failure."""
 RETRY_MOST_S = 5.0
 SAY_AFTER = 2
-"""Failures in a row, each of some seconds, after which a person is told."""
+"""Number of consecutive failures, of some seconds each, before the user is notified."""
 LOST_AFTER = 2
-"""Answers in a row by which the scheduler says that it does not know the job."""
+"""Number of consecutive responses that deny the job before the job counts as lost."""
 
 
 class Contact:
-    """Counts what failed since the last answer. Not thread-safe: the feed's thread owns it.
+    """Count the failures since the last response. Not thread-safe: owned by the feed's thread.
 
     Attributes:
-        num_failures: Failures since the last answer.
-        seen_at: Instant of the last answer, or of what is known otherwise; 0 if of nothing.
-        trouble: What to tell a person; empty while the coordinator answers.
+        num_failures: Number of failures since the last response.
+        seen_at: Time of the last response or, before the first, of the newest event in the log;
+            0 if there is neither.
+        trouble: Message for the user; empty while the coordinator responds.
     """
 
     def __init__(self) -> None:
@@ -37,15 +39,16 @@ class Contact:
         self._num_denials = 0
 
     def succeed(self, now: float) -> bool:
-        """Note an answer; return whether that ends a silence that a person was told of."""
+        """Record a response; return True if it ends an outage that the user was notified of."""
         was_silent = bool(self.trouble)
         self.num_failures = self._num_denials = 0
         self.seen_at, self.trouble = now, ""
         return was_silent
 
     def fail(self, exc: BaseException) -> bool:
-        """Note a failure; return whether a person has to be told of the silence now."""
+        """Record a failure; return True if the user must be notified of the outage now."""
         self.num_failures += 1
+        # An unreachable scheduler proves nothing. Only a scheduler that responds can deny the job.
         is_denial = isinstance(exc, JobLostError) and not isinstance(exc, UnreachableError)
         self._num_denials = self._num_denials + 1 if is_denial else 0
         if self.trouble or self.num_failures < SAY_AFTER:
@@ -54,17 +57,17 @@ class Contact:
         return True
 
     def _seen(self) -> str:
-        with contextlib.suppress(ValueError, OverflowError, OSError):  # the log's time may be none
+        with contextlib.suppress(ValueError, OverflowError, OSError):  # an invalid time in the log
             if self.seen_at:
                 return datetime.fromtimestamp(self.seen_at).strftime("last seen %H:%M:%S, ")
         return ""
 
     def is_final(self, exc: BaseException) -> bool:
-        """Tell whether ``exc``, which was noted, means that no question will be answered again."""
+        """Return True if ``exc``, already recorded, means that no later request can succeed."""
         return isinstance(exc, ClusterEndedError) or self._num_denials >= LOST_AFTER
 
     def pause_s(self) -> float:
-        """Return how long to wait before the next question."""
+        """Return the delay before the next request, in seconds."""
         doublings = min(self.num_failures - 1, 10)
         return float(min(RETRY_MOST_S, RETRY_S * 2**doublings)) if self.num_failures else 0.0
 
@@ -72,5 +75,5 @@ class Contact:
 def _what_failed(exc: BaseException) -> str:
     if isinstance(exc, UnreachableError | NoAnswerError):
         return "its scheduler cannot be reached"
-    # The first sentence says what happened; the advice after it is for requests.
+    # The first sentence is the cause; the advice after it is for user requests.
     return str(exc).partition(". ")[0] or type(exc).__name__

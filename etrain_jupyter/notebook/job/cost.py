@@ -1,4 +1,4 @@
-"""What a job has cost: spent, saved against on-demand prices, wasted by preemptions."""
+"""Cost of a job: spent, saved compared with on-demand prices, and wasted by preemptions."""
 
 from __future__ import annotations
 
@@ -9,38 +9,37 @@ from etrain_jupyter.notebook.job.history import LatestValues
 
 @dataclass(frozen=True, kw_only=True)
 class JobCost:
-    """What a job has cost so far, in US dollars, as its durable log says."""
+    """Cost of a job so far in US dollars, from its durable log."""
 
     spent_usd: float = 0.0
     on_demand_usd: float = 0.0
-    """What the same hours would have cost without spot prices."""
+    """Cost of the same hours at on-demand prices."""
     wasted_usd: float = 0.0
-    """The part of ``spent_usd`` in which machines booted, warmed up or drained after the first
-    step."""
+    """The part of ``spent_usd`` for booting, warming up or draining after the first step."""
     num_interruptions: int = 0
-    """Workers that were taken, with a notice or without."""
+    """Number of workers preempted or lost, with or without notice."""
     num_samples: int = 0
-    """Samples trained."""
+    """Number of samples trained."""
     is_known: bool = True
-    """Whether the job's pool knows prices."""
+    """True if the job's pool knows prices."""
 
     @property
     def saved_usd(self) -> float:
-        """Against on-demand prices; never negative."""
+        """Savings compared with on-demand prices; never negative."""
         return max(0.0, self.on_demand_usd - self.spent_usd)
 
     @property
     def wasted_usd_per_interruption(self) -> float:
-        """What one interruption cost on average; 0.0 if there was none."""
+        """Average waste per interruption; 0.0 without interruptions."""
         return self.wasted_usd / self.num_interruptions if self.num_interruptions else 0.0
 
     @property
     def usd_per_1k_samples(self) -> float:
-        """What a thousand samples cost; 0.0 before the first."""
+        """Cost of a thousand samples; 0.0 before the first sample."""
         return 1000 * self.spent_usd / self.num_samples if self.num_samples else 0.0
 
     def __str__(self) -> str:
-        """Return a few lines for a person."""
+        """Format the cost as a few lines of text."""
         if not self.is_known:
             return "nothing: the machines of this job's pool have no prices"
         share = self.saved_usd / self.on_demand_usd if self.on_demand_usd else 0.0
@@ -60,7 +59,7 @@ class JobCost:
 
 
 def amount(usd: float) -> str:
-    """Return an amount with as many digits as tell something.
+    """Format an amount in dollars; below 10 cents, with three significant digits.
 
     >>> [amount(usd) for usd in (1234.5, 0.0, 0.00123, 0.5)]
     ['$1,234.50', '$0.00', '$0.00123', '$0.50']
@@ -69,7 +68,7 @@ def amount(usd: float) -> str:
 
 
 def cost_of(view: LatestValues) -> JobCost:
-    """Return what a job's events add up to."""
+    """Compute the cost of a job from its folded events."""
     told = view.cost
     return JobCost(
         spent_usd=told.spent_usd if told else 0.0,

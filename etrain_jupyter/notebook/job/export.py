@@ -1,8 +1,8 @@
-"""A checkpoint's weights as files for others: one safetensors file, or a ``transformers`` folder.
+"""Export a checkpoint's weights as a safetensors file or a ``transformers`` folder.
 
-Neither needs torch: a safetensors file is a JSON header and the bytes of its tensors
-(https://huggingface.co/docs/safetensors), so another header in front of the same bytes is all
-that an export is. Files are written aside, synced and then given their names.
+Neither format needs torch. A safetensors file is a JSON header followed by the bytes of its tensors
+(https://huggingface.co/docs/safetensors), so an export replaces the header and copies the bytes.
+Files are written under a temporary name, synced, and then renamed.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from etrain_jupyter.storage.checkpoints.files import fsync_folder, link_if_absen
 
 FORMATS = ("safetensors", "transformers")
 CONFIG_FILE = "config.json"
-"""A part of the checkpoint of a ``transformers`` model, and what ``from_pretrained`` reads."""
+"""The checkpoint part with the config of a ``transformers`` model; ``from_pretrained`` reads it."""
 COPY_BYTES = 4 << 20
 ALIGNED_TO = 8
-"""The tensors of a safetensors file begin at a multiple of this."""
+"""Alignment of the tensor data in a safetensors file, in bytes."""
 
 
 def find_format(name: str, model: Any) -> str:
-    """Return the format of that name.
+    """Check the name of a format and return it.
 
     Raises:
-        ConfigError: If there is none, or if it takes no ``model``.
+        ConfigError: If the format does not exist, or does not accept ``model``.
     """
     if name not in FORMATS:
         raise ConfigError(
@@ -50,11 +50,11 @@ def find_format(name: str, model: Any) -> str:
 
 
 def export_file(record: JobRecord, saved: Saved, path: Path, *, overwrite: bool) -> Path:
-    """Write the weights to one safetensors file; its header tells the job and the step.
+    """Write the weights to one safetensors file, with the job and the step in its header.
 
     Raises:
-        ConfigError: If there is something of that name.
-        CheckpointError: If it cannot be written.
+        ConfigError: If the path is a folder, or exists and must not be overwritten.
+        CheckpointError: If the file cannot be written.
     """
     target = path.expanduser().absolute()
     if target.is_dir():
@@ -71,11 +71,11 @@ def export_file(record: JobRecord, saved: Saved, path: Path, *, overwrite: bool)
 def export_folder(
     record: JobRecord, saved: Saved, path: Path, *, model: Any, overwrite: bool
 ) -> Path:
-    """Write ``config.json`` and ``model.safetensors`` into a folder; other files there stay.
+    """Write ``config.json`` and ``model.safetensors`` into a folder; other files are kept.
 
     Raises:
-        ConfigError: If the folder has such files, or if there is no config.
-        CheckpointError: If it cannot be written, or if ``model`` is another one than the job's.
+        ConfigError: If the folder already has these files, or the model has no config.
+        CheckpointError: If the folder is not writable, or ``model`` does not fit the weights.
     """
     folder = path.expanduser().absolute()
     if folder.exists() and not folder.is_dir():
@@ -87,14 +87,14 @@ def export_folder(
         check_absent(folder / name, overwrite=overwrite)
     with explained(record, saved, folder):
         put_file(folder / CONFIG_FILE, lambda file: file.write(config), overwrite=overwrite)
-        # Last: without its weights, a folder is opened by nobody.
+        # The weights go last: no library opens a folder without them, so none loads half an export.
         weights = folder / MODEL_PART
         put_file(weights, lambda file: copy_weights(record, saved, file), overwrite=overwrite)
     return folder
 
 
 def config_text(record: JobRecord, saved: Saved, model: Any) -> bytes:
-    """Return what ``config.json`` says: of ``model`` if it is given, else of the job's own one."""
+    """Return the contents of ``config.json``: of ``model`` if given, else of the job's model."""
     if model is None:
         if CONFIG_FILE in saved.files:
             return saved.files[CONFIG_FILE].read_bytes()
@@ -120,23 +120,24 @@ def config_text(record: JobRecord, saved: Saved, model: Any) -> bytes:
 
 
 def copy_weights(record: JobRecord, saved: Saved, file: IO[bytes]) -> None:
-    """Copy the weights with a header that tells where they come from."""
+    """Copy the weights with a header that names the job and the step."""
     with saved.files[MODEL_PART].open("rb") as source:
         (length,) = struct.unpack("<Q", source.read(8))
         header = json.loads(source.read(length))
         told = header.get("__metadata__") or {}
         mine = {"format": "pt", "job_id": record.job_id, "step": str(saved.step)}
         text = json.dumps({**header, "__metadata__": told | mine}, separators=(",", ":")).encode()
+        # Pad the header so that the tensor data stay aligned.
         text += b" " * (-len(text) % ALIGNED_TO)
         file.write(struct.pack("<Q", len(text)) + text)
         shutil.copyfileobj(source, file, COPY_BYTES)
 
 
-# --- files that are whole or not there ---
+# --- atomic files ---
 
 
 def check_absent(path: Path, *, overwrite: bool) -> None:
-    """Refuse to replace a file that nobody said may be replaced."""
+    """Refuse to replace an existing file unless ``overwrite`` is set."""
     if path.exists() and not overwrite:
         raise ConfigError(
             f"{path} exists and was left as it is",
@@ -145,7 +146,7 @@ def check_absent(path: Path, *, overwrite: bool) -> None:
 
 
 def put_file(target: Path, write: Callable[[IO[bytes]], Any], *, overwrite: bool) -> None:
-    """Write a file under a temporary name, sync it, and give it its name."""
+    """Write a file under a temporary name, sync it and rename it."""
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     with removed_at_end(temporary):
@@ -156,13 +157,14 @@ def put_file(target: Path, write: Callable[[IO[bytes]], Any], *, overwrite: bool
         if overwrite:
             os.replace(temporary, target)
         elif not link_if_absent(temporary, target):
-            check_absent(target, overwrite=False)  # somebody was faster
+            # Unlike a rename, a link fails if another process has created the file meanwhile.
+            check_absent(target, overwrite=False)
         fsync_folder(target.parent)
 
 
 @contextmanager
 def explained(record: JobRecord, saved: Saved, target: Path) -> Iterator[None]:
-    """Turn the system's errors into ours, which name the place."""
+    """Convert errors of the operating system to ``CheckpointError`` with the path."""
     try:
         yield
     except OSError as exc:

@@ -1,10 +1,10 @@
-"""Follows one job: its events in order, without gaps and repeats, for as long as it runs.
+"""Follow the events of one job, in order, without gaps or duplicates.
 
-The thread ``etrain-feed-<job_id>`` reads what the run folder's log has already, then asks the
-coordinator for more with long polls. Everything that it has to do comes through one inbox (answers,
-new listeners), so that a listener always gets the whole history first and then each batch once,
-from this thread alone. It ends when the log does, or when the cluster is known to have ended: while
-that may still live, it goes on asking.
+The thread ``etrain-feed-<job_id>`` reads the log in the run folder, then requests newer events from
+the coordinator by long polling. All input goes through one inbox (responses and new listeners), so
+each listener first gets the whole history and then each batch once, always from this thread. The
+thread ends when the log ends, or when the cluster is known to have ended. While the cluster may
+still be alive, the thread keeps retrying.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from etrain_jupyter.notebook.job.link import JobLink
 from etrain_jupyter.wire.requests import EventBatch, FetchEvents
 
 Listener = Callable[[Sequence[Event]], None]
-"""Takes events in order; a long history comes as ``Events``, to be folded by ``runs_of``."""
+"""Receives events in order. A long history arrives as ``Events``; iterate it with ``runs_of``."""
 
 POLL_S = 10.0
-"""How long one question waits at the coordinator for something to happen."""
+"""Timeout of a long poll at the coordinator, in seconds."""
 BATCH = 5_000
-"""Most events of one answer."""
+"""Maximum number of events in one response."""
 KEEP_LINES = 50_000
-"""Log lines whose texts are kept in memory; older ones are in the log."""
+"""Number of log lines whose texts stay in memory; older texts are only in the log."""
 TROUBLE_EVERY_S = 60.0
-"""How often listeners hear how trouble with the log develops, in seconds."""
+"""Interval between status updates while the coordinator cannot write the log, in seconds."""
 LINGER_S = 2.0
-"""How long to go on listening after the job's end for what its workers still say."""
+"""Time in seconds after the job's end during which late output of its workers is collected."""
 AFTERWARDS_S = 0.3
-"""How long to wait between two questions once the job has ended."""
+"""Interval between polls after the end of the job, in seconds."""
 
 
 @dataclass
 class _Newcomer:
-    """A listener that has not been called yet."""
+    """A listener that has not received the history yet."""
 
     listener: Listener
     has_history: threading.Event = field(default_factory=threading.Event)
@@ -60,17 +60,17 @@ class EventFeed:
 
     Args:
         job_id: The job.
-        log_path: Its durable log; used where this machine can read it.
-        link: The line to its cluster; None if there is no such cluster any more.
+        log_path: Its durable log; used if this machine can read it.
+        link: Connection to its cluster; None if the cluster has ended.
         fold: Called first with every batch, before the listeners.
-        refresh: Brings ``log_path`` up to date where it is a copy; called before it is read.
+        refresh: Updates ``log_path`` if it is a copy; called before it is read.
 
     Attributes:
-        caught_up: Set once everything that had happened when the feed began is folded in, as far
-            as it can be had.
+        caught_up: Set once all events from before the start of the feed are folded, or those that
+            are available if the coordinator cannot be reached.
         ended: Set once the job is terminal or lost.
-        lost: Why the job counts as lost; empty while it does not.
-        num_listener_errors: How many calls of listeners raised; they are not repeated.
+        lost: Why the job counts as lost; empty otherwise.
+        num_listener_errors: Number of listener calls that raised; they are not retried.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class EventFeed:
         self.caught_up = threading.Event()
         self.ended = threading.Event()
         self._answered = threading.Event()
-        """Set once a question was answered, or the silence was told, or waited for long enough."""
+        """Set after a response, after an outage was reported, or after a wait has timed out."""
         self.lost = ""
         self.num_listener_errors = 0
         self.last_listener_error: Exception | None = None
@@ -108,31 +108,31 @@ class EventFeed:
 
     @property
     def trouble(self) -> str:
-        """Why the coordinator cannot be asked just now; empty while it answers."""
+        """Why the coordinator cannot be reached at the moment; empty while it responds."""
         return self._contact.trouble
 
     @property
     def log_trouble(self) -> str:
-        """Why the coordinator cannot write the job's log just now; empty while it can."""
+        """Why the coordinator cannot write the job's log at the moment; empty while it can."""
         return "" if self.ended.is_set() else self._log_trouble
 
     def start(self) -> None:
-        """Begin to follow; a second call does nothing."""
+        """Start to follow the job; further calls have no effect."""
         with self._lock:
             if self._thread is None and not self._is_over:
                 self._start_thread()
 
     def close(self) -> None:
-        """Stop following; the job goes on, and what came so far stays."""
+        """Stop following. The job continues, and the events received so far are kept."""
         with self._lock:
             if self._thread is not None:
                 self._inbox.put(None)
 
     def subscribe(self, listener: Listener) -> threading.Event:
-        """Call ``listener``, from the feed's thread, with the history and then with each batch.
+        """Call ``listener`` from the feed's thread, with the history and then with each batch.
 
         Returns:
-            Set once the listener has had the history.
+            An event that is set once the listener has received the history.
         """
         newcomer = _Newcomer(listener)
         with self._lock:
@@ -142,17 +142,17 @@ class EventFeed:
         return newcomer.has_history
 
     def wait_until_caught_up(self, timeout: float) -> bool:
-        """Wait until what had happened before is folded in; never from within a listener."""
+        """Wait until earlier events are folded; returns immediately within a listener."""
         if threading.current_thread() is self._thread:
             return self.caught_up.is_set()
         return self.caught_up.wait(timeout)
 
     def wait_until_answered(self, timeout: float, *, is_last: bool = True) -> None:
-        """Wait for the coordinator's first answer: only it knows its trouble with the log.
+        """Wait for the coordinator's first response, which includes whether it can write the log.
 
         Args:
-            timeout: Longest wait in seconds.
-            is_last: Whether later calls do not wait any more.
+            timeout: Timeout in seconds.
+            is_last: True if later calls must not wait again.
         """
         if threading.current_thread() is not self._thread and not self.ended.is_set():
             self._answered.wait(timeout)
@@ -160,7 +160,7 @@ class EventFeed:
                 self._answered.set()
 
     def events(self) -> Events:
-        """Return everything that has come so far."""
+        """Return all events received so far."""
         return self._events.copy()
 
     def _start_thread(self) -> None:
@@ -172,7 +172,7 @@ class EventFeed:
         try:
             self._work()
         except Exception as exc:
-            # A mistake of ours must not let anybody wait for ever.
+            # A bug in the feed must not block other threads forever.
             self._is_over = True
             self.lost = f"following job {self.job_id} failed: {type(exc).__name__}: {exc}"
             self._say_aside([self._make_farewell(self.lost)])
@@ -182,7 +182,7 @@ class EventFeed:
             self._serve_the_rest()
 
     def _serve_the_rest(self) -> None:
-        """Tell those who have subscribed meanwhile what there is; nothing is followed any more."""
+        """Pass the known events to late subscribers, after the feed has failed."""
         while True:
             with self._lock:
                 if self._inbox.empty():
@@ -193,27 +193,29 @@ class EventFeed:
                 self._handle(message)
 
     def _work(self) -> None:
-        """Follow, and then serve whoever subscribes late, until nobody is left."""
+        """Follow the job, then serve late subscribers until none is left."""
+        # Not empty if an earlier thread of this feed has ended and a late subscriber started this
+        # one.
         if not self._events:
             self._take(self._read_log())
-        # A log that ended before we began has nothing more to say.
+        # If the log had ended before the feed started, no further events can come.
         self._is_over = self._is_over or self._is_terminal
         if self._link is None and not self._is_over:
             self._lose("its cluster has ended")
         if self._log_path.exists():
-            # The coordinator writes an event there before it tells anybody.
+            # The coordinator writes each event to the log before it sends it to a client.
             self.caught_up.set()
         while True:
             self._follow()
             with self._lock:
-                # Whoever subscribes from here on starts a thread of its own.
+                # A later subscriber finds no thread and starts its own.
                 if self._inbox.empty():
                     self._thread = None
                     return
             self._handle(self._inbox.get_nowait())
 
     def _follow(self) -> None:
-        """Ask and listen until the log has ended."""
+        """Poll the coordinator and handle the inbox until the log has ended."""
         while not self._is_over:
             self._ask_if_due()
             pause = None if self._is_asking else max(0.0, self._ask_at - time.monotonic())
@@ -230,8 +232,8 @@ class EventFeed:
     def _ask_if_due(self) -> None:
         if self._is_asking or self._link is None or time.monotonic() < self._ask_at:
             return
-        # The first question only fetches what is there, and so does the one that finds out whether
-        # the coordinator is back; the others wait for news.
+        # The first request only fetches existing events, and a retry only tests whether the
+        # coordinator is back: neither may block. All other requests wait for new events.
         is_begun = self.caught_up.is_set() and self._answered.is_set()
         is_calm = is_begun and not self._contact.num_failures
         wait_s = POLL_S if is_calm and not self._is_terminal else 0.0
@@ -251,12 +253,14 @@ class EventFeed:
         else:
             self._listeners.append(message.listener)
             known = self._events.copy()
+            # Unlogged events are not part of the history, but describe the current state.
             known.extend(self._aside)
             self._tell(message.listener, known)
             message.has_history.set()
 
     def _handle_answer(self, future: Future[EventBatch]) -> None:
         self._take_answer(future)
+        # A reported outage ends the wait too: then the status is the last known one.
         if not self._contact.num_failures or self._contact.trouble:
             self._answered.set()
 
@@ -267,11 +271,13 @@ class EventFeed:
         except (EtrainError, OSError, ValueError, CancelledError, KeyError, TypeError) as exc:
             self._fail(exc)
             return
+        # A gap: the response does not continue the known events, so request them again.
         if not self._take(news) and news:
             self._fail(EtrainError(f"event {self._last_seq() + 1} is missing in the answer"))
             return
         was_silent = self._contact.succeed(time.time())
         self._take_log_trouble(answer.trouble, is_due=was_silent)
+        # A full batch means that more events are waiting.
         if len(news) < BATCH:
             self.caught_up.set()
         if self._is_terminal:
@@ -280,9 +286,11 @@ class EventFeed:
             self._is_over = not news or time.monotonic() > self._linger_until
 
     def _take_log_trouble(self, trouble: str, *, is_due: bool) -> None:
-        """Tell the listeners when it begins and ends, and from time to time how it is."""
+        """Report to the listeners when log trouble begins, changes or ends."""
         before, self._log_trouble = self._log_trouble, trouble
         has_aged = time.monotonic() - self._trouble_told_at >= TROUBLE_EVERY_S
+        # Report each begin and end at once, but a change of the text at most once per interval: the
+        # text may contain numbers that change all the time.
         if is_due or bool(trouble) != bool(before) or (trouble != before and has_aged):
             self._trouble_told_at = time.monotonic()
             if not self._is_terminal:
@@ -291,15 +299,21 @@ class EventFeed:
                 self._aside = []
 
     def _fail(self, exc: BaseException) -> None:
-        """Ask again after a while; give up only a cluster that is known to have ended."""
+        """Schedule a retry; give up only if the cluster is known to have ended."""
+        # The cases, in this order:
+        #   the cluster has ended                      -> read the log; lost unless it has an end
+        #   unreachable, and the log shows the end     -> the job is over
+        #   unreachable for long enough to report it   -> report it once, and retry
+        #   otherwise                                  -> retry
         is_news = self._contact.fail(exc)
         self._ask_at = time.monotonic() + self._contact.pause_s()
         if self._contact.is_final(exc):
-            # The first sentence says what happened; the advice after it is for requests.
+            # The first sentence is the cause; the advice after it is for user requests.
             self._lose(str(exc).partition(". ")[0])
             return
         if self._contact.trouble and self._log_has_grown():
-            # Where the coordinator cannot be asked, its log may still tell, even of the end.
+            # While the coordinator is unreachable, its log may still grow, even to the end of the
+            # job.
             self._take(self._read_log())
         if self._contact.trouble and self._is_terminal:
             self._is_over, self._contact.trouble, self._aside = True, "", []
@@ -308,7 +322,7 @@ class EventFeed:
             self._say_aside([self._status_now(self._contact.trouble)])
 
     def _lose(self, why: str) -> None:
-        """Read what the log still has; without an end in it the job is lost."""
+        """Read the rest of the log; if it has no end of the job, mark the job as lost."""
         self._take(self._read_log())
         self._is_over = True
         self._contact.trouble, self._aside = "", []
@@ -317,13 +331,13 @@ class EventFeed:
             self._say_aside([self._make_farewell(why)])
 
     def _say_aside(self, events: list[Event]) -> None:
-        """Tell the listeners what no log has; whoever comes later hears it too."""
+        """Send events that are in no log to the listeners, now and to later subscribers."""
         self._aside = events
         for listener in self._listeners:
             self._tell(listener, events)
 
     def _status_now(self, trouble: str) -> Event:
-        """Return the job's last known status, with ``trouble`` as its reason if there is any."""
+        """Return the job's last known status, with ``trouble`` as its reason if not empty."""
         known = self._status
         return JobStatusChanged(
             job_id=self.job_id,
@@ -334,7 +348,7 @@ class EventFeed:
         )
 
     def _make_farewell(self, why: str) -> Event:
-        """Return what the coordinator cannot say any more; its ``seq`` is 0: no log has it."""
+        """Return a final event in place of the coordinator's; ``seq`` 0 marks it as not logged."""
         last = self._events[-1] if self._events else None
         return JobStatusChanged(
             job_id=self.job_id,
@@ -345,7 +359,7 @@ class EventFeed:
         )
 
     def _log_has_grown(self) -> bool:
-        """Whether the log has another size than at the last look: reading it whole is dear."""
+        """Return True if the size of the log has changed: reading the whole log is expensive."""
         before = self._log_size
         self._refresh()
         try:
@@ -355,7 +369,7 @@ class EventFeed:
         return self._log_size != before
 
     def _read_log(self) -> Events:
-        """Return what the log has beyond what came already; nothing if it cannot be read."""
+        """Return the events of the log that are not known yet; empty if it is unreadable."""
         self._refresh()
         try:
             return read_log(self._log_path, since=self._last_seq())
@@ -363,12 +377,13 @@ class EventFeed:
             return Events()
 
     def _take(self, events: Sequence[Event]) -> Sequence[Event]:
-        """Take over what follows on the newest event and tell everybody; return it."""
+        """Append the events that continue the known ones, notify all listeners, and return them."""
         fresh = self._what_follows(events)
         if not fresh:
             return fresh
         self._events.extend(fresh)
         self._events.forget_lines(KEEP_LINES)
+        # Until the first response, the newest logged event shows when the job was last seen.
         self._contact.seen_at = self._contact.seen_at or fresh[-1].time
         self._fold(fresh)
         statuses = [e for e in runs_of(fresh) if isinstance(e, JobStatusChanged)]
@@ -381,7 +396,7 @@ class EventFeed:
         return fresh
 
     def _what_follows(self, events: Sequence[Event]) -> Sequence[Event]:
-        """Return the events without those that came already, up to the first gap."""
+        """Return the events that are new, up to the first gap."""
         if not self._events and isinstance(events, Events) and events.is_dense_from(1):
             return events
         fresh: list[Event] = []
@@ -395,7 +410,7 @@ class EventFeed:
     def _tell(self, listener: Listener, events: Sequence[Event]) -> None:
         try:
             listener(events.copy() if isinstance(events, Events) else list(events))
-        except Exception as exc:  # A view that fails must not stop the others, nor the job.
+        except Exception as exc:  # A failing listener must not stop other listeners or the job.
             self.num_listener_errors += 1
             self.last_listener_error = exc
 

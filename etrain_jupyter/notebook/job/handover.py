@@ -1,4 +1,4 @@
-"""Hands a job to a coordinator, and the notebook's objects if it does not see their file."""
+"""Submit a job to a coordinator, and upload its bundle if they share no file system."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from etrain_jupyter.notebook.job.link import JobLink
 from etrain_jupyter.wire.requests import PutBundle, SubmitJob
 
 SUBMIT_S = 120.0
-"""The scheduler may be busy, and compares the digest of a large bundle."""
+"""Timeout of a submit in seconds; the scheduler may be busy, and it hashes a large bundle."""
 
 PIECE_S = 60.0
-"""Timeout in seconds of one piece of the bundle."""
+"""Timeout of the upload of one chunk of the bundle, in seconds."""
 
 
 def bundle_facts(record: JobRecord) -> dict[str, Any]:
-    """Return what a job's order says of the notebook's objects."""
+    """Return the fields of a job's order that describe its bundle."""
     return {
         "bundle_digest": record.bundle_digest,
         "bundle_size": record.bundle_path.stat().st_size,
@@ -28,13 +28,14 @@ def bundle_facts(record: JobRecord) -> dict[str, Any]:
 
 
 def hand_over(link: JobLink, order: dict[str, Any], bundle: Path) -> None:
-    """Submit a job. A coordinator elsewhere asks for the bundle, which goes there in pieces.
+    """Submit a job; upload the bundle in chunks if the coordinator requests it.
 
     Raises:
         PoolError: If the coordinator refuses.
-        JobLostError: If the cluster went away: the job may have begun there.
+        JobLostError: If the cluster went away; the job may have started there.
     """
     if not link.call(SubmitJob(job=order), timeout=SUBMIT_S).wants_bundle:
+        # The coordinator cannot read the bundle's file, so upload it, then submit again.
         return
     with bundle.open("rb") as file:
         offset = 0

@@ -1,7 +1,7 @@
-"""The latest values of a job, and the history of its steps as columns.
+"""The latest values of a job, and the history of its steps in columns.
 
-Steps in blocks are folded by column, so a million of them take milliseconds. One thread adds
-events; any thread may read, which is why there is a lock.
+Steps in blocks are folded by column, so a million steps take milliseconds. One thread adds events
+while any thread may read, hence the lock.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from etrain_jupyter.untrusted import open_regular
 __all__ = ["STEP_COLUMNS", "History", "LatestValues", "peek_log"]
 
 NOT_FOLDABLE = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError)
-"""Exceptions of folding events with invalid values: a log may come from another user."""
+"""Exceptions raised by events with invalid values: a log may come from another user."""
 PEEK_BYTES = 64 * 1024
 PEEK_MOST_BYTES = 4 * 1024 * 1024
-"""Maximum bytes to search backwards for a step or a status before printed lines."""
+"""Maximum number of bytes at the end of a log that are searched for a step or a status."""
 
 
 class LatestValues(JobRecord):
-    """A job's record with the history of its steps. One thread adds events, any thread reads."""
+    """A job's record and the history of its steps. One thread adds events; any thread may read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,8 +73,8 @@ class LatestValues(JobRecord):
 def peek_log(path: Path) -> LatestValues:
     """Return a job's latest values from the beginning and the end of its log.
 
-    The events between are not read, so a list of a hundred jobs costs a hundred short reads. A step
-    at the end shows that the job was running, and with how many workers.
+    The events in between are not read, so a list of a hundred jobs costs a hundred short reads. A
+    step at the end shows that the job was running, and with how many workers.
     """
     view = LatestValues()
     try:
@@ -87,16 +87,18 @@ def peek_log(path: Path) -> LatestValues:
 
 
 def _tail_of(file: BinaryIO) -> list[Event]:
-    """Return the last events, enough of them to contain a step or a status."""
+    """Return the last events, enough to include a step or a status."""
     size = file.seek(0, SEEK_END)
     length = PEEK_BYTES
     while True:
+        # The first PEEK_BYTES have been read already.
         start = max(PEEK_BYTES, size - length)
         file.seek(start)
         events = _events_in(file.read())
         facts = [e for e in events if isinstance(e, StepCompleted | JobStatusChanged)]
         if facts or start == PEEK_BYTES or length >= PEEK_MOST_BYTES:
             return events
+        # Workers may have printed a lot since the last step, so search further back.
         length *= 4
 
 
@@ -104,11 +106,12 @@ def _add_tail(view: LatestValues, events: list[Event]) -> None:
     view.add(events)
     facts = [e for e in events if isinstance(e, StepCompleted | JobStatusChanged)]
     if facts and isinstance(facts[-1], StepCompleted):
+        # A step after the last status proves that the job runs; the status between may be unread.
         view.status, view.reason = "running", ""
 
 
 def _events_in(data: bytes) -> list[Event]:
-    """Return the events of the whole lines; incomplete lines at both ends are skipped."""
+    """Return the events of all complete lines; partial or invalid lines are skipped."""
     events = []
     for line in data.splitlines():
         try:

@@ -1,7 +1,7 @@
-"""The interrupt key while somebody waits for a job: what each press of it means.
+"""Handle the interrupt key while a cell waits for a job.
 
-The key is a signal, and a signal may come between any two lines. So its handler only notes that it
-came, and whoever waits looks now and then and answers: in the right cell, with no lock held.
+The key is a signal, and a signal can arrive between any two lines. The handler therefore only
+records it; the waiting code polls for it and reacts, in the right cell and without holding a lock.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 AGAIN_WITHIN_S = 5.0
-"""A press that comes later than this after the one before counts as a first one."""
+"""Presses further apart than this count as separate first presses, in seconds."""
 
 
 class Interrupts:
-    """Takes over the interrupt key for one wait: stop, then stop at once, then leave the wait.
+    """Handle the interrupt key during one wait: stop, then stop immediately, then end the wait.
 
-    Several may be open at the same time, for example in ``asyncio.gather(one, other)``; each hears
-    every press. Outside of the main thread there is no such key, and nothing is heard.
+    Several instances may be active at once, for example in ``asyncio.gather(one, other)``; each one
+    receives every press. The key works in the main thread only; other threads receive nothing.
 
     Args:
-        job_id: The job, for what is said.
-        stop: Asks it to stop; with True at once, without a checkpoint.
+        job_id: The job, for messages.
+        stop: Requests a stop; with True, immediately and without a checkpoint.
     """
 
     def __init__(self, job_id: str, stop: Callable[[bool], None]) -> None:
@@ -34,7 +34,7 @@ class Interrupts:
         self._heard: list[float] = []
         self._answered: list[float] = []
         self.were_any = False
-        """Whether the key was pressed, and so stopped the job."""
+        """True if the key was pressed, which stopped the job."""
 
     def __enter__(self) -> Self:
         _key.open(self._heard)
@@ -49,15 +49,17 @@ class Interrupts:
         _key.close(self._heard)
 
     def answer(self) -> None:
-        """Do what the presses since the last call ask for, and say so.
+        """Act on the presses since the last call, and print a message for each.
 
-        The third one in a row does what the key does elsewhere, which as a rule raises
-        KeyboardInterrupt, or cancels the task of a cell that awaits.
+        The third press in a row calls the previous handler, which usually raises KeyboardInterrupt
+        or cancels the task of an awaiting cell.
         """
         while self._heard:
             self._press(self._heard.pop(0))
 
     def _press(self, at: float) -> None:
+        # Presses in a row, each within AGAIN_WITHIN_S of the one before:
+        #   1st -> stop with a checkpoint; 2nd -> stop immediately; further -> previous handler
         is_again = bool(self._answered) and at - self._answered[-1] <= AGAIN_WITHIN_S
         self._answered = [*self._answered, at] if is_again else [at]
         self.were_any = True
@@ -79,7 +81,7 @@ class Interrupts:
 
 
 class _Key:
-    """The one handler of SIGINT behind all that are open."""
+    """The single SIGINT handler shared by all active instances."""
 
     def __init__(self) -> None:
         self._open: list[list[float]] = []
@@ -96,12 +98,12 @@ class _Key:
         self._open.append(heard)
 
     def close(self, heard: list[float]) -> None:
-        # By identity: two that are open may have heard the same.
+        # Compare by identity: two instances may have recorded equal times.
         self._open[:] = [one for one in self._open if one is not heard]
-        # Whoever has put another handler above ours meanwhile puts ours back at its own end, so
-        # that it must go on working; it passes on what nobody here waits for.
+        # If other code has replaced our handler, do not touch the signal. That code may restore our
+        # handler later, which then forwards every press to the previous one.
         if not self._open and signal.getsignal(signal.SIGINT) == self._note:
-            with contextlib.suppress(ValueError):  # a coroutine may be thrown away elsewhere
+            with contextlib.suppress(ValueError):  # a coroutine may be finalized in another thread
                 signal.signal(signal.SIGINT, self._before)
 
     def pass_on(self) -> None:

@@ -1,7 +1,7 @@
-"""The record of a job, ``job.json``: read once, checked, and then trusted as data.
+"""The record of a job, ``job.json``: validated once when it is read, then trusted as data.
 
-A run store may be shared, or belong to another user. A record is therefore checked as a whole in
-``record_from``. Its values are used as data, never as a path, an address or code.
+A run store may be shared, or may belong to another user, so ``record_from`` validates the whole
+record. Its values are used as data only, never as a path, an address or code.
 """
 
 from __future__ import annotations
@@ -42,31 +42,31 @@ class JobRecord:
     cluster: dict[str, str] = field(default_factory=dict)
     """``cluster_id``, ``state_dir`` and ``address`` of the job's last cluster."""
     config: dict[str, Any] = field(default_factory=dict)
-    """The JSON form of its TrainConfig."""
+    """The JSON form of the job's TrainConfig."""
     bundle_digest: str = ""
     cell: str = ""
-    """Body of the cell as it was typed; empty for a job from Python."""
+    """Body of the cell as typed; empty for a job started from Python."""
     version: str = ""
     """Version of etrain-jupyter that submitted the job, or last resumed it."""
     cwd: str = ""
     """Working folder of the notebook that submitted the job; empty in older records."""
     bundle_file: str = BUNDLE_FILE
-    """Name of the file with the notebook's objects; it changes when a cell resumes the job."""
+    """Name of the bundle's file; it changes when a cell resumes the job."""
     host: str = ""
     """Machine that submitted the job, or last resumed it; empty in older records."""
     place: str = ""
-    """URL of the job in a bucket, with ``folder`` as this machine's copy; empty for a folder."""
+    """URL of the job in a bucket, where ``folder`` is a local copy; empty for a job in a folder."""
     signature: str = ""
     """Proof that this user's kernel wrote the record, see ``ownership``; empty in older records."""
 
     @property
     def is_own(self) -> bool:
-        """Whether this user submitted or resumed the job, with this machine's signing key."""
+        """True if this user submitted or resumed the job, signed with this machine's key."""
         return is_signed(self.to_dict(), self.signature)
 
     @property
     def bundle_path(self) -> Path:
-        """Path of the notebook's objects."""
+        """Path of the bundle, the captured notebook objects."""
         return self.folder / self.bundle_file
 
     @property
@@ -76,7 +76,7 @@ class JobRecord:
 
     @property
     def where(self) -> str:
-        """URL or path of the job, for messages and for checkpoint stores."""
+        """URL or path of the job, for messages and checkpoint stores."""
         return self.place or str(self.folder)
 
     @property
@@ -91,7 +91,7 @@ class JobRecord:
 
 
 def safe_name(text: str) -> str:
-    """Return ``text`` with only characters that any file name may have; ``job`` if none remain.
+    """Return ``text`` with only portable file name characters; ``job`` if none remain.
 
     >>> safe_name("my digits/run 2")
     'my-digits-run-2'
@@ -104,7 +104,7 @@ def read_record(folder: Path) -> JobRecord:
     """Read the record of the job in a folder.
 
     Raises:
-        ValueError: If the folder has no valid record, with the reason.
+        ValueError: If the folder has no valid record; the message has the reason.
     """
     try:
         data = read_regular(folder / RECORD_FILE, most_bytes=MAX_RECORD_BYTES)
@@ -114,15 +114,15 @@ def read_record(folder: Path) -> JobRecord:
 
 
 def record_from(data: bytes, folder: Path, place: str = "") -> JobRecord:
-    """Parse and check a ``job.json``, which any user with access to the store may have written.
+    """Parse and validate a ``job.json``, which any user with access to the store may have written.
 
     Args:
-        data: The file's bytes.
+        data: Contents of the file.
         folder: The job's folder, whose name must be the job's id.
         place: URL of the job if it is in a bucket.
 
     Raises:
-        ValueError: If the record is invalid, with the reason.
+        ValueError: If the record is invalid; the message has the reason.
     """
     if len(data) > MAX_RECORD_BYTES:
         raise ValueError(f"{RECORD_FILE} holds more than {MAX_RECORD_BYTES:,} bytes")
@@ -139,6 +139,7 @@ def record_from(data: bytes, folder: Path, place: str = "") -> JobRecord:
             f"its job_id is {plain_line(str(known.get('job_id')), 60)!r}, which is not the name of "
             "its folder"
         )
+    # The name becomes part of a path, so it must not contain a separator.
     if not _BUNDLE_NAME.fullmatch(known.get("bundle_file", BUNDLE_FILE)):
         raise ValueError("bundle_file is not a valid bundle name")
     name = known["name"] if is_job_id(known["name"]) else safe_name(known["name"])
@@ -146,7 +147,7 @@ def record_from(data: bytes, folder: Path, place: str = "") -> JobRecord:
 
 
 _SAMPLE: dict[str, Any] = {"job_id": None, "name": None, "created": None}
-"""The required keys, each with an invalid value."""
+"""The required keys, each with an invalid value, so that a missing key fails the check."""
 
 
 def _check_types(values: Mapping[str, Any]) -> None:
@@ -170,9 +171,9 @@ def _check_types(values: Mapping[str, Any]) -> None:
 
 
 def _is_config(config: Mapping[str, Any]) -> bool:
-    """Return whether the values that are read without ``TrainConfig`` have the right types.
+    """Return True if the values that are read without ``TrainConfig`` have the right types.
 
-    The configuration may be that of an older or newer version; a resume validates all of it.
+    The configuration may be from an older or newer version; a resume validates all of it.
     """
     checkpoint, log = config.get("checkpoint") or {}, config.get("log") or {}
     if not isinstance(checkpoint, dict) or not isinstance(log, dict):

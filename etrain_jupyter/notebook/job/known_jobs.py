@@ -1,4 +1,4 @@
-"""The names of jobs, as far as this machine's own disk tells them: for completion."""
+"""List job names from this machine's disk, for completion."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ _ID = re.compile(r"(.+)-[0-9a-f]{8}")
 
 
 def list_known_jobs(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the names of jobs and then their ids, the newest first, from one look at a folder.
+    """Return the names and then the ids of known jobs, newest first, from one folder scan.
 
-    No record is read and no bucket is asked: of a run store in a bucket these are the jobs of which
-    this machine has a copy. What cannot be read is left out.
+    No record is read and no bucket is accessed: for a run store in a bucket, only jobs with a copy
+    on this machine are listed. Unreadable entries are skipped.
     """
     root = environment.get(ROOT_VARIABLE)
+    # Completion must be fast, so read the local copies of a bucket only.
     folder = spool_of_root(root) if root and is_remote(root) else default_root(environment)
     found = sorted(_jobs_in(folder), reverse=True)
     ids = [job_id for _, job_id in found]
@@ -29,7 +30,7 @@ def list_known_jobs(environment: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def _jobs_in(folder: Path) -> list[tuple[float, str]]:
-    """Return when each job was submitted or resumed, and its id."""
+    """Return the time of submission or last resume of each job, and its id."""
     found = []
     try:
         with os.scandir(folder) as entries:

@@ -1,4 +1,4 @@
-"""The jobs that this process holds: one ``TrainingJob`` each, submitted here or attached to."""
+"""The jobs that are open in this process: one ``TrainingJob`` each, submitted or attached."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from etrain_jupyter.process.address import SchedulerAddress
 
 _held: dict[Path, TrainingJob] = {}
-"""By folder."""
+"""Open jobs by folder."""
 _used: dict[Path, JobRecord] = {}
-"""Those that somebody submitted or asked for here; the one used last is the last entry."""
+"""Jobs submitted or attached to in this process; the last entry is the most recent one."""
 
 
 def submit_job(
@@ -43,14 +43,14 @@ def submit_job(
     cell: str = "",
     faults: Sequence[Mapping[str, Any]] = (),
 ) -> TrainingJob:
-    """Make the job's folder, hand the job to the cluster's coordinator, and hold it.
+    """Create the job's folder, submit the job to the cluster's coordinator and follow it.
 
-    ``faults`` are faults on purpose, in the wire form of a ``FaultPlan``.
+    ``faults`` are injected faults, in the wire form of a ``FaultPlan``.
 
     Raises:
         RunStoreError: If the folder cannot be written.
-        PoolError: If the coordinator refuses; then no folder is left.
-        JobLostError: If the cluster went away; the folder stays, since the job may have begun.
+        PoolError: If the coordinator refuses or times out; a folder without a log is removed.
+        JobLostError: If the cluster went away; the folder is kept, since the job may have started.
     """
     store = store or open_runs()
     try:
@@ -95,6 +95,7 @@ def submit_job(
     try:
         hand_over(link, order, record.bundle_path)
     except PoolError:
+        # A refused job did not start. After a timeout it may have: then its log is kept.
         store.discard(record)
         raise
     note_scheduler(address)
@@ -102,15 +103,16 @@ def submit_job(
 
 
 def attach(name_or_id: str | None = None, *, store: RunStore | None = None) -> TrainingJob:
-    """Return the job of that name, id or start of an id; by default the one used last here.
+    """Return a job by name, id or prefix of an id; by default the most recently used one.
 
-    Where none was used yet, that is the newest of the run store.
+    If no job was used in this process, the default is the newest job in the run store.
 
     Raises:
-        JobNotFoundError: If there is none; the message names the nearest.
+        JobNotFoundError: If no job matches; the message has the closest names.
     """
     store = store or open_runs()
     if name_or_id is None:
+        # ETRAIN_RUNS may have changed since, so ignore jobs of other stores.
         used = [record for folder, record in _used.items() if folder.parent == store.root]
         record = used[-1] if used else store.latest()
     else:
@@ -119,15 +121,16 @@ def attach(name_or_id: str | None = None, *, store: RunStore | None = None) -> T
 
 
 def jobs() -> list[TrainingJob]:
-    """Return every job of the run store, the newest first."""
+    """Return every job of the run store, newest first."""
     return [hold(record) for record in open_runs().records()]
 
 
 def hold(record: JobRecord) -> TrainingJob:
-    """Return the one ``TrainingJob`` of a record; a job that was lost is looked for again.
+    """Return the ``TrainingJob`` of a record, creating it if necessary.
 
-    One that was resumed elsewhere goes on here too.
+    A job that was lost, or was resumed elsewhere, is followed again.
     """
+    # One object per job, so that all variables and the dashboard share one feed.
     job = _held.get(record.folder)
     if job is None:
         job = _held[record.folder] = TrainingJob(record, link_of(record))
@@ -137,7 +140,7 @@ def hold(record: JobRecord) -> TrainingJob:
 
 
 def link_of(record: JobRecord) -> JobLink | None:
-    """Return what tells a job's events: its cluster if it is this user's, else the run store.
+    """Return the source of a job's events: its cluster if this user owns it, else the run store.
 
     None if the cluster is known to have ended.
     """
@@ -148,7 +151,7 @@ def link_of(record: JobRecord) -> JobLink | None:
 
 
 def name_of_model(expression: str) -> str:
-    """Return a name for a job from its model's expression.
+    """Derive a job name from a model expression.
 
     >>> name_of_model("models.resnet:ResNet(18)")
     'resnet'

@@ -1,8 +1,8 @@
-"""Tell the jobs that this user submitted from those that somebody else put into the run store.
+"""Distinguish jobs that this user submitted from those that another user put into the run store.
 
-To resume a job runs its bundle, so its record must be this user's own. A run store may be shared:
-whoever writes there can write a ``job.json`` that looks like anything. What they lack is the key in
-the user's state directory, with which each record that this user's kernels write is signed.
+Resuming a job runs its bundle, so the record must be this user's own. A run store may be shared,
+and anyone with write access can forge a ``job.json``. The key in the user's state directory, which
+signs each record written by this user's kernels, is not available to them.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from etrain_jupyter.storage.bucket_log.place import private_root
 KEY_FILE = "signing.key"
 KEY_BYTES = 32
 SIGNED = ("job_id", "pool", "config", "bundle_digest", "cwd")
-"""What decides which code a resume runs, and where. The bundle itself is held by its digest."""
+"""The fields that decide which code a resume runs, and where. The digest covers the bundle."""
 
 
 def sign(values: Mapping[str, Any]) -> str:
-    """Return the signature of a job's record; empty where this user can keep no key.
+    """Return the signature of a job's record; empty if this user cannot store a key.
 
-    A job without one can still be resumed, with ``--trust``.
+    A job without a signature can still be resumed with ``--trust``.
     """
     key = _read_key() or _make_key()
     return _signature(values, key) if key else ""
 
 
 def is_signed(values: Mapping[str, Any], signature: str) -> bool:
-    """Tell whether this user signed a record as it is now."""
+    """Return True if this user signed the record in its current form."""
     key = _read_key()
     if key is None or not signature.isascii():
         return False
@@ -49,8 +49,10 @@ def _signature(values: Mapping[str, Any], key: bytes) -> str:
 
 
 def _read_key() -> bytes | None:
-    """Return the key; None if there is none that only this user can read."""
+    """Return the key; None unless there is one that only this user can read."""
     with contextlib.suppress(OSError):
+        # Another user may have planted a link, a pipe or a readable file, so open without following
+        # links or blocking, and check the opened file rather than its path.
         handle = os.open(_key_path(), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(handle, "rb") as file:
             status = os.fstat(handle)
@@ -62,12 +64,13 @@ def _read_key() -> bytes | None:
 
 
 def _make_key() -> bytes | None:
-    """Make the key; return the one of another process if that was faster."""
+    """Create the key; if another process was faster, return its key."""
     path = _key_path()
     hidden = path.with_name(f".{KEY_FILE}.{secrets.token_hex(4)}")
     with contextlib.suppress(OSError):
         path.parent.parent.mkdir(parents=True, exist_ok=True)
         path.parent.mkdir(mode=0o700, exist_ok=True)
+        # A link, unlike a rename, never replaces a key that another process has just created.
         try:
             with os.fdopen(os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as f:
                 f.write(secrets.token_bytes(KEY_BYTES))

@@ -1,4 +1,4 @@
-"""A checked job that is ready to submit, with its pool and its run store."""
+"""A validated job that is ready to submit, with its pool and its run store."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from etrain_jupyter.process.address import SchedulerAddress
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A checked job that has not been submitted. ``str(plan)`` is the text of ``--dry-run``."""
+    """A validated job that has not been submitted. ``str(plan)`` is the output of ``--dry-run``."""
 
     config: TrainConfig
     bundle: Bundle
-    """The notebook's objects that the job needs, by value."""
+    """The captured notebook objects that the job needs, by value."""
     pool: Pool
-    """The pool that the cell names, resolved once; nothing is started yet."""
+    """The pool named in the cell, resolved once; nothing is started yet."""
     runs: RunStore
     """The run store, resolved once."""
     cell: str = ""
@@ -29,7 +29,7 @@ class Plan:
     """Warnings about the configuration, printed before the job starts."""
 
     def print_warnings(self) -> None:
-        """Print what the user should know before the job starts."""
+        """Print the warnings of the configuration and of the bundle."""
         for warning in (*self.warnings, *self.bundle.warnings):
             print(f"etrain: {warning}")
 
@@ -41,6 +41,7 @@ class Plan:
             ConfigError: If the pool's scheduler cannot reach the run store. Nothing was started.
             PoolError: If the pool does not come up.
         """
+        # Both checks come first, because starting a pool takes time and may cost money.
         self.runs.check_writable()
         if self.pool.is_head_elsewhere and not self.runs.is_remote:
             raise ConfigError(
@@ -52,7 +53,7 @@ class Plan:
         return self.pool.up()
 
     def max_price(self) -> str:
-        """Return the highest price of the job, as a text.
+        """Return the maximum price of the job as text.
 
         Raises:
             PoolError: If the prices are not available.
@@ -83,7 +84,7 @@ def _describe_batch(config: TrainConfig) -> str:
 
 
 def format_bytes(size: int) -> str:
-    """Return a size with its unit.
+    """Format a size with its unit.
 
     >>> format_bytes(2_500_000)
     '2.5 MB'

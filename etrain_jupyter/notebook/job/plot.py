@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_LABELS = 12
-"""Number of marked workers up to which each mark has a label."""
+"""Maximum number of marked workers for which each mark has a label."""
 SIZE_INCHES = (8.0, 6.0)
 COLORS = {"lost": "tab:red", "preempted": "tab:orange"}
 
 
 class PlottedJob(Protocol):
-    """The part of a ``TrainingJob`` that is drawn."""
+    """The part of a ``TrainingJob`` that a plot needs."""
 
     @property
     def id(self) -> str:
@@ -126,7 +126,7 @@ def _plot_evaluations(axis: Axes, steps: Sequence[int], losses: Sequence[float])
 
 
 def _mark(axes: Sequence[Axes], marks: Sequence[tuple[int, str, str]]) -> None:
-    """Draw a vertical line for each mark through all axes, with labels while they fit."""
+    """Draw a vertical line through all axes for each mark, with labels if they fit."""
     shown: set[str] = set()
     for step, worker, kind in marks:
         for axis in axes:

@@ -1,4 +1,4 @@
-"""Requests to the coordinator of a job; each returns a message."""
+"""Requests to a job's coordinator; each returns a message for the user."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class JobRequests(ABC):
     @property
     @abstractmethod
     def note(self) -> str:
-        """Why its cluster cannot be reached and only its log is followed; empty if it can."""
+        """Why its cluster is unreachable and only its log is followed; empty if it is reachable."""
 
     @abstractmethod
     def _latest(self) -> LatestValues:
-        """Return the folded values, with the whole history in them."""
+        """Return the folded values, including the whole history."""
 
     def pause(self) -> str:
         """Pause the ranks after their next step; they keep their state."""
@@ -90,6 +90,8 @@ class JobRequests(ABC):
         values = {key: value for key, value in given.items() if value is not None}
         self._latest()
         is_over = self.status in TERMINAL_STATUSES or self._feed.lost or self._feed.trouble
+        # A job whose cluster runs is resumed by a request, any other job by a new submit. A log in
+        # a folder does not show whether the coordinator is alive; a heartbeat in a bucket does.
         is_log_only = bool(self.note) and not self.record.place
         if not is_over and not is_log_only and not values:
             return self.request("resume")
@@ -111,7 +113,7 @@ class JobRequests(ABC):
         return self.request("checkpoint")
 
     def scale(self, min: int | None = None, max: int | None = None) -> str:
-        """Change the minimum or maximum number of workers; an omitted bound is kept."""
+        """Change the minimum or maximum number of workers; an omitted limit is kept."""
         return self.request("scale", min=min, max=max)
 
     def preempt(self, worker: str | None = None, notice_s: float = 120) -> str:
@@ -124,9 +126,10 @@ class JobRequests(ABC):
         """Kill or disturb a worker without notice, for fault injection.
 
         Args:
-            worker: Its name; by default the coordinator chooses one that trains.
-            how: ``worker`` ends its process; ``kill`` (SIGKILL), ``segfault`` and ``exit`` end its
-                trainer; ``stop`` (SIGSTOP), ``hold_gil`` and ``hang`` leave that alive and useless.
+            worker: Its name; by default the coordinator chooses a worker that trains.
+            how: ``worker`` ends the worker process; ``kill`` (SIGKILL), ``segfault`` and ``exit``
+                end its trainer; ``stop`` (SIGSTOP), ``hold_gil`` and ``hang`` block the trainer
+                without ending it.
         """
         if how == "worker":
             return self.request("kill", worker=worker)
@@ -141,30 +144,30 @@ class JobRequests(ABC):
         *,
         off: bool = False,
     ) -> str:
-        """Inject random faults from now on, to see that training survives them.
+        """Inject random faults from now on, to test that training survives them.
 
         Args:
-            mtbf_s: Mean time between two faults.
+            mtbf_s: Mean time between two faults, in seconds.
             mode: One kind of fault, or ``mix``.
-            duration_s: Stop after this time; by default at the end of the job.
-            seed: Repeats the faults of a run with the same seed.
-            off: Stop now.
+            duration_s: Time in seconds after which to stop; by default at the end of the job.
+            seed: Random seed; the same seed produces the same faults.
+            off: Stop injecting faults.
         """
         if off:
             return self.request("chaos", off=True)
         return self.request("chaos", mtbf_s=mtbf_s, mode=mode, duration_s=duration_s, seed=seed)
 
     def obey(self, request: str, args: Mapping[str, Any]) -> str:
-        """Handle a button of the dashboard, which can also resume an ended job."""
+        """Handle a button of the dashboard; unlike ``request``, this can resume an ended job."""
         return self.resume() if request == "resume" else self.request(request, **args)
 
     def request(self, request: str, **args: Any) -> str:
         """Send a request to the coordinator and return its message.
 
         Raises:
-            JobLostError: If the cluster is gone.
+            JobLostError: If the cluster has ended.
             EtrainError: If the job has ended.
-            PoolError: If the coordinator refuses, or does not answer in time.
+            PoolError: If the coordinator refuses, or does not respond in time.
         """
         self._latest()
         status, job_id = self.status, self.record.job_id
@@ -183,6 +186,7 @@ class JobRequests(ABC):
                 ControlJob(job_id=job_id, request=request, args=args), timeout=REQUEST_S
             )
         except NoAnswerError as exc:
+            # A timeout is not a refusal: the request may still be in the scheduler's queue.
             raise PoolError(
                 f"{request} was sent to job {job_id}, and its scheduler did not answer within "
                 f"{REQUEST_S:g} s. It may still happen, as soon as the scheduler answers: look at "

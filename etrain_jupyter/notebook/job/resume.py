@@ -1,4 +1,4 @@
-"""Lets a job go on that has ended, or whose cluster has: the same job, on a pool of choice."""
+"""Resume a job after its end, or after the end of its cluster, on any pool."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class ResumableJob(Protocol):
 
     @property
     def note(self) -> str:
-        """Return why its cluster cannot be reached; empty if it can."""
+        """Return why its cluster is unreachable; empty if it is reachable."""
         ...
 
     @property
@@ -96,7 +96,7 @@ class ResumableJob(Protocol):
 
     @property
     def is_reachable(self) -> bool:
-        """Return whether its scheduler answers."""
+        """Return True if its scheduler responds."""
         ...
 
     def events(self) -> Sequence[Event]:
@@ -104,42 +104,44 @@ class ResumableJob(Protocol):
         ...
 
     def follow_again(self, record: JobRecord, link: JobLink | None) -> None:
-        """Follow its log from the beginning, under a new record."""
+        """Follow its log from the beginning, with a new record."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Next:
-    """The job's next life."""
+    """The next attempt of a job."""
 
     record: JobRecord
     config: TrainConfig
     bundle: Bundle | None
-    """Other objects of the notebook; None keeps those that the job has."""
+    """The cell's objects; None keeps the bundle of the job."""
     differs: list[str]
 
 
 def resume_job(
     job: ResumableJob, wish: ResumeRequest, *, address: SchedulerAddress | None = None
 ) -> str:
-    """Hand a job that nobody trains to a cluster once more, and say from where it goes on.
+    """Submit a job that is not being trained to a cluster again; return a message with the start.
 
     Args:
-        job: It follows its new life afterwards.
-        wish: What shall be otherwise.
-        address: Its next cluster; without it that of the job's pool, which is brought up.
+        job: The job; afterwards it follows the new attempt.
+        wish: The changes to make.
+        address: The cluster to use; by default the job's pool is brought up.
 
     Raises:
-        UntrustedJobError: If somebody else may have submitted it.
-        EtrainError: If somebody may be training it.
-        ConfigError: If something differs that matters, or nothing is left to train.
-        PoolError: If no cluster takes it; then all is as it was before.
+        UntrustedJobError: If another user may have submitted the job.
+        EtrainError: If another cluster or kernel may be training the job.
+        ConfigError: If a difference changes the results, or no work is left.
+        PoolError: If no cluster accepts the job; then its record is unchanged.
     """
     store = store_of(job.record)
+    # Check trust before any connection: the record may name a host of another user's choice.
     _check_trusted(store.find(job.id), wish)
     _check_nobody_trains(job, wish)
     store.check_takeable(job.record)
     with _alone(job.record):
+        # Read the record again under the lock: another notebook may have resumed the job since.
         known = store.find(job.id)
         _check_trusted(known, wish)
         end = _end_of_log(job)
@@ -159,10 +161,10 @@ def resume_job(
 
 
 def _check_trusted(record: JobRecord, wish: ResumeRequest) -> None:
-    """Refuse to run what this user did not submit: its bundle, in its folder, on its pool.
+    """Refuse to run a bundle that this user did not submit, in its folder and on its pool.
 
     Raises:
-        UntrustedJobError: Unless the user says that it may run.
+        UntrustedJobError: Unless the record is signed by this user, or the user trusts it.
     """
     if record.is_own or wish.is_trusted:
         return
@@ -178,11 +180,11 @@ def _check_trusted(record: JobRecord, wish: ResumeRequest) -> None:
 
 
 def _check_reach(coming: _Next, place: str) -> None:
-    """Refuse to go on where the job's checkpoints cannot be read: it would begin anew.
+    """Refuse a pool that cannot read the job's checkpoints: training would start from step 0.
 
     Args:
-        coming: What goes on.
-        place: What the pool's workers reach; empty if this machine's folders.
+        coming: The next attempt.
+        place: URL that the pool's workers can read; empty if they can read local folders.
     """
     record = coming.record
     if place and not record.place and coming.config.checkpoint.to is None:
@@ -195,8 +197,14 @@ def _check_reach(coming: _Next, place: str) -> None:
 
 
 def _check_nobody_trains(job: ResumableJob, wish: ResumeRequest) -> None:
-    is_reachable = job.is_reachable  # first: it waits for the history and for an answer
+    is_reachable = job.is_reachable  # first: it waits for the history and for a response
     status, reason = job.status, job.reason
+    # The cases, in this order:
+    #   lost or ended                               -> nothing trains it
+    #   in a folder, cluster unreachable from here  -> unknown: only with --force
+    #   its scheduler does not respond              -> unknown: only with --force
+    #   its scheduler responds                      -> it trains: refuse
+    # A job in a bucket has a heartbeat there, so its link can respond without the cluster.
     if job.lost or status in TERMINAL_STATUSES:
         return
     if job.note and not job.record.place:
@@ -222,16 +230,17 @@ def _check_nobody_trains(job: ResumableJob, wish: ResumeRequest) -> None:
 
 
 def _end_of_log(job: ResumableJob) -> int | None:
-    """Return the newest event of a job that lies in a bucket; None for another one.
+    """Return the sequence number of the newest event of a job in a bucket; None for a folder.
 
     Raises:
-        EtrainError: If somebody has gone on with it since this process looked.
+        EtrainError: If the job was resumed elsewhere since this process last read the log.
         RunStoreError: If the bucket cannot be read.
     """
     if not job.record.place:
         return None
     refresh_log(job.record)
     seen = job.events()
+    # The new coordinator refuses to append unless the log still ends here.
     news = read_log(job.record.log_path, since=seen[-1].seq if seen else 0)
     if any(isinstance(event, JobResumed | StepCompleted) for event in news):
         raise EtrainError(
@@ -243,11 +252,12 @@ def _end_of_log(job: ResumableJob) -> int | None:
 
 @contextlib.contextmanager
 def _alone(record: JobRecord) -> Iterator[None]:
-    """Keep other notebooks from resuming the same job at the same time.
+    """Prevent concurrent resumes of the same job by other notebooks.
 
     Raises:
-        EtrainError: If one does.
+        EtrainError: If another notebook is resuming the job.
     """
+    # The operating system releases the lock even if this process is killed.
     handle = os.open(record.folder, os.O_RDONLY)
     try:
         try:
@@ -258,17 +268,17 @@ def _alone(record: JobRecord) -> Iterator[None]:
                 "%etrain attach follows it."
             ) from exc
         except OSError:
-            pass  # A file system without locks; that of the log may still fence.
+            pass  # The file system has no locks; the lock of the log still fences.
         yield
     finally:
         os.close(handle)
 
 
 def _prepare(store: RunStore, known: JobRecord, wish: ResumeRequest, log: Sequence[Event]) -> _Next:
-    """Return the job as it shall go on.
+    """Build the next attempt of a job.
 
     Raises:
-        ConfigError: If something differs that matters, or nothing is left to train.
+        ConfigError: If a difference changes the results, or no work is left.
     """
     try:
         old = TrainConfig.model_validate(known.config)
@@ -283,6 +293,7 @@ def _prepare(store: RunStore, known: JobRecord, wish: ResumeRequest, log: Sequen
         ) from exc
     new = TrainConfig.model_validate(absolute_paths(new.model_dump(mode="json")))
     stored = _stored_bundle(store, known, is_needed=wish.bundle is None)
+    # Only differences with a reason change the results; the others are logged.
     found = compare_configs(old, new)
     if wish.bundle is not None:
         found += _compare_bundles(stored, wish.bundle)
@@ -307,10 +318,10 @@ def _prepare(store: RunStore, known: JobRecord, wish: ResumeRequest, log: Sequen
 
 
 def _stored_bundle(store: RunStore, record: JobRecord, *, is_needed: bool) -> Path | None:
-    """Return the file with the objects that the job was submitted with.
+    """Return the path of the bundle that the job was submitted with.
 
     Raises:
-        BundleError: If they are not there, or are not those any more, and are needed.
+        BundleError: If it is needed, but missing or modified.
     """
     try:
         path = store.fetch_bundle(record)
@@ -330,7 +341,7 @@ def _stored_bundle(store: RunStore, record: JobRecord, *, is_needed: bool) -> Pa
 
 
 def _compare_bundles(old: Path | None, new: Bundle) -> list[Difference]:
-    """Return what is another one in the code and in the data that come with the cell."""
+    """Return the differences between the code and data of two bundles."""
     later = open_bundle(new.header)
     try:
         earlier = open_bundle(b"" if old is None else old)
@@ -356,15 +367,16 @@ def _compare_bundles(old: Path | None, new: Bundle) -> list[Difference]:
 def _check_work_is_left(
     known: JobRecord, old: TrainConfig, new: TrainConfig, log: Sequence[Event]
 ) -> None:
-    """Refuse to resume what would end at once.
+    """Refuse to resume a job that would end immediately.
 
     Raises:
-        ConfigError: If all steps were made, or early stopping would end it again.
+        ConfigError: If all steps are done, or early stopping would end the job again.
     """
     done = job_record.JobRecord().apply_all(log)
     if done.plan is None or done.status != "finished":
         return
     early = done.early_stop
+    # A decision of an earlier generation is void: a later one continued to train.
     if early is not None and early.generation == done.generation:
         if old.early_stopping == new.early_stopping:
             raise ConfigError(
@@ -375,6 +387,7 @@ def _check_work_is_left(
             )
         return
     plan = done.plan
+    # The global size of a per-worker batch depends on the number of ranks: take it from the plan.
     size = plan.global_batch_size if plan.per_worker_batch_size else new.batch.size(1)
     steps = total_steps(new.epochs, new.steps, plan.num_train_samples, size)
     if steps <= plan.total_steps and new.batch == old.batch:
@@ -397,14 +410,14 @@ def _submit(
     is_forced: bool,
     extra: Mapping[str, int],
 ) -> JobRecord:
-    """Write down where the job goes on and hand it over; put all back if it is refused.
+    """Write the new record and submit the job; restore the old record if it is refused.
 
     Returns:
-        The record as it was written.
+        The record as written.
 
     Raises:
         PoolError: If the coordinator refuses.
-        JobLostError: If the cluster went away: the job may have begun there.
+        JobLostError: If the cluster went away; the job may have started there.
     """
     written = store.rewrite(coming.record, bundle=coming.bundle)
     order = {
@@ -424,10 +437,13 @@ def _submit(
         **({"place": known.place} if known.place else {}),
         **extra,
     }
+    # Submit after the record is written, so that a crash in between leaves the cluster's name.
     link = open_link(address)
     try:
         hand_over(link, order, written.bundle_path)
     except PoolError:
+        # After a refusal or a timeout the old record is restored. After a JobLostError the job may
+        # be running, so the new record stays.
         store.rewrite(known, is_signed=False)
         if written.bundle_file != known.bundle_file:
             store.remove_bundle(written)
@@ -440,12 +456,12 @@ def _submit(
 
 
 def _folder_of(record: JobRecord) -> str:
-    """Return where relative paths of the notebook's code begin: where they did, if that is here."""
+    """Return the folder for relative paths in the notebook's code: the original if it exists."""
     return record.cwd if record.cwd and Path(record.cwd).is_dir() else os.getcwd()
 
 
 def _where_it_begins(record: JobRecord) -> str:
-    """Say which state there is to go on from; the trainers verify it."""
+    """Describe the state from which the job resumes; the trainers verify it."""
     place = record.checkpoints
     steps = open_store(place).list_steps()
     if not steps:

@@ -1,4 +1,4 @@
-"""The changes with which an ended job is resumed."""
+"""The changes to make when an ended job is resumed."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeRequest:
-    """What a user changes in a job that is resumed: single values, or a whole cell."""
+    """The user's changes to a resumed job: single values, or a whole cell."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
     """Any of ``pool``, ``min``, ``max``, ``epochs``, ``steps``."""
     config: TrainConfig | None = None
-    """The configuration of a cell; None keeps the job's own."""
+    """The configuration of the cell; None keeps the job's own."""
     bundle: Bundle | None = None
-    """The notebook's objects of that cell."""
+    """The notebook's objects captured with the cell."""
     pool: Pool | None = None
-    """That cell's pool, already resolved; None to resolve the pool from its name."""
+    """The cell's pool if already resolved; None to resolve the pool from its name."""
     cell: str = ""
-    """The text of that cell."""
+    """The text of the cell."""
     is_forced: bool = False
-    """Whether to resume even if a difference changes the rest of the curve."""
+    """True to resume even if a difference changes the rest of the curve."""
     is_trusted: bool = False
-    """Whether to run a job that another user may have submitted."""
+    """True to run a job that another user may have submitted."""

@@ -1,4 +1,4 @@
-"""The run store: one folder per job, which outlives the kernel, the cluster and the notebook.
+"""The run store: one folder per job, independent of kernels, clusters and notebooks.
 
 ::
 
@@ -8,8 +8,8 @@
                     events.segments/   its finished parts in columns; may be deleted
                     checkpoints/    with manifests/
 
-A job's folder is written under a hidden name and then renamed, so that readers of the store find
-complete jobs only. Only its owner can read it (mode 0700): the bundle has the notebook's objects.
+A job's folder is created under a hidden name and then renamed, so that readers find only complete
+jobs. Only its owner can read it (mode 0700), because the bundle contains the notebook's objects.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ DEFAULT_ROOT = "etrain-runs"
 
 @dataclass(frozen=True, kw_only=True)
 class JobSummary:
-    """A job's line in a list of jobs, as far as it is known without asking its cluster."""
+    """A job's row in a list of jobs, obtained without contacting its cluster."""
 
     status: str
     step: int = 0
     total_steps: int = 0
     world_size: int = 0
     is_gone: bool = False
-    """Whether its cluster is known to have ended before the job did."""
+    """True if its cluster is known to have ended before the job did."""
     last_seen_at: float | None = None
-    """When the job's coordinator last wrote something, in seconds since the epoch. None if the
-    coordinator is known to be alive, or if the job or its cluster has ended."""
+    """Time of the coordinator's last write, in seconds since the epoch. None if the coordinator is
+    known to be alive, or if the job or its cluster has ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,18 +65,18 @@ class Listing:
     """The contents of a run store."""
 
     jobs: list[JobRecord] = field(default_factory=list)
-    """The newest first."""
+    """The jobs, newest first."""
     problems: dict[str, str] = field(default_factory=dict)
     """Folders with an invalid record: name -> reason."""
 
     def sorted(self) -> Listing:
-        """Return the listing in order."""
+        """Return the listing with sorted jobs and problems."""
         jobs = sorted(self.jobs, key=lambda record: (record.created, record.job_id), reverse=True)
         return Listing(jobs=jobs, problems=dict(sorted(self.problems.items())))
 
 
 def default_root(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the run store: ``ETRAIN_RUNS``, else ``etrain-runs`` in the kernel's folder."""
+    """Return the default run store: ``ETRAIN_RUNS``, or ``etrain-runs`` in the current folder."""
     return Path(environment.get(ROOT_VARIABLE) or DEFAULT_ROOT).expanduser().absolute()
 
 
@@ -89,7 +89,7 @@ class RunStore:
     """The jobs in one folder. Stateless: every method reads the disk.
 
     ``runs.open_runs`` returns this class for a folder, and ``S3RunStore`` for a bucket. The
-    subclass adds what it does in the bucket in ``place_of`` and ``_publish``.
+    subclass adds the operations on the bucket in ``place_of``, ``_publish`` and others.
     """
 
     def __init__(self, root: str | os.PathLike[str] | None = None) -> None:
@@ -101,7 +101,7 @@ class RunStore:
 
     @property
     def is_remote(self) -> bool:
-        """Whether the jobs are in a bucket, which other machines reach too."""
+        """True if the jobs are in a bucket, which other machines can reach too."""
         return False
 
     def place_of(self, job_id: str) -> str:
@@ -119,7 +119,7 @@ class RunStore:
         """Return the path of a job's bundle on this machine.
 
         Raises:
-            OSError: If there is no such file.
+            OSError: If the file does not exist.
         """
         with open_regular(record.bundle_path):
             return record.bundle_path
@@ -142,10 +142,11 @@ class RunStore:
             )
 
     def summarize(self, record: JobRecord) -> JobSummary:
-        """Return a job's status and progress, without asking its cluster."""
+        """Return a job's status and progress without contacting its cluster."""
         latest = peek_log(record.log_path)
         cluster = None if latest.is_terminal else find_cluster(record.cluster, record.host)
         is_gone = cluster is not None and cluster.has_ended
+        # Neither alive nor ended as far as this machine knows, so the age of the log is shown.
         is_in_doubt = cluster is not None and not cluster.is_alive and not is_gone
         return JobSummary(
             status=latest.status,
@@ -164,7 +165,7 @@ class RunStore:
         Args:
             record: The fields of ``JobRecord`` without the id and the folder.
             bundle: The notebook's objects.
-            job_id: The id, if it was assigned before.
+            job_id: The id if already assigned; by default a new one.
 
         Raises:
             FileExistsError: If the job exists.
@@ -182,6 +183,7 @@ class RunStore:
             _write_new(hidden / RECORD_FILE, data)
             if made.folder.exists():
                 raise FileExistsError(f"there is a job {job_id} in {self.root} already")
+            # From here on, other processes find the job.
             hidden.rename(made.folder)
         except BaseException:
             shutil.rmtree(hidden, ignore_errors=True)
@@ -205,7 +207,7 @@ class RunStore:
         Args:
             record: The new contents.
             bundle: The notebook's objects, if they may have changed.
-            is_signed: Whether to sign the record as this user's; else its signature is kept.
+            is_signed: True to sign the record as this user's; False to keep its signature.
 
         Returns:
             The record as it was written.
@@ -219,6 +221,7 @@ class RunStore:
         name = f"{BUNDLE_FILE}-{record.bundle_digest[:12]}"
         has_new_bundle = False
         if bundle is not None and not has_digest(record.bundle_path, record.bundle_digest):
+            # A new file name: the previous record stays valid until the new one replaces it.
             _replace_bundle(record.folder / name, bundle)
             has_new_bundle = name != record.bundle_file
             record = replace(record, bundle_file=name)
@@ -229,7 +232,7 @@ class RunStore:
         return record
 
     def _publish(self, record: JobRecord, *, has_new_bundle: bool, is_new: bool) -> None:
-        """Copy what was written to where other machines read it; nothing to do for a folder."""
+        """Upload the written files for other machines; a folder needs no upload."""
 
     def discard(self, record: JobRecord) -> None:
         """Remove a job that no cluster accepted; a job with a log is kept."""
@@ -251,10 +254,10 @@ class RunStore:
         return found.sorted()
 
     def find(self, name_or_id: str) -> JobRecord:
-        """Return the job with that id, else the newest with that name, else by the id's start.
+        """Find a job by its id, else the newest one by its name, else one by a prefix of its id.
 
         Raises:
-            JobNotFoundError: If no job or several jobs match; the message has the nearest names.
+            JobNotFoundError: If no job or several jobs match; the message has the closest names.
         """
         jobs = self.records()
         for matches in (
@@ -289,7 +292,7 @@ def json_of(record: JobRecord) -> bytes:
 
 
 def _last_written_at(record: JobRecord) -> float:
-    """Return when a job's log was last written; without a log, when the job was submitted."""
+    """Return the time of the last write to a job's log; without a log, of its submission."""
     try:
         return record.log_path.stat().st_mtime
     except OSError:

@@ -12,10 +12,10 @@ from etrain_jupyter.storage.bucket_log.place import is_remote
 
 
 def open_runs(root: str | os.PathLike[str] | None = None) -> RunStore:
-    """Return the run store of a folder or a URL; by default that of ``ETRAIN_RUNS``.
+    """Return the run store of a folder or a URL; by default the one in ``ETRAIN_RUNS``.
 
     Raises:
-        ConfigError: If it is a URL, but not that of a bucket.
+        ConfigError: If the URL is not that of a bucket.
     """
     root = root or os.environ.get(ROOT_VARIABLE) or None
     if is_remote(root):

@@ -1,4 +1,4 @@
-"""The run store in a bucket: records and bundles there, with copies on this machine."""
+"""The run store in a bucket: records and bundles are in the bucket, with copies on this machine."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class S3RunStore(RunStore):
 
     @property
     def is_remote(self) -> bool:
-        """Whether the jobs are in a bucket: yes."""
+        """True: the jobs are in a bucket."""
         return True
 
     def check_writable(self) -> None:
@@ -64,7 +64,7 @@ class S3RunStore(RunStore):
         return f"{self.url}/{job_id}"
 
     def _publish(self, record: JobRecord, *, has_new_bundle: bool, is_new: bool) -> None:
-        """Upload the bundle first and ``job.json`` last: a listed job is complete."""
+        """Upload the bundle first and ``job.json`` last, so that every listed job is complete."""
         if has_new_bundle:
             self._objects.put_file(f"{record.job_id}/{record.bundle_file}", record.bundle_path)
         key, data = f"{record.job_id}/{RECORD_FILE}", json_of(record)
@@ -134,11 +134,12 @@ class S3RunStore(RunStore):
         super().check_takeable(record)
 
     def summarize(self, record: JobRecord) -> JobSummary:
-        """Return a job's status and progress, as its coordinator last wrote them to the bucket."""
+        """Return a job's status and progress as last written to the bucket by its coordinator."""
         try:
             found = self._job(record).get_aged(ALIVE)
         except RunStoreError:
             return JobSummary(status="unknown")
+        # No heartbeat at all counts as a coordinator that is gone.
         values, age_s = found or ({}, SILENT_S + 1)
         status = str(values.get("status", "submitted"))[:40]
         return JobSummary(
@@ -154,6 +155,6 @@ class S3RunStore(RunStore):
 
 
 def _number_in(values: Mapping[str, Any], name: str) -> int:
-    """Return a count; 0 if it is missing or invalid, since a node may have written it."""
+    """Return a count; 0 if missing or invalid, since a node may have written it."""
     value = values.get(name)
     return value if isinstance(value, int) and 0 <= value < 1 << 62 else 0

@@ -1,4 +1,4 @@
-"""Records of a job's checkpoints, for a table."""
+"""Table records of a job's checkpoints."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ def records_of(
 
     Args:
         listed: The checkpoints in the store, newest first.
-        best: The step of the best one.
-        where: The store.
-        now: Seconds since the epoch.
-        stalls: Seconds for which each blocked training, by step, as far as the log has them.
+        best: Step of the best checkpoint.
+        where: URL or path of the store.
+        now: Current time, in seconds since the epoch.
+        stalls: Seconds for which each checkpoint blocked training, by step, if logged.
     """
     newest = next((row.step for row in listed if not row.problem), None)
     records = []
     for row in listed:
         manifest = row.manifest
+        # Without a manifest, derive the folder from the step.
         keys = [part.key for part in manifest.parts.values()] if manifest else []
         folder = keys[0].rpartition("/")[0] if keys else folder_key(row.step)
         records.append(

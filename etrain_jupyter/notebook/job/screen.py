@@ -1,4 +1,4 @@
-"""How a job is shown: what draws it, and the plain table where nothing does."""
+"""Interface of a job's display, and a plain HTML table as a fallback."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from etrain_jupyter.notebook.job.history import LatestValues
 
 
 class Screen(Protocol):
-    """What draws a job: the dashboard, which knows events and no jobs."""
+    """The display of a job: the dashboard, which receives events and knows no job objects."""
 
     def show(self) -> None:
-        """Display it in the running cell."""
+        """Display the job in the running cell."""
 
     def add_events(self, events: Iterable[Event]) -> None:
-        """Take the next events of the job; those that it has had it passes over."""
+        """Receive the next events of the job; known events are skipped."""
 
     def settle(self) -> None:
-        """Refresh what is saved of it in the notebook."""
+        """Update the static copy in the saved notebook."""
 
     def _repr_mimebundle_(self, **_kwargs: Any) -> Any:
-        """Return the representations."""
+        """Return the MIME representations."""
 
 
 def table_of(view: LatestValues, job_id: str, status: str) -> str:

@@ -1,8 +1,8 @@
-"""A line to a job whose cluster cannot be asked from here: its log is read in the run store.
+"""Follow a job whose cluster is unreachable from here, by polling its log in the run store.
 
-It answers the one question that a feed asks, what has happened since, by looking at the log every
-``POLL_S``. Whether the coordinator lives it knows from ``alive.json`` in a bucket; of a folder it
-does not know, so that a job goes on being followed until its log has an end.
+The only supported request is that for new events: the log is read every ``POLL_S``. In a bucket,
+``alive.json`` shows whether the coordinator is alive. In a folder that is unknown, so the job is
+followed until its log has an end.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ T = TypeVar("T")
 
 POLL_S = 1.5
 LOOK_FOR_LIFE_S = 5.0
-"""How often it is looked whether the coordinator still lives, while nothing comes."""
+"""Interval between checks of the coordinator's heartbeat while no events arrive, in seconds."""
 
 
 class StoreLink:
-    """Reads a job's log where no cluster can be asked; see ``link.Link``.
+    """Connection to a job's log where its cluster is unreachable; see ``link.Link``.
 
     Args:
         record: The job.
-        why: Why its cluster cannot be asked, in words for a person.
+        why: Why its cluster is unreachable, as text for the user.
     """
 
     def __init__(self, record: JobRecord, *, why: str = "") -> None:
@@ -50,11 +50,11 @@ class StoreLink:
         self._executor: ThreadPoolExecutor | None = None
 
     def call(self, request: Request[R], *, timeout: float = 10.0) -> R:
-        """Reply from the log; refuse what needs the cluster."""
+        """Answer a request from the log; refuse a request that needs the cluster."""
         return self.send(request, timeout=timeout).result(timeout)
 
     def send(self, request: Request[R], *, timeout: float = 10.0) -> Future[R]:
-        """Return at once; the thread ``etrain-store-<job>`` reads the reply from the log."""
+        """Start a request in the thread ``etrain-store-<job>``, and return its future."""
         if not isinstance(request, FetchEvents):
             refused: Future[R] = Future()
             refused.set_exception(
@@ -66,6 +66,7 @@ class StoreLink:
                 )
             )
             return refused
+        # A released link may be used again.
         self._is_released.clear()
         if self._executor is None:
             name = f"etrain-store-{self._record.job_id}"
@@ -74,7 +75,7 @@ class StoreLink:
         return cast("Future[R]", batch)
 
     def release(self) -> None:
-        """Let the thread end; a later question starts another one."""
+        """End the thread; a later request starts a new one."""
         self._is_released.set()
         executor, self._executor = self._executor, None
         if executor is not None:
@@ -93,8 +94,10 @@ class StoreLink:
                 return EventBatch(events=tuple(events))
 
     def _read(self, since: int, limit: int) -> list[dict[str, Any]]:
+        # Keep the reader between polls, so that each poll parses only the new lines.
         if self._reader is None or self._reader[0] != since:
             reader = LogReader(self._record.log_path)
+            # A local copy may be behind the feed; then there are no newer events to return.
             if self._lines(lambda: reader.skip(since)) < since:
                 return []
             self._reader = (since, reader)
@@ -105,10 +108,10 @@ class StoreLink:
         return [event.to_json_dict() for event in found]
 
     def _lines(self, read: Callable[[], T]) -> T:
-        """Return what is read of the log.
+        """Read from the log.
 
         Raises:
-            UnreachableError: If its file cannot be read, or is none.
+            UnreachableError: If its file cannot be read, or is not a regular file.
         """
         try:
             return read()
@@ -119,15 +122,16 @@ class StoreLink:
             ) from exc
 
     def _look_for_life(self, since: int) -> None:
-        """Find out whether anybody writes the log.
+        """Check that a coordinator is alive.
 
         Raises:
-            ClusterEndedError: If nobody has for too long.
+            ClusterEndedError: If the coordinator has sent no heartbeat for ``SILENT_S``.
         """
         if self._objects is None or time.monotonic() - self._life_seen_at < LOOK_FOR_LIFE_S:
             return
         found = self._objects.get_aged(ALIVE)
         told, age_s = found or ({}, time.time() - self._record.created)
+        # A heartbeat that names a newer event proves that the log here is not complete yet.
         if age_s <= SILENT_S or told.get("seq", 0) > since:
             self._life_seen_at = time.monotonic()
             return
@@ -141,19 +145,19 @@ class StoreLink:
 
 
 def refresh_log(record: JobRecord) -> None:
-    """Bring this machine's copy of a job's log up to date; a job of a folder has no copy.
+    """Update this machine's copy of a job's log; a job in a folder has no copy.
 
     Raises:
-        RunStoreError: If the bucket cannot be read, or the log there is damaged.
+        RunStoreError: If the bucket cannot be read, or its log is damaged.
     """
     if record.place:
         LogCopy(Chain(RunObjects(record.place)), record.log_path).refresh()
 
 
 def try_refresh_log(record: JobRecord) -> str:
-    """Do so if it can be done; return why it could not."""
+    """Update the copy of a job's log; return the error message, or an empty string."""
     try:
         refresh_log(record)
-    except (RunStoreError, OSError) as exc:  # OSError: the disk of this machine's copy
+    except (RunStoreError, OSError) as exc:  # OSError: the disk with this machine's copy
         return str(exc)
     return ""

@@ -1,7 +1,7 @@
-"""One training job, as the notebook holds it: a view that can be lost and made again.
+"""A training job in the notebook: a view that can be discarded and created again.
 
-Nothing here runs the training. The values come from the job's events, the requests go to its
-coordinator, and the weights come from its checkpoints.
+Nothing in this module runs the training. Values come from the job's events, requests go to its
+coordinator, and weights come from its checkpoints.
 """
 
 from __future__ import annotations
@@ -45,31 +45,31 @@ if TYPE_CHECKING:
     from etrain_jupyter.notebook.audit import AuditReport
 
 GLANCE_S = 1.0
-"""Longest wait for the history in all properties together, in seconds."""
+"""Total time that properties may wait for the history, in seconds."""
 CATCH_UP_S = 10.0
-"""Longest wait for the history in a method that needs all of it, in seconds."""
+"""Timeout of the wait for the history in a method that needs all of it, in seconds."""
 ANSWER_S = 5.0
-"""Longest wait for the coordinator's first answer, in seconds."""
+"""Timeout of the wait for the coordinator's first response, in seconds."""
 
 Model = TypeVar("Model")
 
 
 class TrainingJob(JobRequests):
-    """A job that somebody submitted.
+    """A submitted job.
 
-    It follows the job's events from the first access on; ``await job`` and ``job.wait()`` block
-    until the job has ended. A property such as ``job.step`` returns the last value that is known:
-    it waits for the history for at most ``GLANCE_S``, and then reads the end of the log on this
-    machine. A method that needs the whole history waits for the job's folder, cluster or bucket
-    for at most ``CATCH_UP_S``.
+    The object follows the job's events from the first access on. ``await job`` and ``job.wait()``
+    wait until the job has ended. A property such as ``job.step`` returns the last known value: it
+    waits for the history for at most ``GLANCE_S``, and then reads the end of the log on this
+    machine. A method that needs the whole history waits for the job's folder, cluster or bucket for
+    at most ``CATCH_UP_S``.
 
     Args:
-        record: What the run store says of it.
-        link: The line to its cluster; None if there is no such cluster any more.
+        record: The job's record in the run store.
+        link: Connection to its cluster; None if the cluster has ended.
 
     Attributes:
-        screen: What draws the job where it is displayed; None for the plain table.
-        was_interrupted: Whether the interrupt key stopped it in ``wait``.
+        screen: The display of the job; None for a plain table.
+        was_interrupted: True if the interrupt key stopped the job during ``wait``.
     """
 
     def __init__(self, record: JobRecord, link: JobLink | None) -> None:
@@ -92,7 +92,7 @@ class TrainingJob(JobRequests):
         )
 
     def follow_again(self, record: JobRecord, link: JobLink | None) -> None:
-        """Follow the job's next life, from the beginning of its log: it was resumed."""
+        """Follow the next attempt of a resumed job, from the beginning of its log."""
         self._feed.close()
         self.record, self._link, self.was_interrupted = record, link, False
         self._view = LatestValues()
@@ -102,33 +102,34 @@ class TrainingJob(JobRequests):
             self._feed.subscribe(self.screen.add_events)
 
     def has_gone_on(self) -> bool:
-        """Whether the log has more than the end at which this stopped following it."""
+        """Return True if the log continues after the end at which following stopped."""
         is_over = self._feed.ended.is_set() and not self._feed.lost
+        # A job in a bucket continues in the bucket only, so update the copy here first.
         if is_over:
             try_refresh_log(self.record)
         return is_over and not peek_log(self.record.log_path).is_terminal
 
     @property
     def is_reachable(self) -> bool:
-        """Whether the job's scheduler answers, as far as is known; waits for its first answer."""
+        """True unless the scheduler is known to be unreachable; waits for its first response."""
         self._latest()
         self._feed.wait_until_answered(ANSWER_S)
         return not self._feed.trouble
 
     @property
     def note(self) -> str:
-        """Why only its log is followed from here; empty where its cluster can be asked."""
+        """Why only the job's log is followed; empty if its cluster is reachable."""
         return self._link.why if isinstance(self._link, StoreLink) else ""
 
     def resume_as(self, wish: ResumeRequest) -> str:
-        """Let the job go on that has ended, or whose cluster has; see ``resume``."""
+        """Resume a job that has ended, or whose cluster has ended; see ``resume``."""
         return resume_job(self, wish)
 
-    # --- what it is -----------------------------------------------------------------------------
+    # --- identity and progress -------------------------------------------------------------------
 
     @property
     def id(self) -> str:
-        """The id: its name and eight hexadecimal digits."""
+        """The id: the name and eight hexadecimal digits."""
         return self.record.job_id
 
     @property
@@ -144,78 +145,79 @@ class TrainingJob(JobRequests):
 
     @property
     def reason(self) -> str:
-        """Why it has this status, where that needs saying: waiting for whom, failed by what.
+        """Why the job has its status, if that needs an explanation, such as a wait or a failure.
 
-        While its scheduler cannot be reached, or cannot write the job's log because the disk is
-        full, that is said here, and the status is the last known.
+        While the scheduler is unreachable, or cannot write the job's log because the disk is full,
+        this says so, and the status is the last known one.
         """
         view = self._glance()
+        # The trouble is known only after a response or a timeout.
         self._feed.wait_until_answered(self._glance_left(), is_last=False)
         return self._feed.lost or self._feed.trouble or self._feed.log_trouble or view.reason
 
     @property
     def lost(self) -> str:
-        """Why the job counts as lost: its cluster went before its end; empty as far as is known."""
+        """Why the job counts as lost: its cluster ended first; empty as far as is known."""
         return self._feed.lost
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more will be heard of it: it has ended, or was lost."""
+        """True if no more events can come: the job has ended or is lost."""
         return self._feed.ended.is_set()
 
     @property
     def step(self) -> int:
-        """Optimizer updates committed so far."""
+        """Number of committed optimizer updates."""
         return self._glance().step
 
     @property
     def epoch(self) -> int:
-        """The epoch of the newest step, from 0."""
+        """Epoch of the newest step, starting at 0."""
         return self._glance().epoch
 
     @property
     def world_size(self) -> int:
-        """Ranks of the newest generation; 0 before the first."""
+        """Number of ranks in the newest generation; 0 before the first."""
         return self._glance().world_size
 
     @property
     def generation(self) -> int:
-        """The newest generation, from 1; 0 before the first."""
+        """Number of the newest generation, starting at 1; 0 before the first."""
         return self._glance().generation
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Latest ``loss`` and metrics; those of the evaluation begin with ``eval_``."""
+        """The latest ``loss`` and metrics; names of evaluation metrics begin with ``eval_``."""
         return dict(self._glance().metrics)
 
     def history(self) -> dict[str, list[Any]]:
-        """Return columns of equal length, one row a step, for ``pandas.DataFrame(job.history())``.
+        """Return columns of equal length with one row per step, for ``pandas.DataFrame``.
 
         The columns are step, epoch, samples, loss, lr, world_size, generation, samples_per_s, time,
-        what rank 0 spent the step on (data_s, compute_s, communication_s, optimizer_s) and one for
-        each metric. Evaluations are in columns that begin with ``eval_``, in the row of
-        the step after which they were made, NaN elsewhere.
+        the seconds that rank 0 spent in each phase of the step (data_s, compute_s, communication_s,
+        optimizer_s) and one per metric. Evaluation columns begin with ``eval_``; a value is in the
+        row of the step after which the evaluation ran, and NaN elsewhere.
         """
         return self._latest().columns()
 
     def phases(self) -> list[dict[str, Any]]:
-        """Return what the time of each worker went into, and its efficiency against one alone.
+        """Return the time that each worker spent in each phase, and its parallel efficiency.
 
-        One record a worker, for ``pandas.DataFrame(job.phases())``; see ``events.phases.phases_of``
-        for its fields. They are told every half a minute at least.
+        One record per worker, for ``pandas.DataFrame(job.phases())``; see ``log.phases.phases_of``
+        for the fields. Workers report their times at least every 30 s.
         """
         return phases_of(self.events())
 
     def events(self) -> Events:
-        """Return the typed events that have come so far, in order: a sequence, made as it is read.
+        """Return the typed events received so far, in order, as a sequence that builds them lazily.
 
-        A million steps take about 100 MB in it; as a ``list`` of objects ten times as much.
+        A million steps take about 100 MB in it; as a ``list`` of objects, ten times as much.
         """
         self._latest()
         return self._feed.events()
 
     def workers(self) -> list[dict[str, Any]]:
-        """Return one record a worker: worker, rank, state, device ...; none after the end.
+        """Return one record per worker (worker, rank, state, device ...); empty after the end.
 
         The states are those of the dashboard: starting, warm, training, waiting.
         """
@@ -228,23 +230,26 @@ class TrainingJob(JobRequests):
         ]
 
     def subscribe(self, listener: Listener) -> threading.Event:
-        """Have ``listener`` called with the list of all events so far, then with each new batch.
+        """Call ``listener`` with the list of all events so far, then with each new batch.
 
-        It is called from one background thread, in order; what it raises is counted and dropped.
+        The calls come in order from one background thread; their exceptions are counted and
+        dropped.
 
         Returns:
-            Set once the listener has had what happened before.
+            An event that is set once the listener has received the history.
         """
         return self._feed.subscribe(listener)
 
     def audit(self) -> AuditReport:
-        """Prove from the durable log what was trained: each sample's count, equal weights."""
+        """Prove from the durable log which samples were trained, and that weights were equal."""
         from etrain_jupyter.notebook.audit import audit_log
 
+        # The log on disk is complete; the feed may not have received its end yet.
         refresh_log(self.record)
         try:
             events = read_log(self.record.log_path)
         except (OSError, EtrainError):
+            # An unreadable log: fall back to the events that the coordinator sent.
             events = Events()
         return audit_log(events or self.events())
 
@@ -259,9 +264,9 @@ class TrainingJob(JobRequests):
         return plot_job(self)
 
     def cost(self) -> JobCost:
-        """Return what the job has cost so far: spent, saved against on-demand, wasted.
+        """Return the cost of the job so far: spent, saved compared with on-demand prices, wasted.
 
-        ``is_known`` is False where the pool has no prices, as on your own machine.
+        ``is_known`` is False if the pool has no prices, as on your own machine.
         """
         return cost_of(self._latest())
 
@@ -296,6 +301,7 @@ class TrainingJob(JobRequests):
             return self._wait_until(until, deadline)
         kind = ""
         with self._interrupts() as interrupts:
+            # Wait in slices: an interrupt only sets a flag, which `_answer` acts on.
             while time.monotonic() < deadline:
                 kind = self._say_trouble(kind)
                 if self._feed.ended.wait(SLICE_S):
@@ -304,11 +310,11 @@ class TrainingJob(JobRequests):
         return self.status
 
     def _wait_until(self, condition: Callable[[TrainingJob], bool], deadline: float) -> str:
-        """Block until ``condition`` holds; raise if the job ends or the time passes before."""
+        """Block until ``condition`` holds; raise if the job ends or the wait times out first."""
         started_at = time.monotonic()
         kind = ""
         while True:
-            # Read before the condition: what happened until the end must count for it.
+            # Read this before the condition, which must see all events up to the end.
             has_ended = self._feed.ended.is_set()
             if condition(self):
                 return self.status
@@ -329,9 +335,9 @@ class TrainingJob(JobRequests):
             self._feed.ended.wait(min(SLICE_S, max(0.0, deadline - time.monotonic())))
 
     def __await__(self) -> Generator[Any, None, str]:
-        """Wait without blocking; the interrupt key of a notebook means what it does in ``wait``.
+        """Wait without blocking; a notebook's interrupt key works as in ``wait``.
 
-        To cancel the waiting task is something else: it leaves the job alone.
+        Cancelling the waiting task does not affect the job.
         """
         return self._wait_async().__await__()
 
@@ -346,7 +352,7 @@ class TrainingJob(JobRequests):
         return self.status
 
     def _interrupts(self) -> Interrupts:
-        # Sent, not called: another interrupt may come before the answer does.
+        # Sent without waiting for the response: another interrupt may come first.
         return Interrupts(self.id, lambda now: self._send_request("stop", {"now": now}))
 
     def _answer(self, interrupts: Interrupts) -> None:
@@ -354,8 +360,9 @@ class TrainingJob(JobRequests):
         self.was_interrupted |= interrupts.were_any
 
     def _say_trouble(self, said: str) -> str:
-        """Print what is wrong since ``said``, or that it is over; return what is wrong now."""
+        """Print a change of the trouble since ``said``, or its end; return the current trouble."""
         feed = self._feed
+        # Print each kind of trouble once, although its text may change at every retry.
         kind = "scheduler" if feed.trouble else "log" if feed.log_trouble else ""
         if kind and kind != said:
             trouble = feed.trouble or feed.log_trouble
@@ -366,11 +373,11 @@ class TrainingJob(JobRequests):
         return kind
 
     def result(self) -> dict[str, Any]:
-        """Block until the job has ended and return a summary.
+        """Wait until the job has ended, and return a summary.
 
         Raises:
-            JobFailedError: If it failed; carries the traceback of the notebook's own code.
-            JobLostError: If its cluster went away before it had ended.
+            JobFailedError: If the job failed; it has the traceback of the notebook's own code.
+            JobLostError: If the cluster ended before the job.
         """
         self.wait()
         self.raise_for_status()
@@ -387,7 +394,7 @@ class TrainingJob(JobRequests):
         }
 
     def raise_for_status(self) -> None:
-        """Raise what failed the job or lost it; do nothing otherwise."""
+        """Raise an error if the job has failed or is lost."""
         view = self._latest()
         if self._feed.lost:
             raise JobLostError(
@@ -415,9 +422,9 @@ class TrainingJob(JobRequests):
 
     @property
     def best(self) -> dict[str, Any] | None:
-        """The best evaluation so far, ``{"step", "metric", "value"}``; None without any.
+        """The best evaluation so far, ``{"step", "metric", "value"}``; None if there is none.
 
-        Only a job with ``checkpoint.best`` has one.
+        Only jobs with ``checkpoint.best`` have one.
         """
         found = self._glance().best
         if not found:
@@ -425,15 +432,15 @@ class TrainingJob(JobRequests):
         return {"step": found[-1].step, "metric": found[-1].metric, "value": found[-1].value}
 
     def state_dict(self, which: str | int = "last") -> dict[str, Any]:
-        """Return weights that are saved, as tensors by name.
+        """Return saved weights, as tensors by name.
 
         Args:
-            which: ``last`` for the newest checkpoint that verifies; ``best`` for the one whose
-                evaluation was the best, see ``checkpoint.best``; a number for that of this step.
+            which: ``last`` for the newest valid checkpoint; ``best`` for the one with the best
+                evaluation, see ``checkpoint.best``; a number for the checkpoint of that step.
 
         Raises:
-            CheckpointError: If there is none yet.
-            ConfigError: For another ``which``.
+            CheckpointError: If the checkpoint does not exist.
+            ConfigError: If ``which`` is invalid.
         """
         return load_weights(find_saved(self.record, which, self._reached()))
 
@@ -441,7 +448,7 @@ class TrainingJob(JobRequests):
         """Load saved weights into ``model`` and return it; ``which`` as in ``state_dict``.
 
         Raises:
-            CheckpointError: If there is none yet, or if the model is another one than the job's.
+            CheckpointError: If the checkpoint does not exist, or does not fit the model.
         """
         put_weights(self.state_dict(which), model, self.record)
         return model
@@ -455,22 +462,22 @@ class TrainingJob(JobRequests):
         model: Any = None,
         overwrite: bool = False,
     ) -> Path:
-        """Write saved weights to one file, or to a folder that ``from_pretrained`` opens.
+        """Write saved weights to one file, or to a folder for ``from_pretrained``.
 
         Args:
-            path: A file; a folder with ``format="transformers"``. What is missing above is made.
+            path: A file; a folder with ``format="transformers"``. Missing parents are created.
             format: ``safetensors`` or ``transformers``.
             which: As in ``state_dict``.
-            model: With ``transformers``: the model whose ``config`` is written. Needed only where
-                the job's own model had none.
-            overwrite: Whether files of that name may be replaced.
+            model: Only with ``transformers``: the model whose ``config`` is written. Required if
+                the job's own model has no config.
+            overwrite: True to replace existing files.
 
         Returns:
-            What was written.
+            The path of the file or folder.
 
         Raises:
-            CheckpointError: If there is no such checkpoint, or if it cannot be written there.
-            ConfigError: For another format or ``which``, and for a path that exists.
+            CheckpointError: If the checkpoint does not exist, or the path is not writable.
+            ConfigError: If the format or ``which`` is invalid, or if the path exists.
         """
         from etrain_jupyter.notebook.job.export import export_file, export_folder, find_format
 
@@ -481,13 +488,14 @@ class TrainingJob(JobRequests):
         return export_file(self.record, saved, Path(path), overwrite=overwrite)
 
     def checkpoints(self, verify: bool = False) -> list[dict[str, Any]]:
-        """Return one record for each checkpoint that is saved, the newest first.
+        """Return one record for each saved checkpoint, newest first.
 
-        For ``pandas.DataFrame(job.checkpoints())``: step, age_s, size_bytes, stall_s (for how long
-        training stood still for it), generation, is_newest, is_best, verified, problem, where.
+        For ``pandas.DataFrame(job.checkpoints())``. The fields are step, age_s, size_bytes, stall_s
+        (for how long it blocked training), generation, is_newest, is_best, verified, problem,
+        where.
 
         Args:
-            verify: Also read all of their parts and compare them with what was written.
+            verify: True to read all parts and check their digests.
         """
         from etrain_jupyter.notebook.job.saved_records import records_of
 
@@ -496,10 +504,10 @@ class TrainingJob(JobRequests):
         return records_of(listed, best=best, where=where, now=time.time(), stalls=stalls)
 
     def _reached(self) -> dict[int, float]:
-        """Return the evaluations that were the best when they were made, as the log has them."""
+        """Return the best evaluations so far as logged: value by step."""
         return {best.step: best.value for best in self._latest().best}
 
-    # --- showing --------------------------------------------------------------------------------
+    # --- display ---------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
         view = self._glance()
@@ -518,7 +526,7 @@ class TrainingJob(JobRequests):
         return {"text/plain": repr(self), "text/html": table}
 
     def _latest(self) -> LatestValues:
-        """Return the folded values, with the whole history in them."""
+        """Return the folded values, including the whole history."""
         self._feed.start()
         self._feed.wait_until_caught_up(CATCH_UP_S)
         return self._view
@@ -526,20 +534,21 @@ class TrainingJob(JobRequests):
     def _glance(self) -> LatestValues:
         """Return the values that are known now.
 
-        Until the feed has read the history, from a slow cluster or bucket or from a long log, these
-        are the values at the end of the log on this machine.
+        Until the feed has read the history, which may come from a slow cluster or bucket or a long
+        log, these are the values at the end of the log on this machine.
         """
         self._feed.start()
+        # All properties share one second, so a slow bucket delays a cell only once.
         if self._feed.wait_until_caught_up(self._glance_left()):
             return self._view
         return peek_log(self.record.log_path)
 
     def _glance_left(self) -> float:
-        """Return the rest of the time that properties may wait, which begins with the first one."""
+        """Return how long properties may still wait; the time starts with the first property."""
         if self._glance_until == math.inf:
             self._glance_until = time.monotonic() + GLANCE_S
         return max(0.0, self._glance_until - time.monotonic())
 
 
 _WORKER_STATES = {"reported": "waiting"}
-"""States of which the coordinator has a word of its own."""
+"""States that have another name in the coordinator."""

@@ -1,4 +1,4 @@
-"""The checkpoints that a job has committed, found and read without its cluster."""
+"""Find and load a job's checkpoints without its cluster."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STATE_PART = "state.json"
 NOTHING: dict[str, list[Any]] = {"best": []}
 NEVER_EVALUATED = "nothing was evaluated before its newest checkpoint"
 MOST_NAMED = 5
-"""Names of tensors that a message lists."""
+"""Maximum number of tensor names in a message."""
 
 
 Which = str | int
@@ -43,7 +43,7 @@ class Saved:
 
 
 def check_which(which: Which) -> None:
-    """Refuse what names no checkpoint, before anything is read.
+    """Check ``which`` before anything is read.
 
     Raises:
         ConfigError: If it is neither ``last``, ``best`` nor a step.
@@ -61,12 +61,12 @@ def find_saved(record: JobRecord, which: Which, reached: Mapping[int, float]) ->
 
     Args:
         record: The job.
-        which: ``last`` is the newest that verifies.
-        reached: What the log says: steps that were the best when they were evaluated, with that.
+        which: ``last`` is the newest valid checkpoint.
+        reached: Value by step of the evaluations that were the best so far, from the log.
 
     Raises:
-        CheckpointError: If there is none, with the reason for each that was refused.
-        ConfigError: For another ``which``.
+        CheckpointError: If there is none, with the reason for each checkpoint that was refused.
+        ConfigError: If ``which`` is invalid.
     """
     check_which(which)
     if which == "best":
@@ -79,7 +79,7 @@ def find_saved(record: JobRecord, which: Which, reached: Mapping[int, float]) ->
 
 def load_weights(saved: Saved) -> dict[str, Any]:
     """Return the tensors of a checkpoint, by parameter name."""
-    # torch comes with this import; a kernel that only looks at jobs never needs it.
+    # Imported here: it loads torch, which a kernel that only looks at jobs does not need.
     from etrain_jupyter.trainer.state.capture import load_model_state
 
     return load_model_state(saved.files[MODEL_PART])
@@ -88,15 +88,16 @@ def load_weights(saved: Saved) -> dict[str, Any]:
 def list_saved(
     record: JobRecord, reached: Mapping[int, float], *, verify: bool = False
 ) -> tuple[str, list[ListedCheckpoint], int | None]:
-    """Return where the job's checkpoints are, what is there, newest first, and the best step.
+    """Return the store, its checkpoints with the newest first, and the step of the best one.
 
-    The best is the one that ``which="best"`` would try first; None if there is none.
+    The best one is the first candidate of ``which="best"``; None if there is none.
     """
     store = _store_of(record)
     listed = list_checkpoints(store, job_id=record.job_id, verify=verify)
     sound = [row for row in listed if row.manifest is not None and not row.problem]
     best = None
     if sound and _best_rule(record):
+        # The log overrides the checkpoint, which may be older.
         values = {**_judged_in(store, sound[0].manifest), **reached}
         steps = {row.step for row in sound}
         best = next((s for s in _best_first(record, values) if s in steps), None)
@@ -104,7 +105,7 @@ def list_saved(
 
 
 def _judged_in(store: CheckpointStore, manifest: Manifest | None) -> dict[int, float]:
-    """Return the evaluations that a checkpoint knows as best; nothing if it cannot be read."""
+    """Return the best evaluations recorded in a checkpoint; empty if it is unreadable."""
     try:
         part = manifest.parts[STATE_PART] if manifest is not None else None
         return _judged(store.get_part(part)) if part is not None else {}
@@ -132,8 +133,8 @@ def _best_first(record: JobRecord, values: Mapping[int, float]) -> list[int]:
 def _find_best(record: JobRecord, reached: Mapping[int, float]) -> Saved:
     """Return the best checkpoint.
 
-    Which ones are the best is in the state of the newest checkpoint, which knows what is left if
-    the very best could not be saved; and in the log, which may be ahead of it.
+    The candidates come from two sources. The state of the newest checkpoint knows the next best one
+    if the very best could not be saved. The log may have newer evaluations than that state.
     """
     if not _best_rule(record):
         raise CheckpointError(
@@ -142,6 +143,7 @@ def _find_best(record: JobRecord, reached: Mapping[int, float]) -> Saved:
         )
     values = {**_judged(_open_newest(record).files[STATE_PART]), **reached}
     store, refused = _store_of(record), []
+    # Fall back to the next best one: the best may be pruned, damaged or not yet durable.
     for step in _best_first(record, values):
         try:
             return _open_step(store, step, record)
@@ -157,7 +159,7 @@ def _find_step(record: JobRecord, step: int) -> Saved:
     store = _store_of(record)
     steps = store.list_steps()
     if not steps:
-        _open_newest(record)  # says that there is none, and when one is written
+        _open_newest(record)  # raises an error that explains when the first one is written
     if step not in steps:
         near = sorted(sorted(steps, key=lambda other: abs(other - step))[:2])
         raise CheckpointError(
@@ -183,7 +185,7 @@ def _open_newest(record: JobRecord) -> OpenCheckpoint:
         try:
             return open_newest(store, job_id=record.job_id, check=check_parts)
         except CheckpointError as exc:
-            # With checkpoint.keep: 1 a job that runs may have put another in its place.
+            # With checkpoint.keep: 1, a running job may have replaced it meanwhile: look again.
             if store.list_steps() == steps:
                 raise CheckpointError(
                     f"job {record.job_id} has no weights to load: {exc} A checkpoint is written "
@@ -208,8 +210,7 @@ def put_weights(state: dict[str, Any], model: Any, record: JobRecord) -> None:
     """Load ``state`` into ``model``.
 
     Raises:
-        CheckpointError: If the model is another one than the job's; says which names and shapes
-            differ.
+        CheckpointError: If the model does not fit; the message has the names and shapes.
     """
     try:
         model.load_state_dict(state)
@@ -222,7 +223,7 @@ def put_weights(state: dict[str, Any], model: Any, record: JobRecord) -> None:
 
 
 def differences(state: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
-    """Say how saved tensors differ from those of a model, by names and shapes."""
+    """Describe how saved tensors differ from those of a model, by name and shape."""
     lacking, unknown = [n for n in own if n not in state], [n for n in state if n not in own]
     other = [
         f"{name} ({_shape(state[name])} is saved, the model has {_shape(own[name])})"

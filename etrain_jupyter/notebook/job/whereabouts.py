@@ -1,7 +1,7 @@
-"""Find out whether and where the cluster of a job can be asked, from this user's own files.
+"""Determine from this user's own files whether and where a job's cluster is reachable.
 
-A job's record says which cluster got it. It may be anybody's record: only the id is taken from it,
-and what is known of that id decides. Nothing here connects to anything.
+A job's record names its cluster, but another user may have written the record. Only the cluster id
+is taken from it and looked up in this user's files. This module opens no connection.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Whereabouts:
-    """What is known of a job's cluster; without address and end only the log can be followed."""
+    """The location of a job's cluster; without address or end, only the log can be followed."""
 
     address: SchedulerAddress | None = None
-    """Where to ask it; from this user's own files."""
+    """Its address, from this user's own files."""
     is_alive: bool = False
-    """Whether its scheduler is known to be alive: a process of this machine."""
+    """True if its scheduler is known to be alive, as a process of this machine."""
     has_ended: bool = False
-    """Whether it is known to have ended, or the job was never submitted to a cluster."""
+    """True if it is known to have ended, or if the job was never submitted to a cluster."""
     why: str = ""
-    """Why it cannot be asked from here, and what to do about that."""
+    """Why it is unreachable from here, and how to change that."""
 
 
 def find_cluster(cluster: Mapping[str, str], host: str) -> Whereabouts:
-    """Return what this user's own files know of a job's cluster.
+    """Look up a job's cluster in this user's own files.
 
     Args:
-        cluster: What ``job.json`` says of it.
-        host: The machine on which the job was submitted, as ``job.json`` says; empty in old ones.
+        cluster: The cluster's entry in ``job.json``.
+        host: The host that submitted the job, from ``job.json``; empty in older records.
     """
     from etrain_jupyter.pools.own_clusters import (
         address_of,
@@ -49,6 +49,13 @@ def find_cluster(cluster: Mapping[str, str], host: str) -> Whereabouts:
 
     cluster_id, said = cluster.get("cluster_id", ""), cluster.get("address", "")
     state_dir = cluster.get("state_dir", "")
+    # The cases, in this order:
+    #   the record names no cluster                -> ended: it was never submitted
+    #   a cluster folder of this user, unreachable -> only the log
+    #   a cluster folder of this user              -> its address; ended if it has none
+    #   a scheduler that this user has named       -> its address
+    #   a state directory of this user and host    -> ended, since its folder is gone
+    #   otherwise, another user or host            -> only the log
     if not said and not state_dir:
         return Whereabouts(has_ended=True)
     own = find_cluster_dir(cluster_id)
@@ -61,7 +68,7 @@ def find_cluster(cluster: Mapping[str, str], host: str) -> Whereabouts:
     if not state_dir:
         known = find_scheduler(cluster_id, said)
         return Whereabouts(address=known, why="" if known else _why_not_asked(cluster, host))
-    # A cluster of this user and machine has a folder for as long as it lives.
+    # A live cluster of this user on this machine always has a folder, so without one it has ended.
     is_here = host in ("", platform.node()) and PurePath(state_dir).parent in state_roots()
     return Whereabouts(has_ended=is_here, why="" if is_here else _why_not_asked(cluster, host))
 

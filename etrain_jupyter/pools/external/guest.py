@@ -1,9 +1,9 @@
-"""Worker plugin for a Dask cluster that others started. It is sent as code, not by its name.
+"""Plugin for the workers of an external Dask cluster, sent as code instead of by name.
 
-Dask sends a plugin to every new worker, also to one without this package. A plugin that is sent by
-its name would keep such a worker from starting. So this one is pickled with its code, needs nothing
-but Dask, and does nothing where it cannot work. That is why this module imports nothing of ours at
-its top.
+Dask installs a plugin on every worker that joins, including those without this package. A plugin
+pickled by name would prevent such a worker from starting. So this one is pickled with its code,
+depends on Dask only, and disables itself where it cannot work. For the same reason, this module has
+no top-level imports from this package.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any
 from distributed import WorkerPlugin
 
 UNFIT = "etrain-unfit"
-"""Dask's topic under which a worker says why it takes no part."""
+"""Dask topic for the reason why a worker cannot take part."""
 
 
 class GuestSupervisor(WorkerPlugin):
-    """Start a supervisor on a worker, if what it needs is installed there.
+    """Start a supervisor on a worker, if its requirements are installed there.
 
     Args:
-        version: The coordinator's etrain-jupyter.
+        version: Version of etrain-jupyter that the coordinator runs.
     """
 
     name = "etrain-supervisor"
@@ -35,20 +35,20 @@ class GuestSupervisor(WorkerPlugin):
         self._supervisor: Any = None
 
     async def setup(self, worker: Any) -> None:
-        """Start, or report why not."""
+        """Start the supervisor, or log why it cannot start."""
         try:
             from etrain_jupyter.pools.external.guest_worker import make_supervisor
 
             self._supervisor = make_supervisor(self._version)
         except Exception as exc:
-            # The worker has other work to do, whatever is wrong with our package here.
+            # An error of this plugin must not affect the worker's other tasks.
             why = f"{type(exc).__name__}: {exc}"
             worker.log_event("etrain-unfit", {"name": str(worker.name), "why": why})
             return
         await self._supervisor.setup(worker)
 
     async def teardown(self, worker: Any) -> None:
-        """End the trainers."""
+        """Stop the trainers."""
         if self._supervisor is not None:
             await self._supervisor.teardown(worker)
 
@@ -56,12 +56,12 @@ class GuestSupervisor(WorkerPlugin):
 _sending = threading.Lock()
 """Guards ``_num_sending``."""
 _num_sending = 0
-"""Number of threads inside ``sent_as_code``."""
+"""Number of threads inside ``sent_as_code``; two kernels' threads may be."""
 
 
 @contextlib.contextmanager
 def sent_as_code() -> Iterator[None]:
-    """Have Dask pickle the classes of this module with their code, in this context."""
+    """Make Dask pickle this module's definitions by value while the context is active."""
     global _num_sending
     import cloudpickle
 

@@ -1,4 +1,4 @@
-"""Functions that run inside the scheduler and the workers of a Dask cluster that others started."""
+"""Functions that run inside the scheduler and the workers of an external Dask cluster."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ DEVICES = Path("/dev")
 
 
 def look_here(dask_scheduler: Any = None) -> dict[str, str]:
-    """Return the versions in this process's environment, and where it runs.
+    """Return the versions that are installed in this process's environment, and its location.
 
-    Sent by its name: if it cannot be imported, Dask returns the import error.
+    Dask pickles this function by name. Where the import fails, Dask returns the import error.
 
     Args:
-        dask_scheduler: The scheduler, which Dask passes if the function runs there.
+        dask_scheduler: The scheduler; Dask passes it if the function runs there.
     """
     found = {
         "host": platform.node(),
@@ -46,13 +46,13 @@ def _version_of(package: str) -> str:
 
 
 def make_supervisor(wanted: str) -> Supervisor:
-    """Return a supervisor that is idle until there is a job.
+    """Return a supervisor that uses no resources until there is a job.
 
     Args:
-        wanted: The coordinator's etrain-jupyter.
+        wanted: Version of etrain-jupyter that the coordinator runs.
 
     Raises:
-        RuntimeError: If another one is installed here, or no torch.
+        RuntimeError: If a different version is installed here, or torch is missing.
     """
     if wanted != __version__:
         raise RuntimeError(f"etrain-jupyter {__version__} is installed there, not {wanted}")
@@ -62,10 +62,10 @@ def make_supervisor(wanted: str) -> Supervisor:
 
 
 def find_device() -> str:
-    """Return the device of this worker's trainers, without importing torch.
+    """Return the torch device of this worker's trainers, without importing torch.
 
-    A trainer uses the first GPU that it sees, so each worker must see its own:
-    ``dask-cuda`` and batch systems set ``CUDA_VISIBLE_DEVICES``.
+    A trainer uses the first visible GPU, so each worker must see its own: ``dask-cuda`` and batch
+    systems set ``CUDA_VISIBLE_DEVICES``.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:

@@ -59,7 +59,7 @@ def take_found(turn: Turn, stimulus: s.TrainersFound) -> None:
 
 
 def is_of_job(found: s.SurvivorFound, state: JobState) -> bool:
-    """Whether a trainer may be adopted: one still inside an older generation was fenced.
+    """Return whether a trainer may be adopted: one still inside an older generation was fenced.
 
     >>> old = s.SurvivorFound(trainer="j/w1/1", worker="w1", generation=2, is_inside=True)
     >>> is_of_job(old, JobState(job_id="j", min_workers=1, max_workers=1))

@@ -38,13 +38,13 @@ class FormGeneration:
     generation: int
     trainers: tuple[str, ...]
     is_guarded: bool = False
-    """Whether the ranks accept only announced connections, which takes longer."""
+    """True if the ranks accept only announced connections, which takes longer."""
     behind: tuple[int, ...]
     """Ranks whose state is older than rank 0's: they receive it before the first step."""
     step: int
     """The step that rank 0 has committed last."""
     restore: bool
-    """Whether no trainer holds the state: then rank 0 loads the newest checkpoint first."""
+    """True if no trainer holds the state: then rank 0 loads the newest checkpoint first."""
     backend: str
     """The backend that sums its gradients, ``nccl`` or ``gloo``."""
 
@@ -65,7 +65,7 @@ class AskForCheckpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class ReleaseTrainer:
-    """Let a trainer exit by itself."""
+    """Release a trainer, which then exits on its own."""
 
     trainer: str
 
@@ -77,7 +77,7 @@ class KillTrainer:
     trainer: str
     why: str
     stacks: bool = False
-    """Whether to log the stack of each of its threads first."""
+    """True to log the stack of each of its threads first."""
 
 
 @dataclass(frozen=True, kw_only=True)

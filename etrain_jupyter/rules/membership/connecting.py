@@ -34,7 +34,7 @@ def count_failed_form(turn: Turn) -> None:
     case, the first that applies                    what happens
     ==============================================  ==============================================
     a rank was lost                                 the count of failures in a row starts over
-    the scheduler had died, or a rank has an        nothing: it says nothing of the connections
+    the scheduler had died, or a rank has an        nothing: the connections are not the cause
     excuse (out of memory, an injected fault)
     it stepped, and then stalled                    counts without a wait: stalled steps have a
                                                     budget of their own, and took long enough

@@ -40,7 +40,7 @@ class Break:
     backend: str = ""
     """The backend that failed on this rank; empty if unknown."""
     is_excused: bool = False
-    """Whether it has another cause than the connections: out of memory, or an injected fault."""
+    """True if it has another cause than the connections: out of memory, or an injected fault."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,16 +61,16 @@ class FailedForms:
 
     @property
     def is_final(self) -> bool:
-        """Whether another attempt is useless."""
+        """True if another attempt is useless."""
         return self.num >= MAX_FAILED_FORMS
 
     @property
     def wait_s(self) -> float:
-        """How long to wait before the next attempt."""
+        """Seconds to wait before the next attempt."""
         return wait_after(self.num - 1)
 
     def avoids_nccl(self, workers: Sequence[str]) -> bool:
-        """Whether these workers must use gloo, because NCCL has failed among them."""
+        """Return whether these workers must use gloo, because NCCL has failed among them."""
         return self.num_nccl >= MAX_NCCL_FAILURES and self.nccl_workers <= set(workers)
 
     def after_loss(self) -> FailedForms:
@@ -90,7 +90,7 @@ class FailedForms:
         Args:
             breaks: The reports of all its ranks.
             backend: The backend that summed its gradients.
-            has_stepped: Whether it has committed a step.
+            has_stepped: True if it has committed a step.
             stepped_s: Seconds for which all its ranks had been stepping; 0.0 if they never did.
         """
         workers = frozenset(found.worker for found in breaks)
@@ -116,7 +116,7 @@ NO_FAILED_FORMS = FailedForms()
 
 
 def is_of_nccl(breaks: Sequence[Break], backend: str) -> bool:
-    """Whether NCCL broke a generation: a rank reports so, or none reports any error.
+    """Return whether NCCL broke a generation: a rank reports so, or none reports any error.
 
     A rank that leaves closes its gloo connections: the others may report only that.
     """

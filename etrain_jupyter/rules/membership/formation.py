@@ -53,7 +53,7 @@ other processes connect to its ports."""
 
 
 def advance(turn: Turn) -> None:
-    """Do what is due in the state that the stimulus has led to."""
+    """Take the actions that are due after the stimulus was applied."""
     _check_budgets(turn)
     phase = turn.state.phase
     if phase == "running":
@@ -70,7 +70,10 @@ def advance(turn: Turn) -> None:
 
 
 def _awaits_exit(state: JobState) -> bool:
-    """Whether a holder of the state was killed and has not exited: it would break a generation."""
+    """Return whether a holder of the state was killed and has not exited.
+
+    A generation that formed now would include it, and break.
+    """
     return any(m.killed_at for m in state.in_phase("reported"))
 
 
@@ -94,8 +97,8 @@ def _check_budgets(turn: Turn) -> None:
 def _announce_if_due(turn: Turn) -> None:
     """Begin a planned change if members come or go, or too few are left to continue.
 
-    Which of the leaving ranks go now depends on who would remain, which are the ranks that stay and
-    the warm newcomers:
+    The ranks that leave now depend on the members that would remain: the staying ranks and the warm
+    newcomers:
 
     =============================  ==========================================================
     would remain                   leave now
@@ -141,7 +144,7 @@ def _announce_if_due(turn: Turn) -> None:
 
 
 def _back_up(turn: Turn, ranked: Sequence[Member]) -> None:
-    """Save the state once while training continues: a machine may be taken before its deadline."""
+    """Save the state once while training continues, in case the interruption comes early."""
     current = turn.state.current
     is_noticed = any(m.save_at < math.inf for m in ranked)
     if is_noticed and not current.has_backup:
@@ -249,7 +252,7 @@ def _save_before_it_is_gone(turn: Turn, *, has_enough: bool) -> bool:
     ==========================================================  ==============================
 
     Returns:
-        Whether the next generation has to wait for the checkpoint.
+        True if the next generation has to wait for the checkpoint.
     """
     if saver_of(turn.state) is not None:
         return True
@@ -274,7 +277,7 @@ def _why_it_saves(state: JobState) -> str:
 
 
 def _why_too_few(state: JobState, num_here: int) -> str:
-    """Explain how many workers are here, and what is known of the others."""
+    """Explain which workers are missing, and the known reasons."""
     known = [f"{m.worker} is warming up" for m in state.in_phase("starting")]
     known += [f"{w} was lost: {cause}" for w, cause in state.faults.lost if not state.of_worker(w)]
     has_no_holder = all(m.progress == s.NO_PROGRESS for m in state.in_phase("reported"))
@@ -327,12 +330,15 @@ def _release_leavers(turn: Turn) -> list[Member]:
 
 
 def _has_time(member: Member, now: float) -> bool:
-    """Whether its machine has a deadline that is not due: it trains on if it would be missed."""
+    """Return whether the deadline of its machine is known and not due.
+
+    Such a rank trains on if the job would have too few ranks without it.
+    """
     return now < member.save_at < math.inf
 
 
 def _has_successor(state: JobState) -> bool:
-    """Whether the next generation, if it formed now, would have a member that stays."""
+    """Return whether the next generation, if it formed now, would have a member that stays."""
     members = [*state.in_phase("reported"), *_newcomers(state)]
     has_enough = not state.pause and len(members) >= state.min_workers
     return has_enough and any(not m.leaving for m in members)
@@ -346,7 +352,7 @@ def _still_missing(state: JobState, num_ranks: int) -> tuple[tuple[str, str], ..
 
 
 def _is_worth_forming(turn: Turn) -> bool:
-    """Whether to form now; at the start, workers that warm up together get a moment to be ready."""
+    """Return whether to form now; at the start, wait briefly for workers that warm up together."""
     return bool(turn.state.in_phase("reported")) or bool(_admissible(turn))
 
 

@@ -39,8 +39,8 @@ def after_fault(
         previous: The worker's earlier faults; None without any.
         now: When the trainer exited.
         stepped_s: Seconds for which it had been stepping in its generation.
-        was_ready: Whether it had ever been ready to train. One that had been may come back at
-            once after its first fault, because the other ranks wait for it.
+        was_ready: True if it had ever been ready to train. Such a trainer restarts immediately
+            after its first fault, because the other ranks wait for it.
 
     >>> first = after_fault(None, now=0.0, stepped_s=0.0, was_ready=False)
     >>> first.retry_at, after_fault(first, now=5.0, stepped_s=0.0, was_ready=False).retry_at

@@ -47,7 +47,7 @@ def exclude_newcomer(turn: Turn, member: Member, stimulus: s.UserErrorSeen) -> N
 
 
 def _count_fault(turn: Turn, member: Member, stimulus: s.TrainerLost) -> None:
-    """Tell a machine's fault from one of the notebook's code, which would recur for ever.
+    """Distinguish a machine's fault from a fault of the notebook's code, which would recur forever.
 
     =======================  ==========================================================
     the trainer exited       counts as
@@ -58,8 +58,8 @@ def _count_fault(turn: Turn, member: Member, stimulus: s.TrainerLost) -> None:
     otherwise                nothing but a fault of its worker, which backs off
     =======================  ==========================================================
 
-    Which worker it was does not matter: a step's samples go to the same rank each time, and if the
-    others can train without a broken machine, they commit steps meanwhile.
+    The count ignores which worker it was: a step's samples go to the same rank each time, and if
+    the others can train without a broken machine, they commit steps meanwhile.
     """
     state = turn.state
     _back_off(turn, member)

@@ -55,10 +55,10 @@ class Member:
     leaving: LeaveReason | Literal[""] = ""
     """Why it leaves at the next step boundary; empty if it stays."""
     save_at: float = math.inf
-    """Deadline for its last step, so that its state is durable before its machine goes. Infinite if
-    its machine is not going to be interrupted, or the time is unknown."""
+    """Deadline for its last step, so that its state is durable before its machine is interrupted.
+    Infinite if no interruption is planned, or its time is unknown."""
     formed: bool = False
-    """Whether it has reported that it steps in the current generation."""
+    """True if it has reported that it steps in the current generation."""
     steps_since: float = 0.0
     """When it reported that for the first time; 0.0 before."""
     form_times: tuple[float, float, float] = (0.0, 0.0, 0.0)
@@ -66,7 +66,7 @@ class Member:
     signs: LifeSigns | None = None
     """None until its supervisor has reported progress."""
     is_warned_of: bool = False
-    """Whether the log already has a warning that it is stalled."""
+    """True if the log already has a warning that it is stalled."""
     killed_at: float = 0.0
     """When its supervisor was ordered to kill it; 0.0 if it was not."""
     killed_why: str = ""
@@ -115,13 +115,13 @@ class GenerationState:
     backend: str = "gloo"
     """The backend that sums its gradients, ``nccl`` or ``gloo``."""
     is_restoring: bool = False
-    """Whether it started from a checkpoint."""
+    """True if it started from a checkpoint."""
     ready_at: float | None = None
     """When all its ranks had formed; None before."""
     has_lost: bool = False
-    """Whether one of its ranks was lost."""
+    """True if one of its ranks was lost."""
     has_backup: bool = False
-    """Whether its ranks were asked for a checkpoint because all of them will leave."""
+    """True if its ranks were asked for a checkpoint because all of them will leave."""
     breaks: tuple[Break, ...] = ()
     """Reports of its ranks that it broke."""
     undone: tuple[tuple[int, str], ...] = ()
@@ -131,7 +131,7 @@ class GenerationState:
 
     @property
     def is_ready(self) -> bool:
-        """Whether all its ranks have formed."""
+        """True if all its ranks have formed."""
         return self.ready_at is not None
 
 
@@ -174,7 +174,7 @@ class Faults:
 
 @dataclass(frozen=True, kw_only=True)
 class Timings:
-    """How long things take, which deadlines and timeouts follow from."""
+    """Measured durations, from which deadlines and timeouts follow."""
 
     step_s: float = 0.0
     """Current duration of a step; 0 while it is unknown."""
@@ -192,7 +192,7 @@ class Pause:
     """The job must not step."""
 
     reason: str = ""
-    """Why the job paused by itself; empty if the user paused it."""
+    """Why the job paused automatically; empty if the user paused it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,7 +232,7 @@ class JobState:
     backend: str = "auto"
     """``backend`` of the configuration: ``auto``, ``nccl`` or ``gloo``."""
     pauses_on_nan: bool = False
-    """Whether a loss that is not finite pauses the job instead of failing it."""
+    """True if a loss that is not finite pauses the job instead of failing it."""
 
     # --- where the job is ---
 
@@ -248,7 +248,7 @@ class JobState:
     pause: Pause | None = None
     """None unless the job is paused, or will be at the next step boundary."""
     ending: Ending | None = None
-    """How the job will end; None while it trains."""
+    """Planned end of the job; None while it trains."""
 
     # --- its trainers and generations ---
 
@@ -260,7 +260,7 @@ class JobState:
     next_whys: tuple[FormReason, ...] = ("start",)
     """Reasons of the next generation."""
     has_trained: bool = False
-    """Whether all ranks of any generation have stepped, which proves the notebook's code."""
+    """True if all ranks of any generation have stepped, which proves the notebook's code."""
     faults: Faults = Faults()
 
     # --- its training state ---
@@ -302,7 +302,7 @@ class JobState:
 
     @property
     def is_paused(self) -> bool:
-        """Whether the job must not step."""
+        """True if the job must not step."""
         return self.pause is not None
 
     @property
@@ -320,5 +320,5 @@ class JobState:
 
     @property
     def is_ended(self) -> bool:
-        """Whether the job has ended: nothing changes any more."""
+        """True if the job has ended: nothing changes any more."""
         return self.status in TERMINAL_STATUSES

@@ -31,7 +31,10 @@ def newest_holders(state: JobState) -> list[Member]:
 
 
 def is_newest_durable(state: JobState) -> bool:
-    """Whether nothing is lost if all holders of the newest state go. True before the first step."""
+    """Return whether nothing would be lost without the holders of the newest state.
+
+    True before the first step.
+    """
     return newest_step(state) <= max(0, state.saved_step)
 
 
@@ -66,12 +69,13 @@ def _wait_for_the_store(turn: Turn) -> None:
 
 
 def take_saved(turn: Turn, saved: s.CheckpointSaved) -> None:
-    """Remember a checkpoint that is durable, or that could not be written."""
+    """Record a checkpoint that is durable, or that could not be written."""
     if saved.ok:
         known = {*turn.state.saved_steps, saved.step}
         turn.saved(sorted(known)[-KEEP_SAVED:])
         if saved.duration_s:
-            # A slow checkpoint counts at once; faster ones lower the estimate little by little.
+            # A slow checkpoint raises the estimate immediately; faster ones lower it gradually,
+            # because a deadline that is missed costs more than one that is early.
             timings = turn.state.timings
             save_s = max(saved.duration_s, timings.save_s * FORGET_SAVES)
             turn.update_timings(replace(timings, save_s=save_s))
@@ -79,7 +83,7 @@ def take_saved(turn: Turn, saved: s.CheckpointSaved) -> None:
     if saver is None or saved.trainer not in ("", saver.trainer):
         return
     if saved.step < saver.progress[0]:
-        return  # an older checkpoint, which was under way when this one was ordered
+        return  # an older checkpoint, still in progress when this one was ordered
     if saved.ok:
         turn.update_saving(Saving())
     else:
@@ -89,7 +93,7 @@ def take_saved(turn: Turn, saved: s.CheckpointSaved) -> None:
 
 
 def _is_given_up(state: JobState) -> bool:
-    """Whether the job ends without its last checkpoint."""
+    """Return whether the job ends without its last checkpoint."""
     return state.phase == "closing" and state.saving.num_rounds > len(SAVE_WAITS_S)
 
 

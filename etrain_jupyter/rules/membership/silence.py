@@ -11,10 +11,10 @@ process was stopped, or its event loop was blocked."""
 
 @dataclass
 class Hearing:
-    """Remembers when each supervisor sent its last message. Time is an argument.
+    """Record when each supervisor sent its last message. Time is an argument.
 
-    Only the time in which the coordinator ran counts as silence: after a suspension of the head, no
-    supervisor counts as silent, although none was heard for a long time.
+    Only the time in which the coordinator ran counts. After a suspension of the head, no supervisor
+    counts as silent, although no message was received for a long time.
     """
 
     limit_s: float
@@ -25,7 +25,7 @@ class Hearing:
     _ticked_at: float | None = None
 
     def hear(self, name: str, now: float) -> None:
-        """Note a message from a supervisor."""
+        """Record a message from a supervisor."""
         self.heard_at[name] = now
 
     def forget(self, name: str) -> None:
@@ -39,6 +39,7 @@ class Hearing:
         if 0 <= passed_s < LATE_S:
             return 0.0
         asleep_s = passed_s - self.tick_s
+        # Do not count the suspended time: messages from it may still be waiting in the sockets.
         for name in self.heard_at:
             self.heard_at[name] += asleep_s
         return asleep_s

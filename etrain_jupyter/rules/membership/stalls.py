@@ -29,10 +29,10 @@ from etrain_jupyter.rules.membership.saving import saver_of
 from etrain_jupyter.rules.membership.turn import Turn, begin_collecting
 
 STEPS_PER_LIMIT = 10
-"""A rank may make no progress for the duration of this many ordinary steps."""
+"""Number of ordinary steps for which a rank may make no progress."""
 
 WARM_UPS_PER_LIMIT = 3
-"""Before the first step: for the duration of this many warm-ups, each of which includes a pass."""
+"""The same before the first step, as a number of warm-ups, each of which includes a pass."""
 
 RESTORE_PATIENCE = 10
 WARM_UP_PATIENCE = 4
@@ -44,7 +44,7 @@ FROZEN_S = 3.0
 frozen."""
 
 NEWS_S = 5.0
-"""Without a report for this many seconds, what a trainer does is unknown."""
+"""If a trainer's last report is older than this many seconds, its state is unknown."""
 
 KILL_PATIENCE_S = 10.0
 """A trainer that still exists this many seconds after the kill (stuck in the kernel) is declared
@@ -156,9 +156,11 @@ def _place(state: JobState, member: Member) -> tuple[bool, int]:
 
 
 def _is_frozen(member: Member, now: float, quiet_s: float, hang_s: float) -> bool:
-    """Whether no Python code of it has run since the ranks made no progress, or for very long.
+    """Return whether a rank is frozen.
 
-    A busy machine delays a pulse, but not by that much. A rank may freeze in the middle of a step.
+    Its process has then run no Python code since the ranks last made progress, or for ``hang_s``. A
+    busy machine delays a pulse, but not by that much; and a rank may freeze in the middle of a
+    step.
     """
     if member.signs is None:
         return False

@@ -177,7 +177,7 @@ def _take_formed(turn: Turn, stimulus: s.TrainerFormed) -> None:
     member = turn.state.members.get(stimulus.trainer)
     if member is None or stimulus.generation != turn.state.generation or member.formed:
         return
-    # The first rank to report says from which checkpoint all of them start.
+    # The first rank to report determines the checkpoint from which all of them start.
     if turn.state.current.is_restoring and not any(m.formed for m in turn.state.in_phase("ranked")):
         turn.restored_at(stimulus.step)
     times = (stimulus.connect_s, stimulus.sync_s, stimulus.wrap_s)
@@ -255,7 +255,7 @@ def _take_user_error(turn: Turn, stimulus: s.UserErrorSeen) -> None:
     if _is_dispensable(turn.state, member):
         exclude_newcomer(turn, member, stimulus)
         return
-    # An update that broke off leaves no state behind; the log knows which step was the newest.
+    # A failed update leaves no usable state; the log has the newest committed step.
     holds_none = stimulus.progress == s.NO_PROGRESS
     step = turn.state.step if holds_none else stimulus.progress[0]
     match turn.state.ending:
@@ -275,7 +275,10 @@ def _take_user_error(turn: Turn, stimulus: s.UserErrorSeen) -> None:
 
 
 def _is_dispensable(state: JobState, member: Member) -> bool:
-    """Whether the job trains without this member: others hold a state that the same code made."""
+    """Return whether the job can drop this member.
+
+    Other members then hold a state that the same code made, so the code is not the cause.
+    """
     is_newcomer = member.phase in ("starting", "warm")
     return is_newcomer and state.has_trained and bool(state.in_phase("ranked", "reported"))
 

@@ -86,7 +86,7 @@ class TrainerReported:
     backend: str = ""
     """The backend that the failure came from, ``nccl`` or ``gloo``; empty if unknown."""
     is_excused: bool = False
-    """Whether the failure has another cause than the connections: out of memory, or an injected
+    """True if the failure has another cause than the connections: out of memory, or an injected
     fault."""
 
 
@@ -104,7 +104,7 @@ class NonFiniteLoss:
     """Its progress before that step."""
     loss: float
     is_source: bool
-    """Whether its own share of the loss was not finite."""
+    """True if its own share of the loss was not finite."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +117,7 @@ class TrainerLost:
     last_words: str = ""
     """The end of its output, formatted for users."""
     injected: bool = False
-    """Whether fault injection caused it: then neither the notebook nor the machine is at fault."""
+    """True if fault injection caused it: then neither the notebook nor the machine is at fault."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +165,7 @@ class CheckpointSaved:
     step: int
     ok: bool = True
     trainer: str = ""
-    """The trainer that wrote it; empty stands for the one that was ordered to."""
+    """The trainer that wrote it; if empty, the one that was ordered to."""
     error: str = ""
     """The error, if it could not be written."""
     duration_s: float = 0.0
@@ -206,7 +206,7 @@ class SurvivorFound:
     generation: int = 0
     """The newest generation that it was ordered to form; 0 if none."""
     is_inside: bool = False
-    """Whether it is still in that generation: it has neither reported nor failed."""
+    """True if it is still in that generation: it has neither reported nor failed."""
     is_warm: bool = False
     warm_s: float = 0.0
     device: str = ""
@@ -225,7 +225,7 @@ class TrainersFound:
     world_size: int = 0
     """Ranks of the newest generation when it was formed."""
     is_ready: bool = False
-    """Whether all of its ranks had stepped."""
+    """True if all of its ranks had stepped."""
     backend: str = "gloo"
     """The backend that sums its gradients."""
 

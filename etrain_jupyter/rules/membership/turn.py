@@ -41,7 +41,7 @@ class Turn:
         self.state = state
         self.now = now
         self.wall = wall
-        """Seconds since the epoch, for the log only: the wall clock may be set at any time."""
+        """Seconds since the epoch, for the log only, because the wall clock may jump."""
         self.commands: list[Command] = []
 
     # --- outputs ---
@@ -96,7 +96,7 @@ class Turn:
         self.state = replace(self.state, ending=Failing(error=error))
 
     def train_on(self) -> None:
-        """Head for no end any more. The coordinator assigns workers again."""
+        """Cancel the planned end. The coordinator assigns workers again."""
         self.state = replace(self.state, ending=None, assigned=(), saving=Saving())
 
     # --- workers and trainers ---
@@ -139,7 +139,7 @@ class Turn:
     def begin_generation(self, current: GenerationState) -> None:
         """Make this the newest generation, which starts from its first step.
 
-        Checkpoints after that step are forgotten: the job has not come through them, see
+        Checkpoints after that step are dropped: they are not part of the job's history, see
         ``lineage``.
         """
         step = current.first_step
@@ -157,7 +157,7 @@ class Turn:
         self.state = replace(self.state, current=current, next_whys=())
 
     def update_generation(self, current: GenerationState) -> None:
-        """Replace what is known of the newest generation."""
+        """Replace the record of the newest generation."""
         self.state = replace(self.state, current=current)
 
     def restored_at(self, step: int) -> None:
@@ -167,7 +167,7 @@ class Turn:
         self.state = replace(self.state, step=step, saved_steps=known, current=current)
 
     def ready(self) -> None:
-        """All ranks of the newest generation have formed now."""
+        """Record that all ranks of the newest generation have formed."""
         current = replace(self.state.current, ready_at=self.now)
         self.state = replace(self.state, current=current, has_trained=True)
 
@@ -194,7 +194,7 @@ class Turn:
         self.state = replace(self.state, faults=faults)
 
     def excuse_sleep(self, asleep_s: float) -> None:
-        """Shift the start of the phase by the time that the coordinator slept through."""
+        """Shift the start of the phase by the time for which the coordinator was suspended."""
         self.state = replace(self.state, since=self.state.since + asleep_s)
 
 
@@ -223,7 +223,7 @@ def release(turn: Turn, member: Member, reason: events.LeaveReason) -> None:
 
 
 def begin_collecting(turn: Turn, why: FormReason = "lost") -> None:
-    """Abort the generation: free the ranks that wait for one that will never answer."""
+    """Abort the generation, to free the ranks that wait for one that will never respond."""
     if turn.state.phase not in ("running", "changing"):
         return
     turn.add_why(why)

@@ -28,7 +28,7 @@ EVAL, SAVE = 1, 2
 
 @dataclass(frozen=True, kw_only=True)
 class Requests:
-    """What one rank requests from all ranks."""
+    """Requests of one rank to all ranks."""
 
     is_change_pending: bool
     """The rank knows of a planned change, so that the generation ends after this step."""

@@ -29,8 +29,8 @@ from etrain_jupyter.trainer.group.gloo_device import GlooDevice
 from etrain_jupyter.trainer.group.rendezvous import FORM_TIMEOUT_S, CommunicationError
 
 MAX_UNCLAIMED = 1024
-"""Maximum number of connections without a rank's number. Each rank makes one, so many more are a
-flood, which would exhaust the process's descriptors: gloo ends the process if ``accept`` fails."""
+"""Maximum number of connections without a rank's number. Each rank opens one; many more
+would exhaust the process's file descriptors, and gloo ends the process if ``accept`` fails."""
 
 DESCRIPTION_TIMEOUT_S = 5.0
 """Timeout for the other ranks' descriptions of unknown connections."""

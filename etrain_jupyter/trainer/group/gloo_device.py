@@ -113,7 +113,7 @@ class GlooDevice:
     def shut_down(self) -> None:
         """Shut down the device's connections and seal its listener, which is never shut down.
 
-        Without /proc (not on Linux) it does nothing. Waits are abandoned all the same, and the
+        Without /proc (not on Linux) this has no effect. Waits are abandoned nevertheless, and the
         coordinator notifies the peers.
 
         Only the reading side is shut down: gloo then sees the end of the stream, fails all waits,

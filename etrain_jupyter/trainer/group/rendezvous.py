@@ -59,7 +59,7 @@ class BroadcastStore(c10d.Store):
         self._publish(key, data)
 
     def clone(self) -> BroadcastStore:
-        """Return this store: torch requests a second connection, but there are no connections."""
+        """Return this store: torch requests a second connection, but the store uses none."""
         return self
 
     def get(self, key: str) -> bytes:

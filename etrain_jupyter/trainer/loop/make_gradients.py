@@ -28,7 +28,7 @@ def make_gradients(
         group: The process group of the generation.
         workload: The module to differentiate.
         config: The cell's config.
-        effects: What a pass changes in the model, from the warm-up.
+        effects: Changes of the model by one pass, from the warm-up.
         micro_batch_size: Maximum number of samples per pass; None for no limit.
         watch: Measures the parts of a step.
         measures_noise: Measure the gradient noise, if the gradients are averaged.

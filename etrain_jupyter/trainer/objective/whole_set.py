@@ -102,7 +102,7 @@ class WholeSetMetric:
         value = None
         with warnings.catch_warnings(), contextlib.suppress(ValueError, RuntimeError):
             warnings.simplefilter("ignore")
-            value = tried.compute()  # an error is no finding: some refuse so few samples
+            value = tried.compute()  # an error proves nothing: some metrics need more samples
         self._prototype = tried  # some metrics keep more than their state after the first update
         if value is not None:
             self._number(value)

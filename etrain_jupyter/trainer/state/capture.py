@@ -1,6 +1,6 @@
 """Capture the complete state of a trainer as named tensors and a JSON header, and load it again.
 
-The prefix of a name tells the owner of a tensor:
+The prefix of a name identifies the owner of a tensor:
 
 ==============  ==========================================================
 ``model.``      entries of the model's ``state_dict``

@@ -94,7 +94,7 @@ class CheckpointWriter:
         checkpoints: The job's checkpoints.
         state: For the config, the model's own config and the best evaluations.
         send: Sends a message to the coordinator.
-        slowdown: How much slower steps are during the write.
+        slowdown: Measures the slowdown of steps during the write.
         beat: Sends a heartbeat from the writer thread; called only while the main thread waits.
     """
 
@@ -112,7 +112,8 @@ class CheckpointWriter:
         self._send = send
         self._slowdown = slowdown
         self._beat = beat
-        # An executor's thread is no daemon: the process does not exit before the write is done.
+        # An executor's thread is not a daemon, so the process does not exit before the write is
+        # done.
         self._thread = futures.ThreadPoolExecutor(1, thread_name_prefix="etrain-checkpoint")
         self._tasks: list[futures.Future[None]] = []
         self._waiting: queue.Queue[_Waiting] = queue.Queue(maxsize=1)
@@ -220,7 +221,7 @@ class CheckpointWriter:
             else:
                 self._write(replace(copy, generation=waiting.generation))
         except BaseException:
-            # The top of the thread. The process goes on without this checkpoint.
+            # The top of the thread. Training continues without this checkpoint.
             self._results.put(CopyDone(copy=copy))
             traceback.print_exc()
             raise
@@ -233,7 +234,7 @@ class CheckpointWriter:
             self._fail(copy, str(exc))
             return
         except Exception as exc:
-            # A defect of the store or of ours: the coordinator waits for a report all the same.
+            # A bug in the store or in this package; the coordinator waits for a report in any case.
             traceback.print_exc()
             self._fail(copy, f"{type(exc).__name__}: {exc}")
             return
@@ -254,7 +255,7 @@ class CheckpointWriter:
 
     def _fail(self, copy: StateCopy, error: str) -> None:
         self._has_succeeded = False
-        # The other ranks wait for a folder; an empty one tells them that there is none.
+        # The other ranks wait for a folder; an empty name means that there is none.
         if copy.sharded is not None:
             copy.sharded.announce(copy.step, "")
         retry_after_s = BEST_RETRY_S[min(copy.num_failures, len(BEST_RETRY_S) - 1)]
@@ -279,7 +280,7 @@ class CheckpointWriter:
         """
         writers = self._checkpoints.read_writers()
         self._results.put(StoreListed(writers=writers))
-        # Training could not ask the store before it made this copy; now the answer is known.
+        # The training thread made this copy without a store request; now the writers are known.
         if copy.best_steps and self._is_superseded(copy, writers):
             return None
         store = self._checkpoints.store

@@ -215,7 +215,7 @@ class Checkpointer:
         self._take_results()
 
     def close(self) -> None:
-        """Wait for what is being written, before the process exits; log it if that takes long."""
+        """Wait for writes in progress before the process exits; log it if that takes long."""
         with self._writer.beating():
             is_written = self._writer.wait(CLOSE_LOG_AFTER_S)
             is_written &= self._shard_writer.wait(CLOSE_LOG_AFTER_S)

@@ -1,8 +1,8 @@
-"""Checkpoints of one job in its store, fenced against generations that have been given up.
+"""Checkpoints of one job in its store, fenced against abandoned generations.
 
-A rank that is cut off from the coordinator does not know that its generation was given up, and may
-go on saving. Every manifest names the generation that wrote it, and every rank knows the step at
-which each generation began::
+A rank that is cut off from the coordinator does not know that its generation was abandoned, and may
+continue to save. Every manifest names the generation that wrote it, and every rank knows the step
+at which each generation began::
 
     generation 1   step 0 ---- 20 ---- 30 ---- 40 (cut off, but still saving)
     generation 2               20 ---------- 35 ...

@@ -22,4 +22,4 @@ def config_of(model: Any) -> bytes | None:
         values["architectures"] = [type(model).__name__]
         return json.dumps(values, indent=2, sort_keys=True).encode()
     except (TypeError, ValueError, AttributeError):
-        return None  # a config that JSON cannot represent; the weights are saved all the same
+        return None  # JSON cannot represent this config; the weights are saved nevertheless

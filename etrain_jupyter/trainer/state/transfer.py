@@ -142,7 +142,7 @@ def receive_state(
     ]
     host = frozenset(received["header"].get("host", ()))
     num_bytes = sum(e.num_bytes for e in entries)
-    # Without room in host memory there is no choice: receiving in place beats not joining.
+    # If host memory is too small, receive in place: that is better than not joining.
     is_staged = keep and num_bytes <= HOST_SHARE * memory_of(torch.device("cpu")).free
     slots = _Slots(entries, model, optimizer, host, is_staged=is_staged)
     # From the first chunk on, this rank's tensors are a mixture of two states.
